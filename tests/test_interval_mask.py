@@ -7,7 +7,6 @@ import math
 import pickle
 import random
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flash_dmattn import masks
 from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared.intervals import hilbert_codes, key_order, places_for, reorder_pays
-from flash_dmattn.masks.prepared.storage import IntervalMask
 from flash_dmattn.masks.topk import topk_stops
 
 INF, NAN = math.inf, math.nan
@@ -281,15 +279,8 @@ def test_top_k_reorders_where_it_pays_unless_it_is_told() -> None:
 
 
 def test_how_many_places() -> None:
-    assert [places_for(live, 16384) for live in (0, 1, 256, 257, 8192, 8193, 16384)] == [
-        256,
-        256,
-        256,
-        512,
-        8192,
-        16384,
-        16384,
-    ]
+    places = {0: 256, 1: 256, 256: 256, 257: 512, 8192: 8192, 8193: 16384, 16384: 16384}
+    assert {live: places_for(live, 16384) for live in places} == places
     assert places_for(8000, 2**20) == 16384 and places_for(130, 1000) == 256 and places_for(1, 255) == 255
     assert [places_for(0, n) for n in (0, 1, 256)] == [0, 1, 128]
 
@@ -387,25 +378,7 @@ def test_tiles_are_those_of_the_dense_mask_by_place(seqlen_q: int, seqlen_k: int
         check_fields(PreparedMask.from_topk(scores, 20, **flags))
 
 
-# What a mask is beside its values
-
-
-def test_to_another_device_and_printing() -> None:
-    prepared = PreparedMask.from_intervals([0, 2], [3, 4], 4, window_size=(3, 1), reorder=True)
-    assert prepared.to("cpu") is prepared
-    moved = prepared.to("meta")
-    assert type(moved) is IntervalMask and moved.device.type == "meta" and moved.is_reordered
-    assert (moved.shape, moved.window_size, moved.form) == (prepared.shape, (3, 1), "intervals")
-    shown = "is_causal=False, window_size=(3, 1), seqlen_q=4, device='cpu')"
-    assert repr(prepared) == f"IntervalMask(shape=(1, 1, 4, 2), {shown}"
-
-
-def test_calls_with_masks_alike_have_one_key() -> None:
-    scores = torch.randn(1, 2, 1, 9)
-    one, other = (PreparedMask.from_topk(x, 3, is_causal=True) for x in (scores, -scores))
-    assert one.call_key == other.call_key
-    assert one.call_key != PreparedMask.from_topk(scores, 3, is_causal=True, reorder=True).call_key
-    assert one.call_key != PreparedMask.from_topk(scores, 3).call_key
+# A picture
 
 
 def test_picture() -> None:
@@ -491,83 +464,56 @@ def test_without_keys_or_queries_or_heads(is_causal: bool) -> None:
 # Errors
 
 
-def bad_calls() -> Iterator[tuple[Any, type[Exception], str]]:
-    row = torch.zeros(1, 2, 1, 4)
-    yield lambda: PreparedMask.from_topk(row, 0), ValueError, "k is 0 and must be >= 1."
-    yield lambda: PreparedMask.from_topk(row, 2.0), TypeError, "k is 2.0 (float) and must be an int >= 1"  # type: ignore[arg-type]
-    yield (
-        lambda: PreparedMask.from_topk(row.int(), 1),
-        TypeError,
-        "scores has dtype torch.int32 and must be a float tensor",
-    )
-    yield (
-        lambda: PreparedMask.from_topk(torch.zeros(2, 3, 4), 1),
+ROW, LIMITS = torch.zeros(1, 2, 1, 4), torch.zeros(3, dtype=torch.int32)
+BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ("topk", (ROW, 0), {}, ValueError, "k is 0 and must be >= 1."),
+    ("topk", (ROW, 2.0), {}, TypeError, "k is 2.0 (float) and must be an int >= 1"),
+    ("topk", (ROW.int(), 1), {}, TypeError, "scores has dtype torch.int32 and must be a float tensor"),
+    (
+        "topk",
+        (torch.zeros(2, 3, 4), 1),
+        {},
         ValueError,
         "scores has 3 rows (as 4-D, shape (1, 2, 3, 4)) and must have one for all queries; what depends on the query "
         "makes no intervals: use PreparedMask.from_mask(topk_mask(...)).",
-    )
-    yield (
-        lambda: PreparedMask.from_topk(row, 1, mask=torch.ones(4, 4) > 0),
-        ValueError,
-        "mask has 4 rows (as 4-D, shape (1, 1, 4, 4)) and must have one for all queries",
-    )
-    yield lambda: PreparedMask.from_topk(row, 1, mask=torch.ones(5) > 0), ValueError, "mask has 5 keys, scores 4"
-    yield lambda: PreparedMask.from_topk(row, 1, mask=torch.ones(4)), TypeError, "mask has dtype torch.float32"  # type: ignore[arg-type]
-    yield lambda: PreparedMask.from_topk(row, 1, seqlen_q=-1), ValueError, "seqlen_q is -1 and must be >= 0"
-    yield lambda: PreparedMask.from_topk(row, 1, local=-1, is_causal=True), ValueError, "local is -1 and must be >= 0"
-    yield lambda: PreparedMask.from_topk(row, 1, local=2), ValueError, "local is 2 and is_causal is False"
-    yield lambda: PreparedMask.from_topk(row, 1, is_causal=1), TypeError, "is_causal is 1; it needs to be True"  # type: ignore[arg-type]
-    yield lambda: PreparedMask.from_topk(row, 1, reorder=1), TypeError, "reorder is 1; it needs to be True or"  # type: ignore[arg-type]
-    yield (
-        lambda: PreparedMask.from_topk(row, 1, reorder=False, compact=True),
-        ValueError,
-        "compact is True and reorder is False; only an order of keys has places to leave out.",
-    )
-    yield (
-        lambda: PreparedMask.from_intervals([0], [1], 4, compact=True),
-        ValueError,
-        "compact is True and reorder is False",
-    )
-    yield lambda: PreparedMask.from_topk(row, 1, compact=1), TypeError, "compact is 1; it needs to be True"  # type: ignore[arg-type]
-    yield lambda: PreparedMask.from_intervals([0.5], [1], 4), TypeError, "start has dtype torch.float32"  # type: ignore[list-item]
-    yield lambda: PreparedMask.from_intervals([0], torch.ones(4), 4), TypeError, "stop has dtype torch.float32"
-    yield (
-        lambda: PreparedMask.from_intervals(torch.tensor(0), [1], 4),
-        ValueError,
-        "start has shape () (0-D) and must be 1-D or",
-    )
-    yield (
-        lambda: PreparedMask.from_intervals([0], row.int(), 4),
-        ValueError,
-        "stop has shape (1, 2, 1, 4) (4-D) and must be 1-D",
-    )
-    yield (
-        lambda: PreparedMask.from_intervals([0, 0, 0], [1, 1], 4),
+    ),
+    ("topk", (ROW, 1), {"mask": torch.ones(4, 4) > 0}, ValueError, "mask has 4 rows (as 4-D, shape (1, 1, 4, 4))"),
+    ("topk", (ROW, 1), {"mask": torch.ones(5) > 0}, ValueError, "mask has 5 keys, scores 4"),
+    ("topk", (ROW, 1), {"mask": torch.ones(4)}, TypeError, "mask has dtype torch.float32"),
+    ("topk", (ROW, 1), {"seqlen_q": -1}, ValueError, "seqlen_q is -1 and must be >= 0"),
+    ("topk", (ROW, 1), {"local": -1, "is_causal": True}, ValueError, "local is -1 and must be >= 0"),
+    ("topk", (ROW, 1), {"local": 2}, ValueError, "local is 2 and is_causal is False"),
+    ("topk", (ROW, 1), {"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True"),
+    ("topk", (ROW, 1), {"reorder": 1}, TypeError, "reorder is 1; it needs to be True or"),
+    ("topk", (ROW, 1), {"reorder": False, "compact": True}, ValueError, "compact is True and reorder is False; only"),
+    ("topk", (ROW, 1), {"compact": 1}, TypeError, "compact is 1; it needs to be True"),
+    ("intervals", ([0], [1], 4), {"compact": True}, ValueError, "compact is True and reorder is False"),
+    ("intervals", ([0.5], [1], 4), {}, TypeError, "start has dtype torch.float32"),
+    ("intervals", ([0], torch.ones(4), 4), {}, TypeError, "stop has dtype torch.float32"),
+    ("intervals", (torch.tensor(0), [1], 4), {}, ValueError, "start has shape () (0-D) and must be 1-D or"),
+    ("intervals", ([0], ROW.int(), 4), {}, ValueError, "stop has shape (1, 2, 1, 4) (4-D) and must be 1-D"),
+    (
+        "intervals",
+        ([0, 0, 0], [1, 1], 4),
+        {},
         ValueError,
         "stop has seqlen_k = 2 (shape (1, 1, 2)) and start has 3 (shape (1, 1, 3)); they must be equal, or one",
-    )
-    yield (
-        lambda: PreparedMask.from_intervals(
-            torch.zeros(2, 1, dtype=torch.int32), torch.ones(3, 4, dtype=torch.int32), 4
-        ),
-        ValueError,
-        "stop has heads = 3",
-    )
-    yield (
-        lambda: PreparedMask.from_intervals(torch.zeros(3, dtype=torch.int32, device="meta"), [1], 4),
-        ValueError,
-        "stop is on cpu and start on meta; they must be on one device",
-    )
-    yield lambda: PreparedMask.from_intervals([0], [1], -1), ValueError, "seqlen_q is -1 and must be >= 0"
-    yield lambda: PreparedMask.from_intervals([0], [1], 4, is_causal=1), TypeError, "is_causal is 1"  # type: ignore[arg-type]
-    yield lambda: PreparedMask.from_intervals([0], [1], 4, window_size=(-2, 0)), ValueError, "at least -1"
-    yield lambda: PreparedMask.from_intervals([0], [1], 4, reorder=None), TypeError, "reorder is None"  # type: ignore[arg-type]
+    ),
+    ("intervals", (LIMITS[:2, None], LIMITS[:, None], 4), {}, ValueError, "stop has heads = 3"),
+    ("intervals", (LIMITS.to("meta"), [1], 4), {}, ValueError, "stop is on cpu and start on meta; they must be on"),
+    ("intervals", ([0], [1], -1), {}, ValueError, "seqlen_q is -1 and must be >= 0"),
+    ("intervals", ([0], [1], 4), {"is_causal": 1}, TypeError, "is_causal is 1"),
+    ("intervals", ([0], [1], 4), {"window_size": (-2, 0)}, ValueError, "at least -1"),
+    ("intervals", ([0], [1], 4), {"reorder": None}, TypeError, "reorder is None"),
+]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), list(bad_calls()))
-def test_errors(call: Any, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("kind", "arguments", "options", "error", "message"), BAD)
+def test_errors(
+    kind: str, arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        call()
+        getattr(PreparedMask, f"from_{kind}")(*arguments, **options)
 
 
 # Operators

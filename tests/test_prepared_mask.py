@@ -353,18 +353,22 @@ def test_errors_of_from_mask(arguments, error, message):
         PreparedMask.from_mask(arguments[0], **(arguments[1] if len(arguments) > 1 else {}))
 
 
-def test_errors_of_builders():
-    blocks = torch.ones(2, 2, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"2 blocks along seqlen_q .* needs 3, or 1, for seqlen_q = 300"):
-        PreparedMask.from_blocks(blocks, 128, 300, 256)
-    with pytest.raises(ValueError, match=r"2 blocks along seqlen_k .* needs 3"):
-        PreparedMask.from_blocks(blocks, 128, 256, 300)
-    with pytest.raises(ValueError, match="lengths has a length of 7, longer than the sequence; at most 6"):
-        PreparedMask.from_lengths([7], 6, 6)
-    with pytest.raises(ValueError, match="side is 'top'"):
-        PreparedMask.from_lengths([1], 6, 6, side="top")
-    with pytest.raises(ValueError, match="ids_k has batch size 3"):
-        PreparedMask.from_documents([[1], [2]], [[1], [2], [3]])
+BLOCKS = torch.ones(2, 2, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "options", "message"),
+    [
+        ("blocks", (BLOCKS, 128, 300, 256), {}, r"2 blocks along seqlen_q .* needs 3, or 1, for seqlen_q = 300"),
+        ("blocks", (BLOCKS, 128, 256, 300), {}, r"2 blocks along seqlen_k .* needs 3"),
+        ("lengths", ([7], 6, 6), {}, "lengths has a length of 7, longer than the sequence; at most 6"),
+        ("lengths", ([1], 6, 6), {"side": "top"}, "side is 'top'"),
+        ("documents", ([[1], [2]], [[1], [2], [3]]), {}, "ids_k has batch size 3"),
+    ],
+)
+def test_errors_of_other_classmethods(kind, arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(PreparedMask, f"from_{kind}")(*arguments, **options)
 
 
 def test_a_mask_of_one_row_remembers_it():
@@ -419,4 +423,5 @@ def test_each_field_alone_changes_what_calls_are_told_apart_by(kind, field):
 def test_every_kind_of_prepared_mask_is_told_apart():
     assert {kind.__name__ for kind in PreparedMask._classes.values()} == set(KINDS)
     assert len({mask.call_key for mask in KINDS.values()}) == len(KINDS)
+    assert PreparedMask.from_mask(~ALLOWED, is_causal=True).call_key == KINDS["TileMask"].call_key  # whatever it allows
     assert all(not isinstance(part, torch.Tensor) for mask in KINDS.values() for part in parts(mask.call_key).values())

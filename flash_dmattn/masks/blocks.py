@@ -121,9 +121,9 @@ def smooth_blocks(
     """
     mask = bool_mask("mask", mask)
     blocks = pair("block_size", block_size, 1)
-    given = [("mask", mask)] if allowed is None else [("mask", mask), ("allowed", bool_mask("allowed", allowed))]
+    operands = [("mask", mask)] if allowed is None else [("mask", mask), ("allowed", bool_mask("allowed", allowed))]
     # One head of each: grouped heads are for combine to align.
-    seqlen_q, seqlen_k = common_shape([m[:, :1] for _, m in given], [name for name, _ in given])[2:]
+    seqlen_q, seqlen_k = common_shape([m[:, :1] for _, m in operands], [name for name, _ in operands])[2:]
     limit = combine(allowed, causal_mask(seqlen_q, seqlen_k, device=mask.device) if is_causal else None)
     kept = mask if limit is None else combine(mask, limit)
     assert kept is not None  # a mask went in

@@ -158,22 +158,22 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
                   [0, 0, 1, 0],
                   [0, 0, 0, 0]]]], dtype=torch.int32)
     """
-    of_q, of_k = document_pair(ids, ids_k)
-    mask = of_q[:, :, None] == of_k[:, None, :]
-    mask &= (of_q >= 0)[:, :, None]
+    ids_q, keys = document_pair(ids, ids_k)
+    mask = ids_q[:, :, None] == keys[:, None, :]
+    mask &= (ids_q >= 0)[:, :, None]
     return mask[:, None]
 
 
 def document_pair(ids: IntsLike, ids_k: IntsLike | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The documents of queries and of keys, 2-D, checked."""
-    of_q = torch.atleast_2d(integer_tensor("ids", ids, (1, 2)))
-    of_k = of_q if ids_k is None else torch.atleast_2d(integer_tensor("ids_k", ids_k, (1, 2)).to(of_q.device))
-    if of_q.size(0) != of_k.size(0) and 1 not in (of_q.size(0), of_k.size(0)):
+    ids_q = torch.atleast_2d(integer_tensor("ids", ids, (1, 2)))
+    keys = ids_q if ids_k is None else torch.atleast_2d(integer_tensor("ids_k", ids_k, (1, 2)).to(ids_q.device))
+    if ids_q.size(0) != keys.size(0) and 1 not in (ids_q.size(0), keys.size(0)):
         raise ValueError(
-            f"ids_k has batch size {of_k.size(0)} (shape {tuple(of_k.shape)}) and ids has {of_q.size(0)} "
-            f"(shape {tuple(of_q.shape)}); they must be equal, or one of them 1."
+            f"ids_k has batch size {keys.size(0)} (shape {tuple(keys.shape)}) and ids has {ids_q.size(0)} "
+            f"(shape {tuple(ids_q.shape)}); they must be equal, or one of them 1."
         )
-    return of_q, of_k
+    return ids_q, keys
 
 
 def padding_mask(
@@ -210,14 +210,14 @@ def padding_mask(
     """
     if side not in ("right", "left"):
         raise ValueError(f"side is {side!r} and must be 'right' or 'left'.")
-    given = torch.as_tensor(lengths_or_mask, device=device)
-    if given.dim() == 2:
-        if given.dtype != torch.bool and given.dtype not in INTEGER_DTYPES:
-            raise TypeError(f"lengths_or_mask has dtype {given.dtype} and must be bool or integer; pass mask > 0.5.")
-        if seqlen is not None and given.size(1) != integer("seqlen", seqlen):
-            raise ValueError(f"lengths_or_mask has shape {tuple(given.shape)} and needs seqlen = {seqlen} keys.")
-        return (given != 0)[:, None, None]
-    lengths = integer_tensor("lengths_or_mask", given if given.numel() else given.long(), (1, 2))
+    values = torch.as_tensor(lengths_or_mask, device=device)
+    if values.dim() == 2:
+        if values.dtype != torch.bool and values.dtype not in INTEGER_DTYPES:
+            raise TypeError(f"lengths_or_mask has dtype {values.dtype} and must be bool or integer; pass mask > 0.5.")
+        if seqlen is not None and values.size(1) != integer("seqlen", seqlen):
+            raise ValueError(f"lengths_or_mask has shape {tuple(values.shape)} and needs seqlen = {seqlen} keys.")
+        return (values != 0)[:, None, None]
+    lengths = integer_tensor("lengths_or_mask", values if values.numel() else values.long(), (1, 2))
     if seqlen is None:
         raise ValueError("seqlen is None and must be the padded length, because lengths_or_mask holds lengths.")
     lengths_within("lengths_or_mask", lengths, integer("seqlen", seqlen))
@@ -292,9 +292,9 @@ def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor
 def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> torch.Tensor | None:
     """One mask from several: attend where all of them do (`"and"`) or where any does (`"or"`).
 
-    Equivalent to `masks[0] & masks[1] & ...` on 4-D tensors, except that expanded (stride 0) dims count as
-    size 1, so that the result is as small as it can be, and that masks over key-value heads meet masks over
-    query heads: with Hq = G * Hk, query head h takes key-value head h // G.
+    Equivalent to `masks[0] & masks[1] & ...` on 4-D tensors, with two exceptions. Expanded (stride 0) dims count as
+    size 1, so that the result is as small as it can be. Masks over key-value heads meet masks over query heads: with
+    Hq = G * Hk, query head h takes key-value head h // G.
 
     Args:
         masks: bool tensors of 0 to 4 dims, each broadcastable to (B, H, Lq, Lk) from the right, or None, which
@@ -318,11 +318,11 @@ def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> to
     """
     if op not in ("and", "or"):
         raise ValueError(f"op is {op!r} and must be 'and' or 'or'.")
-    given = [(f"masks[{i}]", mask) for i, mask in enumerate(masks) if mask is not None]
-    if not given or (op == "or" and len(given) < len(masks)):
+    named = [(f"masks[{i}]", mask) for i, mask in enumerate(masks) if mask is not None]
+    if not named or (op == "or" and len(named) < len(masks)):
         return None
-    names = [name for name, _ in given]
-    tensors = [collapse(bool_mask(name, mask)) for name, mask in given]
+    names = [name for name, _ in named]
+    tensors = [collapse(bool_mask(name, mask)) for name, mask in named]
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.device != tensors[0].device:
             raise ValueError(

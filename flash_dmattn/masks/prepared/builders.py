@@ -1,4 +1,4 @@
-"""What prepared masks are made of: the fields of a mask from a bool mask, blocks, lengths, intervals, scores, trees."""
+"""Make the fields of prepared masks from a bool mask, blocks, lengths, intervals, scores or trees."""
 
 from __future__ import annotations
 
@@ -103,25 +103,25 @@ def from_mask(
     if isinstance(mask, torch.Tensor) and mask.dim() > 4:
         mask = collapse(mask, dims=tuple(range(mask.dim() - 3)))
         leading, mask = tuple(mask.shape[:-3]), merge(mask, mask.dim() - 3)
-    whole = bool_mask("mask", mask)
+    mask4 = bool_mask("mask", mask)
     if mask.dim() < 2:
         raise ValueError(
             f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D) and must have 2 dims or more, the last two of them "
             f"(seqlen_q, seqlen_k); pass mask[None] for keys."
         )
-    seqlen_q = _length("seqlen_q", "row", whole.size(2), seqlen_q)
-    seqlen_k = _length("seqlen_k", "column", whole.size(3), seqlen_k)
+    seqlen_q = _length("seqlen_q", "row", mask4.size(2), seqlen_q)
+    seqlen_k = _length("seqlen_k", "column", mask4.size(3), seqlen_k)
     limits = _limits(is_causal, window_size)
     key_form = prepared_key_form(seqlen_q, None if reorder is None else check_flag("reorder", reorder))
     if check_flag("as_tiles", as_tiles) and key_form.form == "intervals":
         key_form = KeyForm("tiles")
     numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **limits, "leading": leading}
-    view = prepared_view(whole, seqlen_q, seqlen_k, causal_window(**limits), key_form)
+    view = prepared_view(mask4, seqlen_q, seqlen_k, causal_window(**limits), key_form)
     if find_intervals and view.form == "tiles":
         tensors = _recognised(view, seqlen_q, seqlen_k, reorder)
         if tensors is not None:
             return _fields("intervals", tensors, **numbers)
-    return _fields(view.form, view.tensors, **numbers, one_row=collapse(whole).size(2) == 1)
+    return _fields(view.form, view.tensors, **numbers, one_row=collapse(mask4).size(2) == 1)
 
 
 def _length(name: str, what: str, size: int, length: int | None) -> int:
@@ -182,16 +182,16 @@ def from_window(
 
 
 def from_documents(ids: IntsLike, ids_k: IntsLike | None, is_causal: bool, window_size: Window | None) -> MaskFields:
-    of_q, of_k = document_pair(ids, ids_k)
+    ids_q, keys = document_pair(ids, ids_k)
     limits = _limits(is_causal, window_size)
 
     def words_of(start: int, stop: int) -> torch.Tensor:
-        rows = of_q[:, start:stop, None]
-        return pack_words((rows == of_k[:, None, :]) & (rows >= 0))[:, None]
+        rows = ids_q[:, start:stop, None]
+        return pack_words((rows == keys[:, None, :]) & (rows >= 0))[:, None]
 
-    seqlen_q, seqlen_k = of_q.size(1), of_k.size(1)
-    shape = (max(of_q.size(0), of_k.size(0)), 1, seqlen_q, seqlen_k)
-    packed = pack_rows(words_of, shape, _band(seqlen_q, seqlen_k, limits), of_q.device)
+    seqlen_q, seqlen_k = ids_q.size(1), keys.size(1)
+    shape = (max(ids_q.size(0), keys.size(0)), 1, seqlen_q, seqlen_k)
+    packed = pack_rows(words_of, shape, _band(seqlen_q, seqlen_k, limits), ids_q.device)
     return _tiles_of(*packed, seqlen_k, limits)
 
 
@@ -322,8 +322,8 @@ def interval_walk(
 def _recognised(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None) -> Sequence[torch.Tensor] | None:
     """The tensors of an `IntervalMask` that allows the same as tiles; None where some key has several runs of queries.
 
-    Values decide, so it waits for the device, once. Then the numbers of pairs and of tiles are known too, and they say
-    whether an order of keys pays in a forward pass, unless `reorder` decides, and how many places it needs.
+    Values decide, so it waits for the device, once. The numbers of pairs and of tiles, which come back with the answer,
+    say how many places an order of keys needs, and whether it pays in a forward pass unless `reorder` decides.
     """
     bits, _, row_lists, _ = view.tensors
     start, stop, numbers = run_mask_intervals(bits, row_lists, seqlen_k)
@@ -355,10 +355,10 @@ def _from_mask_of_sequences(
     window_size: Window | None,
 ) -> MaskFields:
     spec = _spec_of(sequences, seqlen_q, seqlen_k)
-    whole = _where_sequences_are("mask", bool_mask("mask", mask), sequences)
+    mask4 = _where_sequences_are("mask", bool_mask("mask", mask), sequences)
     mask_packing = packing_of("mask", mask.shape, spec)
-    check_scores("mask", whole.shape, mask_packing, spec, None)
-    return _pack_beside(whole, mask_packing, sequences, spec, sequences.bounds_of(spec), is_causal, window_size)
+    check_scores("mask", mask4.shape, mask_packing, spec, None)
+    return _pack_beside(mask4, mask_packing, sequences, spec, sequences.bounds_of(spec), is_causal, window_size)
 
 
 def from_ragged(
@@ -370,7 +370,7 @@ def from_ragged(
     window_size: Window | None,
 ) -> MaskFields:
     spec = _spec_of(sequences, seqlen_q, seqlen_k)
-    whole = _where_sequences_are("flat", bool_mask("flat", flat), sequences)
+    mask4 = _where_sequences_are("flat", bool_mask("flat", flat), sequences)
     if flat.dim() not in (1, 2):
         raise ValueError(f"flat has shape {tuple(flat.shape)} and must be (pairs,) or (heads, pairs).")
     bounds = sequences.bounds_of(spec)
@@ -378,7 +378,7 @@ def from_ragged(
         pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
         if flat.shape[-1] != pairs:
             raise ValueError(f"flat has {flat.shape[-1]} pairs and must have {pairs}, queries times keys of sequences.")
-    return _pack_beside(whole.transpose(1, 2), "ragged", sequences, spec, bounds, is_causal, window_size)
+    return _pack_beside(mask4.transpose(1, 2), "ragged", sequences, spec, bounds, is_causal, window_size)
 
 
 def _spec_of(sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None) -> SequenceSpec:

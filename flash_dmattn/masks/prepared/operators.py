@@ -139,7 +139,7 @@ def key_form(
 
 
 def prepared_key_form(seqlen_q: int, reorder: bool | None = None) -> KeyForm:
-    """Choose the form of a one-row mask that is prepared for calls of which only the number of queries is known."""
+    """Choose the form of a one-row mask that is prepared before its calls, by their number of queries alone."""
     seqlen_q = hint(seqlen_q)  # every form serves any number
     if seqlen_q < FEW_QUERIES:
         return KeyForm("keys")
@@ -207,8 +207,8 @@ def prepare(
 ) -> list[torch.Tensor]:
     """Run the operator `prepare_mask` on a collapsed mask."""
     rows = seqlen_q if key_form == "tiles" else 1
-    whole, band = mask.expand(-1, -1, rows, seqlen_k), make_band(seqlen_q, seqlen_k, (left, right))
-    return list(_pack(packer(mask), whole, seqlen_q, band, key_form, reorder))
+    expanded, band = mask.expand(-1, -1, rows, seqlen_k), make_band(seqlen_q, seqlen_k, (left, right))
+    return list(_pack(packer(mask), expanded, seqlen_q, band, key_form, reorder))
 
 
 def _prepare_fake(

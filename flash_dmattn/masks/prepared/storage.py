@@ -43,7 +43,7 @@ class BatchMask(PreparedMask):
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
-        """The leading dims that its batch of Bm entries stands for, each 1 or that of the calls."""
+        """The leading dims that its batch of Bm entries stands for, each 1 or as in the calls."""
         return self.shape[:1] if self.leading is None else self.leading
 
     def expand_batch(self, dims: tuple[int, ...]) -> Self:
@@ -161,8 +161,8 @@ class IntervalMask(BatchMask):
             own order. It changes no result, only the time.
         bounds: (Bm, Hm, 128 * Tp, 2), start and stop at each place, Tp = ceil(P / 128), P being Lk without an order;
             (0, 0) past the last place.
-        row_lists, col_lists: (Bm, Hm, Tq, 2 + Tp) and (Bm, Hm, Tp, 2 + Tq), the tiles of places as a `TileMask` lists
-            those of keys.
+        row_lists, col_lists: (Bm, Hm, Tq, 2 + Tp) and (Bm, Hm, Tp, 2 + Tq), lists of tiles as in a `TileMask`, with
+            places for keys.
     """
 
     form: ClassVar[MaskForm] = "intervals"
@@ -186,7 +186,7 @@ class IntervalMask(BatchMask):
 
     @property
     def num_places(self) -> int:
-        """How many keys have a place: all, or those of an order that leaves dead keys out."""
+        """How many keys have a place: all, or fewer in an order that leaves dead keys out."""
         return self.order.size(2) or self.seqlen_k
 
     def unpacked(self) -> torch.Tensor:
@@ -211,16 +211,16 @@ class IntervalMask(BatchMask):
 class SequenceTileMask(PreparedMask):
     """A mask beside sequences, as bits and lists of 128 x 128 tiles, with causality and window of each folded in.
 
-    A sequence has tiles of its own. With `first` its first query among those of all, its rows of tiles begin with
-    number `first // 128 + s`; columns so with keys. R rows of queries are those of a row of tokens, or S slots behind
-    one another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and max_seqlen_q:
+    A sequence has tiles of its own. With `first` its first query among all queries, its rows of tiles begin with number
+    `first // 128 + s`; columns so with keys. R counts the rows of queries: of packed tokens, or of S slots one behind
+    another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and max_seqlen_q:
 
     Attributes:
-        sequences: those it was prepared for, which calls have to pass with it.
+        sequences: the `Sequences` object that it was prepared for; calls have to pass it, too.
         spec: how they lie.
         is_causal, window_size: the band that is part of it, bottom-right aligned in each sequence.
         bits: int32 (1, Hm, R, 4 * C). Bit j % 32 of word j // 32 says whether the query attends to key j of its
-            sequence; bits past the last key, and those of rows of no sequence, are 0.
+            sequence; bits past the last key, and bits of rows of no sequence, are 0.
         classes: uint8 (1, Hm, Tq, C). 0: empty, 1: partial, 2: full, as of a `TileMask`.
         row_lists: int32 (1, Hm, Tq, 2 + C), as of a `TileMask`.
         col_lists: int32 (1, Hm, Tk, 2 + D), rows counted from the first of the sequence.
@@ -247,7 +247,7 @@ class SequenceTileMask(PreparedMask):
         """
         return unpack_sequences(self.bits, self.spec)
 
-    def of_sequence(self, number: int, head: int = 0) -> torch.Tensor:
+    def dense_sequence(self, number: int, head: int = 0) -> torch.Tensor:
         """Return what one head of one sequence allows, bool (Lq_s, Lk_s), band included; it waits for the device."""
         first, seqlen_q, _, seqlen_k = self.sequences.bounds_of(self.spec)[number].tolist()
         first += 0 if self.spec.packs_queries else number * self.spec.rows_q
