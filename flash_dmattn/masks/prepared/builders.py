@@ -45,25 +45,13 @@ from .sequence_packing import MaskPacking
 
 Window = tuple[int, int]
 
-_TILES = ("bits", "classes", "row_lists", "col_lists")
-_INTERVALS = ("start", "stop", "order", "bounds", "row_lists", "col_lists")
-_TENSORS: dict[str, tuple[str, ...]] = {
-    "tiles": _TILES,
-    "keys": ("kept", "count", "prefix"),
-    "intervals": _INTERVALS,
-    "sequence_tiles": _TILES,
-}
-
 
 class MaskFields(NamedTuple):
-    """The form of a prepared mask, and the fields of that form by name."""
+    """The form of a prepared mask, its tensors in the order of that form, and its other fields by name."""
 
     form: MaskForm
-    values: dict[str, Any]
-
-
-def _fields(form: MaskForm, tensors: Any, **others: Any) -> MaskFields:
-    return MaskFields(form, {**dict(zip(_TENSORS[form], tensors, strict=True)), **others})
+    tensors: Sequence[torch.Tensor]
+    others: dict[str, Any]
 
 
 def _limits(is_causal: bool, window_size: Window | None) -> dict[str, Any]:
@@ -78,7 +66,7 @@ def _band(seqlen_q: int, seqlen_k: int, limits: dict[str, Any]) -> Band | None:
 def _tiles_of(bits: torch.Tensor, classes: torch.Tensor, seqlen_k: int, limits: dict[str, Any]) -> MaskFields:
     """The fields of packed bits that have the band folded in, and of their classes."""
     tensors = bits, classes, *packer(bits).list_tiles(classes)
-    return _fields("tiles", tensors, seqlen_q=bits.size(2), seqlen_k=seqlen_k, **limits)
+    return MaskFields("tiles", tensors, {"seqlen_q": bits.size(2), "seqlen_k": seqlen_k, **limits})
 
 
 def from_mask(
@@ -120,8 +108,8 @@ def from_mask(
     if find_intervals and view.form == "tiles":
         tensors = _recognised(view, seqlen_q, seqlen_k, reorder)
         if tensors is not None:
-            return _fields("intervals", tensors, **numbers)
-    return _fields(view.form, view.tensors, **numbers, one_row=collapse(mask4).size(2) == 1)
+            return MaskFields("intervals", tensors, numbers)
+    return MaskFields(view.form, view.tensors, {**numbers, "one_row": collapse(mask4).size(2) == 1})
 
 
 def _length(name: str, what: str, size: int, length: int | None) -> int:
@@ -298,7 +286,7 @@ def _intervals_of(
     if compact:
         places = places_for(int(live_keys(start, stop)), seqlen_k)
     walked = interval_walk(start, stop, seqlen_q, reorder, places)
-    return _fields("intervals", (start, stop, *walked), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
+    return MaskFields("intervals", (start, stop, *walked), {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **limits})
 
 
 def interval_walk(
@@ -343,7 +331,7 @@ def from_tree(tree: torch.Tensor) -> MaskFields:
         raise TypeError(f"tree has dtype {tree.dtype} and must be torch.bool, True = attend; pass tree != 0.")
     if tree.dim() != 3 or tree.shape[1] != tree.shape[2]:
         raise ValueError(f"tree has shape {tuple(tree.shape)} and must be (sequences or 1, new tokens, new tokens).")
-    return MaskFields("tree", {"bits": pack_tree(tree)})
+    return MaskFields("tree", (pack_tree(tree),), {})
 
 
 def _from_mask_of_sequences(
@@ -410,4 +398,4 @@ def _pack_beside(
 ) -> MaskFields:
     limits = _limits(is_causal, window_size)
     tensors = pack_beside(mask, bounds, mask_packing, spec, causal_window(**limits))
-    return _fields("sequence_tiles", tensors, sequences=sequences, spec=spec, **limits)
+    return MaskFields("sequence_tiles", tensors, {"sequences": sequences, "spec": spec, **limits})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -40,7 +40,7 @@ class PreparedMask(ABC):
     """
 
     form: ClassVar[MaskForm]
-    _classes: ClassVar[dict[str, Callable[..., PreparedMask]]] = {}
+    _classes: ClassVar[dict[str, type[PreparedMask]]] = {}
     _tensor_names: ClassVar[tuple[str, ...]]
 
     is_causal: bool = field(default=False, kw_only=True)
@@ -62,7 +62,9 @@ class PreparedMask(ABC):
 
     @classmethod
     def _made(cls, made: MaskFields) -> PreparedMask:
-        return cls._classes[made.form](**made.values)
+        kind = cls._classes[made.form]
+        fields: dict[str, Any] = {**dict(zip(kind._tensor_names, made.tensors, strict=True)), **made.others}
+        return kind(**fields)
 
     @classmethod
     def from_mask(
@@ -136,10 +138,9 @@ class PreparedMask(ABC):
             >>> PreparedMask.from_mask(torch.ones(3, 3, dtype=torch.bool).tril(), find_intervals=True).start.tolist()
             [[[0, 1, 2]]]
         """
-        lengths_and_band = seqlen_q, seqlen_k, is_causal, window_size
-        return cls._made(
-            builders.from_mask(mask, *lengths_and_band, reorder, as_tiles, find_intervals, sequences=sequences)
-        )
+        options: dict[str, Any] = {"reorder": reorder, "as_tiles": as_tiles, "find_intervals": find_intervals}
+        lengths = seqlen_q, seqlen_k
+        return cls._made(builders.from_mask(mask, *lengths, is_causal, window_size, **options, sequences=sequences))
 
     @classmethod
     def from_blocks(

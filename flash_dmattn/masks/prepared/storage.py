@@ -14,6 +14,7 @@ from ...sequences.layout import Sequences
 from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
 from . import packing
+from .builders import MaskFields
 from .intervals import covering, interval_classes
 from .mask import PreparedMask as PreparedMask
 from .packing import EMPTY, FULL, TILE, tiles
@@ -298,7 +299,8 @@ class TreeMask(PreparedMask):
 
 def unpack_view(view: MaskView, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
     """The bool mask (Bm, Hm, Lq or 1, Lk) of tiles, keys or intervals; the band of a call is left to the call."""
-    return PreparedMask._classes[view.form](seqlen_q, seqlen_k, *view.tensors).unpacked()
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    return PreparedMask._made(MaskFields(view.form, view.tensors, sizes)).unpacked()
 
 
 def _bit_stats(
