@@ -142,8 +142,8 @@ def assert_same(call: PackCall, pack: Callable[..., list[Tensor]]) -> None:
         return whole[MARGIN : MARGIN + size].view(shape)
 
     with mock.patch.object(torch, "empty", guarded if call.spec.number and call.given.numel() else empty):
-        found = call.packed_by(pack)
-    for name, x, y in zip(NAMES, found, wanted, strict=True):
+        actual = call.packed_by(pack)
+    for name, x, y in zip(NAMES, actual, wanted, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous(), f"{name}: {x.shape}, not {y.shape}"
         assert torch.equal(x, y), f"{name} differs in {int((x != y).sum())} of {x.numel()} places"
     for whole, size in made:
@@ -151,7 +151,7 @@ def assert_same(call: PackCall, pack: Callable[..., list[Tensor]]) -> None:
 
 
 def outcomes(numbers: Any) -> Iterator[str | None]:
-    """What came of each call on the kernels: None, or why it failed."""
+    """The outcome of each call on the kernels: None, or why it failed."""
     from flash_dmattn.triton_kernels import mask_pack, sequence_pack
 
     strips = tuple(mask_pack.STRIP.items())

@@ -69,8 +69,8 @@ def test_interval_mask_gives_what_the_dense_mask_gives(kind: str, backend: Any) 
     if backend == "flex":
         given = leaves(torch.float32)
         with eager_flex():
-            found = results(given, prepared, backend=backend)
-        assert_same(found, results(given, dense, backend="reference"), rtol=1e-4, atol=1e-4)
+            actual = results(given, prepared, backend=backend)
+        assert_same(actual, results(given, dense, backend="reference"), rtol=1e-4, atol=1e-4)
         return
     expected = results(leaves(), dense, backend="reference")
     assert_same(results(leaves(), prepared, backend=backend), expected)
@@ -80,9 +80,9 @@ def test_interval_mask_gives_what_the_dense_mask_gives(kind: str, backend: Any) 
 
 def test_on_eager_bit_by_bit() -> None:
     prepared, dense = MASKS["top-k, a head each"]
-    found, expected = (results(leaves(), mask, backend="eager") for mask in (prepared, dense))
-    assert_same(found, expected)
-    assert all(torch.equal(x, y) for x, y in zip(found, results(leaves(), prepared, backend="eager"), strict=True))
+    actual, expected = (results(leaves(), mask, backend="eager") for mask in (prepared, dense))
+    assert_same(actual, expected)
+    assert all(torch.equal(x, y) for x, y in zip(actual, results(leaves(), prepared, backend="eager"), strict=True))
 
 
 @pytest.mark.parametrize("seqlen_q", [0, 1])
@@ -95,7 +95,7 @@ def test_decoding(seqlen_q: int) -> None:
         assert_same(results(given, prepared, backend=backend), expected)
 
 
-# What backends receive today, and what explain says of it
+# The views that backends receive, and what explain says about them
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_explain_says_what_is_unpacked() -> None:
 @pytest.mark.parametrize("bias", [None, (1, 4, 1, 16384), (1, 16, 16384, 16384)], ids=str)
 @pytest.mark.parametrize(("seqlen_q", "unpacked"), [(16384, "1024.0"), (1, "0.1")])
 def test_explain_of_a_long_call_on_a_gpu(seqlen_q: int, unpacked: str, bias: tuple[int, ...] | None) -> None:
-    """Of a call with an interval mask of key-value heads, as `explain` describes it."""
+    """A call with an interval mask of key-value heads, as `explain` describes it."""
     if bias is not None:
         bias = (*bias[:2], min(bias[2], seqlen_q), bias[3])
     shape = {"mask": (1, 4, seqlen_q, 16384), "seqlen_k": 16384, "kv_heads": 4, "device": "sm_90", "bias": bias}
@@ -165,8 +165,8 @@ def test_alike_calls_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None
     q, k, v, bias = (x.detach() for x in leaves())
     for scores in (TOPK, -TOPK, TOPK + 1):
         prepared = PreparedMask.from_topk(scores, 20, is_causal=True, seqlen_q=LQ)
-        found = flash_dmattn.attention(q, k, v, prepared, bias)
-        assert_same([found], [flash_dmattn.attention(q, k, v, prepared.dense(), bias, backend="reference")])
+        actual = flash_dmattn.attention(q, k, v, prepared, bias)
+        assert_same([actual], [flash_dmattn.attention(q, k, v, prepared.dense(), bias, backend="reference")])
     assert len(calls) == 2  # that with an interval mask, and the reference with a dense one
     flash_dmattn.attention(q, k, v, PreparedMask.from_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True), bias)
     assert len(calls) == 3
@@ -226,9 +226,9 @@ def test_functional_gradient_vmap_and_second_derivative() -> None:
 
     given = leaves()
     expected = torch.autograd.grad(loss(*given, mask=dense, backend="reference"), given, create_graph=True)
-    found = torch.autograd.grad(loss(*given), given, create_graph=True)
-    assert_same([*found], [*expected])
-    second = (torch.autograd.grad(sum(g.sin().sum() for g in first), given) for first in (found, expected))
+    actual = torch.autograd.grad(loss(*given), given, create_graph=True)
+    assert_same([*actual], [*expected])
+    second = (torch.autograd.grad(sum(g.sin().sum() for g in first), given) for first in (actual, expected))
     assert_same(*([*x] for x in second))
     plain = [x.detach() for x in given]
     assert_same(list(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*plain)), list(expected))
@@ -292,6 +292,6 @@ def test_the_graph_that_makes_a_mask_on_inductor() -> None:
         return flash_dmattn.attention(q, k, v, mask, bias, backend="eager")
 
     given = leaves(torch.float32)
-    found, expected = torch.compile(call, fullgraph=True)(*given), call(*given)
-    assert_same([found], [expected], rtol=1e-5, atol=1e-5)
-    assert tuple(found.shape) == (B, LQ, HQ, D)
+    actual, expected = torch.compile(call, fullgraph=True)(*given), call(*given)
+    assert_same([actual], [expected], rtol=1e-5, atol=1e-5)
+    assert tuple(actual.shape) == (B, LQ, HQ, D)

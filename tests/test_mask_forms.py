@@ -66,8 +66,8 @@ def test_prepared_mask_gives_what_the_dense_mask_gives(form: str, band: dict[str
     if backend == "flex":
         given = leaves(torch.float32)
         with eager_flex():
-            found = results(given, prepared, backend=backend)
-        assert_same(found, results(given, FORMS[form], backend="reference", **band), rtol=1e-4, atol=1e-4)
+            actual = results(given, prepared, backend=backend)
+        assert_same(actual, results(given, FORMS[form], backend="reference", **band), rtol=1e-4, atol=1e-4)
     else:
         expected = results(leaves(), FORMS[form], backend="reference", **band)
         assert_same(results(leaves(), prepared, backend=backend), expected)
@@ -157,11 +157,11 @@ def test_two_layers_share_one_mask() -> None:
     assert all(torch.equal(x, y) for x, y in zip(prepared.tensors, before))
 
 
-# What the backends receive, and how often a mask is packed
+# The views that backends receive, and how often a mask is packed
 
 
 class Seen(TorchDispatchMode):
-    """The operators of the package that ran, those of passes with the names of their backends."""
+    """The operators of the package that ran; operators of passes have the names of their backends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,9 +213,9 @@ def test_backend_of_plain_functions_receives_dense_masks() -> None:
     ours = KernelPair("ours")  # says nothing of the forms it reads
     prepared = PreparedMask.from_mask(FORMS["key-value heads"], is_causal=True)
     with registered(ours):
-        found = results(leaves(), prepared, backend="ours")
+        actual = results(leaves(), prepared, backend="ours")
     assert ours.ran == ["forward", "backward"]
-    assert_same(found, results(leaves(), FORMS["key-value heads"], is_causal=True, backend="reference"))
+    assert_same(actual, results(leaves(), FORMS["key-value heads"], is_causal=True, backend="reference"))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -303,8 +303,8 @@ def test_other_limits_than_the_mask_has_are_refused(mask: PreparedMask, flags: d
 def test_the_same_limits_in_other_words(mask: PreparedMask, flags: dict[str, Any]) -> None:
     q, k, v, _ = leaves()
     for backend in ("eager", PREPARED.backend.name):
-        found = flash_dmattn.attention(q, k, v, mask, backend=backend, **flags)
-        assert_same([found], [flash_dmattn.attention(q, k, v, mask.dense(), backend="reference")])
+        actual = flash_dmattn.attention(q, k, v, mask, backend=backend, **flags)
+        assert_same([actual], [flash_dmattn.attention(q, k, v, mask.dense(), backend="reference")])
 
 
 # explain

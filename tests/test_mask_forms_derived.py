@@ -32,15 +32,15 @@ def loss(*tensors: Tensor, mask: Any, **flags: Any) -> Tensor:
 def test_second_derivative(form: str) -> None:
     mask = FORMS[form]
     prepared = PreparedMask.from_mask(mask, seqlen_q=LQ, is_causal=True)
-    found: dict[str, list[Tensor]] = {}
+    actual: dict[str, list[Tensor]] = {}
     for name, flags in (
         ("prepared", {"mask": prepared, "backend": "eager"}),
         ("dense", {"mask": mask, "is_causal": True, "backend": "reference"}),
     ):
         given = leaves()
         first = torch.autograd.grad(loss(*given, **flags), given, create_graph=True)
-        found[name] = [*first, *torch.autograd.grad(sum(g.sin().sum() for g in first), given)]
-    assert_same(found["prepared"], found["dense"])
+        actual[name] = [*first, *torch.autograd.grad(sum(g.sin().sum() for g in first), given)]
+    assert_same(actual["prepared"], actual["dense"])
 
 
 @pytest.mark.parametrize("mask", [FORMS["full"], FORMS["per key"], None], ids=["tiles", "keys", "none"])
@@ -78,11 +78,11 @@ def test_vmap_over_a_call_without_gradients() -> None:
     q, k, v, bias = (x.detach() for x in leaves())
     prepared = PreparedMask.from_mask(FORMS["full"])
     many = torch.stack([FORMS["full"], ~FORMS["full"]])
-    of_bias = torch.func.vmap(lambda b: flash_dmattn.attention(q, k, v, prepared, b, backend=PREPARED.backend.name))
+    per_bias = torch.func.vmap(lambda b: flash_dmattn.attention(q, k, v, prepared, b, backend=PREPARED.backend.name))
     expected = flash_dmattn.attention(q, k, v, FORMS["full"], bias, backend="reference")
-    assert_same([of_bias(torch.stack([bias, bias]))[1]], [expected])
-    of_mask = torch.func.vmap(lambda m: flash_dmattn.attention(q, k, v, m, bias, backend="eager"))
-    assert_same([of_mask(many)[0]], [expected])
+    assert_same([per_bias(torch.stack([bias, bias]))[1]], [expected])
+    per_mask = torch.func.vmap(lambda m: flash_dmattn.attention(q, k, v, m, bias, backend="eager"))
+    assert_same([per_mask(many)[0]], [expected])
 
 
 # torch.compile
@@ -138,9 +138,9 @@ def test_inductor_relies_on_the_fakes(mask: Tensor) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(among_others, fullgraph=True)
-    found, expected = [], []
-    for answers, function in ((expected, among_others), (found, compiled)):
+    actual, expected = [], []
+    for answers, function in ((expected, among_others), (actual, compiled)):
         given = leaves()
         out = function(mask.to(torch.float64), *given)
         answers += [out, *torch.autograd.grad(out.sin().sum(), given)]
-    assert_same(found, expected)
+    assert_same(actual, expected)

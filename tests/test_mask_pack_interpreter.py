@@ -49,8 +49,8 @@ def tiled_mask(*shape: int) -> torch.Tensor:
     return mask
 
 
-def equal(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: object) -> None:
-    for number, (x, y) in enumerate(zip(found, wanted, strict=True)):
+def equal(actual: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: object) -> None:
+    for number, (x, y) in enumerate(zip(actual, wanted, strict=True)):
         assert x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous(), (what, number)
         assert torch.equal(x, y), (what, number)
 
@@ -61,10 +61,10 @@ def check_shapes() -> None:
     for shape in SHAPES:
         for is_causal, window_size in WINDOWS:
             mask, band = tiled_mask(*shape), make_band(*shape[2:], causal_window(is_causal, window_size))
-            found, wanted = mask_pack.pack_mask(mask, band), packing.pack_mask(mask, band)
-            equal(found, wanted, (shape, band))
+            actual, wanted = mask_pack.pack_mask(mask, band), packing.pack_mask(mask, band)
+            equal(actual, wanted, (shape, band))
             if window_size == (-1, -1):
-                equal(mask_pack.list_tiles(found[1]), packing.list_tiles(wanted[1]), (shape, band))
+                equal(mask_pack.list_tiles(actual[1]), packing.list_tiles(wanted[1]), (shape, band))
 
 
 def layouts() -> dict[str, tuple[int, torch.Tensor]]:
@@ -156,7 +156,7 @@ def runs(*shape: int) -> torch.Tensor:
 
 
 def of_bits(mask: torch.Tensor, band: Band | None = None) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What `mask_intervals` is given of a mask."""
+    """The arguments of `mask_intervals` for a mask."""
     bits, classes = packing.pack_mask(mask, band)
     return bits, packing.list_tiles(classes)[0], mask.shape[3]
 
@@ -166,12 +166,12 @@ def used(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full(shape, 77, dtype=dtype, device=device)
 
 
-def same_runs(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: object) -> None:
+def same_runs(actual: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: object) -> None:
     """Starts, stops and counts where every key has one run; of others, that some key has more."""
-    assert found[2].dtype == torch.int64 and found[2][0] == wanted[2][0], what
-    assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(found, wanted, strict=True)), what
+    assert actual[2].dtype == torch.int64 and actual[2][0] == wanted[2][0], what
+    assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(actual, wanted, strict=True)), what
     if not wanted[2][0]:
-        equal(found, wanted, what)
+        equal(actual, wanted, what)
 
 
 def check_runs() -> None:
@@ -224,12 +224,12 @@ def check_counts() -> None:
         begins, ends = start.to(torch.int32), stop.to(torch.int32)
         numbers = torch.zeros(4 + (heads + heads * seqlen_k + 1) // 2, dtype=torch.int64)
         numbers.view(torch.int32)[8 + heads :][: ends.numel()] = ends.flatten()
-        found = torch.full_like(ends, 77)
+        actual = torch.full_like(ends, 77)
         chunks = -(-max(seqlen_k, tiles_q) // counted)
         sizes = (heads, seqlen_k, tiles_q, 2 + tiles_k, chunks)
-        launch(interval_pack._count_kernel, heads * chunks, (begins, found, lists, numbers), sizes, (counted,), 4)
+        launch(interval_pack._count_kernel, heads * chunks, (begins, actual, lists, numbers), sizes, (counted,), 4)
         live = stop > 0
-        assert torch.equal(found, ends) and torch.equal(begins, torch.where(live, start, 0).to(torch.int32))
+        assert torch.equal(actual, ends) and torch.equal(begins, torch.where(live, start, 0).to(torch.int32))
         wanted = [0, live.sum(1).max(), torch.where(live, stop - start, 0).sum(), lists[..., :2].sum(dtype=torch.int64)]
         assert numbers[:4].tolist() == [int(x) for x in wanted]
         assert heads == 1 or min(numbers[2:4].tolist()) > 2**34
@@ -245,8 +245,8 @@ def check_recognised() -> None:
     few, most = (topk_mask(scores, kept, is_causal=True) for kept in (20, 700))
     for mask, wanted in ((few, 128), (most, 1300), (few & (torch.rand(few.shape) < 0.9), 0)):
         made = []
-        for found in (by_kernels, operators.PYTORCH):
-            with mock.patch.object(operators, "_find_faster", lambda tensor, found=found: found):
+        for actual in (by_kernels, operators.PYTORCH):
+            with mock.patch.object(operators, "_find_faster", lambda tensor, actual=actual: actual):
                 made.append(PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True))
         assert all(x.num_places == wanted for x in made if isinstance(x, IntervalMask)), wanted
         assert all(isinstance(x, IntervalMask) is bool(wanted) for x in made)
@@ -266,8 +266,8 @@ def check_places() -> None:
                     mock.patch.object(key_pack, "PLACES_BLOCK", block),
                     mock.patch.object(key_pack.torch, "empty", used),
                 ):
-                    found = key_pack.first_places(start, stop, order, places)
-                equal(found, first_places(start, stop, order, places), (shape, places))
+                    actual = key_pack.first_places(start, stop, order, places)
+                equal(actual, first_places(start, stop, order, places), (shape, places))
 
 
 def check_scores() -> None:
@@ -287,8 +287,8 @@ def check_scores() -> None:
             (scores[:, :1], allowed),
             (scores[..., :0], None),
         ):
-            found, wanted = key_pack.score_keys(given, flags), score_keys(given, flags)
-            equal((found,), (wanted,), (dtype, given.shape))
+            actual, wanted = key_pack.score_keys(given, flags), score_keys(given, flags)
+            equal((actual,), (wanted,), (dtype, given.shape))
 
 
 def check_bytes() -> None:
@@ -342,7 +342,7 @@ def check_nothing_outside_is_touched() -> None:
 
 
 def check_offsets_beyond_int32() -> None:
-    """Masks that span up to 2^34 bytes, of which few are touched: the rest is never backed by memory."""
+    """Masks that span up to 2^34 bytes and touch few: the rest is never backed by memory."""
     from flash_dmattn.triton_kernels import key_pack, mask_pack
 
     unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11

@@ -116,15 +116,15 @@ def same(one, other):
 
 
 def check_stats(prepared, allowed):
-    found, want = prepared.stats(), masks.mask_stats(allowed)
+    actual, want = prepared.stats(), masks.mask_stats(allowed)
     last = allowed.size(3) % 128 != 0
-    whole = masks.mask_stats(allowed[..., : allowed.size(3) // 128 * 128])
+    every = masks.mask_stats(allowed[..., : allowed.size(3) // 128 * 128])
     tiles_k = max(1, -(-allowed.size(3) // 128))
     # A last tile with fewer than 128 keys is never full.
-    full = whole.full_tile_fraction * (tiles_k - last) / tiles_k
-    assert found.full_tile_fraction == pytest.approx(full)
+    full = every.full_tile_fraction * (tiles_k - last) / tiles_k
+    assert actual.full_tile_fraction == pytest.approx(full)
     for name in ("shape", "block_size", "density", "active_tile_fraction", "empty_rows"):
-        assert getattr(found, name) == getattr(want, name), name
+        assert getattr(actual, name) == getattr(want, name), name
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
@@ -255,8 +255,8 @@ def test_layouts_and_broadcast_dims(mask, plain):
 def test_rows_that_start_between_words():
     mask = torch.rand(2, 1, 1, 131) < 0.5
     sliced, plain = mask[:1, ..., 3:], mask[:1, ..., 3:].clone()
-    for found, wanted in zip(packing.pack_mask(sliced, None), packing.pack_mask(plain, None), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip(packing.pack_mask(sliced, None), packing.pack_mask(plain, None), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 def test_one_row_for_all_queries_is_known_by_its_keys():
@@ -325,9 +325,9 @@ def test_builders_give_what_the_dense_builders_give(band):
                 PreparedMask.from_mask(dense, seqlen_k=lengths[1], **band),
             )
     ids, ids_k = masks.document_ids([[100, 60], [20, 200]], 230), masks.document_ids([[90], [260]], 300)
-    for of_q, of_k in ((ids, None), (ids[0], None), (ids[0], ids_k), (ids, ids_k[1])):
-        want = PreparedMask.from_mask(masks.document_mask(of_q, of_k), **band)
-        assert same(PreparedMask.from_documents(of_q, of_k, **band), want)
+    for ids_q, key_ids in ((ids, None), (ids[0], None), (ids[0], ids_k), (ids, ids_k[1])):
+        want = PreparedMask.from_mask(masks.document_mask(ids_q, key_ids), **band)
+        assert same(PreparedMask.from_documents(ids_q, key_ids, **band), want)
     for side in ("left", "right"):
         for seqlen_q in (15, 20):
             want = PreparedMask.from_mask(masks.padding_mask([0, 3, 9], 9, side=side), seqlen_q=seqlen_q, **band)
