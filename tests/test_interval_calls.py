@@ -67,10 +67,10 @@ NAMES = ("eager", "reference", "flex", PREPARED.backend.name, DENSE.backend.name
 def test_interval_mask_gives_what_the_dense_mask_gives(kind: str, backend: Any) -> None:
     prepared, dense = MASKS[kind]
     if backend == "flex":
-        given = leaves(torch.float32)
+        arguments = leaves(torch.float32)
         with eager_flex():
-            actual = results(given, prepared, backend=backend)
-        assert_same(actual, results(given, dense, backend="reference"), rtol=1e-4, atol=1e-4)
+            actual = results(arguments, prepared, backend=backend)
+        assert_same(actual, results(arguments, dense, backend="reference"), rtol=1e-4, atol=1e-4)
         return
     expected = results(leaves(), dense, backend="reference")
     assert_same(results(leaves(), prepared, backend=backend), expected)
@@ -87,12 +87,12 @@ def test_on_eager_bit_by_bit() -> None:
 
 @pytest.mark.parametrize("seqlen_q", [0, 1])
 def test_decoding(seqlen_q: int) -> None:
-    given = leaves(seqlen_q=seqlen_q)
+    arguments = leaves(seqlen_q=seqlen_q)
     prepared = PreparedMask.from_topk(TOPK, 20, is_causal=True, seqlen_q=seqlen_q, reorder=True)
     dense = topk_mask(TOPK, 20, is_causal=True, seqlen_q=seqlen_q)
-    expected = results(given, dense, backend="reference")
+    expected = results(arguments, dense, backend="reference")
     for backend in ("eager", PREPARED.backend.name):
-        assert_same(results(given, prepared, backend=backend), expected)
+        assert_same(results(arguments, prepared, backend=backend), expected)
 
 
 # The views that backends receive, and what explain says about them
@@ -161,7 +161,9 @@ def test_the_fallback_counts_the_dense_mask() -> None:
 def test_alike_calls_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     describe = call.describe
-    monkeypatch.setattr(call, "describe", lambda *given, **named: (calls.append(1), describe(*given, **named))[1])
+    monkeypatch.setattr(
+        call, "describe", lambda *arguments, **named: (calls.append(1), describe(*arguments, **named))[1]
+    )
     q, k, v, bias = (x.detach() for x in leaves())
     for scores in (TOPK, -TOPK, TOPK + 1):
         prepared = PreparedMask.from_topk(scores, 20, is_causal=True, seqlen_q=LQ)
@@ -224,13 +226,13 @@ def test_functional_gradient_vmap_and_second_derivative() -> None:
         q, k, v, bias = tensors
         return flash_dmattn.attention(q, k, v, mask, bias, backend=backend).sin().sum()
 
-    given = leaves()
-    expected = torch.autograd.grad(loss(*given, mask=dense, backend="reference"), given, create_graph=True)
-    actual = torch.autograd.grad(loss(*given), given, create_graph=True)
+    arguments = leaves()
+    expected = torch.autograd.grad(loss(*arguments, mask=dense, backend="reference"), arguments, create_graph=True)
+    actual = torch.autograd.grad(loss(*arguments), arguments, create_graph=True)
     assert_same([*actual], [*expected])
-    second = (torch.autograd.grad(sum(g.sin().sum() for g in first), given) for first in (actual, expected))
+    second = (torch.autograd.grad(sum(g.sin().sum() for g in first), arguments) for first in (actual, expected))
     assert_same(*([*x] for x in second))
-    plain = [x.detach() for x in given]
+    plain = [x.detach() for x in arguments]
     assert_same(list(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*plain)), list(expected))
     of_bias = torch.func.vmap(lambda bias: loss(*plain[:3], bias))
     assert_same([of_bias(torch.stack([plain[3]] * 2))[1]], [loss(*plain, mask=dense, backend="reference")])
@@ -247,14 +249,14 @@ def test_one_graph(inside: bool, backend: str) -> None:
         return flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend)
 
     torch._dynamo.reset()
-    given = leaves()
-    prepared = PreparedMask.from_topk(given[3], 20, is_causal=True, seqlen_q=LQ, local=3, reorder=True)
-    expected = results(given, prepared.dense(), backend="reference")
+    arguments = leaves()
+    prepared = PreparedMask.from_topk(arguments[3], 20, is_causal=True, seqlen_q=LQ, local=3, reorder=True)
+    expected = results(arguments, prepared.dense(), backend="reference")
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        out, lse = compiled(*given, *(() if inside else (prepared,)))
+        out, lse = compiled(*arguments, *(() if inside else (prepared,)))
         total = out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).cos().sum()
-        assert_same([out, lse, *torch.autograd.grad(total, given)], expected)
+        assert_same([out, lse, *torch.autograd.grad(total, arguments)], expected)
 
 
 def test_a_graph_of_any_length() -> None:
@@ -268,8 +270,8 @@ def test_a_graph_of_any_length() -> None:
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
     for length in (130, 200, 33):
         q, k, v = torch.randn(3, 2, length, 4, 16).unbind()
-        given = q, k, v, torch.randn(2, 4, 1, length)
-        assert_same([compiled(*given)], [call(*given)], rtol=1e-5, atol=1e-5)
+        arguments = q, k, v, torch.randn(2, 4, 1, length)
+        assert_same([compiled(*arguments)], [call(*arguments)], rtol=1e-5, atol=1e-5)
 
 
 def test_another_mask_compiles_nothing_and_takes_effect() -> None:
@@ -291,7 +293,7 @@ def test_the_graph_that_makes_a_mask_on_inductor() -> None:
         mask = PreparedMask.from_topk(bias, 20, is_causal=True, seqlen_q=q.shape[1], reorder=True)
         return flash_dmattn.attention(q, k, v, mask, bias, backend="eager")
 
-    given = leaves(torch.float32)
-    actual, expected = torch.compile(call, fullgraph=True)(*given), call(*given)
+    arguments = leaves(torch.float32)
+    actual, expected = torch.compile(call, fullgraph=True)(*arguments), call(*arguments)
     assert_same([actual], [expected], rtol=1e-5, atol=1e-5)
     assert tuple(actual.shape) == (B, LQ, HQ, D)

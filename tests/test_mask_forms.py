@@ -64,10 +64,10 @@ BACKENDS = (
 def test_prepared_mask_gives_what_the_dense_mask_gives(form: str, band: dict[str, Any], backend: Any) -> None:
     prepared = PreparedMask.from_mask(FORMS[form], seqlen_q=LQ, seqlen_k=LK, **band)
     if backend == "flex":
-        given = leaves(torch.float32)
+        arguments = leaves(torch.float32)
         with eager_flex():
-            actual = results(given, prepared, backend=backend)
-        assert_same(actual, results(given, FORMS[form], backend="reference", **band), rtol=1e-4, atol=1e-4)
+            actual = results(arguments, prepared, backend=backend)
+        assert_same(actual, results(arguments, FORMS[form], backend="reference", **band), rtol=1e-4, atol=1e-4)
     else:
         expected = results(leaves(), FORMS[form], backend="reference", **band)
         assert_same(results(leaves(), prepared, backend=backend), expected)
@@ -127,7 +127,7 @@ def test_a_mask_of_one_row_as_both_kinds_of_kernels_receive_it(seqlen_q: int, bi
 
 def test_one_query_and_none() -> None:
     for seqlen_q in (0, 1):
-        given = leaves(seqlen_q=seqlen_q)
+        arguments = leaves(seqlen_q=seqlen_q)
         for prepared, dense in (
             (PreparedMask.from_window(seqlen_q, LK, is_causal=True), None),  # of tiles, though of one row at most
             (
@@ -135,9 +135,9 @@ def test_one_query_and_none() -> None:
                 random_mask(B, 1, 1, LK),
             ),
         ):
-            expected = results(given, dense, is_causal=True, backend="reference")
+            expected = results(arguments, dense, is_causal=True, backend="reference")
             for backend in ("eager", PREPARED.backend.name):
-                assert_same(results(given, prepared, backend=backend), expected)
+                assert_same(results(arguments, prepared, backend=backend), expected)
 
 
 def test_two_layers_share_one_mask() -> None:
@@ -145,10 +145,10 @@ def test_two_layers_share_one_mask() -> None:
     before = [x.clone() for x in prepared.tensors]
 
     def layers(mask: Tensor | PreparedMask, backend: str, **band: Any) -> list[Tensor]:
-        q, k, v, bias = given = leaves()
+        q, k, v, bias = arguments = leaves()
         x = flash_dmattn.attention(q, k, v, mask, bias, backend=backend, **band)
         x = flash_dmattn.attention(x, k, v, mask, 2 * bias, softcap=3.0, backend=backend, **band)
-        return [x, *torch.autograd.grad(x.sin().sum(), given)]
+        return [x, *torch.autograd.grad(x.sin().sum(), arguments)]
 
     expected = layers(FORMS["full"], "reference", is_causal=True)
     for backend in ("eager", PREPARED.backend.name):
@@ -340,18 +340,18 @@ def test_flex_notes_what_it_unpacks() -> None:
 @pytest.mark.parametrize("form", ["full", "one key for all", "per key", "per key and head"])
 def test_prepared_mask_described_by_its_shape(form: str) -> None:
     q, k, v, _ = (x.detach() for x in leaves())
-    given = FORMS[form]
+    arguments = FORMS[form]
     described = flash_dmattn.explain_problem(
         (B, LQ, HQ, D),
         kv_heads=HK,
         seqlen_k=LK,
         dtype="fp64",
         device="cpu",
-        mask=tuple(given.shape),
+        mask=tuple(arguments.shape),
         mask_prepared=True,
         is_causal=True,
     )
-    real = flash_dmattn.explain(q, k, v, PreparedMask.from_mask(given, seqlen_q=LQ, seqlen_k=LK, is_causal=True))
+    real = flash_dmattn.explain(q, k, v, PreparedMask.from_mask(arguments, seqlen_q=LQ, seqlen_k=LK, is_causal=True))
     assert described.problem == real.problem
     assert str(described) == str(real)
 

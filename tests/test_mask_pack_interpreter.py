@@ -155,7 +155,7 @@ def runs(*shape: int) -> torch.Tensor:
     return (rows >= start) & (rows < stop)
 
 
-def of_bits(mask: torch.Tensor, band: Band | None = None) -> tuple[torch.Tensor, torch.Tensor, int]:
+def bits_of(mask: torch.Tensor, band: Band | None = None) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The arguments of `mask_intervals` for a mask."""
     bits, classes = packing.pack_mask(mask, band)
     return bits, packing.list_tiles(classes)[0], mask.shape[3]
@@ -184,7 +184,7 @@ def check_runs() -> None:
             band = make_band(*shape[2:], causal_window(is_causal, window_size))
             mask = runs(*shape)
             for given in (mask, mask ^ (torch.rand(shape) < 1e-3)):
-                bits, wanted = of_bits(given, band), mask_intervals(*of_bits(given, band))
+                bits, wanted = bits_of(given, band), mask_intervals(*bits_of(given, band))
                 # As the product has it, then with several programs for a head.
                 for counted in (interval_pack.COUNTED, 32):
                     with (
@@ -195,19 +195,19 @@ def check_runs() -> None:
                 intervals += not wanted[2][0]
     assert 50 < intervals < 190, intervals
     with mock.patch.object(interval_pack, "COUNTED", 32):  # more rows of tiles than keys
-        numbers = interval_pack.mask_intervals(*of_bits(torch.ones(1, 1, 4300, 5, dtype=torch.bool)))[2]
+        numbers = interval_pack.mask_intervals(*bits_of(torch.ones(1, 1, 4300, 5, dtype=torch.bool)))[2]
     assert numbers.tolist() == [0, 5, 5 * 4300, 34]
     for begin, end in ((0, 600), (31, 33), (32, 64), (255, 257), (5, 6), (599, 600), (0, 1), (100, 490)):
         mask = torch.zeros(1, 1, 600, 40, dtype=torch.bool)
         mask[:, :, begin:end, 7] = mask[:, :, begin:end, 31] = True
-        start, stop, numbers = interval_pack.mask_intervals(*of_bits(mask))
+        start, stop, numbers = interval_pack.mask_intervals(*bits_of(mask))
         assert numbers[:3].tolist() == [0, 2, 2 * (end - begin)]
         assert [(int(start[..., key]), int(stop[..., key])) for key in (7, 31)] == [(begin, end)] * 2
         for row in (begin - 2, end + 1, begin - 40, end + 300, begin + 1):
             if 0 <= row < 600 and not begin + 1 == row >= end - 1:
                 other = mask.clone()
                 other[:, :, row, 7] ^= True
-                assert interval_pack.mask_intervals(*of_bits(other))[2][0] == 1, (begin, end, row)
+                assert interval_pack.mask_intervals(*bits_of(other))[2][0] == 1, (begin, end, row)
 
 
 def check_counts() -> None:
@@ -324,7 +324,7 @@ def check_nothing_outside_is_touched() -> None:
         return guarded(*shape, dtype=dtype, device=device).zero_()
 
     shapes = ((1, 2, 5, 7), (1, 1, 130, 640), (1, 1, 3, 1029))
-    bits_of_runs = [of_bits(runs(1, 2, 300, shape[3])) for shape in shapes]
+    bits_of_runs = [bits_of(runs(1, 2, 300, shape[3])) for shape in shapes]
     with mock.patch.multiple(mask_pack.torch, empty=guarded, zeros=cleared):
         for shape, bits_and_lists in zip(shapes, bits_of_runs, strict=True):
             bits, classes = mask_pack.pack_mask(tiled_mask(*shape), make_band(*shape[2:], (-1, 0)))

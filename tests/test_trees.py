@@ -30,7 +30,7 @@ from flash_dmattn.remembered import Remembered
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
 
-def of_backend(backend: Runner) -> dict[str, Any]:
+def draw_options(backend: Runner) -> dict[str, Any]:
     """The draws for a backend that has trees; skip a backend without them, or on another device."""
     if backend.name in ("cuda", "flex"):
         pytest.skip(f"{backend.name}: its rules refuse trees")
@@ -41,9 +41,9 @@ def of_backend(backend: Runner) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", range(3))
 def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
-    given = of_backend(backend)
+    arguments = draw_options(backend)
     for number in range(part, EXAMPLES, 3):
-        call = draw(number, **given)
+        call = draw(number, **arguments)
         assert_accurate(run(call, backend.name), call)
 
 
@@ -62,9 +62,9 @@ def test_random_calls_of_the_kernels() -> None:
 
 
 def test_a_chain_is_causal_bit_for_bit(backend: Runner) -> None:
-    given = of_backend(backend)
+    arguments = draw_options(backend)
     for number in range(40):
-        call = draw(number, **given)
+        call = draw(number, **arguments)
         if backend.name == "triton":
             call = replace(call, needs_grad=())  # gradients of chains go by tiles, of causality by a band
         chain, causal = (run(each, backend.name) for each in as_chain(call))
@@ -78,9 +78,9 @@ def test_a_chain_has_the_tiles_of_causality() -> None:
     from compiled_triton import SequenceVariant
 
     for layout, dim in (("packed", 64), ("paged", 128), ("paged_packed", 256)):
-        given: dict[str, Any] = {"head_dim": dim, "layout": layout, "batch": 16, "seqlen_q": 512}
+        arguments: dict[str, Any] = {"head_dim": dim, "layout": layout, "batch": 16, "seqlen_q": 512}
         tree, causal = (
-            SequenceVariant(**given, **more).call("sm_90") for more in ({"mask": "tree"}, {"is_causal": True})
+            SequenceVariant(**arguments, **more).call("sm_90") for more in ({"mask": "tree"}, {"is_causal": True})
         )
         assert tree.tile("forward") == causal.tile("forward")
 
@@ -91,8 +91,8 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
     from flash_dmattn.triton_kernels import kernel_launch, launch, sequences
     from flash_dmattn.triton_kernels.plan_sequences import SequenceCall as Planned
 
-    def on_sm_90(*given: Any) -> Planned:
-        call = Planned(*given)
+    def on_sm_90(*arguments: Any) -> Planned:
+        call = Planned(*arguments)
         call.arch, call.num_sms = "sm_90", 132
         return call
 
@@ -198,10 +198,10 @@ def test_compiled_with_a_tree_made_inside_or_outside() -> None:
         tree = torch.rand(count, tokens, tokens, device=DEVICE) < 0.5
         table = torch.randperm(15, device=DEVICE)[: 5 * count].view(count, 5)
         q, pool = torch.randn(count, tokens, 2, 16, device=DEVICE), torch.randn(15, 4, 2, 16, device=DEVICE)
-        given = (q, pool, table, torch.tensor(lengths, device=DEVICE))
+        arguments = (q, pool, table, torch.tensor(lengths, device=DEVICE))
         for each in (tree, PreparedMask.from_tree(tree)):
             with torch.no_grad():
-                torch.testing.assert_close(compiled(*given, each), step(*given, each))
+                torch.testing.assert_close(compiled(*arguments, each), step(*arguments, each))
 
 
 def test_second_derivative() -> None:

@@ -1,4 +1,4 @@
-"""Calls with random trees of new tokens: the calls of `sequence_calls.py`, with trees in the place of masks.
+"""Calls with random trees of new tokens: the calls of `sequence_calls.py`, with trees in the place of masks."""
 
 from __future__ import annotations
 
