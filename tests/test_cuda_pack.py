@@ -14,7 +14,7 @@ from flash_dmattn.dispatch.packers import around_extension, packs_by_extension
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.masks.prepared.packers import PYTORCH
+from flash_dmattn.masks.prepared.operators import PYTORCH
 from flash_dmattn.masks.topk import sort_keys
 from flash_dmattn.problem import causal_window, make_band
 

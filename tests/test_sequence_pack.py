@@ -177,12 +177,12 @@ def test_tiles_of_a_call_are_those_of_a_prepared_mask() -> None:
 
 @needs_triton
 def test_who_packs() -> None:
-    """The kernels on GPUs of NVIDIA, whoever packs dense masks there; PyTorch on those of AMD and elsewhere."""
+    """The kernels on GPUs of NVIDIA, whoever packs dense masks there; PyTorch on GPUs of AMD and elsewhere."""
     from flash_dmattn.triton_kernels import sequence_pack
 
-    of_nvidia, of_amd = packers._triton_packer("sm_"), packers._triton_packer("gfx")
-    assert of_nvidia is not None and of_nvidia.pack_sequences is sequence_pack.pack_sequences
-    assert of_amd is not None and of_amd.pack_sequences is packers.packers.PYTORCH.pack_sequences
+    nvidia, amd = packers._triton_packer("sm_"), packers._triton_packer("gfx")
+    assert nvidia is not None and nvidia.pack_sequences is sequence_pack.pack_sequences
+    assert amd is not None and amd.pack_sequences is packers.operators.PYTORCH.pack_sequences
     names = ("cuda_pack_mask", "cuda_interval_tiles", "cuda_topk_intervals", "cuda_key_order")
     operators = SimpleNamespace(**{name: SimpleNamespace(default=None) for name in names})
     assert packers.around_extension(operators).pack_sequences is sequence_pack.pack_sequences

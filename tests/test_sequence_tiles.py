@@ -133,7 +133,7 @@ def test_stats_are_the_sums_of_those_of_each_sequence() -> None:
         own = [mask_stats(allowed_in(call, s)[: mask.shape[1]]) for s in range(len(call.lengths))]
         for s, of_one in enumerate(own):
             for head in range(mask.shape[1]):
-                assert torch.equal(mask.of_sequence(s, head).cpu(), allowed_in(call, s)[head])
+                assert torch.equal(mask.dense_sequence(s, head).cpu(), allowed_in(call, s)[head])
             assert of_one.shape[2:] == (call.lengths[s][1], call.lengths[s][3])
         found = mask.stats()
         pairs = [math.prod(x.shape) for x in own]

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flash_dmattn.masks.prepared.mask_intervals import MaskIntervals
+from flash_dmattn.masks.prepared.intervals import MaskIntervals
 
 from .kernel_launch import ceil_div, launch
 
@@ -107,7 +107,7 @@ def _count_kernel(
 
 
 def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> MaskIntervals:
-    """Launch both; the result of `flash_dmattn.masks.prepared.mask_intervals.mask_intervals`."""
+    """Launch both; the result of `flash_dmattn.masks.prepared.intervals.mask_intervals`."""
     batch, num_heads, seqlen_q, words = bits.shape
     heads, tiles_q, list_length = batch * num_heads, row_lists.size(2), row_lists.size(3)
     keys = heads * seqlen_k

@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flash_dmattn.masks.prepared.interval_tiles import IntervalTiles
-from flash_dmattn.masks.prepared.key_intervals import KeyIntervals
+from flash_dmattn.masks.prepared.intervals import IntervalTiles, KeyIntervals
 from flash_dmattn.masks.prepared.packing import TILE, KeySet, tiles
 from flash_dmattn.problem import Band
 
@@ -277,7 +276,7 @@ def key_set(mask: torch.Tensor) -> KeySet:
 
 
 def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> KeyIntervals:
-    """Launch the key interval kernel; the result of `flash_dmattn.masks.prepared.key_intervals.key_intervals`.
+    """Launch the key interval kernel; the result of `flash_dmattn.masks.prepared.intervals.key_intervals`.
 
     Args:
         mask: bool (Bm, Hm, 1, Lk), any strides, 0 included.
@@ -305,7 +304,7 @@ def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder:
 def first_places(
     start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the kernel of places; the result of `flash_dmattn.masks.prepared.interval_order.first_places`.
+    """Launch the kernel of places; the result of `flash_dmattn.masks.prepared.intervals.first_places`.
 
     Args:
         start, stop, order: int32 (Bm, Hm, Lk), contiguous.

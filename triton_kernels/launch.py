@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view
+from flash_dmattn.masks.prepared.operators import KeyForm, prepared_view
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, heads_as_rows, keys_of_query
 from flash_dmattn.remembered import Remembered
 

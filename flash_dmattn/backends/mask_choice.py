@@ -69,7 +69,7 @@ def prepared_form(problem: AttentionProblem, gathers: bool) -> MaskChoice:
     p = problem
     if p.mask is None or not p.mask.broadcast()[2]:
         return MaskChoice("tiles")
-    from ..masks.prepared.operator import key_form  # importing flash_dmattn does not need it
+    from ..masks.prepared.operators import key_form  # importing flash_dmattn does not need it
 
     mask_heads = 1 if p.mask.broadcast()[1] else p.mask.shape[1]
     per_score = "score" in (p.bias_class, p.dbias_class) or p.dropout_p > 0
@@ -117,11 +117,11 @@ def view_of(
     if choice.form == "dense":
         return MaskView("dense", (mask,))
     if choice.form == "sequence_tiles":
-        from ..masks.prepared.sequence_operator import prepared_beside  # importing flash_dmattn does not need it
+        from ..masks.prepared.operators import prepared_beside  # importing flash_dmattn does not need it
 
         assert sequences is not None
         return prepared_beside(problem, mask, sequences)
-    from ..masks.prepared.operator import KeyForm, prepared_view  # likewise
+    from ..masks.prepared.operators import KeyForm, prepared_view  # likewise
 
     form = KeyForm(choice.form, choice.reorder)  # type: ignore[arg-type]  # "none" and "tree" are no forms of a tensor
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, form)
@@ -131,7 +131,7 @@ def plan_packing(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Ten
     """Return what packs the bool masks of a class of calls that nothing watches; None where none is packed so."""
     if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
         return None
-    from ..masks.prepared.operator import KeyForm, plan_prepare  # importing flash_dmattn does not need it
+    from ..masks.prepared.operators import KeyForm, plan_prepare  # importing flash_dmattn does not need it
 
     form = KeyForm(choice.form, choice.reorder)
     return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, form)
@@ -247,7 +247,7 @@ def interval_walk(problem: AttentionProblem, mask: MaskView) -> IntervalWalk:
         return IntervalWalk(bounds, row_lists, col_lists, None)
     if follows_order(problem, mask):
         return IntervalWalk(bounds, row_lists, col_lists, order)
-    from ..masks.prepared.interval_operators import run_interval_tiles  # importing flash_dmattn does not need it
+    from ..masks.prepared.operators import run_interval_tiles  # importing flash_dmattn does not need it
 
     own_order = order[:, :, :0].contiguous()
     bounds, row_lists, col_lists = run_interval_tiles(start, stop, own_order, problem.seqlen_q)

@@ -97,7 +97,7 @@ class SequenceLayout:
         Args:
             work: how much work each run of ceil(length / len(work)) rows is, on the host, the same on every rank. For
                 instance the number of live tiles for each 128 rows of a prepared mask,
-                `(mask.row_full_count + mask.row_partial_count).sum((0, 1)).tolist()`.
+                `mask.row_lists[..., :2].sum((0, 1, 3)).tolist()`.
             length, world_size: positions in all, and ranks.
             pieces: chunks of a rank. More of them balance better, and are more calls.
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import flash_dmattn
 from flash_dmattn.masks import PreparedMask, topk_mask
-from flash_dmattn.masks.prepared.interval_operators import run_score_keys, run_topk_intervals
-from flash_dmattn.masks.prepared.interval_order import reorder_pays
+from flash_dmattn.masks.prepared.intervals import reorder_pays
+from flash_dmattn.masks.prepared.operators import run_score_keys, run_topk_intervals
 from flash_dmattn.problem import values_can_be_read
 from flash_dmattn.sequences import Sequences
 from flash_dmattn.sequences.layout import token_places

@@ -88,7 +88,7 @@ def readable(bias: Tensor) -> Tensor:
         return bias
     if bias.data_ptr() % 16 == 0 and fits(shape, strides, bias.element_size()):
         return bias
-    from ...masks.broadcast import collapse  # importing flash_dmattn needs no masks
+    from ...masks.arguments import collapse  # importing flash_dmattn needs no masks
 
     values = collapse(bias)
     padded = values.new_empty((*values.shape[:3], _padded(values.shape[3])))

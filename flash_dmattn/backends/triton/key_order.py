@@ -25,7 +25,7 @@ def tiles_of_bounds(p: AttentionProblem, mask: MaskView) -> MaskView:
     # Classes tell which tiles a bias visits that entries or heads share; the mask has not kept them.
     classes = walk.row_lists
     if p.dbias_class == "score":
-        from ...masks.prepared.interval_tiles import interval_classes  # importing flash_dmattn does not need it
+        from ...masks.prepared.intervals import interval_classes  # importing flash_dmattn does not need it
 
         classes = interval_classes(walk.bounds, p.seqlen_q)
     return MaskView("tiles", (walk.bounds.view(torch.int64).squeeze(-1), classes, walk.row_lists, walk.col_lists))

@@ -16,7 +16,7 @@ def tiles_of_tree(bits: Tensor, bounds: Tensor, rows_q: int, rows_k: int, flags:
         rows_q, rows_k: of q and k.
         flags: of the call.
     """
-    from ...masks.prepared.packers import packer  # importing flash_dmattn does not need it
+    from ...masks.prepared.operators import packer  # importing flash_dmattn does not need it
     from ...masks.prepared.packing import unpack_tree
 
     spec = SequenceSpec(flags.layout, len(bounds), rows_q, rows_k, flags.max_seqlen_q, flags.max_seqlen_k)
