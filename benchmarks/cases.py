@@ -128,7 +128,7 @@ class Case:
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether any timed pass needs a gradient."""
+        """Return whether any timed pass needs a gradient."""
         return self.passes != ("forward",)
 
     def explain(self, device: str, *, gradients: bool | None = None, return_lse: bool = False) -> Explanation:

@@ -68,7 +68,7 @@ class Pool:
         return torch.randn(shape, generator=self.random, device=self.device, dtype=torch.bfloat16)
 
     def is_accurate(self, q: Tensor, run: Callable[[], Tensor], sees: Tensor) -> bool:
-        """Whether three sequences have the output of fp64; `sees` (L, L) says what of its new tokens a query sees."""
+        """Return whether three sequences have the output of fp64; `sees` (L, L) says what of its new tokens a query sees."""
         out = run()
         for s in (0, 31, 63):
             keys = [

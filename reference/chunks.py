@@ -61,7 +61,7 @@ def entries_of(batch: slice, size: int, repeat: int) -> slice:
 
 
 class Chunks:
-    """One call, cut into chunks that fit the byte budget; chunks that causality, window or mask leave empty are skipped."""
+    """One call, cut into chunks that fit the byte budget; chunks that band or mask leave empty are skipped."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Chunks:
         self.extent = self._extent(chunk_bytes)
         self._buffers: dict[int, Tensor] = {}
         self._mask_entries = (1, 1) if mask is None else (mask.shape[0], mask_repeat)
-        # A chunk must not reach across a multiple of these: there the mask or the bias does not go on at its next entry.
+        # A chunk must not reach across a multiple of these, where the mask or the bias skips or repeats entries.
         self._steps = [
             repeat if repeat > 1 else size
             for size, repeat in (self._mask_entries, bias_entries)
@@ -122,8 +122,8 @@ class Chunks:
             # Fewer heads make the sums smaller; fewer rows or keys do not.
             return used <= limit and (name in ("rows", "keys") or used + self.sums_bytes(extent) <= budget)
 
-        # The order of what is cut: rows, down to what products need; then entries and heads; then keys; and in the end
-        # rows and keys so short that products lose speed.
+        # Cut rows first, down to what products need; then entries and heads; then keys. Only in the end cut rows and
+        # keys so short that products lose speed.
         good_rows = -(-GOOD_ROWS // self.group)
         floors = (("rows", good_rows), ("batch", 1), ("heads", 1), ("keys", GOOD_KEYS))
         for name, floor in (*floors, ("rows", 8), ("keys", 64), ("rows", 1), ("keys", 1)):
@@ -174,7 +174,7 @@ class Chunks:
         return [slice(a, min(a + size, hi)) for lo, hi in runs for a in range(lo, hi, size)]
 
     def _occupied_entries(self, batch: slice) -> list:
-        """Return where the mask allows anything, for each entry, or block of entries, that a part of the batch reads."""
+        """Return where the mask allows anything, for each entry or block of entries that a part of the batch reads."""
         occupied = self._occupied or []
         if len(occupied) == 1:
             return occupied
@@ -209,7 +209,7 @@ class Chunks:
         return max(256, self.extent.keys // 8)
 
     def _occupancy(self, mask: Tensor) -> list | None:
-        """Return whether the mask allows anything, by batch, heads, rows and grain of keys; None if it does everywhere."""
+        """Return whether the mask allows anything, by batch, heads, rows and grain of keys; None if always."""
         if is_capturing(self.device) or 0 in (self.batch, self.seqlen_q, self.seqlen_k):
             return None
         cells = grouped_own(mask, self.num_heads_k, self.num_heads).view(torch.uint8)

@@ -36,8 +36,8 @@ class Batch:
         bounds: int32 (S, 4): first query, number of queries, first key and number of keys of each sequence.
         block_table: int32 (S, P), the pages of keys, or None.
         packs_queries, packs_keys: whether q is packed, (1, Tq, Hq, D), or padded, (S, Lq, Hq, D); k likewise.
-        mask_packing, bias_packing: which dim of a mask or a bias is packed: "none", "queries" or "keys". A mask may also
-            be a "tree", (S or 1, 1, n, n): it masks the new tokens of each sequence, its queries and last keys.
+        mask_packing, bias_packing: which dim of a mask or a bias is packed: "none", "queries" or "keys". A mask may
+            also be a "tree", (S or 1, 1, n, n): it masks the new tokens of each sequence, its queries and last keys.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.

@@ -140,8 +140,8 @@ class Scores:
 
     def _hide(self, s: Tensor, block: Block, keys: slice) -> None:
         """Write -inf into s where the mask forbids a score, even if its key holds inf or NaN."""
-        # On a CPU -inf was added to these scores, and the sum is still -inf unless the product was inf or NaN. Such a
-        # score makes the sum over s NaN, and this sum takes a tenth of the time of masked_fill_.
+        # On a CPU -inf was added to these scores, and they are -inf now unless their product was inf or NaN. Then the
+        # sum over s is NaN; this sum takes a tenth of the time of masked_fill_.
         if self._mask is None or (_adds_mask(s.device) and not s.sum().isnan()):
             return
         mask = block.pick(self._mask, keys, self._mask_repeat)

@@ -30,7 +30,7 @@ class Standing(NamedTuple):
 
 
 def is_right(column: Record) -> bool:
-    """Whether a column's times may be compared with others."""
+    """Return whether a column's times may be compared with others."""
     return not column["failed"] and not column["wrong"]
 
 

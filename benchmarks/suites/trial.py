@@ -92,7 +92,7 @@ def outputs(call: Bound, inputs: Inputs, *, backward: bool) -> Results:
 
 
 def device_is_lost(device: torch.device) -> bool:
-    """Whether an error, for example an illegal access of a peer, has made the GPU unusable for this process."""
+    """Return whether an error, for example an illegal access of a peer, has made the GPU unusable for this process."""
     if device.type != "cuda":
         return False
     try:

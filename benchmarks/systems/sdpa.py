@@ -30,7 +30,7 @@ MATRIX_BYTES = 4 << 30
 
 
 def folds(case: Case) -> bool:
-    """Whether a call has to hand over a tensor to add or to mask by."""
+    """Return whether a call has to hand over a tensor to add or to mask by."""
     return case.mask is not None or case.bias is not None or (case.is_causal and case.queries is not None)
 
 
