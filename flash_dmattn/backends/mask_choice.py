@@ -207,7 +207,7 @@ def unpacking_note(problem: AttentionProblem, backend: Backend) -> str | None:
 
 
 def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
-    """Describe for `explain` how a backend with interval masks takes a call whose mask is one, or becomes one."""
+    """Describe for `explain` how a backend with interval masks reads a mask that is one, or becomes one."""
     p = problem
     if p.mask_form == "intervals":
         if p.dropout_p > 0:
