@@ -230,9 +230,9 @@ def _memory_lines(content: Record) -> list[str]:
         peaks = {line["system"]: line["peaks"] for line in row["systems"] if line["peaks"]}
         ours = [f"{label(n)} {mb(p['backward'])}" for n, p in peaks.items() if p["backward"] is not None]
         lines += wrapped(
-            f"The call of which flash-dmattn 1.x reports that its backward pass came from {REPORTED_MB[0]} to "
-            f"{REPORTED_MB[1]} MB ({row['shape']}, {row['what']}); MiB of the backward pass above what was there "
-            f"before: {', '.join(ours)}."
+            f"flash-dmattn 1.x reports that the backward pass of one call came from {REPORTED_MB[0]} to "
+            f"{REPORTED_MB[1]} MB ({row['shape']}, {row['what']}). MiB that the backward pass of that call adds: "
+            f"{', '.join(ours)}."
         )
         lines.append("")
     names = list(dict.fromkeys(line["system"] for row in content["rows"] for line in row["systems"]))
@@ -258,7 +258,7 @@ def _equivalence_lines(content: Record) -> list[str]:
         "",
         *wrapped(
             f"Over {len(content['rows'])} forms of call, our backends meet the accuracy rule in {ours} of {our_runs} "
-            f"runs, the peers in {peers} of {peer_runs} of those that they have a kernel for."
+            f"runs, and the peers in {peers} of the {peer_runs} runs that they have kernels for."
         ),
     ]
 

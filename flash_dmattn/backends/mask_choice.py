@@ -211,10 +211,10 @@ def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
     p = problem
     if p.mask_form == "intervals":
         if p.dropout_p > 0:
-            return ("takes keys in their own order: dropout cannot follow the order of a mask",)
+            return ("takes keys in their own order: dropout cannot follow a mask's order",)
         if p.bias_class == "score":
             return (
-                "takes keys in their own order: a bias of one value per query and key cannot follow the order of a mask",
+                "takes keys in their own order: a bias of one value per query and key cannot follow a mask's order",
             )
         return ("in a mask's order of keys, if it has one, copies k and v",)
     if p.mask_form != "dense" or not prepared_form(p, gathers).reorder:
