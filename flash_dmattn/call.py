@@ -27,9 +27,9 @@ from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask, SequenceTileMask, TreeMask
+    from .masks import PreparedMask
 
-    Mask = Tensor | PreparedMask | SequenceTileMask | TreeMask | None
+    Mask = Tensor | PreparedMask | None
 
 # A decoding program makes a plan for each new length and never uses it again, so the table is bounded.
 plans: Remembered[Plan] = Remembered(1024)
