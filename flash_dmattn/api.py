@@ -151,7 +151,7 @@ def attention(
             `masks.padding_mask(padding)`. A dimension of stride 0 is never materialised. A mask has no gradient.
             It may be a prepared mask of `flash_dmattn.masks`, which serves any number of calls of its lengths. A
             prepared mask includes is_causal and window_size: leave them unset here, or pass the same limits. With
-            `sequences` it must be prepared for sequences, or be a tree, which says which new tokens each query sees.
+            `sequences` it must be prepared for sequences, by `from_mask`, `from_ragged` or `from_tree`.
             A hidden key may be anything, even NaN. A hidden value may not be NaN or inf, because 0 * NaN is NaN, as in
             torch. With `sequences` nothing beyond their lengths is read: see docs/masks.md.
         bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
