@@ -258,7 +258,7 @@ def _equivalence_lines(content: Record) -> list[str]:
         "",
         *wrapped(
             f"Over {len(content['rows'])} forms of call, our backends meet the accuracy rule in {ours} of {our_runs} "
-            f"runs, and the peers in {peers} of the {peer_runs} runs that they have kernels for."
+            f"runs, the peers in {peers} of {peer_runs} runs that they have kernels for."
         ),
     ]
 

@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.mask is None,
         lambda p: (
             f"mask has shape {None if p.mask is None else tuple(p.mask.shape)}; "
-            "the kernels with sequences support only causality and windows"
+            "the kernels of sequences support only causality and windows"
         ),
         _OTHER,
     ),
@@ -88,7 +88,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sequence_softcap",
         lambda p: p.softcap == 0,
-        lambda p: f"softcap is {p.softcap}; the backward kernels with sequences support none",
+        lambda p: f"softcap is {p.softcap}; the backward kernels of sequences support none",
         _PAIR,
         passes=("backward",),
     ),
