@@ -23,7 +23,7 @@ from .reference.dropout import draw_key
 from .remembered import Remembered
 from .sequences import Sequences
 from .sequences.layout import lay_out
-from .sequences.nested import Jagged, is_nested
+from .sequences.padding import Jagged, is_nested
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:

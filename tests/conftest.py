@@ -156,7 +156,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
 @pytest.fixture
 def counted() -> Iterator[Any]:
     """The attention implementation "dmattn" of transformers, with every call that it makes recorded."""
-    from transformers_fixture import counting
+    from transformers_models import counting
 
     with counting() as calls:
         yield calls

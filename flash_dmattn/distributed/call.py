@@ -17,7 +17,7 @@ from ..dispatch.selection import Selection, choice_in_force, choose, falls_back,
 from ..masks import PreparedMask
 from ..problem import AttentionProblem, NeedsGrad, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
 from ..remembered import Remembered
-from ..sequences.nested import is_nested
+from ..sequences.padding import is_nested
 from ..validation import describe, follow_autocast
 from .exchange import CLEAR_SHARE, Route, length_of, runs_read, share_moved, sum_dtype
 from .group import Members, Shared, check_layout
