@@ -24,6 +24,7 @@ from torch.nested import nested_tensor_from_jagged
 
 import flash_dmattn
 from flash_dmattn import Sequences, attention, masks, nn
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import FEATURES, SequenceSpec
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.sequences import Batch
@@ -547,12 +548,12 @@ def test_explain_tells_of_sequences() -> None:
     text = str(flash_dmattn.explain(torch.randn(1, 1, 2, 16), pool, pool, sequences=paged))
     assert "1 paged sequences of 1 queries each and at most 8 keys in pages of 4" in text
     spec = SequenceSpec("packed", 3, 4096, 4096, 2048, 2048)
-    explanation = flash_dmattn.explain_problem((1, 4096, 16, 64), sequences=spec, device="sm_90")
+    explanation = explain_problem((1, 4096, 16, 64), sequences=spec, device="sm_90")
     refused = {v.backend: [r.code for r in v.reasons] for v in explanation.verdicts}
     assert all("sequences" not in reasons for reasons in refused.values())
     assert explanation.problem.features == {"sequences"} and {"sequences", "paged"} <= set(FEATURES)
     spec = SequenceSpec("paged", 2, 1, 512, 1, 512, page_size=64)
-    explanation = flash_dmattn.explain_problem((2, 1, 16, 64), sequences=spec, device="sm_90")
+    explanation = explain_problem((2, 1, 16, 64), sequences=spec, device="sm_90")
     (flex,) = (v for v in explanation.verdicts if v.backend == "flex")
     assert "paged" in [r.code for r in flex.reasons]
 
@@ -675,13 +676,13 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 5), sequences=TWO),
         ValueError,
         "bias has shape (2, 2, 8, 5), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it needs sequences in "
-        "[1, 2], heads in [1, 2], max_seqlen_q in [1, 5]",
+        "{1, 2}, heads in {1, 2}, max_seqlen_q in {1, 5} and max_seqlen_k in {1, 5}",
     ),
     "packed keys": (
         lambda: attention(X, X, X, bias=torch.zeros(2, 1, 5), sequences=TWO),
         ValueError,
-        "bias has shape (2, 1, 5), read as (heads, 1, keys of all sequences); it needs heads in [1, 2], 1 in [1], "
-        "keys of all sequences in [1, 8]",
+        "bias has shape (2, 1, 5), read as (heads, 1, keys of all sequences); it needs heads in {1, 2} and "
+        "keys of all sequences in {1, 8}",
     ),
     "unnamed bound": (
         lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 8), sequences=Sequences.packed(cu(0, 3, 8))),

@@ -21,8 +21,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported:
 import transformers
 from packaging.version import Version
 
-from flash_dmattn.call import Numbers, prepare_call
+from flash_dmattn.call import prepare_call
 from flash_dmattn.integrations.transformers import attention_function, register
+from flash_dmattn.problem import Numbers
 
 VERSION = Version(transformers.__version__)
 VOCABULARY, LENGTH, BATCH = 96, 14, 3

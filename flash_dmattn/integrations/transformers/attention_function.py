@@ -14,10 +14,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import Sequences, attention
-from ...call import Numbers, prepare_call, run_call
+from ...call import prepare_call, run_call
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
-from ...problem import dtype_name
+from ...problem import Numbers, dtype_name
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
 
