@@ -108,7 +108,7 @@ def test_explain_says_that_meta_tensors_are_not_computed_with() -> None:
     explanation = flash_dmattn.explain(*qkv("meta"))
     assert (explanation.forward, explanation.backward) == ("eager", "eager")
     (eager,) = (verdict for verdict in explanation.verdicts if verdict.backend == "eager")
-    assert eager.notes == ("gives shapes, strides and dtypes alone: meta tensors hold no values",)
+    assert eager.notes == ("returns only shapes, strides and dtypes: meta tensors hold no values",)
     assert not any(v.notes for v in flash_dmattn.explain(*qkv()).verdicts if v.backend == "eager")
 
 

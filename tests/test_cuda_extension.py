@@ -767,7 +767,7 @@ def test_probe_of_an_extension_that_loads(driver: int, tmp_path: Path, monkeypat
     assert found.usable == (driver >= 13000)
     if not found.usable:
         version = f"{driver // 1000}.{driver % 1000 // 10}"
-        assert found.reason == f"the driver is of CUDA {version}; the extension holds the runtime of 13.0"
+        assert found.reason == f"the driver supports CUDA {version}; the extension holds the runtime of 13.0"
 
 
 def test_installed_instances_are_read_without_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

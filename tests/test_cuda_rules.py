@@ -74,7 +74,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "fp32"}, "dtype is float32; .*float16 or bfloat16"),
     "bias_dtype": ({"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"}, "bias has dtype float64; "),
     "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 32 and 32 or "),
-    "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "of 32 keys a query attends 32 at most; "),
+    "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "a query attends to at most 32 of 32 keys; "),
     "tile_bias_dtype": (
         {"bias": PER_SCORE, "bias_dtype": "fp32", **GRADIENTS},
         "bias has dtype float32 beside bfloat16; ",
@@ -98,7 +98,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dropout_head_dim": (
         {"q": (2, 4096, 16, 128), "dropout_p": 0.1},
-        r"dropout_p is 0.1 and head dims are 128 and 128 \(v\); the kernels with dropout are those of 64",
+        r"dropout_p is 0.1 and head dims are 128 and 128 \(v\); only the kernels of head dim 64 have dropout",
     ),
     "dropout_beside": ({"dropout_p": 0.1, "softcap": 30.0}, "dropout_p is 0.1 beside a softcap of 30.0"),
     "dropout_bias": (
@@ -123,17 +123,17 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "page_strides": (
         {**PAGED, "k_strides": (64 * 1024 + 8, 1024, 64, 1)},
-        r"k and v have strides \(65544, 1024, 64, 1\) and .*TMA reads pages a whole number of rows apart",
+        r"k and v have strides \(65544, 1024, 64, 1\) and .*TMA reads pages whose stride is a multiple of the stride",
     ),
     "sequence_softcap": ({**PACKED, "softcap": 30.0, **GRADIENTS}, "softcap is 30.0; the backward kernels of seq"),
     "sequence_order": ({**PACKED, "deterministic": True, **GRADIENTS}, "deterministic is True; blocks add to dq as"),
     "sequence_window": (
         {**PACKED, "window_size": (15, 0), **GRADIENTS},
-        "of 2048 keys a query attends 16 at most; delta is taken from out in 16 bits",
+        "a query attends to at most 16 of 2048 keys; delta comes from out in 16 bits",
     ),
     "sequence_dbias": (
         {**PACKED, "bias": (1, 8192, 2048), "bias_grad": True},
-        r"the gradient of bias, of shape \(1, 1, 8192, 2048\), is needed; of packed queries it is stored",
+        r"the gradient of bias, of shape \(1, 1, 8192, 2048\), is needed; with packed queries it needs",
     ),
 }
 # The code of each preference, and a call that auto passes over for it alone.
@@ -149,7 +149,7 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
         {"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},
         "deterministic is True and",
     ),
-    "short_sequences": (SHORT_PACKED, "sequences have 64 queries on the mean, less than the 128 of a tile"),
+    "short_sequences": (SHORT_PACKED, "sequences have 64 queries on average, less than the 128 of a tile"),
 }
 NEVER_TAKEN = (
     ("dtype", {"dtype": "fp64"}),

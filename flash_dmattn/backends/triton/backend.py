@@ -1,4 +1,4 @@
-"""The Triton kernels as a backend: one forward, a key- and a query-stationary backward."""
+"""The Triton kernels as a backend: its rules, probe and notes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.dtype != torch.float64 and (p.bias is None or p.bias.dtype != torch.float64),
         lambda p: (
             f"dtype is {dtype_name(p.dtype)}"
-            + ("" if p.bias is None else f", that of bias {dtype_name(p.bias.dtype)}")
+            + ("" if p.bias is None else f" and bias has {dtype_name(p.bias.dtype)}")
             + "; the kernels compute in at most float32"
         ),
         'cast, or use backend="eager"',
@@ -54,7 +54,7 @@ _found: Availability | None = None
 
 
 def probe() -> Availability:
-    """Whether Triton and the kernels can be imported; the first result is remembered."""
+    """Return whether Triton and the kernels can be imported; the first result is reused."""
     global _found
     if _found is None:
         _found = _load()
@@ -70,7 +70,7 @@ def _load() -> Availability:
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Name the copies that a call makes."""
+    """Describe the copies that a call makes."""
     p = problem
     if p.sequences is not None:
         if p.mask_form == "tree" and any(p.needs_grad):
