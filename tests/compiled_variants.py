@@ -9,6 +9,7 @@ import torch
 FULL, SHARED_BIAS, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("1", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")
 HALF = {"dtype": torch.float16}
 FEW_QUERIES: dict[str, Any] = {"head_dim": 128, "seqlen_q": 4, "seqlen_k": 8192, "num_heads": 8, "num_heads_k": 8}
+FEW_PAIRS: dict[str, Any] = {"mask": "dense", "batch": 2, "seqlen_q": 256, "seqlen_k": 256}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -46,6 +47,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # Not through the tensor memory accelerator, which small calls do not pay for either, and with offsets of 64 bits.
     "64 short": {"head_dim": 64, "batch": 1, "seqlen_q": 500, "seqlen_k": 500, "num_heads": 2, "num_heads_k": 2},
     "64 small, full": {"head_dim": 64, "batch": 1, "bias": FULL, "is_causal": True},
+    # A bool mask of few pairs is read as it is.
+    "64 few pairs, full": {**FEW_PAIRS, "head_dim": 64, "bias": FULL},
+    "128 few pairs, shared": {**FEW_PAIRS, "head_dim": 128, "bias": SHARED_BIAS, "is_causal": True},
+    "256 few pairs": {**FEW_PAIRS, "head_dim": 256},
     **{
         f"{d} unaligned, {form}": {"head_dim": d, "batch": 2, "seqlen_q": 1023, "seqlen_k": 1023, **FORMS[form]}
         for d in (64, 128, 256)

@@ -42,7 +42,9 @@ from quick_interpreter import make_quick  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.masks import prepare_mask  # noqa: E402
+from flash_dmattn.backends.triton import passes  # noqa: E402
+from flash_dmattn.dispatch.registry import choices_changed  # noqa: E402
+from flash_dmattn.masks import PreparedMask  # noqa: E402
 from flash_dmattn.triton_kernels import launch, plan_backward, plan_forward, plan_slots, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.plan import MOST_FEW_KEYS, Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
@@ -56,6 +58,7 @@ NUM_SMS = (1, 64)
 SCORE_BIASES = tuple((*heads, "Lq", "Lk") for heads in (("B", "Hq"), ("1", "Hq"), ("B", "1"), ("1", "Hk")))
 # At 0, a key mask whose programs need no parts does without them.
 PARTS_BYTES = (plan_backward.MAX_PARTS_BYTES, plan_backward.MAX_PARTS_BYTES, 0)
+FEW_PAIRS = (0, passes.FEW_PAIRS)
 
 MARGIN = 64
 _allocated: list[tuple[Tensor, int]] = []
@@ -67,8 +70,12 @@ def admit_cpu() -> None:
     replace_backend("triton", rules=rules_without("triton", "device"))
 
 
-def set_up(tile: Tile, num_sms: int, parts_bytes: int) -> None:
-    """Make the plans of the next calls with these tiles, and as on a GPU of so many SMs."""
+def set_up(tile: Tile, num_sms: int, parts_bytes: int, few_pairs: int = 0) -> None:
+    """Make the plans of the next calls with these tiles, and as on a GPU of so many SMs.
+
+    Args:
+        few_pairs: as `passes.FEW_PAIRS`; at 0 every bool mask is packed.
+    """
 
     def call(*given: Any) -> Call:
         made = Call(*given)
@@ -79,6 +86,9 @@ def set_up(tile: Tile, num_sms: int, parts_bytes: int) -> None:
     plan_backward.MAX_PARTS_BYTES = parts_bytes
     launch.Call = call
     launch.plans.clear()
+    if few_pairs != passes.FEW_PAIRS:
+        passes.FEW_PAIRS = few_pairs
+        choices_changed()
 
 
 def guarded_empty(*shape: Any, dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
@@ -147,11 +157,11 @@ def with_prepared_mask(
     if mask is None:
         return flash_dmattn.attention(q, k, v, None, bias, return_lse=True, backend="triton", **flags)
     band = {"is_causal": flags.pop("is_causal"), "window_size": flags.pop("window_size")}
-    prepared = prepare_mask(mask, seqlen_q=q.shape[1], seqlen_k=k.shape[1], **band)
+    prepared = PreparedMask.from_mask(mask, seqlen_q=q.shape[1], seqlen_k=k.shape[1], **band)
     return flash_dmattn.attention(q, k, v, prepared, bias, return_lse=True, backend="triton", **flags)
 
 
-Settings = tuple[Tile, int, int]
+Settings = tuple[Tile, int, int, int]
 
 
 def failure_of(case: Case, inputs: Inputs, layout: str | None, prepared: bool, settings: Settings) -> str | None:
@@ -175,7 +185,7 @@ def random_calls(seed: int, count: int) -> Iterator[str | None]:
     rng = random.Random(seed)
     for _ in range(count):
         case, layout = draw(rng), rng.choice((None, None, *LAYOUTS))
-        settings = rng.choice(TILES), rng.choice(NUM_SMS), rng.choice(PARTS_BYTES)
+        settings = rng.choice(TILES), rng.choice(NUM_SMS), rng.choice(PARTS_BYTES), rng.choice(FEW_PAIRS)
         yield failure_of(case, case.build(), layout, case.seed % 3 == 0, settings)
 
 
@@ -415,7 +425,7 @@ def leading_calls(name: str) -> Iterator[str | None]:
     call = LEADING_CALLS[name]
     given, mask = call.build(), None
     if name == "order of keys":
-        mask = prepare_mask(given["mask"], seqlen_q=call.seqlen_q, reorder=True)
+        mask = PreparedMask.from_mask(given["mask"], seqlen_q=call.seqlen_q, reorder=True)
     attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
     for short_calls.DTYPES in ((), EVERY_DTYPE):
         set_up(Tile(32, 64, 4, 1), 1, PARTS_BYTES[0])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import flash_dmattn
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -112,14 +113,14 @@ def test_tf32_is_taken_where_torch_allows_it(setting: str, precision: None) -> N
 def test_bounds_of_keys_know_of_one_query(reorder: bool) -> None:
     """Were the heads of a group rows of one tile, all but the first would be queries that no interval has."""
     from flash_dmattn.backends.triton.key_order import tiles_of_bounds
-    from flash_dmattn.masks import prepare_topk
+    from flash_dmattn.masks import PreparedMask
     from flash_dmattn.operators import describe_operands
     from flash_dmattn.problem import Flags, MaskView
     from flash_dmattn.problem.inputs import Inputs
     from flash_dmattn.triton_kernels.launch import takes_group_rows
 
     q, k, flags = torch.zeros(1, 1, 6, 32), torch.zeros(1, 600, 2, 32), Flags(-1, -1, 0.1, 0.0, False)
-    view = prepare_topk(torch.randn(1, 2, 1, 600), 40, seqlen_q=1, reorder=reorder).view
+    view = PreparedMask.from_topk(torch.randn(1, 2, 1, 600), 40, seqlen_q=1, reorder=reorder).view
     tiles = tiles_of_bounds(describe_operands(Inputs(q, k, k, view), flags), view)
     assert tiles.form == "tiles" and not takes_group_rows(q, k, tiles, flags)
     assert takes_group_rows(q, k, MaskView(), flags)
@@ -163,3 +164,19 @@ def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:
     assert takes() and takes(right=0) and takes(mask="dense") and takes(mask="keys 1") and takes(mask="keys 2")
     assert not any((takes(2), takes(heads=2), takes(keys=GROUP_ROWS_FROM - 1), takes(left=3), takes(dropout_p=0.1)))
     assert not any((takes(mask="tiles 1"), takes(mask="keys 4")))
+
+
+@pytest.mark.parametrize("rows", ["Lq", "1"])
+@pytest.mark.parametrize(("sizes", "form"), [((2, 256, 4), "dense"), ((4, 512, 8), None), ((1, 1152, 1), None)])
+def test_a_bool_mask_of_few_pairs_is_read_as_it_is(rows: str, sizes: tuple[int, int, int], form: str | None) -> None:
+    from flash_dmattn.backends.mask_choice import choose_form
+    from flash_dmattn.backends.triton.backend import BACKEND
+
+    batch, length, heads = sizes
+    x = torch.empty(batch, length, heads, 64, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(1, 1, length if rows == "Lq" else 1, length, dtype=torch.bool, device="meta")
+    problem = flash_dmattn.explain(x, x, x, mask).problem._replace(
+        device="cuda", arch="sm_90", needs_grad=NeedsGrad(True, True, True)
+    )
+    packed = "tiles" if rows == "Lq" else "intervals"
+    assert choose_form(problem, BACKEND, BACKEND).form == (form or packed)

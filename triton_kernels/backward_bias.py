@@ -212,7 +212,8 @@ def backward_bias_kernel(
                 allowed &= bits_of(data, first_key, rows, entry_shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N, 1)
             elif MASK == DENSE:
                 data, _ = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
-                data = scores_from(data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+                if SEQUENCES != NO_SEQUENCES:
+                    data = scores_from(data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
                 allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], entry_shape)
             elif MASK == KEYS:
                 allowed &= kept[None, :]

@@ -71,7 +71,7 @@ _MASK_KINDS = {
     "tiles": TILES.value,
     "sequence_tiles": TILES.value,
     "keys": KEYS.value,
-    "dense": DENSE.value,  # as short rows read it, and an interval mask
+    "dense": DENSE.value,
     "intervals": BOUNDS.value,
     "tree": TREE.value,
 }
@@ -223,7 +223,9 @@ class Call:
         }
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
-        """Of what a kernel reads of the mask."""
+        """Give the strides of what a kernel reads of the mask."""
+        if self.mask.form == "dense":
+            return self.dense_mask_strides()
         data, index = read_of(self.mask, columns)
         if data is None or index is None:
             return MaskStrides(0, 0, 0, 0, 0, 0, 1, 1, 1)

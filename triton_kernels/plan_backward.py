@@ -257,8 +257,8 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
 def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
     """dq, from ds as dbias holds it."""
     shape, tile = call.shape, call.tile("product")
-    # Every block of the band is read under a key mask: what it leaves out is zero, and the rest need not be gathered.
-    mask_kind = BAND.value if call.mask_kind == KEYS.value else call.mask_kind
+    # Without lists of tiles every block of the band is read: where the mask leaves pairs out, dbias is zero.
+    mask_kind = TILES.value if call.mask_kind == TILES.value else BAND.value
     tma = shape.seqlen_k > 2 * tile.block_n and call.tma(call.k)
     dbias_tma = tma and _rows_fit_tma(bias)
     descriptors = []

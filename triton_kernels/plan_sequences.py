@@ -160,12 +160,12 @@ class SequenceCall(Call):
         return self.mask.form == "sequence_tiles"
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
-        """Give the strides of the mask that a kernel reads; a bool mask is read as it is."""
+        """Give the strides of the mask that a kernel reads."""
         if self.mask.form == "tree":
             bits = self.mask.tensors[0]
             entries, _, words = bits.shape
             return MaskStrides(bits.stride(0), 0, words, 0, 0, 0, 1, 1, entries)
-        return self.dense_mask_strides() if self.mask.form == "dense" else super().mask_strides(columns)
+        return super().mask_strides(columns)
 
     def values(self) -> dict[str, Any]:
         """Name the numbers and constants that several kernels take."""

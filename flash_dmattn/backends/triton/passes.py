@@ -24,6 +24,9 @@ from ..protocol import Backward, Direction, Forward
 from .key_order import Ordered, has_order, tiles_of_bounds
 from .tree_tiles import tiles_of_tree
 
+# Calls of at most so many keys, and pairs of a query and a key in all heads, read a bool mask as it is.
+FEW_KEYS, FEW_PAIRS = 1024, 2**21
+
 _launch: ModuleType | None = None
 
 
@@ -53,9 +56,14 @@ def has_group_rows(p: AttentionProblem) -> bool:
     return p.flags.left < 0 and p.dropout_p == 0
 
 
+def has_few_pairs(p: AttentionProblem) -> bool:
+    """Whether a call takes the host longer than the GPU: to pack its bool mask is two launches more."""
+    return p.seqlen_k <= FEW_KEYS and p.batch * p.num_heads * p.seqlen_q * p.seqlen_k <= FEW_PAIRS
+
+
 def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
     """Whether a pass of a call takes a bool mask as it is."""
-    return is_short(p, direction) or (direction == "forward" and has_group_rows(p))
+    return is_short(p, direction) or has_few_pairs(p) or (direction == "forward" and has_group_rows(p))
 
 
 def reads_heads_first(p: AttentionProblem, direction: Direction) -> bool:
@@ -89,7 +97,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     launch, flags, outputs, dtype = kernels(), p.flags, allocate_outputs(p), p.dtype
     short = is_short(p, "forward")
     has_bounds = p.mask_form == "intervals" and not short
-    copies, packs = not _has_unit_rows(p), p.mask_form == "dense" and not short
+    copies, packs = not _has_unit_rows(p), p.mask_form == "dense" and not short and has_group_rows(p)
     heads_first, unit_rows, plans = p.heads_first, launch.unit_rows, launch.plans
     takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
 
