@@ -19,8 +19,10 @@ TESTS = Path(__file__).parent
 BUILD = TESTS / "emulation" / "build.py"
 CASES = 70
 HEAD_DIMS, DTYPES = "32,64,96,128", "bf16"
-# Reasons of rules, as a test that is skipped on the emulated GPU gives them.
-NOT_BUILT = re.compile(r"")
+# Why a test is skipped there: kernels of other head dims and other backends, and what a test says of CPU tensors.
+SKIPPED = re.compile(
+    r"the kernels that are built take|^(flex|triton)\b|on a CPU they are refused|masks on the CPU are \w+ by PyTorch"
+)
 
 
 def _reasons() -> str:
@@ -57,7 +59,7 @@ def run_tests(built: Built, *tests: str, most: int = 0) -> None:
     variables = {"FLASH_DMATTN_EMULATED": str(built.extension), "FLASH_DMATTN_SAMPLE": str(most)}
     said = forked.run_pytest(*(str(TESTS / test) for test in tests), **variables)
     reasons = re.findall(r"^SKIPPED \[\d+\] \S+ (.*)$", said, re.MULTILINE)
-    assert " passed" in said.splitlines()[-1] and all(NOT_BUILT.search(reason) for reason in reasons), said[-3000:]
+    assert " passed" in said.splitlines()[-1] and all(SKIPPED.search(reason) for reason in reasons), said[-3000:]
 
 
 @pytest.fixture(scope="session")
@@ -113,21 +115,21 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     "masks of one row": (12, ("test_cuda_one_mask_row.py",)),
     "a bias in shared memory": (10, ("test_cuda_held_bias.py",)),
     "dropout": (10, ("test_cuda_dropout.py",)),
-    "making masks": (6, ("test_cuda_pack.py",)),
+    "making masks": (4, ("test_cuda_pack.py",)),
     "calls by hand": (0, ("test_cuda_arguments.py",)),
     "dbias in a larger tensor": (8, ("test_cuda_dbias_out.py",)),
     "calls that random ones rarely are": (0, ("test_cuda_rare.py",)),
     "plans": (24, ("test_plans.py::test_both_ways_give_the_same_bits",)),
     "key blocks of whole groups": (24, ("test_cuda_backward.py::test_key_blocks_of_whole_groups_under_a_mask",)),
     "groups first": (
-        12,
+        8,
         (
             "test_cuda_backward.py::test_groups_first_and_then_heads",
             "test_cuda_backward.py::test_groups_first_of_two_tiles_of_keys",
         ),
     ),
     "clusters": (4, ("test_cuda_backward.py::test_what_clusters_are_asked_for",)),
-    "long walks": (4, ("test_cuda_backward.py::test_long_walks",)),
+    "long walks": (2, ("test_cuda_backward.py::test_long_walks",)),
 }
 
 
