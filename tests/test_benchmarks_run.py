@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import time
@@ -53,13 +54,17 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, re
     folder = tmp_path_factory.mktemp("results")
     chosen = [EAGER, MATH, WRONG, NAN, BROKEN, LATE, REFUSES, PEER]
     statuses = {}
+    gc.collect()
+    gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)  # each of some hundred collections would look at all of torch
         patch.setattr(runner, "CPU_SEQLEN", 128)
         patch.setattr(performance, "FULL", performance.Effort(1.0, 2, 3))
         patch.setattr(runner.systems, "available", lambda names, device: (chosen, {"fa4": "not here"}))
         for suite, case in ONE_CASE.items():
             options = runner.Options(device=CPU, out=folder, machine=MACHINE, only=[case])
             statuses[suite] = runner.run(suite, options)
+    gc.unfreeze()
     yield {suite: results.load(folder / f"{suite}.json") for suite in ONE_CASE}, statuses
 
 
@@ -93,10 +98,12 @@ def test_performance_row(rows: dict[str, results.Record]) -> None:
         assert 2 <= timed["runs"] <= 3
     # A prepared mask is not read as bools: a smaller floor where the bytes decide.
     assert eager["peak_mb"] > 0 and row["tile_floor_ms"]["forward"] >= row["floor_ms"]["forward"]
-    inaccurate, not_finite, failed = performance.failures(row)  # a peer that is wrong is none
-    assert inaccurate.startswith("topk-8k, wrong: out 5.0e-02 above ")
-    assert not_finite.startswith("topk-8k, nan: out NaN above ")
-    assert failed == "topk-8k, broken: RuntimeError: no kernel for this call"
+    said = performance.failures(row)  # a peer that is wrong is none
+    assert {line.split(": ")[0].removesuffix(" (prepared)") for line in said} == {
+        f"topk-8k, {name}" for name in ("wrong", "nan", "broken")
+    }
+    assert said[0].startswith("topk-8k, wrong: out 5.0e-02 above ") and "out NaN above " in "".join(said)
+    assert "topk-8k, broken: RuntimeError: no kernel for this call" in said
 
 
 def test_equivalence_row(rows: dict[str, results.Record]) -> None:
@@ -127,7 +134,7 @@ def test_model_row(rows: dict[str, results.Record]) -> None:
     right, nan, broken = lines["eager"], lines["nan"], lines["broken"]
     assert right["errors"].keys() == row["limits"].keys() == {"loss", "dwq", "dbias"} and not right["wrong"]
     assert right["step"]["ms"] > 0 and row["without_attention"]["ms"] > 0 and right["peak_mb"] > 0
-    assert row["limits"]["loss"] == model.LOSS_LIMIT
+    assert row["limits"]["loss"] == pytest.approx(model.LOSS_LIMIT, rel=1e-4)
     assert row["limits"]["dbias"] == pytest.approx(1.5 * row["plain"]["dbias"] + 1e-5, rel=1e-3)
     assert "dbias" in lines["wrong"]["wrong"] and lines["wrong"]["step"] and "dwq" in lines["peer"]["wrong"]
     assert nan["wrong"] == ["loss", "dwq", "dbias"] and nan["errors"]["loss"] is None
@@ -143,7 +150,7 @@ def test_pages_and_plots_of_a_run(ran: Any, tmp_path: Path) -> None:
     for suite, content in contents.items():
         page, (row,) = tables.page(content), content["rows"]
         assert row["name"] in page and "no kernel for this call" in page
-        assert row["name"] in text.row(suite, row) and "no kernel for this call" in text.row(suite, row)
+        assert "no kernel for this call" in text.row(suite, row)
         assert {path.suffix for path in plots.write(content, tmp_path)} == {".png", ".svg"}
     page = tables.page(contents["model"])
     assert "`auto` takes eager and eager." in page and "| no attention | " in page
