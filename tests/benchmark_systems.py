@@ -67,5 +67,5 @@ REFUSES = System("no", EAGER.bind, lambda case, device: Needs("not for this"), l
 
 def times(row: results.Record, system: str, mode: str = "call") -> results.Record:
     """The column of a system in a row of performance."""
-    found: results.Record = next(line for line in row["systems"] if line["system"] == system)["columns"][mode]
-    return found
+    column: results.Record = next(line for line in row["systems"] if line["system"] == system)["columns"][mode]
+    return column

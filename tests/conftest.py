@@ -184,10 +184,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Take the longest files first, and with FLASH_DMATTN_SAMPLE=n no more than n cases of a test, by a fixed draw."""
     most = int(os.environ.get("FLASH_DMATTN_SAMPLE", "0"))
     if most:
-        of_tests: dict[str, list[pytest.Item]] = {}
+        by_test: dict[str, list[pytest.Item]] = {}
         for item in items:
-            of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        drawn = [random.Random(name).sample(cases, min(most, len(cases))) for name, cases in of_tests.items()]
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        drawn = [random.Random(name).sample(cases, min(most, len(cases))) for name, cases in by_test.items()]
         items[:] = itertools.chain.from_iterable(drawn)
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONG)))

@@ -118,14 +118,14 @@ def test_floors(name: str, pairs: int, forward: float, backward: float) -> None:
     mask = empty(*case.shape_of(case.mask.dims), dtype=torch.bool) if case.mask else None
     bias = empty(*case.shape_of(case.bias)) if case.bias else None
     call = Inputs(q, k, k, q, mask, bias, case.is_causal)
-    found = floors(call, pairs, reads_mask=True)
-    assert [found[p].ms(H200) for p in ("forward", "backward")] == pytest.approx([forward, backward], rel=2e-3)
-    assert found["step"].flop == 3.5 * found["forward"].flop
+    computed = floors(call, pairs, reads_mask=True)
+    assert [computed[p].ms(H200) for p in ("forward", "backward")] == pytest.approx([forward, backward], rel=2e-3)
+    assert computed["step"].flop == 3.5 * computed["forward"].flop
     if mask is not None:
         prepared = floors(call, pairs, reads_mask=False)
-        saved = found["forward"].moved - prepared["forward"].moved
+        saved = computed["forward"].moved - prepared["forward"].moved
         assert saved == mask.numel() * (case.seqlen + 1) // (2 * case.seqlen)
-        assert prepared["backward"] == found["backward"]
+        assert prepared["backward"] == computed["backward"]
 
 
 def test_keys_that_nobody_attends_need_not_be_read() -> None:
@@ -138,10 +138,10 @@ def test_keys_that_nobody_attends_need_not_be_read() -> None:
     keys = 2 * 2 * call.k.numel()
     assert whole["forward"].moved - quarter["forward"].moved == keys * 3 / 4
     assert whole["backward"].moved - quarter["backward"].moved == keys * 3 / 4  # gradients are written whole
-    # Of query heads that share keys, each may have others.
+    # Query heads that share keys may see different ones.
     per_head = torch.arange(1024) % 4 == torch.arange(32)[:, None] % 2
-    of_group = floors(call._replace(mask=per_head[None, :, None]), 0, reads_mask=False)
-    assert whole["forward"].moved - of_group["forward"].moved == keys / 2
+    per_group = floors(call._replace(mask=per_head[None, :, None]), 0, reads_mask=False)
+    assert whole["forward"].moved - per_group["forward"].moved == keys / 2
 
 
 def test_yardstick_of_the_first_heads_and_of_all() -> None:

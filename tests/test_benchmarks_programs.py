@@ -50,7 +50,7 @@ def test_a_copy_has_the_file_as_its_extension(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_build(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a system that needs no extension, so that an empty file will do."""
+    """The system needs no extension, so that an empty file will do."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "old.so").touch()
     assert builds.main([str(tmp_path / "old.so"), *ON_CPU]) == 0
@@ -117,10 +117,10 @@ def test_table_tells_of_times_errors_and_failures() -> None:
 
 def test_plot_of_the_published_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (copied := tmp_path / "found.json").write_text(PUBLISHED.read_text(encoding="utf-8"), encoding="utf-8")
-    assert [path.name for path in long_context.plot(copied)] == ["found.png", "found.svg"]
-    drawn = (tmp_path / "found.svg").read_text(encoding="utf-8")
-    assert "<svg" in drawn and (tmp_path / "found.png").stat().st_size > 1000
+    (copied := tmp_path / "cells.json").write_text(PUBLISHED.read_text(encoding="utf-8"), encoding="utf-8")
+    assert [path.name for path in long_context.plot(copied)] == ["cells.png", "cells.svg"]
+    drawn = (tmp_path / "cells.svg").read_text(encoding="utf-8")
+    assert "<svg" in drawn and (tmp_path / "cells.png").stat().st_size > 1000
     rows = json.loads(copied.read_text(encoding="utf-8"))["rows"]
     assert {row["system"] for row in rows} == set(long_context.LABELS) and not any("wrong" in row for row in rows)
 
@@ -161,8 +161,8 @@ def test_the_peer_is_planned_with_all_pages(monkeypatch: pytest.MonkeyPatch) -> 
         def __init__(self, workspace: Tensor, layout: str, use_tensor_cores: bool) -> None:
             assert layout == "NHD"
 
-        def plan(self, *given: object, **dtypes: torch.dtype) -> None:
-            planned.append(given)
+        def plan(self, *arguments: object, **dtypes: torch.dtype) -> None:
+            planned.append(arguments)
 
         def run(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
             return q
@@ -231,12 +231,12 @@ def test_a_row_for_each_implementation(
     training = pytest.importorskip("benchmarks.training", exc_type=ImportError)
     arguments = ["--quick", "--device", "cpu", "--steps", "1", "--models", model, "--match", match]
     assert training.main(arguments) == 0
-    found = rows_of(capsys.readouterr().out)
-    assert [row[2] for row in found] == implementations
-    ours = found[1]
+    cells = rows_of(capsys.readouterr().out)
+    assert [row[2] for row in cells] == implementations
+    ours = cells[1]
     assert ours[7] == "eager/eager", "the library did not run in the model"
-    assert all(row[7] == "-" for row in found if row[2] != "dmattn")
-    assert len({row[6][:6] for row in found}) == 1, "implementations disagree on the loss"
+    assert all(row[7] == "-" for row in cells if row[2] != "dmattn")
+    assert len({row[6][:6] for row in cells}) == 1, "implementations disagree on the loss"
 
 
 def test_a_loss_that_differs_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

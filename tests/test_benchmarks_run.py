@@ -194,8 +194,8 @@ def test_trial_says_what_does_not_run() -> None:
     case = named("causal-gqa").reduced(64)
     inputs = make_inputs(case, CPU)
     forward_only = System("f", EAGER.bind, lambda case, device: Needs("", "not here"), lambda device: "")
-    found = trial.attempt(forward_only, Mode(), case, inputs)
-    assert found.reason == "backward: not here" and not found.failed and list(found.results) == ["out"]
+    computed = trial.attempt(forward_only, Mode(), case, inputs)
+    assert computed.reason == "backward: not here" and not computed.failed and list(computed.results) == ["out"]
     no_lse = System("l", EAGER.bind, lambda case, device: Needs(lse_refusal="none"), lambda device: "")
     assert "lse" not in trial.attempt(no_lse, Mode(with_lse=True), case, inputs).results
     assert "lse" in trial.attempt(EAGER, Mode(with_lse=True), case, inputs).results
@@ -231,7 +231,7 @@ def test_the_decoder(small: Case, decoder: Decoder) -> None:
 
 
 def test_plain_attention_is_the_formula() -> None:
-    """In fp64, its gradients head by head are those that autograd draws from the formula."""
+    """In fp64, its gradients, head by head, equal autograd's through the formula."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 40, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16), (2, 2, 1, 40)]
     inputs = [torch.randn(x, generator=generator, dtype=torch.float64, requires_grad=True) for x in shapes]
@@ -253,9 +253,9 @@ def test_layers(name: str, small: Case, decoder: Decoder, monkeypatch: pytest.Mo
     exact = model.truth(decoder, small, [layer_mask(small, bias) for bias in decoder.biases])
     layers = systems.by_name(name).layers
     assert layers is not None
-    found = errors(model.Step.of(decoder, layers(small, decoder.biases)).first(), exact)
-    assert list(found) == ["loss", "dwq", "dbias"] and found["loss"] < 1e-4
-    assert max(found.values()) < 0.03
+    computed = errors(model.Step.of(decoder, layers(small, decoder.biases)).first(), exact)
+    assert list(computed) == ["loss", "dwq", "dbias"] and computed["loss"] < 1e-4
+    assert max(computed.values()) < 0.03
 
 
 def test_ours_make_no_mask_of_all_pairs() -> None:
@@ -265,11 +265,11 @@ def test_ours_make_no_mask_of_all_pairs() -> None:
         most = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = func(*args, **(kwargs or {}))
-            for x in found if isinstance(found, (tuple, list)) else [found]:
+            computed = func(*args, **(kwargs or {}))
+            for x in computed if isinstance(computed, (tuple, list)) else [computed]:
                 if isinstance(x, Tensor) and x.device.type == "cpu":
                     self.most = max(self.most, x.untyped_storage().nbytes())
-            return found
+            return computed
 
     case = MODEL.reduced(1024)
     for name, is_dense in (("eager", False), ("sdpa-math", True)):
@@ -462,7 +462,7 @@ def test_wrong_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert cli.main(["sweep", "tiles", "d128"]) == cli.main(["sweep", "strips"]) == 2
     with pytest.raises(SystemExit):
         cli.main([])
-    monkeypatch.setattr(cli, "run_suites", lambda given: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(cli, "run_suites", lambda options: (_ for _ in ()).throw(KeyboardInterrupt))
     assert cli.main(["memory"]) == 3
     assert cli.main(["list"]) == 0
     said = capsys.readouterr().out
@@ -470,10 +470,10 @@ def test_wrong_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_the_machine() -> None:
-    found = machine.describe(CPU, "abc")
-    assert found["kind"] == "cpu" and found["commit"] == "abc" and found["torch"] == torch.__version__
+    computed = machine.describe(CPU, "abc")
+    assert computed["kind"] == "cpu" and computed["commit"] == "abc" and computed["torch"] == torch.__version__
     # A busy machine may compute less than it copies, so the rates have no order.
-    assert found["rates"]["source"] == "measured" and min(found["rates"]["flop"], found["rates"]["bytes"]) > 0
+    assert computed["rates"]["source"] == "measured" and min(computed["rates"]["flop"], computed["rates"]["bytes"]) > 0
     assert machine.slug({"device": "NVIDIA H200"}) == "nvidia-h200"
     assert machine.line(MACHINE) == "CPU, torch 2, commit abc"
 
@@ -498,15 +498,15 @@ def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["dispatch", "--rounds", "2", "--calls", "2"]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eager")]
         assert cli.main(["dispatch", "--kinds", "--rounds", "1", "--calls", "1"]) == 0
-        of_kinds = capsys.readouterr().out.splitlines()[2:]
+        kinds = capsys.readouterr().out.splitlines()[2:]
     finally:
         torch.set_num_threads(threads)
     assert len(lines) == 2
     for line in lines:
         whole, bare, added = map(float, line[-3:])
         assert whole > 0 and bare > 0 and added == pytest.approx(whole - bare, abs=0.11)
-    assert [line[:30].strip() for line in of_kinds] == list(dispatch.kinds(CPU))
-    assert all(float(number) > 0 for line in of_kinds for number in line[30:].split())
+    assert [line[:30].strip() for line in kinds] == list(dispatch.kinds(CPU))
+    assert all(float(number) > 0 for line in kinds for number in line[30:].split())
     forward, bare = dispatch.pairs("eager", CPU)["forward, no grad"]
     assert forward().shape == bare()[0].shape == dispatch.SHAPE  # type: ignore[attr-defined, index]
 

@@ -1,4 +1,4 @@
-"""The systems of the benchmarks on a CPU: what each computes, which cases it takes, and how a peer is found.
+"""The systems of the benchmarks on a CPU: what each computes, which cases it takes, and how a peer is computed.
 
 Peers whose kernels run on GPUs alone are stood in for by functions of their signatures.
 """
@@ -48,9 +48,9 @@ def inputs(case: Case) -> Inputs:
 
 def results_agree(call: systems.Bound, inputs: Inputs, backward: bool = True) -> None:
     exact = truth(inputs, backward)
-    found = errors(outputs(call, inputs, backward=backward), exact)
-    assert {"out", *(inputs.leaves if backward else ())} <= set(found)
-    assert all(error < 1e-5 for error in found.values()), found
+    computed = errors(outputs(call, inputs, backward=backward), exact)
+    assert {"out", *(inputs.leaves if backward else ())} <= set(computed)
+    assert all(error < 1e-5 for error in computed.values()), computed
 
 
 MODES = pytest.mark.parametrize("mode", [Mode(), Mode(prepared=True), Mode(with_lse=True)], ids=str)
@@ -236,9 +236,9 @@ def flash_attn_func(
     gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What 4.0.0b36 takes and returns, of (B, L, H, D) tensors, computed by SDPA."""
-    given = (qv, gather_kv_indices, learnable_sink, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars)
-    assert all(x is None for x in given) and window_size == (None, None) and softcap == 0.0
+    """Compute by SDPA what the function of 4.0.0b36 takes and returns; tensors are (B, L, H, D)."""
+    unused = (qv, gather_kv_indices, learnable_sink, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars)
+    assert all(x is None for x in unused) and window_size == (None, None) and softcap == 0.0
     group, length, scale = q.shape[2] // k.shape[2], q.shape[1], softmax_scale or q.shape[3] ** -0.5
     q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
     allowed = torch.ones(length, k.shape[2], dtype=torch.bool)
@@ -265,15 +265,15 @@ def test_fa4_computes_the_formula(name: str, mode: Mode, monkeypatch: pytest.Mon
     install_fa4(monkeypatch, flash_attn_func)
     case = named(name).reduced(128)
     inputs = make_inputs(case, CPU, torch.float32)
-    found = errors(outputs(fa4.bind(inputs, mode), inputs, backward=case.takes_gradients), truth(inputs, True))
+    computed = errors(outputs(fa4.bind(inputs, mode), inputs, backward=case.takes_gradients), truth(inputs, True))
     expected = {"out"} | ({"lse"} if mode.with_lse else set()) | ({"dq", "dk", "dv"} if case.takes_gradients else set())
-    assert set(found) == expected
-    assert all(error < 1e-5 for error in found.values()), found
+    assert set(computed) == expected
+    assert all(error < 1e-5 for error in computed.values()), computed
 
 
 def test_fa4_is_checked_in_the_run_that_times_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(*given: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        out, lse = flash_attn_func(*given, **options)
+    def spoiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        out, lse = flash_attn_func(*tensors, **options)
         return out * 1.05, lse
 
     (system,) = fa4.SYSTEMS
@@ -296,9 +296,9 @@ def test_fa4_is_checked_in_the_run_that_times_it(monkeypatch: pytest.MonkeyPatch
 def test_which_cases_fa4_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4, "device_arch", lambda device: "sm_90")
     for case in CASES:
-        found = fa4.needs(case, GPU)
-        assert bool(found.refusal) == (case.mask is not None or case.bias is not None or case.head_dim % 8 != 0)
-        assert not found.backward_refusal and not found.lse_refusal
+        computed = fa4.needs(case, GPU)
+        assert bool(computed.refusal) == (case.mask is not None or case.bias is not None or case.head_dim % 8 != 0)
+        assert not computed.backward_refusal and not computed.lse_refusal
     for head_dim in (4, 100, 264):
         assert str(head_dim) in fa4.needs(replace(named("causal-gqa"), head_dim=head_dim), GPU).refusal
     monkeypatch.setattr(fa4, "device_arch", lambda device: "sm_80")
@@ -328,7 +328,7 @@ def test_compiled_kernels_are_kept_unless_the_user_says_otherwise(monkeypatch: p
 
 
 def test_shifted_windows() -> None:
-    """Of an image of 3 x 3 windows of 4 x 4 tokens, rolled by half a window, as its definition has it: by regions."""
+    """An image of 3 x 3 windows of 4 x 4 tokens, rolled by half a window, against its definition by regions."""
     side, windows = 4, 3
     image = torch.zeros(side * windows, side * windows)
     count = 0
@@ -338,10 +338,10 @@ def test_shifted_windows() -> None:
             count += 1
     regions = image.unflatten(1, (windows, side)).unflatten(0, (windows, side)).transpose(1, 2).reshape(9, 16)
     expected = regions[:, None, :, None] == regions[:, None, None, :]
-    found = shifted_windows(20, windows, side**2, CPU)
-    assert found.shape == (20, 1, 16, 16)
-    assert torch.equal(found[:9], expected) and torch.equal(found[9:18], expected)
-    # Those of the design, of 7 x 7 tokens: 4 of the last.
+    computed = shifted_windows(20, windows, side**2, CPU)
+    assert computed.shape == (20, 1, 16, 16)
+    assert torch.equal(computed[:9], expected) and torch.equal(computed[9:18], expected)
+    # Windows of 7 x 7 tokens have 4 of the last region.
     odd = shifted_windows(4, 2, 49, CPU)
     assert odd[0].all() and odd.diagonal(dim1=2, dim2=3).all()
     assert odd[1, 0, 0].view(7, 7).all(0).tolist() == [True] * 4 + [False] * 3
@@ -364,14 +364,14 @@ def triangle_attention(
     scale: float | None = None,
     return_aux: bool = False,
 ) -> Tensor:
-    """What its documentation says: (B, N, H, L, D), a bias (B, 1, H, Lq, Lk), a mask (B, N, 1, 1, Lk)."""
+    """Compute what its documentation says: (B, N, H, L, D), a bias (B, 1, H, Lq, Lk), a mask (B, N, 1, 1, Lk)."""
     assert q.dim() == 5 and q.shape[0] == 1 and scale is None and not return_aux
     batch, rows, heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[3]
     assert bias.shape == (batch, 1, heads, seqlen_q, seqlen_k)
     assert mask is None or mask.shape == (batch, rows, 1, 1, seqlen_k)
-    given = None if mask is None else mask[0]
-    out, *_ = formula.attention(*(x[0].transpose(1, 2) for x in (q, k, v)), given, bias[0])
+    allowed = None if mask is None else mask[0]
+    out, *_ = formula.attention(*(x[0].transpose(1, 2) for x in (q, k, v)), allowed, bias[0])
     return out.transpose(1, 2).unsqueeze(0)
 
 
@@ -392,8 +392,8 @@ def test_cuequivariance(name: str) -> None:
     assert system.missing(GPU) == "" and system.missing(CPU) == "its kernels run on GPUs"
     trial = attempt(system, Mode(), case, inputs)
     assert trial.reason == "" and trial.has_backward and list(system.modes(case)) == ["call"]
-    found = errors(trial.results, truth(inputs))
-    assert list(found) == ["out", "dq", "dk", "dv", "dbias"] and max(found.values()) < 1e-5
+    computed = errors(trial.results, truth(inputs))
+    assert list(computed) == ["out", "dq", "dk", "dv", "dbias"] and max(computed.values()) < 1e-5
 
 
 @pytest.mark.parametrize(

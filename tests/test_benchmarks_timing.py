@@ -37,7 +37,7 @@ def test_repetitions_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gpu:
-    """What `timing` uses of torch.cuda, with a clock that only the runs move."""
+    """The part of torch.cuda that `timing` uses, with a clock that only the runs move."""
 
     def __init__(self) -> None:
         self.now, self.log, self.capturing = 0.0, [], False
@@ -145,15 +145,15 @@ def test_peaks_count_what_is_held_at_once() -> None:
             torch.empty(MIB // 2).sum()
             return dout * 2
 
-    found = peaks(lambda: Doubled.apply(x), [x], torch.ones_like(x))
-    assert found.forward == pytest.approx(8.0, abs=0.1)
-    assert found.backward == pytest.approx(4.0, abs=0.1)
-    assert found.both == pytest.approx(8.0, abs=0.1)
+    measured = peaks(lambda: Doubled.apply(x), [x], torch.ones_like(x))
+    assert measured.forward == pytest.approx(8.0, abs=0.1)
+    assert measured.backward == pytest.approx(4.0, abs=0.1)
+    assert measured.both == pytest.approx(8.0, abs=0.1)
     assert peaks(lambda: x * 2, [x], torch.ones_like(x), backward=False) == (pytest.approx(4.0, abs=0.1), None, None)
 
 
 def test_what_is_held_leaves_out_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a reference cycle held before counts for nothing, wherever it is freed; nor does one made on the way."""
+    """A reference cycle from before counts for nothing, wherever it is freed; nor does one made on the way."""
 
     class Held:
         alive = 0
@@ -176,7 +176,7 @@ def test_what_is_held_leaves_out_garbage(monkeypatch: pytest.MonkeyPatch) -> Non
         return Held()
 
     Held()
-    made, found = held(make, torch.device("cuda"))
-    assert found == 1.0 and Held.alive == 1
-    assert gc.get_freeze_count() == 0  # later garbage is found
+    made, measured = held(make, torch.device("cuda"))
+    assert measured == 1.0 and Held.alive == 1
+    assert gc.get_freeze_count() == 0  # later garbage is measured
     made.myself = None  # type: ignore[assignment]

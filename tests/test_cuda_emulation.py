@@ -85,7 +85,7 @@ print(*build.check_syntax(Path(sys.argv[2]), "192", "bf16"))
 
 
 def test_kernels_that_are_not_built_here_are_read(built: Built) -> None:
-    """Those of the other head dims, as a compiler of C++ sees them: nvcc compiles them where all are built."""
+    """A C++ compiler reads the kernels of the other head dims; nvcc compiles them where all are built."""
     said = run(sys.executable, "-c", SYNTAX, BUILD.parent, built.extension.parent)
     forward = ["forward_d192_128_bf16", "forward_d192_bf16"]
     backward = [f"{name}_{dims}_bf16" for name in ("backward", "shared_dbias") for dims in ("d192_128", "d192")]
@@ -143,13 +143,13 @@ COUNT_CLUSTERS = """
 import ctypes, sys, torch
 count_clusters = ctypes.CDLL(sys.argv[1]).emulation_count_clusters
 for cluster in (-1, 0, 1, 2, 8, 9, 16):
-    found = ctypes.c_int(-1)
-    print(cluster, count_clusters(cluster, ctypes.byref(found)), found.value)
+    runs = ctypes.c_int(-1)
+    print(cluster, count_clusters(cluster, ctypes.byref(runs)), runs.value)
 """
 
 
 def test_counting_clusters_of_a_size_that_no_gpu_has(built: Built) -> None:
-    """cudaErrorInvalidValue, 1, is the answer, not what lies behind the counts that are remembered."""
+    """cudaErrorInvalidValue, 1, is the answer, not memory beyond the counts that are remembered."""
     said = run(sys.executable, "-c", COUNT_CLUSTERS, built.extension)
     assert said.splitlines() == ["-1 1 -1", "0 1 -1", "1 0 3", "2 0 1", "8 0 1", "9 1 -1", "16 1 -1"]
 
@@ -169,11 +169,9 @@ def test_an_old_driver_is_not_asked_to_start_kernels_early(built: Built) -> None
 
 def test_what_the_emulation_notices(built: Built) -> None:
     said = run(built.mistakes)
-    found = {
-        name: (int(right), error) for name, right, error in re.findall(r"(.*): (\d+) of 40 runs right; (.*)", said)
-    }
-    assert found.pop("none") == (40, "")
-    assert len(found) == 9 and all(right < 40 for right, _ in found.values()), said
+    runs = {name: (int(right), error) for name, right, error in re.findall(r"(.*): (\d+) of 40 runs right; (.*)", said)}
+    assert runs.pop("none") == (40, "")
+    assert len(runs) == 9 and all(right < 40 for right, _ in runs.values()), said
     for name, message in (
         ("never gives back", "no thread can go on"),
         ("lanes part", "a lane is at __ballot_sync while others of its warp are at __syncwarp"),
@@ -181,4 +179,4 @@ def test_what_the_emulation_notices(built: Built) -> None:
         ("leaves shared memory", "shared memory ends before address"),
         ("starts too early", "a thread does not wait for the kernel before"),
     ):
-        assert found[name][0] == 0 and message in found[name][1], said
+        assert runs[name][0] == 0 and message in runs[name][1], said

@@ -297,8 +297,10 @@ def test_spills_warn_and_many_stop_force(count: int, built: Built, small_unit: P
     allowed = build_cuda.SPILLED_BYTES_ALLOWED
     for wish in ("force", "auto"):  # the second finds everything compiled
         done = build(built.tree, tmp_path / wish, wish=wish)
-        found = re.search(r"^flash_dmattn: spilling\S*: \d+ registers, (\d+) bytes spilled$", done.stdout, re.MULTILINE)
-        assert found is not None and (int(found[1]) > allowed) == (count == 64), done.stdout
+        spilled = re.search(
+            r"^flash_dmattn: spilling\S*: \d+ registers, (\d+) bytes spilled$", done.stdout, re.MULTILINE
+        )
+        assert spilled is not None and (int(spilled[1]) > allowed) == (count == 64), done.stdout
         stops = count == 64 and wish == "force"
         refusal = f"force refuses kernels that spill more than {allowed} bytes of registers: spilling"
         warning = r"^flash_dmattn: warning: \d+ of \d+ kernels spill registers, up to \d+ bytes"

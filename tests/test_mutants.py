@@ -1,4 +1,4 @@
-"""Planted faults: those that are written still fit the tree, those that are drawn parse, and the runner judges both.
+"""Planted faults: written ones still fit the tree, drawn ones parse, and the runner judges both.
 
 The faults themselves are planted by `python tests/mutants/run.py`.
 """
@@ -24,8 +24,8 @@ def test_a_fault_fits_the_tree(fault: Fault) -> None:
         assert (ROOT / file).is_file(), f'the fault "{fault.what}" names the tests {file}, which are not there'
         text = (ROOT / file).read_text()
         for name in names:
-            found = re.search(rf"(def|class) {re.escape(name)}[(:]", text)
-            assert found, f'the fault "{fault.what}" names the test {name}, which {file} does not have'
+            has_it = re.search(rf"(def|class) {re.escape(name)}[(:]", text)
+            assert has_it, f'the fault "{fault.what}" names the test {name}, which {file} does not have'
 
 
 def test_written_faults_differ() -> None:
@@ -56,9 +56,9 @@ def f(a: Literal[1], b=2):
 '''
     changed = {}
     for change in changes_in(text):
-        whole = text.encode()
+        encoded = text.encode()
         changed.setdefault(change.kind, []).append(
-            (whole[change.start : change.stop].decode(), change.after)  # in bytes, and é is two of them
+            (encoded[change.start : change.stop].decode(), change.after)  # in bytes, and é is two of them
         )
     assert changed == {
         "constant": [("2", "3"), ("True", "False")],

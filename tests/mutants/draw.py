@@ -1,6 +1,6 @@
 """Draw faults from the syntax trees of the package: each changes one expression or one statement.
 
-The tests of a drawn fault are those that `TESTS` names for its file, and the quick suite.
+`TESTS` names the tests of each file; the quick suite joins them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SILENT = (ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)
 
 
 def find_tests(file: str) -> tuple[str, ...]:
-    """Name the test files that see a fault in this file, those that are nearest to it first.
+    """Name the test files that see a fault in this file, nearest first.
 
     Raises:
         ValueError: no row of `TESTS` has the file, or one of its globs has no test file.
@@ -52,13 +52,13 @@ def find_tests(file: str) -> tuple[str, ...]:
     names = next((names for prefix, names in TESTS if file.startswith(prefix)), None)
     if names is None:
         raise ValueError(f"tests/mutants/draw.py: TESTS has no row for {file}")
-    found: list[str] = []
+    tests: list[str] = []
     for name in names:
         paths = sorted((ROOT / "tests").glob(f"{name}.py"))
         if not paths:
             raise ValueError(f"tests/mutants/draw.py: no file of tests/ has the name {name}.py")
-        found += [f"tests/{path.name}" for path in paths]
-    return (*found, QUICK)
+        tests += [f"tests/{path.name}" for path in paths]
+    return (*tests, QUICK)
 
 
 def sources(only: str | tuple[str, ...] = "") -> list[str]:
