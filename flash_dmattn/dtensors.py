@@ -8,18 +8,18 @@ from typing import Any
 
 
 def is_dtensor(x: object) -> bool:
-    """Whether an argument is a DTensor, asked without importing them: whoever has one has done so."""
+    """Tell whether an argument is a DTensor, without importing them: whoever has one has done so."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(x, tensors.DTensor)
 
 
 def above() -> Any:
-    """The module with `attention` and `explain` of DTensors, loaded with the first of them."""
+    """Load the module with `attention` and `explain` of DTensors, once the first of them comes."""
     return _load()
 
 
 def load_with(load: Callable[[], Any]) -> None:
-    """Tell how that module is loaded: the package's own file does, which knows every layer."""
+    """Set how that module is loaded: the package's own file, which knows every layer, does."""
     global _load
     _load = load
 

@@ -43,7 +43,7 @@ if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build
     admit_cpu(Path(os.environ["FLASH_DMATTN_EMULATED"]))
 
 # Rules and eager mathematics of flex are the same on every CPU: only tests of its compiled kernel ask for AVX2.
-flex._found = Availability(True)
+flex._availability = Availability(True)
 
 BACKENDS = ("eager", "flex", "triton", "cuda")
 

@@ -22,8 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.dispatch import config
-from flash_dmattn.distributed import SequenceLayout
-from flash_dmattn.distributed import prepare_mask as prepare_sharded
+from flash_dmattn.distributed import SequenceLayout, ShardedMask
 from flash_dmattn.problem import allowed_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,7 +209,7 @@ SAVED: dict[str, Callable[[], Any]] = {
     ),
     "TreeMask": lambda: masks.PreparedMask.from_tree(torch.ones(1, 3, 3, dtype=torch.bool).tril()),
     "SequenceLayout": lambda: LAYOUT,
-    "ShardedMask": lambda: prepare_sharded(torch.rand(1, 1, 8, 16) < 0.5, LAYOUT, 1, is_causal=True),
+    "ShardedMask": lambda: ShardedMask.from_mask(torch.rand(1, 1, 8, 16) < 0.5, LAYOUT, 1, is_causal=True),
 }
 
 

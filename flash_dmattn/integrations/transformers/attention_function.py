@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import attention
 from ...call import Numbers, prepare_call, run_call
-from ...distributed.context import context_in_force
+from ...distributed.group import context_in_force
 from ...validation import follow_autocast
 from .arguments import refuse_unknown
 from .layer_mask import LayerMask, MaskArguments

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...distributed.context import context_in_force
+from ...distributed.group import context_in_force
 from .interface import refuse_config_without_interface
 from .layer_mask import LayerMask
 from .mask_rules import Rule, read_rule, rule_of_flags

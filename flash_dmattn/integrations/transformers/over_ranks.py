@@ -1,4 +1,4 @@
-"""A layer's call in a `use_context_parallel` block: its positions are those of one rank, keys are on all ranks."""
+"""A layer's call in a `use_context_parallel` block: this rank has some of the positions, and keys are on all ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from ...distributed import SequenceLayout, context_parallel_attention
-from ...distributed.agreement import refuse_together
-from ...distributed.context import InContext
-from ...distributed.group import groups_of
+from ...distributed.group import InContext, groups_of, refuse_together
 from .layer_mask import LayerMask
 
 
@@ -56,6 +54,6 @@ def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:
 
 def _are_intervals(documents: Tensor, layout: SequenceLayout, rank: int) -> bool:
     """Whether what transformers took for documents, positions that do not follow each other, are a rank's intervals."""
-    lengths = torch.tensor([stop - start for start, stop in layout.of_rank(rank)], device=documents.device)
+    lengths = torch.tensor([stop - start for start, stop in layout.intervals[rank]], device=documents.device)
     number = torch.repeat_interleave(torch.arange(len(lengths), device=documents.device), lengths)
     return documents.shape[1] == len(number) and bool((documents - documents[:, :1] == number).all())

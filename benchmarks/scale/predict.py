@@ -1,7 +1,7 @@
 """The predictor: time, efficiency and memory of context-parallel attention from one GPU's speed and link bandwidths.
 
-    python -m flash_dmattn.distributed.model --lengths 32768 131072 --gpus 2 8
-    python -m flash_dmattn.distributed.model --machine scale.json     # as benchmarks.scale has measured
+    python -m benchmarks.scale.predict --lengths 32768 131072 --gpus 2 8
+    python -m benchmarks.scale.predict --machine scale.json     # as benchmarks.scale has measured
 
 A prediction, not a measurement: it knows no congestion, no stragglers and no rounding of clocks.
 
@@ -19,7 +19,7 @@ Seconds, bytes, FLOP; n = B L, and e = 2 bytes a value:
     stage     the longer of computing, slowed by the SMs that NCCL holds, and of the wire
     pass      the first stage's wire + (stages - 1) stages + the last one's computing and wire
 
-Efficiency is the time of one GPU over W times that of W. Sources: Williams et al., Roofline (2009), for the stage;
+Efficiency is the time of one GPU over W times the time of W. Sources: Williams et al., Roofline (2009), for the stage;
 Hockney (1994) for the wire.
 """
 
@@ -33,28 +33,28 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .layout import SequenceLayout
-from .reading import CLEAR_SHARE, share_moved
+from flash_dmattn.distributed import SequenceLayout
+from flash_dmattn.distributed.exchange import CLEAR_SHARE, share_moved
 
 Strategy = Literal["gather", "ulysses", "2d"]
 STRATEGIES: tuple[Strategy, ...] = ("gather", "ulysses", "2d")
 
 _BYTES = 2  # of a value in 16 bits
 _TILE = 128  # rows of a head that a block computes at a time
-_BACKWARD = 2.5  # FLOP of the backward pass, in those of the forward pass
+_BACKWARD = 2.5  # FLOP of the backward pass over FLOP of the forward pass
 _COUNTS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one GPU and its links do.
+    """The speed of one GPU and of its links.
 
     Attributes:
         forward_tflops, backward_tflops: TFLOP/s of attention on one GPU; as measured on an H200, causal, head dim 128.
         nvlink_gbs: GB/s that a rank sends to others of its node.
         network_gbs: GB/s that a rank sends to other nodes: 85 % of a NIC of 400 Gb/s each.
         copy_gbs: GB/s of memory, read and written.
-        latency_us, per_peer_us: microseconds of a collective, and of each of its peers.
+        latency_us, per_peer_us: microseconds of a collective, and for each peer in it.
         launch_us: of an attention call.
         sms: multiprocessors of a GPU.
         comm_sms: of these, those that NCCL holds while it runs.
@@ -90,7 +90,7 @@ class Layer:
     window: int = 0
 
     def share(self, outer: int) -> float:
-        """Of the keys that an all_gather would move among `outer` ranks, how many are moved."""
+        """Return the share that is moved, of the keys that an all_gather would move among `outer` ranks."""
         layout = SequenceLayout.zigzag(self.length, outer)
         share = share_moved(layout, layout, (self.window or -1, 0))
         return share if share <= CLEAR_SHARE else 1.0
@@ -107,12 +107,12 @@ def density_of(length: int, window: int) -> float:
 
 
 class Prediction(NamedTuple):
-    """What a layer takes on `gpus` GPUs.
+    """Time and memory of a layer on `gpus` GPUs.
 
     Attributes:
         inner, groups, segments: how it is shared, see above.
         forward, backward: seconds.
-        efficiency: the time of one GPU, over `gpus` times that of both passes.
+        efficiency: the time of one GPU, over `gpus` times the time of both passes.
         transient: bytes of gathered and traded tensors at once.
     """
 
@@ -156,7 +156,7 @@ def predict(
         machine, layer: as they are.
         gpus: W.
         inner: ranks of a node that trade heads; the W / inner others gather keys and values.
-        groups: of key-value heads, gathered one after the other; they divide those of an inner rank.
+        groups: of key-value heads, gathered one after the other; they divide the heads of an inner rank.
         segments: of keys, each with a call of its own. The library computes whole rows, so 1 is what it does.
     """
     if gpus % inner or layer.length % (2 * _TILE * (gpus // inner)) or inner > machine.node:
@@ -178,9 +178,9 @@ def predict(
     forward = trade(volume_in, volume_out) + 2 * (volume_in + volume_out) / copy
     backward = trade(*[traded(3 * layer.heads + 2 * layer.kv_heads)] * 2)
 
-    whole = 2 * n * kv_heads * dim * _BYTES  # K and V of one inner rank
-    moved = layer.share(outer) * (outer - 1) / outer * whole
-    keys = moved + whole / outer  # what a rank holds
+    every_key = 2 * n * kv_heads * dim * _BYTES  # K and V of one inner rank
+    moved = layer.share(outer) * (outer - 1) / outer * every_key
+    keys = moved + every_key / outer  # what a rank holds
     part = wire(
         machine,
         moved / stages,
@@ -216,8 +216,8 @@ def best(
     """
     inners: Iterable[int] = {"gather": (1,), "ulysses": (gpus,), "2d": (1, 2, 4, 8, 16)}[strategy]
     ways = itertools.product(inners, _COUNTS, _COUNTS[:5] if partial_rows else (1,))
-    found = [prediction for way in ways if (prediction := predict(machine, layer, gpus, *way)) is not None]
-    return min(found, key=lambda x: (x.forward + x.backward, *x), default=None)
+    predictions = [prediction for way in ways if (prediction := predict(machine, layer, gpus, *way)) is not None]
+    return min(predictions, key=lambda x: (x.forward + x.backward, *x), default=None)
 
 
 def table(machine: Machine, layers: Sequence[Layer], gpus: Sequence[int], partial_rows: bool = False) -> str:
@@ -245,25 +245,23 @@ def read_machine(path: str | Path) -> Machine:
     Raises:
         ValueError: a name that `Machine` does not have, or a value that is no positive number.
     """
-    found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    found = found.get("machine", found) if isinstance(found, dict) else found
+    content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    content = content.get("machine", content) if isinstance(content, dict) else content
     names = {field.name for field in fields(Machine)}
-    if not isinstance(found, dict) or not found.keys() <= names:
+    if not isinstance(content, dict) or not content.keys() <= names:
         raise ValueError(
-            f"{path} has {found if not isinstance(found, dict) else sorted(found)}; it needs {sorted(names)}"
+            f"{path} has {content if not isinstance(content, dict) else sorted(content)}; it needs {sorted(names)}"
         )
-    for name, value in found.items():
+    for name, value in content.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"{path} has {value!r} for {name}; it needs a positive number")
-    return replace(Machine(), **found)
+    return replace(Machine(), **content)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_dmattn.distributed.model", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale.predict", description=__doc__.split("\n")[0])
     integers: dict[str, Any] = {"type": int, "metavar": "N"}
     parser.add_argument("--lengths", nargs="+", default=[32768, 65536, 131072], help="of the sequence", **integers)
     parser.add_argument("--gpus", nargs="+", default=[2, 8], help="numbers of GPUs", **integers)
@@ -279,36 +277,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--machine", metavar="FILE", help="JSON with measured fields of Machine")
     for field in fields(Machine):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, metavar="X", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    sizes = (*given.lengths, *given.gpus, given.heads, *given.kv_heads, given.head_dim, given.batch)
-    if given.window < 0:
-        parser.error(f"--window is {given.window}; it needs to be at least 1, or 0 for none")
-    if min(sizes) < 1 or not 0 < given.density <= 1:
+    options = parser.parse_args(arguments)
+    sizes = (*options.lengths, *options.gpus, options.heads, *options.kv_heads, options.head_dim, options.batch)
+    if options.window < 0:
+        parser.error(f"--window is {options.window}; it needs to be at least 1, or 0 for none")
+    if min(sizes) < 1 or not 0 < options.density <= 1:
         parser.error("sizes need to be at least 1, and density above 0 and at most 1")
-    if any(given.heads % kv_heads for kv_heads in given.kv_heads):
-        parser.error(f"--heads is {given.heads}; it needs to be a multiple of each of --kv-heads, {given.kv_heads}")
+    if any(options.heads % kv_heads for kv_heads in options.kv_heads):
+        parser.error(f"--heads is {options.heads}; it needs to be a multiple of each of --kv-heads, {options.kv_heads}")
     machine = Machine()
     try:
-        machine = read_machine(given.machine) if given.machine else machine
+        machine = read_machine(options.machine) if options.machine else machine
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    overrides = {field.name: getattr(given, field.name) for field in fields(Machine)}
+    overrides = {field.name: getattr(options, field.name) for field in fields(Machine)}
     machine = replace(machine, **{name: value for name, value in overrides.items() if value is not None})
     layers = [
         Layer(
             length,
-            given.heads,
+            options.heads,
             kv_heads,
-            given.head_dim,
-            given.batch,
-            density_of(length, given.window) if given.window else given.density,
-            given.window,
+            options.head_dim,
+            options.batch,
+            density_of(length, options.window) if options.window else options.density,
+            options.window,
         )
-        for length in given.lengths
-        for kv_heads in given.kv_heads
+        for length in options.lengths
+        for kv_heads in options.kv_heads
     ]
     print(", ".join(f"{field.name} {getattr(machine, field.name):g}" for field in fields(Machine)), end="\n\n")
-    print(table(machine, layers, given.gpus, given.partial_rows))
+    print(table(machine, layers, options.gpus, options.partial_rows))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from pathlib import Path
 
 import pytest
 
-from flash_dmattn.distributed import model
-from flash_dmattn.distributed.model import Layer, Machine, Prediction, Strategy
+from benchmarks.scale import predict as model
+from benchmarks.scale.predict import Layer, Machine, Prediction, Strategy
 
 # (length, GPUs, strategy, key-value heads, partial rows): inner, groups, segments, forward ms, backward ms, %, GB; the
 # first model of this kind, written apart from this one, printed them.
@@ -35,12 +36,12 @@ def test_figures_of_the_design(case: tuple[int, int, Strategy, int, bool]) -> No
     length, gpus, strategy, kv_heads, partial_rows = case
     x = model.best(Machine(), Layer(length, kv_heads=kv_heads), gpus, strategy, partial_rows)
     assert x is not None
-    found = (x.inner, x.groups, x.segments, x.forward * 1e3, x.backward * 1e3, x.efficiency * 100, x.transient / 1e9)
-    for value, figure, digits in zip(found, FIGURES[case], (0, 0, 0, 2, 2, 1, 2), strict=True):
+    values = (x.inner, x.groups, x.segments, x.forward * 1e3, x.backward * 1e3, x.efficiency * 100, x.transient / 1e9)
+    for value, figure, digits in zip(values, FIGURES[case], (0, 0, 0, 2, 2, 1, 2), strict=True):
         assert round(value, digits) == figure
 
 
-# Free collectives, launches and copies, 100 SMs of which none are held: what is left is computed by hand.
+# Free collectives, launches and copies, 100 SMs that are all free: the rest is computed by hand.
 PLAIN = Machine(
     forward_tflops=100.0,
     backward_tflops=100.0,
@@ -68,7 +69,7 @@ def test_one_gpu_by_hand() -> None:
 
 def test_gather_by_hand() -> None:
     x = model.predict(PLAIN, LAYER, 2)
-    # K and V are 2 x 25600 x 2 x 125 x 2 = 25.6 MB, half of which comes over 100 GB/s; 4 waves on each GPU
+    # K and V are 2 x 25600 x 2 x 125 x 2 = 25.6 MB, and half of it comes over 100 GB/s; 4 waves on each GPU
     gathered, last_wave = 0.128e-3, 4.25 / 4
     forward, backward = gathered + 3.2768e-3 * last_wave, 2 * gathered + 8.192e-3 * last_wave
     assert x == pytest.approx(
@@ -81,10 +82,10 @@ def test_a_window_leaves_a_share_of_the_wire_by_hand() -> None:
     # A rank of two has chunks 0 and 3, or 1 and 2, of 6400; it lacks the 1280 keys before one of them, of 12800.
     assert layer.share(2) == 0.1 and LAYER.share(2) == 1.0
     assert Layer(25600, window=12800).share(2) == 1.0  # 1 is not clearly less
-    x, whole = model.predict(PLAIN, layer, 2), model.predict(PLAIN, LAYER, 2)
-    assert x is not None and whole is not None
-    assert whole.forward - x.forward == pytest.approx(0.9 * 0.128e-3, rel=1e-4)
-    assert whole.backward - x.backward == pytest.approx(0.9 * 0.256e-3, rel=1e-4)
+    x, causal = model.predict(PLAIN, layer, 2), model.predict(PLAIN, LAYER, 2)
+    assert x is not None and causal is not None
+    assert causal.forward - x.forward == pytest.approx(0.9 * 0.128e-3, rel=1e-4)
+    assert causal.backward - x.backward == pytest.approx(0.9 * 0.256e-3, rel=1e-4)
     assert x.transient == pytest.approx(6 * 25.6e6 * 0.55)
     assert model.density_of(8, 3) == pytest.approx((1 + 2 + 3 + 4 * 5) / 64) and model.density_of(8, 99) == 36 / 64
 
@@ -108,8 +109,8 @@ def test_a_slow_network_is_what_counts_by_hand() -> None:
 
 def test_ulysses_by_hand() -> None:
     x = model.predict(PLAIN, LAYER, 2, inner=2)
-    # Of 12800 rows half of the heads go: q 4, k and v 2 each, out 4, then 3 x 4 + 2 x 2 twice, 1.6 MB a head
-    traded = 12800 * 125 / 100e9  # seconds a head: 2 bytes, of which half go
+    # Half of the heads of 12800 rows go: q 4, k and v 2 each, out 4, then 3 x 4 + 2 x 2 twice, 1.6 MB a head
+    traded = 12800 * 125 / 100e9  # seconds a head: half of 2 bytes go
     forward, backward = 12 * traded + 3.2768e-3 * 4.25 / 4, 2 * 16 * traded + 8.192e-3 * 4.25 / 4
     assert x is not None
     assert (x.forward, x.backward) == pytest.approx((forward, backward), rel=1e-5)
@@ -129,6 +130,11 @@ def test_ulysses_by_hand() -> None:
 )
 def test_what_does_not_divide_is_no_prediction(layer: Layer, gpus: int, way: tuple[int, int, int]) -> None:
     assert model.predict(Machine(), layer, gpus, *way) is None
+
+
+def test_examples() -> None:
+    done = doctest.testmod(model)
+    assert done.attempted and not done.failed
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
