@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from flash_dmattn import Explanation, explain_problem
-from flash_dmattn.explanation import explain_description
+from flash_dmattn.explanation import Explanation, explain_description, explain_problem
 
 Pass = Literal["forward", "backward", "step"]
 MaskKind = Literal["keys", "topk", "blocks", "band", "random", "documents", "padding", "windows"]

@@ -18,7 +18,7 @@ import torch
 
 import flash_dmattn
 from flash_dmattn.dispatch.plan import backward_pass, forward_pass
-from flash_dmattn.dispatch.registry import BACKENDS, probe
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem.inputs import Inputs, Saved
 
 GOAL_US = 15.0
@@ -140,7 +140,7 @@ def run(given: argparse.Namespace) -> int:
     print(f"microseconds of the host for q, k, v of {SHAPE}; goal for forward: at most {GOAL_US:.0f} added")
     print(f"{'':30}{'attention()':>12}{'backend':>10}{'added':>8}")
     for name in CANDIDATES:
-        if not probe(name).usable or (device.type == "cpu" and name != "eager"):
+        if not BACKENDS[name].probe().usable or (device.type == "cpu" and name != "eager"):
             continue
         for which, functions in pairs(name, device).items():
             ours, bare = best_us(functions, given.rounds, given.calls)

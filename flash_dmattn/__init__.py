@@ -42,12 +42,16 @@ else:
     from .api import attention
     from .backends.protocol import Backend
     from .dispatch.config import config
-    from .dispatch.refusals import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
     from .dispatch.registry import register_backend, unregister_backend
-    from .dispatch.selection import available_backends
+    from .dispatch.selection import (
+        BackendError,
+        BackendUnavailableError,
+        BackendUnsupportedError,
+        FallbackWarning,
+        available_backends,
+    )
     from .dtensors import load_with
-    from .explanation import Explanation, explain, explain_problem
-    from .problem import AttentionProblem
+    from .explanation import explain
     from .sequences import Sequences, append_to_cache
 
     if _TYPE_CHECKING:
@@ -73,12 +77,10 @@ else:
 
 
 __all__ = [
-    "AttentionProblem",
     "Backend",
     "BackendError",
     "BackendUnavailableError",
     "BackendUnsupportedError",
-    "Explanation",
     "FallbackWarning",
     "Sequences",
     "__version__",
@@ -88,7 +90,6 @@ __all__ = [
     "config",
     "distributed",
     "explain",
-    "explain_problem",
     "masks",
     "nn",
     "register_backend",

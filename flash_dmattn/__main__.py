@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from ._version import __version__
 from .dispatch.config import process
-from .tools.cli import PROGRAM, calibrate_command, explain_command, info, require_torch, run_piped
+from .tools import PROGRAM, info, require_torch, run_piped
+from .tools.cli import add_calibrate, add_explain, join_window
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -26,8 +27,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flash_dmattn {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="command")
     info.add_parser(commands)
-    explain_command.add_parser(commands)
-    calibrate_command.add_parser(commands)
+    add_explain(commands)
+    add_calibrate(commands)
     # Only for the list of commands: the demo parses its own arguments.
     commands.add_parser("demo", help="train a small language model with dynamic-mask attention", add_help=False)
     return parser
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return demo(words[1:])
     parser = build_parser()
-    arguments = parser.parse_args(explain_command.join_window(words))
+    arguments = parser.parse_args(join_window(words))
     if arguments.command is None:
         parser.print_help()
         return 0

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 from torch import Tensor
 
-from .call import Numbers, prepare_call, run_call
+from .call import prepare_call, run_call
 from .dispatch.config import BackendChoice
 from .dtensors import above, is_dtensor
-from .problem import refuse_keywords
+from .problem import Numbers, refuse_keywords
 from .sequences import Sequences
 
 if TYPE_CHECKING:

@@ -14,16 +14,15 @@ from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Decision, blocks, process
 from .dispatch.plan import Plan, make_plan
-from .dispatch.refusals import report_fallback
 from .dispatch.registry import BACKENDS, on_change
-from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
-from .problem import Repeats, SequenceSpec, SequenceView, as_scores, fold_call, unfold
+from .dispatch.selection import choice_in_force, choose, falls_back, report_fallback, selected_names
+from .problem import Numbers, Repeats, SequenceSpec, SequenceView, as_scores, fold_call
 from .problem.inputs import Inputs
 from .reference.dropout import draw_key
 from .remembered import Remembered
 from .sequences import Sequences
 from .sequences.layout import lay_out
-from .sequences.nested import Jagged, is_nested
+from .sequences.padding import Jagged, is_nested
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
@@ -34,19 +33,6 @@ if TYPE_CHECKING:
 # A program that decodes meets a new class of calls with each length, and asks for none of them again.
 plans: Remembered[Plan] = Remembered(1024)
 on_change.append(plans.clear)
-
-
-class Numbers(NamedTuple):
-    """The arguments of `attention` that are no tensors, but for the backend."""
-
-    is_causal: bool = False
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    window_size: tuple[int, int] | None = None
-    deterministic: bool | None = None
-    return_lse: bool = False
-    return_probs: bool = False
-    dropout_p: float = 0.0
 
 
 class Call(NamedTuple):
@@ -82,17 +68,7 @@ class Call(NamedTuple):
         q, k, v = self.q, self.k, self.v
         if self.heads_first:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        problem, mask, bias = describe(
-            q,
-            k,
-            v,
-            self.mask,
-            self.bias,
-            **self.numbers._asdict(),
-            repeats=self.repeats,
-            sequences=self.spec,
-            sink=self.sink,
-        )
+        problem, mask, bias = describe(q, k, v, self.mask, self.bias, self.sink, self.numbers, self.repeats, self.spec)
         return problem._replace(heads_first=True) if self.heads_first else problem, mask, bias
 
 
@@ -154,7 +130,7 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     else:
         results = attend(plan, inputs)
     if call.leading is not None:
-        return tuple(unfold(x, call.leading) for x in results)
+        return tuple(x.view(*call.leading, *x.shape[1:]) for x in results)
     if call.spec is not None and call.spec.packs_queries:
         results = tuple(x.squeeze(0) for x in results)
         if call.jagged is not None:

@@ -10,14 +10,13 @@ T = TypeVar("T")
 
 
 class Remembered(Generic[T]):
-    """Keep `most` values by key; where one more comes, it takes the place of one that was not asked for lately.
+    """Keep `most` values by key; one more replaces a value that was not asked for lately.
 
     The oldest value goes, unless it was asked for since it came, or since it was last spared: then it is spared, and is
     the newest from now on. So keys in use outlast any number of keys that come once. A hit leaves a mark and no more.
     An exact order of use would hash the key a second time, and keys here have some sixty numbers.
 
-    Any threads may use a table at once. A thread that asks while another one makes room may miss a value that is there,
-    and makes it anew.
+    Threads may use a table at once. A thread that asks while another one makes room may miss a value and make it anew.
 
     Args:
         most: how many values it holds, 1 at least.
@@ -29,7 +28,7 @@ class Remembered(Generic[T]):
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> T | None:
-        """The value of a key, None where there is none."""
+        """Return the value of a key, None where there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -51,7 +50,7 @@ class Remembered(Generic[T]):
         return value
 
     def find(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of a key, made and remembered where there is none."""
+        """Return the value of a key; make and remember it where there is none."""
         value = self.get(key)
         return self.keep(key, make()) if value is None else value
 

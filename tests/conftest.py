@@ -23,7 +23,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.dispatch import config, profiles, registry
+from flash_dmattn.dispatch import config, profiles, registry, selection
 
 # The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
 torch.set_num_threads(1)
@@ -54,6 +54,14 @@ def nothing_remembered_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.process, "profile", "off")
     profiles.forget()
     registry.choices_changed()
+
+
+@pytest.fixture
+def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin a test with the settings of a new process, and take back what it changes."""
+    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn"), ("rules", "built-in")):
+        monkeypatch.setattr(config.process, name, value)
+    monkeypatch.setattr(selection, "_warned", set())
 
 
 # Inductor of torch 2.13 writes vector code there, and its own headers refuse it.
@@ -143,7 +151,7 @@ def refusal_of(
 def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """Every backend in turn. Flex has no compiled backward on CPU; there its eager mathematics are tested."""
     name: str = request.param
-    availability = flash_dmattn.dispatch.registry.probe(name)
+    availability = flash_dmattn.dispatch.registry.BACKENDS[name].probe()
     if not availability.usable:
         pytest.skip(f"{name}: {availability.reason}")
     if name == "flex" and DEVICE == "cpu":
@@ -158,7 +166,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
 @pytest.fixture
 def counted() -> Iterator[Any]:
     """The attention implementation "dmattn" of transformers, with every call that it makes recorded."""
-    from transformers_fixture import counting
+    from transformers_models import counting
 
     with counting() as calls:
         yield calls

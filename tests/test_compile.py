@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn import nn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, refusals
-from flash_dmattn.dispatch.registry import probe
+from flash_dmattn.dispatch import config, selection
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import Flags
 
 OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per process
@@ -30,7 +30,7 @@ OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per 
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     torch._dynamo.reset()
 
 
@@ -472,7 +472,7 @@ def test_first_call_of_all_may_be_a_compiled_one(ours: Counting) -> None:
             {"backend": "cuda"},
             flash_dmattn.BackendUnavailableError,
             "backend 'cuda' is not available",
-            marks=pytest.mark.skipif(probe("cuda").usable, reason="the extension works on this machine"),
+            marks=pytest.mark.skipif(BACKENDS["cuda"].probe().usable, reason="the extension works on this machine"),
         ),
         ({"window_size": (1, -2)}, ValueError, "both sides need to be at least -1"),
         ({"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True or False"),

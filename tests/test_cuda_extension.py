@@ -24,7 +24,7 @@ import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import extension
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.tools.cli import info
+from flash_dmattn.tools import info
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")

@@ -20,7 +20,8 @@ from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as cuda
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, refusals, selection
+from flash_dmattn.dispatch import config, selection
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import SequenceSpec
 from flash_dmattn.problem.inputs import Inputs
 
@@ -46,7 +47,7 @@ def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
     """A bf16 call on sm_90 without mask, bias and gradients, but for the changes, also of strides."""
     of_bias, of_k = (changes.pop(name, None) for name in ("bias_strides", "k_strides"))
-    explanation = flash_dmattn.explain_problem(**{"q": Q, "device": "sm_90", **changes})
+    explanation = explain_problem(**{"q": Q, "device": "sm_90", **changes})
     if of_bias is of_k is None:
         return explanation
     problem = explanation.problem
@@ -307,11 +308,11 @@ def test_auto_takes_both_passes(call: dict[str, Any]) -> None:
 def test_auto_takes_triangle_attention_of_several_examples() -> None:
     """Each example is a part, with a bias of its own; one that all examples share has its gradient by triton."""
     triangle: dict[str, Any] = {"q": (2, 256, 256, 4, 32), "mask": (2, 256, 1, 1, 256), "grad": True}
-    e = flash_dmattn.explain_problem(**triangle, bias=(2, 1, 4, 256, 256), bias_grad=True)
+    e = explain_problem(**triangle, bias=(2, 1, 4, 256, 256), bias_grad=True)
     assert (e.forward, e.backward) == ("cuda", "cuda")
     verdict = next(v for v in e.verdicts if v.backend == "cuda")
     assert "computes the batch in 2 parts, one after the other: a part of it shares bias" in verdict.notes
-    e = flash_dmattn.explain_problem(**triangle, bias=(1, 256, 4, 256, 256), bias_grad=True)
+    e = explain_problem(**triangle, bias=(1, 256, 4, 256, 256), bias_grad=True)
     assert e.backward == "triton"
     verdict = next(v for v in e.verdicts if v.backend == "cuda")
     assert [reason.code for reason in verdict.reasons] == ["shared_bias"]
@@ -714,7 +715,7 @@ def test_a_broken_rule_is_a_sentence(
 ) -> None:
     sizes = (q[0], q[2], q[1], seqlen_k)
     shapes = [None if x is None else tuple(n if full else 1 for full, n in zip(x, sizes)) for x in (mask, bias)]
-    problem = flash_dmattn.explain_problem(
+    problem = explain_problem(
         q,
         kv_heads=2,
         seqlen_k=seqlen_k,
@@ -729,7 +730,7 @@ def test_a_broken_rule_is_a_sentence(
     ).problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_rules, "installed_instances", lambda: built)
-        for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(refusals.passes_of(problem))):
+        for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(selection.passes_of(problem))):
             assert is_a_sentence(rule, problem), f"{rule.code}: {rule.says(problem)!r}"
 
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
-from flash_dmattn.call import Numbers
 from flash_dmattn.distributed import (
     SequenceLayout,
     ShardedMask,
@@ -30,6 +29,7 @@ from flash_dmattn.distributed import call as parallel_call
 from flash_dmattn.distributed.call import ParallelCall, Request, Tensors, choose_backends
 from flash_dmattn.distributed.group import Members, context_in_force
 from flash_dmattn.masks import PreparedMask
+from flash_dmattn.problem import Numbers
 from flash_dmattn.remembered import Remembered
 
 LAYOUT = SequenceLayout.zigzag(16, 1)

@@ -15,10 +15,10 @@ from sequence_calls import SequenceCall, Tokens, assert_accurate, draw, run, spo
 from test_flex_graph import Counter
 from torch import Tensor
 
-import flash_dmattn
 from flash_dmattn import Sequences, attention
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.flex import graph
+from flash_dmattn.explanation import Explanation, explain_problem
 from flash_dmattn.problem import SequenceSpec
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="flex on a GPU is checked by tests/flex_check.py")
@@ -295,8 +295,8 @@ def test_compiled_inside_a_callers_graph() -> None:
 # Rules.
 
 
-def explained(q: tuple[int, ...], spec: SequenceSpec, **call: Any) -> flash_dmattn.Explanation:
-    return flash_dmattn.explain_problem(q, sequences=spec, device="sm_90", **call)
+def explained(q: tuple[int, ...], spec: SequenceSpec, **call: Any) -> Explanation:
+    return explain_problem(q, sequences=spec, device="sm_90", **call)
 
 
 def test_explain_names_the_copies() -> None:

@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_dmattn
 from flash_dmattn import call, masks
-from flash_dmattn.dispatch import config, refusals
+from flash_dmattn.dispatch import config, selection
 from flash_dmattn.dispatch.registry import BACKENDS
-from flash_dmattn.explanation import explain_description
+from flash_dmattn.explanation import explain_description, explain_problem
 from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared.storage import IntervalMask
 
@@ -26,7 +26,7 @@ from flash_dmattn.masks.prepared.storage import IntervalMask
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("default_backend", "auto"), ("disabled", ())):
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     with both_registered():
         yield
 
@@ -139,7 +139,7 @@ def test_explain_of_a_long_call_on_a_gpu(seqlen_q: int, unpacked: str, bias: tup
     if bias is not None:
         bias = (*bias[:2], min(bias[2], seqlen_q), bias[3])
     shape = {"mask": (1, 4, seqlen_q, 16384), "seqlen_k": 16384, "kv_heads": 4, "device": "sm_90", "bias": bias}
-    problem = flash_dmattn.explain_problem((1, seqlen_q, 16, 64), mask_prepared=True, **shape).problem
+    problem = explain_problem((1, seqlen_q, 16, 64), mask_prepared=True, **shape).problem
     verdicts = explain_description(problem._replace(mask_form="intervals"), "auto").verdicts
     notes = {verdict.backend: verdict.notes[:1] for verdict in verdicts if not verdict.reasons}
     unpacks = f"unpacks the prepared mask to a dense bool tensor of {unpacked} MB"
@@ -154,7 +154,7 @@ def test_the_fallback_counts_the_dense_mask() -> None:
     workspace_bytes = BACKENDS["eager"].workspace_bytes
     assert workspace_bytes is not None
     shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64", "device": "sm_80"}
-    dense = flash_dmattn.explain_problem((1, 4096, 2, 64), **shape).problem
+    dense = explain_problem((1, 4096, 2, 64), **shape).problem
     assert workspace_bytes(dense._replace(mask_form="intervals")) == workspace_bytes(dense) + 2**24
 
 

@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.dispatch import config, refusals
+from flash_dmattn.dispatch import config, selection
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.operator import KeyForm, key_form, prepared_view
 from flash_dmattn.masks.prepared.storage import unpack_view
@@ -42,7 +43,7 @@ from flash_dmattn.masks.prepared.storage import unpack_view
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     with both_registered():
         yield
 
@@ -330,7 +331,7 @@ def test_explain_says_prepared_and_what_is_unpacked() -> None:
 
 
 def test_flex_notes_what_it_unpacks() -> None:
-    explanation = flash_dmattn.explain_problem(
+    explanation = explain_problem(
         q=(1, 16384, 16, 128), kv_heads=4, device="sm_80", mask=(1, 4, 16384, 16384), mask_prepared=True
     )
     (flex,) = (verdict for verdict in explanation.verdicts if verdict.backend == "flex")
@@ -341,7 +342,7 @@ def test_flex_notes_what_it_unpacks() -> None:
 def test_prepared_mask_described_by_its_shape(form: str) -> None:
     q, k, v, _ = (x.detach() for x in leaves())
     given = FORMS[form]
-    described = flash_dmattn.explain_problem(
+    described = explain_problem(
         (B, LQ, HQ, D),
         kv_heads=HK,
         seqlen_k=LK,
@@ -363,9 +364,9 @@ def test_fallback_counts_what_it_unpacks() -> None:
             pytest.warns(flash_dmattn.FallbackWarning) as told,
         ):
             shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64"}
-            refusals._warned.clear()
-            described = flash_dmattn.explain_problem((1, 4096, 2, 64), device="sm_80", **shape, **flags)
-            refusals.report_fallback(described.problem)
+            selection._warned.clear()
+            described = explain_problem((1, 4096, 2, 64), device="sm_80", **shape, **flags)
+            selection.report_fallback(described.problem)
         return float(re.search(r"up to ([\d.]+) MB", str(told[0].message))[1])
 
     assert workspace(mask_prepared=True) == workspace() + 16.0

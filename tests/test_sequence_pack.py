@@ -18,6 +18,7 @@ from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.mask_choice import choose_form, view_of
 from flash_dmattn.backends.triton.backend import BACKEND as TRITON
 from flash_dmattn.dispatch import packers
+from flash_dmattn.explanation import Explanation, explain_problem
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import SequenceSpec
 
@@ -119,10 +120,10 @@ def test_a_graph_follows_masks_and_lengths() -> None:
 
 def problem_of(
     rows: tuple[int, ...] = (1, 500, 300), most: tuple[int, int] = (300, 300), device: str = "sm_90", **given: object
-) -> flash_dmattn.Explanation:
+) -> Explanation:
     """A call with a bool mask beside three packed sequences of 500 tokens in all."""
     spec = SequenceSpec("packed", 3, 500, 500, *most)
-    return flash_dmattn.explain_problem(
+    return explain_problem(
         (1, 500, 2, 16), device=device, mask=rows, sequences=spec, grad=True, backend="triton", **given
     )
 

@@ -15,11 +15,11 @@ import torch
 from cases import DEVICE
 from out_of_tree import replaced
 
-import flash_dmattn
 from flash_dmattn.backends.protocol import all_hold
 from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem
-from flash_dmattn.tools.gpu_table import gpu_table
+from flash_dmattn.tools.support_matrix import gpu_table
 from flash_dmattn.triton_kernels.gpus import GPUS, KIB, Gpu, gpu_of, shared_bytes
 
 ARCHS = [gpu.arch for gpu in GPUS]
@@ -153,7 +153,7 @@ def test_tf32_is_taken_where_its_tiles_fit() -> None:
 
 
 def on(arch: str, dtype: str = "bf16") -> AttentionProblem:
-    return flash_dmattn.explain_problem(q=(2, 512, 8, 64), device=arch, dtype=dtype, grad=True).problem
+    return explain_problem(q=(2, 512, 8, 64), device=arch, dtype=dtype, grad=True).problem
 
 
 @pytest.mark.parametrize("row", GPUS, ids=ARCHS)

@@ -11,7 +11,7 @@ import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.backends.protocol import Direction
 from flash_dmattn.dispatch.config import BackendChoice
-from flash_dmattn.dispatch.registry import BACKENDS, probe
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import AttentionProblem, device_arch
 
 from ..cases import Case
@@ -48,7 +48,7 @@ def missing(name: str, device: torch.device) -> str:
     """Why a backend does not work here."""
     if name in ("cuda", "triton") and device.type == "cpu":
         return "its kernels run on GPUs"
-    return probe(name).reason
+    return BACKENDS[name].probe().reason
 
 
 def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:

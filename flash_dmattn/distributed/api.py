@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..call import Numbers
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
-from ..problem import refuse_keywords
+from ..problem import Numbers, refuse_keywords
 from .call import ParallelCall, Request, Tensors, choose_backends
 from .exchange import sum_dtype
 from .group import Group, agree, groups_of, next_number, refuse_together

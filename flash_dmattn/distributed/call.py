@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Direction
-from ..call import Numbers
 from ..dispatch.config import BackendChoice, Decision, blocks, disabled
-from ..dispatch.refusals import report_fallback
 from ..dispatch.registry import BACKENDS, on_change, works
-from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, select_pair
+from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, report_fallback, select_pair
 from ..masks import PreparedMask
-from ..problem import AttentionProblem, NeedsGrad, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
+from ..problem import AttentionProblem, NeedsGrad, Numbers, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
 from ..remembered import Remembered
-from ..sequences.nested import is_nested
+from ..sequences.padding import is_nested
 from ..validation import describe, follow_autocast
 from .exchange import CLEAR_SHARE, Route, length_of, runs_read, share_moved, sum_dtype
 from .group import Members, Shared, check_layout
@@ -278,7 +276,7 @@ class Request(NamedTuple):
                 "flash_dmattn.distributed.ShardedMask.from_mask, or a bool tensor of this rank's rows"
             )
         every_k, every_v = (_lengthened(x, layout_k.length) for x in (k, v))
-        problem, _, _ = describe(q, every_k, every_v, every_mask, every_bias, *numbers[:-1], sink=sink)
+        problem, _, _ = describe(q, every_k, every_v, every_mask, every_bias, sink, numbers)
         if torch.is_grad_enabled():
             needs = (x is not None and x.requires_grad for x in (q, k, v, bias, sink))
             problem = problem._replace(needs_grad=NeedsGrad(*needs))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import api, explanation
 from ..dtensors import is_dtensor
-from ..problem import Repeats, fold_call
+from ..problem import Numbers, Repeats, fold_call
 from ..validation import describe
 from .api import context_parallel_attention
 from .explanation import explain_context_parallel
@@ -315,7 +315,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, s
     repeats: Repeats | None = None
     if q.dim() > 4:
         q, k, v, mask, bias, _, repeats, _ = fold_call(q, k, v, mask, bias)
-    describe(q, k, v, mask, bias, False, None, 0.0, None, None, False, False, repeats, sink=sink)
+    describe(q, k, v, mask, bias, sink, Numbers(), repeats)
 
 
 def _on_meta(x: Tensor) -> Tensor:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Reason
-from ..call import Numbers
 from ..dispatch.config import BackendChoice, fallback
-from ..dispatch.preferences import cite
-from ..dispatch.refusals import BackendError, refuse_fallback
+from ..dispatch.profiles import cite
 from ..dispatch.registry import BACKENDS
-from ..dispatch.selection import choice_in_force, falls_back, selected_names
+from ..dispatch.selection import BackendError, choice_in_force, falls_back, refuse_fallback, selected_names
 from ..explanation import Explanation, Verdict, verdict_of
-from ..problem import AttentionProblem, as_scores, dtype_name, refuse_keywords
+from ..problem import AttentionProblem, Numbers, as_scores, dtype_name, refuse_keywords
 from .call import ParallelCall, Request, Tensors, find_backends
 from .exchange import share_moved, sum_dtype
 from .group import Group, groups_of

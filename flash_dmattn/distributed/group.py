@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..dispatch.checkpoints import follow_checkpoints
 from ..dispatch.config import Block, Blocks, blocks
-from ..dispatch.refusals import BackendError, BackendUnavailableError, BackendUnsupportedError
+from ..dispatch.selection import BackendError, BackendUnavailableError, BackendUnsupportedError
 from ..problem import dtype_name
 from .layout import SequenceLayout
 

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...definition import define
 from ...problem import AttentionProblem, MaskView, Packing, SequenceSpec
 from ...problem.inputs import Inputs
-from ...sequences.tokens import token_places
+from ...sequences.layout import token_places
 from .blocks import BLOCK, Blocks, Places, band, list_shapes, mask_classes, tile_edges, tile_lists, tile_sums
 from .call import attend, nothing, ready
 

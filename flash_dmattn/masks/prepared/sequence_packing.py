@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ...problem import SequenceSpec
-from ...sequences.tokens import TokenPlaces, token_places
+from ...sequences.layout import TokenPlaces, token_places
 from ..pad import pad
 from . import packing
 from .packing import TILE, TILE_WORDS, pack_words, tiles, unpack_words

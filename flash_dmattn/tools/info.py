@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..._version import __version__
-from ...backends.cuda.extension import BUILD_COMMAND, build_info, find, not_built
-from ...dispatch.config import similar
+from .._version import __version__
+from ..backends.cuda.extension import BUILD_COMMAND, build_info, find, not_built
+from ..dispatch.config import choice, disabled, fallback, process, similar
 from . import require_torch
 
 Report = dict[str, Any]
@@ -33,7 +33,7 @@ OURS = (
     "FLASH_DMATTN_HEAD_DIMS",
     "FLASH_DMATTN_RACECHECK",
 )
-# And those of libraries that its backends run on.
+# The same with variables of libraries that its backends run on.
 ENVIRONMENT = (*OURS, "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
 
 
@@ -72,14 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect() -> Report:
-    """Everything the command knows, as plain data."""
+    """Collect everything the command knows, as plain data."""
     torch = _imported("torch")
     if "error" not in torch:
         torch["cuda"] = importlib.import_module("torch").version.cuda
     driver, devices = find_driver()
     backends = _backends() if "error" not in torch else {}
     return {
-        "flash_dmattn": {"version": __version__, "path": str(Path(__file__).resolve().parents[2])},
+        "flash_dmattn": {"version": __version__, "path": str(Path(__file__).resolve().parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "system": platform.platform(),
         "torch": torch,
@@ -95,9 +95,8 @@ def collect() -> Report:
 
 
 def _profiles() -> Report:
-    """By architecture of this machine's GPUs, the profile that `calibrate` made, or why none is in force."""
-    from ...dispatch import profiles
-    from ...dispatch.config import process
+    """Return by architecture of this machine's GPUs the profile of `calibrate`, or why none is in force."""
+    from ..dispatch import profiles
 
     report: Report = {}
     for arch in profiles.arches_here():
@@ -122,7 +121,7 @@ def _imported(name: str) -> Report:
 
 
 def _extension() -> Report:
-    """The record of the build in the compiled extension, which is not loaded for it, or why there is none."""
+    """Return the record of the build in the compiled extension, which is not loaded, or why there is none."""
     try:
         path = find()
         if path is not None:
@@ -134,7 +133,7 @@ def _extension() -> Report:
 
 
 def find_driver() -> tuple[Report, list[Report]]:
-    """The NVIDIA driver and its GPUs by nvidia-smi, which needs no torch."""
+    """Ask nvidia-smi, which needs no torch, for the NVIDIA driver and its GPUs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"error": "nvidia-smi is not on PATH"}, []
@@ -160,7 +159,7 @@ def _gpus(seen_by_driver: list[Report]) -> list[Report]:
 
     if not torch.cuda.is_available():
         return seen_by_driver
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return [
         {
             "name": gpu.name,
@@ -168,13 +167,11 @@ def _gpus(seen_by_driver: list[Report]) -> list[Report]:
             "memory_gib": round(gpu.total_memory / 2**30, 1),
             "seen_by_torch": True,
         }
-        for gpu in found
+        for gpu in gpus
     ]
 
 
 def _settings() -> Report:
-    from ...dispatch.config import choice, disabled, fallback, process  # which needs no torch
-
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in OURS)
     ends = [name.removeprefix(PREFIX) for name in OURS]
     return {
@@ -187,26 +184,25 @@ def _settings() -> Report:
 
 
 def _backends() -> dict[str, Report]:
-    from ...dispatch.config import disabled
-    from ...dispatch.registry import BACKENDS, probe
+    from ..dispatch.registry import BACKENDS
 
     off = disabled()
-    found: dict[str, Report] = {}
-    for name in BACKENDS:
-        availability = probe(name)
+    report: dict[str, Report] = {}
+    for name, backend in BACKENDS.items():
+        availability = backend.probe()
         exception = availability.exception
-        found[name] = {
+        report[name] = {
             "usable": availability.usable and name not in off,
             "disabled": name in off,
             "reason": availability.reason,
             "hint": availability.hint,
             "exception": None if exception is None else f"{type(exception).__name__}: {exception}",
         }
-    return found
+    return report
 
 
 def render(report: Report) -> str:
-    """The report as an aligned table."""
+    """Lay the report out as an aligned table."""
 
     def version(part: Report) -> str:
         return part.get("version") or f"cannot be used: {part['error']}"
@@ -249,25 +245,25 @@ def _unknown_line(name: str, meant: str | None) -> str:
     return f"{name} is read by nothing" + (f"; did you mean {PREFIX}{meant}?" if meant else "")
 
 
-def _extension_lines(found: Report) -> list[str]:
-    if "error" in found:
-        output = [f"| {line}" for line in found.get("output", "").splitlines()]
-        return [f"none: {found['error']}", *output, f"build it in a checkout: {BUILD_COMMAND}"]
+def _extension_lines(build: Report) -> list[str]:
+    if "error" in build:
+        output = [f"| {line}" for line in build.get("output", "").splitlines()]
+        return [f"none: {build['error']}", *output, f"build it in a checkout: {BUILD_COMMAND}"]
     return [
-        f"{found['version']} for {', '.join(found['arches'])} and torch >= {found['torch_target']}, built by nvcc "
-        f"{found['nvcc']} from commit {found['commit'][:12]}, {found['path']}"
+        f"{build['version']} for {', '.join(build['arches'])} and torch >= {build['torch_target']}, built by nvcc "
+        f"{build['nvcc']} from commit {build['commit'][:12]}, {build['path']}"
     ]
 
 
 def _profile_lines(profiles: Report) -> list[str]:
-    """What auto goes by on each architecture, with the command that makes a profile where there is none."""
+    """Say what auto goes by on each architecture, with the command that makes a profile where there is none."""
     lines = []
-    for arch, found in profiles.items():
-        if found["made"] is None:
-            what = f"none: {found['reason']}; python -m flash_dmattn calibrate makes one"
+    for arch, profile in profiles.items():
+        if profile["made"] is None:
+            text = f"none: {profile['reason']}; python -m flash_dmattn calibrate makes one"
         else:
-            what = f"{found['path']}, made {found['made']}"
-        lines.append(f"{arch}: {what}" + ("" if arch != "sm_90" or found["decides"] else "; built-in rules decide"))
+            text = f"{profile['path']}, made {profile['made']}"
+        lines.append(f"{arch}: {text}" + ("" if arch != "sm_90" or profile["decides"] else "; built-in rules decide"))
     return lines or ["none: there is no NVIDIA GPU from sm_80 on"]
 
 
@@ -275,16 +271,16 @@ def _backend_rows(backends: dict[str, Report]) -> list[tuple[str, str]]:
     if not backends:
         return [("backends", "none can be used without torch")]
     rows: list[tuple[str, str]] = []
-    for name, found in backends.items():
-        if found["usable"]:
+    for name, backend in backends.items():
+        if backend["usable"]:
             rows.append((f"backend {name}", "usable"))
             continue
-        reasons = ["it is switched off"] if found["disabled"] else []
-        if found["reason"]:
-            reasons.append(found["reason"] + (f" ({found['hint']})" if found["hint"] else ""))
+        reasons = ["it is switched off"] if backend["disabled"] else []
+        if backend["reason"]:
+            reasons.append(backend["reason"] + (f" ({backend['hint']})" if backend["hint"] else ""))
         rows.append((f"backend {name}", "not usable: " + "; ".join(reasons)))
-        if found["exception"] is not None:
-            rows.append(("", found["exception"].splitlines()[0]))
+        if backend["exception"] is not None:
+            rows.append(("", backend["exception"].splitlines()[0]))
     return rows
 
 

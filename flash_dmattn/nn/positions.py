@@ -1,7 +1,7 @@
-"""Position biases to hand to `flash_dmattn.attention`: T5's buckets, Swin's windows, ALiBi's slopes.
+"""Positions: biases to hand to `flash_dmattn.attention` (T5's, Swin's, ALiBi's slopes), and the rotary embedding.
 
-Each bias is one for all batch entries, so that its gradient is summed over the batch by the kernels. The gradient of a
-table is summed in a fixed order: over diagonals or queries by a reduction, over equal buckets by the sort that
+All batch entries share one bias, so that kernels sum its gradient over the batch. The gradient of a table is summed in
+a fixed order: over diagonals or queries by a reduction, over equal buckets by the sort that
 `torch.nn.functional.embedding` makes.
 """
 
@@ -28,11 +28,11 @@ class RelativePositionBias(nn.Module):
     `softmax_scale=1.0`.
 
     Args:
-        num_heads: heads of the bias, those of q, or of k where groups share it.
+        num_heads: heads of the bias: as many as q has, or as k has where groups share it.
         num_buckets: rows of the table; even where `is_bidirectional`.
         max_distance: distances from here on share the last bucket.
-        is_bidirectional: keys after the query have buckets of their own, half of all; else they share that of
-            distance 0, as causal attention does not see them.
+        is_bidirectional: keys after the query have buckets of their own, half of all; otherwise they share the bucket
+            of distance 0, since causal attention does not see them.
         device, dtype: of the table.
 
     Attributes:
@@ -71,7 +71,7 @@ class RelativePositionBias(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_buckets, num_heads, device=device, dtype=dtype))
 
     def forward(self, seqlen_q: int, seqlen_k: int | None = None) -> torch.Tensor:
-        """The bias of a call.
+        """Make the bias of a call.
 
         Args:
             seqlen_q: number of queries.
@@ -84,7 +84,7 @@ class RelativePositionBias(nn.Module):
         seqlen_k = seqlen_q if seqlen_k is None else integer("seqlen_k", seqlen_k)
         if seqlen_q == 0 or seqlen_k == 0:
             return self.weight.new_zeros(1, self.num_heads, seqlen_q, seqlen_k)
-        # All distances there are: the last query to the first key up to the first query to the last.
+        # All distances, from the last query to the first key up to the first query to the last key.
         distances = torch.arange(1 - seqlen_k, seqlen_q, device=self.weight.device)
         values = F.embedding(self.buckets(distances), self.weight).T  # (H, Lq + Lk - 1)
         # Contiguous, because kernels copy rows that start anywhere. Inductor saves such a view for the backward pass as
@@ -92,7 +92,7 @@ class RelativePositionBias(nn.Module):
         return _along_diagonals(values, seqlen_q, seqlen_k)[None].contiguous()
 
     def buckets(self, distance: torch.Tensor) -> torch.Tensor:
-        """The row of the table for each distance, the key's position less the query's.
+        """Find the row of the table for each distance, the key's position minus the query's.
 
         >>> RelativePositionBias(1).buckets(torch.tensor([-200, -9, -8, -7, 0, 1, 8, 200])).tolist()
         [15, 8, 8, 7, 0, 17, 24, 31]
@@ -118,10 +118,10 @@ class RelativePositionBias(nn.Module):
 
 
 def _along_diagonals(values: torch.Tensor, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
-    """The matrices (H, Lq, Lk) whose diagonals have one value each: entry (i, j) is values[:, j - i + Lq - 1].
+    """Make matrices (H, Lq, Lk) with one value on each diagonal: entry (i, j) is values[:, j - i + Lq - 1].
 
     Rows of repeated values, read as rows that are one shorter, move on by one value a row. So the gradient is a sum
-    over rows, which has a fixed order; that of an index has none on a GPU.
+    over rows, which has a fixed order; the gradient of an index has none on a GPU.
     """
     if seqlen_q == 1:
         return values[:, None]
@@ -170,7 +170,7 @@ class WindowPositionBias(nn.Module):
         self.weight = nn.Parameter(torch.zeros(offsets, num_heads, device=device, dtype=dtype))
 
     def forward(self) -> torch.Tensor:
-        """The bias of a call: (1, num_heads, height * width, height * width), in the table's dtype."""
+        """Make the bias of a call: (1, num_heads, height * width, height * width), in the table's dtype."""
         places = torch.arange(self.height * self.width, device=self.weight.device)
         down, right = (x[:, None] - x[None, :] for x in (places // self.width, places % self.width))
         rows = (down + self.height - 1) * (2 * self.width - 1) + right + self.width - 1
@@ -181,10 +181,10 @@ class WindowPositionBias(nn.Module):
 
 
 def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> torch.Tensor:
-    """ALiBi's slope of each head, by which a score falls with every token between query and key.
+    """Compute ALiBi's slope of each head, by which a score falls with every token between query and key.
 
-    For a power of 2 they are 2 ** (-8 / n), its square and so on; other numbers of heads take those of the next lower
-    power, then every second one of the next higher.
+    For a power of 2, n heads have 2 ** (-8 / n), its square and so on. Other numbers of heads take the slopes of the
+    next lower power, then every second slope of the next higher one.
 
     Args:
         num_heads: query heads.
@@ -210,3 +210,62 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
     slopes = [2.0 ** (-8.0 * (n + 1) / lower) for n in range(lower)]
     slopes += [2.0 ** (-4.0 * (2 * n + 1) / lower) for n in range(num_heads - lower)]
     return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def rotary_angles(positions: torch.Tensor, head_dim: int, theta: float = 10000.0) -> torch.Tensor:
+    """Compute the angle of every pair of channels at every position.
+
+    Equivalent to::
+
+        positions[..., None] * theta ** (-2 * torch.arange(head_dim // 2) / head_dim)
+
+    Args:
+        positions: (L,) or (B, L) positions of the tokens, integers or floats.
+        head_dim: number of channels of a head, even.
+        theta: base of the geometric series of wavelengths; the longest is about ``2 * pi * theta`` tokens.
+
+    Returns:
+        (L, head_dim // 2) or (B, L, head_dim // 2) angles in radians, fp64: an angle of many thousand radians keeps
+        its fraction.
+
+    Raises:
+        ValueError: head_dim is odd.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equation 15.
+
+    >>> rotary_angles(torch.tensor([0, 2]), head_dim=4, theta=100.0)
+    tensor([[0.0000, 0.0000],
+            [2.0000, 0.2000]], dtype=torch.float64)
+    """
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}; rotary positions turn channels in pairs, so it must be even")
+    channel = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
+    return positions.to(torch.float64)[..., None] * theta ** (-2 * channel / head_dim)
+
+
+def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Turn channel pairs (c, c + D/2) of every head by the angles of their position.
+
+    Equivalent to::
+
+        first, second = x.chunk(2, dim=-1)
+        torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+    Args:
+        x: (B, L, H, D) queries or keys.
+        angles: (L, D // 2) or (B, L, D // 2) from `rotary_angles`.
+
+    Returns:
+        (B, L, H, D) in x's dtype; products are taken in fp32 at least.
+
+    Source: RoFormer, equation 34, with the half-split pairing that LLaMA checkpoints use.
+
+    >>> x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    >>> apply_rotary(x, torch.tensor([[torch.pi / 2]])).round(decimals=3).flatten().tolist()
+    [-0.0, 1.0]
+    """
+    work_dtype = torch.promote_types(x.dtype, torch.float32)
+    cos = angles.cos().to(work_dtype)[..., None, :]
+    sin = angles.sin().to(work_dtype)[..., None, :]
+    first, second = x.to(work_dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
