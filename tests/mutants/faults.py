@@ -72,7 +72,7 @@ _PYTHON = (
         "flash_dmattn/validation.py",
         "bias is not None and bias.requires_grad",
         "bias is not None",
-        ("tests/test_explain.py::test_description_equals_that_of_such_tensors",),
+        ("tests/test_explain.py::test_shapes_and_tensors_on_meta_are_explained_as_tensors_are",),
     ),
     Fault(
         "the gradient of an expanded bias is summed in 16 bits",
@@ -100,7 +100,7 @@ _PYTHON = (
         "flash_dmattn/dispatch/profiles.py",
         "(stat.S_IWGRP | stat.S_IWOTH)",
         "stat.S_IWOTH",
-        ("tests/test_profile.py::test_a_profile_that_others_may_write_is_ignored",),
+        ("tests/test_profile.py::test_a_profile_counts_if_nobody_else_may_write_it",),
     ),
     # Formula and eager
     Fault(
@@ -190,7 +190,7 @@ _PYTHON = (
     ),
     Fault(
         "cu_seqlens that fall are used as they are",
-        "flash_dmattn/sequences/values.py",
+        "flash_dmattn/sequences/layout.py",
         ".cummax(0).values",
         "",
         ("tests/test_sequences.py::test_bounds_never_leave_the_tensors",),
@@ -219,28 +219,28 @@ _PYTHON = (
     ),
     Fault(
         "a sliding window of transformers has one key too many",
-        "flash_dmattn/integrations/transformers/mask_rules.py",
+        "flash_dmattn/integrations/transformers/mask_function.py",
         '(held["sliding_window"] - 1, -1)',
         '(held["sliding_window"], -1)',
         ("tests/test_transformers_masks.py::test_the_same_keys_are_allowed",),
     ),
     Fault(
         "a union of masks is taken for an intersection",
-        "flash_dmattn/integrations/transformers/mask_rules.py",
+        "flash_dmattn/integrations/transformers/mask_function.py",
         '"and_masks": {"mask_functions"},',
         '"and_masks": {"mask_functions"}, "or_masks": {"mask_functions"},',
         ("tests/test_transformers_masks.py::test_what_no_rule_describes_is_evaluated",),
     ),
     Fault(
         "a prompt in a static cache is aligned at the end of the cache",
-        "flash_dmattn/integrations/transformers/dynamic_mask/keys.py",
+        "flash_dmattn/integrations/transformers/dynamic_mask.py",
         "k[:, : self._used], v[:, : self._used]",
         "k, v",
         ("tests/test_transformers_dynamic_mask.py::test_generate",),
     ),
     Fault(
         "SDPA's causality of other lengths, aligned top-left, is served bottom-right",
-        "flash_dmattn/integrations/sdpa/served.py",
+        "flash_dmattn/integrations/sdpa.py",
         "is_causal and query.shape[-2] != key.shape[-2]",
         "False",
         ("tests/test_sdpa.py::test_what_is_passed_on",),
