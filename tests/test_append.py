@@ -54,7 +54,7 @@ def test_wrong_tables_write_nowhere_else() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernel itself")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_random_writes_of_the_kernel() -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert " 0 failed" in interpret("interpreted_appends.py", "0", "60")
 

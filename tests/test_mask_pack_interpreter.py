@@ -8,7 +8,6 @@ tests/test_mask_pack_interpreter.py layouts
 from __future__ import annotations
 
 import mmap
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
+import forked
 import pytest
 import torch
 
@@ -180,7 +180,7 @@ def check_runs() -> None:
 
     intervals = 0
     for shape in (*SHAPES, (1, 1, 520, 48), (2, 1, 300, 516), (1, 1, 32, 4200), (1, 2, 33, 31)):
-        for is_causal, window_size in WINDOWS:
+        for is_causal, window_size in WINDOWS[::2]:
             band = make_band(*shape[2:], causal_window(is_causal, window_size))
             mask = runs(*shape)
             for given in (mask, mask ^ (torch.rand(shape) < 1e-3)):
@@ -193,7 +193,7 @@ def check_runs() -> None:
                     ):
                         same_runs(interval_pack.mask_intervals(*bits), wanted, (shape, band, counted))
                 intervals += not wanted[2][0]
-    assert 50 < intervals < 190, intervals
+    assert 25 < intervals < 95, intervals
     with mock.patch.object(interval_pack, "COUNTED", 32):  # more rows of tiles than keys
         numbers = interval_pack.mask_intervals(*bits_of(torch.ones(1, 1, 4300, 5, dtype=torch.bool)))[2]
     assert numbers.tolist() == [0, 5, 5 * 4300, 34]
@@ -460,23 +460,16 @@ INTERPRETED: dict[str, Callable[[], None]] = {
 CAPABILITIES = (80, 90, 100)
 
 
-def in_a_process(check: str, interpret: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, check]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=600)
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
-
-
 @pytest.mark.skipif(bool(MISSING), reason=f"interpreting a kernel needs {' and '.join(MISSING)}")
 @pytest.mark.parametrize("check", INTERPRETED)
 def test_interpreted(check: str) -> None:
-    in_a_process(check, "1")
+    forked.interpret(Path(__file__).name, check)
 
 
 @pytest.mark.skipif("triton" in MISSING, reason="compiling a kernel needs triton")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiles_without_spills_for(capability: int) -> None:
-    in_a_process(f"sm_{capability}", "0")
+    forked.run_script(Path(__file__).name, f"sm_{capability}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ CALLS = 145  # of each part, in the interpreter
 @without_gpu
 @pytest.mark.parametrize("part", range(4))
 def test_random_masks(part: int) -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert f"{CALLS} passed, 0 failed" in interpret("interpreted_packs.py", "packs", str(CALLS * part), str(CALLS))
 
@@ -41,7 +41,7 @@ def test_random_masks(part: int) -> None:
 @needs_triton
 @without_gpu
 def test_offsets_beyond_int32() -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert "40 passed, 0 failed" in interpret("interpreted_packs.py", "far")
 
@@ -49,7 +49,7 @@ def test_offsets_beyond_int32() -> None:
 @needs_triton
 @without_gpu
 def test_calls_pack_their_bool_mask_once_for_both_passes() -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert "8 passed, 0 failed" in interpret("interpreted_packs.py", "calls", "0", "8")
 
@@ -58,7 +58,7 @@ def test_calls_pack_their_bool_mask_once_for_both_passes() -> None:
 @without_gpu
 @pytest.mark.parametrize(("what", "number"), (("transformed", 8), ("layer", 1), ("off", 1)))
 def test_calls_in_graphs_under_transforms_of_a_layer_and_switched_off(what: str, number: int) -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert f"{number} passed, 0 failed" in interpret("interpreted_packs.py", what)
 

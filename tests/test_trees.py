@@ -56,7 +56,7 @@ def test_the_reference_reads_trees() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_random_calls_of_the_kernels() -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert "40 passed, 0 failed" in interpret("interpreted_trees.py", "0", "40")
 

@@ -51,8 +51,8 @@ def test_a_sample_compiles_and_fits(arch: str) -> None:
 
     entries = sample(catalogue([arch]))
     assert {entry.job.name for entry in entries} == kernels_of_the_library()
-    # Of each two GPUs one compiles a kernel: all would take a clean machine twice the time.
-    results = [compiled(entry) for entry in entries[ARCHS.index(arch) % 2 :: 2]]
+    # One GPU of three compiles a kernel: a clean machine takes some two seconds for each.
+    results = [compiled(entry) for entry in entries[ARCHS.index(arch) % 3 :: 3]]
     assert all(result.kernel is not None and result.kernel.registers > 0 for result in results)
     wrong = [result.line for result in results if result.problems]
     assert not wrong, "\n".join(wrong)

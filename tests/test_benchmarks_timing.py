@@ -1,9 +1,8 @@
-"""The suites of the benchmarks without a GPU: timing in turns, peaks of memory, rows, and rows of what fails."""
+"""How the benchmarks time and weigh calls, without a GPU: in turns, by events and graphs, peaks of memory."""
 
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,35 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmark_systems import (
-    BROKEN,
-    CPU,
-    EAGER,
-    MATH,
-    NAN,
-    RATES,
-    SPOILED,
-    breaks_later,
-    broken,
-    plain,
-    small,
-    spoiled,
-    times,
-)
+from benchmark_systems import CPU
 
-from benchmarks import results, systems, timing
-from benchmarks.cases import PASSES
-from benchmarks.inputs import make_inputs
+from benchmarks import timing
 from benchmarks.peak_memory import MIB, held, peaks
-from benchmarks.suites import equivalence, memory, performance, trial
-from benchmarks.systems import Mode, Needs, System
-
-
-def performed(name: str, *chosen: System) -> results.Record:
-    effort = performance.Effort(1.0, 2, 3)
-    row = performance.row(small(name), list(chosen), CPU, passes=PASSES, effort=effort, rates=RATES)
-    json.dumps(row, allow_nan=False)
-    return row
 
 
 def test_repetitions_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +37,7 @@ def test_repetitions_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gpu:
-    """What `timing` uses of torch.cuda, with a clock that only the runs move."""
+    """The part of torch.cuda that `timing` uses, with a clock that only the runs move."""
 
     def __init__(self) -> None:
         self.now, self.log, self.capturing = 0.0, [], False
@@ -171,15 +145,15 @@ def test_peaks_count_what_is_held_at_once() -> None:
             torch.empty(MIB // 2).sum()
             return dout * 2
 
-    found = peaks(lambda: Doubled.apply(x), [x], torch.ones_like(x))
-    assert found.forward == pytest.approx(8.0, abs=0.1)
-    assert found.backward == pytest.approx(4.0, abs=0.1)
-    assert found.both == pytest.approx(8.0, abs=0.1)
+    measured = peaks(lambda: Doubled.apply(x), [x], torch.ones_like(x))
+    assert measured.forward == pytest.approx(8.0, abs=0.1)
+    assert measured.backward == pytest.approx(4.0, abs=0.1)
+    assert measured.both == pytest.approx(8.0, abs=0.1)
     assert peaks(lambda: x * 2, [x], torch.ones_like(x), backward=False) == (pytest.approx(4.0, abs=0.1), None, None)
 
 
 def test_what_is_held_leaves_out_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a reference cycle held before counts for nothing, wherever it is freed; nor does one made on the way."""
+    """A reference cycle from before counts for nothing, wherever it is freed; nor does one made on the way."""
 
     class Held:
         alive = 0
@@ -202,93 +176,7 @@ def test_what_is_held_leaves_out_garbage(monkeypatch: pytest.MonkeyPatch) -> Non
         return Held()
 
     Held()
-    made, found = held(make, torch.device("cuda"))
-    assert found == 1.0 and Held.alive == 1
-    assert gc.get_freeze_count() == 0  # later garbage is found
+    made, measured = held(make, torch.device("cuda"))
+    assert measured == 1.0 and Held.alive == 1
+    assert gc.get_freeze_count() == 0  # later garbage is measured
     made.myself = None  # type: ignore[assignment]
-
-
-def test_performance_row() -> None:
-    row = performed("topk-8k", EAGER, MATH, SPOILED, BROKEN)
-    assert performance.failures(row) == []
-    assert row["auto"] == ["eager", "eager"] and row["has_mask"]
-    eager, math = times(row, "eager"), times(row, "sdpa-math", "prepared")
-    assert eager["wrong"] == math["wrong"] == []
-    assert times(row, "spoiled")["wrong"] == ["out", "dq", "dk", "dv", "dbias"]
-    assert times(row, "broken")["reason"] == "RuntimeError: no kernel for this call"
-    assert times(row, "broken")["forward"] is None
-    for name, flop in (("forward", 4), ("backward", 10), ("step", 14)):
-        timed = eager[name]
-        assert timed["tflops"] == pytest.approx(flop * 32 * row["counts"]["pairs"] / timed["ms"] / 1e9)
-        assert timed["of_floor"] == pytest.approx(row["floor_ms"][name] / timed["ms"])
-        assert 2 <= timed["runs"] <= 3
-    # Not charged for reading the bool mask: a smaller floor where the bytes decide.
-    assert eager["peak_mb"] > 0 and row["tile_floor_ms"]["forward"] >= row["floor_ms"]["forward"]
-
-
-def test_ours_must_be_right() -> None:
-    row = performed("causal-gqa", plain("wrong", spoiled, is_ours=True), NAN, plain("broken", broken, is_ours=True))
-    inaccurate, not_finite, failed = performance.failures(row)
-    assert inaccurate.startswith("causal-gqa, wrong: out 5.0e-02 above ")
-    assert not_finite.startswith("causal-gqa, nan: out NaN above ")
-    assert failed == "causal-gqa, broken: RuntimeError: no kernel for this call"
-
-
-def test_a_system_that_breaks_while_it_is_timed_is_a_row() -> None:
-    row = performed("causal-gqa", plain("late", breaks_later), EAGER)
-    late = times(row, "late")
-    assert late["failed"] and late["reason"].endswith("RuntimeError: a call too many")
-    assert times(row, "eager")["step"]["ms"] > 0
-
-
-def test_a_lost_device_ends_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (performance, equivalence, memory):
-        monkeypatch.setattr(module, "device_is_lost", lambda device: True)
-    row = performed("causal-gqa", BROKEN, EAGER)
-    assert row["lost"] == "broken" and times(row, "eager")["reason"] == "not run: broken left the GPU unusable"
-    for suite in (equivalence, memory):
-        lines = suite.row(small("causal-gqa"), [BROKEN, EAGER], CPU)["systems"]
-        assert lines[1]["reason"] == "not run: broken left the GPU unusable"
-
-
-def test_a_device_lost_while_timing_ends_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(performance, "device_is_lost", lambda device: True)
-    row = performed("causal-gqa", plain("late", breaks_later), EAGER)
-    assert row["lost"] == "late" and times(row, "eager")["step"] is None
-
-
-def test_equivalence_row() -> None:
-    refuses = System("no", broken, lambda case, device: Needs("not for this"), lambda device: "")
-    row = equivalence.row(small("form-topk"), [EAGER, MATH, SPOILED, NAN, BROKEN, refuses], CPU)
-    json.dumps(row, allow_nan=False)
-    verdicts = {line["system"]: line["verdict"] for line in row["systems"]}
-    assert verdicts == {
-        **{"eager": "pass", "sdpa-math": "pass", "spoiled": "fail", "nan": "fail"},
-        **{"broken": "failed", "no": "refused"},
-    }
-    eager, math = row["systems"][:2]
-    assert list(eager["errors"]) == ["out", "lse", "dq", "dk", "dv", "dbias"] == list(row["limits"])
-    assert all(eager["errors"][name] <= row["limits"][name] for name in row["limits"])
-    # Two that are right are about as far from each other as the less accurate one is from fp64.
-    assert 0.5 < eager["from_plain"]["out"] / row["plain"]["out"] < 1.5
-    assert math["errors"]["out"] < 5e-3
-    assert [text.split(":")[0] for text in equivalence.failures(row)] == ["form-topk, nan"]
-
-
-def test_memory_row() -> None:
-    row = memory.row(small("memory-bias-1hll"), [EAGER, BROKEN], CPU)
-    eager, failed = row["systems"]
-    assert 0 < row["returned_mb"] <= eager["peaks"]["both"] and failed["peaks"] is None
-    assert memory.failures(row) == []
-
-
-def test_trial_says_what_does_not_run() -> None:
-    case = small("causal-gqa")
-    inputs = make_inputs(case, CPU)
-    forward_only = System("f", EAGER.bind, lambda case, device: Needs("", "not here"), lambda device: "")
-    found = trial.attempt(forward_only, Mode(), case, inputs)
-    assert found.reason == "backward: not here" and not found.failed and list(found.results) == ["out"]
-    no_lse = System("l", EAGER.bind, lambda case, device: Needs(lse_refusal="none"), lambda device: "")
-    assert "lse" not in trial.attempt(no_lse, Mode(with_lse=True), case, inputs).results
-    assert "lse" in trial.attempt(EAGER, Mode(with_lse=True), case, inputs).results
-    assert trial.attempt(systems.by_name("cuda"), Mode(), case, inputs).needs.refusal
