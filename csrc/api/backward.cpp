@@ -206,23 +206,16 @@ struct BackwardPass {
     // Packed rows have one entry, which no stride leads to.
     const bool has_entries = sequences == nullptr || !sequences->is_packed;
     rows.out = a.out.const_data_ptr();
-    rows.dout = a.dout.const_data_ptr();
+    rows.dout = rows_of(a.dout);
     rows.lse = static_cast<const float*>(a.lse.const_data_ptr());
-    rows.dout_stride_b = has_entries ? a.dout.stride(0) : 0;
-    rows.dout_stride_q = a.dout.stride(1);
-    rows.dout_stride_h = a.dout.stride(2);
+    if (!has_entries) rows.dout.stride_b = 0;
     if (a.dlse.has_value()) {
       check_dims(op, *a.dlse, "dlse", {batch, heads, seqlen_q}, a.q);
       check_dtype(op, *a.dlse, "dlse", ScalarType::Float);
-      rows.dlse = static_cast<const float*>(a.dlse->const_data_ptr());
-      rows.dlse_stride_b = has_entries ? a.dlse->stride(0) : 0;
-      rows.dlse_stride_h = a.dlse->stride(1);
-      rows.dlse_stride_q = a.dlse->stride(2);
+      rows.dlse = {static_cast<const float*>(a.dlse->const_data_ptr()), has_entries ? a.dlse->stride(0) : 0,
+                   a.dlse->stride(1), a.dlse->stride(2)};
     }
-    rows.batch = static_cast<int>(batch);
-    rows.seqlen_q = static_cast<int>(seqlen_q);
-    rows.num_heads = static_cast<int>(heads);
-    rows.head_dim_v = static_cast<int>(head_dim_v);
+    set_sizes(sizes, rows);
     if (a.delta.has_value()) check_array(op, *a.delta, "delta", {batch, heads, seqlen_q}, ScalarType::Float, a.q);
     rows.row_delta = data_of<float>(a.delta);  // where the caller gets delta of every row
   }
@@ -299,18 +292,13 @@ struct BackwardPass {
     }
     CHECK_FOR(op, mask_form != MaskForm::kIntervals || !has_bias_tiles(),
               "a bias per query and key needs bits of a mask");
-    if (form == BackwardBias::kNone) {
-      set_bias(op, bias, sizes.num_heads, rows);
-    } else {
-      set_bias(op, bias, sizes.num_heads, params);
-    }
+    (form == BackwardBias::kNone ? rows.bias_values : params.bias_values) = bias_values(op, bias, sizes.num_heads);
   }
 
   // --- what is computed -------------------------------------------------------------------------------------------
 
   void describe_scores() {
     set_sizes(sizes, params);
-    params.head_dim = static_cast<int>(sizes.head_dim);
     params.softmax_scale = static_cast<float>(a.softmax_scale);
     set_softcap(a.softmax_scale, a.softcap, params);
     CHECK_FOR(op, !(a.softcap > 0 && a.dropout_key.has_value()), "there is no kernel with dropout and a softcap");
@@ -319,8 +307,8 @@ struct BackwardPass {
     call.low = params.low;
     call.high = params.high;
     if (!has_mask) return;
-    set_mask(mask_form, a.mask[0], a.mask[2], sizes, params);
-    call.groups_share_mask = params.heads_per_mask % params.heads_per_group == 0;
+    params.mask = mask_tiles(a.mask, a.mask[2], sizes);
+    call.groups_share_mask = params.mask.heads.heads_per_mask % params.heads_per_group == 0;
     if (!a.key_order.has_value()) return;
     CHECK_FOR(op, mask_form == MaskForm::kIntervals && call.groups_share_mask,
               "key_order is of an interval mask that all heads of a group share");
@@ -430,7 +418,7 @@ struct BackwardPass {
     const bool sums_dq = a.dq.has_value() && !schedule.completes_dq;
     const int64_t padded_rows = pairs * rows_of_pair, blocks_q = padded_rows / block_m;
     const int64_t summed_rows = schedule.summed_pairs * schedule.blocks_k * schedule.block_n;
-    const int64_t masks = schedule.blocks_decide ? (params.mask_has_batch ? sizes.batch : 1) * params.mask_heads : 0;
+    const int64_t masks = schedule.blocks_decide ? (params.mask.heads.has_batch ? sizes.batch : 1) * params.mask.heads.mask_heads : 0;
     Scratch scratch;
     scratch.add(2 * padded_rows);
     const int64_t has_long_at = scratch.add(ceil_div(masks, 4));
@@ -468,10 +456,10 @@ struct BackwardPass {
     if (sums_dk) params.dk_sums = start + dk_at;
     if (sums_dv) params.dv_sums = start + dv_at;
     if (is_ordered && (sums_dk || sums_dv)) params.dkv_semaphore = reinterpret_cast<int*>(start + dkv_semaphore_at);
-    const int heads_k = has_mask ? params.heads_per_mask / params.heads_per_group : 0;  // key heads that share a mask
+    MaskHeads key_heads = params.mask.heads;
+    key_heads.heads_per_mask /= params.heads_per_group;
     if (params.key_order != nullptr) {
-      rows.places = {params.key_order, params.mask_bounds, params.seqlen_k, static_cast<int>(tiles_k),
-                     heads_k, params.mask_heads, params.mask_has_batch};
+      rows.places = {params.key_order, params.mask.bounds, params.seqlen_k, static_cast<int>(tiles_k), key_heads};
     }
     if (schedule.blocks_decide) {
       auto* const has_group = reinterpret_cast<uint8_t*>(start + has_group_at);
@@ -479,10 +467,9 @@ struct BackwardPass {
       params.has_group = has_group;
       params.has_long = has_long;
       params.masks = static_cast<int>(masks);
-      rows.group_walks = {has_group, has_long, params.masks, params.mask_lists, static_cast<int>(tiles_k),
-                          static_cast<int>(tiles_q), heads_k, params.mask_heads, params.mask_has_batch,
-                          static_cast<int>(schedule.short_walk), params.full_group_pairs,
-                          static_cast<int>(schedule.share)};
+      rows.group_walks = {has_group, has_long, params.masks, params.mask.lists, static_cast<int>(tiles_k),
+                          static_cast<int>(tiles_q), key_heads, static_cast<int>(schedule.short_walk),
+                          params.full_group_pairs, static_cast<int>(schedule.share)};
     }
     if (clears_some) {
       rows.sums[0] = params.dk_sums;
@@ -519,7 +506,7 @@ struct BackwardPass {
     cleared.high = params.high;
     cleared.sequences = of;
     cleared.packs_rows = of.bias_packs_queries;
-    if (has_mask) set_lists(a.mask[0], a.mask[1], sizes, cleared);
+    if (has_mask) cleared.mask = mask_tiles(a.mask, a.mask[1], sizes);
     check(launch_clear_dbias(cleared, stream), op, "launching the kernel that clears dbias");
   }
 
@@ -535,32 +522,23 @@ struct BackwardPass {
     order.ordered = static_cast<int32_t*>(ordered_lists.mutable_data_ptr());
     order.predecessors = order.ordered + order.num_lists * (2 + tiles_q);
     check(launch_order_lists(order, stream), op, "launching the kernel of the lists");
-    params.mask_lists = order.ordered;
+    params.mask.lists = order.ordered;
     params.mask_predecessors = order.predecessors;
   }
 
   // Sums delta of sequences of few keys.
   void sum_delta() const {
-    const auto rows_of = [](const Tensor& x) {
-      return FewKeysParams::Rows{x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
-    };
     FewKeysParams few{};
+    set_sizes(sizes, few);
     few.q = rows_of(a.q);
     few.k = rows_of(a.k);
     few.v = rows_of(a.v);
     few.dout = rows_of(a.dout);
     few.dlse = rows.dlse;
-    few.dlse_stride_b = rows.dlse_stride_b;
-    few.dlse_stride_h = rows.dlse_stride_h;
-    few.dlse_stride_q = rows.dlse_stride_q;
     few.lse = rows.lse_log2;
     few.delta = rows.delta;
     few.row_delta = rows.row_delta;
-    if (form != BackwardBias::kNone) set_bias(op, *a.bias, sizes.num_heads, few);
-    few.num_heads = params.num_heads;
-    few.heads_per_group = params.heads_per_group;
-    few.head_dim = params.head_dim;
-    few.head_dim_v = params.head_dim_v;
+    few.bias_values = params.bias_values;
     few.softmax_scale = params.softmax_scale;
     few.sequences = of;
     check(instance.few_keys(few, stream), op, "launching the kernel of few keys");

@@ -6,7 +6,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "../params.h"
+#include "../sm90/forward/params.h"
 #include "common.h"
 
 namespace flash_dmattn {
@@ -38,21 +38,11 @@ inline int64_t bias_stride(const torch::stable::Tensor& bias, int dim) {
   return is_broadcast(bias, dim) ? 0 : bias.stride(dim);
 }
 
-inline int heads_per_bias(const torch::stable::Tensor& bias, int64_t num_heads) {
-  return static_cast<int>(is_broadcast(bias, 1) ? num_heads : num_heads / bias.size(1));
-}
-
-// Fills the bias fields of the params of either pass.
-template <class Params>
-void set_bias(const char* op, const torch::stable::Tensor& bias, int64_t num_heads, Params& params) {
-  params.bias_dtype = float_dtype(op, bias, "bias");
-  params.bias_values = bias.const_data_ptr();
-  params.bias_stride_b = bias_stride(bias, 0);
-  params.bias_stride_h = bias_stride(bias, 1);
-  params.bias_stride_q = bias_stride(bias, 2);
-  params.bias_stride_k = bias_stride(bias, 3);
-  params.heads_per_bias = heads_per_bias(bias, num_heads);
-  params.bias_has_batch = !is_broadcast(bias, 0);
+// A bias of so many query heads, as kernels read it.
+inline BiasValues bias_values(const char* op, const torch::stable::Tensor& bias, int64_t num_heads) {
+  const int64_t heads_per_bias = is_broadcast(bias, 1) ? num_heads : num_heads / bias.size(1);
+  return {bias.const_data_ptr(), bias_stride(bias, 0), bias_stride(bias, 1), bias_stride(bias, 2), bias_stride(bias, 3),
+          float_dtype(op, bias, "bias"), static_cast<int>(heads_per_bias), !is_broadcast(bias, 0)};
 }
 
 // Sets a sink, (Hq), contiguous, in fp32 or 16 bits.

@@ -9,7 +9,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "../params.h"
+#include "../sm90/forward/params.h"
 #include "../sm90/backward/instances.h"
 #include "common.h"
 
@@ -58,19 +58,18 @@ inline void check_bias(const char* op, const torch::stable::Tensor& bias, const 
              {one_or(sizes.batch), divisor_of(sizes.num_heads), one_or(sizes.seqlen_q), one_or(sizes.seqlen_k)}, q);
 }
 
-template <class Params>
-void set_sizes(const Sizes& sizes, Params& params) {
+inline void set_sizes(const Sizes& sizes, AttentionSizes& params) {
   params.batch = static_cast<int>(sizes.batch);
   params.num_heads = static_cast<int>(sizes.num_heads);
   params.seqlen_q = static_cast<int>(sizes.seqlen_q);
   params.seqlen_k = static_cast<int>(sizes.seqlen_k);
+  params.head_dim = static_cast<int>(sizes.head_dim);
   params.head_dim_v = static_cast<int>(sizes.head_dim_v);
   params.heads_per_group = static_cast<int>(sizes.num_heads / sizes.num_heads_k);
 }
 
 // Limits beyond the last diagonal are clamped to just past it.
-template <class Params>
-void set_band(const Sizes& sizes, int64_t low, int64_t high, Params& params) {
+inline void set_band(const Sizes& sizes, int64_t low, int64_t high, AttentionSizes& params) {
   params.low = static_cast<int>(std::clamp(low, -sizes.seqlen_q, sizes.seqlen_k));
   params.high = static_cast<int>(std::clamp(high, -sizes.seqlen_q, sizes.seqlen_k));
 }
@@ -90,7 +89,7 @@ inline bool shortens_rows(const Sizes& sizes, int64_t low, int64_t high) {
 // that they find it in L2. Call after the bias and the mask have been set.
 template <class Params>
 bool shares_over_batch(const Params& params, bool has_bias_per_score, bool has_mask) {
-  return params.batch > 1 && ((has_bias_per_score && !params.bias_has_batch) || (has_mask && !params.mask_has_batch));
+  return params.batch > 1 && ((has_bias_per_score && !params.bias_values.has_batch) || (has_mask && !params.mask.heads.has_batch));
 }
 
 // Scores are softcap * tanh(pre_scale * q k) if softcap is positive; both passes use these numbers.
@@ -166,26 +165,28 @@ inline MaskForm checked_mask_form(const char* op, const std::vector<torch::stabl
   return form;
 }
 
-// Sets heads and lists of a mask of either form; `lists` are its row lists or its column lists.
-template <class Params>
-void set_lists(const torch::stable::Tensor& allowed, const torch::stable::Tensor& lists, const Sizes& sizes,
-               Params& params) {
-  params.mask_lists = static_cast<const int32_t*>(lists.const_data_ptr());
-  params.mask_heads = static_cast<int>(allowed.size(1));
-  params.heads_per_mask = static_cast<int>(sizes.num_heads / allowed.size(1));
-  params.mask_has_batch = allowed.size(0) > 1;
+// Rows (B, L, H, D) of a tensor.
+inline Rows rows_of(const torch::stable::Tensor& x) {
+  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// Sets a mask of either form; of a bias per score, `form` has to be kTiles.
-template <class Params>
-void set_mask(MaskForm form, const torch::stable::Tensor& allowed, const torch::stable::Tensor& lists,
-              const Sizes& sizes, Params& params) {
-  if (form == MaskForm::kIntervals) {
-    params.mask_bounds = static_cast<const int2*>(allowed.const_data_ptr());
+// Which of the masks of a tensor (Bm, Hm, ...) each of so many heads reads.
+inline MaskHeads mask_heads(const torch::stable::Tensor& mask, int64_t num_heads) {
+  return {static_cast<int>(num_heads / mask.size(1)), static_cast<int>(mask.size(1)), mask.size(0) > 1};
+}
+
+// A mask of either form; `lists` are its row lists or its column lists.
+inline MaskTiles mask_tiles(const std::vector<torch::stable::Tensor>& mask, const torch::stable::Tensor& lists,
+                            const Sizes& sizes) {
+  MaskTiles tiles{};
+  if (mask_form(mask) == MaskForm::kIntervals) {
+    tiles.bounds = static_cast<const int2*>(mask[0].const_data_ptr());
   } else {
-    params.mask_bits = static_cast<const int32_t*>(allowed.const_data_ptr());
+    tiles.bits = static_cast<const int32_t*>(mask[0].const_data_ptr());
   }
-  set_lists(allowed, lists, sizes, params);
+  tiles.lists = static_cast<const int32_t*>(lists.const_data_ptr());
+  tiles.heads = mask_heads(mask[0], sizes.num_heads);
+  return tiles;
 }
 
 }  // namespace flash_dmattn

@@ -62,7 +62,7 @@ struct ForwardArguments {
 // Chooses how the kernel reads the bias, and sets its fields.
 Bias describe_bias(const ForwardArguments& call, ForwardParams& params) {
   const Tensor& bias = *call.bias;
-  set_bias(call.op, bias, call.q.size(2), params);
+  params.bias_values = bias_values(call.op, bias, call.q.size(2));
   params.bias_is_per_query = is_broadcast(bias, 3);
   if (params.bias_is_per_query) return Bias::kNone;
   if (is_broadcast(bias, 2)) return Bias::kVector;
@@ -76,7 +76,7 @@ Bias describe_bias(const ForwardArguments& call, ForwardParams& params) {
 bool pays_to_hold_bias(const KernelInstance& instance, Bias form, const Sizes& sizes, const ForwardParams& params,
                        bool has_more, int num_sms) {
   constexpr int64_t kTilesOfBlock = 4;
-  if (has_more || params.bias_has_batch || sizes.batch == 1) return false;
+  if (has_more || params.bias_values.has_batch || sizes.batch == 1) return false;
   const int64_t least = sizes.batch * sizes.num_heads * ceil_div(sizes.seqlen_q, int64_t{256});
   return least >= kTilesOfBlock * num_sms && can_hold_bias(instance.head_dim, instance.head_dim_v, form,
                                                            static_cast<int>(sizes.seqlen_q), sizes.seqlen_k);
@@ -235,7 +235,7 @@ void forward(const ForwardArguments& call) {
   set_sizes(sizes, params);
   set_band(sizes, call.low, call.high, params);
   set_scale(call.softmax_scale, call.softcap, params);
-  if (has_mask) set_mask(variant.mask, call.mask[0], call.mask[1], sizes, params);
+  if (has_mask) params.mask = mask_tiles(call.mask, call.mask[1], sizes);
 
   const bool has_bias_tiles = variant.bias == Bias::kTile || variant.bias == Bias::kStrided;
   const Work work = sequences == nullptr

@@ -8,6 +8,7 @@
 
 #include "../sm90/mask/mask.h"
 #include "bias.h"
+#include "call.h"
 #include "common.h"
 #include "tile_lists.h"
 
@@ -184,20 +185,13 @@ Tensor gather_bias(Tensor bias, Tensor order) {
   const CurrentDevice device(kName, bias);
   Tensor result = empty(bias, {batch, heads, 1, order.size(2)}, ScalarType::Float);
   GatherBiasParams params{};
-  params.values = bias.const_data_ptr();
-  params.stride_b = bias_stride(bias, 0);
-  params.stride_h = bias_stride(bias, 1);
-  params.stride_k = bias_stride(bias, 3);
-  params.dtype = float_dtype(kName, bias, "bias");
+  params.bias = bias_values(kName, bias, heads);
   params.to = static_cast<float*>(result.mutable_data_ptr());
   params.order = static_cast<const int32_t*>(order.const_data_ptr());
   params.total = batch * heads * order.size(2);
   params.seqlen = static_cast<int>(order.size(2));
   params.heads = static_cast<int>(heads);
-  params.heads_per_bias = static_cast<int>(heads / bias_heads);
-  params.heads_per_mask = static_cast<int>(heads / order.size(1));
-  params.mask_heads = static_cast<int>(order.size(1));
-  params.mask_has_batch = order.size(0) > 1;
+  params.masks = mask_heads(order, heads);
   if (params.total > 0) check(launch_gather_bias(params, device.stream), kName, "launching the kernel of the bias");
   return result;
 }
@@ -217,7 +211,7 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
   const CurrentDevice device(kName, k);
   GatherKeysParams params{};
   std::vector<Tensor> results;
-  const auto rows_of = [&](const Tensor& x, GatherKeysParams::Rows& rows) {
+  const auto rows_of = [&](const Tensor& x, GatherKeysParams::Tensor& rows) {
     CHECK_ARGUMENT(x.element_size() == 2 && x.stride(3) == 1 && x.size(3) % 8 == 0,
                    "k and v need rows of 16-bit values, whole pieces of 16 bytes");
     results.push_back(empty(x, {x.size(0), order.size(2), x.size(2), x.size(3)}, x.scalar_type()));
@@ -232,15 +226,11 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
   check_dims(kName, v, "v", {k.size(0), k.size(1), k.size(2), v.size(3)}, k);
   rows_of(k, params.k);
   rows_of(v, params.v);
-  params.order = static_cast<const int32_t*>(order.const_data_ptr());
-  params.bounds = static_cast<const int2*>(bounds.const_data_ptr());
+  params.places = {static_cast<const int32_t*>(order.const_data_ptr()), static_cast<const int2*>(bounds.const_data_ptr()),
+                   static_cast<int>(order.size(2)), static_cast<int>(bounds.size(2) / kTile),
+                   mask_heads(order, k.size(2))};
   params.rows = k.size(0) * order.size(2) * k.size(2);
-  params.seqlen = static_cast<int>(order.size(2));
   params.num_heads = static_cast<int>(k.size(2));
-  params.tiles = static_cast<int>(bounds.size(2) / kTile);
-  params.heads_per_mask = static_cast<int>(k.size(2) / order.size(1));
-  params.mask_heads = static_cast<int>(order.size(1));
-  params.mask_has_batch = order.size(0) > 1;
   CHECK_ARGUMENT(params.rows <= kMaxInt, "k has more than 2^31 - 1 rows");
   if (params.rows > 0) check(launch_gather_keys(params, device.stream), kName, "launching the kernel of the keys");
   return results;

@@ -38,11 +38,9 @@ void store_shared_dbias(const char* op, const SharedDbiasKernels& kernels, const
   params.dropout = call.dropout;
   if (has_mask) {
     CHECK_FOR(op, mask_form(call.mask) == MaskForm::kTiles, "a bias per query and key needs bits of a mask");
-    params.mask_bits = static_cast<const int32_t*>(call.mask[0].const_data_ptr());
-    set_lists(call.mask[0], call.mask[1], sizes, params);
+    params.mask = mask_tiles(call.mask, call.mask[1], sizes);
   }
-  params.heads_per_bias = heads_per_bias(call.bias, sizes.num_heads);
-  params.bias_has_batch = !is_broadcast(call.bias, 0);
+  params.bias_values = bias_values(op, call.bias, sizes.num_heads);
   params.dbias_heads = static_cast<int>(heads);
   params.heads_per_dbias = static_cast<int>(sizes.num_heads / heads);
   params.heads_summed = static_cast<int>(schedule.heads_summed);

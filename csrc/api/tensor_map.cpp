@@ -5,8 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../sm90/sequences/params.h"
 #include "bias.h"
-#include "../params.h"
 #include "common.h"
 
 namespace flash_dmattn {

@@ -4,7 +4,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "../params.h"
 #include "sequences/sequence.h"
 
 namespace flash_dmattn {
@@ -15,9 +14,9 @@ struct HeadAt {
 };
 
 // The index of the work tile's mask, counted over batch entries and heads.
-template <class Params, class Work>
-__device__ __forceinline__ int64_t mask_of(const Params& p, const Work& work) {
-  return static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
+template <class Work>
+__device__ __forceinline__ int64_t mask_of(const MaskHeads& of, const Work& work) {
+  return static_cast<int64_t>(of.has_batch ? work.batch : 0) * of.mask_heads + work.head / of.heads_per_mask;
 }
 
 // The list of line `line` of a mask, a row of tiles or a column (mask/list.cu): the numbers of full and of partial tiles,
@@ -82,18 +81,19 @@ __device__ __forceinline__ float load_float(const void* values, BiasDtype dtype,
 // For a bias that is not loaded by TMA: calls `use` with a function that returns its value at (query, key), in fp32.
 template <class Params, class Work, class F>
 __device__ __forceinline__ void with_bias(const Params& p, const Work& work, F use) {
-  const int64_t start = (p.bias_has_batch ? work.batch : 0) * p.bias_stride_b +
-                        work.head / p.heads_per_bias * p.bias_stride_h + first_bias_of(p, work);
+  const BiasValues& bias = p.bias_values;
+  const int64_t start = (bias.has_batch ? work.batch : 0) * bias.stride_b +
+                        work.head / bias.heads_per_bias * bias.stride_h + first_bias_of(p, work);
   auto with = [&](auto* values) {
     values += start;
-    use([=](int query, int key) { return to_float(values[query * p.bias_stride_q + key * p.bias_stride_k]); });
+    use([=, &bias](int query, int key) { return to_float(values[query * bias.stride_q + key * bias.stride_k]); });
   };
-  if (p.bias_dtype == BiasDtype::kFloat32) {
-    with(static_cast<const float*>(p.bias_values));
-  } else if (p.bias_dtype == BiasDtype::kFloat16) {
-    with(static_cast<const __half*>(p.bias_values));
+  if (bias.dtype == BiasDtype::kFloat32) {
+    with(static_cast<const float*>(bias.data));
+  } else if (bias.dtype == BiasDtype::kFloat16) {
+    with(static_cast<const __half*>(bias.data));
   } else {
-    with(static_cast<const __nv_bfloat16*>(p.bias_values));
+    with(static_cast<const __nv_bfloat16*>(bias.data));
   }
 }
 

@@ -79,20 +79,20 @@ struct KeyConsumer {
   __device__ __forceinline__ void load_mask_words(Words& words, const KeyWorkItem<Traits>& item, int block) {
     const int64_t row_words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
     if constexpr (Traits::kHasIntervals) {
-      const int2* bounds = p.mask_bounds + mask_of(p, item) * row_words * kWord + first_key(item) + key_of_block(0);
+      const int2* bounds = p.mask.bounds + mask_of(p.mask.heads, item) * row_words * kWord + first_key(item) + key_of_block(0);
       const int2 two[2] = {bounds[0], bounds[8]};
       const auto in_block = [&](int query) {
         return static_cast<uint32_t>(min(max(query - block * kBlockM, 0), kBlockM));
       };
       words[0] = in_block(two[0].x) | in_block(two[0].y) << 8 | in_block(two[1].x) << 16 | in_block(two[1].y) << 24;
     } else if constexpr (Traits::kHasMask) {
-      const int64_t first = mask_of(p, item) * p.seqlen_q;
+      const int64_t first = mask_of(p.mask.heads, item) * p.seqlen_q;
       const int word = item.block_k * (Traits::kBlockN / kWord) + group * 2 + warp / 2;
 #pragma unroll
       for (int t = 0; t < kBlockM / 32; ++t) {
         // A row beyond the last takes the bits of the last; its lse masks it.
         const int row = min(block * kBlockM + 32 * t + lane, p.seqlen_q - 1);
-        words[t] = p.mask_bits[(first + row) * row_words + word];
+        words[t] = p.mask.bits[(first + row) * row_words + word];
       }
     }
   }
@@ -370,7 +370,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void store_key_sum(float* sums, const KeyWorkItem<Traits>& item, int place, float sum) {
     if constexpr (Traits::kHasIntervals) {
       if (p.key_order != nullptr) {
-        atomicAdd(sums + p.key_order[mask_of(p, item) * p.seqlen_k + place], sum);
+        atomicAdd(sums + p.key_order[mask_of(p.mask.heads, item) * p.seqlen_k + place], sum);
         return;
       }
     }

@@ -7,8 +7,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
-#include "../../params.h"
 #include "instances.h"
+#include "params.h"
 
 namespace flash_dmattn {
 

@@ -135,11 +135,11 @@ __device__ __forceinline__ void load_bias(const BackwardParams& p, Storage& shar
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
-    const int head = item.head / p.heads_per_bias;
+    const int head = item.head / p.bias_values.heads_per_bias;
 #pragma unroll 1
     for (int step = 0; step < item.walk.steps; ++step) {
       bool needs_mask;
-      const auto at = score_at(p, item, item.walk.at(step, needs_mask) * Traits::kBlockM, p.bias_has_batch);
+      const auto at = score_at(p, item, item.walk.at(step, needs_mask) * Traits::kBlockM, p.bias_values.has_batch);
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);

@@ -97,7 +97,7 @@ struct QueryWalk {
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
       const int tile_k = work.block_k / kKeyBlocksPerTile;
-      const int32_t* list = list_of(p.mask_lists, mask_of(p, work), tiles_k, tile_k, tiles_q);
+      const int32_t* list = list_of(p.mask.lists, mask_of(p.mask.heads, work), tiles_k, tile_k, tiles_q);
       walk.num_full = list[0];
       walk.steps = (walk.num_full + list[1]) * kBlocksPerTile;
       walk.list = list + 2;
@@ -153,7 +153,7 @@ __device__ __forceinline__ int count_predecessors(const BackwardParams& p, const
   if constexpr (Traits::kHasMask) {
     const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
     constexpr int kBlocks = QueryWalk<Traits>::kKeyBlocksPerTile;
-    const int32_t* predecessors = p.mask_predecessors + (mask_of(p, work) * tiles_k + work.block_k / kBlocks) * tiles_q;
+    const int32_t* predecessors = p.mask_predecessors + (mask_of(p.mask.heads, work) * tiles_k + work.block_k / kBlocks) * tiles_q;
     const int tiles = predecessors[step / QueryWalk<Traits>::kBlocksPerTile];
     return tiles * kBlocks + kBlocks - 1 - work.block_k % kBlocks;
   } else {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../../device/wgmma.h"
-#include "../../params.h"
 #include "launch.h"
 
 namespace flash_dmattn {

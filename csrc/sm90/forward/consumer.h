@@ -66,11 +66,11 @@ struct Consumer {
   __device__ __forceinline__ void find_mask_rows(const Work& work, const int32_t* (&rows)[2]) {
     if constexpr (Traits::kHasMask && !Traits::kHasIntervals) {
       const int64_t words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
-      const int64_t mask = mask_of(p, work);
+      const int64_t mask = mask_of(p.mask.heads, work);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = Traits::kHasOneMaskRow ? 0 : min(work.first_row + row_of_warp + 8 * r, p.seqlen_q - 1);
-        rows[r] = p.mask_bits + (mask * p.seqlen_q + row) * words;
+        rows[r] = p.mask.bits + (mask * p.seqlen_q + row) * words;
       }
     }
   }
@@ -79,7 +79,7 @@ struct Consumer {
                                                   const Work& work, int block) {
     if constexpr (Traits::kHasIntervals) {
       const int64_t tiles_k = (p.seqlen_k + kTile - 1) / kTile;
-      mask_words.load(p.mask_bounds + mask_of(p, work) * tiles_k * kTile + block * kBlockN,
+      mask_words.load(p.mask.bounds + mask_of(p.mask.heads, work) * tiles_k * kTile + block * kBlockN,
                       work.first_row + row_of_warp - lane / 4);
     } else if constexpr (Traits::kHasMask) {
 #pragma unroll

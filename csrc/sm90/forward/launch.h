@@ -5,8 +5,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
-#include "../../params.h"
 #include "../backward/instances.h"
+#include "params.h"
 
 namespace flash_dmattn {
 

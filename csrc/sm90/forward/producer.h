@@ -158,7 +158,7 @@ template <class Traits>
 __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   constexpr int kBlockN = Traits::kBlockN, kPerLane = kBlockN / 32;
   const int lane = threadIdx.x % 32;
-  const bool is_read_once = p.heads_per_bias == 1 && (p.bias_has_batch || p.batch == 1);
+  const bool is_read_once = p.bias_values.heads_per_bias == 1 && (p.bias_values.has_batch || p.batch == 1);
   int held_head = -1, held_rows = -1;
   PipelineState<Traits::kBiasStages> pipe;
   PipelineState<kWorkStages> pipe_work;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
     if (!item.is_valid) return;
     const auto& work = item.work;
     const Walk<Traits>& walk = item.walk;
-    const int head = work.head / p.heads_per_bias;
+    const int head = work.head / p.bias_values.heads_per_bias;
     const bool is_held = Traits::kHoldsBias && head == held_head && work.block_q == held_rows;
     held_head = head, held_rows = work.block_q;
 #pragma unroll 1
@@ -177,7 +177,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
       if constexpr (Traits::kBias == Bias::kTile) {
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         if (lane == 0) {
-          const auto at = score_at(p, work, work.first_row, p.bias_has_batch);
+          const auto at = score_at(p, work, work.first_row, p.bias_values.has_batch);
           const auto copy = [&](auto once) {
             tma_load_panels<kBlockN / kPanelColumns, Traits::kBlockM, decltype(once)::value>(
                 shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, at, head);

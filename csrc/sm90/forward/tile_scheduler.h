@@ -62,7 +62,7 @@ struct Walk {
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
       // A mask with one row for all queries has the same list for each row of tiles.
-      const int32_t* list = list_of(p.mask_lists, mask_of(p, work), tiles_q, work.block_q, tiles_k);
+      const int32_t* list = list_of(p.mask.lists, mask_of(p.mask.heads, work), tiles_q, work.block_q, tiles_k);
       // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
       walk.num_full = __ldg(list);
       walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
@@ -103,7 +103,7 @@ struct Walk {
       bool needs_mask;
       const int block = at(0, needs_mask);
       const int64_t words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
-      const int32_t* bits = p.mask_bits + mask_of(p, work) * p.seqlen_q * words + block * (Traits::kBlockN / kWord);
+      const int32_t* bits = p.mask.bits + mask_of(p.mask.heads, work) * p.seqlen_q * words + block * (Traits::kBlockN / kWord);
       const int2 half = __ldg(reinterpret_cast<const int2*>(bits));
       skipped = (half.x | half.y) == 0;
       steps -= skipped;

@@ -60,17 +60,18 @@ __global__ void __launch_bounds__(kThreads) gather_keys_kernel(const __grid_cons
   const int lane = threadIdx.x % kLanes;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   if (row >= p.rows) return;
-  const int64_t batch_place = row / p.num_heads, batch = batch_place / p.seqlen;
+  const PlacesOfKeys& places = p.places;
+  const int64_t batch_place = row / p.num_heads, batch = batch_place / places.length;
   const int head = static_cast<int>(row - batch_place * p.num_heads);
-  const int place = static_cast<int>(batch_place - batch * p.seqlen);
-  const int64_t mask = mask_of(p, HeadAt{static_cast<int>(batch), head});
-  const int2* bounds = p.bounds + mask * p.tiles * kTile;
+  const int place = static_cast<int>(batch_place - batch * places.length);
+  const int64_t mask = mask_of(places.heads, HeadAt{static_cast<int>(batch), head});
+  const int2* bounds = places.bounds + mask * places.tiles * kTile;
   const auto is_live = [&](int at) { return bounds[at].x < bounds[at].y; };
   if (!is_live(place / kTile * kTile)) return;  // live keys come first
   const bool keeps = is_live(place);
-  const int64_t key = p.order[mask * p.seqlen + place];
+  const int64_t key = places.order[mask * places.length + place];
 #pragma unroll
-  for (const GatherKeysParams::Rows* rows : {&p.k, &p.v}) {
+  for (const GatherKeysParams::Tensor* rows : {&p.k, &p.v}) {
     const char* const from =
         static_cast<const char*>(rows->from) + batch * rows->stride_b + key * rows->stride_l + head * rows->stride_h;
     uint4* const to = static_cast<uint4*>(rows->to) + row * rows->chunks;
@@ -86,15 +87,15 @@ __global__ void __launch_bounds__(kThreads) gather_bias_kernel(const __grid_cons
   if (at >= p.total) return;
   const int64_t pair = at / p.seqlen, batch = pair / p.heads;
   const int head = static_cast<int>(pair - batch * p.heads);
-  const int64_t mask = mask_of(p, HeadAt{static_cast<int>(batch), head});
-  const int64_t from = batch * p.stride_b + head / p.heads_per_bias * p.stride_h +
-                       p.order[mask * p.seqlen + at % p.seqlen] * p.stride_k;
-  if (p.dtype == BiasDtype::kFloat32) {
-    p.to[at] = static_cast<const float*>(p.values)[from];
-  } else if (p.dtype == BiasDtype::kFloat16) {
-    p.to[at] = __half2float(static_cast<const __half*>(p.values)[from]);
+  const int64_t mask = mask_of(p.masks, HeadAt{static_cast<int>(batch), head});
+  const int64_t from = batch * p.bias.stride_b + head / p.bias.heads_per_bias * p.bias.stride_h +
+                       p.order[mask * p.seqlen + at % p.seqlen] * p.bias.stride_k;
+  if (p.bias.dtype == BiasDtype::kFloat32) {
+    p.to[at] = static_cast<const float*>(p.bias.data)[from];
+  } else if (p.bias.dtype == BiasDtype::kFloat16) {
+    p.to[at] = __half2float(static_cast<const __half*>(p.bias.data)[from]);
   } else {
-    p.to[at] = __bfloat162float(static_cast<const __nv_bfloat16*>(p.values)[from]);
+    p.to[at] = __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias.data)[from]);
   }
 }
 

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "../../device/pipeline.h"
-#include "../../params.h"
+#include "params.h"
 
 namespace flash_dmattn {
 
@@ -179,8 +179,8 @@ template <class Params, class Work>
 __device__ __forceinline__ int64_t first_bias_of(const Params& p, const Work& work) {
   if constexpr (kIsOfSequence<Work>) {
     const SequenceParams& of = p.sequences;
-    return (of.bias_packs_queries ? work.sequence.first_q * p.bias_stride_q : 0) +
-           (of.bias_packs_keys ? work.sequence.first_k * p.bias_stride_k : 0);
+    return (of.bias_packs_queries ? work.sequence.first_q * p.bias_values.stride_q : 0) +
+           (of.bias_packs_keys ? work.sequence.first_k * p.bias_values.stride_k : 0);
   } else {
     return 0;
   }

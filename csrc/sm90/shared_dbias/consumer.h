@@ -76,13 +76,13 @@ struct SharedDbiasConsumer {
   __device__ __forceinline__ void load_mask_words(MaskWords& words, const DbiasWorkTile& work,
                                                   const AttentionHead& head) {
     if constexpr (Traits::kHasMask) {
-      const int64_t first = mask_of(p, head) * p.seqlen_q, row_words = p.tiles_k * kTileWords;
+      const int64_t first = mask_of(p.mask.heads, head) * p.seqlen_q, row_words = p.tiles_k * kTileWords;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // A row beyond the last takes the bits of the last; it is not stored.
         const int row = min(work.block_q * kTile + row_of_tile() + 8 * r, p.seqlen_q - 1);
         const int word = work.block_k * kTileWords;
-        const int32_t* bits = p.mask_bits + (first + row) * row_words + word;
+        const int32_t* bits = p.mask.bits + (first + row) * row_words + word;
         const int4 four = *reinterpret_cast<const int4*>(bits);
         words[r][0] = four.x, words[r][1] = four.y, words[r][2] = four.z, words[r][3] = four.w;
       }

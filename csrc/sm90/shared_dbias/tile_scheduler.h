@@ -77,7 +77,7 @@ template <class Traits>
 __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int block_q, int block_k,
                                               const Head<Traits::kHasSequences>& head) {
   if constexpr (Traits::kHasMask) {
-    const int32_t* list = list_of(p.mask_lists, mask_of(p, head), p.tiles_q, block_q, p.tiles_k);
+    const int32_t* list = list_of(p.mask.lists, mask_of(p.mask.heads, head), p.tiles_q, block_q, p.tiles_k);
     const int num_full = list[0], num_partial = list[1];
     if (list_has(list + 2, 0, num_full, block_k)) return TileClass::kFull;
     const bool is_partial = list_has(list + 2, num_full, num_full + num_partial, block_k);

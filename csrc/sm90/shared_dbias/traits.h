@@ -2,7 +2,6 @@
 #pragma once
 
 #include "../../device/wgmma.h"
-#include "../../params.h"
 #include "launch.h"
 
 namespace flash_dmattn {
