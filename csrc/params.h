@@ -13,12 +13,11 @@ namespace flash_dmattn {
 // Hm heads of a mask, Bm its batch entries. Tq / Tk = ceil(Lq / 128), ceil(Lk / 128). Sizes and counts fit int32; every
 // offset is 64 bits.
 
-// The sizes of a call, and its band: query i may attend key j where low <= j - i <= high. The base of the arguments of
-// attention kernels.
+// The sizes of a call: the base of the arguments of attention kernels. Kernels load two neighbours at a time, so
+// another order of these and of what follows them is other machine code.
 struct AttentionSizes {
-  int batch, num_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  int batch, num_heads, seqlen_q, seqlen_k, head_dim_v;
   int heads_per_group;  // Hq / Hk
-  int low, high;        // both in [-Lq, Lk]
 };
 
 // Rows (B, L, H, D) of q, k, v or dout. Strides count elements.
@@ -35,8 +34,8 @@ struct RowValues {
 
 enum class BiasDtype { kFloat32, kFloat16, kBFloat16 };
 
-// A bias (B, H, Lq, Lk). Strides count elements of its dtype; 0 where one value serves every index. Heads of q share one of
-// the bias, heads_per_bias each; has_batch says whether batch entries have their own.
+// A bias (B, H, Lq, Lk). Strides count elements of its dtype; 0 where one value serves every index. Heads of q share
+// one of the bias, heads_per_bias each; has_batch says whether batch entries have their own.
 struct BiasValues {
   const void* data;  // null for no bias
   int64_t stride_b, stride_h, stride_q, stride_k;
@@ -48,7 +47,8 @@ struct BiasValues {
 // How a mask is read: not at all, as bits, or as the queries that see each key, [x, y) of its bounds.
 enum class MaskForm { kNone, kTiles, kIntervals };
 
-// Which mask a head reads: heads_per_mask heads share one of mask_heads; has_batch says whether batch entries have their own.
+// Which mask a head reads: heads_per_mask heads share one of mask_heads; has_batch says whether batch entries have
+// their own.
 struct MaskHeads {
   int heads_per_mask, mask_heads;
   bool has_batch;
@@ -58,7 +58,8 @@ struct MaskHeads {
 struct MaskTiles {
   const int32_t* bits;   // (Bm, Hm, Lq, 4 Tk), for MaskForm::kTiles
   const int2* bounds;    // (Bm, Hm, 128 Tk), for MaskForm::kIntervals
-  const int32_t* lists;  // (Bm, Hm, Tq, 2 + Tk), lists of rows, or (Bm, Hm, Tk, 2 + Tq), lists of columns; see mask/list.cu
+  // Lists of rows (Bm, Hm, Tq, 2 + Tk), or lists of columns (Bm, Hm, Tk, 2 + Tq): see sm90/mask/list.cu.
+  const int32_t* lists;
   MaskHeads heads;
 };
 

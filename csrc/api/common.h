@@ -1,6 +1,8 @@
-// What the operators share: errors with the name of the operator, arithmetic of grids, and torch's stream.
+// Shared by the operators: errors with the name of the operator, arithmetic of grids, and torch's stream.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -35,6 +37,19 @@ inline cudaStream_t current_stream(int32_t device) {
   const AOTITorchError error = aoti_torch_get_current_cuda_stream(device, &current);
   STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "torch does not give its current stream of CUDA device ", device);
   return static_cast<cudaStream_t>(current);
+}
+
+// The number of SMs. Asked once: the query takes as long as encoding a TMA descriptor. Two threads that ask at the same
+// time write the same value.
+inline int sm_count(const char* op, int device) {
+  static std::array<std::atomic<int>, 64> known{};
+  std::atomic<int>& count = known[static_cast<size_t>(device) % known.size()];
+  if (count == 0) {
+    int found = 0;
+    check(cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device), op, "asking for multiprocessors");
+    count = found;
+  }
+  return count;
 }
 
 // The size that a dim of an argument may have.
@@ -102,7 +117,7 @@ struct CurrentDevice {
 
   CurrentDevice(const char* op, const torch::stable::Tensor& x)
       : index(x.get_device_index()), guard(index), stream(current_stream(index)) {
-    check(cudaSetDevice(index), op, "setting the device");  // of the static runtime; the guard sets that of torch
+    check(cudaSetDevice(index), op, "setting the device");  // in the static runtime; the guard sets it in torch
   }
 };
 

@@ -7,7 +7,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/mask/mask.h"
-#include "bias.h"
 #include "call.h"
 #include "common.h"
 #include "tile_lists.h"
@@ -41,7 +40,7 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   // Long rows have greater chunks: each chunk reads the whole prefix some times.
   params.chunk_keys = seqlen_k <= 16384 ? kMostChunkKeys / 4 : seqlen_k <= 65536 ? kMostChunkKeys / 2 : kMostChunkKeys;
   const int64_t chunks = ceil_div(seqlen_k, params.chunk_keys);
-  // Of segments that keep all of their keys nothing would be gained.
+  // Segments that keep all of their keys would gain nothing.
   const int64_t segment_keys = std::max(kSegmentKeys, ceil_div(k, kMostChunkKeys) * kMostChunkKeys);
   params.segment_keys = static_cast<int>(seqlen_k > 2 * segment_keys ? segment_keys : seqlen_k);
   const int64_t segments = ceil_div(seqlen_k, params.segment_keys);
@@ -67,8 +66,8 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   return results;
 }
 
-// Returns the order of keys int32 (B, H, Lk), as `key_order` of flash_dmattn/masks/prepared/interval_order.py. start and
-// stop are int32 (B, H, Lk), contiguous.
+// Returns the order of keys int32 (B, H, Lk), as `key_order` of flash_dmattn/masks/prepared/interval_order.py. start
+// and stop are int32 (B, H, Lk), contiguous.
 Tensor key_order(Tensor start, Tensor stop, int64_t seqlen_q) {
   constexpr const char* kName = "cuda_key_order";
   CHECK_ARGUMENT(start.is_cuda(), "start is not on a CUDA device; the kernel is written for sm_90a");
@@ -108,8 +107,8 @@ Tensor key_order(Tensor start, Tensor stop, int64_t seqlen_q) {
   return order;
 }
 
-// Returns (bounds, row_lists, col_lists), as `interval_tiles` of flash_dmattn/masks/prepared/interval_operators.py. start
-// and stop are int32 (B, H, Lk), order is that or (B, H, 0); all contiguous.
+// Returns (bounds, row_lists, col_lists), as `interval_tiles` of flash_dmattn/masks/prepared/interval_operators.py.
+// start and stop are int32 (B, H, Lk), order is that or (B, H, 0); all contiguous.
 std::vector<Tensor> interval_tiles(Tensor start, Tensor stop, Tensor order, int64_t seqlen_q) {
   constexpr const char* kName = "cuda_interval_tiles";
   CHECK_ARGUMENT(start.is_cuda(), "start is not on a CUDA device; the kernel is written for sm_90a");
@@ -169,8 +168,8 @@ Tensor interval_bits(Tensor bounds, int64_t seqlen_q) {
   return bits;
 }
 
-// Returns a bias per key, (Bb, Hb, 1, Lk) of any strides, by place: fp32 (B, H, 1, P), contiguous, B and H the larger of
-// those of the bias and of order (Bm, Hm, P).
+// Returns a bias per key, (Bb, Hb, 1, Lk) of any strides, by place: fp32 (B, H, 1, P), contiguous. order is (Bm, Hm,
+// P); B is the larger of Bb and Bm, and H the larger of Hb and Hm.
 Tensor gather_bias(Tensor bias, Tensor order) {
   constexpr const char* kName = "cuda_gather_bias";
   CHECK_ARGUMENT(bias.is_cuda(), "bias is not on a CUDA device; the kernel is written for sm_90a");
@@ -196,9 +195,9 @@ Tensor gather_bias(Tensor bias, Tensor order) {
   return result;
 }
 
-// Returns k and v, (B, Lk, Hk, D) with rows that TMA can read, by place: (B, P, Hk, D), contiguous. order (Bm, Hm, P), of
-// at most Lk places, and bounds (Bm, Hm, 128 ceil(P / 128), 2) are those of an IntervalMask whose heads Hk is a multiple
-// of. Dead keys are zeros, or what they happen to be where a whole tile is dead.
+// Returns k and v, (B, Lk, Hk, D) with rows that TMA can read, by place: (B, P, Hk, D), contiguous. An IntervalMask has
+// order (Bm, Hm, P), with at most Lk places, and bounds (Bm, Hm, 128 ceil(P / 128), 2). Hk is a multiple of Hm. Dead
+// keys become zeros, but in a tile of dead keys alone, whose rows are not initialised.
 std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds) {
   constexpr const char* kName = "cuda_gather_keys";
   CHECK_ARGUMENT(k.is_cuda(), "k is not on a CUDA device; the kernel is written for sm_90a");
@@ -226,9 +225,11 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
   check_dims(kName, v, "v", {k.size(0), k.size(1), k.size(2), v.size(3)}, k);
   rows_of(k, params.k);
   rows_of(v, params.v);
-  params.places = {static_cast<const int32_t*>(order.const_data_ptr()), static_cast<const int2*>(bounds.const_data_ptr()),
-                   static_cast<int>(order.size(2)), static_cast<int>(bounds.size(2) / kTile),
-                   mask_heads(order, k.size(2))};
+  params.places.order = static_cast<const int32_t*>(order.const_data_ptr());
+  params.places.bounds = static_cast<const int2*>(bounds.const_data_ptr());
+  params.places.length = static_cast<int>(order.size(2));
+  params.places.tiles = static_cast<int>(bounds.size(2) / kTile);
+  params.places.heads = mask_heads(order, k.size(2));
   params.rows = k.size(0) * order.size(2) * k.size(2);
   params.num_heads = static_cast<int>(k.size(2));
   CHECK_ARGUMENT(params.rows <= kMaxInt, "k has more than 2^31 - 1 rows");

@@ -14,8 +14,8 @@ struct KvSplits {
 };
 
 // Chooses the split of the last wave: the tiles left over when every SM has had the same number, or all tiles if there
-// are fewer than SMs. That wave takes as long as one tile, however few tiles it has; splits shorten it. Its time is
-// estimated in steps, one key block of one tile each:
+// are fewer than SMs. The last wave takes as long as one tile, however few tiles it has; splits shorten it. The
+// estimate counts steps, one key block of one tile each:
 //
 //     waves(splits) * (steps of a split + fixed cost of a tile) + reading the splits + fixed cost of splitting
 //

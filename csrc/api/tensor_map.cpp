@@ -6,7 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../sm90/sequences/params.h"
-#include "bias.h"
+#include "call.h"
 #include "common.h"
 
 namespace flash_dmattn {
@@ -62,7 +62,7 @@ CUtensorMap tensor_map(const char* op, const Tensor& x, const char* name, std::a
   return map;
 }
 
-// Of rows `stride` elements apart.
+// A descriptor of rows that lie `stride` elements apart.
 CUtensorMap ragged_map(const char* op, const Tensor& x, const char* name, int64_t columns, int64_t stride, int64_t heads,
                        int64_t head_stride, int rows, CUtensorMapL2promotion promotion) {
   constexpr int64_t kMost = 0x7fff0000;  // no coordinate is more

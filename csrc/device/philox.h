@@ -1,7 +1,7 @@
 // Dropout of probabilities: which are kept, as flash_dmattn/reference/dropout.py has it.
 //
-// A call of Philox serves two queries and two keys that are 8 apart. A thread has all four in its fragment, with queries in
-// rows or in columns.
+// A call of Philox serves two queries and two keys that are 8 apart. A thread has all four in its fragment, with
+// queries in rows or in columns.
 #pragma once
 
 #include <cstdint>

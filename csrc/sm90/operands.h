@@ -19,8 +19,8 @@ __device__ __forceinline__ int64_t mask_of(const MaskHeads& of, const Work& work
   return static_cast<int64_t>(of.has_batch ? work.batch : 0) * of.mask_heads + work.head / of.heads_per_mask;
 }
 
-// The list of line `line` of a mask, a row of tiles or a column (mask/list.cu): the numbers of full and of partial tiles,
-// then the tiles. A mask has `lines` lines of `length` tiles.
+// The list of line `line` of a mask, a row of tiles or a column (mask/list.cu): the numbers of full and of partial
+// tiles, then the tiles. A mask has `lines` lines of `length` tiles.
 template <class Entry>
 __device__ __forceinline__ Entry* list_of(Entry* lists, int64_t mask, int lines, int line, int length) {
   return lists + (mask * lines + line) * (2 + length);
@@ -49,8 +49,8 @@ struct KeyRows {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < kBlockN / 16; ++t) {
-      // Of two times 8 keys the thread has two neighbours each, and of the rows lane / 4 and the one 8 further on. Their
-      // bits meet in one byte, as in Consumer::apply_mask.
+      // Of two times 8 keys the thread has two neighbours each, and of the rows lane / 4 and the one 8 further on.
+      // Their bits meet in one byte, as in Consumer::apply_mask.
       uint32_t two[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void with_bias(const Params& p, const Work& work, F u
                         work.head / bias.heads_per_bias * bias.stride_h + first_bias_of(p, work);
   auto with = [&](auto* values) {
     values += start;
-    use([=, &bias](int query, int key) { return to_float(values[query * bias.stride_q + key * bias.stride_k]); });
+    use([=](int query, int key) { return to_float(values[query * bias.stride_q + key * bias.stride_k]); });
   };
   if (bias.dtype == BiasDtype::kFloat32) {
     with(static_cast<const float*>(bias.data));

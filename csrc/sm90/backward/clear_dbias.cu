@@ -24,7 +24,7 @@ __device__ __forceinline__ uint4* first_row(const ClearDbiasParams& p, int entry
   return static_cast<uint4*>(p.x) + entry * p.stride_b + head * p.stride_h;
 }
 
-// Of a mask: a block of threads has a row of tiles, whose list ends with the empty ones.
+// With a mask: a block of threads has a row of tiles, whose list ends with the empty ones.
 __global__ void __launch_bounds__(kThreads) clear_masked_dbias_kernel(const __grid_constant__ ClearDbiasParams p) {
   griddep_wait();
   constexpr int kTileChunks = kTile / kChunk, kRowsAtOnce = kThreads / kTileChunks;

@@ -1,4 +1,4 @@
-// What the consumers of both backward kernels share: a warpgroup has the scores of 64 keys and of a block's queries.
+// The base of the consumers of both backward kernels: a warpgroup has the scores of 64 keys and of a block's queries.
 //
 // Scores have keys as rows and queries as columns. p and ds in 16 bits are wgmma operands as they lie in registers;
 // they go to shared memory transposed.
@@ -72,14 +72,15 @@ struct KeyConsumer {
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  // Mask bits of the warp's keys: word t is for query 32 t + lane of the block. Of an interval mask, which queries of the
-  // block see the thread's two keys: for each a byte of the first and one of the end.
+  // Mask bits of the warp's keys: word t is for query 32 t + lane of the block. With an interval mask, the queries of
+  // the block that see the thread's two keys: for each key a byte for the first query and a byte for the end.
   using Words = uint32_t[Traits::kHasIntervals ? 1 : kBlockM / 32];
 
   __device__ __forceinline__ void load_mask_words(Words& words, const KeyWorkItem<Traits>& item, int block) {
     const int64_t row_words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
     if constexpr (Traits::kHasIntervals) {
-      const int2* bounds = p.mask.bounds + mask_of(p.mask.heads, item) * row_words * kWord + first_key(item) + key_of_block(0);
+      const int64_t mask = mask_of(p.mask.heads, item);
+      const int2* bounds = p.mask.bounds + mask * row_words * kWord + first_key(item) + key_of_block(0);
       const int2 two[2] = {bounds[0], bounds[8]};
       const auto in_block = [&](int query) {
         return static_cast<uint32_t>(min(max(query - block * kBlockM, 0), kBlockM));
@@ -164,7 +165,7 @@ struct KeyConsumer {
     for (int i = 0; i < kSteps; ++i) read_sixteen(bias, i, tile);
   }
 
-  // What is added to two scores of the thread's key r, in units of log2: bias minus lse of their queries.
+  // The summands of two scores of the thread's key r, in units of log2: bias minus lse of their queries.
   __device__ __forceinline__ float2 added(float2 lse, const BiasWords& bias, int c, int r) const {
     float2 add = make_float2(-lse.x, -lse.y);
     if constexpr (Traits::kHasBiasTiles) {
@@ -366,7 +367,8 @@ struct KeyConsumer {
     }
   }
 
-  // Stores the sum of a place, or adds it to that of its key, where several work tiles have shares of it.
+  // Stores the sum of a place. In an order of keys, adds it to the sum of the key: several work tiles have shares of
+  // it.
   __device__ __forceinline__ void store_key_sum(float* sums, const KeyWorkItem<Traits>& item, int place, float sum) {
     if constexpr (Traits::kHasIntervals) {
       if (p.key_order != nullptr) {

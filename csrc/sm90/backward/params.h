@@ -14,17 +14,19 @@ namespace flash_dmattn {
 // The backward pass. Gradients that several blocks add to are summed in fp32, in accumulator tiles of 64 x 64
 // (sm90/backward/accumulators.h). lse and delta are padded to whole tiles of queries.
 struct BackwardParams : AttentionSizes {
+  int head_dim;
+  int low, high;  // as in ForwardParams
   // TMA descriptors, innermost dim first: (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), (Dv, Lq, Hq, B), and
   // (Lk, Lq, Hbias, Bbias) for tiles of bias and dbias.
   CUtensorMap q, k, v, dout, bias, dbias;
   void* dk;  // (B, Lk, Hk, D), contiguous; null if not needed
   void* dv;  // (B, Lk, Hk, Dv), contiguous; null if not needed
-  // (pairs, blocks_k, kBlockN / 64, panels of D, 64 rows of a panel), zeros: for the (batch, key head) pairs whose query
-  // heads are work tiles of their own. Null if there are none, or if the gradient is not needed.
+  // (pairs, blocks_k, kBlockN / 64, panels of D, 64 rows of a panel), zeros: for the (batch, key head) pairs whose
+  // query heads are work tiles of their own. Null if there are none, or if the gradient is not needed.
   float* dk_sums;
   float* dv_sums;      // the same for Dv
-  float* dq_sums;      // (B, Hq, 2 Tq, panels of D, 64 rows of a panel), zeros; null if not needed, or if dq is given.
-                       // Turned: (B, Hq, blocks of 80 queries, 2, 64 columns of them)
+  float* dq_sums;      // (B, Hq, 2 Tq, panels of D, 64 rows of a panel), zeros; null if not needed, or if dq is set.
+                       // Turned: (B, Hq, blocks of 80 queries, 2, 64 columns of 80 queries)
   void* dq;            // (B, Lq, Hq, D), contiguous, if a work tile has all keys; else null
   int* dq_semaphore;   // (B, Hq, blocks of queries), zeros: how many key blocks have added to a query block; null if
                        // the order of additions is free
@@ -39,8 +41,8 @@ struct BackwardParams : AttentionSizes {
 
   MaskTiles mask;                    // with lists of columns; `ordered` below if the order of additions is fixed
   const int32_t* mask_predecessors;  // (Bm, Hm, Tk, Tq), `predecessors` below; null if the order is free
-  // The key at each place of k, v and the bias, where those are in an order of keys; else null. dk, dv and dbias_sums are
-  // in the order of the caller's keys.
+  // The key at each place of k, v and the bias, where those are in an order of keys; else null. dk, dv and dbias_sums
+  // are in the order of the caller's keys.
   const int32_t* key_order;          // (Bm, Hm, Lk)
 
   BiasValues bias_values;  // of every kind of bias; its data is read for a bias per key
@@ -56,10 +58,12 @@ struct BackwardParams : AttentionSizes {
   // A key block has walk_parts work tiles for each head, which share its walk and follow each other: each gets at most
   // walk_tiles tiles of queries, and one that gets none is skipped. 1 and 0 where walks stay whole and none is skipped.
   int walk_parts, walk_tiles;
-  // Where blocks decide, under a mask that heads of a group share. Null: the host has decided.
-  const uint8_t* has_group;  // for each 64 keys of each pair: in the work of single heads the first has the whole group
-  // For each of `masks` masks, and zeros up to a multiple of 4: some walk is too long for a group. Then no pair has full
-  // groups, and all are in `all_heads`.
+  // Per-block decision of the schedule, only for masks that the heads of a group share; null when the host decides. For
+  // each 64 keys of each pair: the work tile of the group's first head has the whole group, and its other heads have
+  // none.
+  const uint8_t* has_group;
+  // Some walk of a mask is too long for a group: one byte for each of `masks` masks, and zeros up to a multiple of 4.
+  // If any is set, no pair has full groups, and all pairs are in `all_heads`.
   const uint8_t* has_long;
   int masks;
   Sections all_heads;
@@ -85,7 +89,7 @@ struct OrderListsParams {
   int tiles_q, tiles_k;
 };
 
-// What writes zeros to a stored dbias where the main kernel has no tile; columns are a multiple of 8, of 16 bits.
+// Writes zeros to a stored dbias where the main kernel has no tile. Columns are a multiple of 8, of 16 bits each.
 struct ClearDbiasParams {
   void* x;                   // (number, num_heads, rows, columns), or (num_heads, rows, columns) of packed queries
   int64_t stride_b, stride_h, stride_q;  // of x, in 16 bytes; of entries 0 if queries are packed
@@ -93,21 +97,22 @@ struct ClearDbiasParams {
   int rows, columns;
   int low, high;             // the band of dense calls
   SequenceParams sequences;  // without bounds in dense calls
-  bool packs_rows;           // rows are those of packed queries
+  bool packs_rows;           // rows are packed queries
   int shares;                // blocks of threads that share the rows of an entry and a head; set by the launch
   MaskTiles mask;            // with lists of rows, which then say everything; null for none
 };
 
-// Which key blocks have work tiles of whole groups, under a mask that the heads of a group share: walks differ, and the
-// host does not know them.
+// Decides which key blocks have work tiles of whole groups, under a mask that the heads of a group share: walks differ,
+// and the host does not know them.
 struct GroupWalks {
   uint8_t *has_group, *has_long;  // results, as in BackwardParams; null where the host decides
   int masks;
   const int32_t* lists;  // (Bm, Hm, tiles, 2 + tiles_q), of the mask's columns
   int tiles, tiles_q;
   MaskHeads heads;  // of key heads
-  // Those with walks of up to short_walk tiles of queries, if most of the mask's are. Of the first full_group_pairs pairs
-  // all, but for walks more than `share` times as long as the mask's on the mean, those of no tiles left out.
+  // Key blocks whose queries fit into short_walk tiles have whole groups, if most key blocks of the mask are so short.
+  // In the first full_group_pairs pairs all key blocks have whole groups, but for walks of more than `share` times the
+  // mean walk of the mask, empty walks left out.
   int short_walk, full_group_pairs, share;
 };
 
@@ -125,9 +130,9 @@ struct BackwardRowsParams : AttentionSizes {
   // Memory to clear: `zeros` times 16 bytes.
   void* cleared;
   int64_t zeros;
-  // Accumulators of dk and dv of which not all are cleared: of places those of live keys, else those that single heads
-  // add to. `floats` for each 64 rows, `row_blocks` times for each (batch, key head) pair. Neither places nor group
-  // walks: there are none. Null: this one is not needed.
+  // Accumulators of dk and dv that are cleared in part: in an order of keys only for live keys, with group walks only
+  // where single heads add. Without both, `cleared` has them. An accumulator is null if it is not needed. It has
+  // `floats` for each 64 rows, and `row_blocks` times 64 rows for each (batch, key head) pair.
   PlacesOfKeys places;
   GroupWalks group_walks;
   float* sums[2];
@@ -150,8 +155,8 @@ struct BackwardSumsParams {
     bool batch_is_inner;
     int batch, num_heads, seqlen, rows_per_pair, columns, panels, tile_columns;
     float factor;
-    bool is_by_place;  // rows are those of `places`, and out is in the order of keys
-    bool lacks_groups;  // rows of has_group are in out already
+    bool is_by_place;   // rows are places, and out is in the caller's order of keys
+    bool lacks_groups;  // out has the rows of has_group already
   };
   Result turned;  // of dq, where its tiles are turned: 64 columns of 80 queries; rows_per_pair is a multiple of 80
   static constexpr int kResults = 3;

@@ -37,7 +37,7 @@ __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int batch, i
   return place < places.length && bounds.x < bounds.y;
 }
 
-// Decides about a key block, as a warp, which compares its walk with those of 32 others of the mask.
+// Decides whether a key block has a whole group. A warp compares its walk with the walks of 32 others of the mask.
 __device__ __forceinline__ bool has_group(const GroupWalks& p, int mask, int pair, int tile, bool is_first) {
   const int lane = threadIdx.x % 32;
   const int32_t* const lists = list_of(p.lists, mask, p.tiles, 0, p.tiles_q);
@@ -68,8 +68,8 @@ __device__ __forceinline__ bool has_group(const GroupWalks& p, int mask, int pai
   return is_short || (pair < p.full_group_pairs && !is_long(walk));
 }
 
-// Clears accumulators of dk and dv, a block of threads 64 rows at a time. Those of a tile that has a live key are all
-// added to, though of its dead keys they are not read.
+// Clears accumulators of dk and dv, a block of threads 64 rows at a time. A tile with a live key adds to all of its
+// rows, though nobody reads the rows of its dead keys.
 __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p) {
   const int row_blocks = p.batch * p.num_heads_k * p.row_blocks, inners = p.batch_is_inner ? p.batch : p.num_heads_k;
   for (int at = blockIdx.x; at < row_blocks; at += gridDim.x) {

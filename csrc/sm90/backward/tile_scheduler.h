@@ -1,4 +1,4 @@
-// The tile scheduler: which keys a work tile has, and which query blocks of which heads they walk.
+// The tile scheduler: decodes the number of a work tile to its keys, and to the heads and query blocks that these walk.
 #pragma once
 
 #include "../operands.h"
@@ -147,13 +147,14 @@ struct QueryWalk {
   }
 };
 
-// How many key blocks add to the query block of a step before this one: those of later keys that walk it.
+// How many key blocks add to the query block of a step before this one: the blocks of later keys that walk it.
 template <class Traits, class Work>
 __device__ __forceinline__ int count_predecessors(const BackwardParams& p, const Work& work, int step, int block) {
   if constexpr (Traits::kHasMask) {
     const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
     constexpr int kBlocks = QueryWalk<Traits>::kKeyBlocksPerTile;
-    const int32_t* predecessors = p.mask_predecessors + (mask_of(p.mask.heads, work) * tiles_k + work.block_k / kBlocks) * tiles_q;
+    const int64_t list = mask_of(p.mask.heads, work) * tiles_k + work.block_k / kBlocks;
+    const int32_t* predecessors = p.mask_predecessors + list * tiles_q;
     const int tiles = predecessors[step / QueryWalk<Traits>::kBlocksPerTile];
     return tiles * kBlocks + kBlocks - 1 - work.block_k % kBlocks;
   } else {
@@ -190,7 +191,7 @@ __device__ __forceinline__ int64_t first_padded_row_of(const BackwardParams& p, 
   return first_padded_tile_of(p, item) * kTile;
 }
 
-// What a consumer's share of dq of a query block is added to: contiguous, as its threads hold it (accumulators.h).
+// The accumulator of a consumer's share of dq of a query block: contiguous, as its threads hold it (accumulators.h).
 template <class Traits>
 __device__ __forceinline__ float* dq_sums_of(const BackwardParams& p, const KeyWorkItem<Traits>& item, int block,
                                              int group) {

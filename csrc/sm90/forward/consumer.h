@@ -36,7 +36,8 @@ struct Consumer {
     uint32_t words[kMaskRows][kWords];
   };
   using MaskWords = std::conditional_t<Traits::kHasIntervals, KeyRows<kBlockN>, MaskBits>;
-  // Whether registers are left to load it while its scores are computed. One row of bits, which all warps read, is near.
+  // Whether registers are left to load it while its scores are computed. One row of bits, which all warps read, is
+  // near.
   static constexpr bool kLoadsMaskEarly = Traits::kHasIntervals || !Traits::kHasOneMaskRow || Traits::kIsNarrow;
 
   __device__ __forceinline__ void start_scores(float (&scores)[kScores], int stage) {
@@ -110,8 +111,8 @@ struct Consumer {
         if constexpr (Traits::kHasMask) {
 #pragma unroll
           for (int w = 0; w < kWords; ++w) {
-            // The thread's keys are two neighbours in each 8 of the word. The product moves their bits to bits 24 to 31,
-            // which ptxas moves to predicates together; no two partial products meet.
+            // The thread's keys are two neighbours in each 8 of the word. The product moves their bits to bits 24 to
+            // 31, which ptxas moves to predicates together; no two partial products meet.
             const uint32_t bits = (mask_words.words[r % kMaskRows][w] >> column & 0x03030303u) * 0x01041040u;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {

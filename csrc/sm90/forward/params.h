@@ -13,6 +13,7 @@ namespace flash_dmattn {
 
 // The forward pass. Kernels of calls with sequences read no batch, seqlen_q, seqlen_k, low and high.
 struct ForwardParams : AttentionSizes {
+  int low, high;  // the band, low <= j - i <= high; both in [-Lq, Lk]
   // TMA descriptors, innermost dim first: (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), and (Lk, Lq, Hbias, Bbias)
   // for a bias that is read as tiles.
   CUtensorMap q, k, v, bias;

@@ -1,5 +1,5 @@
-// The producer warpgroup: one thread hands out work tiles, one loads q, k and v by TMA; one warp supplies the bias, and one
-// loads k and v where they lie in pages.
+// The producer warpgroup: one thread hands out work tiles, one loads q, k and v by TMA; one warp supplies the bias, and
+// one loads k and v where they lie in pages.
 #pragma once
 
 #include <type_traits>
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
     pipe_q.advance();
   };
 
-  // With another stage for q, that of the next work tile is loaded early: when consumers have begun this one.
+  // With another stage for q, q of the next work tile is loaded early: when consumers have begun this tile.
   constexpr bool kIsEarly = Traits::kQueryStages > 1;
   const WorkItem<Traits>* item = &get_work_tile(shared, pipe_work);
   load_queries(*item);
@@ -109,7 +109,8 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
   }
 }
 
-// Loads k and v in pages, as one warp: each lane finds and loads boxes of its own, so that one wait for the table serves all.
+// Loads k and v in pages, as one warp: each lane finds and loads boxes of its own, so that one wait for the table
+// serves all.
 template <class Traits>
 __device__ __forceinline__ void load_pages(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   const int lane = threadIdx.x % 32, boxes = kTile / p.sequences.page_box;

@@ -22,7 +22,7 @@ template <class Traits>
 constexpr int kSplitFloats = (1 + Traits::kDv / 8) * 4 * 32 * kSplitWarps<Traits>;
 
 // `row`: the first of the thread's two rows. Takes out, row_max and row_sum of the split. Returns true in the warp that
-// has combined them to those of the work tile; false in the others, and in warps without rows.
+// has combined all splits of the work tile; false in the others, and in warps without rows.
 template <class Traits>
 __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split, int row,
                                                float (&out)[Traits::kDv / 2], float (&row_max)[2],
@@ -50,7 +50,7 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
   arrived = __shfl_sync(0xffffffffu, arrived, 0);
   if (arrived != p.num_splits - 1) return false;
 
-  // Threads without a row read those of the warp's first row, so that the warp stays converged.
+  // Threads without a row read the results of the warp's first row, so that the warp stays converged.
   const float* const first = results + (exists ? thread : thread - lane + lane % 4) * 4;
   const float scale = p.scale * kLog2e;
   row_max[0] = row_max[1] = -INFINITY;

@@ -1,4 +1,4 @@
-// The arguments of the kernels of masks. B batch and H heads are those of the mask.
+// The arguments of the kernels of masks. B and H are the batch entries and the heads of the mask.
 #pragma once
 
 #include <cstddef>
@@ -60,7 +60,7 @@ struct KeyCodesParams {
   int seqlen_q, seqlen_k;
 };
 
-// A stable sort of keys by their codes, of which the lowest `bits` count.
+// A stable sort of keys by the lowest `bits` of their codes.
 struct SortCodesParams {
   const uint32_t* codes;
   uint32_t* sorted_codes;
@@ -71,7 +71,7 @@ struct SortCodesParams {
   int total, bits;
 };
 
-// What the kernels walk of an interval mask: bounds by place, and the class of each tile.
+// Makes the form of an interval mask that the kernels walk: bounds by place, and the class of each tile.
 struct IntervalTilesParams {
   const int32_t* start;  // (B, H, Lk), contiguous
   const int32_t* stop;   // (B, H, Lk), contiguous
@@ -95,7 +95,7 @@ struct GatherKeysParams {
   int num_heads;
 };
 
-// Gathers a bias per key in an order of keys, in fp32. The heads of the result share those of the bias and of the order.
+// Gathers a bias per key in an order of keys, in fp32. Heads of the result share heads of the bias and of the order.
 struct GatherBiasParams {
   BiasValues bias;
   float* to;             // (batch, heads, L), contiguous

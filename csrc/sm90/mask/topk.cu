@@ -1,12 +1,12 @@
 // Causal top-k over one score per key, as intervals: what each key is kept for, and a code for its place.
 //
-// A prefix keeps its k best keys, and a better key that comes never leaves, so a key is kept from its own position until
-// k better ones have come: its stop. Keys are cut into chunks. The threshold of a chunk is the k-th best of all keys up
-// to its end; what is kept before the chunk and falls below that threshold, or comes in the chunk and does, stops in the
-// chunk. Those are at most twice as many keys as the chunk has, so each is compared with all of the chunk.
+// A prefix keeps its k best keys, and a better key that comes never leaves, so a key is kept from its own position
+// until k better ones have come: its stop. Keys are cut into chunks. The threshold of a chunk is the k-th best of all
+// keys up to its end. A key stops in the chunk if it falls below that threshold, and was kept before the chunk or comes
+// in it. These are at most twice as many keys as the chunk has, so each is compared with all of the chunk.
 //
-// Long rows are cut into segments too. What is not among the best of its segment, or of all segments up to its own,
-// nobody keeps later. So a chunk reads the survivors of the segments before its own, and what came since.
+// Long rows are cut into segments too. A key that is not among the best of its segment, or of all segments up to its
+// own, is never kept later. So a chunk reads the survivors of the segments before its own, and the keys since.
 //
 // Keys compare by score, then the earlier one is better: both fit 64 bits, the position negated in the lower half.
 #include "../kernel_launch.h"
@@ -45,8 +45,8 @@ __device__ __forceinline__ int count_after(int count, int (&of_warps)[kWarps], i
   return total - before - upto;
 }
 
-// The keys of a prefix that may be among its k best, in the order of positions: some that are listed, and then those of
-// another list or all from `first` on.
+// The keys of a prefix that may be among its k best, in the order of positions: keys of a list, and then keys of a
+// second list or all keys from `first` on.
 struct Prefix {
   const int32_t* keys;  // of the head
   const int32_t* listed;
@@ -137,7 +137,7 @@ __device__ __forceinline__ uint64_t select(const Prefix& prefix, int k, SelectSh
       (sum_of_block(count, shared, turn) >= wanted ? end : low) = middle;
     }
   }
-  // The least ranked of those that are kept.
+  // The lowest rank that is kept.
   unsigned long long least = ~0ull;
   const auto keep = [&](uint32_t of_key, int i) {
     if (i >= prefix.count || of_key < score || (of_key == score && i >= end)) return;

@@ -1,5 +1,5 @@
-// delta of the queries of sequences of few keys, as the sum of p dp over keys: out in 16 bits is not exact enough there.
-// A warp has some queries of a head, and each lane every 32nd key.
+// delta of the queries of sequences of few keys, as the sum of p dp over keys: out in 16 bits is not exact enough
+// there. A warp has some queries of a head, and each lane every 32nd key.
 #include <algorithm>
 
 #include "../../device/fragments.h"
@@ -18,8 +18,8 @@ struct Query : OfSequence<true> {
 
 constexpr int kQueries = 8;  // of a warp at a time, which share what it reads of k and v
 
-// Adds the products of some rows, `stride` elements apart, with one of k or v. Rows start on 16 bytes and have a multiple of
-// 8 columns; behind the last of them its products are added again.
+// Adds the products of some rows, `stride` elements apart, with one of k or v. Rows start on 16 bytes and have a
+// multiple of 8 columns; behind the last of them its products are added again.
 template <class Element>
 __device__ __forceinline__ void add_products(float (&sums)[kQueries], const Element* rows, int64_t stride, int number,
                                              const Element* other, int columns) {

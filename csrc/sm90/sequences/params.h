@@ -1,4 +1,4 @@
-// The arguments that calls with sequences add, and those of their own kernels.
+// The arguments that calls with sequences add, and the arguments of their own kernels.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +15,15 @@ constexpr int kLeastPage = 16;
 // Rows of a ragged TMA descriptor (api/tensor_map.h).
 constexpr int kRaggedRows = 1 << 30;
 
-// Sequences of many lengths, S of them, whose rows lie in entries of q and k: one entry of all tokens (packed), or one for
-// each sequence.
+// Sequences of many lengths, S of them, whose rows lie in entries of q and k: one entry of all tokens (packed), or one
+// for each sequence.
 struct SequenceParams {
   const int4* bounds;  // (S): first and number of queries, first and number of keys; within an entry
   bool packs_queries, packs_keys;
   int rows_q, rows_k;  // of an entry
   int most_q, most_k;  // no sequence has more
   int left, right;     // the window about the last diagonal of each sequence; not negative
-  // Whether rows of a bias are those of packed queries, or its columns packed keys; else both are places in a sequence.
+  // Whether rows of a bias are packed queries, or its columns packed keys; else both are positions in a sequence.
   bool bias_packs_queries, bias_packs_keys;
   int padded_tiles;  // of queries of all sequences, padded to whole tiles of each: at most this many
   // The work tiles of a head, longest first: a sequence and a block of it. Sections have so many heads.
@@ -32,15 +32,15 @@ struct SequenceParams {
   int section;
   // The sequence of each padded tile, -1 for none; only of the backward pass.
   const int* sequence_of_tile;
-  // Keys in pages, of the forward pass alone: (S), rows of `table_stride`, entry j / page_size is the page of key j. Null
-  // without. A page is page_rows_k rows of k behind the one before it, page_rows_v of v. A box of a TMA descriptor has
-  // page_box rows, and no box lies in two pages.
+  // Keys in pages, of the forward pass alone: (S), rows of `table_stride`, entry j / page_size is the page of key j.
+  // Null without. A page is page_rows_k rows of k behind the one before it, page_rows_v of v. A box of a TMA descriptor
+  // has page_box rows, and no box lies in two pages.
   const int* block_table;
   int64_t table_stride;
   int table_columns, pages, page_size, page_box, page_rows_k, page_rows_v;
 };
 
-// What lists the work tiles of a head: blocks of queries, or of keys. Writes SequenceParams' arrays.
+// Lists the work tiles of a head, blocks of queries or of keys. Writes the arrays of SequenceParams.
 struct ListWorksParams {
   SequenceParams sequences;
   int number;   // S
@@ -53,7 +53,7 @@ struct ListWorksParams {
   int* sequence_of_tile;  // null if not needed
 };
 
-// What writes the rows of no sequence: zeros, and -inf to lse.
+// Writes the rows that belong to no sequence: zeros, and -inf to lse.
 struct FillGapsParams {
   const int4* bounds;
   int number;  // S
@@ -67,6 +67,7 @@ struct FillGapsParams {
 
 // Sums delta of sequences of few keys from scores, in the place of what the kernel of the rows wrote.
 struct FewKeysParams : AttentionSizes {
+  int head_dim;
   Rows q, k, v, dout;
   RowValues dlse;    // null for zeros
   const float* lse;  // (Hq, 128 padded_tiles), base 2

@@ -191,7 +191,7 @@ struct SharedDbiasConsumer {
     for (int i = 0; i < kScores; ++i) sums[i] = fmaf(scores[i], dp[i] - delta.of_row[i / 2 % 2], sums[i]);
   }
 
-  // Stores the thread's sums of one chunk, 8 bytes at a time; those of a quad are a sector of L2.
+  // Stores the thread's sums of one chunk, 8 bytes at a time. A quad stores a sector of L2.
   __device__ __forceinline__ void store_chunk(const DbiasWorkTile& work) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -12,6 +12,7 @@ namespace flash_dmattn {
 
 // dbias of a bias per query and key that several attention heads share.
 struct SharedDbiasParams : AttentionSizes {
+  int low, high;  // as in ForwardParams
   // TMA descriptors, innermost dim first: (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), (Dv, Lq, Hq, B),
   // (Lk, Lq, Hbias, Bbias).
   CUtensorMap q, k, v, dout, bias;
@@ -40,7 +41,7 @@ struct SharedDbiasParams : AttentionSizes {
 
   float softcap, pre_scale;  // as in BackwardParams
 
-  // As in ForwardParams; batch, seqlen_q and seqlen_k are those of a bias by position then.
+  // As in ForwardParams. Beside sequences batch, seqlen_q and seqlen_k are the sizes of a bias by position.
   SequenceParams sequences;
 
   DropoutParams dropout;

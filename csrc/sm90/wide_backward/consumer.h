@@ -171,9 +171,9 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
 
   // --- mainloop -------------------------------------------------------------------------------------------------
 
-  // The first consumer computes the scores of even blocks, the second those of odd blocks, and it does so before it
-  // multiplies the even ones: one consumer's products run while the other computes scores. score_state and mma_state
-  // are the pipeline positions of the next block of either kind.
+  // The first consumer computes the scores of even blocks, the second the scores of odd blocks. The second does so
+  // before it multiplies the even blocks: one consumer's products run while the other computes scores. score_state and
+  // mma_state are the pipeline positions of the next block of either kind.
   __device__ __forceinline__ void mainloop(const KeyWorkItem<Traits>& item, PipelineStates& score_state,
                                            PipelineStates& mma_state) {
 #pragma unroll 1
