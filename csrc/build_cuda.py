@@ -186,8 +186,8 @@ def nvcc_version(nvcc: str) -> tuple[int, int] | None:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60).stdout
     except OSError:
         return None
-    found = re.search(r"release (\d+)\.(\d+)", said)
-    return None if found is None else (int(found[1]), int(found[2]))
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    return None if release is None else (int(release[1]), int(release[2]))
 
 
 def find_torch() -> tuple[Path, str] | None:
@@ -219,25 +219,25 @@ def _capabilities_by_driver() -> list[str]:
     count, device, number = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return []
-    found = []
+    capabilities = []
     for ordinal in range(count.value):
         driver.cuDeviceGet(ctypes.byref(device), ordinal)
         numbers = []
         for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
             driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
             numbers.append(number.value)
-        found.append("{}.{}".format(*numbers))
-    return found
+        capabilities.append("{}.{}".format(*numbers))
+    return capabilities
 
 
 def reason_not_to_use() -> str:
     """Return why this machine could not run the extension; empty where it has a GPU for it."""
-    found = compute_capabilities()
-    if CAPABILITY in found:
+    capabilities = compute_capabilities()
+    if CAPABILITY in capabilities:
         return ""
-    others = ", ".join(sorted(set(found)))
+    others = ", ".join(sorted(set(capabilities)))
     # In words that are still right where the package is used on another machine.
-    seen = f"had GPUs of compute capability {others}" if found else "showed no NVIDIA GPU"
+    seen = f"had GPUs of compute capability {others}" if capabilities else "showed no NVIDIA GPU"
     return f"the machine of the build {seen}, and only a Hopper GPU (compute capability {CAPABILITY}) can run it"
 
 
@@ -368,8 +368,8 @@ def _chosen(variable: str, known: list[str]) -> list[str]:
 
 def attention_units() -> list[Unit]:
     """Return all units that are compiled for head dims and dtypes."""
-    of_dense = [*forward_instances(), *backward_instances(), *shared_dbias_instances()]
-    return [*of_dense, *(unit for units in sequences_instances() for unit in units)]
+    dense = [*forward_instances(), *backward_instances(), *shared_dbias_instances()]
+    return [*dense, *(unit for units in sequences_instances() for unit in units)]
 
 
 def instances_header() -> str:
@@ -400,9 +400,9 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     reasons = reasons_not_to_build()
     if reasons:
         raise BuildError("; ".join(reasons))
-    nvcc, ninja, found = find_nvcc(), find_ninja(), find_torch()
-    assert nvcc is not None and ninja is not None and found is not None
-    torch, torch_version = found
+    nvcc, ninja, torch_found = find_nvcc(), find_ninja(), find_torch()
+    assert nvcc is not None and ninja is not None and torch_found is not None
+    torch, torch_version = torch_found
     folder.mkdir(parents=True, exist_ok=True)
     folder, output = folder.resolve(), output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -438,8 +438,8 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         torch_lib=shlex.quote(str(torch / "lib")), output_name=output.name,
     )  # fmt: skip
     # Kernels wait for the host code, which takes seconds: a torch whose headers do not fit then costs no more.
-    of_torch = [unit.object for unit in units if unit.source.endswith(".cpp")]
-    edges = [f"build host: phony {' '.join(of_torch)}"]
+    host_objects = [unit.object for unit in units if unit.source.endswith(".cpp")]
+    edges = [f"build host: phony {' '.join(host_objects)}"]
     for unit in units:
         source = _escaped(sources / unit.source)
         step = f"cuda {source} || host" if unit.source.endswith(".cu") else f"cpp {source}"
@@ -481,7 +481,7 @@ def _run_ninja(command: list[str]) -> tuple[bool, str]:
 
 def parse_ptxas(log: str) -> list[Kernel]:
     """Return what `-Xptxas -v` says of each kernel."""
-    found = re.findall(
+    rows = re.findall(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
         log,
         re.DOTALL,
@@ -489,7 +489,7 @@ def parse_ptxas(log: str) -> list[Kernel]:
     serialized = re.findall(r"wgmma\.mma_async instructions are serialized .*?function '(\w+)'", log)
     return [
         Kernel(name, _demangled(name), int(used), int(stores) + int(loads), name in serialized)
-        for name, stores, loads, used in found
+        for name, stores, loads, used in rows
     ]
 
 

@@ -155,8 +155,8 @@ void BackwardPass::store_sums() const {
   }
   add(sums.results[0], args.dq, turns_dq ? nullptr : params.dq_sums, false, dq_columns, args.softmax_scale);
   add(sums.results[1], args.dk, params.dk_sums, true, dq_columns, args.softmax_scale);
-  const double of_dv = params.dropout.key != nullptr ? params.dropout.scale : 1.0;
-  add(sums.results[2], args.dv, params.dv_sums, true, dv_columns, of_dv);
+  const double dv_factor = params.dropout.key != nullptr ? params.dropout.scale : 1.0;
+  add(sums.results[2], args.dv, params.dv_sums, true, dv_columns, dv_factor);
   if (tiles > 0 || turns_dq) check(kernels.sums(sums, stream), op, "launching the kernel of the sums");
 }
 
@@ -172,14 +172,16 @@ void BackwardPass::fill_gaps_of_gradients() const {
 
 namespace {
 
-// Writes the gradients that are given, all contiguous but dbias where the main kernel stores it, (B, Hq, Lq, Lk) in a
-// larger tensor. dbias, of a bias per query and key, has its dtype; it may have fewer heads or batch entries, and is
-// written whole. dbias_sums (B, Hq, Lk), of a bias per key, is fp32. mask is {}, or (bits, row_lists, col_lists) of a
-// TileMask, or (bounds, row_lists, col_lists) of an IntervalMask, with key_order if k, v and a bias per key are in its
-// order; dk, dv and dbias_sums are in the order of keys, and dbias_sums starts as zeros then. low and high are the band
-// if there is no mask. delta (B, Hq, Lq) is of every row, for gradients that are made outside; alone it takes the
-// kernel of the rows and no other. num_dbias_chunks: into how many chunks the shared_dbias kernel parts what it sums; 0
-// lets schedule_dbias choose.
+// Writes the gradients that are present, all contiguous but for one dbias, see below.
+// mask: {}, or (bits, row_lists, col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask. low and
+// high are the band if there is no mask.
+// key_order: of an IntervalMask, if k, v and a bias per key are in its order; dk, dv and dbias_sums are in the caller's
+// order of keys, and dbias_sums starts as zeros then.
+// dbias: of a bias per query and key, in its dtype; written whole. It may have fewer heads or batch entries. Where the main
+// kernel stores it, it may lie in a larger tensor (B, Hq, Lq, Lk).
+// dbias_sums: (B, Hq, Lk), of a bias per key, in fp32.
+// delta: (B, Hq, Lq), for gradients that the caller computes. Alone it takes the kernel of the rows and no other.
+// num_dbias_chunks: how many chunks share the heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.
 void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
                      std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
                      std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
@@ -193,10 +195,11 @@ void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k
   BackwardPass{arguments}.run();
 }
 
-// Writes the gradients that are given, all contiguous and of all rows. dbias, of a bias per query and key, is stored
-// whole, by the main kernel if it has one for each sequence and query head. dbias_sums, of a bias per key, is fp32,
-// (1, Hq, Tk) of packed keys or (S, Hq, most_k), and starts as zeros. delta has the shape of lse; alone it
-// takes no main kernel. The other arguments are those of the forward operator.
+// Writes the gradients that are present, all contiguous and of all rows. Arguments that the forward operator has, too, mean
+// the same.
+// dbias: of a bias per query and key, written whole; by the main kernel if it has one for each sequence and query head.
+// dbias_sums: of a bias per key, in fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k); starts as zeros.
+// delta: in the shape of lse. Alone it takes no main kernel.
 void backward_sequences(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, Tensor bounds,
                         std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq,
                         std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,

@@ -45,9 +45,9 @@ void BackwardPass::check_arguments() {
 
 void BackwardPass::check_dbias() const {
   if (args.dbias.has_value()) {
-    const Sizes of_dbias = dbias_sizes();
+    const Sizes score_sizes = dbias_sizes();
     check_dims(op, *args.dbias, "dbias",
-               {args.bias->size(0), args.bias->size(1), of_dbias.seqlen_q, of_dbias.seqlen_k}, args.q);
+               {args.bias->size(0), args.bias->size(1), score_sizes.seqlen_q, score_sizes.seqlen_k}, args.q);
     check_dtype(op, *args.dbias, "dbias", args.q.scalar_type());
   }
   if (args.dbias_sums.has_value()) {

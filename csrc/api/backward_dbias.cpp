@@ -18,22 +18,22 @@ using torch::stable::Tensor;
 
 // The sizes of the scores that dbias has places for.
 Sizes BackwardPass::dbias_sizes() const {
-  Sizes of_dbias = sizes;
+  Sizes score_sizes = sizes;
   if (sequences != nullptr) {
-    of_dbias.batch = entries;
-    of_dbias.seqlen_q = args.bias->size(2);
-    of_dbias.seqlen_k = args.bias->size(3);
+    score_sizes.batch = entries;
+    score_sizes.seqlen_q = args.bias->size(2);
+    score_sizes.seqlen_k = args.bias->size(3);
   }
-  return of_dbias;
+  return score_sizes;
 }
 
 void BackwardPass::choose_writer(int device) {
-  const Sizes of_call = args.dbias.has_value() ? dbias_sizes() : sizes;
-  call.batch = of_call.batch;
+  const Sizes counted = args.dbias.has_value() ? dbias_sizes() : sizes;
+  call.batch = counted.batch;
   call.num_heads = sizes.num_heads;
   call.num_heads_k = sizes.num_heads_k;
-  call.seqlen_q = of_call.seqlen_q;
-  call.seqlen_k = of_call.seqlen_k;
+  call.seqlen_q = counted.seqlen_q;
+  call.seqlen_k = counted.seqlen_k;
   call.head_dim = kernels.head_dim;
   call.head_dim_v = kernels.head_dim_v;
   if (args.dbias.has_value()) {
@@ -43,7 +43,7 @@ void BackwardPass::choose_writer(int device) {
   if (has_mask) call.mask_batch = args.mask[0].size(0);
   call.has_key_order = args.key_order.has_value();
   call.is_banded = is_banded;
-  // Neither a softcap nor dropout has kernels of two key tiles or of clusters.
+  // No kernel of two key tiles or of clusters has a softcap or dropout.
   call.has_softcap = args.softcap > 0 || args.dropout_key.has_value();
   call.is_deterministic = args.deterministic;
   call.needs_dq = args.dq.has_value();

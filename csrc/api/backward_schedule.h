@@ -73,9 +73,9 @@ inline int64_t estimate_dbias_chunks(int64_t tiles, int64_t heads, int64_t most,
   constexpr int64_t kParts = 64;  // of a step; the slot of a work tile costs one part
   constexpr int64_t kTileSteps = 2, kSlotSteps = 3;
   const auto time_of = [&](int64_t chunks) {
-    const int64_t of_tile = (ceil_div(heads, chunks) + kTileSteps) * kParts, work_tiles = tiles * chunks;
-    const int64_t of_all = ceil_div(work_tiles, num_sms) * of_tile;
-    return chunks == 1 ? of_all : of_all + kSlotSteps * kParts + work_tiles;
+    const int64_t tile_time = (ceil_div(heads, chunks) + kTileSteps) * kParts, work_tiles = tiles * chunks;
+    const int64_t total_time = ceil_div(work_tiles, num_sms) * tile_time;
+    return chunks == 1 ? total_time : total_time + kSlotSteps * kParts + work_tiles;
   };
   int64_t best = 1;
   for (int64_t waves = 1; waves <= kMostDbiasWaves; ++waves) {

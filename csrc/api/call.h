@@ -40,8 +40,8 @@ inline Sizes sizes_of(const char* op, const torch::stable::Tensor& q, const torc
   return sizes;
 }
 
-// The first kernel instance that holds the head dims of the call, which is the smallest. An error says what it has to serve:
-// `served`.
+// The first kernel instance that holds the head dims of the call, which is the smallest. An error says what it has to
+// serve: `served`.
 template <class Instance>
 const Instance& instance_for(const char* op, std::initializer_list<Instance> instances, const char* served,
                              torch::headeronly::ScalarType dtype, const Sizes& sizes) {

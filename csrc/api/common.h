@@ -45,9 +45,9 @@ inline int sm_count(const char* op, int device) {
   static std::array<std::atomic<int>, 64> known{};
   std::atomic<int>& count = known[static_cast<size_t>(device) % known.size()];
   if (count == 0) {
-    int found = 0;
-    check(cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device), op, "asking for multiprocessors");
-    count = found;
+    int number = 0;
+    check(cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device), op, "asking for multiprocessors");
+    count = number;
   }
   return count;
 }
@@ -58,8 +58,9 @@ struct DimSize {
   int64_t size;
 
   DimSize(int64_t size, Rule rule = kThis) : rule(rule), size(size) {}
-  bool holds(int64_t found) const {
-    return found == size || (rule == kOneOrThis && found == 1) || (rule == kDivisor && found > 0 && size % found == 0);
+  bool holds(int64_t actual) const {
+    const bool divides = actual > 0 && size % actual == 0;
+    return actual == size || (rule == kOneOrThis && actual == 1) || (rule == kDivisor && divides);
   }
   std::string text() const {
     return (rule == kOneOrThis && size != 1 ? "1 or " : rule == kDivisor ? "a divisor of " : "") + std::to_string(size);
@@ -75,10 +76,10 @@ inline void check_dims(const char* op, const torch::stable::Tensor& x, const cha
   int64_t dim = 0;
   for (auto it = dims.begin(); holds && it != dims.end(); ++it) holds = it->holds(x.size(dim++));
   if (!holds) {
-    std::string found, wanted;
-    for (dim = 0; dim < x.dim(); ++dim) found += (dim > 0 ? ", " : "") + std::to_string(x.size(dim));
+    std::string actual, wanted;
+    for (dim = 0; dim < x.dim(); ++dim) actual += (dim > 0 ? ", " : "") + std::to_string(x.size(dim));
     for (const DimSize& size : dims) wanted += (wanted.empty() ? "" : ", ") + size.text();
-    CHECK_FOR(op, false, name, " is (", found, "); it needs to be (", wanted, ")");
+    CHECK_FOR(op, false, name, " is (", actual, "); it needs to be (", wanted, ")");
   }
   CHECK_FOR(op, x.get_device_index() == first.get_device_index(), name, " is on another device than the first argument");
 }

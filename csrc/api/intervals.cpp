@@ -51,8 +51,8 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   params.keys = static_cast<const int32_t*>(keys.const_data_ptr());
   params.stops = static_cast<int32_t*>(stops.mutable_data_ptr());
   params.thresholds = static_cast<uint64_t*>(thresholds.mutable_data_ptr());
-  params.of_segments = static_cast<int32_t*>(survivors.mutable_data_ptr());
-  params.survivors = params.of_segments + num_survivors;
+  params.best_of_segments = static_cast<int32_t*>(survivors.mutable_data_ptr());
+  params.survivors = params.best_of_segments + num_survivors;
   params.start = static_cast<int32_t*>(results[0].mutable_data_ptr());
   params.stop = static_cast<int32_t*>(results[1].mutable_data_ptr());
   params.total = heads * seqlen_k;

@@ -29,8 +29,8 @@ inline KvSplits estimate_num_splits(int64_t tiles, int64_t steps, int64_t num_sm
   if (uneven && unsplit > 0) return {tiles, 1};
   const auto halves = [&](int64_t splits) {  // the time, in half steps
     const int64_t waves = (left * splits + num_sms - 1) / num_sms;
-    const int64_t of_split = (steps + splits - 1) / splits;
-    return splits == 1 ? waves * (2 * of_split + 4) : waves * (2 * of_split + 4 + 1) + splits + 6;
+    const int64_t split_steps = (steps + splits - 1) / splits;
+    return splits == 1 ? waves * (2 * split_steps + 4) : waves * (2 * split_steps + 4 + 1) + splits + 6;
   };
   KvSplits best{unsplit, 1};
   for (int64_t splits = 2; splits <= std::min(steps, kMaxSplits); ++splits) {

@@ -141,13 +141,13 @@ inline torch::stable::Tensor list_works(const char* op, const torch::stable::Ten
 }
 
 // Writes the rows of x (entries, rows, heads, columns), contiguous, that no sequence has; and of lse, if it is given.
-inline void fill_gaps(const char* op, const torch::stable::Tensor& x, bool of_keys, float* lse,
+inline void fill_gaps(const char* op, const torch::stable::Tensor& x, bool are_keys, float* lse,
                       const SequenceParams& params, int64_t number, cudaStream_t stream) {
   FillGapsParams fill{};
   fill.bounds = params.bounds;
   fill.number = static_cast<int>(number);
-  fill.of_keys = of_keys;
-  fill.packs_rows = of_keys ? params.packs_keys : params.packs_queries;
+  fill.are_keys = are_keys;
+  fill.packs_rows = are_keys ? params.packs_keys : params.packs_queries;
   fill.rows = static_cast<int>(x.size(1));
   fill.chunks = static_cast<int>(x.size(2) * x.size(3) / 8);
   fill.x = const_cast<void*>(x.const_data_ptr());

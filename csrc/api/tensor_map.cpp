@@ -21,7 +21,7 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
 
 // Asked from the driver at run time: its library is not linked.
 Encode encoder(const char* op) {
-  static const Encode found = [op] {
+  static const Encode function = [op] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult result;
     const cudaError_t error =
@@ -30,7 +30,7 @@ Encode encoder(const char* op) {
               "the driver has no cuTensorMapEncodeTiled; it needs to be of CUDA 12.0 or later");
     return reinterpret_cast<Encode>(entry);
   }();
-  return found;
+  return function;
 }
 
 // The descriptor of a tensor of 16-bit values. Dims and strides (in elements) are innermost first.

@@ -26,13 +26,50 @@ __device__ __forceinline__ Entry* list_of(Entry* lists, int64_t mask, int lines,
   return lists + (mask * lines + line) * (2 + length);
 }
 
-// For scores whose rows are queries, as a warp holds them: which of its 16 rows see the keys of a block that needs
+// For scores whose rows are queries: bits of a thread's rows of a packed mask, kWords words each. With one row for all
+// queries both rows of the thread read it.
+template <int kRows, int kWords>
+struct RowBits {
+  uint32_t words[kRows][kWords];
+
+  // bits: of row r of the thread and the first of the keys.
+  __device__ __forceinline__ void load(int r, const int32_t* bits) {
+    // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
+    if constexpr (kWords == 4) {
+      const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
+      words[r][0] = four.x, words[r][1] = four.y, words[r][2] = four.z, words[r][3] = four.w;
+    } else {
+      const int2 two = __ldg(reinterpret_cast<const int2*>(bits));
+      words[r][0] = two.x, words[r][1] = two.y;
+    }
+  }
+
+  __device__ __forceinline__ void apply(float (&scores)[16 * kWords]) const {
+    const int column = 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        // The thread's keys are two neighbours in each 8 of the word. The product moves their bits to bits 24 to 31,
+        // which ptxas moves to predicates together; no two partial products meet.
+        const uint32_t bits = (words[r % kRows][w] >> column & 0x03030303u) * 0x01041040u;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& score = scores[4 * (4 * w + i / 2) + 2 * r + i % 2];
+          score = bits & 1u << (24 + i) ? score : -INFINITY;
+        }
+      }
+    }
+  }
+};
+
+// The same of an interval mask: which of its 16 rows see the keys of a block that needs
 // masking. For two neighbouring keys 16 bits each; pair `lane + 32 i` of the block is in `pairs[i]`.
 template <int kBlockN>
 struct KeyRows {
   uint32_t pairs[kBlockN / 64];
 
-  // bounds: of the block's first key; first_row: of the warp.
+  // bounds: for the keys from the block's first on; first_row: the first of the warp.
   __device__ __forceinline__ void load(const int2* bounds, int first_row) {
     const auto rows_of = [&](int start, int stop) {
       return (1u << min(max(stop - first_row, 0), 16)) - (1u << min(max(start - first_row, 0), 16));
@@ -50,7 +87,7 @@ struct KeyRows {
 #pragma unroll
     for (int t = 0; t < kBlockN / 16; ++t) {
       // Of two times 8 keys the thread has two neighbours each, and of the rows lane / 4 and the one 8 further on.
-      // Their bits meet in one byte, as in Consumer::apply_mask.
+      // Their bits meet in one byte, as in RowBits.
       uint32_t two[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {

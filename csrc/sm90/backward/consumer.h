@@ -407,10 +407,10 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       if (p.dbias_sums == nullptr) return;
       float* to = p.dbias_sums + first_key_sum_of(p, item);
       const int seqlen_k = extent_of(p, item).seqlen_k;
-      const float2 of_thread = key_sums();
+      const float2 totals = key_sums();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float sum = r == 0 ? of_thread.x : of_thread.y;
+        float sum = r == 0 ? totals.x : totals.y;
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int key = this->first_key(item) + this->key_of_block(r);

@@ -106,7 +106,7 @@ struct KeyConsumer {
         const int query = 2 * (lane % 4);
         const int from = static_cast<int>(words[0] >> 16 * r & 0xffu) - query;
         const int end = static_cast<int>(words[0] >> (16 * r + 8) & 0xffu) - query;
-        keep_queries(scores, r, from, end - 1);
+        keep_columns(scores, r, from, end - 1);
       }
     } else if constexpr (Traits::kHasMask) {
       const int shift = warp % 2 * 16 + lane / 4;
@@ -127,21 +127,11 @@ struct KeyConsumer {
         const int query = block * kBlockM + 2 * (lane % 4);
         if constexpr (Traits::kHasSequences) {
           const int last = min(key - of.low, of.seqlen_q - 1) - query;
-          keep_queries(scores, r, key - of.high - query, key < of.seqlen_k ? last : -1);
+          keep_columns(scores, r, key - of.high - query, key < of.seqlen_k ? last : -1);
         } else {  // not by extent_of, as in add_dq
-          keep_queries(scores, r, key - p.high - query, key < p.seqlen_k ? key - p.low - query : -1);
+          keep_columns(scores, r, key - p.high - query, key < p.seqlen_k ? key - p.low - query : -1);
         }
       }
-    }
-  }
-
-  // Masks the scores of the thread's key r but for queries `from` to `to`, counted from the thread's first.
-  __device__ __forceinline__ static void keep_queries(Scores& scores, int r, int from, int to) {
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) {
-      const int at = i / 2 * 8 + i % 2;
-      float& score = scores[4 * (i / 2) + 2 * r + i % 2];
-      score = at >= from && at <= to ? score : -INFINITY;
     }
   }
 
@@ -350,20 +340,8 @@ struct KeyConsumer {
       const int key = first_key(item) + key_of_block(r, tile);
       Element* row = static_cast<Element*>(to) +
                      ((first_key_of(p, item) + key) * heads_k + head_k) * columns;
-#pragma unroll
-      for (int c = 0; c < kCount / 16; ++c) {
-        uint32_t words[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const int i = 4 * (4 * c + w) + 2 * r;
-          words[w] = pack(x[i] * factor, x[i + 1] * factor, Element{});
-        }
-        quad_transpose(words[0], words[1], words[2], words[3], lane);
-        const int column = 8 * (4 * c + lane % 4);
-        if (key < seqlen_k_of(p, item) && column < columns) {
-          *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
+      store_row<kCount>(row, r, key < seqlen_k_of(p, item), columns, lane,
+                        [&](int i) { return pack(x[i] * factor, x[i + 1] * factor, Element{}); });
     }
   }
 

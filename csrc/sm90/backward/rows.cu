@@ -232,21 +232,12 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
       }
       const int64_t in_batch = kHasSequences ? first_out_row : static_cast<int64_t>(batch) * seqlen;
       Element* to = static_cast<Element*>(p.out) + ((in_batch + out_row) * p.num_heads + head) * p.columns;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t words[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const float4 four = sums[4 * half + w];
-          words[w] = r == 0 ? pack(four.x * p.factor, four.y * p.factor, Element{})
-                            : pack(four.z * p.factor, four.w * p.factor, Element{});
-        }
-        quad_transpose(words[0], words[1], words[2], words[3], lane);
-        const int column = panel * kAccumColumns + 8 * (4 * half + lane % 4);
-        if (row < seqlen && column < p.columns) {
-          *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
+      const int first = panel * kAccumColumns;
+      store_row<kAccumColumns / 2>(to + first, r, row < seqlen, p.columns - first, lane, [&](int i) {
+        const float4 four = sums[i / 4];
+        return r == 0 ? pack(four.x * p.factor, four.y * p.factor, Element{})
+                      : pack(four.z * p.factor, four.w * p.factor, Element{});
+      });
     }
   }
 }

@@ -79,8 +79,8 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
       const float values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float of_row = factor[e / 2];
-        out[4 * c + e] = of_row == 0.0f ? out[4 * c + e] : fmaf(values[e], of_row, out[4 * c + e]);
+        const float row_factor = factor[e / 2];
+        out[4 * c + e] = row_factor == 0.0f ? out[4 * c + e] : fmaf(values[e], row_factor, out[4 * c + e]);
       }
     }
   }

@@ -22,12 +22,12 @@ __device__ __forceinline__ WorkTile<kHasSequences> decode_work_tile(const Forwar
                                                                     int num_works) {
   WorkTile<kHasSequences> work;
   if constexpr (kHasSequences) {
-    const SequenceWork found = decode_sequence_work(p.sequences, index, num_works, p.num_heads);
-    work.sequence = load_sequence(p.sequences, found.number);
-    work.batch = found.number;
-    work.head = found.head;
-    work.block_q = found.block;
-    work.first_row = found.block * rows;
+    const SequenceWork decoded = decode_sequence_work(p.sequences, index, num_works, p.num_heads);
+    work.sequence = load_sequence(p.sequences, decoded.number);
+    work.batch = decoded.number;
+    work.head = decoded.head;
+    work.block_q = decoded.block;
+    work.first_row = decoded.block * rows;
     return work;
   }
   const auto [pair, row] = place_of(p.sections, index);

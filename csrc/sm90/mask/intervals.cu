@@ -27,13 +27,13 @@ __global__ void __launch_bounds__(kTile) interval_tiles_kernel(const __grid_cons
   int last_start = 0, first_stop = INT32_MAX;     // those between are the rows that all places have
 #pragma unroll 8
   for (int i = 0; i < kTile; ++i) {
-    const int2 of_place = bounds[i];
-    if (of_place.x < of_place.y) {
-      earliest = min(earliest, of_place.x);
-      latest = max(latest, of_place.y);
+    const int2 seen_by = bounds[i];
+    if (seen_by.x < seen_by.y) {
+      earliest = min(earliest, seen_by.x);
+      latest = max(latest, seen_by.y);
     }
-    last_start = max(last_start, of_place.x);
-    first_stop = min(first_stop, of_place.y);
+    last_start = max(last_start, seen_by.x);
+    first_stop = min(first_stop, seen_by.y);
   }
   uint8_t* classes = p.classes + (head * p.tiles_k + tile_k) * p.tiles_q;
   for (int tile_q = threadIdx.x; tile_q < p.tiles_q; tile_q += kTile) {
@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kTile) interval_tiles_kernel(const __grid_cons
     if (!is_full && earliest < end && latest > first) {
 #pragma unroll 8
       for (int i = 0; i < kTile; ++i) {
-        const int2 of_place = bounds[i];
-        is_active |= of_place.x < end && of_place.y > first && of_place.x < of_place.y;
+        const int2 seen_by = bounds[i];
+        is_active |= seen_by.x < end && seen_by.y > first && seen_by.x < seen_by.y;
       }
     }
     classes[tile_q] = is_active + is_full;
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kTile) interval_bits_kernel(const __grid_const
   griddep_wait();
   __shared__ int2 bounds[kTile];
   const int tile_k = blockIdx.x % p.tiles_k;
-  const int64_t of_tiles = blockIdx.x / p.tiles_k, head = of_tiles / p.tiles_q;
-  const int row = static_cast<int>(of_tiles - head * p.tiles_q) * kTile + threadIdx.x;
+  const int64_t tile_row = blockIdx.x / p.tiles_k, head = tile_row / p.tiles_q;
+  const int row = static_cast<int>(tile_row - head * p.tiles_q) * kTile + threadIdx.x;
   bounds[threadIdx.x] = p.bounds[(head * p.tiles_k + tile_k) * kTile + threadIdx.x];
   __syncthreads();
   if (row >= p.seqlen_q) return;
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kTile) interval_bits_kernel(const __grid_const
     words[w] = 0;
 #pragma unroll
     for (int i = 0; i < kWord; ++i) {
-      const int2 of_key = bounds[w * kWord + i];
-      if (row >= of_key.x && row < of_key.y) words[w] |= 1u << i;
+      const int2 seen_by_key = bounds[w * kWord + i];
+      if (row >= seen_by_key.x && row < seen_by_key.y) words[w] |= 1u << i;
     }
   }
   *reinterpret_cast<int4*>(p.bits + ((head * p.seqlen_q + row) * p.tiles_k + tile_k) * kTileWords) =

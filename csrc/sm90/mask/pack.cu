@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
 
   auto finish_row = [&](int row, unsigned lane_bits) {
     if (Traits::kHasBand) {
-      const int behind = row - lane_key;
-      lane_bits &= ones_below(behind + p.high + 1) & ~ones_below(behind + p.low);
+      const int offset = row - lane_key;
+      lane_bits &= ones_below(offset + p.high + 1) & ~ones_below(offset + p.low);
     }
     const unsigned upper = __shfl_down_sync(kAll, lane_bits, 1);
     if (row < p.seqlen_q) {

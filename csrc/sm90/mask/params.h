@@ -40,7 +40,7 @@ struct TopkParams {
   int32_t* stops;        // scratch
   uint64_t* thresholds;  // scratch, (heads, chunks)
   // Scratch, (heads, segments, k) if there are several segments: the best of each, and of all before it.
-  int32_t* of_segments;
+  int32_t* best_of_segments;
   int32_t* survivors;
   int32_t* start;
   int32_t* stop;

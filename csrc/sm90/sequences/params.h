@@ -57,7 +57,7 @@ struct ListWorksParams {
 struct FillGapsParams {
   const int4* bounds;
   int number;  // S
-  bool of_keys, packs_rows;
+  bool are_keys, packs_rows;
   int rows;         // of an entry
   int chunks;       // of 16 bytes in a row of x
   void* x;          // (entries, rows, chunks)

@@ -41,7 +41,7 @@ struct SharedDbiasParams : AttentionSizes {
 
   float softcap, pre_scale;  // as in BackwardParams
 
-  // As in ForwardParams. Beside sequences batch, seqlen_q and seqlen_k are the sizes of a bias by position.
+  // As in ForwardParams. With sequences batch, seqlen_q and seqlen_k are the sizes of a bias by position.
   SequenceParams sequences;
 
   DropoutParams dropout;
