@@ -172,16 +172,14 @@ void BackwardPass::fill_gaps_of_gradients() const {
 
 namespace {
 
-// Writes the gradients that are present, all contiguous but for one dbias, see below.
-// mask: {}, or (bits, row_lists, col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask. low and
-// high are the band if there is no mask.
-// key_order: of an IntervalMask, if k, v and a bias per key are in its order; dk, dv and dbias_sums are in the caller's
-// order of keys, and dbias_sums starts as zeros then.
-// dbias: of a bias per query and key, in its dtype; written whole. It may have fewer heads or batch entries. Where the main
-// kernel stores it, it may lie in a larger tensor (B, Hq, Lq, Lk).
-// dbias_sums: (B, Hq, Lk), of a bias per key, in fp32.
-// delta: (B, Hq, Lq), for gradients that the caller computes. Alone it takes the kernel of the rows and no other.
-// num_dbias_chunks: how many chunks share the heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.
+// Writes the gradients that are present, all contiguous but for one dbias, see below. mask: {}, or (bits, row_lists,
+// col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask. low and high are the band if there is
+// no mask. key_order: of an IntervalMask, if k, v and a bias per key are in its order; dk, dv and dbias_sums are in the
+// caller's order of keys, and dbias_sums starts as zeros then. dbias: of a bias per query and key, in its dtype;
+// written whole. It may have fewer heads or batch entries. Where the main kernel stores it, it may lie in a larger
+// tensor (B, Hq, Lq, Lk). dbias_sums: (B, Hq, Lk), of a bias per key, in fp32. delta: (B, Hq, Lq), for gradients that
+// the caller computes. Alone it takes the kernel of the rows and no other. num_dbias_chunks: how many chunks share the
+// heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.
 void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
                      std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
                      std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
@@ -195,11 +193,10 @@ void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k
   BackwardPass{arguments}.run();
 }
 
-// Writes the gradients that are present, all contiguous and of all rows. Arguments that the forward operator has, too, mean
-// the same.
-// dbias: of a bias per query and key, written whole; by the main kernel if it has one for each sequence and query head.
-// dbias_sums: of a bias per key, in fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k); starts as zeros.
-// delta: in the shape of lse. Alone it takes no main kernel.
+// Writes the gradients that are present, all contiguous and of all rows. Arguments that the forward operator has, too,
+// mean the same. dbias: of a bias per query and key, written whole; by the main kernel if it has one for each sequence
+// and query head. dbias_sums: of a bias per key, in fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k); starts as
+// zeros. delta: in the shape of lse. Alone it takes no main kernel.
 void backward_sequences(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, Tensor bounds,
                         std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq,
                         std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,

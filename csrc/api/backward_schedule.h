@@ -105,7 +105,7 @@ struct BackwardSchedule {
   int block_n;                   // keys of a work tile
   int64_t blocks_k;              // work tiles along the keys
   bool batch_is_inner;           // neighbours are batch entries of one head
-  int64_t full_group_pairs;      // the first (batch, key head) pairs, whose work tiles have all query heads of the group
+  int64_t full_group_pairs;      // the first (batch, key head) pairs: their work tiles have all query heads of a group
   int64_t summed_pairs;          // the others: one query head a work tile, dk and dv are summed in device memory
   int64_t single_heads;          // (batch, query head) pairs of these others
   bool blocks_decide;            // blocks find out which key blocks have whole groups: sums have room for all pairs
@@ -151,7 +151,7 @@ inline int64_t mean_walk(const BackwardCall& call) {
   return mean_walk(call.seqlen_q, call.seqlen_k, call.high) - mean_walk(call.seqlen_q, call.seqlen_k, call.low - 1);
 }
 
-// A work tile of one query head adds its dk and dv in device memory. That costs as much as a walk of so many queries
+// A work tile of one query head adds its dk and dv in device memory. It costs as much as a walk of so many queries
 // more. With dq complete nothing else is added there; where dbias is stored walks wait for memory, and SMs without work
 // are missed less.
 inline int64_t sums_walk(const BackwardSchedule& schedule, DbiasWriter writer) {

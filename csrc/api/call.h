@@ -48,8 +48,8 @@ const Instance& instance_for(const char* op, std::initializer_list<Instance> ins
   for (const Instance& it : instances) {
     if (it.dtype == dtype && sizes.head_dim <= it.head_dim && sizes.head_dim_v <= it.head_dim_v) return it;
   }
-  CHECK_FOR(op, false, "the extension was not built for ", served, "head dims ", sizes.head_dim, " and ", sizes.head_dim_v,
-            " (v) of this dtype");
+  CHECK_FOR(op, false, "the extension was not built for ", served, "head dims ", sizes.head_dim, " and ",
+            sizes.head_dim_v, " (v) of this dtype");
 }
 
 inline void set_sizes(const Sizes& sizes, AttentionSizes& params) {

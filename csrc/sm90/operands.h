@@ -63,8 +63,8 @@ struct RowBits {
   }
 };
 
-// The same of an interval mask: which of its 16 rows see the keys of a block that needs
-// masking. For two neighbouring keys 16 bits each; pair `lane + 32 i` of the block is in `pairs[i]`.
+// The same of an interval mask: the rows of a warp, of 16, that see the keys of a block
+// that needs masking. For two neighbouring keys 16 bits each; pair `lane + 32 i` of the block is in `pairs[i]`.
 template <int kBlockN>
 struct KeyRows {
   uint32_t pairs[kBlockN / 64];
@@ -86,8 +86,8 @@ struct KeyRows {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < kBlockN / 16; ++t) {
-      // Of two times 8 keys the thread has two neighbours each, and of the rows lane / 4 and the one 8 further on.
-      // Their bits meet in one byte, as in RowBits.
+      // In each of two times 8 keys the thread has two neighbours. Its rows are lane / 4 and the row 8 further on.
+      // All their bits meet in one byte, as in RowBits.
       uint32_t two[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
