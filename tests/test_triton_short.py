@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flash_dmattn.backends.mask_choice import choose_form
+from flash_dmattn.backends.triton import passes
 from flash_dmattn.backends.triton.backend import BACKEND as TRITON
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import MaskView
@@ -68,7 +69,10 @@ def test_slots_take_little_memory() -> None:
 
 
 @pytest.mark.parametrize("seqlen_k, heads_k, form", ((49, 4, "dense"), (49, 2, "tiles"), (200, 4, "tiles")))
-def test_a_mask_of_short_rows_is_not_prepared(seqlen_k: int, heads_k: int, form: str) -> None:
+def test_a_mask_of_short_rows_is_not_prepared(
+    seqlen_k: int, heads_k: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "FEW_PAIRS", 0)
     given = {"seqlen_k": seqlen_k, "kv_heads": heads_k, "mask": (2, 1, 49, seqlen_k), "grad": True}
     problem = explain_problem((2, 49, 4, 32), device="sm_90", **given).problem
     assert choose_form(problem, TRITON, TRITON).form == form

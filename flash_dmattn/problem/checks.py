@@ -193,7 +193,8 @@ def check_scores(
 def _fits(shape: Sequence[int], allowed: Sequence[tuple[int, ...]]) -> bool:
     """Tell whether each dim has one of its allowed sizes; () allows any."""
     for size, sizes in zip(shape, allowed, strict=True):
-        if sizes and size not in sizes:
+        # Compared one by one: Dynamo finds no symbol in a tuple.
+        if sizes and not any([size == one for one in sizes]):
             return False
     return True
 

@@ -141,8 +141,8 @@ _PYTHON = (
     Fault(
         "every sequence drops what the first one does",
         "reference/sequences.py",
-        "dropout.of_entry(s.number)",
-        "dropout.of_entry(0)",
+        "dropout.starting_at(s.number)",
+        "dropout.starting_at(0)",
         ("tests/test_dropout.py::test_sequences_with_dropout",),
     ),
     Fault(
@@ -176,16 +176,16 @@ _PYTHON = (
     ),
     Fault(
         "keys of all heads are sorted together",
-        "flash_dmattn/masks/prepared/interval_order.py",
-        "+ of_head * (2 * _DEAD)",
-        "+ 0 * of_head",
+        "flash_dmattn/masks/prepared/intervals.py",
+        "+ head * (2 * _DEAD)",
+        "+ 0 * head",
         ("tests/test_interval_mask.py::test_order_is_a_stable_sort_of_each_head",),
     ),
     Fault(
         "gradients of keys without a place are not written",
         "flash_dmattn/backends/cuda/passes.py",
-        "whole.zero_().scatter_(",
-        "whole.scatter_(",
+        "by_key.zero_().scatter_(",
+        "by_key.scatter_(",
         ("tests/test_cuda_host.py::test_an_order_of_few_places",),
     ),
     Fault(

@@ -38,13 +38,13 @@ def _listed_tiles(p: AttentionProblem) -> int:
     return queries.tiles * keys.tiles * (1 if p.mask is None or p.mask.broadcast()[1] else p.num_heads)
 
 
-def _span_rule(name: str, spec: Callable[[AttentionProblem], TensorSpec | None]) -> Rule:
+def _span_rule(name: str, code: str, spec: Callable[[AttentionProblem], TensorSpec | None]) -> Rule:
     def span(p: AttentionProblem) -> int:
         tensor = spec(p)
         return 0 if tensor is None else tensor.span()
 
     return Rule(
-        f"{name}_span",
+        code,
         lambda p: span(p) <= _INT32_MAX,
         lambda p: (
             f"{name} spans {span(p)} elements; compiled FlexAttention indexes a captured tensor with 32 bits, "
@@ -91,8 +91,8 @@ RULES: tuple[Rule, ...] = (
         ),
         'use backend="eager"',
     ),
-    _span_rule("mask", lambda p: p.mask),
-    _span_rule("bias", lambda p: p.bias),
+    _span_rule("mask", "mask_span", lambda p: p.mask),
+    _span_rule("bias", "bias_span", lambda p: p.bias),
     Rule(
         "row_span",
         lambda p: _largest_row_span(p) <= _INT32_MAX,

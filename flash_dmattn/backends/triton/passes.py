@@ -57,8 +57,15 @@ def has_group_rows(p: AttentionProblem) -> bool:
 
 
 def has_few_pairs(p: AttentionProblem) -> bool:
-    """Return whether a call is so small that two more launches, to pack its bool mask, take longer than they save."""
-    return p.seqlen_k <= FEW_KEYS and p.batch * p.num_heads * p.seqlen_q * p.seqlen_k <= FEW_PAIRS
+    """Return whether a call is so small that two more launches, to pack its bool mask, take longer than they save.
+
+    In fp32 the kernels that read bools spill a hundred registers a thread.
+    """
+    return (
+        p.dtype.itemsize == 2
+        and p.seqlen_k <= FEW_KEYS
+        and p.batch * p.num_heads * p.seqlen_q * p.seqlen_k <= FEW_PAIRS
+    )
 
 
 def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
