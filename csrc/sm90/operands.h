@@ -27,20 +27,28 @@ __device__ __forceinline__ Entry* list_of(Entry* lists, int64_t mask, int lines,
 }
 
 // For scores whose rows are queries: bits of a thread's rows of a packed mask, kWords words each. With one row for all
-// queries both rows of the thread read it.
-template <int kRows, int kWords>
+// queries both rows of the thread read it. kIsConstant: no kernel writes masks while this one runs, so __ldg reads them.
+template <int kRows, int kWords, bool kIsConstant>
 struct RowBits {
   uint32_t words[kRows][kWords];
 
   // bits: of row r of the thread and the first of the keys.
   __device__ __forceinline__ void load(int r, const int32_t* bits) {
-    // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
     if constexpr (kWords == 4) {
-      const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
+      const int4 four = read(reinterpret_cast<const int4*>(bits));
       words[r][0] = four.x, words[r][1] = four.y, words[r][2] = four.z, words[r][3] = four.w;
     } else {
-      const int2 two = __ldg(reinterpret_cast<const int2*>(bits));
+      const int2 two = read(reinterpret_cast<const int2*>(bits));
       words[r][0] = two.x, words[r][1] = two.y;
+    }
+  }
+
+  template <class T>
+  static __device__ __forceinline__ T read(const T* from) {
+    if constexpr (kIsConstant) {
+      return __ldg(from);
+    } else {
+      return *from;
     }
   }
 

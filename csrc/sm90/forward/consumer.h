@@ -32,7 +32,8 @@ struct Consumer {
 
   // A key block that needs masking: bits of the thread's two rows, or of an interval mask the rows of the lane's keys.
   static constexpr int kMaskRows = Traits::kHasOneMaskRow ? 1 : 2;
-  using MaskWords = std::conditional_t<Traits::kHasIntervals, KeyRows<kBlockN>, RowBits<kMaskRows, kWords>>;
+  // Constant: masks come from the packing kernels, which never let the next kernel start early.
+  using MaskWords = std::conditional_t<Traits::kHasIntervals, KeyRows<kBlockN>, RowBits<kMaskRows, kWords, true>>;
   // Whether registers are left to load it while its scores are computed. One row of bits, which all warps read, is
   // near.
   static constexpr bool kLoadsMaskEarly = Traits::kHasIntervals || !Traits::kHasOneMaskRow || Traits::kIsNarrow;

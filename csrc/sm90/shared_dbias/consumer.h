@@ -70,7 +70,8 @@ struct SharedDbiasConsumer {
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  using MaskWords = RowBits<2, kTileWords>;  // of the tile's keys
+  // Of the tile's keys. The kernel starts before the one ahead of it has ended, so nothing is constant.
+  using MaskWords = RowBits<2, kTileWords, false>;
 
   __device__ __forceinline__ void load_mask_words(MaskWords& words, const DbiasWorkTile& work,
                                                   const AttentionHead& head) {
