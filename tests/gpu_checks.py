@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
-SANITIZED = {"triton": 41, "cuda": 69, "cuda-backward": 205}  # calls of each
+SANITIZED = {"triton": 44, "cuda": 69, "cuda-backward": 205}  # calls of each
 SANITIZED_AT_ONCE = 8
 SECONDS_TO_REPORT = 10
 # Random calls with interval masks: the first of each process, and how many; Triton compiles most of its calls anew.
