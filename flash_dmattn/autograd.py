@@ -161,7 +161,6 @@ class TransformedAttention(torch.autograd.Function):
             plan.problem,
             (q, k, v, bias),
             others,
-            plan.parts.mask_form,
             repeats=_reads_repeats(plan),
             needs_dsink=sink is not None and sink.requires_grad,
         )
@@ -223,7 +222,6 @@ class AttentionBackward(torch.autograd.Function):
             plan.problem,
             (q, k, v, bias),
             others,
-            plan.parts.mask_form,
             repeats=_reads_repeats(plan),
             needs_grad=needs_grad,
         )

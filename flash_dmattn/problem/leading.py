@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .checks import batch_names, check_broadcast, check_strided
-from .description import AttentionProblem, MaskForm, NeedsGrad, spec_of, unpacked_spec
+from .description import AttentionProblem, NeedsGrad, spec_of, unpacked_spec
 
 Dims = tuple[int, ...]
 
@@ -224,8 +224,7 @@ class MappedCall:
         in_dims, mask_dims: the mapped dim of each input and of each tensor of the mask; None for a shared one.
         problem: the description of one mapped call.
         inputs: q, k, v and bias with their mapped dims.
-        mask: its tensors with their mapped dims.
-        mask_form: `MaskForm` of these tensors: a dense mask of the problem may have been prepared.
+        mask: its tensors, in the form that the problem names, with their mapped dims.
         repeats: whether a part of the batch may share an entry of a mask or a bias; else these are expanded.
         needs_grad: the gradients to compute; None for a forward pass, after which the inputs tell.
         needs_dsink: whether the sink, which all the calls share, requires a gradient; of a forward pass.
@@ -244,7 +243,6 @@ class MappedCall:
         problem: AttentionProblem,
         inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
         mask: Sequence[Tensor],
-        mask_form: MaskForm,
         *,
         repeats: bool = True,
         needs_grad: NeedsGrad | None = None,
@@ -266,7 +264,7 @@ class MappedCall:
             flags = flags._replace(bias_repeat=self._folded_bias.repeat)
         if problem.mask is not None:
             is_mapped = any(dim is not None for dim in mask_dims)
-            is_dense = mask_form == "dense"
+            is_dense = problem.mask_form == "dense"
             folded = [
                 self._shared("mask", x, dim, flags.mask_repeat, not is_dense, is_mapped)
                 for x, dim in zip(mask, mask_dims, strict=True)

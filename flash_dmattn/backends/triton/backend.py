@@ -7,7 +7,7 @@ import torch
 from ...problem import AttentionProblem, dtype_name, sm_number
 from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Rule
-from .passes import is_short, kernels, plan_backward, plan_forward, reads_dense, reads_heads_first
+from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_dense, reads_heads_first
 
 MAX_HEAD_DIM = 256
 
@@ -84,7 +84,8 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
     short = [probe().usable and is_short(p, direction) for direction in ("forward", "backward")]
     if not short[1] and probe().usable and kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
-    ordered = () if all(short) else interval_notes(problem, gathers=True)
+    reads_bools = p.mask_form == "dense" and has_few_pairs(p)
+    ordered = () if reads_bools or all(short) else interval_notes(problem, gathers=True)
     return (*ordered, *copies)
 
 
