@@ -14,6 +14,8 @@ from conftest import needs_inductor
 from out_of_tree import Counting, needs_hints, registered, replaced
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
@@ -178,6 +180,25 @@ def test_inductor_trains_modules_on_any_length(name: str) -> None:
 def test_inductor_trains_every_module() -> None:
     modules = {name for name in nn.__all__ if isinstance(vars(nn)[name], type)}
     assert {name for name in modules if issubclass(vars(nn)[name], torch.nn.Module)} == {x.split()[0] for x in MODULES}
+
+
+@needs_hints
+def test_the_operator_adds_no_guards_on_fake_tensors_of_any_length() -> None:
+    """Choosing a backward pass asks for hints in code that a compiler runs, too, where `is_compiling` is False."""
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+
+    def any_length(x: Tensor) -> Tensor:
+        sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC]
+        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+    q, k = (any_length(torch.zeros(2, length, 4, 64, requires_grad=True)) for length in (100, 200))
+    mask = any_length(torch.zeros(2, 1, 1, 200, dtype=torch.bool).transpose(1, 3)).transpose(1, 3)
+    problem = (None, None, None, None, *Flags(-1, -1, 0.125, 0.0, False), "triton", "")
+    with mode:
+        out, _ = torch.ops.flash_dmattn.attention_forward(q, k, k, [mask], "dense", *problem)
+    assert out.grad_fn is not None and out.shape == q.shape
+    assert not shapes.guards, [str(guard.expr) for guard in shapes.guards]
 
 
 # One tensor in the place of several arguments: Dynamo takes none twice for an `autograd.Function`.

@@ -6,6 +6,8 @@ import importlib.util
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from flash_dmattn.backends.mask_choice import choose_form
 from flash_dmattn.backends.triton import passes
@@ -48,6 +50,19 @@ def test_calls_that_are_served(
     assert (call.serves_forward(), call.serves_backward()) == (forward, backward)
     kept = MaskView("keys", (torch.empty(0),) * 3)
     assert not ShortCall.of(q, k, k, kept, arch).serves_forward()
+
+
+def test_symbolic_lengths() -> None:
+    """A compiler that runs the operator on fake tensors asks with symbols, which cannot be hashed."""
+    from flash_dmattn.triton_kernels.short_calls import ShortCall
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    q = mode.from_tensor(torch.empty(2, 49, 4, 32, dtype=HALF), symbolic_context=context)
+    assert isinstance(q.shape[1], torch.SymInt)
+    call = ShortCall.of(q, q, q, MaskView(), "sm_90")
+    assert call.serves_forward() and call.serves_backward()
 
 
 @pytest.mark.parametrize("members, programs", ((1, 1), (2048, 6), (4096, 12), (3, 500), (100, 2000), (1, 0x7FFF)))

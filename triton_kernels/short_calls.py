@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -75,7 +74,6 @@ def _fits(call: ShortCall, length: int) -> bool:
 
 
 # Measured on an H200 (torch 2.11, Triton 3.6); docs/notes/short_rows.md has the cases, and the next best choices.
-@functools.lru_cache(maxsize=4096)
 def forward_tile(call: ShortCall) -> ShortTile | None:
     """Return the tile of the forward kernel, or None if rows are too long."""
     if not _fits(call, call.seqlen_k):
@@ -85,7 +83,6 @@ def forward_tile(call: ShortCall) -> ShortTile | None:
     return ShortTile(block_m, block_n, num_warps, 1 if call.head_dim > 64 and block_n == 128 else 2)
 
 
-@functools.lru_cache(maxsize=4096)
 def backward_tile(call: ShortCall) -> ShortTile | None:
     """Return the tile of the backward kernel, of whole rows and columns, or None if that is too large."""
     block_m, block_n = _block(call.seqlen_q), _block(call.seqlen_k)

@@ -419,7 +419,7 @@ def hinted(problem: AttentionProblem) -> AttentionProblem:
     A condition on a symbol becomes a guard: a graph is compiled anew where the condition holds no more, and
     `torch.export` refuses a range that it divides. A condition on a hint does neither, so rules of speed ask for hints.
     """
-    if not torch.compiler.is_compiling():
+    if not any(_may_be_symbol(size) for size in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads)):
         return problem
     strides = ("q_strides", "k_strides", "v_strides")
     lengths = ("max_seqlen_q", "max_seqlen_k")
@@ -439,9 +439,14 @@ def _hints(spec: Any, *fields: str) -> Any:
     return spec._replace(**hints)
 
 
+def _may_be_symbol(size: int) -> bool:
+    # In code that Dynamo traces a symbol looks like an int; where a compiler runs code on fake tensors, it is a SymInt.
+    return torch.compiler.is_compiling() or isinstance(size, torch.SymInt)
+
+
 def hint(size: int) -> int:
     """Return a size, or the size of the call that is compiled where a compiler has a symbol for it."""
-    if not torch.compiler.is_compiling():
+    if not _may_be_symbol(size):
         return size
     from torch.fx.experimental import symbolic_shapes  # only a compiler needs it, and has imported it
 
