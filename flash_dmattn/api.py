@@ -132,8 +132,8 @@ def attention(
         p = s.masked_fill(~mask, -math.inf).softmax(-1)
         out = torch.einsum("bhij,bjhd->bihd", F.dropout(p, dropout_p), v)
 
-    There may be any number of batch dims: q, k and v are (*batch, L, H, D); mask and bias broadcast against
-    (*batch, Hq, Lq, Lk) as in torch, and are not expanded in memory. Tensors whose batch dims do not fold into one are
+    There may be any number of batch dims: q, k and v are `(*batch, L, H, D)`; mask and bias broadcast against
+    `(*batch, Hq, Lq, Lk)` as in torch, and are not expanded in memory. Tensors whose batch dims do not fold into one are
     copied, and `explain` says so. Under `torch.vmap` the mapped dim is one more batch dim. Tensors may be DTensors, all
     on one mesh, sharded by batch, heads or sequence: see docs/dtensor.md.
 
