@@ -43,7 +43,9 @@ if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build
 # Rules and eager mathematics of flex are the same on every CPU: only tests of its compiled kernel ask for AVX2.
 flex._found = Availability(True)
 
-BACKENDS = ("eager", "flex", "triton", "cuda")
+BACKENDS = ("eager", "sdpa", "flex", "triton", "cuda")
+# Whose backward pass a test runs where rules refuse that of a backend: all share the layout of lse.
+PAIRED = {"cuda": "triton", "sdpa": "eager"}
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +70,9 @@ class Runner:
         self.name = name
 
     def choice(self, case: Case, inputs: Inputs, **flags: Any) -> Any:
-        """What to pass as `backend`.
-
-        Of cuda both passes, or, where its rules refuse the gradients, those of triton, which reads the same lse.
-        """
+        """What to pass as `backend`: the name, or a pair where its rules refuse the gradients."""
         alone = self._error(self.name, case, inputs, **flags)
-        return ("cuda", "triton") if self.name == "cuda" and alone is not None else self.name
+        return (self.name, PAIRED[self.name]) if self.name in PAIRED and alone is not None else self.name
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         """Why the backend does not serve a case, in the words of its rules; None where it does."""

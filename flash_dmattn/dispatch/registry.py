@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 
-from ..backends import eager, reference
+from ..backends import eager, reference, sdpa
 from ..backends.cuda import backend as cuda
 from ..backends.flex import backend as flex
 from ..backends.protocol import Availability, Backend
@@ -46,7 +46,7 @@ class _Registry(Mapping[str, Backend]):
 
 
 # "auto" takes the first that accepts the call.
-BACKENDS = _Registry({each.BACKEND.name: each.BACKEND for each in (cuda, triton, flex, eager, reference)})
+BACKENDS = _Registry({each.BACKEND.name: each.BACKEND for each in (cuda, triton, flex, sdpa, eager, reference)})
 
 # Called after every change of the registry or of a profile, by what remembers a choice and wants the memory back.
 on_change: list[Callable[[], None]] = []
