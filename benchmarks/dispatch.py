@@ -85,7 +85,7 @@ def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Cal
     edges = torch.tensor([0, LENGTH // 2, BATCH * LENGTH], device=device, dtype=torch.int32)
     packed = flash_dmattn.Sequences.packed(edges, max_seqlen_q=2 * LENGTH)
     padded = flash_dmattn.Sequences.padded(lengths, lengths)
-    prepared = flash_dmattn.masks.prepare_mask(pairs)
+    prepared = flash_dmattn.masks.PreparedMask.from_mask(pairs)
     heads_first = tuple(x.transpose(1, 2).contiguous() for x in (q, k, v))
 
     def ours(*inputs: torch.Tensor, **others: Any) -> torch.Tensor:

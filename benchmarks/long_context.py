@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.masks import IntervalMask, prepare_topk
+from flash_dmattn.masks import PreparedMask
+from flash_dmattn.masks.prepared.storage import IntervalMask
 
 from .report.plots import STYLES
 from .timing import Runner, gradients, measure
@@ -139,7 +140,9 @@ def run(length: int, system: str, device: torch.device, wanted: list[Tensor] | N
     inputs = Inputs(length, device)
 
     def make() -> IntervalMask:
-        return prepare_topk(inputs.scores.detach(), KEPT, is_causal=True, reorder=True)
+        made = PreparedMask.from_topk(inputs.scores.detach(), KEPT, is_causal=True, reorder=True)
+        assert isinstance(made, IntervalMask)
+        return made
 
     mask = make()
     making = Runner(make)

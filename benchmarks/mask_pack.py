@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from flash_dmattn.backends.cuda import backend as cuda
-from flash_dmattn.masks import TileMask, prepare_mask
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared import packing
+from flash_dmattn.masks.prepared.storage import TileMask
 from flash_dmattn.problem import Band, causal_window, make_band
 from flash_dmattn.triton_kernels import key_pack, mask_pack
 
@@ -129,16 +130,16 @@ def result_bytes(prepared: object) -> int:
 
 
 def table(copy: float, extension: bool) -> None:
-    """Print the time of packing alone, of the lists, of `prepare_mask`, which is both, and of both by the extension."""
+    """Print the time of packing, of the lists, and of both: by `from_mask`, and by the extension."""
     print(f"{'mask':34}{'load':>6}{'pack ms':>9}{'lists ms':>9}{'both ms':>9}{'GB/s':>7}{'of copy':>9}{'cuda ms':>9}")
     for length, is_causal in itertools.product((16384, 8192, 16380, 16383), (False, True)):
         mask = random_mask(1, 4, length, length)
         band = make_band(length, length, causal_window(is_causal, (-1, -1)))
-        prepared = prepare_mask(mask, is_causal=is_causal)
+        prepared = PreparedMask.from_mask(mask, is_causal=is_causal)
         assert isinstance(prepared, TileMask)  # only a mask of one row is not
         pack = milliseconds(partial(mask_pack.pack_mask, mask, band))
         lists = milliseconds(partial(mask_pack.list_tiles, prepared.classes))
-        both = milliseconds(partial(prepare_mask, mask, is_causal=is_causal))
+        both = milliseconds(partial(PreparedMask.from_mask, mask, is_causal=is_causal))
         read = mask.numel()
         if is_causal:  # the tiles above the diagonal are not read
             tiles = packing.tiles(length)
@@ -149,11 +150,13 @@ def table(copy: float, extension: bool) -> None:
         by_cuda = f"{milliseconds(partial(cuda_tile_mask, mask, band)):9.3f}" if extension else ""
         print(f"{name:34}{load:>5}B{pack:9.3f}{lists:9.3f}{both:9.3f}{1e-9 * rate:7.0f}{rate / copy:9.1%}{by_cuda}")
     keys = random_mask(2, 8, 2, 32768)[:, :, :1]
-    print(f"{'keys (2, 8, 1, 32768)':34}{'':6}{milliseconds(lambda: prepare_mask(keys, seqlen_q=32768)):27.3f}")
+    print(
+        f"{'keys (2, 8, 1, 32768)':34}{'':6}{milliseconds(lambda: PreparedMask.from_mask(keys, seqlen_q=32768)):27.3f}"
+    )
     small = random_mask(1, 2, 128, 128)
-    tile_host = host_microseconds(lambda: prepare_mask(small))
-    key_host = host_microseconds(lambda: prepare_mask(small[:, :, :1], seqlen_q=128))
-    print(f"host time of prepare_mask: {tile_host:.1f} us on (1, 2, 128, 128), {key_host:.1f} us on (1, 2, 1, 128)")
+    tile_host = host_microseconds(lambda: PreparedMask.from_mask(small))
+    key_host = host_microseconds(lambda: PreparedMask.from_mask(small[:, :, :1], seqlen_q=128))
+    print(f"host time of from_mask: {tile_host:.1f} us on (1, 2, 128, 128), {key_host:.1f} us on (1, 2, 1, 128)")
 
 
 def sweep(copy: float) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import BackendUnsupportedError, Sequences, attention
-from flash_dmattn.masks import prepare_mask, topk_mask
+from flash_dmattn.masks import PreparedMask, topk_mask
 
 from .floors import Floor, Rates, rates_of
 from .systems import fa4
@@ -95,7 +95,7 @@ class Batch:
         """The mask as tiles, with causality."""
         assert self.mask is not None
         rows = len(self.q)
-        return prepare_mask(
+        return PreparedMask.from_mask(
             self.mask, is_causal=self.case.is_causal, sequences=self.sequences, seqlen_q=rows, seqlen_k=rows
         )
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import Sequences, append_to_cache, attention
-from flash_dmattn.masks import prepare_tree
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import formula
 from flash_dmattn.sequences.cache_writes import OPERATOR
 
@@ -98,7 +98,7 @@ def decoding_rows(page_size: int, device: str, backend: str) -> Iterator[Row]:
     for s, n in enumerate(LENGTHS):
         whole[s, :, :, n - DRAFT : n] = sees
     q1, q16 = pool.normal(len(LENGTHS), 1, HEADS, DIM), pool.normal(len(LENGTHS), DRAFT, HEADS, DIM)
-    tree = prepare_tree(sees[None])
+    tree = PreparedMask.from_tree(sees[None])
 
     def call(q: Tensor, mask: Any = None, is_causal: bool = False) -> Callable[[], Tensor]:
         def run() -> Tensor:

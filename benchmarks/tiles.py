@@ -96,10 +96,10 @@ def inputs(case: Case) -> tuple[list[Tensor], MaskView, Tensor | None]:
     packed = MaskView()
     if c.mask == "blocks":
         blocks = torch.rand(1, c.heads_k, c.seqlen // 128, c.seqlen // 128, device="cuda", generator=generator) < 0.1
-        packed = masks.prepare_blocks(blocks, 128, c.seqlen, c.seqlen).view
+        packed = masks.PreparedMask.from_blocks(blocks, 128, c.seqlen, c.seqlen).view
     elif c.mask == "keys":
         lengths = torch.randint(1, c.seqlen + 1, (c.batch,), device="cuda", generator=generator)
-        packed = masks.prepare_lengths(lengths, c.seqlen, c.seqlen).view
+        packed = masks.PreparedMask.from_lengths(lengths, c.seqlen, c.seqlen).view
     batch = {"full": c.batch, "shared": 1}.get(c.bias)
     return rows, packed, None if batch is None else random(batch, c.heads, c.seqlen, c.seqlen)
 

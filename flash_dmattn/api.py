@@ -15,7 +15,7 @@ from .sequences import Sequences
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .masks import PreparedMask, SequenceTileMask, TreeMask
+    from .masks import PreparedMask
 
 
 class Options(TypedDict, total=False):
@@ -37,7 +37,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    mask: Tensor | PreparedMask | None = None,
     bias: Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
@@ -51,7 +51,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    mask: Tensor | PreparedMask | None = None,
     bias: Tensor | None = None,
     *,
     return_lse: Literal[True],
@@ -65,7 +65,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    mask: Tensor | PreparedMask | None = None,
     bias: Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
@@ -79,7 +79,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    mask: Tensor | PreparedMask | None = None,
     bias: Tensor | None = None,
     *,
     return_lse: Literal[True],
@@ -93,7 +93,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    mask: Tensor | PreparedMask | None = None,
     bias: Tensor | None = None,
     *,
     return_lse: bool = False,
@@ -106,7 +106,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    mask: Tensor | PreparedMask | None = None,
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,

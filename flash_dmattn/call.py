@@ -27,9 +27,9 @@ from .sequences.nested import Jagged, is_nested
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask, SequenceTileMask, TreeMask
+    from .masks import PreparedMask
 
-    Mask = Tensor | PreparedMask | SequenceTileMask | TreeMask | None
+    Mask = Tensor | PreparedMask | None
 
 # A program that decodes meets a new class of calls with each length, and asks for none of them again.
 plans: Remembered[Plan] = Remembered(1024)

@@ -31,7 +31,7 @@ from .sequences import Sequences
 from .validation import refuse_dtensors
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask, SequenceTileMask, TreeMask
+    from .masks import PreparedMask
 
 DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
@@ -158,7 +158,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None = None,
+    mask: Tensor | PreparedMask | None = None,
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -288,11 +288,11 @@ def explain_problem(
     def meta(shape: tuple[int, ...], dtype: torch.dtype = q_dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    mask_meta: Tensor | TreeMask | None = None if mask is None else meta(mask, torch.bool)
+    mask_meta: Tensor | PreparedMask | None = None if mask is None else meta(mask, torch.bool)
     if sequences is not None and mask_prepared and isinstance(mask_meta, Tensor) and mask_meta.dim() == 3:
-        from .masks.prepared.tree import prepare_tree  # importing flash_dmattn does not need it
+        from .masks import PreparedMask  # importing flash_dmattn does not need it
 
-        mask_meta = prepare_tree(mask_meta)
+        mask_meta = PreparedMask.from_tree(mask_meta)
     numbers = Numbers(
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, dropout_p
     )

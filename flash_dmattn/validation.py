@@ -40,7 +40,7 @@ from .problem import (
 )
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask, SequenceTileMask, TreeMask
+    from .masks import PreparedMask
 
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +92,7 @@ def describe(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None,
+    mask: Tensor | PreparedMask | None,
     bias: Tensor | None,
     is_causal: bool,
     softmax_scale: float | None,
@@ -105,7 +105,7 @@ def describe(
     sequences: SequenceSpec | None = None,
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
-) -> tuple[AttentionProblem, Tensor | PreparedMask | SequenceTileMask | TreeMask | None, Tensor | None]:
+) -> tuple[AttentionProblem, Tensor | PreparedMask | None, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
 
     Args:
@@ -179,7 +179,7 @@ def describe(
             mask, is_causal, window_size, sizes, num_heads_k, device, repeats, sequences
         )
         mask_form = mask.form
-        one_mask_row = sequences is None and mask.one_row  # type: ignore[union-attr]
+        one_mask_row = sequences is None and mask.one_row
     if bias is not None:
         _check_float("bias", bias)
         bias, bias_spec, bias_packing = _describe_scores("bias", bias, sizes, num_heads_k, device, repeats, sequences)
@@ -304,7 +304,7 @@ def _describe_scores(
 
 
 def _describe_prepared(
-    mask: PreparedMask | SequenceTileMask | TreeMask,
+    mask: PreparedMask,
     is_causal: bool,
     window_size: tuple[int, int] | None,
     sizes: Shape4,
@@ -320,9 +320,9 @@ def _describe_prepared(
     packing = _UNPACKED
     if sequences is None:
         # Not at the top: only a program that has made a prepared mask pays for the import.
-        from .masks.prepared.types import PreparedMask
+        from .masks.prepared.storage import BatchMask
 
-        if not isinstance(mask, PreparedMask):
+        if not isinstance(mask, BatchMask):
             if getattr(mask, "form", None) == "sequence_tiles":
                 raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
             if getattr(mask, "form", None) == "tree":
@@ -341,13 +341,12 @@ def _describe_prepared(
         if repeats is None:
             check_broadcast("mask", mask.shape, sizes, num_heads_k)
     else:
-        from .masks.prepared.sequence_tiles import SequenceTileMask
-        from .masks.prepared.tree import TreeMask
+        from .masks.prepared.storage import SequenceTileMask, TreeMask
 
         if not isinstance(mask, (SequenceTileMask, TreeMask)):
             raise TypeError(
                 f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor, what "
-                "prepare_mask(mask, sequences=...) makes of one, or a TreeMask"
+                "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask"
             )
         _check_device("mask", mask.device, device)
         if isinstance(mask, TreeMask):
@@ -370,6 +369,6 @@ def _describe_prepared(
         limit = "is_causal is True" if is_causal and not fits else f"window_size is {window}"
         raise ValueError(
             f"{limit}, but mask was prepared with is_causal={mask.is_causal}, window_size={mask.window_size}; "
-            "a prepared mask brings its own limits: pass is_causal and window_size to prepare_mask"
+            "a prepared mask brings its own limits: pass is_causal and window_size to PreparedMask.from_mask"
         )
     return unpacked_spec(mask.shape), packing, mask.is_causal, mask.window_size

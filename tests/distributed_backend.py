@@ -7,7 +7,7 @@ from torch import Tensor
 from flash_dmattn import Backend, register_backend
 from flash_dmattn.backends.protocol import Backward, Forward, Rule
 from flash_dmattn.dispatch.registry import BACKENDS
-from flash_dmattn.masks.saved import restore
+from flash_dmattn.masks.prepared.storage import unpack_view
 from flash_dmattn.problem import AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs, Saved
 
@@ -50,9 +50,9 @@ class Unpacking:
         if mask.form == "none":
             return x
         assert all(t.is_contiguous() for t in mask.tensors)
-        prepared = restore(mask.form, problem.seqlen_q, problem.seqlen_k, False, (-1, -1), *mask.tensors)
-        assert problem.mask is not None and prepared.shape == problem.mask.shape
-        return x._replace(mask=MaskView("dense", (prepared.unpacked(),)))
+        dense = unpack_view(mask, problem.seqlen_q, problem.seqlen_k)
+        assert problem.mask is not None and dense.shape == problem.mask.shape
+        return x._replace(mask=MaskView("dense", (dense,)))
 
 
 def for_few_keys(name: str, most: int) -> Backend:

@@ -13,7 +13,7 @@ from cases import ALL, Case, Inputs
 from layouts import LAYOUTS, offset, rearranged
 
 from flash_dmattn.backends.cuda.rules import INSTANCES
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 
 FORMS = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
 NEEDS = (ALL, ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",), ("q", "k", "v"))
@@ -48,7 +48,7 @@ def placed(drawn: Drawn, case: Case, inputs: Inputs) -> Inputs:
         given = replace(given, mask=mask, bias=bias)
     if drawn.prepared and given.mask is not None:
         band = {"is_causal": case.is_causal, "window_size": case.window_size}
-        mask = prepare_mask(given.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, **band)
+        mask = PreparedMask.from_mask(given.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, **band)
         given = replace(given, mask=mask)
     return given
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import flash_dmattn
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 
 NAMES = ("q", "k", "v", "mask", "bias", "sink")
 
@@ -148,7 +148,7 @@ def refusal(call: Call, changes: dict[str, Any], ranks: tuple[int, ...] = (0, 1,
                 tensors[name].full_tensor().detach(), mesh_of(2), [Replicate(), Replicate()]
             )
         elif change == "prepared":
-            tensors[name] = prepare_mask(torch.ones(3, 1, call.seqlen_q, call.seqlen_k, dtype=torch.bool))
+            tensors[name] = PreparedMask.from_mask(torch.ones(3, 1, call.seqlen_q, call.seqlen_k, dtype=torch.bool))
         elif change == "partial":
             local = tensors[name].to_local().detach()
             tensors[name] = DTensor.from_local(local, mesh, [Partial()], run_check=False)
@@ -191,7 +191,7 @@ def prepared_for_all() -> float:
     whole, flags = call.tensors(), {"return_lse": True}
     shared = distributed(whole, call.placements())
     wanted = attend(whole, flags)
-    shared["mask"] = prepare_mask(whole["mask"], is_causal=True)
+    shared["mask"] = PreparedMask.from_mask(whole["mask"], is_causal=True)
     return distance(attend(shared, flags)[0], wanted[0])
 
 

@@ -13,7 +13,7 @@ from conftest import Runner
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 
 # A backend that does not work here skips in the fixture, one that refuses a call in `served`, each with its reason.
 on_kernels = pytest.mark.parametrize("backend", ("triton", "cuda"), indirect=True)
@@ -65,7 +65,9 @@ def of_form(form: str, case: Case, inputs: Inputs) -> Inputs:
     if not form.startswith("prepared"):
         return inputs
     band = {"is_causal": case.is_causal, "window_size": case.window_size}
-    return replace(inputs, mask=prepare_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, **band))
+    return replace(
+        inputs, mask=PreparedMask.from_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, **band)
+    )
 
 
 def buffers(inputs: Inputs) -> list[Tensor]:

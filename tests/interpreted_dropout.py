@@ -18,7 +18,7 @@ from dropout_masks import dropped_case, kept_in
 from outcomes import report
 from test_dropout import KNOWN, case_mask, philox_of_integers
 
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference.dropout import Dropout as Whole
 from flash_dmattn.reference.dropout import threshold_of
 from flash_dmattn.triton_kernels import short_calls
@@ -76,7 +76,7 @@ def calls() -> Iterator[str | None]:
     """Outcomes of whole calls: what out and dv say was dropped."""
     row = (torch.arange(60) % 3 != 1)[None]
     walking, short = (), (torch.float16,)
-    ordered = prepare_mask(row, seqlen_q=33, reorder=True)
+    ordered = PreparedMask.from_mask(row, seqlen_q=33, reorder=True)
     for tile, sms, dtypes, (seqlen_q, seqlen_k), mask in (
         (base.Tile(16, 32, 4, 1), 1, walking, (33, 60), None),
         (base.Tile(32, 16, 4, 1), 1, walking, (33, 60), None),

@@ -44,7 +44,7 @@ from torch import Tensor  # noqa: E402
 import flash_dmattn  # noqa: E402
 from flash_dmattn.backends.triton import passes  # noqa: E402
 from flash_dmattn.dispatch.registry import choices_changed  # noqa: E402
-from flash_dmattn.masks import prepare_mask  # noqa: E402
+from flash_dmattn.masks import PreparedMask  # noqa: E402
 from flash_dmattn.triton_kernels import launch, plan_backward, plan_forward, plan_slots, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.plan import MOST_FEW_KEYS, Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
@@ -157,7 +157,7 @@ def with_prepared_mask(
     if mask is None:
         return flash_dmattn.attention(q, k, v, None, bias, return_lse=True, backend="triton", **flags)
     band = {"is_causal": flags.pop("is_causal"), "window_size": flags.pop("window_size")}
-    prepared = prepare_mask(mask, seqlen_q=q.shape[1], seqlen_k=k.shape[1], **band)
+    prepared = PreparedMask.from_mask(mask, seqlen_q=q.shape[1], seqlen_k=k.shape[1], **band)
     return flash_dmattn.attention(q, k, v, prepared, bias, return_lse=True, backend="triton", **flags)
 
 
@@ -425,7 +425,7 @@ def leading_calls(name: str) -> Iterator[str | None]:
     call = LEADING_CALLS[name]
     given, mask = call.build(), None
     if name == "order of keys":
-        mask = prepare_mask(given["mask"], seqlen_q=call.seqlen_q, reorder=True)
+        mask = PreparedMask.from_mask(given["mask"], seqlen_q=call.seqlen_q, reorder=True)
     attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
     for short_calls.DTYPES in ((), EVERY_DTYPE):
         set_up(Tile(32, 64, 4, 1), 1, PARTS_BYTES[0])

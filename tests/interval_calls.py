@@ -32,9 +32,10 @@ from outcomes import report, served  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_mask, prepare_topk  # noqa: E402
+from flash_dmattn.masks import PreparedMask  # noqa: E402
 from flash_dmattn.masks.prepared.compact_order import compact_order  # noqa: E402
 from flash_dmattn.masks.prepared.operator import FEW_QUERIES  # noqa: E402
+from flash_dmattn.masks.prepared.storage import IntervalMask  # noqa: E402
 
 
 class Place(NamedTuple):
@@ -131,7 +132,7 @@ def draw_mask(rng: random.Random, place: Place, case: Case, number: int) -> Inte
         kept = torch.rand(*heads, 1, seqlen_k, generator=random_numbers) < rng.choice((0.1, 0.7, 1.0))
         kept[..., seqlen_k - seqlen_k // rng.choice((2, 5, 1000)) :] = False  # padding
         window = (rng.choice((-1, 30, 200)), -1)
-        made = prepare_mask(
+        made = PreparedMask.from_mask(
             kept,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
@@ -146,17 +147,19 @@ def draw_mask(rng: random.Random, place: Place, case: Case, number: int) -> Inte
         allowed = torch.rand(*heads, 1, seqlen_k, generator=random_numbers) < rng.choice((0.2, 0.6, 1.1))
         is_causal = rng.random() < 0.8
         flags: dict[str, Any] = {"is_causal": is_causal, "mask": allowed, "seqlen_q": seqlen_q, "reorder": reorder}
-        return prepare_topk(scores, rng.choice(place.kept), local=rng.choice((0, 9)) * is_causal, **flags)
+        return PreparedMask.from_topk(scores, rng.choice(place.kept), local=rng.choice((0, 9)) * is_causal, **flags)
     if kind == "random":
         start = integers(-3, seqlen_q + 3)
-        return prepare_intervals(start, start + integers(-20, seqlen_q), seqlen_q, reorder=reorder)
+        return PreparedMask.from_intervals(start, start + integers(-20, seqlen_q), seqlen_q, reorder=reorder)
     if kind == "few live":
         live = integers(0, 1 << 30).argsort(-1) < rng.choice(place.live)
         stop = torch.where(live, seqlen_q, 0)
-        return prepare_intervals(torch.zeros_like(stop), stop, seqlen_q, reorder=reorder)
+        return PreparedMask.from_intervals(torch.zeros_like(stop), stop, seqlen_q, reorder=reorder)
     window = (rng.choice((0, 30, 200)), rng.choice((-1, 0, 20)))
     stop = torch.full((seqlen_k,), seqlen_q)
-    return prepare_intervals([0], stop, seqlen_q, window_size=window, is_causal=rng.random() < 0.3, reorder=reorder)
+    return PreparedMask.from_intervals(
+        [0], stop, seqlen_q, window_size=window, is_causal=rng.random() < 0.3, reorder=reorder
+    )
 
 
 def compacted(mask: IntervalMask) -> IntervalMask:

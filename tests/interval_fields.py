@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flash_dmattn.masks import IntervalMask
 from flash_dmattn.masks.prepared import packing
+from flash_dmattn.masks.prepared.storage import IntervalMask
 
 
 def check_fields(mask: IntervalMask) -> None:

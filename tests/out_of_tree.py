@@ -16,7 +16,7 @@ from torch.fx.experimental import symbolic_shapes
 from flash_dmattn import Backend, register_backend, unregister_backend
 from flash_dmattn.backends.protocol import Availability, Backward, Forward, Rule
 from flash_dmattn.dispatch import registry
-from flash_dmattn.masks import IntervalMask, KeyMask, TileMask
+from flash_dmattn.masks.prepared.storage import unpack_view
 from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference import formula
@@ -138,8 +138,7 @@ def unpacked(mask: MaskView, seqlen_q: int, seqlen_k: int) -> Tensor | None:
     """The bool mask that a pass receives in any form."""
     if mask.form in ("none", "dense"):
         return mask.dense
-    kinds = {"tiles": TileMask, "keys": KeyMask, "intervals": IntervalMask}
-    return kinds[mask.form](seqlen_q, seqlen_k, False, (-1, -1), *mask.tensors).unpacked()
+    return unpack_view(mask, seqlen_q, seqlen_k)
 
 
 class Counting(OutOfTree):

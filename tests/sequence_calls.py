@@ -26,7 +26,7 @@ from cases import DEVICE, Inputs
 from torch import Tensor
 
 from flash_dmattn import Sequences, attention
-from flash_dmattn.masks import TreeMask
+from flash_dmattn.masks.prepared.storage import TreeMask
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
 from flash_dmattn.reference.dropout import Dropout, draw_key

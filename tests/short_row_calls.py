@@ -23,7 +23,7 @@ from draws import with_sink  # noqa: E402
 from outcomes import report, served  # noqa: E402
 
 import flash_dmattn  # noqa: E402
-from flash_dmattn.masks import prepare_mask  # noqa: E402
+from flash_dmattn.masks import PreparedMask  # noqa: E402
 
 # Few classes for Triton, which compiles each anew: sizes that are no constants of a kernel may differ at will.
 LENGTHS = (1, 7, 16, 31, 33, 49, 64, 65, 77, 100, 127, 128)
@@ -71,7 +71,7 @@ def failure_of(backend: str, number: int) -> str | None:
     inputs = given = case.build("cuda")
     attention = partial(flash_dmattn.attention, return_lse=True, backend=backend, deterministic=deterministic)
     if prepared and inputs.mask is not None and not case.is_causal:
-        mask = prepare_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k)
+        mask = PreparedMask.from_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k)
         given = type(inputs)(**{**vars(inputs), "mask": mask})
     try:
         results = run(attention, case, given)

@@ -12,19 +12,19 @@ import torch
 
 import flash_dmattn
 from benchmarks import long_context
-from flash_dmattn.masks import prepare_topk
+from flash_dmattn.masks import PreparedMask
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "nvidia-h200" / "long-context.json"
 
 
 def test_errors_of_sampled_rows_are_those_of_the_formula() -> None:
     inputs = long_context.Inputs(64, torch.device("cpu"))
-    mask = prepare_topk(inputs.scores.detach(), 9, is_causal=True, reorder=True)
+    mask = PreparedMask.from_topk(inputs.scores.detach(), 9, is_causal=True, reorder=True)
     with torch.no_grad():
         out = flash_dmattn.attention(inputs.q, inputs.k, inputs.v, mask, inputs.scores, backend="eager")
         assert isinstance(out, torch.Tensor)
         assert 1e-4 < long_context.error_of_rows(inputs, mask, out) < long_context.MOST_ERROR
-        other = prepare_topk(inputs.scores.detach(), 10, is_causal=True)
+        other = PreparedMask.from_topk(inputs.scores.detach(), 10, is_causal=True)
         assert long_context.error_of_rows(inputs, other, out) > long_context.MOST_ERROR
 
 

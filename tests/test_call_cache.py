@@ -23,7 +23,7 @@ import flash_dmattn
 from flash_dmattn import call
 from flash_dmattn.call import Call, Numbers
 from flash_dmattn.dispatch import config, refusals
-from flash_dmattn.masks import prepare_mask, prepare_tree
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import Repeats, SequenceSpec
 
 Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
@@ -192,7 +192,7 @@ def changed_calls() -> dict[str, tuple[Call, Any]]:
     # With the strides of a plain one.
     changed |= {f"{name}, layout": one._replace(**{name: getattr(one, name).to_mkldnn()}) for name in "qkv"}
     assert isinstance(one.mask, Tensor)
-    changed["another form of mask"] = one._replace(mask=prepare_mask(one.mask))
+    changed["another form of mask"] = one._replace(mask=PreparedMask.from_mask(one.mask))
     backends = {f"backend {other}": (one, other) for other in ("eager", ("eager", "eager"))}
     return {**{name: (other, "auto") for name, other in changed.items()}, **backends}
 
@@ -371,11 +371,14 @@ def test_a_plan_is_made_once_for_calls_that_are_alike() -> None:
 
 
 PREPARED = {
-    "the same again": (lambda mask: prepare_mask(mask, seqlen_q=6, seqlen_k=9), 1),
-    "another mask of its form": (lambda mask: prepare_mask(~mask, seqlen_q=6, seqlen_k=9), 1),
-    "with a band": (lambda mask: prepare_mask(mask, seqlen_q=6, seqlen_k=9, is_causal=True), 2),
-    "with more heads": (lambda mask: prepare_mask(mask.expand(2, 4, 6, 9).clone(), seqlen_q=6, seqlen_k=9), 2),
-    "one row for all queries": (lambda mask: prepare_mask(mask[:1], seqlen_q=6, seqlen_k=9), 2),
+    "the same again": (lambda mask: PreparedMask.from_mask(mask, seqlen_q=6, seqlen_k=9), 1),
+    "another mask of its form": (lambda mask: PreparedMask.from_mask(~mask, seqlen_q=6, seqlen_k=9), 1),
+    "with a band": (lambda mask: PreparedMask.from_mask(mask, seqlen_q=6, seqlen_k=9, is_causal=True), 2),
+    "with more heads": (
+        lambda mask: PreparedMask.from_mask(mask.expand(2, 4, 6, 9).clone(), seqlen_q=6, seqlen_k=9),
+        2,
+    ),
+    "one row for all queries": (lambda mask: PreparedMask.from_mask(mask[:1], seqlen_q=6, seqlen_k=9), 2),
     "dense": (lambda mask: mask, 2),
 }
 
@@ -384,7 +387,7 @@ PREPARED = {
 def test_calls_with_prepared_masks_are_remembered_by_the_form_of_the_mask(change: str, described: list[int]) -> None:
     mask = inputs()["mask"]
     prepare, classes = PREPARED[change]
-    attend(mask=prepare_mask(mask, seqlen_q=6, seqlen_k=9))
+    attend(mask=PreparedMask.from_mask(mask, seqlen_q=6, seqlen_k=9))
     found = attend(mask=prepare(mask))
     assert len(described) == classes
     torch.testing.assert_close(found, attend(mask=prepare(mask), backend="reference"))
@@ -453,9 +456,9 @@ def test_calls_with_masks_beside_sequences_are_remembered(form: str, described: 
     sequences = flash_dmattn.Sequences.packed(cu, max_seqlen_q=7)
     mask: Any = torch.rand(1, 12, 7) > 0.3
     if form == "sequence_tiles":
-        mask = prepare_mask(mask, sequences=sequences, seqlen_q=12, seqlen_k=12)
+        mask = PreparedMask.from_mask(mask, sequences=sequences, seqlen_q=12, seqlen_k=12)
     elif form == "tree":
-        mask = prepare_tree(torch.ones(1, 7, 7, dtype=torch.bool).tril())
+        mask = PreparedMask.from_tree(torch.ones(1, 7, 7, dtype=torch.bool).tril())
     got = [flash_dmattn.attention(x, x, x, mask, sequences=sequences) for _ in range(3)]
     assert len(described) == 1
     wanted = flash_dmattn.attention(x, x, x, mask, sequences=sequences, backend="reference")
@@ -471,7 +474,7 @@ def test_calls_with_masks_beside_sequences_are_remembered(form: str, described: 
 def test_a_mask_with_other_leading_dims_is_refused_whatever_ran_before(described: list[int]) -> None:
     q = torch.randn(6, 32, 2, 16)
     allowed = torch.rand(6, 1, 32, 32) < 0.5
-    good, bad = prepare_mask(allowed), prepare_mask(allowed.view(2, 3, 1, 32, 32))
+    good, bad = PreparedMask.from_mask(allowed), PreparedMask.from_mask(allowed.view(2, 3, 1, 32, 32))
     for _ in range(2):
         with pytest.raises(ValueError, match="prepared with leading dims"):
             flash_dmattn.attention(q, q, q, bad)

@@ -24,7 +24,6 @@ from flash_dmattn import masks
 from flash_dmattn.dispatch import config
 from flash_dmattn.distributed import SequenceLayout
 from flash_dmattn.distributed import prepare_mask as prepare_sharded
-from flash_dmattn.masks.saved import restore, restore_leading
 from flash_dmattn.problem import allowed_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,10 +56,10 @@ MASKS = {
     "no mask": lambda device: None,
     "dense": lambda device: torch.ones(B, 1, LQ, LK, dtype=torch.bool, device=device),
     "keys": lambda device: torch.ones(B, 1, 1, LK, dtype=torch.bool, device=device),
-    "prepared tiles": lambda device: masks.prepare_mask(
+    "prepared tiles": lambda device: masks.PreparedMask.from_mask(
         torch.ones(B, 1, LQ, LK, dtype=torch.bool, device=device), is_causal=True
     ),
-    "prepared keys": lambda device: masks.prepare_mask(
+    "prepared keys": lambda device: masks.PreparedMask.from_mask(
         torch.ones(B, 1, 1, LK, dtype=torch.bool, device=device), seqlen_q=LQ, is_causal=True
     ),
 }
@@ -153,9 +152,13 @@ def test_an_attribute_that_nobody_has_is_an_error() -> None:
 # Saved masks
 
 PREPARED = {
-    "tiles": lambda: masks.prepare_mask(torch.rand(2, 1, 150, 140) < 0.4, is_causal=True, window_size=(90, -1)),
-    "keys": lambda: masks.prepare_mask(torch.rand(2, 1, 1, 140) < 0.4, seqlen_q=15, window_size=(90, 3)),
-    "intervals": lambda: masks.prepare_topk(torch.randn(2, 1, 1, 140), 30, seqlen_q=150, is_causal=True, reorder=True),
+    "tiles": lambda: masks.PreparedMask.from_mask(
+        torch.rand(2, 1, 150, 140) < 0.4, is_causal=True, window_size=(90, -1)
+    ),
+    "keys": lambda: masks.PreparedMask.from_mask(torch.rand(2, 1, 1, 140) < 0.4, seqlen_q=15, window_size=(90, 3)),
+    "intervals": lambda: masks.PreparedMask.from_topk(
+        torch.randn(2, 1, 1, 140), 30, seqlen_q=150, is_causal=True, reorder=True
+    ),
 }
 
 
@@ -175,21 +178,6 @@ def test_a_prepared_mask_is_saved_and_loaded(form: str, tmp_path: Path) -> None:
     assert_same_mask(loaded, mask)
     torch.testing.assert_close(flash_dmattn.attention(q, k, v, loaded), want, rtol=0, atol=0)
     assert_same_mask(copy.deepcopy(mask), mask)
-
-
-@pytest.mark.parametrize("leading", (None, (3, 2)))
-def test_a_mask_that_an_earlier_version_saved_is_loaded(leading: tuple[int, ...] | None, tmp_path: Path) -> None:
-    mask = PREPARED["tiles"]() if leading is None else PREPARED["tiles"]().expand_batch(leading)
-    fields = (mask.form, mask.seqlen_q, mask.seqlen_k, mask.is_causal, mask.window_size, *mask.tensors)
-
-    class Saved:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (restore, fields) if leading is None else (restore_leading, (leading, *fields))
-
-    torch.save(Saved(), tmp_path / "mask.pt")
-    loaded = torch.load(tmp_path / "mask.pt", weights_only=True)
-    assert_same_mask(loaded, mask)
-    assert loaded.batch_dims == mask.batch_dims and not loaded.one_row
 
 
 def test_a_loaded_mask_follows_map_location(tmp_path: Path) -> None:
@@ -212,7 +200,15 @@ SAVED: dict[str, Callable[[], Any]] = {
     "Sequences.packed": lambda: flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8])),
     "Sequences.padded": lambda: flash_dmattn.Sequences.padded(torch.tensor([3, 8])),
     "Sequences.paged": lambda: flash_dmattn.Sequences.paged(torch.tensor([[0, 1]]), torch.tensor([5])),
-    "TreeMask": lambda: masks.prepare_tree(torch.ones(1, 3, 3, dtype=torch.bool).tril()),
+    "leading dims": lambda: PREPARED["tiles"]().expand_batch((3, 2)),
+    "beside sequences": lambda: masks.PreparedMask.from_mask(
+        torch.rand(1, 1, 5, 5) < 0.5,
+        sequences=flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8]), max_seqlen_q=5),
+        seqlen_q=8,
+        seqlen_k=8,
+        is_causal=True,
+    ),
+    "TreeMask": lambda: masks.PreparedMask.from_tree(torch.ones(1, 3, 3, dtype=torch.bool).tril()),
     "SequenceLayout": lambda: LAYOUT,
     "ShardedMask": lambda: prepare_sharded(torch.rand(1, 1, 8, 16) < 0.5, LAYOUT, 1, is_causal=True),
 }
@@ -249,8 +245,13 @@ def test_padding_is_loaded_where_only_the_package_is_imported(tmp_path: Path) ->
 
 
 def test_a_saved_mask_of_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"form is 'dense'; .* 'tiles', 'keys' or 'intervals'"):
-        masks.saved.restore("dense", 3, 3, False, (-1, -1))
+    class Saved:
+        def __reduce__(self) -> tuple[object, ...]:
+            restore, (_, fields) = PREPARED["tiles"]().__reduce__()
+            return restore, ("dense", fields)
+
+    with pytest.raises(ValueError, match=r"form is 'dense'; it needs to be one of \['intervals', 'keys', .*'tiles'"):
+        copy.deepcopy(Saved())
 
 
 # FLOP

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import passes
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -121,7 +121,7 @@ def check_masked(backend: Runner, case: Case, form: str, **flags: Any) -> None:
         leave_out(inputs.mask)
     if form == "prepared":
         sizes = {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k, "is_causal": case.is_causal}
-        given = replace(inputs, mask=prepare_mask(inputs.mask, **sizes))
+        given = replace(inputs, mask=PreparedMask.from_mask(inputs.mask, **sizes))
     check(backend, case, inputs, given, **flags)
 
 

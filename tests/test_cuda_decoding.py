@@ -14,7 +14,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import group_rows, passes
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -106,7 +106,7 @@ def test_what_goes_head_by_head(backend: Runner, joined: list[tuple[Tensor, ...]
     assert joined == []
     inputs = BASE.with_(mask=MASKS["of key heads"]).build()
     assert inputs.mask is not None
-    mask = prepare_mask(inputs.mask, seqlen_q=1, seqlen_k=300)
+    mask = PreparedMask.from_mask(inputs.mask, seqlen_q=1, seqlen_k=300)
     call = partial(flash_dmattn.attention, inputs.q, inputs.k, inputs.v, backend="cuda")
     prepared = call(mask)
     assert joined == []

@@ -16,7 +16,6 @@ from conftest import Runner
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn import masks
 from flash_dmattn.masks import PreparedMask
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
@@ -71,11 +70,11 @@ def test_every_form(backend: Runner, name: str) -> None:
 
 
 def lengths(scores: Tensor) -> PreparedMask:
-    return masks.prepare_lengths(torch.tensor([264, 100], device=DEVICE), 200, 264)
+    return PreparedMask.from_lengths(torch.tensor([264, 100], device=DEVICE), 200, 264)
 
 
 def in_order(scores: Tensor) -> PreparedMask:
-    return masks.prepare_topk(scores, 60, is_causal=True, seqlen_q=200, reorder=True)
+    return PreparedMask.from_topk(scores, 60, is_causal=True, seqlen_q=200, reorder=True)
 
 
 @pytest.mark.parametrize("bias", (None, PER_KEY, ENTRIES), ids=("none", "per key", "per score"))

@@ -23,9 +23,10 @@ from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import packers
 from flash_dmattn.dispatch.plan import backward_pass
 from flash_dmattn.dispatch.registry import BACKENDS
-from flash_dmattn.masks import IntervalMask, prepare_mask, prepare_topk
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared import operator as preparation
 from flash_dmattn.masks.prepared import packing
+from flash_dmattn.masks.prepared.storage import IntervalMask
 from flash_dmattn.operators import describe_operands
 from flash_dmattn.problem import AttentionProblem, Band, Flags, Gradients, MaskView, NeedsGrad, causal_window
 from flash_dmattn.problem import inputs as attention
@@ -341,7 +342,7 @@ def test_dout_that_is_expanded_is_copied(operators: Operators) -> None:
 def test_prepared_masks_are_read_as_they_are(operators: Operators, monkeypatch: pytest.MonkeyPatch) -> None:
     case = BASE.with_(mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=("B", "Hq", "Lq", "Lk"), is_causal=True)
     inputs = case.build("cpu")
-    prepared = prepare_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, is_causal=True)
+    prepared = PreparedMask.from_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, is_causal=True)
     monkeypatch.setattr(operators, "calls", [])
     check(case, inputs, prepared.view)
     assert len(operators.calls) == 1
@@ -354,7 +355,7 @@ def test_an_interval_mask_is_read_in_its_order(
 ) -> None:
     case = BASE.with_(bias=bias)
     scores = torch.randn(*heads, 1, case.seqlen_k, generator=torch.Generator().manual_seed(1))
-    prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=case.seqlen_q, reorder=True)
+    prepared = PreparedMask.from_topk(scores, 20, is_causal=True, seqlen_q=case.seqlen_q, reorder=True)
     check(case, replace(case.build("cpu"), mask=prepared.unpacked()), prepared.view)
     per_score = bias is not None and bias[2:] == ("Lq", "Lk")
     assert (operators.calls[0]["order"] is None) == per_score
@@ -371,7 +372,7 @@ def test_an_order_of_few_places(
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(*heads, 1, case.seqlen_k, generator=generator)
     keys = torch.rand(*heads, 1, case.seqlen_k, generator=generator) < 0.3
-    prepared = prepare_topk(scores, 20, is_causal=True, mask=keys, seqlen_q=case.seqlen_q, compact=True)
+    prepared = PreparedMask.from_topk(scores, 20, is_causal=True, mask=keys, seqlen_q=case.seqlen_q, compact=True)
     assert prepared.num_places == 128
     check(case, replace(case.build("cpu"), mask=prepared.unpacked()), prepared.view, deterministic=deterministic)
     call = operators.calls[0]
@@ -383,7 +384,7 @@ def test_an_order_of_few_places(
 
 def test_a_mask_for_each_head_of_a_group_keeps_keys_in_their_own_order(operators: Operators) -> None:
     scores = torch.randn(1, BASE.num_heads, 1, BASE.seqlen_k, generator=torch.Generator().manual_seed(1))
-    prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=BASE.seqlen_q, reorder=True)
+    prepared = PreparedMask.from_topk(scores, 20, is_causal=True, seqlen_q=BASE.seqlen_q, reorder=True)
     check(BASE, replace(BASE.build("cpu"), mask=prepared.unpacked()), prepared.view)
     assert operators.calls[0]["order"] is None
 
@@ -392,11 +393,11 @@ def test_a_bias_per_key_that_is_expanded_follows_an_order_if_it_takes_no_gradien
     """Its gradient would have a value for each score."""
     case = BASE.with_(bias=("B", "Hq", "1", "Lk"), needs_grad=("q", "k", "v"))
     scores = torch.randn(1, 1, 1, case.seqlen_k, generator=torch.Generator().manual_seed(1))
-    view = prepare_topk(scores, 20, is_causal=True, seqlen_q=case.seqlen_q, reorder=True).view
+    view = PreparedMask.from_topk(scores, 20, is_causal=True, seqlen_q=case.seqlen_q, reorder=True).view
     inputs = case.build("cpu")
     assert inputs.bias is not None
     expanded = inputs.bias.expand(-1, -1, case.seqlen_q, -1)
-    mask = IntervalMask(case.seqlen_q, case.seqlen_k, False, (-1, -1), *view.tensors).unpacked()
+    mask = IntervalMask(case.seqlen_q, case.seqlen_k, *view.tensors).unpacked()
     check(case, replace(inputs, mask=mask, bias=expanded), view)
     assert operators.calls[0]["order"] is not None
     for bias, needs_dbias in ((expanded, True), (expanded.contiguous(), False)):
@@ -410,7 +411,7 @@ def test_the_sums_of_dq_fix_the_order_of_the_others(needs_grad: tuple[str, ...],
     """Where keys come in an order and it is to be deterministic, dq is summed though nobody asks for it."""
     case = BASE.with_(bias=("1", "Hk", "1", "Lk"), needs_grad=needs_grad)
     scores = torch.randn(1, 2, 1, case.seqlen_k, generator=torch.Generator().manual_seed(1))
-    prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=case.seqlen_q, reorder=True)
+    prepared = PreparedMask.from_topk(scores, 20, is_causal=True, seqlen_q=case.seqlen_q, reorder=True)
     check(case, replace(case.build("cpu"), mask=prepared.unpacked()), prepared.view, deterministic=True)
     assert operators.calls[0]["dq"] is not None and operators.calls[0]["order"] is not None
 

@@ -21,7 +21,7 @@ from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.kernels import Kernels
 from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.masks import padding_mask, prepare_mask
+from flash_dmattn.masks import PreparedMask, padding_mask
 
 FULL = ("1", "Hq", "Lq", "Lk")
 BIASES = {"no bias": None, "per key": ("1", "Hk", "1", "Lk"), "per score": FULL, "of entries": ("B", "Hq", "Lq", "Lk")}
@@ -42,7 +42,7 @@ def given(mask: Tensor, case: Case, form: str) -> Any:
     if form == "expanded":
         return mask.expand(-1, -1, case.seqlen_q, -1)
     band = {"is_causal": case.is_causal, "window_size": case.window_size}
-    return prepare_mask(mask, seqlen_q=case.seqlen_q, as_tiles=form == "tiles", **band)
+    return PreparedMask.from_mask(mask, seqlen_q=case.seqlen_q, as_tiles=form == "tiles", **band)
 
 
 def attention(*arguments: Any, **flags: Any) -> Any:
@@ -151,16 +151,16 @@ def test_what_the_kernel_is_told(told: list[bool]) -> None:
     q, k = (torch.randn(2, n, 4, 64, dtype=torch.bfloat16) for n in (300, 260))
     rows = torch.rand(2, 1, 300, 260) < 0.5
     keys = rows[:, :, :1]
-    prepared = prepare_mask(keys, seqlen_q=300)
+    prepared = PreparedMask.from_mask(keys, seqlen_q=300)
     masks = {
         "one row": (keys, True),
         "expanded": (keys.expand(-1, 4, 300, -1), True),
         "prepared": (prepared, True),
         "moved": (prepared.to("cpu").expand_batch((2,)), True),
-        "tiles": (prepare_mask(keys, seqlen_q=300, as_tiles=True), True),
+        "tiles": (PreparedMask.from_mask(keys, seqlen_q=300, as_tiles=True), True),
         "each its row": (rows, False),
-        "prepared rows": (prepare_mask(rows), False),
-        "found": (prepare_mask(keys.expand(-1, -1, 300, -1).contiguous(), find_intervals=True), False),
+        "prepared rows": (PreparedMask.from_mask(rows), False),
+        "found": (PreparedMask.from_mask(keys.expand(-1, -1, 300, -1).contiguous(), find_intervals=True), False),
     }
     bands: tuple[dict[str, Any], ...] = ({}, {"window_size": (300, 300)}, {"is_causal": True}, {"window_size": (50, 3)})
     for name, (mask, expected) in masks.items():
@@ -171,5 +171,5 @@ def test_what_the_kernel_is_told(told: list[bool]) -> None:
                     attention(q, k, k, mask, **band)
                 assert told == [expected and band in bands[:2]], (name, band, watch)
     told.clear()
-    attention(q, k, k, prepare_mask(keys, seqlen_q=300, is_causal=True))
+    attention(q, k, k, PreparedMask.from_mask(keys, seqlen_q=300, is_causal=True))
     assert told == [False]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_dmattn.dispatch.packers import around_extension, packs_by_extension
 from flash_dmattn.dispatch.registry import probe
-from flash_dmattn.masks import prepare_intervals, prepare_mask, prepare_topk
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.packers import PYTORCH
 from flash_dmattn.masks.topk import sort_keys
@@ -89,7 +89,9 @@ def test_prepared_masks_are_packed_by_it() -> None:
     mask = random_mask(2, 1, 300, 1040)
     assert packs_by_extension(mask) and not packs_by_extension(mask.cpu())
     for found, wanted in zip(
-        prepare_mask(mask, is_causal=True).tensors, prepare_mask(mask.cpu(), is_causal=True).tensors, strict=True
+        PreparedMask.from_mask(mask, is_causal=True).tensors,
+        PreparedMask.from_mask(mask.cpu(), is_causal=True).tensors,
+        strict=True,
     ):
         assert torch.equal(found.cpu(), wanted)
 
@@ -140,7 +142,7 @@ def test_tiles_of_intervals(seqlen_q: int, seqlen_k: int) -> None:
     start, stop = torch.randint(-3, seqlen_q + 4, (2, 2, 2, seqlen_k), generator=torch.Generator().manual_seed(0))
     start[0, 0], stop[0, 0] = 0, seqlen_q
     start[1, 0], stop[1, 0] = seqlen_q // 3, 2 * seqlen_q // 3
-    mask = prepare_intervals(start, stop, seqlen_q, reorder=True).to(DEVICE)
+    mask = PreparedMask.from_intervals(start, stop, seqlen_q, reorder=True).to(DEVICE)
     for order in (mask.order, mask.order[:, :, :0].contiguous()):
         found = extension.interval_tiles(mask.start, mask.stop, order, seqlen_q)
         wanted = PYTORCH.interval_tiles(mask.start, mask.stop, order, seqlen_q)
@@ -172,5 +174,5 @@ def test_what_it_does_not_make(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="masks on the CPU are made by PyTorch")
 def test_interval_masks_are_made_by_it() -> None:
     scores = torch.randn(1, 2, 1, 900, device=DEVICE).round(decimals=1)
-    one, other = (prepare_topk(x, 60, is_causal=True, local=5, reorder=True) for x in (scores, scores.cpu()))
+    one, other = (PreparedMask.from_topk(x, 60, is_causal=True, local=5, reorder=True) for x in (scores, scores.cpu()))
     assert all(torch.equal(x.cpu(), y) for x, y in zip(one.tensors, other.tensors, strict=True))

@@ -99,7 +99,7 @@ def test_prepared_masks(backend: Runner) -> None:
     for shape in ((2, 1, 1, 40, 72), (2, 1, 1, 1, 72)):
         call = replace(CALL, mask=shape, bias=(2, 3, 4, 40, 72))
         given = built(call)
-        mask = masks.prepare_mask(given["mask"], seqlen_q=40, seqlen_k=72)
+        mask = masks.PreparedMask.from_mask(given["mask"], seqlen_q=40, seqlen_k=72)
         assert_accurate(results(attention, call, given, mask), call, given)
 
 

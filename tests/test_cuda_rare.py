@@ -19,7 +19,8 @@ from conftest import Runner
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import passes
-from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_mask, prepare_topk
+from flash_dmattn.masks import PreparedMask
+from flash_dmattn.masks.prepared.storage import IntervalMask
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -204,7 +205,9 @@ def test_edges_of_a_window(backend: Runner, bias: str, window_size: tuple[int, i
 def test_a_window_without_end_in_a_prepared_mask(backend: Runner) -> None:
     case = BASE.with_(mask=TILES, window_size=(2**40, 0))
     inputs = case.build()
-    mask = prepare_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, window_size=case.window_size)
+    mask = PreparedMask.from_mask(
+        inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, window_size=case.window_size
+    )
     check(backend, case, inputs, replace(inputs, mask=mask))
 
 
@@ -259,7 +262,7 @@ def test_heads_of_a_group_are_summed_in_their_order(backend: Runner) -> None:
 def scattered(case: Case, **flags: Any) -> IntervalMask:
     """Causal top-k with keys in an order of their own: intervals of any length, live keys that are no whole tile."""
     scores = torch.randn(1, case.num_heads_k, 1, case.seqlen_k, generator=torch.Generator().manual_seed(3))
-    return prepare_topk(scores, 9, is_causal=True, seqlen_q=case.seqlen_q, **flags).to(DEVICE)
+    return PreparedMask.from_topk(scores, 9, is_causal=True, seqlen_q=case.seqlen_q, **flags).to(DEVICE)
 
 
 @pytest.mark.parametrize("deterministic", (False, True))
@@ -300,7 +303,9 @@ def test_walks_of_an_interval_mask_that_several_blocks_share(backend: Runner) ->
     """More than 32 tiles of queries: two work tiles for a key block, of which one may get nothing."""
     case = BASE.with_(seqlen_q=4300, seqlen_k=136, num_heads=1, num_heads_k=1, bias=PER_KEY)
     start = torch.arange(136) * 20
-    mask = prepare_intervals(start, start + torch.where(torch.arange(136) < 70, 900, 4000), 4300, reorder=True)
+    mask = PreparedMask.from_intervals(
+        start, start + torch.where(torch.arange(136) < 70, 900, 4000), 4300, reorder=True
+    )
     inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
     attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
     assert_accurate(run(attention, case, replace(inputs, mask=mask.to(DEVICE))), case, inputs)
@@ -313,7 +318,7 @@ def test_heads_end_where_their_live_keys_do(backend: Runner, live: tuple[int, in
     numbers = torch.Generator().manual_seed(5)
     rank = torch.stack([torch.randperm(700, generator=numbers) for _ in live])
     stop = torch.randint(1, 301, (2, 700), generator=numbers).where(rank < torch.tensor(live)[:, None], 0)
-    mask = prepare_intervals(torch.zeros_like(stop)[None], stop[None], 300, reorder=True)
+    mask = PreparedMask.from_intervals(torch.zeros_like(stop)[None], stop[None], 300, reorder=True)
     inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
     attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
     for seed in range(3):
@@ -326,7 +331,7 @@ def test_entries_and_heads_with_intervals_of_their_own(backend: Runner) -> None:
     case = BASE.with_(batch=2, num_heads=4, bias=("B", "Hq", "1", "Lk"))
     start = torch.randint(0, 140, (2, 2, 200), generator=torch.Generator().manual_seed(4))
     for heads in (start, start[:1], start[:, :1]):
-        mask = prepare_intervals(heads, heads + 30, 140, reorder=True)
+        mask = PreparedMask.from_intervals(heads, heads + 30, 140, reorder=True)
         inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
         attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
         assert_accurate(run(attention, case, replace(inputs, mask=mask.to(DEVICE))), case, inputs)

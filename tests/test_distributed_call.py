@@ -29,7 +29,7 @@ from flash_dmattn.distributed.call import ParallelCall, describe_call
 from flash_dmattn.distributed.choice import choose_pair, slices_of
 from flash_dmattn.distributed.context import context_in_force
 from flash_dmattn.distributed.group import Members
-from flash_dmattn.masks import prepare_window
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.remembered import Remembered
 
 LAYOUT = SequenceLayout.zigzag(16, 1)
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "layout_k": (lambda: attend(layout_k=16), TypeError, "layout_k is a int"),
     "ranks of keys": (lambda: attend(layout_k=SequenceLayout.zigzag(16, 2)), ValueError, "layout_k is for 2 ranks"),
     "mask of whole rows": (
-        lambda: attend(*tensors(), prepare_window(16, 16)),
+        lambda: attend(*tensors(), PreparedMask.from_window(16, 16)),
         TypeError,
         "mask is a TileMask, of whole",
     ),

@@ -14,7 +14,7 @@ from conftest import Runner
 from layouts import LAYOUTS, rearranged
 
 import flash_dmattn
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 
 FULL = ("B", "Hq", "Lq", "Lk")
 
@@ -113,7 +113,9 @@ def test_a_key_that_is_not_allowed_may_hold_anything(backend: Runner, name: str,
         inputs.mask[..., first:] = False
     if form != "bool":
         rows = inputs.q.shape[1]
-        inputs = replace(inputs, mask=prepare_mask(inputs.mask, seqlen_q=rows, find_intervals=form == "intervals"))
+        inputs = replace(
+            inputs, mask=PreparedMask.from_mask(inputs.mask, seqlen_q=rows, find_intervals=form == "intervals")
+        )
     hidden = slice(first, None)
     spoiled = inputs.k.clone()
     spoiled[:, hidden] = value

@@ -16,6 +16,7 @@ from torch.export import Dim
 from flash_dmattn import Sequences, attention
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.masks import (
+    PreparedMask,
     causal_mask,
     combine,
     document_ids,
@@ -23,9 +24,6 @@ from flash_dmattn.masks import (
     expand_blocks,
     padding_mask,
     prefix_lm_mask,
-    prepare_mask,
-    prepare_topk,
-    prepare_window,
     sliding_window_mask,
     smooth_blocks,
     threshold_mask,
@@ -276,10 +274,10 @@ BUILDERS: dict[str, Callable[[Tensor, int], Any]] = {
     "combined": lambda x, n: combine(causal_mask(n, n), padding_mask(USED, n)),
     "threshold": lambda x, n: threshold_mask(x[:1, :, 0, 0]),
     # Their tiles of 128 x 128 are dims of tensors, which torch binds where there is one.
-    "prepared": lambda x, n: prepare_mask(causal_mask(n, n)),
-    "prepared keys": lambda x, n: prepare_mask(padding_mask(USED, n), seqlen_q=n),
-    "prepared window": lambda x, n: prepare_window(n, n, window_size=(3, 0)),
-    "prepared top keys": lambda x, n: prepare_topk(x[:1, :, 0, 0], 5),
+    "prepared": lambda x, n: PreparedMask.from_mask(causal_mask(n, n)),
+    "prepared keys": lambda x, n: PreparedMask.from_mask(padding_mask(USED, n), seqlen_q=n),
+    "prepared window": lambda x, n: PreparedMask.from_window(n, n, window_size=(3, 0)),
+    "prepared top keys": lambda x, n: PreparedMask.from_topk(x[:1, :, 0, 0], 5),
 }
 
 

@@ -30,7 +30,7 @@ USES = {
     "paged": {"sequences": flash_dmattn.Sequences.paged(torch.tensor([[0]]), torch.tensor([5]))},
     "tree": {
         "sequences": flash_dmattn.Sequences.padded(torch.tensor([5])),
-        "mask": flash_dmattn.masks.prepare_tree(torch.ones(1, 3, 3, dtype=torch.bool)),
+        "mask": flash_dmattn.masks.PreparedMask.from_tree(torch.ones(1, 3, 3, dtype=torch.bool)),
     },
 }
 # What no argument names alone: pages are of sequences, and a tree is a mask beside them.

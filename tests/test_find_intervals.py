@@ -1,4 +1,4 @@
-"""Dense masks that are intervals, recognised by `prepare_mask(find_intervals=True)`: against loops, and its reads."""
+"""Dense masks that `PreparedMask.from_mask(find_intervals=True)` takes for intervals: against loops, and its reads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.masks import IntervalMask, KeyMask, TileMask, prepare_mask, prepare_topk, topk_mask
+from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.interval_order import order_saves
 from flash_dmattn.masks.prepared.mask_intervals import mask_intervals
+from flash_dmattn.masks.prepared.storage import IntervalMask, KeyMask, TileMask
 from flash_dmattn.problem import Band, causal_window, make_band
 
 BANDS: list[dict[str, Any]] = [
@@ -71,9 +72,9 @@ def test_runs_against_loops(seqlen_q: int, seqlen_k: int, band: dict[str, Any]) 
             start, stop, numbers = of_mask(mask, limits)
         wanted = by_loops(mask, limits)
         assert (start.flatten().tolist(), stop.flatten().tolist(), not numbers[0]) == wanted
-        prepared = prepare_mask(mask, seqlen_k=seqlen_k, find_intervals=True, reorder=bool(flipped), **band)
+        prepared = PreparedMask.from_mask(mask, seqlen_k=seqlen_k, find_intervals=True, reorder=bool(flipped), **band)
         assert type(prepared) is (IntervalMask if wanted[2] else TileMask)
-        assert torch.equal(prepared.dense(), prepare_mask(mask, seqlen_k=seqlen_k, **band).dense())
+        assert torch.equal(prepared.dense(), PreparedMask.from_mask(mask, seqlen_k=seqlen_k, **band).dense())
         if isinstance(prepared, IntervalMask):
             assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == wanted[:2]
             assert prepared.is_reordered == bool(flipped)
@@ -111,7 +112,7 @@ def test_one_pair_decides(hole: tuple[int, int], is_causal: bool, found: type) -
     mask[hole] ^= True
     if hole == (2, 5):
         mask[3:5, 5] = is_causal is False  # without the band the run has to go on to the diagonal
-    assert type(prepare_mask(mask, find_intervals=True, is_causal=is_causal)) is found
+    assert type(PreparedMask.from_mask(mask, find_intervals=True, is_causal=is_causal)) is found
 
 
 def test_known_masks() -> None:
@@ -129,19 +130,19 @@ def test_known_masks() -> None:
         "everything": torch.ones(length, length, dtype=torch.bool),
     }
     for name, mask in known.items():
-        prepared = prepare_mask(mask, find_intervals=True)
+        prepared = PreparedMask.from_mask(mask, find_intervals=True)
         assert isinstance(prepared, IntervalMask), name
         assert torch.equal(prepared.dense(), mask.expand(prepared.shape)), name
         check_fields(prepared)
     by_query = topk_mask(torch.randn(1, 1, length, length), 40, is_causal=True)
-    assert isinstance(prepare_mask(by_query, find_intervals=True), TileMask)
+    assert isinstance(PreparedMask.from_mask(by_query, find_intervals=True), TileMask)
 
 
 def test_top_k_is_that_of_its_builder() -> None:
     scores = torch.randn(2, 3, 1, 500, generator=torch.Generator().manual_seed(0)).round(decimals=1)
     for reorder in (False, True):
-        wanted = prepare_topk(scores, 50, is_causal=True, reorder=reorder)
-        found = prepare_mask(wanted.dense(), is_causal=True, find_intervals=True, reorder=reorder)
+        wanted = PreparedMask.from_topk(scores, 50, is_causal=True, reorder=reorder)
+        found = PreparedMask.from_mask(wanted.dense(), is_causal=True, find_intervals=True, reorder=reorder)
         assert found.is_causal and found.call_key == wanted.call_key
         assert all(torch.equal(x, y) for x, y in zip(found.tensors, wanted.tensors, strict=True))
 
@@ -149,20 +150,20 @@ def test_top_k_is_that_of_its_builder() -> None:
 def test_shapes_of_masks() -> None:
     """Expanded dims stay of size 1, leading ones fold, and a mask of one row becomes what it does without."""
     mask = runs(40, 50, batch=4, heads=2)
-    assert prepare_mask(mask[:1, :1].expand(3, 5, -1, -1), find_intervals=True).shape == (1, 1, 40, 50)
-    folded = prepare_mask(mask.view(2, 2, 2, 40, 50), find_intervals=True)
+    assert PreparedMask.from_mask(mask[:1, :1].expand(3, 5, -1, -1), find_intervals=True).shape == (1, 1, 40, 50)
+    folded = PreparedMask.from_mask(mask.view(2, 2, 2, 40, 50), find_intervals=True)
     assert isinstance(folded, IntervalMask) and folded.batch_dims == (2, 2)
     assert torch.equal(folded.dense(), mask)
     column = mask[..., :1]
-    prepared = prepare_mask(column, seqlen_k=50, is_causal=True, find_intervals=True)
+    prepared = PreparedMask.from_mask(column, seqlen_k=50, is_causal=True, find_intervals=True)
     assert isinstance(prepared, IntervalMask)
     assert torch.equal(prepared.dense(), column & masks.causal_mask(40, 50))
     row = mask[:, :, :1]
-    assert isinstance(prepare_mask(row, seqlen_q=3, find_intervals=True), KeyMask)
-    one, other = (prepare_mask(row, seqlen_q=40, find_intervals=find) for find in (False, True))
+    assert isinstance(PreparedMask.from_mask(row, seqlen_q=3, find_intervals=True), KeyMask)
+    one, other = (PreparedMask.from_mask(row, seqlen_q=40, find_intervals=find) for find in (False, True))
     assert all(torch.equal(x, y) for x, y in zip(one.tensors, other.tensors, strict=True))
     for shape in ((1, 2, 0, 5), (1, 2, 5, 0), (0, 2, 5, 5)):
-        empty = prepare_mask(torch.ones(shape, dtype=torch.bool), find_intervals=True)
+        empty = PreparedMask.from_mask(torch.ones(shape, dtype=torch.bool), find_intervals=True)
         assert isinstance(empty, IntervalMask) and empty.dense().shape == shape
 
 
@@ -173,7 +174,7 @@ def test_in_a_call(reorder: bool) -> None:
     bias = torch.randn(2, 2, 1, 60, generator=generator, dtype=torch.float64)
     mask = topk_mask(bias, 9, is_causal=True)
     inputs = [x.requires_grad_() for x in (q, k[:, :, :2], v[:, :, :2], bias)]
-    prepared = prepare_mask(mask, is_causal=True, find_intervals=True, reorder=reorder)
+    prepared = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=reorder)
     assert isinstance(prepared, IntervalMask)
     results = []
     for given, backend in ((prepared, "eager"), (mask, "reference")):
@@ -194,7 +195,7 @@ def test_an_order_is_made_where_its_tiles_pay() -> None:
         ("scattered", torch.randn(1, 8, 1, 8192, generator=generator)),
         ("rising", torch.arange(8192.0).expand(1, 8, 1, -1)),  # the last 1024 keys of each prefix
     ):
-        natural = prepare_topk(scores, 1024, is_causal=True, reorder=False)
+        natural = PreparedMask.from_topk(scores, 1024, is_causal=True, reorder=False)
         pairs, active = int((natural.stop - natural.start).sum()), int(natural.row_lists[..., :2].sum())
         tiles[name] = order_saves(active, pairs, pairs / (natural.start.numel()), has_backward=False)
     assert tiles == {"scattered": True, "rising": False}
@@ -203,7 +204,7 @@ def test_an_order_is_made_where_its_tiles_pay() -> None:
     mask = topk_mask(torch.randn(1, 1, 1, 300, generator=generator), 30, is_causal=True)
     for pays in (False, True):
         with mock.patch("flash_dmattn.masks.prepared.recognition.order_saves", return_value=pays) as asked:
-            found = prepare_mask(mask, find_intervals=True)
+            found = PreparedMask.from_mask(mask, find_intervals=True)
         assert isinstance(found, IntervalMask) and found.is_reordered is pays
         ((active, pairs, kept), given) = asked.call_args
         assert (active, pairs, given) == (6, int(mask.sum()), {"has_backward": False})
@@ -236,26 +237,26 @@ def test_it_waits_once_and_only_if_it_is_asked_to() -> None:
             return copy(x)
 
         with mock.patch.object(Tensor, "tolist", tolist), Reads() as reads:
-            prepare_mask(given, find_intervals=True, reorder=reorder)
+            PreparedMask.from_mask(given, find_intervals=True, reorder=reorder)
         assert len(copies) + len(reads.numbers) == number
     with Reads() as reads:
-        prepare_mask(mask, reorder=True)
-        prepare_topk(torch.randn(300), 5, is_causal=True, reorder=True)
+        PreparedMask.from_mask(mask, reorder=True)
+        PreparedMask.from_topk(torch.randn(300), 5, is_causal=True, reorder=True)
     assert not reads.numbers
     with Reads() as reads:
-        prepare_topk(torch.randn(300), 5, is_causal=True, compact=True)
+        PreparedMask.from_topk(torch.randn(300), 5, is_causal=True, compact=True)
     assert reads.numbers == ["torch.int64"]
 
 
 def test_errors() -> None:
     mask = torch.ones(4, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match=re.escape("find_intervals is True; with as_tiles=True it must be False.")):
-        prepare_mask(mask, find_intervals=True, as_tiles=True)
+        PreparedMask.from_mask(mask, find_intervals=True, as_tiles=True)
     layout = flash_dmattn.Sequences.packed(torch.tensor([0, 4]), torch.tensor([0, 4]), max_seqlen_q=4, max_seqlen_k=4)
     with pytest.raises(ValueError, match=re.escape("find_intervals is True; beside sequences it must be False.")):
-        prepare_mask(mask, seqlen_q=4, seqlen_k=4, sequences=layout, find_intervals=True)
+        PreparedMask.from_mask(mask, seqlen_q=4, seqlen_k=4, sequences=layout, find_intervals=True)
     with pytest.raises(TypeError, match="find_intervals is 1; it needs to be True or"):
-        prepare_mask(mask, find_intervals=1)  # type: ignore[call-overload]
+        PreparedMask.from_mask(mask, find_intervals=1)  # type: ignore[call-overload]
 
 
 def test_the_operators_and_their_fakes() -> None:
@@ -263,7 +264,7 @@ def test_the_operators_and_their_fakes() -> None:
     for mask in (runs(20, 30), runs(150, 300)):
         bits, classes = packing.pack_mask(mask, None)
         torch.library.opcheck(operators.mask_intervals.default, (bits, packing.list_tiles(classes)[0], mask.size(3)))
-        made = prepare_mask(mask, find_intervals=True, reorder=True)
+        made = PreparedMask.from_mask(mask, find_intervals=True, reorder=True)
         assert isinstance(made, IntervalMask)
         for places in (1, 20):
             torch.library.opcheck(operators.first_places.default, (made.start, made.stop, made.order, places))
@@ -287,23 +288,23 @@ def test_steps_are_operators_where_something_watches() -> None:
     scores = torch.randn(1, 2, 1, 2048, generator=torch.Generator().manual_seed(0))
     mask = topk_mask(scores, 40, is_causal=True)
     with Names() as names:
-        watched = prepare_mask(mask, is_causal=True, find_intervals=True, reorder=True)
+        watched = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True)
     assert names.found == ["prepare_mask", "mask_intervals", "key_order", "first_places", "interval_tiles"]
     with mock.patch.object(torch._ops.OpOverload, "__call__", side_effect=AssertionError("an operator ran")):
-        other = prepare_mask(mask, is_causal=True, find_intervals=True, reorder=True)
+        other = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True)
     assert all(torch.equal(x, y) for x, y in zip(watched.tensors, other.tensors, strict=True))
 
 
 def test_a_compiled_caller_goes_on_behind_the_answer() -> None:
     def masked(mask: Tensor, reorder: bool | None = None) -> Tensor:
-        made = prepare_mask(mask, find_intervals=True, reorder=reorder)
+        made = PreparedMask.from_mask(mask, find_intervals=True, reorder=reorder)
         return torch.stack((made.dense().sum(), made.tensors[3].long().sum())) + 1
 
     compiled = torch.compile(masked, backend="aot_eager")
     mask = runs(20, 30)
     assert compiled(mask).tolist()[0] == int(mask.sum()) + 1
     few = topk_mask(torch.randn(1, 1, 1, 1500, generator=torch.Generator().manual_seed(0)), 20, is_causal=True)
-    assert prepare_mask(few, find_intervals=True, reorder=True).tensors[2].size(2) < 750
+    assert PreparedMask.from_mask(few, find_intervals=True, reorder=True).tensors[2].size(2) < 750
     assert torch.equal(compiled(few, True), masked(few, True))
 
 
@@ -314,7 +315,8 @@ def test_on_a_gpu(width: int) -> None:
         mask = runs(1000, width)
         mask ^= torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)) < flipped
         one, other = (
-            prepare_mask(x, is_causal=True, find_intervals=True, reorder=True) for x in (mask.to(DEVICE), mask)
+            PreparedMask.from_mask(x, is_causal=True, find_intervals=True, reorder=True)
+            for x in (mask.to(DEVICE), mask)
         )
         assert type(one) is type(other)
         assert all(torch.equal(x.cpu(), y) for x, y in zip(one.tensors, other.tensors, strict=True))

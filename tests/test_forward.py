@@ -11,7 +11,7 @@ from accuracy import GRADIENTS, assert_accurate
 from cases import DEVICE, Case, Inputs
 from conftest import Runner
 
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if DEVICE == "cpu" else ())
 SHAPES = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
@@ -159,7 +159,7 @@ def test_inference_mode(backend: Runner, name: str, prepares: bool) -> None:
         inputs, lengths = case.build(), {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k}
         if not prepares or inputs.mask is None:
             return inputs
-        return replace(inputs, mask=prepare_mask(inputs.mask, is_causal=case.is_causal, **lengths))
+        return replace(inputs, mask=PreparedMask.from_mask(inputs.mask, is_causal=case.is_causal, **lengths))
 
     outside, forward = made(), case.with_(needs_grad=())
     wanted = backend(forward, outside)

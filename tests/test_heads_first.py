@@ -20,7 +20,7 @@ import flash_dmattn
 from flash_dmattn import autograd
 from flash_dmattn import call as calls
 from flash_dmattn.call import Numbers, prepare_call, run_call
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 
 __all__ = ["launched"]  # a fixture
 
@@ -43,7 +43,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "bias of each entry": {"bias": drawn(2, 4, 9, 11)},
     "bias of keys": {"bias": drawn(2, 2, 1, 11)},
     "bool mask": {"mask": MASK},
-    "prepared mask": {"mask": prepare_mask(MASK)},
+    "prepared mask": {"mask": PreparedMask.from_mask(MASK)},
     "numbers": {"softmax_scale": 0.3, "softcap": 2.0, "window_size": (3, 2)},
     "sink": {"sink": drawn(4)},
     "dropout": {"dropout_p": 0.3},

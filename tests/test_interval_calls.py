@@ -18,7 +18,8 @@ from flash_dmattn import call, masks
 from flash_dmattn.dispatch import config, refusals
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.explanation import explain_description
-from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, topk_mask
+from flash_dmattn.masks import PreparedMask, topk_mask
+from flash_dmattn.masks.prepared.storage import IntervalMask
 
 
 @pytest.fixture(autouse=True)
@@ -41,22 +42,22 @@ TOPK = scores_of(1, HK, 1, LK)
 START = torch.arange(LK).expand(B, HQ, LK) % 97
 MASKS: dict[str, tuple[IntervalMask, Tensor]] = {
     "top-k, a head each": (
-        prepare_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True),
+        PreparedMask.from_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True),
         topk_mask(TOPK, 20, is_causal=True, seqlen_q=LQ),
     ),
     "top-k without causality": (
-        prepare_topk(TOPK, 20, seqlen_q=LQ),
+        PreparedMask.from_topk(TOPK, 20, seqlen_q=LQ),
         topk_mask(TOPK, 20, seqlen_q=LQ).expand(-1, -1, LQ, -1),
     ),
     "intervals of a batch": (
-        prepare_intervals(START, START + 40, LQ),
+        PreparedMask.from_intervals(START, START + 40, LQ),
         (torch.arange(LQ)[:, None] >= START[..., None, :]) & (torch.arange(LQ)[:, None] < START[..., None, :] + 40),
     ),
     "a window": (
-        prepare_intervals([0], torch.full((LK,), LQ), LQ, window_size=(30, 2)),
+        PreparedMask.from_intervals([0], torch.full((LK,), LQ), LQ, window_size=(30, 2)),
         masks.sliding_window_mask(LQ, LK, (30, 2)),
     ),
-    "none allowed": (prepare_intervals([0] * LK, [0], LQ), torch.zeros(1, 1, LQ, LK, dtype=torch.bool)),
+    "none allowed": (PreparedMask.from_intervals([0] * LK, [0], LQ), torch.zeros(1, 1, LQ, LK, dtype=torch.bool)),
 }
 NAMES = ("eager", "reference", "flex", PREPARED.backend.name, DENSE.backend.name, (PREPARED.backend.name, "eager"))
 
@@ -87,7 +88,7 @@ def test_on_eager_bit_by_bit() -> None:
 @pytest.mark.parametrize("seqlen_q", [0, 1])
 def test_decoding(seqlen_q: int) -> None:
     given = leaves(seqlen_q=seqlen_q)
-    prepared = prepare_topk(TOPK, 20, is_causal=True, seqlen_q=seqlen_q, reorder=True)
+    prepared = PreparedMask.from_topk(TOPK, 20, is_causal=True, seqlen_q=seqlen_q, reorder=True)
     dense = topk_mask(TOPK, 20, is_causal=True, seqlen_q=seqlen_q)
     expected = results(given, dense, backend="reference")
     for backend in ("eager", PREPARED.backend.name):
@@ -163,11 +164,11 @@ def test_alike_calls_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(call, "describe", lambda *given, **named: (calls.append(1), describe(*given, **named))[1])
     q, k, v, bias = (x.detach() for x in leaves())
     for scores in (TOPK, -TOPK, TOPK + 1):
-        prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=LQ)
+        prepared = PreparedMask.from_topk(scores, 20, is_causal=True, seqlen_q=LQ)
         found = flash_dmattn.attention(q, k, v, prepared, bias)
         assert_same([found], [flash_dmattn.attention(q, k, v, prepared.dense(), bias, backend="reference")])
     assert len(calls) == 2  # that with an interval mask, and the reference with a dense one
-    flash_dmattn.attention(q, k, v, prepare_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True), bias)
+    flash_dmattn.attention(q, k, v, PreparedMask.from_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True), bias)
     assert len(calls) == 3
 
 
@@ -175,11 +176,31 @@ def test_alike_calls_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("mask", "flags", "text"),
     [
-        (prepare_topk(TOPK, 3, is_causal=True), {}, "mask was prepared for seqlen_q 150; it needs that of the call"),
-        (prepare_topk(TOPK[..., 1:], 3, seqlen_q=LQ), {}, "mask was prepared for seqlen_k 149; it needs that of the"),
-        (prepare_topk(scores_of(1, 3, 1, LK), 3, seqlen_q=LQ), {}, "mask has shape (1, 3, 140, 150), read as"),
-        (prepare_topk(TOPK, 3, seqlen_q=LQ).to("meta"), {}, "mask is on meta; it needs to be on the device of q, cpu"),
-        (prepare_topk(TOPK, 3, seqlen_q=LQ), {"is_causal": True}, "is_causal is True, but mask was prepared with"),
+        (
+            PreparedMask.from_topk(TOPK, 3, is_causal=True),
+            {},
+            "mask was prepared for seqlen_q 150; it needs that of the call",
+        ),
+        (
+            PreparedMask.from_topk(TOPK[..., 1:], 3, seqlen_q=LQ),
+            {},
+            "mask was prepared for seqlen_k 149; it needs that of the",
+        ),
+        (
+            PreparedMask.from_topk(scores_of(1, 3, 1, LK), 3, seqlen_q=LQ),
+            {},
+            "mask has shape (1, 3, 140, 150), read as",
+        ),
+        (
+            PreparedMask.from_topk(TOPK, 3, seqlen_q=LQ).to("meta"),
+            {},
+            "mask is on meta; it needs to be on the device of q, cpu",
+        ),
+        (
+            PreparedMask.from_topk(TOPK, 3, seqlen_q=LQ),
+            {"is_causal": True},
+            "is_causal is True, but mask was prepared with",
+        ),
         (
             MASKS["a window"][0],
             {"window_size": (30, 3)},
@@ -222,12 +243,12 @@ def test_one_graph(inside: bool, backend: str) -> None:
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Any = None) -> tuple[Tensor, Tensor]:
         if inside:
-            mask = prepare_topk(bias, 20, is_causal=True, seqlen_q=q.shape[1], local=3, reorder=True)
+            mask = PreparedMask.from_topk(bias, 20, is_causal=True, seqlen_q=q.shape[1], local=3, reorder=True)
         return flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend)
 
     torch._dynamo.reset()
     given = leaves()
-    prepared = prepare_topk(given[3], 20, is_causal=True, seqlen_q=LQ, local=3, reorder=True)
+    prepared = PreparedMask.from_topk(given[3], 20, is_causal=True, seqlen_q=LQ, local=3, reorder=True)
     expected = results(given, prepared.dense(), backend="reference")
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     for _ in range(2):
@@ -241,7 +262,7 @@ def test_a_graph_of_any_length() -> None:
     torch._dynamo.reset()
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        mask = prepare_topk(bias, 20, is_causal=True, mask=bias > -1)
+        mask = PreparedMask.from_topk(bias, 20, is_causal=True, mask=bias > -1)
         return flash_dmattn.attention(q, k, v, mask, bias)
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -257,7 +278,7 @@ def test_another_mask_compiles_nothing_and_takes_effect() -> None:
     q, k, v, bias = (x.detach() for x in leaves())
     compiled = torch.compile(lambda m: flash_dmattn.attention(q, k, v, m, bias), backend=counter, fullgraph=True)
     for scores in (TOPK, -TOPK):
-        prepared = prepare_topk(scores, 20, is_causal=True, seqlen_q=LQ)
+        prepared = PreparedMask.from_topk(scores, 20, is_causal=True, seqlen_q=LQ)
         assert_same([compiled(prepared)], [flash_dmattn.attention(q, k, v, prepared.dense(), bias)])
     assert counter.frame_count == 1
 
@@ -267,7 +288,7 @@ def test_the_graph_that_makes_a_mask_on_inductor() -> None:
     torch._dynamo.reset()
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        mask = prepare_topk(bias, 20, is_causal=True, seqlen_q=q.shape[1], reorder=True)
+        mask = PreparedMask.from_topk(bias, 20, is_causal=True, seqlen_q=q.shape[1], reorder=True)
         return flash_dmattn.attention(q, k, v, mask, bias, backend="eager")
 
     given = leaves(torch.float32)

@@ -18,9 +18,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import masks
-from flash_dmattn.masks import IntervalMask, prepare_intervals, prepare_topk, topk_mask
+from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared.compact_order import places_for
 from flash_dmattn.masks.prepared.interval_order import hilbert_codes, key_order, reorder_pays
+from flash_dmattn.masks.prepared.storage import IntervalMask
 from flash_dmattn.masks.topk_stops import topk_stops
 
 INF, NAN = math.inf, math.nan
@@ -58,7 +59,7 @@ def test_top_k_is_that_of_the_dense_mask(seed: int, is_causal: bool) -> None:
         mask = random_mask(rng, scores)
         local = rng.choice([0, 0, 1, 2, 7, 50]) if is_causal else 0
         given: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q}
-        prepared = prepare_topk(scores, k, local=local, reorder=rng.choice([None, False, True]), **given)
+        prepared = PreparedMask.from_topk(scores, k, local=local, reorder=rng.choice([None, False, True]), **given)
         expected = topk_mask(scores, k, **given)
         if local:
             allowed = scores != -INF
@@ -74,14 +75,14 @@ def test_top_k_is_that_of_the_dense_mask(seed: int, is_causal: bool) -> None:
 @pytest.mark.parametrize("lengths", [(700, 700), (300, 700), (700, 300)])
 def test_longer_prefixes_with_ties(lengths: tuple[int, int]) -> None:
     scores = torch.randn(2, 2, 1, lengths[1], generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    prepared = prepare_topk(scores, 64, is_causal=True, seqlen_q=lengths[0], reorder=True)
+    prepared = PreparedMask.from_topk(scores, 64, is_causal=True, seqlen_q=lengths[0], reorder=True)
     assert torch.equal(prepared.dense(), topk_mask(scores, 64, is_causal=True, seqlen_q=lengths[0]))
     check_fields(prepared)
 
 
 def test_the_earliest_of_a_tie_stays_and_the_two_zeros_tie() -> None:
     assert topk_stops(torch.tensor([[5, 5, 5, 5], [1, 2, 3, 4]]), 2).tolist() == [[4, 4, 2, 3], [2, 3, 4, 4]]
-    prepared = prepare_topk(torch.tensor([-0.0, 0.0, 1.0, 0.0]), 2, is_causal=True)
+    prepared = PreparedMask.from_topk(torch.tensor([-0.0, 0.0, 1.0, 0.0]), 2, is_causal=True)
     assert prepared.stop.tolist() == [[[4, 2, 4, 0]]]
 
 
@@ -99,21 +100,21 @@ def test_stops_by_their_definition(seed: int) -> None:
 def test_scores_per_group_meet_a_mask_per_head() -> None:
     scores = torch.randn(1, 2, 1, 40, generator=torch.Generator().manual_seed(0))
     mask = torch.rand(2, 6, 1, 40, generator=torch.Generator().manual_seed(1)) < 0.7
-    prepared = prepare_topk(scores, 5, is_causal=True, mask=mask)
+    prepared = PreparedMask.from_topk(scores, 5, is_causal=True, mask=mask)
     assert prepared.shape == (2, 6, 40, 40)
     assert torch.equal(prepared.dense(), topk_mask(scores, 5, is_causal=True, mask=mask))
 
 
 def test_expanded_scores_count_once_and_none_is_kept_alive() -> None:
     scores = torch.randn(1, 1, 1, 40).requires_grad_()
-    prepared = prepare_topk(scores.expand(3, 4, 40, 40), 5, is_causal=True)
+    prepared = PreparedMask.from_topk(scores.expand(3, 4, 40, 40), 5, is_causal=True)
     assert prepared.shape == (1, 1, 40, 40) and not any(x.requires_grad for x in prepared.tensors)
 
 
 def test_local_keys_are_those_that_are_allowed() -> None:
     scores = torch.tensor([1.0, -INF, 0.0, 3.0, 2.0])
     mask = torch.tensor([True, True, True, True, False])
-    prepared = prepare_topk(scores, 1, is_causal=True, mask=mask, local=2)
+    prepared = PreparedMask.from_topk(scores, 1, is_causal=True, mask=mask, local=2)
     assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == ([0, 0, 2, 3, 0], [3, 0, 4, 5, 0])
 
 
@@ -142,7 +143,7 @@ def test_intervals_by_comparison(seqlen_q: int, seqlen_k: int, band: dict[str, A
     allowed &= (j <= p) | (not band.get("is_causal", False))
     allowed &= ((j >= p - left) | (left < 0)) & ((j <= p + right) | (right < 0))
     for reorder in (False, True):
-        prepared = prepare_intervals(start, stop, seqlen_q, reorder=reorder, **band)
+        prepared = PreparedMask.from_intervals(start, stop, seqlen_q, reorder=reorder, **band)
         assert torch.equal(prepared.dense(), allowed) and torch.equal(prepared.unpacked(), allowed)
         assert torch.equal(prepared.dense(2, 7), allowed[:, :, 2:7])
         assert torch.equal(prepared.dense(-3), allowed[:, :, -3:])
@@ -154,26 +155,26 @@ def test_intervals_by_comparison(seqlen_q: int, seqlen_k: int, band: dict[str, A
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
 def test_dtypes_of_limits_do_not_wrap(dtype: torch.dtype) -> None:
     start, stop = torch.tensor([0, 100, 7], dtype=dtype), torch.tensor([100, 127, 3], dtype=dtype)
-    prepared = prepare_intervals(start, stop, 1000)
+    prepared = PreparedMask.from_intervals(start, stop, 1000)
     assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == ([0, 100, 0], [100, 127, 0])
-    prepared = prepare_intervals(start, stop, 1000, window_size=(900, 900))
+    prepared = PreparedMask.from_intervals(start, stop, 1000, window_size=(900, 900))
     assert (prepared.start.flatten().tolist(), prepared.stop.flatten().tolist()) == ([97, 100, 0], [100, 127, 0])
 
 
 def test_limits_broadcast_and_lists_do() -> None:
     start = torch.tensor([[[1]], [[2]]])  # a batch of two, one key for all
     stop = torch.tensor([[4, 5, 6], [3, 3, 3]])  # two heads, three keys
-    prepared = prepare_intervals(start, stop, 6)
+    prepared = PreparedMask.from_intervals(start, stop, 6)
     assert prepared.shape == (2, 2, 6, 3)
     assert prepared.start[:, 1].tolist() == [[1, 1, 1], [2, 2, 2]] and prepared.stop[1, 0].tolist() == [4, 5, 6]
-    assert prepare_intervals([1, 2], [[3], [4]], 9).stop.tolist() == [[[3, 3], [4, 4]]]
-    shared = prepare_intervals(torch.tensor([0, 1]).expand(4, 5, 2), [2, 2], 2)
+    assert PreparedMask.from_intervals([1, 2], [[3], [4]], 9).stop.tolist() == [[[3, 3], [4, 4]]]
+    shared = PreparedMask.from_intervals(torch.tensor([0, 1]).expand(4, 5, 2), [2, 2], 2)
     assert shared.shape == (1, 1, 2, 2)
 
 
 def test_limits_that_change_later_change_no_mask() -> None:
     start, stop = torch.zeros(1, 1, 4, dtype=torch.int32), torch.full((1, 1, 4), 3, dtype=torch.int32)
-    prepared = prepare_intervals(start, stop, 4)
+    prepared = PreparedMask.from_intervals(start, stop, 4)
     start += 2
     stop -= 3
     assert prepared.start.tolist() == [[[0] * 4]] and prepared.stop.tolist() == [[[3] * 4]]
@@ -236,7 +237,7 @@ def test_order_makes_tiles_dense(local: int, most: float) -> None:
     """Active tiles over those that the kept pairs would fill: scattered scores of 8k keys, 1024 kept."""
     length, kept = 8192, 1024
     scores = torch.randn(1, 2, 1, length, generator=torch.Generator().manual_seed(0))
-    prepared = prepare_topk(scores, kept, is_causal=True, local=local, reorder=True)
+    prepared = PreparedMask.from_topk(scores, kept, is_causal=True, local=local, reorder=True)
     order = prepared.order.long()
     begins, ends = (x.gather(2, order).unflatten(2, (-1, 128)) for x in (prepared.start, prepared.stop))
     live = begins < ends
@@ -245,7 +246,7 @@ def test_order_makes_tiles_dense(local: int, most: float) -> None:
     active = (last - first).clamp(min=0).sum(-1)
     filled = (prepared.stop - prepared.start).sum(-1) / 128**2
     assert float((active / filled).max()) < most
-    plain = prepare_topk(scores, kept, is_causal=True, local=local, reorder=False).stats()
+    plain = PreparedMask.from_topk(scores, kept, is_causal=True, local=local, reorder=False).stats()
     assert plain.active_tile_fraction > 2 * prepared.stats().active_tile_fraction
 
 
@@ -267,14 +268,14 @@ def test_where_an_order_pays() -> None:
 def test_top_k_reorders_where_it_pays_unless_it_is_told() -> None:
     def is_reordered(length: int, heads: int = 16, requires_grad: bool = False, **given: Any) -> bool:
         scores = torch.zeros(1, heads, 1, length, device="meta", requires_grad=requires_grad)
-        return prepare_topk(scores, 1024, is_causal=True, **given).is_reordered
+        return PreparedMask.from_topk(scores, 1024, is_causal=True, **given).is_reordered
 
     assert [is_reordered(n) for n in (4096, 8192)] == [False, True]
     assert is_reordered(4096, requires_grad=True)
     with torch.no_grad():
         assert not is_reordered(4096, requires_grad=True)
     assert is_reordered(128, reorder=True) and not is_reordered(8192, reorder=False)
-    assert not prepare_intervals([0] * 9, [9] * 9, 9).is_reordered
+    assert not PreparedMask.from_intervals([0] * 9, [9] * 9, 9).is_reordered
 
 
 # Places for live keys alone
@@ -302,7 +303,7 @@ def test_places_of_live_keys(seqlen_q: int, is_causal: bool) -> None:
     scores = torch.randn(2, 2, 1, 700, generator=generator)
     mask = torch.rand(2, 2, 1, 700, generator=generator) < torch.tensor([[0.1, 0.3], [0.02, 0.0]])[:, :, None, None]
     given: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q}
-    whole, compact = (prepare_topk(scores, 90, reorder=True, compact=few, **given) for few in (False, True))
+    whole, compact = (PreparedMask.from_topk(scores, 90, reorder=True, compact=few, **given) for few in (False, True))
     live = int((whole.start < whole.stop).sum(-1).max())
     assert compact.num_places == -(-live // 128) * 128 <= 256 and whole.num_places == 700
     check_fields(compact)
@@ -312,20 +313,22 @@ def test_places_of_live_keys(seqlen_q: int, is_causal: bool) -> None:
     again = pickle.loads(pickle.dumps(compact))
     assert all(torch.equal(x, y) for x, y in zip(again.tensors, compact.tensors, strict=True))
     start, stop = whole.start, whole.stop
-    other = prepare_intervals(start, stop, seqlen_q, is_causal=is_causal, reorder=True, compact=True)
+    other = PreparedMask.from_intervals(start, stop, seqlen_q, is_causal=is_causal, reorder=True, compact=True)
     assert all(torch.equal(x, y) for x, y in zip(other.tensors, compact.tensors, strict=True))
     # What is found in a dense mask has been counted already.
     if seqlen_q > 1:
-        found = masks.prepare_mask(whole.dense(), is_causal=is_causal, find_intervals=True, reorder=True)
+        found = PreparedMask.from_mask(whole.dense(), is_causal=is_causal, find_intervals=True, reorder=True)
         assert all(torch.equal(x, y) for x, y in zip(found.tensors, compact.tensors, strict=True))
 
 
 def test_no_places_are_left_out_where_most_keys_are_live() -> None:
     scores = torch.arange(700.0)  # rising: each key is kept for a while
-    whole, compact = (prepare_topk(scores, 30, is_causal=True, reorder=True, compact=few) for few in (False, True))
+    whole, compact = (
+        PreparedMask.from_topk(scores, 30, is_causal=True, reorder=True, compact=few) for few in (False, True)
+    )
     assert all(torch.equal(x, y) for x, y in zip(whole.tensors, compact.tensors, strict=True))
     for shape, seqlen_q in (((1, 2, 1, 0), 5), ((1, 2, 1, 500), 0), ((0, 2, 1, 500), 5)):
-        empty = prepare_topk(torch.zeros(shape), 3, is_causal=True, seqlen_q=seqlen_q, compact=True)
+        empty = PreparedMask.from_topk(torch.zeros(shape), 3, is_causal=True, seqlen_q=seqlen_q, compact=True)
         assert empty.dense().shape == (*shape[:2], seqlen_q, shape[3]) and empty.is_reordered
         check_fields(empty)
 
@@ -333,7 +336,9 @@ def test_no_places_are_left_out_where_most_keys_are_live() -> None:
 def test_lists_of_few_places_take_memory_by_live_keys() -> None:
     """Of independent scores a seventh of the keys are live here, and the lists are a seventh too."""
     scores = torch.randn(1, 1, 1, 16384, generator=torch.Generator().manual_seed(0))
-    whole, compact = (prepare_topk(scores, 512, is_causal=True, reorder=True, compact=few) for few in (False, True))
+    whole, compact = (
+        PreparedMask.from_topk(scores, 512, is_causal=True, reorder=True, compact=few) for few in (False, True)
+    )
     lists = [mask.row_lists.nbytes + mask.col_lists.nbytes for mask in (whole, compact)]
     assert lists[0] == 2 * 4 * 128 * 130 and lists[1] == 4 * (128 * (2 + 18) + 18 * 130)
     assert compact.num_places == 18 * 128
@@ -350,7 +355,7 @@ def test_stats_are_those_of_the_tiles_of_places(seqlen_q: int, seqlen_k: int, re
     start[0, 0], stop[0, 0] = 0, seqlen_q  # every tile full
     start[1, 1, : seqlen_k // 2], stop[1, 1, : seqlen_k // 2] = seqlen_q // 3, seqlen_q  # full in part, rows empty
     stop[1, 1, seqlen_k // 2 :] = 0
-    prepared = prepare_intervals(start, stop, seqlen_q, reorder=reorder)
+    prepared = PreparedMask.from_intervals(start, stop, seqlen_q, reorder=reorder)
     dense = prepared.dense()
     if reorder:
         dense = dense.gather(3, prepared.order.long()[:, :, None].expand_as(dense))
@@ -375,42 +380,42 @@ def test_tiles_are_those_of_the_dense_mask_by_place(seqlen_q: int, seqlen_k: int
     stop[0, 1] = 0  # none
     start[1, 0], stop[1, 0] = seqlen_q // 3, seqlen_q - seqlen_q // 3
     stop[0, 2], start[1, 2] = seqlen_q, 0  # of tiles that would be full each a row or more of some key is missing
-    check_fields(prepare_intervals(start, stop, seqlen_q, reorder=reorder))
+    check_fields(PreparedMask.from_intervals(start, stop, seqlen_q, reorder=reorder))
     scores = torch.randn(2, 1, 1, seqlen_k, generator=generator).round(decimals=1)
     mask = torch.rand(1, 2, 1, seqlen_k, generator=generator) < 0.7
     for is_causal in (False, True):
         flags: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q, "reorder": reorder}
-        check_fields(prepare_topk(scores, 20, **flags))
+        check_fields(PreparedMask.from_topk(scores, 20, **flags))
 
 
 # What a mask is beside its values
 
 
 def test_to_another_device_and_printing() -> None:
-    prepared = prepare_intervals([0, 2], [3, 4], 4, window_size=(3, 1), reorder=True)
+    prepared = PreparedMask.from_intervals([0, 2], [3, 4], 4, window_size=(3, 1), reorder=True)
     assert prepared.to("cpu") is prepared
     moved = prepared.to("meta")
     assert type(moved) is IntervalMask and moved.device.type == "meta" and moved.is_reordered
     assert (moved.shape, moved.window_size, moved.form) == (prepared.shape, (3, 1), "intervals")
-    shown = "seqlen_q=4, is_causal=False, window_size=(3, 1), device='cpu')"
+    shown = "is_causal=False, window_size=(3, 1), seqlen_q=4, device='cpu')"
     assert repr(prepared) == f"IntervalMask(shape=(1, 1, 4, 2), {shown}"
 
 
 def test_calls_with_masks_alike_have_one_key() -> None:
     scores = torch.randn(1, 2, 1, 9)
-    one, other = (prepare_topk(x, 3, is_causal=True) for x in (scores, -scores))
+    one, other = (PreparedMask.from_topk(x, 3, is_causal=True) for x in (scores, -scores))
     assert one.call_key == other.call_key
-    assert one.call_key != prepare_topk(scores, 3, is_causal=True, reorder=True).call_key
-    assert one.call_key != prepare_topk(scores, 3).call_key
+    assert one.call_key != PreparedMask.from_topk(scores, 3, is_causal=True, reorder=True).call_key
+    assert one.call_key != PreparedMask.from_topk(scores, 3).call_key
 
 
 def test_picture() -> None:
     pytest.importorskip("matplotlib")
     scores = torch.randn(2, 2, 1, 50, generator=torch.Generator().manual_seed(0))
-    kinds: list[masks.PreparedMask] = [
-        prepare_topk(scores, 5, is_causal=True, reorder=True),
-        masks.prepare_mask(topk_mask(scores, 5, is_causal=True)),
-        masks.prepare_lengths([20, 50], 50, 50, is_causal=True),
+    kinds: list[PreparedMask] = [
+        PreparedMask.from_topk(scores, 5, is_causal=True, reorder=True),
+        PreparedMask.from_mask(topk_mask(scores, 5, is_causal=True)),
+        PreparedMask.from_lengths([20, 50], 50, 50, is_causal=True),
     ]
     for prepared in kinds:
         head = min(1, prepared.shape[1] - 1)
@@ -424,7 +429,7 @@ def test_picture() -> None:
             masks.show(prepared, batch=2)
         with pytest.raises(ValueError, match=r"mask has seqlen_q = 50 .* not 49 or 1"):
             masks.show(prepared, seqlen_q=49)
-    for nothing in (prepare_intervals([0], [1], 0), masks.prepare_lengths([3], 0, 5)):
+    for nothing in (PreparedMask.from_intervals([0], [1], 0), PreparedMask.from_lengths([3], 0, 5)):
         with pytest.raises(ValueError, match="there is nothing to draw"):
             masks.show(nothing)
 
@@ -457,8 +462,8 @@ def test_nothing_of_queries_times_keys_is_made(is_causal: bool) -> None:
         local = 10 * is_causal
         # The mode does not see into operators.
         key_order(torch.zeros_like(whole)[None], topk_stops(whole, 64)[None], 4096)
-        prepared = prepare_topk(scores, 64, is_causal=is_causal, mask=mask, local=local, reorder=True)
-        prepare_intervals(prepared.start, prepared.stop, 4096, window_size=(100, 0), reorder=True)
+        prepared = PreparedMask.from_topk(scores, 64, is_causal=is_causal, mask=mask, local=local, reorder=True)
+        PreparedMask.from_intervals(prepared.start, prepared.stop, 4096, window_size=(100, 0), reorder=True)
     assert seen.count > 50 and seen.numel <= 2 * 2 * 4096  # two heads, a start and a stop for each key
 
 
@@ -468,16 +473,18 @@ def test_building_reads_no_value() -> None:
         stops = topk_stops(torch.ones(4, 300, dtype=torch.int32), 20)
         assert key_order(torch.zeros_like(stops)[None], stops[None], 200).shape == (1, 4, 300)
         scores, keys = torch.randn(2, 2, 1, 300), torch.ones(2, 1, 1, 300, dtype=torch.bool)
-        prepared = prepare_topk(scores, 20, is_causal=True, mask=keys, local=4, seqlen_q=200, reorder=True)
+        prepared = PreparedMask.from_topk(scores, 20, is_causal=True, mask=keys, local=4, seqlen_q=200, reorder=True)
         assert prepared.shape == (2, 2, 200, 300) and prepared.order.shape == (2, 2, 300)
-        assert prepare_topk(scores, 20).dense().shape == (2, 2, 300, 300)
-        assert prepare_intervals(prepared.start, prepared.stop, 200, window_size=(9, 9)).shape == prepared.shape
+        assert PreparedMask.from_topk(scores, 20).dense().shape == (2, 2, 300, 300)
+        assert (
+            PreparedMask.from_intervals(prepared.start, prepared.stop, 200, window_size=(9, 9)).shape == prepared.shape
+        )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_without_keys_or_queries_or_heads(is_causal: bool) -> None:
     for shape, seqlen_q in (((1, 2, 1, 0), 5), ((1, 2, 1, 5), 0), ((0, 2, 1, 5), 5), ((1, 2, 1, 0), 0)):
-        prepared = prepare_topk(torch.zeros(shape), 3, is_causal=is_causal, seqlen_q=seqlen_q, reorder=True)
+        prepared = PreparedMask.from_topk(torch.zeros(shape), 3, is_causal=is_causal, seqlen_q=seqlen_q, reorder=True)
         assert prepared.dense().shape == (*shape[:2], seqlen_q, shape[3])
         check_fields(prepared)
 
@@ -487,57 +494,75 @@ def test_without_keys_or_queries_or_heads(is_causal: bool) -> None:
 
 def bad_calls() -> Iterator[tuple[Any, type[Exception], str]]:
     row = torch.zeros(1, 2, 1, 4)
-    yield lambda: prepare_topk(row, 0), ValueError, "k is 0 and must be >= 1."
-    yield lambda: prepare_topk(row, 2.0), TypeError, "k is 2.0 (float) and must be an int >= 1"  # type: ignore[arg-type]
-    yield lambda: prepare_topk(row.int(), 1), TypeError, "scores has dtype torch.int32 and must be a float tensor"
+    yield lambda: PreparedMask.from_topk(row, 0), ValueError, "k is 0 and must be >= 1."
+    yield lambda: PreparedMask.from_topk(row, 2.0), TypeError, "k is 2.0 (float) and must be an int >= 1"  # type: ignore[arg-type]
     yield (
-        lambda: prepare_topk(torch.zeros(2, 3, 4), 1),
-        ValueError,
-        "scores has 3 rows (as 4-D, shape (1, 2, 3, 4)) and must have one for all queries; what depends on the query "
-        "makes no intervals: use prepare_mask(topk_mask(...)).",
+        lambda: PreparedMask.from_topk(row.int(), 1),
+        TypeError,
+        "scores has dtype torch.int32 and must be a float tensor",
     )
     yield (
-        lambda: prepare_topk(row, 1, mask=torch.ones(4, 4) > 0),
+        lambda: PreparedMask.from_topk(torch.zeros(2, 3, 4), 1),
+        ValueError,
+        "scores has 3 rows (as 4-D, shape (1, 2, 3, 4)) and must have one for all queries; what depends on the query "
+        "makes no intervals: use PreparedMask.from_mask(topk_mask(...)).",
+    )
+    yield (
+        lambda: PreparedMask.from_topk(row, 1, mask=torch.ones(4, 4) > 0),
         ValueError,
         "mask has 4 rows (as 4-D, shape (1, 1, 4, 4)) and must have one for all queries",
     )
-    yield lambda: prepare_topk(row, 1, mask=torch.ones(5) > 0), ValueError, "mask has 5 keys, scores 4"
-    yield lambda: prepare_topk(row, 1, mask=torch.ones(4)), TypeError, "mask has dtype torch.float32"  # type: ignore[arg-type]
-    yield lambda: prepare_topk(row, 1, seqlen_q=-1), ValueError, "seqlen_q is -1 and must be >= 0"
-    yield lambda: prepare_topk(row, 1, local=-1, is_causal=True), ValueError, "local is -1 and must be >= 0"
-    yield lambda: prepare_topk(row, 1, local=2), ValueError, "local is 2 and is_causal is False"
-    yield lambda: prepare_topk(row, 1, is_causal=1), TypeError, "is_causal is 1; it needs to be True"  # type: ignore[arg-type]
-    yield lambda: prepare_topk(row, 1, reorder=1), TypeError, "reorder is 1; it needs to be True or"  # type: ignore[arg-type]
+    yield lambda: PreparedMask.from_topk(row, 1, mask=torch.ones(5) > 0), ValueError, "mask has 5 keys, scores 4"
+    yield lambda: PreparedMask.from_topk(row, 1, mask=torch.ones(4)), TypeError, "mask has dtype torch.float32"  # type: ignore[arg-type]
+    yield lambda: PreparedMask.from_topk(row, 1, seqlen_q=-1), ValueError, "seqlen_q is -1 and must be >= 0"
+    yield lambda: PreparedMask.from_topk(row, 1, local=-1, is_causal=True), ValueError, "local is -1 and must be >= 0"
+    yield lambda: PreparedMask.from_topk(row, 1, local=2), ValueError, "local is 2 and is_causal is False"
+    yield lambda: PreparedMask.from_topk(row, 1, is_causal=1), TypeError, "is_causal is 1; it needs to be True"  # type: ignore[arg-type]
+    yield lambda: PreparedMask.from_topk(row, 1, reorder=1), TypeError, "reorder is 1; it needs to be True or"  # type: ignore[arg-type]
     yield (
-        lambda: prepare_topk(row, 1, reorder=False, compact=True),
+        lambda: PreparedMask.from_topk(row, 1, reorder=False, compact=True),
         ValueError,
         "compact is True and reorder is False; only an order of keys has places to leave out.",
     )
-    yield lambda: prepare_intervals([0], [1], 4, compact=True), ValueError, "compact is True and reorder is False"
-    yield lambda: prepare_topk(row, 1, compact=1), TypeError, "compact is 1; it needs to be True"  # type: ignore[arg-type]
-    yield lambda: prepare_intervals([0.5], [1], 4), TypeError, "start has dtype torch.float32"  # type: ignore[list-item]
-    yield lambda: prepare_intervals([0], torch.ones(4), 4), TypeError, "stop has dtype torch.float32"
-    yield lambda: prepare_intervals(torch.tensor(0), [1], 4), ValueError, "start has shape () (0-D) and must be 1-D or"
-    yield lambda: prepare_intervals([0], row.int(), 4), ValueError, "stop has shape (1, 2, 1, 4) (4-D) and must be 1-D"
     yield (
-        lambda: prepare_intervals([0, 0, 0], [1, 1], 4),
+        lambda: PreparedMask.from_intervals([0], [1], 4, compact=True),
+        ValueError,
+        "compact is True and reorder is False",
+    )
+    yield lambda: PreparedMask.from_topk(row, 1, compact=1), TypeError, "compact is 1; it needs to be True"  # type: ignore[arg-type]
+    yield lambda: PreparedMask.from_intervals([0.5], [1], 4), TypeError, "start has dtype torch.float32"  # type: ignore[list-item]
+    yield lambda: PreparedMask.from_intervals([0], torch.ones(4), 4), TypeError, "stop has dtype torch.float32"
+    yield (
+        lambda: PreparedMask.from_intervals(torch.tensor(0), [1], 4),
+        ValueError,
+        "start has shape () (0-D) and must be 1-D or",
+    )
+    yield (
+        lambda: PreparedMask.from_intervals([0], row.int(), 4),
+        ValueError,
+        "stop has shape (1, 2, 1, 4) (4-D) and must be 1-D",
+    )
+    yield (
+        lambda: PreparedMask.from_intervals([0, 0, 0], [1, 1], 4),
         ValueError,
         "stop has seqlen_k = 2 (shape (1, 1, 2)) and start has 3 (shape (1, 1, 3)); they must be equal, or one",
     )
     yield (
-        lambda: prepare_intervals(torch.zeros(2, 1, dtype=torch.int32), torch.ones(3, 4, dtype=torch.int32), 4),
+        lambda: PreparedMask.from_intervals(
+            torch.zeros(2, 1, dtype=torch.int32), torch.ones(3, 4, dtype=torch.int32), 4
+        ),
         ValueError,
         "stop has heads = 3",
     )
     yield (
-        lambda: prepare_intervals(torch.zeros(3, dtype=torch.int32, device="meta"), [1], 4),
+        lambda: PreparedMask.from_intervals(torch.zeros(3, dtype=torch.int32, device="meta"), [1], 4),
         ValueError,
         "stop is on cpu and start on meta; they must be on one device",
     )
-    yield lambda: prepare_intervals([0], [1], -1), ValueError, "seqlen_q is -1 and must be >= 0"
-    yield lambda: prepare_intervals([0], [1], 4, is_causal=1), TypeError, "is_causal is 1"  # type: ignore[arg-type]
-    yield lambda: prepare_intervals([0], [1], 4, window_size=(-2, 0)), ValueError, "at least -1"
-    yield lambda: prepare_intervals([0], [1], 4, reorder=None), TypeError, "reorder is None"  # type: ignore[arg-type]
+    yield lambda: PreparedMask.from_intervals([0], [1], -1), ValueError, "seqlen_q is -1 and must be >= 0"
+    yield lambda: PreparedMask.from_intervals([0], [1], 4, is_causal=1), TypeError, "is_causal is 1"  # type: ignore[arg-type]
+    yield lambda: PreparedMask.from_intervals([0], [1], 4, window_size=(-2, 0)), ValueError, "at least -1"
+    yield lambda: PreparedMask.from_intervals([0], [1], 4, reorder=None), TypeError, "reorder is None"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), list(bad_calls()))

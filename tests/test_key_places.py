@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.backends.triton.key_order import Ordered
-from flash_dmattn.masks import prepare_topk
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.operators import describe_operands
 from flash_dmattn.problem import Flags, NeedsGrad
 from flash_dmattn.problem.inputs import Inputs
@@ -40,7 +40,7 @@ def test_gradients_by_key(bias_shape: Any, heads: tuple[int, int], compact: bool
 
     keys = torch.rand(*heads, 1, LK, generator=generator) < 0.3
     scores = draw(*heads, 1, LK)
-    prepared = prepare_topk(scores, 20, is_causal=True, mask=keys, seqlen_q=LQ, reorder=True, compact=compact)
+    prepared = PreparedMask.from_topk(scores, 20, is_causal=True, mask=keys, seqlen_q=LQ, reorder=True, compact=compact)
     assert prepared.num_places == (128 if compact else LK)
     dead = (prepared.start == prepared.stop).expand(B, HK, -1).transpose(1, 2)[..., None]
     q, dout = draw(B, LQ, HQ, D), draw(B, LQ, HQ, D)

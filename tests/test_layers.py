@@ -107,5 +107,5 @@ def test_imports_are_read() -> None:
     assert "flash_dmattn.dispatch.selection" in found["flash_dmattn.call"]
     assert "flash_dmattn.triton_kernels.launch" in found["flash_dmattn.backends.triton.passes"]
     assert "flash_dmattn.problem" in found["flash_dmattn.triton_kernels.launch"]
-    assert "flash_dmattn.masks.prepared.types" in found["flash_dmattn.validation"]
+    assert "flash_dmattn.masks.prepared.storage" in found["flash_dmattn.validation"]
     assert sum(map(len, found.values())) > 150

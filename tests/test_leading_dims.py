@@ -17,7 +17,7 @@ import flash_dmattn
 from flash_dmattn import call as calls
 from flash_dmattn.backends import eager
 from flash_dmattn.backends.protocol import Rule
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import formula
 
 # Which of the leading dims a mask or a bias has: one that is shared lies before, behind or between its own.
@@ -54,7 +54,7 @@ def test_a_prepared_mask_knows_its_leading_dims(batch: tuple[int, ...], dims: tu
     for rows in (1, LQ):
         call = LeadingCall(batch, (*dims, HK, rows, LK), (*batch[:1], *(1,) * (len(batch) - 1), 1, LQ, LK))
         given = call.build()
-        mask = prepare_mask(given["mask"], seqlen_q=LQ)
+        mask = PreparedMask.from_mask(given["mask"], seqlen_q=LQ)
         assert mask.batch_dims == dims and mask.shape[0] == torch.Size(dims).numel()
         assert mask.to("meta").batch_dims == dims  # a copy, where "cpu" gives the mask itself
         for same in (mask, mask.to("cpu"), pickle.loads(pickle.dumps(mask))):
@@ -63,14 +63,14 @@ def test_a_prepared_mask_knows_its_leading_dims(batch: tuple[int, ...], dims: tu
 
 
 def test_a_prepared_mask_beside_other_leading_dims_is_refused() -> None:
-    mask = prepare_mask(torch.rand(2, 1, 1, LQ, LK) < 0.5)
+    mask = PreparedMask.from_mask(torch.rand(2, 1, 1, LQ, LK) < 0.5)
     q, k = torch.randn(2, LQ, H, D), torch.randn(2, LK, HK, D)
     with pytest.raises(ValueError, match=r"mask was prepared with leading dims \(2, 1\); q has one batch dim, 2"):
         flash_dmattn.attention(q, k, k, mask)
     q, k = torch.randn(3, 2, LQ, H, D), torch.randn(3, 2, LK, HK, D)
     with pytest.raises(ValueError, match=r"batch dim 0 in \{1, 3\}, batch dim 1 in \{1, 2\}"):
         flash_dmattn.attention(q, k, k, mask)
-    mask = prepare_mask(torch.rand(2, 2, 2, 1, LQ, LK) < 0.5)
+    mask = PreparedMask.from_mask(torch.rand(2, 2, 2, 1, LQ, LK) < 0.5)
     with pytest.raises(ValueError, match=r"mask was prepared with leading dims \(2, 2, 2\); those of q are \(3, 2\)"):
         flash_dmattn.attention(q, k, k, mask)
 
@@ -164,7 +164,7 @@ def test_explain_tells_what_is_copied() -> None:
     told = flash_dmattn.explain(q, k, k, torch.rand(2, 1, 2, 1, LQ, LK) < 0.5)
     wanted = "copies mask: of its leading dims (2, 1, 2) a shared one lies between others, so it expands to (2, 3, 2)"
     assert told.copies == (wanted,) and wanted in str(told) and told.to_dict()["copies"] == [wanted]
-    prepared = prepare_mask(torch.rand(2, 1, 2, 1, LQ, LK) < 0.5)
+    prepared = PreparedMask.from_mask(torch.rand(2, 1, 2, 1, LQ, LK) < 0.5)
     assert flash_dmattn.explain(q, k, k, prepared).copies == (wanted,)
 
 
@@ -462,6 +462,6 @@ def test_vmap_unpacks_a_mask_that_was_prepared_for_another_backend() -> None:
 
 def test_vmap_of_a_prepared_mask() -> None:
     tensors, dims = inputs("q k v")
-    prepared = prepare_mask(tensors[4])
+    prepared = PreparedMask.from_mask(tensors[4])
     found = torch.vmap(lambda *given: loss("eager")(*given, prepared), dims[:4])(*tensors[:4])
     torch.testing.assert_close(found, torch.vmap(loss("reference"), dims)(*tensors))

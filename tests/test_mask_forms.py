@@ -33,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.dispatch import config, refusals
-from flash_dmattn.masks import PreparedMask, prepare_mask
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.operator import KeyForm, key_form, prepared_view
+from flash_dmattn.masks.prepared.storage import unpack_view
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ BACKENDS = (
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_prepared_mask_gives_what_the_dense_mask_gives(form: str, band: dict[str, Any], backend: Any) -> None:
-    prepared = prepare_mask(FORMS[form], seqlen_q=LQ, seqlen_k=LK, **band)
+    prepared = PreparedMask.from_mask(FORMS[form], seqlen_q=LQ, seqlen_k=LK, **band)
     if backend == "flex":
         given = leaves(torch.float32)
         with eager_flex():
@@ -78,10 +79,13 @@ def test_masks_made_from_what_defines_them(backend: str) -> None:
     blocks = random_mask(1, HK, 2, 2)
     ids_q, ids_k = masks.document_ids([40, 100]), masks.document_ids([70, 80])
     made = {
-        "blocks": (masks.prepare_blocks(blocks, 128, LQ, LK), masks.expand_blocks(blocks, 128, LQ, LK)),
-        "window": (masks.prepare_window(LQ, LK, window_size=(9, -1)), masks.sliding_window_mask(LQ, LK, (9, -1))),
-        "documents": (masks.prepare_documents(ids_q, ids_k), masks.document_mask(ids_q, ids_k)),
-        "lengths": (masks.prepare_lengths([30, 150], LQ, LK), masks.padding_mask([30, 150], LK)),
+        "blocks": (PreparedMask.from_blocks(blocks, 128, LQ, LK), masks.expand_blocks(blocks, 128, LQ, LK)),
+        "window": (
+            PreparedMask.from_window(LQ, LK, window_size=(9, -1)),
+            masks.sliding_window_mask(LQ, LK, (9, -1)),
+        ),
+        "documents": (PreparedMask.from_documents(ids_q, ids_k), masks.document_mask(ids_q, ids_k)),
+        "lengths": (PreparedMask.from_lengths([30, 150], LQ, LK), masks.padding_mask([30, 150], LK)),
     }
     for prepared, dense in made.values():
         assert_same(results(leaves(), prepared, backend=backend), results(leaves(), dense, backend="reference"))
@@ -117,17 +121,19 @@ def test_a_mask_of_one_row_as_both_kinds_of_kernels_receive_it(seqlen_q: int, bi
     for gathers in (False, True):
         form = key_form(1, B, seqlen_q, HQ, HK, bias_is_per_score=bias == "score", gathers=gathers)
         view = prepared_view(mask, seqlen_q, LK, (-1, -1), form)
-        types = {"keys": masks.KeyMask, "intervals": masks.IntervalMask, "tiles": masks.TileMask}
-        prepared = types[view.form](seqlen_q, LK, False, (-1, -1), *view.tensors)
-        assert torch.equal(prepared.dense(), mask.expand(-1, -1, seqlen_q, -1))
+        allowed = unpack_view(view, seqlen_q, LK)
+        assert torch.equal(allowed.expand(-1, -1, seqlen_q, -1), mask.expand(-1, -1, seqlen_q, -1))
 
 
 def test_one_query_and_none() -> None:
     for seqlen_q in (0, 1):
         given = leaves(seqlen_q=seqlen_q)
         for prepared, dense in (
-            (masks.prepare_window(seqlen_q, LK, is_causal=True), None),  # of tiles, though of one row at most
-            (prepare_mask(random_mask(B, 1, 1, LK), seqlen_q=seqlen_q, is_causal=True), random_mask(B, 1, 1, LK)),
+            (PreparedMask.from_window(seqlen_q, LK, is_causal=True), None),  # of tiles, though of one row at most
+            (
+                PreparedMask.from_mask(random_mask(B, 1, 1, LK), seqlen_q=seqlen_q, is_causal=True),
+                random_mask(B, 1, 1, LK),
+            ),
         ):
             expected = results(given, dense, is_causal=True, backend="reference")
             for backend in ("eager", PREPARED.backend.name):
@@ -135,7 +141,7 @@ def test_one_query_and_none() -> None:
 
 
 def test_two_layers_share_one_mask() -> None:
-    prepared = prepare_mask(FORMS["full"], is_causal=True)
+    prepared = PreparedMask.from_mask(FORMS["full"], is_causal=True)
     before = [x.clone() for x in prepared.tensors]
 
     def layers(mask: Tensor | PreparedMask, backend: str, **band: Any) -> list[Tensor]:
@@ -183,7 +189,7 @@ class Seen(TorchDispatchMode):
     ],
 )
 def test_what_a_forward_and_its_backward_receive(backend: Any, form: str, prepared: bool, received: list[str]) -> None:
-    mask = prepare_mask(FORMS[form], seqlen_q=LQ) if prepared else FORMS[form]
+    mask = PreparedMask.from_mask(FORMS[form], seqlen_q=LQ) if prepared else FORMS[form]
     with Seen() as seen:
         results(leaves(), mask, backend=backend)
     assert PREPARED.received + DENSE.received == received
@@ -198,14 +204,14 @@ def test_a_pass_may_read_a_bool_mask_as_it_is(needs_grad: bool) -> None:
     backend = PREPARED.backend.name
     q, k, v, bias = (x.detach().requires_grad_(needs_grad) for x in leaves())
     with replaced(backend, reads_dense=lambda problem, direction: direction == "forward"):
-        for mask in (FORMS["full"], None, prepare_mask(FORMS["full"])):
+        for mask in (FORMS["full"], None, PreparedMask.from_mask(FORMS["full"])):
             flash_dmattn.attention(q, k, v, mask, bias, backend=backend)
     assert PREPARED.received == ["tiles" if needs_grad else "dense", "none", "tiles"]
 
 
 def test_backend_of_plain_functions_receives_dense_masks() -> None:
     ours = KernelPair("ours")  # says nothing of the forms it reads
-    prepared = prepare_mask(FORMS["key-value heads"], is_causal=True)
+    prepared = PreparedMask.from_mask(FORMS["key-value heads"], is_causal=True)
     with registered(ours):
         found = results(leaves(), prepared, backend="ours")
     assert ours.ran == ["forward", "backward"]
@@ -214,7 +220,7 @@ def test_backend_of_plain_functions_receives_dense_masks() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_unpacked_masks_are_as_the_problem_says(form: str) -> None:
-    prepared = prepare_mask(FORMS[form], seqlen_q=LQ, seqlen_k=LK, is_causal=True)
+    prepared = PreparedMask.from_mask(FORMS[form], seqlen_q=LQ, seqlen_k=LK, is_causal=True)
     q, k, v, bias = leaves()
     problem = flash_dmattn.explain(q, k, v, prepared, bias).problem
     unpacked = prepared.unpacked()
@@ -230,7 +236,7 @@ def test_unpacked_masks_are_as_the_problem_says(form: str) -> None:
 
 def prepared_for(seqlen_q: int = LQ, seqlen_k: int = LK, **band: Any) -> PreparedMask:
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    return prepare_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **band)
+    return PreparedMask.from_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **band)
 
 
 OF_CALL = prepared_for()
@@ -242,10 +248,13 @@ OF_CALL = prepared_for()
     [
         (prepared_for(seqlen_q=LQ - 1), "mask was prepared for seqlen_q 139; it needs that of the call, 140"),
         (prepared_for(seqlen_k=1), "mask was prepared for seqlen_k 1; it needs that of the call, 150"),
-        (prepare_mask(torch.ones(1, LK, dtype=torch.bool), seqlen_q=7), "mask was prepared for seqlen_q 7"),
-        (prepare_mask(random_mask(3, 1, LQ, LK)), "mask has shape (3, 1, 140, 150), read as"),
-        (prepare_mask(random_mask(1, 3, 1, LK), seqlen_q=LQ), "mask has shape (1, 3, 140, 150), read as"),
-        (masks.prepare_window(LQ, LK, device="meta"), "mask is on meta; it needs to be on the device of q, cpu"),
+        (PreparedMask.from_mask(torch.ones(1, LK, dtype=torch.bool), seqlen_q=7), "mask was prepared for seqlen_q 7"),
+        (PreparedMask.from_mask(random_mask(3, 1, LQ, LK)), "mask has shape (3, 1, 140, 150), read as"),
+        (PreparedMask.from_mask(random_mask(1, 3, 1, LK), seqlen_q=LQ), "mask has shape (1, 3, 140, 150), read as"),
+        (
+            PreparedMask.from_window(LQ, LK, device="meta"),
+            "mask is on meta; it needs to be on the device of q, cpu",
+        ),
     ],
 )
 def test_mask_of_another_call_is_refused(function: Callable[..., Any], mask: PreparedMask, text: str) -> None:
@@ -259,7 +268,7 @@ def test_neither_tensor_nor_prepared_mask() -> None:
         flash_dmattn.attention(*leaves()[:3], prepared_for().tensors)
 
 
-KEYS = prepare_mask(torch.ones(1, LK, dtype=torch.bool), seqlen_q=LQ, window_size=(5, 0))
+KEYS = PreparedMask.from_mask(torch.ones(1, LK, dtype=torch.bool), seqlen_q=LQ, window_size=(5, 0))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +279,7 @@ KEYS = prepare_mask(torch.ones(1, LK, dtype=torch.bool), seqlen_q=LQ, window_siz
         (prepared_for(is_causal=True), {"window_size": (-1, 2)}, "window_size is (-1, 2), but"),
         (prepared_for(window_size=(4, 4)), {"window_size": (4, 5)}, "window_size=(4, 4)"),
         (prepared_for(window_size=(4, 4)), {"is_causal": True, "window_size": (4, 4)}, "is_causal is True, but"),
-        (KEYS, {"window_size": (6, 0)}, "pass is_causal and window_size to prepare_mask"),
+        (KEYS, {"window_size": (6, 0)}, "pass is_causal and window_size to PreparedMask.from_mask"),
     ],
 )
 def test_other_limits_than_the_mask_has_are_refused(mask: PreparedMask, flags: dict[str, Any], text: str) -> None:
@@ -303,7 +312,7 @@ def test_the_same_limits_in_other_words(mask: PreparedMask, flags: dict[str, Any
 
 def test_explain_says_prepared_and_what_is_unpacked() -> None:
     q, k, v, bias = leaves()
-    prepared = prepare_mask(FORMS["full"], is_causal=True)
+    prepared = PreparedMask.from_mask(FORMS["full"], is_causal=True)
     explanation = flash_dmattn.explain(q, k, v, prepared, bias)
     assert f", prepared mask ({B}, {HQ}, {LQ}, {LK}), bias " in str(explanation.problem)
     assert ", causal, " in str(explanation.problem)
@@ -342,7 +351,7 @@ def test_prepared_mask_described_by_its_shape(form: str) -> None:
         mask_prepared=True,
         is_causal=True,
     )
-    real = flash_dmattn.explain(q, k, v, prepare_mask(given, seqlen_q=LQ, seqlen_k=LK, is_causal=True))
+    real = flash_dmattn.explain(q, k, v, PreparedMask.from_mask(given, seqlen_q=LQ, seqlen_k=LK, is_causal=True))
     assert described.problem == real.problem
     assert str(described) == str(real)
 

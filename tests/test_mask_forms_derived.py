@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def loss(*tensors: Tensor, mask: Any, **flags: Any) -> Tensor:
 @pytest.mark.parametrize("form", ["full", "per key"])
 def test_second_derivative(form: str) -> None:
     mask = FORMS[form]
-    prepared = prepare_mask(mask, seqlen_q=LQ, is_causal=True)
+    prepared = PreparedMask.from_mask(mask, seqlen_q=LQ, is_causal=True)
     found: dict[str, list[Tensor]] = {}
     for name, flags in (
         ("prepared", {"mask": prepared, "backend": "eager"}),
@@ -57,7 +57,7 @@ def test_second_derivative_of_a_backend_without_one_is_refused(mask: Tensor | No
 def test_functional_gradient_and_checkpoint(form: str, backend: str) -> None:
     mask, given = FORMS[form], leaves()
     expected = torch.autograd.grad(loss(*given, mask=mask, backend="reference"), given)
-    for given_mask in (mask, prepare_mask(mask, seqlen_q=LQ)):
+    for given_mask in (mask, PreparedMask.from_mask(mask, seqlen_q=LQ)):
 
         def run(*tensors: Tensor, mask: Any = given_mask) -> Tensor:
             return loss(*tensors, mask=mask, backend=backend)
@@ -76,7 +76,7 @@ def test_functional_gradient_and_checkpoint(form: str, backend: str) -> None:
 
 def test_vmap_over_a_call_without_gradients() -> None:
     q, k, v, bias = (x.detach() for x in leaves())
-    prepared = prepare_mask(FORMS["full"])
+    prepared = PreparedMask.from_mask(FORMS["full"])
     many = torch.stack([FORMS["full"], ~FORMS["full"]])
     of_bias = torch.func.vmap(lambda b: flash_dmattn.attention(q, k, v, prepared, b, backend=PREPARED.backend.name))
     expected = flash_dmattn.attention(q, k, v, FORMS["full"], bias, backend="reference")
@@ -96,13 +96,13 @@ def test_one_graph(how: str, form: str, backend: str) -> None:
 
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor) -> tuple[Tensor, Tensor]:
         if how == "prepared inside":
-            mask = prepare_mask(mask, seqlen_q=q.shape[1], is_causal=True)
+            mask = PreparedMask.from_mask(mask, seqlen_q=q.shape[1], is_causal=True)
         is_causal = how == "dense"
         return flash_dmattn.attention(q, k, v, mask, bias, is_causal=is_causal, return_lse=True, backend=backend)
 
     torch._dynamo.reset()
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    given_mask = prepare_mask(mask, seqlen_q=LQ, is_causal=True) if how == "prepared outside" else mask
+    given_mask = PreparedMask.from_mask(mask, seqlen_q=LQ, is_causal=True) if how == "prepared outside" else mask
     given = leaves()
     expected = results(given, mask, is_causal=True, backend="reference")
     q, k, v, bias = given
@@ -121,7 +121,7 @@ def test_another_prepared_mask_compiles_nothing_and_takes_effect() -> None:
     compiled = torch.compile(lambda m: flash_dmattn.attention(q, k, v, m, bias), backend=counter, fullgraph=True)
     for mask in (FORMS["full"], ~FORMS["full"], FORMS["none allowed"].expand(B, -1, -1, -1).contiguous()):
         expected = flash_dmattn.attention(q, k, v, mask, bias, backend="reference")
-        assert_same([compiled(prepare_mask(mask))], [expected])
+        assert_same([compiled(PreparedMask.from_mask(mask))], [expected])
     assert counter.frame_count == 1
 
 
@@ -133,7 +133,7 @@ def test_inductor_relies_on_the_fakes(mask: Tensor) -> None:
     def among_others(scores: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         q, k, v, bias = given
         out = flash_dmattn.attention(q, k, v, scores > 0.5, bias, is_causal=True, backend=PREPARED.backend.name)
-        prepared = prepare_mask(scores > 0.5, window_size=(9, -1))
+        prepared = PreparedMask.from_mask(scores > 0.5, window_size=(9, -1))
         return torch.relu(out) + flash_dmattn.attention(q, k, v, prepared, bias, backend="eager")
 
     torch._dynamo.reset()

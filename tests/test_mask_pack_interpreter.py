@@ -21,12 +21,13 @@ from unittest import mock
 import pytest
 import torch
 
-from flash_dmattn.masks import IntervalMask, prepare_mask, topk_mask
+from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared import packers, packing
 from flash_dmattn.masks.prepared.interval_order import first_places, key_order
 from flash_dmattn.masks.prepared.key_intervals import key_intervals
 from flash_dmattn.masks.prepared.mask_intervals import mask_intervals
 from flash_dmattn.masks.prepared.packers import list_intervals
+from flash_dmattn.masks.prepared.storage import IntervalMask
 from flash_dmattn.masks.topk import score_keys
 from flash_dmattn.problem import Band, causal_window, make_band
 
@@ -248,7 +249,7 @@ def check_recognised() -> None:
         made = []
         for found in (by_kernels, packers.PYTORCH):
             with mock.patch.object(packers, "_find_faster", lambda tensor, found=found: found):
-                made.append(prepare_mask(mask, is_causal=True, find_intervals=True, reorder=True))
+                made.append(PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True))
         assert all(x.num_places == wanted for x in made if isinstance(x, IntervalMask)), wanted
         assert all(isinstance(x, IntervalMask) is bool(wanted) for x in made)
         equal(made[0].tensors, made[1].tensors, wanted)

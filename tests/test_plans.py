@@ -30,7 +30,7 @@ from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.kernels import Kernels
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import registry
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +175,9 @@ def test_kernels_are_launched_alike(choice: Any, name: str, layout: str, launche
     inputs = case.build("cpu")
     inputs = replace(inputs, q=arrange(inputs.q), k=arrange(inputs.k), v=arrange(inputs.v), dout=arrange(inputs.dout))
     for prepares in (False, True) if inputs.mask is not None else (False,):
-        found = replace(inputs, mask=prepare_mask(inputs.mask, seqlen_q=case.seqlen_q)) if prepares else inputs
+        found = (
+            replace(inputs, mask=PreparedMask.from_mask(inputs.mask, seqlen_q=case.seqlen_q)) if prepares else inputs
+        )
         attention = partial(flash_dmattn.attention, return_lse=True, backend=choice, deterministic=True)
         try:
             run(attention, case, found)
@@ -489,9 +491,9 @@ def test_a_fake_gradient_is_not_taken_for_a_plain_one(ready: Ready) -> None:
 
 
 def test_a_mask_is_prepared_by_its_operator_where_something_watches() -> None:
-    plain = prepare_mask(MASK)
+    plain = PreparedMask.from_mask(MASK)
     with Watch() as watch:
-        watched = prepare_mask(MASK)
+        watched = PreparedMask.from_mask(MASK)
     assert watch.seen == ["prepare_mask"]
     assert all(torch.equal(x, y) for x, y in zip(plain.tensors, watched.tensors, strict=True))
 

@@ -18,7 +18,7 @@ from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.mask_choice import choose_form, view_of
 from flash_dmattn.backends.triton.backend import BACKEND as TRITON
 from flash_dmattn.dispatch import packers
-from flash_dmattn.masks import prepare_mask
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import SequenceSpec
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -127,8 +127,8 @@ def problem_of(
     )
 
 
-PREPARES = "packs the bool mask as bits and lists of tiles, once a call: prepare_mask(mask, sequences=...)"
-READS = "reads the bool mask as it is, and skips nothing for it: prepare_mask(mask, sequences=...)"
+PREPARES = "packs the bool mask as bits and lists of tiles, once a call: PreparedMask.from_mask(mask, sequences=...)"
+READS = "reads the bool mask as it is, and skips nothing for it: PreparedMask.from_mask(mask, sequences=...)"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_tiles_of_a_call_are_those_of_a_prepared_mask() -> None:
     q, mask = torch.zeros(500, 2, 16), torch.rand(2, 500, 300) < 0.3
     problem = flash_dmattn.explain(q, q, q, mask, is_causal=True, sequences=sequences).problem
     view = view_of(problem, choose_form(problem, TRITON, TRITON), mask[None], sequences.view(problem.sequences))
-    tiles = prepare_mask(mask, is_causal=True, sequences=sequences, seqlen_q=500, seqlen_k=500)
+    tiles = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, seqlen_q=500, seqlen_k=500)
     assert view.form == "sequence_tiles" and all(map(torch.equal, view.tensors, tiles.tensors))
 
 

@@ -20,15 +20,16 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import Sequences, attention
-from flash_dmattn.masks import SequenceTileMask, mask_stats, prepare_mask, prepare_ragged
+from flash_dmattn.masks import PreparedMask, mask_stats
 from flash_dmattn.masks.prepared import packing
+from flash_dmattn.masks.prepared.storage import SequenceTileMask
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 LONG = (0, 1, 31, 128, 129, 200, 300)  # around the edges of tiles
 
 
 def rows_of(call: SequenceCall) -> dict[str, int]:
-    """The lengths that `prepare_mask` asks for."""
+    """The lengths that `PreparedMask.from_mask` asks for."""
     table = call.sequences.block_table
     rows_k = call.k.shape[-3] if table is None else table.shape[1] * call.k.shape[1]
     return {"seqlen_q": call.q.shape[-3], "seqlen_k": rows_k}
@@ -41,7 +42,7 @@ def band_of(call: SequenceCall) -> dict[str, Any]:
 def prepared(call: SequenceCall) -> SequenceCall:
     """The same call with its mask prepared, which brings its band."""
     assert isinstance(call.mask, Tensor)
-    mask = prepare_mask(call.mask, sequences=call.sequences, **rows_of(call), **band_of(call))
+    mask = PreparedMask.from_mask(call.mask, sequences=call.sequences, **rows_of(call), **band_of(call))
     return replace(call, mask=mask)  # type: ignore[arg-type]
 
 
@@ -148,7 +149,7 @@ def test_a_batch_of_no_sequences_has_empty_tiles() -> None:
     q = torch.randn(300, 2, 8, device=DEVICE, requires_grad=True)
     for shape in ((1, 300, 200), (1, 2, 200, 200), (2, 1, 300)):
         mask = torch.ones(shape, dtype=torch.bool, device=DEVICE)
-        tiles = prepare_mask(mask, sequences=none, seqlen_q=300, seqlen_k=300)
+        tiles = PreparedMask.from_mask(mask, sequences=none, seqlen_q=300, seqlen_k=300)
         assert tiles.classes.shape[2:] == (2, 2) and not any(x.any() for x in (tiles.bits, tiles.classes))
         stats = tiles.stats()
         assert stats.shape == (1, tiles.shape[1], 0, 200) and stats.empty_rows == 0 == stats.active_tile_fraction
@@ -160,7 +161,7 @@ def test_a_batch_of_no_sequences_has_empty_tiles() -> None:
 def test_a_mask_that_is_expanded_is_read_once() -> None:
     sequences = Sequences.packed(torch.tensor([0, 150, 290], device=DEVICE), max_seqlen_q=150)
     mask = (torch.rand(1, 290, 150, device=DEVICE) < 0.5).expand(4, 290, 150)
-    found = prepare_mask(mask, sequences=sequences, seqlen_q=290, seqlen_k=290)
+    found = PreparedMask.from_mask(mask, sequences=sequences, seqlen_q=290, seqlen_k=290)
     assert found.bits.shape == (1, 1, 290, 8) and torch.equal(found.unpacked()[0, :, :150], mask[:1, :150])
 
 
@@ -197,7 +198,7 @@ def test_ragged_masks() -> None:
         free = replace(call, flags={**call.flags, "is_causal": False, "window_size": None})
         parts = [allowed_in(free, s).flatten(1) for s in range(len(call.lengths))]
         flat = torch.cat([torch.zeros(heads, 0, dtype=torch.bool), *parts], 1).to(DEVICE)
-        found = prepare_ragged(flat[0] if heads == 1 else flat, call.sequences, **given)
+        found = PreparedMask.from_ragged(flat[0] if heads == 1 else flat, call.sequences, **given)
         wanted = prepared(call).mask
         assert isinstance(wanted, SequenceTileMask)
         for x, y in zip(found.tensors, wanted.tensors, strict=True):
@@ -226,7 +227,7 @@ def test_explain_says_what_a_mask_costs() -> None:
     sequences = Sequences.packed(torch.tensor([0, 300, 500], device=DEVICE), max_seqlen_q=300)
     q = torch.randn(500, 2, 16, device=DEVICE)
     mask = torch.rand(1, 1, 300, 300, device=DEVICE) < 0.5
-    tiles = prepare_mask(mask, is_causal=True, sequences=sequences, seqlen_q=500, seqlen_k=500)
+    tiles = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, seqlen_q=500, seqlen_k=500)
     found = flash_dmattn.explain(q, q, q, tiles, sequences=sequences)
     assert found.problem.mask_form == "sequence_tiles" and found.problem.is_causal
     notes = {verdict.backend: verdict.notes for verdict in found.verdicts}
@@ -259,7 +260,7 @@ def test_compiled_with_a_mask_made_inside_or_outside() -> None:
 
     def step(q: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
         rows = q.shape[0]
-        tiles = prepare_mask(mask, is_causal=True, sequences=sequences, seqlen_q=rows, seqlen_k=rows)
+        tiles = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, seqlen_q=rows, seqlen_k=rows)
         return attention(q, q, q, tiles, sequences=sequences, backend="eager")
 
     def outside(q: Tensor, tiles: SequenceTileMask) -> Tensor:
@@ -274,7 +275,7 @@ def test_compiled_with_a_mask_made_inside_or_outside() -> None:
         mask = torch.rand(1, 2, 64, 64, device=DEVICE) < 0.6
         wanted = attention(q, q, q, mask, is_causal=True, sequences=sequences, backend="eager")
         torch.testing.assert_close(compiled(q, mask, sequences), wanted)
-        tiles = prepare_mask(mask, is_causal=True, sequences=sequences, seqlen_q=len(q), seqlen_k=len(q))
+        tiles = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, seqlen_q=len(q), seqlen_k=len(q))
         torch.testing.assert_close(compiled_outside(q, tiles), wanted)
 
 
@@ -285,7 +286,7 @@ Q = torch.zeros(8, 2, 4, device=DEVICE)
 
 
 def tiles_of(mask: Tensor = MASK, sequences: Any = EDGES, **given: Any) -> SequenceTileMask:
-    return prepare_mask(mask, sequences=sequences, **{"seqlen_q": 8, "seqlen_k": 8, **given})
+    return PreparedMask.from_mask(mask, sequences=sequences, **{"seqlen_q": 8, "seqlen_k": 8, **given})
 
 
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -368,24 +369,24 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         f"mask is on meta and must be where sequences are, on {EDGES.device}.",
     ),
     "ragged rank": (
-        lambda: prepare_ragged(MASK, EDGES, seqlen_q=8, seqlen_k=8),
+        lambda: PreparedMask.from_ragged(MASK, EDGES, seqlen_q=8, seqlen_k=8),
         ValueError,
         "flat has shape (1, 8, 5) and must be (pairs,) or (heads, pairs).",
     ),
     "ragged where": (
-        lambda: prepare_ragged(torch.ones(34, device="meta") > 0, EDGES, seqlen_q=8, seqlen_k=8),
+        lambda: PreparedMask.from_ragged(torch.ones(34, device="meta") > 0, EDGES, seqlen_q=8, seqlen_k=8),
         ValueError,
         f"flat is on meta and must be where sequences are, on {EDGES.device}.",
     ),
     "ragged dtype": (
-        lambda: prepare_ragged(torch.ones(34), EDGES, seqlen_q=8, seqlen_k=8),
+        lambda: PreparedMask.from_ragged(torch.ones(34), EDGES, seqlen_q=8, seqlen_k=8),
         TypeError,
         "flat has dtype torch.float32 and must be torch.bool",
     ),
 }
 if DEVICE == "cpu":  # elsewhere nobody waits to count them
     BAD["ragged pairs"] = (
-        lambda: prepare_ragged(torch.ones(33) > 0, EDGES, seqlen_q=8, seqlen_k=8),
+        lambda: PreparedMask.from_ragged(torch.ones(33) > 0, EDGES, seqlen_q=8, seqlen_k=8),
         ValueError,
         "flat has 33 pairs and must have 34, queries times keys of sequences.",
     )

@@ -343,7 +343,7 @@ def fake_paged(edges: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 def fake_prepared(edges: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     (q, k, v, *_), flags = fake_packed(edges)
     sequences = {"sequences": flags["sequences"]}
-    mask = masks.prepare_mask(torch.ones(1, 8, 5, dtype=torch.bool), seqlen_q=8, seqlen_k=8, **sequences)
+    mask = masks.PreparedMask.from_mask(torch.ones(1, 8, 5, dtype=torch.bool), seqlen_q=8, seqlen_k=8, **sequences)
     return (q, k, v, mask), sequences
 
 
@@ -377,10 +377,10 @@ def test_builders_of_masks_read_no_value_of_fake_tensors() -> None:
         edges = torch.tensor([0, 3, 8], dtype=torch.int32)
         assert masks.document_ids(torch.tensor([2, 0, 3]), total_length=6).shape == (6,)
         assert masks.padding_mask(torch.tensor([2, 9]), 6).shape == (2, 1, 1, 6)
-        assert masks.prepare_lengths(torch.tensor([2, 9]), 6, 6).shape == (2, 1, 1, 6)
+        assert masks.PreparedMask.from_lengths(torch.tensor([2, 9]), 6, 6).shape == (2, 1, 1, 6)
         flat = torch.ones(35, dtype=torch.bool)  # which 3 * 3 + 5 * 5 would not be
         packed = Sequences.packed(edges, max_seqlen_q=5)
-        assert masks.prepare_ragged(flat, packed, seqlen_q=8, seqlen_k=8).shape == (1, 1, 8, 5)
+        assert masks.PreparedMask.from_ragged(flat, packed, seqlen_q=8, seqlen_k=8).shape == (1, 1, 8, 5)
         layer = nn.DynamicMaskAttention(16, 2, keep_window_size=4)
         assert layer(torch.zeros(8, 16), sequences=packed).shape == (8, 16)
         with pytest.raises(RuntimeError, match="fake tensors have no values"):
@@ -696,7 +696,9 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "(Sequences.packed(..., max_seqlen_q=8))",
     ),
     "prepared mask": (
-        lambda: attention(X, X, X, flash_dmattn.masks.prepare_mask(torch.ones(8, 8, dtype=torch.bool)), sequences=TWO),
+        lambda: attention(
+            X, X, X, flash_dmattn.masks.PreparedMask.from_mask(torch.ones(8, 8, dtype=torch.bool)), sequences=TWO
+        ),
         TypeError,
         "mask is a TileMask; beside sequences it needs to be a bool torch.Tensor",
     ),

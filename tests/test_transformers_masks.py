@@ -20,7 +20,8 @@ from flash_dmattn.integrations.transformers import layer_mask
 from flash_dmattn.integrations.transformers.layer_mask import LayerMask
 from flash_dmattn.integrations.transformers.mask_function import make_mask
 from flash_dmattn.integrations.transformers.mask_rules import read_rule
-from flash_dmattn.masks import IntervalMask, PreparedMask, TileMask
+from flash_dmattn.masks import PreparedMask
+from flash_dmattn.masks.prepared.storage import IntervalMask, TileMask
 
 BATCH = 3
 TAKES_POSITIONS = VERSION.release < (5, 4)  # cache_position in the place of q_length and q_offset

@@ -22,7 +22,8 @@ from tree_calls import ON_GPU, as_chain, draw
 
 import flash_dmattn
 from flash_dmattn import Sequences, attention
-from flash_dmattn.masks import TreeMask, prepare_mask, prepare_tree
+from flash_dmattn.masks import PreparedMask
+from flash_dmattn.masks.prepared.storage import TreeMask
 from flash_dmattn.problem import Flags
 from flash_dmattn.remembered import Remembered
 
@@ -134,14 +135,14 @@ def test_a_tree_is_a_mask_of_all_keys() -> None:
     q, k, v = torch.randn(4, 5, 2, 8), torch.randn(4, 14, 2, 8), torch.randn(4, 14, 2, 8)
     sequences = Sequences.padded(lengths_k, lengths_q)
     for window in (None, (2, -1)):
-        found = attention(q, k, v, prepare_tree(tree), window_size=window, sequences=sequences)
+        found = attention(q, k, v, PreparedMask.from_tree(tree), window_size=window, sequences=sequences)
         torch.testing.assert_close(found, attention(q, k, v, mask, window_size=window, sequences=sequences))
 
 
 @pytest.mark.parametrize("tokens", (0, 1, 31, 32, 33, 65))
 def test_bits(tokens: int) -> None:
     tree = torch.rand(3, tokens, tokens) < 0.5
-    prepared = prepare_tree(tree.transpose(1, 2).contiguous().transpose(1, 2))
+    prepared = PreparedMask.from_tree(tree.transpose(1, 2).contiguous().transpose(1, 2))
     assert prepared.bits.dtype == torch.int32 and prepared.bits.shape == (3, tokens, -(-tokens // 32))
     for i in range(tokens):
         for t in range(tokens):
@@ -157,7 +158,7 @@ def test_bits(tokens: int) -> None:
 def test_explain_tells_of_trees() -> None:
     pool, q = torch.zeros(3, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 3, 2, 16, dtype=torch.bfloat16)
     cache = Sequences.paged(torch.zeros(1, 2, dtype=torch.int32), torch.tensor([5]))
-    explanation = flash_dmattn.explain(q, pool, pool, prepare_tree(torch.ones(1, 3, 3) > 0), sequences=cache)
+    explanation = flash_dmattn.explain(q, pool, pool, PreparedMask.from_tree(torch.ones(1, 3, 3) > 0), sequences=cache)
     assert "tree (1, 1, 3, 3)" in str(explanation) and explanation.problem.features == {
         *("mask", "sequences", "paged", "tree"),
     }
@@ -167,7 +168,7 @@ def test_explain_tells_of_trees() -> None:
     assert not any("unpacks" in note for v in explanation.verdicts for note in v.notes)
     padded = Sequences.padded(torch.tensor([5]))
     x = torch.zeros(1, 5, 2, 16, requires_grad=True)
-    explanation = flash_dmattn.explain(x, x, x, prepare_tree(torch.ones(1, 5, 5) > 0), sequences=padded)
+    explanation = flash_dmattn.explain(x, x, x, PreparedMask.from_tree(torch.ones(1, 5, 5) > 0), sequences=padded)
     verdict = next(v for v in explanation.verdicts if v.backend == "triton")
     assert [r.code for r in verdict.reasons] == ["device"]
 
@@ -186,7 +187,7 @@ def test_opcheck() -> None:
 
 def test_compiled_with_a_tree_made_inside_or_outside() -> None:
     def step(q: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, tree: Any) -> Tensor:
-        mask = prepare_tree(tree) if isinstance(tree, Tensor) else tree
+        mask = PreparedMask.from_tree(tree) if isinstance(tree, Tensor) else tree
         out = attention(q, pool, pool, mask, sequences=Sequences.paged(table, lengths))
         assert isinstance(out, Tensor)
         return out
@@ -198,13 +199,13 @@ def test_compiled_with_a_tree_made_inside_or_outside() -> None:
         table = torch.randperm(15, device=DEVICE)[: 5 * count].view(count, 5)
         q, pool = torch.randn(count, tokens, 2, 16, device=DEVICE), torch.randn(15, 4, 2, 16, device=DEVICE)
         given = (q, pool, table, torch.tensor(lengths, device=DEVICE))
-        for each in (tree, prepare_tree(tree)):
+        for each in (tree, PreparedMask.from_tree(tree)):
             with torch.no_grad():
                 torch.testing.assert_close(compiled(*given, each), step(*given, each))
 
 
 def test_second_derivative() -> None:
-    sequences, tree = Sequences.padded(torch.tensor([5, 2])), prepare_tree(torch.rand(2, 3, 3) < 0.6)
+    sequences, tree = Sequences.padded(torch.tensor([5, 2])), PreparedMask.from_tree(torch.rand(2, 3, 3) < 0.6)
     q, k = (torch.randn(2, n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (3, 5))
 
     def call(q: Tensor, k: Tensor) -> Any:
@@ -215,18 +216,19 @@ def test_second_derivative() -> None:
 
 Q, POOL = torch.zeros(2, 3, 2, 8), torch.zeros(4, 4, 2, 8)
 PAGES = Sequences.paged(torch.tensor([[0, 1], [2, 3]]), torch.tensor([8, 4]))
-TREE = prepare_tree(torch.ones(2, 3, 3) > 0)
+TREE = PreparedMask.from_tree(torch.ones(2, 3, 3) > 0)
 CU = torch.tensor([0, 3, 6])
 
+from_tree = PreparedMask.from_tree
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no tensor": (lambda: prepare_tree([[True]]), TypeError, "tree is a list and must be a torch.bool tensor"),
-    "dtype": (lambda: prepare_tree(torch.ones(1, 2, 2)), TypeError, "tree has dtype torch.float32 and must be"),
+    "no tensor": (lambda: from_tree([[True]]), TypeError, "tree is a list and must be a torch.bool tensor"),
+    "dtype": (lambda: from_tree(torch.ones(1, 2, 2)), TypeError, "tree has dtype torch.float32 and must be"),
     "rank": (
-        lambda: prepare_tree(torch.ones(2, 2) > 0),
+        lambda: from_tree(torch.ones(2, 2) > 0),
         ValueError,
         "tree has shape (2, 2) and must be (sequences or 1, new tokens, new tokens)",
     ),
-    "not square": (lambda: prepare_tree(torch.ones(1, 2, 3) > 0), ValueError, "tree has shape (1, 2, 3) and must be"),
+    "not square": (lambda: from_tree(torch.ones(1, 2, 3) > 0), ValueError, "tree has shape (1, 2, 3) and must be"),
     "no sequences": (
         lambda: attention(Q, Q, Q, TREE),
         ValueError,
@@ -238,7 +240,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "mask is a TreeMask of 3 new tokens; it needs max_seqlen_q of them, 2",
     ),
     "entries": (
-        lambda: attention(Q, POOL, POOL, prepare_tree(torch.ones(5, 3, 3) > 0), sequences=PAGES),
+        lambda: attention(Q, POOL, POOL, from_tree(torch.ones(5, 3, 3) > 0), sequences=PAGES),
         ValueError,
         "mask is a TreeMask of 5 sequences; it needs 1 or 2",
     ),
@@ -266,10 +268,10 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "window_size is (3, 0), but mask is a TreeMask",
     ),
     "another prepared mask": (
-        lambda: attention(Q, POOL, POOL, prepare_mask(torch.ones(3, 8) > 0), sequences=PAGES),
+        lambda: attention(Q, POOL, POOL, PreparedMask.from_mask(torch.ones(3, 8) > 0), sequences=PAGES),
         TypeError,
         "mask is a TileMask; beside sequences it needs to be a bool torch.Tensor, what "
-        "prepare_mask(mask, sequences=...) makes of one, or a TreeMask",
+        "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask",
     ),
 }  # fmt: skip
 

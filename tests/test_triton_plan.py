@@ -113,14 +113,14 @@ def test_tf32_is_taken_where_torch_allows_it(setting: str, precision: None) -> N
 def test_bounds_of_keys_know_of_one_query(reorder: bool) -> None:
     """Were the heads of a group rows of one tile, all but the first would be queries that no interval has."""
     from flash_dmattn.backends.triton.key_order import tiles_of_bounds
-    from flash_dmattn.masks import prepare_topk
+    from flash_dmattn.masks import PreparedMask
     from flash_dmattn.operators import describe_operands
     from flash_dmattn.problem import Flags, MaskView
     from flash_dmattn.problem.inputs import Inputs
     from flash_dmattn.triton_kernels.launch import takes_group_rows
 
     q, k, flags = torch.zeros(1, 1, 6, 32), torch.zeros(1, 600, 2, 32), Flags(-1, -1, 0.1, 0.0, False)
-    view = prepare_topk(torch.randn(1, 2, 1, 600), 40, seqlen_q=1, reorder=reorder).view
+    view = PreparedMask.from_topk(torch.randn(1, 2, 1, 600), 40, seqlen_q=1, reorder=reorder).view
     tiles = tiles_of_bounds(describe_operands(Inputs(q, k, k, view), flags), view)
     assert tiles.form == "tiles" and not takes_group_rows(q, k, tiles, flags)
     assert takes_group_rows(q, k, MaskView(), flags)

@@ -67,7 +67,7 @@ def test_a_wrong_keyword_is_an_error_for_mypy_too() -> None:
 def test_what_else_a_user_has_a_type_of() -> None:
     mask = assert_type(masks.causal_mask(6, 6), Tensor)
     assert_type(masks.combine(mask, masks.padding_mask([6], 6)), Tensor | None)
-    prepared = masks.prepare_mask(mask)
+    prepared = masks.PreparedMask.from_mask(mask)
     assert_type(attention(Q, Q, Q, prepared), Tensor)
     assert_type(flash_dmattn.explain(Q, Q, Q, mask), flash_dmattn.Explanation)
     assert_type(flash_dmattn.available_backends(), tuple[str, ...])

@@ -173,7 +173,7 @@ def test_tensors_without_strides_beside_sequences_and_for_a_prepared_mask() -> N
     with pytest.raises(TypeError, match=r"^k has layout torch\.sparse_coo"):
         flash_dmattn.attention(q, q.to_sparse(), q, sequences=sequences)
     with pytest.raises(TypeError, match=r"^mask has layout torch\.sparse_coo"):
-        flash_dmattn.masks.prepare_mask(true(LQ, LK).to_sparse())
+        flash_dmattn.masks.PreparedMask.from_mask(true(LQ, LK).to_sparse())
 
 
 WRONG_NAMES = {

@@ -12,7 +12,7 @@ from sequence_calls import SequenceCall
 from sequence_calls import draw as draw_call
 from torch import Tensor
 
-from flash_dmattn.masks import prepare_tree
+from flash_dmattn.masks import PreparedMask
 
 LENGTHS = (0, 1, 2, 5, 17, 33)
 # What to draw for kernels.
@@ -62,7 +62,7 @@ def draw(number: int, layout: str | None = None, **given: Any) -> SequenceCall:
         bias = None
     needs = tuple(name for name in call.needs_grad if name != "bias" or bias is not None)
     flags = {**call.flags, "is_causal": False, "window_size": window}
-    mask: Any = prepare_tree(made.to(DEVICE))
+    mask: Any = PreparedMask.from_tree(made.to(DEVICE))
     told = f"tree of {call.told}"
     return replace(call, mask=mask, bias=bias, needs_grad=needs, flags=flags, told=told)
 
@@ -70,7 +70,7 @@ def draw(number: int, layout: str | None = None, **given: Any) -> SequenceCall:
 def as_chain(call: SequenceCall) -> tuple[SequenceCall, SequenceCall]:
     """The call with a chain as its tree, and the causal one that it stands for."""
     tokens = call.mask.shape[1]  # type: ignore[union-attr]
-    chain: Any = prepare_tree(torch.ones(1, tokens, tokens, dtype=torch.bool, device=DEVICE).tril())
+    chain: Any = PreparedMask.from_tree(torch.ones(1, tokens, tokens, dtype=torch.bool, device=DEVICE).tril())
     left = (call.flags["window_size"] or (-1, -1))[0]
     causal = replace(call, mask=None, flags={**call.flags, "window_size": (left, -1), "is_causal": True})
     return replace(call, mask=chain), causal

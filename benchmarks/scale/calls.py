@@ -15,8 +15,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention, prepare_mask
 from flash_dmattn.distributed import call as parallel_call
-from flash_dmattn.masks import prepare_mask as prepare_whole_mask
-from flash_dmattn.masks import topk_mask
+from flash_dmattn.masks import PreparedMask, topk_mask
 
 from .measure import Group
 
@@ -124,7 +123,7 @@ class Work:
     def whole(self, group: Group) -> Bound:
         """The call of one GPU."""
         x = self.tensors(group)
-        mask = prepare_whole_mask(self.kept_keys(group), is_causal=True) if self.kind == "topk" else None
+        mask = PreparedMask.from_mask(self.kept_keys(group), is_causal=True) if self.kind == "topk" else None
         leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
         q, k, v, *bias = leaves
 

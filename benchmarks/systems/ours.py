@@ -57,7 +57,7 @@ def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
     seqlen_q, seqlen_k = inputs.lengths
     given: torch.Tensor | masks.PreparedMask | None = mask
     if mode.prepared and mask is not None:
-        given = masks.prepare_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal)
+        given = masks.PreparedMask.from_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal)
     choice: BackendChoice = name
     if name in PAIRED and q.requires_grad:
         problem = flash_dmattn.explain(q, k, v, given, bias, is_causal=is_causal).problem
@@ -78,7 +78,7 @@ def layers(name: str, case: Case, biases: Sequence[torch.Tensor]) -> list[Attend
     forward, backward = needs(name, case, biases[0].device).backends
     choice: BackendChoice = name if forward == backward else (forward, backward)
     kept = min(case.mask.size, case.seqlen)
-    prepared = [masks.prepare_topk(bias, kept, is_causal=True, seqlen_q=case.seqlen_q) for bias in biases]
+    prepared = [masks.PreparedMask.from_topk(bias, kept, is_causal=True, seqlen_q=case.seqlen_q) for bias in biases]
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, *, mask: masks.PreparedMask

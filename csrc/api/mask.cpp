@@ -29,7 +29,7 @@ bool rows_are_aligned(const Tensor& mask) {
   return aligned;
 }
 
-// Returns (bits, classes, row_lists, col_lists), the TileMask of flash_dmattn/masks/prepared/types.py, of a bool mask
+// Returns (bits, classes, row_lists, col_lists), the TileMask of flash_dmattn/masks/prepared/storage.py, of a bool mask
 // (B, H, Lq, Lk) of any strides, 0 included. With has_band the band low <= j - i <= high is folded in.
 std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_band) {
   CHECK_ARGUMENT(mask.is_cuda(), "mask is not on a CUDA device; the kernel is written for sm_90a");

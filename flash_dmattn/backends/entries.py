@@ -43,7 +43,7 @@ def bool_mask(mask: MaskView) -> Tensor | None:
     """The bool mask of a call, 4-D: a tree of new tokens is (S or 1, 1, n, n)."""
     if mask.form != "tree":
         return mask.dense
-    from ..masks.prepared.tree import unpack_tree  # importing flash_dmattn does not need it
+    from ..masks.prepared.packing import unpack_tree  # importing flash_dmattn does not need it
 
     return unpack_tree(mask.tensors[0])[:, None]
 

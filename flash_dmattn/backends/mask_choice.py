@@ -12,7 +12,7 @@ from ..problem.inputs import Inputs, Saved
 from .protocol import Backend, Backward, Direction, Forward
 
 if TYPE_CHECKING:
-    from ..masks import PreparedMask, SequenceTileMask, TreeMask
+    from ..masks import PreparedMask
 
 _NONE = MaskView()
 
@@ -97,7 +97,7 @@ def packs_beside_sequences(problem: AttentionProblem) -> bool:
 def view_of(
     problem: AttentionProblem,
     choice: MaskChoice,
-    mask: Tensor | PreparedMask | SequenceTileMask | TreeMask | None,
+    mask: Tensor | PreparedMask | None,
     sequences: SequenceView | None = None,
 ) -> MaskView:
     """The mask of a call in the form that was chosen: the only place that packs or unpacks the mask of a call.
@@ -150,12 +150,9 @@ def convert(
 
         assert problem.sequences is not None
         return MaskView("dense", (unpack_sequences(view.tensors[0], problem.sequences),))
-    from ..masks.saved import restore  # likewise
+    from ..masks.prepared.storage import unpack_view  # likewise
 
-    # The band of the problem applies to every form, so that this one need not know it.
-    sizes = (problem.seqlen_q, problem.seqlen_k)
-    mask = restore(view.form, *sizes, False, (-1, -1), *view.tensors)  # type: ignore[arg-type]  # trees are never converted
-    return view_of(problem, choice, mask.unpacked())
+    return view_of(problem, choice, unpack_view(view, problem.seqlen_q, problem.seqlen_k))
 
 
 def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
@@ -224,7 +221,7 @@ def sequence_notes(problem: AttentionProblem) -> tuple[str, ...]:
     """What `explain` says of a bool mask beside sequences, on a backend that reads prepared ones."""
     if problem.mask_form != "dense":
         return ()
-    advice = "prepare_mask(mask, sequences=...)"
+    advice = "PreparedMask.from_mask(mask, sequences=...)"
     if packs_beside_sequences(problem):
         return (f"packs the bool mask as bits and lists of tiles, once a call: {advice} does it once for all layers",)
     return (f"reads the bool mask as it is, and skips nothing for it: {advice} makes tiles of it",)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks.prepared.types import PreparedMask
+from ..masks import PreparedMask
 from ..problem import AttentionProblem, NeedsGrad, Shape4, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
 from ..sequences.nested import is_nested
 from ..validation import describe

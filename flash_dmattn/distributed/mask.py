@@ -8,9 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..masks import PreparedMask
 from ..masks.arguments import bool_mask
-from ..masks.prepared.prepare import prepare_mask as prepare_one
-from ..masks.prepared.types import PreparedMask
 from ..problem import causal_window, check_flag, check_window
 from .layout import SequenceLayout
 from .slices import Slice, plan
@@ -101,7 +100,7 @@ def prepare_mask(
         layout: of the queries.
         rank: whose rows these are, `torch.distributed.get_rank(group)`.
         layout_k: of the keys; that of the queries where it is not given.
-        is_causal, window_size, reorder: as in `flash_dmattn.masks.prepare_mask`, of the whole call.
+        is_causal, window_size, reorder: as in `flash_dmattn.masks.PreparedMask.from_mask`, of the whole call.
 
     Returns:
         ShardedMask, with a prepared mask for each interval of the rank.
@@ -132,7 +131,7 @@ def prepare_mask(
     masks = []
     for part in plan(layout, rank, keys, causal_window(is_causal, window_size)):
         masks.append(
-            prepare_one(
+            PreparedMask.from_mask(
                 cut(given, part),
                 seqlen_q=part.seqlen_q,
                 seqlen_k=part.seqlen_k,

@@ -153,6 +153,14 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
                   [0, 0, 1, 0],
                   [0, 0, 0, 0]]]], dtype=torch.int32)
     """
+    of_q, of_k = document_pair(ids, ids_k)
+    mask = of_q[:, :, None] == of_k[:, None, :]
+    mask &= (of_q >= 0)[:, :, None]
+    return mask[:, None]
+
+
+def document_pair(ids: IntsLike, ids_k: IntsLike | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The documents of queries and of keys, 2-D, checked."""
     of_q = torch.atleast_2d(integer_tensor("ids", ids, (1, 2)))
     of_k = of_q if ids_k is None else torch.atleast_2d(integer_tensor("ids_k", ids_k, (1, 2)).to(of_q.device))
     if of_q.size(0) != of_k.size(0) and 1 not in (of_q.size(0), of_k.size(0)):
@@ -160,9 +168,7 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
             f"ids_k has batch size {of_k.size(0)} (shape {tuple(of_k.shape)}) and ids has {of_q.size(0)} "
             f"(shape {tuple(of_q.shape)}); they must be equal, or one of them 1."
         )
-    mask = of_q[:, :, None] == of_k[:, None, :]
-    mask &= (of_q >= 0)[:, :, None]
-    return mask[:, None]
+    return of_q, of_k
 
 
 def padding_mask(

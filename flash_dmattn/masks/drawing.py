@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .prepared.sequence_tiles import SequenceTileMask
-    from .prepared.types import PreparedMask
+    from .prepared.storage import PreparedMask
 
 # Blue and orange stay apart for every common form of colour blindness, and in grey.
 EMPTY_TILE, FULL_TILE = (0.94, 0.94, 0.94), (0.12, 0.38, 0.66)
@@ -26,7 +25,7 @@ MAX_GRID_LINES = 48
 
 
 def show(
-    mask: torch.Tensor | PreparedMask | SequenceTileMask,
+    mask: torch.Tensor | PreparedMask,
     *,
     block_size: int | tuple[int, int] = 128,
     batch: int = 0,
@@ -115,7 +114,7 @@ def show(
 
 
 def _plane(
-    mask: torch.Tensor | PreparedMask | SequenceTileMask,
+    mask: torch.Tensor | PreparedMask,
     batch: int,
     head: int,
     seqlen_q: int | None,
@@ -123,8 +122,7 @@ def _plane(
 ) -> torch.Tensor:
     """The (Lq, Lk) mask of one batch element and head."""
     # Not at the top: importing flash_dmattn.masks does not need them.
-    from .prepared.sequence_tiles import SequenceTileMask
-    from .prepared.types import PreparedMask
+    from .prepared.storage import BatchMask, SequenceTileMask, TreeMask
 
     if isinstance(mask, SequenceTileMask):
         number, head = _chosen(mask.shape, (mask.spec.number, mask.shape[1]), batch, head)
@@ -132,15 +130,16 @@ def _plane(
         if 0 in plane.shape:
             raise ValueError(f"mask has a sequence {number} of shape {tuple(plane.shape)}: there is nothing to draw.")
         return expand_lengths(plane[None, None], seqlen_q, seqlen_k)[0, 0]
-    if not isinstance(mask, PreparedMask):
-        mask = expand_lengths(bool_mask("mask", mask), seqlen_q, seqlen_k)
+    if isinstance(mask, TreeMask):
+        mask = mask.unpacked()[:, None]
+    if not isinstance(mask, BatchMask):
+        mask = expand_lengths(bool_mask("mask", cast(torch.Tensor, mask)), seqlen_q, seqlen_k)
     index = _chosen(mask.shape, mask.shape[:2], batch, head)
-    if 0 in mask.shape or (isinstance(mask, PreparedMask) and mask.seqlen_q == 0):
+    if 0 in mask.shape or (isinstance(mask, BatchMask) and mask.seqlen_q == 0):
         raise ValueError(f"mask has shape {tuple(mask.shape)}: there is nothing to draw; every dim must be >= 1.")
-    if isinstance(mask, PreparedMask):
+    if isinstance(mask, BatchMask):
         # Cut to the head before it is unpacked, which takes Lq * Lk bytes for each.
-        of_head = (x.narrow(0, index[0], 1).narrow(1, index[1], 1) for x in mask.tensors)
-        cut = type(mask)(mask.seqlen_q, mask.seqlen_k, mask.is_causal, mask.window_size, *of_head)
+        cut = mask.with_tensors([x.narrow(0, index[0], 1).narrow(1, index[1], 1) for x in mask.tensors])
         return expand_lengths(cut.dense(), seqlen_q, seqlen_k)[0, 0]
     return mask[index[0], index[1]]
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import flash_dmattn
-from flash_dmattn.masks import PreparedMask, prepare_topk, topk_mask
+from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared.interval_order import reorder_pays
 from flash_dmattn.sequences import Sequences
 
@@ -345,7 +345,7 @@ class DynamicMaskAttention(nn.Module):
         pays = reorder_pays(
             batch * self.num_heads, seqlen_q, seqlen_k, kept, is_causal=True, has_backward=torch.is_grad_enabled()
         )
-        return prepare_topk(
+        return PreparedMask.from_topk(
             _ranked(scores),
             self.keep_window_size,
             is_causal=True,

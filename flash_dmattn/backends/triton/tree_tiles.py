@@ -17,7 +17,7 @@ def tiles_of_tree(bits: Tensor, bounds: Tensor, rows_q: int, rows_k: int, flags:
         flags: of the call.
     """
     from ...masks.prepared.packers import packer  # importing flash_dmattn does not need it
-    from ...masks.prepared.tree import unpack_tree
+    from ...masks.prepared.packing import unpack_tree
 
     spec = SequenceSpec(flags.layout, len(bounds), rows_q, rows_k, flags.max_seqlen_q, flags.max_seqlen_k)
     pairs = unpack_tree(bits)[:, None]

@@ -123,7 +123,9 @@ class LayerMask(BlockMask):
         if self.padding is not None and self.padding.device.type in PREPARING_DEVICES:
             band: dict[str, Any] = {"is_causal": self.is_causal, "window_size": self.window}
             # Bits beside a bias, which passes of all layers would make of intervals anew.
-            return MaskArguments(masks.prepare_mask(self.padding, seqlen_q=seqlen_q, as_tiles=with_bias, **band))
+            return MaskArguments(
+                masks.PreparedMask.from_mask(self.padding, seqlen_q=seqlen_q, as_tiles=with_bias, **band)
+            )
         return MaskArguments(self.padding, self.is_causal, self.window)
 
     def _padded(self, used: int | Tensor) -> Sequences:
@@ -138,7 +140,7 @@ class LayerMask(BlockMask):
         ends = documents.shape[1] - _starts(documents.flip(1)).flip(1)
         if self.padding is not None:
             ends = ends.masked_fill(~self.padding[:, 0, 0], 0)  # before it begins: nobody sees it
-        return masks.prepare_intervals(
+        return masks.PreparedMask.from_intervals(
             begins[:, None], ends[:, None], documents.shape[1], is_causal=self.is_causal, window_size=self.window
         )
 

@@ -1,205 +1,375 @@
-"""Prepared masks built from what defines them, block masks, windows, documents and lengths, without a dense mask."""
+"""What prepared masks are made of: the fields of a mask from a bool mask, blocks, lengths, intervals, scores, trees."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...problem import causal_window, check_flag, check_window, make_band
+from ...problem import (
+    Band,
+    MaskForm,
+    SequenceSpec,
+    causal_window,
+    check_flag,
+    check_scores,
+    check_window,
+    make_band,
+    merge,
+    packing_of,
+    values_can_be_read,
+)
+from ...sequences.layout import Sequences
 from ..arguments import IntsLike, bool_mask, integer, integer_tensor, lengths_within, pair
 from ..blocks import expand_blocks
-from ..broadcast import collapse
-from ..builders import Device, padding_mask
-from .packing import band_words, pack_rows, pack_words
-from .prepare import from_bits, prepare_mask
-from .types import PreparedMask, TileMask
+from ..broadcast import DIMS, collapse
+from ..builders import Device, document_pair, padding_mask
+from ..topk import select, topk_arguments
+from .compact_order import compact_order, places_for
+from .interval_operators import run_interval_tiles, run_key_order, run_score_keys, run_topk_intervals
+from .interval_order import live_keys, reorder_pays
+from .operator import KeyForm, prepared_key_form, prepared_view
+from .packers import packer
+from .packing import band_words, pack_rows, pack_tree, pack_words
+from .recognition import interval_tensors
+from .sequence_operator import pack_beside
+from .sequence_packing import MaskPacking
+
+Window = tuple[int, int]
+
+_TILES = ("bits", "classes", "row_lists", "col_lists")
+_INTERVALS = ("start", "stop", "order", "bounds", "row_lists", "col_lists")
+_TENSORS: dict[str, tuple[str, ...]] = {
+    "tiles": _TILES,
+    "keys": ("kept", "count", "prefix"),
+    "intervals": _INTERVALS,
+    "sequence_tiles": _TILES,
+}
 
 
-def prepare_blocks(
+class MaskFields(NamedTuple):
+    """The form of a prepared mask, and the fields of that form by name."""
+
+    form: MaskForm
+    values: dict[str, Any]
+
+
+def _fields(form: MaskForm, tensors: Any, **others: Any) -> MaskFields:
+    return MaskFields(form, {**dict(zip(_TENSORS[form], tensors, strict=True)), **others})
+
+
+def _limits(is_causal: bool, window_size: Window | None) -> dict[str, Any]:
+    """The fields of the band, checked."""
+    return {"is_causal": check_flag("is_causal", is_causal), "window_size": check_window(window_size)}
+
+
+def _band(seqlen_q: int, seqlen_k: int, limits: dict[str, Any]) -> Band | None:
+    return make_band(seqlen_q, seqlen_k, causal_window(**limits))
+
+
+def _tiles_of(bits: torch.Tensor, classes: torch.Tensor, seqlen_k: int, limits: dict[str, Any]) -> MaskFields:
+    """The fields of packed bits that have the band folded in, and of their classes."""
+    tensors = bits, classes, *packer(bits).list_tiles(classes)
+    return _fields("tiles", tensors, seqlen_q=bits.size(2), seqlen_k=seqlen_k, **limits)
+
+
+def from_mask(
+    mask: torch.Tensor,
+    seqlen_q: int | None,
+    seqlen_k: int | None,
+    is_causal: bool,
+    window_size: Window | None,
+    reorder: bool | None = None,
+    as_tiles: bool = False,
+    find_intervals: bool = False,
+    sequences: Sequences | None = None,
+) -> MaskFields:
+    if check_flag("find_intervals", find_intervals) and (check_flag("as_tiles", as_tiles) or sequences is not None):
+        other = "beside sequences" if sequences is not None else "with as_tiles=True"
+        raise ValueError(f"find_intervals is True; {other} it must be False.")
+    if sequences is not None:
+        if reorder is not None:
+            raise ValueError(f"reorder is {reorder}; beside sequences it must be None.")
+        return _from_mask_of_sequences(mask, sequences, seqlen_q, seqlen_k, is_causal, window_size)
+    leading = None
+    if isinstance(mask, torch.Tensor) and mask.dim() > 4:
+        mask = collapse(mask, dims=tuple(range(mask.dim() - 3)))
+        leading, mask = tuple(mask.shape[:-3]), merge(mask, mask.dim() - 3)
+    whole = bool_mask("mask", mask)
+    if mask.dim() < 2:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D) and must have 2 dims or more, the last two of them "
+            f"(seqlen_q, seqlen_k); pass mask[None] for keys."
+        )
+    seqlen_q = _length("seqlen_q", "row", whole.size(2), seqlen_q)
+    seqlen_k = _length("seqlen_k", "column", whole.size(3), seqlen_k)
+    limits = _limits(is_causal, window_size)
+    key_form = prepared_key_form(seqlen_q, None if reorder is None else check_flag("reorder", reorder))
+    if check_flag("as_tiles", as_tiles) and key_form.form == "intervals":
+        key_form = KeyForm("tiles")
+    numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **limits, "leading": leading}
+    view = prepared_view(whole, seqlen_q, seqlen_k, causal_window(**limits), key_form)
+    if find_intervals and view.form == "tiles":
+        bits, _, row_lists, _ = view.tensors
+        tensors = interval_tensors(bits, row_lists, seqlen_k, reorder)
+        if tensors is not None:
+            return _fields("intervals", tensors, **numbers)
+    return _fields(view.form, view.tensors, **numbers, one_row=collapse(whole).size(2) == 1)
+
+
+def _length(name: str, what: str, size: int, length: int | None) -> int:
+    """The real length along a dim of a mask, from its size and from the argument."""
+    if length is None:
+        if size == 1:
+            raise ValueError(f"mask has one {what} for all; {name} is None and must be their number.")
+        return size
+    if size not in (1, integer(name, length)):
+        raise ValueError(f"mask has {size} {what}s and {name} is {length}; they must be equal, or the mask have 1.")
+    return length
+
+
+def from_blocks(
     block_mask: torch.Tensor,
     block_size: int | tuple[int, int],
     seqlen_q: int,
     seqlen_k: int,
-    *,
-    is_causal: bool = False,
-    window_size: tuple[int, int] | None = None,
-) -> PreparedMask:
-    """The prepared mask of a block mask.
-
-    Equivalent to `prepare_mask(expand_blocks(block_mask, block_size, seqlen_q, seqlen_k), seqlen_q=seqlen_q,
-    seqlen_k=seqlen_k, is_causal=is_causal, window_size=window_size)`. Keys are packed once for each row of blocks.
-
-    Args:
-        block_mask: bool tensor of 2 to 4 dims, (..., ceil(seqlen_q / bq) or 1, ceil(seqlen_k / bk) or 1).
-        block_size: tokens per block, one int or (bq, bk); blocks of whole tiles, 128, waste least.
-        seqlen_q, seqlen_k: number of queries and keys.
-        is_causal, window_size: the band, as in `prepare_mask`.
-
-    Returns:
-        TileMask; where one row of blocks stands for all queries what `prepare_mask` makes of one row.
-
-    Raises:
-        TypeError: `block_mask` is not bool, or a size is not an int.
-        ValueError: the number of blocks does not fit the lengths.
-
-    Example:
-        >>> from flash_dmattn.masks import prepare_blocks
-        >>> prepare_blocks(torch.eye(3, dtype=torch.bool), 128, 384, 384).classes[0, 0].tolist()
-        [[2, 0, 0], [0, 2, 0], [0, 0, 2]]
-    """
+    is_causal: bool,
+    window_size: Window | None,
+) -> MaskFields:
     blocks = collapse(bool_mask("block_mask", block_mask))
     block_q, block_k = size = pair("block_size", block_size, 1)
     if blocks.size(2) == 1:
         mask = expand_blocks(blocks, size, seqlen_q, seqlen_k)
-        return prepare_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, window_size=window_size)
+        return from_mask(mask, seqlen_q, seqlen_k, is_causal, window_size)
     needed = -(-integer("seqlen_q", seqlen_q) // block_q)
     if blocks.size(2) != needed:
         raise ValueError(
             f"block_mask has {blocks.size(2)} blocks along seqlen_q (shape {tuple(block_mask.shape)}) and needs "
             f"{needed}, or 1, for seqlen_q = {seqlen_q} in blocks of {block_q}."
         )
-    is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
+    limits = _limits(is_causal, window_size)
 
     def words_of(start: int, stop: int) -> torch.Tensor:
         rows = blocks[:, :, start // block_q : -(-stop // block_q)]
         keys = expand_blocks(rows, (1, block_k), rows.size(2), seqlen_k).expand(-1, -1, -1, seqlen_k)
-        of_row = torch.arange(start, stop, device=blocks.device) // block_q - start // block_q
-        return pack_words(keys).index_select(2, of_row)
+        block_of_row = torch.arange(start, stop, device=blocks.device) // block_q - start // block_q
+        return pack_words(keys).index_select(2, block_of_row)
 
-    band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
     shape = (blocks.size(0), blocks.size(1), seqlen_q, seqlen_k)
-    return from_bits(seqlen_k, is_causal, window_size, *pack_rows(words_of, shape, band, blocks.device))
+    packed = pack_rows(words_of, shape, _band(seqlen_q, seqlen_k, limits), blocks.device)
+    return _tiles_of(*packed, seqlen_k, limits)
 
 
-def prepare_window(
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    is_causal: bool = False,
-    window_size: tuple[int, int] | None = None,
-    device: Device = None,
-) -> TileMask:
-    """The prepared mask of causality and a window alone.
-
-    Equivalent to `prepare_mask(sliding_window_mask(seqlen_q, seqlen_k, window_size), is_causal=is_causal)` in all its
-    tensors, where lengths are above 1. Computed by words of 32 keys.
-
-    Args:
-        seqlen_q, seqlen_k: number of queries and keys.
-        is_causal, window_size: the band, as in `prepare_mask`.
-        device: where to put the result.
-
-    Returns:
-        TileMask with Bm = Hm = 1.
-
-    Raises:
-        TypeError, ValueError: lengths below 0, or a flag or window of another kind.
-
-    Example:
-        >>> from flash_dmattn.masks import prepare_window
-        >>> prepare_window(384, 384, is_causal=True).classes[0, 0].tolist()
-        [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
-    """
+def from_window(
+    seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: Window | None, device: Device
+) -> MaskFields:
     shape = (1, 1, integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
-    is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
-    band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
-    where = torch.empty(0, device=device).device
+    limits = _limits(is_causal, window_size)
+    band = _band(seqlen_q, seqlen_k, limits)
+    device = torch.empty(0, device=device).device
 
     def words_of(start: int, stop: int) -> torch.Tensor:
-        return band_words(start, stop, seqlen_k, band, where)
+        return band_words(start, stop, seqlen_k, band, device)
 
-    return from_bits(seqlen_k, is_causal, window_size, *pack_rows(words_of, shape, None, where))
+    return _tiles_of(*pack_rows(words_of, shape, None, device), seqlen_k, limits)
 
 
-def prepare_documents(
-    ids: IntsLike,
-    ids_k: IntsLike | None = None,
-    *,
-    is_causal: bool = False,
-    window_size: tuple[int, int] | None = None,
-) -> TileMask:
-    """The prepared mask of packed documents: each query sees the keys of its own document.
-
-    Equivalent to `prepare_mask(document_mask(ids, ids_k), is_causal=is_causal, window_size=window_size)`, for two
-    queries or more.
-
-    Args:
-        ids: integer tensor or list, (Lq,) or (B, Lq), for instance from `document_ids`. Negative ids are padding.
-        ids_k: the document of each key, (Lk,) or (B, Lk); `ids` by default.
-        is_causal, window_size: the band, as in `prepare_mask`.
-
-    Returns:
-        TileMask with Hm = 1, and Bm = B where ids depend on the batch.
-
-    Raises:
-        TypeError: ids are not integer.
-        ValueError: ids have another rank, or two different batch sizes.
-
-    Example:
-        >>> from flash_dmattn.masks import document_ids, prepare_documents
-        >>> prepare_documents(document_ids([128, 256])).classes[0, 0].tolist()
-        [[2, 0, 0], [0, 2, 2], [0, 2, 2]]
-    """
-    of_q = torch.atleast_2d(integer_tensor("ids", ids, (1, 2)))
-    of_k = of_q if ids_k is None else torch.atleast_2d(integer_tensor("ids_k", ids_k, (1, 2)).to(of_q.device))
-    if of_q.size(0) != of_k.size(0) and 1 not in (of_q.size(0), of_k.size(0)):
-        raise ValueError(
-            f"ids_k has batch size {of_k.size(0)} (shape {tuple(of_k.shape)}) and ids has {of_q.size(0)} "
-            f"(shape {tuple(of_q.shape)}); they must be equal, or one of them 1."
-        )
-    is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
+def from_documents(ids: IntsLike, ids_k: IntsLike | None, is_causal: bool, window_size: Window | None) -> MaskFields:
+    of_q, of_k = document_pair(ids, ids_k)
+    limits = _limits(is_causal, window_size)
 
     def words_of(start: int, stop: int) -> torch.Tensor:
         rows = of_q[:, start:stop, None]
         return pack_words((rows == of_k[:, None, :]) & (rows >= 0))[:, None]
 
     seqlen_q, seqlen_k = of_q.size(1), of_k.size(1)
-    band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
     shape = (max(of_q.size(0), of_k.size(0)), 1, seqlen_q, seqlen_k)
-    return from_bits(seqlen_k, is_causal, window_size, *pack_rows(words_of, shape, band, of_q.device))
+    packed = pack_rows(words_of, shape, _band(seqlen_q, seqlen_k, limits), of_q.device)
+    return _tiles_of(*packed, seqlen_k, limits)
 
 
-def prepare_lengths(
+def from_lengths(
     lengths: IntsLike,
     seqlen_q: int,
     seqlen_k: int,
-    *,
-    side: Literal["right", "left"] = "right",
-    is_causal: bool = False,
-    window_size: tuple[int, int] | None = None,
-) -> PreparedMask:
-    """The prepared mask of padded keys, from the number of keys that are not padding.
-
-    Equivalent to `prepare_mask(padding_mask(lengths, seqlen_k, side=side), seqlen_q=seqlen_q, is_causal=is_causal,
-    window_size=window_size, reorder=False)`.
-
-    Args:
-        lengths: integer tensor or list (B,).
-        seqlen_q, seqlen_k: number of queries, and of keys with padding.
-        side: the side that the padding is on.
-        is_causal, window_size: the band, as in `prepare_mask`; it counts padding as keys.
-
-    Returns:
-        IntervalMask, for fewer than 16 queries KeyMask; Bm = B, Hm = 1.
-
-    Raises:
-        TypeError: lengths are not integer.
-        ValueError: another rank, a length below 0 or above `seqlen_k` (checked on CPU only; on an accelerator it counts
-            as 0 or `seqlen_k`), an unknown `side`.
-
-    Example:
-        >>> from flash_dmattn.masks import prepare_lengths
-        >>> prepare_lengths([1, 3], 4, 4, side="left").kept[:, 0].tolist()
-        [[3, 4, 4, 4], [1, 2, 3, 4]]
-    """
+    side: Literal["right", "left"],
+    is_causal: bool,
+    window_size: Window | None,
+) -> MaskFields:
     number = integer_tensor("lengths", lengths, (1,))
     lengths_within("lengths", number, integer("seqlen_k", seqlen_k))
-    return prepare_mask(
-        padding_mask(number, seqlen_k, side=side),
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        is_causal=is_causal,
-        window_size=window_size,
-        reorder=False,
-    )
+    mask = padding_mask(number, seqlen_k, side=side)
+    return from_mask(mask, seqlen_q, seqlen_k, is_causal, window_size, reorder=False)
+
+
+def from_intervals(
+    start: IntsLike,
+    stop: IntsLike,
+    seqlen_q: int,
+    is_causal: bool,
+    window_size: Window | None,
+    reorder: bool,
+    compact: bool,
+) -> MaskFields:
+    begins, ends = integer_tensor("start", start, (1, 2, 3)), integer_tensor("stop", stop, (1, 2, 3))
+    if begins.device != ends.device:
+        raise ValueError(f"stop is on {ends.device} and start on {begins.device}; they must be on one device.")
+    # In 64 bits, so that small dtypes neither wrap nor refuse the limits.
+    begins, ends = (collapse(x[(None,) * (3 - x.dim())], dims=(0, 1)).long() for x in (begins, ends))
+    for dim, name in ((0, DIMS[0]), (1, DIMS[1]), (2, DIMS[3])):
+        if begins.size(dim) != ends.size(dim) and 1 not in (begins.size(dim), ends.size(dim)):
+            raise ValueError(
+                f"stop has {name} = {ends.size(dim)} (shape {tuple(ends.shape)}) and start has {begins.size(dim)} "
+                f"(shape {tuple(begins.shape)}); they must be equal, or one of them 1."
+            )
+    begins, ends = torch.broadcast_tensors(begins, ends)
+    seqlen_q, seqlen_k = integer("seqlen_q", seqlen_q), begins.size(2)
+    limits = _limits(is_causal, window_size)
+    reorder = check_flag("reorder", reorder)
+    _check_compact(compact, reorder)
+    # Rows outside of the band, and rows that do not exist, are cut.
+    band = _band(seqlen_q, seqlen_k, limits)
+    if band is not None:
+        keys = torch.arange(seqlen_k, device=begins.device)
+        begins, ends = begins.maximum(keys - band.high), ends.minimum(keys - band.low + 1)
+    begins, ends = begins.clamp(0, seqlen_q), ends.clamp(0, seqlen_q)
+    dead = begins >= ends
+    begins, ends = (x.masked_fill(dead, 0).to(torch.int32).contiguous() for x in (begins, ends))
+    return _intervals_of(begins, ends, seqlen_q, limits, reorder, compact)
+
+
+def from_topk(
+    scores: torch.Tensor,
+    k: int,
+    is_causal: bool,
+    mask: torch.Tensor | None,
+    seqlen_q: int | None,
+    local: int,
+    reorder: bool | None,
+    compact: bool,
+) -> MaskFields:
+    integer("k", k, 1)
+    limits, local = _limits(is_causal, None), integer("local", local)
+    if reorder is not None:
+        check_flag("reorder", reorder)
+    _check_compact(compact, reorder)
+    if local and not is_causal:
+        raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
+    values, allowed, seqlen_q = topk_arguments(scores, mask, seqlen_q)
+    for name, x in (("scores", values), ("mask", allowed)):
+        if x is not None and x.size(2) != 1:
+            raise ValueError(
+                f"{name} has {x.size(2)} rows (as 4-D, shape {tuple(x.shape)}) and must have one for all queries; "
+                "what depends on the query makes no intervals: use PreparedMask.from_mask(topk_mask(...))."
+            )
+    keys = run_score_keys(values, allowed)
+    batch, heads, seqlen_k = keys.shape
+    if reorder is None and compact:
+        reorder = True
+    if reorder is None:
+        has_backward = scores.requires_grad and torch.is_grad_enabled()
+        reorder = reorder_pays(
+            batch * heads, seqlen_q, seqlen_k, k + local, is_causal=is_causal, has_backward=has_backward
+        )
+    if is_causal:
+        start, stop = run_topk_intervals(keys, k, seqlen_q, local)
+    else:
+        stop = (select(keys, k) * seqlen_q).to(torch.int32)
+        start = torch.zeros_like(stop)
+    return _intervals_of(start, stop, seqlen_q, limits, reorder, compact)
+
+
+def _check_compact(compact: bool, reorder: bool | None) -> None:
+    if check_flag("compact", compact) and reorder is False:
+        raise ValueError("compact is True and reorder is False; only an order of keys has places to leave out.")
+
+
+def _intervals_of(
+    start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, limits: dict[str, Any], reorder: bool, compact: bool
+) -> MaskFields:
+    order = run_key_order(start, stop, seqlen_q) if reorder else start.new_empty((*start.shape[:2], 0))
+    seqlen_k = places = start.size(2)
+    if compact:
+        places = places_for(int(live_keys(start, stop)), seqlen_k)
+    if places < seqlen_k:
+        walked = compact_order(start, stop, order, seqlen_q, places)
+    else:
+        walked = [order, *run_interval_tiles(start, stop, order, seqlen_q)]
+    return _fields("intervals", (start, stop, *walked), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
+
+
+def from_tree(tree: torch.Tensor) -> MaskFields:
+    if not isinstance(tree, torch.Tensor):
+        raise TypeError(f"tree is a {type(tree).__name__} and must be a torch.bool tensor.")
+    if tree.dtype != torch.bool:
+        raise TypeError(f"tree has dtype {tree.dtype} and must be torch.bool, True = attend; pass tree != 0.")
+    if tree.dim() != 3 or tree.shape[1] != tree.shape[2]:
+        raise ValueError(f"tree has shape {tuple(tree.shape)} and must be (sequences or 1, new tokens, new tokens).")
+    return MaskFields("tree", {"bits": pack_tree(tree)})
+
+
+def _from_mask_of_sequences(
+    mask: torch.Tensor,
+    sequences: Sequences,
+    seqlen_q: int | None,
+    seqlen_k: int | None,
+    is_causal: bool,
+    window_size: Window | None,
+) -> MaskFields:
+    spec = _spec_of(sequences, seqlen_q, seqlen_k)
+    whole = _where_sequences_are("mask", bool_mask("mask", mask), sequences)
+    mask_packing = packing_of("mask", mask.shape, spec)
+    check_scores("mask", whole.shape, mask_packing, spec, None)
+    return _pack_beside(whole, mask_packing, sequences, spec, sequences.bounds_of(spec), is_causal, window_size)
+
+
+def from_ragged(
+    flat: torch.Tensor,
+    sequences: Sequences,
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    window_size: Window | None,
+) -> MaskFields:
+    spec = _spec_of(sequences, seqlen_q, seqlen_k)
+    whole = _where_sequences_are("flat", bool_mask("flat", flat), sequences)
+    if flat.dim() not in (1, 2):
+        raise ValueError(f"flat has shape {tuple(flat.shape)} and must be (pairs,) or (heads, pairs).")
+    bounds = sequences.bounds_of(spec)
+    if values_can_be_read(bounds):
+        pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
+        if flat.shape[-1] != pairs:
+            raise ValueError(f"flat has {flat.shape[-1]} pairs and must have {pairs}, queries times keys of sequences.")
+    return _pack_beside(whole.transpose(1, 2), "ragged", sequences, spec, bounds, is_causal, window_size)
+
+
+def _spec_of(sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None) -> SequenceSpec:
+    if not isinstance(sequences, Sequences):
+        raise TypeError(f"sequences is a {type(sequences).__name__} and must be a flash_dmattn.Sequences.")
+    for name, length, tensor in (("seqlen_q", seqlen_q, "q"), ("seqlen_k", seqlen_k, "k")):
+        if length is None:
+            pages = ", of pages block_table.shape[1] * page_size" if name == "seqlen_k" else ""
+            raise ValueError(f"{name} is None; beside sequences it must be {tensor}.shape[-3]{pages}.")
+    assert seqlen_q is not None and seqlen_k is not None
+    return sequences.spec_of(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
+
+
+def _where_sequences_are(name: str, mask: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    """The mask, if it is on their device."""
+    if mask.device != sequences.device:
+        raise ValueError(f"{name} is on {mask.device} and must be where sequences are, on {sequences.device}.")
+    return mask
+
+
+def _pack_beside(
+    mask: torch.Tensor,
+    mask_packing: MaskPacking,
+    sequences: Sequences,
+    spec: SequenceSpec,
+    bounds: torch.Tensor,
+    is_causal: bool,
+    window_size: Window | None,
+) -> MaskFields:
+    limits = _limits(is_causal, window_size)
+    tensors = pack_beside(mask, bounds, mask_packing, spec, causal_window(**limits))
+    return _fields("sequence_tiles", tensors, sequences=sequences, spec=spec, **limits)

@@ -1,4 +1,4 @@
-"""The operator that prepares a mask, which `prepare_mask` and `attention` both go through, compiled or not."""
+"""The operator that prepares a mask, for `PreparedMask.from_mask` and for calls of `attention`, compiled or not."""
 
 from __future__ import annotations
 

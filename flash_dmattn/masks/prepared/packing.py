@@ -54,6 +54,19 @@ def unpack_words(words: torch.Tensor, seqlen_k: int) -> torch.Tensor:
     return (eights.flatten(-2)[..., :seqlen_k] & 1).bool()
 
 
+def pack_tree(tree: torch.Tensor) -> torch.Tensor:
+    """The bits of bool trees (S or 1, n, n): int32 (S or 1, n, ceil(n / 32)), in the order of `pack_words`."""
+    # `pack_words` asks where tensors start in memory, which torch.compile cannot trace.
+    words = pad(tree, (0, -tree.shape[2] % WORD)).unflatten(2, (-1, WORD)).long()
+    shifts = torch.arange(WORD, device=tree.device)
+    return (words << shifts).sum(3).to(torch.int32)  # where bit 31 is set, the lower half of an int64
+
+
+def unpack_tree(bits: torch.Tensor) -> torch.Tensor:
+    """The bool tensor (S or 1, n, n) of the bits of a tree."""
+    return unpack_words(bits, bits.shape[1])
+
+
 def band_words(start: int, stop: int, seqlen_k: int, band: Band | None, device: torch.device) -> torch.Tensor:
     """The bits that a band leaves of all-True rows `start` to `stop`: int32 (stop - start, words)."""
     first = torch.arange(0, tiles(seqlen_k) * TILE, WORD, device=device)

@@ -1,4 +1,4 @@
-"""The operator that packs a mask beside sequences, for `prepare_mask` and for calls of `attention`, compiled or not."""
+"""The operator that packs a mask beside sequences, for `PreparedMask` and for calls of `attention`, compiled or not."""
 
 from __future__ import annotations
 

@@ -1,0 +1,549 @@
+"""`PreparedMask`: a mask converted once to what attention kernels walk, for any number of calls."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from ...problem import MaskForm, MaskView
+from ...sequences.layout import Sequences
+from .. import _restore
+from ..arguments import IntsLike
+from ..blocks import MaskStats
+from ..builders import Device
+from . import builders
+from .builders import MaskFields
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PreparedMask(ABC):
+    """A mask in the form that kernels walk, for any number of calls; its classmethods `from_...` make one.
+
+    `attention` takes it in the place of a bool mask. How it is stored is chosen by the classmethod: `form` is "tiles",
+    "keys" or "intervals", and beside sequences "sequence_tiles" or "tree".
+
+    Attributes:
+        is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
+        one_row: whether it was made of a mask with one row for all queries, the band apart. Some kernels then take more
+            queries at once.
+        sequences: those that calls have to pass with it; None where it was prepared for calls without, or is a tree.
+        view: its form and its tensors, which a kernel backend receives.
+    """
+
+    form: ClassVar[MaskForm]
+    _classes: ClassVar[dict[str, Callable[..., PreparedMask]]] = {}
+    _tensor_names: ClassVar[tuple[str, ...]]
+
+    is_causal: bool = field(default=False, kw_only=True)
+    window_size: tuple[int, int] = field(default=(-1, -1), kw_only=True)
+    one_row: bool = field(default=False, kw_only=True, repr=False)
+    # Calls compare them with their own; a key of a call that had them would keep their tensors alive.
+    sequences: Sequences | None = field(default=None, kw_only=True, repr=False, compare=False)
+    view: MaskView = field(init=False)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._tensor_names = tuple(n for n, kind in inspect.get_annotations(cls).items() if kind == "torch.Tensor")
+        if cls._tensor_names:
+            PreparedMask._classes[cls.form] = cls
+
+    def __post_init__(self) -> None:
+        tensors = tuple([getattr(self, name) for name in self._tensor_names])
+        object.__setattr__(self, "view", MaskView(self.form, tensors))
+
+    @classmethod
+    def _made(cls, made: MaskFields) -> PreparedMask:
+        return cls._classes[made.form](**made.values)
+
+    @classmethod
+    def from_mask(
+        cls,
+        mask: torch.Tensor,
+        *,
+        seqlen_q: int | None = None,
+        seqlen_k: int | None = None,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+        reorder: bool | None = None,
+        as_tiles: bool = False,
+        find_intervals: bool = False,
+        sequences: Sequences | None = None,
+    ) -> PreparedMask:
+        """Convert a bool mask, with causality and window, to the form that kernels walk; it is read once.
+
+        The result stands for `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, which is what its
+        method `dense` returns. On a GPU it is made by kernels of the CUDA extension or of Triton, elsewhere by PyTorch,
+        with the same result. Nothing waits for the device, unless `find_intervals` asks for it. Dims that were expanded
+        (stride 0) count as size 1 and are never materialised.
+
+        A mask of one row for all queries is stored as intervals, or for fewer than 16 queries as keys, both of O(Lk) in
+        memory but for lists of tiles, band or no band. Any other is stored as tiles, Lq * Lk / 8 bytes for each of its
+        heads; tiles outside the band are not read.
+
+        Beside `sequences` the mask has the shapes that `attention` takes there: by position, packed rows or packed
+        keys. The band is that of each sequence. The result takes max_seqlen_k / 8 bytes for each query and head, and is
+        for calls with the same `Sequences` object. Triton makes it on GPUs of NVIDIA, elsewhere PyTorch.
+
+        Args:
+            mask: bool tensor of 2 dims or more, read from the right as (*batch, Hm, Lq or 1, Lk or 1), any strides. Hm
+                may be 1, Hk or Hq: heads stay as they are. Leading dims, each 1 or that of the calls, fold into the one
+                batch of the result, which knows them as `batch_dims`.
+            seqlen_q, seqlen_k: number of queries and keys; needed where the mask has size 1 for all of them. Beside
+                `sequences` always needed: `q.shape[-3]` and `k.shape[-3]`, of pages
+                `block_table.shape[1] * page_size`.
+            is_causal: forbid keys past i + Lk - Lq.
+            window_size: `(left, right)` keys around i + Lk - Lq; -1 is unlimited on that side.
+            reorder: of a mask of one row, put kept keys first, so that kernels visit no others; k and v are then copied
+                in each call. It pays where kept keys lie scattered, not for padding. By default from 4096 queries on,
+                where the copy is cheap beside the call.
+            as_tiles: store a mask of one row for 16 queries or more as tiles all the same. It pays for calls with a
+                bias of one value per query and key: beside it kernels read bits, which they make of intervals anew in
+                each pass.
+            find_intervals: look whether, within the band, each key of a mask that depends on the query is seen by one
+                run of queries, as in causal top-k by one score per key, windows, documents or prefixes. Such a mask is
+                stored as intervals, and `reorder` applies to it: by default keys get an order where the tiles that it
+                saves pay for it in a forward pass. Any other mask becomes what it does without. The answer is read
+                back: the program waits for the device, once, which a CUDA graph cannot capture and `torch.compile`
+                breaks its graph for.
+            sequences: where the sequences of the calls lie; `reorder` and `find_intervals` are refused beside them,
+                and tiles are what is made.
+
+        Returns:
+            PreparedMask, of the form "intervals" or "keys" where the mask has one row for all queries, "intervals"
+            where `find_intervals` found some, else "tiles"; "sequence_tiles" beside sequences.
+
+        Raises:
+            TypeError: not a bool tensor, or a length, flag or window of another type.
+            ValueError: another rank, lengths that are missing or differ from those of the mask, a negative window, both
+                `as_tiles` and `find_intervals`.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask, padding_mask
+            >>> prepared = PreparedMask.from_mask(torch.rand(2, 4, 300, 200) < 0.5, is_causal=True)
+            >>> prepared.bits.shape, prepared.classes.shape
+            (torch.Size([2, 4, 300, 8]), torch.Size([2, 4, 3, 2]))
+            >>> PreparedMask.from_mask(padding_mask([3, 5], 6), seqlen_q=6).kept.tolist()
+            [[[0, 1, 2, 6, 6, 6]], [[0, 1, 2, 3, 4, 6]]]
+            >>> PreparedMask.from_mask(torch.ones(3, 3, dtype=torch.bool).tril(), find_intervals=True).start.tolist()
+            [[[0, 1, 2]]]
+        """
+        lengths_and_band = seqlen_q, seqlen_k, is_causal, window_size
+        return cls._made(
+            builders.from_mask(mask, *lengths_and_band, reorder, as_tiles, find_intervals, sequences=sequences)
+        )
+
+    @classmethod
+    def from_blocks(
+        cls,
+        block_mask: torch.Tensor,
+        block_size: int | tuple[int, int],
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+    ) -> PreparedMask:
+        """Prepare a block mask.
+
+        Equivalent to `PreparedMask.from_mask(expand_blocks(block_mask, block_size, seqlen_q, seqlen_k),
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, window_size=window_size)`. Keys are packed once for
+        each row of blocks.
+
+        Args:
+            block_mask: bool tensor of 2 to 4 dims, (..., ceil(seqlen_q / bq) or 1, ceil(seqlen_k / bk) or 1).
+            block_size: tokens per block, one int or (bq, bk); blocks of whole tiles, 128, waste least.
+            seqlen_q, seqlen_k: number of queries and keys.
+            is_causal, window_size: the band, as in `from_mask`.
+
+        Returns:
+            PreparedMask, of tiles; where one row of blocks stands for all queries what `from_mask` makes of one row.
+
+        Raises:
+            TypeError: `block_mask` is not bool, or a size is not an int.
+            ValueError: the number of blocks does not fit the lengths.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask
+            >>> PreparedMask.from_blocks(torch.eye(3, dtype=torch.bool), 128, 384, 384).classes[0, 0].tolist()
+            [[2, 0, 0], [0, 2, 0], [0, 0, 2]]
+        """
+        return cls._made(builders.from_blocks(block_mask, block_size, seqlen_q, seqlen_k, is_causal, window_size))
+
+    @classmethod
+    def from_window(
+        cls,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+        device: Device = None,
+    ) -> PreparedMask:
+        """Prepare the mask of causality and a window alone.
+
+        Equivalent to `PreparedMask.from_mask(sliding_window_mask(seqlen_q, seqlen_k, window_size),
+        is_causal=is_causal)` in all its tensors, where lengths are above 1. Computed by words of 32 keys.
+
+        Args:
+            seqlen_q, seqlen_k: number of queries and keys.
+            is_causal, window_size: the band, as in `from_mask`.
+            device: where to put the result.
+
+        Returns:
+            PreparedMask, of tiles, for any batch and heads.
+
+        Raises:
+            TypeError, ValueError: lengths below 0, or a flag or window of another kind.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask
+            >>> PreparedMask.from_window(384, 384, is_causal=True).classes[0, 0].tolist()
+            [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
+        """
+        return cls._made(builders.from_window(seqlen_q, seqlen_k, is_causal, window_size, device))
+
+    @classmethod
+    def from_documents(
+        cls,
+        ids: IntsLike,
+        ids_k: IntsLike | None = None,
+        *,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+    ) -> PreparedMask:
+        """Prepare the mask of packed documents: each query sees the keys of its own document.
+
+        Equivalent to `PreparedMask.from_mask(document_mask(ids, ids_k), is_causal=is_causal, window_size=window_size)`,
+        for two queries or more.
+
+        Args:
+            ids: integer tensor or list, (Lq,) or (B, Lq), for instance from `document_ids`. Negative ids are padding.
+            ids_k: the document of each key, (Lk,) or (B, Lk); `ids` by default.
+            is_causal, window_size: the band, as in `from_mask`.
+
+        Returns:
+            PreparedMask, of tiles, with batch size B where ids depend on the batch.
+
+        Raises:
+            TypeError: ids are not integer.
+            ValueError: ids have another rank, or two different batch sizes.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask, document_ids
+            >>> PreparedMask.from_documents(document_ids([128, 256])).classes[0, 0].tolist()
+            [[2, 0, 0], [0, 2, 2], [0, 2, 2]]
+        """
+        return cls._made(builders.from_documents(ids, ids_k, is_causal, window_size))
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: IntsLike,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        side: Literal["right", "left"] = "right",
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+    ) -> PreparedMask:
+        """Prepare the mask of padded keys, from the number of keys that are not padding.
+
+        Equivalent to `PreparedMask.from_mask(padding_mask(lengths, seqlen_k, side=side), seqlen_q=seqlen_q,
+        is_causal=is_causal, window_size=window_size, reorder=False)`.
+
+        Args:
+            lengths: integer tensor or list (B,).
+            seqlen_q, seqlen_k: number of queries, and of keys with padding.
+            side: the side that the padding is on.
+            is_causal, window_size: the band, as in `from_mask`; it counts padding as keys.
+
+        Returns:
+            PreparedMask, of intervals, for fewer than 16 queries of keys; its batch size is B, for any heads.
+
+        Raises:
+            TypeError: lengths are not integer.
+            ValueError: another rank, a length below 0 or above `seqlen_k` (checked on CPU only; on an accelerator it
+                counts as 0 or `seqlen_k`), an unknown `side`.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask
+            >>> PreparedMask.from_lengths([1, 3], 4, 4, side="left").kept[:, 0].tolist()
+            [[3, 4, 4, 4], [1, 2, 3, 4]]
+        """
+        return cls._made(builders.from_lengths(lengths, seqlen_q, seqlen_k, side, is_causal, window_size))
+
+    @classmethod
+    def from_intervals(
+        cls,
+        start: IntsLike,
+        stop: IntsLike,
+        seqlen_q: int,
+        *,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+        reorder: bool = False,
+        compact: bool = False,
+    ) -> PreparedMask:
+        """Prepare the mask in which key j is seen by queries `start[j]` to `stop[j]`, not included.
+
+        Equivalent to `PreparedMask.from_mask(mask, is_causal=is_causal, window_size=window_size)` with::
+
+            i = torch.arange(seqlen_q)[:, None]
+            mask = (i >= start[..., None, :]) & (i < stop[..., None, :])
+
+        No pair of a query and a key is looked at, only intervals and tiles of 128 x 128, and nothing waits for the
+        device, unless `compact` asks for it.
+
+        Args:
+            start, stop: integer tensors or lists of 1 to 3 dims, read from the right as (Bm, Hm, Lk), and broadcast
+                against each other: Bm is 1 or the batch size, Hm is 1, Hk or Hq. Numbers below 0 or above `seqlen_q`
+                are cut; a key with `start >= stop` is seen by nobody.
+            seqlen_q: number of queries.
+            is_causal, window_size: the band, as in `from_mask`; it is folded in.
+            reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. It pays where keys
+                that are seen lie scattered among others, as in `from_topk`, and not for windows or documents.
+            compact: of an order, make places for live keys alone, as in `from_topk`.
+
+        Returns:
+            PreparedMask, of intervals.
+
+        Raises:
+            TypeError: `start` or `stop` is not integer, or a length, flag or window of another type.
+            ValueError: another rank, shapes that do not broadcast, two devices, a negative length or window, `compact`
+                without `reorder`.
+
+        Source: Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention", 2024, which describes
+            masks by the rows that each column leaves out.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask
+            >>> PreparedMask.from_intervals([0, 1, 0], [4, 2, 0], 4).dense()[0, 0].int()
+            tensor([[1, 0, 0],
+                    [1, 1, 0],
+                    [1, 0, 0],
+                    [1, 0, 0]], dtype=torch.int32)
+        """
+        return cls._made(builders.from_intervals(start, stop, seqlen_q, is_causal, window_size, reorder, compact))
+
+    @classmethod
+    def from_topk(
+        cls,
+        scores: torch.Tensor,
+        k: int,
+        *,
+        is_causal: bool = False,
+        mask: torch.Tensor | None = None,
+        seqlen_q: int | None = None,
+        local: int = 0,
+        reorder: bool | None = None,
+        compact: bool = False,
+    ) -> PreparedMask:
+        """Prepare the mask of the `k` highest scored keys of every query, from one score per key.
+
+        Equivalent to `PreparedMask.from_mask(topk_mask(scores, k, is_causal=is_causal, mask=mask, seqlen_q=seqlen_q),
+        is_causal=is_causal)`, ties, NaN and -inf included. The best keys of a causal prefix stay the best until better
+        ones come, so a key is seen by one interval of queries. These take O(Lk log Lk) in time and O(Lk) in memory, and
+        lists of tiles 8 bytes for each 128 x 128 pairs. Nothing waits for the device, unless `compact` asks for it.
+
+        Args:
+            scores: float tensor of 1 to 4 dims, read from the right as (B or 1, H or 1, 1, Lk): one score per key for
+                all queries. H is 1, Hk or Hq. No gradient goes through it.
+            k: number of keys to keep, >= 1; may exceed Lk.
+            is_causal: only keys j <= i + Lk - Lq are allowed to query i.
+            mask: bool tensor broadcastable to (B, H, 1, Lk), True = allowed, the same for all queries.
+            seqlen_q: number of queries; Lk by default. Decoding one query against a cache needs `seqlen_q=1`.
+            local: a causal query also sees the last `local` keys up to its own, those that are allowed; they do not
+                count as part of the k. It is `topk_mask(...) | sliding_window_mask(Lq, Lk, (local - 1, 0)) & mask`.
+            reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. By default where
+                that is expected to save more time than it costs: see "Order" in docs/prepared_masks.md. Sizes alone
+                decide, with the heads of `scores` for those of the call, and a backward pass expected where `scores`
+                need a gradient.
+            compact: of an order, which is made then, make places for live keys alone. Of independent scores few are
+                live, about k * (1 + ln(Lk / k)): at 1M keys and k = 1024 lists of tiles take a hundredth, and so do k,
+                v and the sums of their gradients in each call. Their number is read back: the program waits for the
+                device, once, which a CUDA graph cannot capture and `torch.compile` breaks its graph for. Where more
+                than half of the keys are live, nothing changes.
+
+        Returns:
+            PreparedMask, of intervals, with the batch size and heads of scores and mask.
+
+        Raises:
+            TypeError: `scores` is not float, `mask` is not bool, `k` or `local` is not an int, or a flag is no bool.
+            ValueError: `scores` or `mask` depends on the query, k < 1, `local` without `is_causal`, `compact` with
+                `reorder=False`, shapes that do not broadcast.
+
+        Source: the dynamic mask of "Trainable Dynamic Mask Sparse Attention", 2025, as intervals.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask
+            >>> prepared = PreparedMask.from_topk(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2, is_causal=True)
+            >>> prepared.start.tolist(), prepared.stop.tolist()
+            ([[[0, 1, 2, 0]]], [[[4, 2, 4, 0]]])
+            >>> prepared.dense()[0, 0].int()
+            tensor([[1, 0, 0, 0],
+                    [1, 1, 0, 0],
+                    [1, 0, 1, 0],
+                    [1, 0, 1, 0]], dtype=torch.int32)
+        """
+        return cls._made(builders.from_topk(scores, k, is_causal, mask, seqlen_q, local, reorder, compact))
+
+    @classmethod
+    def from_tree(cls, tree: torch.Tensor) -> PreparedMask:
+        """Pack the trees of drafts, for `attention(..., mask, sequences=...)`: one mask for all layers.
+
+        The last n keys of a sequence are its new tokens, the queries of the call. The result stands for a mask of all
+        keys, of which no backend that reads it makes one::
+
+            mask = torch.ones(n, Lk, dtype=torch.bool)  # of one sequence: every earlier key is seen
+            mask[:, Lk - n :] = tree
+
+        Args:
+            tree: bool (S or 1, n, n): whether query i of a sequence attends to its new token j. n is max_seqlen_q of
+                the calls, which a shorter sequence uses the first rows and columns of; 1 in front is one tree for all.
+
+        Returns:
+            PreparedMask, of the form "tree", of n * n / 8 bytes for each tree.
+
+        Raises:
+            TypeError: not a bool tensor.
+            ValueError: another rank, or other numbers of rows and columns.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask
+            >>> chain = torch.ones(1, 4, 4, dtype=torch.bool).tril()  # what is_causal allows
+            >>> PreparedMask.from_tree(chain).bits.flatten().tolist()
+            [1, 3, 7, 15]
+        """
+        return cls._made(builders.from_tree(tree))
+
+    @classmethod
+    def from_ragged(
+        cls,
+        flat: torch.Tensor,
+        sequences: Sequences,
+        *,
+        seqlen_q: int,
+        seqlen_k: int,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+    ) -> PreparedMask:
+        """Pack a mask that has the pairs of each sequence one behind the other, for all layers of a model.
+
+        Equivalent to, for queries and keys that are packed::
+
+            mask = torch.zeros(heads, seqlen_q, max_seqlen_k, dtype=torch.bool)
+            start = 0
+            for s, (n, m) in enumerate(zip(lengths_q, lengths_k)):
+                mask[:, cu_seqlens_q[s] : cu_seqlens_q[s] + n, :m] = flat[:, start : start + n * m].view(-1, n, m)
+                start += n * m
+            PreparedMask.from_mask(mask, sequences=sequences, ...)
+
+        Args:
+            flat: bool (N,) or (H, N), where N is the sum of Lq_s * Lk_s over sequences: the rows of the first sequence,
+                one behind the other, then those of the second. H is 1, Hk or Hq.
+            sequences: those of the calls.
+            seqlen_q, seqlen_k, is_causal, window_size: as in `from_mask(mask, sequences=sequences)`.
+
+        Returns:
+            PreparedMask, of the form "sequence_tiles".
+
+        Raises:
+            TypeError: not a bool tensor, not `Sequences`.
+            ValueError: another rank, or, on a CPU, another number of pairs. On an accelerator the host does not wait to
+                count them: missing ones read wrong values, never beyond `flat`.
+
+        The flat form is that of `custom_mask` in Ye et al., FlashInfer (2025).
+
+        >>> import torch
+        >>> from flash_dmattn import Sequences
+        >>> from flash_dmattn.masks import PreparedMask
+        >>> documents = Sequences.packed(torch.tensor([0, 1, 3]), max_seqlen_q=2)
+        >>> flat = torch.tensor([True] + [True, False, True, True])  # 1 x 1 and 2 x 2
+        >>> PreparedMask.from_ragged(flat, documents, seqlen_q=3, seqlen_k=3).unpacked()[0, 0].int().tolist()
+        [[1, 0], [1, 0], [1, 1]]
+        """
+        return cls._made(builders.from_ragged(flat, sequences, seqlen_q, seqlen_k, is_causal, window_size))
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the bool tensor that it stands for: (Bm, Hm, Lq or 1, Lk), of trees (S or 1, n, n)."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The fields that are tensors, in their order."""
+        return self.view.tensors
+
+    @property
+    def device(self) -> torch.device:
+        """The device that its tensors are on."""
+        return self.view.tensors[0].device
+
+    @cached_property
+    def call_key(self) -> tuple[object, ...]:
+        """Tell calls with such masks apart, whatever these allow; hashable."""
+        values = (getattr(self, field.name) for field in _fields(self) if field.compare)
+        return self.form, *(
+            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in values
+        )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Copy the mask to a device, as `torch.Tensor.to` does: itself where it is there already.
+
+        A mask with `sequences` takes them along: calls pass `mask.sequences` of the result.
+
+        >>> import torch
+        >>> from flash_dmattn.masks import PreparedMask
+        >>> PreparedMask.from_mask(torch.ones(8, 8, dtype=torch.bool), is_causal=True).to("cpu")
+        TileMask(shape=(1, 1, 8, 8), is_causal=True, window_size=(-1, -1), seqlen_q=8, device='cpu')
+        """
+        moved = [x.to(device, non_blocking=non_blocking) for x in self.tensors]
+        if all(x is own for x, own in zip(moved, self.tensors, strict=True)):
+            return self
+        if self.sequences is None:
+            return self.with_tensors(moved)
+        return self.with_tensors(moved, sequences=self.sequences.to(device, non_blocking=non_blocking))
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor], **others: Any) -> Self:
+        """Replace the tensors, given in the order of `tensors`, and other fields by name."""
+        changes: dict[str, Any] = {**dict(zip(self._tensor_names, tensors, strict=True)), **others}
+        return replace(self, **changes)
+
+    @abstractmethod
+    def unpacked(self) -> torch.Tensor:
+        """Return the bool tensor of `shape`, contiguous, that allows what this mask does together with the band."""
+
+    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return query rows `start` to `stop` of the bool mask, band included: (Bm, Hm, stop - start, Lk)."""
+        return self.unpacked()[..., start:stop, :]
+
+    @abstractmethod
+    def stats(self) -> MaskStats:
+        """Count density, active and full tiles of 128 x 128, and empty rows, band included; it waits for the device.
+
+        As `mask_stats` counts them, but a last tile with fewer than 128 keys is never full: kernels mask its end.
+        """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # For pickle, copy and `torch.save`: the fields alone, since cached values may name a device left behind.
+        return _restore, (self.form, {field.name: getattr(self, field.name) for field in _fields(self)})
+
+    def __repr__(self) -> str:
+        # Not the values of tensors: printing them waits for the device, and there may be millions.
+        values = {field.name: getattr(self, field.name) for field in _fields(self) if field.repr}
+        shown = [f"{n}={x}" for n, x in values.items() if x is not None and not isinstance(x, torch.Tensor)]
+        return f"{type(self).__name__}({', '.join([f'shape={self.shape}', *shown, f'device={str(self.device)!r}'])})"
+
+
+def _fields(mask: PreparedMask) -> list[Any]:
+    """The fields that a mask is made of, without the view that follows from them."""
+    return [each for each in fields(mask) if each.init]

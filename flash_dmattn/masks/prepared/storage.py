@@ -1,0 +1,369 @@
+"""How prepared masks are stored: tiles, keys or intervals; beside sequences tiles of each, or trees of new tokens."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from ...problem import Band, MaskForm, MaskView, SequenceSpec, causal_window, make_band
+from ...sequences.layout import Sequences
+from ..blocks import MaskStats, mask_stats
+from ..pad import pad
+from . import packing
+from .interval_tiles import covering, interval_classes
+from .mask import PreparedMask as PreparedMask
+from .packing import EMPTY, FULL, TILE, tiles
+from .sequence_packing import unpack_sequences
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BatchMask(PreparedMask):
+    """A mask for calls without sequences, whose queries and keys are seqlen_q x seqlen_k in each batch entry.
+
+    Attributes:
+        seqlen_q, seqlen_k: number of queries and keys of the calls it is for.
+        leading: the leading dims of the mask that it was made of, where these were not one batch dim.
+    """
+
+    seqlen_q: int
+    seqlen_k: int = field(repr=False)
+    leading: tuple[int, ...] | None = field(default=None, kw_only=True)
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """(Bm, Hm, Lq or 1, Lk): Bm is 1 or the batch size, Hm is 1 or a number of heads."""
+
+    @property
+    def batch_dims(self) -> tuple[int, ...]:
+        """The leading dims that its batch of Bm entries stands for, each 1 or that of the calls."""
+        return self.shape[:1] if self.leading is None else self.leading
+
+    def expand_batch(self, dims: tuple[int, ...]) -> Self:
+        """Expand the leading dims, with a copy of the tensors.
+
+        Args:
+            dims: as many as `batch_dims` or more, each as there or, where that is 1, any.
+        """
+        own = (*(1,) * (len(dims) - len(self.batch_dims)), *self.batch_dims)
+        tensors = [
+            x.view(*own, *x.shape[1:]).expand(*dims, *x.shape[1:]).reshape(math.prod(dims), *x.shape[1:])
+            for x in self.tensors
+        ]
+        return self.with_tensors(tensors, leading=dims)
+
+    @property
+    def band(self) -> Band | None:
+        """The diagonals `low <= j - i <= high` that `is_causal` and `window_size` leave; None where that is all."""
+        return make_band(self.seqlen_q, self.seqlen_k, causal_window(self.is_causal, self.window_size))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TileMask(BatchMask):
+    """A mask that depends on the query, as bits and lists of 128 x 128 tiles, with the band folded in.
+
+    With Tq = ceil(Lq / 128), Tk = ceil(Lk / 128) and W = 4 * Tk, all contiguous and on the mask's device:
+
+    Attributes:
+        bits: int32 (Bm, Hm, Lq, W). Bit j % 32 of word j // 32 says whether the query attends to key j; bits of keys
+            past Lk are 0. Rows are whole multiples of 16 bytes.
+        classes: uint8 (Bm, Hm, Tq, Tk). 0: empty, 1: partial, 2: full. In a full tile all of its queries that exist
+            attend to 128 keys; a last tile with fewer keys is partial at most.
+        row_lists: int32 (Bm, Hm, Tq, 2 + Tk). For a row of tiles the number of its full tiles, then of its partial
+            tiles, then the columns of its full, of its partial and of its empty tiles, each ascending.
+        col_lists: int32 (Bm, Hm, Tk, 2 + Tq), the same for the columns of tiles.
+    """
+
+    form: ClassVar[MaskForm] = "tiles"
+
+    bits: torch.Tensor
+    classes: torch.Tensor
+    row_lists: torch.Tensor
+    col_lists: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, num_heads, seqlen_q, _ = self.bits.shape
+        return batch, num_heads, seqlen_q, self.seqlen_k
+
+    @property
+    def row_full_count(self) -> torch.Tensor:
+        """Full tiles in a row of tiles: a view (Bm, Hm, Tq) of `row_lists`."""
+        return self.row_lists[..., 0]
+
+    @property
+    def row_partial_count(self) -> torch.Tensor:
+        """Partial tiles in a row of tiles: a view (Bm, Hm, Tq) of `row_lists`."""
+        return self.row_lists[..., 1]
+
+    @property
+    def row_indices(self) -> torch.Tensor:
+        """Columns of the full, the partial and the empty tiles: a view (Bm, Hm, Tq, Tk) of `row_lists`."""
+        return self.row_lists[..., 2:]
+
+    @property
+    def col_full_count(self) -> torch.Tensor:
+        """Full tiles in a column of tiles: a view (Bm, Hm, Tk) of `col_lists`."""
+        return self.col_lists[..., 0]
+
+    @property
+    def col_partial_count(self) -> torch.Tensor:
+        """Partial tiles in a column of tiles: a view (Bm, Hm, Tk) of `col_lists`."""
+        return self.col_lists[..., 1]
+
+    @property
+    def col_indices(self) -> torch.Tensor:
+        """Rows of the full, the partial and the empty tiles: a view (Bm, Hm, Tk, Tq) of `col_lists`."""
+        return self.col_lists[..., 2:]
+
+    def unpacked(self) -> torch.Tensor:
+        return self.dense()
+
+    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return packing.unpack_words(self.bits[:, :, start:stop], self.seqlen_k)
+
+    def stats(self) -> MaskStats:
+        attending = int(packing.count_bits(self.bits))
+        return _class_stats(self.shape, attending, self.classes, int((self.bits == 0).all(-1).sum()))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KeyMask(BatchMask):
+    """A mask with one row for a few queries, as the set of keys it keeps; the band is not folded in.
+
+    Query i attends to the kept keys among `i + band.low` to `i + band.high`, which are numbers
+    `prefix[max(i + low, 0)]` to `prefix[min(i + high + 1, Lk)]` of `kept`, the end not included.
+
+    Attributes:
+        kept: int32 (Bm, Hm, Lk), the positions of the kept keys, ascending, then Lk for the rest.
+        count: int32 (Bm, Hm), how many are kept.
+        prefix: int32 (Bm, Hm, Lk + 1), how many are kept below each position.
+    """
+
+    form: ClassVar[MaskForm] = "keys"
+
+    kept: torch.Tensor
+    count: torch.Tensor
+    prefix: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, num_heads, seqlen_k = self.kept.shape
+        return batch, num_heads, 1, seqlen_k
+
+    def unpacked(self) -> torch.Tensor:
+        return (self.prefix.diff(dim=-1) > 0)[:, :, None]
+
+    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        keys = self.unpacked().expand(-1, -1, self.seqlen_q, -1)[:, :, start:stop]
+        if self.band is None:
+            return keys
+        rows = torch.arange(self.seqlen_q, device=self.device)[start:stop, None]
+        diagonals = torch.arange(self.seqlen_k, device=self.device) - rows
+        return keys & (diagonals >= self.band.low) & (diagonals <= self.band.high)
+
+    def stats(self) -> MaskStats:
+        """As for any prepared mask; `shape` counts Lq rows."""
+        batch, num_heads, _, seqlen_k = self.shape
+        low, high = self.band or Band(-self.seqlen_q, seqlen_k)
+        rows = torch.arange(self.seqlen_q, device=self.device)
+        kept = self._kept_between(rows + low, rows + high + 1)
+        # Together the rows of a tile reach from the lowest key of the first to the highest of the last, without gaps;
+        # what all of them reach is from the lowest of the last to the highest of the first.
+        first_row = torch.arange(0, self.seqlen_q, TILE, device=self.device)[:, None]
+        last_row = (first_row + (TILE - 1)).clamp(max=self.seqlen_q - 1)
+        first_key = torch.arange(0, seqlen_k, TILE, device=self.device)
+        end = first_key + TILE
+        met = self._kept_between(torch.maximum(first_key, first_row + low), torch.minimum(end, last_row + (high + 1)))
+        inside = (first_key >= last_row + low) & (end <= first_row + (high + 1))
+        whole = inside & (self._kept_between(first_key, end)[..., None, :] == TILE)
+        classes = (met > 0).to(torch.uint8) + whole
+        shape = (batch, num_heads, self.seqlen_q, seqlen_k)
+        return _class_stats(shape, int(kept.sum(dtype=torch.int64)), classes, int((kept == 0).sum()))
+
+    def _kept_between(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+        """How many keys are kept from `start` to `stop`, not included: (Bm, Hm, ...)."""
+        start, stop = (x.clamp(0, self.seqlen_k) for x in (start, stop))
+        return (self.prefix[..., stop] - self.prefix[..., start]).clamp(min=0)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class IntervalMask(BatchMask):
+    """A mask in which every key is seen by one run of queries, `start <= i < stop`, with the band folded in.
+
+    Causality, windows, documents, a prefix, padding, and causal top-k over one score per key are of this kind. It
+    occupies 16 bytes for a key, 20 with an order, and 8 for a tile of 128 x 128: 1/256 of the bits of a `TileMask`.
+
+    All tensors are int32, contiguous and on the mask's device:
+
+    Attributes:
+        start, stop: (Bm, Hm, Lk). Queries `start` to `stop`, not included, attend to the key, 0 <= start < stop <= Lq;
+            both are 0 for a dead key, which no query attends to.
+        order: (Bm, Hm, P), the key at each of P places, live keys first, neighbours of similar intervals, so that tiles
+            of 128 places are dense; P is Lk, or fewer where some dead keys have no place. Or (Bm, Hm, 0), keys in their
+            own order. It changes no result, only the time.
+        bounds: (Bm, Hm, 128 * Tp, 2), start and stop at each place, Tp = ceil(P / 128), P being Lk without an order;
+            (0, 0) past the last place.
+        row_lists, col_lists: (Bm, Hm, Tq, 2 + Tp) and (Bm, Hm, Tp, 2 + Tq), the tiles of places as a `TileMask` lists
+            those of keys.
+    """
+
+    form: ClassVar[MaskForm] = "intervals"
+
+    start: torch.Tensor
+    stop: torch.Tensor
+    order: torch.Tensor
+    bounds: torch.Tensor
+    row_lists: torch.Tensor
+    col_lists: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, num_heads, seqlen_k = self.start.shape
+        return batch, num_heads, self.seqlen_q, seqlen_k
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether it has an order of keys of its own."""
+        return self.order.size(2) > 0 or self.seqlen_k == 0
+
+    @property
+    def num_places(self) -> int:
+        """How many keys have a place: all, or those of an order that leaves dead keys out."""
+        return self.order.size(2) or self.seqlen_k
+
+    def unpacked(self) -> torch.Tensor:
+        return self.dense()
+
+    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        rows = torch.arange(self.seqlen_q, dtype=torch.int32, device=self.device)[start:stop, None]
+        allowed = rows >= self.start[:, :, None]
+        allowed &= rows < self.stop[:, :, None]
+        return allowed
+
+    def stats(self) -> MaskStats:
+        """As for any prepared mask, of tiles of places: 128 keys that stand side by side in `order`, if it has one."""
+        classes = interval_classes(self.bounds, self.seqlen_q)
+        classes = pad(classes, (0, tiles(self.seqlen_k) - classes.size(3)))
+        seen = covering(self.start, self.stop, self.seqlen_q)
+        attending = int((self.stop - self.start).sum(dtype=torch.int64))
+        return _class_stats(self.shape, attending, classes, int((seen == 0).sum()))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SequenceTileMask(PreparedMask):
+    """A mask beside sequences, as bits and lists of 128 x 128 tiles, with causality and window of each folded in.
+
+    A sequence has tiles of its own. With `first` its first query among those of all, its rows of tiles begin with
+    number `first // 128 + s`; columns so with keys. R rows of queries are those of a row of tokens, or S slots behind
+    one another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and max_seqlen_q:
+
+    Attributes:
+        sequences: those it was prepared for, which calls have to pass with it.
+        spec: how they lie.
+        is_causal, window_size: the band that is part of it, bottom-right aligned in each sequence.
+        bits: int32 (1, Hm, R, 4 * C). Bit j % 32 of word j // 32 says whether the query attends to key j of its
+            sequence; bits past the last key, and those of rows of no sequence, are 0.
+        classes: uint8 (1, Hm, Tq, C). 0: empty, 1: partial, 2: full, as of a `TileMask`.
+        row_lists: int32 (1, Hm, Tq, 2 + C), as of a `TileMask`.
+        col_lists: int32 (1, Hm, Tk, 2 + D), rows counted from the first of the sequence.
+    """
+
+    form: ClassVar[MaskForm] = "sequence_tiles"
+
+    sequences: Sequences = field(repr=False, compare=False)
+    spec: SequenceSpec = field(repr=False)
+    bits: torch.Tensor
+    classes: torch.Tensor
+    row_lists: torch.Tensor
+    col_lists: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.spec.shape_of_tiles(self.bits.shape[1])
+
+    def unpacked(self) -> torch.Tensor:
+        """Return the bool tensor that it stands for, band included.
+
+        Returns:
+            (1, Hm, Tq, max_seqlen_k) where queries are packed, else (S, Hm, max_seqlen_q, max_seqlen_k).
+        """
+        return unpack_sequences(self.bits, self.spec)
+
+    def of_sequence(self, number: int, head: int = 0) -> torch.Tensor:
+        """Return what one head of one sequence allows, bool (Lq_s, Lk_s), band included; it waits for the device."""
+        first, seqlen_q, _, seqlen_k = self.sequences.bounds_of(self.spec)[number].tolist()
+        first += 0 if self.spec.packs_queries else number * self.spec.rows_q
+        return packing.unpack_words(self.bits[0, head, first : first + seqlen_q], self.spec.max_seqlen_k)[:, :seqlen_k]
+
+    def stats(self) -> MaskStats:
+        """Count the pairs, tiles and rows that sequences have; it waits for the device.
+
+        `shape` is (1, Hm, queries of all of them, max_seqlen_k). A last tile with fewer than 128 keys is never full, as
+        of a `TileMask`.
+        """
+        lengths_q, lengths_k = self.sequences.bounds_of(self.spec).long()[:, 1::2].unbind(1)
+        heads, rows = self.bits.shape[1:3]
+        queries, pairs = int(lengths_q.sum()), int((lengths_q * lengths_k).sum())
+        number = max(1, heads * int((-(-lengths_q // TILE) * -(-lengths_k // TILE)).sum()))
+        return MaskStats(
+            shape=(1, heads, queries, self.spec.max_seqlen_k),
+            block_size=(TILE, TILE),
+            density=int(packing.count_bits(self.bits)) / max(1, heads * pairs),
+            active_tile_fraction=int((self.classes != EMPTY).sum()) / number,
+            full_tile_fraction=int((self.classes == FULL).sum()) / number,
+            # Rows of no sequence have no bit either.
+            empty_rows=int((self.bits == 0).all(-1).sum()) - heads * (rows - queries),
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TreeMask(PreparedMask):
+    """A mask of the new tokens of sequences, of n each at most; it says nothing of the keys before them.
+
+    Attributes:
+        bits: int32 (S or 1, n, ceil(n / 32)), contiguous. Bit t % 32 of word t // 32 of row i says whether query i of
+            a sequence attends to new token t, which is its key Lk - Lq + t. Bits past n are 0.
+    """
+
+    form: ClassVar[MaskForm] = "tree"
+
+    bits: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        number, tokens, _ = self.bits.shape
+        return number, tokens, tokens
+
+    def unpacked(self) -> torch.Tensor:
+        return packing.unpack_tree(self.bits)
+
+    def stats(self) -> MaskStats:
+        """Count the pairs of new tokens, as `mask_stats` does; it waits for the device."""
+        return mask_stats(self.unpacked()[:, None])
+
+
+def unpack_view(view: MaskView, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """The bool mask (Bm, Hm, Lq or 1, Lk) of tiles, keys or intervals; the band of a call is left to the call."""
+    return PreparedMask._classes[view.form](seqlen_q, seqlen_k, *view.tensors).unpacked()
+
+
+def _class_stats(shape: tuple[int, int, int, int], attending: int, classes: torch.Tensor, empty_rows: int) -> MaskStats:
+    """The statistics of a mask of `shape` from its pairs that attend, the classes of its tiles, and its empty rows."""
+    batch, num_heads, seqlen_q, seqlen_k = shape
+    number = max(1, classes.numel())
+    return MaskStats(
+        shape=shape,
+        block_size=(TILE, TILE),
+        density=attending / max(1, batch * num_heads * seqlen_q * seqlen_k),
+        active_tile_fraction=int((classes != EMPTY).sum()) / number,
+        full_tile_fraction=int((classes == FULL).sum()) / number,
+        empty_rows=empty_rows,
+    )
