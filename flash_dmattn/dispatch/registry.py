@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 
-from ..backends import eager, reference, sdpa
+from ..backends import eager, reference
 from ..backends.cuda import backend as cuda
 from ..backends.flex import backend as flex
 from ..backends.protocol import Availability, Backend
+from ..backends.sdpa import backend as sdpa
 from ..backends.triton import backend as triton
 from ..problem import FEATURES
 from . import config

@@ -1,7 +1,4 @@
-"""Torch's fused kernels behind `F.scaled_dot_product_attention`, called as operators under the contract of this library.
-
-On CPUs both passes run torch's flash kernel. It adds a mask to the scores, as -inf.
-"""
+"""Both passes of torch's flash kernel on CPUs, which adds a mask or a bias to the scores."""
 
 from __future__ import annotations
 
@@ -10,40 +7,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..gradients import differentiate_without_keys, has_pairs, run_without_keys
-from ..problem import AttentionProblem, Gradients, allowed_pairs, dtype_name, make_band
-from ..problem.inputs import Inputs, Saved
-from ..reference.eager import LARGE_LSE
-from .protocol import Availability, Backend, Backward, Forward, Rule
+from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
+from ...problem import AttentionProblem, Gradients, make_band
+from ...problem.inputs import Inputs, Saved
+from ...reference.eager import LARGE_LSE
+from ..protocol import Backward, Forward
 
-# Below this part of all pairs eager is faster, which visits no block of keys outside of the band; the kernel visits all.
-_LEAST_PART = 0.25
-# The most bytes of the mask that stands for a band; eager needs none.
-_MOST_MASK_BYTES = 2**26
-# A call of so few pairs takes eager's many small operations longer than the kernel.
-_FEW_PAIRS = 2**18
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_PAIR = 'backend=("sdpa", "eager") runs its forward pass and the backward pass of eager'
-_BY_NAME = 'backend="sdpa" runs it all the same'
 
 
 def _kernel_is_causal(p: AttentionProblem) -> bool:
-    """Whether the kernel's own causality is the band of a call: it counts from the first key, and needs a scale above 0.
+    """Whether the kernel's own causality is the band of a call: it counts from the first key.
 
-    With a scale of 0 or less torch's kernel returns NaN (2.13): it multiplies -inf by it.
+    With a scale of 0 or less the kernel returns NaN (torch 2.13): it multiplies -inf by it.
     """
     left, right = p.window
     return (left, right) == (-1, 0) and p.seqlen_q == p.seqlen_k and p.softmax_scale > 0
 
 
-def _needs_band(p: AttentionProblem) -> bool:
+def needs_band(p: AttentionProblem) -> bool:
     """Whether the band of a call is added to the scores as a mask."""
     return make_band(p.seqlen_q, p.seqlen_k, p.window) is not None and not _kernel_is_causal(p)
 
 
-def _added_dtype(p: AttentionProblem) -> torch.dtype:
-    """The dtype of what is added to the scores: that of q where a bias fits into it, else fp32, which the kernel takes."""
+def added_dtype(p: AttentionProblem) -> torch.dtype:
+    """The dtype of what is added to the scores: the one of q where a bias fits into it, else fp32."""
     if p.bias is None or p.bias.dtype == p.dtype or p.dtype in (torch.float32, torch.float64):
         return p.dtype
     return torch.float32
@@ -51,11 +40,11 @@ def _added_dtype(p: AttentionProblem) -> torch.dtype:
 
 def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None], Tensor] | None:
     """Return `(mask, bias) -> what is added to the scores`, broadcast to them; None where nothing is."""
-    band = make_band(p.seqlen_q, p.seqlen_k, p.window) if _needs_band(p) else None
+    band = make_band(p.seqlen_q, p.seqlen_k, p.window) if needs_band(p) else None
     if band is None and p.mask is None and p.bias is None:
         return None
     heads, shape = p.num_heads, (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
-    zero, hidden = (torch.tensor(x, dtype=_added_dtype(p)) for x in (0.0, -torch.inf))
+    zero, hidden = (torch.tensor(x, dtype=added_dtype(p)) for x in (0.0, -torch.inf))
 
     def by_query_head(x: Tensor) -> Tensor:
         return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)
@@ -72,7 +61,7 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None],
     return added
 
 
-def _plan_forward(p: AttentionProblem) -> Forward:
+def plan_forward(p: AttentionProblem) -> Forward:
     if not has_pairs(p):
         return run_without_keys(p)
     added, is_causal, scale = _plan_added(p), _kernel_is_causal(p), p.softmax_scale
@@ -116,7 +105,7 @@ def _without_hidden_keys(
     return torch.where(sees_bad[..., None], out, new_out), torch.where(sees_bad, lse, new_lse)
 
 
-def _plan_backward(p: AttentionProblem) -> Backward:
+def plan_backward(p: AttentionProblem) -> Backward:
     if not has_pairs(p):
         return differentiate_without_keys(p)
     added, is_causal, scale, needs_grad = _plan_added(p), _kernel_is_causal(p), p.softmax_scale, p.needs_grad
@@ -152,85 +141,3 @@ def _with_column(x: Tensor, column: Tensor | float) -> Tensor:
     if not isinstance(column, Tensor):
         column = x.new_full((*x.shape[:3], 1), column)
     return torch.cat((x, column), 3)
-
-
-def _notes(p: AttentionProblem) -> tuple[str, ...]:
-    """Name the mask that a call makes."""
-    if not (_needs_band(p) or p.mask is not None):
-        return ()
-    values = p.seqlen_q * p.seqlen_k if _needs_band(p) or p.mask is None else p.mask.span()
-    return (f"adds the mask to the scores, as {values * _added_dtype(p).itemsize / 2**20:.1f} MB of {_added_dtype(p)}",)
-
-
-BACKEND = Backend(
-    name="sdpa",
-    plan_forward=_plan_forward,
-    plan_backward=_plan_backward,
-    features=frozenset({"mask", "bias", "is_causal", "window_size", "deterministic", "return_lse"}),
-    rules=(
-        Rule(
-            "device",
-            lambda p: p.device == "cpu",
-            lambda p: f"device is {p.device}; torch's kernels are called on CPUs alone",
-            'use backend="auto"',
-        ),
-        Rule(
-            "sequences",
-            lambda p: p.sequences is None,
-            lambda p: "sequences are set; the kernel has none",
-            'use backend="eager"',
-        ),
-        Rule(
-            "head_dim",
-            lambda p: p.head_dim == p.head_dim_v,
-            lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the kernel takes equal ones",
-            'use backend="eager"',
-        ),
-        Rule(
-            "dbias",
-            lambda p: not p.needs_grad.bias,
-            lambda p: "the gradient of bias is needed; the kernel has none",
-            _PAIR,
-            passes=("backward",),
-        ),
-        Rule(
-            "half_precision",
-            lambda p: p.dtype in (torch.float32, torch.float64),
-            lambda p: f"dtype is {dtype_name(p.dtype)}; the backward kernel takes delta from an out rounded to it",
-            _PAIR,
-            passes=("backward",),
-        ),
-    ),
-    auto_rules=(
-        Rule(
-            "unpacked_mask",
-            lambda p: p.mask_form in ("none", "dense"),
-            lambda p: f"the mask has the form {p.mask_form!r}, and would be unpacked",
-            _BY_NAME,
-            passes=("forward",),
-        ),
-        Rule(
-            "narrow_band",
-            lambda p: allowed_pairs(p.seqlen_q, p.seqlen_k, p.window) >= _LEAST_PART * p.seqlen_q * p.seqlen_k,
-            lambda p: "the band leaves less than a quarter of all pairs, and the kernel visits all",
-            _BY_NAME,
-            passes=("forward",),
-        ),
-        Rule(
-            "band_mask",
-            lambda p: not _needs_band(p) or p.seqlen_q * p.seqlen_k * p.dtype.itemsize <= _MOST_MASK_BYTES,
-            lambda p: f"the band is added as a mask of {p.seqlen_q} x {p.seqlen_k} values of {dtype_name(p.dtype)}",
-            _BY_NAME,
-            passes=("forward",),
-        ),
-        Rule(
-            "causal_backward",
-            lambda p: p.window == (-1, -1) or p.batch * p.num_heads * p.seqlen_q * p.seqlen_k <= _FEW_PAIRS,
-            lambda p: "the backward kernel visits every pair, also those outside of the band",
-            _BY_NAME,
-            passes=("backward",),
-        ),
-    ),
-    probe=lambda: Availability(True),
-    notes=_notes,
-)
