@@ -27,11 +27,12 @@ have = $(RUN) -c 'import sys; from importlib.util import find_spec; sys.exit(fin
 
 .DEFAULT_GOAL := help
 BENCHES := bench-equivalence bench-performance bench-model
-.PHONY: help demo test lint bench $(BENCHES) wheel clean check-python
+.PHONY: help demo test quick lint bench $(BENCHES) wheel clean check-python
 
 help:
 	@echo "make demo    train a small language model with dynamic-mask attention and check its gradients"
 	@echo "make test    ruff, mypy and the whole test suite, in $(WORKERS) workers"
+	@echo "make quick   ruff and the part of the suite that tests/quick.txt names: under two minutes on two cores"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the quick benchmarks: what every system computes and how fast, in a minute; on a CPU too"
 	@echo "make wheel   build dist/*.whl with the CUDA extension, GPU or none; without it: FLASH_DMATTN_BUILD_CUDA=skip"
@@ -46,6 +47,13 @@ help:
 
 demo: $(READY)
 	@$(RUN) -m flash_dmattn demo $(DEMO_ARGS)
+
+# At most so many cases of each test: enough to take each way through the library.
+quick: $(READY)
+	@if $(call have,ruff); then echo "==> ruff"; $(RUN) -m ruff check . && $(RUN) -m ruff format --check .; fi
+	@$(call have,xdist) || { echo "make quick needs pytest and pytest-xdist: $(RUN) -m pip install pytest-xdist" >&2; exit 1; }
+	@FLASH_DMATTN_SAMPLE=12 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+		$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) @tests/quick.txt
 
 # A worker that dies (a segmentation fault) loses the one case it was in: xdist reports it and starts another worker.
 # Not with --dist loadgroup or loadscope: there xdist 3.8.0 waits for ever or repeats the crash (its issues 1323, 1327).

@@ -9,7 +9,7 @@ import sys
 # imported.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
-from flash_dmattn.tools.cli import run_piped
+from flash_dmattn.tools import run_piped
 
 from .cli import main
 

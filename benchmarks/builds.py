@@ -1,11 +1,11 @@
-"""Builds of the CUDA extension beside each other: `python -m benchmarks.builds old.so new.so --only dense-d128 blocks`.
+"""Compares builds of the CUDA extension: `python -m benchmarks.builds old.so new.so --only dense-d128 blocks`.
 
-Every build times the cases in a process of its own, in a copy of the checkout that has its file as the extension.
-Builds take turns for some rounds, because the same kernel moves by 3 to 4 % from process to process. Results are
-checked in each run, by the accuracy rule. The table has medians over the rounds, and each build's time over that of
-the first.
+Each build times the cases in its own process, in a copy of the checkout with that file as the extension. Builds take
+turns for several rounds, because the time of the same kernel varies by 3 to 4 % between processes. Each run checks its
+results by the accuracy rule. The table has medians over the rounds, and the ratio of each build's time to the first
+build's time.
 
-Exit status: 0; 1 where a run failed, had a wrong result, or served no case.
+Exit status: 0; 1 if a run failed, had a wrong result, or served no case.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ def time_build(tree: Path, out: Path, options: Sequence[str], system: str) -> di
     done = subprocess.run(command, cwd=tree, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         raise RuntimeError(f"exit status {done.returncode} of {' '.join(command)}\n{done.stdout[-2000:]}")
-    found = {}
+    timings = {}
     for row in json.loads((out / "performance.json").read_text(encoding="utf-8"))["rows"]:
         for name in row["floor_ms"]:
             took = time_of(row, system, name)
             if took is not None:
-                found[row["name"], name] = took
-    if not found:
+                timings[row["name"], name] = took
+    if not timings:
         raise RuntimeError(f"{system} served none of the cases\n{done.stdout[-2000:]}")
-    return found
+    return timings
 
 
 def printed(times: Times, builds: Sequence[str]) -> list[str]:
-    """The table: a row for each case and pass, medians, and the time of each build over that of the first."""
+    """Make the table: a row for each case and pass, with medians, and ratios to the time of the first build."""
     body = []
     for case, name in dict.fromkeys((case, name) for _, case, name in times):
-        found = [times.get((build, case, name)) for build in builds]  # None of a build that does not serve the case
-        first, *others = medians = [None if taken is None else statistics.median(taken) for taken in found]
+        samples = [times.get((build, case, name)) for build in builds]  # None of a build that does not serve the case
+        first, *others = medians = [None if taken is None else statistics.median(taken) for taken in samples]
         ratios = ["-" if first is None or other is None else f"{other / first:.3f}" for other in others]
         body.append([case, name, *map(ms, medians), *ratios])
     return table(["case", "pass", *builds, *(f"{build} / {builds[0]}" for build in builds[1:])], body)
@@ -84,33 +84,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=3, metavar="N", help="how often each build is timed (default: 3)")
     add("--system", default="cuda", help="what is timed (default: cuda)")
     add("--device", choices=("cuda", "cpu"), help="default: the GPU where there is one")
-    given = parser.parse_args(arguments)
-    builds = [path.stem for path in given.builds]
+    args = parser.parse_args(arguments)
+    builds = [path.stem for path in args.builds]
     if len(set(builds)) < len(builds):
         parser.error(f"two builds have one name, and the table would mix them: {', '.join(builds)}")
-    for path in given.builds:
+    for path in args.builds:
         if not path.is_file():
             parser.error(f"{path} is no file")
-    options = [*given.passes, "--fresh", "--commit", "builds"]
-    options += [] if given.only is None else ["--only", *given.only]
-    options += [] if given.device is None else ["--device", given.device]
+    options = [*args.passes, "--fresh", "--commit", "builds"]
+    options += [] if args.only is None else ["--only", *args.only]
+    options += [] if args.device is None else ["--device", args.device]
     times: Times = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trees = {}
-        for build, path in zip(builds, given.builds, strict=True):
+        for build, path in zip(builds, args.builds, strict=True):
             (folder / build).mkdir()
             trees[build] = copy_with(path, folder / build)
-        with progress("builds", given.rounds * len(builds)) as shown:
-            for _ in range(given.rounds):
+        with progress("builds", args.rounds * len(builds)) as shown:
+            for _ in range(args.rounds):
                 for build in builds:
                     shown.case(build)
                     try:
-                        found = time_build(trees[build], folder / build / "out", options, given.system)
+                        timings = time_build(trees[build], folder / build / "out", options, args.system)
                     except RuntimeError as failure:
                         print(f"{build}: {failure}", file=sys.stderr)
                         return 1
-                    for (case, pass_name), took in found.items():
+                    for (case, pass_name), took in timings.items():
                         times.setdefault((build, case, pass_name), []).append(took)
                     shown.done()
     print("\n".join(printed(times, builds)))

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from flash_dmattn import Explanation, explain_problem
-from flash_dmattn.explanation import explain_description
+from flash_dmattn.explanation import Explanation, explain_description, explain_problem
 
 Pass = Literal["forward", "backward", "step"]
 MaskKind = Literal["keys", "topk", "blocks", "band", "random", "documents", "padding", "windows"]
@@ -27,14 +26,17 @@ MASK_FORMS = {
 
 
 class MaskRule(NamedTuple):
-    """How a mask is made.
+    """How a mask is made, by kind.
 
-    "keys": the `size` highest scored keys, the same for every query. "topk": for every query the `size` highest scored
-    keys of its causal prefix. "blocks": tiles of `size`, each kept with probability `density`, and the diagonal.
-    "band": keys at most `size` away. "documents": `size` packed documents of random lengths. "padding": every batch
-    element ends somewhere behind its first 1/`size`. "random": every element by itself with probability `density`.
-    "windows": batch elements are windows of images of `size` x `size` of them, shifted by half a window: in those of
-    the last row and column, tokens from either side of an image's border do not see each other.
+    * "keys": the `size` highest scored keys, the same for every query.
+    * "topk": for every query the `size` highest scored keys of its causal prefix.
+    * "blocks": tiles of `size`, each kept with probability `density`, and the diagonal.
+    * "band": keys at most `size` away.
+    * "documents": `size` packed documents of random lengths.
+    * "padding": batch elements with random lengths of at least 1/`size` of the whole.
+    * "random": each pair with probability `density`.
+    * "windows": batch elements are windows of images that have `size` x `size` windows, shifted by half a window. In
+      the windows of the last row and column, tokens from the two sides of an image's border do not see each other.
     """
 
     kind: MaskKind
@@ -44,7 +46,7 @@ class MaskRule(NamedTuple):
 
     @property
     def dims(self) -> str:
-        """Its form in letters; `form` is that of "random" alone."""
+        """Return the dims of the mask as letters; only "random" has them from `form`."""
         return self.form or MASK_FORMS[self.kind]
 
     def __str__(self) -> str:
@@ -66,15 +68,14 @@ class Case:
     """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
 
     Attributes:
-        group: "workload", "short", "decode", "memory", "form", "model", or what the case is a point of: "length",
-            "density", ...
-        x: the value of what is swept, in a sweep.
-        seqlen: of the keys, and of the queries unless `queries` says otherwise.
-        bias: the letters of its dims, or None. With "bkj" it also is the score that "keys" and "topk" select by.
-        layers: of a model, all of whose attention is this call; None for the call alone.
-        passes: what is timed.
-        all_systems: timed with those systems too that are known to be far behind; one workload of each kind is.
-        quick: one of the few that `--quick` keeps.
+        group: "workload", "short", "decode", "memory", "form", "model", or the name of a sweep, such as "length".
+        x: in a sweep, the value of the swept quantity.
+        seqlen: the number of keys, and of queries unless `queries` is set.
+        bias: the letters of its dims, or None. With "bkj" it is also the score by which "keys" and "topk" select.
+        layers: the number of layers of a model whose attention is this call; None for a single call.
+        passes: the timed passes.
+        all_systems: whether slow systems are timed, too; one workload of each kind does that.
+        quick: whether `--quick` keeps the case.
     """
 
     name: str
@@ -128,18 +129,18 @@ class Case:
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether any timed pass needs a gradient."""
+        """Return whether any timed pass needs a gradient."""
         return self.passes != ("forward",)
 
     def explain(self, device: str, *, gradients: bool | None = None, return_lse: bool = False) -> Explanation:
-        """What the rules of every backend say of the call on "cpu" or, for example, "sm_90".
+        """Explain the call on "cpu" or, for example, "sm_90".
 
         Layers of a model have their mask as an `IntervalMask`.
 
-        The forward pass is timed without gradients: `gradients=False`. None stands for those that the case takes.
+        The forward pass is timed with `gradients=False`. None means the gradients of the case.
         """
         grad = self.takes_gradients if gradients is None else gradients
-        found = explain_problem(
+        explanation = explain_problem(
             (self.batch, self.seqlen_q, self.heads, self.head_dim),
             kv_heads=self.heads_k,
             seqlen_k=self.seqlen,
@@ -154,8 +155,8 @@ class Case:
             bias_grad=grad and self.bias is not None,
         )
         if self.layers is None:
-            return found
-        return explain_description(found.problem._replace(mask_form="intervals"), "auto")
+            return explanation
+        return explain_description(explanation.problem._replace(mask_form="intervals"), "auto")
 
     def reduced(self, seqlen: int) -> Case:
         """The same kind of call, small enough for a CPU: at most `seqlen` keys, 2 batch elements, 4 heads, 32 dims.
@@ -287,7 +288,7 @@ def _decode() -> Iterator[Case]:
 
 
 def _memory() -> Iterator[Case]:
-    # The call of which the predecessor reported that its backward pass came from 448 to 320 MB.
+    # The predecessor reports that the memory of this call's backward pass fell from 448 to 320 MB.
     yield Case("predecessor", "memory", 1, 2, 1, 4096, 64, True, bias="hj", quick=True)
     yield Case("memory-dense", "memory", 1, 32, 8, 8192, 128, True)
     yield Case("memory-bias-bhll", "memory", 4, 16, 16, 2048, 64, bias="bhij")

@@ -12,11 +12,11 @@
     python -m benchmarks report                        # tables and plots of all results; --pages for README and docs
     python -m benchmarks list
 
-A run writes DIR/<suite>.json after every case and, at its end, tables and plots made from it. The same command goes on
-where the last one stopped, as long as device, versions and commit are the same. docs/benchmarks.md says how to read it.
+A run writes DIR/<suite>.json after every case, and at its end tables and plots. The same command continues where the
+last one stopped, if device, versions and commit are the same. docs/benchmarks.md explains the results.
 
-Exit status: 0; 1 where one of our backends failed or is less accurate than the accuracy rule demands; 2 for a wrong
-command, or results of another run in the way; 3 where cases are left, the budget being spent.
+Exit status: 0. 1 if one of our backends failed or breaks the accuracy rule. 2 for a wrong command, or if results of
+another run are in the way. 3 if the budget ended before the cases did.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ QUICK_RESULTS = ROOT / "build" / "benchmarks"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the arguments choose, and return the exit status."""
-    given = parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     try:
-        status: int = given.run(given)
+        status: int = args.run(args)
     except OtherRun as other:
         print(other, file=sys.stderr)
         return runner.USAGE
@@ -104,52 +104,52 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
     add("--fresh", action="store_true", help="start anew, whatever there is")
 
 
-def run_suites(given: argparse.Namespace) -> int:
+def run_suites(args: argparse.Namespace) -> int:
     """Run the suites that were named, each followed by its tables and plots."""
     started = time.monotonic()
-    kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch finds no GPU on this machine.", file=sys.stderr)
         return runner.USAGE
-    if given.only is not None and not any(cases_of(suite, given.only, given.quick) for suite in given.suites):
+    if args.only is not None and not any(cases_of(suite, args.only, args.quick) for suite in args.suites):
         known = "; python -m benchmarks list prints them"
-        print(f"no case has a name or group with {' or '.join(given.only)} in it{known}", file=sys.stderr)
+        print(f"no case has a name or group with {' or '.join(args.only)} in it{known}", file=sys.stderr)
         return runner.USAGE
-    passes = [name for name in getattr(given, "passes", []) if name != DECODE]
-    if passes != getattr(given, "passes", []) and not passes:
-        given.only = [DECODE]  # a group of cases, of which only the forward is timed
+    passes = [name for name in getattr(args, "passes", []) if name != DECODE]
+    if passes != getattr(args, "passes", []) and not passes:
+        args.only = [DECODE]  # a group of cases with only a forward pass
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    described = machine.describe(device, given.commit)
+    described = machine.describe(device, args.commit)
     options = runner.Options(
         device=device,
-        out=given.out or (QUICK_RESULTS if given.quick else RESULTS) / machine.slug(described),
+        out=args.out or (QUICK_RESULTS if args.quick else RESULTS) / machine.slug(described),
         machine=described,
-        only=given.only,
-        systems=given.systems,
+        only=args.only,
+        systems=args.systems,
         passes=passes or PASSES,
-        quick=given.quick,
-        deadline=None if given.budget is None else started + given.budget,
-        fresh=given.fresh or given.quick,
+        quick=args.quick,
+        deadline=None if args.budget is None else started + args.budget,
+        fresh=args.fresh or args.quick,
     )
     statuses = []
-    for suite in given.suites:
-        if given.only is None or cases_of(suite, given.only, given.quick):
+    for suite in args.suites:
+        if args.only is None or cases_of(suite, args.only, args.quick):
             statuses.append(runner.run(suite, options))
-    for path in write(options.out, given.suites):
+    for path in write(options.out, args.suites):
         print(f"written: {path}")
     return runner.UNFINISHED if runner.UNFINISHED in statuses else max(statuses)
 
 
-def run_report(given: argparse.Namespace) -> int:
+def run_report(args: argparse.Namespace) -> int:
     """Write tables and plots of the folders, and the pages if asked for."""
-    folders = given.folders or sorted({path.parent for suite in SUITES for path in RESULTS.glob(f"*/{suite}.json")})
-    if not folders and not given.pages:
+    folders = args.folders or sorted({path.parent for suite in SUITES for path in RESULTS.glob(f"*/{suite}.json")})
+    if not folders and not args.pages:
         print(f"no results are under {RESULTS}; python -m benchmarks all makes them", file=sys.stderr)
         return runner.UNFINISHED
     for folder in folders:
         for path in write(folder):
             print(f"written: {path}")
-    if given.pages:
+    if args.pages:
         full = pages.full_run(RESULTS)
         if full is None:
             print(f"no full run on a GPU is under {RESULTS}: the pages stay as they are", file=sys.stderr)
@@ -159,7 +159,7 @@ def run_report(given: argparse.Namespace) -> int:
     return runner.PASSED
 
 
-def print_list(given: argparse.Namespace) -> int:
+def print_list(args: argparse.Namespace) -> int:
     """Print every case and every system."""
     for suite in SUITES:
         print(suite)

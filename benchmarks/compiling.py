@@ -34,9 +34,9 @@ class Job(NamedTuple):
 
 
 def compile_ahead(title: str, jobs: Sequence[Job], deadline: float | None) -> None:
-    """Run every job once, as many at a time as there are pairs of cores; none is begun after the deadline.
+    """Run every job once, one for each pair of cores at a time; none begins after the deadline.
 
-    What goes wrong is said and not kept: the run that follows meets it again, and records it.
+    Errors are printed and not recorded, because the timed run has them again, and records them.
     """
     workers = min(MOST_WORKERS, (os.cpu_count() or 1) // 2, len(jobs))
     if len(jobs) < LEAST_JOBS or workers < 2:

@@ -13,7 +13,7 @@ from .systems import Attend
 
 
 class Layer(nn.Module):
-    """Attention with a learned bias for each key, and a gated MLP, each behind a norm and beside a residual path."""
+    """Attention with a learned bias for each key, and a gated MLP, each after a norm and with a residual connection."""
 
     def __init__(self, case: Case, generator: torch.Generator) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         return [self.get_parameter(name) for name in self.bias_names]
 
     def forward(self, attends: Sequence[Attend]) -> Tensor:
-        """Mean cross-entropy, in fp32 at least, of each token given those before it; an `Attend` for each layer."""
+        """Compute the mean cross-entropy of the next token, in at least fp32; `attends` has one for each layer."""
         x = self.embedding(self.tokens[:, :-1])
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, attend)
@@ -98,5 +98,5 @@ class Decoder(nn.Module):
 
 
 def without_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """What stands in for attention to see what the rest of a step takes: q + k + v, so that each gets a gradient."""
+    """Return q + k + v, which replaces attention to time the rest of a step; q, k and v still get gradients."""
     return q + (k + v).repeat_interleave(q.shape[2] // k.shape[2], 2)

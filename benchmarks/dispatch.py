@@ -18,7 +18,7 @@ import torch
 
 import flash_dmattn
 from flash_dmattn.dispatch.plan import backward_pass, forward_pass
-from flash_dmattn.dispatch.registry import BACKENDS, probe
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem.inputs import Inputs, Saved
 
 GOAL_US = 15.0
@@ -131,19 +131,19 @@ def run_kinds(options: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
-    if given.kinds:
-        return run_kinds(given, device)
+    if args.kinds:
+        return run_kinds(args, device)
     print(f"microseconds of the host for q, k, v of {SHAPE}; goal for forward: at most {GOAL_US:.0f} added")
     print(f"{'':30}{'attention()':>12}{'backend':>10}{'added':>8}")
     for name in CANDIDATES:
-        if not probe(name).usable or (device.type == "cpu" and name != "eager"):
+        if not BACKENDS[name].probe().usable or (device.type == "cpu" and name != "eager"):
             continue
         for which, functions in pairs(name, device).items():
-            ours, bare = best_us(functions, given.rounds, given.calls)
+            ours, bare = best_us(functions, args.rounds, args.calls)
             print(f"{name + ', ' + which:30}{ours:12.1f}{bare:10.1f}{ours - bare:8.1f}")
     return 0
 

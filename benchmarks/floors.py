@@ -2,8 +2,8 @@
 
     floor = max(FLOP / rate of a large product, bytes / rate of a copy)
 
-FLOP are those of the allowed pairs alone: 4 D a pair for the forward (q k^T, p v), 10 D for the backward (s and dp
-again, dq, dk, dv). Bytes are those of every tensor that the pass has to read or write, each once.
+Only allowed pairs count as FLOP: 4 D a pair for the forward pass (q k^T, p v), 10 D for the backward pass (s and dp
+again, dq, dk, dv). Every tensor that the pass has to read or write counts its bytes once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KNOWN = {"NVIDIA H200": Rates(790e12, 4.3e12, "known")}
 
 
 class Floor(NamedTuple):
-    """Of one pass: the FLOP of its pairs and the bytes it must move."""
+    """The FLOP of the allowed pairs of one pass, and the bytes that it must move."""
 
     flop: float
     moved: float
@@ -70,19 +70,20 @@ def floors(inputs: Inputs, pairs: float, *, reads_mask: bool) -> dict[str, Floor
 
 
 def attended_keys(inputs: Inputs) -> float:
-    """The fraction of keys, over batch and key-value heads, that a mask with one row for all queries leaves to attend.
+    """Return the fraction of keys, over batch and key-value heads, that some query attends to.
 
-    Of any other mask it is 1: each key has a query that may attend it, or as good as each.
+    It is counted for masks with one row for all queries. For other masks it is taken as 1, because nearly every key
+    has such a query.
     """
     mask, heads_k = inputs.mask, inputs.k.shape[2]
     if mask is None or mask.shape[2] > 1:
         return 1.0
-    of_groups = mask if mask.shape[1] in (1, heads_k) else mask.unflatten(1, (heads_k, -1)).any(2)
-    return float(of_groups.double().mean())
+    group_mask = mask if mask.shape[1] in (1, heads_k) else mask.unflatten(1, (heads_k, -1)).any(2)
+    return float(group_mask.double().mean())
 
 
 def rates_of(device: torch.device, name: str) -> Rates:
-    """What is known of a device by its name, or else measured now, in less than a second."""
+    """Return the rates of a device: known by its name, or measured now, in less than a second."""
     if name in KNOWN:
         return KNOWN[name]
     size = 4096 if device.type == "cuda" else 512

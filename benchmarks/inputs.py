@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What takes a gradient, by the gradient's name."""
+        """Return the tensors that take a gradient, by the name of the gradient."""
         named = {"dq": self.q, "dk": self.k, "dv": self.v, "dbias": self.bias}
         return {name: x for name, x in named.items() if x is not None}
 
@@ -118,7 +118,7 @@ def shifted_windows(batch: int, per_side: int, seqlen: int, device: torch.device
     token = torch.arange(seqlen, device=device)
 
     def beyond(window_place: Tensor, token_place: Tensor) -> Tensor:
-        """(B, L), whether a token of a window at the border lies behind it."""
+        """Return (B, L), whether a token of a window at the border lies beyond the border."""
         return (window_place[:, None] == per_side - 1) & (token_place >= side - side // 2)
 
     region = 2 * beyond(window // per_side, token // side) + beyond(window % per_side, token % side).int()
@@ -126,7 +126,7 @@ def shifted_windows(batch: int, per_side: int, seqlen: int, device: torch.device
 
 
 class Counts(NamedTuple):
-    """What a call allows, causality included, over batch and query heads."""
+    """The pairs that a call allows, causality included, over batch and query heads."""
 
     pairs: int
     density: float

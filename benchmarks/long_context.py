@@ -36,7 +36,7 @@ LENGTHS = tuple(1 << n for n in range(12, 21))
 # The longest rows of a peer: FlexAttention makes its mask from all pairs, cuDNN computes them.
 LONGEST = {"cuda": 1 << 20, "sdpa-cudnn": 1 << 16, "flexattention": 1 << 15}
 SAMPLED_ROWS = 16
-# Errors of outputs of bf16, relative to those of the formula: what rounding leaves is 2e-3.
+# The largest relative error of a bf16 output; rounding alone makes 2e-3.
 MOST_ERROR = 1e-2
 LABELS = {
     "cuda": "flash_dmattn, making the mask included",
@@ -130,8 +130,8 @@ def error_of_rows(inputs: Inputs, mask: IntervalMask, out: Tensor) -> float:
             q = inputs.q.detach()[0, row, first : first + HEADS // KEY_HEADS].double()
             scores = q @ k.T * HEAD_DIM**-0.5 + inputs.scores.detach()[0, head, 0, keys].double()
             want = scores.softmax(-1) @ v
-            found = out[0, row, first : first + HEADS // KEY_HEADS].double()
-            worst = max(worst, float((found - want).norm() / want.norm()))
+            row_out = out[0, row, first : first + HEADS // KEY_HEADS].double()
+            worst = max(worst, float((row_out - want).norm() / want.norm()))
     return worst
 
 
@@ -152,11 +152,11 @@ def run(length: int, system: str, device: torch.device, wanted: list[Tensor] | N
     with torch.no_grad():
         error = None if system == "sdpa-cudnn" else error_of_rows(inputs, mask, call())
     out = call()
-    found = list(gradients(out, inputs.leaves, inputs.dout))
+    grads = list(gradients(out, inputs.leaves, inputs.dout))
     peak = torch.cuda.max_memory_allocated() - before
     off = None
     if wanted is not None and system == "flexattention":
-        off = max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(found, wanted, strict=True))
+        off = max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(grads, wanted, strict=True))
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -175,7 +175,7 @@ def run(length: int, system: str, device: torch.device, wanted: list[Tensor] | N
     for name in ("error_of_rows", "gradients_off"):
         if row[name] is not None and not row[name] < MOST_ERROR:
             row["wrong"] = f"{name} is {row[name]:.1e}"
-    return row, found if system == "cuda" and length <= LONGEST["flexattention"] else None
+    return row, grads if system == "cuda" and length <= LONGEST["flexattention"] else None
 
 
 def table(rows: list[Row]) -> str:
@@ -235,9 +235,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("long-context.json"), help="the file to write")
     parser.add_argument("--plot", type=Path, help="draw the results of this file, and measure nothing")
     parser.add_argument("--most", type=int, default=LENGTHS[-1], help="the longest row to time")
-    given = parser.parse_args()
-    if given.plot is not None:
-        print(*plot(given.plot), sep="\n")
+    args = parser.parse_args()
+    if args.plot is not None:
+        print(*plot(args.plot), sep="\n")
         return 0
     if not torch.cuda.is_available():
         print("long_context: torch finds no GPU on this machine.", file=sys.stderr)
@@ -248,16 +248,16 @@ def main() -> int:
     wanted: dict[int, list[Tensor]] = {}
     # Peers last: compiling takes minutes, and what is there is written after every row.
     for system, longest in LONGEST.items():
-        for length in (n for n in LENGTHS if n <= min(longest, given.most)):
+        for length in (n for n in LENGTHS if n <= min(longest, args.most)):
             try:
-                row, found = run(length, system, device, wanted.get(length))
-                if found is not None:
-                    wanted[length] = found
+                row, grads = run(length, system, device, wanted.get(length))
+                if grads is not None:
+                    wanted[length] = grads
             except Exception as failure:  # of a peer, say: the others still count
                 row = {"length": length, "system": system, "failed": f"{type(failure).__name__}: {failure}"[:200]}
             rows.append(row)
             print(table([row]).splitlines()[-1], flush=True)
-            given.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             gc.collect()
             torch.cuda.empty_cache()
     print(table(rows))

@@ -21,25 +21,25 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """The machine as results have it; `commit` names what runs where git cannot tell."""
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_properties(device).name if on_gpu else "CPU"
-    found: dict[str, Any] = {"device": name, "kind": device.type}
+    description: dict[str, Any] = {"device": name, "kind": device.type}
     if on_gpu:
         query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        found |= {"driver": query.partition("\n")[0], "cuda": str(torch.version.cuda)}
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        description |= {"driver": query.partition("\n")[0], "cuda": str(torch.version.cuda)}
+        description["cudnn"] = str(torch.backends.cudnn.version())
     else:
-        found["threads"] = torch.get_num_threads()
-    found["torch"] = torch.__version__
+        description["threads"] = torch.get_num_threads()
+    description["torch"] = torch.__version__
     for package in ("triton", *PEER_PACKAGES):
         version = _version(package)
         if version is not None:
-            found[package] = version
-    found["commit"] = commit or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
-    found["rates"] = rates_of(device, name)._asdict()
-    return found
+            description[package] = version
+    description["commit"] = commit or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
+    description["rates"] = rates_of(device, name)._asdict()
+    return description
 
 
 def identity(machine: dict[str, Any]) -> dict[str, Any]:
-    """What two runs have to share for their rows to stand in one table: all but rates that were measured."""
+    """Return what two runs must have in common to share a table: everything except measured rates."""
     return {name: value for name, value in machine.items() if name != "rates"}
 
 
@@ -62,7 +62,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(program: str, *arguments: str) -> str:
-    """What a program prints; "unknown" where it is not installed or refuses."""
+    """Return the output of a program; "unknown" if it is not installed or fails."""
     if shutil.which(program) is None:
         return "unknown"
     done = subprocess.run([program, *arguments], capture_output=True, text=True)

@@ -1,6 +1,7 @@
-"""The packing kernels of Triton and CUDA on a GPU: bits equal to those of PyTorch, time, share of a copy's bandwidth.
+"""Times the packing kernels of Triton and CUDA on a GPU, as a share of the bandwidth of a copy, and compares their bits
+with PyTorch's.
 
-python -m benchmarks.mask_pack           # equality, then the table; exit status 1 where a bit differs
+python -m benchmarks.mask_pack           # equality, then the table; exit status 1 if a bit differs
 python -m benchmarks sweep strips        # every strip size, for STRIP in triton_kernels/mask_pack.py
 """
 
@@ -124,7 +125,7 @@ def copy_bandwidth() -> float:
 
 
 def result_bytes(prepared: object) -> int:
-    """What a prepared mask occupies."""
+    """Return the bytes of a prepared mask."""
     fields = (getattr(prepared, field.name) for field in dataclasses.fields(prepared))  # type: ignore[arg-type]
     return sum(x.numel() * x.element_size() for x in fields if isinstance(x, torch.Tensor))
 
@@ -166,9 +167,9 @@ def sweep(copy: float) -> None:
         runs = {strip: partial(mask_pack.pack_mask, mask, band, strip=strip) for strip in STRIPS}
         times = sorted((milliseconds(run), strip) for strip, run in runs.items())
         print(f"{mask_pack.vector_bytes(mask)} bytes a load, {'causal' if is_causal else 'no band'}:")
-        for found, (keys, warps) in times:
-            share = "" if is_causal else f"{1.125 * mask.numel() / (1e-3 * found) / copy:8.1%} of copy"
-            print(f"  {keys:5} keys {warps:3} warps {found:8.3f} ms{share}")
+        for took, (keys, warps) in times:
+            share = "" if is_causal else f"{1.125 * mask.numel() / (1e-3 * took) / copy:8.1%} of copy"
+            print(f"  {keys:5} keys {warps:3} warps {took:8.3f} ms{share}")
 
 
 def main() -> int:
@@ -184,7 +185,7 @@ def main() -> int:
     return 0 if good else 1
 
 
-def run_sweep(given: argparse.Namespace) -> int:
+def run_sweep(args: argparse.Namespace) -> int:
     """Print every strip size."""
     if not torch.cuda.is_available():
         print("sweep strips: torch finds no GPU on this machine.", file=sys.stderr)

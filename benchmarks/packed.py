@@ -1,10 +1,10 @@
-"""Packed sequences on a GPU, both passes, beside their peers and the floor: `python -m benchmarks.packed`.
+"""Times both passes of packed sequences on a GPU, with peers and the floor: `python -m benchmarks.packed`.
 
 The peers are torch's varlen_attn and FlashAttention-4, for the cases without mask and bias.
 
-Outputs and gradients of every system are compared with fp64 in the same run: exit status 1 where one is further off
-than 1.5 times what plain PyTorch is, or where a backend of ours raises. A call that its rules refuse has a row with the
-reason, and so has a peer that fails: neither is a failure of the run.
+The run compares outputs and gradients of every system with fp64. Exit status 1 if an error is more than 1.5 times
+plain PyTorch's, or a backend of ours raises. If rules refuse a call, or a peer fails, its row has the reason, and the
+run does not fail.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ TOP = (8192, 4096, 2048, 1024, 512, 512)
 
 
 class Case(NamedTuple):
-    """A batch of packed sequences, and what its calls have.
+    """A batch of packed sequences, and the arguments of its calls.
 
-    `bias` is one value for each score by position, (1, H, most, most), for each score of packed rows, (H, T, most), or
-    for each key and key-value head, (Hk, 1, T); `kept` keys are those of each row's mask, by one score per key.
+    `bias` has one value for each score by position, (1, H, most, most), for each score of packed rows, (H, T, most), or
+    for each key and key-value head, (Hk, 1, T). With `kept`, the mask of each row keeps so many keys, by one score per
+    key.
     """
 
     name: str
@@ -146,16 +147,16 @@ class Batch:
         return out
 
     def floors(self) -> tuple[Floor, Floor]:
-        """Of the forward and of the backward pass; the mask is one byte a pair, which the forward pass alone reads."""
+        """Return the floors of both passes; the mask is one byte a pair, which only the forward pass reads."""
         case = self.case
         pairs = sum(n * (n + 1) // 2 if case.is_causal else n * n for n in case.lengths)
-        of_mask = 0 if self.mask is None else pairs * case.heads_k
+        mask_bytes = 0 if self.mask is None else pairs * case.heads_k
         if case.kept:
             pairs = sum(min(i + 1, case.kept) for n in case.lengths for i in range(n))
         size = sum(x.numel() * x.element_size() for x in self.leaves)
         rows = 2 * self.dout.numel()
         work = 2.0 * case.head_dim * pairs * case.heads
-        return Floor(2 * work, size + rows + of_mask), Floor(5 * work, 2 * size + 2 * rows)
+        return Floor(2 * work, size + rows + mask_bytes), Floor(5 * work, 2 * size + 2 * rows)
 
 
 class System(NamedTuple):
@@ -202,7 +203,7 @@ class Truth:
         return float((x.double() - exact).norm() / exact.norm().clamp(min=1e-12))
 
     def holds(self, batch: Batch, system: System) -> bool:
-        """Whether a system is as exact as it has to be; what is not is printed."""
+        """Return whether a system is as exact as it has to be; what is not is printed."""
         good = True
         names = ("out", "dq", "dk", "dv", "dbias")
         for name, x, exact, allowed in zip(names, self.results(batch, system.run), self.exact, self.allowed):
@@ -217,13 +218,13 @@ def run_case(case: Case, device: torch.device, backends: Sequence[str], rates: R
     """Time and check a case; print a row for each system, and return whether all are right and none of ours failed."""
     batch = Batch(case, device)
     truth = Truth(batch)
-    found = list(systems(batch, backends))
-    runners = [_runners(batch, system) for system in found]
+    available = list(systems(batch, backends))
+    runners = [_runners(batch, system) for system in available]
     for each in zip(*runners, strict=True):
         measure([runner for runner in each if runner.error is None], device, rep_ms=rep_ms, least=3, most=100)
     floors = " / ".join(f"{floor.ms(rates):.3f}" for floor in batch.floors())
     good = True
-    for system, passes in zip(found, runners, strict=True):
+    for system, passes in zip(available, runners, strict=True):
         error = passes[0].error or passes[1].error
         if error is not None:
             good &= system.is_peer or isinstance(error, BackendUnsupportedError)
@@ -243,7 +244,7 @@ def run_case(case: Case, device: torch.device, backends: Sequence[str], rates: R
 
 
 def _runners(batch: Batch, system: System) -> tuple[Runner, Runner]:
-    """Of the forward pass without gradients, and of the backward pass; of a call that fails with what it raised."""
+    """Return the runners of the forward pass without gradients and of the backward pass, or with the call's error."""
     forward = Runner(torch.no_grad()(system.run))
     try:
         out = system.run()
@@ -259,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", nargs="+", default=["cuda", "triton"])
     parser.add_argument("--case", nargs="*", default=[""], help="words of the cases to run; all of them by default")
     parser.add_argument("--rep-ms", type=float, default=200, help="about how long each pass is timed")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("torch finds no GPU")
     device, name = torch.device("cuda"), torch.cuda.get_device_name()
@@ -269,8 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Graphs are not captured on the stream that is there by default.
     with torch.cuda.stream(torch.cuda.Stream()):
         for case in CASES:
-            if any(word in case.name for word in given.case):
-                good &= run_case(case, device, given.backend, rates, given.rep_ms)
+            if any(word in case.name for word in args.case):
+                good &= run_case(case, device, args.backend, rates, args.rep_ms)
     return 0 if good else 1
 
 

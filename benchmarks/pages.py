@@ -1,6 +1,6 @@
-"""The figures of README.md and docs/benchmarks.md, generated from a full run on a GPU; nothing there is typed.
+"""Generates the figures of README.md and docs/benchmarks.md from a full run on a GPU; none is typed by hand.
 
-A generated part is a whole section: from its heading to the next one of the same rank.
+A generated part is a section, from its heading to the next heading of the same rank.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ README_SECTION = "## Speed"
 README_CASES = ("dense-d128", "causal-d128", "bias-bhll-d64", "bias-1hll-d64", "topk-8k", "blocks")
 README_PEERS = ("fa4", "sdpa-cudnn", "flexattention")
 DOCS_SECTION = "## Where we stand"
-# The first line of both, for whoever opens the page to edit it.
+# The first line of both, for people who open the page to edit it.
 WRITTEN_BY = "<!-- Written by `python -m benchmarks report --pages`, up to the next heading of this rank. -->"
-# What the predecessor's authors report of its backward pass on the case "predecessor", before and after a change.
+# The memory that the predecessor's authors report for its backward pass on "predecessor", before and after a change.
 REPORTED_MB = (448, 320)
 # By as much the same kernel moves from process to process.
 LEVEL = 0.03
@@ -57,15 +57,15 @@ def replace_section(page: str, heading: str, body: str) -> str:
     Raises:
         ValueError: the page has no such heading.
     """
-    found = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    if found is None:
+    match = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    if match is None:
         raise ValueError(f"there is no section {heading!r} to write to")
-    tail = "\n" if page[found.end() :] else ""
-    return f"{page[: found.start()]}{heading}\n\n{body.strip()}\n{tail}{page[found.end() :]}"
+    tail = "\n" if page[match.end() :] else ""
+    return f"{page[: match.start()]}{heading}\n\n{body.strip()}\n{tail}{page[match.end() :]}"
 
 
 def readme_section(folder: Path, root: Path) -> str:
-    """What README.md has: one call of each kind, what "auto" takes beside the best known peers, and a plot."""
+    """Make the section of README.md: one call of each kind, by "auto" and by the best known peers, and a plot."""
     content = load(folder / "performance.json")
     rows = [row for row in content["rows"] if row["name"] in README_CASES and "error" not in row]
     where = folder.relative_to(root).as_posix()
@@ -93,7 +93,7 @@ def readme_section(folder: Path, root: Path) -> str:
 
 
 def folder_of(suite: str, folder: Path) -> Path | None:
-    """Where a suite has results: in the folder of the full run, else in one beside it; None where it has none."""
+    """Return the folder with the results of a suite: the folder of the full run, else another one, or None."""
     for each in (folder, *sorted(folder.parent.glob("*"))):
         if (each / f"{suite}.json").exists():
             return each
@@ -101,37 +101,37 @@ def folder_of(suite: str, folder: Path) -> Path | None:
 
 
 def docs_section(folder: Path, root: Path) -> str:
-    """What docs/benchmarks.md has: ahead, behind and by how much; memory; accuracy."""
+    """Make the section of docs/benchmarks.md: ahead, behind and by how much; memory; accuracy."""
     content = load(folder / "performance.json")
     where = f"../{folder.relative_to(root).as_posix()}"
-    found = standings(content["rows"])
+    all_standings = standings(content["rows"])
     places = {suite: folder_of(suite, folder) for suite in SUITES}
-    behind = sorted((s for s in found if place(s) == "behind"), key=lambda s: s.ratio or 0.0)
+    slower = sorted((s for s in all_standings if place(s) == "behind"), key=lambda s: s.ratio or 0.0)
     lines = [
         WRITTEN_BY,
         "",
         f"{machines.line(content['machine'])}.",
         "",
-        *wrapped(verdict(found)),
+        *wrapped(verdict(all_standings)),
         "",
         "All figures:",
         *(f"* [{suite}](../{at.relative_to(root).as_posix()}/{suite}.md)" for suite, at in places.items() if at),
         "",
-        *_groups_table(found),
+        *_groups_table(all_standings),
         "",
         f"![times of the workloads, beside their floor]({where}/performance-workload.png)",
         "",
         "### Behind",
         "",
-        *(_ratio_table(behind) if behind else ["Nowhere."]),
+        *(_ratio_table(slower) if slower else ["Nowhere."]),
     ]
     parts = (("model", _model_lines), ("memory", _memory_lines), ("equivalence", _equivalence_lines))
     for suite, part in parts:
         at = places[suite]
         if at is None:
             continue
-        heading, *body = part(of_suite := load(at / f"{suite}.json"))
-        elsewhere = [] if at == folder else ["", f"{machines.line(of_suite['machine'])}."]
+        heading, *body = part(record := load(at / f"{suite}.json"))
+        elsewhere = [] if at == folder else ["", f"{machines.line(record['machine'])}."]
         lines += ["", heading, *elsewhere, *body]
     return "\n".join(lines)
 
@@ -143,11 +143,11 @@ def place(s: Standing) -> str:
     return "level" if abs(s.ratio - 1.0) <= LEVEL else "ahead" if s.ratio > 1.0 else "behind"
 
 
-def verdict(found: list[Standing]) -> str:
+def verdict(all_standings: list[Standing]) -> str:
     """Ahead, level, behind and alone in one sentence for each pass."""
     said = []
     for name in ("forward", "backward"):
-        places = [place(s) for s in found if s.name == name]
+        places = [place(s) for s in all_standings if s.name == name]
         if not places:
             continue
         counted = ", ".join(f"{places.count(x)} {x}" for x in ("ahead", "level", "behind") if x in places)
@@ -157,12 +157,12 @@ def verdict(found: list[Standing]) -> str:
     return " ".join(said)
 
 
-def _groups_table(found: list[Standing]) -> list[str]:
+def _groups_table(all_standings: list[Standing]) -> list[str]:
     """By group of cases and pass: how many are ahead, level and behind, and the ratios."""
     body = []
-    for group in dict.fromkeys(s.row["group"] for s in found):
+    for group in dict.fromkeys(s.row["group"] for s in all_standings):
         for name in ("forward", "backward"):
-            some = [s for s in found if s.row["group"] == group and s.name == name]
+            some = [s for s in all_standings if s.row["group"] == group and s.name == name]
             if not some:
                 continue
             places = [place(s) for s in some]
@@ -181,7 +181,7 @@ def _peers_table(rows: list[Record]) -> list[str]:
     body = []
     for row in rows:
         passes = [name for name in ("forward", "backward") if name in row["floor_ms"]]
-        mine = " / ".join(ms(found and found.ms) for found in (ours(row, name) for name in passes))
+        mine = " / ".join(ms(timing and timing.ms) for timing in (ours(row, name) for name in passes))
         others = [" / ".join(ms(time_of(row, peer, name)) for name in passes) for peer in peers]
         others = ["-" if set(cell) <= set("-/ ") else cell for cell in others]
         body.append([row["what"], row["shape"], mine, *others])
@@ -230,9 +230,9 @@ def _memory_lines(content: Record) -> list[str]:
         peaks = {line["system"]: line["peaks"] for line in row["systems"] if line["peaks"]}
         ours = [f"{label(n)} {mb(p['backward'])}" for n, p in peaks.items() if p["backward"] is not None]
         lines += wrapped(
-            f"The call of which flash-dmattn 1.x reports that its backward pass came from {REPORTED_MB[0]} to "
-            f"{REPORTED_MB[1]} MB ({row['shape']}, {row['what']}); MiB of the backward pass above what was there "
-            f"before: {', '.join(ours)}."
+            f"flash-dmattn 1.x reports that the backward pass of one call came from {REPORTED_MB[0]} to "
+            f"{REPORTED_MB[1]} MB ({row['shape']}, {row['what']}). MiB that the backward pass of that call adds: "
+            f"{', '.join(ours)}."
         )
         lines.append("")
     names = list(dict.fromkeys(line["system"] for row in content["rows"] for line in row["systems"]))
@@ -252,13 +252,13 @@ def _equivalence_lines(content: Record) -> list[str]:
                 some = counts["ours" if line["ours"] else "peers"]
                 some[0] += line["verdict"] == "pass"
                 some[1] += 1
-    (ours, of_ours), (peers, of_peers) = counts.values()
+    (ours, our_runs), (peers, peer_runs) = counts.values()
     return [
         "### Accuracy",
         "",
         *wrapped(
-            f"Over {len(content['rows'])} forms of call, our backends meet the accuracy rule in {ours} of {of_ours} "
-            f"runs, the peers in {peers} of {of_peers} of those that they have a kernel for."
+            f"Over {len(content['rows'])} forms of call, our backends meet the accuracy rule in {ours} of {our_runs} "
+            f"runs, the peers in {peers} of {peer_runs} runs that they have kernels for."
         ),
     ]
 

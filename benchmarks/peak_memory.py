@@ -49,7 +49,7 @@ def peaks(call: Call, leaves: list[Tensor], dout: Tensor, *, backward: bool = Tr
 
 
 def held(make: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """What `make` gives, and the MiB that it holds, with all that was allocated on the way and is no garbage."""
+    """Return the result of `make`, and the MiB that stay allocated after it, without garbage."""
     made: list[T] = []
     watch = _watch_gpu if device.type == "cuda" else _watch_cpu
     with _without_garbage():

@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """What a run reports to."""
+    """The display that a run reports to."""
 
     def case(self, name: str) -> None:
         """A case begins."""
@@ -44,7 +44,7 @@ class Lines:
 
 @contextmanager
 def progress(title: str, total: int, before: int = 0) -> Iterator[Progress]:
-    """Show progress over `total` cases, of which `before` are done already."""
+    """Show progress over `total` cases; `before` are already done."""
     if not sys.stdout.isatty() or find_spec("rich") is None:
         yield Lines(total, before)
         return

@@ -1,4 +1,4 @@
-"""The file of one suite's results: JSON that is whole after every row, and from which a run goes on."""
+"""The JSON file of one suite's results; it is complete after every row, and a run can continue from it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Results:
         self.path = path
         self.content: Record = {"schema": SCHEMA, **head, "rows": []}
         if path.exists() and not fresh:
-            found = load(path)
-            differs = [name for name, pair in _compared(found, self.content).items() if pair[0] != pair[1]]
+            stored = load(path)
+            differs = [name for name, pair in _compared(stored, self.content).items() if pair[0] != pair[1]]
             if differs:
-                pairs = _compared(found, self.content)
+                pairs = _compared(stored, self.content)
                 said = "; ".join(f"{name} {pairs[name][0]} there, {pairs[name][1]} here" for name in differs)
                 raise OtherRun(f"{path} is of another run ({said}); --fresh replaces it")
-            self.content["rows"] = found["rows"]
+            self.content["rows"] = stored["rows"]
 
     def __contains__(self, name: str) -> bool:
         return any(row["name"] == name for row in self.content["rows"])
@@ -53,7 +53,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """Write the file whole: an interruption leaves the one before."""
+        """Replace the file at once, so that an interruption leaves the old one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.with_suffix(".tmp")
         written.write_text(json.dumps(rounded(self.content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -61,7 +61,7 @@ class Results:
 
 
 def rounded(x: Any) -> Any:
-    """The same with six significant digits: what a clock or an error has behind them is noise."""
+    """Round numbers to six significant digits; more digits of a time or an error are noise."""
     if isinstance(x, dict):
         return {name: rounded(value) for name, value in x.items()}
     if isinstance(x, (list, tuple)):
@@ -83,10 +83,10 @@ def missing(content: Record) -> list[str]:
     return [name for name in content["planned"] if name not in done]
 
 
-def _compared(found: Record, wanted: Record) -> dict[str, tuple[Any, Any]]:
+def _compared(stored: Record, wanted: Record) -> dict[str, tuple[Any, Any]]:
     pairs: dict[str, tuple[Any, Any]] = {}
     for part in ("machine", "settings"):
         read = machines.identity if part == "machine" else dict
-        old, new = read(found[part]), read(wanted[part])
+        old, new = read(stored[part]), read(wanted[part])
         pairs |= {name: (old.get(name), new.get(name)) for name in {**old, **new}}
     return pairs

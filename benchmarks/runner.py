@@ -34,16 +34,16 @@ CPU_SEQLEN, CPU_SEQLEN_QUICK = 1024, 256
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line chose.
+    """The choices of the command line.
 
     Attributes:
         out: the folder of this device's results.
-        machine: as `machine.describe` gives it.
+        machine: the result of `machine.describe`.
         only: parts of names or groups of cases.
-        systems: names, or None for all that a suite has.
-        passes: of the performance suite.
-        deadline: seconds on the monotonic clock after which no case is begun.
-        fresh: start anew instead of going on.
+        systems: names, or None for all systems of a suite.
+        passes: the passes of the performance suite.
+        deadline: seconds on the monotonic clock after which no case begins.
+        fresh: start again and do not continue an earlier run.
     """
 
     device: torch.device
@@ -57,20 +57,20 @@ class Options:
     fresh: bool = False
 
     def settings(self, suite: str) -> Record:
-        """What has to be the same for a run to go on."""
+        """Return the settings that must be equal for a run to continue."""
         names = systems.chosen(suite, self.systems, quick=self.quick, device=self.device)
-        found: Record = {"quick": self.quick, "systems": names}
-        return found | ({"passes": list(self.passes)} if suite == "performance" else {})
+        settings: Record = {"quick": self.quick, "systems": names}
+        return settings | ({"passes": list(self.passes)} if suite == "performance" else {})
 
 
 def plan(suite: str, options: Options) -> list[Case]:
     """All cases of a suite that a run of these options is of, small ones on a CPU; `only` does not count here."""
-    found = cases_of(suite, None, options.quick)
+    cases = cases_of(suite, None, options.quick)
     if suite == "performance":
-        found = [case for case in found if set(case.passes) & set(options.passes)]
+        cases = [case for case in cases if set(case.passes) & set(options.passes)]
     if options.device.type == "cpu" and suite != "equivalence":
-        found = [case.reduced(CPU_SEQLEN_QUICK if options.quick else CPU_SEQLEN) for case in found]
-    return found
+        cases = [case.reduced(CPU_SEQLEN_QUICK if options.quick else CPU_SEQLEN) for case in cases]
+    return cases
 
 
 def run(suite: str, options: Options) -> int:
@@ -85,14 +85,14 @@ def run(suite: str, options: Options) -> int:
     results = Results(options.out / f"{suite}.json", head, fresh=options.fresh)
     wanted = {case.name for case in cases_of(suite, options.only, options.quick)} & set(head["planned"])
     todo = [case for case in planned if case.name in wanted and case.name not in results]
-    found, reasons = systems.available(head["settings"]["systems"], options.device)
+    available, reasons = systems.available(head["settings"]["systems"], options.device)
     print(f"{suite}: {machines.line(options.machine)}", flush=True)
     for name, reason in reasons.items():
         print(f"    {name} is left out: {reason}", flush=True)
     results.content["left_out"] = reasons
     results.save()
-    compile_todo(suite, todo, found, options)
-    _rows(suite, todo, len(wanted), found, results, options)
+    compile_todo(suite, todo, available, options)
+    _rows(suite, todo, len(wanted), available, results, options)
     failures = [said for row in results.content["rows"] for said in FAILURES[suite](row)]
     for failure in failures:
         print(f"FAILED {failure}", flush=True)
@@ -106,7 +106,7 @@ def _rows(
     suite: str,
     todo: list[Case],
     total: int,
-    found: list[systems.System],
+    available: list[systems.System],
     results: Results,
     options: Options,
 ) -> None:
@@ -117,7 +117,7 @@ def _rows(
             if options.deadline is not None and started + longest > options.deadline:
                 return
             bar.case(case.name)
-            row = make_row(suite, case, found, options)
+            row = make_row(suite, case, available, options)
             results.add(row)
             bar.line(text.row(suite, row))
             bar.done()
@@ -128,20 +128,20 @@ def _rows(
             forget(options.device)
 
 
-def systems_of(suite: str, case: Case, found: list[systems.System], device: torch.device) -> list[systems.System]:
-    """Those that run a case: on a GPU the slow ones are timed on one case of each kind alone."""
+def systems_of(suite: str, case: Case, available: list[systems.System], device: torch.device) -> list[systems.System]:
+    """Return the systems that run a case; on a GPU slow ones only run one case of each kind."""
     in_full = case.all_systems or suite not in ("performance", "model") or device.type == "cpu"
-    return [system for system in found if in_full or not system.slow]
+    return [system for system in available if in_full or not system.slow]
 
 
-def compile_todo(suite: str, todo: list[Case], found: list[systems.System], options: Options) -> None:
+def compile_todo(suite: str, todo: list[Case], available: list[systems.System], options: Options) -> None:
     """Have everything compiled that the cases need, on a GPU."""
     device = options.device
     if device.type != "cuda" or suite == "model":  # which is one case
         return
     jobs = []
     for case in todo:
-        taken = systems_of(suite, case, found, device)
+        taken = systems_of(suite, case, available, device)
         taken = [system for system in taken if system.compiles or (system.ours and not system.slow)]
         runs = tuple((system.name, _modes_of(suite, system, case)) for system in taken)
         jobs.append(compiling.Job(case, runs, device))
@@ -154,7 +154,7 @@ def _modes_of(suite: str, system: systems.System, case: Case) -> tuple[systems.M
     return (systems.Mode(with_lse=suite == "equivalence"),)
 
 
-def make_row(suite: str, case: Case, found: list[systems.System], options: Options) -> Record:
+def make_row(suite: str, case: Case, available: list[systems.System], options: Options) -> Record:
     """The row of a case; an exception outside any system, for instance no memory for the inputs, is its error."""
     device = options.device
     effort = performance.QUICK if options.quick else performance.FULL
@@ -171,7 +171,7 @@ def make_row(suite: str, case: Case, found: list[systems.System], options: Optio
     }
     try:
         with stream_of(device):
-            row = functions[suite](case, systems_of(suite, case, found, device), device)
+            row = functions[suite](case, systems_of(suite, case, available, device), device)
         json.dumps(row, allow_nan=False)
     except Exception as error:
         row = {"name": case.name, "group": case.group, "shape": case.shape, "what": case.what}

@@ -1,8 +1,8 @@
-"""Decoding from pages and writing to them on a GPU, each beside the floor of its bytes: `python -m benchmarks.serving`.
+"""Times decoding from pages and writing to them on a GPU, with the floor of the bytes: `python -m benchmarks.serving`.
 
-64 sequences of 512 to 32768 keys, 32 heads on 8, head dim 128, bf16. Outputs of three sequences are compared with fp64
-in the same run: exit status 1 where one is further off than 1.5 times what plain PyTorch is, or where a call of ours
-fails. FlashInfer decodes the same pages beside us; where it cannot, its row says why.
+64 sequences of 512 to 32768 keys, 32 heads on 8, head dim 128, bf16. The run compares the outputs of three sequences
+with fp64. Exit status 1 if an error is more than 1.5 times plain PyTorch's, or a call of ours fails. FlashInfer decodes
+the same pages; if it cannot, its row says why.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Pool:
         return torch.randn(shape, generator=self.random, device=self.device, dtype=torch.bfloat16)
 
     def is_accurate(self, q: Tensor, run: Callable[[], Tensor], sees: Tensor) -> bool:
-        """Whether three sequences have the output of fp64; `sees` (L, L) says what of its new tokens a query sees."""
+        """Return whether the outputs of three sequences equal fp64's; `sees` (L, L): which new tokens a query sees."""
         out = run()
         for s in (0, 31, 63):
             keys = [
@@ -94,9 +94,9 @@ def decoding_rows(page_size: int, device: str, backend: str) -> Iterator[Row]:
     for token in range(1, DRAFT):
         sees[token] |= sees[(token - 1) // 2]  # a binary tree
     chain = torch.ones_like(sees).tril()
-    whole = torch.ones(len(LENGTHS), 1, DRAFT, max(LENGTHS), dtype=torch.bool, device=device)
+    dense_tree = torch.ones(len(LENGTHS), 1, DRAFT, max(LENGTHS), dtype=torch.bool, device=device)
     for s, n in enumerate(LENGTHS):
-        whole[s, :, :, n - DRAFT : n] = sees
+        dense_tree[s, :, :, n - DRAFT : n] = sees
     q1, q16 = pool.normal(len(LENGTHS), 1, HEADS, DIM), pool.normal(len(LENGTHS), DRAFT, HEADS, DIM)
     tree = PreparedMask.from_tree(sees[None])
 
@@ -110,11 +110,11 @@ def decoding_rows(page_size: int, device: str, backend: str) -> Iterator[Row]:
         ("1 query", call(q1), q1, sees[:1, :1], 0),
         ("16 queries, tree", call(q16, tree), q16, sees, 0),
         ("16 queries, causal", call(q16, is_causal=True), q16, chain, 0),
-        ("16 queries, the tree as a bool mask", call(q16, whole), q16, sees, DRAFT * sum(LENGTHS)),
+        ("16 queries, the tree as a bool mask", call(q16, dense_tree), q16, sees, DRAFT * sum(LENGTHS)),
     )
-    for name, run, q, sees_new, of_mask in calls:
+    for name, run, q, sees_new, mask_bytes in calls:
         check = partial(pool.is_accurate, q, run, sees_new)
-        yield Row(f"{name}, pages of {page_size}", run, pool.bytes + 4 * q.numel() + of_mask, check)
+        yield Row(f"{name}, pages of {page_size}", run, pool.bytes + 4 * q.numel() + mask_bytes, check)
     peer = flashinfer_run(pool, q1)
     check = partial(pool.is_accurate, q1, peer, sees[:1, :1])
     yield Row(f"1 query, pages of {page_size}, FlashInfer", peer, pool.bytes + 4 * q1.numel(), check, is_peer=True)
@@ -161,8 +161,8 @@ def append_rows(device: str) -> Iterator[Row]:
         name = f"append {count} x {tokens}"
         check = partial(_has_all, caches, (k, v), at)
         yield Row(name, partial(append_to_cache, caches[0], caches[1], k, v, sequences), size, check)
-        given = (*caches, k, v, view.bounds, view.block_table, sequences.layout)
-        yield Row(f"{name}, the kernel", partial(OPERATOR, *given), size, check)
+        arguments = (*caches, k, v, view.bounds, view.block_table, sequences.layout)
+        yield Row(f"{name}, the kernel", partial(OPERATOR, *arguments), size, check)
 
 
 def _has_all(caches: list[Tensor], new: tuple[Tensor, ...], at: tuple[Tensor, Tensor]) -> bool:
@@ -192,7 +192,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--rep-ms", type=float, default=200, help="about how long each row is timed")
-    given = parser.parse_args()
+    args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch finds no GPU")
     device = torch.device("cuda")
@@ -202,9 +202,9 @@ def main() -> int:
     # Graphs are not captured on the stream that is there by default.
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
         for page_size in (64, 16):
-            good &= run_rows(list(decoding_rows(page_size, "cuda", given.backend)), device, given.rep_ms)
+            good &= run_rows(list(decoding_rows(page_size, "cuda", args.backend)), device, args.rep_ms)
         for pair in (0, 2):
-            good &= run_rows(list(append_rows("cuda"))[pair : pair + 2], device, given.rep_ms)
+            good &= run_rows(list(append_rows("cuda"))[pair : pair + 2], device, args.rep_ms)
     return 0 if good else 1
 
 

@@ -104,14 +104,14 @@ def inputs(case: Case) -> tuple[list[Tensor], MaskView, Tensor | None]:
     return rows, packed, None if batch is None else random(batch, c.heads, c.seqlen, c.seqlen)
 
 
-def runner(case: Case, kernel: str, given: Any) -> Callable[[], list[Tensor]]:
-    """What runs one kernel of a case with the tile that is in force."""
+def runner(case: Case, kernel: str, tensors: Any) -> Callable[[], list[Tensor]]:
+    """Return a function that runs one kernel of a case with the current tile."""
     from flash_dmattn.problem import Flags
     from flash_dmattn.triton_kernels import plan_backward, plan_forward
     from flash_dmattn.triton_kernels.backward_keys import NO_DBIAS, STORE
     from flash_dmattn.triton_kernels.plan import Call
 
-    (q, k, v, dout), packed, bias = given
+    (q, k, v, dout), packed, bias = tensors
     flags = Flags(-1, 0 if case.is_causal else -1, case.head_dim**-0.5, 0.0, False)
     call = Call(q, k, v, packed, bias, flags)
     out, lse = torch.empty_like(q), q.new_empty(case.batch, case.heads, case.seqlen, dtype=torch.float32)
@@ -136,13 +136,13 @@ def runner(case: Case, kernel: str, given: Any) -> Callable[[], list[Tensor]]:
     return lambda: [queries(read, packed, None, None, None, dq), dq][1:]
 
 
-def with_tile(case: Case, kernel: str, tile: tuple[int, ...], given: Any) -> Callable[[], list[Tensor]]:
+def with_tile(case: Case, kernel: str, tile: tuple[int, ...], tensors: Any) -> Callable[[], list[Tensor]]:
     """The same with a tile of our choice."""
     from flash_dmattn.triton_kernels import plan, tile_table
 
     plan.tile_of = lambda name, *a, **b: tile_table.Tile(*tile) if name == kernel else tile_table.tile_of(name, *a, **b)
     try:
-        return runner(case, kernel, given)
+        return runner(case, kernel, tensors)
     finally:
         plan.tile_of = tile_table.tile_of
 
@@ -154,12 +154,12 @@ def jobs(names: list[str], kernels: list[str]) -> list[tuple[str, str, tuple[int
 
 def compile_share(chosen: list[tuple[str, str, Any]], index: int, count: int) -> None:
     """Compile every count-th job into Triton's cache."""
-    given: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     for name, kernel, tile in chosen[index::count]:
-        if name not in given:
-            given = {name: inputs(CASES[name])}
+        if name not in made:
+            made = {name: inputs(CASES[name])}
         try:
-            with_tile(CASES[name], kernel, tile, given[name])()
+            with_tile(CASES[name], kernel, tile, made[name])()
         except Exception as error:  # a tile that cannot run is reported where it is timed
             print(f"{name} {kernel} {tile}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
 
@@ -175,15 +175,15 @@ def sweep(names: list[str], kernels: list[str], processes: int) -> dict[tuple[st
     for share in shares:
         share.wait()
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
-    found: dict[tuple[str, str], list[tuple[float, Any]]] = {}
+    timed: dict[tuple[str, str], list[tuple[float, Any]]] = {}
     for name in names:
-        case, given = CASES[name], inputs(CASES[name])
+        case, tensors = CASES[name], inputs(CASES[name])
         for kernel in (k for k in kernels_of(case) if k in kernels):
-            wanted = [x.clone() for x in runner(case, kernel, given)()]
-            times = found[name, kernel] = []
+            wanted = [x.clone() for x in runner(case, kernel, tensors)()]
+            times = timed[name, kernel] = []
             for tile in candidates(case, kernel):
                 try:
-                    run = with_tile(case, kernel, tile, given)
+                    run = with_tile(case, kernel, tile, tensors)
                     error = max(float((x - y).norm() / y.norm()) for x, y in zip(run(), wanted, strict=True))
                     if not error < TOLERANCE[case.dtype]:
                         print(f"{name} {kernel} {tile}: wrong, {error:.0e} from the tile of the table", flush=True)
@@ -193,7 +193,7 @@ def sweep(names: list[str], kernels: list[str], processes: int) -> dict[tuple[st
                     print(f"{name} {kernel} {tile}: {str(error).splitlines()[0][:100]}", flush=True)
             times.sort()
             print(f"{name} {kernel}: " + "; ".join(f"{ms:.3f} {tile}" for ms, tile in times[:5]), flush=True)
-    return found
+    return timed
 
 
 def rewritten(source: str, table: str, kernel: str, row: int, tile: tuple[int, ...], reason: str) -> str:
@@ -211,34 +211,34 @@ def rewritten(source: str, table: str, kernel: str, row: int, tile: tuple[int, .
 
 
 def proposal(name: str, kernel: str, times: list[tuple[float, Any]]) -> tuple[tuple[int, ...], str]:
-    """The fastest tile of a case and kernel, and the reason that stands beside it in the table."""
+    """Return the fastest tile of a case and kernel, and the comment for the table."""
     (ms, tile), *others = times
     reason = f"{ms:.3f} ms, {name} of benchmarks/tiles.py"
     return tile, reason + (f"; {others[0][0]:.3f} for {others[0][1]}" if others else "")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Search what the arguments choose, and print the rows that the fastest tiles make."""
-    names = given.names or list(CASES)
-    if given.list:
+    names = args.names or list(CASES)
+    if args.list:
         for name, case in CASES.items():
             print(f"{name:16} {case.table:12} {' '.join(kernels_of(case))}")
         return 0
     if not torch.cuda.is_available():
         print("sweep tiles: torch finds no GPU on this machine.", file=sys.stderr)
         return 2
-    if given.share is not None:
-        compile_share(jobs(names, given.kernels), given.share, given.processes)
+    if args.share is not None:
+        compile_share(jobs(names, args.kernels), args.share, args.processes)
         return 0
-    found = sweep(names, given.kernels, given.processes)
-    for (name, kernel), times in found.items():
+    timed = sweep(names, args.kernels, args.processes)
+    for (name, kernel), times in timed.items():
         if not times:
             print(f"{name} {kernel}: no tile ran")
             continue
         case = CASES[name]
         tile, reason = proposal(name, kernel, times)
         print(f"{case.table} {kernel!r} {case.row}: Tile{tile},  # {reason}")
-        if given.write:
+        if args.write:
             TABLE.write_text(rewritten(TABLE.read_text(), case.table, kernel, case.row, tile, reason))
     return 0
 

@@ -16,13 +16,13 @@ How = Literal["events", "graph", "wall clock"]
 
 # Below this a launch takes as long as the kernel, and CUDA graphs are replayed instead.
 GRAPH_MS = 0.1
-CAPTURED_MS = 1.0  # beside such a run, up to here; what takes longer is not bound by its launches
+CAPTURED_MS = 1.0  # the longest run that is then captured, too; launches do not bound longer runs
 REPLAYED_MS = 0.5  # of work in one graph
-LONG_MS = 10.0  # of a run whose launches are nothing beside it
+LONG_MS = 10.0  # a run of this length makes the time of launches negligible
 # The buffer that empties the L2 cache. Writing it takes some 250 microseconds on an H200, in which the host enqueues
-# the run: without that, events round a small run would time the host.
+# the run. Without it, events around a small run would measure the host.
 FLUSH_BYTES = 1 << 30
-# Such buffers before the first run after a wait: there the host has nothing enqueued ahead yet.
+# How often the buffer is written before the first run after a wait, because the host has enqueued nothing then.
 FLUSHES_AHEAD = 4
 
 
@@ -61,14 +61,14 @@ def gradients(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Tens
 def measure(runners: list[Runner], device: torch.device, *, rep_ms: float, least: int, most: int) -> None:
     """Time runs in turns, each repetition apart.
 
-    On CUDA by events, with the L2 cache emptied before each run; where one of the runs takes less than 0.1 ms, all
-    below 1 ms that can be captured are replayed as CUDA graphs of several runs instead. On CPU by the clock.
+    CUDA events time each run, with the L2 cache emptied before it. If some run takes less than 0.1 ms, then all runs
+    below 1 ms that can be captured are instead replayed as CUDA graphs of several runs. On a CPU the clock times them.
 
     Args:
-        runners: what to time; an exception ends the runs of one and is kept in it.
-        device: where.
-        rep_ms: about how long each is timed in all, in milliseconds.
-        least, most: bounds of the number of its runs, whatever they take.
+        runners: the runs to time. An exception ends the runs of its runner, and is stored there.
+        device: the device of the runs.
+        rep_ms: the approximate time for all runs of a runner, in milliseconds.
+        least, most: limits of the number of runs.
     """
     stopwatch = Stopwatch(device)
     for runner in runners:
@@ -85,7 +85,7 @@ def measure(runners: list[Runner], device: torch.device, *, rep_ms: float, least
                 _attempt(runner, lambda runner=runner: stopwatch.start(runner))  # type: ignore[misc]
         try:
             stopwatch.collect()
-        except Exception as error:  # of a kernel that was launched earlier, and nobody knows of which
+        except Exception as error:  # an earlier launch failed, and nobody knows which one
             for runner in alive:
                 runner.error = runner.error or error
             break

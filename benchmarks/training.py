@@ -1,8 +1,8 @@
-"""A training step of models of transformers, beside "sdpa" and "eager": `python -m benchmarks.training`.
+"""Times training steps of models of transformers, with "sdpa" and "eager" as peers: `python -m benchmarks.training`.
 
-Random weights, bf16; a step is forward, loss and backward, without an optimizer. Steps are timed several in a row, so
-that the host may run ahead of the GPU; the host's own time stands beside. The first loss of every implementation is
-compared with that of "sdpa": exit status 1 where they differ by more than bf16 explains.
+Weights are random, in bf16; a step is forward, loss and backward, without an optimizer. Several steps are timed in a
+row, so that the host can run ahead of the GPU; the table also has the time of the host. Exit status 1 if the first loss
+of an implementation differs from the loss of "sdpa" by more than bf16 explains.
 
     python -m benchmarks.training                            # a GPU, some minutes
     python -m benchmarks.training --models t5 --steps 12
@@ -28,12 +28,12 @@ import flash_dmattn
 from flash_dmattn.integrations.transformers import register
 
 Inputs = dict[str, Tensor]
-WARM, GROUPS = 3, 3  # steps that are not timed, and runs of steps of which the median counts
+WARM, GROUPS = 3, 3  # steps before timing, and groups of timed steps, whose median counts
 LOSS_ERROR = 2e-2
 
 
 class Batch(NamedTuple):
-    """What a model trains on.
+    """A model and the data that it trains on.
 
     Attributes:
         name: of the row.
@@ -159,7 +159,7 @@ def make_model(batch: Batch, sizes: Sizes, implementation: str, device: torch.de
 
 
 class Result(NamedTuple):
-    """Of one implementation: milliseconds of a step and of the host, peak memory, the first loss, and our backends."""
+    """The results of one implementation: times of a step and of the host, peak memory, first loss, our backends."""
 
     milliseconds: float
     host: float
@@ -208,16 +208,16 @@ def run(batch: Batch, sizes: Sizes, device: torch.device, steps: int) -> bool:
     inputs, first, agreed = batch.inputs(device), None, True
     for implementation in batch.implementations:
         model = make_model(batch, sizes, implementation, device)
-        found = measure(model, inputs, steps)
+        measured = measure(model, inputs, steps)
         del model
         gc.collect()
-        first = first or found
+        first = first or measured
         # Dropout draws other numbers for each of them.
-        apart = abs(found.loss - first.loss) / abs(first.loss) > LOSS_ERROR * (5 if batch.dropout else 1)
+        apart = abs(measured.loss - first.loss) / abs(first.loss) > LOSS_ERROR * (5 if batch.dropout else 1)
         agreed &= not apart
         print(
-            f"| {batch.model} | {batch.name} | {implementation} | {found.milliseconds:.1f} | {found.host:.1f} | "
-            f"{found.gigabytes:.1f} | {found.loss:.4f}{' WRONG' if apart else ''} | {found.backends} |",
+            f"| {batch.model} | {batch.name} | {implementation} | {measured.milliseconds:.1f} | {measured.host:.1f} | "
+            f"{measured.gigabytes:.1f} | {measured.loss:.4f}{' WRONG' if apart else ''} | {measured.backends} |",
             flush=True,
         )
     return agreed
@@ -231,18 +231,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=8, help="steps of each of three timed runs")
     parser.add_argument("--quick", action="store_true", help="tiny models")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    if device.type == "cpu" and not given.quick:
+    args = parser.parse_args(arguments)
+    device = torch.device(args.device)
+    if device.type == "cpu" and not args.quick:
         parser.error("on a CPU only --quick ends in time")
     register()
-    sizes = QUICK if given.quick else FULL
+    sizes = QUICK if args.quick else FULL
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}; ms a step, GiB at the peak")
     print("| model | batch | attention | step | host | memory | first loss | our backends |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    chosen = [x for x in batches(sizes) if x.model in given.models and given.match in x.name]
-    agreed = [run(batch, sizes, device, given.steps) for batch in chosen]
+    chosen = [x for x in batches(sizes) if x.model in args.models and args.match in x.name]
+    agreed = [run(batch, sizes, device, args.steps) for batch in chosen]
     if not all(agreed):
         print("losses marked WRONG differ from those of sdpa by more than bf16 explains")
     return 0 if chosen and all(agreed) else 1

@@ -1,4 +1,4 @@
-"""What a call has to give, in fp64, and how far from it a bf16 result may be."""
+"""The results of a call in fp64, and the largest error that a bf16 result may have."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def truth(inputs: Inputs, gradients: bool = True) -> Results:
         return_lse=True,
         backend="eager",
     )
-    found = {"out": out.detach(), "lse": lse.detach()}
+    results = {"out": out.detach(), "lse": lse.detach()}
     if gradients:
         taken = torch.autograd.grad(out, list(leaves.values()), inputs.dout.double())
-        found |= dict(zip(leaves, taken, strict=True))
-    return found
+        results |= dict(zip(leaves, taken, strict=True))
+    return results
 
 
 class Yardstick:
-    """Plain PyTorch in the dtype of the call, and by it the largest error that the accuracy rule permits.
+    """Plain PyTorch in the dtype of the call, whose error gives the largest error that the accuracy rule permits.
 
-    It needs whole (B, H, Lq, Lk) matrices, which of all heads would not fit the memory at 16k, so it computes the first
-    key-value head and its group, in every batch element; all heads where one bias is shared by them.
+    It needs (B, H, Lq, Lk) matrices. For all heads these would not fit in memory at 16k, so it computes only the first
+    key-value head and its group, in every batch element. It computes all heads if they share one bias.
     """
 
     @torch.no_grad()
@@ -76,10 +76,10 @@ class Yardstick:
 
 
 def plain_attention(mask: Tensor, is_causal: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Plain PyTorch's attention in the dtype of q, as a function of q, k, v and bias for a mask (B | 1, Hk, L, L).
+    """Return plain PyTorch's attention in the dtype of q, a function of q, k, v and bias, for a mask (B | 1, Hk, L, L).
 
-    Each key-value head and its group by itself, and the backward pass by the formulas of the yardstick from nothing
-    that the forward kept: of a whole call, or of several layers, the matrices of scores would not fit the memory.
+    It computes one key-value head and its group at a time. Its backward pass computes everything again, by the formulas
+    of the yardstick. The score matrices of a whole call, or of several layers, would not fit in memory.
     """
 
     def per_head(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -133,6 +133,6 @@ def errors(results: Results, exact: Results) -> dict[str, float]:
     return {name: error(results[name], x) for name, x in exact.items() if name in results}
 
 
-def wrong(found: dict[str, float], limits: dict[str, float], ours: bool) -> list[str]:
+def wrong(measured: dict[str, float], limits: dict[str, float], ours: bool) -> list[str]:
     """The tensors whose error is above the limit, which for peers is at least 3e-2."""
-    return [name for name, x in found.items() if not x <= (limits[name] if ours else max(limits[name], PEER_LIMIT))]
+    return [name for name, x in measured.items() if not x <= (limits[name] if ours else max(limits[name], PEER_LIMIT))]

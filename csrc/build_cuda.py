@@ -1,7 +1,7 @@
 """The build of the CUDA extension: nvcc and ninja, without torch's CUDAExtension, which refuses a CPU torch.
 
-`setup.py` calls it; `python csrc/build_cuda.py` says whether it would. What is built against the CPU wheel of torch is
-what is built against a CUDA one: only headers of torch's stable ABI are included, and a stub stands in for
+`setup.py` calls it; `python csrc/build_cuda.py` says whether it would. A build against the CPU wheel of torch equals a
+build against a CUDA wheel: only headers of torch's stable ABI are included, and a stub stands in for
 libtorch_cuda.so at link time.
 """
 
@@ -26,11 +26,13 @@ from typing import NamedTuple
 CSRC = Path(__file__).resolve().parent
 SOURCES = (
     "api/backward.cpp",
+    "api/backward_arguments.cpp",
+    "api/backward_dbias.cpp",
+    "api/backward_scratch.cpp",
     "api/forward.cpp",
     "api/intervals.cpp",
     "api/mask.cpp",
     "api/module.cpp",
-    "api/shared_dbias.cpp",
     "api/tensor_map.cpp",
     "sm90/backward/clear_dbias.cu",
     "sm90/backward/clusters.cu",
@@ -68,8 +70,8 @@ WIDE_BACKWARD_HEAD_DIMS = ((192, 128), (192, 192), (256, 256))  # whose backward
 SEQUENCES_HEAD_DIMS = ((64, 64), (128, 128))  # of both passes of calls with sequences
 DTYPES = {"fp16": ("__half", "Half"), "bf16": ("__nv_bfloat16", "BFloat16")}  # the name in CUDA, and in torch
 
-# Spilled bytes are those of the stores and the loads in a kernel's code, each counted once. At head dim 256 a thread
-# holds 128 sums of out beside its scores in 232 registers, and nvcc 13.0 spills up to 268 bytes. The bound is 68
+# Spilled bytes are the bytes of the stores and the loads in a kernel's code, each counted once. At head dim 256 a
+# thread holds 128 sums of out beside its scores in 232 registers, and nvcc 13.0 spills up to 268 bytes. The bound is 68
 # registers stored and loaded once: a kernel that lost those sums would spill 1024 bytes. In the backward kernels it is
 # the warps that copy and hand out work, up to 528 bytes: with 24 registers they leave 224 to 240 to each consumer,
 # which spills nothing.
@@ -121,7 +123,7 @@ rule link
 """
 
 
-# What is kept of a compiler's output: an error in a header of torch takes five lines, and command lines are long.
+# How much of a compiler's output is kept: an error in a header of torch takes five lines, and command lines are long.
 KEPT_LINES = 20
 KEPT_COLUMNS = 240
 
@@ -149,7 +151,7 @@ class Unit(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What ptxas says of one kernel; `symbol` is its name in the file, `name` that in the source."""
+    """The words of ptxas about one kernel; `symbol` is its name in the file, `name` that in the source."""
 
     symbol: str
     name: str
@@ -184,8 +186,8 @@ def nvcc_version(nvcc: str) -> tuple[int, int] | None:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60).stdout
     except OSError:
         return None
-    found = re.search(r"release (\d+)\.(\d+)", said)
-    return None if found is None else (int(found[1]), int(found[2]))
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    return None if release is None else (int(release[1]), int(release[2]))
 
 
 def find_torch() -> tuple[Path, str] | None:
@@ -217,25 +219,25 @@ def _capabilities_by_driver() -> list[str]:
     count, device, number = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return []
-    found = []
+    capabilities = []
     for ordinal in range(count.value):
         driver.cuDeviceGet(ctypes.byref(device), ordinal)
         numbers = []
         for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
             driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
             numbers.append(number.value)
-        found.append("{}.{}".format(*numbers))
-    return found
+        capabilities.append("{}.{}".format(*numbers))
+    return capabilities
 
 
 def reason_not_to_use() -> str:
     """Return why this machine could not run the extension; empty where it has a GPU for it."""
-    found = compute_capabilities()
-    if CAPABILITY in found:
+    capabilities = compute_capabilities()
+    if CAPABILITY in capabilities:
         return ""
-    others = ", ".join(sorted(set(found)))
+    others = ", ".join(sorted(set(capabilities)))
     # In words that are still right where the package is used on another machine.
-    seen = f"had GPUs of compute capability {others}" if found else "showed no NVIDIA GPU"
+    seen = f"had GPUs of compute capability {others}" if capabilities else "showed no NVIDIA GPU"
     return f"the machine of the build {seen}, and only a Hopper GPU (compute capability {CAPABILITY}) can run it"
 
 
@@ -303,7 +305,7 @@ def jobs() -> int:
 def forward_instances() -> list[Unit]:
     """Return the units of the forward pass.
 
-    FLASH_DMATTN_HEAD_DIMS keeps those whose head dim of q and k it names, FLASH_DMATTN_DTYPES those of its dtypes.
+    FLASH_DMATTN_HEAD_DIMS keeps the units whose head dim of q and k it names; FLASH_DMATTN_DTYPES does so for dtypes.
     """
     return _instances("forward", HEAD_DIMS, lambda pair: FORWARD)
 
@@ -354,7 +356,7 @@ def _for_racecheck() -> bool:
 
 
 def _chosen(variable: str, known: list[str]) -> list[str]:
-    """Those of `known` that the environment variable names, all where it is not set."""
+    """Return the names in `known` that the environment variable lists, or all where it is not set."""
     wish = os.environ.get(variable)
     if wish is None:
         return known
@@ -366,8 +368,8 @@ def _chosen(variable: str, known: list[str]) -> list[str]:
 
 def attention_units() -> list[Unit]:
     """Return all units that are compiled for head dims and dtypes."""
-    of_dense = [*forward_instances(), *backward_instances(), *shared_dbias_instances()]
-    return [*of_dense, *(unit for units in sequences_instances() for unit in units)]
+    dense = [*forward_instances(), *backward_instances(), *shared_dbias_instances()]
+    return [*dense, *(unit for units in sequences_instances() for unit in units)]
 
 
 def instances_header() -> str:
@@ -390,7 +392,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         version: of the package, to be embedded.
 
     Returns:
-        What ptxas says of each kernel.
+        The registers and spills of each kernel.
 
     Raises:
         BuildError: it cannot be built here, or a command failed, whose output is printed by then.
@@ -398,9 +400,9 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     reasons = reasons_not_to_build()
     if reasons:
         raise BuildError("; ".join(reasons))
-    nvcc, ninja, found = find_nvcc(), find_ninja(), find_torch()
-    assert nvcc is not None and ninja is not None and found is not None
-    torch, torch_version = found
+    nvcc, ninja, torch_found = find_nvcc(), find_ninja(), find_torch()
+    assert nvcc is not None and ninja is not None and torch_found is not None
+    torch, torch_version = torch_found
     folder.mkdir(parents=True, exist_ok=True)
     folder, output = folder.resolve(), output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -436,8 +438,8 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         torch_lib=shlex.quote(str(torch / "lib")), output_name=output.name,
     )  # fmt: skip
     # Kernels wait for the host code, which takes seconds: a torch whose headers do not fit then costs no more.
-    of_torch = [unit.object for unit in units if unit.source.endswith(".cpp")]
-    edges = [f"build host: phony {' '.join(of_torch)}"]
+    host_objects = [unit.object for unit in units if unit.source.endswith(".cpp")]
+    edges = [f"build host: phony {' '.join(host_objects)}"]
     for unit in units:
         source = _escaped(sources / unit.source)
         step = f"cuda {source} || host" if unit.source.endswith(".cu") else f"cpp {source}"
@@ -456,9 +458,9 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
 
 
 def _run_ninja(command: list[str]) -> tuple[bool, str]:
-    """Run it, and return whether it ended well, and its last lines without those of progress.
+    """Run it, and return whether it ended well, and its last lines, lines of progress left out.
 
-    What it says is printed at once, so that the lines [n/m] appear as units are done.
+    Its output is printed at once, so that the lines [n/m] appear as units are done.
     """
     last: deque[str] = deque(maxlen=KEPT_LINES)
     with subprocess.Popen(
@@ -479,7 +481,7 @@ def _run_ninja(command: list[str]) -> tuple[bool, str]:
 
 def parse_ptxas(log: str) -> list[Kernel]:
     """Return what `-Xptxas -v` says of each kernel."""
-    found = re.findall(
+    rows = re.findall(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
         log,
         re.DOTALL,
@@ -487,7 +489,7 @@ def parse_ptxas(log: str) -> list[Kernel]:
     serialized = re.findall(r"wgmma\.mma_async instructions are serialized .*?function '(\w+)'", log)
     return [
         Kernel(name, _demangled(name), int(used), int(stores) + int(loads), name in serialized)
-        for name, stores, loads, used in found
+        for name, stores, loads, used in rows
     ]
 
 

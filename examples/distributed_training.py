@@ -6,8 +6,8 @@
 
 Each rank has its rows of each sequence, in zigzag: the layers work on those, and attention gathers the keys.
 Parameters, with the slopes of a learned bias among them, are sharded over all ranks by FSDP2, on one flattened mesh
-dim: two dims would mean replicas. The loss of a rank is the mean over its tokens; FSDP2 takes the mean of their
-gradients, which is that of all tokens, since every rank has as many.
+dim: two dims would mean replicas. The loss of a rank is the mean over its tokens. FSDP2 takes the mean of the gradients
+of all ranks, which is the gradient of the mean over all tokens, since every rank has as many.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch.nn.functional import cross_entropy
 
 from flash_dmattn import attention
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
-from flash_dmattn.nn import apply_rotary, rotary_angles
+from flash_dmattn.nn.positions import apply_rotary, rotary_angles
 
 VOCABULARY, LENGTH, BATCH = 32, 128, 4
 DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 2, 4, 2, 16
 
 
 class Share:
-    """The rows of the sequence that this process has: all of them, or those of its rank of a mesh dim."""
+    """The rows of the sequence that this process has: all rows, or the share of its rank in a mesh dim."""
 
     def __init__(self, mesh: DeviceMesh | None = None, device: str = "cpu") -> None:
         self.mesh = mesh
@@ -66,7 +66,7 @@ class Block(nn.Module):
         angles = rotary_angles(share.positions, HEAD_DIM)  # by position, not by row
         q = apply_rotary(rearrange(self.queries(normed), "b l (h d) -> b l h d", h=HEADS), angles)
         k, v = rearrange(self.keys_values(normed), "b l (kv h d) -> kv b l h d", kv=2, h=KV_HEADS)
-        # (H, rows, keys): of this rank's rows, over all keys. Its gradient never leaves the rank but as that of slopes.
+        # (H, rows, keys): this rank's rows, over all keys. Only the gradient of the slopes leaves the rank.
         distance = share.positions[:, None] - share.all_positions
         bias = -self.slopes[:, None, None] * distance
         out = share.attend(q, apply_rotary(k, angles), v, bias)
@@ -128,37 +128,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dp", type=int, default=1, help="ranks that share the batch; the others share the sequence")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     if "RANK" not in os.environ:
         parser.error(
             "this process is no rank: start it with torchrun --nproc-per-node 2 examples/distributed_training.py"
         )
     size = int(os.environ["WORLD_SIZE"])
-    if given.dp < 1 or size % given.dp or BATCH % given.dp:
-        parser.error(f"--dp is {given.dp}; it needs to divide the {size} ranks and the batch of {BATCH}")
-    if given.device == "cuda":
+    if options.dp < 1 or size % options.dp or BATCH % options.dp:
+        parser.error(f"--dp is {options.dp}; it needs to divide the {size} ranks and the batch of {BATCH}")
+    if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
     # By name: where there is a GPU, a mesh of CPUs would get the group of GPUs.
-    dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
-    mesh = init_device_mesh(given.device, (given.dp, size // given.dp), mesh_dim_names=("dp", "cp"))
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    mesh = init_device_mesh(options.device, (options.dp, size // options.dp), mesh_dim_names=("dp", "cp"))
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
 
-    model = new_model(given.device)
+    model = new_model(options.device)
     for block in model.blocks:
         fully_shard(block, mesh=everyone)
     fully_shard(model, mesh=everyone)
-    mine = BATCH // given.dp
+    mine = BATCH // options.dp
     first = mesh["dp"].get_local_rank() * mine
-    share = Share(mesh["cp"], given.device)
-    losses = torch.tensor(train(model, share, slice(first, first + mine), given.steps, given.device))
-    losses = losses.to(given.device)
+    share = Share(mesh["cp"], options.device)
+    losses = torch.tensor(train(model, share, slice(first, first + mine), options.steps, options.device))
+    losses = losses.to(options.device)
     dist.all_reduce(losses)  # each rank has the mean of its own tokens
     losses /= size
 
     if dist.get_rank() == 0:
-        alone = train(new_model(given.device), Share(device=given.device), slice(None), given.steps, given.device)
-        print(f"{given.dp} x {size // given.dp} ranks: batch x sequence of {LENGTH}")
+        alone = train(
+            new_model(options.device), Share(device=options.device), slice(None), options.steps, options.device
+        )
+        print(f"{options.dp} x {size // options.dp} ranks: batch x sequence of {LENGTH}")
         print("step  distributed  one process  difference")
         for step, (together, single) in enumerate(zip(losses.tolist(), alone, strict=True)):
             print(f"{step:4d}  {together:11.6f}  {single:11.6f}  {together - single:10.1e}")

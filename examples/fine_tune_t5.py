@@ -2,11 +2,11 @@
 
 The model puts the vowels back into docstrings of the Python standard library: "rd th fl" becomes "read the file".
 
-1. In float64 and without dropout both implementations compute the same: the losses of every step agree, and so does the
-   gradient of the relative position bias, which comes back in the bias's own shape.
+1. In float64 and without dropout both implementations compute the same losses at every step, and the same gradient of
+   the relative position bias, which comes back in the bias's own shape.
 2. With T5's dropout of 0.1, each with its own random numbers, both learn alike.
 
-What one sees: a table of both, which backend ran, and a picture of the loss curves, `fine_tune_t5.png`.
+The output: a table of both, which backend ran, and a picture of the loss curves, `fine_tune_t5.png`.
 
     python examples/fine_tune_t5.py                  # a CPU, or a GPU where there is one
     python examples/fine_tune_t5.py --quick --device cpu
@@ -28,7 +28,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.integrations.transformers import register
-from flash_dmattn.tools.demo.report import Report
+from flash_dmattn.tools.demo.command import print_table
 
 PADDING, END, FIRST_BYTE = 0, 1, 3  # token ids as ByT5 has them
 VOCABULARY = 256 + FIRST_BYTE
@@ -36,14 +36,14 @@ VOCABULARY = 256 + FIRST_BYTE
 
 def docstrings(longest: int) -> list[bytes]:
     """The first paragraphs of docstrings in the standard library's modules, shortened to so many bytes."""
-    found = set()
+    results = set()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)):
                 words = (ast.get_docstring(node) or "").partition("\n\n")[0].split()
                 if len(words) > 5:
-                    found.add(" ".join(words).lower().encode()[:longest])
-    return sorted(found)
+                    results.add(" ".join(words).lower().encode()[:longest])
+    return sorted(results)
 
 
 def tokens(texts: Sequence[bytes], fill: int) -> Tensor:
@@ -56,11 +56,11 @@ def batch(texts: list[bytes], size: int, step: int, device: torch.device) -> dic
     """The batch of a step: the same for every model."""
     generator = torch.Generator().manual_seed(step)
     chosen = [texts[index] for index in torch.randint(len(texts), (size,), generator=generator)]
-    given = tokens([text.translate(None, b"aeiou") for text in chosen], PADDING)
+    sources = tokens([text.translate(None, b"aeiou") for text in chosen], PADDING)
     wanted = tokens(chosen, -100)
     return {
-        "input_ids": given.to(device),
-        "attention_mask": (given != PADDING).long().to(device),
+        "input_ids": sources.to(device),
+        "attention_mask": (sources != PADDING).long().to(device),
         "labels": wanted.to(device),
     }
 
@@ -126,22 +126,22 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model")
     parser.add_argument("--out", type=Path, default=Path("examples_output"), help="folder of the picture")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    given.out.mkdir(parents=True, exist_ok=True)
-    report, name = Report(), register()
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = register()
 
-    small = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1 if given.quick else 2, "num_heads": 4}
+    small = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1 if options.quick else 2, "num_heads": 4}
     large = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 6, "num_heads": 8}
-    on_gpu = device.type == "cuda" and not given.quick
-    length = 24 if given.quick else 60
-    exact_steps, steps = (4, 10) if given.quick else (30, 150)
+    on_gpu = device.type == "cuda" and not options.quick
+    length = 24 if options.quick else 60
+    exact_steps, steps = (4, 10) if options.quick else (30, 150)
     texts = docstrings(length)
 
     exact = {}
     for attention in ("eager", name):
         model = make_model(small, 0.0, attention).double()  # on the CPU, whatever the device
-        exact[attention] = Run(model, texts, 4 if given.quick else 8, exact_steps)
+        exact[attention] = Run(model, texts, 4 if options.quick else 8, exact_steps)
     losses = zip(exact["eager"].losses, exact[name].losses)
     loss_difference = max(abs(x - y) / x for x, y in losses)
     gradients = zip(exact["eager"].bias_gradients, exact[name].bias_gradients)
@@ -158,12 +158,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for attention, run in runs.items():
             cells = (f"{run.losses[0]:.3f}", f"{run.end:.3f}", f"{run.seconds:.1f}")
             rows.append((attention, dropout, *cells, "; ".join(run.backends) or "-"))
-    report.table("T5", ("attention", "dropout", "first loss", "last losses", "seconds", "our backends"), rows)
-    report.line()
-    report.line(f"float64, {exact_steps} steps: losses differ by {loss_difference:.1e} of them at most,")
-    report.line(f"gradients of the relative position bias by {gradient_difference:.1e}")
-    draw(given.out / "fine_tune_t5.png", exact, dropped)
-    report.line(f"picture: {given.out / 'fine_tune_t5.png'}")
+    print_table("T5", ("attention", "dropout", "first loss", "last losses", "seconds", "our backends"), rows)
+    print()
+    print(f"float64, {exact_steps} steps: losses differ by {loss_difference:.1e} of them at most,")
+    print(f"gradients of the relative position bias by {gradient_difference:.1e}")
+    draw(options.out / "fine_tune_t5.png", exact, dropped)
+    print(f"picture: {options.out / 'fine_tune_t5.png'}")
     return {
         "loss_difference": loss_difference,
         "gradient_difference": gradient_difference,

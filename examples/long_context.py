@@ -4,8 +4,8 @@ A byte-level language model reads sources of the Python standard library. Its ke
 a fixed number for each query, so that attention costs what is kept. On a GPU the longest text has 32768 bytes. A CPU
 computes every pair and leaves out what is not kept: there one sees how much less there is to compute, no gain of time.
 
-What one sees: for each length the pairs of query and key that are kept, time and memory of a training step of both
-models; the losses of a few steps at the longest; and a picture of time and memory, `long_context.png`.
+The output: for each length the pairs of query and key that are kept, and time and memory of a training step of both
+models; the losses of a few steps at the longest length; and a picture of time and memory, `long_context.png`.
 
     python examples/long_context.py                  # a CPU, or a GPU where there is one
     python examples/long_context.py --quick --device cpu
@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.tools.demo.model import ByteLanguageModel, ModelConfig
-from flash_dmattn.tools.demo.report import Report
-from flash_dmattn.tools.demo.text import load_corpus, random_windows
+from flash_dmattn.tools.demo.command import print_table
+from flash_dmattn.tools.demo.training import ByteLanguageModel, ModelConfig, load_corpus, random_windows
 
 
 class Step(NamedTuple):
@@ -64,7 +63,7 @@ class Trainer:
         return loss.item()
 
     def measure(self, window: Tensor, repeats: int) -> Step:
-        """Time and memory of a step; on a CPU the memory is that of the tensors kept for the backward pass."""
+        """Measure time and memory of a step; on a CPU the memory of the tensors kept for the backward pass."""
         on_gpu = self.device.type == "cuda"
         kept: dict[int, int] = {}
 
@@ -113,15 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true", help="short texts and a tiny model")
     parser.add_argument("--out", type=Path, default=Path("examples_output"), help="folder of the picture")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    given.out.mkdir(parents=True, exist_ok=True)
-    report = Report()
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    options.out.mkdir(parents=True, exist_ok=True)
 
-    if device.type == "cuda" and not given.quick:
+    if device.type == "cuda" and not options.quick:
         lengths, keep, training_steps, repeats = [4096, 8192, 16384, 32768], 1024, 30, 5
         config = ModelConfig(hidden_size=2048, num_layers=4, num_heads=16, num_heads_k=4, mlp_size=4096)
-    elif given.quick:
+    elif options.quick:
         lengths, keep, training_steps, repeats = [32, 64], 16, 4, 1
         config = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, num_heads_k=1, mlp_size=32)
     else:
@@ -144,12 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for place, length in enumerate(lengths)
         for name, step in ((name, steps[name][place]) for name in names)
     ]
-    report.table("A training step", ("length", "attention", "pairs of a head", "ms", memory, "backends"), rows)
-    report.line()
+    print_table("A training step", ("length", "attention", "pairs of a head", "ms", memory, "backends"), rows)
+    print()
     for name, values in losses.items():
-        report.line(f"{name}, {lengths[-1]} bytes: loss {values[0]:.3f}, after {len(values)} steps {values[-1]:.3f}")
-    draw(given.out / "long_context.png", lengths, steps, memory)
-    report.line(f"picture: {given.out / 'long_context.png'}")
+        print(f"{name}, {lengths[-1]} bytes: loss {values[0]:.3f}, after {len(values)} steps {values[-1]:.3f}")
+    draw(options.out / "long_context.png", lengths, steps, memory)
+    print(f"picture: {options.out / 'long_context.png'}")
     return {
         "lengths": lengths,
         "keep": keep,

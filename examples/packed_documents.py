@@ -3,8 +3,8 @@
 Documents are modules of the Python standard library, cut to many lengths. Both ways compute the same loss of every
 document; padding computes on tokens that nobody reads, and keeps them for the backward pass.
 
-What one sees: tokens computed, time, real tokens per second and memory of a training step, the largest difference of a
-document's loss, and a picture of what is computed and of those losses, `packed_documents.png`.
+The output: tokens computed, time, real tokens per second and memory of a training step; the largest difference of a
+document's loss; and a picture of the tokens computed and of these losses, `packed_documents.png`.
 
     python examples/packed_documents.py                  # a CPU, or a GPU where there is one
     python examples/packed_documents.py --quick --device cpu
@@ -26,18 +26,18 @@ import transformers
 from torch import Tensor
 
 from flash_dmattn.integrations.transformers import register
-from flash_dmattn.tools.demo.report import Report
-from flash_dmattn.tools.demo.text import load_corpus
+from flash_dmattn.tools.demo.command import print_table
+from flash_dmattn.tools.demo.training import load_corpus
 
 
 def documents(lengths: Sequence[int]) -> list[Tensor]:
     """So many bytes of so many modules of the standard library, each (length,) int64."""
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for path in load_corpus().train_files:
         text = path.read_bytes()
-        if len(found) < len(lengths) and len(text) >= lengths[len(found)]:
-            found.append(torch.frombuffer(bytearray(text[: lengths[len(found)]]), dtype=torch.uint8).long())
-    return found
+        if len(results) < len(lengths) and len(text) >= lengths[len(results)]:
+            results.append(torch.frombuffer(bytearray(text[: lengths[len(results)]]), dtype=torch.uint8).long())
+    return results
 
 
 def make_model(sizes: dict[str, int], attention: str, device: torch.device) -> Any:
@@ -76,7 +76,7 @@ def packed_losses(model: Any, texts: list[Tensor]) -> Tensor:
 
 
 class Step(NamedTuple):
-    """What one training step costs, and the losses of its documents."""
+    """The cost of one training step, and the losses of its documents."""
 
     losses: list[float]
     computed: int
@@ -137,14 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true", help="short documents and a tiny model")
     parser.add_argument("--out", type=Path, default=Path("examples_output"), help="folder of the picture")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    given.out.mkdir(parents=True, exist_ok=True)
-    report, name = Report(), register()
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = register()
 
-    if device.type == "cuda" and not given.quick:
+    if device.type == "cuda" and not options.quick:
         lengths, hidden, layers, heads = [4096, 512, 2048, 700, 900, 1500, 600, 3000, 512, 1024, 800], 2048, 6, 16
-    elif given.quick:
+    elif options.quick:
         lengths, hidden, layers, heads = [96, 20, 40, 17], 32, 1, 2
     else:
         lengths, hidden, layers, heads = [768, 100, 400, 150, 200, 300, 120, 600], 128, 4, 4
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     ways = (("padded", "sdpa", padded_losses), ("padded", name, padded_losses), ("packed", name, packed_losses))
     for layout, attention, losses_of in ways:
         model = make_model(sizes, attention, device)
-        steps[f"{layout}, {attention}"] = measure(losses_of, model, texts, 1 if given.quick else 3)
+        steps[f"{layout}, {attention}"] = measure(losses_of, model, texts, 1 if options.quick else 3)
     wanted = steps["padded, sdpa"].losses
     difference = max(abs(x - y) for step in steps.values() for x, y in zip(step.losses, wanted))
 
@@ -174,11 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     ]
     memory = "peak MB" if device.type == "cuda" else "MB kept for backward"
     columns = ("way", "tokens computed", "of them real", "ms a step", "real tokens / s", memory)
-    report.table(f"{len(texts)} documents, {real} tokens", columns, rows)
-    report.line()
-    report.line(f"losses of a document differ by {difference:.1e} nats at most")
-    draw(given.out / "packed_documents.png", steps, real)
-    report.line(f"picture: {given.out / 'packed_documents.png'}")
+    print_table(f"{len(texts)} documents, {real} tokens", columns, rows)
+    print()
+    print(f"losses of a document differ by {difference:.1e} nats at most")
+    draw(options.out / "packed_documents.png", steps, real)
+    print(f"picture: {options.out / 'packed_documents.png'}")
     return {"difference": difference, "real": real, "steps": {way: step._asdict() for way, step in steps.items()}}
 
 

@@ -1,10 +1,10 @@
 """Generate with a static cache, on flash_dmattn beside transformers' own attention: the same tokens, tokens per second.
 
 A static cache has room for every token that will come. Other implementations get a mask of all that room for each
-query; here the call says how many keys are used, and what lies behind them is not read. Prompts are padded on the left.
+query; here the call says how many keys are used, and later ones are not read. Prompts are padded on the left.
 
-What one sees: whether all implementations choose the same tokens (in float32, greedily), how many tokens a second they
-make, how large the mask of the prompt is, and a picture of both, `static_cache_generation.png`.
+The output: whether all implementations choose the same tokens (in float32, greedily), how many tokens a second they
+make, how large the mask of the prompt is, and a picture of speed and size, `static_cache_generation.png`.
 
     python examples/static_cache_generation.py                  # a CPU, or a GPU where there is one
     python examples/static_cache_generation.py --quick --device cpu
@@ -25,14 +25,14 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.integrations.transformers import register
-from flash_dmattn.tools.demo.report import Report
-from flash_dmattn.tools.demo.text import load_corpus
+from flash_dmattn.tools.demo.command import print_table
+from flash_dmattn.tools.demo.training import load_corpus
 
 PADDING = 256
 
 
 class Outcome(NamedTuple):
-    """What one implementation generated, how fast, and the bytes of the masks that its first layer received."""
+    """The tokens of one implementation, its speed, and the bytes of the masks that its first layer received."""
 
     tokens: Tensor
     tokens_per_second: float
@@ -54,8 +54,8 @@ def masks_of(layer: Any) -> Iterator[list[int]]:
     """The bytes of the mask that a layer receives, for each of its calls: what other objects than tensors hold."""
     sizes: list[int] = []
 
-    def look(module: Any, arguments: Any, given: dict[str, Any]) -> None:
-        mask = given.get("attention_mask")
+    def look(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        mask = keywords.get("attention_mask")
         parts = [mask] if isinstance(mask, Tensor) else list(vars(mask).values()) if mask is not None else []
         sizes.append(sum(x.numel() * x.element_size() for x in parts if isinstance(x, Tensor)))
 
@@ -74,10 +74,10 @@ def generate(model: Any, attention: str, rows: Tensor, mask: Tensor, count: int)
     with masks_of(model.model.layers[0].self_attn) as sizes, flash_dmattn.config(record=decisions):
         model.generate(input_ids=rows, attention_mask=mask, **options | {"max_new_tokens": 2})  # warms up
     started = time.perf_counter()
-    found = model.generate(input_ids=rows, attention_mask=mask, **options)[:, rows.shape[1] :].cpu()
-    speed = found.numel() / (time.perf_counter() - started)
+    results = model.generate(input_ids=rows, attention_mask=mask, **options)[:, rows.shape[1] :].cpu()
+    speed = results.numel() / (time.perf_counter() - started)
     backends = sorted({d.forward for d in decisions})
-    return Outcome(found, speed, sizes[0], "; ".join(backends))
+    return Outcome(results, speed, sizes[0], "; ".join(backends))
 
 
 def draw(path: Path, outcomes: dict[str, Outcome]) -> None:
@@ -98,14 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true", help="a few tokens of a tiny model")
     parser.add_argument("--out", type=Path, default=Path("examples_output"), help="folder of the picture")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    given.out.mkdir(parents=True, exist_ok=True)
-    report, name = Report(), register()
+    parsed = parser.parse_args(arguments)
+    device = torch.device(parsed.device)
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    name = register()
 
-    if device.type == "cuda" and not given.quick:
+    if device.type == "cuda" and not parsed.quick:
         lengths, count, hidden, layers, heads = [3000, 1500, 2200, 800], 200, 2048, 6, 16
-    elif given.quick:
+    elif parsed.quick:
         lengths, count, hidden, layers, heads = [30, 17], 6, 32, 2, 4
     else:
         lengths, count, hidden, layers, heads = [400, 250, 330, 120], 40, 256, 4, 8
@@ -138,9 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for attention, outcome in outcomes.items()
     ]
     columns = ("attention", "tokens as eager's", "tokens / s", "bytes of the prompt's mask", "backends")
-    report.table(f"{len(lengths)} prompts of up to {max(lengths)} tokens, {count} new ones each", columns, table)
-    draw(given.out / "static_cache_generation.png", outcomes)
-    report.line(f"\npicture: {given.out / 'static_cache_generation.png'}")
+    print_table(f"{len(lengths)} prompts of up to {max(lengths)} tokens, {count} new ones each", columns, table)
+    draw(parsed.out / "static_cache_generation.png", outcomes)
+    print(f"\npicture: {parsed.out / 'static_cache_generation.png'}")
     return {
         "equal": equal,
         "generated": wanted.numel(),

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from ._version import __version__
 from .dispatch.config import process as _process
 
-# `python -m flash_dmattn info` shows what is wrong; sys.argv[0] is "-m" while Python looks for the module to run.
+# `python -m flash_dmattn info` must start, because it shows the error. sys.argv[0] is "-m" while Python looks for the
+# module to run.
 _is_command = _sys.argv[:1] == ["-m"] and any(_word.endswith("flash_dmattn") for _word in _sys.orig_argv)
 if _process.environment_error is not None and not _is_command:
     raise ValueError(_process.environment_error)
 
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
-    # A source checkout: these two folders lie beside the package and are imported only below it. No other folder of the
-    # checkout may be, so `__path__` stays as it is.
+    # In a source checkout these two folders lie next to the package, and are imported as part of it. No other folder of
+    # the checkout may be imported that way, so `__path__` is not changed.
     for _name in ("reference", "triton_kernels"):
         _spec = _ModuleSpec(f"{__name__}.{_name}", None, is_package=True)
         _spec.submodule_search_locations = [str(_root / _name)]
@@ -27,7 +28,7 @@ if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
 try:
     import torch as _torch  # noqa: F401
 except Exception as _error:
-    # `python -m flash_dmattn info` has to be able to say what is broken; everything else raises on first use.
+    # `python -m flash_dmattn info` must start, because it says what is broken. Everything else raises at first use.
     _torch_error = _error
 
     def __getattr__(name: str) -> object:
@@ -42,18 +43,22 @@ else:
     from .api import attention
     from .backends.protocol import Backend
     from .dispatch.config import config
-    from .dispatch.refusals import BackendError, BackendUnavailableError, BackendUnsupportedError, FallbackWarning
     from .dispatch.registry import register_backend, unregister_backend
-    from .dispatch.selection import available_backends
+    from .dispatch.selection import (
+        BackendError,
+        BackendUnavailableError,
+        BackendUnsupportedError,
+        FallbackWarning,
+        available_backends,
+    )
     from .dtensors import load_with
-    from .explanation import Explanation, explain, explain_problem
-    from .problem import AttentionProblem
+    from .explanation import explain
     from .sequences import Sequences, append_to_cache
 
     if _TYPE_CHECKING:
         from . import distributed, nn
 
-    # On first use: what not every program needs costs none of them an import.
+    # Imported at first use, because not every program needs them.
     _LAZY = ("distributed", "nn")
 
     def __getattr__(name: str) -> object:
@@ -73,12 +78,10 @@ else:
 
 
 __all__ = [
-    "AttentionProblem",
     "Backend",
     "BackendError",
     "BackendUnavailableError",
     "BackendUnsupportedError",
-    "Explanation",
     "FallbackWarning",
     "Sequences",
     "__version__",
@@ -88,7 +91,6 @@ __all__ = [
     "config",
     "distributed",
     "explain",
-    "explain_problem",
     "masks",
     "nn",
     "register_backend",

@@ -9,26 +9,27 @@ from typing import NoReturn
 
 from ._version import __version__
 from .dispatch.config import process
-from .tools.cli import PROGRAM, calibrate_command, explain_command, info, require_torch, run_piped
+from .tools import PROGRAM, info, require_torch, run_piped
+from .tools.cli import add_calibrate, add_explain, join_window
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one line on stderr, without the usage around it."""
+    """An argument parser whose errors are one line on stderr, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the complaint and exit with 2."""
+        """Print the error and exit with 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of every subcommand; each sets `run`, which takes the parsed arguments and returns the exit status."""
+    """Build the parser. Each subcommand sets `run`, which takes the parsed arguments and returns the exit status."""
     parser = OneLineParser(prog=PROGRAM, description="Attention with arbitrary masks and differentiable biases.")
     parser.add_argument("--version", action="version", version=f"flash_dmattn {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="command")
     info.add_parser(commands)
-    explain_command.add_parser(commands)
-    calibrate_command.add_parser(commands)
-    # Only for the list of commands: the demo parses its own arguments.
+    add_explain(commands)
+    add_calibrate(commands)
+    # Only to list the command; the demo parses its own arguments.
     commands.add_parser("demo", help="train a small language model with dynamic-mask attention", add_help=False)
     return parser
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return demo(words[1:])
     parser = build_parser()
-    arguments = parser.parse_args(explain_command.join_window(words))
+    arguments = parser.parse_args(join_window(words))
     if arguments.command is None:
         parser.print_help()
         return 0

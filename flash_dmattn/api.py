@@ -1,4 +1,4 @@
-"""`attention`: the one public call; its docstring is the specification."""
+"""`attention`, the public call; its docstring is the specification."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 from torch import Tensor
 
-from .call import Numbers, prepare_call, run_call
+from .call import prepare_call, run_call
 from .dispatch.config import BackendChoice
 from .dtensors import above, is_dtensor
-from .problem import refuse_keywords
+from .problem import Numbers, refuse_keywords
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """Keywords of `attention` that do not decide what it returns, for the overloads below."""
+    """Keywords of `attention` that do not change the type of its result, for the overloads below."""
 
     is_causal: bool
     softmax_scale: float | None
@@ -122,7 +122,7 @@ def attention(
     dropout_p: float = 0.0,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Softmax attention with an arbitrary boolean mask and an additive bias, both broadcast, both exact.
+    """Compute softmax attention with any boolean mask and any additive bias; both broadcast, and results are exact.
 
     Without softcap, window and empty rows it is, in PyTorch::
 
@@ -132,68 +132,70 @@ def attention(
         p = s.masked_fill(~mask, -math.inf).softmax(-1)
         out = torch.einsum("bhij,bjhd->bihd", F.dropout(p, dropout_p), v)
 
-    Any number of batch dims may stand before (L, H, D): q, k and v (*batch, L, H, D), mask and bias broadcast against
-    (*batch, Hq, Lq, Lk) as in torch. None is expanded; dims whose strides do not fold into one are copied, which
-    `explain` tells. Under `torch.vmap` the mapped dim is one more of them. Tensors may be DTensors, all of them on one
-    mesh, whose batch, heads or sequence are shared among ranks: see docs/dtensor.md.
+    There may be any number of batch dims: q, k and v are (*batch, L, H, D); mask and bias broadcast against
+    (*batch, Hq, Lq, Lk) as in torch, and are not expanded in memory. Tensors whose batch dims do not fold into one are
+    copied, and `explain` says so. Under `torch.vmap` the mapped dim is one more batch dim. Tensors may be DTensors, all
+    on one mesh, sharded by batch, heads or sequence: see docs/dtensor.md.
 
-    Sizes: B batch, Lq and Lk query and key lengths, Hq query heads and Hk key-value heads with Hq % Hk == 0 (query
-    head h reads key-value head h // (Hq // Hk)), D and Dv head dims. B, Lq and Lk may be 0.
+    Sizes: B is the batch. Lq and Lk are the lengths of queries and keys. There are Hq query heads and Hk key-value
+    heads with Hq % Hk == 0; query head h reads key-value head h // (Hq // Hk). D and Dv are head dims. B, Lq and Lk may
+    be 0.
 
     Args:
-        q: (B, Lq, Hq, D), or with more batch dims in the place of B, as all that follows; float16, bfloat16, float32,
-            or float64. Any strides.
+        q: (B, Lq, Hq, D); float16, bfloat16, float32, or float64; any strides. Here and below, B stands for all batch
+            dims.
         k: (B, Lk, Hk, D), dtype and device of q.
         v: (B, Lk, Hk, Dv), dtype and device of q.
-        mask: bool, True where q attends; each dimension 1 or full, (B, Hq or Hk, Lq, Lk); fewer dimensions, 2 at least,
-            are read from the right as in torch: two are (Lq, Lk), and padding of (B, Lk), which may look the same, is
-            `masks.padding_mask(padding)`. A dimension of stride 0 is never materialised. Takes no gradient. Or a
-            prepared mask of `flash_dmattn.masks`, for any number of calls of its lengths: it brings is_causal and
-            window_size, which here stay unset or limit no side in another way. Beside sequences, of these a `TreeMask`
-            alone: which of its new tokens each query sees.
-            A hidden key may hold anything, NaN included; a hidden value may not, since 0 * NaN is NaN, as in torch.
-            `sequences` do not read what lies beyond their lengths: see docs/masks.md.
-        bias: added to the scaled scores, itself unscaled; -inf masks. Shaped as mask, of its own shape; any float
-            dtype. Its gradient has its shape and dtype, is accumulated in fp32 and rounded once.
-        is_causal: query i attends keys j <= i + Lk - Lq (aligned bottom-right).
-        softmax_scale: factor on q @ k^T; D ** -0.5 when None. 0.0 is a value.
+        mask: bool, True where q attends: (B, Hq or Hk, Lq, Lk), each dimension 1 or full. Fewer dimensions, at least 2,
+            are aligned from the right as in torch, so a 2-D mask is (Lq, Lk). For padding of (B, Lk) use
+            `masks.padding_mask(padding)`. A dimension of stride 0 is never materialised. A mask has no gradient.
+            It may be a prepared mask of `flash_dmattn.masks`, which serves any number of calls of its lengths. A
+            prepared mask includes is_causal and window_size: leave them unset here, or pass the same limits. With
+            `sequences` it must be prepared for sequences, by `from_mask`, `from_ragged` or `from_tree`.
+            A hidden key may be anything, even NaN. A hidden value may not be NaN or inf, because 0 * NaN is NaN, as in
+            torch. With `sequences` nothing beyond their lengths is read: see docs/masks.md.
+        bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
+            Its gradient has its shape and dtype, is accumulated in fp32 and rounded once.
+        is_causal: query i attends to keys j <= i + Lk - Lq (aligned bottom-right).
+        softmax_scale: factor on q @ k^T; None means D ** -0.5. 0.0 is a valid value.
         softcap: if positive, scaled scores become softcap * tanh(scores / softcap), before the bias.
         window_size: (left, right): i + Lk - Lq - left <= j <= i + Lk - Lq + right; -1 is unlimited on that side.
-        deterministic: True asks for results equal bit by bit from run to run, forward and backward, or a refusal;
-            None follows `torch.are_deterministic_algorithms_enabled()`.
+        deterministic: True asks for forward and backward results that are equal bit by bit from run to run, or a
+            refusal; None follows `torch.are_deterministic_algorithms_enabled()`.
         return_lse: also return lse, differentiable.
-        return_probs: also return the probabilities (B, Hq, Lq, Lk), without dropout, for looking at; only
+        return_probs: also return the probabilities (B, Hq, Lq, Lk), without dropout, for inspection; only
             backend="reference" has them.
         backend: "auto", a name ("cuda", "triton", "flex", "eager", "reference"), or a pair (forward, backward).
-        sink: (Hq,), any float dtype, on the device of q: an attention sink, one more logit in every row of a head, with
-            no value. Neither scaled nor capped; -inf is none. It takes part in the sum alone:
+        sink: (Hq,), any float dtype, on the device of q: an attention sink, one more logit in every row of a head,
+            without a value. It is not scaled and not capped; -inf means no sink. It only counts in the sum:
             lse = log(exp(sink) + sum of exp of the scores), out = sum of exp(score - lse) * v. Its gradient has its
             dtype, is accumulated in fp32 and rounded once.
-        sequences: a `Sequences`, where the batch is sequences of many lengths. Each attends to itself alone, causality
-            and windows aligned to its own end. See below.
-        dropout_p: the probability, from 0 to 1, that a probability is dropped; those that are kept are divided by
-            1 - dropout_p. lse is without dropout. Which are dropped is drawn anew in each call, from torch's generator
-            of the device of q, so `torch.manual_seed` repeats it; it is the same on every backend and in both passes,
-            whatever the layout. There is no training mode here: pass 0.0 where the model evaluates.
+        sequences: a `Sequences`, for a batch of sequences of different lengths. Each sequence attends to itself only,
+            and its causality and windows are aligned to its own end. See below.
+        dropout_p: the rate, from 0 to 1, at which probabilities are dropped. Kept ones are divided by 1 - dropout_p.
+            lse is without dropout. Each call draws from torch's generator of the device of q, so `torch.manual_seed`
+            repeats it. The same probabilities are dropped on every backend, in both passes and in every layout. There
+            is no training mode here: pass 0.0 for evaluation.
 
-    With `sequences` the shapes are those of its layout, for S sequences with Tq and Tk tokens in all:
+    With `sequences` the layout decides the shapes, for S sequences with Tq and Tk tokens in all:
 
     | layout | q | k, v | lse |
     | --- | --- | --- | --- |
     | packed | (Tq, Hq, D) | (Tk, Hk, D or Dv) | (Hq, Tq) |
     | padded | (S, Lq, Hq, D) | (S, Lk, Hk, D or Dv) | (S, Hq, Lq) |
-    | paged | (S, Lq, Hq, D), or packed | (pages, page_size, Hk, D or Dv) | as of q |
+    | paged | (S, Lq, Hq, D), or packed | (pages, page_size, Hk, D or Dv) | as for q |
 
-    A mask or a bias is then by position, (S, H, max_seqlen_q, max_seqlen_k), or, where queries are packed, packed:
-    (H, Tq, max_seqlen_k), row by row as q; (H, Tq, 1); or beside packed keys (H, 1, Tk). H is 1, Hk or Hq, and each dim
-    of the first 1 or full. Rows of no sequence have out 0, lse -inf and zero gradients. Nothing of one sequence, NaN
-    included, reaches another, nor anything of unused slots. q, k and v may also be nested tensors of the jagged layout,
-    (S, j, H, D), which bring their sequences; so is out then, and lse is (S, Hq, j).
+    A mask or a bias is then by position, (S, H, max_seqlen_q, max_seqlen_k), with each dim 1 or full. With packed
+    queries it may be packed, too: (H, Tq, max_seqlen_k), whose rows are the rows of q; (H, Tq, 1); or with packed keys
+    (H, 1, Tk). H is 1, Hk or Hq. Rows of no sequence have out 0, lse -inf and zero gradients. No value of one sequence,
+    not even NaN, affects another one; unused slots affect none. q, k and v may also be nested tensors of the jagged
+    layout, (S, j, H, D), without `sequences`; then out is nested, too, and lse is nested as (S, Hq, j).
 
     Returns:
-        out (B, Lq, Hq, Dv) in the dtype of q; or a tuple of it with lse (B, Hq, Lq), the natural log of the sum of
-        exp of the allowed scores and the sink, fp32 (fp64 for fp64), and the probabilities, as asked for. A row with
-        nothing allowed has out 0, lse -inf, or its sink, and zero in every gradient but that of the sink.
+        out (B, Lq, Hq, Dv) in the dtype of q; or, if more is requested, a tuple of out, lse and the probabilities.
+        lse (B, Hq, Lq) is the natural log of the sum of exp of the allowed scores and the sink, in fp32 (fp64 for
+        fp64). A row with nothing allowed has out 0, lse -inf (with a sink: the sink), and no part in any gradient
+        except the gradient of the sink.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -202,9 +204,9 @@ def attention(
         BackendUnavailableError: the named backend does not work on this machine.
         NotImplementedError: on a second derivative through a kernel backend; backend="eager" has one.
 
-    The recurrence over key blocks is Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); the gradients,
-    with that of the bias, are derived in docs/mathematics.md. Sinks are those of OpenAI, gpt-oss model card
-    (2025), after Xiao et al., Efficient streaming language models with attention sinks (2023). Dropout is drawn by
+    Sources: the recurrence over key blocks is from Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
+    docs/mathematics.md derives the gradients, with the gradient of the bias. Sinks are defined as in OpenAI, gpt-oss
+    model card (2025), after Xiao et al., Efficient streaming language models with attention sinks (2023). Dropout uses
     Philox4x32-7, Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 
     >>> import torch, flash_dmattn

@@ -1,11 +1,12 @@
 """The contract of gradients, shared by every backend with a backward pass of its own.
 
-`Attention` records a call. `TransformedAttention` is its twin for compilers and for transforms of `torch.func`, which
-need a `setup_context`; `AttentionBackward` records a backward pass, so that it has a derivative or refuses to have one.
+`Attention` is the autograd function of a call. `TransformedAttention` is its twin for compilers and for transforms of
+`torch.func`, which need a `setup_context`. `AttentionBackward` is the autograd function of a backward pass: it gives
+the second derivative, or refuses it.
 
-Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`. The batch shares
-one sink per head, so calls that have each their own, or their own gradient of it, run one by one. So do calls with
-dropout, whose entries are numbered anew in each.
+Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`. Mapped calls run
+one by one if each has its own sink or needs its own gradient of the sink, because a batch has one sink per head. Calls
+with dropout also run one by one, because random numbers go by the number of an entry within its call.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from .problem.inputs import Inputs, Saved
 
 
 def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call, recorded where anything is to be derived from them."""
+    """Return (out, lse) of a call, recorded by autograd if gradients may be needed."""
     if torch.compiler.is_exporting() or (plan.backward is None and not is_transformed()):
-        # All that a program keeps is the operator, which has a derivative of its own below.
+        # An exported program keeps the operator only, whose derivative is registered below.
         return run_forward(plan, x)
     results: tuple[Tensor, Tensor]
     if torch.compiler.is_compiling() or is_transformed():
@@ -39,7 +40,7 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def run_forward(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
-    """Run the forward pass, as an operator where something watches: a profiler shows what the dispatcher sees."""
+    """Run the forward pass; for a watched call, or under a profiler, through the operator."""
     if plan.run_forward is None or profiler._is_profiler_enabled:
         backward = "" if plan.backward is None else plan.backward.name
         return operators.forward(plan.problem, plan.forward.name, backward, x)
@@ -48,7 +49,7 @@ def run_forward(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def run_backward(plan: Plan, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    """Run the backward pass: five gradients, None for each that is not needed."""
+    """Run the backward pass; return five gradients, None for each that is not needed."""
     backend, x = plan.backward, saved.inputs
     assert backend is not None
     run = plan.run_backward
@@ -62,7 +63,7 @@ def run_backward(plan: Plan, saved: Saved, dout: Tensor, dlse: Tensor | None) ->
 
 
 def differentiate(plan: Plan, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
-    """The five gradients, recorded where anything is to be derived from them."""
+    """Return the five gradients, recorded by autograd if a second derivative may be needed."""
     if is_batched(dout, dlse):
         return one_by_one(lambda dout, dlse: differentiate(plan, saved, dout, dlse), dout, dlse)
     if torch.is_grad_enabled() or is_transformed():
@@ -74,14 +75,14 @@ def differentiate(plan: Plan, saved: Saved, dout: Tensor, dlse: Tensor | None) -
 
 
 def _keep(ctx: Any, plan: Plan, x: Inputs, out: Tensor, lse: Tensor) -> None:
-    """Keep what the backward pass reads; lse is kept so that no (Lq, Lk) matrix has to be."""
+    """Save what the backward pass reads; lse is saved in the place of an (Lq, Lk) matrix."""
     ctx.save_for_backward(x.q, x.k, x.v, x.bias, x.sink, out, lse, *x.others)
     ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
     ctx.plan = plan
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-    """The five gradients of a call that was kept."""
+    """Return the five gradients of a saved call."""
     if dout is None and dlse is None:
         return None, None, None, None, None
     q, k, v, bias, sink, out, lse, *others = ctx.saved_tensors
@@ -91,10 +92,10 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse), with the gradients of the contract and nothing that is not needed.
+    """Compute (out, lse), with the gradients of the contract.
 
-    torch takes 11 us less to run a `forward` that receives `ctx` than one beside a `setup_context`. Tensors that take
-    no gradient are saved without being inputs.
+    Its `forward` takes `ctx`, which is 11 us faster in torch than a separate `setup_context`. Tensors without gradients
+    are saved, but are no inputs of the function, which also saves time.
     """
 
     @staticmethod
@@ -102,7 +103,7 @@ class Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, plan: Plan, x: Inputs
     ) -> tuple[Tensor, Tensor]:
         """Run the forward pass."""
-        # autograd hands over q, k, v, bias and sink without their history; those of x have it.
+        # autograd passes q, k, v, bias and sink without their history; the tensors in x still have theirs.
         x = Inputs(q, k, v, x.mask, bias, sink, x.sequences, x.dropout)
         out, lse = run_forward(plan, x)
         _keep(ctx, plan, x, out, lse)
@@ -110,12 +111,12 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the backward pass, differentiable again where a graph of it is asked for."""
+        """Run the backward pass, differentiable again under create_graph=True."""
         return *_gradients(ctx, dout, dlse), None, None
 
 
 class TransformedAttention(torch.autograd.Function):
-    """The same for transforms of `torch.func` and for compilers: every tensor is an input."""
+    """Compute (out, lse) under transforms of `torch.func` and compilers, which need every tensor as an input."""
 
     @staticmethod
     def forward(
@@ -126,7 +127,7 @@ class TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Keep what the backward pass reads."""
+        """Save what the backward pass reads."""
         q, k, v, bias, sink, plan, *others = inputs
         ctx.num_others = len(others)
         _keep(ctx, plan, plan.parts.inputs(q, k, v, bias, sink, tuple(others)), *output)
@@ -148,7 +149,7 @@ class TransformedAttention(torch.autograd.Function):
         plan: Plan,
         *others: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Run one forward pass for all the mapped calls, or one for each."""
+        """Run one forward pass for all mapped calls, or one for each."""
         if in_dims[4] is not None or _runs_one_by_one(plan):
             calls = _each_call(info.batch_size, in_dims, (q, k, v, bias, sink, plan, *others))
             results = [_attend_alone(plan, tensors, rest) for *tensors, plan, rest in calls]
@@ -160,7 +161,6 @@ class TransformedAttention(torch.autograd.Function):
             plan.problem,
             (q, k, v, bias),
             others,
-            plan.parts.mask_form,
             repeats=_reads_repeats(plan),
             needs_dsink=sink is not None and sink.requires_grad,
         )
@@ -170,7 +170,7 @@ class TransformedAttention(torch.autograd.Function):
 
 
 class AttentionBackward(torch.autograd.Function):
-    """The backward pass as a function of its own."""
+    """Compute the gradients of a call as an autograd function, so that they have a derivative."""
 
     @staticmethod
     def forward(
@@ -186,7 +186,7 @@ class AttentionBackward(torch.autograd.Function):
         plan: Plan,
         *others: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """Run the backward pass; nothing of (Lq, Lk) is kept for the second derivative."""
+        """Run the backward pass; no (Lq, Lk) matrix is saved for the second derivative."""
         return run_backward(plan, Saved(plan.parts.inputs(q, k, v, bias, sink, others), out, lse), dout, dlse)
 
     @staticmethod
@@ -205,7 +205,7 @@ class AttentionBackward(torch.autograd.Function):
         plan: Plan,
         *others: Tensor,
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
-        """Run one backward pass for all the mapped calls, each of which has gradients of its own."""
+        """Run one backward pass for all mapped calls, or one for each."""
         needs_grad = plan.problem.needs_grad
         if in_dims[6] is not None or needs_grad.sink or _runs_one_by_one(plan):
             arguments = (dout, dlse, q, k, v, bias, sink, out, lse, plan, *others)
@@ -222,7 +222,6 @@ class AttentionBackward(torch.autograd.Function):
             plan.problem,
             (q, k, v, bias),
             others,
-            plan.parts.mask_form,
             repeats=_reads_repeats(plan),
             needs_grad=needs_grad,
         )
@@ -242,13 +241,13 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Keep the inputs of the gradients; out and lse are functions of them."""
+        """Save the inputs of the gradients, without out and lse, which are computed from them again."""
         dout, dlse, q, k, v, bias, sink, _, _, ctx.plan, *others = inputs
         ctx.save_for_backward(dout, dlse, q, k, v, bias, sink, *others)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Differentiate the gradient formula where the backend has one; it recomputes p, dense in (Lq, Lk)."""
+        """Differentiate the gradient formula of the backend, if it has one; it recomputes p as an (Lq, Lk) matrix."""
         plan: Plan = ctx.plan
         problem, backend = plan.problem, plan.backward
         assert backend is not None
@@ -281,12 +280,12 @@ class AttentionBackward(torch.autograd.Function):
 
 
 def _runs_one_by_one(plan: Plan) -> bool:
-    """Whether calls that are mapped are not folded into one: sequences and dropout number the entries of each."""
+    """Return whether mapped calls cannot be folded into one: sequences and dropout number the entries of each call."""
     return plan.parts.has_dropout or plan.parts.num_sequence_tensors > 0
 
 
 def _each_call(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The arguments of each of the calls that `torch.vmap` maps, those from the plan on as (plan, others)."""
+    """Yield the arguments of each call that `torch.vmap` maps; all from the plan on become (plan, others)."""
     for index in range(size):
         own = [
             x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
@@ -297,7 +296,7 @@ def _each_call(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any,
 
 
 def _attend_alone(plan: Plan, tensors: Sequence[Any], others: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one of the calls that are mapped: which gradients it needs, its inputs tell."""
+    """Return (out, lse) of one mapped call; its own inputs tell which gradients it needs."""
     needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in tensors))
     anew = _chosen_anew(plan, plan.problem._replace(needs_grad=needs_grad if torch.is_grad_enabled() else NeedsGrad()))
     q, k, v, bias, sink = tensors
@@ -305,36 +304,37 @@ def _attend_alone(plan: Plan, tensors: Sequence[Any], others: tuple[Tensor, ...]
 
 
 def _reads_repeats(plan: Plan) -> bool:
-    """Whether a mapped call may have masks and biases that a part of its batch shares, or has them expanded."""
+    """Return whether a mapped call may have masks and biases that part of its batch shares; else they are expanded."""
     backends = (plan.forward, plan.backward)
     return choice_in_force(plan.requested) == "auto" or all(x is None or x.repeats_entries for x in backends)
 
 
 def _chosen_anew(plan: Plan, problem: AttentionProblem) -> Plan:
-    """The plan of a call that `torch.vmap` has changed; its passes read its mask in the form that it has."""
+    """Choose backends for a call that `torch.vmap` has folded; its mask keeps the form that it has."""
     forward, backward = select_pair(problem, plan.requested)
     return plan._replace(problem=problem, forward=forward, backward=backward, run_forward=None, run_backward=None)
 
 
 def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep what the backward pass of an operator that stands alone reads, and choose its backend."""
+    """Save what the backward pass of an exported operator reads, and choose its backend."""
     x, flags = operators.read_inputs(inputs[: operators.NUM_INPUTS]), Flags(*inputs[operators.NUM_INPUTS : -2])
     tensors = (x.q, x.k, x.v, x.bias, x.sink)
     needs_grad = NeedsGrad(*(t is not None and t.requires_grad for t in tensors))
     problem = operators.describe_operands(x, flags, needs_grad)
     # Nobody knows whether lse will have a gradient.
     chosen = select_backward(problem._replace(return_lse=True), inputs[-1] or inputs[-2])
-    # Nobody asks for the backend of the forward pass, which has run.
+    # The forward pass has run, so its backend does not matter here.
     plan = make_plan(
         problem, chosen, chosen, "auto", sequences=x.sequences, has_dropout=x.dropout is not None, with_passes=False
     )
-    plan = plan._replace(problem=problem, parts=plan.parts._replace(mask_form=x.mask.form))  # its mask is as it came
+    # The operator received its mask in the form that its passes read.
+    plan = plan._replace(problem=problem, parts=plan.parts._replace(mask_form=x.mask.form))
     _keep(ctx, plan, x, *output)
     ctx.lists = [None if t is None else [None] * len(t) for t in (inputs[3], inputs[7])]
 
 
 def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """The gradients of all that a forward operator received, in the order and the lists of its schema."""
+    """Return the gradients of all arguments of the forward operator, in the order and the lists of its schema."""
     dq, dk, dv, dbias, dsink = _gradients(ctx, dout, dlse)
     mask, sequences = ctx.lists
     return dq, dk, dv, mask, None, dbias, dsink, sequences, None, *(None,) * (operators.NUM_FLAGS + 2)

@@ -1,4 +1,4 @@
-"""One call: its arguments are brought into one form, its plan is looked up or made, and the plan runs."""
+"""One call: brings its arguments into one form, looks up or makes its plan, and runs the plan."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Decision, blocks, process
 from .dispatch.plan import Plan, make_plan
-from .dispatch.refusals import report_fallback
 from .dispatch.registry import BACKENDS, on_change
-from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
-from .problem import Repeats, SequenceSpec, SequenceView, as_scores, fold_call, unfold
+from .dispatch.selection import choice_in_force, choose, falls_back, report_fallback, selected_names
+from .problem import Numbers, Repeats, SequenceSpec, SequenceView, as_scores, fold_call
 from .problem.inputs import Inputs
 from .reference.dropout import draw_key
 from .remembered import Remembered
 from .sequences import Sequences
 from .sequences.layout import lay_out
-from .sequences.nested import Jagged, is_nested
+from .sequences.padding import Jagged, is_nested
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
@@ -31,22 +30,9 @@ if TYPE_CHECKING:
 
     Mask = Tensor | PreparedMask | None
 
-# A program that decodes meets a new class of calls with each length, and asks for none of them again.
+# A decoding program makes a plan for each new length and never uses it again, so the table is bounded.
 plans: Remembered[Plan] = Remembered(1024)
 on_change.append(plans.clear)
-
-
-class Numbers(NamedTuple):
-    """The arguments of `attention` that are no tensors, but for the backend."""
-
-    is_causal: bool = False
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    window_size: tuple[int, int] | None = None
-    deterministic: bool | None = None
-    return_lse: bool = False
-    return_probs: bool = False
-    dropout_p: float = 0.0
 
 
 class Call(NamedTuple):
@@ -54,12 +40,12 @@ class Call(NamedTuple):
 
     Attributes:
         q, k, v: 4-D, in the dtype of autocast; (B, H, L, D) with `heads_first`.
-        mask, bias, sink: as they came, but for leading dims.
+        mask, bias, sink: as the caller passed them, with leading dims folded.
         numbers: see `Numbers`.
-        repeats: of mask and bias, where leading dims were folded; and `leading`, these dims.
-        spec, sequences: how the sequences of the batch lie, and where.
-        jagged: what wraps results of nested tensors.
-        copies: tensors that were copied because their leading dims do not fold, as sentences.
+        repeats, leading: if leading dims were folded: the repeats of mask and bias, and the dims.
+        spec, sequences: the layout of the sequences, and the tensors that locate them.
+        jagged: wraps results as nested tensors, if q, k and v were nested.
+        copies: sentences about tensors that were copied because their leading dims do not fold.
     """
 
     q: Tensor
@@ -82,17 +68,7 @@ class Call(NamedTuple):
         q, k, v = self.q, self.k, self.v
         if self.heads_first:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        problem, mask, bias = describe(
-            q,
-            k,
-            v,
-            self.mask,
-            self.bias,
-            **self.numbers._asdict(),
-            repeats=self.repeats,
-            sequences=self.spec,
-            sink=self.sink,
-        )
+        problem, mask, bias = describe(q, k, v, self.mask, self.bias, self.sink, self.numbers, self.repeats, self.spec)
         return problem._replace(heads_first=True) if self.heads_first else problem, mask, bias
 
 
@@ -131,7 +107,7 @@ def prepare_call(
 
 
 def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
-    """(out, lse), and probabilities where the call asks for them, in the shapes of the arguments of `attention`."""
+    """Return (out, lse), and probabilities if the call asks for them, in the shapes that `attention` documents."""
     plan, mask, bias = _plan_for(call, backend)
     problem = plan.described
     if plan.falls_back:
@@ -149,12 +125,12 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
     results: tuple[Tensor, ...]
     if plan.forward.is_differentiable:
-        # Where sizes may be symbols the pass is planned for this call alone.
+        # A plan has no passes if sizes may be symbols. Then the pass is planned for this call only.
         results = (plan.run_forward or forward_of(plan.forward, plan.problem))(inputs)
     else:
         results = attend(plan, inputs)
     if call.leading is not None:
-        return tuple(unfold(x, call.leading) for x in results)
+        return tuple(x.view(*call.leading, *x.shape[1:]) for x in results)
     if call.spec is not None and call.spec.packs_queries:
         results = tuple(x.squeeze(0) for x in results)
         if call.jagged is not None:
@@ -163,12 +139,12 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
 
 
 def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | None]:
-    """The plan of a call, with mask and bias as 4-D views."""
+    """Return the plan of a call, and its mask and bias as 4-D views."""
     follow_checkpoints()
     key = _key(call, backend)
     try:
         plan = None if key is None else plans.get(key)
-    except TypeError:  # a list in the place of a number or of a name has no hash
+    except TypeError:  # the key has no hash, because a list was passed for a number or a name
         key = plan = None
     if plan is not None:
         mask, bias = call.mask, call.bias
@@ -179,7 +155,7 @@ def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | 
     problem, mask, bias = call.describe()
     requested = choice_in_force(backend)
     selection = choose(problem, requested)
-    # Under torch.jit.trace sizes are tensors, under compilers symbols; meta tensors have no values to run on.
+    # Sizes are tensors under torch.jit.trace, and symbols under compilers. Meta tensors have no values for a pass.
     is_plain = key is not None and type(problem.seqlen_q) is int
     plan = make_plan(
         problem,
@@ -196,10 +172,10 @@ def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | 
 
 
 def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
-    """All that decides a plan; None for a call that is to be described each time.
+    """Return everything that decides a plan, or None if the plan of this call must not be reused.
 
-    Sizes may be symbols where something watches. Only validation can name what is wrong where q, k or v is None, or a
-    tensor has no strides.
+    It is None for a watched call, whose sizes may be symbols. It is also None if q, k or v is None or a tensor has no
+    strides, so that validation names the error.
     """
     q, k, v, mask, bias, sink, numbers, *layout = call
     is_prepared = not (mask is None or isinstance(mask, Tensor))
@@ -230,7 +206,7 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
             *layout[:4],
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
-            # Settings one by one, as they lie: what is chosen from them is the same where they are.
+            # The settings themselves, and not the choice that follows from them, which takes longer to compute.
             backend,
             around.backend,
             around.disabled,
@@ -243,12 +219,13 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
 
 
 def tensor_key(x: Tensor) -> tuple[Any, ...]:
-    """Tell classes of calls apart by this of a tensor."""
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.layout  # tensors of mkldnn have strides, too
+    """Return the properties of a tensor that distinguish classes of calls."""
+    # The layout, too, because mkldnn tensors have strides like dense ones.
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.layout
 
 
 def _refuse_tangents(backend: str, *inputs: Tensor | None) -> None:
-    # An operator without a forward-mode derivative, FlexAttention's too, drops the tangents: a derivative of zero.
+    # An operator without a forward-mode derivative, FlexAttention's too, would silently return tangents of zero.
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         raise NotImplementedError(
             f"backend {backend!r} has no forward-mode derivative of attention (torch.func.jvp, jacfwd); "

@@ -1,4 +1,4 @@
-"""How functions of the library become operators of torch, which are one node of a graph each."""
+"""Turns functions of the library into operators of torch, so that a graph has one node for each call."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 
 
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register an operator and its fake; return what calls it.
+    """Register an operator and its fake; return a function that calls the operator.
 
     Args:
-        name: in `torch.ops.flash_dmattn`.
-        schema: of its arguments and results.
-        function: what it runs, on every device.
-        fake: the same on tensors without values, sending nothing.
+        name: the name in `torch.ops.flash_dmattn`.
+        schema: the schema of its arguments and results.
+        function: the implementation, for every device.
+        fake: the implementation for tensors without values; it must not communicate with other ranks.
     """
     LIBRARY.define(f"{name}{schema}")
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -30,10 +30,11 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
 
 
 def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """What calls the function behind an operator where nothing watches, and the operator elsewhere.
+    """Return a function that calls the operator if the call is watched, and otherwise its implementation directly.
 
-    For operators that take no gradient, whose tensors are all made from the first of them. A profiler shows what goes
-    through the dispatcher, and on meta tensors an operator runs its fake.
+    It suits operators without gradients whose other tensors derive from the first one, because it only looks at the
+    first. Under a profiler it calls the operator, so that the operator is shown; on meta tensors it does so to run the
+    fake.
     """
 
     def run(tensor: Tensor, *others: object) -> Any:
@@ -44,12 +45,12 @@ def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is running: grad, vmap, jvp and what is made of them; compilers undo them."""
+    """Return whether a transform of `torch.func` is running, such as grad, vmap or jvp; False inside compilers."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def distinct(*arguments: Any) -> tuple[Any, ...]:
-    """The same arguments; in a graph each tensor is another object, as Dynamo traces no function that takes one twice.
+    """Return the arguments; in a graph a repeated tensor becomes a view, because Dynamo cannot trace it twice.
 
     >>> x = torch.ones(2)
     >>> distinct(x, None, x)[2] is x
@@ -63,7 +64,7 @@ def distinct(*arguments: Any) -> tuple[Any, ...]:
     )
 
 
-_calls: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # that run at the moment
+_calls: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # the calls of `one_by_one` that run at the moment
 
 
 def _call_one(dout: Tensor, dlse: Tensor | None, call: int) -> tuple[Tensor, ...]:
@@ -71,17 +72,18 @@ def _call_one(dout: Tensor, dlse: Tensor | None, call: int) -> tuple[Tensor, ...
 
 
 LIBRARY.define("one_by_one(Tensor dout, Tensor? dlse, int call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-LIBRARY.impl("one_by_one", _call_one, "CompositeImplicitAutograd")  # what runs in it is recorded as ever
+LIBRARY.impl("one_by_one", _call_one, "CompositeImplicitAutograd")  # autograd records the operations inside
 
 
 def is_batched(*gradients: Tensor | None) -> bool:
-    """Whether gradients are several in one, as `autograd.grad(is_grads_batched=True)` makes them.
+    """Return whether tensors hold a batch of gradients, as `autograd.grad(is_grads_batched=True)` makes them.
 
-    They come from before `torch.func`, and are no subclass: many operators have no rule for them, kernels no pointer.
+    These tensors are older than `torch.func` and no subclass. Many operators have no rule for them, and kernels cannot
+    read them, because they have no data pointer.
     """
     if torch.compiler.is_compiling():
         return False
-    for x in gradients:  # a plain loop, on the path of every backward pass
+    for x in gradients:  # every backward pass comes here, and a loop is faster than a generator
         if x is not None and torch._C._functorch.is_legacy_batchedtensor(x):
             return True
     return False
@@ -90,10 +92,10 @@ def is_batched(*gradients: Tensor | None) -> bool:
 def one_by_one(
     function: Callable[[Tensor, Tensor | None], tuple[Tensor | None, ...]], dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Call a function with each dout and dlse of batched ones, and batch its five results, too.
+    """Call a function for each dout and dlse of a batch of gradients, and batch its five results.
 
-    torch does so with every operator that takes and returns single tensors, whatever the device and thread. So the
-    function goes through one, by its number.
+    torch loops over the batch for every operator that takes and returns single tensors, on any device and thread. So
+    the function runs inside such an operator, which finds it in `_calls` by its number.
     """
     latest: list[tuple[Tensor | None, ...]] = []
 
@@ -110,16 +112,17 @@ def one_by_one(
 
 
 def is_watched(*tensors: object) -> bool:
-    """Whether anything needs to see an operator: a compiler, a dispatch mode, a functorch transform, a tensor subclass.
+    """Return whether a call has to go through its operator.
 
-    Where nothing does, the function behind an operator is called in its place, with arguments of the same types, which
-    saves the dispatcher's way into Python and back. What is neither None nor a tensor counts as a subclass.
+    A compiler, a dispatch mode, a functorch transform or a tensor subclass needs to see the operator. Otherwise its
+    implementation is called directly, which saves the time of the dispatcher. An argument that is neither None nor a
+    tensor counts as a subclass.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # as `is_transformed`, on the path of every call
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # `is_transformed`, inlined for speed
         return True
-    for x in tensors:  # a plain loop: a generator costs twice as much on this path
+    for x in tensors:  # every call comes here, and a generator takes twice as long as a loop
         if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             return True
     return False

@@ -1,4 +1,4 @@
-"""Where a call with DTensors goes: to `flash_dmattn.distributed.dtensor`, above `attention`, which it calls."""
+"""Sends calls with DTensors to `flash_dmattn.distributed.dtensor`, a layer above `attention`, without importing it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 def is_dtensor(x: object) -> bool:
-    """Whether an argument is a DTensor, asked without importing them: whoever has one has done so."""
+    """Return whether an argument is a DTensor, without importing DTensors: a caller that has one has done so."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(x, tensors.DTensor)
 
 
 def above() -> Any:
-    """The module with `attention` and `explain` of DTensors, loaded with the first of them."""
+    """Return the module with `attention` and `explain` for DTensors; the first use imports it."""
     return _load()
 
 
 def load_with(load: Callable[[], Any]) -> None:
-    """Tell how that module is loaded: the package's own file does, which knows every layer."""
+    """Set how that module is loaded; `flash_dmattn/__init__.py` calls this, because it may import every layer."""
     global _load
     _load = load
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -10,20 +11,27 @@ from torch import Tensor
 
 from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
-from .call import Numbers, prepare_call
+from .call import prepare_call
 from .dispatch.config import BackendChoice, fallback
-from .dispatch.preferences import cite
-from .dispatch.profiles import gpu_names
-from .dispatch.refusals import BackendError, passes_of, reasons_against, refuse_fallback
+from .dispatch.profiles import cite, gpu_names
 from .dispatch.registry import BACKENDS
-from .dispatch.selection import choice_in_force, choose, falls_back, selected_names
+from .dispatch.selection import (
+    BackendError,
+    choice_in_force,
+    choose,
+    falls_back,
+    passes_of,
+    reasons_against,
+    refuse_fallback,
+    selected_names,
+)
 from .dtensors import above, is_dtensor
 from .problem import (
     AttentionProblem,
     MaskForm,
     NeedsGrad,
+    Numbers,
     SequenceSpec,
-    parse_arch,
     refuse_keywords,
     unpacked_spec,
 )
@@ -43,7 +51,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one backend says of a call: whether it serves each pass, every reason why not, and what it would do."""
+    """The answer of one backend to a call: whether it serves each pass, every reason why not, and what it would do."""
 
     backend: str
     forward: bool
@@ -85,7 +93,7 @@ class Explanation:
     copies: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for json.dumps."""
+        """Return plain data, ready for json.dumps."""
         return {
             "problem": str(self.problem),
             "requested": self.requested,
@@ -116,7 +124,7 @@ class Explanation:
 
     @property
     def chosen(self) -> str:
-        """The line that says what runs."""
+        """Say in one line what runs."""
         if self.error is not None:
             return f"backend={self.requested!r} would raise"
         if self.backward is None:
@@ -125,7 +133,7 @@ class Explanation:
 
     @property
     def table(self) -> list[str]:
-        """The lines of the verdicts."""
+        """List the lines of the verdicts."""
         header = ("backend", "forward", "backward", "why")
         rows = [header, *(row for verdict in self.verdicts for row in self._rows(verdict))]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -172,15 +180,19 @@ def explain(
     sink: Tensor | None = None,
     sequences: Sequences | None = None,
     dropout_p: float = 0.0,
+    device: str | None = None,
     **unknown: NoReturn,
 ) -> Explanation:
     """Say which backend `flash_dmattn.attention` would run these arguments on, and why not another; computes nothing.
 
+    Tensors may be on the device "meta", which takes no memory. DTensors are explained by the call of this rank, whose
+    sizes decide there; where ranks share the sequence, `flash_dmattn.distributed.explain_context_parallel` answers.
+
     Args:
         q, k, v, mask, bias and the rest: as for `flash_dmattn.attention`.
-
-    Of DTensors it explains the call of this rank, whose sizes decide there; where they share the sequence the result is
-    that of `flash_dmattn.distributed.explain_context_parallel`.
+        device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942", in the place of the device of
+            the tensors. Where no GPU of this machine has it, all backends count as installed: what works here says
+            nothing of a machine that has such a GPU.
 
     Returns:
         An `Explanation`: print it, or take its `to_dict()`.
@@ -192,6 +204,10 @@ def explain(
     >>> x = torch.randn(1, 8, 2, 16)
     >>> flash_dmattn.explain(x, x, x, is_causal=True).forward
     'eager'
+    >>> x = torch.empty(8, 65536, 16, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    >>> e = flash_dmattn.explain(x, x, x, is_causal=True, device="sm_90")
+    >>> e.problem.arch, e.backward is not None
+    ('sm_90', True)
     """
     if unknown:
         refuse_keywords(explain, unknown)
@@ -199,6 +215,10 @@ def explain(
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, dropout_p
     )
     if type(q) is not Tensor and is_dtensor(q):
+        if device is not None:
+            raise ValueError(
+                f"device is {device!r}; it needs to be None beside DTensors, whose ranks have GPUs already"
+            )
         options = {**numbers._asdict(), "backend": backend, "sink": sink, "sequences": sequences}
         explained: Explanation = above().explain(q, k, v, mask, bias, **options)
         return explained
@@ -210,7 +230,33 @@ def explain(
     if len(shape) == 2 and shape[0] == problem.batch > 1:
         reading = f"reads mask of shape {shape} as (seqlen_q, seqlen_k)"
         copies += (f"{reading}; padding of (batch, seqlen_k) is masks.padding_mask(mask)",)
-    return explain_description(problem, backend, copies)
+    return explain_description(problem if device is None else _moved(problem, device), backend, copies)
+
+
+def _moved(problem: AttentionProblem, device: str) -> AttentionProblem:
+    """Describe the same call on "cpu", or on a GPU of an architecture."""
+    arch = parse_arch(device)
+    kind = "cpu" if arch == "cpu" else "cuda"
+    return problem._replace(device=kind, arch=arch, elsewhere=arch != "cpu" and not gpu_names(arch))
+
+
+def parse_arch(name: str) -> str:
+    """Read an architecture as people write it, and return it as `device_arch` has it.
+
+    >>> parse_arch("sm90a"), parse_arch("gfx942"), parse_arch("cpu")
+    ('sm_90', 'gfx942', 'cpu')
+
+    Raises:
+        ValueError: it is neither "cpu" nor the name of a GPU's architecture.
+    """
+    if name == "cpu" or re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
+        return name
+    match = re.fullmatch(r"sm_?(\d{2,3})[af]?", name)
+    if match is None:
+        raise ValueError(
+            f"device is {name!r}; it needs to be 'cpu' or the architecture of a GPU such as 'sm_90' or 'gfx942'"
+        )
+    return f"sm_{match[1]}"
 
 
 def explain_problem(
@@ -227,63 +273,41 @@ def explain_problem(
     bias_dtype: str | torch.dtype | None = None,
     grad: bool = False,
     bias_grad: bool = False,
-    is_causal: bool = False,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    window_size: tuple[int, int] | None = None,
-    deterministic: bool | None = None,
-    return_lse: bool = False,
-    return_probs: bool = False,
     backend: BackendChoice = "auto",
     sink: bool = False,
     sequences: SequenceSpec | None = None,
-    dropout_p: float = 0.0,
+    **numbers: Any,
 ) -> Explanation:
-    """Say which backend a call would run on, from shapes alone and for any GPU; no tensor, no memory.
+    """Explain a call by its shapes, for the command line and for tables of calls.
 
     Args:
-        q: shape of q, (*batch, seqlen_q, num_heads, head_dim).
-        kv_heads, seqlen_k, head_dim_v: of k and v; as q where not given.
-        dtype: of q, k and v: "fp16", "bf16", "fp32", "fp64" or a torch.dtype.
-        device: "cpu", or the architecture of a GPU such as "sm_80", "sm_90", "gfx942". Where no GPU of this machine has
-            it, all backends count as installed: what works here says nothing of a machine that has such a GPU.
-        mask, bias: their shapes, or None; bias_dtype as dtype where not given.
-        mask_prepared: whether the mask is the prepared form of one of that shape; beside sequences one of 3 dims,
+        q, mask, bias: shapes of the tensors.
+        kv_heads, seqlen_k, head_dim_v, bias_dtype: as q and `dtype` if left out.
+        dtype: a torch.dtype, or a name out of `DTYPES`.
+        device: as for `explain`.
+        mask_prepared: whether the mask is the prepared form of one of that shape. With sequences a shape of 3 dims,
             (S or 1, n, n), is a tree of n new tokens.
-        grad: whether dq, dk and dv, and dsink of a sink, are needed; bias_grad: whether dbias is.
-        sink: whether there is one, of the dtype of q.
-        sequences: how those of the call lie, a `flash_dmattn.problem.SequenceSpec`; q is 4-D then, (1, Tq, Hq, D) where
-            it is packed, and keys in pages have seqlen_k keys a page.
-        The rest as for `flash_dmattn.attention`.
+        grad: whether dq, dk and dv, and dsink of a sink, are needed.
+        bias_grad: whether dbias is needed.
+        sequences: how they lie. q is 4-D then, (1, Tq, Hq, D) where it is packed, and keys in pages have seqlen_k keys
+            a page.
+        numbers: fields of `Numbers`.
 
     Raises:
         TypeError, ValueError: the description is invalid.
-
-    >>> import flash_dmattn
-    >>> e = flash_dmattn.explain_problem(q=(2, 4096, 16, 64), kv_heads=4, dtype="bf16", device="sm_80",
-    ...                                  bias=(1, 16, 4096, 4096), bias_grad=True)
-    >>> e.problem.arch, e.problem.needs_grad.bias
-    ('sm_80', True)
     """
     if len(q) < 4:
         raise ValueError(f"q is {q!r}; it needs 4 sizes or more: batch, seqlen_q, num_heads, head_dim")
-    for name, sizes in (
-        ("q", q),
-        ("kv_heads", kv_heads),
-        ("seqlen_k", seqlen_k),
-        ("head_dim_v", head_dim_v),
-        ("mask", mask),
-        ("bias", bias),
-    ):
+    shapes = {"q": q, "kv_heads": kv_heads, "seqlen_k": seqlen_k, "head_dim_v": head_dim_v, "mask": mask, "bias": bias}
+    for name, sizes in shapes.items():
         if any(size < 0 for size in ((sizes,) if isinstance(sizes, int) else sizes or ())):
             raise ValueError(f"{name} is {sizes!r}; sizes need to be at least 0")
     *batch, seqlen_q, num_heads, head_dim = q
     kv_heads = num_heads if kv_heads is None else kv_heads
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    arch = parse_arch(device)
-    q_dtype = parse_dtype("dtype", dtype)
-    own_dtype = q_dtype if bias_dtype is None else parse_dtype("bias_dtype", bias_dtype)
+    q_dtype = _parse_dtype("dtype", dtype)
+    own_dtype = q_dtype if bias_dtype is None else _parse_dtype("bias_dtype", bias_dtype)
 
     def meta(shape: tuple[int, ...], dtype: torch.dtype = q_dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -293,9 +317,6 @@ def explain_problem(
         from .masks import PreparedMask  # importing flash_dmattn does not need it
 
         mask_meta = PreparedMask.from_tree(mask_meta)
-    numbers = Numbers(
-        is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, dropout_p
-    )
     call = prepare_call(
         meta(q),
         meta((*batch, seqlen_k, kv_heads, head_dim)),
@@ -304,15 +325,11 @@ def explain_problem(
         None if bias is None else meta(bias, own_dtype),
         meta((num_heads,)) if sink else None,
         None,
-        numbers,
+        Numbers(**numbers),
     )
     problem, _, _ = call._replace(spec=sequences).describe()
-    problem = problem._replace(
-        device="cpu" if arch == "cpu" else "cuda",
-        arch=arch,
-        elsewhere=arch != "cpu" and not gpu_names(arch),
-        needs_grad=NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink),
-    )
+    needs_grad = NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink)
+    problem = _moved(problem, device)._replace(needs_grad=needs_grad)
     if mask_prepared and problem.mask is not None and problem.mask_form == "dense":
         mask_batch, mask_heads, rows, _ = problem.mask.shape
         flags = problem.flags
@@ -321,7 +338,7 @@ def explain_problem(
             shape = sequences.shape_of_tiles(mask_heads)
             flags = flags._replace(mask_packing="queries" if sequences.packs_queries else "none")
         else:
-            from .masks.prepared.operator import prepared_key_form  # importing flash_dmattn does not need it
+            from .masks.prepared.operators import prepared_key_form  # importing flash_dmattn does not need it
 
             form = "tiles" if rows > 1 else prepared_key_form(seqlen_q).form
             shape = (mask_batch, mask_heads, rows if form == "keys" else seqlen_q, seqlen_k)
@@ -329,8 +346,7 @@ def explain_problem(
     return explain_description(problem, backend, call.copies)
 
 
-def parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:
-    """A torch.dtype, or the one a short name stands for."""
+def _parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
@@ -339,7 +355,7 @@ def parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:
 
 
 def explain_description(problem: AttentionProblem, backend: BackendChoice, copies: tuple[str, ...] = ()) -> Explanation:
-    """Explain a problem that is described already; `copies` are those that were made before it was."""
+    """Explain a described problem; `copies` says which tensors were copied before."""
     requested = choice_in_force(backend)
     forward = backward = error = None
     try:
@@ -362,7 +378,7 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
 
 
 def verdict_of(backend: Backend, problem: AttentionProblem) -> Verdict:
-    """What one backend says of a problem."""
+    """Ask one backend what it says of a problem."""
 
     def serves(direction: Direction) -> bool:
         return not reasons_against(backend, problem, (direction,))

@@ -1,9 +1,9 @@
 """FLOP of the operators, for `torch.utils.flop_counter.FlopCounterMode`.
 
-A matrix product of one pair of a query and a key over a head dim counts two FLOP for each of its terms. Counted are the
-pairs that the causal limit and the window allow. What a mask allows is on the device, and the host does not wait for
-it: all the pairs of a mask count, and beside sequences as many keys for each query as max_seqlen_k says. Softmax, bias
-and softcap count nothing, as in torch's own formulas.
+A matrix product of one pair of a query and a key over a head dim counts two FLOP for each of its terms. The pairs that
+causality and the window allow are counted. Masks and lengths are on the device, and the host does not wait for them: so
+all pairs of a mask count, and with sequences max_seqlen_k keys count for each query. Softmax, bias and softcap count
+nothing, as in torch's own formulas.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ _formulas: dict[Any, Callable[..., int]] = {}
 
 
 def forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:
-    """FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head.
+    """Return the FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head.
 
     Args:
         q, k, v, others: the arguments of the operator; the fields of `Flags` stand before the last two.
-        out_val: its result, which plays no part.
+        out_val: its result, which is not read.
     """
     flags = Flags(*others[-2 - len(Flags._fields) : -2])
     return forward_flop_of(_pairs(q, k, flags), q.shape[3], v.shape[3])
 
 
 def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
-    """The same for a number of allowed pairs, those of all query heads together."""
+    """Return the FLOP of a forward pass with a number of allowed pairs, counted over all query heads."""
     return pairs * 2 * (head_dim + head_dim_v)
 
 
 def backward_flop(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None
 ) -> int:
-    """FLOP of the backward operator, for each allowed pair and query head, only for the gradients that are needed.
+    """Return the FLOP of the backward operator, for the gradients that are needed.
 
-    The scores are computed again: 2 D. dq, dk and dbias need dp = dout v^T: 2 Dv. Then dq and dk take 2 D each, dv
-    2 Dv, and dbias and dsink no product. With all of them that is 2.5 times the forward pass where D is Dv.
+    For each allowed pair and query head: the scores are computed again, 2 D. dq, dk and dbias need dp = dout v^T, 2 Dv.
+    Then dq and dk take 2 D each and dv takes 2 Dv; dbias and dsink take no product. All gradients together take 2.5
+    times the forward pass if D is Dv.
 
     Args:
-        dout, dlse, q, k, v, others: the arguments of the operator, as of `forward_flop`; `needs_grad` is the last.
-        out_val: its result, which plays no part.
+        dout, dlse, q, k, v, others: the arguments of the operator, as in `forward_flop`; `needs_grad` is the last.
+        out_val: its result, which is not read.
     """
     flags, needs_grad = Flags(*others[-2 - len(Flags._fields) : -2]), others[-1]
     return backward_flop_of(_pairs(q, k, flags), q.shape[3], v.shape[3], needs_grad)
 
 
 def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:
-    """The same for a number of allowed pairs, those of all query heads together."""
+    """Return the FLOP of a backward pass with a number of allowed pairs, counted over all query heads."""
     need_q, need_k, need_v, need_bias, *_ = needs_grad
     if not any(needs_grad[:4]):
         return 0
@@ -70,14 +71,14 @@ def _pairs(q: Tensor, k: Tensor, flags: Flags) -> int:
 
 
 def register(packet: Any, formula: Callable[..., int]) -> Callable[..., Any]:
-    """Count the FLOP of an operator by a formula; return what calls the operator.
+    """Let torch's counter count an operator by a formula; return a function that calls the operator.
 
     Args:
         packet: the operator, as `torch.ops.<namespace>.<name>`.
         formula: called with the arguments of the operator and `out_val`, its result.
 
-    Torch's counter is not imported for this, because it imports Triton. Where the program has imported it already, it
-    is told here, otherwise by the first call that a dispatch mode watches.
+    Torch's counter is not imported here, because it imports Triton. If the program has imported it, it gets the
+    formulas now; otherwise the first call that a dispatch mode watches passes them on.
     """
     _formulas[packet] = formula
     _tell_counters()
@@ -93,15 +94,15 @@ def register(packet: Any, formula: Callable[..., int]) -> Callable[..., Any]:
 
 
 def _tell_counters() -> None:
-    """Give the formulas to torch's counter, where it is imported, and to counters that count now."""
+    """Give the formulas to torch's counter, if it is imported, and to counters that are active."""
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
         return
     for packet in [packet for packet in _formulas if packet not in counter.flop_registry]:
-        # Raw: the formula takes tensors, and their sizes itself.
+        # get_raw: the formulas take tensors, not shapes.
         counter.register_flop_formula(packet, get_raw=True)(_formulas[packet])
     for mode in _get_current_dispatch_mode_stack():
-        # A counter copies the registry when it is made, which may have been before this call.
+        # A counter copies the registry when it is made, perhaps before the formulas were in it.
         own = getattr(getattr(mode, "counter", None), "flop_registry", {})
         for packet in [packet for packet in _formulas if packet not in own]:
             own[packet] = counter.flop_registry[packet]

@@ -1,4 +1,4 @@
-"""Allocate results, and compute in PyTorch the gradients that no kernel returns: of empty calls, sinks, some biases."""
+"""Allocates results, and computes in PyTorch the gradients that no kernel returns: empty calls, sinks, some biases."""
 
 from __future__ import annotations
 
@@ -38,40 +38,40 @@ Allocate = Callable[[Tensor], Tensor]
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised (out, lse) as every backend returns them: contiguous, lse fp32 (fp64 for fp64)."""
+    """Allocate (out, lse) as every backend returns them: contiguous, lse fp32 (fp64 for fp64)."""
     batch, seqlen_q, num_heads, _ = q.shape
     dtype, device = q.dtype, q.device
-    # Sizes one by one: torch takes a third longer to read them from a tuple.
+    # Sizes as separate arguments: torch takes a third longer to read a tuple.
     out = torch.empty(batch, seqlen_q, num_heads, v.shape[3], dtype=dtype, device=device)
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return out, torch.empty(batch, num_heads, seqlen_q, dtype=lse_dtype, device=device)
 
 
 def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Return `q -> (out, lse)`, uninitialised as `empty_outputs` makes them, for a class of calls of 32 bits at most.
+    """Return `q -> (out, lse)`, which allocates like `empty_outputs`, for a class of calls in at most 32 bits.
 
-    out is (B, L, H, Dv), also where q arrives as (B, H, L, D).
+    out is (B, L, H, Dv), also for q in head-first layout.
     """
     sizes, rows = (p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), (p.batch, p.num_heads, p.seqlen_q)
     empty, float32, dtype = torch.empty, torch.float32, p.dtype
     if not p.heads_first and p.head_dim == p.head_dim_v and tuple(p.q_strides) == contiguous_strides(sizes):
-        empty_like = torch.empty_like  # takes torch half as long as reading sizes
+        empty_like = torch.empty_like  # takes half as long as torch.empty with sizes
         return lambda q: (empty_like(q), empty(*rows, dtype=float32, device=q.device))
     return lambda q: (empty(*sizes, dtype=dtype, device=q.device), empty(*rows, dtype=float32, device=q.device))
 
 
 def has_pairs(p: AttentionProblem) -> bool:
-    """Whether a class of calls without sequences has a pair of a query and a key, so that kernels run."""
+    """Return whether a class of calls without sequences has a pair of a query and a key, so that kernels run."""
     return bool(p.batch and p.seqlen_q and p.num_heads and p.seqlen_k)
 
 
 def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Fill out and lse of rows without keys: zeros, and the sink of each head, -inf without one."""
+    """Fill the results of rows without keys: out with zeros, lse with the sink of each head, or -inf without a sink."""
     return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
 
 
 def run_without_keys(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
-    """Return the forward pass of a class of calls without a pair of a query and a key."""
+    """Return the forward pass of a class of calls without any pair of a query and a key."""
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(x.q, x.v)
@@ -81,7 +81,7 @@ def run_without_keys(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Te
 
 
 def differentiate_without_keys(p: AttentionProblem) -> Callable[..., Gradients]:
-    """Return the backward pass of such a class."""
+    """Return the backward pass of a class of calls without any pair of a query and a key."""
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         x, out, lse = saved
@@ -92,23 +92,23 @@ def differentiate_without_keys(p: AttentionProblem) -> Callable[..., Gradients]:
 
 
 def empty_gradient(x: Tensor) -> Tensor:
-    """An uninitialised gradient as every backend returns it: x's shape and dtype, contiguous."""
+    """Allocate a gradient as every backend returns it: contiguous, in the shape and dtype of x."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def empty_gradients(tensors: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> list[Tensor]:
-    """Allocate the gradients of q, k, v, bias and sink that are asked for, as an operator returns them."""
+    """Allocate the requested gradients of q, k, v, bias and sink, as an operator returns them."""
     return [empty_gradient(x) for x, needed in zip(tensors, needs_grad, strict=True) if needed and x is not None]
 
 
 def spread(gradients: Sequence[Tensor], needs_grad: Sequence[bool]) -> Gradients:
-    """Put the gradients that an operator returned in their places among (dq, dk, dv, dbias, dsink)."""
+    """Put the gradients that an operator returned at their places in (dq, dk, dv, dbias, dsink); None elsewhere."""
     rest = iter(gradients)
     return tuple(next(rest) if needed else None for needed in needs_grad)
 
 
 def with_dbias(gradients: Gradients, dbias_out: Tensor) -> Gradients:
-    """Put dbias into the tensor that was passed for it, where it may be already."""
+    """Copy dbias into the tensor that was passed for it, unless it is that tensor."""
     dq, dk, dv, dbias, *rest = gradients
     if dbias is not None and dbias is not dbias_out:
         dbias = dbias_out.copy_(dbias)
@@ -116,7 +116,7 @@ def with_dbias(gradients: Gradients, dbias_out: Tensor) -> Gradients:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those that torch gives a new tensor; one that is contiguous may have others where its size is 1."""
+    """Return the strides that torch gives a new tensor. Another contiguous tensor may differ in dims of size 1."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -125,9 +125,9 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def new_like(shape: Sequence[int], strides: Sequence[int]) -> Allocate:
-    """Return what makes an uninitialised tensor, contiguous, of the shape and dtype of one of these strides.
+    """Return a function that allocates a contiguous tensor like its argument, which has this shape and these strides.
 
-    torch takes half as long to copy what a tensor is as to read it from arguments.
+    It is `torch.empty_like` if that gives these strides, because it takes half as long as `torch.empty` with sizes.
     """
     if tuple(strides) == contiguous_strides(shape):
         return torch.empty_like
@@ -144,7 +144,7 @@ def zero_gradients(
     sink: Tensor | None,
     needs_grad: Sequence[bool],
 ) -> Gradients:
-    """The gradients of a call without a pair of a query and a key: zeros, and of a sink what dlse asks for.
+    """Return the gradients of a call without any pair of a query and a key: zeros, and dsink from dlse.
 
     Args:
         inputs: q, k, v and bias.
@@ -167,13 +167,17 @@ def query_gradient(
     sink: Tensor | None = None,
     delta: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of a bias of one value per query: without a sink it shifts lse and leaves p as it is, so dlse.
+    """Return the gradient of a bias of one value per query.
+
+    Without a sink such a bias shifts lse and does not change p, so its gradient is dlse. With a sink see
+    `through_lse`.
 
     Args:
-        bias: (Bb, Hb, Lq or 1, 1), each dimension 1 or full, the heads also `num_heads_k`.
+        bias: (Bb, Hb, Lq or 1, 1), each dimension 1 or full; Hb may be `num_heads_k`.
         dlse, lse: (B, Hq, Lq).
-        repeat: entries in a row that share one of the bias.
-        sink, delta: (Hq,) and (B, Hq, Lq), where there is a sink: see `through_lse`.
+        num_heads_k: the number of key-value heads.
+        repeat: how many consecutive entries of the batch share one of the bias.
+        sink, delta: (Hq,) and (B, Hq, Lq), for a call with a sink.
     """
     finite = None if dlse is None else dlse.to(torch.float32).masked_fill(lse == -torch.inf, 0.0)
     rows = through_lse(finite, sink, lse, delta)
@@ -193,16 +197,16 @@ def sequence_query_gradient(
     delta: Tensor | None,
     bounds: Tensor,
 ) -> Tensor:
-    """:func:`query_gradient` of a call with sequences, whose rows of no sequence have an lse of -inf.
+    """Return :func:`query_gradient` of a call with sequences, whose rows of no sequence have an lse of -inf.
 
     Args:
-        dlse, lse, delta: (1, Hq, Tq) where queries are packed, else (S, Hq, Lq).
-        bounds: of a `SequenceView`.
+        dlse, lse, delta: (1, Hq, Tq) if queries are packed, else (S, Hq, Lq).
+        bounds: the bounds of a `SequenceView`.
     """
     nowhere = lse == -torch.inf
     if dlse is not None:
         dlse = dlse.to(torch.float32).masked_fill(nowhere, 0.0)
-    lse = lse.masked_fill(nowhere, torch.inf)  # where no sink has a share
+    lse = lse.masked_fill(nowhere, torch.inf)  # +inf, so that sinks have no share of these rows
     if flags.packs_queries and flags.bias_packing == "none":
         most = flags.max_seqlen_q
         dlse, delta = (None if x is None else _by_position(x, bounds, most, 0.0) for x in (dlse, delta))
@@ -211,19 +215,20 @@ def sequence_query_gradient(
 
 
 def _by_position(x: Tensor, bounds: Tensor, most: int, rest: float) -> Tensor:
-    """(S, H, most) of rows (1, H, T): those of each sequence by their place in it, and a value for what it has not."""
+    """Unpack rows (1, H, T) to (S, H, most), by position in their sequence; positions beyond its end get `rest`."""
     place = torch.arange(most, device=x.device)
     rows = (bounds[:, :1] + place).clamp(max=x.shape[2] - 1)
     return x[0][:, rows].transpose(0, 1).masked_fill((place >= bounds[:, 1:2])[:, None], rest)
 
 
 def key_gradient(bias: Tensor, sums: Tensor, num_heads_k: int, repeat: int) -> Tensor:
-    """The gradient of a bias of one value per key.
+    """Return the gradient of a bias of one value per key.
 
     Args:
-        bias: (Bb, Hb, 1, Lk), each dimension 1 or full, the heads also `num_heads_k`.
-        sums: of ds over the queries, (B, H, Lk) in fp32, H the query heads or those of k.
-        repeat: entries in a row that share one of the bias.
+        bias: (Bb, Hb, 1, Lk), each dimension 1 or full; Hb may be `num_heads_k`.
+        sums: the sums of ds over queries, (B, H, Lk) in fp32, for H query heads or key-value heads.
+        num_heads_k: the number of key-value heads.
+        repeat: how many consecutive entries of the batch share one of the bias.
     """
     keys = sum_entries(_over_heads(sums, bias, num_heads_k), bias.shape[0], repeat)
     keys = keys.sum_to_size((*bias.shape[:2], sums.shape[2]))
@@ -231,7 +236,7 @@ def key_gradient(bias: Tensor, sums: Tensor, num_heads_k: int, repeat: int) -> T
 
 
 def _over_heads(x: Tensor, bias: Tensor, num_heads_k: int) -> Tensor:
-    """Sums (B, H, L) of query heads, added up over the groups that share one head of a bias where they do."""
+    """Add the sums (B, H, L) of query heads over each group, if the group shares one head of the bias."""
     if bias.shape[1] == num_heads_k != x.shape[1]:
         return x.unflatten(1, (num_heads_k, -1)).sum(2)
     return x

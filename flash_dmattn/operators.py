@@ -1,8 +1,9 @@
-"""The two operators of torch that everything can watch: a forward and a backward pass, whatever the backend.
+"""The two operators of torch, one for each pass, through which watched calls go, whatever the backend.
 
-They are declared with `Library.define` and `impl`, and differentiated by the `autograd.Function` around them: measured
-at less than half the cost of `custom_op` + `register_autograd`. Programs of `torch.export` have the operators alone,
-which `autograd.py` differentiates. An operator rebuilds the problem of its call and runs the same planned pass.
+They are declared with `Library.define` and `impl`, and an `autograd.Function` around them differentiates them, which
+takes less than half the time of `custom_op` and `register_autograd`. Programs of `torch.export` have only the
+operators, so `autograd.py` also registers a derivative. An operator rebuilds the problem of its call, and runs the same
+planned pass.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from .problem.inputs import Inputs, Saved
 
 LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 
-# The fields of `Inputs`: `mask` and `mask_form` make a `MaskView`, the tensors `sequences` a `SequenceView`.
-# A list without tensors is None: AOTInductor has none to pass that is empty.
+# The fields of `Inputs`: `mask` and `mask_form` make a `MaskView`, the tensors `sequences` a `SequenceView`. An empty
+# list is passed as None, because AOTInductor cannot pass an empty list.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor[]? mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[]? sequences, "
     "Tensor? dropout"
@@ -47,9 +48,9 @@ _FLAGS = (
     "SymInt mask_repeat, SymInt bias_repeat, str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "str mask_packing, str bias_packing, float dropout_p, bool one_mask_row"
 )
-# `backend` runs the pass. `backward` names the backend of the backward pass for programs, "" for the same one.
+# `backend` runs the pass. `backward` names the backend of the backward pass in exported programs, "" for the same one.
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}, str backend, str backward) -> (Tensor out, Tensor lse)"
-# A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
+# The result lists only the requested gradients, because an operator cannot return None under torch.compile.
 BACKWARD_SCHEMA = (
     f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, str backend, bool[5] needs_grad)"
     " -> Tensor[]"
@@ -70,7 +71,7 @@ def read_inputs(arguments: Sequence[Any]) -> Inputs:
 
 
 def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Call the operator of the forward pass; heads that come first are turned for it."""
+    """Call the operator of the forward pass; it gets transposed views of head-first tensors."""
     x = inputs.turned() if problem.heads_first else inputs
     out, lse = _forward_operator(*_flat(x), *problem.flags, backend, "" if backward == backend else backward)
     return out, lse
@@ -79,7 +80,7 @@ def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inpu
 def backward(
     problem: AttentionProblem, backend: str, saved: Saved, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Call the operator of the backward pass; return the five gradients, None where none is needed."""
+    """Call the operator of the backward pass; return the five gradients, None for each that is not needed."""
     x, out, lse = saved
     x = x.turned() if problem.heads_first else x
     numbers = (*problem.flags, backend, list(problem.needs_grad))
@@ -113,7 +114,7 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[T
 
 
 def _map_one_by_one(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    """The rule of `torch.func.vmap` in a graph, where autograd's, which maps both passes at once, is not asked."""
+    """Map the operator under `torch.func.vmap` in a graph, where the rules of `autograd.py` do not apply."""
 
     def at(x: Any, dim: Any, index: int) -> Any:
         if isinstance(dim, (list, tuple)):
@@ -142,12 +143,12 @@ torch.library.register_vmap("flash_dmattn::attention_forward", _map_one_by_one, 
 
 
 def describe_operands(x: Inputs, flags: Flags, needs_grad: NeedsGrad = NeedsGrad()) -> AttentionProblem:  # noqa: B008
-    """The problem of a call, from what its operator received.
+    """Rebuild the problem of a call from the arguments of its operator.
 
     Args:
         x: the tensors.
         flags: the numbers.
-        needs_grad: the gradients that are wanted.
+        needs_grad: the requested gradients.
     """
     batch, seqlen_q, num_heads, head_dim = x.q.shape
     seqlen_k, num_heads_k, head_dim_v = x.v.shape[1:]

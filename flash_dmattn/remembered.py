@@ -1,4 +1,4 @@
-"""A bounded table of values that were made once for a key, and that are cheap to ask for."""
+"""A bounded cache whose hits are cheap."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ T = TypeVar("T")
 
 
 class Remembered(Generic[T]):
-    """Keep `most` values by key; where one more comes, it takes the place of one that was not asked for lately.
+    """Cache up to `most` values by key, and evict by second chance (the clock algorithm).
 
-    The oldest value goes, unless it was asked for since it came, or since it was last spared: then it is spared, and is
-    the newest from now on. So keys in use outlast any number of keys that come once. A hit leaves a mark and no more.
-    An exact order of use would hash the key a second time, and keys here have some sixty numbers.
+    A hit only sets a mark on the entry. To make room, the oldest entry is evicted if it has no mark; if it has one, it
+    loses the mark and becomes the newest. So keys in use outlast any number of keys that are used once. A true LRU
+    would hash the key again at each hit, and keys here have about sixty numbers.
 
-    Any threads may use a table at once. A thread that asks while another one makes room may miss a value that is there,
-    and makes it anew.
+    It is thread-safe. A thread that looks up a key while another one evicts may miss an entry, and makes its value
+    again.
 
     Args:
-        most: how many values it holds, 1 at least.
+        most: the most values, at least 1.
     """
 
     def __init__(self, most: int) -> None:
@@ -29,7 +29,7 @@ class Remembered(Generic[T]):
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> T | None:
-        """The value of a key, None where there is none."""
+        """Return the value of a key, or None."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -37,7 +37,7 @@ class Remembered(Generic[T]):
         return entry[0]
 
     def keep(self, key: Hashable, value: T) -> T:
-        """Remember a value, in the place of an older one of its key; return it."""
+        """Store a value under a key, and return it."""
         with self._lock:
             entries = self._entries
             entries.pop(key, None)
@@ -51,12 +51,12 @@ class Remembered(Generic[T]):
         return value
 
     def find(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of a key, made and remembered where there is none."""
+        """Return the value of a key; make and store it if there is none."""
         value = self.get(key)
         return self.keep(key, make()) if value is None else value
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all values."""
         with self._lock:
             self._entries.clear()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,20 +16,18 @@ from .problem import (
     Flags,
     MaskForm,
     NeedsGrad,
+    Numbers,
     Packing,
     Repeats,
     SequenceSpec,
-    Shape4,
     TensorSpec,
     as_scores,
     causal_window,
     check_broadcast,
-    check_dropout,
     check_flag,
-    check_scale,
+    check_number,
     check_scores,
     check_sequence_tiles,
-    check_softcap,
     check_strided,
     check_tree,
     check_window,
@@ -41,10 +40,17 @@ from .problem import (
 
 if TYPE_CHECKING:
     from .masks import PreparedMask
+    from .masks.prepared.storage import BatchMask, SequenceTileMask
+
+    Mask = Tensor | PreparedMask | None
+
+
+# Asked for once: torch.is_autocast_enabled raises for a device type that has no autocast.
+AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
 
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the dtype of autocast where it is on; fp64 and bias keep theirs, as in torch's own."""
+    """Cast q, k and v to the dtype of autocast where it is on; fp64 and bias keep theirs, as in torch's own."""
     # On the path of every call: torch spells the device's name anew each time that it is asked for.
     kind = "" if not isinstance(q, Tensor) else "cuda" if q.is_cuda else q.device.type
     if kind not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind):
@@ -53,13 +59,9 @@ def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
     def cast(x: Tensor) -> Tensor:
         follows = isinstance(x, Tensor) and x.dtype != dtype and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if follows else x  # what cannot follow is for the validation to name
+        return x.to(dtype) if follows else x  # validation names an argument that cannot follow
 
     return cast(q), cast(k), cast(v)
-
-
-# Asked for once: torch.is_autocast_enabled raises for a device type that has no autocast.
-AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name))
 
 
 def refuse_dtensors(*tensors: object) -> None:
@@ -88,30 +90,44 @@ def _unwrapped(x: Tensor) -> Tensor:
     return x
 
 
+class _Sizes(NamedTuple):
+    """The sizes of a call that its mask and its bias have to fit."""
+
+    batch: int
+    num_heads: int
+    num_heads_k: int
+    seqlen_q: int
+    seqlen_k: int
+    device: torch.device
+    is_folded: bool
+    sequences: SequenceSpec | None
+
+    def check_device(self, name: str, own: torch.device) -> None:
+        if own != self.device:
+            raise ValueError(f"{name} is on {own}; it needs to be on the device of q, {self.device}")
+
+    def check_broadcast(self, name: str, shape: Sequence[int]) -> None:
+        if not self.is_folded:  # folding has checked the shape that the caller passed
+            check_broadcast(name, shape, (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k), self.num_heads_k)
+
+
 def describe(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | PreparedMask | None,
+    mask: Mask,
     bias: Tensor | None,
-    is_causal: bool,
-    softmax_scale: float | None,
-    softcap: float,
-    window_size: tuple[int, int] | None,
-    deterministic: bool | None,
-    return_lse: bool,
-    return_probs: bool,
+    sink: Tensor | None,
+    numbers: Numbers,
     repeats: Repeats | None = None,
     sequences: SequenceSpec | None = None,
-    dropout_p: float = 0.0,
-    sink: Tensor | None = None,
-) -> tuple[AttentionProblem, Tensor | PreparedMask | None, Tensor | None]:
+) -> tuple[AttentionProblem, Mask, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
 
     Args:
-        q, k, v and the rest: as for `flash_dmattn.attention`.
-        repeats: of a call whose leading dims were folded, which has checked those of mask and bias.
-        sequences: of a call that has them, whose q, k and v have a batch dim of 1 where they are packed.
+        q, k, v, mask, bias, sink, numbers: as for `flash_dmattn.attention`.
+        repeats: given if leading dims were folded, which has checked mask and bias.
+        sequences: how they lie; packed q, k and v have a batch dim of 1.
 
     Raises:
         TypeError: an argument is not a tensor, or its dtype is not what the call needs.
@@ -119,6 +135,104 @@ def describe(
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias), ("sink", sink)):
         check_strided(name, x)
+    sizes = _check_qkv(q, k, v, repeats is not None, sequences)
+    is_causal, window = numbers.is_causal, numbers.window_size
+    mask_spec = bias_spec = None
+    mask_packing = bias_packing = _UNPACKED
+    mask_form: MaskForm = "none"
+    one_mask_row = False
+    if isinstance(mask, Tensor):
+        if mask.requires_grad:
+            raise TypeError("mask requires grad; a mask never takes a gradient, pass additive values as bias instead")
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"mask has dtype {dtype_name(mask.dtype)}; it needs bool, True where q attends "
+                "(use mask.bool() for 0/1 values, masks.padding_mask(mask) for padding of (batch, seqlen_k), or pass "
+                "additive values as bias)"
+            )
+        mask, mask_spec, mask_packing = _describe_scores("mask", mask, sizes)
+        mask_form, one_mask_row = "dense", sequences is None and mask_spec.broadcast()[2]
+    elif mask is not None:
+        describe_prepared = _describe_prepared if sequences is None else _describe_beside_sequences
+        mask_spec, is_causal, window = describe_prepared(mask, is_causal, window, sizes)
+        mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
+        if mask_form == "sequence_tiles" and sequences is not None and sequences.packs_queries:
+            mask_packing = "queries"
+    if bias is not None:
+        _check_float("bias", bias)
+        bias, bias_spec, bias_packing = _describe_scores("bias", bias, sizes)
+    if sink is not None:
+        _check_sink(sink, sizes)
+
+    # Specialised on purpose under torch.compile: kernels are chosen and scaled by the head dims.
+    head_dim, head_dim_v = int(q.shape[3]), int(v.shape[3])
+    causal, window, scale = check_flag("is_causal", is_causal), check_window(window), numbers.softmax_scale
+    flags = Flags(
+        *causal_window(causal, window),
+        head_dim**-0.5 if scale is None else check_number("softmax_scale", scale),
+        check_number("softcap", numbers.softcap),
+        torch.are_deterministic_algorithms_enabled()
+        if numbers.deterministic is None
+        else check_flag("deterministic", numbers.deterministic),
+        *(repeats or _NO_REPEATS),
+        layout="dense" if sequences is None else sequences.layout,
+        max_seqlen_q=0 if sequences is None else sizes.seqlen_q,
+        max_seqlen_k=0 if sequences is None else sizes.seqlen_k,
+        mask_packing=mask_packing,
+        bias_packing=bias_packing,
+        dropout_p=check_number("dropout_p", numbers.dropout_p),
+        one_mask_row=one_mask_row,
+    )
+    needs_grad = NeedsGrad()
+    if torch.is_grad_enabled():
+        needs_grad = NeedsGrad(
+            q.requires_grad,
+            k.requires_grad,
+            v.requires_grad,
+            bias is not None and bias.requires_grad,
+            sink is not None and sink.requires_grad,
+        )
+    if sequences is not None:
+        if numbers.return_probs:
+            raise ValueError("return_probs is True; calls with sequences have no tensor of all probabilities")
+        if sequences.has_pages and any(needs_grad):
+            wanted = ", ".join(name for name, needed in zip(NeedsGrad._fields, needs_grad, strict=True) if needed)
+            raise ValueError(f"{wanted} requires grad; keys in pages have no gradients (call under torch.no_grad())")
+    problem = AttentionProblem(
+        sizes.device.type,
+        device_arch(sizes.device),
+        q.dtype,
+        sizes.batch,
+        sizes.seqlen_q,
+        sizes.seqlen_k,
+        sizes.num_heads,
+        sizes.num_heads_k,
+        head_dim,
+        head_dim_v,
+        q.stride(),  # type: ignore[arg-type]
+        k.stride(),  # type: ignore[arg-type]
+        v.stride(),  # type: ignore[arg-type]
+        mask_spec,
+        mask_form,
+        bias_spec,
+        causal,
+        window,
+        flags,
+        check_flag("return_lse", numbers.return_lse),
+        check_flag("return_probs", numbers.return_probs),
+        needs_grad,
+        None if sink is None else sink.dtype,
+        sequences,
+    )
+    return problem, mask, bias
+
+
+_NO_REPEATS = Repeats()
+_UNPACKED: Packing = "none"
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: SequenceSpec | None) -> _Sizes:
+    """Validate q, k and v together; return the sizes of the call."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of 4 dimensions")
@@ -128,16 +242,15 @@ def describe(
                 + ("it needs 4 or more: (*batch" if name == "q" else "it needs 4, as q: (batch")
                 + ", seqlen, num_heads, head_dim)"
             )
-    dtype, device = q.dtype, q.device
     _check_float("q", q)
     batch, seqlen_q, num_heads, head_dim = q.shape
     _, seqlen_k, num_heads_k, head_dim_v = v.shape
-    has_pages = sequences is not None and sequences.has_pages
-    batch_k = k.shape[0] if has_pages else batch
+    sizes = _Sizes(batch, num_heads, num_heads_k, seqlen_q, seqlen_k, q.device, is_folded, sequences)
+    batch_k = k.shape[0] if sequences is not None and sequences.has_pages else batch
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != dtype:
-            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of q, {dtype_name(dtype)}")
-        _check_device(name, x.device, device)
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of q, {dtype_name(q.dtype)}")
+        sizes.check_device(name, x.device)
         if x.shape[0] != batch_k:
             other = "q" if batch_k == batch else "k"
             raise ValueError(f"{name} has batch size {x.shape[0]}; it needs that of {other}, {batch_k}")
@@ -154,115 +267,9 @@ def describe(
             f"q has {num_heads} heads and k has {num_heads_k}; "
             "the heads of q need to be a multiple of the heads of k (grouped-query attention)"
         )
-
-    if sequences is not None:
-        batch, seqlen_q, seqlen_k = sequences.number, sequences.max_seqlen_q, sequences.max_seqlen_k
-    sizes = (batch, num_heads, seqlen_q, seqlen_k)
-    mask_spec = bias_spec = None
-    mask_packing = bias_packing = _UNPACKED
-    mask_form: MaskForm = "none"
-    one_mask_row = False
-    if isinstance(mask, Tensor):
-        if mask.requires_grad:
-            raise TypeError("mask requires grad; a mask never takes a gradient, pass additive values as bias instead")
-        if mask.dtype != torch.bool:
-            raise TypeError(
-                f"mask has dtype {dtype_name(mask.dtype)}; it needs bool, True where q attends "
-                "(use mask.bool() for 0/1 values, masks.padding_mask(mask) for padding of (batch, seqlen_k), or pass "
-                "additive values as bias)"
-            )
-        mask_form = "dense"
-        mask, mask_spec, mask_packing = _describe_scores("mask", mask, sizes, num_heads_k, device, repeats, sequences)
-        one_mask_row = sequences is None and mask_spec.broadcast()[2]
-    elif mask is not None:
-        mask_spec, mask_packing, is_causal, window_size = _describe_prepared(
-            mask, is_causal, window_size, sizes, num_heads_k, device, repeats, sequences
-        )
-        mask_form = mask.form
-        one_mask_row = sequences is None and mask.one_row
-    if bias is not None:
-        _check_float("bias", bias)
-        bias, bias_spec, bias_packing = _describe_scores("bias", bias, sizes, num_heads_k, device, repeats, sequences)
-    if sink is not None:
-        _check_float("sink", sink, num_heads)
-        if sink.dim() != 1 or sink.shape[0] != num_heads:
-            raise ValueError(
-                f"sink has shape {tuple(sink.shape)}; it needs ({num_heads},): one logit for each head of q"
-                + (f" (sink.expand({num_heads}) gives all heads the same)" if sink.numel() == 1 else "")
-            )
-        _check_device("sink", sink.device, device)
-
-    # Specialised on purpose under torch.compile: kernels are chosen and scaled by the head dims.
-    head_dim, head_dim_v = int(head_dim), int(head_dim_v)
-    causal = check_flag("is_causal", is_causal)
-    window = check_window(window_size)
-    flags = Flags(
-        *causal_window(causal, window),
-        check_scale(softmax_scale, head_dim),
-        check_softcap(softcap),
-        torch.are_deterministic_algorithms_enabled()
-        if deterministic is None
-        else check_flag("deterministic", deterministic),
-        *(repeats or _NO_REPEATS),
-        layout="dense" if sequences is None else sequences.layout,
-        max_seqlen_q=0 if sequences is None else seqlen_q,
-        max_seqlen_k=0 if sequences is None else seqlen_k,
-        mask_packing=mask_packing,
-        bias_packing=bias_packing,
-        dropout_p=check_dropout(dropout_p),
-        one_mask_row=one_mask_row,
-    )
-    needs_grad = NeedsGrad()
-    if torch.is_grad_enabled():
-        needs_grad = NeedsGrad(
-            q.requires_grad,
-            k.requires_grad,
-            v.requires_grad,
-            bias is not None and bias.requires_grad,
-            sink is not None and sink.requires_grad,
-        )
-    if sequences is not None:
-        if return_probs:
-            raise ValueError("return_probs is True; calls with sequences have no tensor of all probabilities")
-        if has_pages and any(needs_grad):
-            wanted = ", ".join(name for name, needed in zip(NeedsGrad._fields, needs_grad, strict=True) if needed)
-            raise ValueError(f"{wanted} requires grad; keys in pages have no gradients (call under torch.no_grad())")
-    problem = AttentionProblem(
-        device.type,
-        device_arch(device),
-        dtype,
-        batch,
-        seqlen_q,
-        seqlen_k,
-        num_heads,
-        num_heads_k,
-        head_dim,
-        head_dim_v,
-        q.stride(),  # type: ignore[arg-type]
-        k.stride(),  # type: ignore[arg-type]
-        v.stride(),  # type: ignore[arg-type]
-        mask_spec,
-        mask_form,
-        bias_spec,
-        causal,
-        window,
-        flags,
-        check_flag("return_lse", return_lse),
-        check_flag("return_probs", return_probs),
-        needs_grad,
-        None if sink is None else sink.dtype,
-        sequences,
-    )
-    return problem, mask, bias
-
-
-_NO_REPEATS = Repeats()
-_UNPACKED: Packing = "none"
-
-
-def _check_device(name: str, own: torch.device, device: torch.device) -> None:
-    if own != device:
-        raise ValueError(f"{name} is on {own}; it needs to be on the device of q, {device}")
+    if sequences is None:
+        return sizes
+    return sizes._replace(batch=sequences.number, seqlen_q=sequences.max_seqlen_q, seqlen_k=sequences.max_seqlen_k)
 
 
 def _check_float(name: str, x: object, size: int | None = None) -> None:
@@ -276,21 +283,24 @@ def _check_float(name: str, x: object, size: int | None = None) -> None:
         )
 
 
-def _describe_scores(
-    name: str,
-    x: Tensor,
-    sizes: Shape4,
-    num_heads_k: int,
-    device: torch.device,
-    repeats: Repeats | None,
-    sequences: SequenceSpec | None,
-) -> tuple[Tensor, TensorSpec, Packing]:
+def _check_sink(sink: Tensor, sizes: _Sizes) -> None:
+    num_heads = sizes.num_heads
+    _check_float("sink", sink, num_heads)
+    if sink.dim() != 1 or sink.shape[0] != num_heads:
+        raise ValueError(
+            f"sink has shape {tuple(sink.shape)}; it needs ({num_heads},): one logit for each head of q"
+            + (f" (sink.expand({num_heads}) gives all heads the same)" if sink.numel() == 1 else "")
+        )
+    sizes.check_device("sink", sink.device)
+
+
+def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, TensorSpec, Packing]:
     """Validate a dense mask or a bias; return it as a 4-D view, its description, and its packed dim."""
-    _check_device(name, x.device, device)
-    if sequences is not None:
-        packing = packing_of(name, x.shape, sequences)
+    sizes.check_device(name, x.device)
+    if sizes.sequences is not None:
+        packing = packing_of(name, x.shape, sizes.sequences)
         x = as_scores(x)
-        check_scores(name, x.shape, packing, sequences, (sizes[1], num_heads_k))
+        check_scores(name, x.shape, packing, sizes.sequences, (sizes.num_heads, sizes.num_heads_k))
         return x, spec_of(x), packing
     if x.dim() not in (2, 3, 4):
         raise ValueError(
@@ -298,70 +308,72 @@ def _describe_scores(
             "read from the right as (batch, heads, seqlen_q, seqlen_k)"
         )
     x = as_scores(x)
-    if repeats is None:
-        check_broadcast(name, x.shape, sizes, num_heads_k)
+    sizes.check_broadcast(name, x.shape)
     return x, spec_of(x), _UNPACKED
 
 
-def _describe_prepared(
-    mask: PreparedMask,
-    is_causal: bool,
-    window_size: tuple[int, int] | None,
-    sizes: Shape4,
-    num_heads_k: int,
-    device: torch.device,
-    repeats: Repeats | None,
-    sequences: SequenceSpec | None,
-) -> tuple[TensorSpec, Packing, bool, tuple[int, int]]:
-    """Validate a mask that is no tensor; return its description, its packed dim, and the band of the call.
+# The description of a mask that is no tensor, and the band of its call.
+_Prepared = tuple[TensorSpec, bool, tuple[int, int]]
 
-    All but a tree decide the band: a limit of the call has to be the limit of the mask.
-    """
-    packing = _UNPACKED
-    if sequences is None:
-        # Not at the top: only a program that has made a prepared mask pays for the import.
-        from .masks.prepared.storage import BatchMask
 
-        if not isinstance(mask, BatchMask):
-            if getattr(mask, "form", None) == "sequence_tiles":
-                raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
-            if getattr(mask, "form", None) == "tree":
-                raise ValueError("mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it")
-            raise TypeError(
-                f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
-                "or a prepared mask"
-            )
-        _check_device("mask", mask.device, device)
-        for name, has, needs in (("seqlen_q", mask.seqlen_q, sizes[2]), ("seqlen_k", mask.seqlen_k, sizes[3])):
-            if has != needs:
-                raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
-        dims = mask.batch_dims
-        if repeats is None and len(dims) > 1:
-            raise ValueError(f"mask was prepared with leading dims {dims}; q has one batch dim, {sizes[0]}")
-        if repeats is None:
-            check_broadcast("mask", mask.shape, sizes, num_heads_k)
-    else:
-        from .masks.prepared.storage import SequenceTileMask, TreeMask
+def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, int] | None, sizes: _Sizes) -> _Prepared:
+    """Validate a prepared mask of a call without sequences."""
+    # Not at the top: only a program that has made a prepared mask pays for the import.
+    from .masks.prepared.storage import BatchMask
 
-        if not isinstance(mask, (SequenceTileMask, TreeMask)):
-            raise TypeError(
-                f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor, what "
-                "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask"
-            )
-        _check_device("mask", mask.device, device)
-        if isinstance(mask, TreeMask):
-            check_tree(mask.shape, sequences)
-            window = check_window(window_size)
-            if is_causal or window[1] != -1:
-                limit = "is_causal is True" if is_causal else f"window_size is {window_size}"
-                raise ValueError(
-                    f"{limit}, but mask is a TreeMask, which says itself what of the new tokens is seen; "
-                    "beside it only window_size=(left, -1) limits anything"
-                )
-            number, tokens, _ = mask.shape
-            return unpacked_spec((number, 1, tokens, tokens)), packing, is_causal, window
-        check_sequence_tiles(mask.spec, mask.shape[1], sequences, (sizes[1], num_heads_k))
-        packing = "queries" if sequences.packs_queries else "none"
+    if not isinstance(mask, BatchMask):
+        if getattr(mask, "form", None) == "sequence_tiles":
+            raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
+        if getattr(mask, "form", None) == "tree":
+            raise ValueError("mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it")
+        raise TypeError(
+            f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
+            "or a prepared mask"
+        )
+    sizes.check_device("mask", mask.device)
+    for name, has, needs in (
+        ("seqlen_q", mask.seqlen_q, sizes.seqlen_q),
+        ("seqlen_k", mask.seqlen_k, sizes.seqlen_k),
+    ):
+        if has != needs:
+            raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
+    dims = mask.batch_dims
+    if not sizes.is_folded and len(dims) > 1:
+        raise ValueError(f"mask was prepared with leading dims {dims}; q has one batch dim, {sizes.batch}")
+    sizes.check_broadcast("mask", mask.shape)
+    return _own_band(mask, is_causal, window_size)
+
+
+def _describe_beside_sequences(
+    mask: object, is_causal: bool, window_size: tuple[int, int] | None, sizes: _Sizes
+) -> _Prepared:
+    """Validate a mask that is no tensor, of a call with sequences."""
+    from .masks.prepared.storage import SequenceTileMask, TreeMask
+
+    assert sizes.sequences is not None
+    if not isinstance(mask, (SequenceTileMask, TreeMask)):
+        raise TypeError(
+            f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor, what "
+            "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask"
+        )
+    sizes.check_device("mask", mask.device)
+    if isinstance(mask, SequenceTileMask):
+        check_sequence_tiles(mask.spec, mask.shape[1], sizes.sequences, (sizes.num_heads, sizes.num_heads_k))
+        return _own_band(mask, is_causal, window_size)
+    check_tree(mask.shape, sizes.sequences)
+    window = check_window(window_size)
+    if is_causal or window[1] != -1:
+        limit = "is_causal is True" if is_causal else f"window_size is {window_size}"
+        raise ValueError(
+            f"{limit}, but mask is a TreeMask, which says itself what of the new tokens is seen; "
+            "beside it only window_size=(left, -1) limits anything"
+        )
+    number, tokens, _ = mask.shape
+    return unpacked_spec((number, 1, tokens, tokens)), is_causal, window
+
+
+def _own_band(mask: BatchMask | SequenceTileMask, is_causal: bool, window_size: tuple[int, int] | None) -> _Prepared:
+    """Take the band of the mask, which a limit of the call may repeat but not change."""
     is_causal, window = check_flag("is_causal", is_causal), check_window(window_size)
     right = 0 if mask.is_causal else mask.window_size[1]
     fits = right == 0 if is_causal else window[1] in (-1, right)
@@ -371,4 +383,4 @@ def _describe_prepared(
             f"{limit}, but mask was prepared with is_causal={mask.is_causal}, window_size={mask.window_size}; "
             "a prepared mask brings its own limits: pass is_causal and window_size to PreparedMask.from_mask"
         )
-    return unpacked_spec(mask.shape), packing, mask.is_causal, mask.window_size
+    return unpacked_spec(mask.shape), mask.is_causal, mask.window_size

@@ -1,4 +1,4 @@
-"""How the eager pair cuts a call into chunks: which rows, which keys, and how many bytes one chunk may hold."""
+"""How the eager passes cut a call into chunks: which rows, which keys, and how many bytes one chunk may hold."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from . import formula
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 
-# Measured at 8 heads, 2048 x 2048, D 64 on 2 cores with 1 MB of L2 each: the elementwise passes over a chunk of this
-# size run from cache, ten times faster than from memory; 4 MB is 7 % slower, 16 MB 3 % faster and less portable.
+# The elementwise passes over a chunk of this size run from cache, ten times faster than from memory. Measured at 8
+# heads, 2048 x 2048, D 64 on 2 cores with 1 MB of L2 each. 4 MB is 7 % slower; 16 MB is 3 % faster, but would not fit
+# in the caches of other CPUs.
 CPU_CHUNK_BYTES = 8 * 2**20
 
-# Below this many rows (queries x group) or keys a matrix product loses speed to packing its operands.
+# With fewer rows (queries x group) or keys than these, packing the operands slows down a matrix product.
 GOOD_ROWS = 128
 GOOD_KEYS = 1024
 
@@ -32,7 +33,7 @@ class Extent(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One chunk's place in (batch, key-value head, query); its keys come from :meth:`Chunks.spans`."""
+    """The entries, key-value heads and queries of one chunk; its keys come from :meth:`Chunks.spans`."""
 
     batch: slice
     heads: slice
@@ -54,13 +55,13 @@ class Block(NamedTuple):
 
 
 def entries_of(batch: slice, size: int, repeat: int) -> slice:
-    """Return the entries, out of size, of which entry b of the batch reads b // repeat % size."""
+    """Return the entries, of a tensor with size entries, that a part of the batch reads: b // repeat % size."""
     first = batch.start // repeat % max(size, 1)
     return slice(first, first + (batch.stop - batch.start if repeat == 1 else 1))
 
 
 class Chunks:
-    """One call cut into chunks that fit the byte budget and skip what causal, window and mask leave empty."""
+    """One call, cut into chunks that fit the byte budget; chunks that band or mask leave empty are skipped."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Chunks:
         self.extent = self._extent(chunk_bytes)
         self._buffers: dict[int, Tensor] = {}
         self._mask_entries = (1, 1) if mask is None else (mask.shape[0], mask_repeat)
-        # A chunk does not reach across these: past them mask or bias go on at another entry than the next.
+        # A chunk must not reach across a multiple of these, where the mask or the bias skips or repeats entries.
         self._steps = [
             repeat if repeat > 1 else size
             for size, repeat in (self._mask_entries, bias_entries)
@@ -99,17 +100,17 @@ class Chunks:
         self._occupied = None if mask is None else self._occupancy(mask)
 
     def chunk_bytes(self, extent: Extent) -> int:
-        """Bytes of all the temporaries of one chunk of this extent."""
+        """Return the bytes of all temporaries of one chunk of this extent."""
         batch, heads, rows, keys = extent
         pairs, group_rows = batch * heads, self.group * rows
-        # One tile more than the buffers for what is cast or reduced, and the bool edges of the causal or window band.
+        # One more tile than the buffers, for casts and reductions; and the bool edges of the causal or window band.
         scores = pairs * group_rows * keys * (self.score_buffers + 1) + rows * keys // 4
         # q, dout, out, dout * out and dq; and columns such as lse and delta.
         row_side = pairs * group_rows * (3 * self.dims + 8)
         return (scores + row_side + pairs * keys * self.dims) * self.dtype.itemsize
 
     def sums_bytes(self, extent: Extent) -> int:
-        """Bytes of the sums of dk and dv that outlive a chunk: one per key of the chunk's heads."""
+        """Return the bytes of the sums of dk and dv, which outlive a chunk: a row for each key of the chunk's heads."""
         return extent.batch * extent.heads * self.seqlen_k * self.sums_per_key * self.dtype.itemsize
 
     def _extent(self, budget: int) -> Extent:
@@ -118,10 +119,11 @@ class Chunks:
 
         def fits(name: str) -> bool:
             used = self.chunk_bytes(extent)
-            # Shorter chunks do not make the sums smaller, fewer heads do.
+            # Fewer heads make the sums smaller; fewer rows or keys do not.
             return used <= limit and (name in ("rows", "keys") or used + self.sums_bytes(extent) <= budget)
 
-        # Rows first, down to what the products need; then whole problems; then keys; and only then what is costly.
+        # Cut rows first, down to what products need; then entries and heads; then keys. Only in the end cut rows and
+        # keys so short that products lose speed.
         good_rows = -(-GOOD_ROWS // self.group)
         floors = (("rows", good_rows), ("batch", 1), ("heads", 1), ("keys", GOOD_KEYS))
         for name, floor in (*floors, ("rows", 8), ("keys", 64), ("rows", 1), ("keys", 1)):
@@ -130,7 +132,7 @@ class Chunks:
         return extent
 
     def buffer(self, index: int, shape: tuple[int, ...]) -> Tensor:
-        """Return one of the score buffers in this shape; each chunk overwrites what the one before left in it."""
+        """Return one of the score buffers in this shape; each chunk overwrites the values of the chunk before."""
         if index not in self._buffers:
             batch, heads, rows, keys = self.extent
             size = batch * heads * self.group * rows * keys
@@ -144,7 +146,7 @@ class Chunks:
                 yield batch, heads
 
     def blocks(self, batch: slice, heads: slice) -> Iterator[tuple[Block, list[slice]]]:
-        """Yield the blocks of rows of one (batch, heads) part that attend to anything, each with its runs of keys."""
+        """Yield the blocks of rows of one (batch, heads) part that see any key, each with its runs of keys."""
         for rows in _slices(self.seqlen_q, self.extent.rows):
             block = Block(batch, heads, rows)
             spans = self.spans(block)
@@ -152,18 +154,18 @@ class Chunks:
                 yield block, spans
 
     def spans(self, block: Block) -> list[slice]:
-        """Return the runs of keys, each at most one chunk long, that some query of the block may attend."""
+        """Return the runs of keys that some query of the block may attend to, cut to the length of a chunk."""
         shift = self.seqlen_k - self.seqlen_q
         start = 0 if self.left < 0 else max(0, block.rows.start + shift - self.left)
         stop = self.seqlen_k if self.right < 0 else min(self.seqlen_k, block.rows.stop + shift + self.right)
         runs = [(start, stop)]
         if self._occupied is not None:
-            found = []
+            rows = []
             for row in self._occupied_entries(block.batch):
                 for part, size in zip(block[1:], self.extent[1:]):
                     row = row[part.start // size if len(row) > 1 else 0]
-                found.append(row)
-            row = [any(cells) for cells in zip(*found)]
+                rows.append(row)
+            row = [any(cells) for cells in zip(*rows)]
             if len(row) > 1:
                 runs = _clip(_runs(row, self._grain()), start, stop)
             elif not row[0]:
@@ -172,7 +174,7 @@ class Chunks:
         return [slice(a, min(a + size, hi)) for lo, hi in runs for a in range(lo, hi, size)]
 
     def _occupied_entries(self, batch: slice) -> list:
-        """Return what the mask occupies in the entries that a part of the batch reads, or in the blocks of them."""
+        """Return where the mask allows anything, for each entry or block of entries that a part of the batch reads."""
         occupied = self._occupied or []
         if len(occupied) == 1:
             return occupied
@@ -185,7 +187,7 @@ class Chunks:
         """Yield (columns of the chunk, bool (rows, columns): outside the causal or window band) where there are any."""
         shift = self.seqlen_k - self.seqlen_q
         first, last = block.rows.start + shift, block.rows.stop - 1 + shift  # the diagonal at the first and last row
-        # Only the columns that some row must not see are touched: at most as many as the block has rows.
+        # Only columns that some row must not see need work; they are at most as many as the block has rows.
         if self.right >= 0 and keys.stop > first + self.right + 1:
             lo = max(keys.start, first + self.right + 1)
             beyond = self._ramp(lo, keys.stop) > self._ramp(first, last + 1)[:, None] + self.right
@@ -196,32 +198,35 @@ class Chunks:
             yield slice(0, hi - keys.start), beyond
 
     def skip_nothing(self) -> bool:
-        """Whether every score of the call belongs to some chunk."""
+        """Return whether every score of the call belongs to some chunk."""
         return self.left < 0 and self.right < 0 and self._occupied is None
 
     def _ramp(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.device)
 
     def _grain(self) -> int:
-        # Keys are skipped by the grain: fine enough to follow a block mask, coarse enough for whole products.
+        # Keys are skipped in units of this size: fine enough to follow a block mask, coarse enough for fast products.
         return max(256, self.extent.keys // 8)
 
     def _occupancy(self, mask: Tensor) -> list | None:
-        """Return, by batch, heads, rows and grain of keys, whether the mask allows anything; None if all do."""
+        """Return whether the mask allows anything, by batch, heads, rows and grain of keys; None if always."""
         if is_capturing(self.device) or 0 in (self.batch, self.seqlen_q, self.seqlen_k):
             return None
-        found = grouped_own(mask, self.num_heads_k, self.num_heads).view(torch.uint8)
+        cells = grouped_own(mask, self.num_heads_k, self.num_heads).view(torch.uint8)
         # One reduction and one copy to the host decide every chunk of the call.
         batch = self.extent.batch if len(mask) == self.batch else 1
         for dim, size in ((3, self.extent.rows), (4, self._grain()), (0, batch), (1, self.extent.heads)):
-            found = _any_per_block(found, dim, size)
-        occupied = found.amax(2).bool().tolist()
+            cells = _any_per_block(cells, dim, size)
+        occupied = cells.amax(2).bool().tolist()
         full = all(cell for per_batch in occupied for per_head in per_batch for row in per_head for cell in row)
         return None if full else occupied
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded: it cannot wait for the host, and a replay may bring other values."""
+    """Return whether a CUDA graph is being captured.
+
+    The host then cannot read values of tensors, and a replay may have other values.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -237,12 +242,12 @@ def _any_per_block(x: Tensor, dim: int, size: int) -> Tensor:
     length = x.shape[dim]
     if length == 1 or size == 1:
         return x
-    whole = length - length % size
+    full = length - length % size
     parts = []
-    if whole:
-        parts.append(x.narrow(dim, 0, whole).unflatten(dim, (whole // size, size)).amax(dim + 1))
-    if whole < length:
-        parts.append(x.narrow(dim, whole, length - whole).amax(dim, keepdim=True))
+    if full:
+        parts.append(x.narrow(dim, 0, full).unflatten(dim, (full // size, size)).amax(dim + 1))
+    if full < length:
+        parts.append(x.narrow(dim, full, length - full).amax(dim, keepdim=True))
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
@@ -262,7 +267,7 @@ def _clip(runs: Iterator[tuple[int, int]], start: int, stop: int) -> list[tuple[
 
 
 def _slices(length: int, size: int, steps: Sequence[int] = ()) -> Iterator[slice]:
-    """Yield slices of at most size that cover a length; none reaches across a multiple of a step."""
+    """Yield slices of at most size that cover a length and do not reach across a multiple of any step."""
     start = 0
     while start < length:
         stop = min(start + size, length, *(start - start % step + step for step in steps))

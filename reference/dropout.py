@@ -1,14 +1,14 @@
-"""Dropout of the probabilities: which of them are kept follows from a key and the place of each, and nothing else.
+"""Dropout of the probabilities: a dropout key and the position of a probability decide whether it is kept.
 
-The generator is Philox4x32-7, which is keyed and counts: its four words of 32 bits are a function of four counters and
-of a key of two words. One call of it serves four probabilities, those of two queries and two keys that are 8 apart::
+The generator is Philox4x32-7. It is a function of four counters and a key of two words, and returns four words of 32
+bits. One call serves four probabilities: two queries that are 8 apart, by two keys that are 8 apart::
 
     counters    j', i', h, b    of key j, query i, head h, entry b;  i' is i without its bit 3: i // 16 * 8 + i % 8
     word        2 * bit 3 of i + bit 3 of j, out of 0 to 3
     kept        where word >= threshold = floor(p * 2^32), and then times scale = 1 / (1 - p)
 
-So neither tiles nor threads nor chunks have a say. The two keys and queries are 8 apart because a thread of a tensor
-core has both in its registers, in rows and in columns: what one call of Philox makes never leaves the thread.
+So tiles, threads and chunks do not change the result. The distance is 8 because a thread of a tensor core has rows 8
+apart, and columns 8 apart, in its registers. So the words of one call never leave the thread.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Seven rounds pass every test of BigCrush. The authors advise ten for safety; in kernels of attention three rounds more
-# would be a third of what dropout costs. FlashAttention has seven, too.
+# Seven rounds pass every test of BigCrush. The authors advise ten for safety, but in kernels of attention three more
+# rounds would add a third to the cost of dropout. FlashAttention has seven, too.
 ROUNDS = 7
-# The multipliers less 2^32: products of them with a word fit int64, which those of the multipliers do not.
+# The multipliers minus 2^32. Products of a word and a multiplier do not fit in int64; products with these do.
 _MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 2**32 - 1
 
-# Queries, and keys, of which half share their counters with the other half.
+# In a block of 16 queries or keys, number i and number i + 8 share their counters.
 BLOCK, HALF = 16, 8
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -36,8 +36,8 @@ def philox(counters: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Return the four words of Philox4x32-7, int64 of 0 to 2^32 - 1.
 
     Args:
-        counters: four of them, int64 of 0 to 2^32 - 1, which broadcast against each other.
-        key: two words of the same kind.
+        counters: four tensors, int64 of 0 to 2^32 - 1, which broadcast against each other.
+        key: two words, int64 of 0 to 2^32 - 1.
 
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011), sections 3.2 and 4.
 
@@ -56,27 +56,27 @@ def philox(counters: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower word of word * (multiplier + 2^32)."""
+    """Return the upper and the lower word of word * (multiplier + 2^32)."""
     product = word * multiplier
     return (product >> 32) + word, product & _WORD
 
 
 def draw_key(device: torch.device) -> Tensor:
-    """Draw the key of one call, two words in int64 (2,), from torch's generator of a device.
+    """Draw the dropout key of one call, two words in int64 (2,), from torch's generator of a device.
 
-    An operation of torch like any other: it is captured in a CUDA graph, recorded by compilers, repeated under
-    `torch.manual_seed` and by checkpoints, and follows the randomness of `torch.vmap`.
+    It is an ordinary random operation of torch. So CUDA graphs capture it, compilers record it, `torch.manual_seed` and
+    checkpoints repeat it, and `torch.vmap` applies its `randomness`.
     """
     return torch.randint(0, 2**32, (2,), device=device)
 
 
 def threshold_of(p: float) -> int:
-    """The least word of what is kept, floor(p * 2^32), at most 2^32 - 1: of p = 1 the scale leaves nothing."""
+    """Return the least word of a kept probability, floor(p * 2^32), at most 2^32 - 1: for p = 1 the scale is 0."""
     return min(int(p * 2**32), _WORD)
 
 
 def scale_of(p: float) -> float:
-    """The factor on what is kept, 1 / (1 - p); of p = 1 it is 0."""
+    """Return the factor of kept probabilities, 1 / (1 - p); 0 for p = 1."""
     return 0.0 if p == 1.0 else 1.0 / (1.0 - p)
 
 
@@ -84,7 +84,7 @@ class Dropout(NamedTuple):
     """Dropout of one call.
 
     Attributes:
-        p: the probability that one is dropped, from 0 to 1.
+        p: the rate, from 0 to 1, at which probabilities are dropped.
         key: int64 (2,), two words of 32 bits: see `draw_key`.
         first_entry: the number of the first entry of the batch.
     """
@@ -95,7 +95,7 @@ class Dropout(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor on what is kept."""
+        """Return the factor of kept probabilities."""
         return scale_of(self.p)
 
     def kept(self, batch: slice, heads: slice, rows: slice, keys: slice) -> Tensor:
@@ -118,23 +118,23 @@ class Dropout(NamedTuple):
             counter(self.first_entry + batch.start, self.first_entry + batch.stop, 0),
         )
         threshold = threshold_of(self.p)
-        found = torch.stack([word >= threshold for word in philox(counters, (key[0], key[1]))])
-        halves = found.unflatten(4, (key_blocks, HALF)).unflatten(3, (row_blocks, HALF)).unflatten(0, (2, 2))
-        # (of queries, of keys, batch, heads, row blocks, 8, key blocks, 8), each half in its block.
-        whole = halves.permute(2, 3, 4, 0, 5, 6, 1, 7).flatten(5, 7).flatten(2, 4)
+        kept = torch.stack([word >= threshold for word in philox(counters, (key[0], key[1]))])
+        halves = kept.unflatten(4, (key_blocks, HALF)).unflatten(3, (row_blocks, HALF)).unflatten(0, (2, 2))
+        # (half of queries, half of keys, batch, heads, row blocks, 8, key blocks, 8): each half goes to its block.
+        blocks = halves.permute(2, 3, 4, 0, 5, 6, 1, 7).flatten(5, 7).flatten(2, 4)
         row, column = rows.start - first_row * BLOCK, keys.start - first_key * BLOCK
-        return whole[:, :, row : row + rows.stop - rows.start, column : column + keys.stop - keys.start]
+        return blocks[:, :, row : row + rows.stop - rows.start, column : column + keys.stop - keys.start]
 
     def kept_of(self, p: Tensor) -> Tensor:
-        """The same of whole probabilities (B, Hk, G, Lq, Lk)."""
+        """Return whether each of the probabilities (B, Hk, G, Lq, Lk) of a call is kept."""
         batch, heads_k, group, seqlen_q, seqlen_k = p.shape
-        whole = self.kept(slice(0, batch), slice(0, heads_k * group), slice(0, seqlen_q), slice(0, seqlen_k))
-        return whole.unflatten(1, (heads_k, group))
+        kept = self.kept(slice(0, batch), slice(0, heads_k * group), slice(0, seqlen_q), slice(0, seqlen_k))
+        return kept.unflatten(1, (heads_k, group))
 
     def apply(self, p: Tensor) -> Tensor:
-        """Return probabilities (B, Hk, G, Lq, Lk), or what goes with each of them, dropped and scaled."""
+        """Drop and scale probabilities (B, Hk, G, Lq, Lk), or other values that have one for each of them."""
         return torch.where(self.kept_of(p), p * self.scale, 0.0)
 
-    def of_entry(self, number: int) -> Dropout:
-        """Dropout of a batch that begins with another entry."""
-        return self._replace(first_entry=number)
+    def starting_at(self, entry: int) -> Dropout:
+        """Return the dropout of a batch whose first entry has this number."""
+        return self._replace(first_entry=entry)

@@ -1,13 +1,13 @@
-"""The explicit forward and backward of attention in chunks: what the eager backend runs, on any device.
+"""The explicit forward and backward of attention in chunks, which the eager backend runs on any device.
 
-No (Lq, Lk) matrix exists: one chunk of scores at a time is computed, used and overwritten, within `chunk_bytes`.
+No (Lq, Lk) matrix exists. One chunk of scores at a time is computed, used and overwritten, within `chunk_bytes`.
 Per chunk, in fp32 (fp64 for fp64), with the G query heads of a group folded into the rows::
 
     forward    s = softmax_scale * q @ k^T + bias;  online softmax over the chunks of a row, and its sink
     backward   p = exp(s - lse);  ds = p * (dout @ v^T - delta);  delta = rowsum(dout * out) - dlse
                dq += softmax_scale * ds @ k;  dk += softmax_scale * ds^T @ q;  dv += p^T @ dout;  dbias += ds reduced
 
-With dropout p @ v and p^T @ dout take p as it is dropped, and dout @ v^T is dropped as p is.
+With dropout, p @ v and p^T @ dout take the dropped p, and dout @ v^T is dropped like p.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .tiles import BiasGradient, Keys, Rows, Scores, exponential, multiply, soft
 # (dq, dk, dv, dbias), and dsink where there is a sink.
 Gradients = tuple[Tensor | None, ...]
 
-# From here on the rounding of lse in fp32 (8e-6) is no longer lost in the rounding of the scores themselves: p is then
-# normalised again. At finfo.min, where log(n) vanishes altogether, p would otherwise be n times too large.
+# For a larger lse, its own rounding in fp32 (8e-6) is no longer small beside the rounding of the scores, so p is
+# normalised again. At finfo.min, where log(n) vanishes entirely, p would otherwise be n times too large.
 LARGE_LSE = 128.0
 
 
@@ -48,7 +48,7 @@ def forward(
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend chunk by chunk; the value is that of :func:`formula.attention`.
+    """Attend chunk by chunk; the result is the same as from :func:`formula.attention`.
 
     Args:
         q: (B, Lq, Hq, D), fp16 to fp64, any strides.
@@ -57,8 +57,8 @@ def forward(
         mask: bool, True = attend; 4-D, each dim 1 or full (or Hk, or expanded with stride 0).
         bias: any float dtype, shaped as mask.
         is_causal, softmax_scale, softcap, window_size: as for :func:`formula.attention`.
-        chunk_bytes: the most that all temporaries of one chunk may take, in bytes.
-        repeats: of mask and bias, where their batch is another than 1 or B: entry b reads entry b // repeat % Bm.
+        chunk_bytes: the most bytes that all temporaries of one chunk may take.
+        repeats: of mask and bias, for a batch dim that is neither 1 nor B: entry b reads entry b // repeat % Bm.
         sink: (Hq,) or None, as for :func:`formula.attention`.
         dropout: which probabilities are dropped; None for none.
 
@@ -79,7 +79,7 @@ def forward(
     out = q.new_zeros(q.shape[:3] + v.shape[3:])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=formula.softmax_dtype(q))
     if sink is not None:
-        lse.copy_(sink[:, None])  # of the rows that no chunk visits
+        lse.copy_(sink[:, None])  # for rows that no chunk visits
     if out.numel() == 0 or k.shape[1] == 0:
         return out, lse
     bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
@@ -137,17 +137,18 @@ def backward(
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Gradients:
-    """Return the gradients asked for, chunk by chunk; each is summed in fp32 (fp64 for fp64) and rounded once.
+    """Return the requested gradients, computed chunk by chunk; each is summed in fp32 (fp64 for fp64) and rounded once.
 
-    Besides one chunk it holds fp32 sums of dk and dv for the heads of one chunk, and one of dbias in bias's own shape
-    where bias is of another dtype and broadcast. It is deterministic: sums are taken in a fixed order.
+    In addition to one chunk it holds fp32 sums of dk and dv for the heads of that chunk. If bias is broadcast and has
+    another dtype, it also holds an fp32 sum of dbias in the shape of bias. The order of sums is fixed, so results are
+    deterministic.
 
     Args:
         dout: (B, Lq, Hq, Dv), any strides.
         dlse: (B, Hq, Lq), or None for zero.
         q, k, v, mask, bias, is_causal, softmax_scale, softcap, window_size, chunk_bytes: as given to :func:`forward`.
         out, lse: as returned by :func:`forward`, or by any other backend.
-        needs_grad: which of dq, dk, dv, dbias and dsink to compute; nothing is computed for the others.
+        needs_grad: whether dq, dk, dv, dbias and dsink are computed.
         repeats, sink, dropout: as given to :func:`forward`.
 
     Returns:
@@ -175,27 +176,28 @@ def backward(
     chunks = Chunks(q, k, v, mask, is_causal, window_size, *sizes, mask_repeat=repeats[0], bias_entries=bias_entries)
     scale = 1.0 if dropout is None else dropout.scale
     empty = lse == -math.inf
-    finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
+    finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is 0, but exp(-inf - -inf) is NaN
     finite_dlse = None if dlse is None else dlse.to(lse.dtype).masked_fill(empty, 0.0)
     per_row, dsink = finite_dlse, None
-    of_sink: tuple[Tensor | None, ...] = ()
+    sink_gradients: tuple[Tensor | None, ...] = ()
     if sink is not None:
-        of_rows = need_bias and bias is not None and bias.shape[3] == 1
-        if any(need_sink) or of_rows:
+        is_row_bias = need_bias and bias is not None and bias.shape[3] == 1
+        if any(need_sink) or is_row_bias:
             delta_rows = row_delta(dout, out, dlse, lse)
             dsink = sink_gradient(sink, lse, delta_rows) if any(need_sink) else None
             per_row = through_lse(finite_dlse, sink, lse, delta_rows)
-        of_sink = (dsink,)
+        sink_gradients = (dsink,)
     dbias = None if bias is None or not need_bias else BiasGradient(bias, per_row, chunks, repeats[1])
     need_ds = need_q or need_k or (dbias is not None and dbias.needs_scores)
     if out.numel() == 0 or k.shape[1] == 0 or not (need_ds or need_v):
-        return dq, dk, dv, None if dbias is None else dbias.result(), *of_sink
+        return dq, dk, dv, None if dbias is None else dbias.result(), *sink_gradients
 
-    # Rows that fit one chunk are normalised again at the cost of one pass. Others need their scores twice.
+    # Rows that fit in one chunk are always normalised again: it costs one pass. Other rows need their scores twice.
     splits_rows = chunks.extent.keys < chunks.seqlen_k
     renormalise = splits_rows and (is_capturing(q.device) or bool(finite_lse.abs().amax() > LARGE_LSE))
     scores = Scores(chunks, mask, bias, softmax_scale, softcap, keep_slope=need_q or need_k, repeats=repeats)
-    # A half-precision out is rounded: delta = rowsum(dout * out) would be off by as much, so it is summed from p * dp.
+    # A half-precision out is rounded, and delta = rowsum(dout * out) would take over its error. It is summed from
+    # p * dp instead.
     sum_delta = need_ds and out.dtype != chunks.dtype
     q_rows, dout_rows, out_rows = (Rows(x, chunks) for x in (q, dout, out))
     lse_rows = Rows(finite_lse.mT.unsqueeze(3), chunks)
@@ -266,16 +268,16 @@ def backward(
         for gradient, key_sum in ((dk, dk_sum), (dv, dv_sum)):
             if gradient is not None and key_sum is not None:
                 Keys(gradient, chunks).put(batch, heads, key_sum)
-    return dq, dk, dv, None if dbias is None else dbias.result(), *of_sink
+    return dq, dk, dv, None if dbias is None else dbias.result(), *sink_gradients
 
 
 def _buffers_of(dropout: Dropout | None) -> int:
-    """Buffers of scores that the words of Philox, and probabilities beside the dropped ones, take as much memory as."""
+    """Return the memory of dropout, as a number of score buffers: words of Philox, and p in addition to dropped p."""
     return 0 if dropout is None else 4
 
 
 def _kept(dropout: Dropout, chunks: Chunks, block: Block, keys: slice) -> Tensor:
-    """Which probabilities of a chunk are kept, bool in the shape of its scores."""
+    """Return whether each probability of a chunk is kept, bool in the shape of its scores."""
     heads = slice(block.heads.start * chunks.group, block.heads.stop * chunks.group)
     kept = dropout.kept(block.batch, heads, block.rows, keys)
     return kept.reshape(-1, chunks.group * kept.shape[2], kept.shape[3])

@@ -1,4 +1,4 @@
-"""The formula of attention with mask and bias, written to be read: in fp64 it is the oracle of every test."""
+"""The formula of attention with mask and bias, written for clarity; in fp64 it is the oracle of every test."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def attention(
         lse = s.logsumexp(-1)  # with a sink: torch.logaddexp(s.logsumexp(-1), sink)
         out = (s - lse).exp() @ v  # with dropout: torch.where(kept, (s - lse).exp() / (1 - p), 0) @ v
 
-    Autograd differentiates all it returns, twice, in q, k, v, bias and sink. A row with nothing allowed has out 0 and
-    lse -inf, or that of its sink, and gradient 0 in q, k, v and bias. fp32 and fp64 are computed in their own dtype.
-    fp16 and bf16 are plain PyTorch in that dtype with the softmax in fp32: both products round their result, and the
+    Autograd differentiates all results, twice, in q, k, v, bias and sink. A row with nothing allowed has out 0, lse
+    -inf (with a sink: the sink), and gradient 0 in q, k, v and bias. fp32 and fp64 are computed in their own dtype.
+    fp16 and bf16 are plain PyTorch in that dtype with the softmax in fp32. Both products round their result, and the
     probabilities are rounded before ``@ v``.
 
     Args:
@@ -47,16 +47,16 @@ def attention(
         is_causal: allow key j for query i only where j <= i + Lk - Lq (bottom-right aligned).
         softmax_scale: factor of the scores; None means D ** -0.5.
         softcap: if positive, scores become softcap * tanh(scores / softcap) before the bias.
-        window_size: (left, right), in keys either side of i + Lk - Lq; -1 is unlimited.
+        window_size: (left, right), in keys on either side of i + Lk - Lq; -1 is unlimited.
         return_probs: also return the (B, Hq, Lq, Lk) probabilities.
-        sink: (Hq,), any float dtype: a logit without a value for each query head, neither scaled nor capped. -inf is
-            none.
+        sink: (Hq,), any float dtype: one more logit for each query head, without a value, not scaled and not capped.
+            -inf stands for no sink.
         dropout: which probabilities are dropped before ``@ v``; None for none.
 
     Returns:
-        ``(out, lse)`` or ``(out, lse, probs)``: out (B, Lq, Hq, Dv) in q's dtype; lse (B, Hq, Lq), the natural log of
-        the sum of exp of the scores, and probs in fp32 (fp64 for fp64), both without dropout. The caller validates the
-        arguments.
+        ``(out, lse)`` or ``(out, lse, probs)``. out is (B, Lq, Hq, Dv) in q's dtype. lse (B, Hq, Lq) is the natural log
+        of the sum of exp of the scores. lse and probs are fp32 (fp64 for fp64), and without dropout. The caller
+        validates the arguments.
 
     Source: Vaswani et al. (arXiv:1706.03762, section 3.2.1); softcap as in Gemma 2 (arXiv:2408.00118, section 2);
     sinks as in gpt-oss (arXiv:2508.10925).
@@ -105,7 +105,7 @@ def gradients(
         ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias; dbias is None without a bias. With a sink
         ``(dq, dk, dv, dbias, dsink)``.
 
-    Source: the softmax derivative of FlashAttention (arXiv:2205.14135, appendix B.2), with dlse joined to delta.
+    Source: the softmax derivative of FlashAttention (arXiv:2205.14135, appendix B.2), with dlse subtracted from delta.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 4, 1, 8, dtype=torch.float64).requires_grad_()
@@ -125,7 +125,7 @@ def gradients(
     out = torch.einsum("bhgij,bjhd->bihgd", weights, vg)
     delta = (dout_g * out).sum(-1).permute(0, 2, 3, 1)
     if dlse is not None:
-        # An empty row's lse is the constant -inf: whatever arrives for it, even inf, must not meet p = 0.
+        # The lse of an empty row is the constant -inf. Its dlse is ignored, because inf * (p = 0) would be NaN.
         delta = delta - dlse.to(wide).unflatten(1, (num_heads_k, -1)).masked_fill(lse == -torch.inf, 0.0)
     dp = torch.einsum("bihgd,bjhd->bhgij", dout_g, vg)
     ds = p * ((dp if dropout is None else dropout.apply(dp)) - delta.unsqueeze(-1))
@@ -174,9 +174,9 @@ def softmax(s: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
     Args:
         s: (B, Hk, G, Lq, Lk).
-        sink: (Hk * G,), one more logit for every row of a head, in the sum alone.
+        sink: (Hk * G,), one more logit for every row of a head; it counts in the sum only.
     """
-    # Any constant shift gives the same result, so it needs no gradient; logsumexp also serves rows of no keys at all.
+    # Any constant shift gives the same result, so it needs no gradient. logsumexp, unlike amax, also takes Lk = 0.
     shift = s.detach().logsumexp(-1, keepdim=True)
     if sink is not None:
         sink = sink.to(s.dtype).view(*s.shape[1:3], 1, 1)
@@ -199,13 +199,13 @@ def allowed(
     window_size: tuple[int, int] | None,
     device: torch.device | str | None = None,
 ) -> Tensor | None:
-    """Return mask & causal & window as one bool tensor that broadcasts to (B, H, Lq, Lk), or None for no limit."""
+    """Return mask & causal & window as one bool tensor that broadcasts to (B, H, Lq, Lk), or None if nothing limits."""
     left, right = window_size if window_size is not None else (-1, -1)
     if is_causal:
         right = 0
     if left < 0 and right < 0:
         return mask
-    # How far key j lies right of the diagonal, which ends in the bottom-right corner.
+    # How far key j lies to the right of the diagonal that ends in the bottom-right corner.
     diagonal = torch.arange(seqlen_q, device=device).unsqueeze(1) + (seqlen_k - seqlen_q)
     offset = torch.arange(seqlen_k, device=device) - diagonal
     inside = offset >= -left if left >= 0 else torch.ones_like(offset, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""Attention over sequences of many lengths as a loop: one call for each, of the rows that are its own.
+"""Attention over sequences of different lengths as a loop: one call for each sequence, on its own rows.
 
-`forward` and `backward` loop over the chunked pair of `eager.py`; `attention` and `gradients` over the plain formula,
-and are differentiable. Lengths are read on the host, so all of them wait for the device.
+`forward` and `backward` call the chunked passes of `eager.py`. `attention` and `gradients` call the plain formula, and
+are differentiable. All four read lengths on the host, so they wait for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .dropout import Dropout
 
 
 class Sequence(NamedTuple):
-    """One sequence: the entry of q and of k that it is part of, and its rows of them."""
+    """One sequence: the entries of q and of k that it lies in, and its rows there."""
 
     number: int
     entry_q: int
@@ -30,14 +30,14 @@ class Sequence(NamedTuple):
 
 
 class Batch:
-    """The sequences of a call, and what each of them reads of its tensors.
+    """The sequences of a call, and the part of each tensor that a sequence reads.
 
     Args:
-        bounds: int32 (S, 4): the first query, how many, the first key, how many, of each sequence.
+        bounds: int32 (S, 4): first query, number of queries, first key and number of keys of each sequence.
         block_table: int32 (S, P), the pages of keys, or None.
-        packs_queries, packs_keys: whether q is (1, Tq, Hq, D) or (S, Lq, Hq, D), and k the same.
-        mask_packing, bias_packing: what of a mask or a bias is packed: "none", "queries" or "keys"; or "tree" of a mask
-            (S or 1, 1, n, n) of the new tokens of each sequence, which are its queries and its last keys.
+        packs_queries, packs_keys: whether q is packed, (1, Tq, Hq, D), or padded, (S, Lq, Hq, D); k likewise.
+        mask_packing, bias_packing: which dim of a mask or a bias is packed: "none", "queries" or "keys". A mask may
+            also be a "tree", (S or 1, 1, n, n): it masks the new tokens of each sequence, its queries and last keys.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.
@@ -57,7 +57,7 @@ class Batch:
                 'backend="eager" reads the lengths of sequences on the host, which cannot be captured in a CUDA graph; '
                 "another backend can"
             )
-        if type(bounds) is not Tensor:  # it says so in the place of torch, whose error names an operator
+        if type(bounds) is not Tensor:  # torch's own error would only name an operator
             raise RuntimeError(
                 'backend="reference" reads the lengths of sequences, and fake tensors have no values; '
                 'backend="eager" gives shapes without them'
@@ -81,22 +81,22 @@ class Batch:
         return iter(self.sequences)
 
     def queries(self, x: Tensor, s: Sequence) -> Tensor:
-        """Its rows of a tensor shaped as q, with a batch dim of 1."""
+        """Return the rows of a sequence in a tensor shaped as q, with a batch dim of 1."""
         return x[s.entry_q : s.entry_q + 1, s.queries]
 
     def rows(self, x: Tensor, s: Sequence) -> Tensor:
-        """Its rows of a tensor shaped as lse, (B, Hq, Lq)."""
+        """Return the rows of a sequence in a tensor shaped as lse, (B, Hq, Lq)."""
         return x[s.entry_q : s.entry_q + 1, :, s.queries]
 
     def keys(self, x: Tensor, s: Sequence) -> Tensor:
-        """Its rows of a tensor shaped as k; a copy where they lie in pages."""
+        """Return the rows of a sequence in a tensor shaped as k; a copy if they lie in pages."""
         if self._table is None:
             return x[s.entry_k : s.entry_k + 1, s.keys]
         pages = self._table[s.number, : -(-s.seqlen_k // max(x.shape[1], 1))].long().clamp(0, max(x.shape[0] - 1, 0))
         return x[pages].flatten(0, 1)[None, : s.seqlen_k]
 
     def scores(self, name: str, x: Tensor, s: Sequence) -> Tensor:
-        """Its part of a mask or a bias, or of a tensor shaped as one; dims of size 1 stay."""
+        """Return the part of a mask or a bias that a sequence reads; dims of size 1 stay."""
         packing = self.packing[name]
         if packing == "tree":
             return self._tree(x, s)
@@ -114,14 +114,14 @@ class Batch:
     def _tree(x: Tensor, s: Sequence) -> Tensor:
         own = x[s.number if x.shape[0] > 1 else 0]
         allowed = own.new_ones(1, 1, s.seqlen_q, s.seqlen_k)
-        tail = min(s.seqlen_q, s.seqlen_k)  # of the new tokens, those that have a key
+        tail = min(s.seqlen_q, s.seqlen_k)  # the number of new tokens that have a key
         allowed[..., s.seqlen_k - tail :] = own[None, :, : s.seqlen_q, s.seqlen_q - tail : s.seqlen_q]
         return allowed
 
     def inputs(
         self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The inputs of its call."""
+        """Return the inputs of the call for one sequence."""
         return (
             self.queries(q, s),
             self.keys(k, s),
@@ -143,13 +143,13 @@ def forward(
     dropout: Dropout | None = None,
     **flags: Any,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of all rows, 0 and -inf in those of no sequence; each sequence by :func:`eager.forward`.
+    """Return out and lse of all rows, by one :func:`eager.forward` per sequence; 0 and -inf in rows of no sequence.
 
     Args:
         batch: where the sequences lie.
-        q, k, v: 4-D, as the layout has them.
+        q, k, v: 4-D, packed or padded as `batch` says.
         mask, bias: 4-D, each by position or packed, as `batch` says.
-        sink, dropout, flags: as for :func:`eager.forward`; an entry of the batch is a sequence here.
+        sink, dropout, flags: as for :func:`eager.forward`. Dropout counts a sequence as an entry of the batch.
     """
     out, lse = _empty(q, v)
 
@@ -179,16 +179,16 @@ def backward(
     needs_grad: tuple[bool, ...],
     **flags: Any,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients asked for, each sequence by :func:`eager.backward`; zeros in rows and keys of no sequence.
+    """Return the requested gradients, by one :func:`eager.backward` per sequence; zeros in rows of no sequence.
 
-    Those of bias and sink, which sequences share, are summed in the dtype of the softmax and rounded once.
+    Sequences share bias and sink, whose gradients are summed in the dtype of the softmax and rounded once.
     """
 
     def gradients_of(s: Sequence, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_dlse = None if dlse is None else batch.rows(dlse, s)
+        own_dlse = None if dlse is None else batch.rows(dlse, s)
         inputs, results = batch.inputs(s, q, k, v, mask, bias), (batch.queries(out, s), batch.rows(lse, s))
         numbers = {"sink": sink, "dropout": _dropout_of(s, dropout), "needs_grad": needs_grad, **flags}
-        return eager.backward(batch.queries(dout, s), of_dlse, *inputs, *results, **numbers)
+        return eager.backward(batch.queries(dout, s), own_dlse, *inputs, *results, **numbers)
 
     return _summed(batch, (q, k, v, bias, sink), needs_grad, gradients_of)
 
@@ -204,13 +204,13 @@ def attention(
     dropout: Dropout | None = None,
     **flags: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same as :func:`forward` by the plain formula, differentiable: the oracle.
+    """Return what :func:`forward` returns, by the plain formula and differentiable: the oracle.
 
     Args:
         flags: is_causal, softmax_scale, softcap and window_size, as for :func:`formula.attention`.
     """
     out, lse = _empty(q, v)
-    # Sums of nothing: results are functions of the inputs, even where there are no sequences.
+    # Add sums of empty tensors, so that results depend on the inputs for autograd even without sequences.
     nothing = sum(x.flatten()[:0].sum() for x in (q, k, v, bias, sink) if x is not None)
     out, lse = out + nothing, lse + nothing
 
@@ -235,28 +235,31 @@ def gradients(
     dropout: Dropout | None = None,
     **flags: Any,
 ) -> tuple[Tensor | None, ...]:
-    """All gradients by :func:`formula.gradients`, themselves differentiable; the rest as for :func:`attention`."""
+    """Return all gradients by :func:`formula.gradients`, themselves differentiable.
+
+    Arguments are as for :func:`attention`.
+    """
 
     def gradients_of(s: Sequence, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_dlse = None if dlse is None else batch.rows(dlse, s)
+        own_dlse = None if dlse is None else batch.rows(dlse, s)
         inputs = batch.inputs(s, q, k, v, mask, bias)
-        of_s = _dropout_of(s, dropout)
-        return formula.gradients(batch.queries(dout, s), of_dlse, *inputs, sink=sink, dropout=of_s, **flags)
+        own_dropout = _dropout_of(s, dropout)
+        return formula.gradients(batch.queries(dout, s), own_dlse, *inputs, sink=sink, dropout=own_dropout, **flags)
 
     return _summed(batch, (q, k, v, bias, sink), (True,) * 5, gradients_of)
 
 
 def _dropout_of(s: Sequence, dropout: Dropout | None) -> Dropout | None:
-    return None if dropout is None else dropout.of_entry(s.number)
+    return None if dropout is None else dropout.starting_at(s.number)
 
 
 def _write(batch: Batch, out: Tensor, lse: Tensor, results_of: Callable[[Sequence], tuple[Tensor, ...]]) -> None:
     """Write out and lse of every sequence that has queries."""
     for s in batch:
         if s.seqlen_q > 0:
-            of_out, of_lse = results_of(s)
-            batch.queries(out, s).copy_(of_out)
-            batch.rows(lse, s).copy_(of_lse)
+            own_out, own_lse = results_of(s)
+            batch.queries(out, s).copy_(own_out)
+            batch.rows(lse, s).copy_(own_lse)
 
 
 def _summed(
@@ -265,10 +268,10 @@ def _summed(
     needs_grad: tuple[bool, ...],
     gradients_of: Callable[[Sequence, Tensor | None, Tensor | None], tuple[Tensor | None, ...]],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients asked for of (q, k, v, bias, sink), without the last where there is no sink.
+    """Add up the requested gradients of (q, k, v, bias, sink) over sequences; without a sink the last is left out.
 
-    Rows of q and k are of one sequence each. Bias and sink, which sequences share, are handed out in the dtype of the
-    softmax, so that their gradients are summed in it and rounded once.
+    Each row of q and k belongs to one sequence. Bias and sink are shared, so `gradients_of` gets them in the dtype of
+    the softmax; their gradients are then summed in that dtype and rounded once.
     """
     q, k, v, *shared = inputs
     bias, sink = (None if x is None else x.to(formula.softmax_dtype(q)) for x in shared)
@@ -282,8 +285,8 @@ def _summed(
             for total, x, part in zip(sums, gradients_of(s, bias, sink), parts, strict=False):
                 if total is not None and x is not None:
                     part(total, s).add_(x)
-    found = [None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, inputs, strict=True)]
-    return tuple(found if sink is not None else found[:4])
+    results = [None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, inputs, strict=True)]
+    return tuple(results if sink is not None else results[:4])
 
 
 def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
-"""Attention sinks in the backward pass: all of them follows from lse, which holds the sink, and delta of each row."""
+"""Attention sinks in the backward pass: everything follows from the delta of each row, and from lse with the sink."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+# `row_delta` multiplies about so many elements at a time.
 MOST_PRODUCTS = 2**24
 
 
@@ -13,7 +14,7 @@ def sink_probability(sink: Tensor, lse: Tensor) -> Tensor:
 
     Args:
         sink: (Hq,), any float dtype.
-        lse: (B, Hq, Lq), with the sink. It is -inf only in rows without keys of heads without a sink.
+        lse: (B, Hq, Lq), with the sink. It is -inf only in rows that have neither keys nor a sink.
 
     Returns:
         (B, Hq, Lq) in lse's dtype.
@@ -25,7 +26,7 @@ def sink_probability(sink: Tensor, lse: Tensor) -> Tensor:
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
     """Return delta = rowsum(dout * out) - dlse, (B, Hq, Lq) in lse's dtype.
 
-    A few entries of the batch at a time: products in lse's dtype may take more memory than out.
+    It takes a few entries of the batch at a time, because products in lse's dtype may take more memory than out.
     """
     delta = torch.empty_like(lse)
     at_once = max(1, MOST_PRODUCTS * len(out) // max(out.numel(), 1))
@@ -46,20 +47,21 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         lse, delta: (B, Hq, Lq), of one dtype.
     """
     share = sink_probability(sink, lse)
-    terms = torch.where(share == 0, 0.0, -share * delta)  # what has no sink takes no part, whatever its delta is
+    terms = torch.where(share == 0, 0.0, -share * delta)  # a row without a sink adds 0, even if its delta is inf
     return terms.sum((0, 2)).to(sink.dtype)
 
 
 def through_lse(dlse: Tensor | None, sink: Tensor | None, lse: Tensor, delta: Tensor | None) -> Tensor | None:
     """Return the gradient of a number that is added to all scores of a row, (B, Hq, Lq); None for zeros.
 
-    It is the row's sum of ds. Without a sink it moves lse and leaves p as it is: dlse. Beside a sink it moves weight
-    between that and the keys: dlse + exp(sink - lse) * delta, which is 0 in a row without keys.
+    This gradient is the sum of ds over the row. Without a sink the number shifts lse and does not change p, so the
+    gradient is dlse. With a sink it also moves weight between the sink and the keys, and the gradient is
+    dlse + exp(sink - lse) * delta, which is 0 in a row without keys.
 
     Args:
         dlse: (B, Hq, Lq) in lse's dtype, 0 where lse is -inf; or None.
         sink: (Hq,) or None.
-        lse, delta: (B, Hq, Lq); delta plays no part without a sink.
+        lse, delta: (B, Hq, Lq); delta is not read without a sink.
     """
     if sink is None or delta is None:
         return dlse

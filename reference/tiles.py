@@ -1,4 +1,4 @@
-"""What one chunk reads and writes: its rows, its keys, its scores, and its part of the gradient of bias."""
+"""The operands and results of one chunk: its rows, its keys, its scores, and its part of the gradient of bias."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _LOG2_E = math.log2(math.e)
 
 
 def multiply(a: Tensor, b: Tensor, into: Tensor, scale: float = 1.0, *, keep: bool = False) -> Tensor:
-    """Replace into by scale * a @ b, plus what it held if keep is set."""
-    # In place, so autocast, which would round a and b, does not touch it. All operands are fp32 (or fp64), upcast from
-    # half: on a GPU too this path is bound by the elementwise passes over the scores, not by the products.
+    """Replace into by scale * a @ b; with keep add that to into."""
+    # In place, because autocast, which would round a and b, leaves in-place operations alone. Operands in half
+    # precision were cast to fp32: elementwise passes over the scores bound this path, on a GPU too, and not products.
     return into.baddbmm_(a, b, beta=float(keep), alpha=scale)
 
 
 def exponential(x: Tensor) -> Tensor:
     """Replace x by exp(x)."""
-    # On a CPU torch.exp leaves its vector path for every -inf (1.4 ns an element with 30 % of them); exp2 does not
-    # (0.3 ns with the product, whose rounding is that of one more bit in x).
+    # On a CPU torch.exp leaves its vector path for every -inf: 1.4 ns an element if 30 % are -inf. exp2 does not: 0.3
+    # ns with the multiplication, whose rounding costs as much as one bit of x.
     return x.mul_(_LOG2_E).exp2_()
 
 
 def softmax_backward(dp: Tensor, p: Tensor, delta: Tensor | None) -> Tensor:
-    """Replace dp by p * (dp - delta), with delta = rowsum(p * dp) where it is None, which p's whole rows allow."""
+    """Replace dp by p * (dp - delta). If delta is None, p has whole rows, and delta = rowsum(p * dp)."""
     if delta is not None:
         return dp.sub_(delta).mul_(p)
-    # One pass for the sum and one for the result. Where p is nearly 1 at one key, dp - delta cancels, and only a delta
-    # of the same p and dp leaves what plain PyTorch leaves.
+    # One pass for the sum and one for the result. If p is nearly 1 at one key, dp - delta cancels, and only a delta
+    # computed from the same p and dp is as accurate as plain PyTorch.
     return torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=dp)
 
 
@@ -60,7 +60,7 @@ class Keys:
     def __init__(self, x: Tensor, chunks: Chunks) -> None:
         self._x = x.transpose(1, 2)
         self._dtype = chunks.dtype
-        self._hold = chunks.extent.keys >= chunks.seqlen_k  # all keys fit a chunk: convert them once for all its rows
+        self._hold = chunks.extent.keys >= chunks.seqlen_k  # if all keys fit in a chunk, cast them once for all rows
         self._held: tuple[slice, slice] | None = None
 
     def get(self, block: Block, keys: slice) -> Tensor:
@@ -82,7 +82,7 @@ class Keys:
 
 
 class Scores:
-    """Scores of one chunk after another, in one buffer; -inf where the mask or the band does not allow them."""
+    """The scores of one chunk after another, in one buffer; -inf where the mask or the band forbids them."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Scores:
         shape = (*q_block.shape[:2], k_block.shape[1])
         s = self._chunks.buffer(0, shape)
         if self._softcap == 0:
-            # What is added goes in first, and the product on top of it: one pass over the scores less.
+            # Bias and mask are written first and the product is added to them, which saves a pass over the scores.
             added = self._add_to_be(s, block, keys)
             multiply(q_block, k_block.mT, s, self._scale, keep=added)
         else:
@@ -125,9 +125,9 @@ class Scores:
         return s
 
     def _add_to_be(self, s: Tensor, block: Block, keys: slice) -> bool:
-        """Write what is added to the products into s; return False, with s unwritten, where that is nothing.
+        """Write into s what is added to the products: the bias, and on a CPU also -inf where the mask forbids a score.
 
-        It is the bias, and on a CPU also -inf where the mask does not allow the score.
+        Return False, with s unwritten, if nothing is added.
         """
         s = block.by_group(s, self._chunks.group)
         bias = None if self._bias is None else block.pick(self._bias, keys, self._bias_repeat)
@@ -139,9 +139,9 @@ class Scores:
         return bias is not None
 
     def _hide(self, s: Tensor, block: Block, keys: slice) -> None:
-        """Write -inf into s where the mask does not allow the score, whatever the key holds."""
-        # On a CPU -inf has been added already, and only a product of inf or NaN outlives it. Any such score makes the
-        # sum NaN, and a sum takes a tenth of the time of masked_fill_.
+        """Write -inf into s where the mask forbids a score, even if its key holds inf or NaN."""
+        # On a CPU -inf was added to these scores, and they are -inf now unless their product was inf or NaN. Then the
+        # sum over s is NaN; this sum takes a tenth of the time of masked_fill_.
         if self._mask is None or (_adds_mask(s.device) and not s.sum().isnan()):
             return
         mask = block.pick(self._mask, keys, self._mask_repeat)
@@ -153,8 +153,8 @@ def _adds_mask(device: torch.device) -> bool:
 
 
 def _merge_by_minimum(s: Tensor, mask: Tensor, bias: Tensor | None) -> None:
-    # On a CPU masked_fill_ and torch.where branch on every element: 1.1 ns each for a random mask. The vectorised
-    # minimum of the bias and +inf or -inf makes the same of it in 0.2 ns.
+    # On a CPU masked_fill_ and torch.where branch on every element, 1.1 ns for a random mask. The minimum of the bias
+    # and +inf or -inf has the same result, and its vector code takes 0.2 ns.
     s.copy_(mask).sub_(0.5).mul_(math.inf)
     if bias is None:
         s.clamp_(max=0.0)
@@ -163,22 +163,22 @@ def _merge_by_minimum(s: Tensor, mask: Tensor, bias: Tensor | None) -> None:
 
 
 class BiasGradient:
-    """The gradient of bias, summed chunk by chunk in bias's own shape."""
+    """The gradient of a bias, summed chunk by chunk in the shape of the bias."""
 
     def __init__(self, bias: Tensor, per_row: Tensor | None, chunks: Chunks, repeat: int) -> None:
         own = formula.grouped(bias, chunks.num_heads_k, chunks.num_heads).shape
         full = (chunks.batch, chunks.num_heads_k, chunks.group, chunks.seqlen_q, chunks.seqlen_k)
         self._shape, self._dtype, self._group, self._repeat = bias.shape, bias.dtype, chunks.group, repeat
         self._written_once = own == full
-        # A bias that is constant along the keys of a row shifts its lse: its gradient is one number per row.
+        # A bias of one value per query only shifts lse, so its gradient is one number per row.
         self.needs_scores = own[4] != 1
-        # Zeroing what every chunk overwrites would cost a tenth of the backward.
+        # Zeroing a gradient that chunks overwrite entirely would take a tenth of the backward pass.
         overwritten = self.needs_scores and self._written_once and chunks.skip_nothing()
         create = bias.new_empty if overwritten else bias.new_zeros
         self._sum = create(own, dtype=bias.dtype if self._written_once else chunks.dtype)
         if not self.needs_scores and per_row is not None:
-            of_entries = formula.sum_entries(per_row.unflatten(1, full[1:3]).unsqueeze(4), own[0], repeat)
-            self._sum += of_entries.sum_to_size(own)
+            entry_sums = formula.sum_entries(per_row.unflatten(1, full[1:3]).unsqueeze(4), own[0], repeat)
+            self._sum += entry_sums.sum_to_size(own)
 
     def add(self, block: Block, keys: slice, ds: Tensor) -> None:
         if not self.needs_scores:

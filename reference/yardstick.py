@@ -1,6 +1,6 @@
-"""The yardstick of accuracy: the error that plain PyTorch makes of the gradient formulas in a low-precision dtype.
+"""The yardstick of accuracy: the error that plain PyTorch makes when it computes the formulas in a low precision.
 
-A result x of any backend passes where err(x) <= RATIO * err(yardstick) + FLOOR, with err(x) = ||x - x64|| / ||x64||.
+A result x of any backend passes if err(x) <= RATIO * err(yardstick) + FLOOR, with err(x) = ||x - x64|| / ||x64||.
 The yardstick of out and lse is :func:`formula.attention` in that dtype.
 """
 
@@ -32,10 +32,10 @@ def gradients(
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradient formulas of the contract in q's dtype: products and what is kept in it, the rest in fp32.
+    """Compute the gradient formulas with products and stored tensors in q's dtype, and the rest in fp32.
 
-    `formula.gradients` keeps everything in fp32. Here out, p and ds are rounded where a memory-saving implementation
-    has to round them, delta = rowsum(dout * out) included.
+    `formula.gradients` keeps everything in fp32. Here out, p and ds are rounded where an implementation that saves
+    memory has to round them; delta = rowsum(dout * out) is computed from the rounded out.
     """
     heads_k, dtype = k.shape[2], q.dtype
     scale = formula.default_scale(q, softmax_scale)
@@ -59,6 +59,6 @@ def gradients(
     gradients = dq.to(dtype), dk.to(dtype), dv, dbias
     if sink is None:
         return gradients
-    # -inf - -inf, of a row without keys in a head without a sink, is NaN: its share is 0.
+    # In a row with neither keys nor a sink -inf - -inf is NaN; its share is 0.
     share = torch.exp((sink.to(lse.dtype).view(*lse.shape[1:3], 1) - lse).nan_to_num(nan=-torch.inf))
     return *gradients, -(share * delta).sum((0, 3)).flatten().to(sink.dtype)

@@ -2,65 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from benchmarks import results
 from benchmarks.cases import CASES, Case
 from benchmarks.floors import Rates
 from benchmarks.inputs import Inputs
-from benchmarks.systems import Bound, Mode, Needs, System, ours, sdpa
+from benchmarks.systems import Attend, Bound, Mode, Needs, System, by_name, ours
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 RATES = Rates(1e12, 1e11, "known")
 MACHINE = {"device": "CPU", "kind": "cpu", "torch": "2", "commit": "abc", "rates": RATES._asdict()}
 
 
-def small(name: str) -> Case:
-    """A case with at most 128 keys."""
-    return next(case for case in CASES if case.name == name).reduced(128)
+def named(name: str) -> Case:
+    """The case of this name."""
+    return next(case for case in CASES if case.name == name)
 
 
-def plain(name: str, bind: Callable[[Inputs, Mode], Bound], is_ours: bool = False) -> System:
-    """A system that takes everything."""
-    return System(name, bind, lambda case, device: Needs(backends=(name, name)), lambda device: "", ours=is_ours)
+def planted(name: str, change: Callable[[Tensor], Tensor], is_ours: bool = True) -> System:
+    """The eager backend with its results changed; it takes every case."""
+
+    def bind(inputs: Inputs, mode: Mode) -> Bound:
+        call = ours.bind("eager", inputs, mode)
+        return lambda: tuple(change(x) for x in call())
+
+    def layers(case: Case, biases: Sequence[Tensor]) -> list[Attend]:
+        return [
+            lambda q, k, v, bias, right=right: change(right(q, k, v, bias))
+            for right in ours.layers("eager", case, biases)
+        ]
+
+    needs = Needs(backends=("eager", "eager"))
+    return System(name, bind, lambda case, device: needs, lambda device: "", is_ours, layers=layers)
 
 
-def spoiled(inputs: Inputs, mode: Mode) -> Bound:
-    """5 % off."""
-    call = ours.bind("eager", inputs, mode)
-    return lambda: tuple(x * 1.05 for x in call())
-
-
-def nan(inputs: Inputs, mode: Mode) -> Bound:
-    call = ours.bind("eager", inputs, mode)
-    return lambda: tuple(x * float("nan") for x in call())
-
-
-def broken(inputs: Inputs, mode: Mode) -> Bound:
+def breaks(x: Tensor) -> Tensor:
+    """A kernel that fails."""
     raise RuntimeError("no kernel for this call")
 
 
 def breaks_later(inputs: Inputs, mode: Mode) -> Bound:
-    calls = iter(range(6))
-    call = ours.bind("eager", inputs, mode)
+    """A kernel that fails in the call after the sixth."""
+    calls, call = itertools.count(), ours.bind("eager", inputs, mode)
 
-    def run() -> tuple[torch.Tensor, ...]:
-        if next(calls, None) is None:
+    def run() -> tuple[Tensor, ...]:
+        if next(calls) >= 6:
             raise RuntimeError("a call too many")
         return call()
 
     return run
 
 
-EAGER = plain("eager", partial(ours.bind, "eager"), is_ours=True)
-MATH = plain("sdpa-math", partial(sdpa.bind, sdpa.KERNELS["sdpa-math"]))
-SPOILED, NAN, BROKEN = plain("spoiled", spoiled), plain("nan", nan, is_ours=True), plain("broken", broken)
+EAGER, MATH = by_name("eager"), by_name("sdpa-math")
+WRONG, NAN = planted("wrong", lambda x: 1.05 * x), planted("nan", lambda x: float("nan") * x)
+PEER, BROKEN = planted("peer", lambda x: 1.3 * x, is_ours=False), planted("broken", breaks)
+LATE = planted("late", breaks)._replace(bind=breaks_later, ours=False)
+REFUSES = System("no", EAGER.bind, lambda case, device: Needs("not for this"), lambda device: "")
 
 
 def times(row: results.Record, system: str, mode: str = "call") -> results.Record:
     """The column of a system in a row of performance."""
-    found: results.Record = next(line for line in row["systems"] if line["system"] == system)["columns"][mode]
-    return found
+    column: results.Record = next(line for line in row["systems"] if line["system"] == system)["columns"][mode]
+    return column

@@ -9,7 +9,7 @@ import torch
 FULL, SHARED_BIAS, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("1", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")
 HALF = {"dtype": torch.float16}
 FEW_QUERIES: dict[str, Any] = {"head_dim": 128, "seqlen_q": 4, "seqlen_k": 8192, "num_heads": 8, "num_heads_k": 8}
-FEW_PAIRS: dict[str, Any] = {"mask": "dense", "batch": 2, "seqlen_q": 256, "seqlen_k": 256}
+FEW_PAIRS: dict[str, Any] = {**HALF, "mask": "dense", "batch": 2, "seqlen_q": 256, "seqlen_k": 256}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +23,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.protocol import Availability
-from flash_dmattn.dispatch import config, profiles, registry
+from flash_dmattn.dispatch import config, profiles, registry, selection
 
 # The workers of pytest-xdist share the cores; a small product gains nothing from a second thread.
 torch.set_num_threads(1)
@@ -41,7 +43,7 @@ if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build
     admit_cpu(Path(os.environ["FLASH_DMATTN_EMULATED"]))
 
 # Rules and eager mathematics of flex are the same on every CPU: only tests of its compiled kernel ask for AVX2.
-flex._found = Availability(True)
+flex._availability = Availability(True)
 
 BACKENDS = ("eager", "sdpa", "flex", "triton", "cuda")
 # Whose backward pass a test runs where rules refuse that of a backend: all share the layout of lse.
@@ -54,6 +56,14 @@ def nothing_remembered_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.process, "profile", "off")
     profiles.forget()
     registry.choices_changed()
+
+
+@pytest.fixture
+def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin a test with the settings of a new process, and take back what it changes."""
+    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn"), ("rules", "built-in")):
+        monkeypatch.setattr(config.process, name, value)
+    monkeypatch.setattr(selection, "_warned", set())
 
 
 # Inductor of torch 2.13 writes vector code there, and its own headers refuse it.
@@ -140,7 +150,7 @@ def refusal_of(
 def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """Every backend in turn. Flex has no compiled backward on CPU; there its eager mathematics are tested."""
     name: str = request.param
-    availability = flash_dmattn.dispatch.registry.probe(name)
+    availability = flash_dmattn.dispatch.registry.BACKENDS[name].probe()
     if not availability.usable:
         pytest.skip(f"{name}: {availability.reason}")
     if name == "flex" and DEVICE == "cpu":
@@ -155,7 +165,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
 @pytest.fixture
 def counted() -> Iterator[Any]:
     """The attention implementation "dmattn" of transformers, with every call that it makes recorded."""
-    from transformers_fixture import counting
+    from transformers_models import counting
 
     with counting() as calls:
         yield calls
@@ -178,7 +188,14 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first."""
+    """Take the longest files first, and with FLASH_DMATTN_SAMPLE=n no more than n cases of a test, by a fixed draw."""
+    most = int(os.environ.get("FLASH_DMATTN_SAMPLE", "0"))
+    if most:
+        by_test: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        drawn = [random.Random(name).sample(cases, min(most, len(cases))) for name, cases in by_test.items()]
+        items[:] = itertools.chain.from_iterable(drawn)
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
 

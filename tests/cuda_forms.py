@@ -11,8 +11,8 @@ from cases import NAMES, Case
 from compiled_header import compiled
 from torch import Tensor
 
-import flash_dmattn
 from flash_dmattn.backends.cuda.rules import INSTANCES
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, NeedsGrad, make_band
 
 ALL_INSTANCES = tuple((*dims, dtype) for dims in INSTANCES for dtype in (torch.float16, torch.bfloat16))
@@ -28,7 +28,7 @@ def described(case: Case, prepared: bool = False) -> AttentionProblem:
     """The forward pass of a case, contiguous and on sm_90."""
     q = (case.batch, case.seqlen_q, case.num_heads, case.head_dim)
     mask, bias = (None if letters is None else case.sizes(letters) for letters in (case.mask, case.bias))
-    return flash_dmattn.explain_problem(
+    return explain_problem(
         q,
         kv_heads=case.num_heads_k,
         seqlen_k=case.seqlen_k,

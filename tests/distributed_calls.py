@@ -11,23 +11,27 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from distributed_backend import registered
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flash_dmattn
-from flash_dmattn import distributed
+from flash_dmattn import Backend, register_backend
+from flash_dmattn.backends.protocol import Backward, Forward, Rule
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.distributed import (
     SequenceLayout,
-    agreement,
+    ShardedMask,
     context_parallel_attention,
     exchange,
     explain_context_parallel,
-    prepare_mask,
 )
-from flash_dmattn.distributed.agreement import agree
-from flash_dmattn.distributed.group import groups_of
+from flash_dmattn.distributed import call as parallel_call
+from flash_dmattn.distributed import group as parallel_group
+from flash_dmattn.distributed.group import agree, groups_of
 from flash_dmattn.masks import topk_mask
+from flash_dmattn.masks.prepared.storage import unpack_view
+from flash_dmattn.problem import AttentionProblem, Gradients, MaskView
+from flash_dmattn.problem.inputs import Inputs, Saved
 
 # Which dims of (B, H, Lq, Lk) a bias has, heads "q" or "k"; and whether a rank has its rows, or its keys, alone.
 BIASES = {
@@ -89,8 +93,18 @@ class ParallelCase:
     device: str = "cpu"
     seed: int = 0
 
+    @property
+    def bias_dims(self) -> tuple[str, ...]:
+        """The dims of the bias, empty without one."""
+        return BIASES[self.bias] or ()
+
+    @property
+    def mask_dims(self) -> tuple[str, ...]:
+        """The dims of the mask, also of one that a rank gets wrong; empty without one."""
+        return MASKS["full" if self.mask in MISTAKEN else self.mask] or ()
+
     def layouts(self, size: int) -> tuple[SequenceLayout, SequenceLayout]:
-        """Those of the queries and of the keys."""
+        """The layouts of the queries and of the keys."""
         return layout_of(self.layout, self.seqlen_q, size), layout_of(self.layout, self.seqlen_k, size)
 
 
@@ -103,8 +117,8 @@ def layout_of(name: str, length: int, size: int) -> SequenceLayout:
 
 
 @dataclass
-class Inputs:
-    """The whole call, the same on every rank: leaves of the reference."""
+class WholeCall:
+    """The tensors of the whole sequence, the same on every rank: leaves of the reference."""
 
     q: Tensor
     k: Tensor
@@ -121,32 +135,24 @@ class Inputs:
         return {name: x for name, x in named.items() if x is not None}
 
 
-def dims_of_mask(case: ParallelCase) -> tuple[str, ...] | None:
-    """The dims of a mask, those of one that goes wrong too."""
-    return MASKS["full" if case.mask in MISTAKEN else case.mask]
-
-
-def shape_of(dims: tuple[str, ...], case: ParallelCase) -> tuple[int, ...]:
-    """The whole shape of a mask or bias."""
-    sizes = {"b": case.batch, "q": case.heads, "k": case.heads_k, "i": case.seqlen_q, "j": case.seqlen_k}
-    return tuple(sizes.get("j" if name == "s" else name, 1) for name in dims)
-
-
-def draw(case: ParallelCase) -> Inputs:
-    """The whole call, from the case's seed."""
+def draw(case: ParallelCase) -> WholeCall:
+    """Draw the call from the case's seed."""
     generator = torch.Generator().manual_seed(case.seed)
+    sizes = {"b": case.batch, "q": case.heads, "k": case.heads_k, "i": case.seqlen_q, "j": case.seqlen_k}
 
     def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(case.device, dtype)
 
+    def shape_of(dims: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(sizes.get("j" if name == "s" else name, 1) for name in dims)
+
     q = normal(case.batch, case.seqlen_q, case.heads, case.dim)
     k = normal(case.batch, case.seqlen_k, case.heads_k, case.dim)
     v = normal(case.batch, case.seqlen_k, case.heads_k, case.dim_v)
-    dims, of_mask = BIASES[case.bias], dims_of_mask(case)
-    bias = None if dims is None else normal(*shape_of(dims, case), dtype=case.bias_dtype or case.dtype)
+    bias = normal(*shape_of(case.bias_dims), dtype=case.bias_dtype or case.dtype) if case.bias_dims else None
     mask = None
-    if of_mask is not None:
-        mask = torch.rand(*shape_of(of_mask, case), generator=generator) > 0.25
+    if case.mask_dims:
+        mask = torch.rand(*shape_of(case.mask_dims), generator=generator) > 0.25
         if case.mask.endswith("topk"):
             assert bias is not None
             mask = topk_mask(bias.cpu(), max(2, case.seqlen_k // 8), is_causal=case.causal)
@@ -157,81 +163,83 @@ def draw(case: ParallelCase) -> Inputs:
     dout = normal(case.batch, case.seqlen_q, case.heads, case.dim_v)
     dlse = normal(case.batch, case.heads, case.seqlen_q).to(torch.promote_types(case.dtype, torch.float32))
     flags = {"is_causal": case.causal, "window_size": case.window, "softcap": case.softcap, "softmax_scale": case.scale}
-    return Inputs(q, k, v, mask, bias, sink, dout, dlse, flags)
+    return WholeCall(q, k, v, mask, bias, sink, dout, dlse, flags)
 
 
-def leaves(case: ParallelCase, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs that are floats as leaves, those that the case needs gradients of with them."""
-    return {name: x.detach().clone().requires_grad_(name in case.needs) for name, x in given.items()}
+def leaves(case: ParallelCase, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to leaves, which require gradients where the case needs them."""
+    return {name: x.detach().clone().requires_grad_(name in case.needs) for name, x in tensors.items()}
 
 
-def send_back(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
-    """Backward from out, and from lse where it is used; that of an empty row is -inf whatever the inputs are."""
-    total = (out * dout).sum()
-    if dlse is not None:
-        total = total + torch.where(lse > -torch.inf, lse * dlse, torch.zeros_like(lse)).sum()
-    total.backward()
+def results_of(
+    inputs: dict[str, Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> dict[str, Any]:
+    """Go backward from out, and from lse where it is used; return results and gradients."""
+    if any(x.requires_grad for x in inputs.values()):
+        total = (out * dout).sum()
+        if dlse is not None:  # the lse of an empty row is -inf whatever the inputs are
+            total = total + torch.where(lse > -torch.inf, lse * dlse, torch.zeros_like(lse)).sum()
+        total.backward()
+    gradients = {f"d{name}": x.grad for name, x in inputs.items() if x.grad is not None}
+    return {"out": out.detach(), "lse": lse.detach(), **gradients}
 
 
-def whole(case: ParallelCase, x: Inputs, backend: Any) -> dict[str, Tensor]:
+def one_process(case: ParallelCase, x: WholeCall, backend: Any) -> dict[str, Tensor]:
     """Results and gradients of one call in this process."""
-    given = leaves(case, x.floats())
+    inputs = leaves(case, x.floats())
     out, lse = flash_dmattn.attention(
-        given["q"],
-        given["k"],
-        given["v"],
+        inputs["q"],
+        inputs["k"],
+        inputs["v"],
         x.mask,
-        given.get("bias"),
-        sink=given.get("sink"),
+        inputs.get("bias"),
+        sink=inputs.get("sink"),
         return_lse=True,
         backend=backend,
         **x.flags,
     )
-    if any(t.requires_grad for t in given.values()):
-        send_back(out, lse, x.dout, x.dlse if case.lse else None)
-    gradients = {f"d{name}": t.grad for name, t in given.items() if t.grad is not None}
-    return {"out": out.detach(), "lse": lse.detach(), **gradients}
+    return results_of(inputs, out, lse, x.dout, x.dlse if case.lse else None)
 
 
-def local_bias(dims: tuple[str, ...], x: Tensor, layouts: tuple[SequenceLayout, SequenceLayout], rank: int) -> Tensor:
-    """What a rank has of a mask or bias."""
+def shard_scores(dims: tuple[str, ...], x: Tensor, layouts: tuple[SequenceLayout, SequenceLayout], rank: int) -> Tensor:
+    """Take a rank's part of a mask or bias."""
     if dims[2]:
         x = layouts[0].shard(x, 2, rank)
     return layouts[1].shard(x, 3, rank) if dims[3] == "s" else x
 
 
 def parallel(
-    case: ParallelCase, x: Inputs, run: Callable[..., Any] = context_parallel_attention, **more: Any
+    case: ParallelCase, x: WholeCall, run: Callable[..., Any] = context_parallel_attention, **more: Any
 ) -> dict[str, Tensor]:
     """Results and gradients of this rank, of its own part."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    of_q, of_k = case.layouts(size)
-    layouts, place = rows_of(case)
-    own = {"q": of_q.shard(x.q, 1, rank), "k": of_k.shard(x.k, 1, rank), "v": of_k.shard(x.v, 1, rank)}
+    layout, layout_k = case.layouts(size)
+    layouts, place = row_layouts(case)
+    own = {"q": layout.shard(x.q, 1, rank), "k": layout_k.shard(x.k, 1, rank), "v": layout_k.shard(x.v, 1, rank)}
     if x.bias is not None:
-        own["bias"] = local_bias(BIASES[case.bias] or (), x.bias, layouts, place)
+        own["bias"] = shard_scores(case.bias_dims, x.bias, layouts, place)
     if x.sink is not None:
         own["sink"] = x.sink
-    mask: Any = None if x.mask is None else local_bias(dims_of_mask(case) or (), x.mask, layouts, place)
+    mask: Any = None if x.mask is None else shard_scores(case.mask_dims, x.mask, layouts, place)
     if case.mask in MISTAKEN:
         mask = MISTAKEN[case.mask](mask)
     flags = dict(x.flags)
     if case.mask.startswith("prepared"):
         band = {"is_causal": flags.pop("is_causal"), "window_size": flags.pop("window_size")}
-        mask = prepare_mask(mask, layouts[0], place, layout_k=layouts[1], **band)
-    given = leaves(case, own)
+        mask = ShardedMask.from_mask(mask, layouts[0], place, layout_k=layouts[1], **band)
+    inputs = leaves(case, own)
     out, lse = run(
-        given["q"],
-        given["k"],
-        given["v"],
+        inputs["q"],
+        inputs["k"],
+        inputs["v"],
         mask,
-        given.get("bias"),
-        sink=given.get("sink"),
+        inputs.get("bias"),
+        sink=inputs.get("sink"),
         group=dist.group.WORLD if case.mesh is None else mesh_of(case.mesh, case.device),
         **{
             **flags,
-            "layout": of_q,
-            "layout_k": of_k,
+            "layout": layout,
+            "layout_k": layout_k,
             "return_lse": True,
             "strategy": case.strategy,
             "reduce_bias_grad": case.reduce,
@@ -241,11 +249,8 @@ def parallel(
             **more,
         },
     )
-    if any(t.requires_grad for t in given.values()):
-        dlse = of_q.shard(x.dlse, 2, rank) if case.lse else None
-        send_back(out, lse, of_q.shard(x.dout, 1, rank), dlse)
-    gradients = {f"d{name}": t.grad for name, t in given.items() if t.grad is not None}
-    return {"out": out.detach(), "lse": lse.detach(), **gradients}
+    dlse = layout.shard(x.dlse, 2, rank) if case.lse else None
+    return results_of(inputs, out, lse, layout.shard(x.dout, 1, rank), dlse)
 
 
 @lru_cache
@@ -254,17 +259,17 @@ def mesh_of(sizes: tuple[int, int], device: str = "cpu") -> DeviceMesh:
     return dist.init_device_mesh(device.split(":")[0], sizes, mesh_dim_names=("outer", "inner"))
 
 
-def rows_of(case: ParallelCase) -> tuple[tuple[SequenceLayout, SequenceLayout], int]:
+def row_layouts(case: ParallelCase) -> tuple[tuple[SequenceLayout, SequenceLayout], int]:
     """The layouts of queries and keys by which masks and biases are shared, and this rank's place in them."""
-    of_q, of_k = case.layouts(dist.get_world_size())
+    layout, layout_k = case.layouts(dist.get_world_size())
     if case.mesh is None:
-        return (of_q, of_k), dist.get_rank()
+        return (layout, layout_k), dist.get_rank()
     inner = case.mesh[1]
-    return (of_q.joined(inner)[0], of_k.joined(inner)[0]), dist.get_rank() // inner
+    return (layout.joined(inner)[0], layout_k.joined(inner)[0]), dist.get_rank() // inner
 
 
-def part_of(case: ParallelCase, name: str, x: Tensor) -> Tensor:
-    """What a rank should have of a whole result."""
+def shard_result(case: ParallelCase, name: str, x: Tensor) -> Tensor:
+    """Take a rank's part of a result of one process."""
     layouts, rank = case.layouts(dist.get_world_size()), dist.get_rank()
     if name in ("out", "dq"):
         return layouts[0].shard(x, 1, rank)
@@ -272,55 +277,163 @@ def part_of(case: ParallelCase, name: str, x: Tensor) -> Tensor:
         return layouts[0].shard(x, 2, rank)
     if name in ("dk", "dv"):
         return layouts[1].shard(x, 1, rank)
-    return local_bias(BIASES[case.bias] or (), x, *rows_of(case)) if name == "dbias" else x
+    return shard_scores(case.bias_dims, x, *row_layouts(case)) if name == "dbias" else x
 
 
 def is_partial(case: ParallelCase, name: str) -> bool:
-    """Whether a rank's gradient is that of its own rows, and the whole is their sum."""
-    dims = BIASES[case.bias] or ("",) * 4
+    """Whether a rank's gradient counts its own rows alone, so that the gradient of the call is their sum."""
+    dims = case.bias_dims or ("",) * 4
     shared = name == "dsink" or (name == "dbias" and not dims[2] and dims[3] != "s")
     return shared and not case.reduce
 
 
-def compared(case: ParallelCase) -> dict[str, float]:
+def errors_of(case: ParallelCase, x: WholeCall, results: dict[str, Tensor]) -> dict[str, float]:
     """The largest difference of each result between this rank and one process."""
-    x = draw(case)
-    wanted = whole(case, x, "eager")
-    found = parallel(case, x)
-    assert found.keys() == wanted.keys(), (found.keys(), wanted.keys())
+    wanted = one_process(case, x, "eager")
+    assert results.keys() == wanted.keys(), (results.keys(), wanted.keys())
     errors = {}
-    for name, y in found.items():
+    for name, y in results.items():
         if is_partial(case, name):
             dist.all_reduce(y)
-        elif case.mesh is not None and name == "dbias" and (BIASES[case.bias] or ())[2]:  # those of a rank's heads
+        elif case.mesh is not None and name == "dbias" and case.bias_dims[2]:  # it counts the rank's heads alone
             dist.all_reduce(y, group=mesh_of(case.mesh, case.device).get_group(1))
-        z = part_of(case, name, wanted[name])
+        z = shard_result(case, name, wanted[name])
         assert y.shape == z.shape and y.dtype == z.dtype, (name, y.shape, z.shape, y.dtype, z.dtype)
         errors[name] = float(torch.where(y == z, torch.zeros_like(y), y - z).abs().max())  # -inf is equal to -inf
     return errors
 
 
-def in_parts(case: ParallelCase) -> tuple[dict[str, float], dict[str, bool]]:
+def compared(case: ParallelCase) -> dict[str, float]:
+    """`errors_of` a call whose collectives carry the bytes that were announced."""
+    x = draw(case)
+    return errors_of(case, x, counted(case, x)[0])
+
+
+def compared_in_parts(case: ParallelCase) -> tuple[dict[str, float], dict[str, bool]]:
     """`compared` of a call in which ranks send what is read, and whether each result has the bits of all keys sent."""
+    x = draw(case)
+    results, collectives = counted(case, x)
+    assert collectives == {"all_to_all"}, collectives
+    with patch.object(parallel_call, "CLEAR_SHARE", -1):
+        every_key, collectives = counted(case, x)
+    assert collectives == {"all_gather"}, collectives
+    equal = {name: torch.equal(y, every_key[name]) for name, y in results.items()}
+    return errors_of(case, x, results), equal
+
+
+def counted(case: ParallelCase, x: WholeCall) -> tuple[dict[str, Tensor], set[str]]:
+    """Results of a call whose collectives are handed the bytes that were announced, and what brings keys."""
+    counts = {"forward": (0, 0), "backward": (0, 0)}
+    step, announced, collectives = "forward", {}, set()
+
+    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def run(received: Tensor, sent: Tensor, *rest: Any, **more: Any) -> Any:
+            group = more["group"] if "group" in more else rest[0]
+            size, rank = group.size(), group.rank()
+            splits = more.get("input_split_sizes"), more.get("output_split_sizes")
+            if "group" not in more:  # gathered: all of it goes to each of the others
+                numbers = ((size - 1) * sent.numel(), received.numel() - sent.numel())
+            else:
+                own = [
+                    y.numel() // size if split is None else split[rank] for y, split in zip((sent, received), splits)
+                ]
+                numbers = (sent.numel() - own[0], received.numel() - own[1])
+            assert sent.dtype == received.dtype == torch.uint8
+            counts[step] = (counts[step][0] + numbers[0], counts[step][1] + numbers[1])
+            return collective(received, sent, *rest, **more)
+
+        return run
 
     def call(*arguments: Any, **keywords: Any) -> Any:
-        transfers = explain_context_parallel(*arguments, **keywords).traffic.forward
-        assert {x.how for x in transfers if "keys" in x.what} == {how}, transfers
-        return context_parallel_attention(*arguments, **keywords)
+        nonlocal step
+        explanation = explain_context_parallel(*arguments, **keywords)
+        collectives.update(x.how for x in explanation.forward_traffic if "keys" in x.what)
+        said = {"forward": explanation.forward_traffic, "backward": explanation.backward_traffic}
+        for name, transfers in said.items():
+            announced[name] = (sum(x.sent for x in transfers), sum(x.received for x in transfers))
+        results = context_parallel_attention(*arguments, **keywords)
+        step = "backward"
+        return results
 
-    x, how = draw(case), "all_to_all"
-    found = parallel(case, x, run=call)
-    with patch.object(distributed.call, "CLEAR_SHARE", -1):
-        how = "all_gather"
-        wanted = parallel(case, x, run=call)
-    return compared(case), {name: torch.equal(y, wanted[name]) for name, y in found.items()}
+    with (
+        patch.object(exchange, "_all_gather", counting(exchange._all_gather)),
+        patch.object(dist, "all_to_all_single", counting(dist.all_to_all_single)),
+    ):
+        results = parallel(case, x, run=call)
+    # Where heads are traded a gradient of lse is announced, which a loss without lse never sends.
+    passes = counts if case.lse or case.strategy == "gather" else ("forward",)
+    assert all(counts[name] == announced[name] for name in passes), (counts, announced)
+    return results, collectives
 
 
 def repeated(case: ParallelCase) -> bool:
     """Whether two runs are equal bit by bit."""
     x = draw(case)
-    first, second = parallel(case, x), parallel(case, x)
+    (first, _), (second, _) = counted(case, x), counted(case, x)
     return all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Unpacking:
+    """A backend that reads prepared masks, as kernels do, and computes as eager does: it runs where there is no GPU.
+
+    Every mask has to arrive in a prepared form and of the sizes of its call; `forms` lists these.
+    """
+
+    def __init__(self, name: str = "unpacking", rules: tuple[Rule, ...] = ()) -> None:
+        self.forms: set[str] = set()
+        self.backend = Backend(
+            name=name,
+            plan_forward=self._plan_forward,
+            plan_backward=self._plan_backward,
+            features=BACKENDS["eager"].features - {"sequences", "paged", "dropout_p"},
+            rules=rules,
+            mask_forms=frozenset({"tiles", "keys", "intervals"}),
+        )
+
+    def _plan_forward(self, problem: AttentionProblem) -> Forward:
+        run = BACKENDS["eager"].plan_forward(problem)
+        return lambda inputs: run(self._dense(problem, inputs))
+
+    def _plan_backward(self, problem: AttentionProblem) -> Backward:
+        plan = BACKENDS["eager"].plan_backward
+        assert plan is not None
+        run = plan(problem)
+
+        def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+            assert saved.out.is_contiguous() and saved.lse.is_contiguous()
+            return run(saved._replace(inputs=self._dense(problem, saved.inputs)), dout, dlse)
+
+        return backward
+
+    def _dense(self, problem: AttentionProblem, x: Inputs) -> Inputs:
+        """The same inputs with a bool mask."""
+        mask = x.mask
+        assert (problem.k_strides, problem.v_strides) == (x.k.stride(), x.v.stride())
+        assert mask.form == problem.mask_form
+        self.forms.add(mask.form)
+        if mask.form == "none":
+            return x
+        assert all(t.is_contiguous() for t in mask.tensors)
+        dense = unpack_view(mask, problem.seqlen_q, problem.seqlen_k)
+        assert problem.mask is not None and dense.shape == problem.mask.shape
+        return x._replace(mask=MaskView("dense", (dense,)))
+
+
+def for_few_keys(name: str, most: int) -> Backend:
+    """The same for calls of at most so many keys."""
+    return Unpacking(
+        name, (Rule("keys", lambda p: p.seqlen_k <= most, lambda p: f"there are {p.seqlen_k} keys"),)
+    ).backend
+
+
+_unpacking = Unpacking()
+
+
+def registered() -> Unpacking:
+    """The backend, registered in this process."""
+    if _unpacking.backend.name not in BACKENDS:
+        register_backend(_unpacking.backend)
+    return _unpacking
 
 
 def compared_by_unpacking(case: ParallelCase) -> tuple[dict[str, float], set[str]]:
@@ -328,13 +441,6 @@ def compared_by_unpacking(case: ParallelCase) -> tuple[dict[str, float], set[str
     backend = registered()
     backend.forms.clear()
     return compared(replace(case, backend="unpacking")), set(backend.forms)
-
-
-def decisions(case: ParallelCase) -> list[tuple[str, str | None]]:
-    """The backends that a rank chose."""
-    with flash_dmattn.config(record=(made := [])):
-        parallel(case, draw(case))
-    return [(d.forward, d.backward) for d in made]
 
 
 def mistaken(
@@ -353,11 +459,11 @@ def mistaken(
     registered()  # so that there are two pairs to choose from
     is_wrong = dist.get_rank() == rank
     mine, more = (replace(case, **change), keywords) if is_wrong else (case, {})
-    said, errors = set(), []
+    raised_errors, errors = set(), []
     for _ in range(2):
-        said.add(raised(lambda: parallel(mine, draw(mine), **more)))
+        raised_errors.add(raised(lambda: parallel(mine, draw(mine), **more)))
         errors += compared(case).values()
-    return said, max(errors)
+    return raised_errors, max(errors)
 
 
 class Unlucky:
@@ -391,7 +497,7 @@ def mistaken_in_backward(case: ParallelCase, mistake: str) -> tuple[tuple[str, s
     Two layers of one class are called, and most ranks go back through the second one. The last rank goes back through
     the first, or makes a third call, or asks the second one for fewer gradients and then goes back through the first.
     """
-    wrong = dist.get_rank() == dist.get_world_size() - 1
+    is_wrong = dist.get_rank() == dist.get_world_size() - 1
     x, layers = draw(case), []
 
     def layer(*arguments: Any, **keywords: Any) -> Any:
@@ -415,8 +521,8 @@ def mistaken_in_backward(case: ParallelCase, mistake: str) -> tuple[tuple[str, s
             back(1, slice(1))
             back(0)
 
-    said = raised(wrong_one if wrong else lambda: back(1))
-    return said, max(compared(case).values())
+    error = raised(wrong_one if is_wrong else lambda: back(1))
+    return error, max(compared(case).values())
 
 
 def mistaken_when_compiled(case: ParallelCase, change: dict[str, Any]) -> list[tuple[str, str]]:
@@ -427,12 +533,12 @@ def mistaken_when_compiled(case: ParallelCase, change: dict[str, Any]) -> list[t
     return [raised(lambda: parallel(mine, draw(mine), run=compiled_call)) for _ in range(2)]
 
 
-def compared_beside_a_device() -> tuple[list[str], int, int]:
+def compared_on_a_device_group() -> tuple[list[str], int, int]:
     """Return what is raised over a group of a device alone, and how much is kept for it, meanwhile and afterwards."""
 
     def kept() -> int:
         gc.collect()
-        return len(agreement._carriers) + len(agreement._calls)
+        return len(parallel_group._carriers) + len(parallel_group._calls)
 
     before = kept()
     group = dist.new_group(backend="cuda:gloo")
@@ -455,8 +561,8 @@ def under_fake_tensors() -> tuple[tuple[int, ...], tuple[str, bool]]:
     with FakeTensorMode():
         q = torch.empty(1, 8, 2, 4)
         out = context_parallel_attention(q, q, q, **over)
-        kind, said = raised(lambda: context_parallel_attention(q, q, q, dropout_p=0.5, **over))
-    return tuple(out.shape), (kind, said.startswith(f"rank {dist.get_rank()}: dropout_p is 0.5"))
+        kind, message = raised(lambda: context_parallel_attention(q, q, q, dropout_p=0.5, **over))
+    return tuple(out.shape), (kind, message.startswith(f"rank {dist.get_rank()}: dropout_p is 0.5"))
 
 
 def gradient_of_bias(case: ParallelCase) -> Tensor:
@@ -469,69 +575,31 @@ def compiled(case: ParallelCase) -> float:
     torch._dynamo.reset()
     x = draw(case)
     wanted = parallel(case, x)
-    found = parallel(case, x, run=torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager"))
-    assert found.keys() == wanted.keys()
-    return max(float((found[name] - y).abs().max()) for name, y in wanted.items())
+    results = parallel(case, x, run=torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager"))
+    assert results.keys() == wanted.keys()
+    return max(float((results[name] - y).abs().max()) for name, y in wanted.items())
 
 
 def check_operators(case: ParallelCase) -> list[str]:
     """`torch.library.opcheck` of every operator that a call and its backward pass run; their names."""
-    seen: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
     class Recording(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if function.namespace == "flash_dmattn":
-                seen.setdefault(str(function), (function, args))
+                calls.setdefault(str(function), (function, args))
             return function(*args, **(kwargs or {}))
 
     with Recording():
         parallel(case, draw(case))
-    for function, given in seen.values():
-        args = torch.utils._pytree.tree_map(lambda a: a.detach() if isinstance(a, Tensor) else a, given)
+    for function, arguments in calls.values():
+        args = torch.utils._pytree.tree_map(lambda a: a.detach() if isinstance(a, Tensor) else a, arguments)
         torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"))
-    return sorted(seen)
-
-
-def counted_bytes(case: ParallelCase) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-    """What a rank's collectives are handed in each pass, (sent, received) bytes; and what is said of it before."""
-    counts = {"forward": [0, 0], "backward": [0, 0]}
-    at, said = "forward", {}
-
-    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def run(received: Tensor, sent: Tensor, *rest: Any, **more: Any) -> Any:
-            group = more["group"] if "group" in more else rest[0]
-            size, rank = group.size(), group.rank()
-            splits = more.get("input_split_sizes"), more.get("output_split_sizes")
-            if "group" not in more:  # gathered: all of it goes to each of the others
-                numbers = [(size - 1) * sent.numel(), received.numel() - sent.numel()]
-            else:
-                own = [x.numel() // size if of is None else of[rank] for x, of in zip((sent, received), splits)]
-                numbers = [sent.numel() - own[0], received.numel() - own[1]]
-            assert sent.dtype == received.dtype == torch.uint8
-            counts[at] = [x + y for x, y in zip(counts[at], numbers)]
-            return collective(received, sent, *rest, **more)
-
-        return run
-
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        nonlocal at
-        found = explain_context_parallel(*arguments, **keywords)
-        for name, transfers in (("forward", found.traffic.forward), ("backward", found.traffic.backward)):
-            said[name] = (sum(x.sent for x in transfers), sum(x.received for x in transfers))
-        results = context_parallel_attention(*arguments, **keywords)
-        at = "backward"
-        return results
-
-    with (
-        patch.object(exchange, "_all_gather", counting(exchange._all_gather)),
-        patch.object(dist, "all_to_all_single", counting(dist.all_to_all_single)),
-    ):
-        parallel(case, draw(case), run=call)
-    return {name: (sent, received) for name, (sent, received) in counts.items()}, said
+    return sorted(name.split(".")[1] for name in calls)
 
 
 def counted_flop(case: ParallelCase) -> int:
-    """What torch's counter counts of a rank's call and its backward pass."""
+    """FLOP of a rank's call and its backward pass, as torch's counter counts them."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:

@@ -22,7 +22,7 @@ SECONDS_LEFT = 10  # for the others, once a rank has failed
 
 
 class WorkerError(AssertionError):
-    """What a rank raised, as it printed it, or that it did not answer."""
+    """A rank raised, or did not answer; the message has the traceback."""
 
 
 class Workers:
@@ -45,7 +45,7 @@ class Workers:
         atexit.register(self.stop)
 
     def run(self, function: str, *arguments: Any) -> list[Any]:
-        """What "module.function" returns on each rank, given the arguments.
+        """Run "module.function" on each rank, and return its results.
 
         Raises:
             WorkerError: a rank raised, or did not answer in time; then all of them are stopped.
@@ -70,8 +70,8 @@ class Workers:
             elif any(failed for failed, _ in answers.values()):  # the others may be waiting for it
                 deadline = min(deadline, time.monotonic() + SECONDS_LEFT)
         if any(failed for failed, _ in answers.values()):
-            said = (f"rank {rank} of {self.size}: {answers[rank][1]}" for rank in range(self.size))
-            raise WorkerError(f"{function}\n" + "\n".join(said))
+            lines = (f"rank {rank} of {self.size}: {answers[rank][1]}" for rank in range(self.size))
+            raise WorkerError(f"{function}\n" + "\n".join(lines))
         return [answers[rank][1] for rank in range(self.size)]
 
     def stop(self) -> None:
@@ -89,7 +89,7 @@ def workers(size: int) -> Workers:
 
 
 def serve(rank: int, size: int, store: str, end: Connection, path: list[str]) -> None:
-    """What a worker does: run what it is sent until it is stopped."""
+    """Run in a worker what it is sent, until it is stopped."""
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = path
     import torch

@@ -23,7 +23,7 @@ NAMES = ("q", "k", "v", "mask", "bias", "sink")
 class Call:
     """A call of float64 tensors. Placements are written "S0 R", one for each mesh dim; of q, they decide the mesh.
 
-    `k` is that of k and v, as q's where it is "". Sizes of masks and biases are whole shapes.
+    `k` is the one of k and v, the same as of q where it is "". Sizes of masks and biases are whole shapes.
     """
 
     q: str
@@ -34,10 +34,10 @@ class Call:
     num_heads: int = 4
     num_heads_k: int = 2
     mask: tuple[int, ...] | None = None
-    of_mask: str = ""
+    mask_on: str = ""
     bias: tuple[int, ...] | None = None
-    of_bias: str = ""
-    of_sink: str = ""
+    bias_on: str = ""
+    sink_on: str = ""
     needs: str = "q k v bias sink"
     flags: tuple[tuple[str, Any], ...] = ()
     dtypes: tuple[tuple[str, str], ...] = ()
@@ -46,29 +46,29 @@ class Call:
         """The whole tensors, the same on every rank."""
         torch.manual_seed(0)
         float64 = {"dtype": torch.float64}
-        found = {
+        tensors = {
             "q": torch.randn(*self.batch, self.seqlen_q, self.num_heads, 8, **float64),
             "k": torch.randn(*self.batch, self.seqlen_k, self.num_heads_k, 8, **float64),
             "v": torch.randn(*self.batch, self.seqlen_k, self.num_heads_k, 6, **float64),
         }
         if self.mask is not None:
-            found["mask"] = torch.rand(self.mask) > 0.4
-            found["mask"][..., -1, :] = False
+            tensors["mask"] = torch.rand(self.mask) > 0.4
+            tensors["mask"][..., -1, :] = False
         if self.bias is not None:
-            found["bias"] = torch.randn(self.bias, **float64)
-        if self.of_sink:
-            found["sink"] = torch.randn(self.num_heads, **float64)
+            tensors["bias"] = torch.randn(self.bias, **float64)
+        if self.sink_on:
+            tensors["sink"] = torch.randn(self.num_heads, **float64)
         for name, dtype in self.dtypes:
-            found[name] = found[name].to(getattr(torch, dtype))
+            tensors[name] = tensors[name].to(getattr(torch, dtype))
         for name in self.needs.split():
-            if name in found:
-                found[name].requires_grad_()
-        return found
+            if name in tensors:
+                tensors[name].requires_grad_()
+        return tensors
 
     def placements(self) -> dict[str, list[Placement]]:
-        """Of each tensor."""
-        written = {"q": self.q, "k": self.k or self.q, "v": self.k or self.q, "mask": self.of_mask}
-        written |= {"bias": self.of_bias, "sink": self.of_sink}
+        """The placements of each tensor."""
+        written = {"q": self.q, "k": self.k or self.q, "v": self.k or self.q, "mask": self.mask_on}
+        written |= {"bias": self.bias_on, "sink": self.sink_on}
         return {name: parse(text) for name, text in written.items() if text}
 
 
@@ -86,15 +86,15 @@ def spell(placements: tuple[Placement, ...]) -> str:
 @lru_cache
 def mesh_of(dims: int) -> DeviceMesh:
     """(2, 2), or one dim of it, on which each half of the ranks does the same."""
-    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    return whole if dims == 2 else whole["b"]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    return mesh if dims == 2 else mesh["b"]
 
 
 def distributed(tensors: dict[str, Tensor], placements: dict[str, list[Placement]]) -> dict[str, Tensor]:
     """The tensors as DTensors, leaves where those were."""
     mesh = mesh_of(len(placements["q"]))
-    found = {name: distribute_tensor(x.detach(), mesh, placements[name]) for name, x in tensors.items()}
-    return {name: x.requires_grad_(tensors[name].requires_grad) for name, x in found.items()}
+    shared = {name: distribute_tensor(x.detach(), mesh, placements[name]) for name, x in tensors.items()}
+    return {name: x.requires_grad_(tensors[name].requires_grad) for name, x in shared.items()}
 
 
 def attend(tensors: dict[str, Tensor], flags: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -112,18 +112,18 @@ def total(results: tuple[Tensor, ...]) -> Tensor:
 
 
 def compare(call: Call, compiled: bool = False) -> dict[str, tuple[str, float]]:
-    """Of each result and gradient its placements, and how far it is from that of one process."""
-    whole, flags = call.tensors(), dict(call.flags)
-    shared = distributed(whole, call.placements())
-    wanted = attend(whole, flags)
+    """Return placements of each result and gradient, and how far it is from the result of one process."""
+    tensors, flags = call.tensors(), dict(call.flags)
+    shared = distributed(tensors, call.placements())
+    wanted = attend(tensors, flags)
     if call.needs:
         total(wanted).backward()
     run = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
-    found = run(shared, flags)
+    results = run(shared, flags)
     if call.needs:
-        total(found).backward()
-    pairs = dict(zip(("out", "lse", "probs"), zip(found, wanted, strict=True), strict=False))
-    pairs |= {f"d{name}": (shared[name].grad, x.grad) for name, x in whole.items() if x.requires_grad}
+        total(results).backward()
+    pairs = dict(zip(("out", "lse", "probs"), zip(results, wanted, strict=True), strict=False))
+    pairs |= {f"d{name}": (shared[name].grad, x.grad) for name, x in tensors.items() if x.requires_grad}
     return {name: (spell(x.placements), distance(x, y)) for name, (x, y) in pairs.items()}
 
 
@@ -162,7 +162,7 @@ def refusal(call: Call, changes: dict[str, Any], ranks: tuple[int, ...] = (0, 1,
 
 
 def refused_as_one_graph(call: Call) -> str:
-    """What compiling the call with fullgraph=True raises."""
+    """Return the error of compiling the call with fullgraph=True."""
     shared = distributed(call.tensors(), call.placements())
     try:
         torch.compile(attend, backend="aot_eager", fullgraph=True)(shared, {})
@@ -172,7 +172,7 @@ def refused_as_one_graph(call: Call) -> str:
 
 
 def transformed(kind: str) -> str:
-    """What a transform of torch.func over DTensors raises."""
+    """Return the error of a transform of torch.func over DTensors."""
     shared = distributed(Call("S2").tensors(), Call("S2").placements())
     q, k, v = (shared[name].detach() for name in ("q", "k", "v"))
     try:
@@ -187,30 +187,30 @@ def transformed(kind: str) -> str:
 
 def prepared_for_all() -> float:
     """A prepared mask of one batch entry and head goes to every rank as it is."""
-    call = Call("S0", mask=(5, 7), of_mask="R")
-    whole, flags = call.tensors(), {"return_lse": True}
-    shared = distributed(whole, call.placements())
-    wanted = attend(whole, flags)
-    shared["mask"] = PreparedMask.from_mask(whole["mask"], is_causal=True)
+    call = Call("S0", mask=(5, 7), mask_on="R")
+    tensors, flags = call.tensors(), {"return_lse": True}
+    shared = distributed(tensors, call.placements())
+    wanted = attend(tensors, flags)
+    shared["mask"] = PreparedMask.from_mask(tensors["mask"], is_causal=True)
     return distance(attend(shared, flags)[0], wanted[0])
 
 
 def gathered_keys() -> float:
     """k and v come out of a redistribution that is still under way."""
     call = Call("S0")
-    whole = call.tensors()
-    shared = distributed(whole, call.placements())
+    tensors = call.tensors()
+    shared = distributed(tensors, call.placements())
     shared |= {name: shared[name].redistribute(placements=[Replicate()], async_op=True) for name in ("k", "v")}
     with torch.no_grad():
-        return distance(attend(shared, {})[0], attend(whole, {})[0])
+        return distance(attend(shared, {})[0], attend(tensors, {})[0])
 
 
 def steps(call: Call) -> tuple[str, float, float]:
-    """Two steps of SGD on a bias that ranks share: what every rank holds, and the whole, beside one process."""
-    whole = {name: x.detach() for name, x in call.tensors().items()}
-    shared = distributed(whole, call.placements())
+    """Two steps of SGD on a bias that ranks share: what every rank holds, and all of it, beside one process."""
+    alone = {name: x.detach() for name, x in call.tensors().items()}
+    shared = distributed(alone, call.placements())
     parameters = []
-    for tensors in (whole, shared):
+    for tensors in (alone, shared):
         bias = tensors["bias"] = torch.nn.Parameter(tensors["bias"])
         optimizer = torch.optim.SGD([bias], lr=0.5)
         for _ in range(2):
@@ -218,26 +218,26 @@ def steps(call: Call) -> tuple[str, float, float]:
             total(attend(tensors, {})).backward()
             optimizer.step()
         parameters.append(bias)
-    alone, together = parameters
-    held = (together.to_local() - alone).abs().max().item()
-    return spell(together.grad.placements), held, distance(together.detach(), alone)
+    wanted, together = parameters
+    held = (together.to_local() - wanted).abs().max().item()
+    return spell(together.grad.placements), held, distance(together.detach(), wanted)
 
 
 def widened() -> tuple[bool, int]:
-    """Whether dbias of a 16 bit bias is that of one process, and how many values rounding twice would change."""
-    call = Call("S0", batch=(4,), seqlen_k=64, bias=(1, 4, 1, 64), of_bias="R", dtypes=(("bias", "bfloat16"),))
-    whole = call.tensors()
-    shared = distributed(whole, call.placements())
-    for tensors in (whole, shared):
+    """Return whether dbias of a 16 bit bias equals one process, and how many values rounding twice would change."""
+    call = Call("S0", batch=(4,), seqlen_k=64, bias=(1, 4, 1, 64), bias_on="R", dtypes=(("bias", "bfloat16"),))
+    alone = call.tensors()
+    shared = distributed(alone, call.placements())
+    for tensors in (alone, shared):
         attend(tensors, {})[0].sin().sum().backward()
     halves = []
     for half in (slice(0, 2), slice(2, 4)):
-        part = {name: x.detach() if name == "bias" else x.detach()[half] for name, x in whole.items()}
+        part = {name: x.detach() if name == "bias" else x.detach()[half] for name, x in alone.items()}
         part["bias"].requires_grad_()
         attend(part, {})[0].sin().sum().backward()
         halves.append(part["bias"].grad)
     twice = halves[0] + halves[1]
-    one = whole["bias"].grad
+    one = alone["bias"].grad
     return torch.equal(shared["bias"].grad.to_local(), one), int((twice != one).sum())
 
 
@@ -253,21 +253,21 @@ def repeated(call: Call) -> bool:
 
 def explained(call: Call) -> tuple[int, int, str | None, str, list[tuple[int, int]]]:
     """(batch, heads) that `explain` speaks of, the backend, the strategy, and of each slice its queries and keys."""
-    found = flash_dmattn.explain(**distributed(call.tensors(), call.placements()), **dict(call.flags))
-    strategy, slices = getattr(found, "strategy", ""), getattr(found, "slices", ())
+    explanation = flash_dmattn.explain(**distributed(call.tensors(), call.placements()), **dict(call.flags))
+    strategy, slices = getattr(explanation, "strategy", ""), getattr(explanation, "slices", ())
     sizes = [(part.seqlen_q, part.seqlen_k) for part in slices]
-    return found.problem.batch, found.problem.num_heads, found.forward, strategy, sizes
+    return explanation.problem.batch, explanation.problem.num_heads, explanation.forward, strategy, sizes
 
 
 def second() -> float:
-    """How far the derivative of a squared gradient, through eager, is from that of one process."""
-    call = Call("S0", bias=(1, 2, 1, 7), of_bias="R")
-    found = []
-    whole = call.tensors()
-    for tensors in (whole, distributed(whole, call.placements())):
+    """Return how far the derivative of a squared gradient, through eager, is from one process."""
+    call = Call("S0", bias=(1, 2, 1, 7), bias_on="R")
+    results = []
+    alone = call.tensors()
+    for tensors in (alone, distributed(alone, call.placements())):
         (first,) = torch.autograd.grad(
             attend(tensors, {"backend": "eager"})[0].sin().sum(), tensors["bias"], create_graph=True
         )
         first.square().sum().backward()
-        found.append(tensors["bias"].grad)
-    return distance(found[1], found[0])
+        results.append(tensors["bias"].grad)
+    return distance(results[1], results[0])

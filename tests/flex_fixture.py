@@ -15,9 +15,9 @@ from flash_dmattn.backends.flex import backend as flex
 
 Test = TypeVar("Test", bound=Any)
 
-# What only the CPU kernel lacks: the formula writes lse and has a backward pass.
+# The CPU kernel alone lacks these: the formula writes lse and has a backward pass.
 LIFTED = ("cpu_backward", "cpu_lse")
-# That formula multiplies dout by v, and adds up out * dout, in the dtype of q up to PyTorch 2.9, in fp32 since.
+# The formula multiplies dout by v, and adds up out * dout, in the dtype of q up to PyTorch 2.9, in fp32 since.
 ROUNDS_GRADIENTS = Version(torch.__version__) < Version("2.10.0.dev0")
 ROUNDED = "flex on a CPU: FlexAttention's dense formula computes gradients of 16 bits in 16 bits before PyTorch 2.10"
 

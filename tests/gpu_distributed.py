@@ -43,7 +43,7 @@ MISTAKES = "mistakes of one rank"
 
 
 def missing_of(environment: Mapping[str, str]) -> list[str]:
-    """What has to be set before NCCL starts, and is not."""
+    """List the settings that NCCL needs before it starts, and that are missing."""
     return [f"{name}={value}" for name, value in REQUIRED.items() if environment.get(name) != value]
 
 
@@ -104,7 +104,7 @@ def random_case(seed: int, large: bool) -> ParallelCase:
         heads_k=heads_k,
         dim=r.choice((64, 128)) if large else 16,
         dim_v=0,
-        lse=True,  # without it gradients of one value per query are zeros, of which no error is relative
+        lse=True,  # without it gradients of one value per query are zeros, and no error relative to zero is small
         softcap=r.choice((0.0, 0.0, 4.0)),
         sink=sink,
         reduce=reduce,
@@ -117,31 +117,31 @@ def random_case(seed: int, large: bool) -> ParallelCase:
 
 
 def put_together(case: ParallelCase, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The whole results, from those of all ranks."""
-    of_q, of_k = case.layouts(dist.get_world_size())
-    dims = BIASES[case.bias] or ("",) * 4
-    found = {}
+    """Put the results of all ranks together."""
+    layout, layout_k = case.layouts(dist.get_world_size())
+    dims = case.bias_dims or ("",) * 4
+    gathered = {}
     for name, x in results.items():
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x.contiguous())
         if name in ("out", "dq", "lse"):
-            found[name] = of_q.unshard(parts, 2 if name == "lse" else 1)
+            gathered[name] = layout.unshard(parts, 2 if name == "lse" else 1)
         elif name in ("dk", "dv"):
-            found[name] = of_k.unshard(parts, 1)
+            gathered[name] = layout_k.unshard(parts, 1)
         elif name == "dbias" and dims[2]:
-            found[name] = of_q.unshard(parts, 2)
+            gathered[name] = layout.unshard(parts, 2)
         elif name == "dbias" and dims[3] == "s":
-            found[name] = of_k.unshard(parts, 3)
+            gathered[name] = layout_k.unshard(parts, 3)
         elif is_partial(case, name):
-            found[name] = torch.stack(parts).double().sum(0).to(x.dtype)
+            gathered[name] = torch.stack(parts).double().sum(0).to(x.dtype)
         else:
             assert all(torch.equal(parts[0], other) for other in parts), f"{name} differs between ranks"
-            found[name] = x
-    return found
+            gathered[name] = x
+    return gathered
 
 
 def judge(case: ParallelCase) -> tuple[str, str]:
-    """What is wrong with a call, its errors beside what is allowed, or nothing; and what was left out."""
+    """Say what is wrong with a call, or nothing; and which checks were left out."""
     x = draw(case)
     got = put_together(case, parallel(case, x))
     needs = tuple(name for name in ("q", "k", "v", "bias", "sink") if name in x.floats())
@@ -156,13 +156,15 @@ def judge(case: ParallelCase) -> tuple[str, str]:
     try:
         first, second = (parallel(case, x, deterministic=True) for _ in range(2))
         with patch.object(parallel_call, "CLEAR_SHARE", -1.0):  # all keys sent to all, where windows leave but some
-            whole = parallel(case, x, deterministic=True)
+            every_key = parallel(case, x, deterministic=True)
     except BackendUnsupportedError:
         return "", ", which refuses deterministic=True"
     differing = [name for name in first if not torch.equal(first[name], second[name])]
     if not differing:
         differing = [
-            f"{name} from that of all keys sent" for name in first if not torch.equal(first[name], whole[name])
+            f"{name} from {name} where all keys are sent"
+            for name in first
+            if not torch.equal(first[name], every_key[name])
         ]
     return f"bits differ in {', '.join(differing)}" if differing else "", ""
 
@@ -209,7 +211,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=540.0, help="start no case after so many")
     parser.add_argument("--backends", nargs="+", default=None, help="instead of cuda and triton, or eager on a CPU")
-    given = parser.parse_args()
+    options = parser.parse_args()
     on_gpus = torch.cuda.is_available()
     missing = missing_of(os.environ)
     if on_gpus and missing:
@@ -224,16 +226,16 @@ def main() -> int:
     else:
         dist.init_process_group("gloo")
     cases = named_cases(on_gpus, dist.get_world_size())
-    for seed in range(given.first, given.first + given.random):
+    for seed in range(options.first, options.first + options.random):
         case = random_case(seed, on_gpus)
         cases[f"random {seed}"] = replace(case, dim_v=case.dim)
-    backends = given.backends or (("cuda", "triton") if on_gpus else ("eager",))
+    backends = options.backends or (("cuda", "triton") if on_gpus else ("eager",))
     counts: Counter[tuple[str, str]] = Counter()
     left = -1
     for number, (name, case) in enumerate(cases.items()):
-        if given.match not in name or number < given.skip:
+        if options.match not in name or number < options.skip:
             continue
-        late = [time.monotonic() - started > given.seconds]  # on the first rank, whose word counts
+        late = [time.monotonic() - started > options.seconds]  # on the first rank, whose word counts
         dist.broadcast_object_list(late)
         if late[0]:
             left = number
@@ -246,7 +248,7 @@ def main() -> int:
                 print(f"{verdict:8} {backend:7} {name}: {text}", flush=True)
                 if verdict == "failed":
                     print(f"         {here}", flush=True)
-    if given.match in MISTAKES and left < 0 and dist.get_world_size() > 1:
+    if options.match in MISTAKES and left < 0 and dist.get_world_size() > 1:
         device = f"cuda:{torch.cuda.current_device()}" if on_gpus else "cpu"
         verdict, text = failed_together(
             ParallelCase(causal=True, dtype=torch.bfloat16, dim=64, dim_v=64, device=device)
@@ -260,7 +262,7 @@ def main() -> int:
         for backend in (*backends, MISTAKES):
             print(f"| {backend} | {' | '.join(str(counts[backend, v]) for v in ('passed', 'refused', 'failed'))} |")
         if left >= 0:
-            print(f"stopped after {given.seconds:.0f} s: go on with --skip {left}")
+            print(f"stopped after {options.seconds:.0f} s: go on with --skip {left}")
     failed = any(verdict == "failed" for _, verdict in counts) or not counts
     dist.destroy_process_group()
     return int(failed)

@@ -1,4 +1,4 @@
-"""DTensors on GPUs (NCCL), or on a CPU (gloo): results and gradients no further from fp64 than those of one GPU.
+"""DTensors on GPUs (NCCL), or on a CPU (gloo): results and gradients no further from fp64 than on one GPU.
 
     NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 \\
         torchrun --nproc-per-node 2 tests/gpu_dtensor.py
@@ -55,30 +55,30 @@ def main() -> int:
     mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
     sizes = {"B": 2 * mesh.size(), "L": 1024 if on_gpu else 64, "H": 8, "Hk": 4, "D": 64 if on_gpu else 16, "1": 1}
     failed = 0
-    for number, (of_q, bias_shape, of_bias) in enumerate(CASES):
+    for number, (q_on, bias_shape, bias_on) in enumerate(CASES):
         torch.manual_seed(number)
         shapes = {"q": ("B", "L", "H", "D"), "k": ("B", "L", "Hk", "D"), "v": ("B", "L", "Hk", "D")}
         shapes |= {} if bias_shape is None else {"bias": bias_shape}
-        whole = {
+        tensors = {
             name: torch.randn([sizes[x] for x in shape], device=device, dtype=torch.bfloat16)
             for name, shape in shapes.items()
         }
-        dout = torch.randn_like(whole["q"])
-        written = {name: of_bias if name == "bias" else of_q for name in whole}
-        shared = {name: distribute_tensor(x, mesh, parse(written[name])) for name, x in whole.items()}
-        exact = results({name: x.double() for name, x in whole.items()}, dout.double(), "reference")
-        alone = results(whole, dout, "auto")
-        found = results(shared, distribute_tensor(dout, mesh, parse(of_q)), "auto")
-        wrong = [name for name in whole if spell(found[f"d{name}"].placements) != written[name]]
+        dout = torch.randn_like(tensors["q"])
+        written = {name: bias_on if name == "bias" else q_on for name in tensors}
+        shared = {name: distribute_tensor(x, mesh, parse(written[name])) for name, x in tensors.items()}
+        exact = results({name: x.double() for name, x in tensors.items()}, dout.double(), "reference")
+        alone = results(tensors, dout, "auto")
+        sharded = results(shared, distribute_tensor(dout, mesh, parse(q_on)), "auto")
+        wrong = [name for name in tensors if spell(sharded[f"d{name}"].placements) != written[name]]
         ratios = {}
-        for name, x in found.items():
+        for name, x in sharded.items():
             error, least = (distance(y, exact[name]) for y in (x.full_tensor(), alone[name]))
             ratios[name] = error / (GENEROSITY * least + SLACK)
         passed = not wrong and max(ratios.values()) <= 1
         failed += not passed
         if mesh.get_rank() == 0:
             worst = max(ratios, key=lambda name: ratios[name])
-            said = f"q {of_q}, bias {bias_shape} {of_bias}: {worst} has {ratios[worst]:.2f} of the error allowed"
+            said = f"q {q_on}, bias {bias_shape} {bias_on}: {worst} has {ratios[worst]:.2f} of the error allowed"
             print("passed" if passed else "FAILED", said, f"placements of {wrong}" if wrong else "", flush=True)
     dist.destroy_process_group()
     return 1 if failed else 0

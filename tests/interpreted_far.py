@@ -24,7 +24,7 @@ from quick_interpreter import make_quick  # noqa: E402
 from torch import Tensor  # noqa: E402
 from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
-from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view  # noqa: E402
+from flash_dmattn.masks.prepared.operators import KeyForm, prepared_view  # noqa: E402
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad  # noqa: E402
 from flash_dmattn.triton_kernels import launch, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.kernel_launch import Launch  # noqa: E402

@@ -23,7 +23,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn import Sequences
 from flash_dmattn.backends import mask_choice
-from flash_dmattn.masks.prepared import packers, sequence_operator
+from flash_dmattn.masks.prepared import operators
 from flash_dmattn.nn import DynamicMaskAttention
 from flash_dmattn.problem import SequenceSpec
 from flash_dmattn.triton_kernels import sequence_pack
@@ -89,7 +89,7 @@ class packed_once:
 
     def __enter__(self) -> None:
         self.pack = mock.Mock(wraps=sequence_pack.pack_sequences)
-        packers.register(lambda tensor: packers.PYTORCH._replace(pack_sequences=self.pack))
+        operators.register(lambda tensor: operators.PYTORCH._replace(pack_sequences=self.pack))
 
     def __exit__(self, *raised: Any) -> None:
         if raised[0] is None:
@@ -107,7 +107,7 @@ def example(*lengths: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Sequences]:
 def transformed_calls() -> Iterator[str | None]:
     """Outcomes of calls in a compiled graph, under transforms, and of a second derivative."""
     base.set_up(base.TILES[0], 1, 0)
-    packers.register(lambda tensor: packers.PYTORCH._replace(pack_sequences=sequence_pack.pack_sequences))
+    operators.register(lambda tensor: operators.PYTORCH._replace(pack_sequences=sequence_pack.pack_sequences))
 
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sequences: Sequences, backend: str = "triton") -> Tensor:
         return flash_dmattn.attention(q, k, v, mask, is_causal=True, sequences=sequences, backend=backend)
@@ -155,7 +155,7 @@ def switched_off() -> Iterator[str | None]:
     never = mock.Mock(side_effect=AssertionError("a mask was packed"))
     with (
         mock.patch.object(mask_choice, "PACKS_BESIDE_SEQUENCES", False),
-        mock.patch.object(sequence_operator, "pack_beside", never),
+        mock.patch.object(operators, "pack_beside", never),
     ):
         found = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="triton")
     wanted = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="eager")

@@ -33,8 +33,8 @@ from torch import Tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
 from flash_dmattn.masks import PreparedMask  # noqa: E402
-from flash_dmattn.masks.prepared.compact_order import compact_order  # noqa: E402
-from flash_dmattn.masks.prepared.operator import FEW_QUERIES  # noqa: E402
+from flash_dmattn.masks.prepared.builders import interval_walk  # noqa: E402
+from flash_dmattn.masks.prepared.operators import FEW_QUERIES  # noqa: E402
 from flash_dmattn.masks.prepared.storage import IntervalMask  # noqa: E402
 
 
@@ -168,7 +168,7 @@ def compacted(mask: IntervalMask) -> IntervalMask:
     places = max(1, -(-live // 128)) * 128
     if not mask.is_reordered or places >= mask.seqlen_k:
         return mask
-    order, bounds, row_lists, col_lists = compact_order(mask.start, mask.stop, mask.order, mask.seqlen_q, places)
+    order, bounds, row_lists, col_lists = interval_walk(mask.start, mask.stop, mask.seqlen_q, True, places)
     return replace(mask, order=order, bounds=bounds, row_lists=row_lists, col_lists=col_lists)
 
 

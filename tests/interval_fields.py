@@ -1,4 +1,4 @@
-"""What holds of the fields of every interval mask."""
+"""Checks of the fields of every interval mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flash_dmattn.masks.prepared.storage import IntervalMask
 
 
 def check_fields(mask: IntervalMask) -> None:
-    """What holds of every interval mask: dtypes, layout, ranges, one form for dead keys, an order that is one."""
+    """Check dtypes, layout, ranges, the one form of dead keys, and that an order is a permutation."""
     batch, heads, seqlen_q, seqlen_k = mask.shape
     assert (seqlen_q, seqlen_k) == (mask.seqlen_q, mask.seqlen_k)
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in mask.tensors)
@@ -30,7 +30,7 @@ def check_fields(mask: IntervalMask) -> None:
     dense = mask.dense()
     if mask.is_reordered:
         dense = dense.gather(3, mask.order.long()[:, :, None].expand(-1, -1, seqlen_q, -1))
-    # What a dense mask of places is packed to.
+    # The lists are the same as of a dense mask of places.
     row_lists, col_lists = packing.list_tiles(packing.pack_mask(dense, None)[1])
     assert torch.equal(mask.row_lists, row_lists) and torch.equal(mask.col_lists, col_lists)
     start, stop = mask.bounds[:, :, None].unbind(-1)

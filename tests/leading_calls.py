@@ -49,7 +49,7 @@ class LeadingCall:
         return {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "dout": dout, "dlse": dlse}
 
 
-def whole(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+def over_batches(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """A function of one batch dim as one of any, with mask and bias expanded to all of them."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, **flags: Any) -> Any:
@@ -67,29 +67,29 @@ def whole(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Te
     return run
 
 
-def results(function: Callable[..., Any], call: LeadingCall, given: dict[str, Any], mask: Any = None) -> list[Any]:
-    """out, lse and the gradients of a function; a mask here takes the place of that of the call."""
-    leaves = [None if given[n] is None else given[n].detach().requires_grad_() for n in ("q", "k", "v", "bias")]
+def results(function: Callable[..., Any], call: LeadingCall, arguments: dict[str, Any], mask: Any = None) -> list[Any]:
+    """out, lse and the gradients of a function; `mask` replaces the mask of the call."""
+    leaves = [None if arguments[n] is None else arguments[n].detach().requires_grad_() for n in ("q", "k", "v", "bias")]
     q, k, v, bias = leaves
-    mask = given["mask"] if mask is None else mask
+    mask = arguments["mask"] if mask is None else mask
     out, lse = function(q, k, v, mask, bias, is_causal=call.is_causal)[:2]
-    loss = (out.double() * given["dout"].double()).sum()
-    loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0).double() * given["dlse"]).sum()
+    loss = (out.double() * arguments["dout"].double()).sum()
+    loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0).double() * arguments["dlse"]).sum()
     gradients = iter(torch.autograd.grad(loss, [x for x in leaves if x is not None]))
     return [out.detach(), lse.detach(), *(None if x is None else next(gradients) for x in leaves)]
 
 
-def assert_accurate(found: list[Any], call: LeadingCall, given: dict[str, Any]) -> None:
-    """Of the shapes and dtypes of the inputs, and as accurate as plain PyTorch in the dtype of the call."""
-    wide = {n: x.double() if x is not None and x.is_floating_point() else x for n, x in given.items()}
-    exact = results(whole(formula.attention), replace(call, dtype=torch.float64), wide)
-    plain = exact if call.dtype == torch.float64 else results(whole(formula.attention), call, given)
-    for name, x, right, near in zip(NAMES, found, exact, plain, strict=True):
+def assert_accurate(actual: list[Any], call: LeadingCall, arguments: dict[str, Any]) -> None:
+    """Compare shapes and dtypes with the inputs, and errors with plain PyTorch in the dtype of the call."""
+    wide = {n: x.double() if x is not None and x.is_floating_point() else x for n, x in arguments.items()}
+    exact = results(over_batches(formula.attention), replace(call, dtype=torch.float64), wide)
+    plain = exact if call.dtype == torch.float64 else results(over_batches(formula.attention), call, arguments)
+    for name, x, right, near in zip(NAMES, actual, exact, plain, strict=True):
         if right is None:
             assert x is None, name
             continue
         assert x.shape == right.shape, (name, x.shape, right.shape)
-        wanted = None if name == "lse" else given["q" if name == "out" else name.removeprefix("d")].dtype
+        wanted = None if name == "lse" else arguments["q" if name == "out" else name.removeprefix("d")].dtype
         assert wanted is None or x.dtype == wanted, name
         allowed = 1e-11 if call.dtype == torch.float64 else RATIO * error(near, right) + FLOOR
         size = torch.ones_like(right) if not right.any() else None

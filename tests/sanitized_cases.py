@@ -27,6 +27,10 @@ from layouts import LAYOUTS, rearranged  # noqa: E402
 
 import flash_dmattn  # noqa: E402
 from flash_dmattn.backends.cuda import passes  # noqa: E402
+from flash_dmattn.backends.triton import passes as triton_passes  # noqa: E402
+from flash_dmattn.dispatch.registry import choices_changed  # noqa: E402
+
+FEW_PAIRS = triton_passes.FEW_PAIRS
 
 BASE = Case(batch=1, seqlen_q=65, seqlen_k=130, num_heads=2, head_dim=64, dtype=torch.bfloat16, dlse=True)
 FP32 = torch.float32
@@ -364,10 +368,20 @@ def _wide_capped() -> tuple[Case, ...]:
     return tuple(cases)
 
 
+# Bool masks that every kernel reads as they are: of keys, of pairs, odd rows, each form of a bias and its gradient.
+FEW_PAIRS_READ = (
+    BASE.with_(seqlen_k=131, mask=TILES, mask_kind="empty_rows", is_causal=True, bias=FULL),
+    BASE.with_(batch=2, mask=KEYS, bias=("1", "Hq", "Lq", "Lk"), window_size=(40, 0)),
+    BASE.with_(seqlen_q=130, num_heads=4, mask=TILES, bias=("1", "Hk", "1", "Lk"), head_dim=128, softcap=5.0),
+)
+
+
 BACKWARD_WIDE, BACKWARD_WIDE_IN_ORDER, BACKWARD_WIDE_SHARED = map(tuple, _wide_backward())
 BACKWARD_WIDE_CAPPED = _wide_capped()
 CASES = {
-    "triton": _numbered(plain=PLAIN + SHORT_ROWS, descriptors=DESCRIPTORS, unaligned=UNALIGNED),
+    "triton": _numbered(
+        plain=PLAIN + SHORT_ROWS, descriptors=DESCRIPTORS, unaligned=UNALIGNED, few_pairs=FEW_PAIRS_READ
+    ),
     "cuda": _numbered(
         plain=_narrow(*D64) + D64 + D128 + HELD_BIAS + OTHERS,
         unaligned=_narrow(*FORWARD_UNALIGNED) + FORWARD_UNALIGNED,
@@ -405,6 +419,10 @@ def call(case: Case, how: str, calls: str) -> tuple[Results, Inputs]:
     flags = {**case.flags(), "return_lse": True, "deterministic": how == "in_order", "sink": sink}
     backend = calls.removesuffix("-backward")
     passes.NUM_KV_SPLITS = 3 if how == "parts" else 1
+    few_pairs = FEW_PAIRS if how == "few_pairs" else 0  # at 0 every bool mask is packed
+    if few_pairs != triton_passes.FEW_PAIRS:
+        triton_passes.FEW_PAIRS = few_pairs
+        choices_changed()
     wanted = [x for x in (*leaves, sink) if x is not None and x.requires_grad]
     with descriptors_wherever_they_serve() if how == "descriptors" else nullcontext():
         out, lse = flash_dmattn.attention(q, k, v, there.mask, bias, backend=backend, **flags)

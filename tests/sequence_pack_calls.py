@@ -14,7 +14,7 @@ import torch
 from cases import DEVICE
 from torch import Tensor
 
-from flash_dmattn.masks.broadcast import collapse
+from flash_dmattn.masks.arguments import collapse
 from flash_dmattn.masks.prepared.sequence_packing import MaskPacking, pack_sequences
 from flash_dmattn.problem import Layout, SequenceSpec
 
@@ -137,21 +137,23 @@ def assert_same(call: PackCall, pack: Callable[..., list[Tensor]]) -> None:
 
     def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         size = torch.Size(shape).numel()
-        whole = torch.full((size + 2 * MARGIN,), 77, dtype=dtype, device=device)
-        made.append((whole, size))
-        return whole[MARGIN : MARGIN + size].view(shape)
+        unpadded = torch.full((size + 2 * MARGIN,), 77, dtype=dtype, device=device)
+        made.append((unpadded, size))
+        return unpadded[MARGIN : MARGIN + size].view(shape)
 
     with mock.patch.object(torch, "empty", guarded if call.spec.number and call.given.numel() else empty):
-        found = call.packed_by(pack)
-    for name, x, y in zip(NAMES, found, wanted, strict=True):
+        actual = call.packed_by(pack)
+    for name, x, y in zip(NAMES, actual, wanted, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous(), f"{name}: {x.shape}, not {y.shape}"
         assert torch.equal(x, y), f"{name} differs in {int((x != y).sum())} of {x.numel()} places"
-    for whole, size in made:
-        assert bool((whole[:MARGIN] == 77).all() and (whole[MARGIN + size :] == 77).all()), "written beside a tensor"
+    for unpadded, size in made:
+        assert bool((unpadded[:MARGIN] == 77).all() and (unpadded[MARGIN + size :] == 77).all()), (
+            "written beside a tensor"
+        )
 
 
 def outcomes(numbers: Any) -> Iterator[str | None]:
-    """What came of each call on the kernels: None, or why it failed."""
+    """The outcome of each call on the kernels: None, or why it failed."""
     from flash_dmattn.triton_kernels import mask_pack, sequence_pack
 
     strips = tuple(mask_pack.STRIP.items())

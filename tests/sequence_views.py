@@ -1,31 +1,29 @@
-"""Calls with sequences as a kernel backend receives them, and their oracle: the formula, sequence by sequence.
+"""Calls with sequences as a kernel backend receives them; their oracle is the one of `sequence_calls.py`.
 
-`sequence_calls.py` draws what `attention` takes. Here bounds are written by hand: sequences may begin anywhere, any two
-have a gap between them, and strides are those of a `SequenceView`'s own tensors.
+`sequence_calls.py` draws calls of `attention`. Here bounds are written by hand: sequences may begin anywhere, with gaps
+between them, and tables may name wrong pages, which kernels clamp.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
 
+import sequence_calls
 import torch
-from accuracy import DEVIATIONS, LSE_ROUNDING, Results, deviations, error, norm_of
-from cases import DEVICE, Case, Inputs
+from accuracy import Results
+from cases import DEVICE
 from layouts import LAYOUTS as STRIDES
+from sequence_calls import LEAVES, SequenceCall
 from torch import Tensor
 
+from flash_dmattn import Sequences
 from flash_dmattn.backends.protocol import Backend
 from flash_dmattn.masks.prepared.sequence_packing import pack_sequences
 from flash_dmattn.operators import describe_operands
 from flash_dmattn.problem import Flags, Layout, MaskView, NeedsGrad, Packing, SequenceSpec, SequenceView
 from flash_dmattn.problem import inputs as attention
-from flash_dmattn.reference import formula
-from flash_dmattn.reference import yardstick as plain
-from flash_dmattn.reference.yardstick import FLOOR, RATIO
 
-LEAVES = ("q", "k", "v", "bias", "sink")
 LAYOUTS: tuple[Layout, ...] = ("packed", "packed", "packed", "padded", "paged", "paged_packed")
 
 
@@ -66,6 +64,30 @@ class ViewCall:
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in ("q", "k", "v", "mask", "bias", "dout", "dlse")}
+
+    def flat(self, name: str, x: Tensor | None) -> Tensor | None:
+        """One of the tensors, or a result, in the shape in which `attention` has it."""
+        leaf, f = name.removeprefix("d"), self.flags
+        is_packed = {"k": f.packs_keys, "v": f.packs_keys, "sink": False}.get(leaf, f.packs_queries)
+        if leaf in ("mask", "bias"):
+            is_packed = getattr(f, f"{leaf}_packing") != "none"
+        return x[0] if is_packed and x is not None else x
+
+    def public(self) -> SequenceCall:
+        """The same call of `attention`, for the oracle."""
+        f, table = self.flags, self.table
+        table = None if table is None else table.clamp(0, self.k.shape[0] - 1)
+        flags = {"is_causal": False, "window_size": (f.left, f.right), "softmax_scale": f.softmax_scale}
+        return SequenceCall(
+            *(self.flat(name, getattr(self, name)) for name in ("q", "k", "v", "mask", "bias", "sink")),
+            Sequences(f.layout, block_table=table),  # the oracle takes the rest from the bounds
+            self.bounds,
+            flags | {"softcap": f.softcap, "dropout_p": 0.0},
+            self.flat("dout", self.dout),
+            self.flat("dlse", self.dlse),
+            tuple(name for name in LEAVES if getattr(self.needs, name)),
+            self.told,
+        )
 
     def rows_of(self, s: int) -> tuple[int, slice]:
         """The entry of q and the rows of it that are of a sequence."""
@@ -124,7 +146,7 @@ def draw(
         for n in used:
             firsts.append(at)
             at += n + rng.choice(gaps)
-        return firsts, used, max(1, at + rng.choice((0, 0, 9)))
+        return firsts, used, max(2, at + rng.choice((0, 0, 9)))  # `attention` reads a bias of one row as one of keys
 
     first_q, len_q, rows_q = side(packs_q, lengths)
     first_k, len_k, rows_k = side(packs_k, lengths_k or lengths)
@@ -209,7 +231,7 @@ def draw(
 
 def spoiled(call: ViewCall, others: int | None = None) -> ViewCall:
     """The call with NaN, and True in the mask, wherever no sequence reads; or none but that of this number does."""
-    found: dict[str, Tensor | None] = {}
+    gradients: dict[str, Tensor | None] = {}
     numbers = range(len(call.bounds)) if others is None else (others,)
     used = {name: torch.zeros(x.shape, dtype=torch.bool) for name, x in call.tensors().items() if x is not None}
     for s in numbers:
@@ -225,10 +247,10 @@ def spoiled(call: ViewCall, others: int | None = None) -> ViewCall:
     for name, x in call.tensors().items():
         # Dims of stride 0 hold what a sequence reads, and stay as they are.
         if x is None or 0 in x.stride() or x.numel() == 0:
-            found[name] = x
+            gradients[name] = x
         else:
-            found[name] = x.masked_fill(~used[name].to(DEVICE), True if x.dtype == torch.bool else torch.nan)
-    return replace(call, **found)
+            gradients[name] = x.masked_fill(~used[name].to(DEVICE), True if x.dtype == torch.bool else torch.nan)
+    return replace(call, **gradients)
 
 
 def moved(call: ViewCall, name: str) -> ViewCall:
@@ -245,123 +267,14 @@ def run(call: ViewCall, backend: Backend) -> Results:
     results: Results = {"out": out, "lse": lse, **dict.fromkeys(f"d{name}" for name in LEAVES)}
     if any(call.needs):
         assert backend.plan_backward is not None
-        found = backend.plan_backward(problem)(attention.Saved(x, out, lse), call.dout, call.dlse)
-        results |= dict(zip((f"d{name}" for name in LEAVES), found, strict=False))
+        gradients = backend.plan_backward(problem)(attention.Saved(x, out, lse), call.dout, call.dlse)
+        results |= dict(zip((f"d{name}" for name in LEAVES), gradients, strict=False))
     return results
 
 
-def _of_sequence(call: ViewCall, s: int, leaves: dict[str, Tensor | None]) -> Inputs:
-    entry, rows = call.rows_of(s)
-    at, keys = call.keys_of(s)
-    q, k, v = leaves["q"], leaves["k"], leaves["v"]
-    assert q is not None and k is not None and v is not None
-    return Inputs(
-        q[entry, rows][None],
-        k[at, keys][None],
-        v[at, keys][None],
-        call.scores_of(None if call.mask is None else call.mask.cpu(), call.flags.mask_packing, s),
-        call.scores_of(leaves["bias"], call.flags.bias_packing, s),
-        call.dout.cpu()[entry, rows][None].to(q.dtype),
-        None if call.dlse is None else call.dlse.cpu()[entry, :, rows][None],
-        leaves["sink"],
-    )
-
-
-def expected(call: ViewCall) -> tuple[Results, Results, dict[str, float], Tensor]:
-    """The results in fp64, those of plain PyTorch in the dtype of the call, and how much rounding of out moves dsink.
-
-    The third are, for each gradient, the size of the terms that may cancel in it; the last is a variance per head.
-    """
-    f = call.flags
-    given: dict[str, Any] = {"window_size": (f.left, f.right), "softmax_scale": f.softmax_scale, "softcap": f.softcap}
-    leaves: dict[str, Tensor | None] = {}
-    own: dict[str, Tensor | None] = {}
-    for name in LEAVES:
-        x = getattr(call, name)
-        own[name] = None if x is None else x.detach().cpu()
-        leaves[name] = None if x is None else own[name].double().requires_grad_()
-    out = torch.zeros(call.dout.shape, dtype=torch.float64)
-    entries, rows, heads = call.q.shape[:3]
-    lse = torch.full((entries, heads, rows), -torch.inf, dtype=torch.float64)
-    low_out, low_lse = torch.zeros(out.shape), lse.float()
-    present = {name: x for name, x in leaves.items() if x is not None}
-    exact: Results = {f"d{name}": torch.zeros(x.shape, dtype=torch.float64) for name, x in present.items()}
-    low: Results = {f"d{name}": torch.zeros(x.shape) for name, x in present.items()}
-    sizes = dict.fromkeys(low, 0.0)
-    variance = torch.zeros(heads, dtype=torch.float64)
-    for s, (_, len_q, _, len_k) in enumerate(call.bounds):
-        if len_q == 0:
-            continue
-        entry, at = call.rows_of(s)
-        x = _of_sequence(call, s, leaves)
-        if len_k == 0:
-            if call.sink is not None:
-                lse[entry, :, at] = low_lse[entry, :, at] = leaves["sink"].detach()[:, None]
-                if x.dlse is not None:
-                    has_sink = leaves["sink"].detach() > -torch.inf
-                    moved_by = x.dlse.double().sum((0, 2)).masked_fill(~has_sink, 0.0)
-                    exact["dsink"] += moved_by
-                    low["dsink"] += moved_by.float()
-            continue
-        y, z = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **given, sink=x.sink)
-        out[entry, at], lse[entry, :, at] = y[0].detach(), z[0].detach()
-        loss = (y * x.dout).sum()
-        if x.dlse is not None:
-            loss = loss + (torch.where(z > -torch.inf, z, 0.0) * x.dlse.double()).sum()
-        found = torch.autograd.grad(loss, list(present.values()), allow_unused=True)
-        for name, g in zip(present, found, strict=True):
-            if g is not None:
-                exact[f"d{name}"] += g
-                sizes[f"d{name}"] += g.abs().sum().item()
-        w = _of_sequence(call, s, {name: x if x is None else x.clone().requires_grad_() for name, x in own.items()})
-        y, z = formula.attention(w.q, w.k, w.v, w.mask, w.bias, **given, sink=w.sink)
-        low_out[entry, at], low_lse[entry, :, at] = y[0].detach().float(), z[0].detach()
-        parts = plain.gradients(w.dout, w.dlse, w.q, w.k, w.v, w.mask, w.bias, **given, sink=w.sink)
-        entry_k, keys = call.keys_of(s)
-        low["dq"][entry, at] += parts[0][0].detach().float()
-        for name, part in zip(("dk", "dv"), parts[1:3], strict=True):
-            if call.table is None:
-                low[name][entry_k, keys] += part[0].detach().float()
-        if call.bias is not None:
-            call.scores_of(low["dbias"], f.bias_packing, s).add_(parts[3].detach().float())
-        if call.sink is not None:
-            low["dsink"] += parts[4].detach().float()
-            case = Case(needs_grad=("sink",))
-            of_sequence = {"out": out[entry, at][None], "lse": lse[entry, :, at][None], "dsink": torch.zeros(heads)}
-            found_d = deviations(case, replace(x, bias=None, sink=own["sink"]), of_sequence, {"out": y.detach()})
-            variance += found_d["dsink"].square()
-    low = {name: x.to(own[name[1:]].dtype) for name, x in low.items()}
-    exact |= {"out": out, "lse": lse}
-    low |= {"out": low_out.to(call.q.dtype), "lse": low_lse}
-    return exact, low, sizes, variance
-
-
 def assert_accurate(results: Results, call: ViewCall) -> None:
-    """The rule of `accuracy.assert_accurate`: 1.5 times the error of plain PyTorch, plus 1e-5."""
-    exact, low, sizes, variance = expected(call)
-    largest = exact["lse"].abs().nan_to_num(posinf=0.0).max().item()
-    floor_of_gradients = min(max(FLOOR, LSE_ROUNDING * largest), 1e-2)
-    failures = []
+    """The rule of `sequence_calls.assert_accurate`."""
     for name, x in results.items():
-        leaf = name.removeprefix("d")
-        if name.startswith("d") and not getattr(call.needs, leaf):
-            assert x is None, f"{call.told}: {name} was computed though nothing asks for it"
-            continue
-        assert x is not None, f"{call.told}: {name} is missing"
-        if name.startswith("d"):
-            like = getattr(call, leaf)
-            assert x.shape == like.shape and x.dtype == like.dtype, f"{call.told}: {name} is {x.shape}, {x.dtype}"
-        reference = exact[name]
-        found, by_plain = error(x, reference), error(low[name], reference)
-        allowed = RATIO * by_plain + (floor_of_gradients if name.startswith("d") else FLOOR)
-        norm = max(norm_of(reference, None), 1e-300)
-        of_chance = 0.0
-        if name == "dsink":
-            of_chance = DEVIATIONS * variance.sum().sqrt().item() + torch.finfo(x.dtype).eps * norm
-        elif name == "dbias" and call.bias.shape[3] == 1 and call.sink is not None:
-            of_chance = DEVIATIONS * variance.sum().sqrt().item()
-        # What cancels to nothing has no relative error.
-        cancels = norm <= 1e-12 * max(1.0, sizes.get(name, 0.0)) and bool((x.abs() < 1e-5).all())
-        if not found <= allowed + of_chance / norm and not cancels:
-            failures.append(f"{name}: error {found:.3e}, limit {allowed:.3e}")
-    assert not failures, f"{call.told}\n  {call.flags}\n  " + "\n  ".join(failures)
+        if x is not None and name.startswith("d"):
+            assert x.shape == getattr(call, name[1:]).shape, f"{call.told}: {name} is {x.shape}"
+    sequence_calls.assert_accurate({name: call.flat(name, x) for name, x in results.items()}, call.public())

@@ -25,9 +25,9 @@ EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 200))
 def by_sequences(call: Any) -> Callable[[CacheWrite], None]:
     """A writer that calls the public function, with the tensors of a call in its layout."""
 
-    def write(given: CacheWrite) -> None:
-        caches = [x[0] if given.packs_keys and x is not None else x for x in (given.k_cache, given.v_cache)]
-        new = [x[0] if given.packs_tokens and x is not None else x for x in (given.k, given.v)]
+    def write(options: CacheWrite) -> None:
+        caches = [x[0] if options.packs_keys and x is not None else x for x in (options.k_cache, options.v_cache)]
+        new = [x[0] if options.packs_tokens and x is not None else x for x in (options.k, options.v)]
         assert append_to_cache(*caches, *new, call.sequences) is None
 
     return write
@@ -41,7 +41,7 @@ def test_random_writes() -> None:
 
 
 def test_wrong_tables_write_nowhere_else() -> None:
-    """Of PyTorch; the front end refuses them on a CPU."""
+    """Tables that the front end refuses on a CPU, given to PyTorch's writer."""
     ran = 0
     for number in range(EXAMPLES):
         call = draw(number, is_wrong=True)
@@ -54,7 +54,7 @@ def test_wrong_tables_write_nowhere_else() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernel itself")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_random_writes_of_the_kernel() -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert " 0 failed" in interpret("interpreted_appends.py", "0", "60")
 
@@ -70,7 +70,7 @@ def test_random_writes_of_the_kernel_on_a_gpu() -> None:
 
 
 def decoded(backend: str, device: str, steps: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
-    """Texts that grow chunk by chunk in pages: the last queries' outputs, and those of each text alone."""
+    """Texts that grow chunk by chunk in pages: the last queries' outputs, and the outputs of each text alone."""
     random = torch.Generator().manual_seed(3)
     texts = torch.randn(3, 3, 40, 2, 16, generator=random).to(device)
     pools = torch.full((2, 15, 4, 2, 16), torch.nan, device=device)
@@ -82,9 +82,9 @@ def decoded(backend: str, device: str, steps: tuple[tuple[int, ...], ...]) -> tu
         edges = torch.tensor([0, *news], device=device).cumsum(0)
         cache = Sequences.paged(table, torch.tensor(lengths, device=device), cu_seqlens_q=edges, max_seqlen_q=max(news))
         append_to_cache(*pools, k, v, cache)
-        found = attention(q, *pools, is_causal=True, sequences=cache, backend=backend)
-        assert isinstance(found, Tensor)
-        out.append(found)
+        result = attention(q, *pools, is_causal=True, sequences=cache, backend=backend)
+        assert isinstance(result, Tensor)
+        out.append(result)
     alone = [attention(*(x[s : s + 1, :n] for x in texts), is_causal=True)[0] for s, n in enumerate(lengths)]
     rows, counts = [], [0, 0, 0]
     for news in steps:
@@ -101,14 +101,14 @@ def test_what_was_appended_is_attended_to(backend: Runner) -> None:
     if backend.name == "triton" and DEVICE == "cpu":
         pytest.skip("triton: it runs on GPUs")
     with torch.no_grad():
-        found, wanted = decoded(backend.name, DEVICE, ((5, 1, 9), (4, 0, 1), (1, 1, 1), (1, 1, 0)))
-    torch.testing.assert_close(found, wanted)
+        result, wanted = decoded(backend.name, DEVICE, ((5, 1, 9), (4, 0, 1), (1, 1, 1), (1, 1, 0)))
+    torch.testing.assert_close(result, wanted)
 
 
 def test_opcheck() -> None:
     for number in (0, 3, 5, 8, 12, 20):
         call = draw(number, number % 2 == 1)
-        # Of gradients it has none, and the front end refuses them.
+        # It has no gradients, and the front end refuses them.
         checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(cache_writes.OPERATOR, tuple(call.write), test_utils=checks)
 
@@ -127,10 +127,10 @@ def test_compiled_with_changing_lengths() -> None:
     for lengths in ([1, 1], [7, 20], [20, 3, 9]):
         pools = torch.randn(2, 12, 5, 2, 8, device=DEVICE)
         table = torch.randperm(12, device=DEVICE)[: 4 * len(lengths)].view(-1, 4)
-        given = (table, torch.tensor(lengths, device=DEVICE), torch.randn(len(lengths), 1, 2, 8, device=DEVICE))
+        options = (table, torch.tensor(lengths, device=DEVICE), torch.randn(len(lengths), 1, 2, 8, device=DEVICE))
         other = pools.clone()
         with torch.no_grad():
-            torch.testing.assert_close(compiled(pools, *given), decode(other, *given))
+            torch.testing.assert_close(compiled(pools, *options), decode(other, *options))
         assert torch.equal(pools, other)
 
 
@@ -277,9 +277,9 @@ BAD: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_by_name(name: str) -> None:
-    given, kind, message = BAD[name]
+    options, kind, message = BAD[name]
     with pytest.raises(kind, match=re.escape(message)):
-        append_to_cache(*given)
+        append_to_cache(*options)
 
 
 def test_pages_may_be_shared_where_nothing_is_written() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
-from flash_dmattn.call import Numbers, prepare_call, run_call
-from flash_dmattn.problem import AttentionProblem, Gradients
+from flash_dmattn.call import prepare_call, run_call
+from flash_dmattn.problem import AttentionProblem, Gradients, Numbers
 from flash_dmattn.problem.inputs import Saved
 
 B, LQ, LK, HQ, HK, D, DV = 2, 2, 3, 4, 2, 2, 3

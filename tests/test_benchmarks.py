@@ -6,22 +6,18 @@ import dataclasses
 
 import pytest
 import torch
+from benchmark_systems import CPU, named
 
 import flash_dmattn
-from benchmarks.cases import CASES, GROUPS, Case, MaskRule, cases_of, spelled
+from benchmarks.cases import CASES, GROUPS, Case, MaskRule, cases_of
 from benchmarks.floors import Rates, floors
 from benchmarks.inputs import Inputs, count, make_inputs
 from benchmarks.suites.trial import outputs, worded
 from benchmarks.systems import Mode, ours
 from benchmarks.truth import Yardstick, errors, truth, wrong
 
-CPU = torch.device("cpu")
 NAMES = ("causal-gqa", "bias-1hll-d64", "keys-8k", "topk-8k", "blocks", "band", "mask-documents", "mask-padding")
 H200 = Rates(790e12, 4.3e12, "known")
-
-
-def named(name: str) -> Case:
-    return next(case for case in CASES if case.name == name)
 
 
 @pytest.fixture(params=NAMES)
@@ -50,14 +46,6 @@ def test_the_table_of_cases() -> None:
     assert [case.name for case in cases_of("performance", ["topk", "decode"])] == [
         *("topk-8k", "topk-16k", "decode-8k", "decode-64k", "decode-keys-64k")
     ]
-
-
-def test_the_workloads_are_those_of_the_design() -> None:
-    shapes = {case.name: case.shape for case in CASES if case.group == "workload"}
-    assert len(shapes) == 15
-    assert shapes["dense-d64"] == "4,32,32,4096,64" and shapes["keys-32k"] == "1,2,1,32768,64"
-    predecessor = named("predecessor")
-    assert predecessor.shape == "1,2,1,4096,64" and predecessor.shape_of(predecessor.bias or "") == (1, 2, 1, 4096)
 
 
 def test_inputs_have_the_shapes_that_their_case_says(case: Case) -> None:
@@ -130,14 +118,14 @@ def test_floors(name: str, pairs: int, forward: float, backward: float) -> None:
     mask = empty(*case.shape_of(case.mask.dims), dtype=torch.bool) if case.mask else None
     bias = empty(*case.shape_of(case.bias)) if case.bias else None
     call = Inputs(q, k, k, q, mask, bias, case.is_causal)
-    found = floors(call, pairs, reads_mask=True)
-    assert [found[p].ms(H200) for p in ("forward", "backward")] == pytest.approx([forward, backward], rel=2e-3)
-    assert found["step"].flop == 3.5 * found["forward"].flop
+    computed = floors(call, pairs, reads_mask=True)
+    assert [computed[p].ms(H200) for p in ("forward", "backward")] == pytest.approx([forward, backward], rel=2e-3)
+    assert computed["step"].flop == 3.5 * computed["forward"].flop
     if mask is not None:
         prepared = floors(call, pairs, reads_mask=False)
-        saved = found["forward"].moved - prepared["forward"].moved
+        saved = computed["forward"].moved - prepared["forward"].moved
         assert saved == mask.numel() * (case.seqlen + 1) // (2 * case.seqlen)
-        assert prepared["backward"] == found["backward"]
+        assert prepared["backward"] == computed["backward"]
 
 
 def test_keys_that_nobody_attends_need_not_be_read() -> None:
@@ -150,10 +138,10 @@ def test_keys_that_nobody_attends_need_not_be_read() -> None:
     keys = 2 * 2 * call.k.numel()
     assert whole["forward"].moved - quarter["forward"].moved == keys * 3 / 4
     assert whole["backward"].moved - quarter["backward"].moved == keys * 3 / 4  # gradients are written whole
-    # Of query heads that share keys, each may have others.
+    # Query heads that share keys may see different ones.
     per_head = torch.arange(1024) % 4 == torch.arange(32)[:, None] % 2
-    of_group = floors(call._replace(mask=per_head[None, :, None]), 0, reads_mask=False)
-    assert whole["forward"].moved - of_group["forward"].moved == keys / 2
+    per_group = floors(call._replace(mask=per_head[None, :, None]), 0, reads_mask=False)
+    assert whole["forward"].moved - per_group["forward"].moved == keys / 2
 
 
 def test_yardstick_of_the_first_heads_and_of_all() -> None:
@@ -196,7 +184,3 @@ def test_errors_in_words() -> None:
         said
         == "RuntimeError: No available kernel. Aborting. | cuDNN attention does not support a mask that requires grad."
     )
-
-
-def test_forms_are_spelled_out() -> None:
-    assert [spelled(x) for x in ("bkj", "hij", "", "bi")] == ["(B,Hk,1,L)", "(1,Hq,L,L)", "(1,1,1,1)", "(B,1,L,1)"]

@@ -108,17 +108,17 @@ def test_grouped_heads_reach_varlen_attn_of_every_torch(
     """torch 2.11 has no `enable_gqa` and asks nothing; later releases refuse grouped heads without it."""
     seen = []
 
-    def of_2_11(
+    def older(
         q: Tensor, k: Tensor, v: Tensor, edges: Tensor, _: Tensor, most: int, __: int, *, window_size: tuple[int, int]
     ) -> Tensor:
         seen.append(k.shape[1])
         return one_by_one(q, k, v, edges, window_size == (-1, 0))
 
-    def later(*given: Any, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
-        assert enable_gqa == (given[0].shape[1] != given[1].shape[1])
-        return of_2_11(*given, window_size=window_size)
+    def later(*arguments: Any, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
+        assert enable_gqa == (arguments[0].shape[1] != arguments[1].shape[1])
+        return older(*arguments, window_size=window_size)
 
-    monkeypatch.setattr(varlen, "varlen_attn", later if has_flag else of_2_11)
+    monkeypatch.setattr(varlen, "varlen_attn", later if has_flag else older)
     for case, heads_k in ((packed.CASES[0], 4), (packed.CASES[1], 2)):
         seen.clear()
         rows = rows_of(small(case)._replace(heads_k=heads_k), capsys)
@@ -129,8 +129,8 @@ def test_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     case = small(packed.CASES[0])
 
     def wrong(batch: packed.Batch, backends: Any) -> list[packed.System]:
-        of_ours: Callable[[], Tensor] = lambda: batch.call() * 1.02
-        return [packed.System("wrong", of_ours)]
+        spoiled_call: Callable[[], Tensor] = lambda: batch.call() * 1.02
+        return [packed.System("wrong", spoiled_call)]
 
     monkeypatch.setattr(packed, "systems", wrong)
     assert not packed.run_case(case, CPU, ("eager",), RATES, 1.0)
@@ -138,7 +138,7 @@ def test_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "| NO |" in printed.out and "wrong: out is" in printed.err
 
 
-def test_a_call_of_ours_that_raises_is_a_failure_of_the_run(
+def test_a_call_spoiled_call_that_raises_is_a_failure_of_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A peer that fails is none, nor a refusal by the rules of a backend: `cuda` takes no mask beside sequences."""
@@ -164,8 +164,8 @@ def test_a_call_of_ours_that_raises_is_a_failure_of_the_run(
     ):
         for late in (False, True):
 
-            def one(batch: packed.Batch, _: Any, given: Any = (error, late), is_peer: bool = is_peer) -> Any:
-                return [packed.System("one", lambda: Failing.apply(batch.q, *given), is_peer)]
+            def one(batch: packed.Batch, _: Any, arguments: Any = (error, late), is_peer: bool = is_peer) -> Any:
+                return [packed.System("one", lambda: Failing.apply(batch.q, *arguments), is_peer)]
 
             monkeypatch.setattr(packed, "systems", one)
             assert packed.run_case(case, CPU, (), RATES, 1.0) is good

@@ -1,4 +1,4 @@
-"""What is made of the benchmarks' JSON: who is ahead, tables, plots, and the generated sections of the pages."""
+"""Reports of the benchmarks' JSON: who is ahead, tables, plots, and the generated sections of the pages."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ EQUIVALENCE = content(
 
 def test_standings() -> None:
     mixed, alone, level = (summary.standings([x]) for x in (MIXED, ALONE, LEVEL))
-    # What auto takes, its mask charged; a peer's mask not charged; wrong and failed ones do not count.
+    # Ours is the choice of auto with its mask charged; a peer's mask is not. Wrong and failed systems do not count.
     assert mixed[0].ours == (0.5, "cuda") and mixed[0].peer == (0.8, "sdpa-cudnn")
     assert mixed[1].ours == (2.0, "cuda") and mixed[1].peer == (1.0, "sdpa-cudnn")
     assert [s.ratio for s in mixed] == [pytest.approx(1.6), 0.5]
@@ -280,7 +280,7 @@ def test_the_pages_have_their_sections() -> None:
 
 
 def test_committed_pages_are_of_the_committed_run() -> None:
-    """What README.md, docs/benchmarks.md and the tables show is what the JSON beside them says."""
+    """README.md, docs/benchmarks.md and the tables show the JSON that is committed beside them."""
     folder = pages.full_run(RESULTS)
     if folder is None:
         pytest.skip(f"no full run on a GPU is under {RESULTS.relative_to(ROOT)}")

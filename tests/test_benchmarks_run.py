@@ -1,32 +1,339 @@
-"""Runs of the benchmarks without a GPU: going on where one stopped, budgets, errors, and the command line."""
+"""Runs of the benchmarks without a GPU: one run of each suite and its rows, going on with one, and the command line."""
 
 from __future__ import annotations
 
+import gc
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from benchmark_systems import CPU, MACHINE, plain, spoiled, times
+from benchmark_systems import (
+    BROKEN,
+    CPU,
+    EAGER,
+    GPU,
+    LATE,
+    MACHINE,
+    MATH,
+    NAN,
+    PEER,
+    REFUSES,
+    WRONG,
+    named,
+    times,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import cli, dispatch, machine, results, runner, tiles
-from benchmarks.cases import Case
+from benchmarks import cli, compiling, dispatch, machine, pages, results, runner, systems, tiles
+from benchmarks.cases import Case, cases_of
+from benchmarks.decoder import Decoder, without_attention
 from benchmarks.floors import Rates
-from benchmarks.inputs import Inputs
-from benchmarks.suites import performance
+from benchmarks.inputs import Inputs, layer_mask, make_inputs
+from benchmarks.report import plots, tables, text
+from benchmarks.suites import equivalence, memory, model, performance, trial
+from benchmarks.systems import Attend, Mode, Needs, System, flexattention, ours
+from benchmarks.truth import errors, plain_attention
+from flash_dmattn.reference import formula
+
+ONE_CASE = {"performance": "topk-8k", "equivalence": "form-topk", "memory": "memory-bias-1hll", "model": "decoder"}
+MODEL = cases_of("model")[0]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, results.Record], dict[str, int]]]:
+    """(content, exit status) of each suite: one run on one small case, of systems of every kind."""
+    folder = tmp_path_factory.mktemp("results")
+    chosen = [EAGER, MATH, WRONG, NAN, BROKEN, LATE, REFUSES, PEER]
+    statuses = {}
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)  # each of some hundred collections would look at all of torch
+        patch.setattr(runner, "CPU_SEQLEN", 128)
+        patch.setattr(performance, "FULL", performance.Effort(1.0, 2, 3))
+        patch.setattr(runner.systems, "available", lambda names, device: (chosen, {"fa4": "not here"}))
+        for suite, case in ONE_CASE.items():
+            options = runner.Options(device=CPU, out=folder, machine=MACHINE, only=[case])
+            statuses[suite] = runner.run(suite, options)
+    gc.unfreeze()
+    yield {suite: results.load(folder / f"{suite}.json") for suite in ONE_CASE}, statuses
+
+
+@pytest.fixture
+def rows(ran: tuple[dict[str, results.Record], dict[str, int]]) -> dict[str, results.Record]:
+    """The row of each suite."""
+    return {suite: content["rows"][0] for suite, content in ran[0].items()}
+
+
+def test_a_run_names_the_suites_that_failed(ran: Any) -> None:
+    contents, statuses = ran
+    assert statuses == dict.fromkeys(ONE_CASE, runner.FAILED)
+    for content in contents.values():
+        assert content["left_out"] == {"fa4": "not here"} and len(content["rows"]) == 1
+
+
+def test_performance_row(rows: dict[str, results.Record]) -> None:
+    row = rows["performance"]
+    assert row["auto"] == ["eager", "eager"] and row["has_mask"]
+    eager, math = times(row, "eager"), times(row, "sdpa-math", "prepared")
+    assert eager["wrong"] == math["wrong"] == []
+    assert times(row, "wrong")["wrong"] == ["out", "dq", "dk", "dv", "dbias"]
+    assert times(row, "broken")["reason"] == "RuntimeError: no kernel for this call"
+    assert times(row, "broken")["forward"] is None
+    late = times(row, "late")
+    assert late["failed"] and late["reason"].endswith("RuntimeError: a call too many")
+    for name, flop in (("forward", 4), ("backward", 10), ("step", 14)):
+        timed = eager[name]
+        assert timed["tflops"] == pytest.approx(flop * 32 * row["counts"]["pairs"] / timed["ms"] / 1e9, rel=1e-4)
+        assert timed["of_floor"] == pytest.approx(row["floor_ms"][name] / timed["ms"], rel=1e-4)
+        assert 2 <= timed["runs"] <= 3
+    # A prepared mask is not read as bools: a smaller floor where the bytes decide.
+    assert eager["peak_mb"] > 0 and row["tile_floor_ms"]["forward"] >= row["floor_ms"]["forward"]
+    said = performance.failures(row)  # a peer that is wrong is none
+    assert {line.split(": ")[0].removesuffix(" (prepared)") for line in said} == {
+        f"topk-8k, {name}" for name in ("wrong", "nan", "broken")
+    }
+    assert said[0].startswith("topk-8k, wrong: out 5.0e-02 above ") and "out NaN above " in "".join(said)
+    assert "topk-8k, broken: RuntimeError: no kernel for this call" in said
+
+
+def test_equivalence_row(rows: dict[str, results.Record]) -> None:
+    row = rows["equivalence"]
+    assert {line["system"]: line["verdict"] for line in row["systems"]} == {
+        **{"eager": "pass", "sdpa-math": "pass", "wrong": "fail", "nan": "fail", "peer": "fail"},
+        **{"broken": "failed", "late": "pass", "no": "refused"},
+    }
+    eager, math = row["systems"][:2]
+    assert list(eager["errors"]) == ["out", "lse", "dq", "dk", "dv", "dbias"] == list(row["limits"])
+    assert all(eager["errors"][name] <= row["limits"][name] for name in row["limits"])
+    # Two that are right are about as far from each other as the less accurate one is from fp64.
+    assert 0.5 < eager["from_plain"]["out"] / row["plain"]["out"] < 1.5
+    assert math["errors"]["out"] < 5e-3
+    failed = [said.split(":")[0] for said in equivalence.failures(row)]
+    assert failed == [f"form-topk, {name}" for name in ("wrong", "nan", "broken")]
+
+
+def test_memory_row(rows: dict[str, results.Record]) -> None:
+    row = rows["memory"]
+    peaks = {line["system"]: line["peaks"] for line in row["systems"]}
+    assert 0 < row["returned_mb"] <= peaks["eager"]["both"] and peaks["broken"] is None
+
+
+def test_model_row(rows: dict[str, results.Record]) -> None:
+    row = rows["model"]
+    lines = {line["system"]: line for line in row["systems"]}
+    right, nan, broken = lines["eager"], lines["nan"], lines["broken"]
+    assert right["errors"].keys() == row["limits"].keys() == {"loss", "dwq", "dbias"} and not right["wrong"]
+    assert right["step"]["ms"] > 0 and row["without_attention"]["ms"] > 0 and right["peak_mb"] > 0
+    assert row["limits"]["loss"] == pytest.approx(model.LOSS_LIMIT, rel=1e-4)
+    assert row["limits"]["dbias"] == pytest.approx(1.5 * row["plain"]["dbias"] + 1e-5, rel=1e-3)
+    assert "dbias" in lines["wrong"]["wrong"] and lines["wrong"]["step"] and "dwq" in lines["peer"]["wrong"]
+    assert nan["wrong"] == ["loss", "dwq", "dbias"] and nan["errors"]["loss"] is None
+    assert broken["reason"] == "RuntimeError: no kernel for this call" and broken["step"] is None
+    assert lines["no"]["reason"] == "it is no part of models"
+    said = [line.split(": ")[0] for line in model.failures(row)]
+    assert said == [f"{row['name']}, {name}" for name in ("wrong", "nan", "broken")]
+
+
+def test_pages_and_plots_of_a_run(ran: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    contents, _ = ran
+    for suite, content in contents.items():
+        page, (row,) = tables.page(content), content["rows"]
+        assert row["name"] in page and "no kernel for this call" in page
+        assert "no kernel for this call" in text.row(suite, row)
+        assert {path.suffix for path in plots.write(content, tmp_path)} == {".png", ".svg"}
+    page = tables.page(contents["model"])
+    assert "`auto` takes eager and eager." in page and "| no attention | " in page
+    row = contents["model"]["rows"][0]
+    right = next(line for line in page.splitlines() if line.startswith("| eager |"))
+    timed, bare = row["systems"][0]["step"]["ms"], row["without_attention"]["ms"]
+    assert right.split(" | ")[1:5:2] == [text.ms(timed), text.ms(timed - bare)]
+    lines = pages._model_lines(contents["model"])
+    assert lines[0] == "### A training step" and right in lines
+    assert all(len(line) <= 120 for line in lines if not line.startswith("|"))
+
+
+@pytest.mark.parametrize("suite", [performance, equivalence, memory, model], ids=lambda x: x.__name__.split(".")[-1])
+def test_a_lost_device_ends_the_case(suite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "device_is_lost", lambda device: True)
+    effort = performance.Effort(1.0, 1, 1)
+    make = {
+        performance: partial(performance.row, passes=("forward",), effort=effort, rates=Rates(1e12, 1e11, "known")),
+        model: partial(model.row, effort=effort),
+    }.get(suite, suite.row)
+    row = make((MODEL if suite is model else named("causal-gqa")).reduced(64), [BROKEN, EAGER], CPU)
+    (after,) = (line for line in row["systems"] if line["system"] == "eager")
+    reason = after["columns"]["call"]["reason"] if suite is performance else after["reason"]
+    assert reason == "not run: broken left the GPU unusable"
+
+
+def test_a_device_lost_while_timing_ends_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(performance, "device_is_lost", lambda device: True)
+    row = performance.row(
+        named("causal-gqa").reduced(64),
+        [LATE, EAGER],
+        CPU,
+        passes=("forward", "backward", "step"),
+        effort=performance.Effort(1.0, 2, 3),
+        rates=Rates(1e12, 1e11, "known"),
+    )
+    assert row["lost"] == "late" and times(row, "eager")["step"] is None
+
+
+def test_trial_says_what_does_not_run() -> None:
+    case = named("causal-gqa").reduced(64)
+    inputs = make_inputs(case, CPU)
+    forward_only = System("f", EAGER.bind, lambda case, device: Needs("", "not here"), lambda device: "")
+    computed = trial.attempt(forward_only, Mode(), case, inputs)
+    assert computed.reason == "backward: not here" and not computed.failed and list(computed.results) == ["out"]
+    no_lse = System("l", EAGER.bind, lambda case, device: Needs(lse_refusal="none"), lambda device: "")
+    assert "lse" not in trial.attempt(no_lse, Mode(with_lse=True), case, inputs).results
+    assert "lse" in trial.attempt(EAGER, Mode(with_lse=True), case, inputs).results
+    assert trial.attempt(systems.by_name("cuda"), Mode(), case, inputs).needs.refusal
+
+
+# The model
+
+
+@pytest.fixture(scope="module")
+def small() -> Case:
+    return MODEL.reduced(128)
+
+
+@pytest.fixture(scope="module")
+def decoder(small: Case) -> Decoder:
+    return Decoder(small, CPU)
+
+
+def test_the_decoder(small: Case, decoder: Decoder) -> None:
+    biases = decoder.biases
+    assert len(decoder.layers) == len(biases) == 2
+    assert {str(x.dtype) for x in decoder.parameters()} == {"torch.bfloat16", "torch.float32"}
+    assert all(x.shape == (1, 1, 1, 128) and x.dtype == torch.float32 for x in biases)
+    assert not torch.equal(*biases)
+    again = Decoder(small, CPU)
+    assert all(torch.equal(x, y) for x, y in zip(decoder.parameters(), again.parameters(), strict=True))
+    # The mask of a layer is the top-k of its bias.
+    row = layer_mask(small, biases[1])[0, 0, -1]
+    assert row.sum() == 128 // 6 and biases[1][0, 0, 0][row].min() > biases[1][0, 0, 0][~row].max()
+    bare = model.Step.of(decoder, [without_attention] * 2)
+    assert set(bare.first()) == {"loss", "dwq"} and len(bare.leaves) == len(list(decoder.parameters())) - 2
+
+
+def test_plain_attention_is_the_formula() -> None:
+    """In fp64, its gradients, head by head, equal autograd's through the formula."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 40, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16), (2, 2, 1, 40)]
+    inputs = [torch.randn(x, generator=generator, dtype=torch.float64, requires_grad=True) for x in shapes]
+    mask = torch.rand(2, 2, 40, 40, generator=generator) < 0.5
+    out = plain_attention(mask, True)(*inputs)
+    wanted = formula.attention(*inputs[:3], mask, inputs[3], is_causal=True)[0]
+    torch.testing.assert_close(out, wanted)
+    dout = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    gradients, exact = (torch.autograd.grad(x, inputs, dout) for x in (out, wanted))
+    torch.testing.assert_close(gradients, exact)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa-math", "flexattention"])
+def test_layers(name: str, small: Case, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.flex_attention as torch_flex
+
+    # FlexAttention's own dense formula has a backward pass on CPU, once nothing refuses it.
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda query, key, value: None)
+    exact = model.truth(decoder, small, [layer_mask(small, bias) for bias in decoder.biases])
+    layers = systems.by_name(name).layers
+    assert layers is not None
+    computed = errors(model.Step.of(decoder, layers(small, decoder.biases)).first(), exact)
+    assert list(computed) == ["loss", "dwq", "dbias"] and computed["loss"] < 1e-4
+    assert max(computed.values()) < 0.03
+
+
+def test_ours_make_no_mask_of_all_pairs() -> None:
+    class Largest(TorchDispatchMode):
+        """The most bytes that a result of an operator has; results on meta describe a call."""
+
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            computed = func(*args, **(kwargs or {}))
+            for x in computed if isinstance(computed, (tuple, list)) else [computed]:
+                if isinstance(x, Tensor) and x.device.type == "cpu":
+                    self.most = max(self.most, x.untyped_storage().nbytes())
+            return computed
+
+    case = MODEL.reduced(1024)
+    for name, is_dense in (("eager", False), ("sdpa-math", True)):
+        layers = systems.by_name(name).layers
+        assert layers is not None
+        with Largest() as largest:
+            layers(case, [torch.randn(case.shape_of("bkj"))])
+        assert (largest.most >= case.seqlen**2 // 4) == is_dense, (name, largest.most)
+
+
+def test_flexattention_compiles_one_graph(small: Case, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that differ by layer, and the trial before the first, share it."""
+    import torch.nn.attention.flex_attention as torch_flex
+    from torch._dynamo.testing import CompileCounter
+
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda query, key, value: None)
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    attention = flexattention.attention
+    always = lambda shape, heads, group, compiles, *rest: attention(shape, heads, group, True, *rest)
+    monkeypatch.setattr(flexattention, "attention", always)
+    step = model.Step.of(decoder, flexattention.layers(small, decoder.biases))
+    step()
+    step()
+    assert counter.frame_count == 1
+
+
+def test_gradients_of_the_bias_are_asked_of_ours(small: Case) -> None:
+    def layers(case: Case, biases: Any) -> list[Attend]:
+        attends = ours.layers("eager", case, biases)
+        return [lambda q, k, v, bias, right=right: right(q, k, v, bias.detach()) for right in attends]
+
+    for is_ours in (True, False):
+        forgets = EAGER._replace(name="forgets", layers=layers, ours=is_ours)
+        row = model.row(small, [forgets], CPU, effort=performance.Effort(1.0, 1, 1))
+        (line,) = row["systems"]
+        assert line["reason"] == "it gives no gradient of the bias" and line["wrong"] == ["dbias"] * is_ours
+        assert model.failures(row) == [f"{MODEL.name}, forgets: dbias is missing"] * is_ours
+
+
+def test_slow_systems_do_not_run_models_on_a_gpu() -> None:
+    some = [systems.by_name(name) for name in systems.DEFAULT["model"]]
+    assert all(system.layers is not None for system in some)
+    taken = [system.name for system in runner.systems_of("model", MODEL, some, GPU)]
+    assert taken == ["cuda", "triton", "sdpa-cudnn", "flexattention"]
+
+
+# Going on with a run
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> runner.Options:
-    """Three cases of 64 keys, two systems."""
-    monkeypatch.setattr(runner, "CPU_SEQLEN", 64)
+    """Three cases whose rows cost nothing."""
     chosen = ["causal-gqa", "bias-bhll-d64", "decode-8k"]
     real = runner.cases_of
 
     def some(suite: str, only: list[str] | None = None, quick: bool = False) -> list[Case]:
-        return [case for case in real(suite, only, quick) if suite != "performance" or case.name in chosen]
+        return [case for case in real(suite, only, quick) if case.name in chosen]
+
+    def row(suite: str, case: Case, *rest: object) -> results.Record:
+        return {"name": case.name, "group": "g", "shape": "s", "what": "w", "error": "none", "systems": []}
 
     monkeypatch.setattr(runner, "cases_of", some)
-    monkeypatch.setattr(performance, "FULL", performance.Effort(1.0, 1, 1))
+    monkeypatch.setattr(runner, "make_row", row)
     return runner.Options(device=CPU, out=tmp_path, machine=MACHINE, systems=["eager", "sdpa-math"])
 
 
@@ -35,85 +342,59 @@ def names_in(path: Path) -> list[str]:
 
 
 def test_an_interrupted_run_goes_on(tiny: runner.Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
+    made: list[str] = []
     real = runner.make_row
 
-    def interrupted(suite: str, case: Case, *rest: object) -> results.Record:
-        if len(ran) == 1:
+    def interrupted(suite: str, case: Case, *rest: Any) -> results.Record:
+        if len(made) == 1:
             raise KeyboardInterrupt
-        ran.append(case.name)
-        return real(suite, case, *rest)  # type: ignore[arg-type]
+        made.append(case.name)
+        return real(suite, case, *rest)
 
     monkeypatch.setattr(runner, "make_row", interrupted)
     with pytest.raises(KeyboardInterrupt):
         runner.run("performance", tiny)
     path = tiny.out / "performance.json"
     assert names_in(path) == ["causal-gqa"] and results.missing(results.load(path)) == ["bias-bhll-d64", "decode-8k"]
-    ran.clear()
-    monkeypatch.setattr(
-        runner, "make_row", lambda suite, case, *rest: ran.append(case.name) or real(suite, case, *rest)
-    )
-    assert runner.run("performance", tiny) == runner.PASSED
-    assert ran == ["bias-bhll-d64", "decode-8k"]
-    assert names_in(path) == ["causal-gqa", "bias-bhll-d64", "decode-8k"]
-    assert runner.run("performance", tiny) == runner.PASSED and len(ran) == 2
-
-
-def test_only_some_cases_and_then_the_rest(tiny: runner.Options) -> None:
-    from dataclasses import replace
-
+    monkeypatch.setattr(runner, "make_row", real)
     assert runner.run("performance", replace(tiny, only=["decode"])) == runner.PASSED
-    assert names_in(tiny.out / "performance.json") == ["decode-8k"]
+    assert names_in(path) == ["causal-gqa", "decode-8k"]
     assert runner.run("performance", tiny) == runner.PASSED
-    assert names_in(tiny.out / "performance.json") == ["causal-gqa", "bias-bhll-d64", "decode-8k"]
+    assert names_in(path) == ["causal-gqa", "bias-bhll-d64", "decode-8k"]
 
 
 def test_budget(tiny: runner.Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """No case is begun that may not end in time: the longest so far took 30 s."""
-    from dataclasses import replace
-
     clock = iter([0.0, 30.0, 40.0])
     monkeypatch.setattr(runner.time, "monotonic", lambda: next(clock))
-    made = {"group": "g", "shape": "s", "what": "w", "error": "none", "systems": []}
-    monkeypatch.setattr(runner, "make_row", lambda suite, case, *rest: {"name": case.name, **made})
     assert runner.run("performance", replace(tiny, deadline=60.0)) == runner.UNFINISHED
     assert names_in(tiny.out / "performance.json") == ["causal-gqa"]
     assert "2 of 3 cases are left; the same command goes on with bias-bhll-d64" in capsys.readouterr().out
 
 
 def test_rows_of_another_run_are_not_mixed(tiny: runner.Options) -> None:
-    from dataclasses import replace
-
-    only = replace(tiny, only=["decode"])
-    runner.run("performance", only)
-    later = replace(only, machine={**MACHINE, "commit": "def"})
+    runner.run("performance", tiny)
+    later = replace(tiny, machine={**MACHINE, "commit": "def"})
     with pytest.raises(results.OtherRun, match=r"commit abc there, def here\); --fresh replaces it"):
         runner.run("performance", later)
     with pytest.raises(results.OtherRun, match="systems"):
-        runner.run("performance", replace(only, systems=["eager"]))
-    measured_anew = replace(only, machine={**MACHINE, "rates": Rates(2e12, 1e11, "measured")._asdict()})
+        runner.run("performance", replace(tiny, systems=["eager"]))
+    measured_anew = replace(tiny, machine={**MACHINE, "rates": Rates(2e12, 1e11, "measured")._asdict()})
     assert runner.run("performance", measured_anew) == runner.PASSED
     assert runner.run("performance", replace(later, fresh=True)) == runner.PASSED
     assert results.load(tiny.out / "performance.json")["machine"]["commit"] == "def"
 
 
-def test_a_case_that_cannot_be_made_is_a_row(tiny: runner.Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def no_memory(case: Case, device: torch.device) -> Inputs:
         raise torch.OutOfMemoryError("no memory for the inputs")
 
     monkeypatch.setattr(performance, "make_inputs", no_memory)
-    assert runner.run("performance", tiny) == runner.PASSED
-    row = results.load(tiny.out / "performance.json")["rows"][0]
+    options = runner.Options(device=CPU, out=tmp_path, machine=MACHINE, only=["decode-8k"], systems=["eager"])
+    runner.run("performance", options)
+    (row,) = results.load(tmp_path / "performance.json")["rows"]
     assert row["error"] == "OutOfMemoryError: no memory for the inputs"
-    written = cli.write(tiny.out, ["performance"])
-    assert "no memory for the inputs" in written[0].read_text()
-
-
-def test_exit_status_of_a_wrong_result(tiny: runner.Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = plain("eager", spoiled, is_ours=True)
-    monkeypatch.setattr(runner.systems, "available", lambda names, device: ([wrong], {"fa4": "not here"}))
-    assert runner.run("performance", tiny) == runner.FAILED
-    assert results.load(tiny.out / "performance.json")["left_out"] == {"fa4": "not here"}
+    assert "no memory for the inputs" in cli.write(tmp_path, ["performance"])[0].read_text()
 
 
 def test_a_file_is_whole_or_the_one_before(tmp_path: Path) -> None:
@@ -132,29 +413,44 @@ def test_a_file_is_whole_or_the_one_before(tmp_path: Path) -> None:
         results.load(kept.path)
 
 
+# The command line
+
+
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every suite, quick, on a CPU, with what it writes."""
+    """One suite, quick, with all systems that a CPU has."""
     monkeypatch.setattr(runner, "CPU_SEQLEN_QUICK", 64)
-    command = ["all", "--quick", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc"]
-    assert cli.main([*command, "--only", "topk", "form-full", "predecessor"]) == 0
+    command = ["performance", "forward", "--quick", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc"]
+    assert cli.main([*command, "--only", "topk"]) == 0
     said = capsys.readouterr().out
     assert "[1/" in said and "cuda is left out: its kernels run on GPUs" in said
-    wanted = {"performance": ["topk-8k"], "equivalence": ["form-full", "form-topk"], "model": ["decoder-topk-8k"]}
-    for suite, cases in wanted.items():
-        assert names_in(tmp_path / f"{suite}.json") == cases
-        assert (tmp_path / f"{suite}.md").exists()
-    row = results.load(tmp_path / "performance.json")["rows"][0]
+    assert names_in(tmp_path / "performance.json") == ["topk-8k"] and (tmp_path / "performance.md").exists()
+    (row,) = results.load(tmp_path / "performance.json")["rows"]
     assert {line["system"] for line in row["systems"]} == {"eager", "sdpa-flash", "sdpa-math", "flexattention"}
-    assert times(row, "eager")["step"]["ms"] > 0 and times(row, "flexattention")["forward"]["ms"] > 0
+    assert times(row, "eager")["forward"]["ms"] > 0 and times(row, "flexattention")["forward"]["ms"] > 0
     assert times(row, "flexattention")["reason"] == "backward: FlexAttention has no backward pass on CPU"
-    forward = ["performance", "forward", "--device", "cpu", "--out", str(tmp_path / "f"), "--systems", "eager"]
-    monkeypatch.setattr(runner, "CPU_SEQLEN", 64)
-    assert cli.main([*forward, "--only", "causal-gqa"]) == 0
-    alone = times(results.load(tmp_path / "f" / "performance.json")["rows"][0], "eager")
-    assert alone["forward"]["ms"] > 0 and alone["backward"] is None and alone["step"] is None
-    decode = ["performance", "decode", "--device", "cpu", "--out", str(tmp_path / "d"), "--systems", "eager"]
-    assert cli.main(decode) == 0
-    assert names_in(tmp_path / "d" / "performance.json") == ["decode-8k", "decode-64k", "decode-keys-64k"]
+    assert times(row, "eager")["backward"] is None and times(row, "eager")["step"] is None
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        (["all"], dict.fromkeys(results.SUITES)),
+        (["performance", "decode"], {"performance": ["decode"]}),
+        (["all", "--only", "predecessor"], {"memory": ["predecessor"]}),
+    ],
+)
+def test_which_suites_a_command_runs(
+    command: list[str], wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def run(suite: str, options: runner.Options) -> int:
+        asked[suite] = options.only
+        return runner.UNFINISHED if suite == "memory" else runner.FAILED
+
+    monkeypatch.setattr(cli.runner, "run", run)
+    status = cli.main([*command, "--device", "cpu", "--out", str(tmp_path)])
+    assert asked == wanted and status == (runner.UNFINISHED if "memory" in wanted else runner.FAILED)
 
 
 def test_wrong_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +462,7 @@ def test_wrong_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert cli.main(["sweep", "tiles", "d128"]) == cli.main(["sweep", "strips"]) == 2
     with pytest.raises(SystemExit):
         cli.main([])
-    monkeypatch.setattr(cli, "run_suites", lambda given: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(cli, "run_suites", lambda options: (_ for _ in ()).throw(KeyboardInterrupt))
     assert cli.main(["memory"]) == 3
     assert cli.main(["list"]) == 0
     said = capsys.readouterr().out
@@ -174,10 +470,10 @@ def test_wrong_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_the_machine() -> None:
-    found = machine.describe(CPU, "abc")
-    assert found["kind"] == "cpu" and found["commit"] == "abc" and found["torch"] == torch.__version__
-    # What they are is the machine's affair: a busy one may compute less than it copies.
-    assert found["rates"]["source"] == "measured" and min(found["rates"]["flop"], found["rates"]["bytes"]) > 0
+    computed = machine.describe(CPU, "abc")
+    assert computed["kind"] == "cpu" and computed["commit"] == "abc" and computed["torch"] == torch.__version__
+    # A busy machine may compute less than it copies, so the rates have no order.
+    assert computed["rates"]["source"] == "measured" and min(computed["rates"]["flop"], computed["rates"]["bytes"]) > 0
     assert machine.slug({"device": "NVIDIA H200"}) == "nvidia-h200"
     assert machine.line(MACHINE) == "CPU, torch 2, commit abc"
 
@@ -200,20 +496,47 @@ def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     try:
         assert cli.main(["dispatch", "--rounds", "2", "--calls", "2"]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eager")]
+        assert cli.main(["dispatch", "--kinds", "--rounds", "1", "--calls", "1"]) == 0
+        kinds = capsys.readouterr().out.splitlines()[2:]
     finally:
         torch.set_num_threads(threads)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eager")]
     assert len(lines) == 2
     for line in lines:
         whole, bare, added = map(float, line[-3:])
         assert whole > 0 and bare > 0 and added == pytest.approx(whole - bare, abs=0.11)
-    threads = torch.get_num_threads()
-    try:
-        assert cli.main(["dispatch", "--kinds", "--rounds", "1", "--calls", "1"]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert [line[:30].strip() for line in lines] == list(dispatch.kinds(CPU))
-    assert all(float(number) > 0 for line in lines for number in line[30:].split())
+    assert [line[:30].strip() for line in kinds] == list(dispatch.kinds(CPU))
+    assert all(float(number) > 0 for line in kinds for number in line[30:].split())
     forward, bare = dispatch.pairs("eager", CPU)["forward, no grad"]
     assert forward().shape == bare()[0].shape == dispatch.SHAPE  # type: ignore[attr-defined, index]
+
+
+# Compilation ahead of a run
+
+QUICK = [case.reduced(64) for case in cases_of("performance", None, True)][:3]
+JOBS = [compiling.Job(case, (("eager", (Mode(),)),), CPU) for case in QUICK]
+
+
+@pytest.mark.parametrize(("jobs", "cores"), [(JOBS[:2], 4), (JOBS, 2)])
+def test_few_jobs_or_cores_are_not_worth_processes(
+    jobs: list[compiling.Job], cores: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    compiling.compile_ahead("memory", jobs, None)
+    assert capsys.readouterr().out == ""
+
+
+def test_jobs_are_compiled_until_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In threads here, which start sooner than processes."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda workers, context, start: ThreadPoolExecutor(workers))
+    broken = JOBS[0]._replace(case=replace(QUICK[0], name="negative", batch=-1))
+    assert pickle.loads(pickle.dumps(JOBS)) == JOBS
+    compiling.compile_ahead("memory", [*JOBS[1:], broken], None)
+    said = capsys.readouterr().out
+    assert "[3/3]" in said and all(f"] {job.case.name}\n" in said for job in JOBS[1:])
+    assert "negative\n    RuntimeError: " in said and said.count("Error") == 1
+    compiling.compile_ahead("memory", JOBS, time.monotonic() - 1.0)
+    assert capsys.readouterr().out == "    the budget is spent\n"

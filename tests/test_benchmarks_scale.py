@@ -15,7 +15,7 @@ import torch
 from benchmarks.scale import __main__ as scale
 from benchmarks.scale import report
 from benchmarks.scale.measure import Group
-from flash_dmattn.distributed.model import Machine, read_machine
+from benchmarks.scale.predict import Machine, read_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,10 +61,10 @@ def content(**changes: Any) -> dict[str, Any]:
     row |= {"efficiency": 7 / 8.5, "forward_efficiency": 0.8, "errors": {"out": 1e-3, "dk": 2e-3}, "right": True}
     failed = {**row, "system": "torch, cudnn, alltoall", "head_groups": None, "failed": "RuntimeError: a | b"}
     links = [{"collective": "all_gather", "mb": 64, "ms": 0.3, "gbs": 211.0}]
-    found = {"device": "NVIDIA H200", "world_size": 2, "torch": "2.11.0", "quick": False, "bandwidth": links}
+    head = {"device": "NVIDIA H200", "world_size": 2, "torch": "2.11.0", "quick": False, "bandwidth": links}
     lacking = {"case": "causal, 131072, 32 on 32", "length": 131072, "heads": 32, "kv_heads": 32, "system": "one GPU"}
     lacking |= {"head_groups": None, "failed": "OutOfMemoryError: too long"}
-    return {**found, "rows": [row, failed, lacking], "machine": {}, **changes}
+    return {**head, "rows": [row, failed, lacking], "machine": {}, **changes}
 
 
 def test_report_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_a_case_that_one_gpu_cannot_do_is_a_row() -> None:
     class TooLong:
         name, length, heads, kv_heads = "causal", 1, 2, 2
 
-        def whole(self, group: Group) -> None:
+        def on_one_gpu(self, group: Group) -> None:
             raise MemoryError("too long")
 
     rows = list(scale.rows_of(Group(0, 2, torch.device("cpu")), TooLong(), True))
@@ -101,14 +101,14 @@ def test_what_differs_is_said() -> None:
 
 
 def test_the_predictor_reads_what_was_measured(tmp_path: Path) -> None:
-    found = report.machine_of(content())
+    measured = report.machine_of(content())
     # 4 x 16384^2 x 32 x 128 x 0.5 = 2.199 TFLOP in 4 ms, and 2.5 times that in 10 ms
-    assert found == pytest.approx(
+    assert measured == pytest.approx(
         {"nvlink_gbs": 211.0, "forward_tflops": 549.756, "backward_tflops": 549.756}, rel=1e-4
     )
     file = tmp_path / "scale.json"
-    file.write_text(json.dumps(content(machine=found)))
-    assert read_machine(file) == Machine(**found)
+    file.write_text(json.dumps(content(machine=measured)))
+    assert read_machine(file) == Machine(**measured)
     assert report.machine_of(content(quick=True)) == {}
 
 

@@ -17,13 +17,13 @@ import flash_dmattn
 from flash_dmattn.__main__ import main
 from flash_dmattn.dispatch import config, profiles
 from flash_dmattn.dispatch.profiles import ROWS, Figures, Row, read, rows_of
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.gradients import empty_outputs
-from flash_dmattn.problem import sm_number
 from flash_dmattn.problem.inputs import Inputs
-from flash_dmattn.tools.calibrate import command, report, timing
-from flash_dmattn.tools.calibrate.progress import Progress
-from flash_dmattn.tools.cli import info, verify
-from flash_dmattn.tools.cli.verify import CASES, Outcome
+from flash_dmattn.tools import calibrate as tool
+from flash_dmattn.tools import info, verify
+from flash_dmattn.tools.calibrate import Progress
+from flash_dmattn.tools.verify import CASES, Outcome
 
 GPU = "NVIDIA A100-SXM4-80GB"
 CPU = torch.device("cpu")
@@ -58,11 +58,11 @@ def instruments(
     figures: Callable[[Row, str], Figures] = lambda row, backend: LONG_MS[backend],
     seen: list[tuple[str, str]] | None = None,
     arch: str = "sm_80",
-) -> command.Instruments:
+) -> tool.Instruments:
     clock = clock or Clock()
 
     def measure(row: Row, backend: str, budget: float) -> Figures:
-        assert 0 < budget <= command.ROW_SECONDS
+        assert 0 < budget <= tool.ROW_SECONDS
         clock.now += seconds
         if seen is not None:
             seen.append((row.name, backend))
@@ -72,23 +72,22 @@ def instruments(
         assert has_time()
         return outcomes() if checks is None else checks
 
-    return command.Instruments(check, measure, clock, GPU, arch, "570.1")
+    return tool.Instruments(check, measure, clock, GPU, arch, "570.1")
 
 
 @pytest.fixture(autouse=True)
-def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def caches(untouched_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in {"default_backend": "auto", "disabled": (), "profile": "", "rules": "built-in"}.items():
-        monkeypatch.setattr(config.process, name, value)
+    monkeypatch.setattr(config.process, "profile", "")
     monkeypatch.setattr(profiles, "gpu_names", lambda arch: [GPU])
     profiles.forget()
     yield tmp_path / "flash_dmattn"
     profiles.forget()
 
 
-def calibrate(made: command.Instruments, seconds: float = 120) -> tuple[int, str, str]:
+def calibrate(made: tool.Instruments, seconds: float = 120) -> tuple[int, str, str]:
     stream, bar = io.StringIO(), io.StringIO()
-    return command.calibrate(made, seconds, stream, bar), stream.getvalue(), bar.getvalue()
+    return tool.calibrate(made, seconds, stream, bar), stream.getvalue(), bar.getvalue()
 
 
 # The run
@@ -96,7 +95,7 @@ def calibrate(made: command.Instruments, seconds: float = 120) -> tuple[int, str
 
 def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(caches: Path) -> None:
     seen: list[tuple[str, str]] = []
-    assert flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward == "flex"
+    assert explain_problem((2, 4096, 16, 64), device="sm_80").forward == "flex"
     status, printed, bar = calibrate(instruments(seen=seen))
     assert status == 0
     assert seen == [(row.name, backend) for row in ROWS for backend in ("eager", "triton", "flex")]
@@ -105,9 +104,9 @@ def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(cach
     assert (profile.gpu, profile.arch, profile.driver, profile.wrong) == (GPU, "sm_80", "570.1", {})
     assert {name: getattr(profile, name) for name in ("library", "torch", "triton")} == profiles.versions()
     assert profile.rows == {row.name: LONG_MS for row in ROWS}
-    found = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80")
-    assert found.forward == "triton", "written, and read at once"
-    assert found.profile == f"{path} decided: long: triton 1 ms, flex 1.5 ms, eager 9 ms; forward"
+    actual = explain_problem((2, 4096, 16, 64), device="sm_80")
+    assert actual.forward == "triton", "written, and read at once"
+    assert actual.profile == f"{path} decided: long: triton 1 ms, flex 1.5 ms, eager 9 ms; forward"
     assert f"wrote {path}\nauto goes by it from now on; python -m flash_dmattn explain cites it\n" in printed
     assert len(bar.splitlines()) == 2 + 3 * len(ROWS)
 
@@ -135,8 +134,8 @@ def test_what_the_table_says_is_what_auto_does() -> None:
         calibrate(instruments(figures=lambda row, backend, times=times: times[backend]))
         profile = profiles.find("sm_80").profile
         assert profile is not None
-        found = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward
-        assert report.choice(profile, "long", False) == found
+        actual = explain_problem((2, 4096, 16, 64), device="sm_80").forward
+        assert tool.choice(profile, "long", False) == actual
 
 
 def test_what_is_not_reached_in_time_is_left_out() -> None:
@@ -168,7 +167,7 @@ def test_checks_end_in_time() -> None:
             clock.now += 10
         return outcomes()
 
-    command.measured(instruments(clock)._replace(check=check), 100, io.StringIO())
+    tool.measured(instruments(clock)._replace(check=check), 100, io.StringIO())
     assert answers == [True, True, True, True, False, False]  # up to 35 of the 100 s
 
 
@@ -222,7 +221,7 @@ def test_what_failed_a_check_is_not_taken(name: str) -> None:
     _, printed, _ = calibrate(instruments(checks=checks))
     profile = profiles.find("sm_80").profile
     assert profile is not None and profile.wrong == wrong
-    taken = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").forward
+    taken = explain_problem((2, 4096, 16, 64), device="sm_80").forward
     assert taken == ("flex" if "triton" in wrong else "triton")
     for backend, why in wrong.items():
         assert f"{backend}: {why}" in printed
@@ -235,8 +234,8 @@ def test_the_checks_are_those_of_info_verify() -> None:
         asked.append(None)
         return len(asked) <= 3
 
-    found = verify.verify_on("cpu", torch.float32, ("eager", "triton"), stream, has_time)
-    assert [(o.backend, o.case, o.verdict) for o in found] == [("eager", case.name, "pass") for case in CASES[:3]]
+    actual = verify.verify_on("cpu", torch.float32, ("eager", "triton"), stream, has_time)
+    assert [(o.backend, o.case, o.verdict) for o in actual] == [("eager", case.name, "pass") for case in CASES[:3]]
     assert "error < limit" in stream.getvalue()
 
 
@@ -244,31 +243,24 @@ def test_the_checks_are_those_of_info_verify() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_tensors_of_a_row(row: Row) -> None:
-    call = timing.call_of(row, CPU, shrink=64)
+def test_a_row_is_timed_in_both_passes_on_tensors_of_its_class(row: Row) -> None:
+    call = tool.call_of(row, CPU, shrink=64)
     assert call["q"].dtype == torch.bfloat16 and call["q"].shape[1] == max(1, row.seqlen_q // 64)
-    assert [name for name, t in call.items() if t.requires_grad] == [
-        *(["q", "k", "v"] if row.grad else []),
-        *(["bias"] if row.dbias else []),
-    ]
+    leaves = ["q", "k", "v"] * row.grad + ["bias"] * row.dbias
+    assert [name for name, x in call.items() if x.requires_grad] == leaves
     # Short now, and else the row itself.
     problem = flash_dmattn.explain(**call).problem._replace(seqlen_k=row.seqlen_k)
     assert row.name in rows_of(problem) or row.name == "long"
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_both_passes_of_a_row_are_timed(row: Row) -> None:
     runs: list[tuple[Any, float]] = []
 
     def timer(run: Callable[[], Any], seconds: float) -> float:
         runs.append((run(), seconds))
         return float(len(runs))
 
-    found = timing.measure(row, "eager", 0.6, CPU, timer, shrink=64)
-    assert found == (Figures(1.0, 2.0) if row.grad else Figures(1.0))
-    out, gradients = runs[0][0], runs[1][0] if row.grad else ()
-    assert out.shape[1] == max(1, row.seqlen_q // 64)
-    assert len(gradients) == (3 * row.grad + row.dbias)
+    figures = tool.measure(row, "eager", 0.6, CPU, timer, shrink=64)
+    assert figures == (Figures(1.0, 2.0) if row.grad else Figures(1.0))
+    assert runs[0][0].shape[1] == call["q"].shape[1]
+    assert len(runs[1][0] if row.grad else ()) == len(leaves)
     assert sum(seconds for _, seconds in runs) == pytest.approx(0.6)
 
 
@@ -277,8 +269,8 @@ def test_what_does_not_run_has_its_error_as_figures() -> None:
         raise AssertionError("nothing is timed")
 
     (short,) = (row for row in ROWS if row.name == "short")
-    found = timing.measure(short, "triton", 0.6, CPU, timer, shrink=64)
-    assert found.error == "it refuses: device is cpu; the kernels run on GPUs"
+    actual = tool.measure(short, "triton", 0.6, CPU, timer, shrink=64)
+    assert actual.error == "it refuses: device is cpu; the kernels run on GPUs"
 
     def fails(inputs: Inputs) -> tuple[Tensor, ...]:
         raise torch.OutOfMemoryError("no\nmemory")
@@ -288,7 +280,7 @@ def test_what_does_not_run_has_its_error_as_figures() -> None:
 
     for run, error in ((fails, "OutOfMemoryError: no memory"), (spoil, "its results are not finite")):
         with replaced("eager", plan_forward=lambda problem, run=run: run):
-            assert timing.measure(short, "eager", 0.6, CPU, timer, shrink=64).error == error
+            assert tool.measure(short, "eager", 0.6, CPU, timer, shrink=64).error == error
 
 
 # Progress
@@ -337,11 +329,11 @@ class _Clocks:
 
 @pytest.mark.parametrize("host", (0.01, 0.3, 6.0))
 def test_launching_does_not_count(host: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of a run is that of its kernels, 0.02 ms here, however long the host takes to enqueue it."""
+    """Only kernels count, 0.02 ms here, however long the host takes to enqueue them."""
     clocks = _Clocks()
-    monkeypatch.setattr(timing, "torch", clocks.cuda())
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clocks.host / 1e3))
-    timer = timing.EventTimer(torch.device("cuda"))
+    monkeypatch.setattr(tool, "torch", clocks.cuda())
+    monkeypatch.setattr(tool, "time", SimpleNamespace(perf_counter=lambda: clocks.host / 1e3))
+    timer = tool.EventTimer(torch.device("cuda"))
     assert timer(lambda: clocks.enqueue(host, 0.02), 0.1) == pytest.approx(0.02)
 
 
@@ -369,47 +361,36 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
 # The command line
 
 
-@pytest.mark.parametrize(
-    "count, message",
-    (
-        (0, "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch"),
-        (1, "--device is 2, and torch sees 1 GPU: give 0 to 0"),
-        (2, "--device is 2, and torch sees 2 GPUs: give 0 to 1"),
+MACHINES: dict[str, tuple[int, str, str]] = {
+    "no GPU": (
+        0,
+        "cpu",
+        "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch",
     ),
-)
-def test_without_that_gpu_it_says_so(
-    count: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    "one GPU": (1, "sm_80", "--device is 2, and torch sees 1 GPU: give 0 to 0"),
+    "two GPUs": (2, "sm_80", "--device is 2, and torch sees 2 GPUs: give 0 to 1"),
+    "Turing": (3, "sm_75", "the GPU is sm_75; profiles are of NVIDIA GPUs from sm_80 on"),
+    "AMD": (3, "gfx942", "the GPU is gfx942; profiles are of NVIDIA GPUs from sm_80 on"),
+    "flex is off": (3, "sm_80", "flex is switched off; calibrate compares triton, flex, eager"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_that_cannot_be_measured_is_told_why(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    count, arch, message = MACHINES[name]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    assert main(["calibrate", "--device", "2"]) == 1
+    monkeypatch.setattr(tool, "device_arch", lambda device: arch)
+    with flash_dmattn.config(disabled="flex" if name == "flex is off" else ()):
+        assert main(["calibrate", "--device", "2"]) == 1
     assert capsys.readouterr().err == f"python -m flash_dmattn calibrate: error: {message}\n"
-
-
-@pytest.mark.parametrize("arch", ["sm_75", "gfx942"])
-def test_other_gpus_are_refused(arch: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(command, "device_arch", lambda device: arch)
-    assert main(["calibrate"]) == 1
-    assert f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_80 on" in capsys.readouterr().err
-
-
-def test_a_backend_that_is_switched_off_cannot_be_compared(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(command, "device_arch", lambda device: "sm_80")
-    with flash_dmattn.config(disabled="flex"):
-        assert main(["calibrate"]) == 1
-    message = "flex is switched off; calibrate compares triton, flex, eager"
-    assert message in capsys.readouterr().err
 
 
 def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, float]] = []
-    monkeypatch.setattr(command, "run", lambda index, seconds: seen.append((index, seconds)) or 0)
+    monkeypatch.setattr(tool, "run", lambda index, seconds: seen.append((index, seconds)) or 0)
     assert main(["calibrate"]) == main(["calibrate", "--device", "1", "--seconds", "30"]) == 0
     assert seen == [(0, 120), (1, 30)]
     for words in (["--seconds", "0"], ["--seconds", "x"], ["--device", "-1"]):
@@ -446,6 +427,5 @@ def test_info_tells_of_the_profile(
     assert info.collect()["profiles"]["sm_90"]["decides"] is False
 
 
-def test_every_row_is_of_a_gpu_that_profiles_are_of() -> None:
-    assert sm_number("sm_80") == profiles.LEAST_ARCH
+def test_rows_have_names_of_their_own() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)

@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flash_dmattn
 from flash_dmattn import call
-from flash_dmattn.call import Call, Numbers
-from flash_dmattn.dispatch import config, refusals
+from flash_dmattn.call import Call
+from flash_dmattn.dispatch import config, selection
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.problem import Repeats, SequenceSpec
+from flash_dmattn.problem import Numbers, Repeats, SequenceSpec
 
 Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 
@@ -419,7 +419,7 @@ def test_a_fallback_is_reported_as_the_policy_says_at_the_time_of_a_call(
     described: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call, "falls_back", lambda *_: True)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     with warnings.catch_warnings(), flash_dmattn.config(fallback="silent"):
         warnings.simplefilter("error")
         attend()

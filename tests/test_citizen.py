@@ -22,8 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.dispatch import config
-from flash_dmattn.distributed import SequenceLayout
-from flash_dmattn.distributed import prepare_mask as prepare_sharded
+from flash_dmattn.distributed import SequenceLayout, ShardedMask
 from flash_dmattn.problem import allowed_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,7 +108,7 @@ def test_explain_says_that_meta_tensors_are_not_computed_with() -> None:
     explanation = flash_dmattn.explain(*qkv("meta"))
     assert (explanation.forward, explanation.backward) == ("eager", "eager")
     (eager,) = (verdict for verdict in explanation.verdicts if verdict.backend == "eager")
-    assert eager.notes == ("gives shapes, strides and dtypes alone: meta tensors hold no values",)
+    assert eager.notes == ("returns only shapes, strides and dtypes: meta tensors hold no values",)
     assert not any(v.notes for v in flash_dmattn.explain(*qkv()).verdicts if v.backend == "eager")
 
 
@@ -210,7 +209,7 @@ SAVED: dict[str, Callable[[], Any]] = {
     ),
     "TreeMask": lambda: masks.PreparedMask.from_tree(torch.ones(1, 3, 3, dtype=torch.bool).tril()),
     "SequenceLayout": lambda: LAYOUT,
-    "ShardedMask": lambda: prepare_sharded(torch.rand(1, 1, 8, 16) < 0.5, LAYOUT, 1, is_causal=True),
+    "ShardedMask": lambda: ShardedMask.from_mask(torch.rand(1, 1, 8, 16) < 0.5, LAYOUT, 1, is_causal=True),
 }
 
 

@@ -15,6 +15,7 @@ import torch
 
 import flash_dmattn
 from flash_dmattn.__main__ import main
+from flash_dmattn.explanation import explain_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPLAIN = "explain --q 2,4096,16,64 --kv-heads 4 --dtype bf16 --bias 1,16,4096,4096 --bias-grad --arch sm_80"
@@ -84,7 +85,7 @@ def test_invalid_arguments_are_one_line_and_exit_2(line: str, message: str, caps
 
 def test_explain_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(EXPLAIN.split()) == 0
-    expected = flash_dmattn.explain_problem(
+    expected = explain_problem(
         q=(2, 4096, 16, 64), kv_heads=4, dtype="bf16", device="sm_80", bias=(1, 16, 4096, 4096), bias_grad=True
     )
     assert capsys.readouterr().out == f"{expected}\n"
@@ -98,7 +99,7 @@ def test_explain_hands_every_argument_on(capsys: pytest.CaptureFixture[str]) -> 
     )
     assert main(line.split()) == 0
     printed = json.loads(capsys.readouterr().out)
-    expected = flash_dmattn.explain_problem(
+    expected = explain_problem(
         q=(2, 64, 8, 32),
         kv_heads=2,
         seqlen_k=96,
@@ -161,18 +162,18 @@ def test_info_json_is_json_alone() -> None:
         "unknown": {},
     }
     assert report["environment"]["FLASH_DMATTN_BACKEND"] == "eager"
-    for name, found in report["backends"].items():
-        if not found["usable"] and name != "flex":
-            assert found["reason"] and found["exception"], f"{name} does not say why: {found}"
+    for name, actual in report["backends"].items():
+        if not actual["usable"] and name != "flex":
+            assert actual["reason"] and actual["exception"], f"{name} does not say why: {actual}"
 
 
 @pytest.mark.parametrize("words", (["flash_dmattn", "info"], ["benchmarks", "list"]), ids=" ".join)
 def test_a_reader_that_has_left_ends_the_command_without_a_word(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    found = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    actual = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (found.returncode, found.stderr) == (1, "")
+    assert (actual.returncode, actual.stderr) == (1, "")
 
 
 def test_info_shows_an_environment_that_no_import_accepts() -> None:

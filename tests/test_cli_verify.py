@@ -17,7 +17,7 @@ from flash_dmattn.__main__ import main
 from flash_dmattn.backends import eager
 from flash_dmattn.backends.protocol import Forward, Rule
 from flash_dmattn.problem import AttentionProblem
-from flash_dmattn.tools.cli import verify
+from flash_dmattn.tools import verify
 
 
 def wrong(name: str, factor: float) -> flash_dmattn.Backend:

@@ -14,13 +14,15 @@ from conftest import needs_inductor
 from out_of_tree import Counting, needs_hints, registered, replaced
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn import nn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, refusals
-from flash_dmattn.dispatch.registry import probe
+from flash_dmattn.dispatch import config, selection
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import Flags
 
 OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per process
@@ -30,7 +32,7 @@ OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per 
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     torch._dynamo.reset()
 
 
@@ -178,6 +180,25 @@ def test_inductor_trains_modules_on_any_length(name: str) -> None:
 def test_inductor_trains_every_module() -> None:
     modules = {name for name in nn.__all__ if isinstance(vars(nn)[name], type)}
     assert {name for name in modules if issubclass(vars(nn)[name], torch.nn.Module)} == {x.split()[0] for x in MODULES}
+
+
+@needs_hints
+def test_the_operator_adds_no_guards_on_fake_tensors_of_any_length() -> None:
+    """Choosing a backward pass asks for hints in code that a compiler runs, too, where `is_compiling` is False."""
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+
+    def any_length(x: Tensor) -> Tensor:
+        sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC]
+        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+    q, k = (any_length(torch.zeros(2, length, 4, 64, requires_grad=True)) for length in (100, 200))
+    mask = any_length(torch.zeros(2, 1, 1, 200, dtype=torch.bool).transpose(1, 3)).transpose(1, 3)
+    problem = (None, None, None, None, *Flags(-1, -1, 0.125, 0.0, False), "triton", "")
+    with mode:
+        out, _ = torch.ops.flash_dmattn.attention_forward(q, k, k, [mask], "dense", *problem)
+    assert out.grad_fn is not None and out.shape == q.shape
+    assert not shapes.guards, [str(guard.expr) for guard in shapes.guards]
 
 
 # One tensor in the place of several arguments: Dynamo takes none twice for an `autograd.Function`.
@@ -472,7 +493,7 @@ def test_first_call_of_all_may_be_a_compiled_one(ours: Counting) -> None:
             {"backend": "cuda"},
             flash_dmattn.BackendUnavailableError,
             "backend 'cuda' is not available",
-            marks=pytest.mark.skipif(probe("cuda").usable, reason="the extension works on this machine"),
+            marks=pytest.mark.skipif(BACKENDS["cuda"].probe().usable, reason="the extension works on this machine"),
         ),
         ({"window_size": (1, -2)}, ValueError, "both sides need to be at least -1"),
         ({"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True or False"),

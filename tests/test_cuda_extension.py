@@ -24,7 +24,7 @@ import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import extension
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.tools.cli import info
+from flash_dmattn.tools import info
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
@@ -125,7 +125,7 @@ def call(code: str, cwd: Path, **environment: str) -> subprocess.CompletedProces
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=300,
+        timeout=1200,  # a build beside another worker, on two cores, and nothing of it compiled before
     )
 
 
@@ -263,18 +263,18 @@ def test_editable_install_puts_it_into_the_checkout(built: Built, tmp_path: Path
 
 
 @builds
-@pytest.mark.parametrize("wish", ["auto", "force"])
-def test_failed_compilation_stops_force_alone(wish: str, built: Built, small_unit: Path, tmp_path: Path) -> None:
+def test_failed_compilation_stops_force_alone(built: Built, small_unit: Path, tmp_path: Path) -> None:
     small_unit.write_text("#error this unit is broken\n")
-    done = build(built.tree, tmp_path, wish=wish)
-    assert "this unit is broken" in done.stdout
-    said = r"built: a command of the build failed \(nvcc \d+\.\d+, torch \S+\), and what it said is above\.$"
-    assert re.search(said, done.stdout, re.MULTILINE), done.stdout
-    assert (done.returncode == 0) == (wish == "auto"), done.stdout
-    wheels = [zipfile.ZipFile(path).namelist() for path in tmp_path.glob("*.whl")]
-    assert len(wheels) == (1 if wish == "auto" else 0)
-    # Nor that of the build before, which the tree still had.
-    assert not any(".so" in name for names in wheels for name in names)
+    for wish in ("auto", "force"):
+        done = build(built.tree, tmp_path / wish, wish=wish)
+        assert "this unit is broken" in done.stdout
+        said = r"built: a command of the build failed \(nvcc \d+\.\d+, torch \S+\), and what it said is above\.$"
+        assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+        assert (done.returncode == 0) == (wish == "auto"), done.stdout
+        wheels = [zipfile.ZipFile(path).namelist() for path in (tmp_path / wish).glob("*.whl")]
+        assert len(wheels) == (1 if wish == "auto" else 0)
+        # The tree still has the extension of the build before, which no wheel may hold.
+        assert not any(".so" in name for names in wheels for name in names)
 
 
 SPILLING = """
@@ -290,22 +290,24 @@ __global__ void __launch_bounds__(1024, 2) spilling(float* x) {
 
 
 @builds
-@pytest.mark.parametrize(("count", "wish"), [(40, "force"), (64, "auto"), (64, "force")])
-def test_spills_warn_and_many_stop_force(count: int, wish: str, built: Built, small_unit: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [40, 64])
+def test_spills_warn_and_many_stop_force(count: int, built: Built, small_unit: Path, tmp_path: Path) -> None:
     with small_unit.open("a") as unit:
         unit.write(SPILLING.replace("COUNT", str(count)))
-    done = build(built.tree, tmp_path, wish=wish)
-    found = re.search(r"^flash_dmattn: spilling\S*: \d+ registers, (\d+) bytes spilled$", done.stdout, re.MULTILINE)
     allowed = build_cuda.SPILLED_BYTES_ALLOWED
-    assert found is not None and (int(found[1]) > allowed) == (count == 64), done.stdout
-    stops = count == 64 and wish == "force"
-    refusal = f"force refuses kernels that spill more than {allowed} bytes of registers: spilling"
-    warning = r"^flash_dmattn: warning: \d+ of \d+ kernels spill registers, up to \d+ bytes"
-    assert (refusal in done.stdout) == stops and bool(re.search(warning, done.stdout, re.MULTILINE)) != stops, (
-        done.stdout
-    )
-    assert (done.returncode != 0) == stops, done.stdout
-    assert len(list(tmp_path.glob("*-abi3-*.whl"))) == (0 if stops else 1)
+    for wish in ("force", "auto"):  # the second finds everything compiled
+        done = build(built.tree, tmp_path / wish, wish=wish)
+        spilled = re.search(
+            r"^flash_dmattn: spilling\S*: \d+ registers, (\d+) bytes spilled$", done.stdout, re.MULTILINE
+        )
+        assert spilled is not None and (int(spilled[1]) > allowed) == (count == 64), done.stdout
+        stops = count == 64 and wish == "force"
+        refusal = f"force refuses kernels that spill more than {allowed} bytes of registers: spilling"
+        warning = r"^flash_dmattn: warning: \d+ of \d+ kernels spill registers, up to \d+ bytes"
+        assert (refusal in done.stdout) == stops, done.stdout
+        assert bool(re.search(warning, done.stdout, re.MULTILINE)) != stops, done.stdout
+        assert (done.returncode != 0) == stops, done.stdout
+        assert len(list((tmp_path / wish).glob("*-abi3-*.whl"))) == (0 if stops else 1)
 
 
 # The sum of a product is read while the next is under way, which takes a wait behind each.
@@ -327,16 +329,15 @@ __global__ void serialized(float* x, unsigned long long a) {
 
 
 @builds
-@pytest.mark.parametrize("wish", ["force", "auto"])
-def test_serialized_products_warn_and_stop_force(wish: str, built: Built, small_unit: Path, tmp_path: Path) -> None:
+def test_serialized_products_warn_and_stop_force(built: Built, small_unit: Path, tmp_path: Path) -> None:
     with small_unit.open("a") as unit:
         unit.write(SERIALIZED)
-    done = build(built.tree, tmp_path, wish=wish)
-    said = "refuses" if wish == "force" else "warning: there are"
-    said += " kernels whose matrix products are serialized, for want of registers: serialized."
-    assert said in done.stdout, done.stdout
-    assert (done.returncode != 0) == (wish == "force"), done.stdout
-    assert len(list(tmp_path.glob("*-abi3-*.whl"))) == (0 if wish == "force" else 1)
+    for wish, verb in (("force", "refuses"), ("auto", "warning: there are")):
+        done = build(built.tree, tmp_path / wish, wish=wish)
+        said = f"{verb} kernels whose matrix products are serialized, for want of registers: serialized."
+        assert said in done.stdout, done.stdout
+        assert (done.returncode != 0) == (wish == "force"), done.stdout
+        assert len(list((tmp_path / wish).glob("*-abi3-*.whl"))) == (0 if wish == "force" else 1)
 
 
 @builds
@@ -767,7 +768,7 @@ def test_probe_of_an_extension_that_loads(driver: int, tmp_path: Path, monkeypat
     assert found.usable == (driver >= 13000)
     if not found.usable:
         version = f"{driver // 1000}.{driver % 1000 // 10}"
-        assert found.reason == f"the driver is of CUDA {version}; the extension holds the runtime of 13.0"
+        assert found.reason == f"the driver supports CUDA {version}; the extension holds the runtime of 13.0"
 
 
 def test_installed_instances_are_read_without_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from flash_dmattn.dispatch import packers
 from flash_dmattn.dispatch.plan import backward_pass
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.masks.prepared import operator as preparation
+from flash_dmattn.masks.prepared import operators as preparation
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.storage import IntervalMask
 from flash_dmattn.operators import describe_operands

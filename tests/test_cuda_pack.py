@@ -11,10 +11,10 @@ from cases import DEVICE
 from torch import Tensor
 
 from flash_dmattn.dispatch.packers import around_extension, packs_by_extension
-from flash_dmattn.dispatch.registry import probe
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.masks.prepared.packers import PYTORCH
+from flash_dmattn.masks.prepared.operators import PYTORCH
 from flash_dmattn.masks.topk import sort_keys
 from flash_dmattn.problem import causal_window, make_band
 
@@ -26,7 +26,7 @@ BANDS = ((False, (-1, -1)), (True, (-1, -1)), (False, (200, 30)), (True, (0, -1)
 
 @pytest.fixture(autouse=True)
 def extension() -> None:
-    availability = probe("cuda")
+    availability = BACKENDS["cuda"].probe()
     if not availability.usable:
         pytest.skip(f"cuda: {availability.reason}")
 

@@ -176,8 +176,8 @@ def test_wrong_tables_stay_inside(backend: Runner) -> None:
     "page_size, place, said",
     (
         (48, None, "pages have 48 keys; the kernels take 16, 32, 64 or a multiple of 128"),
-        (32, "columns", "TMA reads pages a whole number of rows apart"),
-        (32, "apart", "TMA reads pages a whole number of rows apart"),
+        (32, "columns", "TMA reads pages whose stride is a multiple of the stride of rows"),
+        (32, "apart", "TMA reads pages whose stride is a multiple of the stride of rows"),
     ),
 )
 def test_pages_that_are_refused(backend: Runner, page_size: int, place: str | None, said: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from accuracy import error
 from cases import DEVICE, Case
 from conftest import Runner
-from leading_calls import LeadingCall, assert_accurate, results, whole
+from leading_calls import LeadingCall, assert_accurate, over_batches, results
 
 import flash_dmattn
 from flash_dmattn import masks
@@ -55,7 +55,7 @@ def assert_accurate_but_for_dbias(call: LeadingCall, given: dict[str, Any]) -> N
         bias = given["bias"].to(dtype)
         return results(lambda q, k, v, mask, _, **flags: function(q, k, v, mask, bias, **flags), call, there)
 
-    exact, near = (beside_bias(whole(formula.attention), dtype) for dtype in (torch.float64, call.dtype))
+    exact, near = (beside_bias(over_batches(formula.attention), dtype) for dtype in (torch.float64, call.dtype))
     for x, right, plain in zip(beside_bias(attention, call.dtype), exact, near, strict=True):
         assert x is None or error(x, right) <= RATIO * error(plain, right) + FLOOR
 

@@ -20,7 +20,8 @@ from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as cuda
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, refusals, selection
+from flash_dmattn.dispatch import config, selection
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import SequenceSpec
 from flash_dmattn.problem.inputs import Inputs
 
@@ -46,7 +47,7 @@ def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
     """A bf16 call on sm_90 without mask, bias and gradients, but for the changes, also of strides."""
     of_bias, of_k = (changes.pop(name, None) for name in ("bias_strides", "k_strides"))
-    explanation = flash_dmattn.explain_problem(**{"q": Q, "device": "sm_90", **changes})
+    explanation = explain_problem(**{"q": Q, "device": "sm_90", **changes})
     if of_bias is of_k is None:
         return explanation
     problem = explanation.problem
@@ -73,7 +74,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "fp32"}, "dtype is float32; .*float16 or bfloat16"),
     "bias_dtype": ({"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"}, "bias has dtype float64; "),
     "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 32 and 32 or "),
-    "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "of 32 keys a query attends 32 at most; "),
+    "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "a query attends to at most 32 of 32 keys; "),
     "tile_bias_dtype": (
         {"bias": PER_SCORE, "bias_dtype": "fp32", **GRADIENTS},
         "bias has dtype float32 beside bfloat16; ",
@@ -97,7 +98,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dropout_head_dim": (
         {"q": (2, 4096, 16, 128), "dropout_p": 0.1},
-        r"dropout_p is 0.1 and head dims are 128 and 128 \(v\); the kernels with dropout are those of 64",
+        r"dropout_p is 0.1 and head dims are 128 and 128 \(v\); only the kernels of head dim 64 have dropout",
     ),
     "dropout_beside": ({"dropout_p": 0.1, "softcap": 30.0}, "dropout_p is 0.1 beside a softcap of 30.0"),
     "dropout_bias": (
@@ -122,17 +123,17 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "page_strides": (
         {**PAGED, "k_strides": (64 * 1024 + 8, 1024, 64, 1)},
-        r"k and v have strides \(65544, 1024, 64, 1\) and .*TMA reads pages a whole number of rows apart",
+        r"k and v have strides \(65544, 1024, 64, 1\) and .*TMA reads pages whose stride is a multiple of the stride",
     ),
     "sequence_softcap": ({**PACKED, "softcap": 30.0, **GRADIENTS}, "softcap is 30.0; the backward kernels of seq"),
     "sequence_order": ({**PACKED, "deterministic": True, **GRADIENTS}, "deterministic is True; blocks add to dq as"),
     "sequence_window": (
         {**PACKED, "window_size": (15, 0), **GRADIENTS},
-        "of 2048 keys a query attends 16 at most; delta is taken from out in 16 bits",
+        "a query attends to at most 16 of 2048 keys; delta comes from out in 16 bits",
     ),
     "sequence_dbias": (
         {**PACKED, "bias": (1, 8192, 2048), "bias_grad": True},
-        r"the gradient of bias, of shape \(1, 1, 8192, 2048\), is needed; of packed queries it is stored",
+        r"the gradient of bias, of shape \(1, 1, 8192, 2048\), is needed; with packed queries it needs",
     ),
 }
 # The code of each preference, and a call that auto passes over for it alone.
@@ -148,7 +149,7 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
         {"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},
         "deterministic is True and",
     ),
-    "short_sequences": (SHORT_PACKED, "sequences have 64 queries on the mean, less than the 128 of a tile"),
+    "short_sequences": (SHORT_PACKED, "sequences have 64 queries on average, less than the 128 of a tile"),
 }
 NEVER_TAKEN = (
     ("dtype", {"dtype": "fp64"}),
@@ -307,11 +308,11 @@ def test_auto_takes_both_passes(call: dict[str, Any]) -> None:
 def test_auto_takes_triangle_attention_of_several_examples() -> None:
     """Each example is a part, with a bias of its own; one that all examples share has its gradient by triton."""
     triangle: dict[str, Any] = {"q": (2, 256, 256, 4, 32), "mask": (2, 256, 1, 1, 256), "grad": True}
-    e = flash_dmattn.explain_problem(**triangle, bias=(2, 1, 4, 256, 256), bias_grad=True)
+    e = explain_problem(**triangle, bias=(2, 1, 4, 256, 256), bias_grad=True)
     assert (e.forward, e.backward) == ("cuda", "cuda")
     verdict = next(v for v in e.verdicts if v.backend == "cuda")
     assert "computes the batch in 2 parts, one after the other: a part of it shares bias" in verdict.notes
-    e = flash_dmattn.explain_problem(**triangle, bias=(1, 256, 4, 256, 256), bias_grad=True)
+    e = explain_problem(**triangle, bias=(1, 256, 4, 256, 256), bias_grad=True)
     assert e.backward == "triton"
     verdict = next(v for v in e.verdicts if v.backend == "cuda")
     assert [reason.code for reason in verdict.reasons] == ["shared_bias"]
@@ -714,7 +715,7 @@ def test_a_broken_rule_is_a_sentence(
 ) -> None:
     sizes = (q[0], q[2], q[1], seqlen_k)
     shapes = [None if x is None else tuple(n if full else 1 for full, n in zip(x, sizes)) for x in (mask, bias)]
-    problem = flash_dmattn.explain_problem(
+    problem = explain_problem(
         q,
         kv_heads=2,
         seqlen_k=seqlen_k,
@@ -729,7 +730,7 @@ def test_a_broken_rule_is_a_sentence(
     ).problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_rules, "installed_instances", lambda: built)
-        for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(refusals.passes_of(problem))):
+        for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(selection.passes_of(problem))):
             assert is_a_sentence(rule, problem), f"{rule.code}: {rule.says(problem)!r}"
 
 

@@ -16,7 +16,7 @@ SOURCE = """
 #define __device__
 #define __forceinline__ inline
 using std::min;
-#include "api/sections.h"
+#include "sections.h"
 #include "sm90/sections.h"
 using namespace flash_dmattn;
 extern "C" int order(int64_t pairs, int64_t rows, int64_t most, int64_t together, int shrink, int64_t num_sms,

@@ -1,4 +1,4 @@
-"""What a context-parallel call refuses, and what it chooses: strategy, head groups, one pair of backends for all."""
+"""Refusals of a context-parallel call, and its choices: strategy, head groups, one pair of backends for all ranks."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_backend import for_few_keys
+from distributed_calls import for_few_keys
 from gpu_distributed import REQUIRED, missing_of
 from out_of_tree import registered
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn.distributed import (
     SequenceLayout,
-    choice,
+    ShardedMask,
     context_parallel_attention,
     explain_context_parallel,
-    prepare_mask,
     use_context_parallel,
 )
-from flash_dmattn.distributed.call import ParallelCall, describe_call
-from flash_dmattn.distributed.choice import choose_pair, slices_of
-from flash_dmattn.distributed.context import context_in_force
-from flash_dmattn.distributed.group import Members
+from flash_dmattn.distributed import call as parallel_call
+from flash_dmattn.distributed.call import ParallelCall, Request, Tensors, choose_backends
+from flash_dmattn.distributed.group import Members, context_in_force
 from flash_dmattn.masks import PreparedMask
+from flash_dmattn.problem import Numbers
 from flash_dmattn.remembered import Remembered
 
 LAYOUT = SequenceLayout.zigzag(16, 1)
@@ -54,9 +54,13 @@ def attend(*arguments: Any, **keywords: Any) -> Any:
 
 
 def mask_of(layout: SequenceLayout = LAYOUT, rank: int = 0, batch: int = 1, heads: int = 1, **flags: Any) -> Any:
-    return prepare_mask(
+    return ShardedMask.from_mask(
         torch.ones(batch, heads, layout.local_length, layout.length, dtype=torch.bool), layout, rank, **flags
     )
+
+
+def mesh_of(dims: int) -> DeviceMesh:
+    return dist.init_device_mesh("cpu", (1,) * dims)
 
 
 def jagged() -> list[torch.Tensor]:
@@ -130,70 +134,79 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "composite": (lambda: attend(backend="flex"), ValueError, "'flex' is one differentiable function; context"),
     "refusal": (lambda: attend(backend="cuda"), flash_dmattn.BackendError, "device is cpu"),
     "rows of prepare": (
-        lambda: prepare_mask(torch.ones(8, 16) > 0, LAYOUT, 0),
+        lambda: ShardedMask.from_mask(torch.ones(8, 16) > 0, LAYOUT, 0),
         ValueError,
         r"mask has shape \(8, 16\)",
     ),
-    "dims of prepare": (lambda: prepare_mask(torch.ones(16) > 0, LAYOUT, 0), ValueError, "mask has 1 dimensions"),
+    "dims of prepare": (
+        lambda: ShardedMask.from_mask(torch.ones(16) > 0, LAYOUT, 0),
+        ValueError,
+        "mask has 1 dimensions",
+    ),
+    "mesh of three dims": (
+        lambda: attend(group=mesh_of(3)),
+        ValueError,
+        "group is a mesh of 3 dims; it needs one or two",
+    ),
+    "strategy over a mesh": (
+        lambda: attend(group=mesh_of(2), strategy="gather"),
+        ValueError,
+        "strategy is 'gather'; over a mesh of two dims it needs to be 'auto'",
+    ),
+    "ranks of a mesh": (
+        lambda: attend(group=mesh_of(2), layout=SequenceLayout.zigzag(16, 2)),
+        ValueError,
+        "layout is for 2 ranks; it needs the 1 of the mesh",
+    ),
+    "layout over a mesh": (lambda: attend(group=mesh_of(2), layout=3), TypeError, "layout is a int; it needs to be a"),
+    "layout_k over a mesh": (lambda: attend(group=mesh_of(2), layout_k=3), TypeError, "layout_k is a int; it needs to"),
+    "ranks of keys over a mesh": (
+        lambda: attend(group=mesh_of(2), layout_k=SequenceLayout.zigzag(16, 2)),
+        ValueError,
+        "layout_k is for 2 ranks; it needs the 1",
+    ),
+    "rows over a mesh": (lambda: attend(*tensors(8), group=mesh_of(2)), ValueError, "q has 8 rows; it needs the 16"),
+    "rank of q over a mesh": (
+        lambda: attend(*[x[0] for x in tensors()], group=mesh_of(2)),
+        ValueError,
+        "q has 3 dimensions",
+    ),
+    "prepared heads over a mesh": (
+        lambda: attend(*tensors(), mask_of(heads=4), group=mesh_of(2)),
+        ValueError,
+        "mask was prepared with 4 heads; over a mesh of two dims",
+    ),
+    "sink over a mesh": (
+        lambda: attend(group=mesh_of(2), sink=torch.ones(3)),
+        ValueError,
+        r"sink has shape \(3,\)",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str) -> None:
-    call, kind, message = REFUSED[name]
-    with pytest.raises(kind, match=message):
-        call()
-
-
-@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_is_explained_with_the_same_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, kind, _ = REFUSED[name]
-    with pytest.raises(kind) as of_call:
+    call, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message) as refusal:
         call()
 
     def explained(*arguments: Any, **keywords: Any) -> None:
-        found = explain_context_parallel(*arguments, **keywords)
-        if found.error is not None:
-            raise flash_dmattn.BackendUnsupportedError(found.error, backend="")
+        explanation = explain_context_parallel(*arguments, **keywords)
+        if explanation.error is not None:
+            raise flash_dmattn.BackendUnsupportedError(explanation.error, backend="")
 
     monkeypatch.setitem(globals(), "context_parallel_attention", explained)
-    with pytest.raises(kind) as of_explanation:
+    with pytest.raises(kind) as in_explanation:
         call()
-    said = str(of_explanation.value).replace("explain_context_parallel()", "context_parallel_attention()")
-    assert str(of_call.value).removeprefix("rank 0: ") == said
+    same = str(in_explanation.value).replace("explain_context_parallel()", "context_parallel_attention()")
+    assert str(refusal.value).removeprefix("rank 0: ") == same
 
 
-def test_a_mesh_of_several_dims_is_refused_and_one_of_one_dim_is_a_group() -> None:
-    with pytest.raises(ValueError, match="group is a mesh of 3 dims; it needs one or two"):
-        attend(group=dist.init_device_mesh("cpu", (1, 1, 1)))
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_mesh_is_a_group(dims: int) -> None:
     q, k, v = tensors()
-    out = attend(q, k, v, group=dist.init_device_mesh("cpu", (1,)), is_causal=True)
+    out = attend(q, k, v, group=mesh_of(dims), is_causal=True)
     torch.testing.assert_close(out, flash_dmattn.attention(q, k, v, is_causal=True))
-
-
-def test_refusals_over_a_mesh_of_two_dims() -> None:
-    mesh = dist.init_device_mesh("cpu", (1, 1))
-    q, k, v = tensors()
-    out = attend(q, k, v, group=mesh, is_causal=True)
-    torch.testing.assert_close(out, flash_dmattn.attention(q, k, v, is_causal=True))
-    with pytest.raises(ValueError, match="strategy is 'gather'; over a mesh of two dims it needs to be 'auto'"):
-        attend(group=mesh, strategy="gather")
-    with pytest.raises(ValueError, match="layout is for 2 ranks; it needs the 1 of the mesh"):
-        attend(group=mesh, layout=SequenceLayout.zigzag(16, 2))
-    with pytest.raises(TypeError, match="layout is a int; it needs to be a SequenceLayout"):
-        attend(group=mesh, layout=3)
-    with pytest.raises(TypeError, match="layout_k is a int; it needs to be a SequenceLayout"):
-        attend(group=mesh, layout_k=3)
-    with pytest.raises(ValueError, match="layout_k is for 2 ranks; it needs the 1"):
-        attend(group=mesh, layout_k=SequenceLayout.zigzag(16, 2))
-    with pytest.raises(ValueError, match="q has 8 rows; it needs the 16"):
-        attend(*tensors(8), group=mesh)
-    with pytest.raises(ValueError, match="q has 3 dimensions"):
-        attend(*[x[0] for x in tensors()], group=mesh)
-    with pytest.raises(ValueError, match="mask was prepared with 4 heads; over a mesh of two dims"):
-        attend(*tensors(), mask_of(heads=4), group=mesh)
-    with pytest.raises(ValueError, match=r"sink has shape \(3,\)"):
-        attend(group=mesh, sink=torch.ones(3))
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -205,11 +218,11 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_gradients_of_lse_alone() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(dtype=torch.float64))
-    found = torch.autograd.grad(attend(q, k, v, return_lse=True)[1].square().sum(), (q, k, v))
+    gradients = torch.autograd.grad(attend(q, k, v, return_lse=True)[1].square().sum(), (q, k, v))
     wanted = torch.autograd.grad(
         flash_dmattn.attention(q, k, v, return_lse=True)[1].square().sum(), (q, k, v), allow_unused=True
     )
-    for x, y in zip(found, wanted):
+    for x, y in zip(gradients, wanted):
         torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y)
 
 
@@ -218,27 +231,20 @@ def test_autocast() -> None:
         assert attend().dtype == torch.bfloat16
 
 
-def describe(size: int, rows: int = 16, strategy: str = "auto", **given: Any) -> ParallelCall:
-    """A call of rank 0 of a group that need not exist."""
-    layout = SequenceLayout.zigzag(rows * size, size)
-    sizes = {name: given.pop(name) for name in ("heads", "heads_k", "dim") if name in given}
+def describe(
+    size: int,
+    rows: int = 16,
+    strategy: str = "auto",
+    mask: Any = None,
+    head_groups: int | None = None,
+    **sizes: int,
+) -> ParallelCall:
+    """A causal call of rank 0 of a group that need not exist."""
     q, k, v = (x.requires_grad_() for x in tensors(rows, **sizes))
-    flags = {
-        "mask": None,
-        "bias": None,
-        "sink": None,
-        "layout_k": None,
-        "groups": None,
-        "is_causal": True,
-        "softmax_scale": None,
-        "softcap": 0.0,
-        "window_size": None,
-        "deterministic": None,
-        "return_lse": False,
-        **given,
-    }
-    members = Members("none", size, 0)
-    return describe_call(q, k, v, members=members, layout=layout, strategy=strategy, **flags)
+    layout, groups = SequenceLayout.zigzag(rows * size, size), (Members("none", size, 0),)
+    numbers = Numbers(is_causal=not isinstance(mask, ShardedMask))
+    rest = (layout, None, strategy, head_groups, False, None, numbers, False)
+    return Request(Tensors(q, k, v, mask, None, None), groups, *rest).describe(0)
 
 
 @pytest.mark.parametrize(
@@ -261,24 +267,24 @@ def test_auto_takes_what_sends_less(size: int, heads: int, heads_k: int, wanted:
 def test_heads_go_in_one_group_unless_asked_for_more() -> None:
     sizes = {"heads": 16, "heads_k": 8, "dim": 1, "strategy": "gather"}
     assert describe(2, 128 * 40, **sizes).head_groups == 1
-    assert describe(2, 128, groups=8, **sizes).head_groups == 8
+    assert describe(2, 128, head_groups=8, **sizes).head_groups == 8
 
 
 @pytest.fixture
 def picky() -> Iterator[None]:
-    """Two backends that auto prefers to eager, and of which only the second serves every slice of some calls."""
+    """Two backends that auto prefers to eager; for some calls only the second serves every slice."""
     with registered(for_few_keys("first", most=40), for_few_keys("second", most=128), before="eager"):
         yield
 
 
 def names(call: ParallelCall, backend: Any = "auto") -> tuple[str, str | None]:
-    forward, backward = choose_pair(call, backend)
+    forward, backward = choose_backends(call, backend)
     return forward.name, None if backward is None else backward.name
 
 
 def test_one_pair_serves_every_slice_of_every_rank(picky: None) -> None:
-    # Rank 0 alone would have chosen another: its slices have 8 and 32 keys, those of rank 1 16 and 24.
-    assert {p.seqlen_k for p in slices_of(describe(2, strategy="gather"))} == {8, 24, 32}
+    # Rank 0 alone would have chosen another: its slices have 8 and 32 keys, and slices of rank 1 have 16 and 24.
+    assert {p.seqlen_k for p in describe(2, strategy="gather").problems()} == {8, 24, 32}
     assert names(describe(2, strategy="gather")) == ("first", "first")
     assert names(describe(4, strategy="gather")) == ("second", "second")
     assert names(describe(16, strategy="gather")) == ("eager", "eager")
@@ -297,9 +303,11 @@ def test_a_choice_is_made_anew_where_backends_change() -> None:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each choice that is made anew."""
     made: list[int] = []
-    choose = choice._choose
-    monkeypatch.setattr(choice, "_remembered", Remembered(16))
-    monkeypatch.setattr(choice, "_choose", lambda problems, backend: made.append(1) or choose(problems, backend))
+    choose = parallel_call._choose_pair
+    monkeypatch.setattr(parallel_call, "_pairs", Remembered(16))
+    monkeypatch.setattr(
+        parallel_call, "_choose_pair", lambda problems, backend: made.append(1) or choose(problems, backend)
+    )
     return made
 
 
@@ -313,10 +321,10 @@ def test_a_choice_is_remembered_for_all_that_decides_it(what: str, chosen: list[
         "sends_parts": {"sends_parts": True},
     }
     for _ in range(2):
-        choose_pair(call, "auto")
+        choose_backends(call, "auto")
     assert len(chosen) == 1
     with flash_dmattn.config(disabled="flex") if what == "disabled" else nullcontext():
-        choose_pair(call._replace(**changes.get(what, {})), "eager" if what == "requested" else "auto")
+        choose_backends(call._replace(**changes.get(what, {})), "eager" if what == "requested" else "auto")
     assert len(chosen) == 2
 
 
@@ -339,10 +347,10 @@ def test_a_context_is_that_of_its_thread_and_ends() -> None:
         assert layout is LAYOUT
         inner = SequenceLayout.contiguous(8, 1)
         with use_context_parallel(dist.group.WORLD, inner):
-            found = context_in_force()
-            assert found is not None and found.layout is inner
-        found = context_in_force()
-        assert found is not None and found.layout is LAYOUT and found.group is dist.group.WORLD
+            now = context_in_force()
+            assert now is not None and now.layout is inner
+        now = context_in_force()
+        assert now is not None and now.layout is LAYOUT and now.group is dist.group.WORLD
         thread = threading.Thread(target=lambda: seen.append(context_in_force()))
         thread.start()
         thread.join()

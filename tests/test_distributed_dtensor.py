@@ -27,66 +27,57 @@ def four() -> Workers:
     return workers(4)
 
 
-# Each call, and the placements of what comes of it; those of gradients are those of the leaf.
+# Each call, and the placements of its lse; out has the placements of q, and a gradient the ones of its leaf.
 CALLS = {
-    "batch": (Call("S0", mask=(3, 1, 5, 7), of_mask="S0", bias=(3, 2, 5, 7), of_bias="S0", flags=LSE), "S0", "S0"),
-    "batch, shared bias": (Call("S0", bias=(1, 2, 1, 7), of_bias="R", of_sink="R", flags=LSE), "S0", "S0"),
-    "batch, whole bias that is sliced": (Call("S0", bias=(3, 1, 5, 7), of_bias="R", flags=LSE), "S0", "S0"),
+    "batch": (Call("S0", mask=(3, 1, 5, 7), mask_on="S0", bias=(3, 2, 5, 7), bias_on="S0", flags=LSE), "S0"),
+    "batch, shared bias": (Call("S0", bias=(1, 2, 1, 7), bias_on="R", sink_on="R", flags=LSE), "S0"),
+    "batch, whole bias that is sliced": (Call("S0", bias=(3, 1, 5, 7), bias_on="R", flags=LSE), "S0"),
     "batch, mask and bias of two dims": (
-        Call("S0", mask=(5, 7), of_mask="R", bias=(5, 1), of_bias="R", flags=LSE),
-        "S0",
+        Call("S0", mask=(5, 7), mask_on="R", bias=(5, 1), bias_on="R", flags=LSE),
         "S0",
     ),
-    "batch, whole keys": (Call("S0", k="R", mask=(3, 4, 5, 7), of_mask="R"), "S0", "S0"),
-    "a rank without entries": (Call("S0", batch=(1,), bias=(1, 4, 5, 7), of_bias="R", of_sink="R"), "S0", "S0"),
+    "batch, whole keys": (Call("S0", k="R", mask=(3, 4, 5, 7), mask_on="R"), "S0"),
+    "a rank without entries": (Call("S0", batch=(1,), bias=(1, 4, 5, 7), bias_on="R", sink_on="R"), "S0"),
     "heads": (
-        Call("S2", mask=(3, 4, 5, 7), of_mask="S1", bias=(1, 4, 5, 7), of_bias="S1", of_sink="S0", flags=LSE),
-        "S2",
+        Call("S2", mask=(3, 4, 5, 7), mask_on="S1", bias=(1, 4, 5, 7), bias_on="S1", sink_on="S0", flags=LSE),
         "S1",
     ),
-    "heads, bias of key-value heads": (Call("S2", bias=(3, 2, 1, 7), of_bias="S1", flags=LSE), "S2", "S1"),
-    "heads, bias of three dims": (Call("S2", bias=(2, 1, 7), of_bias="S0", flags=LSE), "S2", "S1"),
-    "heads, bias of one head": (Call("S2", bias=(3, 1, 5, 7), of_bias="R", flags=LSE), "S2", "S1"),
-    "heads, all else whole": (Call("S2", k="R", bias=(2, 5, 7), of_bias="R", of_sink="R", flags=LSE), "S2", "S1"),
-    "replicas": (Call("R", mask=(5, 7), of_mask="R", bias=(1, 1, 5, 7), of_bias="R", of_sink="R", flags=LSE), "R", "R"),
+    "heads, bias of key-value heads": (Call("S2", bias=(3, 2, 1, 7), bias_on="S1", flags=LSE), "S1"),
+    "heads, bias of three dims": (Call("S2", bias=(2, 1, 7), bias_on="S0", flags=LSE), "S1"),
+    "heads, bias of one head": (Call("S2", bias=(3, 1, 5, 7), bias_on="R", flags=LSE), "S1"),
+    "heads, all else whole": (Call("S2", k="R", bias=(2, 5, 7), bias_on="R", sink_on="R", flags=LSE), "S1"),
+    "replicas": (Call("R", mask=(5, 7), mask_on="R", bias=(1, 1, 5, 7), bias_on="R", sink_on="R", flags=LSE), "R"),
     "batch and heads": (
-        Call("S0 S2", mask=(3, 1, 5, 7), of_mask="S0 R", bias=(3, 4, 1, 7), of_bias="S0 S1", of_sink="R S0", flags=LSE),
-        "S0 S2",
+        Call("S0 S2", mask=(3, 1, 5, 7), mask_on="S0 R", bias=(3, 4, 1, 7), bias_on="S0 S1", sink_on="R S0", flags=LSE),
         "S0 S1",
     ),
-    "heads and batch": (Call("S2 S0", bias=(1, 4, 5, 7), of_bias="S1 R", of_sink="R R", flags=LSE), "S2 S0", "S1 S0"),
-    "batch and heads, shared bias": (Call("S0 S2", bias=(5, 7), of_bias="R R", flags=LSE), "S0 S2", "S0 S1"),
-    "batch and replicas": (Call("S0 R", bias=(1, 2, 1, 7), of_bias="R R", of_sink="R R", flags=LSE), "S0 R", "S0 R"),
-    "batch twice": (Call("S0 S0", bias=(3, 1, 1, 7), of_bias="S0 R", flags=LSE), "S0 S0", "S0 S0"),
-    "heads twice": (Call("S2 S2", num_heads_k=4, bias=(4, 5, 7), of_bias="S0 S0", flags=LSE), "S2 S2", "S1 S1"),
+    "heads and batch": (Call("S2 S0", bias=(1, 4, 5, 7), bias_on="S1 R", sink_on="R R", flags=LSE), "S1 S0"),
+    "batch and heads, shared bias": (Call("S0 S2", bias=(5, 7), bias_on="R R", flags=LSE), "S0 S1"),
+    "batch and replicas": (Call("S0 R", bias=(1, 2, 1, 7), bias_on="R R", sink_on="R R", flags=LSE), "S0 R"),
+    "batch twice": (Call("S0 S0", bias=(3, 1, 1, 7), bias_on="S0 R", flags=LSE), "S0 S0"),
+    "heads twice": (Call("S2 S2", num_heads_k=4, bias=(4, 5, 7), bias_on="S0 S0", flags=LSE), "S1 S1"),
     "two batch dims": (
-        Call("S1 S0", batch=(2, 3), mask=(2, 1, 1, 5, 7), of_mask="R S0", bias=(3, 4, 5, 7), of_bias="S0 R", flags=LSE),
-        "S1 S0",
+        Call("S1 S0", batch=(2, 3), mask=(2, 1, 1, 5, 7), mask_on="R S0", bias=(3, 4, 5, 7), bias_on="S0 R", flags=LSE),
         "S1 S0",
     ),
     "probabilities": (
         Call("S2", needs="", flags=(("backend", "reference"), ("return_lse", True), ("return_probs", True))),
-        "S2",
         "S1",
     ),
     "sequence": (
-        Call("S1", seqlen_q=8, seqlen_k=8, mask=(3, 1, 8, 8), of_mask="S2", bias=(1, 4, 8, 8), of_bias="S2", flags=LSE),
-        "S1",
+        Call("S1", seqlen_q=8, seqlen_k=8, mask=(3, 1, 8, 8), mask_on="S2", bias=(1, 4, 8, 8), bias_on="S2", flags=LSE),
         "S2",
     ),
     "sequence, shared bias": (
-        Call("S1", seqlen_q=8, seqlen_k=12, bias=(1, 2, 1, 12), of_bias="R", of_sink="R", flags=LSE),
-        "S1",
+        Call("S1", seqlen_q=8, seqlen_k=12, bias=(1, 2, 1, 12), bias_on="R", sink_on="R", flags=LSE),
         "S2",
     ),
     "sequence, all else whole": (
-        Call("S1", k="R", seqlen_q=8, mask=(8, 8), seqlen_k=8, of_mask="R", bias=(1, 4, 8, 8), of_bias="R", flags=LSE),
-        "S1",
+        Call("S1", k="R", seqlen_q=8, mask=(8, 8), seqlen_k=8, mask_on="R", bias=(1, 4, 8, 8), bias_on="R", flags=LSE),
         "S2",
     ),
     "sequence, bias and mask of the keys": (
-        Call("S1", seqlen_q=8, seqlen_k=8, mask=(3, 1, 1, 8), of_mask="S3", bias=(1, 2, 1, 8), of_bias="S3", flags=LSE),
-        "S1",
+        Call("S1", seqlen_q=8, seqlen_k=8, mask=(3, 1, 1, 8), mask_on="S3", bias=(1, 2, 1, 8), bias_on="S3", flags=LSE),
         "S2",
     ),
     "batch and sequence": (
@@ -95,63 +86,61 @@ CALLS = {
             seqlen_q=8,
             seqlen_k=8,
             mask=(3, 1, 8, 8),
-            of_mask="S0 S2",
+            mask_on="S0 S2",
             bias=(3, 1, 1, 8),
-            of_bias="R R",
-            of_sink="R R",
+            bias_on="R R",
+            sink_on="R R",
         ),
-        "S0 S1",
         "S0 S2",
     ),
     "sequence and heads": (
-        Call("S1 S2", seqlen_q=8, seqlen_k=8, bias=(3, 4, 8, 8), of_bias="S2 S1", of_sink="R S0", flags=LSE),
-        "S1 S2",
+        Call("S1 S2", seqlen_q=8, seqlen_k=8, bias=(3, 4, 8, 8), bias_on="S2 S1", sink_on="R S0", flags=LSE),
         "S2 S1",
     ),
-    "window and softcap": (Call("S2", flags=(("softcap", 2.0), ("window_size", (3, 0)))), "S2", "S1"),
-    "gradient of the bias alone": (Call("S0", bias=(1, 4, 5, 7), of_bias="R", needs="bias"), "S0", "S0"),
-    "gradient of the keys alone": (Call("S0 S2", k="S0 R", needs="k"), "S0 S2", "S0 S1"),
-    "gradient of the sink alone": (Call("S0 S2", of_sink="R R", needs="sink"), "S0 S2", "S0 S1"),
+    "window and softcap": (Call("S2", flags=(("softcap", 2.0), ("window_size", (3, 0)))), "S1"),
+    "gradient of the bias alone": (Call("S0", bias=(1, 4, 5, 7), bias_on="R", needs="bias"), "S0"),
+    "gradient of the keys alone": (Call("S0 S2", k="S0 R", needs="k"), "S0 S1"),
+    "gradient of the sink alone": (Call("S0 S2", sink_on="R R", needs="sink"), "S0 S1"),
 }
 
 
-def check(call: Call, found: dict[str, tuple[str, float]], of_out: str, of_lse: str) -> None:
+def check(call: Call, results: dict[str, tuple[str, float]], lse_on: str) -> None:
     leaves = {
         "dq": call.q,
         "dk": call.k or call.q,
         "dv": call.k or call.q,
-        "dbias": call.of_bias,
-        "dsink": call.of_sink,
+        "dbias": call.bias_on,
+        "dsink": call.sink_on,
     }
-    expected = {"out": of_out, "lse": of_lse, "probs": of_lse, **leaves}
-    assert {name: placed for name, (placed, _) in found.items()} == {name: expected[name] for name in found}
-    assert {name: far for name, (_, far) in found.items() if not far < 1e-10} == {}
+    expected = {"out": call.q, "lse": lse_on, "probs": lse_on, **leaves}
+    assert {name: placed for name, (placed, _) in results.items()} == {name: expected[name] for name in results}
+    assert {name: far for name, (_, far) in results.items() if not far < 1e-10} == {}
     needed = {f"d{name}" for name in call.needs.split()} - ({"dbias"} if call.bias is None else set())
-    assert needed - ({"dsink"} if not call.of_sink else set()) == {name for name in found if name.startswith("d")}
+    assert needed - ({"dsink"} if not call.sink_on else set()) == {name for name in results if name.startswith("d")}
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_values_gradients_and_placements(name: str, four: Workers) -> None:
-    call, of_out, of_lse = CALLS[name]
-    for found in four.run("dtensor_calls.compare", call):
+    call, lse_on = CALLS[name]
+    for results in four.run("dtensor_calls.compare", call):
         if "probabilities" in name:
-            assert set(found) == {"out", "lse", "probs"}
-        check(call, found, of_out, of_lse)
+            assert set(results) == {"out", "lse", "probs"}
+        check(call, results, lse_on)
 
 
 @pytest.mark.parametrize("name", ["batch, shared bias", "heads, all else whole", "batch and heads"])
 def test_one_graph_under_compile(name: str, four: Workers) -> None:
-    call, of_out, of_lse = CALLS[name]
-    for found in four.run("dtensor_calls.compare", call, True):
-        check(call, found, of_out, of_lse)
+    call, lse_on = CALLS[name]
+    for results in four.run("dtensor_calls.compare", call, True):
+        check(call, results, lse_on)
 
 
 def test_a_shared_sequence_is_not_traced(four: Workers) -> None:
-    for said in four.run("dtensor_calls.refused_as_one_graph", Call("S1", seqlen_q=8, seqlen_k=8)):
-        assert "q shares its sequence in a graph of torch.compile" in said
+    for error in four.run("dtensor_calls.refused_as_one_graph", Call("S1", seqlen_q=8, seqlen_k=8)):
+        assert "q shares its sequence in a graph of torch.compile" in error
 
 
-BATCH, HEADS = Call("S0", bias=(1, 2, 1, 7), of_bias="R"), Call("S2", bias=(1, 2, 1, 7), of_bias="S1")
+BATCH, HEADS = Call("S0", bias=(1, 2, 1, 7), bias_on="R"), Call("S2", bias=(1, 2, 1, 7), bias_on="S1")
 REFUSED = {
     "keys elsewhere": (
         Call("S0", k="S2"),
@@ -161,19 +150,19 @@ REFUSED = {
     ),
     "keys of heads beside replicas": (Call("R", k="S2"), {}, r"k has .* it needs \(Replicate\(\),\)"),
     "shared bias that is split": (
-        Call("S0", bias=(1, 2, 1, 7), of_bias="S1"),
+        Call("S0", bias=(1, 2, 1, 7), bias_on="S1"),
         {},
         r"bias has shape \(1, 2, 1, 7\) and placements \(Shard\(dim=1\),\); .* it needs \(Replicate\(\),\)",
     ),
-    "bias split by keys": (Call("S2", bias=(2, 5, 7), of_bias="S2"), {}, r"bias .* it needs \(Shard\(dim=0\),\)"),
+    "bias split by keys": (Call("S2", bias=(2, 5, 7), bias_on="S2"), {}, r"bias .* it needs \(Shard\(dim=0\),\)"),
     "mask of batch beside heads": (
-        Call("S2", mask=(3, 4, 5, 7), of_mask="S0"),
+        Call("S2", mask=(3, 4, 5, 7), mask_on="S0"),
         {},
         r"mask .* it needs \(Shard\(dim=1\),\)",
     ),
-    "sink split beside batch": (Call("S0", of_sink="S0"), {}, r"sink has shape \(4,\) .* it needs \(Replicate\(\),\)"),
+    "sink split beside batch": (Call("S0", sink_on="S0"), {}, r"sink has shape \(4,\) .* it needs \(Replicate\(\),\)"),
     "a dim split by the later mesh dim first": (
-        Call("S0 S0", bias=(3, 1, 1, 7), of_bias="R S0"),
+        Call("S0 S0", bias=(3, 1, 1, 7), bias_on="R S0"),
         {},
         r"bias .* \(Replicate\(\), Shard\(dim=0\)\); .* it needs \(Shard\(dim=0\), Shard\(dim=0\)\)",
     ),
@@ -196,7 +185,7 @@ REFUSED = {
         r"q has placements .* share its sequence over 2 mesh dims; it needs one: flatten them",
     ),
     "rows of a bias elsewhere": (
-        Call("S1", seqlen_q=8, seqlen_k=8, bias=(1, 1, 8, 8), of_bias="S3"),
+        Call("S1", seqlen_q=8, seqlen_k=8, bias=(1, 1, 8, 8), bias_on="S3"),
         {},
         r"bias .* it needs \(Shard\(dim=2\),\)",
     ),
@@ -234,14 +223,14 @@ REFUSED = {
     "no mask at all": (BATCH, {"mask": 3}, "TypeError: mask is a int; it needs to be a bool torch.Tensor"),
     "dropout": (Call("S0", flags=(("dropout_p", 0.5),)), {}, r"ValueError: dropout_p is 0.5 beside DTensors"),
     "sequences": (Call("S0", flags=(("sequences", 1),)), {}, "ValueError: sequences is given beside DTensors"),
-    # Of the whole tensors, so that each rank refuses alike: the first has two entries of each here.
+    # The whole tensors decide, so that each rank refuses alike: the first has two entries of each here.
     "a bias that does not broadcast": (
-        Call("S0", bias=(2, 2, 1, 7), of_bias="R"),
+        Call("S0", bias=(2, 2, 1, 7), bias_on="R"),
         {},
         r"ValueError: bias has shape \(2, 2, 1, 7\).*it needs batch in \{1, 3\}",
     ),
     "a mask of floats": (
-        Call("S0", mask=(5, 7), of_mask="R", dtypes=(("mask", "float64"),)),
+        Call("S0", mask=(5, 7), mask_on="R", dtypes=(("mask", "float64"),)),
         {},
         "TypeError: mask has dtype float64; it needs bool",
     ),
@@ -251,22 +240,22 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_on_every_rank(name: str, four: Workers) -> None:
     call, changes, message = REFUSED[name]
-    for said in four.run("dtensor_calls.refusal", call, changes):
-        assert re.match(message if "Error" in message else ".*" + message, said), said
+    for error in four.run("dtensor_calls.refusal", call, changes):
+        assert re.match(message if "Error" in message else ".*" + message, error), error
 
 
 def test_a_mistake_of_one_rank_beside_a_shared_sequence_is_refused_on_all(four: Workers) -> None:
-    call = Call("S1", seqlen_q=8, seqlen_k=8, bias=(1, 1, 8, 8), of_bias="S2")
-    for said in four.run("dtensor_calls.refusal", call, {"bias": "plain"}, (1, 2)):
-        assert re.match("TypeError: rank [12]: bias is a Tensor, and q is a DTensor", said), said
-    for found in four.run("dtensor_calls.compare", call):
-        check(call, found, "S1", "S2")
+    call = Call("S1", seqlen_q=8, seqlen_k=8, bias=(1, 1, 8, 8), bias_on="S2")
+    for error in four.run("dtensor_calls.refusal", call, {"bias": "plain"}, (1, 2)):
+        assert re.match("TypeError: rank [12]: bias is a Tensor, and q is a DTensor", error), error
+    for results in four.run("dtensor_calls.compare", call):
+        check(call, results, "S2")
 
 
 @pytest.mark.parametrize("kind", ["vmap", "grad"])
 def test_transforms_are_refused(kind: str, four: Workers) -> None:
-    for said in four.run("dtensor_calls.transformed", kind):
-        assert re.search(r"is a DTensor.*(inside of a transform of torch\.func|needs to be one, too)", said), said
+    for error in four.run("dtensor_calls.transformed", kind):
+        assert re.search(r"is a DTensor.*(inside of a transform of torch\.func|needs to be one, too)", error), error
 
 
 def test_a_prepared_mask_of_all_goes_to_every_rank(four: Workers) -> None:
@@ -277,12 +266,12 @@ def test_keys_that_are_still_being_gathered(four: Workers) -> None:
     assert max(four.run("dtensor_calls.gathered_keys")) < 1e-10
 
 
-@pytest.mark.parametrize("call", [BATCH, HEADS, Call("S0 S2", bias=(5, 7), of_bias="R R")], ids=str)
+@pytest.mark.parametrize("call", [BATCH, HEADS, Call("S0 S2", bias=(5, 7), bias_on="R R")], ids=str)
 def test_an_optimizer_steps_as_in_one_process(call: Call, four: Workers) -> None:
     for placed, held, far in four.run("dtensor_calls.steps", call):
-        assert placed == call.of_bias
+        assert placed == call.bias_on
         assert far < 1e-10
-        if "S" not in call.of_bias:
+        if "S" not in call.bias_on:
             assert held < 1e-10  # what each rank holds itself
 
 
@@ -293,7 +282,7 @@ def test_a_shared_gradient_is_rounded_once(four: Workers) -> None:
 
 
 def test_deterministic(four: Workers) -> None:
-    assert all(four.run("dtensor_calls.repeated", Call("S0 S2", bias=(5, 7), of_bias="R R", of_sink="R S0")))
+    assert all(four.run("dtensor_calls.repeated", Call("S0 S2", bias=(5, 7), bias_on="R R", sink_on="R S0")))
 
 
 def test_second_derivative(four: Workers) -> None:
@@ -303,8 +292,8 @@ def test_second_derivative(four: Workers) -> None:
 def test_explain_speaks_of_the_call_of_the_rank(four: Workers) -> None:
     shared = [(batch, 2, "eager", "", []) for batch in (2, 2, 1, 1)]
     assert four.run("dtensor_calls.explained", Call("S0 S2")) == shared
-    of_rows = Call("S1", seqlen_q=8, seqlen_k=8, flags=(("is_causal", True),))
-    calls = four.run("dtensor_calls.explained", of_rows)
+    sequence = Call("S1", seqlen_q=8, seqlen_k=8, flags=(("is_causal", True),))
+    calls = four.run("dtensor_calls.explained", sequence)
     assert [call[2:] for call in calls] == [("eager", "gather", [(4, keys)]) for keys in (4, 8)] * 2
 
 
@@ -319,7 +308,7 @@ def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:
 
 
 def test_plain_calls_ask_nothing_of_dtensors() -> None:
-    """Not even whether an argument is one: the functions that a call runs are those that it ran without them."""
+    """Not even whether an argument is one: no function of theirs runs in a call."""
     x = torch.randn(1, 5, 2, 8)
     called: list[str] = []
 

@@ -10,23 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_backend import for_few_keys
-from distributed_calls import ParallelCase
-from distributed_workers import workers
+from distributed_calls import for_few_keys
 from out_of_tree import registered, replaced
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flash_dmattn
 from flash_dmattn.distributed import (
-    ParallelExplanation,
     SequenceLayout,
+    ShardedMask,
     context_parallel_attention,
     explain_context_parallel,
-    prepare_mask,
 )
+from flash_dmattn.distributed.explanation import ParallelExplanation
 from flash_dmattn.distributed.slices import plan
 
-P = ParallelCase
 LAYOUT = SequenceLayout.zigzag(1024, 4)
 
 
@@ -41,13 +38,13 @@ def group() -> Iterator[None]:
 def explained(heads: int = 4, heads_k: int = 2, grad: bool = True, **keywords: Any) -> ParallelExplanation:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 256, h, 16, requires_grad=grad) for h in (heads, heads_k, heads_k))
-    given = {"group": dist.group.WORLD, "layout": LAYOUT, "strategy": "gather", **keywords}
-    return explain_context_parallel(q, k, v, **given)  # type: ignore[arg-type]
+    arguments = {"group": dist.group.WORLD, "layout": LAYOUT, "strategy": "gather", **keywords}
+    return explain_context_parallel(q, k, v, **arguments)  # type: ignore[arg-type]
 
 
 def test_it_takes_the_arguments_of_the_call() -> None:
-    ours, of_call = (inspect.signature(f).parameters for f in (explain_context_parallel, context_parallel_attention))
-    assert ours == of_call
+    ours, called = (inspect.signature(f).parameters for f in (explain_context_parallel, context_parallel_attention))
+    assert ours == called
 
 
 def test_nothing_is_sent_or_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +61,9 @@ def test_nothing_is_sent_or_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_slices_are_those_of_the_rank() -> None:
-    found = explained(window_size=(100, -1), is_causal=True)
-    assert found.slices == plan(LAYOUT, 1, 1024, (100, 0)) and (found.rank, found.ranks) == (1, 4)
-    lines = str(found).splitlines()
+    explanation = explained(window_size=(100, -1), is_causal=True)
+    assert explanation.slices == plan(LAYOUT, 1, 1024, (100, 0)) and (explanation.rank, explanation.ranks) == (1, 4)
+    lines = str(explanation).splitlines()
     assert "layout: 128:256, 768:896 of 1024 positions" in lines
     assert "call of rows 0:128: keys 0:256, window (100, 0)" in lines
     assert "call of rows 128:256: keys 640:896, window (100, 0)" in lines
@@ -95,9 +92,9 @@ def explained_cross(layout_k: SequenceLayout, **keywords: Any) -> ParallelExplan
     ],
 )
 def test_the_strategy_and_why(keywords: dict[str, Any], strategy: str, why: str) -> None:
-    found = explained(**keywords)
-    assert found.strategy == strategy and found.why.startswith(why)
-    assert f"strategy {strategy}: {why}" in str(found)
+    explanation = explained(**keywords)
+    assert explanation.strategy == strategy and explanation.why.startswith(why)
+    assert f"strategy {strategy}: {why}" in str(explanation)
 
 
 REMARKS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -110,7 +107,7 @@ REMARKS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "prepared": (
-        {"mask": prepare_mask(torch.ones(256, 1024) > 0, LAYOUT, 1)},
+        {"mask": ShardedMask.from_mask(torch.ones(256, 1024) > 0, LAYOUT, 1)},
         ["mask: rows of this rank, which stay where they are"],
     ),
     "sharded": (
@@ -152,99 +149,64 @@ EXCHANGED = "gradients of k and v: sent in float32, summed in float32 in the ord
 @pytest.mark.parametrize("name", REMARKS)
 def test_remarks(name: str) -> None:
     keywords, said = REMARKS[name]
-    found = explained(**keywords)
-    assert [x for x in found.remarks if x != EXCHANGED] == said and set(said) <= set(str(found).splitlines())
-    assert (EXCHANGED in found.remarks) == (keywords.get("grad", True))
+    explanation = explained(**keywords)
+    assert [x for x in explanation.remarks if x != EXCHANGED] == said and set(said) <= set(
+        str(explanation).splitlines()
+    )
+    assert (EXCHANGED in explanation.remarks) == (keywords.get("grad", True))
 
 
 def test_a_verdict_is_of_all_slices_of_all_ranks() -> None:
-    found = explained(is_causal=True)
-    verdicts = {verdict.backend: verdict for verdict in found.verdicts}
-    assert (found.forward, found.backward, found.error) == ("eager", "eager", None)
+    explanation = explained(is_causal=True)
+    verdicts = {verdict.backend: verdict for verdict in explanation.verdicts}
+    assert (explanation.forward, explanation.backward, explanation.error) == ("eager", "eager", None)
     assert verdicts["eager"].forward and verdicts["eager"].backward
     assert not verdicts["reference"].forward and verdicts["reference"].reasons[0].code == "composite"
-    whole = {v.backend: v for v in explained(strategy="ulysses", heads=4, heads_k=4).verdicts}
-    assert whole["reference"].accepts
+    traded = {v.backend: v for v in explained(strategy="ulysses", heads=4, heads_k=4).verdicts}
+    assert traded["reference"].accepts
     few = explained(is_causal=True, backend="cuda")
     assert few.forward is None and few.error is not None and "backend='cuda' would raise" in str(few)
     assert explained(grad=False).backward is None
 
 
 def test_what_a_window_sends_is_said() -> None:
-    found = explained(window_size=(10, 0), bias=torch.ones(1, 256, requires_grad=True))
+    explanation = explained(window_size=(10, 0), bias=torch.ones(1, 256, requires_grad=True))
     # Rank 1 has 128:256 and 768:896; it reads 0:128 and 640:768, and 128:256 and 768:896 are read by one rank each.
     sent = 2 * 128
-    assert [(x.what, x.how, x.sent) for x in found.traffic.forward] == [
+    assert [(x.what, x.how, x.sent) for x in explanation.forward_traffic] == [
         ("bias, sharded by keys", "all_to_all", sent * 4),
         ("keys and values", "all_to_all", sent * 2 * 2 * 32 * 4),
     ]
-    assert "ranks send the keys that others read: no rank more than 33.3% of what an all_gather would" in str(found)
-    assert found.traffic.transient == 6 * 512 * 2 * 2 * 32 * 4
-    assert {x.how for x in explained(window_size=(900, 0)).traffic.forward} == {"all_gather"}
+    assert "ranks send the keys that others read: no rank more than 33.3% of what an all_gather would" in str(
+        explanation
+    )
+    assert explanation.transient_bytes == 6 * 512 * 2 * 2 * 32 * 4
+    assert {x.how for x in explained(window_size=(900, 0)).forward_traffic} == {"all_gather"}
 
 
 def test_a_backend_that_serves_some_slices_serves_none() -> None:
     with registered(for_few_keys("few_keys", most=512), before="eager"):
-        found = explained(is_causal=True)
-    verdict = next(v for v in found.verdicts if v.backend == "few_keys")
-    assert (verdict.forward, verdict.backward, found.forward) == (False, False, "eager")
+        explanation = explained(is_causal=True)
+    verdict = next(v for v in explanation.verdicts if v.backend == "few_keys")
+    assert (verdict.forward, verdict.backward, explanation.forward) == (False, False, "eager")
     assert [str(reason) for reason in verdict.reasons] == [f"there are {n} keys" for n in (768, 896, 1024, 640)]
 
 
 def test_both_strategies_over_a_mesh() -> None:
-    found = explained(heads_k=4, strategy="auto", group=dist.init_device_mesh("cpu", (2, 2)), is_causal=True)
-    assert (found.strategy, found.rank, found.ranks, found.layout) == ("both", 1, 4, LAYOUT)
-    assert found.why == "a mesh of two dims, 2 ranks gather keys and 2 trade heads"
-    assert found.slices == plan(LAYOUT.joined(2)[0], 0, 1024, (-1, 0))
+    explanation = explained(heads_k=4, strategy="auto", group=dist.init_device_mesh("cpu", (2, 2)), is_causal=True)
+    assert (explanation.strategy, explanation.rank, explanation.ranks, explanation.layout) == ("both", 1, 4, LAYOUT)
+    assert explanation.why == "a mesh of two dims, 2 ranks gather keys and 2 trade heads"
+    assert explanation.slices == plan(LAYOUT.joined(2)[0], 0, 1024, (-1, 0))
 
 
 def test_it_is_plain_data_too() -> None:
-    found = json.loads(json.dumps(explained(is_causal=True).to_dict()))
-    assert found["strategy"] == "gather" and found["rank"] == 1 and found["layout"][1] == [[128, 256], [768, 896]]
-    assert found["slices"][0]["stop"] == 256 and found["backends"]["eager"]["accepts"]
+    explanation = json.loads(json.dumps(explained(is_causal=True).to_dict()))
+    assert (
+        explanation["strategy"] == "gather"
+        and explanation["rank"] == 1
+        and explanation["layout"][1] == [[128, 256], [768, 896]]
+    )
+    assert explanation["slices"][0]["stop"] == 256 and explanation["backends"]["eager"]["accepts"]
     # 3 other ranks, 2 entries, 256 rows, 2 heads of 16 + 16 values of 4 bytes
-    assert [x["sent"] for x in found["forward_traffic"]] == [3 * 2 * 256 * 2 * 32 * 4]
-    assert found["transient_bytes"] == 6 * 2 * 1024 * 2 * 32 * 4
-
-
-MESH = (2, 2)
-COUNTED = {
-    "gather": P(causal=True, lse=True),
-    "groups": P(causal=True, groups=2, bias="full", mask="prepared"),
-    "sharded": P(bias="sharded", mask="sharded", lse=True, dim_v=8),
-    "summed": P(bias="keys", reduce=True, sink=True, dtype=torch.float32),
-    "partial": P(bias="keys", sink=True),
-    "fp32 exchange": P(dtype=torch.bfloat16, exchange=torch.float32),
-    "bias in 16 bits": P(dtype=torch.bfloat16, bias="sharded"),
-    "only dk": P(needs=("k",), causal=True),
-    "only the bias": P(needs=("bias",), bias="sharded"),
-    "no gradient": P(needs=(), bias="sharded", dtype=torch.bfloat16),
-    "more keys": P(seqlen_q=16, seqlen_k=48, causal=True),
-    "ulysses": P(strategy="ulysses", heads=8, heads_k=4, lse=True, dtype=torch.float32, dim_v=8),
-    "ulysses, shared heads": P(
-        strategy="ulysses", heads=4, heads_k=1, bias="sharded", sink=True, reduce=True, lse=True
-    ),
-    "ulysses, only dv": P(strategy="ulysses", heads=4, heads_k=4, needs=("v",), lse=True),
-}
-ON_A_MESH = {
-    "plain": P(mesh=MESH, strategy="auto", causal=True, lse=True, heads=4, heads_k=1, dim_v=8),
-    "summed": P(mesh=MESH, strategy="auto", bias="keys_of_q", sink=True, reduce=True, lse=True, groups=1),
-    "sharded": P(mesh=MESH, strategy="auto", bias="sharded", mask="sharded", reduce=True, lse=True),
-    "rows": P(mesh=MESH, strategy="auto", bias="full", mask="full", reduce=True, lse=True),
-}
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", COUNTED)
-def test_bytes_are_those_that_collectives_are_handed(name: str, size: int) -> None:
-    check_bytes(COUNTED[name], size)
-
-
-@pytest.mark.parametrize("name", ON_A_MESH)
-def test_bytes_over_a_mesh(name: str) -> None:
-    check_bytes(ON_A_MESH[name], 4)
-
-
-def check_bytes(case: ParallelCase, size: int) -> None:
-    for rank, (handed, said) in enumerate(workers(size).run("distributed_calls.counted_bytes", case)):
-        assert handed == said, (rank, handed, said)
+    assert [x["sent"] for x in explanation["forward_traffic"]] == [3 * 2 * 256 * 2 * 32 * 4]
+    assert explanation["transient_bytes"] == 6 * 2 * 1024 * 2 * 32 * 4

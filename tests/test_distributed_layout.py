@@ -1,4 +1,4 @@
-"""`SequenceLayout` and the plan of slices: which rank has what, and what each of its calls is."""
+"""Layouts, slices and moves: which rank has which positions, what its calls are, and what ranks send each other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,24 @@ import random
 
 import pytest
 import torch
+from distributed_calls import layout_of
 
 from flash_dmattn.distributed import SequenceLayout
+from flash_dmattn.distributed.exchange import (
+    CLEAR_SHARE,
+    Moves,
+    Runs,
+    common,
+    length_of,
+    moves_of,
+    place_in,
+    places_in,
+    runs_read,
+    share_moved,
+)
 from flash_dmattn.distributed.layout import from_flat
 from flash_dmattn.distributed.slices import plan, slice_keys
+from flash_dmattn.distributed.transfers import choose_strategy
 from flash_dmattn.problem import causal_window
 
 LAYOUTS = [
@@ -139,9 +153,9 @@ def test_slices_allow_what_the_whole_call_allows(alignment: int) -> None:
             assert 0 <= start <= stop <= seqlen_k and min(own) >= -1
             assert start == stop or start % alignment == 0
             assert (own[0] < 0) == (folded[0] < 0) or start == stop
-            found = torch.zeros(b - a, seqlen_k, dtype=torch.bool)
-            found[:, start:stop] = allowed(b - a, stop - start, own)
-            assert torch.equal(found, want[a:b]), (seqlen_q, seqlen_k, folded, a, b)
+            seen = torch.zeros(b - a, seqlen_k, dtype=torch.bool)
+            seen[:, start:stop] = allowed(b - a, stop - start, own)
+            assert torch.equal(seen, want[a:b]), (seqlen_q, seqlen_k, folded, a, b)
             met += 1
     assert met > 10000 // 6
 
@@ -153,3 +167,108 @@ def test_slices_leave_out_what_no_row_sees() -> None:
     assert (last.start, last.stop, last.row, last.row_stop) == (0, 1024, 256, 512)
     _, last = plan(layout, 0, 1024, (100, 0))
     assert (last.start, last.stop, last.window) == (640, 1024, (100, 0))  # 668 rounded down to whole tiles
+
+
+def positions(runs: Runs) -> set[int]:
+    """Every position of the runs, none twice."""
+    listed = [x for run in runs for x in range(*run)]
+    assert listed == sorted(set(listed))
+    return set(listed)
+
+
+def moves_of_all(layout: SequenceLayout, layout_k: SequenceLayout, window: tuple[int, int]) -> list[Moves]:
+    return [moves_of(layout.flat, layout_k.flat, rank, window) for rank in range(layout.world_size)]
+
+
+PLANS = [
+    (name, name_k, size, seqlen_q, seqlen_k, window)
+    for name, name_k in itertools.product(("zigzag", "contiguous", "balanced"), repeat=2)
+    for size in (1, 2, 4)
+    for seqlen_q, seqlen_k in ((1024, 1024), (512, 1536), (1024, 512))
+    for window in ((100, 0), (300, 200), (5, -1), (-1, 3))
+]
+
+
+def test_every_key_that_is_read_is_held_and_nothing_else_is_sent() -> None:
+    for name, name_k, size, seqlen_q, seqlen_k, window in PLANS:
+        layout, layout_k = layout_of(name, seqlen_q, size), layout_of(name_k, seqlen_k, size)
+        every = moves_of_all(layout, layout_k, window)
+        most = 0
+        for rank, moves in enumerate(every):
+            parts = plan(layout, rank, seqlen_k, window)
+            read = set().union(*(range(part.start, part.stop) for part in parts))
+            assert positions(moves.held) == read and moves.own == layout_k.runs(rank)
+            from_ranks = [positions(runs) for runs in moves.of]
+            assert set().union(*from_ranks) == read and sum(map(len, from_ranks)) == len(read)
+            for other, theirs in enumerate(every):
+                assert moves.of[other] == theirs.to[rank] and from_ranks[other] <= positions(theirs.own)
+            order = [x for _, start, stop in moves.pieces for x in range(start, stop)]
+            assert order == sorted(read)
+            for part, place in zip(parts, places_in(moves.held, parts)):
+                assert order[place] == list(range(part.start, part.stop))
+            most = max(most, moves.sent, moves.received)
+        if size == 1:
+            assert share_moved(layout, layout_k, window) == 1.0
+        elif window[0] >= 0:
+            assert share_moved(layout, layout_k, window) == most / (seqlen_k // size * (size - 1))
+        else:  # the last row reads all keys
+            assert most == seqlen_k // size * (size - 1) and share_moved(layout, layout_k, window) == 1.0
+
+
+def test_a_tensor_of_all_keys_has_gaps_where_none_are_read() -> None:
+    layout = SequenceLayout.zigzag(2048, 4)
+    moves = moves_of(layout.flat, layout.flat, 1, (10, 0), True)
+    assert moves.held == ((0, 2048),) and runs_read(layout, 1, 2048, (10, 0)) == ((128, 512), (1408, 1792))
+    assert moves.pieces == (
+        (-1, 0, 128),
+        (0, 128, 256),
+        (1, 256, 512),
+        (-1, 512, 1408),
+        (2, 1408, 1536),
+        (1, 1536, 1792),
+        (-1, 1792, 2048),
+    )
+    assert moves.sent == 128 + 128 and moves.received == 256  # to ranks 0 and 2, of ranks 0 and 2
+
+
+def test_runs() -> None:
+    assert common(((0, 4), (6, 9)), ((2, 7), (8, 12))) == ((2, 4), (6, 7), (8, 9))
+    assert common((), ((2, 7),)) == () and length_of(((0, 4), (6, 9))) == 7
+    assert [place_in(((2, 4), (6, 9)), x) for x in (2, 3, 6, 8)] == [0, 1, 2, 4]
+    with pytest.raises(ValueError, match=r"position is 5; it needs to be in \(\(2, 4\), \(6, 9\)\)"):
+        place_in(((2, 4), (6, 9)), 5)
+
+
+@pytest.mark.parametrize(
+    "name, size, window, is_sent_in_parts",
+    [
+        ("zigzag", 8, (4096, 0), True),
+        ("contiguous", 2, (4096, 0), True),
+        ("zigzag", 2, (60000, 0), False),
+        ("zigzag", 8, (-1, 0), False),
+        ("contiguous", 8, (-1, 0), False),
+        ("zigzag", 8, (-1, -1), False),
+    ],
+)
+def test_parts_are_sent_where_that_is_clearly_less(
+    name: str, size: int, window: tuple[int, int], is_sent_in_parts: bool
+) -> None:
+    layout = layout_of(name, 131072, size)
+    assert (share_moved(layout, layout, window) <= CLEAR_SHARE) == is_sent_in_parts
+
+
+@pytest.mark.parametrize("window, share, held", [(1024, "1.8%", "14%"), (4096, "7.1%", "19%"), (16384, "29%", "38%")])
+def test_what_a_window_leaves_of_128k(window: int, share: str, held: str) -> None:
+    layout, contiguous = SequenceLayout.zigzag(131072, 8), SequenceLayout.contiguous(131072, 8)
+    moved = share_moved(layout, layout, (window, 0))
+    most = max(length_of(runs_read(layout, rank, 131072, (window, 0))) for rank in range(8))
+    assert (f"{100 * moved:.2g}%", f"{most / 131072:.0%}") == (share, held)
+    if window <= 8192:  # of 14 chunks of 8192 that others have, the ends of two; or the end of one neighbour
+        assert moved == 2 * window / (7 * 16384) == 2 * share_moved(contiguous, contiguous, (window, 0))
+
+
+def test_auto_compares_ulysses_with_what_is_sent() -> None:
+    assert choose_strategy("auto", 8, 8, 4, False, 1.0)[0] == "ulysses"
+    strategy = choose_strategy("auto", 8, 8, 4, False, 0.3)
+    assert strategy == ("gather", "ranks read so few keys of others that it sends less than ulysses")
+    assert choose_strategy("auto", 8, 8, 4, False, 0.4)[0] == "ulysses"  # 4 x 0.4 > 2 / 1.5

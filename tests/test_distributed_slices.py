@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_calls import BIASES, ParallelCase, draw, local_bias, whole
+from distributed_calls import BIASES, ParallelCase, draw, one_process, shard_scores
 
 from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.protocol import Backend, Backward, Forward
-from flash_dmattn.distributed import SequenceLayout, prepare_mask
-from flash_dmattn.distributed.mask import cut
-from flash_dmattn.distributed.problems import head_groups, rank_problem
-from flash_dmattn.distributed.reading import places_in, runs_read
-from flash_dmattn.distributed.rows import KeySum, RankRows, Sums
+from flash_dmattn.distributed import SequenceLayout, ShardedMask
+from flash_dmattn.distributed.exchange import places_in, runs_read
+from flash_dmattn.distributed.rows import KeySum, RankRows, Sums, head_groups, rank_problem
 from flash_dmattn.distributed.slices import plan
 from flash_dmattn.gradients import with_dbias
 from flash_dmattn.problem import AttentionProblem, Gradients, MaskView, NeedsGrad, causal_window
@@ -27,27 +25,27 @@ WINDOWS = (None, (3, -1), (0, 0), (2, 1), (-1, 2), (5, 9))
 
 
 def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[str, torch.Tensor]:
-    """What the ranks of a group compute between gathering keys and sending gradients back, put together."""
+    """Compute what ranks do between gathering keys and sending gradients back, and put it together."""
     x = draw(case)
-    of_q, of_k = layouts = case.layouts(size)
+    layout, layout_k = layouts = case.layouts(size)
     window = causal_window(case.causal, (-1, -1) if case.window is None else case.window)
-    found: dict[str, list[torch.Tensor]] = {}
+    pieces: dict[str, list[torch.Tensor]] = {}
     dk, dv = torch.zeros_like(x.k), torch.zeros_like(x.v)
-    shared_bias = x.bias is not None and not BIASES[case.bias][2]
+    shared_bias = x.bias is not None and not case.bias_dims[2]
     for rank in range(size):
-        q, dout, dlse = of_q.shard(x.q, 1, rank), of_q.shard(x.dout, 1, rank), of_q.shard(x.dlse, 2, rank)
-        bias = None if x.bias is None else local_bias(BIASES[case.bias], x.bias, layouts, rank)
+        q, dout, dlse = layout.shard(x.q, 1, rank), layout.shard(x.dout, 1, rank), layout.shard(x.dlse, 2, rank)
+        bias = None if x.bias is None else shard_scores(case.bias_dims, x.bias, layouts, rank)
         needs = NeedsGrad(True, True, True, bias is not None, False)
         scale = case.dim**-0.5 if case.scale is None else case.scale
         numbers = (case.seqlen_k, case.heads_k, window, scale, case.softcap, False, needs)
         problem = rank_problem(q, x.v, bias, None, *numbers)
-        parts = plan(of_q, rank, of_k.length, window)
+        parts = plan(layout, rank, layout_k.length, window)
         views = [MaskView() for _ in parts]
         if x.mask is not None:
-            mask = of_q.shard(x.mask, 2, rank)
-            views = [MaskView("dense", (cut(mask, part),)) for part in parts]
+            mask = layout.shard(x.mask, 2, rank)
+            views = [MaskView("dense", (part.cut(mask),)) for part in parts]
         # The keys that the rank reads, as where ranks send parts, or all of them.
-        held = runs_read(of_q, rank, of_k.length, window) if case.seed % 2 else ((0, of_k.length),)
+        held = runs_read(layout, rank, layout_k.length, window) if case.seed % 2 else ((0, layout_k.length),)
         kept = torch.cat([torch.arange(0), *(torch.arange(*run) for run in held)])
         rows = RankRows(problem, parts, places_in(held, parts), views, q, bias, None)
         out, lse = torch.empty_like(dout), torch.empty(dlse.shape, dtype=dlse.dtype, device=dlse.device)
@@ -55,19 +53,19 @@ def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[s
         for heads in head_groups(case.heads_k, case.groups or 1):
             k, v = (y[:, kept, heads.of(case.heads_k)] for y in (x.k, x.v))
             rows.forward(backend, heads, k, v, out, lse)
-            given = dlse.masked_fill(lse == -torch.inf, 0)
-            dk_part, dv_part = rows.backward(backend, heads, k, v, out, lse, dout, given, sums, q.dtype)
+            finite = dlse.masked_fill(lse == -torch.inf, 0)
+            dk_part, dv_part = rows.backward(backend, heads, k, v, out, lse, dout, finite, sums, q.dtype)
             dk[:, kept, heads.of(case.heads_k)] += dk_part
             dv[:, kept, heads.of(case.heads_k)] += dv_part
         for name, y in (("out", out), ("lse", lse), ("dq", sums.q), ("dbias", sums.bias)):
             if y is not None:
-                found.setdefault(name, []).append(y)
+                pieces.setdefault(name, []).append(y)
     results = {"dk": dk, "dv": dv}
-    for name, pieces in found.items():
+    for name, own in pieces.items():
         if name == "dbias" and shared_bias:
-            results[name] = sum(pieces)  # type: ignore[assignment]
+            results[name] = sum(own)  # type: ignore[assignment]
         else:
-            results[name] = of_q.unshard(pieces, 2 if name in ("lse", "dbias") else 1)
+            results[name] = layout.unshard(own, 2 if name in ("lse", "dbias") else 1)
     return results
 
 
@@ -97,7 +95,7 @@ def test_slices_together_are_the_whole_call(bias: str, layout: str) -> None:
             softcap=1.5 * (number % 5 == 0),
             seed=number,
         )
-        wanted, results = whole(case, draw(case), "eager"), simulated(case, size)
+        wanted, results = one_process(case, draw(case), "eager"), simulated(case, size)
         assert wanted.keys() == results.keys()
         for name, x in wanted.items():
             assert torch.equal(x == -torch.inf, results[name] == -torch.inf)
@@ -110,16 +108,16 @@ def test_slices_together_are_the_whole_call(bias: str, layout: str) -> None:
 @pytest.mark.parametrize("rows", [True, False])
 def test_a_sharded_mask_is_that_of_the_rank(causal: bool, window: Any, rows: bool) -> None:
     torch.manual_seed(0)
-    of_q, of_k = SequenceLayout.zigzag(288, 3), SequenceLayout.contiguous(144, 3)
+    layout, layout_k = SequenceLayout.zigzag(288, 3), SequenceLayout.contiguous(144, 3)
     mask = torch.rand(2, 4, 288 if rows else 1, 144) > 0.4
     keys, i = torch.arange(144), torch.arange(288)[:, None] + 144 - 288
     left, right = causal_window(causal, (-1, -1) if window is None else window)
     band = (keys >= i - left) | torch.tensor(left < 0)
     band &= (keys <= i + right) | torch.tensor(right < 0)
     for rank in range(3):
-        own = of_q.shard(mask, 2, rank) if rows else mask
-        prepared = prepare_mask(own, of_q, rank, layout_k=of_k, is_causal=causal, window_size=window)
-        wanted = of_q.shard((mask & band).expand(2, 4, 288, 144), 2, rank)
+        own = layout.shard(mask, 2, rank) if rows else mask
+        prepared = ShardedMask.from_mask(own, layout, rank, layout_k=layout_k, is_causal=causal, window_size=window)
+        wanted = layout.shard((mask & band).expand(2, 4, 288, 144), 2, rank)
         assert torch.equal(prepared.dense(), wanted)
         assert torch.equal(prepared.to("cpu").dense(), wanted)
         assert f"rank={rank} of 3" in repr(prepared)
@@ -127,16 +125,16 @@ def test_a_sharded_mask_is_that_of_the_rank(causal: bool, window: Any, rows: boo
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("exchange", [torch.bfloat16, torch.float32])
-def test_gradients_of_keys_are_rounded_once(number: int, exchange: torch.dtype) -> None:
+def test_gradients_layout_keys_are_rounded_once(number: int, exchange: torch.dtype) -> None:
     torch.manual_seed(0)
     keys = torch.zeros(2, 24, 2, 4, dtype=torch.bfloat16)
     parts = [slice(*bounds) for bounds in ((0, 8), (4, 20), (0, 24))][-number:]
-    found, exact = KeySum(keys, number, exchange), keys.float()
+    total, exact = KeySum(keys, number, exchange), keys.float()
     for part in parts:
         gradient = torch.randn(2, part.stop - part.start, 2, 4).bfloat16()
         exact[:, part] += gradient
-        found.add(part, gradient.clone())
-    assert torch.equal(found.total(), exact.to(exchange))
+        total.add(part, gradient.clone())
+    assert torch.equal(total.total(), exact.to(exchange))
 
 
 @pytest.mark.usefixtures("starts")
@@ -148,7 +146,7 @@ def test_gradients_of_pairs_that_no_slice_has_are_zero(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
     results = simulated(case, 2)
     monkeypatch.undo()
-    wanted = whole(case, draw(case), "eager")
+    wanted = one_process(case, draw(case), "eager")
     assert float((results["dbias"] - wanted["dbias"]).abs().max()) < TOLERANCE
 
 
@@ -191,11 +189,11 @@ def test_the_place_of_a_slice_is_handed_to_a_backend_that_stores_there(bias: str
         case = ParallelCase(layout, bias, causal=causal, window=window, seqlen_k=seqlen_k)
         case = replace(case, groups=1 if bias == "one_head" else groups)
         (storing, places), (copying, ignored) = placing(), placing(does=False)
-        wanted, found = bits_of(case, 2, EAGER), bits_of(case, 2, storing)
-        assert wanted.keys() == found.keys() and "dbias" in wanted
-        assert all(torch.equal(x, found[name]) for name, x in wanted.items())
-        of_q, band = case.layouts(2)[0], causal_window(causal, window or (-1, -1))
-        slices = [part for rank in range(2) for part in plan(of_q, rank, case.seqlen_k, band)]
+        wanted, results = bits_of(case, 2, EAGER), bits_of(case, 2, storing)
+        assert wanted.keys() == results.keys() and "dbias" in wanted
+        assert all(torch.equal(x, results[name]) for name, x in wanted.items())
+        layout, band = case.layouts(2)[0], causal_window(causal, window or (-1, -1))
+        slices = [part for rank in range(2) for part in plan(layout, rank, case.seqlen_k, band)]
         keys = [part.seqlen_k for part in slices] * (case.groups or 1)
         assert sorted(x.shape[3] for x in places) == sorted(keys)
         assert all(x.stride(2) == case.seqlen_k for x in places), "a place in the gradient of whole rows"
@@ -219,6 +217,6 @@ def test_the_largest_slice_is_the_first_of_a_forward_pass() -> None:
 
     watched = replace(EAGER, plan_forward=plan_forward)
     case = ParallelCase(causal=True, seqlen_q=64, seqlen_k=64)
-    found, wanted = simulated(case, 2, watched), whole(case, draw(case), "eager")
+    results, wanted = simulated(case, 2, watched), one_process(case, draw(case), "eager")
     assert sizes == [16 * 64, 16 * 16, 32 * 48]  # of rank 0, then of rank 1, whose chunks are neighbours
-    assert float((found["out"] - wanted["out"]).abs().max()) < TOLERANCE
+    assert float((results["out"] - wanted["out"]).abs().max()) < TOLERANCE

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ CASES = {
     "only dv, sharded": P(needs=("v", "bias"), bias="sharded"),
     "no gradient": P(needs=(), causal=True, bias="sharded", mask="prepared"),
     "exchange": P(exchange=torch.float64, causal=True),
+    "prepared, groups": P(causal=True, lse=True, groups=2, bias="full", mask="prepared"),
+    "only dbias, sharded": P(needs=("bias",), bias="sharded"),
+    "ulysses, only dv": P(strategy="ulysses", heads=4, heads_k=4, needs=("v",), lse=True),
+    "ulysses, shared head, sums": P(
+        strategy="ulysses", heads=4, heads_k=1, bias="sharded", sink=True, reduce=True, lse=True
+    ),
     "ulysses": P(strategy="ulysses", causal=True, lse=True, heads=8, heads_k=4, bias="keys"),
     "ulysses, window": P(strategy="ulysses", window=(4, 1), heads=8, heads_k=8, bias="keys_of_q", mask="keys"),
     "ulysses, shared heads": P(strategy="ulysses", causal=True, heads=8, heads_k=2, bias="keys", lse=True),
@@ -74,17 +81,59 @@ def test_a_call_over_processes_equals_one_call(name: str, size: int) -> None:
         assert max(errors.values()) < TOLERANCE, (rank, errors)
 
 
+WINDOWED = P(window=(20, 0), seqlen_q=1024, seqlen_k=1024, heads=2, heads_k=2, lse=True)
+# Calls in which ranks send each other the keys that are read, and no others.
+IN_PARTS: dict[str, ParallelCase] = {
+    "plain": replace(WINDOWED, causal=True),
+    "contiguous": replace(WINDOWED, layout="contiguous", window=(100, 7)),
+    "balanced": replace(WINDOWED, layout="balanced", bias="keys"),
+    "bias of pairs": replace(WINDOWED, bias="full", mask="full", batch=1),
+    "groups of heads": replace(WINDOWED, heads=4, heads_k=2, groups=2, bias="group", batch=1),
+    "sharded": replace(WINDOWED, bias="sharded", mask="sharded"),
+    "sharded, contiguous": replace(WINDOWED, bias="sharded_one", layout="contiguous", window=(200, 1)),
+    "mask, prepared": replace(WINDOWED, mask="prepared", batch=1),
+    "sharded and summed": replace(WINDOWED, bias="sharded", reduce=True, sink=True),
+    "bias of heads, summed": replace(WINDOWED, bias="head", reduce=True),
+    "empty rows": replace(WINDOWED, mask="shared", empty=True, batch=1),
+    "more keys": replace(WINDOWED, seqlen_q=512, seqlen_k=2048, batch=1),
+    "fewer keys, rows without": replace(WINDOWED, seqlen_q=1536, seqlen_k=1024, batch=1),
+    "other keys": replace(WINDOWED, seqlen_q=768, seqlen_k=1024, layout="contiguous", window=(0, 0)),
+    "only dv": replace(WINDOWED, needs=("v",), dim_v=8),
+    "only dk": replace(WINDOWED, needs=("k",)),
+    "no gradient": replace(WINDOWED, needs=()),
+    "wide exchange": replace(WINDOWED, exchange=torch.float64, dim=8, dim_v=3),
+}
+OVER_A_MESH = {"mesh": (2, 2), "strategy": "auto", "heads": 4, "heads_k": 2, "groups": None, "reduce": True}
+IN_PARTS_OVER_A_MESH = {
+    f"{name}, mesh": replace(IN_PARTS[name], **OVER_A_MESH)  # type: ignore[arg-type]
+    for name in ("plain", "sharded", "bias of pairs", "groups of heads")
+}
+
+
+@pytest.mark.parametrize(
+    "case, size",
+    [
+        *(pytest.param(case, size, id=f"{name}-{size}") for name, case in IN_PARTS.items() for size in (2, 4)),
+        *(pytest.param(case, 4, id=name) for name, case in IN_PARTS_OVER_A_MESH.items()),
+    ],
+)
+def test_parts_give_the_results_of_one_process_and_the_bits_of_all_keys(case: ParallelCase, size: int) -> None:
+    for rank, (errors, equal) in enumerate(workers(size).run("distributed_calls.compared_in_parts", case)):
+        assert max(errors.values()) < TOLERANCE, (rank, errors)
+        assert all(equal.values()), (rank, equal)
+
+
 M = (2, 2)
 ON_A_MESH = {
     "plain": P(mesh=M, strategy="auto", causal=True, lse=True),
-    "bias of pairs": P(mesh=M, strategy="auto", causal=True, bias="full", mask="full", lse=True),
+    "bias of pairs": P(mesh=M, strategy="auto", causal=True, bias="full", mask="full", lse=True, reduce=True),
     "bias of groups": P(mesh=M, strategy="auto", bias="group", mask="shared", heads=8, heads_k=4, groups=2),
     "bias of keys": P(mesh=M, strategy="auto", causal=True, bias="keys", mask="keys", lse=True),
     "bias sharded": P(mesh=M, strategy="auto", bias="sharded", mask="sharded", reduce=True),
     "bias of one head": P(mesh=M, strategy="auto", bias="one_head", window=(9, 4)),
     "summed": P(mesh=M, strategy="auto", bias="keys_of_q", reduce=True, sink=True, lse=True),
     "sink": P(mesh=M, strategy="auto", sink=True, lse=True, causal=True),
-    "shared heads": P(mesh=M, strategy="auto", heads=4, heads_k=1, causal=True, dim=8, dim_v=4),
+    "shared heads": P(mesh=M, strategy="auto", heads=4, heads_k=1, causal=True, dim=8, dim_v=4, lse=True),
     "prepared": P(mesh=M, strategy="auto", mask="prepared_keys", causal=True, seqlen_q=16, seqlen_k=48),
     "outer of one": P(mesh=(1, 4), strategy="auto", heads=8, heads_k=8, bias="head", causal=True, lse=True),
     "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", causal=True),
@@ -114,6 +163,7 @@ FORMS = {
     "intervals made in the call": P(mask="keys", causal=True, seqlen_q=128, seqlen_k=128, groups=2, bias="keys"),
     "keys": P(mask="prepared_keys", causal=True),
     "keys, sharded": P(mask="sharded", causal=True, window=(7, 0)),
+    "tiles, sent in parts": replace(WINDOWED, mask="prepared", heads=4, groups=2),
 }
 
 
@@ -122,11 +172,18 @@ FORMS = {
 def test_a_backend_that_reads_prepared_masks_gets_those_of_its_slices(name: str, size: int) -> None:
     answers = workers(size).run("distributed_calls.compared_by_unpacking", FORMS[name])
     assert all(max(errors.values()) < TOLERANCE for errors, _ in answers), answers
-    forms = set().union(*(found for _, found in answers))
+    forms = set().union(*(one for _, one in answers))
     assert forms <= {"tiles", "intervals", "keys"} and name.split()[0].strip(",") in forms, forms
 
 
+NARROW = {"dtype": torch.bfloat16, "dim": 16, "dim_v": 16}
 REPEATED = {
+    "parts": replace(WINDOWED, **NARROW),  # type: ignore[arg-type]
+    "parts, sharded": replace(WINDOWED, layout="balanced", bias="sharded", **NARROW),  # type: ignore[arg-type]
+    "parts, fp32 exchange": replace(WINDOWED, exchange=torch.float32, **NARROW),  # type: ignore[arg-type]
+    "fp32 exchange": P(dtype=torch.bfloat16, exchange=torch.float32),
+    "bias in 16 bits": P(dtype=torch.bfloat16, bias="sharded"),
+    "bias in 16 bits, no gradient": P(needs=(), bias="sharded", dtype=torch.bfloat16),
     "groups": P(causal=True, bias="full", groups=2, dtype=torch.bfloat16, seqlen_q=128, seqlen_k=128, dim=16, dim_v=16),
     "summed": P(bias="head", reduce=True, sink=True, dtype=torch.float32, lse=True),
     "sharded": P(bias="sharded", mask="prepared", dtype=torch.float32, layout="balanced"),
@@ -280,10 +337,11 @@ def test_a_mistake_in_a_compiled_call_raises_on_all(name: str, bias: str, shapes
 
 
 def test_a_group_without_a_cpu_backend_compares_on_the_host_and_keeps_nothing() -> None:
-    assert workers(2).run("distributed_calls.compared_beside_a_device") == [(["ValueError"] * 2, 2, 0)] * 2
+    assert workers(2).run("distributed_calls.compared_on_a_device_group") == [(["ValueError"] * 2, 2, 0)] * 2
 
 
 COMPILED = {
+    **{f"parts, {name}": IN_PARTS[name] for name in ("plain", "sharded", "groups of heads")},
     "mesh": P(mesh=M, strategy="auto", causal=True, bias="full", lse=True),
     "gather": P(causal=True, bias="full", mask="full", groups=2, lse=True),
     "summed": P(bias="head", reduce=True, mask="prepared", sink=True, lse=True),
@@ -302,9 +360,9 @@ def test_operators_are_what_they_say() -> None:
     checked: set[str] = set()
     for case in (case for case in COMPILED.values() if case.mesh is None):
         for names in workers(2).run("distributed_calls.check_operators", case):
-            checked |= {name.split(".")[1] for name in names}
+            checked |= set(names)
     wanted = {"gather_forward", "gather_backward", "gather_keys", "return_keys", "sum_over_ranks"}
-    assert wanted | {"trade_to_heads", "trade_to_rows"} <= checked
+    assert wanted | {"trade_heads"} <= checked
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -22,6 +22,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.reference import dropout as reference
 from flash_dmattn.reference import eager, formula
 from flash_dmattn.reference.dropout import Dropout, draw_key, philox
@@ -403,7 +404,7 @@ def test_lse_is_without_dropout() -> None:
 
 
 def test_operators_pass_the_checks_of_torch() -> None:
-    problem = flash_dmattn.explain_problem(q=(1, 5, 2, 8), dtype="fp32", device="cpu", dropout_p=0.3).problem
+    problem = explain_problem(q=(1, 5, 2, 8), dtype="fp32", device="cpu", dropout_p=0.3).problem
     q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     given = (q, k, v, None, "none", None, None, None, torch.tensor([3, 4]))
     operators = torch.ops.flash_dmattn
@@ -436,15 +437,15 @@ def test_what_is_no_probability_is_refused(name: str) -> None:
 def test_who_serves_dropout() -> None:
     big = {"q": (8, 1024, 12, 64), "is_causal": True, "grad": True}
     with flash_dmattn.config(disabled="cuda"):
-        chosen = flash_dmattn.explain_problem(**big, dropout_p=0.1)  # type: ignore[arg-type]
+        chosen = explain_problem(**big, dropout_p=0.1)  # type: ignore[arg-type]
     assert (chosen.forward, chosen.backward) == ("triton", "triton")
     refused = {verdict.backend: [reason.code for reason in verdict.reasons] for verdict in chosen.verdicts}
     assert "dropout_p" in refused["flex"]
     assert not any("dropout_p" in refused[name] for name in ("cuda", "triton", "eager", "reference"))
-    assert "dropout_p 0.1" in str(chosen) and "dropout_p" not in str(flash_dmattn.explain_problem(**big).problem)  # type: ignore[arg-type]
+    assert "dropout_p 0.1" in str(chosen) and "dropout_p" not in str(explain_problem(**big).problem)  # type: ignore[arg-type]
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match="- dropout_p is set; this backend does not have it"):
         call(backend="flex")
-    padding = flash_dmattn.explain_problem(**big, dropout_p=0.1, mask=(8, 1, 1, 1024))  # type: ignore[arg-type]
+    padding = explain_problem(**big, dropout_p=0.1, mask=(8, 1, 1, 1024))  # type: ignore[arg-type]
     assert not any("in the order of kept keys" in note for x in padding.verdicts for note in x.notes)
 
 

@@ -17,13 +17,18 @@ EXAMPLES = ROOT / "examples"
 ELSEWHERE = {"distributed_training"}
 
 
-def run(name: str, out: Path) -> dict[str, Any]:
-    """The result of `main` of an example in its quick form, on a CPU."""
+def load(name: str) -> Any:
+    """An example as a module."""
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    result: dict[str, Any] = module.main(["--quick", "--device", "cpu", "--out", str(out)])
+    return module
+
+
+def run(name: str, out: Path) -> dict[str, Any]:
+    """The result of `main` of an example in its quick form, on a CPU, whose picture is drawn."""
+    result: dict[str, Any] = load(name).main(["--quick", "--device", "cpu", "--out", str(out)])
     picture = (out / f"{name}.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
     return result
@@ -40,13 +45,13 @@ def table_of(printed: str, title: str) -> list[list[str]]:
 
 def test_fine_tune_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", exc_type=ImportError)
-    found = run("fine_tune_t5", tmp_path)
-    assert found["loss_difference"] < 1e-12 and found["gradient_difference"] < 1e-11
+    numbers = run("fine_tune_t5", tmp_path)
+    assert numbers["loss_difference"] < 1e-12 and numbers["gradient_difference"] < 1e-11
     for attention in ("eager", "dmattn"):
-        assert found["end"][attention] < 0.9 * found["first"][attention]
-    assert abs(found["end"]["dmattn"] - found["end"]["eager"]) < 0.05 * found["end"]["eager"]
-    assert found["end"]["dmattn"] != found["end"]["eager"]  # each drops its own
-    assert found["backends"] == {"eager": [], "dmattn": ["eager, eager backward"]}  # no backend of ours there
+        assert numbers["end"][attention] < 0.9 * numbers["first"][attention]
+    assert abs(numbers["end"]["dmattn"] - numbers["end"]["eager"]) < 0.05 * numbers["end"]["eager"]
+    assert numbers["end"]["dmattn"] != numbers["end"]["eager"]  # each drops its own
+    assert numbers["backends"] == {"eager": [], "dmattn": ["eager, eager backward"]}  # no backend of ours there
     rows = table_of(capsys.readouterr().out, "T5")
     assert [row[:2] for row in rows] == [["eager", "0"], ["dmattn", "0"], ["eager", "0.1"], ["dmattn", "0.1"]]
     assert rows[0][3] == rows[1][3]
@@ -54,11 +59,11 @@ def test_fine_tune_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_packed_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", exc_type=ImportError)
-    found = run("packed_documents", tmp_path)
-    padded, described, packed = (found["steps"][way] for way in ("padded, sdpa", "padded, dmattn", "packed, dmattn"))
-    assert found["difference"] < 1e-5
+    numbers = run("packed_documents", tmp_path)
+    padded, described, packed = (numbers["steps"][way] for way in ("padded, sdpa", "padded, dmattn", "packed, dmattn"))
+    assert numbers["difference"] < 1e-5
     assert len(packed["losses"]) == 4 and len(set(packed["losses"])) == 4 and min(packed["losses"]) > 4
-    assert (padded["computed"], packed["computed"], found["real"]) == (4 * 96, 173, 173)
+    assert (padded["computed"], packed["computed"], numbers["real"]) == (4 * 96, 173, 173)
     assert packed["megabytes"] < 0.6 * described["megabytes"] and described["megabytes"] < padded["megabytes"]
     assert [row[1:3] for row in table_of(capsys.readouterr().out, "4 documents")] == [
         ["384", "45%"],
@@ -68,16 +73,16 @@ def test_packed_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_long_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run("long_context", tmp_path)
-    assert found["lengths"] == [32, 64] and found["keep"] == 16
-    kept, full = found["steps"]["16 keys per query"], found["steps"]["full attention"]
-    for length, few, every in zip(found["lengths"], kept, full):
+    numbers = run("long_context", tmp_path)
+    assert numbers["lengths"] == [32, 64] and numbers["keep"] == 16
+    kept, full = numbers["steps"]["16 keys per query"], numbers["steps"]["full attention"]
+    for length, few, every in zip(numbers["lengths"], kept, full):
         assert every["pairs"] == length * (length + 1) / 2
         assert few["pairs"] == sum(min(query + 1, 16) for query in range(length))
         assert few["backends"] == every["backends"] == "eager, eager"
-    for losses in found["losses"].values():
+    for losses in numbers["losses"].values():
         assert len(losses) == 4 and min(losses) > 3 and max(losses) < 7  # ln 256 is 5.5
-    first = {name: losses[0] for name, losses in found["losses"].items()}
+    first = {name: losses[0] for name, losses in numbers["losses"].items()}
     assert first["16 keys per query"] != first["full attention"]
     assert [row[:3] for row in table_of(capsys.readouterr().out, "A training step")] == [
         ["32", "16 keys per query", "392"],
@@ -89,12 +94,19 @@ def test_long_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_static_cache_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", exc_type=ImportError)
-    found = run("static_cache_generation", tmp_path)
-    assert found["generated"] == 12 and found["equal"] == {"eager": 12, "sdpa": 12, "dmattn": 12}
-    assert found["different_tokens"] > 4 and found["backends"] == "eager"
-    assert found["mask_bytes"]["sdpa"] >= 2 * 30 * 30 and found["mask_bytes"]["dmattn"] < 2 * 2 * 40
+    numbers = run("static_cache_generation", tmp_path)
+    assert numbers["generated"] == 12 and numbers["equal"] == {"eager": 12, "sdpa": 12, "dmattn": 12}
+    assert numbers["different_tokens"] > 4 and numbers["backends"] == "eager"
+    assert numbers["mask_bytes"]["sdpa"] >= 2 * 30 * 30 and numbers["mask_bytes"]["dmattn"] < 2 * 2 * 40
     rows = table_of(capsys.readouterr().out, "2 prompts")
     assert [row[:2] for row in rows] == [[attention, "12 of 12"] for attention in ("eager", "sdpa", "dmattn")]
+
+
+def test_paged_decoding(capsys: pytest.CaptureFixture[str]) -> None:
+    result = load("paged_decoding").main(["--quick", "--device", "cpu"])
+    assert max(result["differences"]) < 1e-5 and result["pages"] == [2, 1, 3]
+    rows = table_of(capsys.readouterr().out, "Texts in one pool")
+    assert [row[:4] for row in rows] == [["0", "20", "24", "2"], ["1", "5", "9", "1"], ["2", "33", "37", "3"]]
 
 
 def test_every_example_is_listed_and_says_how_it_is_run() -> None:
@@ -110,5 +122,5 @@ def test_every_example_is_listed_and_says_how_it_is_run() -> None:
     command = [sys.executable, str(EXAMPLES / "long_context.py"), "--help"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0 and "--quick" in done.stdout and "--out" in done.stdout
-    tested = set(re.findall(r'run\("(\w+)"', Path(__file__).read_text(encoding="utf-8")))
+    tested = set(re.findall(r'(?:run|load)\("(\w+)"', Path(__file__).read_text(encoding="utf-8")))
     assert tested | ELSEWHERE >= set(names)

@@ -1,4 +1,4 @@
-"""`explain` and `explain_problem`: the same answer as the call itself, as a table and as plain data."""
+"""`explain`, of tensors and of shapes: the same answer as the call itself, as a table and as plain data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, refusals, registry
+from flash_dmattn.dispatch import registry, selection
+from flash_dmattn.explanation import explain_problem
 
-
-@pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+pytestmark = pytest.mark.usefixtures("untouched_settings")
 
 
 def tensors() -> dict[str, Tensor]:
@@ -72,11 +68,11 @@ def test_explaining_records_and_warns_nothing_and_computes_nothing() -> None:
     with warnings.catch_warnings(), flash_dmattn.config(record=(decisions := [])), registered(ours, before="eager"):
         warnings.simplefilter("error")
         assert flash_dmattn.explain(**with_bias()).forward == "ours"
-        flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80")
+        explain_problem((2, 4096, 16, 64), device="sm_80")
     assert decisions == [] and ours.ran == []
     with flash_dmattn.config(disabled=("cuda", "triton", "flex")), pytest.warns(flash_dmattn.FallbackWarning):
         # explaining did not use up the one warning
-        refusals.report_fallback(flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80").problem)
+        selection.report_fallback(explain_problem((2, 4096, 16, 64), device="sm_80").problem)
 
 
 def test_call_that_would_be_refused_is_explained() -> None:
@@ -90,9 +86,9 @@ def test_call_that_would_be_refused_is_explained() -> None:
 
 
 def test_fallback_that_would_raise_is_explained() -> None:
+    x = torch.empty(2, 4096, 16, 64, dtype=torch.bfloat16, device="meta")
     with flash_dmattn.config(disabled=("cuda", "triton", "flex"), fallback="error"):
-        explanation = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80")
-        by_name = flash_dmattn.explain_problem((2, 4096, 16, 64), device="sm_80", backend="eager")
+        explanation, by_name = (flash_dmattn.explain(x, x, x, device="sm_80", backend=b) for b in ("auto", "eager"))
     assert explanation.forward is None
     assert 'fallback="error" is in force' in explanation.error
     assert (by_name.forward, by_name.error) == ("eager", None)
@@ -154,7 +150,7 @@ def test_plain_data_survives_json(name: str) -> None:
     ],
 )
 def test_any_device_can_be_described(device: str, arch: str, codes: set[str]) -> None:
-    explanation = flash_dmattn.explain_problem(
+    explanation = explain_problem(
         (2, 4096, 16, 64), kv_heads=4, dtype="bf16", device=device, bias=(1, 16, 4096, 4096), bias_grad=True
     )
     problem = explanation.problem
@@ -173,23 +169,25 @@ def test_another_gpu_is_explained_without_what_is_installed_here(monkeypatch: py
     with replaced("cuda", probe=lambda: Availability(False, "it is not built")):
         for gpus, elsewhere in ({}, True), ({"sm_80": ["a GPU"]}, True), ({"sm_90": ["a GPU"]}, False):
             monkeypatch.setattr("flash_dmattn.explanation.gpu_names", lambda arch, gpus=gpus: gpus.get(arch, []))
-            found = flash_dmattn.explain_problem(**call)
-            codes = {reason.code for verdict in found.verdicts for reason in verdict.reasons}
+            actual = explain_problem(**call)
+            codes = {reason.code for verdict in actual.verdicts for reason in verdict.reasons}
             assert ("unavailable" in codes) is not elsewhere
-            assert found.forward == ("cuda" if elsewhere else None)
-            assert (found.error is None) is found.to_dict()["elsewhere"] is elsewhere
+            assert actual.forward == ("cuda" if elsewhere else None)
+            assert (actual.error is None) is actual.to_dict()["elsewhere"] is elsewhere
             told = "no GPU of this machine is sm_90: all backends count as installed there"
-            assert (told in str(found).splitlines()) is elsewhere
-    assert not flash_dmattn.explain_problem((1, 8, 2, 16), device="cpu").problem.elsewhere
+            assert (told in str(actual).splitlines()) is elsewhere
+    assert not explain_problem((1, 8, 2, 16), device="cpu").problem.elsewhere
 
 
-def test_description_equals_that_of_such_tensors() -> None:
-    q = torch.randn(2, 5, 4, 8, requires_grad=True)
-    k, v = torch.randn(2, 7, 2, 8, requires_grad=True), torch.randn(2, 7, 2, 6, requires_grad=True)
+@pytest.mark.parametrize("dims", [(), (3,)], ids=["", "leading dims"])
+def test_shapes_and_tensors_on_meta_are_explained_as_tensors_are(dims: tuple[int, ...]) -> None:
+    q = torch.randn(*dims, 2, 5, 4, 8, requires_grad=True)
+    k, v = (torch.randn(*dims, 2, 7, 2, n, requires_grad=True) for n in (8, 6))
     mask, bias = torch.ones(2, 1, 5, 7, dtype=torch.bool), torch.randn(2, 1, 7, dtype=torch.float64)
     flags = {"is_causal": True, "softcap": 2.0, "window_size": (3, 1), "softmax_scale": 0.0, "return_lse": True}
-    described = flash_dmattn.explain_problem(
-        (2, 5, 4, 8),
+    real = flash_dmattn.explain(q, k, v, mask, bias, deterministic=True, **flags)
+    by_shapes = explain_problem(
+        (*dims, 2, 5, 4, 8),
         kv_heads=2,
         seqlen_k=7,
         head_dim_v=6,
@@ -203,10 +201,11 @@ def test_description_equals_that_of_such_tensors() -> None:
         deterministic=True,
         **flags,
     )
-    real = flash_dmattn.explain(q, k, v, mask, bias, deterministic=True, **flags)
-    assert described.problem == real.problem
-    assert hash(described.problem) == hash(real.problem)
-    assert str(described) == str(real)
+    meta = (x.detach().to("meta").requires_grad_(x.requires_grad) for x in (q, k, v, mask, bias))
+    on_meta = flash_dmattn.explain(*meta, device="cpu", deterministic=True, **flags)
+    for described in (by_shapes, on_meta):
+        assert described.problem == real.problem and hash(described.problem) == hash(real.problem)
+        assert str(described) == str(real)
 
 
 @pytest.mark.parametrize(
@@ -228,4 +227,11 @@ def test_description_equals_that_of_such_tensors() -> None:
 )
 def test_bad_description_is_a_value_error(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        flash_dmattn.explain_problem(**{"q": (1, 8, 2, 16), "device": "sm_90", **changes})
+        explain_problem(**{"q": (1, 8, 2, 16), "device": "sm_90", **changes})
+
+
+def test_dtensors_are_explained_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flash_dmattn.explanation.is_dtensor", lambda x: True)
+    x = torch.nn.Parameter(torch.randn(1, 8, 2, 16))  # any subclass
+    with pytest.raises(ValueError, match="device is 'sm_90'; it needs to be None beside DTensors"):
+        flash_dmattn.explain(x, x, x, device="sm_90")

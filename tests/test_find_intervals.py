@@ -17,8 +17,7 @@ import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared import packing
-from flash_dmattn.masks.prepared.interval_order import order_saves
-from flash_dmattn.masks.prepared.mask_intervals import mask_intervals
+from flash_dmattn.masks.prepared.intervals import mask_intervals, order_saves
 from flash_dmattn.masks.prepared.storage import IntervalMask, KeyMask, TileMask
 from flash_dmattn.problem import Band, causal_window, make_band
 
@@ -40,8 +39,8 @@ def runs(seqlen_q: int, seqlen_k: int, seed: int = 0, batch: int = 2, heads: int
     return (rows >= start) & (rows < stop)
 
 
-def of_mask(mask: Tensor, band: Band | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What `mask_intervals` says of a mask."""
+def intervals_in(mask: Tensor, band: Band | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `mask_intervals` on a mask."""
     bits, classes = packing.pack_mask(mask, band)
     return mask_intervals(bits, packing.list_tiles(classes)[0], mask.size(3))
 
@@ -69,7 +68,7 @@ def test_runs_against_loops(seqlen_q: int, seqlen_k: int, band: dict[str, Any]) 
         mask = runs(seqlen_q, seqlen_k)
         mask ^= torch.rand(mask.shape, generator=generator) < flipped
         with mock.patch.object(packing, "CHUNK_ELEMENTS", 6 * seqlen_k * 7):  # seven rows at a time
-            start, stop, numbers = of_mask(mask, limits)
+            start, stop, numbers = intervals_in(mask, limits)
         wanted = by_loops(mask, limits)
         assert (start.flatten().tolist(), stop.flatten().tolist(), not numbers[0]) == wanted
         prepared = PreparedMask.from_mask(mask, seqlen_k=seqlen_k, find_intervals=True, reorder=bool(flipped), **band)
@@ -87,18 +86,18 @@ def test_numbers() -> None:
     mask[0, 1, 100:200, [5, 7, 250]] = True  # two rows of tiles by two columns
     mask[1, 0, 259, 299] = True
     mask[1, 1, :128, :128] = True
-    start, stop, numbers = of_mask(mask, None)
+    start, stop, numbers = intervals_in(mask, None)
     assert start.dtype == stop.dtype == torch.int32 and start.is_contiguous() and stop.is_contiguous()
     assert numbers.dtype == torch.int64 and numbers.tolist() == [0, 128, 128**2 + 301, 6]
     mask[0, 1, 150, 5] = False
-    assert of_mask(mask, None)[2].tolist()[0] == 1
+    assert intervals_in(mask, None)[2].tolist()[0] == 1
     for shape in ((2, 1, 0, 5), (1, 2, 5, 0), (0, 1, 3, 4), (1, 0, 3, 4)):
-        start, stop, numbers = of_mask(torch.ones(shape, dtype=torch.bool), None)
+        start, stop, numbers = intervals_in(torch.ones(shape, dtype=torch.bool), None)
         assert numbers.tolist() == [0] * 4 and not start.any() and not stop.any()
 
 
 @pytest.mark.parametrize(
-    ("hole", "is_causal", "found"),
+    ("hole", "is_causal", "actual"),
     [
         ((3, 1), False, TileMask),
         ((7, 1), False, IntervalMask),
@@ -106,13 +105,13 @@ def test_numbers() -> None:
         ((2, 5), True, IntervalMask),
     ],
 )
-def test_one_pair_decides(hole: tuple[int, int], is_causal: bool, found: type) -> None:
-    """Of a causal mask a pair inside is missing, the last query of a key is, a pair above the diagonal is allowed."""
+def test_one_pair_decides(hole: tuple[int, int], is_causal: bool, actual: type) -> None:
+    """A causal mask lacks a pair inside, or the last query of a key, or allows a pair above the diagonal."""
     mask = torch.ones(8, 8, dtype=torch.bool).tril()
     mask[hole] ^= True
     if hole == (2, 5):
         mask[3:5, 5] = is_causal is False  # without the band the run has to go on to the diagonal
-    assert type(PreparedMask.from_mask(mask, find_intervals=True, is_causal=is_causal)) is found
+    assert type(PreparedMask.from_mask(mask, find_intervals=True, is_causal=is_causal)) is actual
 
 
 def test_known_masks() -> None:
@@ -142,9 +141,9 @@ def test_top_k_is_that_of_its_builder() -> None:
     scores = torch.randn(2, 3, 1, 500, generator=torch.Generator().manual_seed(0)).round(decimals=1)
     for reorder in (False, True):
         wanted = PreparedMask.from_topk(scores, 50, is_causal=True, reorder=reorder)
-        found = PreparedMask.from_mask(wanted.dense(), is_causal=True, find_intervals=True, reorder=reorder)
-        assert found.is_causal and found.call_key == wanted.call_key
-        assert all(torch.equal(x, y) for x, y in zip(found.tensors, wanted.tensors, strict=True))
+        actual = PreparedMask.from_mask(wanted.dense(), is_causal=True, find_intervals=True, reorder=reorder)
+        assert actual.is_causal and actual.call_key == wanted.call_key
+        assert all(torch.equal(x, y) for x, y in zip(actual.tensors, wanted.tensors, strict=True))
 
 
 def test_shapes_of_masks() -> None:
@@ -177,18 +176,18 @@ def test_in_a_call(reorder: bool) -> None:
     prepared = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=reorder)
     assert isinstance(prepared, IntervalMask)
     results = []
-    for given, backend in ((prepared, "eager"), (mask, "reference")):
-        out = flash_dmattn.attention(*inputs[:3], given, inputs[3], is_causal=True, backend=backend)
+    for argument, backend in ((prepared, "eager"), (mask, "reference")):
+        out = flash_dmattn.attention(*inputs[:3], argument, inputs[3], is_causal=True, backend=backend)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(actual, wanted)
 
 
 # An order of keys
 
 
 def test_an_order_is_made_where_its_tiles_pay() -> None:
-    """1024 of 8192 keys scattered, those of a window, and few keys: by tiles that are counted, not expected."""
+    """1024 of 8192 keys, scattered or in a window, and few keys: tiles are counted, not expected."""
     generator = torch.Generator().manual_seed(0)
     tiles = {}
     for name, scores in (
@@ -203,15 +202,15 @@ def test_an_order_is_made_where_its_tiles_pay() -> None:
 
     mask = topk_mask(torch.randn(1, 1, 1, 300, generator=generator), 30, is_causal=True)
     for pays in (False, True):
-        with mock.patch("flash_dmattn.masks.prepared.recognition.order_saves", return_value=pays) as asked:
-            found = PreparedMask.from_mask(mask, find_intervals=True)
-        assert isinstance(found, IntervalMask) and found.is_reordered is pays
-        ((active, pairs, kept), given) = asked.call_args
-        assert (active, pairs, given) == (6, int(mask.sum()), {"has_backward": False})
+        with mock.patch("flash_dmattn.masks.prepared.builders.order_saves", return_value=pays) as asked:
+            actual = PreparedMask.from_mask(mask, find_intervals=True)
+        assert isinstance(actual, IntervalMask) and actual.is_reordered is pays
+        ((active, pairs, kept), argument) = asked.call_args
+        assert (active, pairs, argument) == (6, int(mask.sum()), {"has_backward": False})
         assert kept == pytest.approx(float(mask.sum(-1).float().mean()))
 
 
-# What it waits for, and what it refuses
+# Reads that wait, and errors
 
 
 class Reads(TorchDispatchMode):
@@ -229,7 +228,7 @@ class Reads(TorchDispatchMode):
 
 def test_it_waits_once_and_only_if_it_is_asked_to() -> None:
     mask = runs(40, 50)
-    for given, reorder, number in ((mask, None, 1), (mask, True, 1), (mask ^ (torch.rand(40, 50) < 0.3), False, 1)):
+    for argument, reorder, number in ((mask, None, 1), (mask, True, 1), (mask ^ (torch.rand(40, 50) < 0.3), False, 1)):
         copies, copy = [], Tensor.tolist
 
         def tolist(x: Tensor, copies: list[Tensor] = copies, copy: Any = copy) -> Any:
@@ -237,7 +236,7 @@ def test_it_waits_once_and_only_if_it_is_asked_to() -> None:
             return copy(x)
 
         with mock.patch.object(Tensor, "tolist", tolist), Reads() as reads:
-            PreparedMask.from_mask(given, find_intervals=True, reorder=reorder)
+            PreparedMask.from_mask(argument, find_intervals=True, reorder=reorder)
         assert len(copies) + len(reads.numbers) == number
     with Reads() as reads:
         PreparedMask.from_mask(mask, reorder=True)

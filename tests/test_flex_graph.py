@@ -1,9 +1,10 @@
-"""The flex backend's tile lists against brute force, what it compiles and how often, and its compiled CPU kernel."""
+"""The graphs that the flex backend compiles and how often it does, and its compiled CPU kernel."""
 
 from __future__ import annotations
 
 import itertools
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,101 +14,13 @@ from key_parts import check_covered, check_told_apart
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.backends.flex import blocks as flex_blocks
-from flash_dmattn.backends.flex import call as call_of_flex
+from flash_dmattn.backends.flex import call as flex_call
 from flash_dmattn.backends.flex import graph
-from flash_dmattn.backends.flex.blocks import BLOCK, Limits, block_lists
+from flash_dmattn.backends.flex.blocks import BLOCK, Blocks, Places, dense_tensors
+from flash_dmattn.problem import AttentionProblem, MaskView
+from flash_dmattn.problem.inputs import Inputs
 from flash_dmattn.reference import formula
 from flash_dmattn.remembered import Remembered
-
-CPU = torch.device("cpu")
-
-
-def brute_force(
-    mask: Tensor | None, band: Limits, num_heads: int, seqlen_q: int, seqlen_k: int
-) -> tuple[Tensor, Tensor]:
-    """(some, every) per tile, from the dense mask."""
-    dense = torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool)
-    distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None]
-    if band.lower is not None:
-        dense = dense & (distance >= band.lower)
-    if band.upper is not None:
-        dense = dense & (distance <= band.upper)
-    if mask is not None:
-        heads = mask.shape[1]
-        mask = mask.repeat_interleave(num_heads // heads, 1) if heads not in (1, num_heads) else mask
-        dense = dense & mask
-    rows, columns = -(-seqlen_q // BLOCK), -(-seqlen_k // BLOCK)
-    some = torch.zeros(*dense.shape[:2], rows, columns, dtype=torch.bool)
-    every = some.clone()
-    for row, column in itertools.product(range(rows), range(columns)):
-        tile = dense[..., row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK].flatten(2)
-        some[..., row, column], every[..., row, column] = tile.any(-1), tile.all(-1)
-    return some, every
-
-
-def listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """The tiles that a list names, bool (..., rows, columns); each once, in order."""
-    found = torch.zeros(*indices.shape[:-1], columns, dtype=torch.bool)
-    for position in itertools.product(*map(range, counts.shape)):
-        named = indices[position][: counts[position]].tolist()
-        assert named == sorted(set(named))
-        found[position][named] = True
-    return found
-
-
-MASK_SHAPES = [None, *itertools.product((1, 2), (1, 2, 4), (1, 300), (1, 270)), (2, 2, 256, 384), (1, 1, 5, 7)]
-
-
-@pytest.mark.parametrize(
-    "band", [Limits(None, None), Limits(None, -30), Limits(-140, None), Limits(-50, 90), Limits(500, 400)]
-)
-@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
-def test_tile_lists_against_brute_force(shape: tuple[int, ...] | None, band: Limits) -> None:
-    generator = torch.Generator().manual_seed(3)
-    mask = None
-    seqlen_q, seqlen_k = 300, 270
-    if shape is not None:
-        seqlen_q, seqlen_k = (n if shape[2:] in ((256, 384), (5, 7)) else m for n, m in zip(shape[2:], (300, 270)))
-        # Whole tiles on and off, single elements flipped in some: every class of tile occurs.
-        coarse = torch.rand(*shape[:2], -(-shape[2] // BLOCK), -(-shape[3] // BLOCK), generator=generator) < 0.6
-        mask = coarse.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, : shape[2], : shape[3]]
-        mask = mask ^ (torch.rand(shape, generator=generator) < 1e-4)
-    lists = block_lists(mask, band, 4, seqlen_q, seqlen_k, CPU)
-    some, every = brute_force(mask, band, 4, seqlen_q, seqlen_k)
-    rows, columns = some.shape[2:]
-    partial = listed(lists.kv_num_blocks, lists.kv_indices, columns)
-    full = listed(lists.full_kv_num_blocks, lists.full_kv_indices, columns)
-    assert torch.equal(full.expand_as(every), every)
-    assert not (partial & full).any()
-    assert not (some & ~(partial | full)).any()
-    if mask is None or band == Limits(None, None):  # else a tile where both allow something counts as partly allowed
-        assert torch.equal((partial | full).expand_as(some), some)
-    assert torch.equal(listed(lists.q_num_blocks, lists.q_indices, rows), partial.transpose(2, 3))
-    assert torch.equal(listed(lists.full_q_num_blocks, lists.full_q_indices, rows), full.transpose(2, 3))
-    batch, heads = (1, 1) if mask is None else mask.shape[:2]
-    assert lists.kv_indices.shape[:2] == (batch, 1 if heads == 1 else 4)
-    for x in lists:  # the kernels compute offsets as if contiguous
-        assert x.dtype == torch.int32 and x.stride() == torch.empty(x.shape).stride()
-
-
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k", "is_causal", "window_size", "band"),
-    [
-        (5, 9, True, None, Limits(None, 4)),
-        (9, 5, True, (2, 7), Limits(-6, -4)),
-        (1, 9, True, None, Limits(None, None)),
-        (9, 9, False, (8, 8), Limits(None, None)),
-        (9, 9, False, (7, 0), Limits(-7, 0)),
-        (9, 9, False, (10**12, -1), Limits(None, None)),
-    ],
-)
-def test_band(seqlen_q: int, seqlen_k: int, is_causal: bool, window_size: Any, band: Limits) -> None:
-    q, k = torch.randn(1, seqlen_q, 1, 16), torch.randn(1, seqlen_k, 1, 16)
-    problem = flash_dmattn.validation.describe(
-        q, k, k, None, None, is_causal, None, 0.0, window_size, False, False, False
-    )[0]
-    assert flex_blocks.limits_of(problem) == band
 
 
 class Counter:
@@ -133,34 +46,31 @@ def call(seed: int, seqlen_q: int, seqlen_k: int, mask: bool = True, bias: bool 
     leaves = [x for x in (q, k, v, added) if x is not None]
     out = flash_dmattn.attention(q, k, v, allowed, added, backend="flex", **flags)
     want = formula.attention(q, k, v, allowed, added, **flags)[0]
-    found, exact = (torch.autograd.grad(x.square().sum(), leaves) for x in (out, want))
-    for x, y in zip((out, *found), (want, *exact), strict=True):
+    gradients, exact = (torch.autograd.grad(x.square().sum(), leaves) for x in (out, want))
+    for x, y in zip((out, *gradients), (want, *exact), strict=True):
         assert (x - y).norm() <= 1e-4 * y.norm()
 
 
-def test_fifty_masks_of_one_shape_compile_once() -> None:
+LENGTHS = ((30, 40), (31, 45), (50, 37), (64, 64), (33, 99), (99, 33), (127, 4))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "flags", "most"),
+    [
+        (((35, 47),) * 50, {}, 1),
+        (((36, 48),) * 10, {"mask": False, "is_causal": True}, 1),
+        (LENGTHS, {"is_causal": True}, 2),
+    ],
+    ids=("fifty masks", "ten biases", "new lengths and causal offsets"),
+)
+def test_calls_that_are_alike_compile_once_and_new_lengths_once_more(
+    lengths: tuple[tuple[int, int], ...], flags: dict[str, Any], most: int
+) -> None:
     compilations = Counter()
     with eager_flex():
-        for seed in range(50):
-            call(seed, 35, 47)
-            assert compilations() == 1
-
-
-def test_ten_biases_of_one_shape_compile_once() -> None:
-    compilations = Counter()
-    with eager_flex():
-        for seed in range(10):
-            call(seed, 36, 48, mask=False, is_causal=True)
-            assert compilations() == 1
-
-
-def test_new_lengths_and_causal_offsets_settle_after_two_compilations() -> None:
-    compilations = Counter()
-    with eager_flex():
-        lengths = [(30, 40), (31, 45), (50, 37), (64, 64), (33, 99), (99, 33), (127, 4)]
         for seed, (seqlen_q, seqlen_k) in enumerate(lengths):
-            call(seed, seqlen_q, seqlen_k, is_causal=True)
-            assert compilations() <= 2
+            call(seed, seqlen_q, seqlen_k, **flags)
+            assert compilations() <= most
 
 
 def test_classes_do_not_share_a_recompile_limit() -> None:
@@ -202,10 +112,11 @@ def tensor_sizes(operation: Any) -> set[int]:
 
 def test_a_small_bias_reaches_the_kernel_small_and_the_summary_of_a_mask_copies_nothing() -> None:
     mask = torch.rand(2, 1, 400, 600) < 0.5
-    sizes = tensor_sizes(lambda: block_lists(mask, Limits(None, 200), 4, 400, 600, CPU)) - {mask.numel()}
+    lists = partial(dense_tensors, mask, None, 200, 4, 400, 600, torch.device("cpu"), 2, 1)
+    sizes = tensor_sizes(lists) - {mask.numel()}
     assert max(sizes) <= mask.numel() // BLOCK * 4 * 1.1
     bias = torch.randn(1, 2, 1, 600, dtype=torch.bfloat16).requires_grad_()
-    sizes = tensor_sizes(lambda: call_of_flex._ToFloat32.apply(bias.expand(2, 2, 400, 600).detach()))
+    sizes = tensor_sizes(lambda: flex_call._ToFloat32.apply(bias.expand(2, 2, 400, 600).detach()))
     assert max(sizes) <= 4 * 2 * 600
 
 
@@ -260,9 +171,9 @@ def test_a_second_backward_is_allowed_whatever_the_first_one_was(first: bool) ->
         for retain in (first, not first, True):
             x = torch.randn(length, 5, requires_grad=True)
             (out,) = function(x)
-            (found,) = torch.autograd.grad(out.sum(), x, retain_graph=retain)
+            (gradient,) = torch.autograd.grad(out.sum(), x, retain_graph=retain)
             if retain:
-                assert torch.equal(torch.autograd.grad(out.sum(), x)[0], found)
+                assert torch.equal(torch.autograd.grad(out.sum(), x)[0], gradient)
 
 
 def test_graphs_that_run_at_once_leave_the_switch_of_torch_as_it_is() -> None:
@@ -274,12 +185,12 @@ def test_graphs_that_run_at_once_leave_the_switch_of_torch_as_it_is() -> None:
 
     def slowly(is_first: bool) -> Any:
         def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-            def run(*given: Any) -> Any:
+            def run(*tensors: Any) -> Any:
                 begun.wait(timeout=60)
                 seen.append(torch._functorch.config.donated_buffer)
                 if not is_first:
                     assert ended.wait(timeout=60)
-                return graph(*given)
+                return graph(*tensors)
 
             return run
 
@@ -341,29 +252,49 @@ def test_each_constant_of_a_graph_alone_makes_another() -> None:
 
 def test_each_thing_that_torch_compiles_anew_for_makes_another_graph() -> None:
     q, k = torch.randn(2, 200, 4, 16), torch.randn(2, 300, 2, 16)
-    problem = flash_dmattn.validation.describe(q, k, k, None, None, False, None, 0.0, None, False, False, False)[0]
-    none, one = torch.tensor(0), torch.zeros(3)
+    mask, bias = torch.ones(2, 1, 200, 300), torch.randn(1, 4, 200, 300)
+    problem = flash_dmattn.explain(q, k, k).problem
+    scalar, rows = torch.tensor(0), torch.zeros(3)
 
-    def key(problem: Any = problem, lower: Tensor | None = none, upper: Tensor | None = none, bias: Any = q) -> Any:
-        return call_of_flex._specialised(problem, flex_blocks.Blocks(None, lower, upper), bias)
+    def key(
+        problem: AttentionProblem = problem,
+        limits: tuple[Tensor | None, Tensor | None] = (scalar, scalar),
+        is_static: bool = False,
+        **changes: Any,
+    ) -> Any:
+        tensors = {"q": q, "k": k, "v": k, "mask": mask, "bias": bias} | changes
+        x = Inputs(**tensors | {"mask": MaskView("dense", (tensors["mask"],))})
+        places = Places(rows, rows, rows, rows) if is_static else None
+        return flex_call.specialisation(problem, x, x.bias, Blocks(None, *limits, places), is_static)
 
-    others = {
+    fields = {
         "device": "cuda",
         "dtype": torch.float16,
-        **{name: 1 for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_k")},
+        **{name: 1 for name in ("num_heads", "num_heads_k")},
         **{name: 32 for name in ("head_dim", "head_dim_v")},
-        **{f"{name}_strides": strides for name in "qkv" for strides in [(1, 2, 4, 8)]},
     }
-    changed = [key(problem._replace(**{name: other})) for name, other in others.items()]
-    changed += [key(problem._replace(**{f"seqlen_{name}": BLOCK})) for name in "qk"]
+    changed = [key(problem._replace(**{name: other})) for name, other in fields.items()]
     needs = problem.needs_grad
-    changed += [key(problem._replace(needs_grad=needs._replace(**{name: True}))) for name in needs._fields]
-    changed += [key(bias=None), key(bias=q.half()), key(lower=None), key(lower=one), key(upper=None), key(upper=one)]
+    changed += [key(problem._replace(needs_grad=needs._replace(**{name: True}))) for name in ("q", "k", "v", "bias")]
+    changed += [key(q=q[:1]), key(q=q[:, :1]), key(k=k[:, :1]), key(q=q[:, :BLOCK]), key(k=k[:, :BLOCK])]
+    changed += [key(**{name: x.mT.contiguous().mT}) for name, x in (("q", q), ("k", k), ("v", k))]
+    changed += [
+        key(**{name: x.transpose(1, 2).contiguous().transpose(1, 2)}) for name, x in (("q", q), ("k", k), ("v", k))
+    ]
+    changed += [key(bias=None), key(bias=bias.half())]
+    changed += [key(limits=limits) for other in (None, rows) for limits in ((other, scalar), (scalar, other))]
     with torch.no_grad():
         changed.append(key())
     for other in changed:
         check_told_apart(key(), other)
     check_covered(key(), changed)
+    # A static graph has a key for each size.
+    assert key() == key(q=q[:, :199])
+    sizes = [key(is_static=True, **{name: x[:, :199]}) for name, x in (("q", q), ("k", k))]
+    sizes += [key(is_static=True, mask=mask[:1]), key(is_static=True, bias=bias[:, :1])]
+    sizes.append(key(is_static=True, q=torch.cat((q, q))))
+    for other in sizes:
+        check_told_apart(key(is_static=True), other)
 
 
 def test_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

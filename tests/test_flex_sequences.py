@@ -15,10 +15,10 @@ from sequence_calls import SequenceCall, Tokens, assert_accurate, draw, run, spo
 from test_flex_graph import Counter
 from torch import Tensor
 
-import flash_dmattn
 from flash_dmattn import Sequences, attention
 from flash_dmattn.backends.flex import backend as flex
 from flash_dmattn.backends.flex import graph
+from flash_dmattn.explanation import Explanation, explain_problem
 from flash_dmattn.problem import SequenceSpec
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="flex on a GPU is checked by tests/flex_check.py")
@@ -49,7 +49,7 @@ FORMS = {
 }
 
 
-def of_forms(bias: tuple[int, ...], mask: tuple[int, ...] | None, **flags: Any) -> SequenceCall:
+def call_with(bias: tuple[int, ...], mask: tuple[int, ...] | None, **flags: Any) -> SequenceCall:
     """Three sequences, one without queries, with rows of none between and behind, a bias and a mask of these shapes."""
     generator = torch.Generator().manual_seed(sum(bias))
 
@@ -64,20 +64,9 @@ def of_forms(bias: tuple[int, ...], mask: tuple[int, ...] | None, **flags: Any) 
     allowed = None if mask is None else torch.rand(mask, generator=generator) < 0.7
     numbers = {"is_causal": False, "window_size": None, "softcap": 0.0, "softmax_scale": None, "dropout_p": 0.0} | flags
     q, k, v = normal(301, 4, 16), normal(171, 2, 16), normal(171, 2, 24)
-    given = (
-        q,
-        k,
-        v,
-        allowed,
-        normal(*bias),
-        normal(4),
-        sequences,
-        lengths,
-        numbers,
-        normal(301, 4, 24),
-        normal(4, 301),
-    )
-    return SequenceCall(*given, ("q", "k", "v", "bias", "sink"), f"of_forms({bias}, {mask})")
+    tensors = (q, k, v, allowed, normal(*bias), normal(4))
+    upstream, needs_grad = (normal(301, 4, 24), normal(4, 301)), ("q", "k", "v", "bias", "sink")
+    return SequenceCall(*tensors, sequences, lengths, numbers, *upstream, needs_grad, f"call_with({bias}, {mask})")
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -87,16 +76,16 @@ def test_every_form_of_a_bias_and_of_a_mask(name: str) -> None:
     other = shapes[(shapes.index(FORMS[name]) * 7 + 3) % len(shapes)]
     with eager_flex():
         for mask, flags in ((FORMS[name], {"is_causal": True}), (other, {"window_size": (60, 5), "softcap": 2.0})):
-            call = of_forms(FORMS[name], mask, **flags)
+            call = call_with(FORMS[name], mask, **flags)
             assert_accurate(run(spoiled(call), "flex"), call)
 
 
 def unread(call: SequenceCall) -> Tensor:
-    """Which values of a bias no pair of a sequence has."""
+    """Mark the values of a bias that no pair of a sequence has."""
     tokens, ones = Tokens(call), torch.ones_like(call.bias).requires_grad_()
-    of_pairs = tokens.scores(ones)
+    pairs = tokens.scores(ones)
     same = tokens.q[:, :1] == tokens.k[:, 0]
-    (read,) = torch.autograd.grad((of_pairs * same).sum(), ones)
+    (read,) = torch.autograd.grad((pairs * same).sum(), ones)
     return read == 0
 
 
@@ -105,18 +94,18 @@ def unread(call: SequenceCall) -> Tensor:
 )
 def test_nothing_is_read_where_there_is_no_pair(shape: tuple[int, ...]) -> None:
     """NaN in rows of no sequence, in what arrives there, and in values of a bias of no pair, changes no bit."""
-    call = of_forms(shape, None, is_causal=True)
+    call = call_with(shape, None, is_causal=True)
     bad = spoiled(call)
     none = unread(call)
-    of_rows = Tokens(call).q[:, 0] < 0
-    assert of_rows.any() and (none.any() or shape[0] == 1)
-    bad = replace(bad, bias=call.bias.masked_fill(none, torch.nan), dlse=call.dlse.masked_fill(of_rows, torch.nan))
+    is_empty = Tokens(call).q[:, 0] < 0
+    assert is_empty.any() and (none.any() or shape[0] == 1)
+    bad = replace(bad, bias=call.bias.masked_fill(none, torch.nan), dlse=call.dlse.masked_fill(is_empty, torch.nan))
     with eager_flex():
-        wanted, found = run(call, "flex"), run(bad, "flex")
+        wanted, results = run(call, "flex"), run(bad, "flex")
     for name, x in wanted.items():
-        assert torch.equal(x, found[name]), name
-    assert not found["dbias"][none].any()
-    assert not found["out"][of_rows].any() and (found["lse"][:, of_rows] == -torch.inf).all()
+        assert torch.equal(x, results[name]), name
+    assert not results["dbias"][none].any()
+    assert not results["out"][is_empty].any() and (results["lse"][:, is_empty] == -torch.inf).all()
 
 
 @pytest.mark.skipif(ROUNDS_GRADIENTS, reason=ROUNDED)
@@ -125,7 +114,7 @@ def test_nothing_is_read_where_there_is_no_pair(shape: tuple[int, ...]) -> None:
     "shape", [(1, 4, 140, 130), (2, 301, 130), (1, 2, 1, 130), (4, 1, 171), (3, 1, 140, 1)], ids=str
 )
 def test_a_bias_of_16_bits_has_its_gradient_summed_in_32(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    call = replace(of_forms(shape, None), sink=None, needs_grad=("q", "k", "v", "bias")).to(dtype)
+    call = replace(call_with(shape, None), sink=None, needs_grad=("q", "k", "v", "bias")).to(dtype)
     call = replace(call, dlse=call.dlse.float())
     with eager_flex():
         assert_accurate(run(spoiled(call), "flex"), call)
@@ -135,7 +124,7 @@ def test_a_bias_of_16_bits_has_its_gradient_summed_in_32(dtype: torch.dtype, sha
 def test_any_subset_of_gradients(needs_grad: tuple[str, ...]) -> None:
     with eager_flex():
         for shape in ((2, 301, 130), (4, 1, 171), (1, 2, 140, 1)):
-            call = replace(of_forms(shape, None), needs_grad=needs_grad)
+            call = replace(call_with(shape, None), needs_grad=needs_grad)
             assert_accurate(run(call, "flex"), call)
 
 
@@ -144,14 +133,14 @@ def test_any_subset_of_gradients(needs_grad: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_calls_without_a_pair(lengths: tuple[tuple[int, int], ...], spare: int, layout: str) -> None:
     """No query, no key, or none in one sequence; with a sink, and a bias that may have no elements."""
-    of_q, of_k = (torch.tensor(n) for n in lengths)
-    most_q, most_k = (int(n.max()) for n in (of_q, of_k))
+    used_q, used_k = (torch.tensor(n) for n in lengths)
+    most_q, most_k = (int(n.max()) for n in (used_q, used_k))
     if layout == "packed":
-        edges = [torch.nn.functional.pad(n.cumsum(0), (1, 0)) for n in (of_q, of_k)]
+        edges = [torch.nn.functional.pad(n.cumsum(0), (1, 0)) for n in (used_q, used_k)]
         sequences = Sequences.packed(*edges, max_seqlen_q=most_q, max_seqlen_k=most_k)
-        shape_q, shape_k, shape_lse = (int(of_q.sum()) + spare,), (int(of_k.sum()) + spare,), ()
+        shape_q, shape_k, shape_lse = (int(used_q.sum()) + spare,), (int(used_k.sum()) + spare,), ()
     else:
-        sequences = Sequences.padded(of_k, of_q)
+        sequences = Sequences.padded(used_k, used_q)
         most_q, most_k = most_q + spare, most_k + spare
         shape_q, shape_k, shape_lse = (2, most_q), (2, most_k), (2,)
     q = torch.randn(*shape_q, 4, 16, requires_grad=True)
@@ -159,15 +148,13 @@ def test_calls_without_a_pair(lengths: tuple[tuple[int, int], ...], spare: int, 
     bias, sink = (torch.randn(shape, requires_grad=True) for shape in ((1, 1, most_q, most_k), (4,)))
     leaves = (q, k, v, bias, sink)
     dout, dlse = torch.randn(q.shape), torch.randn(*shape_lse, 4, shape_q[-1])
-    found = []
+    results = []
     for backend in ("flex", "eager"):
         with eager_flex():
-            out, lse = attention(
-                *leaves[:4][:3], None, bias, sink=sink, sequences=sequences, return_lse=True, backend=backend
-            )
-            of_rows = dlse.masked_fill(lse == -torch.inf, 0.0)
-            found.append((out, lse, *torch.autograd.grad((out, lse), leaves, (dout, of_rows))))
-    for x, y in zip(*found, strict=True):
+            out, lse = attention(q, k, v, None, bias, sink=sink, sequences=sequences, return_lse=True, backend=backend)
+            upstream = (dout, dlse.masked_fill(lse == -torch.inf, 0.0))
+            results.append((out, lse, *torch.autograd.grad((out, lse), leaves, upstream)))
+    for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -181,16 +168,16 @@ def test_no_sequences_at_all() -> None:
         assert not x.any()
 
 
-# What is compiled.
+# Compilations.
 
 
 def one_class(seed: int, bias: str, mask: str) -> None:
     """A packed call, both passes, of lengths and a number of sequences that go by the seed."""
     rng = random.Random(seed)
     number = rng.randint(2, 7)
-    of_q, of_k = ([rng.choice((0, 1, 5, 130, 260)) for _ in range(number)] + [3] for _ in range(2))
-    edges = [torch.tensor([0, *itertools.accumulate(n)]) for n in (of_q, of_k)]
-    most_q, most_k = max(of_q) + rng.choice((0, 3)), max(of_k) + rng.choice((0, 4))
+    used_q, used_k = ([rng.choice((0, 1, 5, 130, 260)) for _ in range(number)] + [3] for _ in range(2))
+    edges = [torch.tensor([0, *itertools.accumulate(n)]) for n in (used_q, used_k)]
+    most_q, most_k = max(used_q) + rng.choice((0, 3)), max(used_k) + rng.choice((0, 4))
     sequences = Sequences.packed(*edges, max_seqlen_q=most_q, max_seqlen_k=most_k)
     tokens_q, tokens_k = (int(edge[-1]) for edge in edges)
     shapes = {
@@ -204,9 +191,10 @@ def one_class(seed: int, bias: str, mask: str) -> None:
     added = torch.randn(shapes[bias], requires_grad=True)
     allowed = None if mask == "none" else torch.rand(shapes[mask]) < 0.7
     call = {"is_causal": True, "sequences": sequences}
-    found, wanted = (attention(q, k, v, allowed, added, **call, backend=name) for name in ("flex", "eager"))
+    results, wanted = (attention(q, k, v, allowed, added, **call, backend=name) for name in ("flex", "eager"))
     leaves = (q, k, v, added)
-    for x, y in zip(*((out, *torch.autograd.grad(out.square().sum(), leaves)) for out in (found, wanted)), strict=True):
+    tensors = ((out, *torch.autograd.grad(out.square().sum(), leaves)) for out in (results, wanted))
+    for x, y in zip(*tensors, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
@@ -239,9 +227,9 @@ def test_compiled_nothing_of_one_sequence_reaches_another() -> None:
         x.fill_(torch.nan)
         x[rows] = kept
     bad[3][:, :40], bad[3][:, 190:], bad[3][:, :, 190:] = torch.nan, torch.nan, torch.nan
-    found = attention(*bad[:3], None, bad[3], backend="flex", **flags)
-    assert torch.equal(found[40:190], wanted[40:190])
-    assert not found[295:].any()
+    results = attention(*bad[:3], None, bad[3], backend="flex", **flags)
+    assert torch.equal(results[40:190], wanted[40:190])
+    assert not results[295:].any()
 
 
 @compiled_on_cpu
@@ -252,9 +240,9 @@ def test_compiled_padded_slots_with_a_mask() -> None:
     used = torch.tensor([150, 9, 131])
     k[1, 9:], v[1, 9:], k[2, 131:], v[2, 131:] = (torch.nan,) * 4
     sequences = Sequences.padded(used, torch.tensor([140, 70, 129]))
-    found = attention(q, k, v, mask, is_causal=True, sequences=sequences, backend="flex")
+    results = attention(q, k, v, mask, is_causal=True, sequences=sequences, backend="flex")
     exact = attention(q, k, v, mask, is_causal=True, sequences=sequences, backend="eager")
-    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", [None, (1, 4, 24, 24), (2, 30, 24), (4, 1, 30)], ids=str)
@@ -274,12 +262,12 @@ def test_inside_a_callers_graph(form: tuple[int, ...] | None) -> None:
     with eager_flex():
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
         for edges in ([0, 12, 30], [0, 20, 25]):
-            backend, found = "flex", []
+            backend, results = "flex", []
             for function in (compiled, layer):
                 out = function(torch.tensor(edges), q, k, v, scores)
-                found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+                results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
                 backend = "eager"
-            for x, y in zip(*found, strict=True):
+            for x, y in zip(*results, strict=True):
                 assert (x - y).norm() <= 1e-4 * y.norm()
     torch._dynamo.reset()
 
@@ -298,17 +286,17 @@ def test_compiled_inside_a_callers_graph() -> None:
 
     backend, edges = "flex", torch.tensor([0, 15, 40])
     with torch.no_grad():
-        found = torch.compile(layer, fullgraph=True)(edges, q, k, v, scores)
+        results = torch.compile(layer, fullgraph=True)(edges, q, k, v, scores)
         backend = "eager"
         wanted = layer(edges, q, k, v, scores)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results, wanted, rtol=1e-5, atol=1e-5)
 
 
 # Rules.
 
 
-def explained(q: tuple[int, ...], spec: SequenceSpec, **call: Any) -> flash_dmattn.Explanation:
-    return flash_dmattn.explain_problem(q, sequences=spec, device="sm_90", **call)
+def explained(q: tuple[int, ...], spec: SequenceSpec, **call: Any) -> Explanation:
+    return explain_problem(q, sequences=spec, device="sm_90", **call)
 
 
 def test_explain_names_the_copies() -> None:

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn import autograd
 from flash_dmattn import call as calls
-from flash_dmattn.call import Numbers, prepare_call, run_call
+from flash_dmattn.call import prepare_call, run_call
 from flash_dmattn.masks import PreparedMask
+from flash_dmattn.problem import Numbers
 
 __all__ = ["launched"]  # a fixture
 

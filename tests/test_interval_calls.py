@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_dmattn
 from flash_dmattn import call, masks
-from flash_dmattn.dispatch import config, refusals
+from flash_dmattn.dispatch import config, selection
 from flash_dmattn.dispatch.registry import BACKENDS
-from flash_dmattn.explanation import explain_description
+from flash_dmattn.explanation import explain_description, explain_problem
 from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared.storage import IntervalMask
 
@@ -26,7 +26,7 @@ from flash_dmattn.masks.prepared.storage import IntervalMask
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("default_backend", "auto"), ("disabled", ())):
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     with both_registered():
         yield
 
@@ -67,10 +67,10 @@ NAMES = ("eager", "reference", "flex", PREPARED.backend.name, DENSE.backend.name
 def test_interval_mask_gives_what_the_dense_mask_gives(kind: str, backend: Any) -> None:
     prepared, dense = MASKS[kind]
     if backend == "flex":
-        given = leaves(torch.float32)
+        arguments = leaves(torch.float32)
         with eager_flex():
-            found = results(given, prepared, backend=backend)
-        assert_same(found, results(given, dense, backend="reference"), rtol=1e-4, atol=1e-4)
+            actual = results(arguments, prepared, backend=backend)
+        assert_same(actual, results(arguments, dense, backend="reference"), rtol=1e-4, atol=1e-4)
         return
     expected = results(leaves(), dense, backend="reference")
     assert_same(results(leaves(), prepared, backend=backend), expected)
@@ -80,22 +80,22 @@ def test_interval_mask_gives_what_the_dense_mask_gives(kind: str, backend: Any) 
 
 def test_on_eager_bit_by_bit() -> None:
     prepared, dense = MASKS["top-k, a head each"]
-    found, expected = (results(leaves(), mask, backend="eager") for mask in (prepared, dense))
-    assert_same(found, expected)
-    assert all(torch.equal(x, y) for x, y in zip(found, results(leaves(), prepared, backend="eager"), strict=True))
+    actual, expected = (results(leaves(), mask, backend="eager") for mask in (prepared, dense))
+    assert_same(actual, expected)
+    assert all(torch.equal(x, y) for x, y in zip(actual, results(leaves(), prepared, backend="eager"), strict=True))
 
 
 @pytest.mark.parametrize("seqlen_q", [0, 1])
 def test_decoding(seqlen_q: int) -> None:
-    given = leaves(seqlen_q=seqlen_q)
+    arguments = leaves(seqlen_q=seqlen_q)
     prepared = PreparedMask.from_topk(TOPK, 20, is_causal=True, seqlen_q=seqlen_q, reorder=True)
     dense = topk_mask(TOPK, 20, is_causal=True, seqlen_q=seqlen_q)
-    expected = results(given, dense, backend="reference")
+    expected = results(arguments, dense, backend="reference")
     for backend in ("eager", PREPARED.backend.name):
-        assert_same(results(given, prepared, backend=backend), expected)
+        assert_same(results(arguments, prepared, backend=backend), expected)
 
 
-# What backends receive today, and what explain says of it
+# The views that backends receive, and what explain says about them
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_explain_says_what_is_unpacked() -> None:
 @pytest.mark.parametrize("bias", [None, (1, 4, 1, 16384), (1, 16, 16384, 16384)], ids=str)
 @pytest.mark.parametrize(("seqlen_q", "unpacked"), [(16384, "1024.0"), (1, "0.1")])
 def test_explain_of_a_long_call_on_a_gpu(seqlen_q: int, unpacked: str, bias: tuple[int, ...] | None) -> None:
-    """Of a call with an interval mask of key-value heads, as `explain` describes it."""
+    """A call with an interval mask of key-value heads, as `explain` describes it."""
     if bias is not None:
         bias = (*bias[:2], min(bias[2], seqlen_q), bias[3])
     shape = {"mask": (1, 4, seqlen_q, 16384), "seqlen_k": 16384, "kv_heads": 4, "device": "sm_90", "bias": bias}
-    problem = flash_dmattn.explain_problem((1, seqlen_q, 16, 64), mask_prepared=True, **shape).problem
+    problem = explain_problem((1, seqlen_q, 16, 64), mask_prepared=True, **shape).problem
     verdicts = explain_description(problem._replace(mask_form="intervals"), "auto").verdicts
     notes = {verdict.backend: verdict.notes[:1] for verdict in verdicts if not verdict.reasons}
     unpacks = f"unpacks the prepared mask to a dense bool tensor of {unpacked} MB"
@@ -154,19 +154,21 @@ def test_the_fallback_counts_the_dense_mask() -> None:
     workspace_bytes = BACKENDS["eager"].workspace_bytes
     assert workspace_bytes is not None
     shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64", "device": "sm_80"}
-    dense = flash_dmattn.explain_problem((1, 4096, 2, 64), **shape).problem
+    dense = explain_problem((1, 4096, 2, 64), **shape).problem
     assert workspace_bytes(dense._replace(mask_form="intervals")) == workspace_bytes(dense) + 2**24
 
 
 def test_alike_calls_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     describe = call.describe
-    monkeypatch.setattr(call, "describe", lambda *given, **named: (calls.append(1), describe(*given, **named))[1])
+    monkeypatch.setattr(
+        call, "describe", lambda *arguments, **named: (calls.append(1), describe(*arguments, **named))[1]
+    )
     q, k, v, bias = (x.detach() for x in leaves())
     for scores in (TOPK, -TOPK, TOPK + 1):
         prepared = PreparedMask.from_topk(scores, 20, is_causal=True, seqlen_q=LQ)
-        found = flash_dmattn.attention(q, k, v, prepared, bias)
-        assert_same([found], [flash_dmattn.attention(q, k, v, prepared.dense(), bias, backend="reference")])
+        actual = flash_dmattn.attention(q, k, v, prepared, bias)
+        assert_same([actual], [flash_dmattn.attention(q, k, v, prepared.dense(), bias, backend="reference")])
     assert len(calls) == 2  # that with an interval mask, and the reference with a dense one
     flash_dmattn.attention(q, k, v, PreparedMask.from_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True), bias)
     assert len(calls) == 3
@@ -224,13 +226,13 @@ def test_functional_gradient_vmap_and_second_derivative() -> None:
         q, k, v, bias = tensors
         return flash_dmattn.attention(q, k, v, mask, bias, backend=backend).sin().sum()
 
-    given = leaves()
-    expected = torch.autograd.grad(loss(*given, mask=dense, backend="reference"), given, create_graph=True)
-    found = torch.autograd.grad(loss(*given), given, create_graph=True)
-    assert_same([*found], [*expected])
-    second = (torch.autograd.grad(sum(g.sin().sum() for g in first), given) for first in (found, expected))
+    arguments = leaves()
+    expected = torch.autograd.grad(loss(*arguments, mask=dense, backend="reference"), arguments, create_graph=True)
+    actual = torch.autograd.grad(loss(*arguments), arguments, create_graph=True)
+    assert_same([*actual], [*expected])
+    second = (torch.autograd.grad(sum(g.sin().sum() for g in first), arguments) for first in (actual, expected))
     assert_same(*([*x] for x in second))
-    plain = [x.detach() for x in given]
+    plain = [x.detach() for x in arguments]
     assert_same(list(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*plain)), list(expected))
     of_bias = torch.func.vmap(lambda bias: loss(*plain[:3], bias))
     assert_same([of_bias(torch.stack([plain[3]] * 2))[1]], [loss(*plain, mask=dense, backend="reference")])
@@ -247,14 +249,14 @@ def test_one_graph(inside: bool, backend: str) -> None:
         return flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, backend=backend)
 
     torch._dynamo.reset()
-    given = leaves()
-    prepared = PreparedMask.from_topk(given[3], 20, is_causal=True, seqlen_q=LQ, local=3, reorder=True)
-    expected = results(given, prepared.dense(), backend="reference")
+    arguments = leaves()
+    prepared = PreparedMask.from_topk(arguments[3], 20, is_causal=True, seqlen_q=LQ, local=3, reorder=True)
+    expected = results(arguments, prepared.dense(), backend="reference")
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        out, lse = compiled(*given, *(() if inside else (prepared,)))
+        out, lse = compiled(*arguments, *(() if inside else (prepared,)))
         total = out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).cos().sum()
-        assert_same([out, lse, *torch.autograd.grad(total, given)], expected)
+        assert_same([out, lse, *torch.autograd.grad(total, arguments)], expected)
 
 
 def test_a_graph_of_any_length() -> None:
@@ -268,8 +270,8 @@ def test_a_graph_of_any_length() -> None:
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
     for length in (130, 200, 33):
         q, k, v = torch.randn(3, 2, length, 4, 16).unbind()
-        given = q, k, v, torch.randn(2, 4, 1, length)
-        assert_same([compiled(*given)], [call(*given)], rtol=1e-5, atol=1e-5)
+        arguments = q, k, v, torch.randn(2, 4, 1, length)
+        assert_same([compiled(*arguments)], [call(*arguments)], rtol=1e-5, atol=1e-5)
 
 
 def test_another_mask_compiles_nothing_and_takes_effect() -> None:
@@ -291,7 +293,7 @@ def test_the_graph_that_makes_a_mask_on_inductor() -> None:
         mask = PreparedMask.from_topk(bias, 20, is_causal=True, seqlen_q=q.shape[1], reorder=True)
         return flash_dmattn.attention(q, k, v, mask, bias, backend="eager")
 
-    given = leaves(torch.float32)
-    found, expected = torch.compile(call, fullgraph=True)(*given), call(*given)
-    assert_same([found], [expected], rtol=1e-5, atol=1e-5)
-    assert tuple(found.shape) == (B, LQ, HQ, D)
+    arguments = leaves(torch.float32)
+    actual, expected = torch.compile(call, fullgraph=True)(*arguments), call(*arguments)
+    assert_same([actual], [expected], rtol=1e-5, atol=1e-5)
+    assert tuple(actual.shape) == (B, LQ, HQ, D)

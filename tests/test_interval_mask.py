@@ -7,7 +7,6 @@ import math
 import pickle
 import random
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,10 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import masks
 from flash_dmattn.masks import PreparedMask, topk_mask
-from flash_dmattn.masks.prepared.compact_order import places_for
-from flash_dmattn.masks.prepared.interval_order import hilbert_codes, key_order, reorder_pays
-from flash_dmattn.masks.prepared.storage import IntervalMask
-from flash_dmattn.masks.topk_stops import topk_stops
+from flash_dmattn.masks.prepared.intervals import hilbert_codes, key_order, places_for, reorder_pays
+from flash_dmattn.masks.topk import topk_stops
 
 INF, NAN = math.inf, math.nan
 # Few distinct values, so that most rows have ties.
@@ -58,16 +55,16 @@ def test_top_k_is_that_of_the_dense_mask(seed: int, is_causal: bool) -> None:
         scores, k = random_scores(rng, seqlen_k), rng.choice([1, 2, 3, 5, 8, 13, 40])
         mask = random_mask(rng, scores)
         local = rng.choice([0, 0, 1, 2, 7, 50]) if is_causal else 0
-        given: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q}
-        prepared = PreparedMask.from_topk(scores, k, local=local, reorder=rng.choice([None, False, True]), **given)
-        expected = topk_mask(scores, k, **given)
+        keywords: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q}
+        prepared = PreparedMask.from_topk(scores, k, local=local, reorder=rng.choice([None, False, True]), **keywords)
+        expected = topk_mask(scores, k, **keywords)
         if local:
             allowed = scores != -INF
             window = masks.sliding_window_mask(seqlen_q, seqlen_k, (local - 1, 0))
             expected = masks.combine(
                 expected, masks.combine(allowed if mask is None else masks.combine(allowed, mask), window), op="or"
             )
-        assert torch.equal(prepared.dense(), expected.expand(-1, -1, seqlen_q, -1)), (scores, k, given, local)
+        assert torch.equal(prepared.dense(), expected.expand(-1, -1, seqlen_q, -1)), (scores, k, keywords, local)
         assert prepared.is_causal is is_causal and prepared.window_size == (-1, -1)
         check_fields(prepared)
 
@@ -234,7 +231,7 @@ def test_order_of_positions_beyond_int32() -> None:
 
 @pytest.mark.parametrize(("local", "most"), [(0, 1.6), (64, 1.9)])
 def test_order_makes_tiles_dense(local: int, most: float) -> None:
-    """Active tiles over those that the kept pairs would fill: scattered scores of 8k keys, 1024 kept."""
+    """Active tiles over the tiles that the kept pairs would fill: scattered scores of 8k keys, 1024 kept."""
     length, kept = 8192, 1024
     scores = torch.randn(1, 2, 1, length, generator=torch.Generator().manual_seed(0))
     prepared = PreparedMask.from_topk(scores, kept, is_causal=True, local=local, reorder=True)
@@ -251,8 +248,8 @@ def test_order_makes_tiles_dense(local: int, most: float) -> None:
 
 
 def test_where_an_order_pays() -> None:
-    def pays(length: int, kept: int = 1024, heads: int = 16, **given: Any) -> bool:
-        return reorder_pays(heads, length, length, kept, **{"is_causal": True, "has_backward": False, **given})
+    def pays(length: int, kept: int = 1024, heads: int = 16, **keywords: Any) -> bool:
+        return reorder_pays(heads, length, length, kept, **{"is_causal": True, "has_backward": False, **keywords})
 
     assert [pays(n) for n in (2048, 4096, 8192)] == [False, False, True]
     assert [pays(n, has_backward=True) for n in (2048, 4096)] == [False, True]
@@ -260,15 +257,15 @@ def test_where_an_order_pays() -> None:
     assert not pays(8192, kept=8192) and not pays(8192, kept=0) and not pays(0) and pays(8192, is_causal=False)
     decoding = [reorder_pays(16, 1, n, 1024, is_causal=True, has_backward=False) for n in (16384, 65536)]
     assert decoding == [False, True]
-    # Behind the diagonal, of fewer queries than keys and of more: as many pairs as there are, no more.
+    # Fewer queries than keys, and more: as many pairs count as there are, no more.
     assert reorder_pays(16, 8192, 32768, 1024, is_causal=True, has_backward=False)
     assert not reorder_pays(1, 10**6, 128, 64, is_causal=True, has_backward=True)
 
 
 def test_top_k_reorders_where_it_pays_unless_it_is_told() -> None:
-    def is_reordered(length: int, heads: int = 16, requires_grad: bool = False, **given: Any) -> bool:
+    def is_reordered(length: int, heads: int = 16, requires_grad: bool = False, **keywords: Any) -> bool:
         scores = torch.zeros(1, heads, 1, length, device="meta", requires_grad=requires_grad)
-        return PreparedMask.from_topk(scores, 1024, is_causal=True, **given).is_reordered
+        return PreparedMask.from_topk(scores, 1024, is_causal=True, **keywords).is_reordered
 
     assert [is_reordered(n) for n in (4096, 8192)] == [False, True]
     assert is_reordered(4096, requires_grad=True)
@@ -282,15 +279,8 @@ def test_top_k_reorders_where_it_pays_unless_it_is_told() -> None:
 
 
 def test_how_many_places() -> None:
-    assert [places_for(live, 16384) for live in (0, 1, 256, 257, 8192, 8193, 16384)] == [
-        256,
-        256,
-        256,
-        512,
-        8192,
-        16384,
-        16384,
-    ]
+    places = {0: 256, 1: 256, 256: 256, 257: 512, 8192: 8192, 8193: 16384, 16384: 16384}
+    assert {live: places_for(live, 16384) for live in places} == places
     assert places_for(8000, 2**20) == 16384 and places_for(130, 1000) == 256 and places_for(1, 255) == 255
     assert [places_for(0, n) for n in (0, 1, 256)] == [0, 1, 128]
 
@@ -298,35 +288,37 @@ def test_how_many_places() -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("seqlen_q", [1, 128, 700])
 def test_places_of_live_keys(seqlen_q: int, is_causal: bool) -> None:
-    """Of two batch entries and heads with live keys of their own, of which the greatest number counts."""
+    """Two batch entries and heads have live keys of their own; the greatest number of them counts."""
     generator = torch.Generator().manual_seed(seqlen_q)
     scores = torch.randn(2, 2, 1, 700, generator=generator)
     mask = torch.rand(2, 2, 1, 700, generator=generator) < torch.tensor([[0.1, 0.3], [0.02, 0.0]])[:, :, None, None]
-    given: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q}
-    whole, compact = (PreparedMask.from_topk(scores, 90, reorder=True, compact=few, **given) for few in (False, True))
-    live = int((whole.start < whole.stop).sum(-1).max())
-    assert compact.num_places == -(-live // 128) * 128 <= 256 and whole.num_places == 700
+    keywords: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q}
+    every_key, compact = (
+        PreparedMask.from_topk(scores, 90, reorder=True, compact=few, **keywords) for few in (False, True)
+    )
+    live = int((every_key.start < every_key.stop).sum(-1).max())
+    assert compact.num_places == -(-live // 128) * 128 <= 256 and every_key.num_places == 700
     check_fields(compact)
-    assert compact.is_reordered and torch.equal(compact.order, whole.order[:, :, : compact.num_places])
-    assert torch.equal(compact.start, whole.start) and torch.equal(compact.stop, whole.stop)
-    assert compact.stats() == whole.stats() and torch.equal(compact.dense(), whole.dense())
+    assert compact.is_reordered and torch.equal(compact.order, every_key.order[:, :, : compact.num_places])
+    assert torch.equal(compact.start, every_key.start) and torch.equal(compact.stop, every_key.stop)
+    assert compact.stats() == every_key.stats() and torch.equal(compact.dense(), every_key.dense())
     again = pickle.loads(pickle.dumps(compact))
     assert all(torch.equal(x, y) for x, y in zip(again.tensors, compact.tensors, strict=True))
-    start, stop = whole.start, whole.stop
+    start, stop = every_key.start, every_key.stop
     other = PreparedMask.from_intervals(start, stop, seqlen_q, is_causal=is_causal, reorder=True, compact=True)
     assert all(torch.equal(x, y) for x, y in zip(other.tensors, compact.tensors, strict=True))
-    # What is found in a dense mask has been counted already.
+    # Intervals that are recognised in a dense mask have been counted already.
     if seqlen_q > 1:
-        found = PreparedMask.from_mask(whole.dense(), is_causal=is_causal, find_intervals=True, reorder=True)
-        assert all(torch.equal(x, y) for x, y in zip(found.tensors, compact.tensors, strict=True))
+        actual = PreparedMask.from_mask(every_key.dense(), is_causal=is_causal, find_intervals=True, reorder=True)
+        assert all(torch.equal(x, y) for x, y in zip(actual.tensors, compact.tensors, strict=True))
 
 
 def test_no_places_are_left_out_where_most_keys_are_live() -> None:
     scores = torch.arange(700.0)  # rising: each key is kept for a while
-    whole, compact = (
+    every_key, compact = (
         PreparedMask.from_topk(scores, 30, is_causal=True, reorder=True, compact=few) for few in (False, True)
     )
-    assert all(torch.equal(x, y) for x, y in zip(whole.tensors, compact.tensors, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(every_key.tensors, compact.tensors, strict=True))
     for shape, seqlen_q in (((1, 2, 1, 0), 5), ((1, 2, 1, 500), 0), ((0, 2, 1, 500), 5)):
         empty = PreparedMask.from_topk(torch.zeros(shape), 3, is_causal=True, seqlen_q=seqlen_q, compact=True)
         assert empty.dense().shape == (*shape[:2], seqlen_q, shape[3]) and empty.is_reordered
@@ -334,12 +326,12 @@ def test_no_places_are_left_out_where_most_keys_are_live() -> None:
 
 
 def test_lists_of_few_places_take_memory_by_live_keys() -> None:
-    """Of independent scores a seventh of the keys are live here, and the lists are a seventh too."""
+    """A seventh of the keys of independent scores are live here, and the lists are a seventh too."""
     scores = torch.randn(1, 1, 1, 16384, generator=torch.Generator().manual_seed(0))
-    whole, compact = (
+    every_key, compact = (
         PreparedMask.from_topk(scores, 512, is_causal=True, reorder=True, compact=few) for few in (False, True)
     )
-    lists = [mask.row_lists.nbytes + mask.col_lists.nbytes for mask in (whole, compact)]
+    lists = [mask.row_lists.nbytes + mask.col_lists.nbytes for mask in (every_key, compact)]
     assert lists[0] == 2 * 4 * 128 * 130 and lists[1] == 4 * (128 * (2 + 18) + 18 * 130)
     assert compact.num_places == 18 * 128
 
@@ -359,12 +351,12 @@ def test_stats_are_those_of_the_tiles_of_places(seqlen_q: int, seqlen_k: int, re
     dense = prepared.dense()
     if reorder:
         dense = dense.gather(3, prepared.order.long()[:, :, None].expand_as(dense))
-    found, expected = prepared.stats(), masks.mask_stats(dense)
+    actual, expected = prepared.stats(), masks.mask_stats(dense)
     for name in ("shape", "block_size", "density", "active_tile_fraction", "empty_rows"):
-        assert getattr(found, name) == getattr(expected, name), name
-    whole = masks.mask_stats(dense[..., : seqlen_k // 128 * 128])  # a last tile with fewer keys is never full
+        assert getattr(actual, name) == getattr(expected, name), name
+    every_key = masks.mask_stats(dense[..., : seqlen_k // 128 * 128])  # a last tile with fewer keys is never full
     tiles = max(1, -(-seqlen_k // 128))
-    assert found.full_tile_fraction == pytest.approx(whole.full_tile_fraction * (seqlen_k // 128) / tiles)
+    assert actual.full_tile_fraction == pytest.approx(every_key.full_tile_fraction * (seqlen_k // 128) / tiles)
 
 
 # Tiles of places
@@ -388,25 +380,7 @@ def test_tiles_are_those_of_the_dense_mask_by_place(seqlen_q: int, seqlen_k: int
         check_fields(PreparedMask.from_topk(scores, 20, **flags))
 
 
-# What a mask is beside its values
-
-
-def test_to_another_device_and_printing() -> None:
-    prepared = PreparedMask.from_intervals([0, 2], [3, 4], 4, window_size=(3, 1), reorder=True)
-    assert prepared.to("cpu") is prepared
-    moved = prepared.to("meta")
-    assert type(moved) is IntervalMask and moved.device.type == "meta" and moved.is_reordered
-    assert (moved.shape, moved.window_size, moved.form) == (prepared.shape, (3, 1), "intervals")
-    shown = "is_causal=False, window_size=(3, 1), seqlen_q=4, device='cpu')"
-    assert repr(prepared) == f"IntervalMask(shape=(1, 1, 4, 2), {shown}"
-
-
-def test_calls_with_masks_alike_have_one_key() -> None:
-    scores = torch.randn(1, 2, 1, 9)
-    one, other = (PreparedMask.from_topk(x, 3, is_causal=True) for x in (scores, -scores))
-    assert one.call_key == other.call_key
-    assert one.call_key != PreparedMask.from_topk(scores, 3, is_causal=True, reorder=True).call_key
-    assert one.call_key != PreparedMask.from_topk(scores, 3).call_key
+# A picture
 
 
 def test_picture() -> None:
@@ -419,11 +393,11 @@ def test_picture() -> None:
     ]
     for prepared in kinds:
         head = min(1, prepared.shape[1] - 1)
-        found, expected = (
+        actual, expected = (
             masks.show(mask, block_size=16, batch=1, head=head).axes[0] for mask in (prepared, prepared.dense())
         )
-        assert found.get_title() == expected.get_title()
-        pictures = (torch.tensor(axes.images[0].get_array()) for axes in (found, expected))
+        assert actual.get_title() == expected.get_title()
+        pictures = (torch.tensor(axes.images[0].get_array()) for axes in (actual, expected))
         assert torch.equal(*pictures)
         with pytest.raises(ValueError, match="batch is 2 and mask has 2"):
             masks.show(prepared, batch=2)
@@ -445,23 +419,23 @@ class Largest(TorchDispatchMode):
         self.numel, self.count = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        actual = func(*args, **(kwargs or {}))
         self.count += 1
-        for x in found if isinstance(found, (tuple, list)) else (found,):
+        for x in actual if isinstance(actual, (tuple, list)) else (actual,):
             if isinstance(x, Tensor):
                 self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
-        return found
+        return actual
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_nothing_of_queries_times_keys_is_made(is_causal: bool) -> None:
     scores = torch.randn(1, 2, 1, 4096, generator=torch.Generator().manual_seed(0))
     mask = torch.rand(1, 2, 1, 4096) < 0.9
-    whole = scores[0, :, 0].view(torch.int32)
+    every_key = scores[0, :, 0].view(torch.int32)
     with Largest() as seen:
         local = 10 * is_causal
         # The mode does not see into operators.
-        key_order(torch.zeros_like(whole)[None], topk_stops(whole, 64)[None], 4096)
+        key_order(torch.zeros_like(every_key)[None], topk_stops(every_key, 64)[None], 4096)
         prepared = PreparedMask.from_topk(scores, 64, is_causal=is_causal, mask=mask, local=local, reorder=True)
         PreparedMask.from_intervals(prepared.start, prepared.stop, 4096, window_size=(100, 0), reorder=True)
     assert seen.count > 50 and seen.numel <= 2 * 2 * 4096  # two heads, a start and a stop for each key
@@ -492,83 +466,56 @@ def test_without_keys_or_queries_or_heads(is_causal: bool) -> None:
 # Errors
 
 
-def bad_calls() -> Iterator[tuple[Any, type[Exception], str]]:
-    row = torch.zeros(1, 2, 1, 4)
-    yield lambda: PreparedMask.from_topk(row, 0), ValueError, "k is 0 and must be >= 1."
-    yield lambda: PreparedMask.from_topk(row, 2.0), TypeError, "k is 2.0 (float) and must be an int >= 1"  # type: ignore[arg-type]
-    yield (
-        lambda: PreparedMask.from_topk(row.int(), 1),
-        TypeError,
-        "scores has dtype torch.int32 and must be a float tensor",
-    )
-    yield (
-        lambda: PreparedMask.from_topk(torch.zeros(2, 3, 4), 1),
+ROW, LIMITS = torch.zeros(1, 2, 1, 4), torch.zeros(3, dtype=torch.int32)
+BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ("topk", (ROW, 0), {}, ValueError, "k is 0 and must be >= 1."),
+    ("topk", (ROW, 2.0), {}, TypeError, "k is 2.0 (float) and must be an int >= 1"),
+    ("topk", (ROW.int(), 1), {}, TypeError, "scores has dtype torch.int32 and must be a float tensor"),
+    (
+        "topk",
+        (torch.zeros(2, 3, 4), 1),
+        {},
         ValueError,
         "scores has 3 rows (as 4-D, shape (1, 2, 3, 4)) and must have one for all queries; what depends on the query "
         "makes no intervals: use PreparedMask.from_mask(topk_mask(...)).",
-    )
-    yield (
-        lambda: PreparedMask.from_topk(row, 1, mask=torch.ones(4, 4) > 0),
-        ValueError,
-        "mask has 4 rows (as 4-D, shape (1, 1, 4, 4)) and must have one for all queries",
-    )
-    yield lambda: PreparedMask.from_topk(row, 1, mask=torch.ones(5) > 0), ValueError, "mask has 5 keys, scores 4"
-    yield lambda: PreparedMask.from_topk(row, 1, mask=torch.ones(4)), TypeError, "mask has dtype torch.float32"  # type: ignore[arg-type]
-    yield lambda: PreparedMask.from_topk(row, 1, seqlen_q=-1), ValueError, "seqlen_q is -1 and must be >= 0"
-    yield lambda: PreparedMask.from_topk(row, 1, local=-1, is_causal=True), ValueError, "local is -1 and must be >= 0"
-    yield lambda: PreparedMask.from_topk(row, 1, local=2), ValueError, "local is 2 and is_causal is False"
-    yield lambda: PreparedMask.from_topk(row, 1, is_causal=1), TypeError, "is_causal is 1; it needs to be True"  # type: ignore[arg-type]
-    yield lambda: PreparedMask.from_topk(row, 1, reorder=1), TypeError, "reorder is 1; it needs to be True or"  # type: ignore[arg-type]
-    yield (
-        lambda: PreparedMask.from_topk(row, 1, reorder=False, compact=True),
-        ValueError,
-        "compact is True and reorder is False; only an order of keys has places to leave out.",
-    )
-    yield (
-        lambda: PreparedMask.from_intervals([0], [1], 4, compact=True),
-        ValueError,
-        "compact is True and reorder is False",
-    )
-    yield lambda: PreparedMask.from_topk(row, 1, compact=1), TypeError, "compact is 1; it needs to be True"  # type: ignore[arg-type]
-    yield lambda: PreparedMask.from_intervals([0.5], [1], 4), TypeError, "start has dtype torch.float32"  # type: ignore[list-item]
-    yield lambda: PreparedMask.from_intervals([0], torch.ones(4), 4), TypeError, "stop has dtype torch.float32"
-    yield (
-        lambda: PreparedMask.from_intervals(torch.tensor(0), [1], 4),
-        ValueError,
-        "start has shape () (0-D) and must be 1-D or",
-    )
-    yield (
-        lambda: PreparedMask.from_intervals([0], row.int(), 4),
-        ValueError,
-        "stop has shape (1, 2, 1, 4) (4-D) and must be 1-D",
-    )
-    yield (
-        lambda: PreparedMask.from_intervals([0, 0, 0], [1, 1], 4),
+    ),
+    ("topk", (ROW, 1), {"mask": torch.ones(4, 4) > 0}, ValueError, "mask has 4 rows (as 4-D, shape (1, 1, 4, 4))"),
+    ("topk", (ROW, 1), {"mask": torch.ones(5) > 0}, ValueError, "mask has 5 keys, scores 4"),
+    ("topk", (ROW, 1), {"mask": torch.ones(4)}, TypeError, "mask has dtype torch.float32"),
+    ("topk", (ROW, 1), {"seqlen_q": -1}, ValueError, "seqlen_q is -1 and must be >= 0"),
+    ("topk", (ROW, 1), {"local": -1, "is_causal": True}, ValueError, "local is -1 and must be >= 0"),
+    ("topk", (ROW, 1), {"local": 2}, ValueError, "local is 2 and is_causal is False"),
+    ("topk", (ROW, 1), {"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True"),
+    ("topk", (ROW, 1), {"reorder": 1}, TypeError, "reorder is 1; it needs to be True or"),
+    ("topk", (ROW, 1), {"reorder": False, "compact": True}, ValueError, "compact is True and reorder is False; only"),
+    ("topk", (ROW, 1), {"compact": 1}, TypeError, "compact is 1; it needs to be True"),
+    ("intervals", ([0], [1], 4), {"compact": True}, ValueError, "compact is True and reorder is False"),
+    ("intervals", ([0.5], [1], 4), {}, TypeError, "start has dtype torch.float32"),
+    ("intervals", ([0], torch.ones(4), 4), {}, TypeError, "stop has dtype torch.float32"),
+    ("intervals", (torch.tensor(0), [1], 4), {}, ValueError, "start has shape () (0-D) and must be 1-D or"),
+    ("intervals", ([0], ROW.int(), 4), {}, ValueError, "stop has shape (1, 2, 1, 4) (4-D) and must be 1-D"),
+    (
+        "intervals",
+        ([0, 0, 0], [1, 1], 4),
+        {},
         ValueError,
         "stop has seqlen_k = 2 (shape (1, 1, 2)) and start has 3 (shape (1, 1, 3)); they must be equal, or one",
-    )
-    yield (
-        lambda: PreparedMask.from_intervals(
-            torch.zeros(2, 1, dtype=torch.int32), torch.ones(3, 4, dtype=torch.int32), 4
-        ),
-        ValueError,
-        "stop has heads = 3",
-    )
-    yield (
-        lambda: PreparedMask.from_intervals(torch.zeros(3, dtype=torch.int32, device="meta"), [1], 4),
-        ValueError,
-        "stop is on cpu and start on meta; they must be on one device",
-    )
-    yield lambda: PreparedMask.from_intervals([0], [1], -1), ValueError, "seqlen_q is -1 and must be >= 0"
-    yield lambda: PreparedMask.from_intervals([0], [1], 4, is_causal=1), TypeError, "is_causal is 1"  # type: ignore[arg-type]
-    yield lambda: PreparedMask.from_intervals([0], [1], 4, window_size=(-2, 0)), ValueError, "at least -1"
-    yield lambda: PreparedMask.from_intervals([0], [1], 4, reorder=None), TypeError, "reorder is None"  # type: ignore[arg-type]
+    ),
+    ("intervals", (LIMITS[:2, None], LIMITS[:, None], 4), {}, ValueError, "stop has heads = 3"),
+    ("intervals", (LIMITS.to("meta"), [1], 4), {}, ValueError, "stop is on cpu and start on meta; they must be on"),
+    ("intervals", ([0], [1], -1), {}, ValueError, "seqlen_q is -1 and must be >= 0"),
+    ("intervals", ([0], [1], 4), {"is_causal": 1}, TypeError, "is_causal is 1"),
+    ("intervals", ([0], [1], 4), {"window_size": (-2, 0)}, ValueError, "at least -1"),
+    ("intervals", ([0], [1], 4), {"reorder": None}, TypeError, "reorder is None"),
+]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), list(bad_calls()))
-def test_errors(call: Any, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("kind", "arguments", "options", "error", "message"), BAD)
+def test_errors(
+    kind: str, arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        call()
+        getattr(PreparedMask, f"from_{kind}")(*arguments, **options)
 
 
 # Operators
@@ -587,5 +534,5 @@ def test_operators_and_their_fakes(length: int) -> None:
     torch.library.opcheck(operators.key_order.default, (start, stop, length))
     order = operators.key_order(start, stop, length)
     assert torch.equal(order, key_order(start, stop, length))
-    for given in (order, order[:, :, :0].contiguous()):
-        torch.library.opcheck(operators.interval_tiles.default, (start, stop, given, length))
+    for keywords in (order, order[:, :, :0].contiguous()):
+        torch.library.opcheck(operators.interval_tiles.default, (start, stop, keywords, length))

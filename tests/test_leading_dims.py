@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flex_fixture import eager_flex
-from leading_calls import DV, HK, LK, LQ, D, H, LeadingCall, assert_accurate, results, whole
+from leading_calls import DV, HK, LK, LQ, D, H, LeadingCall, assert_accurate, over_batches, results
 from out_of_tree import KernelPair, registered, replaced
 from torch import Tensor
 
@@ -17,10 +17,11 @@ import flash_dmattn
 from flash_dmattn import call as calls
 from flash_dmattn.backends import eager
 from flash_dmattn.backends.protocol import Rule
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import formula
 
-# Which of the leading dims a mask or a bias has: one that is shared lies before, behind or between its own.
+# The leading dims of a mask or a bias by batch: shared ones stand before, after or between its own.
 BATCHES = {(2, 3): [(2, 3), (2, 1), (1, 3), (1, 1)], (2, 3, 2): [(2, 1, 2), (1, 3, 1), (2, 3, 1), (1, 1, 2)]}
 CASES = [(batch, dims) for batch, all_dims in BATCHES.items() for dims in all_dims]
 SCORES = [(1, LQ, LK), (HK, LQ, LK), (H, 1, LK), (H, LQ, 1)]
@@ -38,28 +39,28 @@ def test_every_sharing_of_mask_and_bias(batch: tuple[int, ...], dims: tuple[int,
         zip(itertools.product(others, SCORES), itertools.cycle((False, True)))
     ):
         call = LeadingCall(batch, (*mask_dims, 1, LQ, LK), (*dims, *scores), is_causal=is_causal, seed=seed)
-        given = call.build()
-        assert_accurate(results(run(backend), call, given), call, given)
+        arguments = call.build()
+        assert_accurate(results(run(backend), call, arguments), call, arguments)
 
 
 @pytest.mark.parametrize("shape", [(LQ, LK), (H, LQ, LK), (3, 1, LQ, LK), (1, 3, H, 1, LK)], ids=str)
 def test_a_mask_and_a_bias_of_fewer_dims_are_read_from_the_right(shape: tuple[int, ...]) -> None:
     call = LeadingCall((2, 3), shape, shape)
-    given = call.build()
-    assert_accurate(results(run("eager"), call, given), call, given)
+    arguments = call.build()
+    assert_accurate(results(run("eager"), call, arguments), call, arguments)
 
 
 @pytest.mark.parametrize(("batch", "dims"), CASES, ids=str)
 def test_a_prepared_mask_knows_its_leading_dims(batch: tuple[int, ...], dims: tuple[int, ...]) -> None:
     for rows in (1, LQ):
         call = LeadingCall(batch, (*dims, HK, rows, LK), (*batch[:1], *(1,) * (len(batch) - 1), 1, LQ, LK))
-        given = call.build()
-        mask = PreparedMask.from_mask(given["mask"], seqlen_q=LQ)
+        arguments = call.build()
+        mask = PreparedMask.from_mask(arguments["mask"], seqlen_q=LQ)
         assert mask.batch_dims == dims and mask.shape[0] == torch.Size(dims).numel()
         assert mask.to("meta").batch_dims == dims  # a copy, where "cpu" gives the mask itself
         for same in (mask, mask.to("cpu"), pickle.loads(pickle.dumps(mask))):
             assert same.batch_dims == dims
-            assert_accurate(results(run("eager"), call, given, same), call, given)
+            assert_accurate(results(run("eager"), call, arguments, same), call, arguments)
 
 
 def test_a_prepared_mask_beside_other_leading_dims_is_refused() -> None:
@@ -86,9 +87,9 @@ def test_a_prepared_mask_beside_other_leading_dims_is_refused() -> None:
 )
 def test_flex(mask: tuple[int, ...], bias: tuple[int, ...]) -> None:
     call = LeadingCall((2, 3), mask, bias, dtype=torch.float32)
-    given = call.build()
+    arguments = call.build()
     with eager_flex():
-        assert_accurate(results(run("flex"), call, given), call, given)
+        assert_accurate(results(run("flex"), call, arguments), call, arguments)
 
 
 @pytest.mark.parametrize("nbytes", [6_000, 30_000, 10**6])
@@ -96,20 +97,20 @@ def test_chunks_of_eager_do_not_mix_entries(nbytes: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(eager, "_chunk_bytes", nbytes)
     for mask_dims, bias_dims in itertools.product([(4, 1), (1, 3), (4, 3)], repeat=2):
         call = LeadingCall((4, 3), (*mask_dims, 1, 1, LK), (*bias_dims, 1, LQ, LK))
-        given = call.build()
-        given["mask"][:2, 0] = False
-        assert_accurate(results(run("eager"), call, given), call, given)
+        arguments = call.build()
+        arguments["mask"][:2, 0] = False
+        assert_accurate(results(run("eager"), call, arguments), call, arguments)
 
 
 @pytest.mark.parametrize("dims", [(4, 1, 4), (1, 4, 1), (4, 1, 1)], ids=str)
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_the_gradient_of_a_shared_bias_is_rounded_once(backend: str, dims: tuple[int, ...]) -> None:
     call = LeadingCall((4, 4, 4), None, (*dims, 1, 1, LK), dtype=torch.bfloat16)
-    given = call.build()
-    found = results(run(backend), call, given)
-    assert_accurate(found, call, given)
-    wide = results(run(backend), call, {**given, "bias": given["bias"].float()})
-    assert torch.equal(found[-1], wide[-1].bfloat16())
+    arguments = call.build()
+    actual = results(run(backend), call, arguments)
+    assert_accurate(actual, call, arguments)
+    wide = results(run(backend), call, {**arguments, "bias": arguments["bias"].float()})
+    assert torch.equal(actual[-1], wide[-1].bfloat16())
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -117,20 +118,20 @@ def test_the_gradient_of_a_shared_bias_is_rounded_once(backend: str, dims: tuple
 def test_an_empty_leading_dim(batch: tuple[int, ...], backend: str) -> None:
     for dims in itertools.product(*((1, size) for size in batch)):
         call = LeadingCall(batch, (*dims, 1, LQ, LK), (*dims, H, LQ, LK))
-        given = call.build()
-        found = results(run(backend), call, given)
-        assert found[0].shape == (*batch, LQ, H, DV) and found[1].shape == (*batch, H, LQ)
-        for x, name in zip(found[2:], ("q", "k", "v", "bias"), strict=True):
-            assert x.shape == given[name].shape and not x.any()
+        arguments = call.build()
+        actual = results(run(backend), call, arguments)
+        assert actual[0].shape == (*batch, LQ, H, DV) and actual[1].shape == (*batch, H, LQ)
+        for x, name in zip(actual[2:], ("q", "k", "v", "bias"), strict=True):
+            assert x.shape == arguments[name].shape and not x.any()
 
 
-# What is copied
+# Copies
 
 
 def copies(**changes: Any) -> tuple[str, ...]:
     q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
-    given = {"q": q, "k": k, "v": k, **changes}
-    return flash_dmattn.explain(**given, backend="eager").copies
+    arguments = {"q": q, "k": k, "v": k, **changes}
+    return flash_dmattn.explain(**arguments, backend="eager").copies
 
 
 def test_nothing_is_copied_that_folds() -> None:
@@ -145,8 +146,8 @@ def test_nothing_is_copied_that_folds() -> None:
     mask = (torch.rand(1, 3, 1, LQ, LK) < 0.5).expand(2, 3, H, LQ, LK)
     with replaced("eager", plan_forward=plan_forward):
         flash_dmattn.attention(q, k, k, mask, expanded, backend="eager")
-    for x, given in zip((*seen[:3], seen[3].dense, seen[4]), (q, k, k, mask, expanded), strict=True):
-        assert x.data_ptr() == given.data_ptr()
+    for x, arguments in zip((*seen[:3], seen[3].dense, seen[4]), (q, k, k, mask, expanded), strict=True):
+        assert x.data_ptr() == arguments.data_ptr()
     assert seen[3].dense.shape == (3, H, LQ, LK) and seen[4].shape == (2, H, LQ, LK)
     assert copies(mask=mask, bias=expanded) == ()
 
@@ -170,13 +171,13 @@ def test_explain_tells_what_is_copied() -> None:
 
 def test_an_expanded_bias_has_a_gradient_in_each_of_its_elements() -> None:
     call = LeadingCall((2, 3), None, (2, 3, H, LQ, LK))
-    given = call.build()
-    given["bias"] = given["bias"][:, :1].expand(2, 3, H, LQ, LK)
-    assert_accurate(results(run("eager"), call, given), call, given)
+    arguments = call.build()
+    arguments["bias"] = arguments["bias"][:, :1].expand(2, 3, H, LQ, LK)
+    assert_accurate(results(run("eager"), call, arguments), call, arguments)
 
 
 def test_explain_from_shapes() -> None:
-    e = flash_dmattn.explain_problem(q=(2, 8, 64, 4, 32), dtype="fp32", device="cpu", bias=(2, 1, 4, 64, 64), grad=True)
+    e = explain_problem(q=(2, 8, 64, 4, 32), dtype="fp32", device="cpu", bias=(2, 1, 4, 64, 64), grad=True)
     assert (e.problem.batch, e.problem.flags.bias_repeat, e.problem.bias.shape) == (16, 8, (2, 4, 64, 64))
     assert "bias (2, 4, 64, 64) float32 of batch // 8 % 2" in str(e.problem) and e.forward == "eager"
     assert e.problem.partly_shared == ("bias",)
@@ -188,8 +189,8 @@ def test_explain_from_shapes() -> None:
 def test_a_backend_that_does_not_say_so_is_not_given_a_partly_shared_tensor() -> None:
     pair = KernelPair("ours")
     call = LeadingCall((2, 3), (1, 3, 1, LQ, LK), (2, 1, 1, LQ, LK))
-    given = call.build()
-    tensors = [given[name] for name in ("q", "k", "v", "mask", "bias")]
+    arguments = call.build()
+    tensors = [arguments[name] for name in ("q", "k", "v", "mask", "bias")]
     with registered(pair, before="cuda"):
         with pytest.raises(flash_dmattn.BackendUnsupportedError) as caught:
             flash_dmattn.attention(*tensors, backend="ours")
@@ -200,63 +201,49 @@ def test_a_backend_that_does_not_say_so_is_not_given_a_partly_shared_tensor() ->
         tensors[3], tensors[4] = tensors[3].expand(2, 3, 1, LQ, LK).contiguous(), tensors[4][:1]
         out = flash_dmattn.attention(*tensors, backend="ours")
         assert pair.ran == ["forward"]
-        torch.testing.assert_close(out, whole(formula.attention)(*tensors)[0])
+        torch.testing.assert_close(out, over_batches(formula.attention)(*tensors)[0])
 
 
 def test_calls_alike_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[int] = []
     describe = calls.describe
-    monkeypatch.setattr(calls, "describe", lambda *given, **more: (described.append(1), describe(*given, **more))[1])
+    monkeypatch.setattr(calls, "describe", lambda *x, **more: (described.append(1), describe(*x, **more))[1])
     for seed in range(3):
         call = LeadingCall((2, 3), None, (2, 1, 1, LQ, LK), seed=seed)
-        given = call.build()
-        assert_accurate(results(run("eager"), call, given), call, given)
+        arguments = call.build()
+        assert_accurate(results(run("eager"), call, arguments), call, arguments)
     assert len(described) == 1
     # One bias entry for each three in a row, then one for each third: alike but for the repeat.
     q, k = torch.randn(3, 3, LQ, H, D, dtype=torch.float64), torch.randn(3, 3, LK, HK, D, dtype=torch.float64)
     bias = torch.randn(3, 1, 1, LQ, LK, dtype=torch.float64)
     for x in (bias, bias.transpose(0, 1)):
-        found = flash_dmattn.attention(q, k, k, None, x, backend="eager")
-        torch.testing.assert_close(found, whole(formula.attention)(q, k, k, None, x)[0])
+        actual = flash_dmattn.attention(q, k, k, None, x, backend="eager")
+        torch.testing.assert_close(actual, over_batches(formula.attention)(q, k, k, None, x)[0])
     assert len(described) == 3 and len(calls.plans) == 3
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"k": torch.randn(2, 4, LK, HK, D)}, r"k has shape .*, whose batch dim 1 is 4; it needs that of q, 3"),
-        ({"v": torch.randn(1, 3, LK, HK, D)}, r"v has shape .*, whose batch dim 0 is 1; it needs that of q, 2"),
-        ({"k": torch.randn(2, LK, HK, D)}, r"k has 4 dimensions, .*; it needs 5, as q of shape"),
-        ({"v": torch.randn(2, 3, LK, 3, D)}, r"v has 7 keys and 3 heads"),
-        (
-            {"bias": torch.randn(2, 2, 1, LQ, LK)},
-            r"batch dim 0 in \{1, 2\}, batch dim 1 in \{1, 3\}, heads in",
-        ),
-        (
-            {"bias": torch.randn(3, LQ, LK)},
-            r"bias has shape \(1, 1, 3, 5, 7\), read as \(batch dim 0,",
-        ),
-        ({"bias": torch.randn(1, 2, 3, H, LQ, LK)}, r"bias has 6 dimensions, .*; it needs 2 to 5, read from the right"),
-        ({"bias": torch.randn(LK)}, r"bias has 1 dimensions, .*; it needs 2 to 5"),
-        ({"mask": torch.ones(3, 1, LQ, 6, dtype=torch.bool)}, r"mask has shape .* seqlen_k in \{1, 7\}"),
-    ],
-    ids=range(9),
-)
-def test_errors_name_the_dim(changes: dict[str, Tensor], message: str) -> None:
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"k": torch.randn(2, 4, LK, HK, D)}, ValueError, r"k has shape .*, whose batch dim 1 is 4; it needs that of q, 3"),
+    ({"v": torch.randn(1, 3, LK, HK, D)}, ValueError, r"v has shape .*, whose batch dim 0 is 1; it needs that of q, 2"),
+    ({"k": torch.randn(2, LK, HK, D)}, ValueError, r"k has 4 dimensions, .*; it needs 5, as q of shape"),
+    ({"k": None}, TypeError, r"k is a NoneType; it needs to be a torch.Tensor of 5 dimensions"),
+    ({"v": torch.randn(2, 3, LK, 3, D)}, ValueError, r"v has 7 keys and 3 heads"),
+    ({"bias": torch.randn(2, 2, 1, LQ, LK)}, ValueError, r"batch dim 0 in \{1, 2\}, batch dim 1 in \{1, 3\}, heads in"),
+    ({"bias": torch.randn(3, LQ, LK)}, ValueError, r"bias has shape \(1, 1, 3, 5, 7\), read as \(batch dim 0,"),
+    ({"bias": torch.randn(1, 2, 3, H, LQ, LK)}, ValueError, r"bias has 6 dimensions, .*; it needs 2 to 5, read from"),
+    ({"bias": torch.randn(LK)}, ValueError, r"bias has 1 dimensions, .*; it needs 2 to 5"),
+    ({"mask": torch.ones(3, 1, LQ, 6, dtype=torch.bool)}, ValueError, r"mask has shape .* seqlen_k in \{1, 7\}"),
+    ({"mask": torch.ones(3, 1, LQ, LK)}, TypeError, r"mask has dtype float32; it needs bool"),
+    ({"mask": [True]}, TypeError, r"mask is a list; it needs to be a bool torch.Tensor"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), WRONG, ids=range(len(WRONG)))
+def test_errors_name_the_argument_and_the_dim(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
     q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
     for function in (flash_dmattn.attention, flash_dmattn.explain):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(kind, match=message):
             function(**{"q": q, "k": k, "v": k, **changes})  # type: ignore[operator]
-
-
-def test_errors_of_type() -> None:
-    q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
-    with pytest.raises(TypeError, match=r"k is a NoneType; it needs to be a torch.Tensor of 5 dimensions"):
-        flash_dmattn.attention(q, None, k)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"mask has dtype float32; it needs bool"):
-        flash_dmattn.attention(q, k, k, torch.ones(3, 1, LQ, LK))
-    with pytest.raises(TypeError, match=r"mask is a list; it needs to be a bool torch.Tensor"):
-        flash_dmattn.attention(q, k, k, [True])  # type: ignore[arg-type]
 
 
 # With the rest of torch
@@ -277,8 +264,8 @@ def test_one_graph() -> None:
     compiled = torch.compile(run("eager"), backend="aot_eager", fullgraph=True)
     for size in (3, 5):
         call = LeadingCall((2, size), (1, size, 1, 1, LK), (2, 1, H, LQ, LK))
-        given = call.build()
-        assert_accurate(results(compiled, call, given), call, given)
+        arguments = call.build()
+        assert_accurate(results(compiled, call, arguments), call, arguments)
 
 
 def test_vmap_in_a_graph() -> None:
@@ -286,22 +273,24 @@ def test_vmap_in_a_graph() -> None:
     q, k, v, bias = (call.build()[name] for name in ("q", "k", "v", "bias"))
 
     def mapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.vmap(lambda *given: flash_dmattn.attention(*given, None, bias[0], backend="eager"))(q, k, v)
+        return torch.vmap(lambda *arguments: flash_dmattn.attention(*arguments, None, bias[0], backend="eager"))(
+            q, k, v
+        )
 
     compiled = torch.compile(mapped, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(q, k, v), whole(formula.attention)(q, k, v, None, bias)[0])
+    torch.testing.assert_close(compiled(q, k, v), over_batches(formula.attention)(q, k, v, None, bias)[0])
 
 
 def test_second_derivative() -> None:
     call = LeadingCall((2, 3), (2, 1, 1, LQ, LK), (1, 3, HK, LQ, LK))
-    given = call.build()
-    leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "bias")]
-    found = []
+    arguments = call.build()
+    leaves = [arguments[name].requires_grad_() for name in ("q", "k", "v", "bias")]
+    actual = []
     for backend in ("eager", "reference"):
-        out = flash_dmattn.attention(*leaves[:3], given["mask"], leaves[3], backend=backend)
+        out = flash_dmattn.attention(*leaves[:3], arguments["mask"], leaves[3], backend=backend)
         first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
-        found.append(torch.autograd.grad(sum(x.sin().sum() for x in first), leaves))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-11)
+        actual.append(torch.autograd.grad(sum(x.sin().sum() for x in first), leaves))
+    torch.testing.assert_close(actual[0], actual[1], rtol=1e-9, atol=1e-11)
 
 
 # vmap
@@ -331,7 +320,7 @@ def loss(backend: str) -> Any:
 
 
 def inputs(mapped: str, one_entry: bool = False) -> tuple[list[Tensor], tuple[int | None, ...]]:
-    """The tensors of which those named are mapped, and the dims that are."""
+    """The tensors, the named ones mapped, and their mapped dims."""
     dims = tuple(0 if name in mapped.split() else None for name in (*MAPPED, "mask"))
     tensors = [x if dim == 0 else x[0] for x, dim in zip((*MAPPED.values(), MASK), dims, strict=True)]
     if one_entry:
@@ -340,9 +329,9 @@ def inputs(mapped: str, one_entry: bool = False) -> tuple[list[Tensor], tuple[in
 
 
 def assert_same(function: Any) -> None:
-    found, wanted = (torch.utils._pytree.tree_leaves(function(backend)) for backend in ("eager", "reference"))
-    assert len(found) == len(wanted) > 0
-    for x, y in zip(found, wanted, strict=True):
+    actual, wanted = (torch.utils._pytree.tree_leaves(function(backend)) for backend in ("eager", "reference"))
+    assert len(actual) == len(wanted) > 0
+    for x, y in zip(actual, wanted, strict=True):
         assert x.shape == y.shape
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
 
@@ -360,7 +349,7 @@ def test_vmap_and_per_sample_gradients(mapped: str, one_entry: bool) -> None:
     assert_same(lambda backend: torch.vmap(torch.func.grad(loss(backend), 3), dims)(*tensors))
 
     def total(backend: str) -> Any:
-        return lambda *given: torch.vmap(loss(backend), dims)(*given).square().sum()
+        return lambda *arguments: torch.vmap(loss(backend), dims)(*arguments).square().sum()
 
     assert_same(lambda backend: torch.func.grad(total(backend), every)(*tensors))
     for leaf in tensors[:4]:
@@ -381,9 +370,9 @@ def test_vmap_over_other_dims_twice_and_of_leading_dims() -> None:
             *one[:3], bias[0, :, None], one[4]
         )
     )
-    of_five = (0, 0, 0, None, None)
+    dims_of_five = (0, 0, 0, None, None)
     assert_same(
-        lambda backend: torch.vmap(torch.func.grad(loss(backend), (0, 3)), of_five)(
+        lambda backend: torch.vmap(torch.func.grad(loss(backend), (0, 3)), dims_of_five)(
             *one[:3], bias[0, :, None, :], mask[0, :1, None]
         )
     )
@@ -395,10 +384,10 @@ def test_jacobian_and_hessian(entries: int) -> None:
     bias = MAPPED["bias"][0, :entries, :, :2, :2]
 
     def out(backend: str) -> Any:
-        return lambda *given: flash_dmattn.attention(*given[:3], None, given[3], backend=backend)
+        return lambda *arguments: flash_dmattn.attention(*arguments[:3], None, arguments[3], backend=backend)
 
     def scalar(backend: str) -> Any:
-        return lambda *given: loss(backend)(*given, None)
+        return lambda *arguments: loss(backend)(*arguments, None)
 
     assert_same(lambda backend: torch.func.jacrev(out(backend), (0, 1, 2, 3))(q, k, v, bias))
     second = lambda backend: torch.func.jacrev(torch.func.jacrev(scalar(backend), (0, 3)), (0, 3))
@@ -444,8 +433,8 @@ def test_vmap_of_a_backend_that_reads_no_part_of_a_batch_expands() -> None:
     with registered(pair, before="cuda"):
         wanted = torch.vmap(torch.func.grad(loss("reference"), (0, 3)), dims)(q, k, v, bias, mask)
         for backend, ran in (("auto", []), ("ours", ["forward", "backward"])):
-            found = torch.vmap(torch.func.grad(loss(backend), (0, 3)), dims)(q, k, v, bias, mask)
-            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+            actual = torch.vmap(torch.func.grad(loss(backend), (0, 3)), dims)(q, k, v, bias, mask)
+            torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-11)
             assert pair.ran == ran
 
 
@@ -454,14 +443,14 @@ def test_vmap_unpacks_a_mask_that_was_prepared_for_another_backend() -> None:
     pair = KernelPair("ours", rules=(small,), mask_forms=frozenset({"tiles", "intervals"}))
     tensors, dims = inputs("q k v bias mask")
     with registered(pair, before="cuda"):
-        found = torch.vmap(torch.func.grad(loss("auto"), (0, 1, 2, 3)), dims)(*tensors)
+        actual = torch.vmap(torch.func.grad(loss("auto"), (0, 1, 2, 3)), dims)(*tensors)
     assert pair.ran == []
     wanted = torch.vmap(torch.func.grad(loss("reference"), (0, 1, 2, 3)), dims)(*tensors)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_vmap_of_a_prepared_mask() -> None:
     tensors, dims = inputs("q k v")
     prepared = PreparedMask.from_mask(tensors[4])
-    found = torch.vmap(lambda *given: loss("eager")(*given, prepared), dims[:4])(*tensors[:4])
-    torch.testing.assert_close(found, torch.vmap(loss("reference"), dims)(*tensors))
+    actual = torch.vmap(lambda *arguments: loss("eager")(*arguments, prepared), dims[:4])(*tensors[:4])
+    torch.testing.assert_close(actual, torch.vmap(loss("reference"), dims)(*tensors))

@@ -77,7 +77,7 @@ def test_batch_head_and_lengths_choose_the_plane():
     assert picture.shape == (5, 4, 3)
     assert_color(picture[4, 1], drawing.FULL_TILE)
     assert_color(pixels(masks.show(mask, batch=1, head=1, block_size=1))[0, 1], drawing.EMPTY_TILE)
-    # A mask shared by all heads is that of any head.
+    # A mask shared by all heads is the mask of any head.
     assert_color(pixels(masks.show(mask[1:, 2:], batch=7, head=7, block_size=1))[0, 1], drawing.FULL_TILE)
 
 

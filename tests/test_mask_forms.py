@@ -32,9 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.dispatch import config, refusals
+from flash_dmattn.dispatch import config, selection
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.masks.prepared.operator import KeyForm, key_form, prepared_view
+from flash_dmattn.masks.prepared.operators import KeyForm, key_form, prepared_view
 from flash_dmattn.masks.prepared.storage import unpack_view
 
 
@@ -42,7 +43,7 @@ from flash_dmattn.masks.prepared.storage import unpack_view
 def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
         monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     with both_registered():
         yield
 
@@ -64,10 +65,10 @@ BACKENDS = (
 def test_prepared_mask_gives_what_the_dense_mask_gives(form: str, band: dict[str, Any], backend: Any) -> None:
     prepared = PreparedMask.from_mask(FORMS[form], seqlen_q=LQ, seqlen_k=LK, **band)
     if backend == "flex":
-        given = leaves(torch.float32)
+        arguments = leaves(torch.float32)
         with eager_flex():
-            found = results(given, prepared, backend=backend)
-        assert_same(found, results(given, FORMS[form], backend="reference", **band), rtol=1e-4, atol=1e-4)
+            actual = results(arguments, prepared, backend=backend)
+        assert_same(actual, results(arguments, FORMS[form], backend="reference", **band), rtol=1e-4, atol=1e-4)
     else:
         expected = results(leaves(), FORMS[form], backend="reference", **band)
         assert_same(results(leaves(), prepared, backend=backend), expected)
@@ -127,7 +128,7 @@ def test_a_mask_of_one_row_as_both_kinds_of_kernels_receive_it(seqlen_q: int, bi
 
 def test_one_query_and_none() -> None:
     for seqlen_q in (0, 1):
-        given = leaves(seqlen_q=seqlen_q)
+        arguments = leaves(seqlen_q=seqlen_q)
         for prepared, dense in (
             (PreparedMask.from_window(seqlen_q, LK, is_causal=True), None),  # of tiles, though of one row at most
             (
@@ -135,9 +136,9 @@ def test_one_query_and_none() -> None:
                 random_mask(B, 1, 1, LK),
             ),
         ):
-            expected = results(given, dense, is_causal=True, backend="reference")
+            expected = results(arguments, dense, is_causal=True, backend="reference")
             for backend in ("eager", PREPARED.backend.name):
-                assert_same(results(given, prepared, backend=backend), expected)
+                assert_same(results(arguments, prepared, backend=backend), expected)
 
 
 def test_two_layers_share_one_mask() -> None:
@@ -145,10 +146,10 @@ def test_two_layers_share_one_mask() -> None:
     before = [x.clone() for x in prepared.tensors]
 
     def layers(mask: Tensor | PreparedMask, backend: str, **band: Any) -> list[Tensor]:
-        q, k, v, bias = given = leaves()
+        q, k, v, bias = arguments = leaves()
         x = flash_dmattn.attention(q, k, v, mask, bias, backend=backend, **band)
         x = flash_dmattn.attention(x, k, v, mask, 2 * bias, softcap=3.0, backend=backend, **band)
-        return [x, *torch.autograd.grad(x.sin().sum(), given)]
+        return [x, *torch.autograd.grad(x.sin().sum(), arguments)]
 
     expected = layers(FORMS["full"], "reference", is_causal=True)
     for backend in ("eager", PREPARED.backend.name):
@@ -157,11 +158,11 @@ def test_two_layers_share_one_mask() -> None:
     assert all(torch.equal(x, y) for x, y in zip(prepared.tensors, before))
 
 
-# What the backends receive, and how often a mask is packed
+# The views that backends receive, and how often a mask is packed
 
 
 class Seen(TorchDispatchMode):
-    """The operators of the package that ran, those of passes with the names of their backends."""
+    """The operators of the package that ran; operators of passes have the names of their backends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,9 +214,9 @@ def test_backend_of_plain_functions_receives_dense_masks() -> None:
     ours = KernelPair("ours")  # says nothing of the forms it reads
     prepared = PreparedMask.from_mask(FORMS["key-value heads"], is_causal=True)
     with registered(ours):
-        found = results(leaves(), prepared, backend="ours")
+        actual = results(leaves(), prepared, backend="ours")
     assert ours.ran == ["forward", "backward"]
-    assert_same(found, results(leaves(), FORMS["key-value heads"], is_causal=True, backend="reference"))
+    assert_same(actual, results(leaves(), FORMS["key-value heads"], is_causal=True, backend="reference"))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -303,8 +304,8 @@ def test_other_limits_than_the_mask_has_are_refused(mask: PreparedMask, flags: d
 def test_the_same_limits_in_other_words(mask: PreparedMask, flags: dict[str, Any]) -> None:
     q, k, v, _ = leaves()
     for backend in ("eager", PREPARED.backend.name):
-        found = flash_dmattn.attention(q, k, v, mask, backend=backend, **flags)
-        assert_same([found], [flash_dmattn.attention(q, k, v, mask.dense(), backend="reference")])
+        actual = flash_dmattn.attention(q, k, v, mask, backend=backend, **flags)
+        assert_same([actual], [flash_dmattn.attention(q, k, v, mask.dense(), backend="reference")])
 
 
 # explain
@@ -330,7 +331,7 @@ def test_explain_says_prepared_and_what_is_unpacked() -> None:
 
 
 def test_flex_notes_what_it_unpacks() -> None:
-    explanation = flash_dmattn.explain_problem(
+    explanation = explain_problem(
         q=(1, 16384, 16, 128), kv_heads=4, device="sm_80", mask=(1, 4, 16384, 16384), mask_prepared=True
     )
     (flex,) = (verdict for verdict in explanation.verdicts if verdict.backend == "flex")
@@ -340,18 +341,18 @@ def test_flex_notes_what_it_unpacks() -> None:
 @pytest.mark.parametrize("form", ["full", "one key for all", "per key", "per key and head"])
 def test_prepared_mask_described_by_its_shape(form: str) -> None:
     q, k, v, _ = (x.detach() for x in leaves())
-    given = FORMS[form]
-    described = flash_dmattn.explain_problem(
+    arguments = FORMS[form]
+    described = explain_problem(
         (B, LQ, HQ, D),
         kv_heads=HK,
         seqlen_k=LK,
         dtype="fp64",
         device="cpu",
-        mask=tuple(given.shape),
+        mask=tuple(arguments.shape),
         mask_prepared=True,
         is_causal=True,
     )
-    real = flash_dmattn.explain(q, k, v, PreparedMask.from_mask(given, seqlen_q=LQ, seqlen_k=LK, is_causal=True))
+    real = flash_dmattn.explain(q, k, v, PreparedMask.from_mask(arguments, seqlen_q=LQ, seqlen_k=LK, is_causal=True))
     assert described.problem == real.problem
     assert str(described) == str(real)
 
@@ -363,9 +364,9 @@ def test_fallback_counts_what_it_unpacks() -> None:
             pytest.warns(flash_dmattn.FallbackWarning) as told,
         ):
             shape = {"mask": (1, 1, 4096, 4096), "dtype": "fp64"}
-            refusals._warned.clear()
-            described = flash_dmattn.explain_problem((1, 4096, 2, 64), device="sm_80", **shape, **flags)
-            refusals.report_fallback(described.problem)
+            selection._warned.clear()
+            described = explain_problem((1, 4096, 2, 64), device="sm_80", **shape, **flags)
+            selection.report_fallback(described.problem)
         return float(re.search(r"up to ([\d.]+) MB", str(told[0].message))[1])
 
     assert workspace(mask_prepared=True) == workspace() + 16.0

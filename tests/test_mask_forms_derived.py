@@ -32,22 +32,24 @@ def loss(*tensors: Tensor, mask: Any, **flags: Any) -> Tensor:
 def test_second_derivative(form: str) -> None:
     mask = FORMS[form]
     prepared = PreparedMask.from_mask(mask, seqlen_q=LQ, is_causal=True)
-    found: dict[str, list[Tensor]] = {}
+    actual: dict[str, list[Tensor]] = {}
     for name, flags in (
         ("prepared", {"mask": prepared, "backend": "eager"}),
         ("dense", {"mask": mask, "is_causal": True, "backend": "reference"}),
     ):
-        given = leaves()
-        first = torch.autograd.grad(loss(*given, **flags), given, create_graph=True)
-        found[name] = [*first, *torch.autograd.grad(sum(g.sin().sum() for g in first), given)]
-    assert_same(found["prepared"], found["dense"])
+        arguments = leaves()
+        first = torch.autograd.grad(loss(*arguments, **flags), arguments, create_graph=True)
+        actual[name] = [*first, *torch.autograd.grad(sum(g.sin().sum() for g in first), arguments)]
+    assert_same(actual["prepared"], actual["dense"])
 
 
 @pytest.mark.parametrize("mask", [FORMS["full"], FORMS["per key"], None], ids=["tiles", "keys", "none"])
 def test_second_derivative_of_a_backend_without_one_is_refused(mask: Tensor | None) -> None:
-    given = leaves()
-    first = torch.autograd.grad(loss(*given, mask=mask, backend=PREPARED.backend.name), given, create_graph=True)
-    assert_same(list(first), list(torch.autograd.grad(loss(*given, mask=mask, backend="reference"), given)))
+    arguments = leaves()
+    first = torch.autograd.grad(
+        loss(*arguments, mask=mask, backend=PREPARED.backend.name), arguments, create_graph=True
+    )
+    assert_same(list(first), list(torch.autograd.grad(loss(*arguments, mask=mask, backend="reference"), arguments)))
     with pytest.raises(NotImplementedError, match=f"{PREPARED.backend.name}. has no second derivative"):
         first[0].sum().backward()
 
@@ -55,22 +57,22 @@ def test_second_derivative_of_a_backend_without_one_is_refused(mask: Tensor | No
 @pytest.mark.parametrize("backend", ["eager", PREPARED.backend.name])
 @pytest.mark.parametrize("form", ["full", "per key"])
 def test_functional_gradient_and_checkpoint(form: str, backend: str) -> None:
-    mask, given = FORMS[form], leaves()
-    expected = torch.autograd.grad(loss(*given, mask=mask, backend="reference"), given)
+    mask, arguments = FORMS[form], leaves()
+    expected = torch.autograd.grad(loss(*arguments, mask=mask, backend="reference"), arguments)
     for given_mask in (mask, PreparedMask.from_mask(mask, seqlen_q=LQ)):
 
         def run(*tensors: Tensor, mask: Any = given_mask) -> Tensor:
             return loss(*tensors, mask=mask, backend=backend)
 
-        plain = [x.detach() for x in given]
+        plain = [x.detach() for x in arguments]
         assert_same(list(torch.func.grad(run, argnums=(0, 1, 2, 3))(*plain)), list(expected))
         for use_reentrant in (False, True):
-            value = checkpoint(run, *given, use_reentrant=use_reentrant)
-            again = [x.grad for x in given]
+            value = checkpoint(run, *arguments, use_reentrant=use_reentrant)
+            again = [x.grad for x in arguments]
             assert again == [None] * 4
             value.backward()
-            assert_same([x.grad for x in given], list(expected))
-            for x in given:
+            assert_same([x.grad for x in arguments], list(expected))
+            for x in arguments:
                 x.grad = None
 
 
@@ -78,11 +80,11 @@ def test_vmap_over_a_call_without_gradients() -> None:
     q, k, v, bias = (x.detach() for x in leaves())
     prepared = PreparedMask.from_mask(FORMS["full"])
     many = torch.stack([FORMS["full"], ~FORMS["full"]])
-    of_bias = torch.func.vmap(lambda b: flash_dmattn.attention(q, k, v, prepared, b, backend=PREPARED.backend.name))
+    per_bias = torch.func.vmap(lambda b: flash_dmattn.attention(q, k, v, prepared, b, backend=PREPARED.backend.name))
     expected = flash_dmattn.attention(q, k, v, FORMS["full"], bias, backend="reference")
-    assert_same([of_bias(torch.stack([bias, bias]))[1]], [expected])
-    of_mask = torch.func.vmap(lambda m: flash_dmattn.attention(q, k, v, m, bias, backend="eager"))
-    assert_same([of_mask(many)[0]], [expected])
+    assert_same([per_bias(torch.stack([bias, bias]))[1]], [expected])
+    per_mask = torch.func.vmap(lambda m: flash_dmattn.attention(q, k, v, m, bias, backend="eager"))
+    assert_same([per_mask(many)[0]], [expected])
 
 
 # torch.compile
@@ -103,13 +105,13 @@ def test_one_graph(how: str, form: str, backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     given_mask = PreparedMask.from_mask(mask, seqlen_q=LQ, is_causal=True) if how == "prepared outside" else mask
-    given = leaves()
-    expected = results(given, mask, is_causal=True, backend="reference")
-    q, k, v, bias = given
+    arguments = leaves()
+    expected = results(arguments, mask, is_causal=True, backend="reference")
+    q, k, v, bias = arguments
     for _ in range(2):
         out, lse = compiled(q, k, v, given_mask, bias)
         total = out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).cos().sum()
-        assert_same([out, lse, *torch.autograd.grad(total, given)], expected)
+        assert_same([out, lse, *torch.autograd.grad(total, arguments)], expected)
     with torch.no_grad():
         assert_same(list(compiled(q, k, v, given_mask, bias)), expected[:2])
 
@@ -130,17 +132,17 @@ def test_another_prepared_mask_compiles_nothing_and_takes_effect() -> None:
 def test_inductor_relies_on_the_fakes(mask: Tensor) -> None:
     """Prepared inside the graph from an expression, for both passes, beside fused kernels."""
 
-    def among_others(scores: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, bias = given
+    def among_others(scores: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, bias = arguments
         out = flash_dmattn.attention(q, k, v, scores > 0.5, bias, is_causal=True, backend=PREPARED.backend.name)
         prepared = PreparedMask.from_mask(scores > 0.5, window_size=(9, -1))
         return torch.relu(out) + flash_dmattn.attention(q, k, v, prepared, bias, backend="eager")
 
     torch._dynamo.reset()
     compiled = torch.compile(among_others, fullgraph=True)
-    found, expected = [], []
-    for answers, function in ((expected, among_others), (found, compiled)):
-        given = leaves()
-        out = function(mask.to(torch.float64), *given)
-        answers += [out, *torch.autograd.grad(out.sin().sum(), given)]
-    assert_same(found, expected)
+    actual, expected = [], []
+    for answers, function in ((expected, among_others), (actual, compiled)):
+        arguments = leaves()
+        out = function(mask.to(torch.float64), *arguments)
+        answers += [out, *torch.autograd.grad(out.sin().sum(), arguments)]
+    assert_same(actual, expected)

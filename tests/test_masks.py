@@ -138,11 +138,11 @@ def test_combine_and_none():
 
 
 def test_combine_groups_heads_as_attention_does():
-    of_k, of_q = random_mask(2, 2, 3, 4), random_mask(1, 6, 3, 1, seed=1)
-    got = masks.combine(of_k, of_q)
+    mask_k, mask_q = random_mask(2, 2, 3, 4), random_mask(1, 6, 3, 1, seed=1)
+    got = masks.combine(mask_k, mask_q)
     assert got.shape == (2, 6, 3, 4)
     for head in range(6):
-        assert torch.equal(got[:, head], of_k[:, head // 3] & of_q[:, head])
+        assert torch.equal(got[:, head], mask_k[:, head // 3] & mask_q[:, head])
 
 
 @pytest.mark.parametrize("name", ["causal_mask", "sliding_window_mask", "prefix_lm_mask"])

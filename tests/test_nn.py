@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import flash_dmattn
 from flash_dmattn.masks import topk_mask
-from flash_dmattn.nn import DynamicMaskAttention, KVCache, apply_rotary, rotary_angles
+from flash_dmattn.nn import DynamicMaskAttention, KVCache
+from flash_dmattn.nn.positions import apply_rotary, rotary_angles
 
 HIDDEN, HEADS, HEADS_K, HEAD_DIM, LENGTH, KEEP = 24, 4, 2, 6, 17, 5
 
@@ -176,23 +177,23 @@ def test_a_cache_emptied_by_truncate_takes_another_batch_and_dtype(dtype):
 def test_the_cache_returns_what_was_appended_and_keeps_it_when_it_grows():
     cache = KVCache(max_length=2)
     generator = torch.Generator().manual_seed(3)
-    given = [
+    pieces = [
         [torch.randn(shape, generator=generator) for shape in ((2, length, 3, 4), (2, length, 3, 5), (2, length, 3))]
         for length in (1, 3, 1, 8)
     ]
-    for number, new in enumerate(given, 1):
-        found = cache.append(*new)
-        for got, parts in zip(found, zip(*given[:number], strict=True), strict=True):
+    for number, new in enumerate(pieces, 1):
+        result = cache.append(*new)
+        for got, parts in zip(result, zip(*pieces[:number], strict=True), strict=True):
             assert torch.equal(got, torch.cat(parts, dim=1))
     cache.truncate(4)
-    again = cache.append(*given[0])
-    for got, parts in zip(again, zip(given[0], given[1], given[0], strict=True), strict=True):
+    again = cache.append(*pieces[0])
+    for got, parts in zip(again, zip(pieces[0], pieces[1], pieces[0], strict=True), strict=True):
         assert torch.equal(got, torch.cat(parts, dim=1))
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 4])
 def test_scores_are_ranked_by_the_nearest_step(seqlen_q):
-    """What the last bits of one score decide in a product, they may not decide of the mask."""
+    """The last bits of a score may decide a product, but not the mask."""
     layer = make_layer(dtype=torch.float32, keep_window_size=1).requires_grad_(False)
     step = 2.0**-12
 

@@ -62,8 +62,8 @@ def test_relative_position_bias(seqlen_q: int, seqlen_k: int, is_bidirectional: 
     wanted = table[module.buckets(distance)].permute(2, 0, 1)[None]
     assert torch.equal(bias, wanted)
     dbias = torch.randn(bias.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found, expected = torch.autograd.grad(bias, module.weight, dbias), torch.autograd.grad(wanted, table, dbias)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    computed, expected = torch.autograd.grad(bias, module.weight, dbias), torch.autograd.grad(wanted, table, dbias)
+    torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_one_length_is_both_and_none_is_empty() -> None:
@@ -86,31 +86,31 @@ def test_window_position_bias(height: int, width: int) -> None:
             row = (yi - yj + height - 1) * (2 * width - 1) + xi - xj + width - 1
             assert torch.equal(bias[0, :, i, j], module.weight[row])
             total[row] += dbias[0, :, i, j]
-    (found,) = torch.autograd.grad(bias, module.weight, dbias)
-    torch.testing.assert_close(found, total, rtol=1e-12, atol=1e-12)
+    (computed,) = torch.autograd.grad(bias, module.weight, dbias)
+    torch.testing.assert_close(computed, total, rtol=1e-12, atol=1e-12)
 
 
 def test_alibi_slopes() -> None:
     assert alibi_slopes(1).tolist() == [2.0**-8]
     assert alibi_slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
-    # The numbers of its paper's code for 12 heads: those of 8, then every second one of 16.
+    # The numbers of its paper's code for 12 heads: all slopes of 8 heads, then every second one of 16.
     wanted = [2.0**-n for n in range(1, 9)] + [2.0 ** -(n + 0.5) for n in range(4)]
     torch.testing.assert_close(alibi_slopes(12), torch.tensor(wanted))
 
 
 def test_a_table_learns_through_attention() -> None:
-    """The gradient of the table is that of the formula, for grouped heads, more keys than queries, and T5's scale."""
+    """The gradient of the table is the formula's, for grouped heads, more keys than queries, and T5's scale."""
     torch.manual_seed(0)
     q = torch.randn(2, 5, 4, 8, dtype=torch.float64)
     k, v = torch.randn(2, 2, 9, 2, 8, dtype=torch.float64)
     for module in (RelativePositionBias(4, dtype=torch.float64), RelativePositionBias(2, dtype=torch.float64)):
         filled(module)
-        found = []
+        computed = []
         for backend in ("eager", "reference"):
             out = flash_dmattn.attention(q, k, v, bias=module(5, 9), softmax_scale=1.0, is_causal=True, backend=backend)
-            found.append(torch.autograd.grad(out.sin().sum(), module.weight)[0])
-        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
-        assert found[0].abs().sum() > 0
+            computed.append(torch.autograd.grad(out.sin().sum(), module.weight)[0])
+        torch.testing.assert_close(*computed, rtol=1e-10, atol=1e-12)
+        assert computed[0].abs().sum() > 0
 
 
 def test_gradients_are_deterministic_by_pytorchs_own_account() -> None:
@@ -165,9 +165,9 @@ def test_pair_bias_attention(is_gated: bool, shared: bool, masked: bool) -> None
     if mask is not None:
         mask[1] = False  # padding alone
     leaves = [x, pair, *layer.parameters()]
-    found, wanted = layer(x, pair, mask), by_hand(layer, x, pair, mask)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    gradients = [torch.autograd.grad(out.sin().sum(), leaves) for out in (found, wanted)]
+    computed, wanted = layer(x, pair, mask), by_hand(layer, x, pair, mask)
+    torch.testing.assert_close(computed, wanted, rtol=1e-10, atol=1e-10)
+    gradients = [torch.autograd.grad(out.sin().sum(), leaves) for out in (computed, wanted)]
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
 
 

@@ -1,4 +1,4 @@
-"""The dynamic-mask layer on packed sequences and on caches in pages: as each sequence alone, and every refusal."""
+"""The dynamic-mask layer on packed sequences, and the example that decodes from pages: as each sequence alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from cases import DEVICE
-from test_nn import HEAD_DIM, HEADS_K, HIDDEN, make_layer
+from test_examples import load
+from test_nn import HIDDEN, make_layer
 from torch import Tensor
 
 from flash_dmattn import Sequences
-from flash_dmattn.nn import DynamicMaskAttention, KVCache, PagedKVCache
+from flash_dmattn.nn import KVCache
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     *({}, {"keep_window_size": None}, {"local_window_size": 2}, {"keep_window_size": 99}, {"qk_norm": True}),
@@ -22,7 +23,7 @@ LENGTHS = (7, 0, 17, 1)
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
-def of_options(options: dict[str, Any]) -> str:
+def id_of(options: dict[str, Any]) -> str:
     return "-".join(options) or "plain"
 
 
@@ -30,9 +31,9 @@ def make_tokens(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(count, HIDDEN, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=of_options)
+@pytest.mark.parametrize("options", OPTIONS, ids=id_of)
 def test_packed_sequences_are_each_alone(options: dict[str, Any]) -> None:
-    """Outputs, and every gradient; behind the last sequence stand two tokens of none."""
+    """Outputs, and every gradient; two tokens of no sequence follow the last one."""
     layer, tokens = make_layer(**options), sum(LENGTHS)
     x = make_tokens(tokens + 2).requires_grad_()
     edges = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -41,8 +42,8 @@ def test_packed_sequences_are_each_alone(options: dict[str, Any]) -> None:
     assert not out[tokens:].any()
     torch.testing.assert_close(out[:tokens], alone, **EXACT)
     leaves, dout = (x, *layer.parameters()), torch.randn_like(alone)
-    found = torch.autograd.grad(out[:tokens], leaves, dout)
-    torch.testing.assert_close(found, torch.autograd.grad(alone, leaves, dout), rtol=1e-8, atol=1e-10)
+    gradients = torch.autograd.grad(out[:tokens], leaves, dout)
+    torch.testing.assert_close(gradients, torch.autograd.grad(alone, leaves, dout), rtol=1e-8, atol=1e-10)
 
 
 def test_slots_of_packed_sequences_are_used_in_part() -> None:
@@ -54,59 +55,24 @@ def test_slots_of_packed_sequences_are_used_in_part() -> None:
         torch.testing.assert_close(out[first : first + count], layer(x[None, first : first + count])[0], **EXACT)
 
 
-def decode(layer: DynamicMaskAttention, texts: list[Tensor], chunks: list[list[int]], packs: bool) -> list[Tensor]:
-    """The outputs of each text, which comes in chunks, as many tokens of each as a list says."""
-    has_scores, dtype = layer.keep_window_size is not None, layer.q_proj.weight.dtype
-    cache = PagedKVCache(14, 4, HEADS_K, HEAD_DIM, has_scores=has_scores, dtype=dtype, device=DEVICE)
-    for pool in (cache.k, cache.v, cache.scores):
-        if pool is not None:
-            pool.fill_(torch.nan)
-    table = torch.randperm(14, generator=torch.Generator().manual_seed(0))[:12].view(2, 6).to(DEVICE)
-    lengths, found = [0] * len(texts), [[] for _ in texts]
-    for news in chunks:
-        x = torch.cat([text[n : n + new] for text, n, new in zip(texts, lengths, news, strict=True)])
-        lengths = [n + new for n, new in zip(lengths, news, strict=True)]
-        of_keys = torch.tensor(lengths, device=DEVICE)
-        if packs:
-            edges = torch.tensor([0, *news], device=DEVICE).cumsum(0)
-            sequences = Sequences.paged(table, of_keys, cu_seqlens_q=edges, max_seqlen_q=max(news))
-        else:
-            sequences, x = Sequences.paged(table, of_keys), x.view(len(news), news[0], HIDDEN)
-        out = layer(x, cache=cache, sequences=sequences)
-        assert out.shape == x.shape
-        for each, part in zip(found, out.flatten(0, -2).split(news), strict=True):
-            each.append(part)
-    return [torch.cat(each) for each in found]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=of_options)
-@pytest.mark.parametrize(
-    ("chunks", "packs"),
-    [([[3, 9], [0, 1], [1, 1], [5, 6]], True), ([[4, 4], [1, 1], [1, 1], [3, 3]], False)],
-    ids=("packed", "by slots"),
-)
-def test_decoding_from_pages_equals_the_full_forward(
-    options: dict[str, Any], chunks: list[list[int]], packs: bool
-) -> None:
-    """A cache of NaN beforehand: what no sequence has written is not read."""
+@pytest.mark.parametrize("options", OPTIONS, ids=id_of)
+def test_decoding_from_pages_equals_the_full_forward(options: dict[str, Any]) -> None:
+    """The example of a server: a pool of NaN beforehand, and a draft that is rejected and written over."""
     layer = make_layer(**options).requires_grad_(False).to(DEVICE)
-    counts = [sum(news[s] for news in chunks) for s in range(2)]
-    texts = list(make_tokens(sum(counts)).to(DEVICE).split(counts))
-    for text, out in zip(texts, decode(layer, texts, chunks, packs), strict=True):
-        torch.testing.assert_close(out, layer(text[None])[0], **EXACT)
+    cache = load("paged_decoding").PagedCache(layer, pages=14, page_size=4)
+    for pool in (cache.k, cache.v, cache.scores):
+        pool.fill_(torch.nan)
+    table = torch.randperm(14, generator=torch.Generator().manual_seed(0))[:12].view(2, 6).to(DEVICE)
+    texts = make_tokens(2 * 17).view(2, 17, HIDDEN).to(DEVICE)
 
+    def step(x: Tensor, *lengths: int) -> Tensor:
+        return cache.attend(layer, x, table[: len(x)], torch.tensor(lengths, device=DEVICE))
 
-def test_nothing_of_a_rejected_draft_stays() -> None:
-    """Keys behind seqlens_k do not exist, and are written anew."""
-    layer, x = make_layer().requires_grad_(False), make_tokens(12)[None]
-    cache = PagedKVCache(3, 8, HEADS_K, HEAD_DIM, dtype=torch.float64)
-
-    def step(new: Tensor, length: int) -> Tensor:
-        return layer(new, cache=cache, sequences=Sequences.paged(torch.tensor([[2, 0]]), torch.tensor([length])))
-
-    step(x[:, :6], 6)
-    step(10 * x[:, 6:10], 10)
-    torch.testing.assert_close(step(x[:, 6:], 12), layer(x)[:, 6:], **EXACT)
+    step(texts[:1, :9], 9)
+    step(texts[:, :4], 4, 4)
+    step(10 * texts[:, 4:10], 10, 10)
+    out = torch.cat([step(texts[:, n : n + new], n + new, n + new) for n, new in ((4, 1), (5, 6), (11, 6))], dim=1)
+    torch.testing.assert_close(out, layer(texts)[:, 4:], **EXACT)
 
 
 def test_no_sequences_and_no_tokens() -> None:
@@ -126,22 +92,17 @@ def test_compiled_training_step() -> None:
         lambda x, cu: layer(x, sequences=Sequences.packed(cu, max_seqlen_q=12)), backend="aot_eager", fullgraph=True
     )
     x, edges = make_tokens(20, torch.float32).requires_grad_(), torch.tensor([0, 8, 20])
-    found, wanted = compiled(x, edges), layer(x, sequences=Sequences.packed(edges, max_seqlen_q=12))
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, wanted)))
+    out, expected = compiled(x, edges), layer(x, sequences=Sequences.packed(edges, max_seqlen_q=12))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)))
 
 
-X, ROWS = torch.zeros(2, 1, HIDDEN, dtype=torch.float64), torch.zeros(8, HIDDEN, dtype=torch.float64)
+ROWS = torch.zeros(8, HIDDEN, dtype=torch.float64)
 PACKED = Sequences.packed(torch.tensor([0, 3, 8]), max_seqlen_q=8)
-PAGES = Sequences.paged(torch.tensor([[0, 1], [2, 3]]), torch.tensor([5, 3]))
 
 
-def layer_call(x: Tensor, **given: Any) -> Callable[[], Any]:
-    return lambda: make_layer().requires_grad_(False)(x, **given)
-
-
-def cache(**given: Any) -> PagedKVCache:
-    return PagedKVCache(4, 4, HEADS_K, HEAD_DIM, dtype=torch.float64, **given)
+def layer_call(x: Tensor, **arguments: Any) -> Callable[[], Any]:
+    return lambda: make_layer().requires_grad_(False)(x, **arguments)
 
 
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -156,24 +117,19 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "attention_mask is a tensor; beside sequences it must be None",
     ),
     "padded": (
-        layer_call(X, sequences=Sequences.padded(torch.tensor([1, 1]))),
+        layer_call(ROWS, sequences=Sequences.padded(torch.tensor([1, 1]))),
         ValueError,
-        "sequences are padded; they must be packed or paged (or pass attention_mask",
+        "sequences are padded; they must be packed (pass attention_mask for padding;",
+    ),
+    "paged": (
+        layer_call(ROWS, sequences=Sequences.paged(torch.tensor([[0, 1]]), torch.tensor([5]))),
+        ValueError,
+        "sequences are paged; they must be packed (pass attention_mask for padding; examples/paged_decoding.py",
     ),
     "cache of packed": (
         layer_call(ROWS, cache=KVCache(), sequences=PACKED),
         ValueError,
         "cache is a KVCache; beside packed sequences it must be None",
-    ),
-    "no pages": (
-        layer_call(X, sequences=PAGES),
-        ValueError,
-        "cache is a NoneType; beside paged sequences it must be a PagedKVCache",
-    ),
-    "no table": (
-        layer_call(X, cache=cache()),
-        ValueError,
-        "cache is a PagedKVCache and sequences is None; it needs Sequences.paged",
     ),
     "rank": (
         layer_call(ROWS[None], sequences=PACKED),
@@ -195,17 +151,6 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "sequences name no max_seqlen_k; a layer that keeps 5 keys needs it (Sequences.packed(..., max_seqlen_q=...))",
     ),
-    "scores": (
-        layer_call(X, cache=cache(has_scores=False), sequences=PAGES),
-        ValueError,
-        "scores is a tensor; this cache needs None (has_scores is False)",
-    ),
-    "gradients": (
-        lambda: make_layer()(X, cache=cache(), sequences=PAGES),
-        ValueError,
-        "k requires grad; what is written to a cache has no gradient",
-    ),
-    "sizes": (lambda: PagedKVCache(4, 0, 2, 8), ValueError, "page_size is 0; it must be at least 1"),
 }
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 import flash_dmattn
 from flash_dmattn import operators
 from flash_dmattn.gradients import spread
-from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view
+from flash_dmattn.masks.prepared.operators import KeyForm, prepared_view
 from flash_dmattn.problem import Flags, NeedsGrad, causal_window
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6

@@ -72,13 +72,15 @@ def check_tile_mask(prepared, allowed):
         assert prepared.classes[b, h].tolist() == classes
         columns = [[classes[row][col] for row in range(tiles_q)] for col in range(tiles_k)]
         for name, table in (("row", classes), ("col", columns)):
-            want = {
-                "full_count": [line.count(2) for line in table],
-                "partial_count": [line.count(1) for line in table],
-                "indices": [[n for kind in (2, 1, 0) for n, c in enumerate(line) if c == kind] for line in table],
-            }
-            for part, expected in want.items():
-                assert getattr(prepared, f"{name}_{part}")[b, h].tolist() == expected
+            want = [
+                [
+                    line.count(2),
+                    line.count(1),
+                    *(n for kind in (2, 1, 0) for n, c in enumerate(line) if c == kind),
+                ]
+                for line in table
+            ]
+            assert getattr(prepared, f"{name}_lists")[b, h].tolist() == want
     dtypes = {"bits": torch.int32, "classes": torch.uint8}
     for name, tensor in tensors_of(prepared):
         assert tensor.is_contiguous() and tensor.dtype == dtypes.get(name, torch.int32)
@@ -114,15 +116,15 @@ def same(one, other):
 
 
 def check_stats(prepared, allowed):
-    found, want = prepared.stats(), masks.mask_stats(allowed)
+    actual, want = prepared.stats(), masks.mask_stats(allowed)
     last = allowed.size(3) % 128 != 0
-    whole = masks.mask_stats(allowed[..., : allowed.size(3) // 128 * 128])
+    every = masks.mask_stats(allowed[..., : allowed.size(3) // 128 * 128])
     tiles_k = max(1, -(-allowed.size(3) // 128))
     # A last tile with fewer than 128 keys is never full.
-    full = whole.full_tile_fraction * (tiles_k - last) / tiles_k
-    assert found.full_tile_fraction == pytest.approx(full)
+    full = every.full_tile_fraction * (tiles_k - last) / tiles_k
+    assert actual.full_tile_fraction == pytest.approx(full)
     for name in ("shape", "block_size", "density", "active_tile_fraction", "empty_rows"):
-        assert getattr(found, name) == getattr(want, name), name
+        assert getattr(actual, name) == getattr(want, name), name
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
@@ -253,8 +255,8 @@ def test_layouts_and_broadcast_dims(mask, plain):
 def test_rows_that_start_between_words():
     mask = torch.rand(2, 1, 1, 131) < 0.5
     sliced, plain = mask[:1, ..., 3:], mask[:1, ..., 3:].clone()
-    for found, wanted in zip(packing.pack_mask(sliced, None), packing.pack_mask(plain, None), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip(packing.pack_mask(sliced, None), packing.pack_mask(plain, None), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 def test_one_row_for_all_queries_is_known_by_its_keys():
@@ -323,9 +325,9 @@ def test_builders_give_what_the_dense_builders_give(band):
                 PreparedMask.from_mask(dense, seqlen_k=lengths[1], **band),
             )
     ids, ids_k = masks.document_ids([[100, 60], [20, 200]], 230), masks.document_ids([[90], [260]], 300)
-    for of_q, of_k in ((ids, None), (ids[0], None), (ids[0], ids_k), (ids, ids_k[1])):
-        want = PreparedMask.from_mask(masks.document_mask(of_q, of_k), **band)
-        assert same(PreparedMask.from_documents(of_q, of_k, **band), want)
+    for ids_q, key_ids in ((ids, None), (ids[0], None), (ids[0], ids_k), (ids, ids_k[1])):
+        want = PreparedMask.from_mask(masks.document_mask(ids_q, key_ids), **band)
+        assert same(PreparedMask.from_documents(ids_q, key_ids, **band), want)
     for side in ("left", "right"):
         for seqlen_q in (15, 20):
             want = PreparedMask.from_mask(masks.padding_mask([0, 3, 9], 9, side=side), seqlen_q=seqlen_q, **band)
@@ -351,18 +353,22 @@ def test_errors_of_from_mask(arguments, error, message):
         PreparedMask.from_mask(arguments[0], **(arguments[1] if len(arguments) > 1 else {}))
 
 
-def test_errors_of_builders():
-    blocks = torch.ones(2, 2, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"2 blocks along seqlen_q .* needs 3, or 1, for seqlen_q = 300"):
-        PreparedMask.from_blocks(blocks, 128, 300, 256)
-    with pytest.raises(ValueError, match=r"2 blocks along seqlen_k .* needs 3"):
-        PreparedMask.from_blocks(blocks, 128, 256, 300)
-    with pytest.raises(ValueError, match="lengths has a length of 7, longer than the sequence; at most 6"):
-        PreparedMask.from_lengths([7], 6, 6)
-    with pytest.raises(ValueError, match="side is 'top'"):
-        PreparedMask.from_lengths([1], 6, 6, side="top")
-    with pytest.raises(ValueError, match="ids_k has batch size 3"):
-        PreparedMask.from_documents([[1], [2]], [[1], [2], [3]])
+BLOCKS = torch.ones(2, 2, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "options", "message"),
+    [
+        ("blocks", (BLOCKS, 128, 300, 256), {}, r"2 blocks along seqlen_q .* needs 3, or 1, for seqlen_q = 300"),
+        ("blocks", (BLOCKS, 128, 256, 300), {}, r"2 blocks along seqlen_k .* needs 3"),
+        ("lengths", ([7], 6, 6), {}, "lengths has a length of 7, longer than the sequence; at most 6"),
+        ("lengths", ([1], 6, 6), {"side": "top"}, "side is 'top'"),
+        ("documents", ([[1], [2]], [[1], [2], [3]]), {}, "ids_k has batch size 3"),
+    ],
+)
+def test_errors_of_other_classmethods(kind, arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(PreparedMask, f"from_{kind}")(*arguments, **options)
 
 
 def test_a_mask_of_one_row_remembers_it():
@@ -417,4 +423,5 @@ def test_each_field_alone_changes_what_calls_are_told_apart_by(kind, field):
 def test_every_kind_of_prepared_mask_is_told_apart():
     assert {kind.__name__ for kind in PreparedMask._classes.values()} == set(KINDS)
     assert len({mask.call_key for mask in KINDS.values()}) == len(KINDS)
+    assert PreparedMask.from_mask(~ALLOWED, is_causal=True).call_key == KINDS["TileMask"].call_key  # whatever it allows
     assert all(not isinstance(part, torch.Tensor) for mask in KINDS.values() for part in parts(mask.call_key).values())

@@ -65,9 +65,9 @@ def test_every_table_is_bounded() -> None:
     from flash_dmattn import call
     from flash_dmattn.backends.flex import graph
     from flash_dmattn.dispatch import plan
-    from flash_dmattn.distributed import choice
+    from flash_dmattn.distributed import call as parallel_call
 
-    tables = [call.plans, plan._passes, choice._remembered, graph._compiled]
+    tables = [call.plans, plan._passes, parallel_call._pairs, graph._compiled]
     assert all(1 <= table.most <= 4096 for table in tables)
 
 

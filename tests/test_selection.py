@@ -23,17 +23,14 @@ from flash_dmattn.backends.cuda import rules
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.backends.triton import passes
-from flash_dmattn.dispatch import config, refusals, registry, selection
+from flash_dmattn.dispatch import registry, selection
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, NeedsGrad
 
 FORWARD_ONLY = Rule("forward_only", lambda p: False, lambda p: "there is no backward kernel yet", "", ("backward",))
 
 
-@pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(refusals, "_warned", set())
+pytestmark = pytest.mark.usefixtures("untouched_settings")
 
 
 def inputs() -> tuple[Tensor, ...]:
@@ -55,13 +52,13 @@ def select(problem: AttentionProblem, requested: Any) -> selection.Selection:
     """The choice of a call, and what a fallback says of it."""
     chosen = selection.choose(problem, requested)
     if selection.falls_back(problem, requested, chosen):
-        refusals.report_fallback(problem)
+        selection.report_fallback(problem)
     return chosen
 
 
 def on_gpu(needs_grad: bool = False, **changes: object) -> AttentionProblem:
     """A call on an accelerator."""
-    problem = flash_dmattn.explain_problem((2, 4096, 16, 64), kv_heads=4, device="sm_80", bias=(1, 16, 1, 4096)).problem
+    problem = explain_problem((2, 4096, 16, 64), kv_heads=4, device="sm_80", bias=(1, 16, 1, 4096)).problem
     return problem._replace(needs_grad=NeedsGrad(needs_grad, needs_grad, needs_grad, needs_grad), **changes)
 
 
@@ -371,15 +368,15 @@ def test_probe_of_a_broken_install_keeps_the_exception_and_never_raises(
     monkeypatch.setattr(passes, "_launch", None)
     monkeypatch.delitem(sys.modules, imported, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    found = module.probe()
-    assert module.probe() is found
+    actual = module.probe()
+    assert module.probe() is actual
     assert attempts == [imported]
-    assert not found.usable
-    assert type(found.exception) is error
-    assert "undefined symbol: cudaGetDevice" in found.reason
+    assert not actual.usable
+    assert type(actual.exception) is error
+    assert "undefined symbol: cudaGetDevice" in actual.reason
     with pytest.raises(flash_dmattn.BackendUnavailableError, match="undefined symbol") as caught:
         results(module.BACKEND.name)
-    assert caught.value.__cause__ is found.exception
+    assert caught.value.__cause__ is actual.exception
     torch.testing.assert_close(results("auto"), results("reference"))
 
 
@@ -392,11 +389,11 @@ def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
     assert probes == []
 
 
-# The fallback on an accelerator, of which this process may use nothing but eager
+# The fallback on an accelerator, where this process may use eager alone
 
 
 @pytest.fixture
-def eager_alone() -> None:
+def eager_alone(untouched_settings: None) -> None:
     flash_dmattn.config.set(disabled=("cuda", "triton", "flex"))  # until untouched_settings takes it back
 
 
@@ -414,7 +411,7 @@ def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
     assert text.startswith("attention runs on eager PyTorch, with up to 256.0 MB of temporaries: batch 2, 4096 queries")
     lines = text.splitlines()
     better = [registry.BACKENDS[name] for name in ("cuda", "triton", "flex")]
-    reasons = [r for each in better for r in refusals.reasons_against(each, problem, ("forward",), auto=True)]
+    reasons = [r for each in better for r in selection.reasons_against(each, problem, ("forward",), auto=True)]
     assert {"disabled", "arch"} <= {reason.code for reason in reasons}
     assert lines[1:-1] == [f"  - {reason.backend}: {reason}" for reason in reasons]
     assert lines[-1].startswith('  config.set(fallback="error") turns this warning into an error')

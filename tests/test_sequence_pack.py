@@ -18,6 +18,7 @@ from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.mask_choice import choose_form, view_of
 from flash_dmattn.backends.triton.backend import BACKEND as TRITON
 from flash_dmattn.dispatch import packers
+from flash_dmattn.explanation import Explanation, explain_problem
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import SequenceSpec
 
@@ -32,7 +33,7 @@ CALLS = 145  # of each part, in the interpreter
 @without_gpu
 @pytest.mark.parametrize("part", range(4))
 def test_random_masks(part: int) -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert f"{CALLS} passed, 0 failed" in interpret("interpreted_packs.py", "packs", str(CALLS * part), str(CALLS))
 
@@ -40,7 +41,7 @@ def test_random_masks(part: int) -> None:
 @needs_triton
 @without_gpu
 def test_offsets_beyond_int32() -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert "40 passed, 0 failed" in interpret("interpreted_packs.py", "far")
 
@@ -48,7 +49,7 @@ def test_offsets_beyond_int32() -> None:
 @needs_triton
 @without_gpu
 def test_calls_pack_their_bool_mask_once_for_both_passes() -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert "8 passed, 0 failed" in interpret("interpreted_packs.py", "calls", "0", "8")
 
@@ -57,7 +58,7 @@ def test_calls_pack_their_bool_mask_once_for_both_passes() -> None:
 @without_gpu
 @pytest.mark.parametrize(("what", "number"), (("transformed", 8), ("layer", 1), ("off", 1)))
 def test_calls_in_graphs_under_transforms_of_a_layer_and_switched_off(what: str, number: int) -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert f"{number} passed, 0 failed" in interpret("interpreted_packs.py", what)
 
@@ -119,10 +120,10 @@ def test_a_graph_follows_masks_and_lengths() -> None:
 
 def problem_of(
     rows: tuple[int, ...] = (1, 500, 300), most: tuple[int, int] = (300, 300), device: str = "sm_90", **given: object
-) -> flash_dmattn.Explanation:
+) -> Explanation:
     """A call with a bool mask beside three packed sequences of 500 tokens in all."""
     spec = SequenceSpec("packed", 3, 500, 500, *most)
-    return flash_dmattn.explain_problem(
+    return explain_problem(
         (1, 500, 2, 16), device=device, mask=rows, sequences=spec, grad=True, backend="triton", **given
     )
 
@@ -176,12 +177,12 @@ def test_tiles_of_a_call_are_those_of_a_prepared_mask() -> None:
 
 @needs_triton
 def test_who_packs() -> None:
-    """The kernels on GPUs of NVIDIA, whoever packs dense masks there; PyTorch on those of AMD and elsewhere."""
+    """The kernels on GPUs of NVIDIA, whoever packs dense masks there; PyTorch on GPUs of AMD and elsewhere."""
     from flash_dmattn.triton_kernels import sequence_pack
 
-    of_nvidia, of_amd = packers._triton_packer("sm_"), packers._triton_packer("gfx")
-    assert of_nvidia is not None and of_nvidia.pack_sequences is sequence_pack.pack_sequences
-    assert of_amd is not None and of_amd.pack_sequences is packers.packers.PYTORCH.pack_sequences
+    nvidia, amd = packers._triton_packer("sm_"), packers._triton_packer("gfx")
+    assert nvidia is not None and nvidia.pack_sequences is sequence_pack.pack_sequences
+    assert amd is not None and amd.pack_sequences is packers.operators.PYTORCH.pack_sequences
     names = ("cuda_pack_mask", "cuda_interval_tiles", "cuda_topk_intervals", "cuda_key_order")
     operators = SimpleNamespace(**{name: SimpleNamespace(default=None) for name in names})
     assert packers.around_extension(operators).pack_sequences is sequence_pack.pack_sequences

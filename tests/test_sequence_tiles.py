@@ -20,6 +20,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import Sequences, attention
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.masks import PreparedMask, mask_stats
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.storage import SequenceTileMask
@@ -132,7 +133,7 @@ def test_stats_are_the_sums_of_those_of_each_sequence() -> None:
         own = [mask_stats(allowed_in(call, s)[: mask.shape[1]]) for s in range(len(call.lengths))]
         for s, of_one in enumerate(own):
             for head in range(mask.shape[1]):
-                assert torch.equal(mask.of_sequence(s, head).cpu(), allowed_in(call, s)[head])
+                assert torch.equal(mask.dense_sequence(s, head).cpu(), allowed_in(call, s)[head])
             assert of_one.shape[2:] == (call.lengths[s][1], call.lengths[s][3])
         found = mask.stats()
         pairs = [math.prod(x.shape) for x in own]
@@ -233,7 +234,7 @@ def test_explain_says_what_a_mask_costs() -> None:
     notes = {verdict.backend: verdict.notes for verdict in found.verdicts}
     assert "unpacks the prepared mask to a dense bool tensor of 0.1 MB" in notes["eager"]
     assert "prepared mask (1, 1, 500, 300) of packed queries" in str(found.problem)
-    described = flash_dmattn.explain_problem(
+    described = explain_problem(
         (1, 500, 2, 16),
         **{"dtype": "fp32", "device": found.problem.arch, "mask": (1, 1, 300, 300), "mask_prepared": True},
         **{"is_causal": True, "sequences": tiles.spec},
@@ -360,7 +361,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: tiles_of(MASK[:, :4]),
         ValueError,
         "mask has shape (1, 4, 5), read as (heads, queries of all sequences, max_seqlen_k); it needs "
-        "queries of all sequences in [1, 8], max_seqlen_k in [1, 5]",
+        "queries of all sequences in {1, 8} and max_seqlen_k in {1, 5}",
     ),
     "dtype": (lambda: tiles_of(MASK.int()), TypeError, "mask has dtype torch.int32 and must be torch.bool"),
     "where": (

@@ -24,11 +24,11 @@ from torch.nested import nested_tensor_from_jagged
 
 import flash_dmattn
 from flash_dmattn import Sequences, attention, masks, nn
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import FEATURES, SequenceSpec
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.sequences import Batch
 from flash_dmattn.sequences import append_to_cache, layout
-from flash_dmattn.sequences.values import make_bounds
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
@@ -36,18 +36,20 @@ EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 def skip_where_refused(backend: Runner, call: SequenceCall) -> None:
     """Skip a call that a rule of the backend refuses, with its reason."""
     needs = dict.fromkeys(call.needs_grad, True)
-    given = {
+    arguments = {
         n: None if (x := getattr(call, n)) is None else x.detach().requires_grad_(needs.get(n, False)) for n in LEAVES
     }
-    extra = {"sink": given["sink"], "sequences": call.sequences, "return_lse": True}
-    explanation = flash_dmattn.explain(*(given[n] for n in "qkv"), call.mask, given["bias"], **extra, **call.flags)
+    extra = {"sink": arguments["sink"], "sequences": call.sequences, "return_lse": True}
+    explanation = flash_dmattn.explain(
+        *(arguments[n] for n in "qkv"), call.mask, arguments["bias"], **extra, **call.flags
+    )
     reasons = next(v.reasons for v in explanation.verdicts if v.backend == backend.name)
     if reasons:
         pytest.skip(f"{backend.name}: {reasons[0]}")
 
 
-def of_backend(name: str) -> dict[str, Any]:
-    """What to draw for a backend: long rows in 16 bits for kernels, fp64 too for PyTorch."""
+def draw_options(name: str) -> dict[str, Any]:
+    """Arguments of a draw for a backend: long rows in 16 bits for kernels, fp64 too for PyTorch."""
     if name == "flex":
         return {**ON_GPU, "dtypes": (torch.float32,)}  # beside a sink it rounds an out of 16 bits once more
     return {} if name in ("eager", "reference") else ON_GPU
@@ -59,7 +61,7 @@ def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
         pytest.skip("flex: nearly each of these would compile for a minute; tests/flex_check.py has classes of them")
     ran = 0
     for number in range(part, EXAMPLES, 6):
-        call = draw(number, **of_backend(backend.name))
+        call = draw(number, **draw_options(backend.name))
         try:
             skip_where_refused(backend, call)
         except pytest.skip.Exception:
@@ -77,21 +79,21 @@ def test_gradients_of_few_rows_may_be_unlucky_and_not_wrong(number: int, name: s
     assert call.flags["dropout_p"] == 0.0, "a GPU draws another dropout, and with it another yardstick"
     exact, in_dtype, dense = expected(call)
     outs = (x["out"].reshape(dense.dout.shape).double() for x in (exact, in_dtype))
-    of_delta = (dense.dout * torch.sub(*outs)).square().sum(-1).sqrt().mT
+    delta_error = (dense.dout * torch.sub(*outs)).square().sum(-1).sqrt().mT
     numbers = {k: x for k, x in call.flags.items() if k in ("softcap", "softmax_scale")}
-    given = (dense.q, dense.k, dense.v, dense.mask, dense.bias)
+    arguments = (dense.q, dense.k, dense.v, dense.mask, dense.bias)
     wanted = {"out", "lse", *(f"d{name}" for name in call.needs_grad)}
     results = {key: None if key not in wanted else x if key == "lse" else x.bfloat16() for key, x in exact.items()}
     for times, is_allowed in ((2.0, True), (4.0, False)):
-        moved = -times * of_delta if dense.dlse is None else dense.dlse - times * of_delta
-        dq, dk = formula.gradients(dense.dout, moved, *given, **numbers, sink=dense.sink)[:2]
-        of_name = (dq if name == "dq" else dk).reshape(exact[name].shape).bfloat16()
+        moved = -times * delta_error if dense.dlse is None else dense.dlse - times * delta_error
+        dq, dk = formula.gradients(dense.dout, moved, *arguments, **numbers, sink=dense.sink)[:2]
+        moved_gradient = (dq if name == "dq" else dk).reshape(exact[name].shape).bfloat16()
         if is_allowed:
-            assert error(of_name, exact[name]) > RATIO * error(in_dtype[name], exact[name]) + FLOOR
-            assert_accurate({**results, name: of_name}, call)
+            assert error(moved_gradient, exact[name]) > RATIO * error(in_dtype[name], exact[name]) + FLOOR
+            assert_accurate({**results, name: moved_gradient}, call)
         else:
             with pytest.raises(AssertionError, match=f"{name}: error"):
-                assert_accurate({**results, name: of_name}, call)
+                assert_accurate({**results, name: moved_gradient}, call)
 
 
 @pytest.mark.parametrize("number", (17056, 164, 323, 12))
@@ -104,15 +106,15 @@ def test_a_few_weights_may_be_rounded_unluckily_and_not_wrong(number: int) -> No
     weights, _ = probabilities(dense, numbers)
     dout = dense.dout.unflatten(2, (dense.k.shape[2], -1))
     allowed = chance_by_weights(dense, numbers, None, torch.bfloat16)
-    of_times = {1: 0, 5: 0}
+    passed = {1: 0, 5: 0}
     random = torch.Generator().manual_seed(number)
     for step in range(40):  # weights of many sizes, as dropout scales them
         scale = 1 + step / 40
         signs = torch.randn(weights.shape, generator=random, dtype=torch.float64).sign()
         off = ((weights * scale).bfloat16().double() / scale - weights) * signs
-        for times in of_times:
-            of_times[times] += torch.einsum("bhgij,bihgd->bjhd", times * off, dout).norm().item() <= allowed
-    assert of_times[1] == 40 and of_times[5] < 20
+        for times in passed:
+            passed[times] += torch.einsum("bhgij,bihgd->bjhd", times * off, dout).norm().item() <= allowed
+    assert passed[1] == 40 and passed[5] < 20
     assert exact["dv"] is not None and exact["dv"].norm() > 0
 
 
@@ -123,10 +125,10 @@ def test_sums_at_queries_beside_a_sink_in_16_bits(number: int, name: str) -> Non
     assert call.sink is not None and name[1:] in call.needs_grad
     results = run(call, "eager")
     assert_accurate(results, call)
-    found = results[name]
-    assert found is not None
+    result = results[name]
+    assert result is not None
     with pytest.raises(AssertionError, match=f"{name}: error"):
-        assert_accurate({**results, name: found * 1.1}, call)
+        assert_accurate({**results, name: result * 1.1}, call)
 
 
 def test_the_reference_is_differentiable() -> None:
@@ -189,21 +191,21 @@ def test_nothing_of_one_sequence_reaches_another(backend: Runner) -> None:
     bias, dlse = call.bias.clone(), call.dlse.clone()
     bias[:, bad], dlse[:, bad] = torch.nan, torch.nan
     bias[:, 5:11, 6:] = torch.nan  # beyond the keys of the last one
-    found = run(replace(call, bias=bias, dlse=dlse, **spoiled), backend.name)
+    result = run(replace(call, bias=bias, dlse=dlse, **spoiled), backend.name)
     wanted = run(call, backend.name)
     for name in ("out", "dq", "dk", "dv"):
-        assert torch.equal(found[name][5:11], wanted[name][5:11]), name
-        assert not found[name][none].any(), name
-    assert torch.equal(found["lse"][:, 5:11], wanted["lse"][:, 5:11])
-    assert torch.equal(found["dbias"][:, 5:11], wanted["dbias"][:, 5:11])
-    assert not found["dbias"][:, none].any()
+        assert torch.equal(result[name][5:11], wanted[name][5:11]), name
+        assert not result[name][none].any(), name
+    assert torch.equal(result["lse"][:, 5:11], wanted["lse"][:, 5:11])
+    assert torch.equal(result["dbias"][:, 5:11], wanted["dbias"][:, 5:11])
+    assert not result["dbias"][:, none].any()
 
 
 @pytest.mark.parametrize("layout", ("padded", "paged"))
 def test_unused_slots_are_not_read(backend: Runner, layout: str) -> None:
-    numbers = [n for n in range(200) if draw(n, layout, **of_backend(backend.name)).lengths][:6]
+    numbers = [n for n in range(200) if draw(n, layout, **draw_options(backend.name)).lengths][:6]
     for number in numbers:
-        call = draw(number, layout, **of_backend(backend.name))
+        call = draw(number, layout, **draw_options(backend.name))
         skip_where_refused(backend, call)
         k, v = call.k.clone(), call.v.clone()
         used = torch.zeros(k.shape[:2], dtype=torch.bool, device=DEVICE)
@@ -214,9 +216,9 @@ def test_unused_slots_are_not_read(backend: Runner, layout: str) -> None:
                 else:
                     used[call.sequences.block_table[s, j // k.shape[1]], j % k.shape[1]] = True
         k[~used], v[~used] = torch.nan, torch.nan
-        wanted, found = run(call, backend.name), run(replace(call, k=k, v=v), backend.name)
+        wanted, result = run(call, backend.name), run(replace(call, k=k, v=v), backend.name)
         for name, x in wanted.items():
-            assert x is None or torch.equal(x, found[name]), (call.told, name)
+            assert x is None or torch.equal(x, result[name]), (call.told, name)
 
 
 def test_bounds_on_lengths_change_no_result(backend: Runner) -> None:
@@ -228,9 +230,9 @@ def test_bounds_on_lengths_change_no_result(backend: Runner) -> None:
     none = Sequences.packed(x.cu_seqlens_q, seqlens_q=x.seqlens_q)
     wanted = run(call, backend.name)
     for sequences in (larger, none):
-        found = run(replace(call, sequences=sequences), backend.name)
+        result = run(replace(call, sequences=sequences), backend.name)
         for name, y in wanted.items():
-            assert y is None or torch.equal(y, found[name]), name
+            assert y is None or torch.equal(y, result[name]), name
 
 
 def test_a_chain_of_pages_is_the_cache_it_lists(backend: Runner) -> None:
@@ -250,12 +252,12 @@ def test_a_chain_of_pages_is_the_cache_it_lists(backend: Runner) -> None:
 
     with torch.no_grad():
         try:
-            found = call(order, pages)
+            result = call(order, pages)
         except flash_dmattn.BackendUnsupportedError as error:
             pytest.skip(f"{backend.name}: {error}")
-        assert torch.equal(found, call(torch.arange(12, device=DEVICE), in_order))
+        assert torch.equal(result, call(torch.arange(12, device=DEVICE), in_order))
         used = Sequences.padded(lengths)
-        torch.testing.assert_close(found, attention(q, k, v, is_causal=True, sequences=used, backend="eager"))
+        torch.testing.assert_close(result, attention(q, k, v, is_causal=True, sequences=used, backend="eager"))
 
 
 def test_one_sequence_is_a_dense_call() -> None:
@@ -276,17 +278,17 @@ def test_gradcheck_and_gradgradcheck() -> None:
     mask = torch.tensor([True, False, True, True, True, False])[None, None]
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-        found = attention(q, k, v, mask, bias, sink=sink, sequences=sequences, return_lse=True, backend="eager")
-        out, lse = found
+        result = attention(q, k, v, mask, bias, sink=sink, sequences=sequences, return_lse=True, backend="eager")
+        out, lse = result
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
     def fp64(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
     for bias in (fp64(2, 6, 3), fp64(1, 1, 6), fp64(3, 1, 3, 3), fp64(2, 6, 1)):
-        given = (fp64(6, 2, 2), fp64(6, 1, 2), fp64(6, 1, 3), bias, fp64(2))
-        assert torch.autograd.gradcheck(call, given)
-        assert torch.autograd.gradgradcheck(call, given)
+        arguments = (fp64(6, 2, 2), fp64(6, 1, 2), fp64(6, 1, 3), bias, fp64(2))
+        assert torch.autograd.gradcheck(call, arguments)
+        assert torch.autograd.gradgradcheck(call, arguments)
 
 
 def test_a_compiled_call_follows_lengths_and_bounds() -> None:
@@ -301,10 +303,10 @@ def test_a_compiled_call_follows_lengths_and_bounds() -> None:
         most = max(b - a for a, b in pairwise(edges))
         q, k, v = torch.randn(3, edges[-1], 2, 8, requires_grad=True)
         cu = torch.tensor(edges, dtype=torch.int32)
-        found = step(q, k, v, cu, most)
+        result = step(q, k, v, cu, most)
         wanted = attention(q, k, v, is_causal=True, sequences=Sequences.packed(cu))
-        torch.testing.assert_close(found, wanted)
-        torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q)[0] for x in (found, wanted)))
+        torch.testing.assert_close(result, wanted)
+        torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q)[0] for x in (result, wanted)))
     assert counter.frame_count <= 2
 
 
@@ -394,9 +396,9 @@ def test_calls_are_mapped_one_by_one() -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, sequences=sequences, backend="eager").square().sum()
 
-    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    result = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
     each = [torch.func.grad(loss, argnums=(0, 1, 2))(*x) for x in zip(q, k, v, strict=True)]
-    torch.testing.assert_close(found, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+    torch.testing.assert_close(result, tuple(torch.stack(x) for x in zip(*each, strict=True)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -486,11 +488,13 @@ def test_pages_and_inference_mode_have_layouts_of_their_own() -> None:
 def test_caches_of_several_lengths_keep_their_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[SequenceSpec] = []
 
-    def counted(tables: Any, device: torch.device, spec: SequenceSpec) -> Tensor:
-        made.append(spec)
-        return make_bounds(tables, device, spec)
+    make_bounds = Sequences.bounds_of
 
-    monkeypatch.setattr(layout, "make_bounds", counted)
+    def counted(self: Sequences, spec: SequenceSpec) -> Tensor:
+        made.append(spec)
+        return make_bounds(self, spec)
+
+    monkeypatch.setattr(Sequences, "bounds_of", counted)
     sequences = Sequences.padded(torch.tensor([9, 4]))
     specs = [sequences.spec_of(1, rows) for rows in range(9, 9 + layout._MOST_VIEWS)]
     for _ in range(3):
@@ -514,15 +518,6 @@ def test_packed_keys_may_have_used_lengths_alone() -> None:
     assert not torch.equal(got, attention(q, k, v, sequences=Sequences.packed(edges)))
 
 
-def test_sequences_are_remembered_for_all_layers() -> None:
-    sequences = Sequences.packed(torch.tensor([0, 3, 7], dtype=torch.int32))
-    x = torch.randn(7, 2, 8)
-    spec = sequences.spec(x, x, x)
-    view = sequences.view(spec)
-    assert sequences.view(spec) is view
-    assert view.bounds.tolist() == [[0, 3, 0, 3], [3, 4, 3, 4]]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_bounds_never_leave_the_tensors(seed: int) -> None:
     """Whatever the tables say: kernels read by them without another look."""
@@ -536,7 +531,7 @@ def test_bounds_never_leave_the_tensors(seed: int) -> None:
 
     sequences = Sequences("packed", wild(count + 1), wild(count + 1), wild(count), wild(count))
     spec = SequenceSpec("packed", count, rows_q, rows_k, most, most)
-    bounds = make_bounds(sequences._tables, sequences.device, spec)
+    bounds = sequences.bounds_of(spec)
     assert bounds.dtype == torch.int32
     for column, rows in ((0, rows_q), (2, rows_k)):
         first, length = bounds[:, column].long(), bounds[:, column + 1].long()
@@ -553,12 +548,12 @@ def test_explain_tells_of_sequences() -> None:
     text = str(flash_dmattn.explain(torch.randn(1, 1, 2, 16), pool, pool, sequences=paged))
     assert "1 paged sequences of 1 queries each and at most 8 keys in pages of 4" in text
     spec = SequenceSpec("packed", 3, 4096, 4096, 2048, 2048)
-    explanation = flash_dmattn.explain_problem((1, 4096, 16, 64), sequences=spec, device="sm_90")
+    explanation = explain_problem((1, 4096, 16, 64), sequences=spec, device="sm_90")
     refused = {v.backend: [r.code for r in v.reasons] for v in explanation.verdicts}
     assert all("sequences" not in reasons for reasons in refused.values())
     assert explanation.problem.features == {"sequences"} and {"sequences", "paged"} <= set(FEATURES)
     spec = SequenceSpec("paged", 2, 1, 512, 1, 512, page_size=64)
-    explanation = flash_dmattn.explain_problem((2, 1, 16, 64), sequences=spec, device="sm_90")
+    explanation = explain_problem((2, 1, 16, 64), sequences=spec, device="sm_90")
     (flex,) = (v for v in explanation.verdicts if v.backend == "flex")
     assert "paged" in [r.code for r in flex.reasons]
 
@@ -681,13 +676,13 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 5), sequences=TWO),
         ValueError,
         "bias has shape (2, 2, 8, 5), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it needs sequences in "
-        "[1, 2], heads in [1, 2], max_seqlen_q in [1, 5]",
+        "{1, 2}, heads in {1, 2}, max_seqlen_q in {1, 5} and max_seqlen_k in {1, 5}",
     ),
     "packed keys": (
         lambda: attention(X, X, X, bias=torch.zeros(2, 1, 5), sequences=TWO),
         ValueError,
-        "bias has shape (2, 1, 5), read as (heads, 1, keys of all sequences); it needs heads in [1, 2], 1 in [1], "
-        "keys of all sequences in [1, 8]",
+        "bias has shape (2, 1, 5), read as (heads, 1, keys of all sequences); it needs heads in {1, 2} and "
+        "keys of all sequences in {1, 8}",
     ),
     "unnamed bound": (
         lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 8), sequences=Sequences.packed(cu(0, 3, 8))),
@@ -713,7 +708,7 @@ def test_bad_input_is_refused_by_name(name: str) -> None:
 
 
 def test_check_reads_the_values() -> None:
-    """What a call on a GPU does not look at."""
+    """A call on a GPU does not look at them."""
     wrong = Sequences("packed", cu(0, 5, 3), cu(0, 5, 3))
     with pytest.raises(ValueError, match="cu_seqlens_q falls from 5 to 3"):
         wrong.check()
@@ -730,11 +725,11 @@ def test_nested_tensors_are_packed_sequences() -> None:
     x = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
     out, lse = attention(x, x, x, is_causal=True, return_lse=True)
     assert out.is_nested and out.shape[1] == x.shape[1]
-    for part, found, of_row in zip(parts, out.unbind(), lse.transpose(1, 2).unbind(), strict=True):
+    for part, result, row_out in zip(parts, out.unbind(), lse.transpose(1, 2).unbind(), strict=True):
         if len(part):
-            wanted, of_lse = attention(part[None], part[None], part[None], is_causal=True, return_lse=True)
-            torch.testing.assert_close(found, wanted[0])
-            torch.testing.assert_close(of_row.mT, of_lse[0])
+            wanted, row_lse = attention(part[None], part[None], part[None], is_causal=True, return_lse=True)
+            torch.testing.assert_close(result, wanted[0])
+            torch.testing.assert_close(row_out.mT, row_lse[0])
     gradients = torch.autograd.grad(out.values().square().sum(), parts)
     for part, g in zip(parts, gradients, strict=True):
         one = part[None]
@@ -748,9 +743,9 @@ def test_nested_tensors_of_queries_and_keys() -> None:
     k, v = (torch.randn(9, 2, 8) for _ in range(2))
     offsets = torch.tensor([0, 4, 9])
     nested = [torch.nested.nested_tensor_from_jagged(x, offsets) for x in (k, v)]
-    found = attention(q, *nested)
+    result = attention(q, *nested)
     wanted = attention(q.values(), k, v, sequences=Sequences.packed(q.offsets(), offsets))
-    torch.testing.assert_close(found.values(), wanted)
+    torch.testing.assert_close(result.values(), wanted)
 
 
 def test_nested_tensors_with_gaps() -> None:
@@ -848,15 +843,15 @@ def test_a_table_of_pages_may_have_any_strides(backend: Runner) -> None:
     q, pool = torch.randn(2, 1, 2, 16, device=DEVICE), torch.randn(6, 4, 2, 16, device=DEVICE)
     table = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([7, 5], device=DEVICE)
-    found = []
+    result = []
     for x in (table, table.t().contiguous().t(), table.repeat_interleave(2, 1)[:, ::2]):
         sequences = Sequences.paged(x, lengths)
         with torch.no_grad():
             try:
-                found.append(attention(q, pool, pool, sequences=sequences, backend=backend.name))
+                result.append(attention(q, pool, pool, sequences=sequences, backend=backend.name))
             except flash_dmattn.BackendUnsupportedError as error:
                 pytest.skip(f"{backend.name}: {error}")
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(result[0], result[1]) and torch.equal(result[0], result[2])
 
 
 @pytest.mark.parametrize("pages", ((0, 4), (3, 0)), ids=("no pages", "pages of no keys"))
@@ -876,7 +871,7 @@ def test_no_bound_reaches_into_a_pool_without_pages() -> None:
     pool = torch.zeros(0, 4, 2, 16)
     sequences = Sequences("paged", seqlens_k=cu(5), block_table=torch.zeros(1, 2, dtype=torch.int32))
     spec = sequences.spec(torch.zeros(1, 1, 2, 16), pool, pool)
-    assert make_bounds(sequences._tables, sequences.device, spec).tolist() == [[0, 1, 0, 0]]
+    assert sequences.bounds_of(spec).tolist() == [[0, 1, 0, 0]]
 
 
 def test_what_sequences_share_is_summed_in_fp32() -> None:

@@ -1,4 +1,4 @@
-"""What is set outside a call: precedence, environment variables, `with` blocks, threads and decision records."""
+"""Settings outside a call: precedence, environment variables, `with` blocks, threads and decision records."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ from flash_dmattn.backends.protocol import Rule
 from flash_dmattn.dispatch import checkpoints, config, registry
 from flash_dmattn.dispatch.config import Blocks
 
-
-@pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
+pytestmark = pytest.mark.usefixtures("untouched_settings")
 
 
 def ran(**flags: object) -> tuple[str, str | None]:
@@ -49,15 +45,11 @@ def test_argument_beats_block_beats_default_beats_auto() -> None:
     with flash_dmattn.config(backend="eager"):
         assert ran() == EAGER
         assert ran(backend="reference") == REFERENCE
+    with flash_dmattn.config(backend="auto"):
+        assert ran() == EAGER
     assert ran() == REFERENCE
     flash_dmattn.config.set(backend="auto")
     assert ran() == EAGER
-
-
-def test_block_of_auto_beats_the_default() -> None:
-    flash_dmattn.config.set(backend="reference")
-    with flash_dmattn.config(backend="auto"):
-        assert ran() == EAGER
 
 
 def test_blocks_nest_and_end_with_an_exception() -> None:
@@ -72,51 +64,22 @@ def test_blocks_nest_and_end_with_an_exception() -> None:
 
 
 def test_block_is_of_its_own_thread_and_default_of_the_process() -> None:
-    found: list[tuple[str, str | None]] = []
+    actual: list[tuple[str, str | None]] = []
 
     def call() -> None:
-        found.append(ran())
+        actual.append(ran())
 
     with flash_dmattn.config(backend="reference"):
         run_thread(call)
     flash_dmattn.config.set(backend="reference")
     run_thread(call)
-    assert found == [EAGER, REFERENCE]
-
-
-def test_two_threads_hold_different_blocks_at_once() -> None:
-    barrier = threading.Barrier(2, timeout=30)
-    found: dict[str, list[tuple[str, str | None]]] = {"eager": [], "reference": []}
-
-    def work(name: str) -> None:
-        with flash_dmattn.config(backend=name):
-            for _ in range(20):
-                barrier.wait()
-                found[name].append(ran())
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {"eager": [EAGER] * 20, "reference": [REFERENCE] * 20}
+    assert actual == [EAGER, REFERENCE]
 
 
 def run_thread(target: object) -> None:
     thread = threading.Thread(target=target)
     thread.start()
     thread.join()
-
-
-@pytest.mark.parametrize("choose", [flash_dmattn.config, flash_dmattn.config.set], ids=["block", "process"])
-def test_unknown_choice_is_refused_when_it_is_made(choose: Callable[..., object]) -> None:
-    for wrong in ("nope", ("eager", "nope"), ("auto", "eager")):
-        with pytest.raises(ValueError, match=r"backend '(nope|auto)' is unknown; it needs to be one of 'cuda', "):
-            choose(backend=wrong)
-    for wrong in (None, 3, ("eager",), ("eager", 3), ["eager", "eager"]):
-        with pytest.raises(TypeError, match=r"backend is .*; it needs to be a name, a pair \(forward, backward\), or"):
-            choose(backend=wrong)
-    assert ran() == EAGER
 
 
 def test_disabling_beats_an_explicit_name_until_the_block_ends() -> None:
@@ -249,30 +212,30 @@ def test_blocks_end_in_any_order(block: Block) -> None:
 def test_one_object_in_two_threads_that_overlap(block: Block) -> None:
     context, is_in_force = block
     first_in, second_in, first_out = (threading.Event() for _ in range(3))
-    found: list[bool] = []
+    actual: list[bool] = []
 
     def first() -> None:
         with context:
             first_in.set()
             assert second_in.wait(30)
-        found.append(is_in_force())
+        actual.append(is_in_force())
         first_out.set()
 
     def second() -> None:
         assert first_in.wait(30)
-        found.append(is_in_force())
+        actual.append(is_in_force())
         with context:
             second_in.set()
             assert first_out.wait(30)
-            found.append(is_in_force())
-        found.append(is_in_force())
+            actual.append(is_in_force())
+        actual.append(is_in_force())
 
     threads = [threading.Thread(target=target) for target in (first, second)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == [False, False, True, False]
+    assert actual == [False, False, True, False]
     assert not is_in_force()
 
 
@@ -310,32 +273,41 @@ def test_tasks_have_blocks_of_their_own_and_inherit_those_around_their_start(blo
 
 def test_a_thread_inherits_in_a_copy_of_the_context_alone(block: Block) -> None:
     context, is_in_force = block
-    found: list[bool] = []
+    actual: list[bool] = []
     with context:
         copied = contextvars.copy_context()
-        run_thread(lambda: found.append(is_in_force()))
-        run_thread(lambda: found.append(copied.run(is_in_force)))
-    run_thread(lambda: found.append(copied.run(is_in_force)))
-    assert found == [False, True, True]
+        run_thread(lambda: actual.append(is_in_force()))
+        run_thread(lambda: actual.append(copied.run(is_in_force)))
+    run_thread(lambda: actual.append(copied.run(is_in_force)))
+    assert actual == [False, True, True]
+
+
+UNKNOWN = r"backend '(nope|auto)' is unknown; it needs to be one of 'cuda', "
+NO_CHOICE = r"backend is .*; it needs to be a name, a pair \(forward, backward\), or"
+NO_NAMES = r"disabled is .*; it needs to be a name or a tuple of names"
+WRONG: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("backend", ("nope", ("eager", "nope"), ("auto", "eager")), ValueError, UNKNOWN),
+    ("backend", (None, 3, ("eager",), ("eager", 3), ["eager", "eager"]), TypeError, NO_CHOICE),
+    ("disabled", ("nope", ("eager", "nope")), ValueError, UNKNOWN),
+    ("disabled", (None, 3, ["eager"], ("eager", 3)), TypeError, NO_NAMES),
+    ("fallback", ("eror",), ValueError, r"fallback is 'eror'; it needs .*, 'error'; did you mean 'error'\?$"),
+    ("fallback", (None, 3, ["warn"]), ValueError, r"fallback is .*; it needs to be one of 'warn', 'silent', 'error'"),
+]
 
 
 @pytest.mark.parametrize("choose", [flash_dmattn.config, flash_dmattn.config.set], ids=["block", "process"])
-def test_unknown_name_or_policy_is_refused(choose: Callable[..., object]) -> None:
-    with pytest.raises(ValueError, match="backend 'nope' is unknown"):
-        choose(backend="reference", disabled=("eager", "nope"))
-    for wrong in (None, 3, ["eager"], ("eager", 3)):
-        with pytest.raises(TypeError, match=r"disabled is .*; it needs to be a name or a tuple of names"):
-            choose(disabled=wrong)
-    with pytest.raises(ValueError, match=r"fallback is 'eror'; it needs .*, 'error'; did you mean 'error'\?$"):
-        choose(fallback="eror")
-    for wrong in (None, 3, ["warn"]):
-        with pytest.raises(ValueError, match=r"fallback is .*; it needs to be one of 'warn', 'silent', 'error'"):
-            choose(backend="reference", fallback=wrong)
+@pytest.mark.parametrize(("name", "values", "kind", "message"), WRONG)
+def test_a_wrong_setting_is_refused_when_it_is_made(
+    name: str, values: tuple[Any, ...], kind: type[Exception], message: str, choose: Callable[..., object]
+) -> None:
+    others = {"backend": "reference", "disabled": "flex", "fallback": "error"}
+    for value in values:
+        with pytest.raises(kind, match=message):
+            choose(**{**others, name: value})
     with pytest.raises(TypeError, match="positional argument"):
         choose("eager")
     assert ran() == EAGER
-    assert config.process.disabled == ()
-    assert config.process.fallback == "warn"
+    assert (config.process.disabled, config.process.fallback) == ((), "warn")
 
 
 def test_decisions_are_appended_to_a_list_in_blocks_alone() -> None:
@@ -378,12 +350,6 @@ def test_decisions_say_what_ran_and_for_what() -> None:
     )
 
 
-def test_another_thread_records_nothing_here() -> None:
-    with flash_dmattn.config(record=(decisions := [])):
-        run_thread(ran)
-    assert decisions == []
-
-
 # A checkpointed region is recomputed as it ran, wherever its backward pass is.
 
 
@@ -397,9 +363,9 @@ def recomputed(checkpointed: Callable[[Tensor], Tensor], backward: Callable[[Ten
     chosen = call.choose
 
     def spy(problem: Any, requested: Any) -> Any:
-        found = chosen(problem, requested)
-        seen.append((found.forward.name, requested, config.disabled(), config.fallback()))
-        return found
+        actual = chosen(problem, requested)
+        seen.append((actual.forward.name, requested, config.disabled(), config.fallback()))
+        return actual
 
     x = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(attend(attend(x)).sum(), x)[0]
@@ -647,10 +613,10 @@ BAD = (
 )
 
 
-def in_environments(*given: tuple[str, str, str]) -> list[str]:
-    """What each code prints where a variable has a value, or the last line of its error."""
-    found = forked.run([({variable: value}, CALL + code) for code, variable, value in given])
-    return [done.said.strip() if done.status == 0 else done.said.strip().splitlines()[-1] for done in found]
+def in_environments(*built: tuple[str, str, str]) -> list[str]:
+    """Run each code beside a value of a variable; return its output, or the last line of its error."""
+    actual = forked.run([({variable: value}, CALL + code) for code, variable, value in built])
+    return [done.said.strip() if done.status == 0 else done.said.strip().splitlines()[-1] for done in actual]
 
 
 def test_environment_sets_the_default_that_everything_else_beats() -> None:
@@ -676,7 +642,7 @@ try:
     ran(backend="reference")
 except flash_dmattn.BackendUnavailableError as error:
     print("FLASH_DMATTN_DISABLE" in str(error))
-print(flash_dmattn.explain_problem((1, 8, 2, 64), device="sm_80").error)
+print(flash_dmattn.explanation.explain_problem((1, 8, 2, 64), device="sm_80").error)
 """
     variables = {"FLASH_DMATTN_DISABLE": "reference, flex,cuda,triton", "FLASH_DMATTN_FALLBACK": "error"}
     (done,) = forked.run([(variables, CALL + code)])
@@ -686,13 +652,13 @@ print(flash_dmattn.explain_problem((1, 8, 2, 64), device="sm_80").error)
 
 
 def test_bad_value_in_the_environment_ends_the_import_with_an_error_that_names_the_variable() -> None:
-    found = forked.run([({variable: value}, "import flash_dmattn") for variable, value in BAD])
-    assert found[0].said.strip().splitlines()[-1] == (
+    actual = forked.run([({variable: value}, "import flash_dmattn") for variable, value in BAD])
+    assert actual[0].said.strip().splitlines()[-1] == (
         "ValueError: FLASH_DMATTN_BACKEND names 'trition'; it needs to be one of 'cuda', 'triton', 'flex', 'eager', "
         "'reference'; did you mean 'triton'? (a backend that a program registers itself is chosen and "
         "switched off by config.set)"
     )
-    for (variable, value), done in zip(BAD, found, strict=True):
+    for (variable, value), done in zip(BAD, actual, strict=True):
         line = done.said.strip().splitlines()[-1]
         assert done.status != 0 and line.startswith("ValueError: ") and variable in line, line
         assert any(repr(part) in line for part in (value, "nope", "auto")), line

@@ -17,6 +17,7 @@ from torch.func import grad, jvp, vmap
 
 import flash_dmattn
 from flash_dmattn.backends.protocol import Forward
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference import formula
@@ -303,7 +304,7 @@ def test_what_explain_says_of_a_sink(capsys: pytest.CaptureFixture[str]) -> None
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "sink, gradients dq dk dv dsink" in said
-    problem = flash_dmattn.explain_problem(q=(2, 9, 4, 16), dtype="fp32", device="cpu", sink=True).problem
+    problem = explain_problem(q=(2, 9, 4, 16), dtype="fp32", device="cpu", sink=True).problem
     q = torch.zeros(2, 9, 4, 16)
     assert problem == flash_dmattn.explain(q, q, q, sink=torch.zeros(4)).problem
     assert "sink is set on CPU; FlexAttention's CPU kernel does not write lse" in str(

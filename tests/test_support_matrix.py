@@ -11,12 +11,11 @@ import pytest
 import torch
 from out_of_tree import replaced
 
-import flash_dmattn
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Backend, Rule
-from flash_dmattn.dispatch.refusals import BackendError, passes_of, reasons_against
 from flash_dmattn.dispatch.registry import BACKENDS
-from flash_dmattn.dispatch.selection import choose, selected_names
+from flash_dmattn.dispatch.selection import BackendError, choose, passes_of, reasons_against, selected_names
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, SequenceSpec, dtype_name
 from flash_dmattn.tools import support_matrix
 
@@ -106,7 +105,7 @@ def described_sequences(seed: int) -> dict[str, Any]:
 def problems() -> list[tuple[int, AttentionProblem]]:
     calls = [(seed, described(seed)) for seed in range(1000)]
     calls += [(seed, described_sequences(seed)) for seed in range(1000, 1300)]
-    return [(seed, flash_dmattn.explain_problem(**call).problem) for seed, call in calls]
+    return [(seed, explain_problem(**call).problem) for seed, call in calls]
 
 
 def all_rules(backend: Backend) -> tuple[Rule, ...]:
@@ -160,20 +159,20 @@ def values(problem: AttentionProblem) -> set[str]:
     numbers += (problem.num_heads, problem.num_heads_k)
     numbers += () if problem.sequences is None else (problem.sequences.page_size,)
     flags = ("deterministic", "return_lse", "return_probs", "is_causal")
-    found = {str(number) for number in numbers}
-    found |= {problem.device, problem.arch, str(problem.softcap), str(problem.dropout_p)}
+    actual = {str(number) for number in numbers}
+    actual |= {problem.device, problem.arch, str(problem.softcap), str(problem.dropout_p)}
     dtypes = {problem.dtype} | ({problem.bias.dtype} if problem.bias is not None else set())
-    found |= {name for dtype in dtypes for name in (dtype_name(dtype), str(dtype))}
-    found |= {flag for flag in flags if getattr(problem, flag)}
-    found |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}
-    found |= {str(spec.span()) for spec in (problem.mask, problem.bias) if spec is not None}
+    actual |= {name for dtype in dtypes for name in (dtype_name(dtype), str(dtype))}
+    actual |= {flag for flag in flags if getattr(problem, flag)}
+    actual |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}
+    actual |= {str(spec.span()) for spec in (problem.mask, problem.bias) if spec is not None}
     heads = (
         (problem.q_strides, problem.seqlen_q, problem.head_dim),
         (problem.k_strides, problem.seqlen_k, problem.head_dim),
         (problem.v_strides, problem.seqlen_k, problem.head_dim_v),
     )
     # Elements of memory from the first to the last of one head.
-    return found | {str(1 + max(rows - 1, 0) * s[1] + (columns - 1) * s[3]) for s, rows, columns in heads}
+    return actual | {str(1 + max(rows - 1, 0) * s[1] + (columns - 1) * s[3]) for s, rows, columns in heads}
 
 
 def test_the_choice_follows_the_rules(problems: list[tuple[int, AttentionProblem]]) -> None:
@@ -215,8 +214,8 @@ def test_random_problems_are_varied(problems: list[tuple[int, AttentionProblem]]
 class TestMatrix:
     def test_page_is_current(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)  # whichever this checkout has built
-        found = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
-        assert found == support_matrix.document(SHIPPED), (
+        actual = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+        assert actual == support_matrix.document(SHIPPED), (
             "not current: run python -m flash_dmattn.tools.support_matrix --write"
         )
 

@@ -18,7 +18,7 @@ from transformers_models import VERSION
 from flash_dmattn.integrations.transformers import check
 from flash_dmattn.integrations.transformers.dynamic_mask import DynamicMaskConfig, DynamicMaskForCausalLM
 from flash_dmattn.masks import topk_mask
-from flash_dmattn.nn import apply_rotary, rotary_angles
+from flash_dmattn.nn.positions import apply_rotary, rotary_angles
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -85,7 +85,7 @@ def test_formula(padded: str, checkpointing: bool | None) -> None:
     model.train()
     out = model(input_ids=tokens, attention_mask=real, position_ids=positions, labels=labels)
     out.loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    result = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     logits = formula(model, tokens, positions, real.bool()[:, None, None])
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -96,10 +96,10 @@ def test_formula(padded: str, checkpointing: bool | None) -> None:
     assert torch.allclose(out.logits[seen], logits[seen], rtol=1e-9, atol=1e-9)
     largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
     for name, parameter in model.named_parameters():
-        grad = found[name]
+        grad = result[name]
         assert grad is not None and parameter.grad is not None, name
         assert float((grad - parameter.grad).abs().max()) < 1e-6 * largest, name
-    assert float(found["model.layers.1.self_attn.score_scale"].abs().max()) > 1e-3 * largest  # the choice learns
+    assert float(result["model.layers.1.self_attn.score_scale"].abs().max()) > 1e-3 * largest  # the choice learns
 
 
 CACHES: dict[str, dict[str, Any]] = {
@@ -114,7 +114,7 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cache", CACHES)
 def test_generate(cache: str, padded: bool) -> None:
-    """Tokens and logits are those of a generation that reads its whole text again at each step."""
+    """Tokens and logits equal a generation that reads its whole text again at each step."""
     if cache in ("chunks", "lookup") and VERSION.release < (5, 4):
         pytest.skip("transformers fails at these by itself")
     if cache == "lookup" and padded:
@@ -129,10 +129,10 @@ def test_generate(cache: str, padded: bool) -> None:
     flags |= {"return_dict_in_generate": True, "output_logits": True}
     beams = {"num_beams": 2} if cache == "beams" else {}
     expected = model.generate(input_ids=tokens, attention_mask=real, use_cache=False, **flags, **beams)
-    found = model.generate(input_ids=tokens, attention_mask=real, **flags, **CACHES[cache])
-    assert torch.equal(found.sequences, expected.sequences)
+    result = model.generate(input_ids=tokens, attention_mask=real, **flags, **CACHES[cache])
+    assert torch.equal(result.sequences, expected.sequences)
     if cache not in ("beams", "lookup"):
-        assert torch.allclose(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-9, atol=1e-9)
+        assert torch.allclose(torch.stack(result.logits), torch.stack(expected.logits), rtol=1e-9, atol=1e-9)
 
 
 def test_positions_follow_the_cache() -> None:
@@ -151,23 +151,23 @@ def test_static_cache_compiled() -> None:
     expected = model.generate(input_ids=tokens, use_cache=False, **flags)
     config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     config._compile_all_devices = True
-    found = model.generate(input_ids=tokens, cache_implementation="static", compile_config=config, **flags)
-    assert torch.equal(found, expected)
+    result = model.generate(input_ids=tokens, cache_implementation="static", compile_config=config, **flags)
+    assert torch.equal(result, expected)
 
 
 def test_compiled_training() -> None:
     """torch.compile(fullgraph=True) of a training step: the same loss and gradients."""
     model, tokens = make().train(), text()
-    found = []
+    result = []
     # Not "aot_eager": in torch 2.13 its softplus_backward of a transposed gradient has other strides than it was told.
     for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")):
         model.zero_grad()
         run(input_ids=tokens, labels=tokens).loss.backward()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    largest = max(float(grad.abs().max()) for grad in found[0])
-    assert len(found[0]) == len(found[1]) == len(list(model.parameters()))
+        result.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    largest = max(float(grad.abs().max()) for grad in result[0])
+    assert len(result[0]) == len(result[1]) == len(list(model.parameters()))
     # transformers takes the loss in fp32.
-    assert all(float((a - b).abs().max()) < 1e-6 * largest for a, b in zip(*found, strict=True))
+    assert all(float((a - b).abs().max()) < 1e-6 * largest for a, b in zip(*result, strict=True))
 
 
 def test_folder_and_trainer(tmp_path: Path) -> None:
@@ -236,9 +236,9 @@ def test_full_attention() -> None:
 
 def test_check_lists_its_layers() -> None:
     model = make(torch.float32).eval()
-    found = check(model, input_ids=text())
-    assert found.complete and [row.kind for row in found.rows] == ["DynamicMaskSelfAttention"] * 2
-    assert found.rows[0].calls[0].forward == "eager"
+    result = check(model, input_ids=text())
+    assert result.complete and [row.kind for row in result.rows] == ["DynamicMaskSelfAttention"] * 2
+    assert result.rows[0].calls[0].forward == "eager"
 
 
 @pytest.mark.parametrize(

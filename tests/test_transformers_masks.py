@@ -16,10 +16,8 @@ from transformers import masking_utils
 from transformers_models import VERSION, padding
 
 import flash_dmattn
-from flash_dmattn.integrations.transformers import layer_mask
-from flash_dmattn.integrations.transformers.layer_mask import LayerMask
-from flash_dmattn.integrations.transformers.mask_function import make_mask
-from flash_dmattn.integrations.transformers.mask_rules import read_rule
+from flash_dmattn.integrations.transformers import mask_function
+from flash_dmattn.integrations.transformers.mask_function import LayerMask, make_mask, read_rule
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.storage import IntervalMask, TileMask
 
@@ -64,24 +62,24 @@ PLACES = {
 
 def arguments(place: tuple[int, int, int, int], function: Callable[..., Any], mask: Tensor | None) -> dict[str, Any]:
     seqlen_q, seqlen_k, first_q, first_k = place
-    given: dict[str, Any] = {"batch_size": BATCH, "kv_length": seqlen_k, "kv_offset": first_k, "attention_mask": mask}
+    options: dict[str, Any] = {"batch_size": BATCH, "kv_length": seqlen_k, "kv_offset": first_k, "attention_mask": mask}
     if TAKES_POSITIONS:
-        given["cache_position"] = torch.arange(seqlen_q) + first_q
+        options["cache_position"] = torch.arange(seqlen_q) + first_q
     else:
-        given |= {"q_length": seqlen_q, "q_offset": first_q, "device": torch.device("cpu")}
-    return {**given, "mask_function": function}
+        options |= {"q_length": seqlen_q, "q_offset": first_q, "device": torch.device("cpu")}
+    return {**options, "mask_function": function}
 
 
-def dense(given: dict[str, Any]) -> Tensor:
-    """What transformers allows, (B, 1, Lq, Lk)."""
+def dense(options: dict[str, Any]) -> Tensor:
+    """The mask (B, 1, Lq, Lk) of transformers."""
     more = {"allow_torch_fix": False} if TAKES_POSITIONS else {}
-    allowed = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False, **more)
+    allowed = masking_utils.sdpa_mask(**options, allow_is_causal_skip=False, **more)
     assert allowed is not None
     return allowed
 
 
 def allowed_by(mask: LayerMask | None, place: tuple[int, int, int, int], is_causal: bool, with_bias: bool) -> Tensor:
-    """What a call allows: of equal scores, and an identity for values, the output is above 0 there."""
+    """The pairs that a call allows: with equal scores, and an identity for values, the output is above 0 there."""
     seqlen_q, seqlen_k = place[:2]
     q, k = torch.zeros(BATCH, seqlen_q, 1, 8), torch.zeros(BATCH, seqlen_k, 1, 8)
     v = torch.eye(seqlen_k)[None, :, None].expand(BATCH, -1, -1, -1)
@@ -108,18 +106,20 @@ def test_the_same_keys_are_allowed(name: str, place: str, side: str | None, with
     seqlen_q, _, first_q, _ = where
     seen = first_q + seqlen_q
     mask = None if side is None else padding(seen, None if side == "full" else side).bool()
-    given = {**arguments(where, FUNCTIONS[name](), mask), "local_size": LOCAL_SIZES.get(name)}
-    found = make_mask(**given, allow_is_bidirectional_skip=True, allow_is_causal_skip=not name.startswith("documents"))
-    if isinstance(found, Tensor):
+    options = {**arguments(where, FUNCTIONS[name](), mask), "local_size": LOCAL_SIZES.get(name)}
+    result = make_mask(
+        **options, allow_is_bidirectional_skip=True, allow_is_causal_skip=not name.startswith("documents")
+    )
+    if isinstance(result, Tensor):
         assert name == "both ways" and place.startswith("static"), "a rule has not been recognised"
-        assert torch.equal(found, dense(given))
+        assert torch.equal(result, dense(options))
         return
-    assert torch.equal(allowed_by(found, where, name != "bidirectional", with_bias), dense(given))
-    if found is None:
+    assert torch.equal(allowed_by(result, where, name != "bidirectional", with_bias), dense(options))
+    if result is None:
         assert name == "bidirectional" or seqlen_q == where[1] or seqlen_q == 1
         return
-    held = [x.numel() for x in (found.padding, found.documents) if x is not None]
-    assert sum(held) <= BATCH * where[1] and found.shape == (BATCH, 1, *where[:2])
+    held = [x.numel() for x in (result.padding, result.documents) if x is not None]
+    assert sum(held) <= BATCH * where[1] and result.shape == (BATCH, 1, *where[:2])
 
 
 @pytest.mark.parametrize("place", ["static prefill", "static chunk", "static decoding"])
@@ -128,40 +128,40 @@ def test_a_position_that_is_a_tensor_is_not_read(place: str) -> None:
     if TAKES_POSITIONS:
         pytest.skip("before 5.4 the positions of queries are a tensor, which is read")
     where = PLACES[place]
-    given = arguments(where, masking_utils.causal_mask_function, None)
-    wanted = dense(given)
-    found = make_mask(**given | {"q_offset": torch.tensor(where[2])}, allow_is_causal_skip=False)
-    assert isinstance(found, LayerMask) == (where[0] == 1)  # a model that lets nothing be skipped wants a tensor
-    found = make_mask(**given | {"q_offset": torch.tensor(where[2])})
-    assert isinstance(found, LayerMask) and isinstance(found.used, Tensor)
-    assert torch.equal(allowed_by(found, where, True, False), wanted)
+    options = arguments(where, masking_utils.causal_mask_function, None)
+    wanted = dense(options)
+    result = make_mask(**options | {"q_offset": torch.tensor(where[2])}, allow_is_causal_skip=False)
+    assert isinstance(result, LayerMask) == (where[0] == 1)  # a model that lets nothing be skipped wants a tensor
+    result = make_mask(**options | {"q_offset": torch.tensor(where[2])})
+    assert isinstance(result, LayerMask) and isinstance(result.used, Tensor)
+    assert torch.equal(allowed_by(result, where, True, False), wanted)
 
 
 @pytest.mark.parametrize("name", ["causal", "bidirectional", "window"])
 @pytest.mark.parametrize("place", ["training", "decoding", "chunked prefill"])
 def test_padding_is_prepared_once_where_kernels_read_it(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU gets, on a CPU."""
-    monkeypatch.setattr(layer_mask, "PREPARING_DEVICES", ("cpu",))
+    """The mask that a GPU gets, on a CPU."""
+    monkeypatch.setattr(mask_function, "PREPARING_DEVICES", ("cpu",))
     where = PLACES[place]
-    given = arguments(where, FUNCTIONS[name](), padding(8, "left").bool()) | {"local_size": LOCAL_SIZES.get(name)}
-    found = make_mask(**given, allow_is_bidirectional_skip=True)
-    assert isinstance(found, LayerMask)
-    prepared = found.arguments(False)
-    assert isinstance(prepared.mask, PreparedMask) and prepared is found.arguments(False)
-    assert torch.equal(allowed_by(found, where, False, False), dense(given))
+    options = arguments(where, FUNCTIONS[name](), padding(8, "left").bool()) | {"local_size": LOCAL_SIZES.get(name)}
+    result = make_mask(**options, allow_is_bidirectional_skip=True)
+    assert isinstance(result, LayerMask)
+    prepared = result.arguments(False)
+    assert isinstance(prepared.mask, PreparedMask) and prepared is result.arguments(False)
+    assert torch.equal(allowed_by(result, where, False, False), dense(options))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_beside_a_bias_padding_is_prepared_as_bits(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which kernels read there, and would make of another form in each pass of each layer."""
-    monkeypatch.setattr(layer_mask, "PREPARING_DEVICES", ("cpu",))
+    monkeypatch.setattr(mask_function, "PREPARING_DEVICES", ("cpu",))
     real = torch.ones(2, 1, 1, 20, dtype=torch.bool)
     real[1, ..., 13:] = False
     mask = LayerMask((2, 1, 20, 20), real, is_causal=is_causal)
-    without, beside = (mask.arguments(with_bias).mask for with_bias in (False, True))
-    assert isinstance(without, IntervalMask) and isinstance(beside, TileMask)
+    without, others = (mask.arguments(with_bias).mask for with_bias in (False, True))
+    assert isinstance(without, IntervalMask) and isinstance(others, TileMask)
     wanted = real & torch.ones(20, 20, dtype=torch.bool).tril() if is_causal else real.expand(2, 1, 20, 20)
-    assert torch.equal(without.dense(), wanted) and torch.equal(beside.dense(), wanted)
+    assert torch.equal(without.dense(), wanted) and torch.equal(others.dense(), wanted)
 
 
 def test_documents_are_packed_in_one_row_alone() -> None:
@@ -200,13 +200,13 @@ def overlays() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("side", [None, "left"])
 def test_what_no_rule_describes_is_evaluated(name: str, side: str | None) -> None:
     mask = None if side is None else padding(8, side).bool()
-    given = {**arguments(PLACES["training"], masking_utils.causal_mask_function, mask), **overlays()[name]}
-    found = make_mask(**given, local_size=1)  # says that causality alone is not all
-    assert isinstance(found, Tensor) and torch.equal(found, dense(given))
+    options = {**arguments(PLACES["training"], masking_utils.causal_mask_function, mask), **overlays()[name]}
+    result = make_mask(**options, local_size=1)  # says that causality alone is not all
+    assert isinstance(result, Tensor) and torch.equal(result, dense(options))
 
 
 def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
-    """Of the name of one in transformers, and of another meaning."""
+    """It has the name of a function in transformers, and another meaning."""
 
     def inner_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return key > query - 2 * sliding_window
@@ -215,9 +215,9 @@ def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
 
 
 def test_a_function_of_a_known_name_elsewhere_is_not_taken_for_it() -> None:
-    given = arguments(PLACES["training"], sliding_window_overlay(2), padding(8, "left").bool())
-    found = make_mask(**given, local_size=4, allow_is_bidirectional_skip=True)
-    assert isinstance(found, Tensor) and torch.equal(found, dense(given))
+    options = arguments(PLACES["training"], sliding_window_overlay(2), padding(8, "left").bool())
+    result = make_mask(**options, local_size=4, allow_is_bidirectional_skip=True)
+    assert isinstance(result, Tensor) and torch.equal(result, dense(options))
 
 
 def with_other_names(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,25 +232,25 @@ def with_other_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def makers() -> dict[str, Callable[..., Any]]:
     causal, both = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
-    found = {
+    result = {
         "and_masks": masking_utils.and_masks(causal, both),
         "sliding_window_overlay": masking_utils.sliding_window_overlay(3),
         "packed_sequence_mask_function": masking_utils.packed_sequence_mask_function(DOCUMENTS),
     }
     if hasattr(masking_utils, "sliding_window_bidirectional_overlay"):
-        found["sliding_window_bidirectional_overlay"] = masking_utils.sliding_window_bidirectional_overlay(2)
+        result["sliding_window_bidirectional_overlay"] = masking_utils.sliding_window_bidirectional_overlay(2)
     if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
-        found["remap"] = masking_utils.remap_positions_for_packed_sequence(causal, POSITIONS)
-    return found
+        result["remap"] = masking_utils.remap_positions_for_packed_sequence(causal, POSITIONS)
+    return result
 
 
 @pytest.mark.parametrize("name", makers())
 def test_a_closure_of_other_names_is_evaluated(name: str) -> None:
     function = makers()[name]
     assert read_rule(function) is not None and read_rule(with_other_names(function)) is None
-    given = arguments(PLACES["training"], with_other_names(function), None)
-    found = make_mask(**given, local_size=1)
-    assert isinstance(found, Tensor) and torch.equal(found, dense(given))
+    options = arguments(PLACES["training"], with_other_names(function), None)
+    result = make_mask(**options, local_size=1)
+    assert isinstance(result, Tensor) and torch.equal(result, dense(options))
 
 
 class Window:
@@ -263,9 +263,9 @@ class Window:
 
 
 def test_a_callable_of_another_kind_is_evaluated() -> None:
-    given = arguments(PLACES["training"], Window(), None)
-    found = make_mask(**given, local_size=1)
-    assert isinstance(found, Tensor) and torch.equal(found, dense(given))
+    options = arguments(PLACES["training"], Window(), None)
+    result = make_mask(**options, local_size=1)
+    assert isinstance(result, Tensor) and torch.equal(result, dense(options))
 
 
 def test_a_mask_passes_for_one_that_is_ready() -> None:
@@ -285,12 +285,12 @@ def test_a_mask_passes_for_one_that_is_ready() -> None:
 
 
 def test_padding_of_another_rank_is_refused() -> None:
-    given = arguments(PLACES["training"], masking_utils.causal_mask_function, torch.ones(3, 8, 8, dtype=torch.bool))
+    options = arguments(PLACES["training"], masking_utils.causal_mask_function, torch.ones(3, 8, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 8, 8\); it needs 2 dims"):
-        make_mask(**given)
+        make_mask(**options)
 
 
 def test_padding_behind_the_used_keys_is_none() -> None:
     """An attention_mask as long as what has been seen pads the rest of a static cache, which is not read anyhow."""
-    found = make_mask(**arguments(PLACES["static prefill"], FUNCTIONS["causal"](), torch.ones(3, 5, dtype=torch.bool)))
-    assert isinstance(found, LayerMask) and found.padding is None and found.used == 5
+    result = make_mask(**arguments(PLACES["static prefill"], FUNCTIONS["causal"](), torch.ones(3, 5, dtype=torch.bool)))
+    assert isinstance(result, LayerMask) and result.padding is None and result.used == 5

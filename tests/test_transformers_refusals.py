@@ -10,13 +10,12 @@ import torch
 pytest.importorskip("transformers", exc_type=ImportError)
 
 import transformers
-from transformers_fixture import Counted
-from transformers_models import SMALL, VOCABULARY, inputs, lacks_interface, make
+from transformers_models import SMALL, VOCABULARY, Counted, inputs, lacks_interface, make
 
 from flash_dmattn.call import prepare_call
-from flash_dmattn.integrations.transformers import attention_function, check, packed, register
+from flash_dmattn.integrations.transformers import attention_function, check, register
 from flash_dmattn.integrations.transformers.attention_function import attend, observed
-from flash_dmattn.integrations.transformers.layer_mask import LayerMask
+from flash_dmattn.integrations.transformers.mask_function import LayerMask
 
 Q, K, V = torch.randn(3, 1, 4, 6, 8).unbind()
 LIMITS = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -26,13 +25,13 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
-def call(**given: Any) -> torch.Tensor:
-    given = {"attention_mask": None, "scaling": None, "query": Q, "key": K, "value": V, **given}
-    return attend(Layer(), **given)[0]
+def call(**options: Any) -> torch.Tensor:
+    options = {"attention_mask": None, "scaling": None, "query": Q, "key": K, "value": V, **options}
+    return attend(Layer(), **options)[0]
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("options", "error", "message"),
     [
         ({"indices": torch.zeros(1)}, NotImplementedError, "does not know indices, which Layer passes"),
         ({"cache": object()}, NotImplementedError, "a paged cache, of continuous batching, is not read"),
@@ -72,15 +71,15 @@ def call(**given: Any) -> torch.Tensor:
         ),
     ],
 )
-def test_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        call(**given)
+        call(**options)
 
 
 def test_what_is_of_no_effect_is_not_refused() -> None:
     want = call()
-    for given in ({"position_ids": LIMITS}, {"indices": None}, {"output_attentions": False}, {"sliding_window": 6}):
-        torch.testing.assert_close(call(**given), want, rtol=0, atol=0)
+    for options in ({"position_ids": LIMITS}, {"indices": None}, {"output_attentions": False}, {"sliding_window": 6}):
+        torch.testing.assert_close(call(**options), want, rtol=0, atol=0)
     for parts in ({}, {"documents": torch.zeros(1, 6).int(), "padding": torch.ones(1, 1, 1, 6).bool()}):
         mask = LayerMask((1, 1, 6, 6), is_causal=True, window=(3, -1), **parts)
         assert torch.equal(call(attention_mask=mask, sliding_window=4), call(attention_mask=mask))
@@ -91,8 +90,8 @@ def test_what_is_of_no_effect_is_not_refused() -> None:
 def test_ignored_arguments_are_those_of_the_last_registration() -> None:
     """A registration says all of them: one that another library made is not widened by it, nor it by others."""
 
-    def registered(**given: Any) -> torch.Tensor:
-        return transformers.AttentionInterface()["dmattn"](Layer(), Q, K, V, None, **given)[0]
+    def registered(**options: Any) -> torch.Tensor:
+        return transformers.AttentionInterface()["dmattn"](Layer(), Q, K, V, None, **options)[0]
 
     try:
         register(ignored_arguments=["mine", "yours"])
@@ -124,7 +123,7 @@ def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention_function, "prepare_call", watched)
     seen: list[Any] = []
-    with observed(lambda module, given: seen.append(given["deterministic"])):
+    with observed(lambda module, options: seen.append(options["deterministic"])):
         for value in (True, False, None):
             call(deterministic=value)
     assert seen == arrived == [True, None, None]
@@ -145,60 +144,60 @@ def test_only_zeros_are_left_out() -> None:
 
     def attended(bias: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         seen: list[dict[str, Any]] = []
-        with observed(lambda module, given: seen.append(given)):
+        with observed(lambda module, options: seen.append(options)):
             out = attend(CrossAttention(), Q, K, V, None, position_bias=bias)[0]
         return out, seen[0]["bias"]
 
     zeros, bias = torch.zeros(1, 4, 6, 6), torch.randn(1, 4, 6, 6)
     assert attended(zeros)[1] is None and attended(zeros)[1] is None
-    found, used = attended(bias)
-    assert used is not None and torch.equal(found, call(position_bias=bias, is_causal=False))
+    result, used = attended(bias)
+    assert used is not None and torch.equal(result, call(position_bias=bias, is_causal=False))
     zeros.copy_(bias)
-    assert torch.equal(attended(zeros)[0], found)
+    assert torch.equal(attended(zeros)[0], result)
     learned = torch.zeros(1, 4, 6, 6, requires_grad=True)
     attended(learned)[0].square().sum().backward()
     assert learned.grad is not None and learned.grad.abs().max() > 1e-3
     with torch.inference_mode():
         assert attended(torch.zeros(1, 4, 6, 6))[1] is not None  # nothing says when these change
     compiled = torch.compile(lambda x: attend(CrossAttention(), Q, K, V, None, position_bias=x)[0], backend="eager")
-    torch.testing.assert_close(compiled(bias), found, rtol=0, atol=0)
+    torch.testing.assert_close(compiled(bias), result, rtol=0, atol=0)
 
 
 def test_what_is_known_of_limits_goes_with_them() -> None:
     """And is made anew where a tensor among them has changed in place."""
     limits, longest = LIMITS.clone(), torch.tensor(4)
-    given = {"cu_seq_lens_q": limits, "max_length_q": longest, "max_length_k": longest}
-    want = call(**given)
-    first = packed._last
-    assert first is not None and torch.equal(call(**given), want) and packed._last is first
+    options = {"cu_seq_lens_q": limits, "max_length_q": longest, "max_length_k": longest}
+    want = call(**options)
+    first = attention_function._last_packed
+    assert first is not None and torch.equal(call(**options), want) and attention_function._last_packed is first
     limits.copy_(torch.tensor([0, 3, 6]))
     longest.fill_(3)
-    changed = call(**given)
-    assert packed._last is not first
+    changed = call(**options)
+    assert attention_function._last_packed is not first
     torch.testing.assert_close(changed[:, :3], call(query=Q[:, :, :3], key=K[:, :, :3], value=V[:, :, :3]))
-    del limits, given
-    assert packed._last is None
+    del limits, options
+    assert attention_function._last_packed is None
 
 
 def test_packed_sequences_with_padding() -> None:
     """A mask beside cu_seq_lens_q counts: its padding forbids keys, its window holds within each sequence."""
     kept = torch.tensor([True, False, True, True, True, False])
     mask = LayerMask((1, 1, 6, 6), padding=kept[None, None, None], is_causal=True, window=(1, 0))
-    found = call(cu_seq_lens_q=LIMITS, attention_mask=mask)
+    result = call(cu_seq_lens_q=LIMITS, attention_mask=mask)
     index, document = torch.arange(6), torch.tensor([0, 0, 1, 1, 1, 1])
     distance = index[:, None] - index
     allowed = (document[:, None] == document) & (distance >= 0) & (distance <= 1) & kept
     want = call(attention_mask=allowed[None, None])
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result, want, rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_mask_queries_and_keys_are_aligned_at_their_beginning() -> None:
     """As transformers has it of an empty static cache: query i sees keys up to i, and a bias is cut with them."""
     bias = torch.randn(1, 4, 4, 6)
-    found = call(query=Q[:, :, :4], position_bias=bias)
+    result = call(query=Q[:, :, :4], position_bias=bias)
     allowed = torch.ones(4, 6, dtype=torch.bool).tril()
     want = call(query=Q[:, :, :4], attention_mask=allowed[None, None], position_bias=bias)
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result, want, rtol=1e-5, atol=1e-6)
     one = call(query=Q[:, :, :1])  # a single query sees all keys
     torch.testing.assert_close(one, call(query=Q[:, :, :1], is_causal=False), rtol=0, atol=0)
 
@@ -206,9 +205,9 @@ def test_without_a_mask_queries_and_keys_are_aligned_at_their_beginning() -> Non
 def test_output_attentions_of_a_model(counted: Counted) -> None:
     model = make("bert")
     model.set_attn_implementation("dmattn")
-    given = inputs(model, "masked")
+    options = inputs(model, "masked")
     with pytest.raises(NotImplementedError, match="probabilities are never made"):
-        model(**given, output_attentions=True)
+        model(**options, output_attentions=True)
 
 
 def test_dropout_in_training_alone(counted: Counted) -> None:
@@ -243,9 +242,9 @@ def test_models_without_an_interface(name: str, counted: Counted) -> None:
         check(model)
     if name == MISREADS:  # its own code would add our mask to its scores
         tokens = torch.ones(1, 5, dtype=torch.long)
-        given = {"decoder_input_ids": tokens} if name == "t5" else {}
+        options = {"decoder_input_ids": tokens} if name == "t5" else {}
         with pytest.raises(NotImplementedError, match=f"{type(model).__name__} has no attention interface"):
-            model(tokens, **given)
+            model(tokens, **options)
     assert not counted.calls
 
 
@@ -255,18 +254,18 @@ def test_check_says_what_each_module_runs_on(counted: Counted) -> None:
     assert str(check(model)).splitlines() == [
         f"model.layers.{layer}.self_attn (MistralAttention): on dmattn" for layer in (0, 1)
     ]
-    found = check(model, **inputs(model, "causal", "right"))
-    assert found.complete
-    (call,) = found.rows[0].calls
+    result = check(model, **inputs(model, "causal", "right"))
+    assert result.complete
+    (call,) = result.rows[0].calls
     assert (call.forward, call.backward) == ("eager", "eager")
     assert call.problem.window_size == (4, -1) or call.problem.window_size == (4, 0)
     assert all(p.grad is None for p in model.parameters())
     with torch.no_grad():
         assert str(check(model, **inputs(model, "causal"))).endswith("(MistralAttention): eager")
     model.set_attn_implementation("sdpa")
-    found = check(model)
-    assert not found.complete and found.rows[0].problem is not None
-    assert 'its configuration says "sdpa"' in found.rows[0].problem
+    result = check(model)
+    assert not result.complete and result.rows[0].problem is not None
+    assert 'its configuration says "sdpa"' in result.rows[0].problem
 
 
 def test_check_names_modules_that_compute_attention_themselves(counted: Counted) -> None:
@@ -283,11 +282,11 @@ def test_check_names_modules_that_the_inputs_do_not_reach(counted: Counted) -> N
     model = make("bart")
     model.set_attn_implementation("dmattn")
     tokens = inputs(model, "seq2seq")["input_ids"]
-    found = check(model.model.encoder, input_ids=tokens)
-    assert found.complete and len(found.rows) == 2
+    result = check(model.model.encoder, input_ids=tokens)
+    assert result.complete and len(result.rows) == 2
     model.model.decoder.layers = model.model.decoder.layers[:1]
     kept = torch.nn.ModuleDict({"model": model, "unused": make("vit")})
     kept["unused"].set_attn_implementation("dmattn")
-    kept.forward = lambda **given: model(**given)  # type: ignore[method-assign]
+    kept.forward = lambda **options: model(**options)  # type: ignore[method-assign]
     rows = {row.name.partition(".")[0]: row.problem for row in check(kept, input_ids=tokens).rows}
     assert rows == {"model": None, "unused": "these inputs do not reach it"}

@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("transformers", exc_type=ImportError)
 
-from transformers_fixture import Counted
 from transformers_models import (
     DRAWN,
     FAMILIES,
     LENGTH,
+    Counted,
+    Graphs,
     drawn,
     errors,
     inputs,
@@ -25,8 +26,9 @@ from transformers_models import (
     step,
 )
 
+from flash_dmattn.integrations.transformers import register
 from flash_dmattn.integrations.transformers.attention_function import in_dtype
-from flash_dmattn.integrations.transformers.layer_mask import LayerMask
+from flash_dmattn.integrations.transformers.mask_function import LayerMask
 
 CASES = [
     (name, side)
@@ -44,14 +46,14 @@ def compare(name: str, side: str | None, counted: Counted, **changes: Any) -> No
         pytest.skip(reason)
     model = make(name, **changes).train()
     family = FAMILIES[name]
-    given = inputs(model, family.kind, side)
-    wanted = step(model, given, "eager")
+    options = inputs(model, family.kind, side)
+    wanted = step(model, options, "eager")
     assert not counted.calls, "eager has called us: the comparison would be with itself"
-    found = step(model, given, "dmattn")
+    result = step(model, options, "dmattn")
     assert len(counted.calls) == family.calls
-    of_tokens = side is not None and family.kind in ("causal", "masked")
-    keep = given["attention_mask"].bool() if of_tokens else None
-    assert all(x <= y for x, y in zip(errors(found, wanted, keep), limits(name))), errors(found, wanted, keep)
+    by_token = side is not None and family.kind in ("causal", "masked")
+    keep = options["attention_mask"].bool() if by_token else None
+    assert all(x <= y for x, y in zip(errors(result, wanted, keep), limits(name))), errors(result, wanted, keep)
 
 
 @pytest.mark.parametrize(("name", "side"), CASES)
@@ -72,15 +74,15 @@ def test_as_eager_of_drawn_sizes(name: str, number: int, counted: Counted) -> No
 def test_packed_documents(name: str, rows: int, counted: Counted) -> None:
     """Position ids that begin anew; a batch of one row is packed, of several rows each has intervals."""
     model = make(name).train()
-    given = {key: x[:rows] for key, x in inputs(model, "causal").items()}
-    given |= {"position_ids": POSITIONS.expand(rows, -1), "use_cache": False}
-    wanted = step(model, given, "eager")
-    found = step(model, given, "dmattn")
+    options = {key: x[:rows] for key, x in inputs(model, "causal").items()}
+    options |= {"position_ids": POSITIONS.expand(rows, -1), "use_cache": False}
+    wanted = step(model, options, "eager")
+    result = step(model, options, "dmattn")
     assert len(counted.calls) == FAMILIES[name].calls
     if name not in ("llama4", "gpt_oss"):  # chunks follow no rule; GPT-OSS does not tell its masks of positions
         forms = {"packed" if call["sequences"] is not None else call["mask"].form for call in counted.calls}
         assert forms == ({"packed"} if rows == 1 else {"intervals"})
-    assert all(x <= y for x, y in zip(errors(found, wanted), limits(name))), errors(found, wanted)
+    assert all(x <= y for x, y in zip(errors(result, wanted), limits(name))), errors(result, wanted)
 
 
 @pytest.mark.parametrize("limits_are", [torch.int32, torch.int64])
@@ -99,11 +101,11 @@ def test_packed_documents_that_a_collator_describes(name: str, limits_are: torch
     class Joined(dict[str, torch.Tensor]):
         logits = property(lambda self: self["logits"])
 
-    wanted = step(model, {"input_ids": tokens}, "eager", lambda **given: Joined(alone(**given)))
-    found = step(model, {"input_ids": tokens, "position_ids": POSITIONS, **more}, "dmattn")
+    wanted = step(model, {"input_ids": tokens}, "eager", lambda **options: Joined(alone(**options)))
+    result = step(model, {"input_ids": tokens, "position_ids": POSITIONS, **more}, "dmattn")
     assert len(counted.calls) == 2
     assert counted.calls[0]["sequences"] is counted.calls[1]["sequences"]  # made once
-    assert all(x <= y for x, y in zip(errors(found, wanted), limits(name))), errors(found, wanted)
+    assert all(x <= y for x, y in zip(errors(result, wanted), limits(name))), errors(result, wanted)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -113,27 +115,27 @@ def test_checkpointing(name: str, reentrant: bool, counted: Counted) -> None:
     if reason is not None:
         pytest.skip(reason)
     model = make(name).train()
-    given = inputs(model, FAMILIES[name].kind, None if name == "swin" else "right")
-    wanted = step(model, given, "eager")
+    options = inputs(model, FAMILIES[name].kind, None if name == "swin" else "right")
+    wanted = step(model, options, "eager")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    found = step(model, given, "dmattn")
+    result = step(model, options, "dmattn")
     assert len(counted.calls) >= 2 * FAMILIES[name].calls  # Swin recomputes a stage, and each block in it again
-    found = found._replace(logits=wanted.logits)  # padded tokens are compared by the test above
-    assert all(x <= y for x, y in zip(errors(found, wanted), limits(name))), errors(found, wanted)
+    result = result._replace(logits=wanted.logits)  # padded tokens are compared by the test above
+    assert all(x <= y for x, y in zip(errors(result, wanted), limits(name))), errors(result, wanted)
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])
 def test_masks_of_the_user(form: str, counted: Counted) -> None:
     """4-D masks go through as they are; the float one is a bias."""
     model = make("llama").train()
-    given = inputs(model, "causal")
+    options = inputs(model, "causal")
     allowed = torch.rand(3, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.5
     allowed |= torch.eye(LENGTH, dtype=torch.bool)
     added = torch.zeros(allowed.shape).double().masked_fill(~allowed, torch.finfo(torch.float64).min)
-    wanted = step(model, {**given, "attention_mask": added}, "eager")
-    found = step(model, {**given, "attention_mask": allowed if form == "bool" else added}, "dmattn")
+    wanted = step(model, {**options, "attention_mask": added}, "eager")
+    result = step(model, {**options, "attention_mask": allowed if form == "bool" else added}, "dmattn")
     assert len(counted.calls) == 2
-    assert all(x <= y for x, y in zip(errors(found, wanted), limits("llama"))), errors(found, wanted)
+    assert all(x <= y for x, y in zip(errors(result, wanted), limits("llama"))), errors(result, wanted)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "t5"])
@@ -142,12 +144,12 @@ def test_autocast(name: str, counted: Counted) -> None:
     if reason is not None:
         pytest.skip(reason)
     model = make(name, torch.float32).train()
-    given = inputs(model, FAMILIES[name].kind, "right")
-    exact = step(model, given, "eager").loss
+    options = inputs(model, FAMILIES[name].kind, "right")
+    exact = step(model, options, "eager").loss
     losses = {}
     for implementation in ("eager", "dmattn"):
         with torch.autocast("cpu", torch.bfloat16):
-            losses[implementation] = step(model, given, implementation).loss
+            losses[implementation] = step(model, options, implementation).loss
     assert {call["q"].dtype for call in counted.calls} == {torch.bfloat16}
     assert {call["bias"].dtype for call in counted.calls if call["bias"] is not None} <= {torch.bfloat16}
     off = {name: abs(float(loss - exact)) for name, loss in losses.items()}
@@ -185,10 +187,10 @@ def test_the_copy_of_a_bias_follows_it() -> None:
         assert not in_dtype(computed, torch.float32).requires_grad
     in_dtype(computed, torch.float32).sum().backward()
     assert learned.grad is not None
-    gone = weakref.ref(in_dtype(computed, torch.float32))
+    reference = weakref.ref(in_dtype(computed, torch.float32))
     del computed
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 FEELS = {
@@ -210,15 +212,15 @@ def test_a_dropped_argument_is_noticed(argument: str, counted: Counted) -> None:
     if reason is not None:
         pytest.skip(reason)
     model = make(name).train()
-    given = inputs(model, FAMILIES[name].kind, "right" if argument == "mask" else None)
-    wanted = step(model, given, "eager")
+    options = inputs(model, FAMILIES[name].kind, "right" if argument == "mask" else None)
+    wanted = step(model, options, "eager")
     counted.drop(argument)
-    found = step(model, given, "dmattn")
-    assert any(x > 100 * y for x, y in zip(errors(found, wanted), limits(name)))
+    result = step(model, options, "dmattn")
+    assert any(x > 100 * y for x, y in zip(errors(result, wanted), limits(name)))
 
 
 def test_masks_are_never_as_large_as_scores(counted: Counted) -> None:
-    """Of every model whose mask functions are known: the objects hold O(L), and are the same for all layers."""
+    """Masks of known mask functions hold O(L), and are the same for all layers."""
     for name, family in FAMILIES.items():
         if family.kind not in ("causal", "masked") or name == "llama4" or lacks_interface(name) is not None:
             continue
@@ -230,3 +232,18 @@ def test_masks_are_never_as_large_as_scores(counted: Counted) -> None:
             assert isinstance(mask, LayerMask), (name, mask)
             held = [x.numel() for x in (mask.padding, mask.documents, mask.used) if isinstance(x, torch.Tensor)]
             assert sum(held) <= 3 * LENGTH
+
+
+@pytest.mark.parametrize("name", ["mistral", "bert"])
+def test_training_in_one_graph(name: str) -> None:
+    """Closures of mask functions are hidden from a compiler: the window is read from flags."""
+    register()
+    model = make(name, num_hidden_layers=1).train()
+    options = inputs(model, FAMILIES[name].kind, "right")
+    wanted = step(model, options, "dmattn")
+    torch._dynamo.reset()
+    graphs = Graphs()
+    result = step(model, options, "dmattn", torch.compile(model, backend=graphs, fullgraph=True))
+    assert len(graphs.calls) == 1 and graphs.calls[0] >= 1
+    assert all((x is None) == (y is None) for x, y in zip(result.gradients.values(), wanted.gradients.values()))
+    assert all(x <= y for x, y in zip(errors(result, wanted), limits(name))), errors(result, wanted)

@@ -30,8 +30,8 @@ from flash_dmattn.remembered import Remembered
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
 
-def of_backend(backend: Runner) -> dict[str, Any]:
-    """What to draw for a backend that has trees; skip the others, and those that need another device."""
+def draw_options(backend: Runner) -> dict[str, Any]:
+    """The draws for a backend that has trees; skip a backend without them, or on another device."""
     if backend.name in ("cuda", "flex"):
         pytest.skip(f"{backend.name}: its rules refuse trees")
     if backend.name == "triton" and DEVICE == "cpu":
@@ -41,9 +41,9 @@ def of_backend(backend: Runner) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", range(3))
 def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
-    given = of_backend(backend)
+    arguments = draw_options(backend)
     for number in range(part, EXAMPLES, 3):
-        call = draw(number, **given)
+        call = draw(number, **arguments)
         assert_accurate(run(call, backend.name), call)
 
 
@@ -56,17 +56,17 @@ def test_the_reference_reads_trees() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_random_calls_of_the_kernels() -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert "40 passed, 0 failed" in interpret("interpreted_trees.py", "0", "40")
 
 
 def test_a_chain_is_causal_bit_for_bit(backend: Runner) -> None:
-    given = of_backend(backend)
+    arguments = draw_options(backend)
     for number in range(40):
-        call = draw(number, **given)
+        call = draw(number, **arguments)
         if backend.name == "triton":
-            call = replace(call, needs_grad=())  # gradients of chains go by tiles, those of causality by a band
+            call = replace(call, needs_grad=())  # gradients of chains go by tiles, of causality by a band
         chain, causal = (run(each, backend.name) for each in as_chain(call))
         for name, x in causal.items():
             assert x is None or torch.equal(x, chain[name]), (number, name)
@@ -74,13 +74,13 @@ def test_a_chain_is_causal_bit_for_bit(backend: Runner) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_chain_has_the_tiles_of_causality() -> None:
-    """Also those of a GPU that is not here: other tiles would have other bits."""
+    """Also the rules of a GPU that is not here: other tiles would have other bits."""
     from compiled_triton import SequenceVariant
 
     for layout, dim in (("packed", 64), ("paged", 128), ("paged_packed", 256)):
-        given: dict[str, Any] = {"head_dim": dim, "layout": layout, "batch": 16, "seqlen_q": 512}
+        arguments: dict[str, Any] = {"head_dim": dim, "layout": layout, "batch": 16, "seqlen_q": 512}
         tree, causal = (
-            SequenceVariant(**given, **more).call("sm_90") for more in ({"mask": "tree"}, {"is_causal": True})
+            SequenceVariant(**arguments, **more).call("sm_90") for more in ({"mask": "tree"}, {"is_causal": True})
         )
         assert tree.tile("forward") == causal.tile("forward")
 
@@ -91,8 +91,8 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
     from flash_dmattn.triton_kernels import kernel_launch, launch, sequences
     from flash_dmattn.triton_kernels.plan_sequences import SequenceCall as Planned
 
-    def on_sm_90(*given: Any) -> Planned:
-        call = Planned(*given)
+    def on_sm_90(*arguments: Any) -> Planned:
+        call = Planned(*arguments)
         call.arch, call.num_sms = "sm_90", 132
         return call
 
@@ -104,15 +104,15 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
     def launches(call: SequenceCall) -> list[Any]:
         launched.clear()
         run(call, "triton")
-        found = []
+        actual = []
         for each in launched:
             decided = dict(zip(each.kernel.arg_names[-len(each.rest) :], each.rest, strict=True))
             for name in ("MASK", "mask_strides", "RIGHT"):
                 decided.pop(name, None)
             if "shape" in decided:
                 decided["shape"] = decided["shape"]._replace(right=-1)
-            found.append((each.kernel.__name__, each.grid, each.options, decided))
-        return found
+            actual.append((each.kernel.__name__, each.grid, each.options, decided))
+        return actual
 
     shared = 0
     with replaced("triton", rules=rules_without("triton", "device")):
@@ -124,7 +124,7 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_tree_is_a_mask_of_all_keys() -> None:
-    """Of sequences of 5 new tokens at most behind 0 to 9 keys: by position, earlier keys are all seen."""
+    """Sequences have up to 5 new tokens after 0 to 9 keys: by position, all earlier keys are seen."""
     lengths_q, lengths_k = torch.tensor([5, 2, 4, 3]), torch.tensor([14, 2, 3, 9])
     tree = torch.rand(4, 5, 5) < 0.5
     mask = torch.ones(4, 1, 5, 14, dtype=torch.bool)
@@ -135,8 +135,8 @@ def test_a_tree_is_a_mask_of_all_keys() -> None:
     q, k, v = torch.randn(4, 5, 2, 8), torch.randn(4, 14, 2, 8), torch.randn(4, 14, 2, 8)
     sequences = Sequences.padded(lengths_k, lengths_q)
     for window in (None, (2, -1)):
-        found = attention(q, k, v, PreparedMask.from_tree(tree), window_size=window, sequences=sequences)
-        torch.testing.assert_close(found, attention(q, k, v, mask, window_size=window, sequences=sequences))
+        actual = attention(q, k, v, PreparedMask.from_tree(tree), window_size=window, sequences=sequences)
+        torch.testing.assert_close(actual, attention(q, k, v, mask, window_size=window, sequences=sequences))
 
 
 @pytest.mark.parametrize("tokens", (0, 1, 31, 32, 33, 65))
@@ -198,10 +198,10 @@ def test_compiled_with_a_tree_made_inside_or_outside() -> None:
         tree = torch.rand(count, tokens, tokens, device=DEVICE) < 0.5
         table = torch.randperm(15, device=DEVICE)[: 5 * count].view(count, 5)
         q, pool = torch.randn(count, tokens, 2, 16, device=DEVICE), torch.randn(15, 4, 2, 16, device=DEVICE)
-        given = (q, pool, table, torch.tensor(lengths, device=DEVICE))
+        arguments = (q, pool, table, torch.tensor(lengths, device=DEVICE))
         for each in (tree, PreparedMask.from_tree(tree)):
             with torch.no_grad():
-                torch.testing.assert_close(compiled(*given, each), step(*given, each))
+                torch.testing.assert_close(compiled(*arguments, each), step(*arguments, each))
 
 
 def test_second_derivative() -> None:

@@ -15,11 +15,11 @@ import torch
 from cases import DEVICE
 from out_of_tree import replaced
 
-import flash_dmattn
 from flash_dmattn.backends.protocol import all_hold
 from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem
-from flash_dmattn.tools.gpu_table import gpu_table
+from flash_dmattn.tools.support_matrix import gpu_table
 from flash_dmattn.triton_kernels.gpus import GPUS, KIB, Gpu, gpu_of, shared_bytes
 
 ARCHS = [gpu.arch for gpu in GPUS]
@@ -51,8 +51,8 @@ def test_a_sample_compiles_and_fits(arch: str) -> None:
 
     entries = sample(catalogue([arch]))
     assert {entry.job.name for entry in entries} == kernels_of_the_library()
-    # Of each two GPUs one compiles a kernel: all would take a clean machine twice the time.
-    results = [compiled(entry) for entry in entries[ARCHS.index(arch) % 2 :: 2]]
+    # One GPU of three compiles a kernel: a clean machine takes some two seconds for each.
+    results = [compiled(entry) for entry in entries[ARCHS.index(arch) % 3 :: 3]]
     assert all(result.kernel is not None and result.kernel.registers > 0 for result in results)
     wrong = [result.line for result in results if result.problems]
     assert not wrong, "\n".join(wrong)
@@ -153,7 +153,7 @@ def test_tf32_is_taken_where_its_tiles_fit() -> None:
 
 
 def on(arch: str, dtype: str = "bf16") -> AttentionProblem:
-    return flash_dmattn.explain_problem(q=(2, 512, 8, 64), device=arch, dtype=dtype, grad=True).problem
+    return explain_problem(q=(2, 512, 8, 64), device=arch, dtype=dtype, grad=True).problem
 
 
 @pytest.mark.parametrize("row", GPUS, ids=ARCHS)

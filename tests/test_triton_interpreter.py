@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from cases import DEVICE
+from forked import interpret
 from predecessor_cases import CALLS
 
-TESTS = Path(__file__).parent
 CASES = 54
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves"),
 ]
-
-
-def interpret(script: str, *arguments: str) -> str:
-    """What a script prints, which has to end well."""
-    command = [sys.executable, str(TESTS / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-2000:]}"
-    return done.stdout
 
 
 @pytest.mark.parametrize("seed", range(4))

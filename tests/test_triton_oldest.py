@@ -13,8 +13,8 @@ from compile_everything import compile_all
 from compiled_catalogue import SEQUENCES, catalogue, sample
 
 everything = catalogue(["sm_90"], ["bf16"])
-chosen = {entry.label: entry for number in range(4) for entry in sample(everything, number)}
-chosen |= {entry.label: entry for entry in everything if entry.variant.startswith(SEQUENCES)}
+of_sequences = [entry for entry in everything if entry.variant.startswith(SEQUENCES)]
+chosen = {entry.label: entry for some in (everything, of_sequences) for entry in sample(some)}
 results = compile_all(list(chosen.values()), workers=1)
 failed = [result.line for result in results if result.kernel is None]
 print(*failed, f"{len(results)} compiled", sep="\\n")
@@ -24,6 +24,6 @@ raise SystemExit(bool(failed))
 
 @pytest.mark.skipif(not (OLDEST / "triton").is_dir(), reason=f"{OLDEST} is empty: make test fills it")
 def test_kernels_compile_with_the_oldest_version() -> None:
-    """Of the language each version takes a little more, so what the newest compiles the oldest may not."""
+    """Each kernel once, and once more for sequences: a later version of the language takes what the oldest may not."""
     printed = run_with(OLDEST, "-c", CODE)
-    assert int(printed.splitlines()[-1].partition(" ")[0]) > 90, printed
+    assert int(printed.splitlines()[-1].partition(" ")[0]) >= 24, printed

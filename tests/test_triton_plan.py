@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import flash_dmattn
+from flash_dmattn.backends.mask_choice import choose_form
+from flash_dmattn.backends.triton.backend import BACKEND
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -169,9 +171,6 @@ def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:
 @pytest.mark.parametrize("rows", ["Lq", "1"])
 @pytest.mark.parametrize(("sizes", "form"), [((2, 256, 4), "dense"), ((4, 512, 8), None), ((1, 1152, 1), None)])
 def test_a_bool_mask_of_few_pairs_is_read_as_it_is(rows: str, sizes: tuple[int, int, int], form: str | None) -> None:
-    from flash_dmattn.backends.mask_choice import choose_form
-    from flash_dmattn.backends.triton.backend import BACKEND
-
     batch, length, heads = sizes
     x = torch.empty(batch, length, heads, 64, dtype=torch.bfloat16, device="meta")
     mask = torch.empty(1, 1, length if rows == "Lq" else 1, length, dtype=torch.bool, device="meta")
@@ -180,3 +179,11 @@ def test_a_bool_mask_of_few_pairs_is_read_as_it_is(rows: str, sizes: tuple[int, 
     )
     packed = "tiles" if rows == "Lq" else "intervals"
     assert choose_form(problem, BACKEND, BACKEND).form == (form or packed)
+
+
+@pytest.mark.parametrize(("seqlen_k", "copies"), [(256, False), (1152, True)])
+def test_explain_announces_no_copy_where_a_bool_mask_is_read_as_it_is(seqlen_k: int, copies: bool) -> None:
+    q, k = (torch.empty(1, *rows, 64, dtype=torch.bfloat16, device="meta") for rows in ((512, 8), (seqlen_k, 1)))
+    mask = torch.empty(1, 1, 1, seqlen_k, dtype=torch.bool, device="meta")
+    problem = flash_dmattn.explain(q, k, k, mask).problem._replace(device="cuda", arch="sm_90")
+    assert any("order of kept keys" in note for note in BACKEND.notes(problem)) is copies

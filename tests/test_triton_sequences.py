@@ -22,7 +22,7 @@ MORE = int(os.environ.get("FLASH_DMATTN_EXAMPLES", "0"))
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 @pytest.mark.parametrize("part", ("drawn", "made"))
 def test_in_the_interpreter(part: str) -> None:
-    from test_triton_interpreter import interpret
+    from forked import interpret
 
     assert " 0 failed" in interpret("triton_sequences.py", part, str(MORE))
 

@@ -6,10 +6,13 @@ import importlib.util
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-import flash_dmattn
 from flash_dmattn.backends.mask_choice import choose_form
+from flash_dmattn.backends.triton import passes
 from flash_dmattn.backends.triton.backend import BACKEND as TRITON
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import MaskView
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -49,6 +52,19 @@ def test_calls_that_are_served(
     assert not ShortCall.of(q, k, k, kept, arch).serves_forward()
 
 
+def test_symbolic_lengths() -> None:
+    """A compiler that runs the operator on fake tensors asks with symbols, which cannot be hashed."""
+    from flash_dmattn.triton_kernels.short_calls import ShortCall
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    q = mode.from_tensor(torch.empty(2, 49, 4, 32, dtype=HALF), symbolic_context=context)
+    assert isinstance(q.shape[1], torch.SymInt)
+    call = ShortCall.of(q, q, q, MaskView(), "sm_90")
+    assert call.serves_forward() and call.serves_backward()
+
+
 @pytest.mark.parametrize("members, programs", ((1, 1), (2048, 6), (4096, 12), (3, 500), (100, 2000), (1, 0x7FFF)))
 @pytest.mark.parametrize("slots", (None, 1, 7))
 def test_chunks_cover_every_head_once(members: int, programs: int, slots: int | None) -> None:
@@ -68,7 +84,10 @@ def test_slots_take_little_memory() -> None:
 
 
 @pytest.mark.parametrize("seqlen_k, heads_k, form", ((49, 4, "dense"), (49, 2, "tiles"), (200, 4, "tiles")))
-def test_a_mask_of_short_rows_is_not_prepared(seqlen_k: int, heads_k: int, form: str) -> None:
+def test_a_mask_of_short_rows_is_not_prepared(
+    seqlen_k: int, heads_k: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "FEW_PAIRS", 0)
     given = {"seqlen_k": seqlen_k, "kv_heads": heads_k, "mask": (2, 1, 49, seqlen_k), "grad": True}
-    problem = flash_dmattn.explain_problem((2, 49, 4, 32), device="sm_90", **given).problem
+    problem = explain_problem((2, 49, 4, 32), device="sm_90", **given).problem
     assert choose_form(problem, TRITON, TRITON).form == form

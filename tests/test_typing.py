@@ -20,6 +20,7 @@ from flash_dmattn import attention, masks, nn
 from flash_dmattn.api import Options
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
 from flash_dmattn.distributed.api import Options as ParallelOptions
+from flash_dmattn.explanation import Explanation
 
 Results = tuple[Tensor, ...]
 Q = torch.randn(1, 6, 2, 8)
@@ -69,7 +70,7 @@ def test_what_else_a_user_has_a_type_of() -> None:
     assert_type(masks.combine(mask, masks.padding_mask([6], 6)), Tensor | None)
     prepared = masks.PreparedMask.from_mask(mask)
     assert_type(attention(Q, Q, Q, prepared), Tensor)
-    assert_type(flash_dmattn.explain(Q, Q, Q, mask), flash_dmattn.Explanation)
+    assert_type(flash_dmattn.explain(Q, Q, Q, mask), Explanation)
     assert_type(flash_dmattn.available_backends(), tuple[str, ...])
     assert_type(flash_dmattn.Sequences.packed(torch.tensor([0, 6])), flash_dmattn.Sequences)
     assert_type(nn.RelativePositionBias(2).forward(6), Tensor)

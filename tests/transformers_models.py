@@ -1,19 +1,29 @@
-"""Small models of transformers with random weights, and inputs for them; each stands for a way of calling attention."""
+"""Small models of transformers with random weights, their inputs, and what tests of them share.
+
+Each model stands for a way of calling attention. `counting`, the fixture `counted`, registers "dmattn" and records what
+arrives and is called.
+"""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: nothing here is downloaded
 import transformers
 from packaging.version import Version
+
+from flash_dmattn.call import prepare_call
+from flash_dmattn.integrations.transformers import attention_function, register
+from flash_dmattn.problem import Numbers
 
 VERSION = Version(transformers.__version__)
 VOCABULARY, LENGTH, BATCH = 96, 14, 3
@@ -133,16 +143,16 @@ def drawn(name: str, number: int) -> dict[str, Any]:
     rng = random.Random(f"{name} {number}")
     dim, heads_k, window = rng.choice((8, 12, 20)), rng.choice((1, 2, 3)), rng.randint(2, 9)
     heads = heads_k * rng.choice((1, 2, 4))
-    whole = heads * dim  # of models whose heads share the hidden size
-    of_heads = {"hidden_size": whole, "num_attention_heads": heads}
+    hidden = heads * dim  # of models whose heads share the hidden size
+    heads_alone = {"hidden_size": hidden, "num_attention_heads": heads}
     if name == "gpt2":
-        return {"n_embd": whole, "n_head": heads}
+        return {"n_embd": hidden, "n_head": heads}
     if name in ("t5", "umt5"):
         return {"d_model": rng.choice((24, 40)), "d_kv": dim, "num_heads": heads}
     if name == "bart":
-        return {"d_model": whole, "encoder_attention_heads": heads, "decoder_attention_heads": heads}
+        return {"d_model": hidden, "encoder_attention_heads": heads, "decoder_attention_heads": heads}
     if name in ("bert", "modernbert"):
-        return of_heads | ({"local_attention": 2 * window} if name == "modernbert" else {})
+        return heads_alone | ({"local_attention": 2 * window} if name == "modernbert" else {})
     if name == "deepseek_v3":
         latent = {"qk_nope_head_dim": dim, "v_head_dim": rng.choice((8, 16))}
         return {"num_attention_heads": heads, "num_key_value_heads": heads, **latent}
@@ -191,7 +201,7 @@ def padding(length: int, side: str | None) -> Tensor:
 
 
 def inputs(model: nn.Module, kind: str, side: str | None = None) -> dict[str, Any]:
-    """What a model of this kind reads, with labels; `side` is where the padding is, None for no mask at all."""
+    """Draw the inputs of a model of this kind, with labels; `side` is where the padding is, None for no mask at all."""
     generator, dtype = torch.Generator().manual_seed(1), next(model.parameters()).dtype
 
     def draw(length: int) -> Tensor:
@@ -204,34 +214,34 @@ def inputs(model: nn.Module, kind: str, side: str | None = None) -> dict[str, An
     if kind == "speech":
         return {"input_features": torch.randn(BATCH, 8, 32, generator=generator).to(dtype), "labels": draw(9)}
     tokens = draw(LENGTH)
-    found = {"input_ids": tokens}
+    result = {"input_ids": tokens}
     if side is not None:
-        found["attention_mask"] = padding(LENGTH, side)
-        tokens[found["attention_mask"] == 0] = 0
+        result["attention_mask"] = padding(LENGTH, side)
+        tokens[result["attention_mask"] == 0] = 0
     if kind == "features":
-        return found
+        return result
     labels = draw(9) if kind == "seq2seq" else tokens.clone()
     if side is not None and kind != "seq2seq":
-        labels[found["attention_mask"] == 0] = -100
+        labels[result["attention_mask"] == 0] = -100
     if side == "left" and kind == "causal":
         # Predicted at a padded query, whose row has no key: 0 here and with SDPA, the mean of v in eager.
         labels[1, 4] = labels[2, 1] = -100
-    return {**found, "labels": labels}
+    return {**result, "labels": labels}
 
 
 class Outcome(NamedTuple):
-    """Of one step of training."""
+    """The results of one step of training."""
 
     logits: Tensor
     loss: Tensor
     gradients: dict[str, Tensor | None]
 
 
-def step(model: Any, given: dict[str, Any], implementation: str, call: Callable[..., Any] | None = None) -> Outcome:
+def step(model: Any, options: dict[str, Any], implementation: str, call: Callable[..., Any] | None = None) -> Outcome:
     """A forward and a backward with an attention implementation; `call` in the place of the model, where given."""
     model.set_attn_implementation(implementation)
     model.zero_grad(set_to_none=True)
-    out = (model if call is None else call)(**given)
+    out = (model if call is None else call)(**options)
     logits = out.logits if "logits" in out else out[0]
     loss = out.loss if getattr(out, "loss", None) is not None else logits.square().sum()
     loss.backward()
@@ -261,11 +271,11 @@ EXACT = (1e-10, 1e-10, 1e-9)
 
 
 def limits(name: str) -> tuple[float, float, float]:
-    """Of the errors of logits, loss and gradients of a family."""
+    """Limits for the errors of logits, loss and gradients of a family."""
     return EXACT if name in ("t5", "umt5") else (LOGITS, LOSS, GRADIENTS)
 
 
-def errors(found: Outcome, wanted: Outcome, keep: Tensor | None = None) -> tuple[float, float, float]:
+def errors(result: Outcome, wanted: Outcome, keep: Tensor | None = None) -> tuple[float, float, float]:
     """The largest errors of logits, loss and gradients, relative to the largest value of each.
 
     Args:
@@ -276,15 +286,66 @@ def errors(found: Outcome, wanted: Outcome, keep: Tensor | None = None) -> tuple
     def relative(x: Tensor, y: Tensor, floor: float = 1e-30) -> float:
         return ((x - y).abs().max() / max(float(y.abs().max()), floor)).item()
 
-    logits = (found.logits, wanted.logits) if keep is None else (found.logits[keep], wanted.logits[keep])
+    logits = (result.logits, wanted.logits) if keep is None else (result.logits[keep], wanted.logits[keep])
     # Gradients of key biases are zero but for rounding: none is compared on a scale below a thousandth of the largest.
     floor = max(float(g.abs().max()) for g in wanted.gradients.values() if g is not None) / 1000
     worst = 0.0
     for name, y in wanted.gradients.items():
-        x = found.gradients[name]
+        x = result.gradients[name]
         if x is None or y is None:  # the gradient that only one of them has must be zero
             one = x if y is None else y
             worst = max(worst, 0.0 if one is None else float(one.abs().max()))
         else:
             worst = max(worst, relative(x, y, floor))
-    return relative(*logits), relative(found.loss, wanted.loss), worst
+    return relative(*logits), relative(result.loss, wanted.loss), worst
+
+
+class Counted:
+    """The calls of `flash_dmattn.attention` as their arguments, and the masks that layers received."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.masks: list[Any] = []
+        self._patch = patch
+
+    def drop(self, name: str) -> None:
+        """Leave out an argument of every call from now on, as a faulty adapter would."""
+
+        def without(*tensors: Any, heads_first: bool) -> Any:
+            call = prepare_call(*tensors, heads_first=heads_first)
+            if name in Numbers._fields:
+                return call._replace(numbers=call.numbers._replace(**{name: Numbers._field_defaults[name]}))
+            return call._replace(**{name: None})
+
+        self._patch.setattr(attention_function, "prepare_call", without)
+
+
+@contextmanager
+def counting() -> Iterator[Counted]:
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Counted(patch)
+        softmax_in_float64(patch)
+
+        def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any) -> Any:
+            counted.masks.append(attention_mask)
+            return attention_function.attend(module, query, key, value, attention_mask, **others)
+
+        name = register()
+        transformers.AttentionInterface.register(name, attend)
+        try:
+            with attention_function.observed(lambda module, call: counted.calls.append(call)):
+                yield counted
+        finally:
+            register()
+
+
+class Graphs:
+    """A backend of torch.compile that runs graphs as they are, and counts our operators in each."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, graph: GraphModule, example: list[torch.Tensor]) -> Callable[..., Any]:
+        parts = [part for part in graph.modules() if isinstance(part, GraphModule)]
+        self.calls.append(sum("flash_dmattn" in str(node.target) for part in parts for node in part.graph.nodes))
+        return graph

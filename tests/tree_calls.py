@@ -1,4 +1,4 @@
-"""Calls with trees of new tokens drawn at random: those of `sequence_calls.py`, with trees in the place of masks."""
+"""Calls with random trees of new tokens: the calls of `sequence_calls.py`, with trees in the place of masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_dmattn.masks import PreparedMask
 
 LENGTHS = (0, 1, 2, 5, 17, 33)
-# What to draw for kernels.
+# The draws for kernels.
 ON_GPU: dict[str, Any] = {
     "dtypes": (torch.bfloat16, torch.float16, torch.float32),
     "lengths": (0, 1, 3, 16, 33, 70),
@@ -25,7 +25,7 @@ ON_GPU: dict[str, Any] = {
 
 
 def ancestors(rng: random.Random, tokens: int) -> Tensor:
-    """What a random draft sees: each token itself and its ancestors; some have no parent but the text before."""
+    """Draw what a draft sees: each token itself and its ancestors; some have no parent but the text before."""
     sees = torch.eye(tokens, dtype=torch.bool)
     for token in range(tokens):
         parent = rng.choice((-1, token - 1, token - 1, rng.randrange(token + 1) - 1))

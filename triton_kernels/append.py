@@ -1,4 +1,4 @@
-"""The kernel that writes new keys and values into a cache, and its launch: k and v in one."""
+"""The kernel that writes new keys and values into a cache, and its launch: one launch writes both k and v."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from flash_dmattn.sequences.cache_writes import CacheWrite
 
 from .kernel_launch import ceil_div, launch
 
-# Bytes of k that a program copies at a time; and so few rows where there would be fewer programs than a GPU has places.
+# A program copies up to _TILE_BYTES bytes of k, and at most _MOST_ROWS rows. Up to _FEW rows in all (tokens times
+# heads), programs take _FEW_ROWS rows each, because larger tiles would leave part of the GPU idle.
 _TILE_BYTES, _MOST_ROWS = 8192, 32
 _FEW, _FEW_ROWS = 4096, 4
 
@@ -43,10 +44,11 @@ def append_kernel(
     BLOCK_DV: tl.constexpr,
     HAS_V: tl.constexpr,
 ):
-    """One head of ROWS rows of new tokens, of `slots` each of a sequence, or of one row of all of them.
+    """Copy ROWS rows of new tokens of one head.
 
-    Strides are (entry, row, head, dim). PAGE is the size of a page, 0 without a `table` of pages, whose entries are
-    clamped. What is of no sequence, or would be before its first key, is not written.
+    New tokens have `slots` rows for each sequence, or are packed (PACKS_TOKENS): one row after the other. Strides are
+    (entry, row, head, dim). PAGE is the size of a page, 0 without a `table` of pages; entries of the table are clamped.
+    Rows of no sequence are skipped, and so are tokens that would stand before the first key of their sequence.
     """
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     row = tl.program_id(0) // num_heads * ROWS + tl.arange(0, ROWS)
@@ -56,9 +58,9 @@ def append_kernel(
         high = low + number
         for _ in range(0, search_steps):  # the last sequence that begins at or before the row
             middle = (low + high) // 2
-            is_behind = tl.load(bounds + middle * 4) > row
-            high = tl.where(is_behind, middle, high)
-            low = tl.where(is_behind, low, middle)
+            is_later = tl.load(bounds + middle * 4) > row
+            high = tl.where(is_later, middle, high)
+            low = tl.where(is_later, low, middle)
         own = low
         token = row - tl.load(bounds + own * 4)
         from_entry, from_row = row.to(tl.int64) * 0, row.to(tl.int64)
@@ -92,7 +94,7 @@ def append_kernel(
 def copy_rows(
     to, to_strides, x, strides, entry, key, from_entry, from_row, head, is_written, num_dims, BLOCK: tl.constexpr
 ):
-    """Rows of one head of a tensor into a cache."""
+    """Copy rows of one head of a tensor into a cache."""
     dims = tl.arange(0, BLOCK).to(tl.int64)
     inside = is_written[:, None] & (dims < num_dims)[None, :]
     source = x + from_entry * strides[0] + from_row * strides[1] + head * strides[2]
@@ -101,26 +103,26 @@ def copy_rows(
     tl.store(target[:, None] + dims[None, :] * to_strides[3], values, mask=inside)
 
 
-def write(given: CacheWrite) -> None:
+def write(request: CacheWrite) -> None:
     """Write the new keys and values of a `CacheWrite` that is not empty."""
-    entries, slots, heads, head_dim = given.k.shape
-    rows, number = entries * slots, given.bounds.shape[0]
-    v, v_cache = given.v, given.v_cache
+    entries, slots, heads, head_dim = request.k.shape
+    rows, number = entries * slots, request.bounds.shape[0]
+    v, v_cache = request.v, request.v_cache
     has_v = v is not None and v_cache is not None
     if v is None or v_cache is None:
-        v, v_cache = given.k, given.k_cache  # which nothing reads as such
+        v, v_cache = request.k, request.k_cache  # only placeholders: without HAS_V the kernel reads neither
     head_dim_v = v.shape[3]
     block_d, block_dv = (1 << (dim - 1).bit_length() for dim in (head_dim, head_dim_v))  # powers of 2
-    widest = max(block_d, block_dv) * given.k.element_size()
+    widest = max(block_d, block_dv) * request.k.element_size()
     block = max(1, min(_MOST_ROWS, _TILE_BYTES // widest))
     if rows * heads <= _FEW:
         block = min(block, _FEW_ROWS)
-    table = given.bounds if given.block_table is None else given.block_table
-    tensors = (given.k_cache, v_cache, given.k, v, given.bounds, table)
+    table = request.bounds if request.block_table is None else request.block_table
+    tensors = (request.k_cache, v_cache, request.k, v, request.bounds, table)
     strides = tuple(tuple(x.stride()) for x in tensors[:4])
-    sizes = (rows, slots, number, number.bit_length(), heads, head_dim, head_dim_v, given.k_cache.shape[0])
-    page = 0 if given.block_table is None else given.k_cache.shape[1]
-    constants = (given.packs_tokens, given.packs_keys, page, block, block_d, block_dv, has_v)
+    sizes = (rows, slots, number, number.bit_length(), heads, head_dim, head_dim_v, request.k_cache.shape[0])
+    page = 0 if request.block_table is None else request.k_cache.shape[1]
+    constants = (request.packs_tokens, request.packs_keys, page, block, block_d, block_dv, has_v)
     launch(
         append_kernel,
         ceil_div(rows, block) * heads,

@@ -1,8 +1,9 @@
-"""The bias-stationary backward kernel: the gradient of a bias of one value per score shared by batch or heads.
+"""The bias-stationary backward kernel: the gradient of a bias of one value per score, shared by batch or heads.
 
-One tile of dbias per program; the batch entries and heads that read it in turn, recomputing ds, so that the sum stays
-in registers in fp32, in a fixed order, and is rounded once. Where the tiles are too few for the GPU, programs share
-those heads in chunks, each with a slot for its sum, which sum_slots.py adds.
+Each program owns one tile of dbias. It visits the heads of all batch entries that read this tile, one after the other,
+and recomputes ds for each. The sum stays in fp32 registers, has a fixed order, and is rounded once. Where there are too
+few tiles to fill the GPU, several programs own a tile: each takes a chunk of the heads and stores its sum in a slot,
+and sum_slots.py adds the slots.
 """
 
 from __future__ import annotations
@@ -88,12 +89,13 @@ def backward_bias_kernel(
     SEARCH: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """dbias (chunks, bias_batch, bias_heads, Lq, Lk) is contiguous; `classes` is 0 for a tile with nothing allowed.
+    """Compute one tile of dbias (chunks, bias_batch, bias_heads, Lq, Lk), which is contiguous.
 
-    A chunk has `chunk` heads of batch entries.
+    `classes` is 0 for tiles of the mask with nothing allowed. A chunk has `chunk` heads, counted over batch entries.
 
-    With SEQUENCES these are entries, and the tile is of places in them; or with PACKED_ROWS of queries of one sequence,
-    and what is not stored has to be zeros beforehand.
+    With SEQUENCES each sequence counts as a batch entry, and rows and columns of the tile are positions in every
+    sequence. With PACKED_ROWS the bias has packed queries, so the rows of a tile belong to one sequence; the caller
+    zeroes dbias first, because no program stores the rows between sequences.
     """
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
@@ -114,8 +116,8 @@ def backward_bias_kernel(
     own = 0
     if PACKED_ROWS:
         entries = 1
-        own, of_own = sequence_at(first // BLOCK_M, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
-        first = of_own * BLOCK_M
+        own, own_tile = sequence_at(first // BLOCK_M, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
+        first = own_tile * BLOCK_M
         first_stored = tl.load(bounds + own * 4)
         shape = shape_of(shape, tl.load(bounds + own * 4 + 1), shape.seqlen_k)
         bias = scores_from(bias, bias_strides, 1, 0, first_stored, first_stored)
@@ -160,7 +162,7 @@ def backward_bias_kernel(
         first_row = b_row * layout.rows_q + first_q if SEQUENCES != NO_SEQUENCES else b_row
         if MASK == TILES:
             h_m = (h // mask_strides.group).to(tl.int64)
-            # A list has two counts before its tiles, and as many tiles as a row of classes.
+            # A list is two counts and then the tiles of one row. A row of classes has as many values as tiles.
             b_m = entry_of(b, mask_strides)
             tile = first // TILE
             if SEQUENCES != NO_SEQUENCES:

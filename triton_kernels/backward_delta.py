@@ -1,10 +1,9 @@
-"""The kernel before the backward ones: delta = rowsum(dout * out) - dlse, and lse in base 2.
+"""The kernel that runs before the backward kernels: delta = rowsum(dout * out) - dlse, and lse in base 2.
 
-Of few keys (`FEW_KEYS`) it leaves out the sum, which the kernels then take from p and dp, all in one tile: a row of few
-keys does not average out the rounding of out to 16 bits.
+With `FEW_KEYS` it leaves out the sum. The backward kernels then hold all keys of a row in one tile, and compute the sum
+from p and dp, because a row of few keys does not average out the rounding of out to 16 bits.
 
-An empty row has lse -inf; it is written as +inf, with which p = exp2(s - lse) is 0 and not NaN, and its dlse counts for
-nothing.
+An empty row has lse -inf. The kernel writes +inf, so that p = exp2(s - lse) is 0 and not NaN, and ignores its dlse.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def delta_kernel(
     SEQUENCES: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """One tile of rows of one head per program; out and lse are contiguous."""
+    """Compute one tile of rows of one head per program; out and lse are contiguous."""
     program = tl.program_id(0)
     if SEQUENCES == NO_SEQUENCES:
         tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)

@@ -1,4 +1,4 @@
-"""The kernel that adds up what the programs of the key-stationary kernel have left in parts: dk, dv, dbias per key."""
+"""The kernel that adds the partial sums of the key-stationary kernel: dk, dv, and a dbias of one value per key."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def backward_gather_kernel(
     NEED_V: tl.constexpr,
     NEED_BIAS: tl.constexpr,
 ):
-    """One block of keys of one key-value head; dk, dv (B, Lk, Hk, D) and dbias fp32 (B, owners, Lk) are contiguous.
+    """Add the parts of one block of keys of one key-value head.
 
-    Keys that a mask leaves out get zeros. The order of every sum is fixed.
+    dk, dv (B, Lk, Hk, D) and dbias fp32 (B, owners, Lk) are contiguous. Keys that a mask leaves out get zeros. The
+    order of every sum is fixed.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(shape.seqlen_k, BLOCK)

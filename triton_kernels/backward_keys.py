@@ -1,12 +1,13 @@
 """The key-stationary backward kernel: dk, dv, and the gradient of a bias of one value per key or per score.
 
-Scores are computed transposed, (keys, queries), so that p and ds feed dv and dk without being turned::
+Scores are computed transposed, (keys, queries), so that p and ds feed dv and dk without a transpose::
 
     p = exp2(s - lse);  dv += p @ dout;  ds = p * (v @ dout^T - delta);  dk += ds @ q;  dbias = ds or rowsum(ds)
 
-With dropout dv takes p as it is dropped, and v @ dout^T is dropped as p is; all else takes p itself.
+With dropout, dv is computed from the dropped p, and v @ dout^T is dropped like p; ds is computed from p itself.
 
-A sequence whose keys are one tile has all of dq = ds^T @ k here, too: with ONE_PASS nothing is computed twice.
+With ONE_PASS this kernel also makes dq = ds^T @ k of sequences whose keys fit in one tile: it has all of ds for them,
+so that nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .tile_ops import (
     tiles_from,
 )
 
-# What of the gradient of a bias this kernel makes.
+# Which gradient of a bias this kernel makes: none, sums over the queries of each key, or ds of every head.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)
@@ -57,7 +58,7 @@ def store_tile(
 
 @triton.jit
 def store_rows(dbias, tile, b, h, first_q, rows, keys, shape, layout):
-    """The same of one sequence: dbias is (S, Hq, max_q, max_k), or (1, Hq, Tq, max_k) where queries are packed."""
+    """Store the tile of one sequence: dbias is (S, Hq, max_q, max_k), or (1, Hq, Tq, max_k) with packed queries."""
     first = (b * (1 - layout.bias_rows) * shape.num_heads + h) * layout.dbias_rows + first_q * layout.bias_rows
     place = (first + rows)[:, None] * layout.dbias_keys + keys[None, :]
     inside = (rows < shape.seqlen_q)[:, None] & (keys < shape.seqlen_k)[None, :]
@@ -132,15 +133,17 @@ def backward_keys_kernel(
     DROPOUT: tl.constexpr,
     ONE_PASS: tl.constexpr,
 ):
-    """One block of keys of one owner, a key-value head or a query head; its queries in turn.
+    """Compute the gradients of one block of keys of one owner, visiting its queries block by block.
+
+    An owner is a key-value head, or a query head where query heads of a group cannot share their sums.
 
     dk, dv (B, Lk, Hk, D) and dbias (B, Hq, Lq, Lk) are contiguous. With PARTS, dk and dv are fp32
-    (B, owners, grid_tiles, BLOCK_N, D), and dbias under KEY_SUM the same without D: `grid_tiles` programs share the
-    blocks of keys of an owner, equally many to a block, and each takes a share of its queries.
+    (B, owners, grid_tiles, BLOCK_N, D), and dbias under KEY_SUM has the same shape without D. `grid_tiles` programs
+    then share the key blocks of an owner, equally many programs to a block, and each takes a share of its queries.
 
-    With SEQUENCES each owner has `grid_tiles` tiles of keys of single sequences, of which `bounds` has the places; dk
-    and dv are shaped as k and v, and dbias is zeros beforehand. With ONE_PASS dq, shaped as q, has the rows of all
-    sequences of at most BLOCK_N keys.
+    With SEQUENCES each owner has `grid_tiles` tiles, each with keys of one sequence; `bounds` says where sequences lie.
+    dk and dv are shaped as k and v, and the caller zeroes dbias. With ONE_PASS the kernel also writes the rows of dq,
+    shaped as q, of all sequences with at most BLOCK_N keys.
     """
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
     scale = tl.cast(scale, tl.float32)
@@ -156,7 +159,7 @@ def backward_keys_kernel(
         row_pitch = shape.seqlen_q
         first_q = 0
         few = False
-        whole = False
+        is_one_tile = False
         bias_row = 0
     else:
         own, slot = sequence_at(slot, bounds, shape.seqlen_k, layout.number, SEARCH, 2, BLOCK_N)
@@ -177,7 +180,7 @@ def backward_keys_kernel(
         if MASK == TILES:
             mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, queries_before, first_row, own)
         few = shape.seqlen_k <= layout.few_keys
-        whole = shape.seqlen_k <= BLOCK_N
+        is_one_tile = shape.seqlen_k <= BLOCK_N
         bias_row = layout.bias_rows * first_q
     members = shape.num_heads // owners
     h_k = owner * members // shape.group
@@ -186,7 +189,9 @@ def backward_keys_kernel(
     if MASK == KEYS:
         count = tl.load(index + shape.seqlen_k)
     tiles_n = tl.maximum(tl.cdiv(count, BLOCK_N), 1)
-    tile_n = slot  # under a causal band the first keys have most queries
+    tile_n = (
+        slot  # in this order the longest programs start first: under a causal band the first keys have most queries
+    )
     parts = 1
     part = 0
     if PARTS:
@@ -242,7 +247,7 @@ def backward_keys_kernel(
                         BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
                     )  # fmt: skip
                     lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
-                    if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:  # here, so that it has arrived when it is needed
+                    if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:  # loaded early, to have arrived when ds needs it
                         d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                     s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
@@ -290,12 +295,12 @@ def backward_keys_kernel(
                             if NEED_K:
                                 acc_dk = tl.dot(ds.to(q_tile.dtype), q_tile, acc_dk, input_precision=PRECISION)
                             if ONE_PASS:
-                                if whole:
-                                    turned = tl.trans(ds.to(k_tile.dtype))
-                                    of_rows = tl.dot(turned, k_tile, input_precision=PRECISION) * scale
-                                    store_dq(dq, of_rows, queries_before, rows, h, shape, dims)
+                                if is_one_tile:
+                                    ds_rows = tl.trans(ds.to(k_tile.dtype))
+                                    dq_tile = tl.dot(ds_rows, k_tile, input_precision=PRECISION) * scale
+                                    store_dq(dq, dq_tile, queries_before, rows, h, shape, dims)
             if ONE_PASS:
-                if whole:  # rows that see no key
+                if is_one_tile:  # zeros for rows that see no key
                     visited = inside + before + after
                     for step in range(0, tl.cdiv(shape.seqlen_q, BLOCK_M) - visited):
                         first = tl.where(step < start - before, step, step + visited) * BLOCK_M
@@ -310,7 +315,7 @@ def backward_keys_kernel(
                         blocks = tl.cdiv(shape.seqlen_q, BLOCK_M)
                     nothing = tl.zeros([BLOCK_M, BLOCK_N], dbias.dtype if DBIAS_TMA else dbias.dtype.element_ty)
                     for step in range(0, blocks - visited):
-                        if MASK == TILES:  # the empty tiles of a list come last
+                        if MASK == TILES:  # a list names its empty tiles last
                             first = block_at(visited + step, walk, start, inside, before, False, MASK, BLOCK_M)
                         else:
                             first = tl.where(step < start - before, step, step + visited) * BLOCK_M

@@ -1,7 +1,7 @@
-"""The kernel that makes dq from a stored ds: dq = softmax_scale * ds @ k, where ds is the gradient of a bias.
+"""The kernel that makes dq from a stored ds: dq = softmax_scale * ds @ k.
 
-A bias of one value per score of every head has ds as its gradient, which the key-stationary kernel has just stored;
-reading it costs less than computing it again.
+The gradient of a bias of one value per score of every head is ds itself. The key-stationary kernel has just stored it,
+and reading it costs less than computing ds again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def backward_product_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dbias (B, Hq, Lq, Lk) and dq (B, Lq, Hq, D) are contiguous; tiles outside the walk are not read."""
+    """Compute one tile of dq. dbias (B, Hq, Lq, Lk) and dq (B, Lq, Hq, D) are contiguous.
+
+    Tiles that the band or the lists leave out are not read.
+    """
     scale = tl.cast(scale, tl.float32)
     program = tl.program_id(0)
     tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)

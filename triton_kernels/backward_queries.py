@@ -78,7 +78,7 @@ def backward_queries_kernel(
     SEARCH: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """dq (B, Lq, Hq, D) is contiguous."""
+    """Compute one tile of dq (B, Lq, Hq, D), which is contiguous."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)

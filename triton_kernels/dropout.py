@@ -1,7 +1,8 @@
-"""Dropout in the kernels: which probabilities of a tile are kept, as `flash_dmattn.reference.dropout` has it.
+"""Dropout in the kernels: which probabilities of a tile are kept, by the rule of `flash_dmattn.reference.dropout`.
 
-A call of Philox serves two queries and two keys that are 8 apart. In the fragments of tensor cores, with queries in
-rows or in columns, one thread has all four, so that what it makes is moved to no other.
+One call of Philox serves four probabilities: two queries that are 8 apart, by two keys that are 8 apart. In the
+fragments of tensor cores, with queries in rows or in columns, one thread holds all four, so no word moves between
+threads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """What is kept has a word of Philox of at least `threshold`, and is multiplied by `scale`."""
+    """A probability is kept where its Philox word is at least `threshold`; it is then multiplied by `scale`."""
 
     threshold: int
     scale: float
@@ -21,15 +22,15 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def philox_words(key, entry, head, rows, keys):
-    """The four words of Philox4x32-7 for queries and keys without their bit 3; the three broadcast."""
-    # One number of 64 bits, which Triton takes apart into the two words again.
+    """Draw the four words of Philox4x32-7 for queries and keys without their bit 3; head, rows and keys broadcast."""
+    # Triton takes one seed of 64 bits, and splits it into the two words again.
     seed = tl.load(key) | (tl.load(key + 1) << 32)
     return tl.philox(seed, keys, rows, head, entry, n_rounds=7)
 
 
 @triton.jit
 def joined_words(key, entry, head, rows, keys):
-    """The same as one tensor (rows, keys, 2, 2): of two keys, and of two queries."""
+    """Draw the same words as one tensor (rows, keys, 2, 2): its last two axes are the two keys and the two queries."""
     first, second, third, fourth = philox_words(key, entry, head, rows, keys)
     return tl.join(tl.join(first, second), tl.join(third, fourth))
 
@@ -39,13 +40,14 @@ def is_kept(
     key, dropout, b, h, first, first_key, rows, keys,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATHERED: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Whether each probability of a tile is kept, which is (queries, keys), or (keys, queries) where AXIS is 0.
+    """Return whether each probability of a tile is kept: (queries, keys), or (keys, queries) where AXIS is 0.
 
     Args:
         key: int64 (2,), in memory.
         b, h: the entry, or sequence, and the query head.
-        first, first_key: of the tile, multiples of 16.
-        rows, keys: of the tile. With GATHERED keys have no order, and a call of Philox serves one probability alone.
+        first, first_key: first query and first key of the tile, multiples of 16.
+        rows, keys: queries and keys of the tile. With GATHERED keys are in no order, and each probability has a call of
+            Philox to itself.
     """
     entry, head = b.to(tl.uint32), h.to(tl.uint32)
     if GATHERED:

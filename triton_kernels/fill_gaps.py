@@ -1,4 +1,4 @@
-"""The kernel that writes the rows of no sequence: between two, before the first, behind the last, and unused slots."""
+"""The kernel that writes rows which belong to no sequence: gaps between packed sequences, and unused slots."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def fill_gaps_kernel(
     BLOCK: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """SHARE programs for the gap before each sequence, and one more behind the last; or behind what is used of a slot.
+    """Fill one gap with SHARE programs.
 
-    x (rows of all slots, width) is contiguous and gets zeros; lse (1 or S, num_heads, rows) gets -inf. COLUMN of the
-    bounds has the first of each sequence, and the next one its length.
+    Packed sequences have a gap before each of them, and one more after the last. Padded sequences have one gap each:
+    the unused end of their slots. x (rows of all slots, width) is contiguous and gets zeros; lse (1 or S, num_heads,
+    rows) gets -inf. COLUMN of the bounds has the first row of each sequence, and the next column its length.
     """
     gap = tl.program_id(0) // SHARE
     part = tl.program_id(0) % SHARE

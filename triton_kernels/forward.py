@@ -1,4 +1,4 @@
-"""The forward kernel: out and lse of one tile of queries of one head per program.
+"""The forward kernel: each program computes out and lse of one tile of queries of one head.
 
 With s the scores in base 2, over tiles j of keys (Dao, FlashAttention-2, algorithm 1)::
 
@@ -7,7 +7,8 @@ With s the scores in base 2, over tiles j of keys (Dao, FlashAttention-2, algori
 
 The sink of a head is one more score of every row, without a value; it comes last.
 
-Tiles that need no mask come first, in a loop without mask code; then those at an edge, or partial tiles of a mask.
+Tiles that need no mask check come first, in a loop without mask code. A second loop has the tiles at an edge of the
+band, and the partial tiles of a mask.
 """
 
 from __future__ import annotations
@@ -100,21 +101,24 @@ def forward_kernel(
     ONE_LOOP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`scale` is |softmax_scale| * log2(e), or |softmax_scale| / softcap.
+    """Compute out and lse of one tile of queries.
 
-    out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous. With SPLIT_KEYS there are `splits` of them in fp32, each of
-    a share of the keys. The sink of a row is at `sink_of_head` and `sink_of_row` times its indices; shares of the keys
-    have none.
+    out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous. `scale` is |softmax_scale| * log2(e), or
+    |softmax_scale| / softcap. The sink of a row is at `sink_of_head` and `sink_of_row` times its indices.
 
-    With SEQUENCES a program has a tile of queries of one of them, of which `bounds` has the places and lengths, and
-    `table` the pages of its keys: all that is read is moved to where the sequence begins, and the rest is as of a call
-    of this sequence alone. With GROUPED the rows of a tile are all queries of a sequence and all heads of a group, so
-    that the group reads its keys once.
+    With SPLIT_KEYS (split-KV) there are `splits` outs and lses in fp32, one for each share of the keys; the combine
+    kernel adds the sink.
 
-    With DROPOUT p is dropped before it meets v, with the key at `dropout_key` and the numbers of `dropout`.
+    With SEQUENCES a program has queries of one sequence. `bounds` says where sequences lie and how long they are,
+    `table` which pages their keys are in. The kernel moves every pointer to the first row of the sequence, and goes on
+    as for a call of this sequence alone. With GROUPED a tile has all queries of a sequence, for all heads of a group,
+    as its rows, so that the group reads its keys once.
 
-    With HEADS_FIRST out is (B, Hq, Lq, Dv). With ONE_LOOP every block is looked at as one at an edge, so that no second
-    loop waits for its first loads. With OVERLAP the kernel behind this one may start, and waits for what it reads.
+    With DROPOUT p is dropped before it is multiplied by v, with the key at `dropout_key` and the numbers of `dropout`.
+
+    With HEADS_FIRST out is (B, Hq, Lq, Dv). With ONE_LOOP all blocks go through the loop with mask code, so that there
+    is no second loop that waits for its first loads. With OVERLAP the next kernel may start before this one has ended
+    (programmatic dependent launch); it waits before it reads.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
@@ -195,7 +199,8 @@ def forward_kernel(
             q, q_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
             BLOCK_M, BLOCK_D, False, True, True, PAD_D,
         )  # fmt: skip
-    if NEGATIVE:  # exact, and it leaves a scale >= 0, under which the maximum of the products is that of the scores
+    if NEGATIVE:
+        # Exact. The scale is then >= 0, so that the largest product of a row is also its largest score.
         q_tile = -q_tile
     bias_head, row_bias = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h_k * shape.group if GROUPED else h, MASK)
@@ -210,7 +215,7 @@ def forward_kernel(
 
     if ONE_LOOP:
         start, inside, before, after = start - before, 0, 0, inside + before + after
-    if SPLIT_KEYS:  # blocks of both loops, in their order, so that no share has more than one block more than another
+    if SPLIT_KEYS:  # shares count the blocks of both loops, so that they differ by one block at most
         begin_part = (inside + before + after) * part // splits
         end_part = (inside + before + after) * (part + 1) // splits
 

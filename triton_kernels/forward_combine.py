@@ -1,8 +1,8 @@
-"""The kernel that combines the forward pass of shares of the keys.
+"""The split-KV combine kernel: joins the results that programs computed over shares of the keys.
 
     lse = logsumexp_i lse_i;  out = sum_i exp(lse_i - lse) out_i
 
-and the sink of a head where it has one, in an order that sizes decide, so that the result is the same from run to run.
+It then adds the sink of the head, if there is one. Sizes alone decide the order of the sums, so results repeat exactly.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def combine_kernel(
     HEADS_FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One of the `num_rows` rows of (B, Hq, Lq).
+    """Combine one of the `num_rows` rows of (B, Hq, Lq).
 
-    parts (splits, B, Lq, Hq, Dv), or (splits, B, Hq, Lq, Dv) with HEADS_FIRST, and all else are contiguous. AT_ONCE of
-    the at most SPLITS shares are loaded together: one after the other, each would wait for the one before. With OVERLAP
-    the kernel may have been started before the one that makes the parts has ended, and waits for that.
+    parts (splits, B, Lq, Hq, Dv), or (splits, B, Hq, Lq, Dv) with HEADS_FIRST, and all other tensors are contiguous.
+    AT_ONCE of the at most SPLITS shares are loaded together: one after the other, each load would wait for the one
+    before. With OVERLAP the kernel may start before the forward kernel has ended, and waits for it (programmatic
+    dependent launch).
     """
     row = tl.program_id(0)
     h = row // shape.seqlen_q % shape.num_heads
@@ -50,14 +51,14 @@ def combine_kernel(
     every = tl.arange(0, SPLITS)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    of_parts = tl.load(parts_lse + every * size + row, mask=every < splits, other=float("-inf"))
+    all_lse = tl.load(parts_lse + every * size + row, mask=every < splits, other=float("-inf"))
     some = tl.arange(0, AT_ONCE)
     logits = tl.load(parts_lse + some * size + row, mask=some < splits, other=float("-inf"))
     at = parts + ((some * size + line) * shape.head_dim_v)[:, None] + dims[None, :]
     values = tl.load(at, mask=(some < splits)[:, None] & is_value[None, :], other=0.0)
-    top = tl.max(of_parts, 0)
+    top = tl.max(all_lse, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.math.exp2((of_parts - shift) * LOG2E), 0)
+    total = tl.sum(tl.math.exp2((all_lse - shift) * LOG2E), 0)
     acc = tl.sum(tl.math.exp2((logits - shift) * LOG2E)[:, None] * values, 0)
     for first in tl.static_range(AT_ONCE, SPLITS, AT_ONCE):
         some = first + tl.arange(0, AT_ONCE)

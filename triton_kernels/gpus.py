@@ -1,6 +1,6 @@
-"""The GPUs that the kernels are compiled for, and how much is known of each: the one place that says so.
+"""The only list of GPUs that the kernels are compiled for, and of how well each is known.
 
-It is what docs/support.md prints, and what tests/test_triton_gpus.py holds against the compiler. No import of Triton.
+docs/support.md prints it, and tests/test_triton_gpus.py checks it against the compiler. It does not import Triton.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ class Gpu(NamedTuple):
     """An architecture.
 
     Attributes:
-        arch: as `device_arch` names it.
-        products: some GPUs of that kind.
+        arch: the name that `device_arch` gives.
+        products: some GPUs of this architecture.
         shared: bytes of shared memory that one program may have.
-        standing: "measured" on such a GPU, or "compiled" without one: no kernel of it has been run.
+        standing: "measured" if the kernels were timed on such a GPU. "compiled" if they were only compiled for it, and
+            never run on one.
     """
 
     arch: str
@@ -37,16 +38,17 @@ GPUS = (
     Gpu("sm_120", "RTX 50, RTX PRO Blackwell", 99 * KIB, "compiled"),
     Gpu("gfx942", "MI300X", 64 * KIB, "compiled"),
 )
-# Of an architecture that is not listed: what the least of its vendor's has. sm_75 and older are refused by a rule.
+# Shared memory of an architecture that is not listed: the least that a listed GPU of its vendor has. A rule of the
+# backend refuses sm_75 and older.
 LEAST_SHARED = {"sm": 99 * KIB, "gfx": 64 * KIB}
 
 
 def gpu_of(arch: str) -> Gpu | None:
-    """The row of an architecture, where it has one."""
+    """Return the row of an architecture, or None."""
     return next((gpu for gpu in GPUS if gpu.arch == arch), None)
 
 
 def shared_bytes(arch: str) -> int:
-    """The shared memory that a program may count on."""
+    """Return the bytes of shared memory that a program may use."""
     gpu = gpu_of(arch)
     return gpu.shared if gpu is not None else LEAST_SHARED["gfx" if arch.startswith("gfx") else "sm"]

@@ -1,16 +1,16 @@
-"""The kernels that find the queries of each key in the bits of a mask, and whether they are one run.
+"""The kernels that test whether the queries of each key are one run of rows, from the bits of a mask.
 
-A key's run begins in a row that sees it below one that does not, and ends where the next such row does not: bits that
-differ from those of the row before. There are few, so a program visits each alone: the beginning is written, and the
-end raises what stands there from 0. Whoever finds another end there has found a second run, and says so; later programs
-return at once.
+A run of a key begins or ends at a row whose bit differs from the row before. There are few such bits, so a program
+visits them one by one. It writes the beginning of a run. It writes the end by an atomic maximum, which returns the
+value before, 0 at first. Another value shows a second run: the program then sets a flag, and later programs return at
+once.
 
-Whether one has said so is asked by an atomic, whose answer one thread hands to all. After a load, which each thread
-does for itself, some might leave that the others wait for.
+Programs read the flag by an atomic, because Triton lets one thread execute it and broadcasts the result. With a plain
+load each thread would read for itself, and some could return while others wait for them at a barrier.
 
-A second kernel writes both for all keys, dead ones included, and counts what the host decides by. All that has to begin
-as 0 is one allocation of 64-bit words: the four numbers of `mask_intervals`, then in halves of words the live keys of
-each head and the ends of all keys.
+A second kernel writes beginning and end for all keys, dead ones included, and counts the numbers that the host decides
+by. Everything that must start at 0 is one allocation of 64-bit words: the four numbers of `mask_intervals`, and then,
+as 32-bit halves, the live keys of each head and the ends of all keys.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from flash_dmattn.masks.prepared.mask_intervals import MaskIntervals
+from flash_dmattn.masks.prepared.intervals import MaskIntervals
 
 from .kernel_launch import ceil_div, launch
 
-# Rows and words of a program, and its warps: a thread has 8 words in loads of 16 bytes.
+# Rows and words that a program reads, and its warps: a thread has 8 words, in loads of 16 bytes.
 ROWS, WORDS, NUM_WARPS = 16, 128, 8
-# Keys, and rows of tiles, that a program counts, and its warps.
+# A program counts up to COUNTED keys, and as many rows of tiles; and its warps.
 COUNTED, COUNT_NUM_WARPS = 1024, 4
 
 
@@ -36,7 +36,7 @@ def _any(words):
 
 @triton.jit
 def _halves(numbers_ptr, heads):
-    """Where the live keys of heads are, and the ends of keys."""
+    """Return pointers to the counts of live keys of heads, and to the ends of keys."""
     live_ptr = (numbers_ptr + 4).to(tl.pointer_type(tl.int32), bitcast=True)
     return live_ptr, live_ptr + heads
 
@@ -46,7 +46,11 @@ def _runs_kernel(
     bits_ptr, start_ptr, numbers_ptr, heads, seqlen_q, seqlen_k, quads, blocks, strips,
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """`quads`: words of a row, by 4. `blocks` cover one row more than there are, in which the last runs end."""
+    """Find beginnings and ends of runs.
+
+    `quads` is the number of words of a row, divided by 4. `blocks` cover one more row than the mask has, because runs
+    that reach the last row end there.
+    """
     strip = tl.program_id(0) % strips
     block = tl.program_id(0) // strips % blocks
     head = (tl.program_id(0) // strips // blocks).to(tl.int64)
@@ -80,7 +84,11 @@ def _count_kernel(
     start_ptr, stop_ptr, lists_ptr, numbers_ptr, heads, seqlen_k, tiles_q, list_length, chunks,
     COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Sums are of integers: the order of programs changes none. A head's greatest is the one that the last has made."""
+    """Write the runs, and count live keys, pairs and active tiles.
+
+    Sums are integers, so the order of programs does not matter. Each program adds to the live keys of its head, and
+    offers the sum so far to the maximum over heads; the last program of a head offers its total.
+    """
     head = (tl.program_id(0) // chunks).to(tl.int64)
     at = tl.program_id(0) % chunks * COUNTED + tl.arange(0, COUNTED)
     live_ptr, ends_ptr = _halves(numbers_ptr, heads)
@@ -89,7 +97,7 @@ def _count_kernel(
         keys = head * seqlen_k + at
         stop = tl.load(ends_ptr + keys, mask=inside, other=0)
         is_live = stop > 0
-        start = tl.load(start_ptr + keys, mask=is_live, other=0)  # of a dead key nobody has written it
+        start = tl.load(start_ptr + keys, mask=is_live, other=0)  # nobody has written the start of a dead key
         tl.store(start_ptr + keys, start, mask=inside)
         tl.store(stop_ptr + keys, stop, mask=inside)
         live = tl.sum(is_live.to(tl.int32), axis=0)
@@ -97,17 +105,17 @@ def _count_kernel(
             before = tl.atomic_add(live_ptr + head, live, sem="relaxed")
             tl.atomic_max(numbers_ptr + 1, (before + live).to(tl.int64), sem="relaxed")
             tl.atomic_add(numbers_ptr + 2, tl.sum((stop - start).to(tl.int64), axis=0), sem="relaxed")
-        of_row = lists_ptr + (head * tiles_q + at) * list_length
+        row_list = lists_ptr + (head * tiles_q + at) * list_length
         is_row = at < tiles_q
-        # 64 bits before they are added: of a whole chunk of rows 32 might not do.
-        active = tl.load(of_row, mask=is_row, other=0).to(tl.int64) + tl.load(of_row + 1, mask=is_row, other=0)
+        # 64 bits, because the sum over a chunk of rows may exceed 32.
+        active = tl.load(row_list, mask=is_row, other=0).to(tl.int64) + tl.load(row_list + 1, mask=is_row, other=0)
         active = tl.sum(active, axis=0)
         if active != 0:
             tl.atomic_add(numbers_ptr + 3, active, sem="relaxed")
 
 
 def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> MaskIntervals:
-    """Launch both; the result of `flash_dmattn.masks.prepared.mask_intervals.mask_intervals`."""
+    """Launch both kernels; returns what `flash_dmattn.masks.prepared.intervals.mask_intervals` returns."""
     batch, num_heads, seqlen_q, words = bits.shape
     heads, tiles_q, list_length = batch * num_heads, row_lists.size(2), row_lists.size(3)
     keys = heads * seqlen_k
@@ -116,10 +124,10 @@ def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -
     start, stop = (allocate(batch, num_heads, seqlen_k, dtype=torch.int32, device=bits.device) for _ in range(2))
     if bits.numel():
         blocks, strips = ceil_div(seqlen_q + 1, ROWS), ceil_div(words, WORDS)
-        of_runs = (heads, seqlen_q, seqlen_k, words // 4, blocks, strips)
-        launch(_runs_kernel, heads * blocks * strips, (bits, start, numbers), of_runs, (ROWS, WORDS), NUM_WARPS)
+        sizes = (heads, seqlen_q, seqlen_k, words // 4, blocks, strips)
+        launch(_runs_kernel, heads * blocks * strips, (bits, start, numbers), sizes, (ROWS, WORDS), NUM_WARPS)
         chunks = ceil_div(max(seqlen_k, tiles_q), COUNTED)
-        of_counts = (heads, seqlen_k, tiles_q, list_length, chunks)
+        count_sizes = (heads, seqlen_k, tiles_q, list_length, chunks)
         tensors = (start, stop, row_lists, numbers)
-        launch(_count_kernel, heads * chunks, tensors, of_counts, (COUNTED,), COUNT_NUM_WARPS)
+        launch(_count_kernel, heads * chunks, tensors, count_sizes, (COUNTED,), COUNT_NUM_WARPS)
     return start, stop, numbers[:4]

@@ -1,4 +1,4 @@
-"""The launch of one kernel with everything decided but its tensors, and such launches remembered."""
+"""`Launch`: one kernel with everything decided except its tensors; and a table of launches that are used again."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from flash_dmattn.remembered import Remembered
 
 
 def ceil_div(total: int, size: int) -> int:
-    """How many of a size cover a total.
+    """Divide and round up.
 
-    As `triton.cdiv`, which is made for kernels: called by the host it takes as long as an allocation. A plan is made
-    once, but a mask is packed by new numbers each time.
+    Plans, which are made once, use `triton.cdiv`. Packing a mask computes its numbers in every call, and `triton.cdiv`,
+    which is made for kernels, takes the host as long as an allocation.
     """
     return -(-total // size)
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of 2 that is not less than a number, 1 at least; as `triton.next_power_of_2`, likewise."""
+    """Return the least power of 2 that is at least `number`, and at least 1; faster than `triton.next_power_of_2`."""
     return 1 << (number - 1).bit_length()
 
 
 def is_current_device(x: Tensor) -> bool:
-    """Whether Triton, which launches on the current device, would launch on the tensor's."""
-    # Not torch.cuda.current_device: it looks first whether CUDA is initialised, as it is where there is such a tensor.
+    """Return whether the tensor is on the current device, where Triton launches."""
+    # torch.cuda.current_device would first check that CUDA is initialised. A CUDA tensor shows that it is.
     return not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
 
 
@@ -42,13 +42,13 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if is_current_device(x) else torch.cuda.device(x.device)
 
 
-# The first driver whose graphs hold launches that begin before the one ahead of them has ended: that of CUDA 12.3.
+# CUDA 12.3 is the first driver whose graphs may contain launches that overlap (programmatic dependent launch).
 FIRST_TO_OVERLAP = 12030
 
 
 @functools.cache
 def driver_overlaps() -> bool:
-    """Whether launches may overlap, in graphs too; where there is no driver, nothing is launched, and they may."""
+    """Return whether launches may overlap, in CUDA graphs too; True without a driver, where nothing is launched."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -58,7 +58,7 @@ def driver_overlaps() -> bool:
 
 
 class Descriptor(NamedTuple):
-    """How a tensor becomes a descriptor of the tensor memory accelerator: the argument it is, and its view."""
+    """How a tensor becomes a TMA descriptor: `slot` is its place among the arguments, the rest its view and block."""
 
     slot: int
     shape: list[int]
@@ -67,7 +67,7 @@ class Descriptor(NamedTuple):
 
 
 def by_name(kernel: Any, shared: Mapping[str, Any], **own: Any) -> tuple[Any, ...]:
-    """Put numbers and constants in the order of a kernel's arguments, where they follow its tensors.
+    """Put numbers and constants in the order in which a kernel takes them after its tensors.
 
     Args:
         kernel: the kernel.
@@ -82,14 +82,14 @@ def by_name(kernel: Any, shared: Mapping[str, Any], **own: Any) -> tuple[Any, ..
 
 
 class Launch:
-    """One kernel with everything decided but its tensors: `launch(*tensors)`, in the order of the kernel's arguments.
+    """One kernel with everything decided except its tensors: `launch(*tensors)`, in the order of its arguments.
 
-    It is for one device, the current one at every call.
+    It belongs to one device, which must be the current one at every call.
 
-    From the second call on the compiled kernel is called directly. Triton's own look-up of it, by type, alignment and
-    value of every argument, takes longer than everything else on the way; here a plan is only found by calls that agree
-    in all of them. Nor does a call go through `compiled[grid]`, which makes a record of each for hooks, set or not, and
-    asks the driver of each tensor whether its memory is the GPU's: a backend's rules have seen to that.
+    From the second call on it calls the compiled kernel directly, for two reasons. Triton's look-up by type, alignment
+    and value of every argument takes longer than the rest of the launch. It is not needed, because only calls that
+    agree in all of these share a `Launch`. And `compiled[grid]` makes a record for hooks even if none are set, and asks
+    the driver whether each tensor is in GPU memory. The rules of the backend have checked that already.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Launch:
         self.descriptors = tuple(descriptors)
         self.compiled: Any = None  # stays so in the interpreter, which compiles nothing
         self.device = 0
-        # What a call without descriptors needs of the compiled kernel and the driver, looked up once.
+        # The compiled kernel and the functions of the driver that a launch without descriptors calls, looked up once.
         self.at_once: tuple[Any, ...] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -133,7 +133,7 @@ class Launch:
 
 
 def _hooks_are_set() -> bool:
-    """Whether someone, a profiler say, is to be told of launches; a chain of no hooks is told nothing."""
+    """Return whether a hook, for example of a profiler, wants to see launches; an empty chain of hooks does not."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if enter is not None and getattr(enter, "calls", True):
@@ -152,9 +152,9 @@ def launch(
     constants: tuple[Any, ...],
     num_warps: int,
 ) -> None:
-    """Launch a kernel on its tensors' device as a `Launch` remembered by these numbers, dtypes and alignments."""
-    found = tuple([(x.dtype, x.data_ptr() % 16) for x in tensors])
-    key = (id(kernel), tensors[0].device.index, programs, numbers, constants, num_warps, found)
+    """Launch a kernel on the device of its tensors; numbers, dtypes and alignments key the `Launch` that is reused."""
+    types = tuple([(x.dtype, x.data_ptr() % 16) for x in tensors])
+    key = (id(kernel), tensors[0].device.index, programs, numbers, constants, num_warps, types)
     options = {"num_warps": num_warps}
     with on_device(tensors[0]):
         _launches.find(key, lambda: Launch(kernel, programs, (*numbers, *constants), options))(*tensors)

@@ -1,7 +1,7 @@
-"""The kernels of masks that are known by their keys: one row for all queries, or one interval of queries per key.
+"""The kernels that pack masks described key by key: one row for all queries, or one interval of queries per key.
 
-A program takes a chunk of the keys of one head. Where a key goes depends on how many are kept before it; where a row
-has several chunks, a first launch counts those of each.
+A program takes a chunk of the keys of one head. The position of a key in the result depends on how many keys before it
+are kept. So for rows of several chunks, a first launch counts the kept keys of each chunk.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
-from flash_dmattn.masks.prepared.interval_tiles import IntervalTiles
-from flash_dmattn.masks.prepared.key_intervals import KeyIntervals
+from flash_dmattn.masks.prepared.intervals import IntervalTiles, KeyIntervals
 from flash_dmattn.masks.prepared.packing import TILE, KeySet, tiles
 from flash_dmattn.problem import Band
 
 from .kernel_launch import ceil_div, launch, next_power_of_2
 from .mask_pack import list_tiles
 
-# Keys of a chunk, and its warps; and the most chunks, so that each program reads all of their counts at once.
+# Keys of a chunk, its warps, and the most chunks of a row: each program reads the counts of all chunks at once.
 CHUNK, CHUNK_NUM_WARPS, MOST_CHUNKS = 4096, 8, 1024
-# The same of short rows.
+# Keys and warps of the one chunk of a short row.
 SHORT_CHUNK, SHORT_NUM_WARPS = 1024, 4
-# Scores that a program turns into integers, and its warps.
+# Scores that a program converts to integers that sort alike, and its warps.
 SCORES_BLOCK, SCORES_NUM_WARPS = 1024, 4
 # Places that a program fills, and its warps.
 PLACES_BLOCK, PLACES_NUM_WARPS = 512, 4
@@ -34,7 +33,7 @@ TILES_BLOCK, TILES_NUM_WARPS = 16, 4
 
 @triton.jit
 def _live(mask_ptr, keys, seqlen_q, seqlen_k, stride_k, low, high):
-    """The queries that see each key, from `start` to `stop`, and whether some do."""
+    """Return the queries that see each key, from `start` to `stop`, and whether there are any."""
     start = tl.maximum(keys - high, 0)
     stop = tl.minimum(keys - low + 1, seqlen_q)
     flags = tl.load(mask_ptr + keys.to(tl.int64) * stride_k, mask=keys < seqlen_k, other=0) != 0
@@ -43,7 +42,7 @@ def _live(mask_ptr, keys, seqlen_q, seqlen_k, stride_k, low, high):
 
 @triton.jit
 def _chunk_of(mask_ptr, num_heads, stride_b, stride_h, chunks, CHUNK: tl.constexpr):
-    """The head of a program, its number of a chunk, the keys of it, and where the mask of the head begins."""
+    """Return the head and the chunk of a program, the keys of the chunk, and a pointer to the mask of the head."""
     head = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
     keys = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -62,7 +61,7 @@ def _count_kernel(
 
 @triton.jit
 def _places(counts_ptr, live, head, chunk, chunks, COUNTS: tl.constexpr):
-    """How many live keys are before each key of a chunk, and in all of the row. COUNTS: at least `chunks`, 1 of one."""
+    """Count the live keys before each key of a chunk, and in the row. COUNTS is a power of 2, at least `chunks`."""
     if COUNTS == 1:
         before = 0
         total = tl.sum(live, axis=0)
@@ -88,7 +87,7 @@ def _key_set_kernel(
     prefix_ptr += head * (seqlen_k + 1)
     tl.store(prefix_ptr + keys, places, mask=inside)
     tl.store(kept_ptr + places, keys, mask=flags != 0)
-    # What has this number of a place and is past the last key that is kept.
+    # Places after the last kept key hold seqlen_k, which is no key.
     tl.store(kept_ptr + keys, tl.zeros_like(keys) + seqlen_k, mask=inside & (keys >= total))
     if chunk == 0:
         tl.store(prefix_ptr + seqlen_k, total)
@@ -193,19 +192,19 @@ def _score_keys_kernel(
 
 
 class _Chunks(NamedTuple):
-    """How the keys of a mask are shared among programs: keys of one, its warps, and how many a row has."""
+    """How programs share the keys of a mask: keys of a chunk, warps of a program, and chunks of a row."""
 
     size: int
     num_warps: int
     number: int
 
     def counts(self, mask: torch.Tensor) -> torch.Tensor:
-        """Room for the counts of all chunks."""
+        """Allocate the counts of all chunks; empty where a row has one chunk and needs no count."""
         heads = mask.shape[0] * mask.shape[1]
         return torch.empty(heads * (self.number if self.number > 1 else 0), dtype=torch.int32, device=mask.device)
 
     def constants(self) -> tuple[int, int]:
-        """CHUNK and COUNTS of the kernels."""
+        """Return CHUNK and COUNTS, as the kernels take them."""
         return self.size, next_power_of_2(self.number)
 
 
@@ -219,7 +218,7 @@ def _chunks(seqlen_k: int) -> _Chunks:
 
 
 def _count(mask: torch.Tensor, counts: torch.Tensor, chunks: _Chunks, seqlen_q: int, band: Band) -> None:
-    """Launch the counting kernel, where there are counts."""
+    """Launch the counting kernel, if `counts` is not empty."""
     if counts.numel():
         stride_b, stride_h, _, stride_k = mask.stride()
         numbers = (mask.shape[1], seqlen_q, mask.shape[3], stride_b, stride_h, stride_k, *band, chunks.number)
@@ -228,13 +227,13 @@ def _count(mask: torch.Tensor, counts: torch.Tensor, chunks: _Chunks, seqlen_q: 
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Those of batch, heads and keys, 0 where one element serves all."""
+    """Return the strides of batch, heads and keys, 0 for a dim of size 1."""
     b, h, _, k = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return b, h, k
 
 
 def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-    """Launch the kernel of sort keys; the result of `flash_dmattn.masks.topk.score_keys`.
+    """Launch the kernel of sort keys; returns what `flash_dmattn.masks.topk.score_keys` returns.
 
     Args:
         scores: float (B or 1, H or 1, 1, Lk), any strides.
@@ -246,8 +245,8 @@ def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tens
     keys = torch.empty(*shape, dtype=integers, device=scores.device)
     if keys.numel():
         flags = None if allowed is None else allowed.view(torch.uint8)
-        of_flags = (0, 0, 0) if allowed is None else _strides(allowed)
-        numbers = (keys.numel(), shape[1], shape[2], *_strides(scores), *of_flags)
+        flag_strides = (0, 0, 0) if allowed is None else _strides(allowed)
+        numbers = (keys.numel(), shape[1], shape[2], *_strides(scores), *flag_strides)
         programs = ceil_div(keys.numel(), SCORES_BLOCK)
         tensors, constants = (scores, keys if flags is None else flags, keys), (flags is not None, SCORES_BLOCK)
         launch(_score_keys_kernel, programs, tensors, numbers, constants, SCORES_NUM_WARPS)
@@ -255,7 +254,7 @@ def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tens
 
 
 def key_set(mask: torch.Tensor) -> KeySet:
-    """Launch the key set kernel; the result of `flash_dmattn.masks.prepared.packing.key_set`.
+    """Launch the key set kernel; returns what `flash_dmattn.masks.prepared.packing.key_set` returns.
 
     Args:
         mask: bool (Bm, Hm, 1, Lk), any strides, 0 included.
@@ -277,12 +276,12 @@ def key_set(mask: torch.Tensor) -> KeySet:
 
 
 def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> KeyIntervals:
-    """Launch the key interval kernel; the result of `flash_dmattn.masks.prepared.key_intervals.key_intervals`.
+    """Launch the key interval kernel; returns what `flash_dmattn.masks.prepared.intervals.key_intervals` returns.
 
     Args:
         mask: bool (Bm, Hm, 1, Lk), any strides, 0 included.
         seqlen_q: number of queries.
-        band: what is folded in.
+        band: the band that is folded into the intervals.
         reorder: whether live keys are to come first.
     """
     batch, num_heads, _, seqlen_k = mask.shape
@@ -305,11 +304,11 @@ def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder:
 def first_places(
     start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the kernel of places; the result of `flash_dmattn.masks.prepared.interval_order.first_places`.
+    """Launch the kernel of places; returns what `flash_dmattn.masks.prepared.intervals.first_places` returns.
 
     Args:
         start, stop, order: int32 (Bm, Hm, Lk), contiguous.
-        places: how many, up to Lk.
+        places: how many places, up to Lk.
     """
     batch, num_heads, seqlen_k = start.shape
     placed = [torch.empty(batch, num_heads, places, dtype=torch.int32, device=start.device) for _ in range(3)]
@@ -322,7 +321,7 @@ def first_places(
 
 
 def interval_tiles(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
-    """Launch the tile kernel and the list kernel; the result of `packers.list_intervals`.
+    """Launch the tile kernel and the list kernel; returns what `packers.list_intervals` returns.
 
     Args:
         start, stop: int32 (Bm, Hm, Lk), contiguous.

@@ -1,4 +1,4 @@
-"""The launch of the attention kernels: the two entry points, and plans remembered for calls that are alike."""
+"""The two entry points of dense calls, forward and backward, and the table of launch plans for calls that are alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.masks.prepared.operator import KeyForm, prepared_view
+from flash_dmattn.masks.prepared.operators import KeyForm, prepared_view
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, heads_as_rows, keys_of_query
 from flash_dmattn.remembered import Remembered
 
@@ -33,9 +33,9 @@ def forward(
     sink: Tensor | None = None,
     dropout: Tensor | None = None,
 ) -> None:
-    """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous; `mask` as `KernelBackend` has it.
+    """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous.
 
-    `sink` is (Hq,); `dropout` the key of a call with dropout.
+    `sink` is (Hq,). `dropout` is the dropout key, None without dropout.
     """
     q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
     sink = None if sink is None else sink.contiguous()
@@ -49,13 +49,13 @@ def forward(
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
     is_short = ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
     return (plan_short_forward if is_short else plan_forward)(call)
 
 
 def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan the gradients of one class of calls: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
     if ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():
         return plan_short_backward(call, dout, dlse, needs_grad)
     plan, flags = plan_backward(call, dout, dlse, needs_grad), call.flags
@@ -67,12 +67,12 @@ def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
 
 
 def is_short_forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
-    """Whether the forward pass of a call reads its mask as it is, having rows of one tile."""
+    """Return whether the forward pass takes the kernel of short rows, which reads a bool mask as it is."""
     return ShortCall.of(q, k, v, mask).serves_forward()
 
 
 def is_short_backward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
-    """The same of its backward pass."""
+    """Return whether the backward pass takes the kernel of short rows."""
     return ShortCall.of(q, k, v, mask).serves_backward()
 
 
@@ -81,17 +81,17 @@ GROUP_ROWS_FROM = 512
 
 
 def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool:
-    """Whether the one query of each head of a group can be a row of one tile: then k and v are read once for all.
+    """Return whether the heads of a group, with one query each, become rows of one tile, which reads k and v once.
 
-    Not with dropout, which goes by tiles of queries of one head, nor with tiles that were made before: their bits, or
-    bounds of keys, know of one query. So it is asked before a bool mask is packed.
+    Dropout forbids it, because its random numbers go by tiles of queries of one head. A mask that is already packed
+    for one query forbids it too, so this is decided before a bool mask is packed.
     """
     if q.shape[1] != 1 or q.shape[2] == k.shape[2] or k.shape[1] < GROUP_ROWS_FROM:
         return False
     if flags.left >= 0 or flags.dropout_p > 0:
         return False
     if mask.form == "keys":
-        return mask.tensors[0].shape[1] != q.shape[2]  # a key set for each query head is not one for each row
+        return mask.tensors[0].shape[1] != q.shape[2]  # rows of one tile share one set of keys
     return mask.form != "tiles"
 
 
@@ -105,9 +105,10 @@ def planned_call(
     sink: Tensor | None,
     groups: bool,
 ) -> Call:
-    """The call as its forward kernels have it: with `groups` the G heads of a group are G queries of one head.
+    """Describe the call to its forward kernels; with `groups` the G heads of a group are G queries of one head.
 
-    Causality says nothing to the last query, nor does a window's right side. A plan is given the tensors as they are.
+    The one query is the last, which causality and the right side of a window do not limit, so these are dropped. The
+    plan itself runs on the tensors as the caller has them.
     """
     if not groups:
         return Call(q, k, v, mask, bias, flags, sink)
@@ -120,7 +121,7 @@ def planned_call(
 
 
 def packed_for_forward(bools: Tensor, q: Tensor, k: Tensor, flags: Flags, groups: bool) -> MaskView:
-    """A bool mask in the form that a forward pass reads, in which heads of groups may be rows."""
+    """Pack a bool mask for a forward pass; with `groups` the heads of a group are its rows."""
     if not groups:
         return _packed(bools, q.shape[1], k.shape[1], flags)
     heads, heads_k = q.shape[2], k.shape[2]
@@ -143,7 +144,7 @@ def backward(
     sink: Tensor | None = None,
     dropout: Tensor | None = None,
 ) -> Gradients:
-    """The gradients asked for; every sum is taken in fp32, in a fixed order, and rounded once."""
+    """Compute the requested gradients; every sum is taken in fp32, in a fixed order, and rounded once."""
     sink = None if sink is None else sink.contiguous()
     q, k, v, dout, out, lse = (*(unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
     with on_device(q):
@@ -161,10 +162,11 @@ def backward(
 
 
 def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], needs_grad: NeedsGrad) -> bool:
-    """Whether delta, which all gradients but dv take, must not come from out in 16 bits.
+    """Return whether delta, which all gradients but dv read, has to be computed from out in fp32.
 
-    A row of few keys does not average out its rounding. Where all keys are few the kernels take delta from p and dp;
-    behind a window those lie in several tiles.
+    A row of few keys does not average out the rounding of out to 16 bits. If a call has few keys, its kernels take
+    delta from p and dp. If only a window leaves few keys to each query, these lie in several tiles, and out is computed
+    again in fp32.
     """
     few = keys_of_query(seqlen_k, window) <= MOST_FEW_KEYS < seqlen_k
     return few and dtype != torch.float32 and (needs_grad.q or needs_grad.k or needs_grad.bias)
@@ -188,13 +190,13 @@ def _out_in_fp32(
     return out
 
 
-# By what decides a launch, of calls with sequences too. A plan must not hold on to the tensors of the call it was made
-# for.
+# Plans of calls with and without sequences, keyed by everything that decides a launch. A plan must not keep references
+# to the tensors of the call that it was made for.
 plans: Remembered[Callable[..., Any]] = Remembered(4096)
 
 
 def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """What decides a launch: device, precision, and shape, strides, dtype and alignment of every tensor."""
+    """Return all that decides a launch: device, precision, and shape, strides, dtype and alignment of every tensor."""
     parts = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (q, *others)]
     return (q.get_device(), takes_tf32(q.dtype), *parts)
 
@@ -204,7 +206,7 @@ def _has_unit_rows(x: Tensor) -> bool:
 
 
 def unit_rows(x: Tensor) -> Tensor:
-    # The kernels read rows of unit stride; the smallest copy that gives them is that of the one tensor.
+    # The kernels read rows of unit stride. Only a tensor without them is copied.
     return x if _has_unit_rows(x) else x.contiguous()
 
 

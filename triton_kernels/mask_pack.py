@@ -1,4 +1,4 @@
-"""The packing kernels: a bool mask read once becomes bits, tile classes and tile lists.
+"""The packing kernels: they read a bool mask once, and write bits, tile classes and tile lists.
 
 For the mask m of one head, with low <= j - i <= high the allowed diagonals:
 
@@ -6,10 +6,10 @@ For the mask m of one head, with low <= j - i <= high the allowed diagonals:
     bits[i, w]    = sum over t < 32 of allowed[i, 32 w + t] << t
     class[I, J]   = 0 where no bit of the 128 x 128 tile is set, 2 where all are, 1 otherwise
 
-`_pack_kernel` is bound by reading m: 1 byte per element against 1/8 written. A program takes 128 rows by BLOCK_K keys.
-Aligned rows are read 16 bytes a load; four bools in an int32 become four bits by a product, and eight such nibbles
-are summed to a word, four in each of two neighbouring threads. `_list_kernel` then reads the classes only, 1/16384 of
-the mask.
+`_pack_kernel` is bound by reading m: it reads 1 byte per element and writes 1/8. A program takes 128 rows by BLOCK_K
+keys. Aligned rows are read 16 bytes a load. A multiplication turns four bools in an int32 into four bits (a nibble).
+Eight nibbles, four in each of two neighbouring threads, are summed to a word. `_list_kernel` then reads the classes
+only, which have 1/16384 of the bytes of the mask.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from flash_dmattn.problem import Band
 
 from .kernel_launch import ceil_div, launch
 
-# Keys of a strip, and warps, by the bytes of a load. Wide: 64 KB a program, 256 bytes a thread, and a warp reads 512
-# contiguous bytes at once; compiled for sm_90 it takes 56 registers (97 with a band) and 3.0 (4.0) instructions a byte.
-# Narrow: half as many keys, because a thread holds four times the addresses; 5.5 instructions a byte by fours of bytes
-# (8.2 with a band), 13 (16) by single bytes.
+# Keys of a strip, and warps, by the bytes of a load. Wide loads (16 bytes): 64 KB a program, 256 bytes a thread, and a
+# warp reads 512 contiguous bytes at once. Narrow loads: half as many keys, because a thread holds four times as many
+# addresses. Compiled for sm_90, the wide kernel takes 56 registers, or 97 with a band.
+#
+#     bytes of a load   instructions a byte   with a band
+#     16                 3.0                   4.0
+#      4                 5.5                   8.2
+#      1                13                    16
 STRIP = {16: (512, 8), 4: (256, 8), 1: (256, 8)}
-# Tiles that a program of the list kernel takes at once: 16 bits hold a count of them.
+# Tiles that a program of the list kernel takes at once (their counts fit 16 bits), and its warps.
 LIST_BLOCK, LIST_NUM_WARPS = 256, 2
 
 
 @triton.jit
 def ones_below(n):
-    """The n lowest bits set, for any n: none below 1, all 32 above 31."""
+    """Return words whose n lowest bits are set: none for n < 1, all 32 for n > 31."""
     n = tl.minimum(tl.maximum(n, 0), 32)
     ones = (tl.full(n.shape, 1, tl.uint32) << tl.minimum(n, 31).to(tl.uint32)) - 1
     return tl.where(n == 32, tl.full(n.shape, 0xFFFFFFFF, tl.uint32), ones)
@@ -42,15 +46,15 @@ def ones_below(n):
 
 @triton.jit
 def tile_in_band(first_key, first_row, low, high, TILE: tl.constexpr):
-    """Whether a band reaches the tile whose first key and row these are."""
+    """Return whether a band reaches the tile that begins at `first_key` and `first_row`."""
     return (first_key + (TILE - 1) >= first_row + low) & (first_key <= first_row + (TILE - 1) + high)
 
 
 @triton.jit
 def nibbles(four):
-    """Bit k of each result says whether byte k is not 0."""
-    # The sum sets bit 7 of a byte if any lower bit is set. The product moves bit 7 of byte k to bit 28 + k, and no two
-    # partial products meet.
+    """Return the four bools of each int32 as four bits: bit k is 1 where byte k is not 0."""
+    # The sum sets bit 7 of a byte if any lower bit is set. The multiplication moves bit 7 of byte k to bit 28 + k, and
+    # no two partial products overlap.
     four = four.to(tl.uint32, bitcast=True)
     nonzero = (((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) & 0x80808080
     return (nonzero * 0x00204081) >> 28
@@ -61,9 +65,9 @@ def load_wide(
     mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, low, high,
     HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Bits of keys with unit stride, 16 bytes a load: rows start and end on 16 bytes, and stride_q counts those."""
+    """Load bits of keys with unit stride, 16 bytes a load: rows start and end on 16 bytes, the unit of stride_q."""
     quads = tl.arange(0, BLOCK_K // 4)
-    # One predicate for all 16 bytes, and seen to be.
+    # Written so that the compiler sees one predicate for all 16 bytes.
     inside = first_key + quads // 4 * 16 < seqlen_k
     if HAS_BAND:
         inside &= tile_in_band(first_key + quads // (TILE // 4) * TILE, first_row, low, high, TILE)
@@ -82,10 +86,10 @@ def load_narrow(
     mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, stride_k, low, high,
     VEC: tl.constexpr, HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Bits of keys with any stride and alignment (VEC = 1), or in whole fours of bytes (VEC = 4)."""
-    # Four neighbouring lanes read neighbouring keys of one word, again and again until it is complete: a thread gathers
-    # a quarter of a word in its own register and only two exchanges between lanes remain. All but the first of these
-    # loads hit the first-level cache.
+    """Load bits of keys with any stride and alignment (VEC = 1), or 4 aligned bytes at a time (VEC = 4)."""
+    # Four neighbouring lanes read neighbouring keys of one word, step by step until the word is complete. So each lane
+    # gathers a quarter of a word in its own register, and two exchanges between lanes complete it. All but the first of
+    # these loads hit the L1 cache.
     word_keys = first_key + tl.arange(0, BLOCK_K // 32) * 32
     starts = (rows.to(tl.int64) * stride_q)[:, None, None]
     wanted = (rows < seqlen_q)[:, None, None]
@@ -138,20 +142,20 @@ def _pack_kernel(
         )  # fmt: skip
     words = strip * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
     if HAS_BAND:
-        behind = rows[:, None] - words[None, :] * 32
-        # low <= high, so the bits of the second term are among those of the first.
-        bits &= ones_below(behind + (high + 1)) ^ ones_below(behind + low)
+        offset = rows[:, None] - words[None, :] * 32
+        # low <= high, so the first term has all bits of the second, and ^ leaves the bits from low to high.
+        bits &= ones_below(offset + (high + 1)) ^ ones_below(offset + low)
 
-    # Written so that a row is seen to start on 16 bytes and the predicate to be the same for all of them.
+    # Written so that the compiler sees rows that start on 16 bytes, and one predicate for each 16 bytes.
     row_starts = (head.to(tl.int64) * seqlen_q + rows) * tiles_k * 4
     stored = (rows < seqlen_q)[:, None] & (words // 4 < tiles_k)[None, :]
     tl.store(bits_ptr + row_starts[:, None] + words[None, :], bits.to(tl.int32, bitcast=True), mask=stored)
 
-    # Words with any bit are counted in the lower half, words with all bits, missing rows included, in the upper.
+    # The lower half counts words with any bit set. The upper half counts full words, and rows beyond the last as full.
     any_bit = (bits != 0).to(tl.int32)
     all_bits = ((bits == 0xFFFFFFFF) | (rows >= seqlen_q)[:, None]).to(tl.int32)
     tally = tl.reshape(any_bit + (all_bits << 16), (TILE, BLOCK_K // TILE, TILE // 32))
-    tally = tl.sum(tl.sum(tally, axis=0), axis=1)  # rows first: a thread holds several, and one word
+    tally = tl.sum(tl.sum(tally, axis=0), axis=1)  # rows first, because a thread holds several rows of one word
     seen = ((tally & 0xFFFF) != 0).to(tl.int32)
     kind = seen + seen * ((tally >> 16) == TILE * (TILE // 32)).to(tl.int32)
     tiles = strip * (BLOCK_K // TILE) + tl.arange(0, BLOCK_K // TILE)
@@ -161,9 +165,10 @@ def _pack_kernel(
 
 @triton.jit
 def write_list(classes_ptr, stride, length, existing, list_ptr, BLOCK: tl.constexpr):
-    """The list of `length` tiles, `stride` classes apart: number of full ones, of partial ones, then the tiles.
+    """Write the list of `length` tiles, whose classes are `stride` apart.
 
-    Tiles from `existing` on are empty, whatever class stands there.
+    A list has the number of full tiles, the number of partial tiles, and then all tiles: full, partial, empty. Tiles
+    from `existing` on count as empty, whatever their class is.
     """
     offsets = tl.arange(0, BLOCK)
     num_full = 0
@@ -211,9 +216,9 @@ def _list_kernel(classes_ptr, rows_ptr, cols_ptr, heads, tiles_q, tiles_k, BLOCK
 
 
 def vector_bytes(mask: torch.Tensor) -> int:
-    """How many bytes of a 4-D bool mask one load may take: 16 or 4 where every row is aligned to it, else 1."""
+    """Return how many bytes of a 4-D bool mask one load may take: 16 or 4 if every row is aligned to that, else 1."""
     stride_b, stride_h, stride_q, stride_k = mask.stride()
-    # Only strides that are taken count: a dim of size 1 may have any.
+    # A dim of size 1 may have any stride, which no load uses.
     taken = [stride for size, stride in zip(mask.shape[:3], (stride_b, stride_h, stride_q), strict=True) if size > 1]
     if stride_k == 1:
         for width in (16, 4):
@@ -225,12 +230,12 @@ def vector_bytes(mask: torch.Tensor) -> int:
 def pack_mask(
     mask: torch.Tensor, band: Band | None, *, strip: tuple[int, int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the packing kernel; the result of `flash_dmattn.masks.prepared.packing.pack_mask`.
+    """Launch the packing kernel; returns what `flash_dmattn.masks.prepared.packing.pack_mask` returns.
 
     Args:
         mask: bool (Bm, Hm, Lq, Lk), any strides, 0 included.
-        band: what is folded in; tiles outside it are not read.
-        strip: keys of a strip, a power of 2 from 128, and warps; other than those of `STRIP` for the benchmark alone.
+        band: the band that is folded into the bits. Tiles outside it are not read.
+        strip: keys of a strip, a power of 2 from 128, and warps. None takes `STRIP`; only the benchmark passes others.
 
     Returns:
         bits int32 (Bm, Hm, Lq, words), classes uint8 (Bm, Hm, Tq, Tk).
@@ -254,7 +259,7 @@ def pack_mask(
 
 
 def list_tiles(classes: torch.Tensor) -> TileLists:
-    """Launch the list kernel; the result of `flash_dmattn.masks.prepared.packing.list_tiles`.
+    """Launch the list kernel; returns what `flash_dmattn.masks.prepared.packing.list_tiles` returns.
 
     Args:
         classes: uint8 (Bm, Hm, Tq, Tk), contiguous.

@@ -1,4 +1,4 @@
-"""The class of calls that plans of both passes are made for, and all that it decides for its launches."""
+"""`Call`: a class of calls that are alike, and everything that it decides for the launches of both passes."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from .tile_ops import (
 )
 from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
 
-# From the first to this many keys lie in one tile of every kernel, and delta is taken from what is computed there.
+# Up to this many keys fit in one tile of every kernel; backward kernels then compute delta from p and dp.
 MOST_FEW_KEYS = 32
 
 
 def takes_tf32(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are taken in TF32: of fp32, where torch allows it.
+    """Return whether products of this dtype use TF32: only for fp32, where torch allows it.
 
-    `allow_tf32`, the older name, raises where the newer one was set. Other dtypes do not ask, which takes torch longer
-    than all else that tells one launch from another.
+    It reads `fp32_precision`, because the older `allow_tf32` raises once the newer setting was used. Other dtypes skip
+    the question, which would be the most expensive part of a launch's key.
     """
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
-    """What a kernel reads of the tensors of a mask: bits and lists, or kept and prefix."""
+    """Return the tensors of a mask that a kernel reads: bits and lists, kept and prefix, or one tensor."""
     if mask.form == "none":
         return None, None
     if mask.form == "keys":
@@ -62,7 +62,7 @@ def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tenso
 
 
 def classes_of(mask: MaskView) -> Tensor | None:
-    """The classes of the tiles of a mask that has some."""
+    """Return the classes of tiles of a mask that has them, else None."""
     return mask.tensors[1] if mask.form in ("tiles", "sequence_tiles") else None
 
 
@@ -79,7 +79,7 @@ _BIAS_KINDS = {"query": ROW_BIAS.value, "key": KEY_BIAS.value, "score": TILE_BIA
 
 
 class Call:
-    """What one class of calls decides for all of its launches."""
+    """Everything that one class of calls decides for all of its launches."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Call:
         sink: Tensor | None = None,
     ) -> None:
         self.has_sink = sink is not None
-        # Of sinks of heads, and of rows where those are heads of a group.
+        # Strides of the sink by head and by row. Rows have sinks of their own where they are the heads of a group.
         self.sink_strides = (0, 0) if sink is None else (1, 0) if sink.dim() == 1 else (sink.shape[1], 1)
         self.q, self.k, self.v, self.bias, self.mask, self.flags = q, k, v, bias, mask, flags
         p = flags.dropout_p
@@ -100,13 +100,13 @@ class Call:
         batch, seqlen_q, num_heads, head_dim = q.shape
         _, seqlen_k, num_heads_k, head_dim_v = v.shape
         left, right = flags.window
-        # A side that reaches every key or query is as good as any longer one, whose sums would leave int32.
+        # A side of the window need not be longer than the sequence; sums with a longer one could overflow int32.
         left, right = min(left, seqlen_k), min(right, seqlen_q)
         group = num_heads // num_heads_k
         self.shape = Shape(batch, seqlen_q, seqlen_k, num_heads, group, head_dim, head_dim_v, left, right)
         self.num_heads_k = num_heads_k
-        # Equal, or both at least 64: with 32 and 16 the forward kernel that Triton 3.6 makes for unaligned rows reads
-        # beyond its shared memory (found by compute-sanitizer on an H200), and out is wrong.
+        # The padded head dims are equal, or both at least 64. With 32 and 16, the forward kernel that Triton 3.6 makes
+        # for unaligned rows reads beyond its shared memory (shown by compute-sanitizer on an H200), and out is wrong.
         padded_d, padded_dv = _padded(head_dim), _padded(head_dim_v)
         self.block_d, self.block_dv = max(padded_d, min(padded_dv, 64)), max(padded_dv, min(padded_d, 64))
         self.pads = (self.block_d != head_dim, self.block_dv != head_dim_v)
@@ -115,21 +115,21 @@ class Call:
         self.num_sms = 1 if properties is None else properties.multi_processor_count
         self.mask_kind = _MASK_KINDS[mask.form]
         self.bias_kind = NO_BIAS.value if bias is None else _BIAS_KINDS[bias_class(bias.shape, bias.stride())]
-        # The band is folded into prepared masks but those of kept keys.
+        # Prepared masks include the band, except for masks of kept keys.
         folded = mask.form in ("tiles", "sequence_tiles", "intervals")
         self.band = (False, False) if folded else (left >= 0, right >= 0)
         softcap, scale = flags.softcap, flags.softmax_scale
         self.scale_log2 = scale / softcap if softcap > 0 else scale * LOG2E.value
-        # Descriptors cost the host 20 us each (H200, Triton 3.6), more than a small call takes the GPU.
+        # A descriptor costs the host 20 us (H200, Triton 3.6), longer than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
         self.precision = "tf32" if takes_tf32(q.dtype) else "ieee"
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
 
     @property
     def has_few_rows(self) -> bool:
-        """Whether all queries of a head are one tile of the least size, bound by reading k and v.
+        """Return whether all queries of a head fit in one tile of the least size, so that reading k and v is the bound.
 
-        Not of kept keys where more than two heads would share an SM: larger tiles gather them faster.
+        False for masks of kept keys with more than two heads for each SM: larger tiles gather such keys faster.
         """
         if self.shape.seqlen_q > MOST_FEW_ROWS or max(self.block_d, self.block_dv) > 128:
             return False
@@ -137,9 +137,10 @@ class Call:
 
     @property
     def _has_wide_blocks(self) -> bool:
-        """Whether programs of few rows, one for each head, go by wide blocks of keys: one of them fills an SM.
+        """Return whether programs of few rows, one for each head, take wide blocks of keys, one program to an SM.
 
-        So where more than two would share an SM, and where many SMs have none but two for each head are too few.
+        True if there are more than two heads for each SM. Also true if heads leave SMs idle, and two programs for each
+        head would be more programs than SMs, but by a third at most.
         """
         leaves_some = self.num_sms < 2 * self._heads <= 4 * self.num_sms // 3
         return leaves_some or self._heads > 2 * self.num_sms
@@ -150,41 +151,42 @@ class Call:
 
     @property
     def has_few_keys(self) -> bool:
-        """Whether all keys lie in one tile, where kernels take delta from p and dp."""
+        """Return whether all keys lie in one tile, so that kernels take delta from p and dp."""
         return self.shape.seqlen_k <= MOST_FEW_KEYS
 
     def tiles_of_queries(self, block: int) -> tuple[int, bool]:
-        """How many tiles of queries of one head there are, and whether a program searches for its sequence."""
+        """Return the number of tiles of queries of one head, and whether a program searches for its sequence."""
         return triton.cdiv(self.shape.seqlen_q, block) * self.shape.batch, False
 
     @property
     def overlaps(self) -> bool:
-        """Whether a kernel may start before the one that it reads from has ended: where that has been measured."""
+        """Return whether a kernel may start before the kernel that it reads from has ended; only sm_90 was measured."""
         return self.arch == "sm_90" and driver_overlaps()
 
     @property
     def has_dropout(self) -> bool:
-        """Whether kernels drop probabilities."""
+        """Return whether kernels drop probabilities."""
         return self.dropout is not None
 
     def tile(self, kernel: str) -> Tile:
-        """The row of the tile table for a kernel."""
+        """Return the row of the tile table for a kernel."""
         block_d = max(self.block_d, self.block_dv)
         bias_tma = self.bias_tma() and self.tma(self.k, self.v)
-        read = BAND.value if self.mask_kind == TREE.value else self.mask_kind  # a tree is a band but for the last keys
+        # A tree is a band except for the last keys.
+        read = BAND.value if self.mask_kind == TREE.value else self.mask_kind
         few = None if not self.has_few_rows else "wide" if self._has_wide_blocks else "narrow"
         kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": few}
         return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
 
     def precision_of(self, kernel: str) -> str:
-        """That of the products of a kernel: TF32, which is allowed and not asked for, only where its tiles fit."""
+        """Return the precision of the products of a kernel: TF32 only if it is allowed and the tiles fit in memory."""
         fits = tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
         return self.precision if fits else "ieee"
 
     def launch(
         self, kernel: Any, programs: int, tile: Tile | ShortTile, descriptors: Sequence[Descriptor] = (), **own: Any
     ) -> Launch:
-        """Make the launch of a kernel on a tile: with the names of `values` that it takes, and its `own`."""
+        """Make the launch of a kernel on a tile: it takes its arguments by name from `values` and from `own`."""
         sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
         return Launch(kernel, programs, by_name(kernel, self.values(), **sizes, **own), tile.options, descriptors)
 
@@ -215,7 +217,8 @@ class Call:
             "BIAS_TMA": False,
             "PRECISION": self.precision,
             "FEW_KEYS": self.has_few_keys,
-            "HAS_SINK": self.has_few_keys and self.has_sink,  # as backward kernels have it: the rest is in lse
+            # For backward kernels. They read sinks only with few keys, and otherwise through lse.
+            "HAS_SINK": self.has_few_keys and self.has_sink,
             "SEQUENCES": NO_SEQUENCES.value,
             "SEARCH": False,
             "DROPOUT": self.has_dropout,
@@ -223,7 +226,7 @@ class Call:
         }
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
-        """Give the strides of what a kernel reads of the mask."""
+        """Return the strides of the tensors of the mask that a kernel reads."""
         if self.mask.form == "dense":
             return self.dense_mask_strides()
         data, index = read_of(self.mask, columns)
@@ -234,14 +237,14 @@ class Call:
         return MaskStrides(*strides, self._sharing(data), self.flags.mask_repeat, data.shape[0])
 
     def bias_strides(self, tma: bool = False) -> BiasStrides:
-        """Of the bias, or the steps of its descriptor."""
+        """Return the strides of the bias, or with `tma` the steps of its descriptor."""
         if self.bias is None:
             return BiasStrides(0, 0, 0, 0, 1, 1, 1)
         strides = [int(size > 1) for size in self.bias.shape] if tma else _broadcast(self.bias)
         return BiasStrides(*strides, self._sharing(self.bias), self.flags.bias_repeat, self.bias.shape[0])
 
     def dense_mask_strides(self) -> BiasStrides:
-        """Of the first tensor of the mask, read as a bias is: bools, bits, or intervals, which are one row."""
+        """Return the strides of the first tensor of the mask, in the form of a bias; intervals have one row."""
         if not self.mask.tensors:
             return BiasStrides(0, 0, 0, 0, 1, 1, 1)
         data = self.mask.tensors[0]
@@ -252,32 +255,32 @@ class Call:
         return self.shape.group if x.shape[1] == self.num_heads_k else 1
 
     def edges(self, rest: int) -> bool:
-        """Whether some block needs a look at the mask, where `rest` rows are left over from whole blocks."""
+        """Return whether some block needs a mask check; `rest` is the size of the last block, 0 if it is full."""
         return self.mask_kind != BAND.value or self.band != (False, False) or rest != 0
 
     def wide(self, *tensors: Tensor) -> bool:
-        """Whether offsets within one head of these tensors, or of the bias or a bool mask, need 64 bits."""
+        """Return whether offsets within one head of these tensors, or of the bias or a bool mask, need 64 bits."""
         spans = [x.shape[1] * x.stride(1) for x in tensors]
         for x in (self.bias, self.mask.dense):
             if x is not None:
                 spans.append(sum(n * stride for n, stride in zip(x.shape[2:], x.stride()[2:], strict=True)))
-        return max(spans) + 1024 > 2**31 - 1  # blocks reach beyond the ends
+        return max(spans) + 1024 > 2**31 - 1  # 1024, because blocks reach beyond the end of a tensor
 
     def tma(self, *tensors: Tensor) -> bool:
-        """Whether tiles of (B, L, H, D) tensors go through the tensor memory accelerator."""
+        """Return whether tiles of (B, L, H, D) tensors are loaded by TMA."""
         serves = self.arch == "sm_90" and self.q.dtype != torch.float32 and self.pays_for_tma
         return serves and all(_fits_tma(x) for x in tensors)
 
     def bias_tma(self) -> bool:
-        """Whether tiles of the bias do."""
+        """Return whether tiles of the bias are loaded by TMA."""
         bias = self.bias
         read_in_tiles = self.bias_kind == TILE_BIAS.value and self.mask_kind != KEYS.value
         return read_in_tiles and bias is not None and bias.stride(3) == 1 and self.tma(bias)
 
     def key_descriptors(self, tile: Tile) -> tuple[bool, bool, list[Descriptor]]:
-        """Whether tiles of k and v, and of the bias, go through the accelerator in a loop over keys; their descriptors.
+        """Decide which tiles a loop over keys loads by TMA: (tiles of k and v, tiles of the bias, the descriptors).
 
-        For a kernel whose first arguments are q, k, v and bias.
+        It serves kernels whose first arguments are q, k, v and bias.
         """
         tma = self.mask_kind != KEYS.value and self.shape.seqlen_k > 2 * tile.block_n and self.tma(self.k, self.v)
         bias_tma = tma and self.bias_tma()
@@ -290,16 +293,16 @@ class Call:
         return tma, bias_tma, descriptors
 
     def rows_descriptor(self, slot: int, x: Tensor, block: int, block_d: int) -> Descriptor:
-        """Of (B, L, H, D) read as (B, H, L, D), a block of rows of one head at a time."""
+        """Describe a (B, L, H, D) tensor as (B, H, L, D), loaded by blocks of rows of one head."""
         return _descriptor(slot, x.transpose(1, 2), [1, 1, block, block_d])
 
     def bias_descriptor(self, slot: int, x: Tensor, tile: Tile) -> Descriptor:
-        """Of a bias, a tile at a time."""
+        """Describe a bias that is loaded tile by tile."""
         return _descriptor(slot, x, [1, 1, tile.block_m, tile.block_n])
 
 
 def row_strides(**tensors: Tensor) -> dict[str, Strides]:
-    """Name the strides of (B, L, H, D) tensors as kernels do."""
+    """Return the strides of (B, L, H, D) tensors under the names that kernels give them."""
     return {f"{name}_strides": Strides(*x.stride()[:3]) for name, x in tensors.items()}
 
 
@@ -308,7 +311,7 @@ def _padded(dim: int) -> int:
 
 
 def _broadcast(x: Tensor) -> list[int]:
-    # A dim of size 1 may have any stride; it is read for every index.
+    # A dim of size 1 is broadcast, whatever its stride is.
     return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 
@@ -317,12 +320,12 @@ def _fits_tma(x: Tensor) -> bool:
 
 
 def _descriptor(slot: int, x: Tensor, block: list[int]) -> Descriptor:
-    # A dim of size 1 may have any stride, but the accelerator wants units of 16 bytes.
+    # A dim of size 1 may have any stride, but TMA wants multiples of 16 bytes.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
     return Descriptor(slot, list(x.shape), [*strides, 1], block)
 
 
 def num_kv_splits(programs: int, blocks: int, num_sms: int) -> int:
-    """Among how many programs to share each loop over blocks where most SMs would have no work, at least four
-    blocks to each."""
+    """Return how many programs share each loop over blocks: 1 unless most SMs would be idle, and at least four blocks
+    to a program."""
     return 1 if 2 * programs > num_sms else max(1, min(2 * num_sms // programs, blocks // 4, 64))

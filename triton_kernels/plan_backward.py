@@ -1,4 +1,4 @@
-"""The plan of a backward pass: which kernels make the gradients asked for, and what each is launched with."""
+"""The launch plan of a backward pass: which kernels make the requested gradients, and their arguments."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
 from .tile_ops import BAND, KEYS, NO_SEQUENCES, TILES, Shape
 from .tile_table import Tile
 
-# Parts of dk and dv that take more memory than this are not made where they can be done without.
+# Parts of dk and dv that are optional take at most this much memory.
 MAX_PARTS_BYTES = 64 * 2**20
-# Rows of a program of the kernel of delta; and of one that turns lse to base 2, and does nothing else.
+# Rows of a program of the delta kernel; and of one that only converts lse to base 2.
 _DELTA_BLOCK, _FEW_KEYS_BLOCK = 32, 1024
-# Keys of a program that adds up parts.
+# Keys of a program that adds parts.
 _GATHER_BLOCK = 32
 
 
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan the gradients of one class of calls: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
@@ -41,8 +41,8 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         dbias_class = bias_class(bias.shape)
         per_row, per_key, per_score = (dbias_class == name for name in ("query", "key", "score"))
         stored = per_score and bias.shape[:2] == (shape.batch, shape.num_heads)
-        # dq is read off a stored ds: not with a softcap, whose slope comes after it, nor where ds is stored in another
-        # 16-bit type than that of the products.
+        # dq may be a product of the stored ds. Not with a softcap, because ds is stored without its slope; and not if
+        # ds is stored in another 16-bit dtype than q, k and v have.
         product = stored and call.flags.softcap == 0 and bias.dtype in (call.q.dtype, torch.float32)
     delta_of = plan_delta(call, dout, dlse, call.has_few_keys)
     keys_of = None
@@ -94,11 +94,11 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
 def plan_delta(
     call: Call, dout: Tensor, dlse: Tensor | None, few_keys: bool, rows: Shape | None = None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """lse in base 2, and delta = rowsum(dout * out) - dlse: run(dout, out, dlse, lse, bounds).
+    """Plan lse in base 2, and delta = rowsum(dout * out) - dlse: run(dout, out, dlse, lse, bounds).
 
     Args:
-        few_keys: whether the sum is left to the kernels that read delta.
-        rows: the shape of all rows of a call with sequences, where nothing depends on these.
+        few_keys: whether the kernels that read delta compute the sum.
+        rows: for calls with sequences whose rows are all treated alike: the shape of all rows.
     """
     block = _DELTA_BLOCK if rows is None else _FEW_KEYS_BLOCK
     values, (tiles, search) = call.values(), call.tiles_of_queries(block)
@@ -130,12 +130,14 @@ def plan_delta(
 def plan_keys(
     call: Call, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """dk, dv, and the gradient of a bias of one value per key, or per score of every head."""
+    """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head:
+    run(read, mask, sink, dropout)."""
     shape, bias, num_heads_k, tile = call.shape, call.bias, call.num_heads_k, call.tile("keys")
     repeat = call.flags.bias_repeat
     has_key_mask = call.mask_kind == KEYS.value
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
-    # A bias with a head for each query head needs its sums apart; a key mask of that kind has other keys for each.
+    # A bias with a head for each query head needs sums for each of them. A key mask with such heads has other keys for
+    # each. Then owners are query heads.
     apart = (bias if per_key else None, call.mask.tensors[0] if has_key_mask else None)
     split = shape.group > 1 and any(x is not None and x.shape[1] == shape.num_heads for x in apart)
     owners = shape.num_heads if split else num_heads_k
@@ -144,7 +146,7 @@ def plan_keys(
     grid_tiles = tiles * num_kv_splits(programs, triton.cdiv(shape.seqlen_q, tile.block_m), call.num_sms)
     num_parts = shape.batch * owners * grid_tiles * tile.block_n
     small = num_parts * (shape.head_dim + shape.head_dim_v) * 4 <= MAX_PARTS_BYTES
-    # A key mask may keep few keys, and then the programs of the others help with those.
+    # A key mask may keep few keys. With parts, programs whose keys are dropped share the queries of the kept ones.
     parts = split or grid_tiles > tiles or (has_key_mask and small)
 
     tma = shape.seqlen_q > 2 * tile.block_m and call.tma(call.q, dout)
@@ -193,7 +195,8 @@ def plan_keys(
     )
     programs = triton.cdiv(shape.seqlen_k, _GATHER_BLOCK) * shape.batch * num_heads_k
     gather = Launch(backward_gather_kernel, programs, rest)
-    # Keys that a key mask leaves out are zero where no gather writes them, and always are in a dbias of every score.
+    # Keys that a key mask drops have zero gradients. Without parts no kernel writes these, and no kernel ever writes
+    # their columns of a dbias of scores, so both begin as zeros.
     empty = torch.zeros if has_key_mask and not parts else torch.empty
     empty_scores = torch.zeros if has_key_mask else torch.empty
 
@@ -223,7 +226,7 @@ def plan_keys(
 
 
 def _rows_fit_tma(dbias: Tensor) -> bool:
-    # Of the contiguous gradient: rows of whole 16 bytes.
+    # The gradient is contiguous, so only the length of its rows matters.
     return dbias.shape[3] * dbias.element_size() % 16 == 0
 
 
@@ -234,7 +237,7 @@ def _dbias_descriptor(slot: int, bias: Tensor, tile: Tile) -> Descriptor:
 
 
 def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
-    """dq, with ds computed again, of calls with and without sequences: run(read, mask, sink, bounds, dropout, dq)."""
+    """Plan dq, with ds computed again, with or without sequences: run(read, mask, sink, bounds, dropout, dq)."""
     tile = call.tile("queries")
     tma, bias_tma, descriptors = call.key_descriptors(tile)
     tiles, search = call.tiles_of_queries(tile.block_m)
@@ -255,9 +258,9 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
 
 
 def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
-    """dq, from ds as dbias holds it."""
+    """Plan dq as a product of k and the ds that dbias holds: run(q, k, dbias, mask)."""
     shape, tile = call.shape, call.tile("product")
-    # Without lists of tiles every block of the band is read: where the mask leaves pairs out, dbias is zero.
+    # Without lists of tiles the kernel reads every block of the band: dbias is zero where a mask leaves pairs out.
     mask_kind = TILES.value if call.mask_kind == TILES.value else BAND.value
     tma = shape.seqlen_k > 2 * tile.block_n and call.tma(call.k)
     dbias_tma = tma and _rows_fit_tma(bias)
@@ -286,8 +289,8 @@ def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
 
 
 def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
-    """The gradient of a bias of one value per score that entries, sequences or heads share: run(read, mask, sink,
-    bounds, dropout)."""
+    """Plan the gradient of a bias of one value per score that entries, sequences or heads share:
+    run(read, mask, sink, bounds, dropout)."""
     shape, tile = call.shape, call.tile("bias")
     tma = call.tma(call.q, call.k, call.v, dout)
     descriptors = []

@@ -1,4 +1,4 @@
-"""The plan of a forward pass: one kernel, or one for shares of the keys and one that combines them."""
+"""The launch plan of a forward pass: one kernel, or with split-KV a kernel for shares of the keys and a combine."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .plan import Call, num_kv_splits, read_of
 from .tile_ops import KEYS, TILES, Shape
 from .tile_table import Tile
 
-# A share of the keys of few rows has at least so many blocks, and a call at most so many shares.
+# With few rows, a share of the keys has at least LEAST_BLOCKS blocks, and a head at most MOST_SHARES shares.
 LEAST_BLOCKS, MOST_SHARES = 2, 64
 _LISTS = (KEYS.value, TILES.value)
-# Values of parts for each thread of the kernel that combines them, as far as its most warps reach, and those at once.
+# The combine kernel: values of parts for each thread, most warps, and most values that a program loads at once.
 VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
     shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
     tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile)
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
     blocks = triton.cdiv(shape.seqlen_k, tile.block_n)
     splits = num_kv_splits(programs, blocks, call.num_sms)
-    if few:  # two to an SM where places of keys are read before they are
+    if few:  # two programs to an SM if a program has to read the places of keys before the keys
         splits = num_key_shares(programs, blocks, call.num_sms * (2 if call.mask_kind in _LISTS else 1))
     edges = call.edges(shape.seqlen_k % tile.block_n)
     launch = call.launch(
@@ -76,7 +76,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
 
 
 def forward_values(call: Call, tile: Tile, splits: int) -> dict[str, Any]:
-    """Name what the forward kernel takes of a call with and without sequences."""
+    """Name the arguments that the forward kernel takes both with and without sequences."""
     return {
         "scale": abs(call.scale_log2),
         "splits": splits,
@@ -91,13 +91,13 @@ def forward_values(call: Call, tile: Tile, splits: int) -> dict[str, Any]:
 
 
 def num_key_shares(heads: int, blocks: int, most_programs: int) -> int:
-    """Among how many programs to share the keys of few rows of each head, none with more blocks than it must."""
+    """Return how many programs share the keys of each head with few rows; shares are as equal as blocks allow."""
     shares = max(1, min(most_programs // heads, blocks // LEAST_BLOCKS, MOST_SHARES))
     return triton.cdiv(blocks, triton.cdiv(blocks, shares))
 
 
 def plan_combine(call: Call, shape: Shape, splits: int) -> Launch:
-    """What joins the shares of the keys: run(parts, parts_lse, out, lse, sink), with out and lse of a shape."""
+    """Plan the kernel that combines shares of the keys: run(parts, parts_lse, out, lse, sink); `shape` is of out."""
     rows = shape.batch * shape.num_heads * shape.seqlen_q
     shares = triton.next_power_of_2(splits)
     num_warps = max(1, min(COMBINE_WARPS, shares * call.block_dv // (32 * VALUES_OF_THREAD)))
@@ -118,6 +118,6 @@ def plan_combine(call: Call, shape: Shape, splits: int) -> Launch:
 
 
 def empty_parts(splits: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for out and lse of each share of the keys, in fp32."""
+    """Allocate out and lse of each share of the keys, in fp32."""
     parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
     return parts, torch.empty((splits, *lse.shape), dtype=torch.float32, device=out.device)

@@ -1,4 +1,4 @@
-"""The plans of calls with sequences: the kernels of dense calls, each program with a tile of one sequence."""
+"""The launch plans of calls with sequences: they use the kernels of dense calls, with a tile of one sequence each."""
 
 from __future__ import annotations
 
@@ -39,25 +39,30 @@ _LAYOUTS = {
     "paged": PAGED.value,
     "paged_packed": PAGED_PACKED.value,
 }
-# Sequences of so few queries and keys, on the mean, fill no larger tiles than those for small GPUs.
+# Sequences of at most so many queries and keys, on average, take the tiles for small GPUs; larger ones would be empty.
 SHORT = 64
 _PLAIN = {"mask": BAND.value, "bias": NO_BIAS.value, "bias_tma": False}
-# So many queries of a sequence, times the heads of a group, are one tile in 16 bits: keys per step, warps and stages of
-# it up to head dim 128 on sm_90; and what the shared memory of other GPUs, or wider heads, have room for.
+# In 16 bits, a sequence whose queries times the heads of a group are at most so many rows is one tile. The tuples are
+# keys per step, warps and stages. _FEW_ROWS and _FEW_ROWS_PAGED serve head dims up to 128 on sm_90; _FEW_ROWS_SMALL
+# fits the shared memory of other GPUs, and wider heads.
 MOST_GROUP_ROWS = 64
-# With pages Triton keeps (stages - 1) / 2 tiles: their table is read ahead of them.
+# With pages more stages: Triton prefetches the page table before the tiles, which leaves (stages - 1) / 2 to them.
 _FEW_ROWS, _FEW_ROWS_PAGED, _FEW_ROWS_SMALL = (64, 4, 3), (64, 4, 5), (32, 4, 2)
-# Where the kernel of dk and dv makes dq of sequences whose keys are one tile, in 16 bits up to head dim 128. H100: 8192
-# sequences of 16 take 1.70 ms, 2.71 with 64x64; 4096 of 48 1.84 with both.
+# The tile with which the kernel of dk and dv also makes dq, for sequences whose keys fit in one tile, in 16 bits up to
+# head dim 128. Times on an H100:
+#
+#     sequences        16x64     64x64
+#     8192 of 16       1.70 ms   2.71 ms
+#     4096 of 48       1.84 ms   1.84 ms
 _ONE_PASS = Tile(16, 64, 4, 1)
-# A part of the keys of a few queries has at least so many, and about so many of the longest sequence.
+# Split-KV of a few queries: a share has at least LEAST_PART keys, and about PART keys of the longest sequence.
 LEAST_PART, PART = 256, 4096
-# Programs that share the rows of one gap, and what each writes at a time.
+# Programs that share the rows of one gap, and the values that each writes at a time.
 _GAP_SHARE, _GAP_BLOCK = 4, 1024
 
 
 class SequenceCall(Call):
-    """What one class of calls with sequences decides for all of its launches; its batch are the sequences."""
+    """Everything that one class of calls with sequences decides for its launches; sequences are its batch entries."""
 
     def __init__(
         self,
@@ -97,47 +102,47 @@ class SequenceCall(Call):
         )
 
     def tma(self, *tensors: Tensor) -> bool:
-        """For a bias alone: a descriptor of q, k or v does not end where a sequence does."""
+        """Return whether TMA loads a tensor: only a bias. Tiles of q, k and v would reach into the next sequence."""
         return len(tensors) == 1 and tensors[0] is self.bias and super().tma(*tensors)
 
     def tiles_of_queries(self, block: int) -> tuple[int, bool]:
-        """How many tiles of queries there are at most, as `tiles_of_rows` counts, and whether one is searched for."""
+        """Return the most tiles of queries, as `tiles_of_rows` counts, and whether programs search their sequence."""
         return self._tiles(self.rows_q, self.shape.seqlen_q, self.flags.packs_queries, block)
 
     def tiles_of_keys(self, block: int) -> tuple[int, bool]:
-        """The same of keys."""
+        """Return the most tiles of keys, and whether programs search their sequence."""
         return self._tiles(self.rows_k, self.shape.seqlen_k, self.flags.packs_keys, block)
 
     def _tiles(self, rows: int, most: int, is_packed: bool, block: int) -> tuple[int, bool]:
-        of_each, of_tokens = max(1, triton.cdiv(most, block)) * self.number, rows // block + self.number
-        # A search is as many loads one after the other as the number of sequences has bits.
-        search = is_packed and 4 * of_each > 5 * of_tokens
-        return (of_tokens if search else of_each), search
+        with_bounds, with_search = max(1, triton.cdiv(most, block)) * self.number, rows // block + self.number
+        # A search is a chain of loads, one for each bit of the number of sequences. It must save a fifth of the tiles.
+        search = is_packed and 4 * with_bounds > 5 * with_search
+        return (with_search if search else with_bounds), search
 
     @property
     def has_few_keys(self) -> bool:
-        """No: kernels ask how many keys each sequence has."""
+        """Return False: each sequence has its own number of keys, which the kernels read."""
         return False
 
     def edges(self, rest: int) -> bool:
-        """Yes: any sequence may end within a block."""
+        """Return True: any sequence may end within a block."""
         return True
 
     @property
     def has_few_rows(self) -> bool:
-        """No: of packed queries a bound on lengths would decide, and `plan_forward` sees to the others."""
+        """Return False: `plan_forward` below decides it for sequences."""
         return False
 
     @property
     def is_short(self) -> bool:
-        """Whether most sequences fill no large tile."""
-        # By mean lengths, not by the bounds on them, which are to change no result.
+        """Return whether the average sequence is too short to fill a large tile."""
+        # By mean lengths: the upper bounds that the caller states must not change a result.
         mean_q = self.rows_q / (self.number if self.flags.packs_queries else 1)
         mean_k = self.rows_k / (self.number if self.flags.packs_keys else 1)
         return max(mean_q, mean_k) <= SHORT and self.code in (PACKED.value, PADDED.value)
 
     def tile(self, kernel: str) -> Tile:
-        """The row of the tile table for a kernel; smaller tiles where most sequences fill no larger one."""
+        """Return the row of the tile table for a kernel; short sequences take smaller tiles."""
         if kernel == "keys" and self.layout.one_pass_keys >= 0:
             return _ONE_PASS
         if self.is_short and self.q.dtype != torch.float32:
@@ -146,21 +151,24 @@ class SequenceCall(Call):
 
     @property
     def may_take_one_pass(self) -> bool:
-        """Whether one kernel may make all gradients of sequences whose keys are one tile: where that has been timed."""
+        """Return whether one kernel may make all gradients of sequences whose keys fit in one tile.
+
+        Only the cases that were timed: short sequences, 16 bits, head dims up to 128, no lists of tiles.
+        """
         narrow = self.q.dtype != torch.float32 and max(self.block_d, self.block_dv) <= 128
         return narrow and self.is_short and not self.has_tiles
 
     def take_one_pass(self) -> None:
-        """Have it make them; those of sequences of more keys are made by two."""
+        """Let one kernel make all gradients of sequences whose keys fit in one tile; longer ones still take two."""
         self.layout = self.layout._replace(one_pass_keys=_ONE_PASS.block_n, few_keys=_ONE_PASS.block_n)
 
     @property
     def has_tiles(self) -> bool:
-        """Whether the mask is of bits and lists of tiles."""
+        """Return whether the mask has bits and lists of tiles."""
         return self.mask.form == "sequence_tiles"
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
-        """Give the strides of the mask that a kernel reads."""
+        """Return the strides of the tensors of the mask that a kernel reads."""
         if self.mask.form == "tree":
             bits = self.mask.tensors[0]
             entries, _, words = bits.shape
@@ -172,11 +180,12 @@ class SequenceCall(Call):
         return {**super().values(), "layout": self.layout, "SEQUENCES": self.code}
 
     def plan_fill(self, like: Tensor, column: int, has_lse: bool = False) -> Launch:
-        """What writes the rows of no sequence of (B, L, H, D) tensors: run(x, lse, bounds).
+        """Plan the kernel that fills rows of no sequence in (B, L, H, D) tensors: run(x, lse, bounds).
 
         Args:
-            column: of the bounds that has the firsts of these rows.
-            has_lse: whether lse is written, too.
+            like: a tensor of the shape to fill.
+            column: the column of the bounds that has the first row of each sequence, 0 for queries and 2 for keys.
+            has_lse: whether lse is filled, too.
         """
         packed = self.flags.packs_queries if column == 0 else self.flags.packs_keys
         _, rows, heads, width = like.shape
@@ -197,18 +206,18 @@ class SequenceCall(Call):
 
 
 def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, sequences, dropout)."""
+    """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, sequences, dropout)."""
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
     most_rows = shape.seqlen_q * shape.group
-    # Not of packed sequences, where the bound on lengths would change the order of sums; nor with dropout, which goes
-    # by tiles of queries of one head.
     is_few = most_rows <= MOST_GROUP_ROWS and call.q.dtype != torch.float32
-    # Heads of a group may share rows of a tile, but not where they have lists of their own.
+    # The heads of a group cannot share a tile if each has its own lists of tiles.
     is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
+    # Not packed sequences: the bound on lengths that the caller states would change the order of their sums. Not
+    # dropout: its random numbers go by tiles of queries of one head.
     if is_few and flags.layout != "packed" and not call.has_dropout:
-        # One tile for each sequence, and the heads of a group that read the same keys.
+        # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
         has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
         step = _FEW_ROWS_SMALL
         if has_room:
@@ -262,7 +271,7 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
 
 
 def _key_parts(call: SequenceCall, programs: int) -> int:
-    """Among how many programs to share the keys of each sequence, where all its queries are one tile."""
+    """Return how many programs share the keys of each sequence, if all its queries are one tile."""
     longest = call.shape.seqlen_k
     wanted = max(triton.cdiv(4 * call.num_sms, programs), triton.cdiv(longest, PART))
     return max(1, min(wanted, longest // LEAST_PART, 64))
@@ -271,30 +280,32 @@ def _key_parts(call: SequenceCall, programs: int) -> int:
 def plan_backward(
     call: SequenceCall, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
 ) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, sequences,
+    """Plan the gradients of one class of calls: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, sequences,
     dropout)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, flags = call.bias, call.shape, call.flags
     kind = None if bias is None or not need_bias else bias_class(bias.shape)
     packs_rows = flags.bias_packing == "queries"
-    # A head of dbias for each query head of each sequence: nothing is added up.
+    # If dbias has a head for each query head of each sequence, ds is stored, and nothing is summed.
     stored = kind == "score" and bias is not None and bias.shape[1] == shape.num_heads
     stored = stored and bias is not None and (packs_rows or bias.shape[0] == call.number)
-    # A bias per key with a head for each query head needs its sums apart from dk and dv, which groups share.
+    # A bias per key with a head for each query head needs a launch of its own: dk and dv are sums over a group.
     apart = kind == "key" and bias is not None and shape.group > 1 and bias.shape[1] == shape.num_heads
     shared = kind == "score" and not stored
-    of_keys = STORE if stored else KEY_SUM if kind == "key" and not apart else NO_DBIAS
-    needs_keys = need_k or need_v or of_keys.value != NO_DBIAS.value
-    # Not beside a dbias of scores that is shared: its kernel would have to take delta of as many keys from p and dp.
+    dbias_kind = STORE if stored else KEY_SUM if kind == "key" and not apart else NO_DBIAS
+    needs_keys = need_k or need_v or dbias_kind.value != NO_DBIAS.value
+    # Not with a shared dbias of scores. One pass takes delta from p and dp in a tile of all keys of a sequence; the
+    # bias kernel would have to do the same, and its tiles may hold fewer keys.
     one_pass = need_q and needs_keys and call.may_take_one_pass and not shared
     if one_pass:
         call.take_one_pass()
-    few = shape.seqlen_k <= call.layout.few_keys  # nothing depends on the sequences: rows of none have lse -inf
+    # With few keys in every sequence, lse only changes its base, alike for all rows: rows of no sequence have -inf.
+    few = shape.seqlen_k <= call.layout.few_keys
     rows_q = shape._replace(batch=dout.shape[0], seqlen_q=call.rows_q) if few else None
     delta_of = plan_delta(call, dout, dlse, few, rows_q)
     keys_of = sums_of = queries_of = None
     if needs_keys:
-        keys_of = _plan_keys(call, dout, need_k, need_v, of_keys.value, call.num_heads_k, one_pass)
+        keys_of = _plan_keys(call, dout, need_k, need_v, dbias_kind.value, call.num_heads_k, one_pass)
     if apart:
         sums_of = _plan_keys(call, dout, False, False, KEY_SUM.value, shape.num_heads, False)
     if need_q and shape.seqlen_k > call.layout.one_pass_keys:
@@ -335,13 +346,13 @@ def plan_backward(
         if sink is not None and (need_sink or kind == "query"):
             rows = row_delta(dout, out, dlse, lse)
         if kind == "query" and bias is not None:
-            of_call = (call.num_heads_k, flags, sink, rows, sequences.bounds)
-            dbias = sequence_query_gradient(bias, dlse, lse, *of_call)
+            dbias = sequence_query_gradient(bias, dlse, lse, call.num_heads_k, flags, sink, rows, sequences.bounds)
         if sink is None:
             return dq, dk, dv, dbias
         if not need_sink or rows is None:
             return dq, dk, dv, dbias, None
-        # Rows of no sequence have no sink: their lse is not that of a row which has nothing else.
+        # Rows of no sequence have no sink. Their lse of -inf would look like a row that has a sink and no keys, so it
+        # becomes +inf, with which they add nothing to the gradient.
         return dq, dk, dv, dbias, sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows)
 
     return run
@@ -350,7 +361,8 @@ def plan_backward(
 def _plan_keys(
     call: SequenceCall, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int, owners: int, one_pass: bool
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """dk, dv, and the gradient of a bias of one value per key, or per score of every head; with `one_pass` dq, too."""
+    """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head; with `one_pass` also
+    dq: run(operands, mask, bounds, dropout, dq)."""
     tile, flags = call.tile("keys"), call.flags
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
     tiles, search = call.tiles_of_keys(tile.block_n)

@@ -1,4 +1,4 @@
-"""The plans of calls of short rows: how work is shared out, and what each kernel is launched with."""
+"""The launch plans of calls with short rows: how programs share the work, and the arguments of each kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tile_ops import DENSE_ROW, NO_BIAS, TILE_BIAS
 
 
 def _walk(call: Call, tiles: int, sums_dbias: bool = False) -> tuple[Walk, int, int]:
-    """The walk of a launch, its chunks and its programs."""
+    """Return the walk of a launch, the chunks of each walk, and the number of programs."""
     bias, shape = call.bias, call.shape
     owners_b, owners_h = (1, 1) if bias is None else bias.shape[:2]
     owners = owners_b * owners_h
@@ -33,7 +33,7 @@ def _walk(call: Call, tiles: int, sums_dbias: bool = False) -> tuple[Walk, int, 
 
 
 def mask_tensors(mask: MaskView) -> tuple[Tensor | None, Tensor | None]:
-    """What the kernels read of a mask: a bool tensor, its bits, or the first and last query of each key."""
+    """Return the tensors of a mask that the kernels read: bools, bits, or the start and the stop of each key."""
     if mask.form == "none":
         return None, None
     if mask.form == "intervals":
@@ -42,13 +42,13 @@ def mask_tensors(mask: MaskView) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _values(call: Call, tile: ShortTile, walk: Walk, *read: Tensor) -> dict[str, Any]:
-    """Name what both kernels take."""
+    """Name the arguments that both kernels take."""
     one_row = call.mask.form == "dense" and call.dense_mask_strides().row == 0
     return {
         "access": call.dense_mask_strides(),
         "walk": walk,
         "MASK": DENSE_ROW.value if one_row else call.mask_kind,
-        # A bias of any shape: one that is expanded is read so too.
+        # Every bias is read as one value per score; a broadcast dim has stride 0.
         "BIAS": NO_BIAS.value if call.bias is None else TILE_BIAS.value,
         "WIDE": call.wide(*read),
         "STAGES": tile.num_stages,
@@ -57,7 +57,7 @@ def _values(call: Call, tile: ShortTile, walk: Walk, *read: Tensor) -> dict[str,
 
 
 def plan_short_forward(call: Call) -> Callable[..., None]:
-    """How a class of calls makes out and lse: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
     q, k, v, shape = call.q, call.k, call.v, call.shape
     tile = forward_tile(ShortCall.of(q, k, v, call.mask, call.arch))
     assert tile is not None
@@ -71,7 +71,7 @@ def plan_short_forward(call: Call) -> Callable[..., None]:
 def plan_short_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
 ) -> Callable[..., Gradients]:
-    """How a class of calls makes its gradients: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan the gradients of one class of calls: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     q, k, v, bias, shape, repeat = call.q, call.k, call.v, call.bias, call.shape, call.flags.bias_repeat
     made_as = bias_class(bias.shape) if need_bias and bias is not None else "none"
@@ -82,7 +82,7 @@ def plan_short_backward(
         kind = STORE if bias.shape[:2] == (shape.batch, shape.num_heads) else SLOTS
     described, heads = ShortCall.of(q, k, v, call.mask, call.arch), shape.batch * shape.num_heads
     tiles = backward_tiles(described, bool(kind == SLOTS), heads)
-    # What follows from delta alone: dsink, and beside a sink dbias of one value per query.
+    # PyTorch computes dsink from delta, and with a sink also the gradient of a bias of one value per query.
     reads_delta = need_sink or (call.has_sink and made_as == "query")
     launches = []
     slots = 1
@@ -110,7 +110,7 @@ def plan_short_backward(
             DBIAS=dbias_here.value,
         )
         launches.append(launch)
-    # Decided here: a comparison of two constants of Triton takes as long as the allocation of a tensor.
+    # Compared once here, because comparing two Triton constants takes as long as allocating a tensor.
     sums_keys = bool(kind == KEY_SUM) and bias is not None
     new_q, new_k, new_v = (
         new_like(x.shape, x.stride()) if needed else None for x, needed in ((q, need_q), (k, need_k), (v, need_v))
@@ -151,13 +151,13 @@ def plan_short_backward(
             add(made, dbias)
         if sink is None and not (sums_keys or is_query):
             return dq, dk, dv, dbias
-        of_rows = None if delta is None else delta[0]
+        row_delta = None if delta is None else delta[0]
         if bias is not None and sums_keys:
             dbias = key_gradient(bias, made, num_heads, repeat)
         elif bias is not None and is_query:
-            dbias = query_gradient(bias, dlse, lse, num_heads, repeat, sink, of_rows)
+            dbias = query_gradient(bias, dlse, lse, num_heads, repeat, sink, row_delta)
         if sink is None:
             return dq, dk, dv, dbias
-        return dq, dk, dv, dbias, sink_gradient(sink, lse, of_rows) if need_sink and of_rows is not None else None
+        return dq, dk, dv, dbias, sink_gradient(sink, lse, row_delta) if need_sink and row_delta is not None else None
 
     return run

@@ -1,4 +1,4 @@
-"""The sums of a bias gradient in slots: among how many programs its heads are shared, and how the slots are added."""
+"""The gradient of a shared bias in slots: how many programs share its heads, and how their slots are added."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from .kernel_launch import Launch, by_name
 from .sum_slots import sum_slots_kernel
 
-# Programs for each SM: some waves of those that it holds, so that the last is a small part of the time. Where each has
-# a slot, more of them store more than they spread work.
+# Programs for each SM: several waves, so that the last, incomplete wave is a small part of the time. With slots fewer,
+# because each further program stores one more slot.
 PROGRAMS_PER_SM = 8
 PROGRAMS_WITH_SLOTS = 4
 # Slots take no more memory than this, unless the bias itself does.
 MAX_SLOT_BYTES = 64 * 2**20
-_VALUES, _SLOTS = 64, 32  # of a step of the kernel that adds
+_VALUES, _SLOTS = 64, 32  # values of a program, and slots of one step, of the kernel that adds
 
 
 def chunks_of(members: int, programs: int, num_sms: int, slots: int | None = None) -> tuple[int, int]:
-    """How many of the `members` of a walk each program takes, and how many programs then share it.
+    """Return how many `members` of a walk each program takes, and how many programs share the walk.
 
     Args:
-        members: heads of batch entries that are walked one after the other.
-        programs: of the launch, if none shared its walk.
-        num_sms: of the GPU.
-        slots: for how many sums there is room; None: programs store none.
+        members: the heads, counted over batch entries, that a walk visits.
+        programs: programs of the launch if each took a whole walk.
+        num_sms: SMs of the GPU.
+        slots: the most slots that memory holds. None: programs store no slots.
     """
     wanted = max(1, (PROGRAMS_PER_SM if slots is None else PROGRAMS_WITH_SLOTS) * num_sms // programs)
     chunk = triton.cdiv(members, min(wanted, members, slots or members))
@@ -35,17 +35,17 @@ def chunks_of(members: int, programs: int, num_sms: int, slots: int | None = Non
 
 
 def most_slots(size: int) -> int:
-    """Slots of a gradient of so many values that MAX_SLOT_BYTES hold; at least one."""
+    """Return how many slots of `size` values fit in MAX_SLOT_BYTES; at least one."""
     return max(1, MAX_SLOT_BYTES // (4 * size))
 
 
 def empty_slots(slots: int, dbias: Tensor, empty: Callable[..., Tensor] = torch.empty) -> Tensor:
-    """Room for the sums, fp32 (slots, *dbias.shape); the gradient itself, where there is one slot."""
+    """Allocate the sums, fp32 (slots, *dbias.shape); with one slot return the gradient itself."""
     return dbias if slots == 1 else empty((slots, *dbias.shape), dtype=torch.float32, device=dbias.device)
 
 
 def plan_sum(slots: int, bias: Tensor) -> Callable[[Tensor, Tensor], None]:
-    """How slots become the gradient of a bias: run(sums, dbias)."""
+    """Plan how slots become the gradient of a bias: run(sums, dbias)."""
     if slots == 1:
         return lambda sums, dbias: None
     size = bias.numel()

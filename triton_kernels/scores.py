@@ -33,7 +33,7 @@ from .tree_mask import tree_allows
 
 @triton.jit
 def scaled(products, scale_log2, softcap, SOFTCAP: tl.constexpr):
-    """Make scores in base 2 of products of q and k; the second result is the derivative of their softcap."""
+    """Turn products of q and k into scores in base 2; the second result is the derivative of their softcap."""
     if SOFTCAP:
         t, slope = soft_cap(products * scale_log2)
         return t * (softcap * LOG2E), slope
@@ -43,8 +43,10 @@ def scaled(products, scale_log2, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def bias_vector(bias, strides, b, h, places, shape, BIAS: tl.constexpr, AXIS: tl.constexpr):
-    """Find what `add_bias` takes of a bias of one value per query or key: where its head begins, and the values that
-    all tiles of a walk share. `places` are the rows of the tile where AXIS is 1, else its keys."""
+    """Prepare a bias of one value per query or key for `add_bias`: (pointer to its head, values that all tiles share).
+
+    `places` are the rows of the tile if AXIS is 1, else its keys.
+    """
     if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
         head = shared_head(bias, strides, b, h)
         if BIAS == ROW_BIAS and AXIS == 1:
@@ -63,7 +65,7 @@ def add_bias(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
     TMA: tl.constexpr, WIDE: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Add the bias to a tile of scores, in base 2. With GROUPED rows are of several heads."""
+    """Add the bias to a tile of scores, in base 2. With GROUPED the rows belong to several heads."""
     if BIAS == TILE_BIAS:
         if GROUPED:
             tile = load_rows_of_heads(bias, strides, b, h, rows, keys, shape)
@@ -91,7 +93,7 @@ def masked_scores(
 ):  # fmt: skip
     """Set scores of a tile to -inf where its mask or its band leaves them out.
 
-    With GROUPED rows are of several heads, and `data` begins where the whole mask does.
+    With GROUPED the rows belong to several heads, and `data` points to the first head of the mask.
     """
     if MASK == TILES:
         allowed = bits_of(data, first_key, rows, shape.seqlen_q, strides.row, BLOCK_M, BLOCK_N, AXIS)
@@ -110,7 +112,7 @@ def masked_scores(
 def probabilities(
     s, lse_rows, sink, h, AXIS: tl.constexpr, FEW_KEYS: tl.constexpr, HAS_SINK: tl.constexpr
 ):  # fmt: skip
-    """Make p of a tile of scores; with FEW_KEYS the tile has all keys of a row, and p is normalised again."""
+    """Compute p of a tile of scores; with FEW_KEYS the tile has all keys of a row, and p is normalised again."""
     p = tl.math.exp2(s - tl.expand_dims(lse_rows, AXIS))
     if FEW_KEYS:
         p = renormalize(p, row_totals(p, sink, h, lse_rows, AXIS, HAS_SINK), AXIS)
@@ -119,7 +121,10 @@ def probabilities(
 
 @triton.jit
 def score_gradients(p, dp, d, few, AXIS: tl.constexpr, FEW_KEYS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Make ds = p * (dp - delta); the sum of p * dp is added to delta, the second result, where a tile has all keys."""
+    """Compute ds = p * (dp - delta), and return delta as the second result.
+
+    With FEW_KEYS, or with `few` for one sequence, the tile has all keys, and delta gets the sum of p * dp here.
+    """
     if FEW_KEYS:
         d += tl.sum(p * dp, AXIS)
     elif SEQUENCES != NO_SEQUENCES:

@@ -1,9 +1,9 @@
-"""The kernels that pack a mask beside sequences: what `mask_pack.py` does of one mask, of the mask of each sequence.
+"""The kernels that pack the mask of a call with sequences: `mask_pack.py`, applied to the mask of each sequence.
 
-A program of `_pack_sequences_kernel` has a row of tiles, as `SequenceTileMask` numbers them, by a strip of keys. A
-sequence has a number for each 128 rows up to where the next one begins, and one more at most. So the rows between two
-sequences have programs, too, which write their zeros: nothing is filled before. Only what is inside both lengths and
-the band is read.
+A program of `_pack_sequences_kernel` takes a row of tiles, numbered as in `SequenceTileMask`, and a strip of keys.
+Each sequence has a number for every 128 rows up to the first row of the next sequence, and at most one number more. So
+programs also cover the rows between two sequences and write zeros there, and the bits need not be zeroed first. A
+program reads only pairs inside the lengths of its sequence and inside the band.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from .mask_pack import (
     write_list,
 )
 
-# How a pair is found: by the place of its query and its key; by its number among all pairs; or among new tokens.
+# How the mask is addressed. PLACES: by query and key. RAGGED: by the number of a pair among all pairs. TREE: by query
+# and new token.
 PLACES, RAGGED, TREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def _first_of(bounds_ptr, own, slots, COLUMN: tl.constexpr, IS_PACKED: tl.constexpr):
-    """The first row of a sequence among those of all, of queries (COLUMN 0) or of keys (2)."""
+    """Return the first row of a sequence among the rows of all sequences: queries (COLUMN 0) or keys (COLUMN 2)."""
     if IS_PACKED:
         return tl.load(bounds_ptr + own * 4 + COLUMN).to(tl.int64)
     else:
@@ -47,7 +48,7 @@ def _first_of(bounds_ptr, own, slots, COLUMN: tl.constexpr, IS_PACKED: tl.conste
 def _sequence_of(
     tile, bounds_ptr, number, slots, COLUMN: tl.constexpr, IS_PACKED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """The sequence of a tile, its first row, and which of its tiles that is: negative before the first sequence."""
+    """Return the sequence of a tile, its first row, and the number of the tile in it: negative before the first one."""
     low = tile * 0
     high = low + number
     while high - low > 1:
@@ -64,9 +65,9 @@ def _load_pairs(
     mask_ptr, rows, first_row, first_key, seqlen_q, seqlen_k, stride_q, stride_k, first_pair, last, low, high,
     KIND: tl.constexpr, HAS_BAND: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`load_narrow` of masks whose rows do not begin with the first key: all pairs in one row, and trees.
+    """Load bits like `load_narrow`, from masks whose rows do not begin with the first key: ragged masks and trees.
 
-    `last` is that of the pairs, or of the tokens of a tree: no number beyond it is read.
+    `last` is the number of the last pair, or of the last token of a tree; larger numbers are clamped to it.
     """
     word_keys = first_key + tl.arange(0, BLOCK_K // 32) * 32
     wanted = (rows < seqlen_q)[:, None, None]
@@ -81,7 +82,7 @@ def _load_pairs(
             pairs = first_pair + rows.to(tl.int64)[:, None, None] * seqlen_k + keys[None, :, :]
             some = tl.load(mask_ptr + tl.minimum(pairs, last) * stride_k, mask=inside, other=0) != 0
         else:
-            # Earlier keys are seen by all new tokens.
+            # All new tokens see the earlier keys.
             token = keys - (seqlen_k - seqlen_q)
             starts = rows.to(tl.int64)[:, None, None] * stride_q
             offsets = starts + (tl.minimum(tl.maximum(token, 0), last) * stride_k)[None, :, :]
@@ -105,16 +106,16 @@ def _pack_sequences_kernel(
 ):  # fmt: skip
     # Neighbouring programs read neighbouring keys of the same rows.
     strip = tl.program_id(0) % strips
-    # One more than there are: rows before the first sequence end with it, so that the first of them begin early.
+    # Tile -1 covers the rows before the first sequence that no numbered tile covers.
     tile = tl.program_id(0) // strips % (tiles_q + 1) - 1
     head = (tl.program_id(0) // strips // (tiles_q + 1)).to(tl.int64)
     own, first_q, place = _sequence_of(tile, bounds_ptr, number, slots, 0, IS_PACKED, TILE)
     seqlen_q = tl.load(bounds_ptr + own * 4 + 1)
     first_k = tl.load(bounds_ptr + own * 4 + 2)
     seqlen_k = tl.load(bounds_ptr + own * 4 + 3)
-    behind_q = first_q * 0 + num_rows
+    next_first_q = first_q * 0 + num_rows
     if own + 1 < number:
-        behind_q = _first_of(bounds_ptr, own + 1, slots, 0, IS_PACKED)
+        next_first_q = _first_of(bounds_ptr, own + 1, slots, 0, IS_PACKED)
 
     first_row, first_key = place * TILE, strip * BLOCK_K
     rows = first_row + tl.arange(0, TILE)
@@ -147,16 +148,16 @@ def _pack_sequences_kernel(
                 VEC, HAS_BAND, BLOCK_K, TILE,
             )  # fmt: skip
         if HAS_BAND:
-            behind = rows[:, None] - words[None, :] * 32
-            ends = tl.minimum(behind + (high + 1), (seqlen_k - words * 32)[None, :])
-            bits &= ones_below(tl.maximum(ends, behind + low)) ^ ones_below(behind + low)
+            offset = rows[:, None] - words[None, :] * 32
+            ends = tl.minimum(offset + (high + 1), (seqlen_k - words * 32)[None, :])
+            bits &= ones_below(tl.maximum(ends, offset + low)) ^ ones_below(offset + low)
         else:
             bits &= ones_below(seqlen_k - words * 32)[None, :]
 
-    # As in the dense kernel: a row is seen to start on 16 bytes, and the predicate to be the same for all of them.
+    # As in the dense kernel: the compiler sees rows that start on 16 bytes, and one predicate for each 16 bytes.
     at_rows = first_q + rows
     row_starts = (head * num_rows + at_rows) * tiles_k * 4
-    stored = ((at_rows >= 0) & (at_rows < behind_q))[:, None] & (words // 4 < tiles_k)[None, :]
+    stored = ((at_rows >= 0) & (at_rows < next_first_q))[:, None] & (words // 4 < tiles_k)[None, :]
     tl.store(bits_ptr + row_starts[:, None] + words[None, :], bits.to(tl.int32, bitcast=True), mask=stored)
 
     any_bit = (bits != 0).to(tl.int32)
@@ -175,7 +176,7 @@ def _list_sequences_kernel(
     classes_ptr, bounds_ptr, rows_ptr, cols_ptr, number, slots_q, slots_k, tiles_q, tiles_k, columns, most_rows,
     PACKS_QUERIES: tl.constexpr, PACKS_KEYS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # Of each head a program per row of tiles, then one per column, which has the rows of its own sequence.
+    # Each head has a program per row of tiles, then one per column. The list of a column has the rows of its sequence.
     head = (tl.program_id(0) // (tiles_q + columns)).to(tl.int64)
     index = tl.program_id(0) % (tiles_q + columns)
     if index < tiles_q:
@@ -197,11 +198,9 @@ def _list_sequences_kernel(
 def pack_sequences(
     mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
 ) -> list[torch.Tensor]:
-    """Launch both kernels; the result of `flash_dmattn.masks.prepared.sequence_packing.pack_sequences`.
+    """Launch both kernels; returns what `flash_dmattn.masks.prepared.sequence_packing.pack_sequences` returns.
 
-    Args:
-        mask: bool, any strides, 0 included.
-        bounds, mask_packing, spec, window: as there.
+    It takes the same arguments; the mask may have any strides, 0 included.
     """
     if packs_nothing(mask, spec):
         return pack_by_pytorch(mask, bounds, mask_packing, spec, window)
@@ -218,16 +217,16 @@ def pack_sequences(
 
     vec = vector_bytes(mask) if mask_packing in ("none", "queries") else 1
     kind = {"ragged": RAGGED.value, "tree": TREE.value}.get(mask_packing, PLACES.value)
-    # Narrower where no row is as long; and of a dim of size 1, which may have any stride, one value for all.
     widest, num_warps = STRIP[vec]
-    block_k = min(widest, next_power_of_2(tiles_k) * TILE)
+    block_k = min(widest, next_power_of_2(tiles_k) * TILE)  # no wider than a row
     strips = ceil_div(tiles_k * TILE, block_k)
     pairs = zip(mask.shape, mask.stride(), (vec, vec, vec, 1), strict=True)
-    of_entry, of_head, of_row, of_key = (stride // unit if size > 1 else 0 for size, stride, unit in pairs)
-    of_first_q = of_row if mask_packing == "queries" else 0
-    of_first_k = of_key if mask_packing == "keys" else 0
-    strides = (of_entry, of_head, of_row, of_key, of_first_q, of_first_k, mask.shape[3] - 1)
-    # A side without a limit, or with one that no pair reaches, in numbers that fit 32 bits.
+    # A dim of size 1 is broadcast, whatever its stride is.
+    stride_own, stride_h, stride_q, stride_k = (stride // unit if size > 1 else 0 for size, stride, unit in pairs)
+    stride_first_q = stride_q if mask_packing == "queries" else 0
+    stride_first_k = stride_k if mask_packing == "keys" else 0
+    strides = (stride_own, stride_h, stride_q, stride_k, stride_first_q, stride_first_k, mask.shape[3] - 1)
+    # An unlimited side, or a longer one than any sequence, becomes the greatest length, so that it fits 32 bits.
     sides = zip(window, (spec.max_seqlen_k, spec.max_seqlen_q), strict=True)
     left, right = (min(side, most) if side >= 0 else most for side, most in sides)
     numbers = (spec.number, spec.rows_q, rows_q, *strides, left, right, tiles_q, tiles_k, strips)
@@ -245,6 +244,6 @@ def pack_sequences(
 
 
 def _first_pairs(bounds: torch.Tensor) -> torch.Tensor:
-    """int64 (S,): the number of the first pair of each sequence, where those of each stand behind the one before."""
+    """Return the number of the first pair of each sequence, int64 (S,); pairs are stored sequence after sequence."""
     pairs = bounds[:, 1].long() * bounds[:, 3]
     return pairs.cumsum(0) - pairs

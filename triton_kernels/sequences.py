@@ -1,4 +1,4 @@
-"""The launch of calls with sequences: the two entry points; plans are remembered with those of dense calls."""
+"""The two entry points of calls with sequences; launch plans share the table of `launch.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def forward(
     sequences: SequenceView,
     dropout: Tensor | None = None,
 ) -> None:
-    """Write out and lse, of all rows; arguments as of `KernelBackend`, with at least one sequence and one row."""
+    """Write out and lse of all rows; there is at least one sequence and one row."""
     q, k, v = (launch.unit_rows(x) for x in (q, k, v))
     sink = None if sink is None else sink.contiguous()
     with on_device(q):
@@ -52,7 +52,7 @@ def backward(
     sequences: SequenceView,
     dropout: Tensor | None = None,
 ) -> Gradients:
-    """The gradients asked for; every sum is taken in fp32, in a fixed order, and rounded once."""
+    """Compute the requested gradients; every sum is taken in fp32, in a fixed order, and rounded once."""
     sink = None if sink is None else sink.contiguous()
     q, k, v, dout = (launch.unit_rows(x) for x in (q, k, v, dout))
     out, lse = out.contiguous(), lse.contiguous()

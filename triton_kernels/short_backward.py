@@ -1,12 +1,12 @@
-"""The backward kernel of short rows: every gradient of a head from one computation of p and ds.
+"""The backward kernel of short rows: it computes p and ds of a head once, and all gradients from them.
 
 p = exp2(s - lse);  dp = dout @ v^T;  ds = p * (dp - rowsum(p * dp) + dlse);
 dv = p^T @ dout;  dk = ds^T @ q;  dq = ds @ k;  dbias = ds, or its sum over the heads of a walk
 
-With dropout dv takes p as it is dropped, and dp is dropped as p is; all else takes p itself.
+With dropout, dv is computed from the dropped p, and dp is dropped like p; ds is computed from p itself.
 
-Where the tiles of whole rows are too large, it runs twice: with all keys and some queries of a head for dq, which also
-stores delta, then with all queries and some keys for the rest.
+If a tile of all queries and keys is too large, the kernel runs twice. The first run takes all keys and some queries of
+a head, makes dq and stores delta. The second takes all queries and some keys, and makes the rest.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .scores import scaled
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
 from .tile_ops import LOG2E, load_tile, renormalize, row_totals
 
-# What of the gradient of a bias this kernel makes: nothing, sums over the queries of each key, ds of every head, or the
-# sum of ds over the heads of a walk, in a slot for each of its chunks.
+# Which gradient of a bias this kernel makes: none, sums over the queries of each key, ds of every head, or the sum of
+# ds over the heads of a walk, with a slot for each chunk of the walk.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)
@@ -89,11 +89,13 @@ def short_backward_kernel(
     HAS_SINK: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One tile of the scores of the heads of a walk.
+    """Compute gradients from one tile of scores, for each head of a walk.
 
-    With ALL_KEYS a tile has whole rows and makes dq; else it has whole columns, and reads delta as fp32
-    (2, B, Hq, Lq) of delta and of lse in base 2. A tile of whole rows and columns makes everything. dq, dk, dv
-    (B, L, H, D) are contiguous, and so are dbias (B, Hq, Lq, Lk), its slots (chunks, Bb, Hb, Lq, Lk) in fp32, and its
+    With ALL_KEYS the tile has whole rows, and dq is made. Else it has whole columns, and reads what the first run has
+    stored: `delta`, fp32 (2, B, Hq, Lq), with delta and with lse in base 2. A tile of whole rows and columns makes all
+    gradients.
+
+    dq, dk, dv (B, L, H, D) are contiguous. So is dbias: (B, Hq, Lq, Lk), or slots (chunks, Bb, Hb, Lq, Lk) in fp32, or
     sums (B, Hq, Lk) in fp32.
     """
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
@@ -112,7 +114,8 @@ def short_backward_kernel(
     dims_v = tl.arange(0, BLOCK_DV)
     row_ok = rows < shape.seqlen_q
     inside = row_ok[:, None] & (keys < shape.seqlen_k)[None, :]
-    all_rows = tl.cast(shape.batch, tl.int64) * shape.num_heads * shape.seqlen_q  # a batch of 1 is a constant
+    # tl.cast, because Triton makes a batch of 1 a constant, which has no `.to`.
+    all_rows = tl.cast(shape.batch, tl.int64) * shape.num_heads * shape.seqlen_q
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     b, h = head_of(begin, owner_b, first_head, members_h, walk)
     base = base_scores(
@@ -153,7 +156,7 @@ def short_backward_kernel(
         if ALL_KEYS:
             natural = tl.load(lse + line, mask=row_ok, other=float("-inf"))
             empty = natural == float("-inf")
-            # +inf: exp2(-inf - -inf) is NaN
+            # +inf for an empty row: exp2(-inf - -inf) is NaN
             lse_rows = tl.where(empty, float("inf"), natural * LOG2E)
             p = tl.math.exp2(s - lse_rows[:, None])
             total = row_totals(p, sink, h, lse_rows, 1, HAS_SINK)

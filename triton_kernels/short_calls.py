@@ -1,8 +1,7 @@
-"""Which calls have rows short enough for one tile, and the tiles of their kernels."""
+"""Which calls have rows that are short enough for one tile, and the tiles of their kernels."""
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from flash_dmattn.problem import AttentionProblem, MaskForm, MaskView, device_arch
 
-# Products of fp32 run outside the tensor cores, and tiles of whole rows would not fit its registers.
+# Not fp32: its products run outside the tensor cores, and tiles of whole rows would not fit in registers.
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 MASK_FORMS: frozenset[MaskForm] = frozenset({"none", "dense", "tiles", "intervals"})
 
@@ -26,12 +25,12 @@ class ShortTile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Tell Triton the warps; the stages are an argument of the kernel."""
+        """Return the options that Triton compiles with: only warps, since stages are an argument of the kernel."""
         return {"num_warps": self.num_warps}
 
 
 class ShortCall(NamedTuple):
-    """What decides whether a call has short rows, and its tiles."""
+    """The properties of a call that decide whether it has short rows, and which tiles it takes."""
 
     arch: str
     seqlen_q: int
@@ -43,41 +42,40 @@ class ShortCall(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: MaskView, arch: str | None = None) -> ShortCall:
-        """Of the tensors of a call, on their device or as on another."""
+        """Describe the tensors of a call; `arch` replaces the architecture of their device."""
         (_, seqlen_q, num_heads, head_dim), (_, seqlen_k, num_heads_k, head_dim_v) = q.shape, v.shape
         dims, group = max(head_dim, head_dim_v), num_heads // num_heads_k
         return cls(arch or device_arch(q.device), seqlen_q, seqlen_k, group, dims, q.dtype, mask.form)
 
     @classmethod
     def described(cls, p: AttentionProblem) -> ShortCall:
-        """Of a call that is described."""
+        """Describe a call from its `AttentionProblem`."""
         dims, group = max(p.head_dim, p.head_dim_v), p.num_heads // p.num_heads_k
         return cls(p.arch, p.seqlen_q, p.seqlen_k, group, dims, p.dtype, p.mask_form)
 
     def serves_forward(self) -> bool:
-        """Whether the forward kernel of short rows serves it."""
+        """Return whether the forward kernel of short rows serves the call."""
         return self.dtype in DTYPES and self.mask_form in MASK_FORMS and forward_tile(self) is not None
 
     def serves_backward(self) -> bool:
-        """Whether the backward kernel does: no keys are shared by a group of heads."""
+        """Return whether the backward kernel of short rows serves the call; it has no code for groups of heads."""
         served = self.dtype in DTYPES and self.mask_form in MASK_FORMS and self.group == 1
         return served and backward_tile(self) is not None
 
 
 def _block(length: int) -> int:
-    return max(32, triton.next_power_of_2(length))  # bits of a mask come in words of 32
+    return max(32, triton.next_power_of_2(length))  # at least 32, the bits of a word of a mask
 
 
 def _fits(call: ShortCall, length: int) -> bool:
-    # Other GPUs have not been measured, and the least of them have a fourth of the shared memory.
+    # Other GPUs have not been measured, and some have a fourth of the shared memory.
     is_large = call.arch in ("sm_90", "cpu")
     return length <= (128 if is_large else 64) and call.head_dim <= (128 if is_large else 64)
 
 
 # Measured on an H200 (torch 2.11, Triton 3.6); docs/notes/short_rows.md has the cases, and the next best choices.
-@functools.lru_cache(maxsize=4096)
 def forward_tile(call: ShortCall) -> ShortTile | None:
-    """The tile of the forward kernel; None where there is none."""
+    """Return the tile of the forward kernel, or None if rows are too long."""
     if not _fits(call, call.seqlen_k):
         return None
     block_m, block_n = min(_block(call.seqlen_q), 64), _block(call.seqlen_k)
@@ -85,9 +83,8 @@ def forward_tile(call: ShortCall) -> ShortTile | None:
     return ShortTile(block_m, block_n, num_warps, 1 if call.head_dim > 64 and block_n == 128 else 2)
 
 
-@functools.lru_cache(maxsize=4096)
 def backward_tile(call: ShortCall) -> ShortTile | None:
-    """The tile of the backward kernel, whole rows and columns; None where there is none."""
+    """Return the tile of the backward kernel, of whole rows and columns, or None if that is too large."""
     block_m, block_n = _block(call.seqlen_q), _block(call.seqlen_k)
     size = block_m * block_n
     if not _fits(call, max(call.seqlen_q, call.seqlen_k)) or (call.head_dim > 64 and size > 64 * 64):
@@ -99,14 +96,15 @@ def backward_tile(call: ShortCall) -> ShortTile | None:
     return ShortTile(block_m, block_n, 8, 2)
 
 
-# Whole rows, and whole columns: with the sums of dbias in its registers, the one tile of 128 x 128 leaves room for one
-# program on an SM, which waits for all that it reads.
+# The tiles of two runs, of whole rows and of whole columns. One tile of 128 x 128 with the sums of dbias in registers
+# leaves room for one program on an SM, so that nothing runs while it waits for its loads.
 TWO_RUNS = ShortTile(64, 128, 4, 2), ShortTile(128, 64, 8, 2)
-TWO_RUNS_FROM = 1024  # heads of entries: a chunk of fewer does not pay for the second run
+# The least number of heads, counted over batch entries, for two runs: fewer do not pay for the second one.
+TWO_RUNS_FROM = 1024
 
 
 def backward_tiles(call: ShortCall, sums_dbias: bool, heads: int) -> tuple[ShortTile, ...]:
-    """The tile of the one run of the backward kernel, or those of its two runs."""
+    """Return the tile of each run of the backward kernel: one tile, or two."""
     tile = backward_tile(call)
     assert tile is not None
     is_large = tile.block_m == tile.block_n == 128

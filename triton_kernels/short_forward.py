@@ -55,7 +55,7 @@ def short_forward_kernel(
     HAS_SINK: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """One tile of queries of the heads of a walk; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous."""
+    """Compute one tile of queries for each head of a walk; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     owner_b, _, tile, begin, end, first_head, members_h = walk_of(walk, shape, tl.program_id(0))

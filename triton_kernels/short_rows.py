@@ -1,7 +1,7 @@
-"""Calls of so few keys that a tile holds whole rows: the device functions that their kernels share.
+"""Device functions of the short-row kernels, for calls with so few keys that one tile holds whole rows.
 
-Such a row needs no running maximum, and its delta = rowsum(p * dp) needs no out. A program owns one tile of the bias
-and walks the heads and entries that read it, so that the tile stays in registers.
+A whole row needs no running maximum, and its delta = rowsum(p * dp) needs no out. A program owns one tile of the bias
+and visits the heads that read it, of all batch entries, one after the other (a walk). So the tile stays in registers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .tile_ops import BAND, DENSE, DENSE_ROW, LOG2E, NO_BIAS, TILES, bits_of, in
 
 
 class Walk(NamedTuple):
-    """Programs of a kernel: `owners_b` x `owners_h` heads of a bias, `tiles` each, and `chunk` heads at a time.
+    """How programs share the work: `owners_b` x `owners_h` heads of the bias, `tiles` tiles of each, in chunks.
 
-    `repeat` entries of the batch in a row read one of the bias.
+    A program visits a chunk of `chunk` heads. `repeat` consecutive entries of the batch read one entry of the bias.
     """
 
     owners_b: int
@@ -29,10 +29,10 @@ class Walk(NamedTuple):
 
 @triton.jit
 def walk_of(walk, shape, program):
-    """What a program walks: its owner's entry and slot, the tile, members from begin to end, and of an entry the first
-    head and their number.
+    """Return what a program visits: (entry of its owner, slot, tile, begin, end, first head, heads of an entry).
 
-    Owners come first, so that programs that run side by side read the same entries.
+    Members `begin` to `end` are the heads that it visits. Owners come first in the order of programs, so that programs
+    that run at the same time read the same entries.
     """
     owners = walk.owners_b * walk.owners_h
     owner = program % owners
@@ -53,7 +53,7 @@ def walk_of(walk, shape, program):
 
 @triton.jit
 def head_of(member, owner_b, first_head, members_h, walk):
-    """The entry and the head that are the given member of a walk."""
+    """Return the entry and the head of a member of a walk."""
     b = reader_of(owner_b, member // members_h, walk.repeat, walk.owners_b)
     return b.to(tl.int64), first_head + member % members_h
 
@@ -64,7 +64,7 @@ def base_scores(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What every head of a walk adds to its products, in base 2: the bias, and -inf outside the band or the tensors."""
+    """Make the scores that all heads of a walk add, in base 2: the bias, and -inf outside the band or the tensors."""
     base = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if BIAS != NO_BIAS:
         tile = load_bias(bias, strides, b, h, first, first_key, rows, keys, shape, BLOCK_M, BLOCK_N, False, WIDE)
@@ -74,10 +74,10 @@ def base_scores(
 
 @triton.jit
 def load_dense(mask, access, b, h, rows, keys, shape, MASK: tl.constexpr, WIDE: tl.constexpr):
-    """The bools of one head, (queries or 1, keys); of other masks nothing.
+    """Load the bools of one head, (queries or 1, keys); a mask in another form gives nothing.
 
-    A walk loads those of its next head before it computes one: unlike operands of products, which Triton copies ahead,
-    they would be waited for.
+    A walk loads the bools of the next head before it computes the current one. Triton prefetches only operands of
+    products; for bools loaded when needed the program would wait.
     """
     if MASK == DENSE or MASK == DENSE_ROW:
         head = shared_head(mask, access, b, h)
@@ -98,7 +98,7 @@ def masked(
     s, dense, mask, stop, access, b, h, first_key, rows, keys, shape,
     MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one head, -inf where its mask leaves them out."""
+    """Set scores of one head to -inf where its mask leaves them out."""
     if MASK == DENSE or MASK == DENSE_ROW:
         s = tl.where(dense, s, float("-inf"))
     elif MASK != BAND:

@@ -1,4 +1,4 @@
-"""The kernel that adds partial sums of the gradient of a bias: in a fixed order, rounded once."""
+"""The kernel that adds partial sums of the gradient of a bias, in a fixed order, and rounds the result once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def sum_slots_kernel(slots, dbias, size, count, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """`slots` is fp32 (count, size), contiguous; dbias has `size` values. SLOTS slots are added at a time."""
+    """Add `count` slots, SLOTS at a time. `slots` is fp32 (count, size), contiguous; dbias has `size` values."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     acc = tl.zeros([BLOCK], tl.float32)

@@ -10,9 +10,10 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
-# How a mask is read: the band alone, lists of 128 x 128 tiles with bits, the positions of the kept keys; for short rows
-# a bool tensor as it is, one row of it for all queries, or the interval of queries of each key; beside sequences the
-# bits of a tree of new tokens.
+# How a kernel reads a mask. BAND: there is none but the band. TILES: lists of 128 x 128 tiles, and bits. KEYS: the
+# positions of the kept keys. DENSE: a bool tensor as it is. DENSE_ROW, for short rows: a bool tensor with one row for
+# all queries. BOUNDS, for short rows: the interval of queries that see each key. TREE, with sequences: bits of new
+# tokens.
 BAND: tl.constexpr = tl.constexpr(0)
 TILES: tl.constexpr = tl.constexpr(1)
 KEYS: tl.constexpr = tl.constexpr(2)
@@ -21,7 +22,7 @@ DENSE_ROW: tl.constexpr = tl.constexpr(4)
 BOUNDS: tl.constexpr = tl.constexpr(5)
 TREE: tl.constexpr = tl.constexpr(6)
 
-# How sequences lie: see `Layout` of the library.
+# How sequences lie in memory: see `Layout` of `flash_dmattn.problem`.
 NO_SEQUENCES: tl.constexpr = tl.constexpr(0)
 PACKED: tl.constexpr = tl.constexpr(1)
 PADDED: tl.constexpr = tl.constexpr(2)
@@ -39,7 +40,7 @@ NOWHERE: tl.constexpr = tl.constexpr(2**30)  # a row beyond all
 
 
 class Shape(NamedTuple):
-    """Sizes of a call, and its band: -1 is unlimited on that side."""
+    """Sizes of a call and its band; `left` or `right` of -1 leaves that side unlimited."""
 
     batch: int
     seqlen_q: int
@@ -53,12 +54,13 @@ class Shape(NamedTuple):
 
 
 class SequenceLayout(NamedTuple):
-    """Where the sequences of a call lie; `Shape` has bounds on their lengths.
+    """Where the sequences of a call lie; `Shape` has upper bounds of their lengths.
 
-    `rows_q` and `rows_k` are rows of tokens, or slots of a sequence. `mask_rows` is 1 where the queries of a mask are
-    packed, else 0, and so the others. A row of the table of pages has `table_row` entries. Sequences of at most
-    `few_keys` keys take delta from p and dp, as calls with FEW_KEYS do; those of at most `one_pass_keys`, -1 for none,
-    have dq from the kernel of dk and dv. A head of the gradient of a bias has `dbias_rows` rows of `dbias_keys` values.
+    `rows_q` and `rows_k` count the rows of packed tokens, or the slots of one sequence. `mask_rows` is 1 where the rows
+    of the mask are packed queries, else 0; `mask_keys`, `bias_rows` and `bias_keys` likewise. A row of the table of
+    pages has `table_row` entries. Sequences of at most `few_keys` keys take delta from p and dp, as calls with FEW_KEYS
+    do. Sequences of at most `one_pass_keys` keys, -1 for none, get dq from the kernel of dk and dv. A head of the
+    gradient of a bias has `dbias_rows` rows of `dbias_keys` values.
     """
 
     number: int
@@ -77,7 +79,7 @@ class SequenceLayout(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of a (B, L, H, D) tensor whose last stride is 1."""
+    """Strides of a (B, L, H, D) tensor whose last stride is 1."""
 
     batch: int
     row: int
@@ -85,10 +87,10 @@ class Strides(NamedTuple):
 
 
 class BiasStrides(NamedTuple):
-    """Of a bias, or of a mask that is read as one is, 0 where broadcast; for a tensor descriptor, 1 where it is not.
+    """Strides of a bias, or of a bool mask, which is read the same way; 0 where a dim is broadcast.
 
-    `group` query heads share one head. It has so many `entries`, of which `repeat` in a row of the batch share one: see
-    `entry_of`.
+    For a tensor descriptor they are steps: 1 where a dim is not broadcast. `group` query heads share one head of the
+    tensor. It has `entries` entries, and `repeat` consecutive entries of the batch share one: see `entry_of`.
     """
 
     batch: int
@@ -101,7 +103,10 @@ class BiasStrides(NamedTuple):
 
 
 class MaskStrides(NamedTuple):
-    """Of bits and lists, or of kept and prefix, 0 where they are broadcast; the rest as of a bias."""
+    """Strides of the two tensors of a mask, bits and lists, or kept and prefix; 0 where a dim is broadcast.
+
+    `group`, `repeat` and `entries` are as in `BiasStrides`.
+    """
 
     batch: int
     head: int
@@ -116,13 +121,13 @@ class MaskStrides(NamedTuple):
 
 @triton.jit
 def entry_of(b, strides):
-    """The entry of a mask or a bias that entry b of the batch reads."""
+    """Return the entry of a mask or a bias that entry b of the batch reads."""
     return b // strides.repeat % strides.entries
 
 
 @triton.jit
 def reader_of(entry, number, repeat, entries):
-    """The entry of the batch that is the `number`-th to read an entry of a mask or a bias: `entry_of` turned round."""
+    """Return the `number`-th entry of the batch that reads an entry of a mask or a bias: the inverse of `entry_of`."""
     return (number // repeat * entries + entry) * repeat + number % repeat
 
 
@@ -144,9 +149,9 @@ def load_tile(
     CHECK_ROWS: tl.constexpr,
     CHECK_DIMS: tl.constexpr,
 ):
-    """Rows of one head of a (B, L, H, D) tensor as a (BLOCK, BLOCK_D) tile; zero beyond its edges.
+    """Load rows of one head of a (B, L, H, D) tensor as a (BLOCK, BLOCK_D) tile; zero beyond its edges.
 
-    With TMA, x is a descriptor of (B, H, L, D) and the rows are those from `first`; else they are those of `rows`.
+    With TMA, x is a descriptor of (B, H, L, D), and the tile begins at row `first`. Else it has the rows `rows`.
     """
     if TMA:
         return x.load([b.to(tl.int32), h, first, 0]).reshape(BLOCK, BLOCK_D)
@@ -168,7 +173,7 @@ def load_tile(
 
 @triton.jit
 def tiles_of_rows(rows, most, number, SEARCH: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tiles the rows of sequences have at most: `sequence_at` finds those that there are."""
+    """Return an upper bound on the tiles that the rows of all sequences have: the tiles that `sequence_at` numbers."""
     if SEARCH:
         return rows // BLOCK + number
     else:
@@ -177,31 +182,31 @@ def tiles_of_rows(rows, most, number, SEARCH: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def sequence_at(tile, bounds, most, number, SEARCH: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
-    """The sequence of a tile of rows, and the number of the tile in it, which may be beyond its last.
+    """Find the sequence of a tile of rows, and the number of the tile in that sequence, which may be beyond its last.
 
-    Each sequence has tiles for `most` rows. Where lengths differ so much that this makes many, with SEARCH, those of
-    sequence s begin with number first // BLOCK + s of a row of tokens, so that those of two never meet. COLUMN of the
-    bounds has the firsts, of queries or of keys.
+    Without SEARCH each sequence has tiles for `most` rows. With SEARCH, for lengths that differ much, tiles are
+    numbered along the packed tokens: the tiles of sequence s begin at number first // BLOCK + s, so that two sequences
+    never share a number. COLUMN of the bounds has the first row of each sequence: 0 for queries, 2 for keys.
     """
     if SEARCH:
         low = 0
         high = number
         while high - low > 1:
             middle = (low + high) // 2
-            is_behind = tl.load(bounds + middle * 4 + COLUMN) // BLOCK + middle > tile
-            low = tl.where(is_behind, low, middle)
-            high = tl.where(is_behind, middle, high)
+            is_later = tl.load(bounds + middle * 4 + COLUMN) // BLOCK + middle > tile
+            low = tl.where(is_later, low, middle)
+            high = tl.where(is_later, middle, high)
         place = tile - (tl.load(bounds + low * 4 + COLUMN) // BLOCK + low)
-        # Tiles before the first sequence are of none, and said to be beyond its last.
+        # Tiles before the first sequence get a number that no sequence reaches, so that callers skip them.
         return low, tl.where(place < 0, NOWHERE // BLOCK, place)
     else:
-        of_each = tl.maximum(tl.cdiv(most, BLOCK), 1)
-        return tile // of_each, tile % of_each
+        tiles_each = tl.maximum(tl.cdiv(most, BLOCK), 1)
+        return tile // tiles_each, tile % tiles_each
 
 
 @triton.jit
 def shape_of(shape, seqlen_q, seqlen_k):
-    """The shape of one sequence of a call."""
+    """Make the shape of one sequence of a call."""
     return Shape(
         shape.batch,
         seqlen_q,
@@ -224,14 +229,17 @@ def bounds_of(bounds, own, shape):
 
 @triton.jit
 def scores_from(x, strides, rows_packed, keys_packed, first_q, first_k):
-    """Where what a sequence reads of a mask or a bias begins."""
+    """Move a mask or a bias to the first element that a sequence reads."""
     return x + first_q.to(tl.int64) * rows_packed * strides.row + first_k.to(tl.int64) * keys_packed * strides.key
 
 
 @triton.jit
 def tiles_from(data, index, strides, first_row, first_place, own):
-    """Where bits and lists of a sequence begin: its bits with its first query, of all that there are, its tiles as
-    `SequenceTileMask` numbers them, with the first place among the rows or columns that the lists have."""
+    """Move bits and lists to where a sequence begins.
+
+    Bits have a row for each query of all sequences, so they begin at the first query. Lists are numbered as
+    `SequenceTileMask` does it: `first_place` is the first row of the sequence along the axis that the lists go by.
+    """
     data += first_row.to(tl.int64) * strides.row
     index += (first_place // TILE + own).to(tl.int64) * strides.list_row
     return data, index
@@ -253,13 +261,13 @@ def load_pages(
     BLOCK: tl.constexpr,
     CHECK_DIMS: tl.constexpr,
 ):
-    """Rows of the keys from `first` on, which lie in pages, x (pages, PAGE, H, D); zero beyond the last key."""
+    """Load the rows of BLOCK keys from `first` on out of pages, x (pages, PAGE, H, D); zero beyond the last key."""
     is_key = keys < num_keys
     if PAGE % BLOCK == 0:
         page = tl.load(table + first // PAGE)
     else:
         page = tl.load(table + keys // PAGE, mask=is_key, other=0)
-    page = tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)  # a wrong table reads wrong keys, not beyond
+    page = tl.minimum(tl.maximum(page, 0), layout.pages - 1).to(tl.int64)  # a wrong table must not read out of bounds
     rows = page * strides.batch + (keys % PAGE).to(tl.int64) * strides.row + h.to(tl.int64) * strides.head
     inside = is_key[:, None]
     if CHECK_DIMS:
@@ -269,14 +277,14 @@ def load_pages(
 
 @triton.jit
 def load_bools(head, strides, rows, keys, shape):
-    """The (queries, keys) tile of a bool mask, from where its head begins; False beyond its edges."""
+    """Load the (queries, keys) tile of one head of a bool mask; False beyond its edges."""
     at = rows.to(tl.int64) * strides.row + keys.to(tl.int64) * strides.key
     return tl.load(head + at, mask=(rows < shape.seqlen_q) & (keys < shape.seqlen_k), other=0) != 0
 
 
 @triton.jit
 def load_rows_of_heads(x, strides, b, h, rows, keys, shape):
-    """The (rows, keys) tile of a bias or a mask whose rows are queries of several heads; zero beyond its edges."""
+    """Load the (rows, keys) tile of a bias or a mask whose rows are queries of several heads; zero beyond its edges."""
     head = entry_of(b, strides) * strides.batch + (h // strides.group).to(tl.int64) * strides.head
     at = head + rows.to(tl.int64) * strides.row
     inside = (rows < shape.seqlen_q)[:, None] & (keys < shape.seqlen_k)[None, :]
@@ -285,7 +293,7 @@ def load_rows_of_heads(x, strides, b, h, rows, keys, shape):
 
 @triton.jit
 def load_vector(base, index, length, stride):
-    """Values of a strided vector in fp32; zero beyond its end."""
+    """Load values of a strided vector in fp32; zero beyond its end."""
     return tl.load(base + index.to(tl.int64) * stride, mask=index < length, other=0.0).to(tl.float32)
 
 
@@ -305,7 +313,7 @@ def load_bias(
     TMA: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The (queries, keys) tile of a bias of one value per score, in its own dtype; zero beyond its edges."""
+    """Load the (queries, keys) tile of a bias of one value per score, in its own dtype; zero beyond its edges."""
     if TMA:
         b_b, h_b = entry_of(b, strides), h // strides.group
         place = [(b_b * strides.batch).to(tl.int32), h_b * strides.head, first, first_key]
@@ -322,13 +330,13 @@ def load_bias(
 
 @triton.jit
 def shared_head(bias, strides, b, h):
-    """Where the head of a bias, or of a bool mask, begins that query head h of entry b reads."""
+    """Return the first element of the head of a bias, or of a bool mask, that query head h of entry b reads."""
     return bias + entry_of(b, strides) * strides.batch + (h // strides.group).to(tl.int64) * strides.head
 
 
 @triton.jit
 def soft_cap(x):
-    """tanh(x), and its derivative 1 - tanh(x)^2 without cancellation."""
+    """Compute tanh(x), and its derivative 1 - tanh(x)^2 without cancellation."""
     e = tl.math.exp2(tl.abs(x) * -2.8853900817779268)  # exp(-2 |x|), which cannot overflow
     t = (1.0 - e) / (1.0 + e)
     slope = 4.0 * e / ((1.0 + e) * (1.0 + e))
@@ -337,9 +345,10 @@ def soft_cap(x):
 
 @triton.jit
 def row_totals(p, sink, h, lse_rows, axis: tl.constexpr, HAS_SINK: tl.constexpr):
-    """Sums of p of all keys of a row, which this tile has, and of its sink: 1 but for the rounding of a great lse.
+    """Sum p over all keys of each row, which this tile holds, and add the sink.
 
-    `lse_rows` is in base 2, +inf of an empty row, whose sum is 0.
+    The sum is 1 but for the rounding of lse, which matters where lse is large. `lse_rows` is in base 2. An empty row
+    has +inf there, and its sum is 0.
     """
     total = tl.sum(p, axis)
     if HAS_SINK:
@@ -349,13 +358,16 @@ def row_totals(p, sink, h, lse_rows, axis: tl.constexpr, HAS_SINK: tl.constexpr)
 
 @triton.jit
 def renormalize(p, total, axis: tl.constexpr):
-    """p over the sums of its rows."""
+    """Divide p by the sums of its rows."""
     return p / tl.expand_dims(tl.where(total > 0.0, total, 1.0), axis)
 
 
 @triton.jit
 def join_sink(natural, logits):
-    """lse with the sinks of rows, and the share of their keys; both in natural logarithms, -inf is none."""
+    """Add the sinks of rows to their lse, and return also the share that the keys keep of each row.
+
+    lse and sinks are natural logarithms; -inf stands for no keys or no sink.
+    """
     top = tl.maximum(natural, logits)
     top_or_0 = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf is NaN
     keys = tl.math.exp2((natural - top_or_0) * LOG2E)
@@ -366,7 +378,7 @@ def join_sink(natural, logits):
 
 @triton.jit
 def band_of_queries(first, last, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Keys [lo, hi) that some query of first..last sees, and [lo_full, hi_full) that all of them see."""
+    """Find the keys [lo, hi) that some query of first..last sees, and [lo_full, hi_full) that all of them see."""
     shift = shape.seqlen_k - shape.seqlen_q
     lo = 0
     lo_full = 0
@@ -383,7 +395,7 @@ def band_of_queries(first, last, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr)
 
 @triton.jit
 def band_of_keys(first, last, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Queries [lo, hi) that see some key of first..last, and [lo_full, hi_full) that see all of them."""
+    """Find the queries [lo, hi) that see some key of first..last, and [lo_full, hi_full) that see all of them."""
     shift = shape.seqlen_k - shape.seqlen_q
     lo = 0
     lo_full = 0
@@ -400,7 +412,7 @@ def band_of_keys(first, last, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def blocks_of(lo, lo_full, hi_full, hi, BLOCK: tl.constexpr):
-    """A band in blocks: [start, full) and [end, stop) touch an edge of it, [full, end) lie inside."""
+    """Round a band to blocks: [start, full) and [end, stop) touch an edge of it, [full, end) lie inside."""
     start = lo // BLOCK
     stop = tl.maximum(tl.cdiv(hi, BLOCK), start)
     full = tl.minimum(tl.maximum(tl.cdiv(lo_full, BLOCK), start), stop)
@@ -410,7 +422,7 @@ def blocks_of(lo, lo_full, hi_full, hi, BLOCK: tl.constexpr):
 
 @triton.jit
 def mask_head(data, index, strides, b, h, MASK: tl.constexpr):
-    """Data and index of the head of a mask that query head h reads; zeros where there is no mask."""
+    """Move data and index of a mask to the head that query head h reads; zeros where there is no mask."""
     if MASK == BAND:
         return 0, 0
     elif MASK == DENSE:
@@ -428,9 +440,10 @@ def mask_head(data, index, strides, b, h, MASK: tl.constexpr):
 def keys_of_queries(
     first, last, index, strides, shape, MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The blocks of keys that queries first..last visit: (walk, start, inside, before, after), for `block_at`.
+    """List the blocks of keys that queries first..last visit: (walk, start, inside, before, after), for `block_at`.
 
-    `inside` blocks need no look at the mask, `before` + `after` do. Blocks of kept keys are blocks of places in `kept`.
+    `inside` blocks need no mask check; the `before` + `after` blocks at the edges do. With MASK == KEYS blocks are
+    blocks of places in `kept`.
     """
     if MASK == TILES:
         row = index + (first // TILE).to(tl.int64) * strides.list_row
@@ -441,7 +454,7 @@ def keys_of_queries(
             lo, lo_full = tl.load(index + lo), tl.load(index + lo_full)
             hi_full, hi = tl.load(index + hi_full), tl.load(index + hi)
         start, full, end, stop = blocks_of(lo, lo_full, hi_full, hi, BLOCK)
-        if MASK == DENSE:  # every block needs a look
+        if MASK == DENSE:  # every block needs a mask check
             return index, start, 0, 0, stop - start
         else:
             return index, full, end - full, full - start, stop - end
@@ -452,7 +465,7 @@ def queries_of_keys(
     first,
     last,
     tile,
-    whole,
+    is_full_block,
     index,
     strides,
     shape,
@@ -461,16 +474,17 @@ def queries_of_keys(
     RIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The blocks of queries that see keys first..last, of column `tile` of tiles, in the same form.
+    """List the blocks of queries that see keys first..last, in the form of `keys_of_queries`.
 
-    Where the block of keys is not `whole`, reaching beyond the last key, every query has to look at the mask.
+    `tile` is the column of tiles that these keys are in. Without `is_full_block` the block of keys reaches beyond the
+    last key, so every block of queries needs a mask check.
     """
     if MASK == TILES:
         column = index + tile.to(tl.int64) * strides.list_row
         return column, 0, tl.load(column) * (TILE // BLOCK), tl.load(column + 1) * (TILE // BLOCK), 0
     else:
         lo, lo_full, hi_full, hi = band_of_keys(first, last, shape, LEFT, RIGHT)
-        lo_full = tl.where(whole, lo_full, shape.seqlen_q)
+        lo_full = tl.where(is_full_block, lo_full, shape.seqlen_q)
         start, full, end, stop = blocks_of(lo, lo_full, hi_full, hi, BLOCK)
         if MASK == DENSE:
             return index, start, 0, 0, stop - start
@@ -480,10 +494,10 @@ def queries_of_keys(
 
 @triton.jit
 def block_at(step, walk, start, inside, before, EDGE: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """The first place of the block that a walk visits at a step of its inside blocks, or of those at an EDGE.
+    """Return the first place of the block that a walk visits at a step of its inside blocks, or of its EDGE blocks.
 
-    A list is read in the loop itself: Triton's pipeline then reads it ahead of the tiles, for which it keeps half of
-    its stages. Carried from step to step by hand it is slower.
+    A list is read in the loop itself. Triton's pipeline then prefetches the entry before the tile, at the price of half
+    of its stages; carrying the entry from step to step by hand is slower.
     """
     if MASK == TILES:
         SPLIT: tl.constexpr = TILE // BLOCK
@@ -500,7 +514,7 @@ def block_at(step, walk, start, inside, before, EDGE: tl.constexpr, MASK: tl.con
 
 @triton.jit
 def in_band(rows, keys, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Whether keys are inside the tensors and the band of rows; the two broadcast against each other."""
+    """Return whether keys are inside the tensors and the band of rows; the two broadcast against each other."""
     shift = shape.seqlen_k - shape.seqlen_q
     allowed = (keys < shape.seqlen_k) & (rows < shape.seqlen_q)
     if LEFT:
@@ -512,7 +526,7 @@ def in_band(rows, keys, shape, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def in_bounds(data, keys, rows):
-    """Whether rows are in the intervals of keys, in 64 bits: the first row in the lower half, the end in the upper."""
+    """Return whether rows are in the intervals of keys: 64 bits each, the first row in the low half, the end above."""
     bounds = tl.load(data + keys)
     return (rows >= bounds.to(tl.int32)) & (rows < (bounds >> 32).to(tl.int32))
 
@@ -521,16 +535,16 @@ def in_bounds(data, keys, rows):
 def bits_of(
     data, first_key, rows, seqlen_q, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
-    """A tile of a packed mask, bit j % 32 of word j // 32, with keys on AXIS; `first_key` is a multiple of 32.
+    """Unpack a tile of a packed mask, bit j % 32 of word j // 32, with keys on AXIS; `first_key` is a multiple of 32.
 
-    An interval mask has bounds in the place of words.
+    For an interval mask `data` has the bounds of keys, int64, in the place of words.
     """
     if data.dtype.element_ty == tl.int64:
         keys = first_key + tl.arange(0, BLOCK_N)
         return in_bounds(data, tl.expand_dims(keys, 1 - AXIS), tl.expand_dims(rows, AXIS))
     else:
-        # Words are spread by a shift and a reshape. A word load per score costs six times as much as the whole
-        # attention.
+        # A shift and a reshape spread each word over 32 scores. Loading a word per score instead would take six times
+        # as long as the rest of the kernel.
         at = data + tl.expand_dims(rows.to(tl.int64), AXIS) * stride
         at += tl.expand_dims(first_key // 32 + tl.arange(0, BLOCK_N // 32), 1 - AXIS)
         words = tl.expand_dims(tl.load(at, mask=tl.expand_dims(rows < seqlen_q, AXIS), other=0), AXIS + 1)

@@ -1,4 +1,4 @@
-"""Every tile choice of the attention kernels, with the measurement behind it."""
+"""Every tile of the attention kernels, with the measurement that chose it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tile_ops import BAND, KEYS, TILE_BIAS, TILES
 class Tile(NamedTuple):
     """Queries and keys of a tile, warps of a program, and stages of its pipeline.
 
-    `edge_stages` are those of the loop over blocks that need a look at the mask; 0 stands for the same.
+    `edge_stages` are the stages of the loop over blocks that need a mask check; 0 means `num_stages`.
     """
 
     block_m: int
@@ -24,12 +24,13 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton compiles a kernel with."""
+        """Return the options that Triton compiles a kernel with."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# Rows of a table: the padded head dim up to which they hold. Measured on an H200 (torch 2.11, Triton 3.6) by
-# benchmarks/tiles.py, whose cases the comments name; milliseconds, and the next best choice behind the semicolon.
+# The key of a row is the largest padded head dim that it serves. Measured on an H200 (torch 2.11, Triton 3.6) by
+# benchmarks/tiles.py. A comment names the case of that benchmark and its milliseconds; after the semicolon stands the
+# next best tile.
 _SM90 = {
     "forward": {
         64: Tile(64, 128, 4, 3),  # d32 0.895 and d64 1.21; 0.919 and 1.32 for 64x64 and 128x64
@@ -75,8 +76,9 @@ _SM90_BIAS = {
         256: Tile(32, 32, 4, 1),
     },
 }
-# With such a bias read through pointers, as a small call or unaligned rows do: they take the registers of larger tiles.
-# d128, 1023 queries and keys: the forward kernel with the tile above has 3 KB of stack, and took 22 times cuda's time.
+# With such a bias read through pointers, for small calls or unaligned rows. Pointers need registers, so tiles are
+# smaller. At d128 with 1023 queries and keys, the forward kernel with the tile above has 3 KB of stack, and takes 22
+# times as long as the cuda backend.
 _SM90_BIAS_POINTERS = {
     "forward": {64: Tile(128, 64, 8, 3), 128: Tile(64, 32, 4, 3), 256: Tile(32, 32, 4, 1)},
     "keys": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 1)},
@@ -88,8 +90,8 @@ _SM90_BIAS_POINTERS = {
 _SM90_TILES = {
     "forward": {
         64: Tile(64, 64, 4, 3),
-        # tiles-d128 0.46 to 0.51, and 0.83 for a causal top-k; 0.445 and 1.02 for 128x64, which spills. Two programs to
-        # an SM: the shared memory of more stages at edges would not leave room for them.
+        # tiles-d128 0.46 to 0.51, and 0.83 for a causal top-k; 0.445 and 1.02 for 128x64, which spills. Three stages at
+        # edges, so that the shared memory of an SM has room for two programs.
         128: Tile(64, 64, 4, 5, 3),
         256: Tile(64, 64, 4, 2),
     },
@@ -104,7 +106,7 @@ _SM90_TILES = {
         256: Tile(64, 32, 4, 2),
     },
 }
-# With kept keys, which are gathered, not read through the tensor memory accelerator.
+# With kept keys, which are gathered by pointers and not loaded by TMA.
 _SM90_KEYS = {
     "forward": {
         64: Tile(64, 128, 4, 2),  # keys-d64 0.840; 0.842 for 128x64
@@ -122,41 +124,43 @@ _SM90_KEYS = {
         256: Tile(32, 32, 4, 1),
     },
 }
-# The forward kernel of so many queries of a head, as a decoding step has for the heads of a group, which reads k and v
-# through pointers: by narrow blocks of keys, of which two or three programs fit an SM, and by wide ones, of which one
-# does. H100, 32 heads on 8, D128: 8 x 8192 keys 0.1039 narrow in two shares; 64 x 4096 0.3616 wide, 0.3826 narrow.
+# The forward kernel for at most MOST_FEW_ROWS queries of a head, for example the heads of a group in a decoding step.
+# It reads k and v through pointers. With narrow blocks of keys two or three programs fit on an SM, with wide blocks
+# one. On an H100 with 32 heads on 8, D128: 8 x 8192 keys take 0.1039 ms narrow in two shares; 64 x 4096 keys take
+# 0.3616 ms wide and 0.3826 ms narrow.
 MOST_FEW_ROWS = 16
 _SM90_FEW_ROWS = {
     "narrow": {64: Tile(MOST_FEW_ROWS, 128, 4, 3), 128: Tile(MOST_FEW_ROWS, 64, 4, 3)},
     "wide": {64: Tile(MOST_FEW_ROWS, 256, 4, 3), 128: Tile(MOST_FEW_ROWS, 128, 4, 3)},
 }
-# With a bias of one value per score; and with lists of tiles or of kept keys, of whose n stages (n - 1) / 2 reach k and
-# v.
+# The same with a bias of one value per score; and with lists of tiles or of kept keys, whose prefetch leaves k and v
+# (n - 1) / 2 of n stages.
 _SM90_FEW_ROWS_BIAS = {128: Tile(MOST_FEW_ROWS, 64, 4, 4)}
 _SM90_FEW_ROWS_LISTS = {128: Tile(MOST_FEW_ROWS, 64, 4, 5)}
-# fp32 products run outside the tensor cores unless TF32 is allowed, and their tiles take twice the room.
+# fp32 products run outside the tensor cores unless TF32 is allowed, and their tiles take twice the memory.
 _SM90_FP32 = {
     "forward": {64: Tile(32, 128, 4, 2)},  # fp32-d64 0.948; 1.231 for 64x64
     "keys": {64: Tile(64, 32, 4, 1)},  # fp32-d64 2.808; 2.886 for 32x64
     "queries": {64: Tile(32, 128, 4, 2)},  # fp32-d64 1.621; 1.634 for 64x128 at 8 warps
 }
 _FP32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
-# fp32 on other NVIDIA GPUs, not timed there: what spares registers. With the wide tiles above a thread has up to 4 KB
-# of stack ("bias"; "queries" 2, the others 1); with these at most 376 bytes, but for the wide "queries".
+# fp32 on other NVIDIA GPUs, chosen to need few registers and not timed. With the tiles above for 256, a thread has
+# stack of up to 4 KB ("bias"), 2 KB ("queries") or 1 KB (the others). With these it has at most 376 bytes, except for
+# "queries" at 256.
 _FP32_SM = {
     "forward": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
     "keys": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
-    # At 256, 984 bytes of stack: two stages, which spare it, take 100 to 130 KB.
+    # At 256, 984 bytes of stack. Two stages would avoid it, but take 100 to 130 KB of shared memory.
     "queries": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 32, 16, 1)},
     "bias": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 2)},
 }
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
-# Fits the 99 KB of shared memory of every GPU since Ampere, and the 64 KB of gfx942; not tuned.
+# Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942; not tuned.
 _SMALL = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)}
 
 
-# Bytes of shared memory that tiles for every NVIDIA GPU keep to.
+# The most shared memory of a tile that serves every NVIDIA GPU.
 ROOM_OF_SMALL = 99 * KIB
 
 
@@ -174,7 +178,7 @@ def _fp32_table(kernel: str, block_d: int, arch: str) -> dict[int, Tile]:
 
 
 def tf32_fits(kernel: str, block_d: int, arch: str) -> bool:
-    """Whether a kernel of fp32 has the room for products in TF32: at 256 that of the keys takes 114 KB, 98 without."""
+    """Return whether TF32 products of an fp32 kernel fit in shared memory: "keys" at 256 takes 114 KB, 98 without."""
     return kernel != "keys" or block_d <= 128 or shared_bytes(arch) > ROOM_OF_SMALL
 
 
@@ -189,10 +193,12 @@ def tile_of(
     bias_tma: bool,
     few_rows: Literal["narrow", "wide"] | None = None,
 ) -> Tile:
-    """The tile of a kernel ("forward", "keys", "queries", "product", "bias") for the larger of the padded head dims.
+    """Return the tile of a kernel: "forward", "keys", "queries", "product" or "bias".
 
-    `bias_tma`: whether a bias of one value per score is read in tiles through the tensor memory accelerator.
-    `few_rows`: the blocks of keys where a head has at most MOST_FEW_ROWS queries, of head dims up to 128.
+    Args:
+        block_d: the larger of the padded head dims.
+        bias_tma: whether TMA loads a bias of one value per score.
+        few_rows: the kind of key blocks for heads with at most MOST_FEW_ROWS queries and head dims up to 128.
     """
     if dtype == torch.float32:
         return _row(_fp32_table(kernel, block_d, arch), block_d)
@@ -203,7 +209,7 @@ def tile_of(
             return _row(_SM90_FEW_ROWS_LISTS, block_d)
         return _row(_SM90_FEW_ROWS_BIAS if bias == TILE_BIAS.value else _SM90_FEW_ROWS[few_rows], block_d)
     if mask == KEYS.value and kernel in _SM90_KEYS:
-        # The pointers of a bias that is gathered too take the registers of larger tiles.
+        # A bias is then gathered, too, and its pointers need registers.
         return _row(_SMALL if bias == TILE_BIAS.value else _SM90_KEYS[kernel], block_d)
     if bias == TILE_BIAS.value and not bias_tma and kernel in _SM90_BIAS_POINTERS:
         return _row(_SM90_BIAS_POINTERS[kernel], block_d)

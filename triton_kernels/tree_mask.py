@@ -1,6 +1,7 @@
-"""Device functions for tree masks: which keys the queries of a tile visit, and which of the new tokens each sees.
+"""Device functions for tree masks: which keys the queries of a tile visit, and which new tokens each query sees.
 
-The last keys of a sequence are its new tokens, its queries. Bits say of these alone; all keys before them are seen.
+The queries of a sequence are its new tokens, and these are also its last keys. A tree has bits for the new tokens only;
+every query sees all keys before them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from .tile_ops import band_of_queries, blocks_of
 
 @triton.jit
 def keys_of_trees(first, last, rows, tree, stride, shape, LEFT: tl.constexpr, BLOCK: tl.constexpr):
-    """What `keys_of_queries` gives for queries `rows`, which are first..last: of a chain what it gives under causality.
+    """Find the blocks of keys that queries `rows`, first..last, visit, in the form of `keys_of_queries`.
 
-    Blocks that need no look end where some row does not see a new token; none is visited behind the last that one sees.
+    For a tree that is a chain this is the causal result. Blocks without a mask check end at the first new token that
+    some row does not see. The last block visited has the last new token that some row sees.
     """
     seen_by_all = shape.seqlen_q
     seen_by_some = 0
@@ -37,12 +39,12 @@ def keys_of_trees(first, last, rows, tree, stride, shape, LEFT: tl.constexpr, BL
 
 @triton.jit
 def tree_allows(tree, first_key, rows, keys, stride, shape, BLOCK: tl.constexpr):
-    """Whether rows see keys as far as a tree says: the (rows, keys) tile of BLOCK keys from `first_key` on."""
+    """Return whether the tree lets rows see keys: the (rows, keys) tile of BLOCK keys from `first_key` on."""
     old = shape.seqlen_k - shape.seqlen_q
     token = (keys - old)[None, :]
     seen = (rows * 0)[:, None]
-    # By words of a row, of which a block meets few: a load per score takes the registers of its pointers. Words of old
-    # keys are all seen.
+    # Load words, not scores: a block spans few words of a row, and a load per score would need registers for its
+    # pointers. Bits of keys before the new tokens are all ones.
     for step in tl.static_range(0, BLOCK // 32 + 1):
         word = ((first_key - old) >> 5) + step
         is_word = (rows < shape.seqlen_q) & (word >= 0) & (word * 32 < shape.seqlen_q)

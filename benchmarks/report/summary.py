@@ -1,4 +1,4 @@
-"""What a row of performance says of us: the time of what "auto" takes, beside the fastest peer with right results."""
+"""Summarises a row of performance: the time of the choice of "auto", and of the fastest peer with right results."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ Record = dict[str, Any]
 
 
 class Time(NamedTuple):
-    """Milliseconds of one pass, and of which system."""
+    """A system, and the milliseconds of one of its passes."""
 
     ms: float
     system: str
 
 
 class Standing(NamedTuple):
-    """One pass of one case: ours, with its mask building charged, the fastest peer, without, and the floor."""
+    """One pass of one case: our time with mask building, the fastest peer without mask building, and the floor."""
 
     row: Record
     name: str
@@ -30,7 +30,7 @@ class Standing(NamedTuple):
 
 
 def is_right(column: Record) -> bool:
-    """Whether a column's times may be compared with others."""
+    """Return whether a column's times may be compared with others."""
     return not column["failed"] and not column["wrong"]
 
 
@@ -78,13 +78,13 @@ def ours(row: Record, name: str) -> Time | None:
 
 def standings(rows: list[Record], names: tuple[str, ...] = ("forward", "backward")) -> list[Standing]:
     """Every pass of every row that "auto" was timed in."""
-    found = []
+    result = []
     for row in (row for row in rows if "error" not in row):
         for name in (name for name in names if name in row["floor_ms"]):
             mine = ours(row, name)
             if mine is not None:
-                found.append(Standing(row, name, mine, fastest_peer(row, name), row["floor_ms"][name]))
-    return found
+                result.append(Standing(row, name, mine, fastest_peer(row, name), row["floor_ms"][name]))
+    return result
 
 
 def systems_of(rows: list[Record]) -> dict[str, bool]:

@@ -89,18 +89,18 @@ def _details(row: Record, timed: list[str]) -> Iterator[list[str]]:
         times = []
         for name in timed:
             times += [ms(column and column[name] and column[name]["ms"]) for column in (call, alone)]
-        found = [call[name] for name in timed]
+        columns = [call[name] for name in timed]
 
-        def each(key: str, form: str, found: list[Record | None] = found) -> str:
-            return " / ".join("-" if x is None or x[key] is None else format(x[key], form) for x in found)
+        def each(key: str, form: str, columns: list[Record | None] = columns) -> str:
+            return " / ".join("-" if x is None or x[key] is None else format(x[key], form) for x in columns)
 
-        spread = " / ".join("-" if x is None else f"{ms(x['p20'])}-{ms(x['p80'])}" for x in found)
+        spread = " / ".join("-" if x is None else f"{ms(x['p20'])}-{ms(x['p80'])}" for x in columns)
         notes = dict.fromkeys(_note(column) for column in line["columns"].values())
         yield [
             label(line["system"]) + _pair(line["backends"]),
             *times,
             spread,
-            " / ".join("-" if x is None else x["how"] for x in found),
+            " / ".join("-" if x is None else x["how"] for x in columns),
             each("host_us", ".0f"),
             each("tflops", ".0f"),
             each("of_floor", ".0%"),
@@ -155,9 +155,9 @@ def _equivalence(content: Record) -> list[str]:
 def _error(line: Record, name: str) -> str:
     if name not in line.get("errors", {}):
         return "-"
-    found, distance = (line[key][name] for key in ("errors", "from_plain"))
+    error, distance = (line[key][name] for key in ("errors", "from_plain"))
     mark = " **" if name in line["failing"] else ""
-    return f"{_number(found)} ({_number(distance)}){mark}"
+    return f"{_number(error)} ({_number(distance)}){mark}"
 
 
 def _number(x: float | None) -> str:
@@ -239,7 +239,7 @@ def _model(content: Record) -> list[str]:
         body = [[said, "-", *(f"{row[key][name]:.1e}" for name in names)] for said, key in MODEL_YARDSTICK]
         for line in row["systems"]:
             first = "-" if line["first_call_s"] is None else f"{line['first_call_s']:.1f}"
-            found = (_number(line["errors"][name]) if name in line["errors"] else "-" for name in names)
-            body.append([label(line["system"]), first, *found])
+            row_cells = (_number(line["errors"][name]) if name in line["errors"] else "-" for name in names)
+            body.append([label(line["system"]), first, *row_cells])
         lines += ["", *table(["system", "first step s", *names], body)]
     return lines

@@ -24,7 +24,7 @@ LABELS = {
 
 
 def label(system: str) -> str:
-    """What tables and plots call a system."""
+    """Return the name of a system in tables and plots."""
     return LABELS.get(system, system)
 
 
@@ -40,9 +40,9 @@ def mb(x: float | None) -> str:
     return "-" if x is None else f"{x:.1f}" if x < 10 else f"{x:.0f}"
 
 
-def errors(found: Record) -> str:
+def errors(values: Record) -> str:
     """Relative errors; None stands for one that is NaN or infinite."""
-    return ", ".join(f"{name} {'NaN' if x is None else format(x, '.1e')}" for name, x in found.items())
+    return ", ".join(f"{name} {'NaN' if x is None else format(x, '.1e')}" for name, x in values.items())
 
 
 def row(suite: str, record: Record) -> str:
@@ -65,7 +65,7 @@ def _equivalence(record: Record) -> list[str]:
 def _performance(record: Record) -> list[str]:
     floor = "  ".join(f"{name} {ms(x)}" for name, x in record["floor_ms"].items())
     counts = record["counts"]
-    found = [f"density {counts['density']:.4f}, active tiles {counts['active_tiles']:.4f}, floor {floor} ms"]
+    lines = [f"density {counts['density']:.4f}, active tiles {counts['active_tiles']:.4f}, floor {floor} ms"]
     for line in record["systems"]:
         for mode, column in line["columns"].items():
             name = line["system"] + ("" if mode == "call" else f", {mode}")
@@ -74,34 +74,34 @@ def _performance(record: Record) -> list[str]:
             memory = "" if column["peak_mb"] is None else f"{mb(column['peak_mb'])} MB"
             first = column["first_call_s"]
             compiled = "" if first is None or first < 1 else f"first call {first:.0f} s "
-            found.append(f"{name:26}{times} ms  {memory:10} {compiled}{wrong}{column['reason']}".rstrip())
+            lines.append(f"{name:26}{times} ms  {memory:10} {compiled}{wrong}{column['reason']}".rstrip())
     if "seconds" in record:
-        found.append("seconds: " + ", ".join(f"{name} {x:.1f}" for name, x in record["seconds"].items()))
-    return found
+        lines.append("seconds: " + ", ".join(f"{name} {x:.1f}" for name, x in record["seconds"].items()))
+    return lines
 
 
 def failed(line: Record) -> str:
     """The note of a system in a model: that its row failed and by what, or what else there is to say."""
-    found = [f"FAILED: {', '.join(line['wrong'])}"] if line["wrong"] else []
+    lines = [f"FAILED: {', '.join(line['wrong'])}"] if line["wrong"] else []
     if line["reason"]:
-        found.append(f"FAILED: {line['reason']}" if line["failed"] else line["reason"])
-    return "; ".join(found)
+        lines.append(f"FAILED: {line['reason']}" if line["failed"] else line["reason"])
+    return "; ".join(lines)
 
 
 def _model(record: Record) -> list[str]:
     bare = record["without_attention"]
-    found = [f"{'without attention':18}{ms(bare and bare['ms']):>9} ms"]
+    lines = [f"{'without attention':18}{ms(bare and bare['ms']):>9} ms"]
     for line in record["systems"]:
         memory = "" if line["peak_mb"] is None else f"{mb(line['peak_mb'])} MB"
         time = ms(line["step"] and line["step"]["ms"])
-        found.append(f"{line['system']:18}{time:>9} ms  {memory:10} {errors(line['errors'])}  {failed(line)}".rstrip())
-    return found
+        lines.append(f"{line['system']:18}{time:>9} ms  {memory:10} {errors(line['errors'])}  {failed(line)}".rstrip())
+    return lines
 
 
 def _memory(record: Record) -> list[str]:
-    found = [f"inputs {mb(record['inputs_mb'])} MB, out and gradients {mb(record['returned_mb'])} MB"]
+    lines = [f"inputs {mb(record['inputs_mb'])} MB, out and gradients {mb(record['returned_mb'])} MB"]
     for line in record["systems"]:
         peaks = line["peaks"] or {}
         numbers = "".join(f"{mb(peaks.get(name)):>9}" for name in ("forward", "backward", "both"))
-        found.append(f"{line['system']:16}{numbers} MB  {line['reason']}".rstrip())
-    return found
+        lines.append(f"{line['system']:16}{numbers} MB  {line['reason']}".rstrip())
+    return lines

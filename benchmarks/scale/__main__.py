@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 2 -m benchmarks.scale --out DIR --quick    # tiny sizes, on CPU with gloo
     python -m benchmarks.scale --report DIR                              # table and plot of what is there
 
-Writes DIR/scale.json after every row, then scale.md and scale.png. Efficiency is the time of one GPU over W times that
-of W. Each system's output and gradients are held against those of one GPU, in the same run. "machine" in the JSON is
-what `python -m flash_dmattn.distributed.model --machine DIR/scale.json` reads.
+Writes DIR/scale.json after every row, then scale.md and scale.png. Efficiency is the time of one GPU over W times the
+time of W. Each system's output and gradients are compared with one GPU's, in the same run.
+`python -m benchmarks.scale.predict --machine DIR/scale.json` reads "machine" in the JSON.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import peers, report
-from .bandwidth import SIZES, bandwidths
 from .calls import QUICK, Bound, Sizes, Work, cases
-from .measure import Group, compare, time_passes
+from .measure import SIZES, Group, bandwidths, compare, time_passes
 
 # Multicast of NVLink, switched off: the network adds nothing up here, and a fault of it takes the host with it.
 REQUIRED = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -50,32 +49,32 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="cases with one of these words in their name")
     parser.add_argument("--no-peers", action="store_true", help="without torch's context_parallel")
-    given = parser.parse_args()
-    if given.report is not None:
-        print(*report.write(json.loads((given.report / "scale.json").read_text()), given.report), sep="\n")
+    arguments = parser.parse_args()
+    if arguments.report is not None:
+        print(*report.write(json.loads((arguments.report / "scale.json").read_text()), arguments.report), sep="\n")
         return 0
-    if given.out is None:
+    if arguments.out is None:
         parser.error("--out is needed: the folder to write")
     if "RANK" not in os.environ:
         parser.error("this process is no rank: start it with torchrun --nproc-per-node 2 -m benchmarks.scale")
     lacking = [f"{name}={value}" for name, value in REQUIRED.items() if os.environ.get(name) != value]
-    if given.device == "cuda" and lacking:
+    if arguments.device == "cuda" and lacking:
         parser.error(f"multicast needs to be off: export {' '.join(lacking)}")
-    if given.device == "cpu" and not given.quick:
+    if arguments.device == "cpu" and not arguments.quick:
         parser.error("on a CPU only --quick ends in time")
-    return run(given)
+    return run(arguments)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Every case, on every rank; rank 0 writes."""
-    group = start(given.device)
+    group = start(arguments.device)
     started = time.monotonic()
-    sizes = QUICK if given.quick else Sizes()
+    sizes = QUICK if arguments.quick else Sizes()
     content: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
         "world_size": group.size,
         "torch": torch.__version__,
-        "quick": given.quick,
+        "quick": arguments.quick,
         "machine": {},
         "bandwidth": [],
         "rows": [],
@@ -87,25 +86,25 @@ def run(given: argparse.Namespace) -> int:
 
     def keep() -> None:
         if group.rank == 0:
-            given.out.mkdir(parents=True, exist_ok=True)
-            (given.out / "scale.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            (arguments.out / "scale.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
-    for row in bandwidths(group, SIZES[:1] if given.quick else SIZES):
+    for row in bandwidths(group, SIZES[:1] if arguments.quick else SIZES):
         content["bandwidth"].append(row)
         say(f"{row['collective']} of {row['mb']:g} MB a rank: {row['ms']:.3f} ms, {row['gbs']:.1f} GB/s received")
     keep()
     for work in cases(group, sizes):
-        if given.only and not any(word in work.name for word in given.only):
+        if arguments.only and not any(word in work.name for word in arguments.only):
             continue
         say(work.name)
-        for row in rows_of(group, work, not given.no_peers):
+        for row in rows_of(group, work, not arguments.no_peers):
             content["rows"].append(row)
             say(f"    {report.line(row)}")
             keep()
     content["machine"] = report.machine_of(content)
     keep()
     if group.rank == 0:
-        print(*report.write(content, given.out), sep="\n", flush=True)
+        print(*report.write(content, arguments.out), sep="\n", flush=True)
     wrong = [row for row in content["rows"] if row.get("right") is False]
     say(f"done; {len(wrong)} of {len(content['rows'])} rows differ from one GPU")
     dist.destroy_process_group()
@@ -171,7 +170,7 @@ def beside_one_gpu(
 
 def one_gpu(group: Group, work: Work) -> tuple[dict[str, float], list[Tensor]]:
     """The times of one GPU, and of its results the rows that this rank has."""
-    inputs = work.whole(group)
+    inputs = work.on_one_gpu(group)
     times = time_passes(group, inputs.call, inputs.leaves, inputs.dout)
     return {"one_forward_ms": times.forward, "one_backward_ms": times.backward}, work.rows_of_rank(group, times.results)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.distributed import SequenceLayout, context_parallel_attention, prepare_mask
+from flash_dmattn.distributed import SequenceLayout, ShardedMask, context_parallel_attention
 from flash_dmattn.distributed import call as parallel_call
 from flash_dmattn.masks import PreparedMask, topk_mask
 
@@ -46,7 +46,7 @@ class Bound(NamedTuple):
         call: what to run.
         leaves, dout: what it is differentiated by, and with.
         names: of out and the gradients.
-        places: where our rows stand among those of the system, None where they are the same.
+        places: where our rows stand among the rows of the system, None where they are the same.
         around: what both passes run inside of.
     """
 
@@ -74,7 +74,7 @@ class Work:
 
     @property
     def name(self) -> str:
-        """What rows and --only call it."""
+        """Its name in rows and for --only."""
         names = {
             "plain": "causal",
             "bias": "causal, bias (B,Hq,L,L)",
@@ -104,15 +104,15 @@ class Work:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=self.dtype, device=group.device, generator=generator)
 
-        found = {
+        tensors = {
             name: normal(1, self.length, heads, self.head_dim)
             for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads), ("dout", self.heads))
         }
         if self.kind == "bias":
-            found["bias"] = normal(1, self.heads, self.length, self.length)
+            tensors["bias"] = normal(1, self.heads, self.length, self.length)
         elif self.kind == "topk":
-            found["bias"] = normal(1, self.heads, 1, self.length)
-        return found
+            tensors["bias"] = normal(1, self.heads, 1, self.length)
+        return tensors
 
     def kept_keys(self, group: Group) -> Tensor:
         """The mask of top-k: (1, Hk, L, L)."""
@@ -120,7 +120,7 @@ class Work:
         scores = torch.randn(self.kv_heads, 1, self.length, device=group.device, generator=generator)
         return topk_mask(scores, self.kept, is_causal=True)
 
-    def whole(self, group: Group) -> Bound:
+    def on_one_gpu(self, group: Group) -> Bound:
         """The call of one GPU."""
         x = self.tensors(group)
         mask = PreparedMask.from_mask(self.kept_keys(group), is_causal=True) if self.kind == "topk" else None
@@ -141,7 +141,7 @@ class Work:
         mask = None
         if self.kind == "topk":
             rows = layout.shard(self.kept_keys(group), 2, group.rank)
-            mask = prepare_mask(rows, layout, group.rank, is_causal=True)
+            mask = ShardedMask.from_mask(rows, layout, group.rank, is_causal=True)
         leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
         q, k, v, *bias = leaves
         world = dist.group.WORLD

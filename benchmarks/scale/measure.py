@@ -1,20 +1,22 @@
-"""Time of passes that several ranks make together, and how far their results are from those of one GPU."""
+"""Time of passes that ranks make together, bandwidth of collectives, and errors of results beside one GPU."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Of one pass: so many runs, or as many as fit about this time, after so many that do not count.
+# Runs of one pass: as many as fit about this time within these limits, after WARM runs that do not count.
 LEAST, MOST, MILLISECONDS, WARM = 3, 20, 500.0, 2
-# Errors of 16 bit results beside those of one GPU, both rounded: what rounding leaves is 4e-3.
+# The largest error of 16 bit results: rounding alone, here and on one GPU, makes 4e-3.
 MOST_ERROR = 1.5e-2
+SIZES = tuple(1 << n for n in range(20, 30))  # bytes of a rank: 1 MB to 512 MB
 
 
 class Group(NamedTuple):
@@ -74,23 +76,38 @@ def _once(group: Group, run: Callable[[], Any]) -> float:
 def _slowest(group: Group, milliseconds: list[float]) -> list[float]:
     together = torch.tensor(milliseconds, device=group.device)
     dist.all_reduce(together, op=dist.ReduceOp.MAX)
-    found: list[float] = together.tolist()
-    return found
+    slowest: list[float] = together.tolist()
+    return slowest
 
 
 def compare(
-    group: Group, names: Sequence[str], found: Sequence[Tensor], wanted: Sequence[Tensor], places: Tensor | None
+    group: Group, names: Sequence[str], results: Sequence[Tensor], wanted: Sequence[Tensor], places: Tensor | None
 ) -> dict[str, Any]:
     """Relative errors of each result on the worst rank, and whether all are what rounding leaves.
 
     Args:
         names: of the results.
-        found, wanted: the rows of this rank.
-        places: where the rows of `found` stand among those of `wanted`, None where they are the same.
+        results, wanted: the rows of this rank.
+        places: where the rows of `wanted` stand in `results`, None where they are the same.
     """
     errors = {}
-    for name, x, y in zip(names, found, wanted, strict=True):
+    for name, x, y in zip(names, results, wanted, strict=True):
         x = x if places is None else x.index_select(1, places)
         gap = (x.float() - y.float()).norm() / y.float().norm().clamp_min(1e-30)
         errors[name] = _slowest(group, [gap.item()])[0]
     return {"errors": errors, "right": all(error <= MOST_ERROR for error in errors.values())}
+
+
+def bandwidths(group: Group, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """A row for each collective and size: `mb` a rank has, and GB/s that it receives."""
+    for size in sizes:
+        mine = torch.zeros(size // 2, dtype=torch.bfloat16, device=group.device)
+        gathered = torch.empty(size // 2 * group.size, dtype=torch.bfloat16, device=group.device)
+        traded = torch.empty_like(mine)
+        runs: dict[str, tuple[Callable[[], Any], float]] = {
+            "all_gather": (partial(dist.all_gather_into_tensor, gathered, mine), size * (group.size - 1)),
+            "all_to_all": (partial(dist.all_to_all_single, traded, mine), size * (group.size - 1) / group.size),
+        }
+        for name, (run, received) in runs.items():
+            milliseconds = timed(group, run)
+            yield {"collective": name, "mb": size / 2**20, "ms": milliseconds, "gbs": received / milliseconds / 1e6}

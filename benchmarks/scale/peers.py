@@ -46,7 +46,7 @@ def bind(kernel: str, method: str, grouped: bool, group: Group, work: Work) -> B
     positions = torch.arange(work.length, device=group.device)
     around = context_parallel(mesh, buffers=[positions], buffer_seq_dims=[0])
     with context_parallel(mesh, buffers=[positions], buffer_seq_dims=[0]):
-        mine = positions.clone()  # which of them torch gives this rank
+        mine = positions.clone()  # the positions that torch gives this rank
     x = {name: tensor.index_select(1, mine) for name, tensor in work.tensors(group).items()}
     repeat = 1 if grouped else work.heads // work.kv_heads
     leaves = [x[name].requires_grad_() for name in ("q", "k", "v")]

@@ -70,18 +70,18 @@ def machine_of(content: Record) -> dict[str, float]:
     """The fields of the predictor's `Machine` that were measured; none of a quick run, which measures launches."""
     if content["quick"]:
         return {}
-    found = {}
+    measured = {}
     gathered = [x["gbs"] for x in content["bandwidth"] if x["collective"] == "all_gather"]
     if gathered:
-        found["nvlink_gbs"] = max(gathered)
+        measured["nvlink_gbs"] = max(gathered)
     timed = [row for row in content["rows"] if "one_forward_ms" in row]
     plain = [row for row in timed if row["case"].startswith("causal, ") and "bias" not in row["case"]]
     if plain:
         row = max(plain, key=lambda row: row["length"])
         flop = 4.0 * row["length"] ** 2 * row["heads"] * 128 * 0.5
-        found["forward_tflops"] = flop / row["one_forward_ms"] / 1e9
-        found["backward_tflops"] = 2.5 * flop / row["one_backward_ms"] / 1e9
-    return found
+        measured["forward_tflops"] = flop / row["one_forward_ms"] / 1e9
+        measured["backward_tflops"] = 2.5 * flop / row["one_backward_ms"] / 1e9
+    return measured
 
 
 def plot(content: Record, path: Path) -> Path:

@@ -1,1 +1,1 @@
-"""What is found out about a case: `equivalence`, `performance`, `memory`, each a row of its results."""
+"""The suites: each makes a row of results for a case."""

@@ -1,4 +1,4 @@
-"""What every system computes on the same tensors, beside fp64 and beside plain PyTorch in the same dtype."""
+"""Compares all systems on the same tensors with fp64, and with plain PyTorch in the same dtype."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def row(case: Case, systems: list[System], device: torch.device) -> Record:
         line |= {"backends": list(trial.needs.backends), "reason": trial.reason, "errors": {}, "from_plain": {}}
         line["failing"] = []
         if not trial.failed or not device_is_lost(device):
-            found = errors(trial.results, exact)
-            line["errors"] = finite(found)
+            measured = errors(trial.results, exact)
+            line["errors"] = finite(measured)
             line["from_plain"] = finite(yardstick.distances(trial.results))
-            line["failing"] = [name for name, x in found.items() if not x <= yardstick.limits[name]]
+            line["failing"] = [name for name, x in measured.items() if not x <= yardstick.limits[name]]
         else:
             record["lost"] = system.name
         line["verdict"] = verdict(trial.failed, bool(trial.results), line["failing"])
@@ -52,22 +52,22 @@ def verdict(failed: bool, has_results: bool, failing: list[str]) -> str:
     return "fail" if failing else "pass"
 
 
-def finite(found: dict[str, float]) -> dict[str, float | None]:
+def finite(measured: dict[str, float]) -> dict[str, float | None]:
     """With None for NaN and infinity, which JSON has not."""
-    return {name: x if math.isfinite(x) else None for name, x in found.items()}
+    return {name: x if math.isfinite(x) else None for name, x in measured.items()}
 
 
 def failures(record: Record) -> list[str]:
     """Ours that failed or break the rule, one line each."""
-    found = []
+    problems = []
     for line in record["systems"]:
         if line["ours"] and line["verdict"] in ("fail", "failed"):
             limits = ", ".join(
                 f"{name} {_number(line['errors'][name])} above {record['limits'][name]:.1e}"
                 for name in line.get("failing", [])
             )
-            found.append(f"{record['name']}, {line['system']}: {limits or line['reason']}")
-    return found
+            problems.append(f"{record['name']}, {line['system']}: {limits or line['reason']}")
+    return problems
 
 
 def _number(x: float | None) -> str:

@@ -21,7 +21,7 @@ def row(case: Case, systems: list[System], device: torch.device) -> Record:
     record: Record = {"name": case.name, "group": case.group, "shape": case.shape, "what": case.what}
     tensors = [x for x in (*inputs.leaves.values(), inputs.mask, inputs.dout) if x is not None]
     record["inputs_mb"] = sum(x.numel() * x.element_size() for x in tensors) / MIB
-    # What any system returns: out, and a gradient for each input.
+    # Every system returns out, and a gradient for each input.
     returned = [inputs.dout, *inputs.leaves.values()]
     record["returned_mb"] = sum(x.numel() * x.element_size() for x in returned) / MIB
     record["systems"] = []

@@ -28,7 +28,7 @@ from .performance import Effort
 from .trial import device_is_lost, worded
 
 Record = dict[str, Any]
-# Whose weight's gradient is compared: the whole backward pass lies before it.
+# The weight whose gradient is compared. The backward pass computes it last.
 FIRST_WEIGHT = "layers.0.q_proj.weight"
 # The loss is one number: its error is one draw, and a ratio of two draws bounds nothing. Half a unit of bf16 instead.
 LOSS_LIMIT = 2.0**-9
@@ -63,8 +63,8 @@ class Step:
     def first(self) -> Results:
         """Run for the first time: what is compared. Parameters that get no gradient are leaves no more."""
         loss = self.loss()
-        found = torch.autograd.grad(loss, list(self.leaves.values()), allow_unused=True)
-        gradients = {name: x for name, x in zip(self.leaves, found, strict=True) if x is not None}
+        grads = torch.autograd.grad(loss, list(self.leaves.values()), allow_unused=True)
+        gradients = {name: x for name, x in zip(self.leaves, grads, strict=True) if x is not None}
         self.leaves = {name: x for name, x in self.leaves.items() if name in gradients}
         results = {"loss": loss.detach(), "dwq": gradients[FIRST_WEIGHT]}
         biases = [name for name in self.decoder.bias_names if name in gradients]
@@ -116,12 +116,12 @@ def truth(decoder: Decoder, case: Case, dense: Sequence[Tensor]) -> Results:
 
 
 def limits(plain: dict[str, float]) -> dict[str, float]:
-    """By the accuracy rule, over the whole model: what plain PyTorch makes of it in bf16 is the yardstick.
+    """Return the limits of the accuracy rule for the model; the yardstick is the model in bf16 with plain PyTorch.
 
-    That holds the error which the linear layers make in every system alike, through all layers.
+    The yardstick includes the error of the linear layers, which all systems share.
     """
-    found = {name: yardstick.RATIO * x + yardstick.FLOOR for name, x in plain.items()}
-    return {**found, "loss": LOSS_LIMIT}
+    bounds = {name: yardstick.RATIO * x + yardstick.FLOOR for name, x in plain.items()}
+    return {**bounds, "loss": LOSS_LIMIT}
 
 
 def attempt(
@@ -140,11 +140,11 @@ def attempt(
     try:
         attends, line["masks_mb"] = held(partial(system.layers, case, decoder.biases), device)
         step = Step.of(decoder, attends)
-        found = errors(step.first(), exact)
+        measured = errors(step.first(), exact)
         line["first_call_s"] = time.perf_counter() - started
-        line["errors"] = finite(found)
-        line["wrong"] = wrong(found, limits, system.ours)
-        if system.ours and "dbias" not in found:
+        line["errors"] = finite(measured)
+        line["wrong"] = wrong(measured, limits, system.ours)
+        if system.ours and "dbias" not in measured:
             line["wrong"].append("dbias")
         without = [name for name in decoder.bias_names if name not in step.leaves]
         line["reason"] = "it gives no gradient of the bias" if without else ""
@@ -177,12 +177,12 @@ def time_steps(
 
 def failures(record: Record) -> list[str]:
     """Ours that failed or disagree with fp64, one line each."""
-    found = []
+    problems = []
     for line in record["systems"]:
         if line["ours"] and (line["failed"] or line["wrong"]):
             broken = ", ".join(_said(line, n, record["limits"][n]) for n in line["wrong"])
-            found.append(f"{record['name']}, {line['system']}: {broken or line['reason']}")
-    return found
+            problems.append(f"{record['name']}, {line['system']}: {broken or line['reason']}")
+    return problems
 
 
 def _said(line: Record, name: str, limit: float) -> str:

@@ -42,7 +42,7 @@ class Laps:
         self.started = time.perf_counter()
 
     def __call__(self, name: str) -> None:
-        """What began where the last part ended has ended."""
+        """End a part, which began at the end of the part before."""
         if self.device.type == "cuda" and not device_is_lost(self.device):
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
@@ -55,15 +55,15 @@ FULL, QUICK = Effort(60.0, 5, 50), Effort(10.0, 3, 10)
 def row(
     case: Case, systems: list[System], device: torch.device, *, passes: Sequence[Pass], effort: Effort, rates: Rates
 ) -> Record:
-    """Check, weigh and time every system.
+    """Check and time every system, and measure its memory.
 
     Args:
-        case: what to run.
-        systems: which.
-        device: where.
-        passes: of those of the case, the ones to time.
-        effort: how long.
-        rates: of the device, for floors.
+        case: the case to run.
+        systems: the systems to run.
+        device: the device to run on.
+        passes: the passes to time, if the case has them.
+        effort: how long to time.
+        rates: the rates of the device, for floors.
     """
     lap = Laps(device)
     inputs = make_inputs(case, device)
@@ -99,9 +99,9 @@ def row(
     record["seconds"] = lap.seconds
     pairs = record["counts"]["pairs"]
     for column, trial in columns:
-        of_passes = floors(inputs, pairs, reads_mask=not trial.mode.prepared)
+        pass_floors = floors(inputs, pairs, reads_mask=not trial.mode.prepared)
         for name in case.passes:
-            relate(column[name], of_passes[name], rates)
+            relate(column[name], pass_floors[name], rates)
     return record
 
 
@@ -110,15 +110,15 @@ def describe(case: Case, inputs: Inputs, device: torch.device, rates: Rates) -> 
     counts = count(inputs)
     batch, _, heads, _ = inputs.q.shape
     seqlen_q, seqlen_k = inputs.lengths
-    of_tiles = counts.active_tiles * batch * heads * seqlen_q * (-(-seqlen_k // TILE) * TILE)
+    tile_pairs = counts.active_tiles * batch * heads * seqlen_q * (-(-seqlen_k // TILE) * TILE)
     record: Record = {"name": case.name, "group": case.group, "x": case.x, "shape": case.shape, "what": case.what}
     record["has_mask"] = case.mask is not None
     chosen = case.explain(device_arch(device))
     record["auto"] = [chosen.forward, chosen.backward]
     record["counts"] = counts._asdict()
-    for key, pairs in (("floor_ms", counts.pairs), ("tile_floor_ms", of_tiles)):
-        found = floors(inputs, pairs, reads_mask=True)
-        record[key] = {name: found[name].ms(rates) for name in case.passes}
+    for key, pairs in (("floor_ms", counts.pairs), ("tile_floor_ms", tile_pairs)):
+        both = floors(inputs, pairs, reads_mask=True)
+        record[key] = {name: both[name].ms(rates) for name in case.passes}
     record["systems"] = []
     return record
 
@@ -129,9 +129,9 @@ def check(trial: Trial, exact: Results, limits: dict[str, float], inputs: Inputs
     column["first_call_s"] = trial.first_call_s
     if trial.call is None:
         return column
-    found = errors(trial.results, exact)
-    column["errors"] = finite(found)
-    column["wrong"] = wrong(found, limits, trial.system.ours)
+    measured = errors(trial.results, exact)
+    column["errors"] = finite(measured)
+    column["wrong"] = wrong(measured, limits, trial.system.ours)
     trial.results = {}
     if trial.failed:
         return column
@@ -170,7 +170,7 @@ def time_pass(name: Pass, columns: list[tuple[Record, Trial]], inputs: Inputs, e
 
 
 def runs(name: Pass, call: Call, leaves: list[Tensor], dout: Tensor) -> Callable[[], object]:
-    """What one repetition of a pass runs; the backward alone goes through a graph that is kept."""
+    """Return the function that one repetition of a pass runs; "backward" reuses one graph."""
     if name == "forward":
         return call
     if name == "step":
@@ -188,7 +188,7 @@ def relate(timed: Record | None, floor: Floor, rates: Rates) -> None:
 
 def failures(record: Record) -> list[str]:
     """Ours that failed or are less accurate than the rule demands, one line each."""
-    found = []
+    problems = []
     for line in (line for line in record["systems"] if line["ours"]):
         for mode, column in line["columns"].items():
             if column["failed"] or column["wrong"]:
@@ -197,8 +197,8 @@ def failures(record: Record) -> list[str]:
                     for name in column["wrong"]
                 )
                 which = "" if mode == "call" else f" ({mode})"
-                found.append(f"{record['name']}, {line['system']}{which}: {limits or column['reason']}")
-    return found
+                problems.append(f"{record['name']}, {line['system']}{which}: {limits or column['reason']}")
+    return problems
 
 
 def _number(x: float | None) -> str:

@@ -25,10 +25,10 @@ class Trial:
     """A system on a case, in one mode.
 
     Attributes:
-        needs: what the system says of the case.
-        call: what can be run, None where nothing can.
-        reason: why the call, or its backward alone, does not run.
-        failed: the reason is an exception, not what the system says of the case.
+        needs: the answer of the system about the case.
+        call: the call, None if it cannot run.
+        reason: why the call, or only its backward pass, does not run.
+        failed: whether the reason is an exception, and not an answer in `needs`.
         first_call_s: seconds until the first results, compilation included.
     """
 
@@ -83,16 +83,16 @@ def attempt(system: System, mode: Mode, case: Case, inputs: Inputs) -> Trial:
 def outputs(call: Bound, inputs: Inputs, *, backward: bool) -> Results:
     """out, lse where it is returned, and the gradients of one call."""
     with torch.set_grad_enabled(backward):
-        found = call()
-    results = dict(zip(("out", "lse"), found))
+        returned = call()
+    results = dict(zip(("out", "lse"), returned))
     if backward:
         leaves = inputs.leaves
-        results |= dict(zip(leaves, torch.autograd.grad(found[0], list(leaves.values()), inputs.dout), strict=True))
+        results |= dict(zip(leaves, torch.autograd.grad(returned[0], list(leaves.values()), inputs.dout), strict=True))
     return {name: x.detach() for name, x in results.items()}
 
 
 def device_is_lost(device: torch.device) -> bool:
-    """Whether an error, for example an illegal access of a peer, has made the GPU unusable for this process."""
+    """Return whether an error, for example an illegal access of a peer, has made the GPU unusable for this process."""
     if device.type != "cuda":
         return False
     try:
@@ -103,12 +103,15 @@ def device_is_lost(device: torch.device) -> bool:
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[object]:
-    """The stream of a case: autograd ties leaves to that of their first use, and the default one cannot be captured."""
+    """Make the stream of a case, because the default stream cannot be captured.
+
+    The case must not change its stream: autograd binds leaves to the stream of their first use.
+    """
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def forget(device: torch.device) -> None:
-    """Free what a case leaves behind: memory, and compiled graphs, of which torch limits how many one function has."""
+    """Free the memory of a case, and its compiled graphs, whose number torch limits for each function."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
     gc.collect()

@@ -25,13 +25,13 @@ DEFAULT = {
     "equivalence": tuple(system.name for system in ALL),
     "performance": tuple(system.name for system in ALL if system.name != "reference"),
     "memory": tuple(system.name for system in ALL if system.name != "reference"),
-    # Of the kernels of SDPA the fastest that takes a dense mask, and the formula, which stands in for it on a CPU.
+    # SDPA has its fastest kernel with a dense mask, and the formula, which replaces it on a CPU.
     "model": ("cuda", "triton", "eager", "sdpa-cudnn", "sdpa-math", "flexattention"),
 }
 
 
 def by_name(name: str) -> System:
-    """The system of a name.
+    """Return the system of a name.
 
     Raises:
         ValueError: there is none.
@@ -43,7 +43,7 @@ def by_name(name: str) -> System:
 
 
 def available(names: Sequence[str], device: torch.device) -> tuple[list[System], dict[str, str]]:
-    """Those of the named systems that work here, and why the others do not."""
+    """Return the named systems that work on this machine, and the reasons why the others do not."""
     reasons = {name: by_name(name).missing(device) for name in names}
     return (
         [by_name(name) for name, reason in reasons.items() if not reason],
@@ -55,7 +55,7 @@ def chosen(suite: str, names: Sequence[str] | None, *, quick: bool, device: torc
     """The names that a run takes: those asked for, else all of the suite; a quick one on a GPU compiles no graphs."""
     if names is not None:
         return [by_name(name).name for name in names]
-    found = [by_name(name) for name in DEFAULT[suite]]
+    defaults = [by_name(name) for name in DEFAULT[suite]]
     if quick:
-        found = [system for system in found if not (system.compiles and (device.type == "cuda" or system.ours))]
-    return [system.name for system in found]
+        defaults = [system for system in defaults if not (system.compiles and (device.type == "cuda" or system.ours))]
+    return [system.name for system in defaults]

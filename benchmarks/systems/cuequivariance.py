@@ -36,7 +36,7 @@ def missing(device: torch.device) -> str:
 
 
 def needs(case: Case, device: torch.device) -> Needs:
-    """What it takes of a case, by its documentation."""
+    """Return what the system refuses of a case, by its documentation."""
     if case.is_causal or case.heads != case.heads_k:
         return Needs("it takes neither causality nor grouped heads")
     if case.bias != "hij":
@@ -54,8 +54,8 @@ def bind(inputs: Inputs, mode: Mode) -> Bound:
 
     def call() -> tuple[Tensor]:
         heads_first = (x.transpose(1, 2).unsqueeze(0) for x in (q, k, v))
-        given = None if mask is None else mask.expand(q.shape[0], 1, 1, -1).unsqueeze(0)
-        out: Tensor = attend(*heads_first, bias.unsqueeze(0), mask=given)
+        key_mask = None if mask is None else mask.expand(q.shape[0], 1, 1, -1).unsqueeze(0)
+        out: Tensor = attend(*heads_first, bias.unsqueeze(0), mask=key_mask)
         return (out.squeeze(0).transpose(1, 2),)
 
     return call

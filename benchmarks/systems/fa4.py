@@ -1,6 +1,6 @@
 """FlashAttention-4, the package flash-attn-4: dense and causal calls, grouped heads included.
 
-Its kernels are compiled by their first call. That is never timed: every system runs once, and is checked, before.
+The first call compiles its kernels. It is never timed, because every system runs once before, to be checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..inputs import Inputs
 from .protocol import Bound, Mode, Needs, System
 
 MODULE = "flash_attn.cute.interface"
-# Its compiled kernels are kept on disk where this is set before the import, so that those compiled ahead are found.
+# Set before the import, it keeps compiled kernels on disk, so that kernels compiled in advance are reused.
 KEEP_COMPILED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
@@ -41,7 +41,7 @@ def missing(device: torch.device) -> str:
 
 
 def needs(case: Case, device: torch.device) -> Needs:
-    """What it takes of a case, as version 4.0.0b36 has it."""
+    """Return what the system refuses of a case, as of version 4.0.0b36."""
     if case.mask is not None or case.bias is not None:
         return Needs("its kernels take neither a mask tensor nor a bias with a gradient")
     if case.head_dim % 8 or not 8 <= case.head_dim <= 256:

@@ -49,10 +49,10 @@ def bind(inputs: Inputs, mode: Mode) -> Bound:
 
 
 def with_fewer_stages(make: Callable[[dict[str, int]], T], works: Callable[[T], None]) -> T:
-    """What `make` gives for the first kernel options that `works` does not refuse.
+    """Return the result of `make` for the first kernel options with which `works` does not raise.
 
-    Tiles of a captured tensor in its pipeline can exceed the shared memory, and torch does not choose other options by
-    itself: then fewer stages are tried, as its error message advises.
+    If a tensor is captured, its tiles in the pipeline can exceed the shared memory, and torch does not choose other
+    options by itself. Fewer stages are tried then, as its error message advises.
     """
     import torch._dynamo
 
@@ -87,10 +87,10 @@ def build(inputs: Inputs, mode: Mode, options: dict[str, int]) -> Bound:
             bias = None if bias is None else bias.detach()
         if bias is not None and bias.shape[2] == 1:
             bias = bias.float()  # its gradient is added up over all queries in its own dtype
-        found = compiled(q, k, v, bias, beforehand if mode.prepared else make_block_mask())
+        result = compiled(q, k, v, bias, beforehand if mode.prepared else make_block_mask())
         if not mode.with_lse:
-            return (found.transpose(1, 2),)
-        out, extra = found
+            return (result.transpose(1, 2),)
+        out, extra = result
         return out.transpose(1, 2), extra.lse
 
     return call
@@ -132,9 +132,9 @@ def attention(
 
 
 def block_mask_maker(inputs: Inputs) -> Callable[[], BlockMask | None]:
-    """What makes the BlockMask of a call; it gives None where all is allowed.
+    """Return a function that makes the BlockMask of a call, or None if everything is allowed.
 
-    That of causality alone is made once, for it belongs to the lengths.
+    A BlockMask that is only causal is made once, because it depends on lengths only.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -154,10 +154,10 @@ def block_mask_maker(inputs: Inputs) -> Callable[[], BlockMask | None]:
 def mask_counter(
     mask: Tensor, is_causal: bool, query_heads: int, group: int, lengths: tuple[int, int]
 ) -> Callable[[], BlockMask]:
-    """What makes the BlockMask of a bool mask: it counts what each tile of the tensor allows.
+    """Return a function that makes the BlockMask of a bool mask, by counting the allowed pairs of each tile.
 
-    `create_block_mask` would hold an index of 8 bytes for every score, and compiled by Inductor it is a kernel that
-    took minutes to compile for each shape.
+    `create_block_mask` would need 8 bytes for every score. Compiled by Inductor, it took minutes to compile for each
+    shape.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

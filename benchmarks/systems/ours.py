@@ -11,7 +11,7 @@ import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.backends.protocol import Direction
 from flash_dmattn.dispatch.config import BackendChoice
-from flash_dmattn.dispatch.registry import BACKENDS, probe
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import AttentionProblem, device_arch
 
 from ..cases import Case
@@ -19,12 +19,12 @@ from ..inputs import Inputs
 from .protocol import Attend, Bound, Mode, Needs, System
 
 NAMES = ("cuda", "triton", "flex", "eager", "reference")
-# Whose backward pass a forward of ours is paired with where its own refuses.
+# The backend whose backward pass is taken if the backend itself refuses it.
 PAIRED = {"cuda": "triton"}
 
 
 def needs(name: str, case: Case, device: torch.device) -> Needs:
-    """What the rules of a backend say of a case."""
+    """Return what the rules of a backend refuse of a case."""
     where = device_arch(device)
     alone = case.explain(where, gradients=False).problem
     with_lse = case.explain(where, gradients=False, return_lse=True).problem
@@ -48,26 +48,26 @@ def missing(name: str, device: torch.device) -> str:
     """Why a backend does not work here."""
     if name in ("cuda", "triton") and device.type == "cpu":
         return "its kernels run on GPUs"
-    return probe(name).reason
+    return BACKENDS[name].probe().reason
 
 
 def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
     """`flash_dmattn.attention`, with the bool tensor as it is or prepared beforehand, causality folded in."""
     q, k, v, _, mask, bias, is_causal = inputs
     seqlen_q, seqlen_k = inputs.lengths
-    given: torch.Tensor | masks.PreparedMask | None = mask
+    passed: torch.Tensor | masks.PreparedMask | None = mask
     if mode.prepared and mask is not None:
-        given = masks.PreparedMask.from_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal)
+        passed = masks.PreparedMask.from_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal)
     choice: BackendChoice = name
     if name in PAIRED and q.requires_grad:
-        problem = flash_dmattn.explain(q, k, v, given, bias, is_causal=is_causal).problem
+        problem = flash_dmattn.explain(q, k, v, passed, bias, is_causal=is_causal).problem
         if not BACKENDS[name].accepts(problem, "backward"):
             choice = (name, PAIRED[name])
     returns = mode.with_lse
 
     def results() -> tuple[torch.Tensor, ...]:
-        found = flash_dmattn.attention(q, k, v, given, bias, is_causal=is_causal, return_lse=returns, backend=choice)
-        return found if isinstance(found, tuple) else (found,)
+        result = flash_dmattn.attention(q, k, v, passed, bias, is_causal=is_causal, return_lse=returns, backend=choice)
+        return result if isinstance(result, tuple) else (result,)
 
     return results
 

@@ -1,4 +1,4 @@
-"""What a system of the comparison offers."""
+"""The interface of a system of the comparison."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..inputs import Inputs
 
 
 class Mode(NamedTuple):
-    """How a call is made: with its mask in the form that the kernels walk already, and with lse returned."""
+    """How a call is made: whether its mask is already in the form that kernels read, and whether lse is returned."""
 
     prepared: bool = False
     with_lse: bool = False
 
 
 class Needs(NamedTuple):
-    """What a system says of a case: why it refuses the call, its backward alone or its lse; which of ours run it."""
+    """A system's answer about a case: why it refuses the call, the backward pass or lse; and which backends run it."""
 
     refusal: str = ""
     backward_refusal: str = ""
@@ -38,16 +38,16 @@ class System(NamedTuple):
     """One column of the comparison.
 
     Attributes:
-        name: for tables and the command line.
-        bind: does what is not timed, and returns the call.
-        needs: what it says of a case on a device, before anything is made.
+        name: the name in tables and on the command line.
+        bind: does everything that is not timed, and returns the call.
+        needs: answers for a case on a device, before any tensor is made.
         missing: why it does not work on this machine, or "".
-        ours: held to the accuracy rule; a failure of it fails the run.
-        prepares: it turns a mask into another form, which can be done beforehand.
-        compiles: it traces and compiles a graph for each case, which takes seconds.
-        slow: known to be far behind, or to need memory for every score; timed on a case of each kind alone.
-        layers: the attention of every layer of a model, from its case and the bias of each layer, which decides its
-            mask; the masks are made here, in the form of the system. None where a system is no part of models.
+        ours: whether it must meet the accuracy rule, and fails the run otherwise.
+        prepares: whether it converts masks to another form, which can be done in advance.
+        compiles: whether it compiles a graph for each case, which takes seconds.
+        slow: whether it is much slower than others, or needs memory for every score; it runs one case of each kind.
+        layers: makes the attention of every layer of a model, from its case and the bias of each layer, which decides
+            the mask; it makes the masks in the form of the system. None if the system does not run models.
     """
 
     name: str
@@ -61,8 +61,8 @@ class System(NamedTuple):
     layers: Callable[[Case, Sequence[Tensor]], list[Attend]] | None = None
 
     def modes(self, case: Case) -> dict[str, Mode]:
-        """The columns of a case: the whole call, and where there is a mask to prepare, the call without that."""
-        found = {"call": Mode()}
+        """Return the columns of a case: the whole call, and if it has a mask, the call with the mask prepared."""
+        modes = {"call": Mode()}
         if case.mask is not None and self.prepares:
-            found["prepared"] = Mode(prepared=True)
-        return found
+            modes["prepared"] = Mode(prepared=True)
+        return modes

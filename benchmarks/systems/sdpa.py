@@ -30,7 +30,7 @@ MATRIX_BYTES = 4 << 30
 
 
 def folds(case: Case) -> bool:
-    """Whether a call has to hand over a tensor to add or to mask by."""
+    """Return whether a call has to hand over a tensor to add or to mask by."""
     return case.mask is not None or case.bias is not None or (case.is_causal and case.queries is not None)
 
 
@@ -58,7 +58,7 @@ def bind(kernel: SDPBackend, inputs: Inputs, mode: Mode) -> Bound:
     group = inputs.group
     allowed = per_query_head(inputs.allowed(), inputs) if folded and mode.prepared else None
     if allowed is not None and inputs.bias is None:
-        # What its kernels add: a bool mask would be converted to it in every call.
+        # The kernels add a float mask, and would convert a bool mask in every call.
         allowed = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
     native = group > 1 and _serves_groups(kernel, q, k, v, fold(inputs, allowed) if folded else None, is_causal)
 
@@ -86,7 +86,7 @@ def _serves_groups(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, added: T
 
 
 def fold(inputs: Inputs, allowed: Tensor | None = None) -> Tensor | None:
-    """Mask, causality and bias as one tensor, differentiable in bias; `allowed` is that of mask and causality."""
+    """Fold mask, causality and bias into one tensor, differentiable in bias; `allowed` has mask and causality."""
     bias = None if inputs.bias is None else per_query_head(inputs.bias, inputs)
     if allowed is None:
         allowed = per_query_head(inputs.allowed(), inputs)

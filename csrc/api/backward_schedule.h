@@ -10,7 +10,7 @@
 
 namespace flash_dmattn {
 
-// What a schedule depends on. Sizes of what is absent are 0.
+// The facts that a schedule depends on. Sizes of tensors that are absent are 0.
 struct BackwardCall {
   int64_t batch, num_heads, num_heads_k, seqlen_q, seqlen_k;
   int64_t head_dim, head_dim_v;            // of the kernel instance
@@ -35,8 +35,8 @@ enum class DbiasWriter {
 };
 
 // Who writes dbias, if clusters of `batch` blocks find room on the GPU; without room, kSharedDbias replaces kClusters.
-// Clusters serve if dbias is shared by the whole batch and by nothing else, if the batch is a cluster size, if rows of
-// dbias can be written 16 bytes at a time, and if all entries have one mask: else the blocks of a cluster would walk
+// Clusters serve a dbias that the whole batch shares and nothing else does. The batch has to be a cluster size, and
+// rows of dbias written 16 bytes at a time. All entries need one mask: else the blocks of a cluster would walk
 // different queries.
 inline DbiasWriter dbias_writer(const BackwardCall& call) {
   if (call.dbias_batch == 0) return DbiasWriter::kNone;
@@ -62,19 +62,20 @@ struct DbiasSchedule {
 
 constexpr int64_t kLeastHeadsOfChunk = 4, kMostDbiasWaves = 8, kMostSlotBytes = 64 << 20;
 
-// Chooses the number of chunks; `most` is how many slots there is room for. The time is estimated in steps, one head of one tile
-// each, some 1.3 us at D64:
+// Chooses the number of chunks; `most` is how many slots there is room for. The estimate counts steps. A step is one
+// head of one tile, and takes some 1.3 us at D64:
 //
 //     waves * (steps of a chunk + fixed cost of a work tile) + fixed cost of slots + writing and reading them
 //
-// The constants are estimates: docs/notes/cuda.md, "shared_dbias kernel". What a mask leaves out is not known here.
+// The constants are estimates: docs/notes/cuda.md, "shared_dbias kernel". The host does not know which tiles a mask
+// leaves out.
 inline int64_t estimate_dbias_chunks(int64_t tiles, int64_t heads, int64_t most, int64_t num_sms) {
   constexpr int64_t kParts = 64;  // of a step; the slot of a work tile costs one part
   constexpr int64_t kTileSteps = 2, kSlotSteps = 3;
   const auto time_of = [&](int64_t chunks) {
-    const int64_t of_tile = (ceil_div(heads, chunks) + kTileSteps) * kParts, work_tiles = tiles * chunks;
-    const int64_t of_all = ceil_div(work_tiles, num_sms) * of_tile;
-    return chunks == 1 ? of_all : of_all + kSlotSteps * kParts + work_tiles;
+    const int64_t tile_time = (ceil_div(heads, chunks) + kTileSteps) * kParts, work_tiles = tiles * chunks;
+    const int64_t total_time = ceil_div(work_tiles, num_sms) * tile_time;
+    return chunks == 1 ? total_time : total_time + kSlotSteps * kParts + work_tiles;
   };
   int64_t best = 1;
   for (int64_t waves = 1; waves <= kMostDbiasWaves; ++waves) {
@@ -104,10 +105,10 @@ struct BackwardSchedule {
   int block_n;                   // keys of a work tile
   int64_t blocks_k;              // work tiles along the keys
   bool batch_is_inner;           // neighbours are batch entries of one head
-  int64_t full_group_pairs;      // the first (batch, key head) pairs, whose work tiles have all query heads of the group
+  int64_t full_group_pairs;      // the first (batch, key head) pairs: their work tiles have all query heads of a group
   int64_t summed_pairs;          // the others: one query head a work tile, dk and dv are summed in device memory
-  int64_t single_heads;          // (batch, query head) pairs of those
-  bool blocks_decide;            // which key blocks have whole groups: sums have room for all pairs
+  int64_t single_heads;          // (batch, query head) pairs of these others
+  bool blocks_decide;            // blocks find out which key blocks have whole groups: sums have room for all pairs
   int64_t short_walk, share;     // by which they decide, as in GroupWalks
   int64_t walk_parts;            // work tiles that share the walk of a key block and a head
   int64_t walk_tiles;            // tiles of queries that one of them gets at most; 0 where walks stay whole
@@ -120,10 +121,10 @@ struct BackwardSchedule {
 
 constexpr int64_t kEnoughTilesPerSm = 8;  // so many for each SM leave no SM waiting long for the last
 
-// Whether blocks of two key tiles finish earlier than twice as many blocks of one, for so many pairs of a batch entry and
-// a head. Where dbias is stored such a block takes 5/3 of the time, because those kernels are bound by L2 and it moves
-// less; where it has all keys, because nothing is added to dq. Not used behind a band, where it is slower:
-// docs/notes/cuda_tried.md, "Backward kernel".
+// Whether blocks of two key tiles finish earlier than twice as many blocks of one, for so many pairs of a batch entry
+// and a head. A block of two takes 5/3 of the time of a block of one in two cases. Where dbias is stored, L2 bounds the
+// kernel and the larger block moves less. Where a block has all keys, nothing is added to dq. Not used with a band,
+// where it is slower: docs/notes/cuda_tried.md, "Backward kernel".
 inline bool pays_to_take_two(int64_t pairs, int64_t tiles_k, int64_t num_sms) {
   const auto waves = [&](int64_t blocks) { return ceil_div(pairs * blocks, num_sms); };
   return 5 * waves(ceil_div(tiles_k, 2)) <= 3 * waves(tiles_k);
@@ -150,17 +151,17 @@ inline int64_t mean_walk(const BackwardCall& call) {
   return mean_walk(call.seqlen_q, call.seqlen_k, call.high) - mean_walk(call.seqlen_q, call.seqlen_k, call.low - 1);
 }
 
-// What a work tile of one query head costs beside its walk, as its dk and dv are added in device memory: as much as so
-// many queries more. With dq complete nothing else is added there; where dbias is stored walks wait for memory, and SMs
-// without work are missed less.
+// A work tile of one query head adds its dk and dv in device memory. It costs as much as a walk of so many queries
+// more. With dq complete nothing else is added there; where dbias is stored walks wait for memory, and SMs without work
+// are missed less.
 inline int64_t sums_walk(const BackwardSchedule& schedule, DbiasWriter writer) {
   return writer == DbiasWriter::kMain ? 1024 : schedule.completes_dq ? 384 : 224;
 }
 
 // How many (batch, key head) pairs have work tiles of whole groups, so that nothing is added. Tiles of single heads are
-// more and shorter, and leave no SM waiting long for the last one. So all pairs are whole where that saves more than SMs
-// then wait. Else those of the last one or two waves are not, and behind a band, where tiles get shorter towards the
-// end, none is. Measured: docs/notes/cuda_tried.md, "Head groups".
+// more and shorter, and leave no SM waiting long for the last one. So all pairs have whole groups where that saves
+// more than SMs then wait. Else the pairs of the last one or two waves have single heads. With a band, where tiles get
+// shorter towards the end, all pairs have. Measured: docs/notes/cuda_tried.md, "Head groups".
 inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSchedule& schedule, DbiasWriter writer,
                                       int64_t num_sms) {
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;
@@ -171,7 +172,8 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
   const bool has_mask = call.mask_batch > 0, is_banded = call.is_banded && !has_mask;
   const int64_t waves = is_banded ? 0 : std::max<int64_t>(tiles / num_sms - 1, 0);
   const int64_t saved = (tiles - waves * num_sms) * group * sums_walk(schedule, writer);
-  // Of tiles alike, SMs wait for as many as the last wave lacks; of others for all heads but one of a last one.
+  // If tiles are alike, SMs wait as long as the last wave lacks tiles; if not, as long as a last tile has heads but
+  // one.
   const int64_t waiting = has_mask || is_banded ? (group - 1) * num_sms
                                                 : group * (ceil_div(tiles, num_sms) * num_sms - tiles);
   // Fewer tiles leave SMs without any, which pays beside those two alone.
@@ -181,10 +183,11 @@ inline int64_t count_full_group_pairs(const BackwardCall& call, const BackwardSc
   return waves * num_sms / schedule.blocks_k / together * together;
 }
 
-// Under a mask the host takes walks for alike, and does not know them. Where they may differ, as those of a few keys that
-// all queries see do, blocks decide for each key block. In the first full_group_pairs pairs walks are whole, unless an SM
-// would have done all its others before a whole one. In the other pairs those are whole that are short: an SM then waits for all heads but
-// one of such a walk, which is less than the sums take. (For head dims up to 64 half as much was right.)
+// Under a mask the host does not know the walks, and assumes that they are alike. They may differ, for example where
+// all queries see a few keys. Then blocks decide for each key block whether its work tile has a whole group. In the
+// first full_group_pairs pairs it has, unless an SM would have done all its other work before that one tile. In the
+// other pairs it has if the walk is short: an SM then waits for all heads but one of such a walk, which is less than
+// the sums take. (For head dims up to 64 half as much was right.)
 inline void let_blocks_decide(const BackwardCall& call, DbiasWriter writer, int64_t num_sms,
                               BackwardSchedule& schedule) {
   const int64_t pairs_k = call.batch * call.num_heads_k, tiles = pairs_k * schedule.blocks_k;

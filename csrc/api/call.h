@@ -1,4 +1,4 @@
-// What both passes need to know about a call: sizes, band and mask.
+// The sizes, the band, the mask and the bias of a call, for both passes.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "../params.h"
+#include "../sm90/forward/params.h"
 #include "../sm90/backward/instances.h"
 #include "common.h"
 
@@ -40,26 +40,19 @@ inline Sizes sizes_of(const char* op, const torch::stable::Tensor& q, const torc
   return sizes;
 }
 
-// The first kernel instance that holds the head dims of the call, which is the smallest. `of` says what it is to serve.
+// The first kernel instance that holds the head dims of the call, which is the smallest. An error says what it has to
+// serve: `served`.
 template <class Instance>
-const Instance& instance_for(const char* op, std::initializer_list<Instance> instances, const char* of,
+const Instance& instance_for(const char* op, std::initializer_list<Instance> instances, const char* served,
                              torch::headeronly::ScalarType dtype, const Sizes& sizes) {
   for (const Instance& it : instances) {
     if (it.dtype == dtype && sizes.head_dim <= it.head_dim && sizes.head_dim_v <= it.head_dim_v) return it;
   }
-  CHECK_FOR(op, false, "the extension was not built for ", of, "head dims ", sizes.head_dim, " and ", sizes.head_dim_v,
-            " (v) of this dtype");
+  CHECK_FOR(op, false, "the extension was not built for ", served, "head dims ", sizes.head_dim, " and ",
+            sizes.head_dim_v, " (v) of this dtype");
 }
 
-// Checks the dims of a bias (B, H, Lq, Lk): each may be 1, and H divides Hq.
-inline void check_bias(const char* op, const torch::stable::Tensor& bias, const Sizes& sizes,
-                       const torch::stable::Tensor& q) {
-  check_dims(op, bias, "bias",
-             {one_or(sizes.batch), divisor_of(sizes.num_heads), one_or(sizes.seqlen_q), one_or(sizes.seqlen_k)}, q);
-}
-
-template <class Params>
-void set_sizes(const Sizes& sizes, Params& params) {
+inline void set_sizes(const Sizes& sizes, AttentionSizes& params) {
   params.batch = static_cast<int>(sizes.batch);
   params.num_heads = static_cast<int>(sizes.num_heads);
   params.seqlen_q = static_cast<int>(sizes.seqlen_q);
@@ -80,8 +73,8 @@ inline bool has_band(const Sizes& sizes, int64_t low, int64_t high) {
   return low > -sizes.seqlen_q || high < sizes.seqlen_k;
 }
 
-// Whether the band leaves later rows of work tiles shorter, as causality does: blocks of queries from the last on, or of
-// keys from the first on.
+// Whether the band leaves later rows of work tiles shorter, as causality does: blocks of queries from the last on, or
+// of keys from the first on.
 inline bool shortens_rows(const Sizes& sizes, int64_t low, int64_t high) {
   return low <= -sizes.seqlen_q && high < sizes.seqlen_k;
 }
@@ -90,7 +83,9 @@ inline bool shortens_rows(const Sizes& sizes, int64_t low, int64_t high) {
 // that they find it in L2. Call after the bias and the mask have been set.
 template <class Params>
 bool shares_over_batch(const Params& params, bool has_bias_per_score, bool has_mask) {
-  return params.batch > 1 && ((has_bias_per_score && !params.bias_has_batch) || (has_mask && !params.mask_has_batch));
+  const bool shares_bias = has_bias_per_score && !params.bias_values.has_batch;
+  const bool shares_mask = has_mask && !params.mask.heads.has_batch;
+  return params.batch > 1 && (shares_bias || shares_mask);
 }
 
 // Scores are softcap * tanh(pre_scale * q k) if softcap is positive; both passes use these numbers.
@@ -101,8 +96,8 @@ void set_softcap(double softmax_scale, double softcap, Params& params) {
   params.pre_scale = static_cast<float>(softmax_scale / softcap);
 }
 
-// Of the forward pass. The softmax computes scale * score - scale * max in one instruction, so scale must be positive; a
-// bias is multiplied by 1 / scale, so scale must not be tiny either.
+// For the forward pass. The softmax computes scale * score - scale * max in one instruction, so scale must be positive;
+// a bias is multiplied by 1 / scale, so scale must not be tiny either.
 inline void set_scale(double softmax_scale, double softcap, ForwardParams& params) {
   constexpr double kLeastScale = 1e-6;
   if (softcap > 0) {
@@ -134,8 +129,8 @@ void set_dropout(const char* op, const std::optional<torch::stable::Tensor>& key
   params.dropout.scale = p == 1 ? 0.0f : static_cast<float>(1 / (1 - p));
 }
 
-// The form of a mask, which the last dim of its first tensor tells: bits of a TileMask are (Bm, Hm, Lq, 4 Tk), bounds of
-// an IntervalMask (Bm, Hm, 128 Tk, 2).
+// The form of a mask, which the last dim of its first tensor tells: bits of a TileMask are (Bm, Hm, Lq, 4 Tk), bounds
+// of an IntervalMask (Bm, Hm, 128 Tk, 2).
 inline MaskForm mask_form(const std::vector<torch::stable::Tensor>& mask) {
   if (mask.empty()) return MaskForm::kNone;
   return mask[0].size(3) == 2 ? MaskForm::kIntervals : MaskForm::kTiles;
@@ -166,26 +161,81 @@ inline MaskForm checked_mask_form(const char* op, const std::vector<torch::stabl
   return form;
 }
 
-// Sets heads and lists of a mask of either form; `lists` are its row lists or its column lists.
-template <class Params>
-void set_lists(const torch::stable::Tensor& allowed, const torch::stable::Tensor& lists, const Sizes& sizes,
-               Params& params) {
-  params.mask_lists = static_cast<const int32_t*>(lists.const_data_ptr());
-  params.mask_heads = static_cast<int>(allowed.size(1));
-  params.heads_per_mask = static_cast<int>(sizes.num_heads / allowed.size(1));
-  params.mask_has_batch = allowed.size(0) > 1;
+// Rows (B, L, H, D) of a tensor.
+inline Rows rows_of(const torch::stable::Tensor& x) {
+  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// Sets a mask of either form; of a bias per score, `form` has to be kTiles.
-template <class Params>
-void set_mask(MaskForm form, const torch::stable::Tensor& allowed, const torch::stable::Tensor& lists,
-              const Sizes& sizes, Params& params) {
-  if (form == MaskForm::kIntervals) {
-    params.mask_bounds = static_cast<const int2*>(allowed.const_data_ptr());
+// Which mask of a tensor (Bm, Hm, ...) each of so many heads reads.
+inline MaskHeads mask_heads(const torch::stable::Tensor& mask, int64_t num_heads) {
+  return {static_cast<int>(num_heads / mask.size(1)), static_cast<int>(mask.size(1)), mask.size(0) > 1};
+}
+
+// A mask of either form; `lists` are its row lists or its column lists.
+inline MaskTiles mask_tiles(const std::vector<torch::stable::Tensor>& mask, const torch::stable::Tensor& lists,
+                            const Sizes& sizes) {
+  MaskTiles tiles{};
+  if (mask_form(mask) == MaskForm::kIntervals) {
+    tiles.bounds = static_cast<const int2*>(mask[0].const_data_ptr());
   } else {
-    params.mask_bits = static_cast<const int32_t*>(allowed.const_data_ptr());
+    tiles.bits = static_cast<const int32_t*>(mask[0].const_data_ptr());
   }
-  set_lists(allowed, lists, sizes, params);
+  tiles.lists = static_cast<const int32_t*>(lists.const_data_ptr());
+  tiles.heads = mask_heads(mask[0], sizes.num_heads);
+  return tiles;
+}
+
+// --- bias and sink ------------------------------------------------------------------------------------------------
+
+// Whether one value serves every index of the dim.
+inline bool is_broadcast(const torch::stable::Tensor& x, int dim) { return x.size(dim) == 1 || x.stride(dim) == 0; }
+
+// Whether TMA can read tiles of the bias: rows of unit stride that start on 16 bytes, in the dtype of q.
+inline bool can_copy_tiles(const torch::stable::Tensor& bias, const torch::stable::Tensor& q) {
+  bool can = bias.scalar_type() == q.scalar_type() && bias.stride(3) == 1;
+  can &= reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 16 == 0;
+  for (int dim = 0; dim < 3; ++dim) can &= is_broadcast(bias, dim) || bias.stride(dim) % 8 == 0;
+  return can;
+}
+
+// The dtype of a bias or a sink.
+inline BiasDtype float_dtype(const char* op, const torch::stable::Tensor& x, const char* name) {
+  using torch::headeronly::ScalarType;
+  const ScalarType dtype = x.scalar_type();
+  CHECK_FOR(op, dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, name,
+            " needs to be float32, float16 or bfloat16");
+  return dtype == ScalarType::Float  ? BiasDtype::kFloat32
+         : dtype == ScalarType::Half ? BiasDtype::kFloat16
+                                     : BiasDtype::kBFloat16;
+}
+
+// The stride the kernels use: 0 where one value serves every index.
+inline int64_t bias_stride(const torch::stable::Tensor& bias, int dim) {
+  return is_broadcast(bias, dim) ? 0 : bias.stride(dim);
+}
+
+// A bias of so many query heads, as kernels read it.
+inline BiasValues bias_values(const char* op, const torch::stable::Tensor& bias, int64_t num_heads) {
+  const int64_t heads_per_bias = is_broadcast(bias, 1) ? num_heads : num_heads / bias.size(1);
+  return {bias.const_data_ptr(), bias_stride(bias, 0), bias_stride(bias, 1), bias_stride(bias, 2), bias_stride(bias, 3),
+          float_dtype(op, bias, "bias"), static_cast<int>(heads_per_bias), !is_broadcast(bias, 0)};
+}
+
+// Checks the dims of a bias (B, H, Lq, Lk): each may be 1, and H divides Hq.
+inline void check_bias(const char* op, const torch::stable::Tensor& bias, const Sizes& sizes,
+                       const torch::stable::Tensor& q) {
+  check_dims(op, bias, "bias",
+             {one_or(sizes.batch), divisor_of(sizes.num_heads), one_or(sizes.seqlen_q), one_or(sizes.seqlen_k)}, q);
+}
+
+// Sets a sink, (Hq), contiguous, in fp32 or 16 bits.
+inline void set_sink(const char* op, const std::optional<torch::stable::Tensor>& sink, int64_t num_heads,
+                     const torch::stable::Tensor& q, ForwardParams& params) {
+  if (!sink.has_value()) return;
+  check_dims(op, *sink, "sink", {num_heads}, q);
+  CHECK_FOR(op, sink->is_contiguous(), "sink needs to be contiguous");
+  params.sink = sink->const_data_ptr();
+  params.sink_dtype = float_dtype(op, *sink, "sink");
 }
 
 }  // namespace flash_dmattn

@@ -1,6 +1,8 @@
-// What the operators share: errors with the name of the operator, arithmetic of grids, and torch's stream.
+// Shared by the operators: errors with the name of the operator, arithmetic of grids, and torch's stream.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -37,14 +39,28 @@ inline cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(current);
 }
 
+// The number of SMs. Asked once: the query takes as long as encoding a TMA descriptor. Two threads that ask at the same
+// time write the same value.
+inline int sm_count(const char* op, int device) {
+  static std::array<std::atomic<int>, 64> known{};
+  std::atomic<int>& count = known[static_cast<size_t>(device) % known.size()];
+  if (count == 0) {
+    int number = 0;
+    check(cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device), op, "asking for multiprocessors");
+    count = number;
+  }
+  return count;
+}
+
 // The size that a dim of an argument may have.
 struct DimSize {
   enum Rule { kThis, kOneOrThis, kDivisor } rule;
   int64_t size;
 
   DimSize(int64_t size, Rule rule = kThis) : rule(rule), size(size) {}
-  bool holds(int64_t found) const {
-    return found == size || (rule == kOneOrThis && found == 1) || (rule == kDivisor && found > 0 && size % found == 0);
+  bool holds(int64_t actual) const {
+    const bool divides = actual > 0 && size % actual == 0;
+    return actual == size || (rule == kOneOrThis && actual == 1) || (rule == kDivisor && divides);
   }
   std::string text() const {
     return (rule == kOneOrThis && size != 1 ? "1 or " : rule == kDivisor ? "a divisor of " : "") + std::to_string(size);
@@ -60,10 +76,10 @@ inline void check_dims(const char* op, const torch::stable::Tensor& x, const cha
   int64_t dim = 0;
   for (auto it = dims.begin(); holds && it != dims.end(); ++it) holds = it->holds(x.size(dim++));
   if (!holds) {
-    std::string found, wanted;
-    for (dim = 0; dim < x.dim(); ++dim) found += (dim > 0 ? ", " : "") + std::to_string(x.size(dim));
+    std::string actual, wanted;
+    for (dim = 0; dim < x.dim(); ++dim) actual += (dim > 0 ? ", " : "") + std::to_string(x.size(dim));
     for (const DimSize& size : dims) wanted += (wanted.empty() ? "" : ", ") + size.text();
-    CHECK_FOR(op, false, name, " is (", found, "); it needs to be (", wanted, ")");
+    CHECK_FOR(op, false, name, " is (", actual, "); it needs to be (", wanted, ")");
   }
   CHECK_FOR(op, x.get_device_index() == first.get_device_index(), name, " is on another device than the first argument");
 }
@@ -102,7 +118,7 @@ struct CurrentDevice {
 
   CurrentDevice(const char* op, const torch::stable::Tensor& x)
       : index(x.get_device_index()), guard(index), stream(current_stream(index)) {
-    check(cudaSetDevice(index), op, "setting the device");  // of the static runtime; the guard sets that of torch
+    check(cudaSetDevice(index), op, "setting the device");  // in the static runtime; the guard sets it in torch
   }
 };
 

@@ -1,5 +1,5 @@
-// The forward operators, of dense calls and of calls with sequences: turn the tensors from flash_dmattn/backends/cuda into
-// ForwardParams and launch the kernels.
+// The forward operators, of dense calls and of calls with sequences: turn the tensors from flash_dmattn/backends/cuda
+// into ForwardParams and launch the kernels.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -10,16 +10,14 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "../sections.h"
 #include "../sm90/forward/launch.h"
-#include "bias.h"
 #include "build_instances.h"  // written by the build
 #include "call.h"
 #include "common.h"
 #include "num_splits.h"
-#include "sections.h"
 #include "sequences.h"
 #include "tensor_map.h"
-#include "tile_scheduler.h"
 
 namespace flash_dmattn {
 namespace {
@@ -62,7 +60,7 @@ struct ForwardArguments {
 // Chooses how the kernel reads the bias, and sets its fields.
 Bias describe_bias(const ForwardArguments& call, ForwardParams& params) {
   const Tensor& bias = *call.bias;
-  set_bias(call.op, bias, call.q.size(2), params);
+  params.bias_values = bias_values(call.op, bias, call.q.size(2));
   params.bias_is_per_query = is_broadcast(bias, 3);
   if (params.bias_is_per_query) return Bias::kNone;
   if (is_broadcast(bias, 2)) return Bias::kVector;
@@ -76,7 +74,7 @@ Bias describe_bias(const ForwardArguments& call, ForwardParams& params) {
 bool pays_to_hold_bias(const KernelInstance& instance, Bias form, const Sizes& sizes, const ForwardParams& params,
                        bool has_more, int num_sms) {
   constexpr int64_t kTilesOfBlock = 4;
-  if (has_more || params.bias_has_batch || sizes.batch == 1) return false;
+  if (has_more || params.bias_values.has_batch || sizes.batch == 1) return false;
   const int64_t least = sizes.batch * sizes.num_heads * ceil_div(sizes.seqlen_q, int64_t{256});
   return least >= kTilesOfBlock * num_sms && can_hold_bias(instance.head_dim, instance.head_dim_v, form,
                                                            static_cast<int>(sizes.seqlen_q), sizes.seqlen_k);
@@ -101,6 +99,13 @@ void set_out(const ForwardArguments& call, const Sizes& sizes, ForwardParams& pa
   params.out = out.mutable_data_ptr();
   params.out_row_step = static_cast<int>(has_heads_first ? 1 : sizes.num_heads);
   params.out_head_step = static_cast<int>(has_heads_first ? sizes.seqlen_q : 1);
+}
+
+// Counters set to 0, on the device of `like`. They live as long as the tensor that is returned.
+Tensor zero_counters(const char* op, const Tensor& like, int64_t count, cudaStream_t stream) {
+  Tensor counters = empty(like, {count}, ScalarType::Int);
+  check(cudaMemsetAsync(counters.mutable_data_ptr(), 0, count * sizeof(int), stream), op, "clearing counters");
+  return counters;
 }
 
 // The blocks of a launch, and memory that its work tiles need.
@@ -172,85 +177,107 @@ Work schedule_sequences(const ForwardArguments& call, const Sizes& sizes, const 
           list_works(call.op, call.q, number, false, tile.block_m, tiles, 0, of, &params.tile_counter, stream)};
 }
 
-// Writes out and lse.
-void forward(const ForwardArguments& call) {
-  const char* const op = call.op;
-  const Tensor &q = call.q, &k = call.k, &v = call.v;
-  const SequenceCall* const sequences = call.sequences;
-  const bool has_pages = sequences != nullptr && sequences->block_table.has_value();
-  Sizes sizes = sizes_of(op, q, k, v, has_pages);
-  if (has_pages) {  // an entry has as many keys as a row of the table has room for
-    const Tensor& table = *sequences->block_table;
-    CHECK_FOR(op, table.dim() == 2, "block_table has ", table.dim(), " dims; it needs 2");
+// The sizes of a call. With pages an entry has as many keys as a row of the table has room for.
+Sizes sizes_of_call(const ForwardArguments& call, bool has_pages) {
+  Sizes sizes = sizes_of(call.op, call.q, call.k, call.v, has_pages);
+  if (has_pages) {
+    const Tensor& table = *call.sequences->block_table;
+    CHECK_FOR(call.op, table.dim() == 2, "block_table has ", table.dim(), " dims; it needs 2");
     sizes.seqlen_k *= table.size(1);
   }
-  const KernelInstance& instance = sequences == nullptr
-                                       ? instance_for(op, kInstances, "", q.scalar_type(), sizes)
-                                       : instance_for(op, kSequencesInstances, "sequences of ", q.scalar_type(), sizes);
-  check_dims(op, call.out, "out", {sizes.batch, sizes.seqlen_q, sizes.num_heads, sizes.head_dim_v}, q);
-  check_dtype(op, call.out, "out", q.scalar_type());
+  return sizes;
+}
+
+// Checks the results, the sequences, the bias, the mask and dropout, and chooses the kernel of the instance.
+ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, const KernelInstance& instance,
+                              bool has_pages, ForwardParams& params) {
+  const char* const op = call.op;
+  const SequenceCall* const sequences = call.sequences;
+  check_dims(op, call.out, "out", {sizes.batch, sizes.seqlen_q, sizes.num_heads, sizes.head_dim_v}, call.q);
+  check_dtype(op, call.out, "out", call.q.scalar_type());
   CHECK_FOR(op, sequences == nullptr || call.out.is_contiguous(), "out needs to be contiguous");
-  check_array(op, call.lse, "lse", {sizes.batch, sizes.num_heads, sizes.seqlen_q}, ScalarType::Float, q);
-  ForwardParams params{};
-  SequenceParams& of = params.sequences;
+  check_array(op, call.lse, "lse", {sizes.batch, sizes.num_heads, sizes.seqlen_q}, ScalarType::Float, call.q);
   if (sequences != nullptr) {
-    of = sequence_params(op, *sequences, sizes, call.bias, q);
-    if (has_pages) set_pages(op, *sequences->block_table, sequences->bounds.size(0), k, v, of);
+    params.sequences = sequence_params(op, *sequences, sizes, call.bias, call.q);
+    if (has_pages) {
+      set_pages(op, *sequences->block_table, sequences->bounds.size(0), call.k, call.v, params.sequences);
+    }
   } else if (call.bias.has_value()) {
-    check_bias(op, *call.bias, sizes, q);
+    check_bias(op, *call.bias, sizes, call.q);
   }
   ForwardVariant variant{};
   variant.bias = call.bias.has_value() ? describe_bias(call, params) : Bias::kNone;
-  variant.mask = checked_mask_form(op, call.mask, false, sizes, q);
+  variant.mask = checked_mask_form(op, call.mask, false, sizes, call.q);
   CHECK_FOR(op, variant.mask != MaskForm::kIntervals || variant.bias == Bias::kNone || variant.bias == Bias::kVector,
             "a bias per query and key needs bits of a mask");
-  set_dropout(op, call.dropout_key, call.dropout_p, instance.head_dim, instance.head_dim_v, q, params);
+  set_dropout(op, call.dropout_key, call.dropout_p, instance.head_dim, instance.head_dim_v, call.q, params);
   variant.has_dropout = params.dropout.key != nullptr;
   CHECK_FOR(op, !variant.has_dropout || variant.bias != Bias::kStrided,
             "bias has rows that TMA cannot read; dropout has no kernel for it");
-  const CurrentDevice device(op, q);  // before the TMA descriptors, whose encoder needs its context
-  const int num_sms = sm_count(op, device.index);
-  const bool has_mask = !call.mask.empty();
   variant.has_one_mask_row = call.one_mask_row;
   variant.has_pages = has_pages;
   variant.queries = sequences == nullptr ? sizes.seqlen_q : sizes.batch * sizes.seqlen_q / sequences->bounds.size(0);
-  const bool has_more = has_mask || variant.has_dropout || sequences != nullptr || has_band(sizes, call.low, call.high);
-  variant.holds_bias = pays_to_hold_bias(instance, variant.bias, sizes, params, has_more, num_sms);
-  const ForwardTile tile = instance.tile(variant);
+  return variant;
+}
 
+// Says to the kernel where its operands lie, and how scores are made of them.
+void describe_operands(const ForwardArguments& call, const Sizes& sizes, const ForwardVariant& variant,
+                       const ForwardTile& tile, ForwardParams& params) {
+  const char* const op = call.op;
+  const SequenceParams& of = params.sequences;
   // Blocks that keep their bias read the rows of many heads at a time, each at its own place.
   const auto map = [&](const Tensor& x, const char* name, int rows) {
     return map_rows(op, x, name, rows, of, variant.holds_bias && x.size(2) * x.size(3) > 128);
   };
   const auto map_keys = [&](const Tensor& x, const char* name) {
-    return has_pages ? pages_map(op, x, name, of.page_box) : map(x, name, tile.block_n);
+    return variant.has_pages ? pages_map(op, x, name, of.page_box) : map(x, name, tile.block_n);
   };
-  params.q = map(q, "q", tile.block_m);
-  params.k = map_keys(k, "k");
-  params.v = map_keys(v, "v");
+  params.q = map(call.q, "q", tile.block_m);
+  params.k = map_keys(call.k, "k");
+  params.v = map_keys(call.v, "v");
   if (variant.bias == Bias::kTile) params.bias = map_scores(op, *call.bias, "bias", tile.block_m, of);
   set_out(call, sizes, params);
   params.lse = static_cast<float*>(call.lse.mutable_data_ptr());
-  set_sink(op, call.sink, sizes.num_heads, q, params);
+  set_sink(op, call.sink, sizes.num_heads, call.q, params);
   set_sizes(sizes, params);
   set_band(sizes, call.low, call.high, params);
   set_scale(call.softmax_scale, call.softcap, params);
-  if (has_mask) set_mask(variant.mask, call.mask[0], call.mask[1], sizes, params);
+  if (!call.mask.empty()) params.mask = mask_tiles(call.mask, call.mask[1], sizes);
+}
 
+// Writes out and lse.
+void forward(const ForwardArguments& call) {
+  const char* const op = call.op;
+  const SequenceCall* const sequences = call.sequences;
+  const bool has_pages = sequences != nullptr && sequences->block_table.has_value();
+  const Sizes sizes = sizes_of_call(call, has_pages);
+  const ScalarType dtype = call.q.scalar_type();
+  const KernelInstance& instance = sequences == nullptr
+                                       ? instance_for(op, kInstances, "", dtype, sizes)
+                                       : instance_for(op, kSequencesInstances, "sequences of ", dtype, sizes);
+  ForwardParams params{};
+  ForwardVariant variant = choose_variant(call, sizes, instance, has_pages, params);
+  const CurrentDevice device(op, call.q);  // before the TMA descriptors, whose encoder needs its context
+  const int num_sms = sm_count(op, device.index);
+  const bool has_more = !call.mask.empty() || variant.has_dropout || sequences != nullptr ||
+                        has_band(sizes, call.low, call.high);
+  variant.holds_bias = pays_to_hold_bias(instance, variant.bias, sizes, params, has_more, num_sms);
+  const ForwardTile tile = instance.tile(variant);
+  describe_operands(call, sizes, variant, tile, params);
   const bool has_bias_tiles = variant.bias == Bias::kTile || variant.bias == Bias::kStrided;
   const Work work = sequences == nullptr
                         ? schedule(call, sizes, tile, has_bias_tiles, num_sms, device.stream, params)
                         : schedule_sequences(call, sizes, tile, num_sms, device.stream, params);
   check(instance.launch(params, variant, work.blocks, device.stream), op, "launching the kernel");
   if (sequences != nullptr) {
-    fill_gaps(op, call.out, false, params.lse, of, sequences->bounds.size(0), device.stream);
+    fill_gaps(op, call.out, false, params.lse, params.sequences, sequences->bounds.size(0), device.stream);
   }
 }
 
-// mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and high are the band if
-// there is no mask.
+// mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and high are the band
+// if there is no mask.
 // sink: (Hq), contiguous, in fp32 or 16 bits.
-// dropout_key: int64 (2), beside which a bias per query and key needs rows that TMA can read, and there is no softcap.
+// dropout_key: int64 (2). With it a bias per query and key needs rows that TMA can read, and there is no softcap.
 // num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
 // one_mask_row: whether the mask lets all queries see the same keys.
 void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
@@ -261,9 +288,9 @@ void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std:
            high, num_splits, std::move(dropout_key), dropout_p, one_mask_row});
 }
 
-// Writes all rows. q, k, v and out are (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k and v lie next to
-// each other. With a block_table k and v are (pages, page_size, Hk, D). lse is (1, Hq, Tq) or (S, Hq, Lq). bias is 4-D, and
-// BiasPacking says how it is packed.
+// Writes all rows. q, k, v and out are (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k and v lie
+// next to each other. With a block_table k and v are (pages, page_size, Hk, D). lse is (1, Hq, Tq) or (S, Hq, Lq). bias
+// is 4-D, and BiasPacking says how it is packed.
 void forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> block_table,
                        std::optional<Tensor> bias, std::optional<Tensor> sink, Tensor out, Tensor lse, bool is_packed,
                        int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left, int64_t right,

@@ -7,7 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/mask/mask.h"
-#include "bias.h"
+#include "call.h"
 #include "common.h"
 #include "tile_lists.h"
 
@@ -40,7 +40,7 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   // Long rows have greater chunks: each chunk reads the whole prefix some times.
   params.chunk_keys = seqlen_k <= 16384 ? kMostChunkKeys / 4 : seqlen_k <= 65536 ? kMostChunkKeys / 2 : kMostChunkKeys;
   const int64_t chunks = ceil_div(seqlen_k, params.chunk_keys);
-  // Of segments that keep all of their keys nothing would be gained.
+  // Segments that keep all of their keys would gain nothing.
   const int64_t segment_keys = std::max(kSegmentKeys, ceil_div(k, kMostChunkKeys) * kMostChunkKeys);
   params.segment_keys = static_cast<int>(seqlen_k > 2 * segment_keys ? segment_keys : seqlen_k);
   const int64_t segments = ceil_div(seqlen_k, params.segment_keys);
@@ -51,8 +51,8 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   params.keys = static_cast<const int32_t*>(keys.const_data_ptr());
   params.stops = static_cast<int32_t*>(stops.mutable_data_ptr());
   params.thresholds = static_cast<uint64_t*>(thresholds.mutable_data_ptr());
-  params.of_segments = static_cast<int32_t*>(survivors.mutable_data_ptr());
-  params.survivors = params.of_segments + num_survivors;
+  params.best_of_segments = static_cast<int32_t*>(survivors.mutable_data_ptr());
+  params.survivors = params.best_of_segments + num_survivors;
   params.start = static_cast<int32_t*>(results[0].mutable_data_ptr());
   params.stop = static_cast<int32_t*>(results[1].mutable_data_ptr());
   params.total = heads * seqlen_k;
@@ -66,8 +66,8 @@ std::vector<Tensor> topk_intervals(Tensor keys, int64_t k, int64_t seqlen_q, int
   return results;
 }
 
-// Returns the order of keys int32 (B, H, Lk), as `key_order` of flash_dmattn/masks/prepared/interval_order.py. start and
-// stop are int32 (B, H, Lk), contiguous.
+// Returns the order of keys int32 (B, H, Lk), as `key_order` of flash_dmattn/masks/prepared/interval_order.py. start
+// and stop are int32 (B, H, Lk), contiguous.
 Tensor key_order(Tensor start, Tensor stop, int64_t seqlen_q) {
   constexpr const char* kName = "cuda_key_order";
   CHECK_ARGUMENT(start.is_cuda(), "start is not on a CUDA device; the kernel is written for sm_90a");
@@ -107,8 +107,8 @@ Tensor key_order(Tensor start, Tensor stop, int64_t seqlen_q) {
   return order;
 }
 
-// Returns (bounds, row_lists, col_lists), as `interval_tiles` of flash_dmattn/masks/prepared/interval_operators.py. start
-// and stop are int32 (B, H, Lk), order is that or (B, H, 0); all contiguous.
+// Returns (bounds, row_lists, col_lists), as `interval_tiles` of flash_dmattn/masks/prepared/interval_operators.py.
+// start and stop are int32 (B, H, Lk), order is that or (B, H, 0); all contiguous.
 std::vector<Tensor> interval_tiles(Tensor start, Tensor stop, Tensor order, int64_t seqlen_q) {
   constexpr const char* kName = "cuda_interval_tiles";
   CHECK_ARGUMENT(start.is_cuda(), "start is not on a CUDA device; the kernel is written for sm_90a");
@@ -168,8 +168,8 @@ Tensor interval_bits(Tensor bounds, int64_t seqlen_q) {
   return bits;
 }
 
-// Returns a bias per key, (Bb, Hb, 1, Lk) of any strides, by place: fp32 (B, H, 1, P), contiguous, B and H the larger of
-// those of the bias and of order (Bm, Hm, P).
+// Returns a bias per key, (Bb, Hb, 1, Lk) of any strides, by place: fp32 (B, H, 1, P), contiguous. order is (Bm, Hm,
+// P); B is the larger of Bb and Bm, and H the larger of Hb and Hm.
 Tensor gather_bias(Tensor bias, Tensor order) {
   constexpr const char* kName = "cuda_gather_bias";
   CHECK_ARGUMENT(bias.is_cuda(), "bias is not on a CUDA device; the kernel is written for sm_90a");
@@ -184,27 +184,20 @@ Tensor gather_bias(Tensor bias, Tensor order) {
   const CurrentDevice device(kName, bias);
   Tensor result = empty(bias, {batch, heads, 1, order.size(2)}, ScalarType::Float);
   GatherBiasParams params{};
-  params.values = bias.const_data_ptr();
-  params.stride_b = bias_stride(bias, 0);
-  params.stride_h = bias_stride(bias, 1);
-  params.stride_k = bias_stride(bias, 3);
-  params.dtype = float_dtype(kName, bias, "bias");
+  params.bias = bias_values(kName, bias, heads);
   params.to = static_cast<float*>(result.mutable_data_ptr());
   params.order = static_cast<const int32_t*>(order.const_data_ptr());
   params.total = batch * heads * order.size(2);
   params.seqlen = static_cast<int>(order.size(2));
   params.heads = static_cast<int>(heads);
-  params.heads_per_bias = static_cast<int>(heads / bias_heads);
-  params.heads_per_mask = static_cast<int>(heads / order.size(1));
-  params.mask_heads = static_cast<int>(order.size(1));
-  params.mask_has_batch = order.size(0) > 1;
+  params.masks = mask_heads(order, heads);
   if (params.total > 0) check(launch_gather_bias(params, device.stream), kName, "launching the kernel of the bias");
   return result;
 }
 
-// Returns k and v, (B, Lk, Hk, D) with rows that TMA can read, by place: (B, P, Hk, D), contiguous. order (Bm, Hm, P), of
-// at most Lk places, and bounds (Bm, Hm, 128 ceil(P / 128), 2) are those of an IntervalMask whose heads Hk is a multiple
-// of. Dead keys are zeros, or what they happen to be where a whole tile is dead.
+// Returns k and v, (B, Lk, Hk, D) with rows that TMA can read, by place: (B, P, Hk, D), contiguous. An IntervalMask has
+// order (Bm, Hm, P), with at most Lk places, and bounds (Bm, Hm, 128 ceil(P / 128), 2). Hk is a multiple of Hm. Dead
+// keys become zeros, but in a tile of dead keys alone, whose rows are not initialised.
 std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds) {
   constexpr const char* kName = "cuda_gather_keys";
   CHECK_ARGUMENT(k.is_cuda(), "k is not on a CUDA device; the kernel is written for sm_90a");
@@ -217,7 +210,7 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
   const CurrentDevice device(kName, k);
   GatherKeysParams params{};
   std::vector<Tensor> results;
-  const auto rows_of = [&](const Tensor& x, GatherKeysParams::Rows& rows) {
+  const auto rows_of = [&](const Tensor& x, GatherKeysParams::Tensor& rows) {
     CHECK_ARGUMENT(x.element_size() == 2 && x.stride(3) == 1 && x.size(3) % 8 == 0,
                    "k and v need rows of 16-bit values, whole pieces of 16 bytes");
     results.push_back(empty(x, {x.size(0), order.size(2), x.size(2), x.size(3)}, x.scalar_type()));
@@ -232,15 +225,13 @@ std::vector<Tensor> gather_keys(Tensor k, Tensor v, Tensor order, Tensor bounds)
   check_dims(kName, v, "v", {k.size(0), k.size(1), k.size(2), v.size(3)}, k);
   rows_of(k, params.k);
   rows_of(v, params.v);
-  params.order = static_cast<const int32_t*>(order.const_data_ptr());
-  params.bounds = static_cast<const int2*>(bounds.const_data_ptr());
+  params.places.order = static_cast<const int32_t*>(order.const_data_ptr());
+  params.places.bounds = static_cast<const int2*>(bounds.const_data_ptr());
+  params.places.length = static_cast<int>(order.size(2));
+  params.places.tiles = static_cast<int>(bounds.size(2) / kTile);
+  params.places.heads = mask_heads(order, k.size(2));
   params.rows = k.size(0) * order.size(2) * k.size(2);
-  params.seqlen = static_cast<int>(order.size(2));
   params.num_heads = static_cast<int>(k.size(2));
-  params.tiles = static_cast<int>(bounds.size(2) / kTile);
-  params.heads_per_mask = static_cast<int>(k.size(2) / order.size(1));
-  params.mask_heads = static_cast<int>(order.size(1));
-  params.mask_has_batch = order.size(0) > 1;
   CHECK_ARGUMENT(params.rows <= kMaxInt, "k has more than 2^31 - 1 rows");
   if (params.rows > 0) check(launch_gather_keys(params, device.stream), kName, "launching the kernel of the keys");
   return results;

@@ -36,7 +36,7 @@ std::vector<Tensor> pack_mask(Tensor mask, int64_t low, int64_t high, bool has_b
   CHECK_ARGUMENT(mask.scalar_type() == ScalarType::Bool, "mask is not bool");
   CHECK_ARGUMENT(mask.dim() == 4, "mask has ", mask.dim(), " dims; it needs 4: (B, H, Lq, Lk)");
   const int64_t batch = mask.size(0), num_heads = mask.size(1), seqlen_q = mask.size(2), seqlen_k = mask.size(3);
-  // The kernel adds rows and keys in int32, those of its last block included.
+  // The kernel adds rows and keys in int32, in its last block too.
   CHECK_ARGUMENT(seqlen_q + seqlen_k <= kMaxInt - 2 * kStripKeys, "mask has ", seqlen_q, " queries and ", seqlen_k,
                  " keys; together they may be ", kMaxInt - 2 * kStripKeys);
   const int64_t tiles_q = ceil_div(seqlen_q, kTile), tiles_k = ceil_div(seqlen_k, kTile);

@@ -14,8 +14,8 @@ struct KvSplits {
 };
 
 // Chooses the split of the last wave: the tiles left over when every SM has had the same number, or all tiles if there
-// are fewer than SMs. That wave takes as long as one tile, however few tiles it has; splits shorten it. Its time is
-// estimated in steps, one key block of one tile each:
+// are fewer than SMs. The last wave takes as long as one tile, however few tiles it has; splits shorten it. The
+// estimate counts steps, one key block of one tile each:
 //
 //     waves(splits) * (steps of a split + fixed cost of a tile) + reading the splits + fixed cost of splitting
 //
@@ -29,8 +29,8 @@ inline KvSplits estimate_num_splits(int64_t tiles, int64_t steps, int64_t num_sm
   if (uneven && unsplit > 0) return {tiles, 1};
   const auto halves = [&](int64_t splits) {  // the time, in half steps
     const int64_t waves = (left * splits + num_sms - 1) / num_sms;
-    const int64_t of_split = (steps + splits - 1) / splits;
-    return splits == 1 ? waves * (2 * of_split + 4) : waves * (2 * of_split + 4 + 1) + splits + 6;
+    const int64_t split_steps = (steps + splits - 1) / splits;
+    return splits == 1 ? waves * (2 * split_steps + 4) : waves * (2 * split_steps + 4 + 1) + splits + 6;
   };
   KvSplits best{unsplit, 1};
   for (int64_t splits = 2; splits <= std::min(steps, kMaxSplits); ++splits) {

@@ -1,4 +1,4 @@
-// What both passes of a call with sequences share: its tables, and the lists of its work tiles.
+// Shared by both passes of a call with sequences: its tables, and the lists of its work tiles.
 #pragma once
 
 #include <algorithm>
@@ -8,14 +8,14 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../sm90/sequences/launch.h"
-#include "bias.h"
 #include "call.h"
 #include "common.h"
 #include "tensor_map.h"
 
 namespace flash_dmattn {
 
-// What rows or columns of a bias are: places in a sequence, or packed queries or keys (flash_dmattn/backends/cuda).
+// The meaning of rows and columns of a bias: positions in a sequence, or packed queries or keys
+// (flash_dmattn/backends/cuda).
 enum BiasPacking : int64_t { kByPosition = 0, kPackedQueries = 1, kPackedKeys = 2 };
 
 // The arguments of a call with sequences that a dense call has not.
@@ -112,8 +112,9 @@ inline int64_t most_blocks(int64_t number, int64_t all_rows, int64_t most, int64
   return std::min(number * ceil_div(most, rows), all_rows / rows + number);
 }
 
-// Lists the work tiles of a pass, blocks of so many rows, at most `blocks`; the tensor that is returned holds them.
-// The forward pass gets a counter beside them, which is 0; the backward pass padded tiles, of which there are some.
+// Lists the work tiles of a pass, blocks of so many rows, at most `blocks`; the tensor that is returned holds them. The
+// forward pass also gets a counter, which is 0. The backward pass, where padded_tiles > 0, gets the sequence of each
+// padded tile.
 inline torch::stable::Tensor list_works(const char* op, const torch::stable::Tensor& like, int64_t number, bool by_keys,
                                         int64_t rows, int64_t blocks, int64_t padded_tiles, SequenceParams& params,
                                         int** counter, cudaStream_t stream) {
@@ -140,13 +141,13 @@ inline torch::stable::Tensor list_works(const char* op, const torch::stable::Ten
 }
 
 // Writes the rows of x (entries, rows, heads, columns), contiguous, that no sequence has; and of lse, if it is given.
-inline void fill_gaps(const char* op, const torch::stable::Tensor& x, bool of_keys, float* lse,
+inline void fill_gaps(const char* op, const torch::stable::Tensor& x, bool are_keys, float* lse,
                       const SequenceParams& params, int64_t number, cudaStream_t stream) {
   FillGapsParams fill{};
   fill.bounds = params.bounds;
   fill.number = static_cast<int>(number);
-  fill.of_keys = of_keys;
-  fill.packs_rows = of_keys ? params.packs_keys : params.packs_queries;
+  fill.are_keys = are_keys;
+  fill.packs_rows = are_keys ? params.packs_keys : params.packs_queries;
   fill.rows = static_cast<int>(x.size(1));
   fill.chunks = static_cast<int>(x.size(2) * x.size(3) / 8);
   fill.x = const_cast<void*>(x.const_data_ptr());

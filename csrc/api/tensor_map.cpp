@@ -5,8 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "bias.h"
-#include "../params.h"
+#include "../sm90/sequences/params.h"
+#include "call.h"
 #include "common.h"
 
 namespace flash_dmattn {
@@ -21,7 +21,7 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
 
 // Asked from the driver at run time: its library is not linked.
 Encode encoder(const char* op) {
-  static const Encode found = [op] {
+  static const Encode function = [op] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult result;
     const cudaError_t error =
@@ -30,7 +30,7 @@ Encode encoder(const char* op) {
               "the driver has no cuTensorMapEncodeTiled; it needs to be of CUDA 12.0 or later");
     return reinterpret_cast<Encode>(entry);
   }();
-  return found;
+  return function;
 }
 
 // The descriptor of a tensor of 16-bit values. Dims and strides (in elements) are innermost first.
@@ -62,7 +62,7 @@ CUtensorMap tensor_map(const char* op, const Tensor& x, const char* name, std::a
   return map;
 }
 
-// Of rows `stride` elements apart.
+// A descriptor of rows that lie `stride` elements apart.
 CUtensorMap ragged_map(const char* op, const Tensor& x, const char* name, int64_t columns, int64_t stride, int64_t heads,
                        int64_t head_stride, int rows, CUtensorMapL2promotion promotion) {
   constexpr int64_t kMost = 0x7fff0000;  // no coordinate is more

@@ -11,8 +11,8 @@
 
 namespace flash_dmattn {
 
-// Returns (row_lists, col_lists) of classes (B, H, Tq, Tk), or (B, H, Tk, Tq) with `columns_are_contiguous`, whose blocks
-// the caller has found to be few enough: B * H * (Tq + Tk) fit int32.
+// Returns (row_lists, col_lists) of classes (B, H, Tq, Tk), or (B, H, Tk, Tq) with `columns_are_contiguous`, whose
+// blocks the caller has found to be few enough: B * H * (Tq + Tk) fit int32.
 inline std::pair<torch::stable::Tensor, torch::stable::Tensor> list_tiles(const char* op,
                                                                           const torch::stable::Tensor& classes,
                                                                           bool columns_are_contiguous,

@@ -29,6 +29,17 @@ __device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
+// Masks the scores of the thread's row r but for columns `from` to `to`, counted from the thread's first.
+template <int kCount>
+__device__ __forceinline__ void keep_columns(float (&scores)[kCount], int r, int from, int to) {
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const int at = i / 2 * 8 + i % 2;
+    float& score = scores[4 * (i / 2) + 2 * r + i % 2];
+    score = at >= from && at <= to ? score : -INFINITY;
+  }
+}
+
 // Maximum and sum over a quad.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
@@ -50,6 +61,24 @@ __device__ __forceinline__ void quad_transpose(uint32_t& w0, uint32_t& w1, uint3
   swap(w2, w3, odd, 1);
   swap(w0, w2, high, 2);
   swap(w1, w3, high, 2);
+}
+
+// Stores the thread's row r of a fragment of kCount elements in 16 bits, 16 bytes at a time. `pack_pair` converts
+// elements i and i + 1. Columns from `columns` on are left out, and the whole row where it does not exist. The forward
+// and the shared_dbias kernel have stores of their own, for which ptxas spills less.
+template <int kCount, class Element, class F>
+__device__ __forceinline__ void store_row(Element* row, int r, bool exists, int columns, int lane, F pack_pair) {
+#pragma unroll
+  for (int c = 0; c < kCount / 16; ++c) {
+    uint32_t words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) words[w] = pack_pair(4 * (4 * c + w) + 2 * r);
+    quad_transpose(words[0], words[1], words[2], words[3], lane);
+    const int column = 8 * (4 * c + lane % 4);
+    if (exists && column < columns) {
+      *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
 }
 
 }  // namespace flash_dmattn

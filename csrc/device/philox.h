@@ -1,7 +1,7 @@
 // Dropout of probabilities: which are kept, as flash_dmattn/reference/dropout.py has it.
 //
-// A call of Philox serves two queries and two keys that are 8 apart. A thread has all four in its fragment, with queries in
-// rows or in columns.
+// A call of Philox serves two queries and two keys that are 8 apart. A thread has all four in its fragment, with
+// queries in rows or in columns.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ __device__ __forceinline__ void find_kept(uint32_t (&kept)[kCount / 32], const D
                                           int row, int column) {
   // Loaded each time: no registers are left to keep them in.
   const uint32_t key_a = static_cast<uint32_t>(p.key[0]), key_b = static_cast<uint32_t>(p.key[1]);
-  const uint32_t of_row = dropout_counter(row), of_column = dropout_counter(column);
+  const uint32_t row_counter = dropout_counter(row), column_counter = dropout_counter(column);
 #pragma unroll
   for (int w = 0; w < kCount / 32; ++w) {
     uint32_t bits = 0;
@@ -46,9 +46,9 @@ __device__ __forceinline__ void find_kept(uint32_t (&kept)[kCount / 32], const D
       bits >>= 8;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const uint32_t other = of_column + 8 * i + e;
+        const uint32_t other = column_counter + 8 * i + e;
         uint32_t words[4];
-        philox(key_a, key_b, kRowsAreQueries ? other : of_row, kRowsAreQueries ? of_row : other, head, entry, words);
+        philox(key_a, key_b, kRowsAreQueries ? other : row_counter, kRowsAreQueries ? row_counter : other, head, entry, words);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll

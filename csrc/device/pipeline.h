@@ -50,7 +50,7 @@ __device__ __forceinline__ void release_work_tile(Storage& shared, PipelineState
 constexpr int kPingPongBarrier = 1;  // 0 is __syncthreads
 
 struct PingPong {
-  const int group;  // which of the two consumers
+  const int group;  // the number of the consumer, 0 or 1
 
   __device__ __forceinline__ void wait() const { named_barrier_sync(kPingPongBarrier + group, 2 * 128); }
   __device__ __forceinline__ void pass() const { named_barrier_arrive(kPingPongBarrier + (group ^ 1), 2 * 128); }

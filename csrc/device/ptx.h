@@ -341,7 +341,8 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// The natural logarithm of a positive number: off by up to 2.5e-7 where it is between -0.7 and 0.7, else by 2^-22 of itself.
+// The natural logarithm of a positive number: off by up to 2.5e-7 where it is between -0.7 and 0.7, else by 2^-22 of
+// itself.
 __device__ __forceinline__ float log_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,4 +1,4 @@
-// The launch of every kernel, with programmatic dependent launch: its blocks start as soon as those of the kernel
+// The launch of every kernel, with programmatic dependent launch: its blocks start as soon as the blocks of the kernel
 // before are done, or leave room after griddep_launch_dependents. So every kernel begins with griddep_wait. Saves some
 // microseconds per kernel (docs/notes/cuda_tried.md, "Backward kernel").
 #pragma once
@@ -11,8 +11,8 @@
 
 namespace flash_dmattn {
 
-// Whether the driver is of CUDA 12.3 or later: older ones cannot capture such launches in graphs. Without the attribute a
-// kernel starts when the one before has ended, and griddepcontrol does nothing.
+// Whether the driver is of CUDA 12.3 or later: older ones cannot capture such launches in graphs. Without the attribute
+// a kernel starts when the one before has ended, and griddepcontrol does nothing.
 inline bool can_start_early() {
   static const bool known = [] {
     int driver = 0;

@@ -4,7 +4,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "../params.h"
 #include "sequences/sequence.h"
 
 namespace flash_dmattn {
@@ -15,25 +14,70 @@ struct HeadAt {
 };
 
 // The index of the work tile's mask, counted over batch entries and heads.
-template <class Params, class Work>
-__device__ __forceinline__ int64_t mask_of(const Params& p, const Work& work) {
-  return static_cast<int64_t>(p.mask_has_batch ? work.batch : 0) * p.mask_heads + work.head / p.heads_per_mask;
+template <class Work>
+__device__ __forceinline__ int64_t mask_of(const MaskHeads& of, const Work& work) {
+  return static_cast<int64_t>(of.has_batch ? work.batch : 0) * of.mask_heads + work.head / of.heads_per_mask;
 }
 
-// The list of line `line` of a mask, a row of tiles or a column (mask/list.cu): the numbers of full and of partial tiles,
-// then the tiles. A mask has `lines` lines of `length` tiles.
+// The list of line `line` of a mask, a row of tiles or a column (mask/list.cu): the numbers of full and of partial
+// tiles, then the tiles. A mask has `lines` lines of `length` tiles.
 template <class Entry>
 __device__ __forceinline__ Entry* list_of(Entry* lists, int64_t mask, int lines, int line, int length) {
   return lists + (mask * lines + line) * (2 + length);
 }
 
-// For scores whose rows are queries, as a warp holds them: which of its 16 rows see the keys of a block that needs
-// masking. For two neighbouring keys 16 bits each; pair `lane + 32 i` of the block is in `pairs[i]`.
+// For scores whose rows are queries: bits of a thread's rows of a packed mask, kWords words each. With one row for all
+// queries both rows of the thread read it. kIsConstant: no kernel writes masks while this one runs, so __ldg reads them.
+template <int kRows, int kWords, bool kIsConstant>
+struct RowBits {
+  uint32_t words[kRows][kWords];
+
+  // bits: of row r of the thread and the first of the keys.
+  __device__ __forceinline__ void load(int r, const int32_t* bits) {
+    if constexpr (kWords == 4) {
+      const int4 four = read(reinterpret_cast<const int4*>(bits));
+      words[r][0] = four.x, words[r][1] = four.y, words[r][2] = four.z, words[r][3] = four.w;
+    } else {
+      const int2 two = read(reinterpret_cast<const int2*>(bits));
+      words[r][0] = two.x, words[r][1] = two.y;
+    }
+  }
+
+  template <class T>
+  static __device__ __forceinline__ T read(const T* from) {
+    if constexpr (kIsConstant) {
+      return __ldg(from);
+    } else {
+      return *from;
+    }
+  }
+
+  __device__ __forceinline__ void apply(float (&scores)[16 * kWords]) const {
+    const int column = 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        // The thread's keys are two neighbours in each 8 of the word. The product moves their bits to bits 24 to 31,
+        // which ptxas moves to predicates together; no two partial products meet.
+        const uint32_t bits = (words[r % kRows][w] >> column & 0x03030303u) * 0x01041040u;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& score = scores[4 * (4 * w + i / 2) + 2 * r + i % 2];
+          score = bits & 1u << (24 + i) ? score : -INFINITY;
+        }
+      }
+    }
+  }
+};
+
+// The same of an interval mask: the rows of a warp, of 16, that see the keys of a block
+// that needs masking. For two neighbouring keys 16 bits each; pair `lane + 32 i` of the block is in `pairs[i]`.
 template <int kBlockN>
 struct KeyRows {
   uint32_t pairs[kBlockN / 64];
 
-  // bounds: of the block's first key; first_row: of the warp.
+  // bounds: for the keys from the block's first on; first_row: the first of the warp.
   __device__ __forceinline__ void load(const int2* bounds, int first_row) {
     const auto rows_of = [&](int start, int stop) {
       return (1u << min(max(stop - first_row, 0), 16)) - (1u << min(max(start - first_row, 0), 16));
@@ -50,8 +94,8 @@ struct KeyRows {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < kBlockN / 16; ++t) {
-      // Of two times 8 keys the thread has two neighbours each, and of the rows lane / 4 and the one 8 further on. Their
-      // bits meet in one byte, as in Consumer::apply_mask.
+      // In each of two times 8 keys the thread has two neighbours. Its rows are lane / 4 and the row 8 further on.
+      // All their bits meet in one byte, as in RowBits.
       uint32_t two[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -82,18 +126,19 @@ __device__ __forceinline__ float load_float(const void* values, BiasDtype dtype,
 // For a bias that is not loaded by TMA: calls `use` with a function that returns its value at (query, key), in fp32.
 template <class Params, class Work, class F>
 __device__ __forceinline__ void with_bias(const Params& p, const Work& work, F use) {
-  const int64_t start = (p.bias_has_batch ? work.batch : 0) * p.bias_stride_b +
-                        work.head / p.heads_per_bias * p.bias_stride_h + first_bias_of(p, work);
+  const BiasValues& bias = p.bias_values;
+  const int64_t start = (bias.has_batch ? work.batch : 0) * bias.stride_b +
+                        work.head / bias.heads_per_bias * bias.stride_h + first_bias_of(p, work);
   auto with = [&](auto* values) {
     values += start;
-    use([=](int query, int key) { return to_float(values[query * p.bias_stride_q + key * p.bias_stride_k]); });
+    use([=](int query, int key) { return to_float(values[query * bias.stride_q + key * bias.stride_k]); });
   };
-  if (p.bias_dtype == BiasDtype::kFloat32) {
-    with(static_cast<const float*>(p.bias_values));
-  } else if (p.bias_dtype == BiasDtype::kFloat16) {
-    with(static_cast<const __half*>(p.bias_values));
+  if (bias.dtype == BiasDtype::kFloat32) {
+    with(static_cast<const float*>(bias.data));
+  } else if (bias.dtype == BiasDtype::kFloat16) {
+    with(static_cast<const __half*>(bias.data));
   } else {
-    with(static_cast<const __nv_bfloat16*>(p.bias_values));
+    with(static_cast<const __nv_bfloat16*>(bias.data));
   }
 }
 

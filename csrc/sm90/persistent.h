@@ -13,9 +13,9 @@ __device__ __forceinline__ void init_barriers(uint64_t (&barriers)[kCount], int 
   for (int i = 0; i < kCount; ++i) barrier_init(&barriers[i], arrivals);
 }
 
-// The base of a kernel's roles, with what most kernels do not need. A derived class names its Traits and its Storage, and has
-// `init` for the barriers, `produce` for a warp of the producer, `consume` for a consumer, and `assist` for a warpgroup
-// behind the consumers.
+// The base of a kernel's roles, with what most kernels do not need. A derived class names its Traits and its Storage,
+// and has `init` for the barriers, `produce` for a warp of the producer, `consume` for a consumer, and `assist` for a
+// warpgroup behind the consumers.
 struct KernelRoles {
   // Whether blocks of a cluster write to each other's shared memory.
   static constexpr bool kSharesMemory = false;

@@ -12,11 +12,11 @@ struct Place {
 __device__ __forceinline__ Place place_of(const Sections& of, int index) {
   int first = 0, end = of.pairs, width = of.width, first_row = 0, rows = of.rows;
   if (of.late_rows > 0) {
-    const int whole = of.whole_pairs * rows;
-    if (index < whole) {
+    const int tiles_before = of.whole_pairs * rows;
+    if (index < tiles_before) {
       end = of.whole_pairs;
     } else {
-      index -= whole;
+      index -= tiles_before;
       first = of.whole_pairs;
       rows -= of.late_rows;
       const int early = (end - first) * rows;

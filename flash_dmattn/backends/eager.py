@@ -1,4 +1,4 @@
-"""Eager PyTorch on any device: the chunked pair of `flash_dmattn.reference.eager`, and the fallback of auto."""
+"""The fallback of auto, plain PyTorch on any device: the chunked passes of `flash_dmattn.reference.eager`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _chunk_bytes = chunked.DEFAULT_CHUNK_BYTES
 
 
 def set_chunk_bytes(nbytes: int) -> None:
-    """Bound the temporaries of one chunk, in bytes (256 MB unless set); the whole call uses little more than that.
+    """Bound the temporaries of one chunk, in bytes (256 MB by default); a call needs little more memory than that.
 
     >>> from flash_dmattn.backends import eager
     >>> eager.set_chunk_bytes(64 * 2**20)
@@ -30,7 +30,7 @@ def set_chunk_bytes(nbytes: int) -> None:
 
 
 def _workspace_bytes(problem: AttentionProblem) -> int:
-    """Bytes of temporaries a call can hold at once: what the fallback warning names."""
+    """Return the most bytes of temporaries that a call holds at once; the fallback warning names them."""
     width = 8 if problem.dtype == torch.float64 else 4
     batch = problem.batch if problem.sequences is None else 1  # one sequence after another
     scores = batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * width
@@ -39,8 +39,8 @@ def _workspace_bytes(problem: AttentionProblem) -> int:
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Say what a call on meta tensors does not do."""
-    return ("gives shapes, strides and dtypes alone: meta tensors hold no values",) if problem.device == "meta" else ()
+    """Say that a call on meta tensors computes no values."""
+    return ("returns only shapes, strides and dtypes: meta tensors hold no values",) if problem.device == "meta" else ()
 
 
 def _plan_forward(problem: AttentionProblem) -> Forward:
@@ -63,10 +63,10 @@ def _plan_backward(problem: AttentionProblem) -> Backward:
         x, out, lse = saved
         mask, shared = bool_mask(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
         sizes = {**numbers, "chunk_bytes": _chunk_bytes, "needs_grad": problem.needs_grad}
-        given = (dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse)
+        tensors = (dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse)
         if x.sequences is not None:
-            return loop.backward(batch_of(problem, x), *given, **shared, **sizes)
-        return chunked.backward(*given, repeats=repeats, **shared, **sizes)
+            return loop.backward(batch_of(problem, x), *tensors, **shared, **sizes)
+        return chunked.backward(*tensors, repeats=repeats, **shared, **sizes)
 
     return backward
 

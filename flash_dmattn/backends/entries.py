@@ -1,4 +1,4 @@
-"""What backends in plain PyTorch hand to the formula: whole masks and biases, and the numbers of a call."""
+"""Converts a call for `flash_dmattn.reference`, which the backends in plain PyTorch run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..reference.sequences import Batch
 def whole_batch(
     problem: AttentionProblem, mask: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Mask and bias with 1 entry or one for each of the batch: copies of those that have another number.
+    """Return mask and bias with 1 entry or one for each of the batch; one that has another number is copied.
 
-    Differentiable. A bias that is copied is of the dtype of the softmax, so that its gradient is rounded once.
+    It is differentiable. A copied bias has the dtype of the softmax, so that its gradient is rounded once.
     """
     flags = problem.flags
     if mask is not None:
@@ -30,17 +30,17 @@ def whole_batch(
 
 
 def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
-    """The arguments of a call that are no tensors, as `flash_dmattn.reference.formula` names them."""
+    """Return the numbers of a call, under the names that `flash_dmattn.reference.formula` gives them."""
     return {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap, "window_size": problem.window}
 
 
 def dropout_of(problem: AttentionProblem, inputs: Inputs) -> Dropout | None:
-    """Dropout of a call."""
+    """Return the dropout of a call, or None."""
     return None if inputs.dropout is None else Dropout(problem.dropout_p, inputs.dropout)
 
 
 def bool_mask(mask: MaskView) -> Tensor | None:
-    """The bool mask of a call, 4-D: a tree of new tokens is (S or 1, 1, n, n)."""
+    """Return the bool mask of a call, 4-D; a tree of new tokens becomes (S or 1, 1, n, n)."""
     if mask.form != "tree":
         return mask.dense
     from ..masks.prepared.packing import unpack_tree  # importing flash_dmattn does not need it
@@ -49,7 +49,7 @@ def bool_mask(mask: MaskView) -> Tensor | None:
 
 
 def batch_of(problem: AttentionProblem, inputs: Inputs) -> Batch:
-    """The sequences of a call, as the loop over them has them."""
+    """Return the sequences of a call, in the form that `reference.sequences` takes."""
     flags, sequences = problem.flags, inputs.sequences
     assert sequences is not None
     mask_packing = "tree" if inputs.mask.form == "tree" else flags.mask_packing

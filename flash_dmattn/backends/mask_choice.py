@@ -1,4 +1,4 @@
-"""In which form the passes of a call read its mask, and the one place where it is brought into that form."""
+"""Chooses the form in which the passes of a call read its mask, and converts the mask to it; nothing else does."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 _NONE = MaskView()
 
-# The one switch: with False a bool mask beside sequences is always read as it is.
+# A switch: with False the bool mask of a call with sequences is never packed.
 PACKS_BESIDE_SEQUENCES = True
-# Fewer queries or keys have one tile, or a few: there is nothing to skip that costs as much as to look.
+# Up to so many queries or keys have few tiles, and skipping some of them saves less than packing the mask costs.
 FEW_QUERIES, FEW_KEYS = 16, 128
 
 
@@ -27,7 +27,7 @@ class MaskChoice(NamedTuple):
 
     Attributes:
         form: see `MaskForm`.
-        reorder: of "intervals", whether kept keys come first.
+        reorder: for the form "intervals": whether kept keys come first.
     """
 
     form: MaskForm = "none"
@@ -35,9 +35,10 @@ class MaskChoice(NamedTuple):
 
 
 def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend | None) -> MaskChoice:
-    """The form that both passes of a call read; they share one, so that a mask is packed once.
+    """Choose one form for both passes of a call, so that its mask is packed once.
 
-    A prepared mask that a pass does not read is converted: `unpacking_note` says so where it becomes a bool tensor.
+    A prepared mask in a form that a pass does not read is converted; if it becomes a bool tensor, `unpacking_note` says
+    so.
     """
     passes: tuple[tuple[Backend, Direction], ...] = ((forward, "forward"),)
     if backward is not None:
@@ -49,7 +50,7 @@ def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], 
     form = problem.mask_form
     if form == "none" or form == "tree" or (form != "dense" and all(form in each.mask_forms for each, _ in passes)):
         return MaskChoice(form)
-    sized = hinted(problem)  # the form of a mask decides speed alone
+    sized = hinted(problem)  # symbolic sizes may be replaced by hints, because the form only decides speed
     if problem.sequences is not None:
         packs = all("sequence_tiles" in each.mask_forms for each, _ in passes) and packs_beside_sequences(sized)
         return MaskChoice("sequence_tiles" if packs else "dense")
@@ -61,15 +62,16 @@ def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], 
 
 
 def prepared_form(problem: AttentionProblem, gathers: bool) -> MaskChoice:
-    """Tiles, or the form of a mask with one row for all queries.
+    """Choose a prepared form: tiles, or one of the forms of masks that have one row for all queries.
 
     Args:
-        gathers: whether kernels fetch single keys.
+        problem: the problem of the call.
+        gathers: whether the kernels load single keys.
     """
     p = problem
     if p.mask is None or not p.mask.broadcast()[2]:
         return MaskChoice("tiles")
-    from ..masks.prepared.operator import key_form  # importing flash_dmattn does not need it
+    from ..masks.prepared.operators import key_form  # importing flash_dmattn does not need it
 
     mask_heads = 1 if p.mask.broadcast()[1] else p.mask.shape[1]
     per_score = "score" in (p.bias_class, p.dbias_class) or p.dropout_p > 0
@@ -79,11 +81,11 @@ def prepared_form(problem: AttentionProblem, gathers: bool) -> MaskChoice:
 
 
 def packs_beside_sequences(problem: AttentionProblem) -> bool:
-    """Whether a call beside sequences turns its bool mask into tiles, for backends that read them.
+    """Return whether a call with sequences packs its bool mask into tiles, for backends that read them.
 
-    Where each row of packed queries has a value for each key, kernels read a byte for every pair in every pass; a mask
-    with one value for several rows or keys is small. On AMD's GPUs PyTorch packs the mask, which takes longer than both
-    passes.
+    It pays if the mask has a value for each packed query and each key: kernels would otherwise read a byte for every
+    pair in every pass. A mask with one value for several rows or keys is small, and is read as it is. So is every mask
+    on AMD GPUs, because PyTorch would pack it there, which takes longer than both passes.
     """
     p = problem
     if not PACKS_BESIDE_SEQUENCES or p.mask is None or p.mask_form != "dense" or p.flags.mask_packing != "queries":
@@ -100,13 +102,13 @@ def view_of(
     mask: Tensor | PreparedMask | None,
     sequences: SequenceView | None = None,
 ) -> MaskView:
-    """The mask of a call in the form that was chosen: the only place that packs or unpacks the mask of a call.
+    """Convert the user's mask to the form that was chosen; nothing else packs or unpacks the mask of a call.
 
     Args:
-        problem: of the call.
-        choice: as `choose_form` makes it.
-        mask: as `validation.describe` returns it.
-        sequences: of the call.
+        problem: the problem of the call.
+        choice: the result of `choose_form`.
+        mask: the mask as `validation.describe` returns it.
+        sequences: the sequences of the call.
     """
     if mask is None:
         return _NONE
@@ -117,21 +119,21 @@ def view_of(
     if choice.form == "dense":
         return MaskView("dense", (mask,))
     if choice.form == "sequence_tiles":
-        from ..masks.prepared.sequence_operator import prepared_beside  # importing flash_dmattn does not need it
+        from ..masks.prepared.operators import prepared_beside  # importing flash_dmattn does not need it
 
         assert sequences is not None
         return prepared_beside(problem, mask, sequences)
-    from ..masks.prepared.operator import KeyForm, prepared_view  # likewise
+    from ..masks.prepared.operators import KeyForm, prepared_view  # likewise
 
     form = KeyForm(choice.form, choice.reorder)  # type: ignore[arg-type]  # "none" and "tree" are no forms of a tensor
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, form)
 
 
 def plan_packing(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Tensor], MaskView] | None:
-    """Return what packs the bool masks of a class of calls that nothing watches; None where none is packed so."""
+    """Return a function that packs the bool masks of a class of unwatched calls, or None if they are not packed."""
     if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
         return None
-    from ..masks.prepared.operator import KeyForm, plan_prepare  # importing flash_dmattn does not need it
+    from ..masks.prepared.operators import KeyForm, plan_prepare  # importing flash_dmattn does not need it
 
     form = KeyForm(choice.form, choice.reorder)
     return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, form)
@@ -140,7 +142,7 @@ def plan_packing(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Ten
 def convert(
     problem: AttentionProblem, choice: MaskChoice, view: MaskView, sequences: SequenceView | None = None
 ) -> MaskView:
-    """A mask in another form than it has."""
+    """Convert a mask to another form."""
     if view.form == choice.form:
         return view
     if view.form == "dense":
@@ -156,7 +158,7 @@ def convert(
 
 
 def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
-    """The forward pass of a backend for a class of calls, whatever the form of its mask and the order of its dims."""
+    """Return the forward pass of a backend for a class of calls; masks and head-first tensors are converted for it."""
     if problem.heads_first and not backend.reads_heads_first(problem, "forward"):
         run = forward_of(backend, problem._replace(heads_first=False))
         return lambda inputs: run(inputs.turned())
@@ -168,7 +170,7 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
 
 
 def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
-    """The same of its backward pass; gradients lie as q, k and v do."""
+    """Return the backward pass, with the same conversions; gradients have the layout of q, k and v."""
     assert backend.plan_backward is not None
     if problem.heads_first and not backend.reads_heads_first(problem, "backward"):
         return _turned_back(backward_of(backend, problem._replace(heads_first=False)))
@@ -194,7 +196,7 @@ def _turned_back(run: Backward) -> Backward:
 
 
 def unpacking_note(problem: AttentionProblem, backend: Backend) -> str | None:
-    """What `explain` says of a prepared mask beside a backend that reads dense ones; None where there is none."""
+    """Describe for `explain` that a backend unpacks a prepared mask; None if it does not."""
     mask = problem.mask
     if mask is None or problem.mask_form in ("none", "dense", "tree") or "tiles" in backend.mask_forms:
         return None
@@ -202,14 +204,14 @@ def unpacking_note(problem: AttentionProblem, backend: Backend) -> str | None:
 
 
 def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
-    """What `explain` says of a call with an interval mask, or one that becomes one, on a backend that reads them."""
+    """Describe for `explain` how a backend with interval masks reads a mask that is one, or becomes one."""
     p = problem
     if p.mask_form == "intervals":
         if p.dropout_p > 0:
-            return ("takes keys in their own order: dropout cannot follow that of a mask",)
+            return ("takes keys in their own order: dropout cannot follow a mask's order",)
         if p.bias_class == "score":
             return (
-                "takes keys in their own order: a bias of one value per query and key cannot follow that of a mask",
+                "takes keys in their own order: a bias of one value per query and key cannot follow a mask's order",
             )
         return ("in a mask's order of keys, if it has one, copies k and v",)
     if p.mask_form != "dense" or not prepared_form(p, gathers).reorder:
@@ -218,7 +220,7 @@ def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
 
 
 def sequence_notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """What `explain` says of a bool mask beside sequences, on a backend that reads prepared ones."""
+    """Describe for `explain` how a backend with prepared forms reads the bool mask of a call with sequences."""
     if problem.mask_form != "dense":
         return ()
     advice = "PreparedMask.from_mask(mask, sequences=...)"
@@ -228,10 +230,10 @@ def sequence_notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 class IntervalWalk(NamedTuple):
-    """Bounds and lists of tiles as an `IntervalMask` has them, and the order of keys that they are in.
+    """The bounds and lists of tiles of an `IntervalMask`, and the order of keys that they use.
 
     Attributes:
-        order: int32 (Bm, Hm, Lk), the key at each place; None where places are keys.
+        order: int32 (Bm, Hm, Lk), the key at each place; None if place and key are the same.
     """
 
     bounds: Tensor
@@ -241,13 +243,13 @@ class IntervalWalk(NamedTuple):
 
 
 def interval_walk(problem: AttentionProblem, mask: MaskView) -> IntervalWalk:
-    """The tiles of a view of the form "intervals", in its order if a call follows it; else they are listed anew."""
+    """Return the tiles of an interval mask: in the order of the mask if the call follows it, else listed again."""
     start, stop, order, bounds, row_lists, col_lists = mask.tensors
     if order.shape[2] == 0:
         return IntervalWalk(bounds, row_lists, col_lists, None)
     if follows_order(problem, mask):
         return IntervalWalk(bounds, row_lists, col_lists, order)
-    from ..masks.prepared.interval_operators import run_interval_tiles  # importing flash_dmattn does not need it
+    from ..masks.prepared.operators import run_interval_tiles  # importing flash_dmattn does not need it
 
     own_order = order[:, :, :0].contiguous()
     bounds, row_lists, col_lists = run_interval_tiles(start, stop, own_order, problem.seqlen_q)
@@ -255,16 +257,16 @@ def interval_walk(problem: AttentionProblem, mask: MaskView) -> IntervalWalk:
 
 
 def follows_order(problem: AttentionProblem, mask: MaskView) -> bool:
-    """Whether k, v and bias of a call can come in the order of keys of a view of the form "intervals".
+    """Return whether k, v and bias of a call can be copied into the order of keys of an interval mask.
 
-    A bias of one value per score cannot, nor can the gradient of one of that shape: what it gains it would lose to the
-    copy. Nor can k and v where several heads of a group have masks of their own, nor dropout, which goes by the number
-    of a key.
+    Not with a bias of one value per score, or a gradient of that shape: its copy would take longer than the order
+    saves. Not if the heads of a group have masks of their own, because they share k and v. Not with dropout, whose
+    random numbers go by the number of a key.
     """
     has_one_order = mask.tensors[2].shape[1] in (1, problem.num_heads_k)
     return has_one_order and problem.dropout_p == 0 and not reads_scores(problem)
 
 
 def reads_scores(problem: AttentionProblem) -> bool:
-    """Whether a call has a bias of one value per score, or needs the gradient of one of that shape."""
+    """Return whether a call has a bias of one value per score, or needs a gradient of that shape."""
     return "score" in (problem.bias_class, problem.dbias_class)

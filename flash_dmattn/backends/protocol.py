@@ -13,8 +13,8 @@ from ..problem.inputs import Inputs, Saved
 
 Direction = Literal["forward", "backward"]
 
-# forward(inputs) -> (out, lse); where PyTorch differentiates it, also the probabilities if the problem asks for them,
-# and out alone if it does not ask for lse.
+# forward(inputs) -> (out, lse). A forward pass that PyTorch differentiates also returns probabilities if the problem
+# asks for them, and may return (out,) if the problem does not ask for lse.
 Forward = Callable[[Inputs], tuple[Tensor, ...]]
 
 
@@ -24,20 +24,20 @@ class Backward(Protocol):
     def __call__(
         self, saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None
     ) -> Gradients:
-        """(dq, dk, dv, dbias, dsink), None for each that `problem.needs_grad` does not ask for.
+        """Return (dq, dk, dv, dbias, dsink), with None for each that `problem.needs_grad` does not ask for.
 
-        `dbias_out` is passed to backends with `stores_dbias` alone. dbias is written to it and returned as it: a tensor
-        of the shape, dtype and device of the bias, and of any strides that keep its numbers apart.
+        Only backends with `stores_dbias` get `dbias_out`, a tensor of the shape, dtype and device of the bias. Its
+        strides may be any under which no two elements overlap. They write dbias into it and return it.
         """
         ...
 
 
 class Rule(NamedTuple):
-    """One condition a backend puts on a call.
+    """One condition that a backend puts on a call.
 
-    `holds` is the fast predicate, of the problem alone: its answer is remembered for calls that are alike. `says` gives
-    the reason for a refusal, with the values found; `hint` says what to do about it. `passes` names the passes that
-    need the rule: a backend may accept a forward and refuse its backward.
+    `holds` is a fast predicate. It reads the problem only, because its answer is reused for calls that are alike.
+    `says` gives the reason for a refusal, with the values of this call; `hint` says what to do about it. `passes` names
+    the passes that the rule is for: a backend may accept a forward pass and refuse the backward pass.
     """
 
     code: str
@@ -60,9 +60,9 @@ class Reason(NamedTuple):
 
 
 class Availability(NamedTuple):
-    """What `probe()` found: usable, or the reason why not and the exception behind it.
+    """The result of `probe()`: usable, or why not, and the exception that showed it.
 
-    `reason` and `hint` are a line each; `details` is more to read for the person who asked for this backend.
+    `reason` and `hint` are a line each; `details` is a longer text for a user who asked for this backend by name.
     """
 
     usable: bool
@@ -76,34 +76,39 @@ class Availability(NamedTuple):
 class Backend:
     """A way to run attention: `flash_dmattn.register_backend` adds one.
 
-    A plan is made once for a class of calls, which agree in everything that their problem says; what it returns runs
-    each of them. Decide in the plan what the problem decides, and look at tensors alone in the pass.
+    Calls with equal problems form a class. A backend plans a pass once for each class, and the planned pass runs every
+    call of the class. Decide in the plan everything that the problem decides; the pass itself only handles tensors.
 
     Attributes:
-        name: what `backend=` calls it.
-        plan_forward: problem -> forward(inputs) -> (out, lse): out (B, Lq, Hq, Dv), with sequences shaped as q, and lse
-            (B, Hq, Lq), both contiguous.
+        name: the name for `backend=`.
+        plan_forward: problem -> forward(inputs) -> (out, lse). out is (B, Lq, Hq, Dv), or shaped as q with sequences;
+            lse is (B, Hq, Lq). Both are contiguous.
         plan_backward: problem -> backward(saved, dout, dlse) -> gradients, each of the shape and dtype of its input.
-            None where `forward` is differentiable PyTorch, which autograd goes through.
-        features: the arguments of `attention` that it has, out of `flash_dmattn.problem.FEATURES`; others are refused.
-        rules: what calls need for it to serve them.
-        auto_rules: preferences: they bind only `backend="auto"`, never a forced call.
-        probe: whether it works on this machine: lazy, remembered, never raises.
-        notes: what `explain` should say of a call that it accepts, such as copies it makes.
-        mask_forms: the forms of masks that its passes read: see `MaskForm`. A mask of another form is converted to one
-            of these before a pass; a backend that lists "keys" fetches single keys.
-        reads_dense: whether a pass of a call is best served by a bool mask as it is, asked of a backend that lists
-            prepared forms. A mask that both passes of a call read so is not prepared.
-        reads_heads_first: whether a pass of a call takes q, k and v as (B, H, L, D), and returns their gradients so.
-        repeats_entries: whether it reads a mask or a bias that some entries of the batch share and others do not, as
-            `mask_repeat` and `bias_repeat` of `Flags` say.
-        refuses_entries: names what it takes where it does not read such a mask or bias of a call; empty where it does.
+            None if `forward` is differentiable PyTorch, through which autograd goes.
+        features: the arguments of `attention` that it supports, out of `flash_dmattn.problem.FEATURES`. A call that
+            uses another one is refused.
+        rules: conditions that a call must meet.
+        auto_rules: further conditions under `backend="auto"`, for example of speed. They never bind a call that names
+            the backend.
+        probe: returns whether it works on this machine. It runs at first use, its result is reused, and it never
+            raises.
+        notes: lines that `explain` shows for a call that it accepts, for example about copies.
+        mask_forms: the forms of masks that its passes read: see `MaskForm`. A mask in another form is converted before
+            a pass. A backend that lists "keys" loads single keys.
+        reads_dense: for a backend that lists prepared forms: whether a pass is faster with the bool mask as it is. If
+            both passes of a call are, its mask is not packed.
+        reads_heads_first: whether a pass takes q, k and v in head-first layout, (B, H, L, D), and returns their
+            gradients in it.
+        repeats_entries: whether it reads a mask or a bias that is shared by some entries of the batch and not by all,
+            as `mask_repeat` and `bias_repeat` of `Flags` say.
+        refuses_entries: for a backend without `repeats_entries`: why a pass refuses such a mask or bias; empty if it
+            accepts it.
         stores_dbias: whether `backward` takes dbias_out=: see `Backward`.
-        differentiable_backward: (problem, inputs, dout, dlse) -> gradients as differentiable PyTorch, without which a
-            second derivative is refused.
-        has_forward_ad: whether forward-mode derivatives (torch.func.jvp) go through it.
-        workspace_bytes: the bytes that auto warns of when it falls back to this backend, which takes every call on
-            every device. None for all other backends.
+        differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch. Without it
+            second derivatives are refused.
+        has_forward_ad: whether it supports forward-mode derivatives (torch.func.jvp).
+        workspace_bytes: only for the fallback, which takes every call on every device: the bytes that auto names when
+            it warns that it falls back.
     """
 
     name: str
@@ -128,22 +133,22 @@ class Backend:
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether autograd goes through its forward pass, so that it has no backward pass of its own."""
+        """Return whether autograd goes through its forward pass, because it has no backward pass of its own."""
         return self.plan_backward is None
 
     @property
     def is_fallback(self) -> bool:
-        """Whether auto takes it only when nothing better is left, and warns on an accelerator."""
+        """Return whether auto takes it only if no other backend serves a call, and then warns on an accelerator."""
         return self.workspace_bytes is not None
 
     def accepts(self, problem: AttentionProblem, direction: Direction) -> bool:
-        """Whether it serves one pass of a call: the fast form of `broken_rules`."""
+        """Return whether it serves one pass of a call: the fast form of `broken_rules`."""
         if problem.partly_shared and not self.repeats_entries and self.refuses_entries(problem, direction):
             return False
         return problem.features <= self.features and all_hold(self.rules, problem, direction)
 
     def broken_rules(self, problem: AttentionProblem, passes: tuple[Direction, ...]) -> tuple[Reason, ...]:
-        """Why it refuses these passes of a call: features that it lacks, and rules that the call breaks."""
+        """Return why it refuses these passes of a call: features that it lacks, and rules that the call breaks."""
         missing = [name for name in FEATURES if name in problem.features - self.features]
         return (
             *(Reason(self.name, name, f"{name} is set; this backend does not have it") for name in missing),
@@ -154,7 +159,7 @@ class Backend:
     def unmet(
         self, rules: tuple[Rule, ...], problem: AttentionProblem, passes: tuple[Direction, ...]
     ) -> tuple[Reason, ...]:
-        """The rules out of some of its own that a call breaks in these passes, with the values found."""
+        """Return a reason for each of these rules that a call breaks in these passes, with the values of the call."""
         return tuple(
             Reason(self.name, rule.code, rule.says(problem), rule.hint)
             for rule in rules
@@ -179,8 +184,8 @@ class Backend:
 
 
 def all_hold(rules: tuple[Rule, ...], problem: AttentionProblem, direction: Direction) -> bool:
-    """Whether every rule of one pass holds."""
-    for rule in rules:  # a plain loop: a generator costs twice as much on this path
+    """Return whether every rule of one pass holds."""
+    for rule in rules:  # every call passes here, and a generator takes twice as long as a loop
         if direction in rule.passes and not rule.holds(problem):
             return False
     return True

@@ -1,4 +1,4 @@
-"""The plain formula as a backend, chosen by name only: the oracle, and the one that shows probabilities."""
+"""The plain formula as a backend, chosen by name only: the oracle, and the only backend that returns probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .protocol import Backend, Forward, Rule
 
 
 def plan_forward(problem: AttentionProblem) -> Forward:
-    """(out, lse), and the (B, Hq, Lq, Lk) probabilities where asked for; see `flash_dmattn.reference.formula`."""
+    """Plan (out, lse), and the (B, Hq, Lq, Lk) probabilities if asked for; see `flash_dmattn.reference.formula`."""
     numbers = formula_numbers(problem)
 
     def forward(x: Inputs) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Which backend runs a call: the registry, settings, the choice, refusals, the cache of calls, packers of masks.
+"""Which backend runs a call: settings, the registry, the choice and its plan; who packs masks and writes to caches.
 
-Also who writes to caches of keys and values. This file imports nothing: `state` has to load without torch.
+This file imports nothing: `config` has to load without torch.
 """

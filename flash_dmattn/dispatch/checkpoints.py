@@ -1,11 +1,11 @@
 """Checkpointed regions are recomputed under the settings of their forward pass.
 
-`torch.utils.checkpoint` with use_reentrant=False runs a region again in the backward pass, which on CUDA has a thread
-of its own, and may begin where the `with` blocks of the forward pass have ended. The region is recognised by the hooks
-on saved tensors that torch puts around it: they hold its frame, and the frame holds the function that is run again.
+`torch.utils.checkpoint` with use_reentrant=False runs a region again in the backward pass. On CUDA that pass has a
+thread of its own, and it may begin after the `with` blocks of the forward pass have ended. Torch puts hooks on saved
+tensors around a region. They hold its frame, and the frame holds the function that is run again.
 
-All the private names of torch that this takes stand here. Where one is missing, regions are recomputed under the
-settings of the place and thread that recompute them.
+All private names of torch for this stand here. Where one is missing, regions are recomputed under the settings of the
+place and thread that recompute them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _is_enabled: Callable[[], bool] = getattr(_autograd, "_saved_tensors_hooks_is_en
 def follow_checkpoints() -> None:
     """Let the checkpointed regions around this place be recomputed under what is in force now.
 
-    It has to run before anything in a region changes settings or reads them: so every call and every `with` block does.
+    It has to run before anything in a region changes or reads settings: every call and every `with` block runs it.
     """
     hooks = _top(True)
     if hooks is not None and _Frame is not None:
@@ -62,7 +62,7 @@ class _Recomputation:
 def _follow(hooks: Hooks) -> None:
     frame = _frame_of(hooks)
     if (frame is not None and type(frame.recompute_fn) is _Recomputation) or not _is_enabled():
-        return  # so have those around it, since the first look at a region takes in all of them
+        return  # the regions around it are marked, too: the first look at a region marks all of them
     lifted = []
     try:
         while True:
@@ -80,7 +80,7 @@ def _follow(hooks: Hooks) -> None:
 
 
 def _frame_of(hooks: Hooks) -> Any:
-    """The frame of the region whose forward pass the hooks are around; None for hooks of anything else."""
+    """Return the frame of the region whose forward pass has these hooks; None for hooks of anything else."""
     for cell in getattr(hooks[0], "__closure__", None) or ():
         try:
             held = cell.cell_contents

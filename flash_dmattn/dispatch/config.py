@@ -1,8 +1,8 @@
-"""Hold what users set outside a call, by `config` and by environment variables. It is imported without torch.
+"""Settings that users make outside a call, by `config` and by environment variables. It is imported without torch.
 
-`process` holds what `config.set` and environment variables write, and `blocks` what the `with` blocks around a call
-have set. Each change of `blocks` replaces one immutable `Blocks` in one context variable. So threads and tasks of
-asyncio have their own, and one that starts in a copy of a context inherits the blocks in force there.
+`process` has the settings of `config.set` and of environment variables, `blocks` the settings of the `with` blocks
+around a call. Each change of `blocks` replaces one immutable `Blocks` in one context variable. So threads and tasks of
+asyncio have their own blocks, and inherit those in force if they start in a copy of the context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUILT_IN = ("cuda", "triton", "flex", "eager", "reference")
 _FALLBACKS = ("warn", "silent", "error")
 _RULES = ("built-in", "profile")
 
-# The default of an argument that may be left out: None is refused, like any other wrong value.
+# The default of an argument that may be left out. It is not None, because passing None is an error.
 _LEFT_OUT: Any = ...
 
 # `registry` and `checkpoints`, which need torch, put their functions of these names here when they are imported.
@@ -42,12 +42,12 @@ class Decision(NamedTuple):
 
 
 def similar(name: object, names: Iterable[str]) -> str | None:
-    """The name that a wrong one is most like; None where it is like none."""
+    """Return the name that a wrong name resembles most, or None."""
     return next(iter(difflib.get_close_matches(str(name), tuple(names), n=1)), None)
 
 
 def needed(name: object, names: Iterable[str]) -> str:
-    """List the names that there are, and ask for the one that a wrong name resembles."""
+    """Make the end of an error: the valid names, and a question about the name that a wrong one resembles."""
     names = tuple(names)
     meant = similar(name, names)
     question = "" if meant is None else f"; did you mean {meant!r}?"
@@ -97,9 +97,9 @@ class _Process:
         self.default_backend: BackendChoice = "auto"
         self.disabled: tuple[str, ...] = ()
         self.fallback: Fallback = "warn"
-        # The file of the profile, "" for that in the user's folder of caches, "off" for none.
+        # The file of the profile. "" is the file in the user's cache folder, "off" means no profile.
         self.profile: str = os.environ.get("FLASH_DMATTN_PROFILE", "").strip()
-        # Whether auto goes by what was measured on Hopper GPUs beforehand, or there too by the profile alone.
+        # "built-in": on Hopper GPUs auto uses the speed rules of the backends. "profile": there, too, only the profile.
         self.rules: Rules = "built-in"
         # The import of flash_dmattn raises it; `python -m flash_dmattn info` shows it.
         self.environment_error: str | None = None
@@ -156,7 +156,7 @@ class _InContext(ModuleType):
 
     @property
     def now(self) -> Blocks:
-        """The blocks in force in this context."""
+        """Return the blocks in force in this context."""
         return _blocks.get()
 
     @now.setter
@@ -169,18 +169,18 @@ blocks = _InContext("flash_dmattn.dispatch.config.blocks")
 
 
 def choice() -> BackendChoice:
-    """The backend of a call made here that names none."""
+    """Return the backend that a call here would use if it names none."""
     backend = blocks.now.backend
     return process.default_backend if backend is None else backend
 
 
 def disabled() -> tuple[str, ...]:
-    """The backends that are switched off for a call made here: in the process, or by a block around it."""
+    """Return the backends that are switched off here: in the process, or by a block."""
     return process.disabled + blocks.now.disabled
 
 
 def fallback() -> Fallback:
-    """The policy for a call made here that "auto" leaves to eager PyTorch on an accelerator."""
+    """Return the policy for calls here for which "auto" falls back to eager PyTorch on an accelerator."""
     policy = blocks.now.fallback
     return process.fallback if policy is None else policy
 
@@ -209,7 +209,7 @@ def _in_force(entered: tuple[Block, ...]) -> Blocks:
     now = Blocks()
     for block in entered:
         change = block.change
-        now = Blocks(  # not `_replace`: Dynamo of torch 2.11 cannot make anew outside of a graph what that returns
+        now = Blocks(  # not `_replace`, whose result Dynamo of torch 2.11 cannot rebuild outside of a graph
             now.backend if change.backend is None else change.backend,
             tuple(dict.fromkeys(now.disabled + change.disabled)),
             now.fallback if change.fallback is None else change.fallback,
@@ -230,11 +230,11 @@ class config(Block):
 
     Args:
         backend: the backend of calls that name none: a name, a pair (forward, backward), or "auto".
-        disabled: a name or a tuple of names to switch off, even for calls that name them. All backends that are off
-            already stay off.
-        fallback: what happens when "auto" finds only eager PyTorch for a call on an accelerator. "warn" is the
-            default and warns once per cause, "silent" says nothing, "error" raises `BackendUnsupportedError`.
-        record: a list, to which a `Decision` is appended for every call of `attention`.
+        disabled: a name or a tuple of names to switch off, even for calls that name them. Backends that are already off
+            stay off.
+        fallback: the policy if "auto" finds only eager PyTorch for a call on an accelerator. "warn" is the default and
+            warns once per cause. "silent" says nothing. "error" raises `BackendUnsupportedError`.
+        record: a list. Every call of `attention` appends a `Decision` to it.
 
     Raises:
         ValueError: a name is unknown.
@@ -251,7 +251,7 @@ class config(Block):
     [('reference', None)]
     """
 
-    _is_waiting = False  # of one whose arguments are refused
+    _is_waiting = False  # the value if __init__ raises, so that __del__ does not warn
 
     def __init__(
         self,
@@ -281,13 +281,15 @@ class config(Block):
         fallback: Fallback = _LEFT_OUT,
         record: list[Decision] = _LEFT_OUT,
     ) -> None:
-        """Set what holds in this process where no block says otherwise; an argument left out stays as it is.
+        """Change the settings of the process, which hold where no block says otherwise.
+
+        An argument that is left out keeps its setting.
 
         Args:
             backend: as above.
-            disabled: all the backends that are off; () for none. They replace FLASH_DMATTN_DISABLE.
+            disabled: all backends that are off, () for none. It replaces FLASH_DMATTN_DISABLE.
             fallback: as above.
-            record: refused; decisions are recorded in blocks alone.
+            record: refused, because only blocks record decisions.
 
         >>> import flash_dmattn
         >>> flash_dmattn.config.set(backend="eager", disabled="flex")

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from ..masks.prepared import packers
-from ..masks.prepared.interval_order import MOST_HEADS_OF_CODES
-from ..masks.prepared.interval_tiles import IntervalTiles
-from ..masks.prepared.packers import Packer
+from ..masks.prepared import operators
+from ..masks.prepared.intervals import MOST_HEADS_OF_CODES, IntervalTiles
+from ..masks.prepared.operators import Packer
 from ..problem import Band, device_arch
 from ..sequences import cache_writes
 from ..sequences.cache_writes import CacheWrite, Writer
@@ -58,7 +57,7 @@ def _triton_packer(family: str = "sm_") -> Packer | None:
         bits, classes = masks.pack_mask(mask, band)
         return [bits, classes, *masks.list_tiles(classes)]
 
-    return packers.PYTORCH._replace(
+    return operators.PYTORCH._replace(
         pack_tiles=pack_tiles,
         list_tiles=masks.list_tiles,
         key_set=keys.key_set,
@@ -68,7 +67,7 @@ def _triton_packer(family: str = "sm_") -> Packer | None:
         interval_tiles=keys.interval_tiles,
         first_places=keys.first_places,
         # AMD's have not been tried with it.
-        pack_sequences=sequences.pack_sequences if family == "sm_" else packers.PYTORCH.pack_sequences,
+        pack_sequences=sequences.pack_sequences if family == "sm_" else operators.PYTORCH.pack_sequences,
     )
 
 
@@ -82,7 +81,7 @@ def around_extension(operators: Any) -> Packer:
     """Return the packer of the operators of the extension, by their names; the rest is Triton's or PyTorch's."""
     pack_mask, interval_tiles = operators.cuda_pack_mask.default, operators.cuda_interval_tiles.default
     topk_intervals, order_keys = operators.cuda_topk_intervals.default, operators.cuda_key_order.default
-    rest = _triton_packer() or packers.PYTORCH
+    rest = _triton_packer() or operators.PYTORCH
 
     def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
         low, high = (0, 0) if band is None else band
@@ -121,5 +120,5 @@ def _triton_writer() -> Writer | None:
     return None if caches is None else caches.write
 
 
-packers.register(find_packer)
+operators.register(find_packer)
 cache_writes.register(find_writer)

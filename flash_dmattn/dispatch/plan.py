@@ -1,4 +1,4 @@
-"""A plan: what is decided once for all calls that are alike."""
+"""`Plan`: everything that is decided once for a class of calls that are alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .registry import on_change
 
 Strides = tuple[tuple[int, ...] | None, ...]
 
-# By backend, direction and problem: calls of different keys, and operators that a compiler calls, share passes.
+# Planned passes, by backend, direction and problem. Plans with different keys share them, and so do operators that a
+# compiler calls.
 _passes: Remembered[Any] = Remembered(4096)
 on_change.append(_passes.clear)
 
@@ -28,17 +29,18 @@ class Plan(NamedTuple):
 
     Attributes:
         described: the problem as validation describes it.
-        problem: the same as passes receive it: the form of the mask is the one they read.
-        forward, backward: the backend of each pass; backward is None where no gradient is needed, and where PyTorch
+        problem: the problem as passes receive it: its mask has the form that they read.
+        forward, backward: the backend of each pass. backward is None if no gradient is needed, or if PyTorch
             differentiates the forward pass.
         requested: the choice in force: "auto", a name or a pair.
         choice: the form of the mask that both passes read.
-        parts: how the tensors of a call make `Inputs`.
-        falls_back: whether "auto" has found nothing better than its last resort on an accelerator.
-        run_forward, run_backward: the passes; None where sizes may be symbols or tensors have no values, so that calls
-            go through the operators.
-        pack: packs bool masks where nothing watches; None where they are not packed, or by an operator.
-        strides: as the backward pass was planned for, of q, k, v and bias as they arrive, and of a dense mask.
+        parts: how the tensors of a call become `Inputs`.
+        falls_back: whether "auto" falls back to eager PyTorch on an accelerator.
+        run_forward, run_backward: the passes. They are None if sizes may be symbols or tensors have no values; calls
+            then go through the operators.
+        pack: packs the bool mask of an unwatched call; None if it is not packed, or if an operator has to pack it.
+        strides: the strides that the backward pass is planned for: of q, k, v and bias as they arrive, and of a dense
+            mask.
     """
 
     described: AttentionProblem
@@ -55,7 +57,7 @@ class Plan(NamedTuple):
     strides: Strides = ()
 
     def lies_as_planned(self, saved: Saved) -> bool:
-        """Whether saved tensors lie as those that were saved: hooks on them may bring back copies."""
+        """Return whether saved tensors have the planned strides; hooks on saved tensors may return copies."""
         q, k, v, mask, bias, *_ = saved.inputs
         strides = self.strides
         if (
@@ -87,11 +89,11 @@ def make_plan(
     """Plan the calls of a class.
 
     Args:
-        problem: as validation describes it.
+        problem: the problem as validation describes it.
         forward, backward, requested, falls_back: see `Plan`.
-        sequences: of one of the calls.
-        has_dropout: whether they have a key of dropout.
-        with_passes: whether to plan the passes now, too.
+        sequences: the sequences of one of the calls.
+        has_dropout: whether the calls have a dropout key.
+        with_passes: whether to plan the passes, too.
     """
     choice = choose_form(problem, forward, backward)
     parts = Parts(choice.form, 0 if sequences is None else len(sequences.tensors), has_dropout)
@@ -101,7 +103,7 @@ def make_plan(
 
 
 def planned(plan: Plan) -> Plan:
-    """The same plan with its passes."""
+    """Plan the passes of a plan."""
     p = plan.problem
     strides: list[tuple[int, ...]] = [p.q_strides, p.k_strides, p.v_strides]
     if p.heads_first:
@@ -116,7 +118,7 @@ def planned(plan: Plan) -> Plan:
 
 
 def forward_pass(backend: Backend, problem: AttentionProblem) -> Forward:
-    """The forward pass of a backend for a class of calls, planned once."""
+    """Return the forward pass of a backend for a class of calls, planned once."""
     if not backend.is_differentiable:
         problem = _as_operands_tell(problem)._replace(needs_grad=NeedsGrad())
     run: Forward = _passes.find((backend, "forward", problem), lambda: forward_of(backend, problem))
@@ -124,14 +126,14 @@ def forward_pass(backend: Backend, problem: AttentionProblem) -> Forward:
 
 
 def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
-    """The same of its backward pass."""
+    """Return the backward pass of a backend for a class of calls, planned once."""
     problem = _as_operands_tell(problem)
     run: Backward = _passes.find((backend, "backward", problem), lambda: backward_of(backend, problem))
     return run
 
 
 def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
-    """The problem without what an operator does not receive, so that a watched call has the passes of any other."""
+    """Drop from a problem everything that an operator does not receive, so that watched calls run the same passes."""
     left, right = problem.window
     spec = problem.sequences
     return problem._replace(
@@ -143,7 +145,7 @@ def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
 
 
 def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
-    """The problem of saved tensors that lie in another way than planned, and these with a mask that kernels read."""
+    """Describe saved tensors whose strides are not the planned ones; return also these, with a mask made contiguous."""
     x = saved.inputs
     q, k, v = (_rows(t, problem.heads_first) for t in x[:3])
     mask, bias = problem.mask, problem.bias
@@ -158,5 +160,5 @@ def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem
 
 
 def _rows(x: Tensor, heads_first: bool) -> Any:
-    """Strides as those of (B, L, H, D)."""
+    """Return the strides in the order (B, L, H, D)."""
     return x.transpose(1, 2).stride() if heads_first else x.stride()

@@ -1,6 +1,6 @@
-"""Profiles: the classes of calls that `python -m flash_dmattn calibrate` times on a GPU, the file, and who reads it.
+"""Profiles: what `python -m flash_dmattn calibrate` measured on a GPU, and what auto makes of it.
 
-A file lies in the user's folder of caches. It counts where nobody else can have written it, and where it was made on
+A profile is a file in the user's folder of caches. It counts if nobody else can have written it, and if it was made on
 this GPU with these versions; it is read once.
 """
 
@@ -117,8 +117,8 @@ class Figures(NamedTuple):
     backward: float | None = None
     error: str = ""
 
-    def of(self, with_gradients: bool) -> float | None:
-        """Milliseconds of a call: its forward pass, with gradients both passes; None where they were not timed."""
+    def total(self, with_gradients: bool) -> float | None:
+        """Return the milliseconds of a forward pass, with gradients of both passes; None if they were not timed."""
         if self.forward is None or not with_gradients:
             return self.forward
         return None if self.backward is None else self.forward + self.backward
@@ -334,3 +334,100 @@ def gpu_names(arch: str) -> list[str]:
 def arches_here() -> list[str]:
     """Return the architectures of this machine's GPUs that a profile can be of."""
     return sorted({arch for arch, _ in _gpus() if is_profiled(arch)})
+
+
+MEASURED = ("triton", "flex", "eager")  # the backends that `calibrate` times
+
+
+class Judgement(NamedTuple):
+    """Verdict of a profile on a class of calls."""
+
+    takes_triton: bool  # it was right, and faster than eager at least
+    before_flex: bool  # it was also faster than flex, or flex failed
+    flex_failed: str  # why flex is passed over; "" where it is not
+    why: str  # the figures
+
+
+def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judgement | None:
+    """Return the judgement of a profile on a call that belongs to these rows; None where it lacks a figure for that.
+
+    Triton has to win in every row of the call. A backend that failed is beaten.
+    """
+    if not rows or not all(set(MEASURED) <= profile.rows.get(row, {}).keys() for row in rows):
+        return None
+    faster = {"flex": True, "eager": True}
+    failed = {name: profile.wrong.get(name, "") for name in MEASURED}
+    parts = []
+    for row in rows:
+        figures = profile.rows[row]
+        times = {name: figures[name].total(with_gradients) for name in MEASURED}
+        for name in MEASURED:
+            if figures[name].error:
+                failed[name] = failed[name] or f"{figures[name].error} ({row})"
+            elif times[name] is None:
+                return None
+        ours = times["triton"]
+        for other in faster:
+            theirs = times[other]
+            if theirs is not None and not profile.wrong.get(other):
+                faster[other] = faster[other] and ours is not None and ours < theirs
+        words = [f"{name} {time:.3g} ms" if time is not None else f"{name} failed" for name, time in times.items()]
+        parts.append(f"{row}: {', '.join(words)}")
+    why = "; ".join(parts) + ("; forward and backward" if with_gradients else "; forward")
+    if failed["triton"]:
+        return Judgement(False, False, failed["flex"], f"triton is not right there: {failed['triton']}; {why}")
+    return Judgement(faster["eager"], faster["flex"], failed["flex"], why)
+
+
+def goes_by_profile(problem: AttentionProblem) -> bool:
+    """Tell whether a profile, if any, decides about a call: on NVIDIA GPUs but Hopper, whose rules are measurements.
+
+    FLASH_DMATTN_RULES=profile lets a profile decide on Hopper, too.
+    """
+    if problem.device != "cuda" or not is_profiled(problem.arch):
+        return False
+    return problem.arch != "sm_90" or process.rules == "profile"
+
+
+def judgement(problem: AttentionProblem) -> Judgement | None:
+    """Return what the profile of this GPU says of a call; None where the built-in rules decide."""
+    if not goes_by_profile(problem) or not _has_profile(problem.arch):
+        return None
+    judged = _judged(problem.arch, rows_of(problem), any(problem.needs_grad))
+    return None if judged is None else Judgement(*judged)
+
+
+def _has_profile(arch: str) -> bool:
+    return find(arch).profile is not None
+
+
+def _judged(arch: str, rows: tuple[str, ...], with_gradients: bool) -> tuple[bool, bool, str, str] | None:
+    profile = find(arch).profile
+    judged = None if profile is None else judge(profile, rows, with_gradients)
+    return None if judged is None else (judged.takes_triton, judged.before_flex, judged.flex_failed, judged.why)
+
+
+# A file is read, which torch.compile cannot trace; see `registry.works`.
+setattr(_has_profile, "_dynamo_marked_constant", True)  # noqa: B010
+setattr(_judged, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def why_unjudged(problem: AttentionProblem) -> str:
+    """Say why no profile speaks of a call."""
+    path, profile, reason = find(problem.arch)
+    if profile is None:
+        return f"no profile is in force: {reason}"
+    rows = rows_of(problem)
+    if not rows:
+        return f"the profile {path} is of bf16 and fp16"
+    return f"the profile {path} lacks figures of {', '.join(map(repr, rows))}"
+
+
+def cite(problem: AttentionProblem) -> str | None:
+    """Say which figures of a profile decided, or why none did; None where no profile would be asked."""
+    if not goes_by_profile(problem):
+        return None
+    judged = judgement(problem)
+    if judged is None:
+        return f"{why_unjudged(problem)}; {COMMAND} makes one"
+    return f"{find(problem.arch).path} decided: {judged.why}"

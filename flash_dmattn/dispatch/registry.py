@@ -8,7 +8,7 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping
 from ..backends import eager, reference
 from ..backends.cuda import backend as cuda
 from ..backends.flex import backend as flex
-from ..backends.protocol import Availability, Backend
+from ..backends.protocol import Backend
 from ..backends.sdpa import backend as sdpa
 from ..backends.triton import backend as triton
 from ..problem import FEATURES
@@ -20,8 +20,8 @@ class _Registry(Mapping[str, Backend]):
     """The backends by name, in the order in which "auto" prefers them.
 
     Attributes:
-        table: all of them; replaced as a whole and never edited, so what reads it once sees no change halfway through.
-        version: another number after each change. What remembers a choice has it in its key: a choice that was made
+        table: all of them; replaced as a whole and never edited, so that a reader sees no change halfway through.
+        version: another number after each change. It is part of the key of remembered choices: a choice that was made
             before a change is not found after it, whenever it is stored.
     """
 
@@ -42,14 +42,14 @@ class _Registry(Mapping[str, Backend]):
         return name in self.table
 
     def items(self) -> ItemsView[str, Backend]:
-        """The names and backends of one moment."""
+        """Return the names and backends of one moment."""
         return self.table.items()
 
 
 # "auto" takes the first that accepts the call.
 BACKENDS = _Registry({each.BACKEND.name: each.BACKEND for each in (cuda, triton, flex, sdpa, eager, reference)})
 
-# Called after every change of the registry or of a profile, by what remembers a choice and wants the memory back.
+# Caches of choices add their `clear` here: it is called after every change of the registry or of a profile.
 on_change: list[Callable[[], None]] = []
 
 _changing = threading.Lock()
@@ -113,17 +113,12 @@ def choices_changed() -> None:
 
 
 def last_resort() -> Backend:
-    """The backend that takes every call: what "auto" falls back to."""
+    """Return the backend that takes every call, to which "auto" falls back."""
     return next(backend for backend in BACKENDS.table.values() if backend.is_fallback)
 
 
-def probe(name: str) -> Availability:
-    """The remembered result of a backend's probe."""
-    return BACKENDS[name].probe()
-
-
 def works(name: str) -> bool:
-    """Whether a backend works on this machine."""
+    """Tell whether a backend works on this machine."""
     backend = BACKENDS.table.get(name)  # None if it has just been unregistered
     return backend is not None and backend.probe().usable
 
@@ -134,7 +129,7 @@ setattr(works, "_dynamo_marked_constant", True)  # noqa: B010 (a function has no
 
 
 def check_name(name: str) -> Backend:
-    """The backend of a name; refuse one that nobody registered."""
+    """Return the backend of a name; refuse one that nobody registered."""
     backend = BACKENDS.table.get(name)
     if backend is None:
         raise ValueError(f"backend {name!r} is unknown; {needed(name, BACKENDS)}")

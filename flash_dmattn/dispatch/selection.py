@@ -1,29 +1,66 @@
-"""The choice of the backends of a call."""
+"""The choice of the backends of a call, and what is said where none serves it or only eager PyTorch does."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ..backends.protocol import Backend, Direction, all_hold
+from ..backends.cuda.backend import BACKEND as cuda
+from ..backends.flex.backend import BACKEND as flex
+from ..backends.protocol import Backend, Direction, Reason, Rule, all_hold
+from ..backends.triton.backend import BACKEND as triton
 from ..problem import AttentionProblem, hinted
 from .checkpoints import follow_checkpoints
-from .config import BackendChoice, check_choice, choice, disabled
-from .preferences import candidates
-from .refusals import passes_of, refuse, refuse_all
-from .registry import BACKENDS, check_name, works
+from .config import BackendChoice, check_choice, choice, disabled, fallback, process
+from .profiles import COMMAND, Judgement, goes_by_profile, judgement, why_unjudged
+from .registry import BACKENDS, check_name, last_resort, works
+
+_BUILT_IN = "measured_gpu"  # the rule of triton that a profile stands in for
+
+
+class BackendError(RuntimeError):
+    """A backend that was asked for cannot serve a valid call.
+
+    Attributes:
+        backend: the one that was asked for.
+        reasons: each with a backend, a code, the values of the call and a hint.
+        accepted_by: backends that would accept the same call here.
+    """
+
+    def __init__(
+        self, message: str, *, backend: str, reasons: tuple[Reason, ...] = (), accepted_by: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.backend = backend
+        self.reasons = reasons
+        self.accepted_by = accepted_by
+
+
+class BackendUnsupportedError(BackendError):
+    """The backend works on this machine but not for this call; `reasons` lists every rule the call breaks."""
+
+
+class BackendUnavailableError(BackendError):
+    """The backend does not work on this machine at all; `__cause__` is the exception met when it was probed."""
+
+
+class FallbackWarning(UserWarning):
+    """`backend="auto"` computes on eager PyTorch on an accelerator, because no kernel backend accepts the call."""
 
 
 class Selection(NamedTuple):
-    """The backend of each pass; `backward` is None where no gradient is needed or autograd goes through `forward`."""
+    """The backend of each pass; `backward` is None if no gradient is needed or autograd goes through `forward`."""
 
     forward: Backend
     backward: Backend | None
 
 
 def available_backends() -> tuple[str, ...]:
-    """The backends that work on this machine and are not disabled, in the order "auto" prefers them.
+    """List the backends that work on this machine and are not disabled, in the order "auto" prefers them.
 
     >>> import flash_dmattn
     >>> "eager" in flash_dmattn.available_backends()
@@ -34,13 +71,13 @@ def available_backends() -> tuple[str, ...]:
 
 
 def choice_in_force(backend: BackendChoice) -> BackendChoice:
-    """The argument, else `config`, else `config.set`, else FLASH_DMATTN_BACKEND, else "auto"."""
+    """Return the argument, else `config`, else `config.set`, else FLASH_DMATTN_BACKEND, else "auto"."""
     follow_checkpoints()
     return choice() if backend == "auto" else backend
 
 
 def select_pair(problem: AttentionProblem, backend: BackendChoice) -> Selection:
-    """The same out of backends with a backward pass of their own: what is derived from a call has chosen one for it.
+    """Choose a pair of backends with backward passes of their own, for operators that call each pass alone.
 
     Raises:
         BackendUnsupportedError, BackendUnavailableError: as for `choose`.
@@ -50,7 +87,7 @@ def select_pair(problem: AttentionProblem, backend: BackendChoice) -> Selection:
 
 
 def select_backward(problem: AttentionProblem, name: str) -> Backend:
-    """The backend of a backward pass alone: the named one where it serves, else as "auto" prefers.
+    """Choose the backend of a backward pass alone: the named one where it serves, else as "auto" prefers.
 
     Raises:
         BackendUnsupportedError: no pair of backends accepts the call.
@@ -58,17 +95,13 @@ def select_backward(problem: AttentionProblem, name: str) -> Backend:
     sized = hinted(problem)
     asked = ((BACKENDS[name], ()), *candidates(sized)) if name in BACKENDS else candidates(sized)
     for backend, rules in asked:
-        if (
-            not backend.is_differentiable
-            and all_hold(rules, sized, "backward")
-            and _serves(backend, problem, "backward")
-        ):
+        if _serves_backward(backend, rules, problem, sized):
             return backend
     refuse_all(problem)
 
 
 def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
-    """The backend of each pass of one call.
+    """Choose the backend of each pass of one call.
 
     Raises:
         ValueError: `requested` is unknown.
@@ -79,14 +112,14 @@ def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
 
 
 def falls_back(problem: AttentionProblem, requested: BackendChoice, selection: Selection) -> bool:
-    """Whether "auto" found nothing better than its last resort for some pass on an accelerator."""
+    """Tell whether "auto" has nothing better than its last resort for some pass on an accelerator."""
     if requested != "auto" or problem.device in ("cpu", "meta"):
         return False
     return any(backend is not None and backend.is_fallback for backend in selection)
 
 
 def selected_names(problem: AttentionProblem, selection: Any) -> tuple[str, str | None]:
-    """The names of a selection; a differentiable backend is its own backward."""
+    """Name the backends of a selection or of a plan; a differentiable backend is its own backward."""
     if not any(problem.needs_grad):
         return selection.forward.name, None
     return selection.forward.name, (selection.backward or selection.forward).name
@@ -109,12 +142,8 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
         if not needs_backward:
             return Selection(backend, None)
         # The same backend where it can; else any other pair, since all share the layout of lse.
-        for other, rules_of_other in ((backend, rules), *asked):
-            if (
-                not other.is_differentiable
-                and all_hold(rules_of_other, sized, "backward")
-                and _serves(other, problem, "backward")
-            ):
+        for other, other_rules in ((backend, rules), *asked):
+            if _serves_backward(other, other_rules, problem, sized):
                 return Selection(backend, other)
     refuse_all(problem)
 
@@ -129,6 +158,14 @@ def _serves(backend: Backend, problem: AttentionProblem, direction: Direction) -
     if not backend.accepts(problem, direction):
         return False
     return problem.elsewhere or works(backend.name)
+
+
+def _serves_backward(
+    backend: Backend, rules: tuple[Rule, ...], problem: AttentionProblem, sized: AttentionProblem
+) -> bool:
+    """Tell whether a backend has a backward pass of its own for a call, and auto prefers it."""
+    is_preferred = not backend.is_differentiable and all_hold(rules, sized, "backward")
+    return is_preferred and _serves(backend, problem, "backward")
 
 
 def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Selection:
@@ -158,3 +195,168 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
     if not _serves(backward, problem, "backward"):
         refuse(problem, backward, ("backward",))
     return Selection(forward, backward)
+
+
+def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...]]]:
+    """Return the backends in the order in which auto asks them, each with the preferences that bind it there.
+
+    Triton comes after flex if a profile says that flex is faster. Before the last resort two backends are asked again:
+
+    * Cuda on Hopper, without its preferences. Most of these leave a call to triton because that is faster, but triton
+      may be disabled or not work.
+
+    * Triton on GPUs where nobody has measured it. Its kernels were compiled for that GPU. They serve calls that flex
+      refuses, with dropout or pages, better than eager PyTorch. With sequences triton is asked before flex, which
+      copies them into rows of its own.
+    """
+    table = BACKENDS.table  # once: it may be replaced meanwhile
+    judged = judgement(problem)
+    by_profile = goes_by_profile(problem)
+    is_waiting = judged is None and triton.name in table and by_profile
+    names = list(table)
+    if judged is not None and not judged.before_flex and triton.name in table and flex.name in table:
+        names.remove(triton.name)
+        names.insert(names.index(flex.name) + 1, triton.name)
+    asked: list[tuple[Backend, tuple[Rule, ...]]] = []
+    for name in names:
+        backend = table[name]
+        if backend.is_fallback and problem.arch == "sm_90" and not by_profile and cuda.name in table:
+            asked.append((table[cuda.name], ()))
+        if is_waiting and (backend.is_fallback or (name == flex.name and problem.sequences is not None)):
+            asked.append((table[triton.name], _preferences_but_measured(table[triton.name])))
+            is_waiting = False
+        asked.append((backend, auto_rules(backend, problem, judged)))
+    return asked
+
+
+def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
+    return tuple(rule for rule in backend.auto_rules if rule.code != _BUILT_IN)
+
+
+def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
+    """Return the preferences that bind auto for one backend and call."""
+    name, stated = backend.name, backend.auto_rules
+    if not goes_by_profile(problem):
+        return stated
+    if name == triton.name:
+        others = _preferences_but_measured(backend)
+        if judged is None:
+            return (*others, _UNMEASURED)
+        return others if judged.takes_triton else (*others, _refusal(name, f"measured on this GPU: {judged.why}"))
+    if name == flex.name and judged is not None and judged.flex_failed:
+        return (*stated, _refusal(name, f"on this GPU it failed: {judged.flex_failed}"))
+    if name == cuda.name and process.rules == "profile":
+        return (*stated, _NO_FIGURES)
+    return stated
+
+
+def _refusal(name: str, why: str) -> Rule:
+    return Rule("profile", lambda p: False, lambda p: why, f'backend="{name}" runs it all the same')
+
+
+_UNMEASURED = Rule(
+    _BUILT_IN,
+    lambda p: False,
+    lambda p: f"the GPU is {p.arch}, where nobody has compared the kernels with others; {why_unjudged(p)}",
+    f'{COMMAND} does, for auto to take them where they are faster; backend="triton" runs it now',
+)
+_NO_FIGURES = _refusal(
+    cuda.name, "FLASH_DMATTN_RULES=profile leaves the choice to a profile, and those have no figures of this backend"
+)
+
+
+def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
+    """Return the passes that a call runs."""
+    return ("forward", "backward") if any(problem.needs_grad) else ("forward",)
+
+
+def reasons_against(
+    backend: Backend, problem: AttentionProblem, passes: tuple[Direction, ...], *, auto: bool = False
+) -> tuple[Reason, ...]:
+    """Return every reason why a backend does not serve these passes of a call; with `auto`, its preferences too."""
+    name = backend.name
+    reasons: list[Reason] = []
+    if name in disabled():
+        hint = "leave config(disabled=...), or take it out of config.set(disabled=...) or FLASH_DMATTN_DISABLE"
+        reasons.append(Reason(name, "disabled", "it is switched off", hint))
+    reasons += backend.broken_rules(problem, passes)
+    if not problem.elsewhere and not (availability := backend.probe()).usable:
+        reasons.append(Reason(name, "unavailable", availability.reason, availability.hint))
+    if auto:
+        reasons += backend.unmet(auto_rules(backend, problem, judgement(problem)), problem, passes)
+    return tuple(reasons)
+
+
+def _backends_accepting(problem: AttentionProblem) -> tuple[str, ...]:
+    """Name the backends that would serve every pass of a call on its machine."""
+    passes = passes_of(problem)
+    return tuple(name for name, backend in BACKENDS.items() if not reasons_against(backend, problem, passes))
+
+
+def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction, ...]) -> NoReturn:
+    reasons = reasons_against(backend, problem, passes)
+    accepted_by = _backends_accepting(problem)
+    is_missing = any(reason.code == "unavailable" for reason in reasons)
+    cause, details = backend.probe()[3:] if is_missing else (None, "")
+    out_of_service = is_missing or any(reason.code == "disabled" for reason in reasons)
+    verdict = "is not available" if out_of_service else "does not support this call"
+    lines = [f"backend {backend.name!r} {verdict}: {problem}"]
+    if accepted_by:
+        lines.append(f"  backends that accept it: {', '.join(map(repr, accepted_by))}")
+    lines += [f"  - {reason}" for reason in reasons]
+    lines += [f"    | {line}" for line in details.splitlines()]
+    kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
+    raise kind("\n".join(lines), backend=backend.name, reasons=reasons, accepted_by=accepted_by) from cause
+
+
+def _all_reasons(problem: AttentionProblem, backends: Iterable[Backend]) -> tuple[Reason, ...]:
+    passes = passes_of(problem)
+    return tuple(reason for each in backends for reason in reasons_against(each, problem, passes, auto=True))
+
+
+def refuse_all(problem: AttentionProblem) -> NoReturn:
+    reasons = _all_reasons(problem, BACKENDS.table.values())
+    accepted_by = _backends_accepting(problem)
+    lines = [f"no backend accepts this call: {problem}"]
+    if accepted_by:  # first, since it is what to do
+        names = " or ".join(f"backend={name!r}" for name in accepted_by)
+        lines = [f"no backend accepts this call unasked; pass {names}: {problem}"]
+    lines += [f"  - {reason.backend}: {reason}" for reason in reasons]
+    raise BackendUnsupportedError("\n".join(lines), backend="auto", reasons=reasons, accepted_by=accepted_by)
+
+
+_warned: set[tuple[tuple[str, str], ...]] = set()
+
+
+def _describe_fallback(problem: AttentionProblem) -> tuple[tuple[Reason, ...], str]:
+    """Return the reasons against the backends before eager PyTorch, and the message with the memory that it takes."""
+    better = itertools.takewhile(lambda backend: not backend.is_fallback, BACKENDS.table.values())
+    reasons = _all_reasons(problem, better)
+    backend = last_resort()
+    assert backend.workspace_bytes is not None
+    megabytes = backend.workspace_bytes(problem) / 2**20
+    lines = [f"attention runs on {backend.name} PyTorch, with up to {megabytes:.1f} MB of temporaries: {problem}"]
+    return reasons, "\n".join([*lines, *(f"  - {reason.backend}: {reason}" for reason in reasons)])
+
+
+def refuse_fallback(problem: AttentionProblem) -> NoReturn:
+    """Raise the error that `fallback="error"` asks for."""
+    reasons, message = _describe_fallback(problem)
+    message += '\n  fallback="error" is in force; with config(fallback="warn") the call would run'
+    raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(last_resort().name,))
+
+
+def report_fallback(problem: AttentionProblem) -> None:
+    """Raise or warn, once for each cause, that a call runs on eager PyTorch, as `config(fallback=...)` says."""
+    if fallback() == "error":
+        refuse_fallback(problem)
+    if fallback() == "silent" or torch.compiler.is_compiling():
+        return
+    reasons, message = _describe_fallback(problem)
+    cause = tuple((reason.backend, reason.code) for reason in reasons)
+    if cause not in _warned:
+        _warned.add(cause)
+        hint = (
+            '\n  config.set(fallback="error") turns this warning into an error, config.set(fallback="silent") hides it'
+        )
+        warnings.warn(message + hint, FallbackWarning, stacklevel=4)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, cast, overload
 
 import torch
 from torch import Tensor
 
+from ..api import attention
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
-from ..problem import refuse_keywords
-from .agreement import agree, next_number, refuse_together
-from .call import ParallelCall, shared_of
-from .choice import choose_pair
+from ..problem import Numbers, refuse_keywords
+from .call import ParallelCall, Request, Tensors, choose_backends
 from .exchange import sum_dtype
-from .gather import attend_gathered
-from .group import Group, Members, groups_of
+from .group import Group, agree, groups_of, next_number, refuse_together
 from .layout import SequenceLayout
-from .mask import ShardedMask
-from .request import Ours, Request
-from .strategy import Strategy
-from .sums import Numbers, gather_keys, sum_gradient
-from .ulysses import attend_traded, choose_traded
+from .operators import attend_gathered
+from .slices import ShardedMask
+from .transfers import Strategy, gather_keys, sum_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -124,23 +120,23 @@ def context_parallel_attention(
         out = flash_dmattn.attention(whole_q, whole_k, whole_v, whole_mask, whole_bias, **keywords)
         out = layout.shard(out, 1, rank)
 
-    Every rank calls it at the same time with its own rows, and gets its own rows of the result; gradients are those of
-    the sum of the losses of all ranks. Sizes: Lq and Lk are those of the whole sequence, the rest as in `attention`.
+    Every rank calls it at the same time with its own rows, and gets its own rows of the result. Gradients belong to the
+    sum of the losses of all ranks. Lq and Lk are lengths of the whole sequence; other sizes are as in `attention`.
 
     Args:
         q: (B, Lq / W, Hq, D), the rows that `layout` gives this rank, `layout.shard(whole_q, 1, rank)`.
         k: (B, Lk / W, Hk, D), the rows of `layout_k`.
         v: (B, Lk / W, Hk, Dv).
         mask: bool, read from the right as (B, H, i, j): i is 1, one row for all queries, or Lq / W, the rows of this
-            rank; j is 1, Lk in global order, or with i = 1 also Lk / W, sharded as the keys. Or a `ShardedMask` of
-            `prepare_mask`, for any number of calls. Rows are never sent.
+            rank; j is 1, Lk in global order, or with i = 1 also Lk / W, sharded as the keys. Or a `ShardedMask`, for
+            any number of calls. Rows are never sent.
         bias: of the same shapes, any float dtype. Its gradient has its shape. With rows of this rank, or sharded by
-            keys, that gradient is exact and complete. With i = 1 and otherwise it is that of this rank's rows, like
-            that of any weight: what sums gradients over ranks (DDP, FSDP) sums it too.
+            keys, that gradient is exact and complete. With i = 1 and otherwise it counts this rank's rows alone, like
+            the gradient of any weight: what sums gradients over ranks (DDP, FSDP) sums it too.
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim; or of two, (outer, inner): heads are traded for positions
-            over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first, and
-            rows of masks and biases are those that an inner group has together, of `layout.joined(inner size)[0]`:
-            (B, H, Lq / outer size, ·). Gradients of a bias are those of this rank's heads then.
+            over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first. Masks
+            and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`:
+            (B, H, Lq / outer size, ·). Gradients of a bias then count this rank's heads alone.
         layout: of the queries, and of the keys where `layout_k` is None.
         layout_k: of the keys.
         strategy: "gather": keys and values are gathered, of a window those that a rank reads; rows of masks and biases
@@ -152,12 +148,12 @@ def context_parallel_attention(
             before it is computed. More of them take less memory, and more time where it was measured.
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
             whole call.
-        sink: (Hq,), as in `attention`, the same on every rank; its gradient is that of this rank's rows.
+        sink: (Hq,), as in `attention`, the same on every rank; its gradient counts this rank's rows alone.
         sequences, dropout_p: refused.
 
     Returns:
         out (B, Lq / W, Hq, Dv), or with `return_lse` a tuple of it and lse (B, Hq, Lq / W), both as in `attention`.
-        Results are equal bit by bit from run to run where those of the backend are, for the same number of ranks.
+        Results are equal bit by bit from run to run for one number of ranks, where the backend repeats its own.
 
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or ranks differ. All ranks raise the same error, in
@@ -179,77 +175,84 @@ def context_parallel_attention(
     """
     if unknown:
         refuse_keywords(context_parallel_attention, unknown)
-    ours = Ours(reduce_bias_grad, exchange_dtype, sequences is not None, dropout_p)
-    numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
-    arguments = ((q, k, v, mask, bias, sink), layout, layout_k, strategy, head_groups, numbers, ours)
     groups = groups_of(group)
+    numbers = Numbers(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
+    tensors, more = Tensors(q, k, v, mask, bias, sink), (reduce_bias_grad, exchange_dtype, numbers)
+    request = Request(tensors, groups, layout, layout_k, strategy, head_groups, *more, sequences is not None)
     if torch.compiler.is_compiling():
         # A refusal is raised on this rank alone: nothing can be sent while a graph is traced.
-        request, call, pair, sink = _prepare(groups, 0, backend, *arguments)
+        call = request.describe(0)
+        pair = choose_backends(call, backend)
     else:
-        request, call, pair, sink = _prepare_together(groups, backend, *arguments)
-    mask, bias, sink = _with_whole_keys(call, sink, reduce_bias_grad)
-    both = request.both
-    q, k, v = request.given[:3] if both is None else both.traded(request.given, call.number)
+        call, pair = _prepare_together(request, backend)
+    mask, bias, sink = _read_tensors(call)
+    q, k, v = call.tensors[:3] if call.trade is None else call.trade.to_heads(*call.tensors[:3])
     if call.strategy == "ulysses":
-        return attend_traded(call, q, k, v, cast("Tensor | None", mask), bias, sink, backend)
-    out, lse = attend_gathered(call, pair, exchange_dtype or q.dtype, q, k, v, mask, bias, sink)
-    if both is not None:
-        out, lse = both.returned(out, lse if return_lse else None, call.number)  # type: ignore[assignment]
+        out, lse = _attend_heads(call, backend, q, k, v, cast("Tensor | None", mask), bias, sink)
+    else:
+        out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink)
+    if call.trade is not None:
+        rows = call.trade.to_rows(out, lse if return_lse else None)
+        return rows if return_lse else rows[0]  # type: ignore[return-value]
     return (out, lse) if return_lse else out
 
 
-_Prepared = tuple[Request, ParallelCall, Selection, Tensor | None]
-
-
-def _prepare(
-    groups: tuple[Members, ...], number: int, backend: BackendChoice, tensors: tuple[Any, ...], *others: Any
-) -> _Prepared:
-    """Check all arguments, and choose the backends, before anything is sent."""
-    request = Request.of(tensors, groups, number, *others)
-    call, sink = request.described()
-    pair = choose_traded(call, backend) if call.strategy == "ulysses" else choose_pair(call, backend)
-    return request, call, pair, sink
-
-
 @torch._disable_dynamo  # where a graph breaks around a call, this must not be compiled for itself
-def _prepare_together(groups: tuple[Members, ...], backend: BackendChoice, *arguments: Any) -> _Prepared:
+def _prepare_together(request: Request, backend: BackendChoice) -> tuple[ParallelCall, Selection]:
     """Prepare the call on every rank, or raise the error of one rank on all of them."""
     try:
-        prepared = _prepare(groups, next_number(groups), backend, *arguments)
-        request, call, pair, _ = prepared
-        shared = shared_of(
-            call,
-            reduce_bias_grad=request.ours.reduce_bias_grad,
-            exchange_dtype=request.ours.exchange_dtype,
-            backends=tuple([None if one is None else one.name for one in pair]),
-        )
+        call = request.describe(next_number(request.groups))
+        pair = choose_backends(call, backend)
+        shared = call.shared(pair)
     except Exception as error:  # of every kind: the other ranks wait for this one, whatever it was
-        refuse_together(groups, error)
-    agree(groups, shared)
-    return prepared
+        refuse_together(request.groups, error)
+    agree(request.groups, shared)
+    return call, pair
 
 
-def _with_whole_keys(
-    call: ParallelCall, sink: Tensor | None, reduce_bias_grad: bool
-) -> tuple[Tensor | ShardedMask | None, Tensor | None, Tensor | None]:
-    """Mask, bias and sink as the slices read them; what ranks share is in fp32 where its gradient is a sum."""
-    mask, bias, needs = call.mask, call.bias, call.problem.needs_grad
-
-    def whole(x: Tensor) -> Tensor:
-        over = (call.members.name, call.members.rank, call.layout.flat, call.layout_k.flat)
-        return gather_keys(x, Numbers(*over, *call.problem.window, call.sends_parts, call.number))
-
+def _read_tensors(call: ParallelCall) -> tuple[Tensor | ShardedMask | None, Tensor | None, Tensor | None]:
+    """Return mask, bias and sink as the slices read them: with all keys, in fp32 where their gradient is a sum."""
+    mask, bias, sink, needs = call.mask, call.bias, call.sink, call.problem.needs_grad
     if call.mask_needs_keys:
-        mask = whole(cast(Tensor, mask))
+        mask = gather_keys(cast(Tensor, mask), call.route)
     if bias is not None and bias.shape[2] == 1:
         if needs.bias:
             bias = bias.to(sum_dtype(bias.dtype))
         if call.bias_needs_keys:
-            bias = whole(bias)
-        elif needs.bias and reduce_bias_grad:
+            bias = gather_keys(bias, call.route)
+        elif needs.bias and call.reduce_bias_grad:
             bias = sum_gradient(bias, call.members, call.number)
     if sink is not None and needs.sink:
         sink = sink.to(sum_dtype(sink.dtype))
-        sink = sum_gradient(sink, call.members, call.number) if reduce_bias_grad else sink
+        sink = sum_gradient(sink, call.members, call.number) if call.reduce_bias_grad else sink
     return mask, bias, sink
+
+
+def _attend_heads(
+    call: ParallelCall,
+    backend: BackendChoice,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of this rank's heads, by one ordinary call over all positions."""
+    p, trade = call.problem, call.trade
+    assert trade is not None
+    return attention(
+        q,
+        k,
+        v,
+        trade.cut(mask),
+        trade.cut(bias),
+        is_causal=p.is_causal,
+        window_size=p.window_size,
+        softmax_scale=p.softmax_scale,
+        softcap=p.softcap,
+        deterministic=p.deterministic,
+        return_lse=True,
+        backend=backend,
+        sink=None if sink is None else sink[trade.own(p.num_heads)],
+    )

@@ -1,23 +1,39 @@
-"""Validation of a context-parallel call, and what every rank has to know of it."""
+"""A context-parallel call before anything is sent: its arguments checked, its strategy and its backends chosen."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..backends.protocol import Backend, Direction
+from ..dispatch.config import BackendChoice, Decision, blocks, disabled
+from ..dispatch.registry import BACKENDS, on_change, works
+from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, report_fallback, select_pair
 from ..masks import PreparedMask
-from ..problem import AttentionProblem, NeedsGrad, Shape4, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
-from ..sequences.nested import is_nested
-from ..validation import describe
-from .agreement import Shared
-from .exchange import sum_dtype
-from .group import Members
+from ..problem import AttentionProblem, NeedsGrad, Numbers, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
+from ..remembered import Remembered
+from ..sequences.padding import is_nested
+from ..validation import describe, follow_autocast
+from .exchange import CLEAR_SHARE, Route, length_of, runs_read, share_moved, sum_dtype
+from .group import Members, Shared, check_layout
 from .layout import SequenceLayout
-from .mask import ShardedMask
-from .reading import CLEAR_SHARE, length_of, runs_read, share_moved
-from .strategy import strategy_of
+from .rows import head_groups, slice_problem
+from .slices import ShardedMask, Slice, plan
+from .transfers import HeadTrade, check_heads, choose_strategy, sum_gradient
+
+
+class Tensors(NamedTuple):
+    """The tensors of a rank's call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | ShardedMask | None
+    bias: Tensor | None
+    sink: Tensor | None
 
 
 class ParallelCall(NamedTuple):
@@ -25,133 +41,281 @@ class ParallelCall(NamedTuple):
 
     Attributes:
         problem: the rank's rows over all keys, as one ordinary call; strides of k and v are of no account.
-        members, layout, layout_k: of the group, of queries and of keys.
-        mask: None, 4-D bool, or sharded by rows and prepared.
+        members, layout, layout_k: of the group that gathers keys or, for "ulysses" over one group, trades heads.
+        tensors: as the caller passed them, in the dtype of autocast.
+        mask: None, 4-D bool, or sharded by rows and prepared. Over a mesh of two dims mask, bias and sink have this
+            rank's heads.
         bias: None or 4-D.
+        sink: None or (Hq,).
         mask_needs_keys, bias_needs_keys: whether each has one row for all queries, sharded by keys.
         strategy: "gather" or "ulysses"; and why, in words.
-        head_groups: of the former, how many groups of key-value heads are gathered one after the other.
-        sends_parts: of the former, whether ranks send each other the keys that are read; else all get all of them.
-        number: which of the calls over its groups it is, by which ranks know each other's backward passes; 0 in a
-            compiled graph.
+        head_groups: in how many groups of key-value heads "gather" goes, one after the other.
+        sends_parts: whether ranks of "gather" send each other the keys that are read; else all get all of them.
+        trade: how heads are traded for positions: with "ulysses", and over the inner dim of a mesh of two; else None.
+        reduce_bias_grad, exchange_dtype: as the caller passed them.
+        number: counts the calls over its groups, so that ranks know each other's backward passes; 0 in a compiled
+            graph.
     """
 
     problem: AttentionProblem
     members: Members
     layout: SequenceLayout
     layout_k: SequenceLayout
+    tensors: Tensors
     mask: Tensor | ShardedMask | None
     bias: Tensor | None
+    sink: Tensor | None
     mask_needs_keys: bool
     bias_needs_keys: bool
     strategy: str
     why: str
     head_groups: int
     sends_parts: bool
+    trade: HeadTrade | None
+    reduce_bias_grad: bool
+    exchange_dtype: torch.dtype | None
     number: int
 
+    @property
+    def route(self) -> Route:
+        """Between which ranks keys travel, and which."""
+        over = (self.members.name, self.members.rank, self.layout.flat, self.layout_k.flat)
+        return Route(*over, *self.problem.window, self.sends_parts, self.number)
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """The calls that this rank makes: one for each run of its rows, or one for all rows of its heads."""
+        if self.strategy == "ulysses":
+            return (Slice(0, self.layout.length, 0, self.layout_k.length, self.problem.window),)
+        return plan(self.layout, self.members.rank, self.layout_k.length, self.problem.window)
+
     def keys_held(self, rank: int) -> int:
-        """How many keys a rank has while it computes."""
+        """Return how many keys a rank has while it computes."""
         if not self.sends_parts:
             return self.layout_k.length
         return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window))
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether a mask or a bias has values of its own for the rank's rows."""
-        bias, mask = self.bias, self.mask
-        of_mask = isinstance(mask, ShardedMask) or (mask is not None and mask.shape[2] > 1)
-        return of_mask or (bias is not None and bias.shape[2] > 1)
+    def _head_problem(self) -> AttentionProblem:
+        """Describe the one call that each rank of "ulysses" makes: all positions of its heads."""
+        p, size, trade = self.problem, self.members.size, self.trade
+        heads, heads_k, seqlen_q = p.num_heads // size, max(1, p.num_heads_k // size), self.layout.length
 
+        def cut(spec: TensorSpec | None) -> TensorSpec | None:
+            if spec is None or trade is None:
+                return spec
+            part = trade.own(spec.shape[1])
+            return spec._replace(shape=(spec.shape[0], part.stop - part.start, *spec.shape[2:]))
 
-def describe_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | ShardedMask | None,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    members: Members,
-    layout: SequenceLayout,
-    layout_k: SequenceLayout | None,
-    strategy: str,
-    groups: int | None,
-    is_causal: bool,
-    softmax_scale: float | None,
-    softcap: float,
-    window_size: tuple[int, int] | None,
-    deterministic: bool | None,
-    return_lse: bool,
-) -> ParallelCall:
-    """Validate what one rank was given.
-
-    Raises:
-        TypeError, ValueError: as `attention`, of the rank's rows over all keys; and what does not fit the layouts.
-    """
-    if is_nested(q):
-        raise ValueError("q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents")
-    layout_k = check_layouts(q, k, v, members, layout, layout_k)
-    mask_needs_keys, whole_mask = _whole_keys(mask, layout_k)
-    bias_needs_keys, whole_bias = _whole_keys(bias, layout_k)
-    if isinstance(mask, ShardedMask):
-        is_causal, window_size = _band_of(mask, is_causal, window_size, members, layout, layout_k)
-        shape = (mask.batch, mask.heads, layout.local_length, layout_k.length)
-        whole_mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=mask.device).expand(shape)
-    elif isinstance(mask, PreparedMask):
-        raise TypeError(
-            f"mask is a {type(mask).__name__}, of whole rows; context parallelism needs one of "
-            "flash_dmattn.distributed.prepare_mask, or a bool tensor of this rank's rows"
+        return p._replace(
+            seqlen_q=seqlen_q,
+            num_heads=heads,
+            num_heads_k=heads_k,
+            q_strides=unpacked_spec((p.batch, seqlen_q, heads, p.head_dim)).strides,
+            k_strides=unpacked_spec((p.batch, p.seqlen_k, heads_k, p.head_dim)).strides,
+            v_strides=unpacked_spec((p.batch, p.seqlen_k, heads_k, p.head_dim_v)).strides,
+            mask=cut(p.mask),
+            bias=cut(p.bias),
         )
-    numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, False)
-    whole_k, whole_v = (_standing_for(x, layout_k.length, 1) for x in (k, v))
-    problem, _, _ = describe(q, whole_k, whole_v, whole_mask, whole_bias, *numbers, sink=sink)
-    if torch.is_grad_enabled():
-        needs = (x is not None and x.requires_grad for x in (q, k, v, bias, sink))
-        problem = problem._replace(needs_grad=NeedsGrad(*needs))
-    call = ParallelCall(
-        problem,
-        members,
-        layout,
-        layout_k,
-        as_scores(mask) if isinstance(mask, Tensor) else mask,
-        None if bias is None else as_scores(bias),
-        mask_needs_keys,
-        bias_needs_keys,
-        strategy,
-        "",
-        1,
-        False,
-        0,
-    )
-    call = call._replace(problem=_as_read(call))
-    p = call.problem
-    share = share_moved(layout, layout_k, p.window)
-    share = share if share <= CLEAR_SHARE else 1.0
-    strategy, why = strategy_of(strategy, p.num_heads, p.num_heads_k, members.size, call.has_rows, share)
-    call = call._replace(strategy=strategy, why=why, sends_parts=strategy == "gather" and share < 1)
-    return call._replace(head_groups=_head_groups(call, groups))
+
+    def problems(self) -> list[AttentionProblem]:
+        """Return the different problems among the calls of all ranks. One choice of backends has to serve them all."""
+        if self.strategy == "ulysses":
+            return [self._head_problem()]
+        heads = head_groups(self.problem.num_heads_k, self.head_groups)[0]  # the others are like it
+        # Dynamo of torch 2.11 sorts by numbers alone, not by tuples.
+        parts = dict.fromkeys(
+            (part._replace(row=0, row_stop=part.seqlen_q), self.keys_held(rank))
+            for rank in range(self.members.size)
+            for part in plan(self.layout, rank, self.layout_k.length, self.problem.window)
+        )
+        ordered = sorted(sorted(parts, key=lambda each: each[0].stop), key=lambda each: each[0].row_stop)
+        return [slice_problem(self.problem, part, heads, held) for part, held in ordered]
+
+    def shared(self, pair: Selection) -> Shared:
+        """Return in words all that has to be the same on every rank."""
+        p, mask, bias = self.problem, self.mask, self.bias
+        needed = [name for name, needed in zip(NeedsGrad._fields, p.needs_grad, strict=True) if needed]
+        values = {
+            "device": p.device,
+            "q": f"{dtype_name(p.dtype)} {(p.batch, p.seqlen_q, p.num_heads, p.head_dim)}",
+            "k": (p.batch, self.layout_k.local_length, p.num_heads_k, p.head_dim),
+            "v": (p.batch, self.layout_k.local_length, p.num_heads_k, p.head_dim_v),
+            "mask": None if mask is None else tuple(mask.shape) if isinstance(mask, Tensor) else "prepared",
+            "bias": None if bias is None else f"{dtype_name(bias.dtype)} {tuple(bias.shape)}",
+            "sink": None if p.sink is None else dtype_name(p.sink),
+            "layout": self.layout,
+            "layout_k": self.layout_k,
+            "strategy": self.strategy,
+            "head_groups": self.head_groups,
+            "keys sent": "those that are read" if self.sends_parts else "all",
+            "is_causal": p.is_causal,
+            "window_size": p.window_size,
+            "softmax_scale": p.softmax_scale,
+            "softcap": p.softcap,
+            "deterministic": p.deterministic,
+            "return_lse": p.return_lse,
+            "requires_grad": ", ".join(needed) or "nothing",
+            "reduce_bias_grad": self.reduce_bias_grad,
+            "exchange_dtype": self.exchange_dtype,
+            "backends": tuple([None if one is None else one.name for one in pair]),
+        }
+        return tuple((name, str(value)) for name, value in values.items())
 
 
-def _as_read(call: ParallelCall) -> AttentionProblem:
-    """The problem with mask and bias as slices read them, where that is not as they were given."""
-    problem, mask, bias = call.problem, call.mask, call.bias
-    if isinstance(mask, ShardedMask):
-        form = mask.masks[0].form
-        rows = 1 if form == "keys" else problem.seqlen_q
-        problem = problem._replace(mask=unpacked_spec((mask.batch, mask.heads, rows, problem.seqlen_k)), mask_form=form)
-    elif call.mask_needs_keys and problem.mask is not None:
-        problem = problem._replace(mask=_contiguous_spec(problem.mask.shape, torch.bool))
-    if problem.bias is not None and bias is not None and bias.shape[2] == 1:
-        dtype = sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype
-        whole = _contiguous_spec(problem.bias.shape, dtype) if call.bias_needs_keys else problem.bias
-        problem = problem._replace(bias=whole._replace(dtype=dtype))
-    return problem
+class Request(NamedTuple):
+    """The arguments of a call as one rank has them, not checked yet.
+
+    Attributes:
+        tensors: of this rank.
+        groups: the one group, or the inner one and the outer one of a mesh of two dims.
+        layout, layout_k, strategy, head_groups, reduce_bias_grad, exchange_dtype: as the caller passed them.
+        numbers: the arguments that are as in `attention`.
+        has_sequences: whether sequences were passed.
+    """
+
+    tensors: Tensors
+    groups: tuple[Members, ...]
+    layout: SequenceLayout
+    layout_k: SequenceLayout | None
+    strategy: str
+    head_groups: int | None
+    reduce_bias_grad: bool
+    exchange_dtype: torch.dtype | None
+    numbers: Numbers
+    has_sequences: bool
+
+    def describe(self, number: int) -> ParallelCall:
+        """Check the arguments, and make the call of the group that gathers keys; nothing is sent or computed.
+
+        Args:
+            number: of the call over the groups, 0 in a compiled graph.
+
+        Raises:
+            TypeError, ValueError: as `attention`, of the rank's rows over all keys; and what does not fit the layouts.
+        """
+        is_mesh = len(self.groups) == 2
+        check_layout(self.layout, math.prod([one.size for one in self.groups]), "mesh" if is_mesh else "group")
+        q, k, v = follow_autocast(*self.tensors[:3])
+        request = self._replace(tensors=self.tensors._replace(q=q, k=k, v=v))
+        if self.has_sequences:
+            raise ValueError(
+                "sequences is set; context parallelism shares one sequence: pass a mask of its documents, "
+                "flash_dmattn.masks.document_mask"
+            )
+        if self.numbers.dropout_p != 0:
+            raise ValueError(f"dropout_p is {self.numbers.dropout_p!r}; context_parallel_attention has no dropout")
+        check_flag("reduce_bias_grad", self.reduce_bias_grad)
+        call = request._over_mesh(number) if is_mesh else request._over_group(number)
+        call = call._replace(tensors=request.tensors, number=number)
+        dtype = call.problem.dtype
+        if self.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
+            raise ValueError(
+                f"exchange_dtype is {self.exchange_dtype}; it needs to be None, {dtype} or {sum_dtype(dtype)}"
+            )
+        return call
+
+    def _over_mesh(self, number: int) -> ParallelCall:
+        """Make the call over the outer group: q, k and v without memory, and this rank's heads of the rest."""
+        if self.strategy != "auto":
+            raise ValueError(
+                f"strategy is {self.strategy!r}; over a mesh of two dims it needs to be 'auto', which is both"
+            )
+        inner, outer = self.groups
+        joined, within = self.layout.joined(inner.size)
+        q, k, v, mask, bias, sink = self.tensors
+        layout_k = _check_layouts(q, k, v, Members("", self.layout.world_size, 0), self.layout, self.layout_k)
+        request = self._replace(groups=(outer,), layout=joined, layout_k=None, strategy="gather")
+        if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+            return request._over_group(number)  # whose validation names what is wrong
+        joined_k, within_k = layout_k.joined(inner.size)
+        size, heads = inner.size, q.shape[2]
+        check_heads(heads, k.shape[2], size)
+        trade = HeadTrade(inner, within[outer.rank], within_k[outer.rank], heads, k.shape[2], number)
+
+        def traded(x: Tensor) -> Tensor:
+            shape = (x.shape[0], x.shape[1] * size, max(1, x.shape[2] // size), x.shape[3])
+            return x.detach().new_empty((1, 1, 1, 1)).requires_grad_(x.requires_grad).expand(shape)
+
+        def summed(x: Tensor, is_shared: bool) -> Tensor:
+            if not (is_shared and self.reduce_bias_grad and x.requires_grad):
+                return x
+            return sum_gradient(x.to(sum_dtype(x.dtype)), inner, number)
+
+        if isinstance(mask, ShardedMask) and mask.heads > 1:
+            raise ValueError(f"mask was prepared with {mask.heads} heads; over a mesh of two dims it needs to have one")
+        if isinstance(mask, Tensor) and mask.dim() in (2, 3, 4):
+            mask = trade.cut(as_scores(mask))
+        if isinstance(bias, Tensor) and bias.dim() in (2, 3, 4):
+            bias = trade.cut(summed(as_scores(bias), as_scores(bias).shape[2] == 1))
+        if isinstance(sink, Tensor) and sink.shape == (heads,):
+            sink = summed(sink, True)[trade.own(heads)]
+        tensors = Tensors(traded(q), traded(k), traded(v), mask, bias, sink)
+        call = request._replace(tensors=tensors, layout_k=joined_k)._over_group(number)
+        return call._replace(trade=trade)
+
+    def _over_group(self, number: int) -> ParallelCall:
+        """Make the call over one group."""
+        q, k, v, mask, bias, sink = self.tensors
+        (members,) = self.groups
+        if is_nested(q):
+            raise ValueError(
+                "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
+            )
+        layout = self.layout
+        layout_k = _check_layouts(q, k, v, members, layout, self.layout_k)
+        mask_needs_keys, every_mask = _with_all_keys(mask, layout_k)
+        bias_needs_keys, every_bias = _with_all_keys(bias, layout_k)
+        numbers = self.numbers
+        if isinstance(mask, ShardedMask):
+            numbers = _check_sharded(mask, numbers, members, layout, layout_k)
+            shape = (mask.batch, mask.heads, layout.local_length, layout_k.length)
+            every_mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=mask.device).expand(shape)
+        elif isinstance(mask, PreparedMask):
+            raise TypeError(
+                f"mask is a {type(mask).__name__}, of whole rows; context parallelism needs one of "
+                "flash_dmattn.distributed.ShardedMask.from_mask, or a bool tensor of this rank's rows"
+            )
+        every_k, every_v = (_lengthened(x, layout_k.length) for x in (k, v))
+        problem, _, _ = describe(q, every_k, every_v, every_mask, every_bias, sink, numbers)
+        if torch.is_grad_enabled():
+            needs = (x is not None and x.requires_grad for x in (q, k, v, bias, sink))
+            problem = problem._replace(needs_grad=NeedsGrad(*needs))
+        mask = as_scores(mask) if isinstance(mask, Tensor) else mask
+        bias = None if bias is None else as_scores(bias)
+        problem = problem._replace(
+            **_mask_as_read(problem, mask, mask_needs_keys), bias=_bias_as_read(problem, bias, bias_needs_keys)
+        )
+        share = share_moved(layout, layout_k, problem.window)
+        share = share if share <= CLEAR_SHARE else 1.0
+        has_rows = isinstance(mask, ShardedMask) or any(isinstance(x, Tensor) and x.shape[2] > 1 for x in (mask, bias))
+        heads = (problem.num_heads, problem.num_heads_k)
+        strategy, why = choose_strategy(self.strategy, *heads, members.size, has_rows, share)
+        return ParallelCall(
+            problem,
+            members,
+            layout,
+            layout_k,
+            self.tensors,
+            mask,
+            bias,
+            sink,
+            mask_needs_keys,
+            bias_needs_keys,
+            strategy,
+            why,
+            _check_head_groups(self.head_groups, problem, bias),
+            strategy == "gather" and share < 1,
+            HeadTrade(members, layout, layout_k, *heads, number) if strategy == "ulysses" else None,
+            self.reduce_bias_grad,
+            self.exchange_dtype,
+            number,
+        )
 
 
-def check_layouts(
+def _check_layouts(
     q: Tensor, k: Tensor, v: Tensor, members: Members, layout: SequenceLayout, layout_k: SequenceLayout | None
 ) -> SequenceLayout:
-    """The layout of keys; `describe` names what is no tensor of four dims."""
+    """Return the layout of keys; `describe` names what is no tensor of four dims."""
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         return layout
     if layout_k is None:
@@ -164,30 +328,28 @@ def check_layouts(
         raise TypeError(f"layout_k is a {type(layout_k).__name__}; it needs to be a SequenceLayout")
     if layout_k.world_size != members.size:
         raise ValueError(f"layout_k is for {layout_k.world_size} ranks; it needs the {members.size} of the group")
-    for name, x, of in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
-        if x.shape[1] != of.local_length:
+    for name, x, own in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
+        if x.shape[1] != own.local_length:
             raise ValueError(
-                f"{name} has {x.shape[1]} rows; it needs the {of.local_length} that each of {members.size} ranks has "
-                f"of {of.length}: layout.shard({name}, 1, rank) takes them"
+                f"{name} has {x.shape[1]} rows; it needs the {own.local_length} that each of {members.size} ranks has "
+                f"of {own.length}: layout.shard({name}, 1, rank) takes them"
             )
     return layout_k
 
 
-def _contiguous_spec(shape: Shape4, dtype: torch.dtype) -> TensorSpec:
-    return unpacked_spec(shape)._replace(dtype=dtype)
-
-
-def _standing_for(x: Tensor, length: int, dim: int) -> Tensor:
-    """A tensor of the whole length along a dim in the place of a part of it, without memory."""
+def _lengthened(x: Tensor, length: int) -> Tensor:
+    """Return a tensor of all keys in the place of a rank's k or v, without memory."""
     if not isinstance(x, Tensor) or x.dim() != 4:
         return x
-    shape = list(x.shape)
-    shape[dim] = length
-    return x.detach().new_empty((1, 1, 1, 1)).expand(shape)
+    batch, _, heads, dim = x.shape
+    return x.detach().new_empty((1, 1, 1, 1)).expand(batch, length, heads, dim)
 
 
-def _whole_keys(x: Any, layout_k: SequenceLayout) -> tuple[bool, Tensor | None]:
-    """Whether a mask or bias is sharded by keys, and what stands for it whole; it has one row for all queries then."""
+def _with_all_keys(x: Any, layout_k: SequenceLayout) -> tuple[bool, Any]:
+    """Return whether a mask or bias is sharded by keys, and a tensor of all keys in its place, without memory.
+
+    A tensor that is sharded by keys has one row for all queries.
+    """
     if not isinstance(x, Tensor) or not 2 <= x.dim() <= 4:
         return False, x
     b, h, i, j = as_scores(x).shape
@@ -196,68 +358,128 @@ def _whole_keys(x: Any, layout_k: SequenceLayout) -> tuple[bool, Tensor | None]:
     return False, x
 
 
-def _band_of(
-    mask: ShardedMask,
-    is_causal: bool,
-    window_size: tuple[int, int] | None,
-    members: Members,
-    layout: SequenceLayout,
-    layout_k: SequenceLayout,
-) -> tuple[bool, tuple[int, int]]:
+def _check_sharded(
+    mask: ShardedMask, numbers: Numbers, members: Members, layout: SequenceLayout, layout_k: SequenceLayout
+) -> Numbers:
+    """Return the numbers with the band of the mask, once it is known to be made for this rank and call."""
     if (mask.layout, mask.layout_k) != (layout, layout_k):
         raise ValueError(f"mask was prepared for other layouts, {mask}; it needs those of the call")
     if mask.rank != members.rank:
         raise ValueError(f"mask was prepared for rank {mask.rank}; this is rank {members.rank}")
-    if check_flag("is_causal", is_causal) not in (False, mask.is_causal) or window_size not in (None, mask.window_size):
+    is_causal, window_size = check_flag("is_causal", numbers.is_causal), numbers.window_size
+    if is_causal not in (False, mask.is_causal) or window_size not in (None, mask.window_size):
         raise ValueError(
             f"is_causal is {is_causal} and window_size is {window_size}, but mask was prepared with "
             f"is_causal={mask.is_causal}, window_size={mask.window_size}; a prepared mask brings its own limits"
         )
-    return mask.is_causal, mask.window_size
+    return numbers._replace(is_causal=mask.is_causal, window_size=mask.window_size)
 
 
-def _head_groups(call: ParallelCall, groups: int | None) -> int:
-    if groups is None:
+def _mask_as_read(problem: AttentionProblem, mask: Tensor | ShardedMask | None, needs_keys: bool) -> dict[str, Any]:
+    """Return the fields of the mask as slices read it: a sharded one is prepared, or gathered."""
+    if isinstance(mask, ShardedMask):
+        form = mask.masks[0].form
+        rows = 1 if form == "keys" else problem.seqlen_q
+        return {"mask": unpacked_spec((mask.batch, mask.heads, rows, problem.seqlen_k)), "mask_form": form}
+    if needs_keys and problem.mask is not None:
+        return {"mask": unpacked_spec(problem.mask.shape)._replace(dtype=torch.bool)}
+    return {}
+
+
+def _bias_as_read(problem: AttentionProblem, bias: Tensor | None, needs_keys: bool) -> TensorSpec | None:
+    """Return the bias as slices read it: it is gathered, or in the dtype of the sum of its gradients."""
+    if problem.bias is None or bias is None or bias.shape[2] > 1:
+        return problem.bias
+    spec = unpacked_spec(problem.bias.shape) if needs_keys else problem.bias
+    return spec._replace(dtype=sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype)
+
+
+def _check_head_groups(number: int | None, problem: AttentionProblem, bias: Tensor | None) -> int:
+    if number is None:
         return 1  # the fastest from 16384 to 65536 tokens (docs/scale.md)
-    p, bias = call.problem, call.bias
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        raise TypeError(f"head_groups is {groups!r}; it needs to be an int or None")
-    if groups < 1 or p.num_heads_k % groups:
-        raise ValueError(f"head_groups is {groups}; it needs to divide the {p.num_heads_k} key-value heads")
-    if groups > 1 and bias is not None and bias.shape[1] == 1 and bias.shape[2] > 1 and p.needs_grad.bias:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"head_groups is {number!r}; it needs to be an int or None")
+    if number < 1 or problem.num_heads_k % number:
+        raise ValueError(f"head_groups is {number}; it needs to divide the {problem.num_heads_k} key-value heads")
+    if number > 1 and bias is not None and bias.shape[1] == 1 and bias.shape[2] > 1 and problem.needs_grad.bias:
         raise ValueError(
-            f"head_groups is {groups}, and bias of shape {tuple(bias.shape)} has one gradient for all heads, "
+            f"head_groups is {number}, and bias of shape {tuple(bias.shape)} has one gradient for all heads, "
             "which one call has to sum; it needs to be 1"
         )
-    return groups
+    return number
 
 
-def shared_of(call: ParallelCall, **more: object) -> Shared:
-    """What has to be the same on every rank, in words."""
-    p = call.problem
-    mask, bias = call.mask, call.bias
-    of_mask = None if mask is None else f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else "prepared"
-    needed = [name for name, needed in zip(NeedsGrad._fields, p.needs_grad, strict=True) if needed]
-    values = {
-        "device": p.device,
-        "q": f"{dtype_name(p.dtype)} {(p.batch, p.seqlen_q, p.num_heads, p.head_dim)}",
-        "k": (p.batch, call.layout_k.local_length, p.num_heads_k, p.head_dim),
-        "v": (p.batch, call.layout_k.local_length, p.num_heads_k, p.head_dim_v),
-        "mask": of_mask,
-        "bias": None if bias is None else f"{dtype_name(bias.dtype)} {tuple(bias.shape)}",
-        "sink": None if p.sink is None else dtype_name(p.sink),
-        "layout": call.layout,
-        "layout_k": call.layout_k,
-        "strategy": call.strategy,
-        "head_groups": call.head_groups,
-        "keys sent": "those that are read" if call.sends_parts else "all",
-        "is_causal": p.is_causal,
-        "window_size": p.window_size,
-        "softmax_scale": p.softmax_scale,
-        "softcap": p.softcap,
-        "deterministic": p.deterministic,
-        "return_lse": p.return_lse,
-        "requires_grad": ", ".join(needed) or "nothing",
-        **more,
-    }
-    return tuple((name, str(value)) for name, value in values.items())
+class _Key(NamedTuple):
+    """All that decides which backends serve a call by "gather"."""
+
+    problem: AttentionProblem
+    layout: SequenceLayout
+    head_groups: int
+    sends_parts: bool
+    requested: BackendChoice
+    disabled: tuple[str, ...]
+    version: int  # of the registry
+
+
+_pairs: Remembered[Selection] = Remembered(256)
+on_change.append(_pairs.clear)
+
+
+def choose_backends(call: ParallelCall, backend: BackendChoice) -> Selection:
+    """Choose the backends that serve each call of every rank, and report it; backward is None without gradients.
+
+    Raises:
+        ValueError: `backend` is unknown, or it is no forward/backward pair, as "gather" needs.
+        BackendUnsupportedError, BackendUnavailableError: the named backend refuses a slice.
+    """
+    requested = choice_in_force(backend)
+    pair = find_backends(call, requested)
+    if call.strategy == "ulysses" or torch.compiler.is_compiling():
+        return pair  # `attention`, which each rank of "ulysses" calls, reports it
+    if falls_back(call.problem, requested, pair):
+        report_fallback(call.problem)
+    records = blocks.now.records
+    if records is not None:
+        backward = None if pair.backward is None else pair.backward.name
+        records.append(Decision(call.problem, requested, pair.forward.name, backward))
+    return pair
+
+
+def find_backends(call: ParallelCall, requested: BackendChoice) -> Selection:
+    """Make the choice itself: no warning, no record."""
+    if call.strategy == "ulysses":
+        return choose(call.problems()[0], requested)
+    if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
+        return _choose_pair(call.problems(), requested)
+    settings = (requested, disabled(), BACKENDS.version)
+    key = _Key(call.problem, call.layout, call.head_groups, call.sends_parts, *settings)
+    return _pairs.find(key, lambda: _choose_pair(call.problems(), requested))
+
+
+def _choose_pair(problems: list[AttentionProblem], requested: BackendChoice) -> Selection:
+    names = () if requested == "auto" else (requested,) if isinstance(requested, str) else requested
+    for name in names:
+        if name in BACKENDS and BACKENDS[name].is_differentiable:
+            pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not b.is_differentiable)
+            raise ValueError(
+                f"backend is {requested!r}, and {name!r} is one differentiable function; context parallelism needs a "
+                f"forward/backward pair: one of {pairs}"
+            )
+    selections = [select_pair(problem, requested) for problem in problems]
+    # Sizes of slices differ, and so may what suits them; but all of them share one pair.
+    forward = _first_for_all([pair.forward.name for pair in selections], problems, "forward")
+    backward = [pair.backward.name for pair in selections if pair.backward is not None]
+    return Selection(forward, _first_for_all(backward, problems, "backward") if backward else None)
+
+
+def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direction: Direction) -> Backend:
+    """Return the first backend that serves one pass of all slices, out of the favourites of slices, or else of all."""
+    if len(set(preferred)) == 1:
+        return BACKENDS[preferred[0]]
+    for name in (*(n for n in BACKENDS if n in preferred), *BACKENDS):
+        backend = BACKENDS[name]
+        if backend.is_differentiable or name in disabled() or not works(name):
+            continue
+        if all(backend.accepts(problem, direction) for problem in problems):
+            return backend
+    raise AssertionError("eager serves every call")

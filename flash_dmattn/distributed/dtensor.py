@@ -1,8 +1,8 @@
 """Calls with DTensors: from placements to the call of each rank, and its results to DTensors again.
 
-The batch and the heads of a call may be shared among the ranks of a mesh: no entry and no group of heads reads another,
-so nothing is communicated but gradients of what ranks share. A shared sequence is context parallelism. What k, v, mask
-and bias have to be on follows from q alone, and they are not moved between ranks: docs/dtensor.md has the table.
+The batch and the heads of a call may be shared among the ranks of a mesh. No entry and no group of heads reads another,
+so ranks send each other gradients of what they share, and nothing else. A shared sequence is context parallelism. The
+placements of q decide which ones k, v, mask and bias need; none of them is moved. docs/dtensor.md has the table.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import api, explanation
 from ..dtensors import is_dtensor
-from ..problem import Repeats, fold_call
+from ..problem import Numbers, Repeats, fold_call
 from ..validation import describe
-from .agreement import refuse_together
 from .api import context_parallel_attention
 from .explanation import explain_context_parallel
-from .group import Members, groups_of
+from .group import Members, groups_of, refuse_together
 from .layout import SequenceLayout
 
 # The dim of a tensor that the ranks of each mesh dim share among them; None where each of them needs all of it.
@@ -44,11 +43,11 @@ def attention(
     return_probs: bool,
     **flags: Any,
 ) -> Any:
-    """`flash_dmattn.attention` where q is a DTensor: the call of this rank, and its results as DTensors.
+    """Run `flash_dmattn.attention` where q is a DTensor: the call of this rank, and its results as DTensors.
 
     Args:
         q: a DTensor; it decides for the others.
-        k, v, mask, bias and the rest: as given to `flash_dmattn.attention`.
+        k, v, mask, bias and the rest: as passed to `flash_dmattn.attention`.
 
     Raises:
         TypeError: a plain tensor is beside q, or what `attention` itself refuses.
@@ -85,7 +84,7 @@ def explain(
     return_probs: bool,
     **flags: Any,
 ) -> explanation.Explanation:
-    """`flash_dmattn.explain` of the call of this rank, or `explain_context_parallel` where ranks share the sequence."""
+    """Explain the call of this rank, by `explain_context_parallel` where ranks share the sequence."""
     call = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p)
     *local, sink = call.local
     if call.rows_on is None:
@@ -117,8 +116,8 @@ class ShardedCall:
             self._check_kind(name, x)
         _validate(q, k, v, mask, bias, sink)
         self._keys, self._head_dim_v = k.shape[-3], v.shape[-1]
-        self._of_q: Dims = tuple([self._place_of_q(q, dim) for dim in range(self._mesh.ndim)])
-        rows_on = [mesh_dim for mesh_dim, dim in enumerate(self._of_q) if dim == len(self._shape) - 3]
+        self._q_dims: Dims = tuple([self._q_dim(q, dim) for dim in range(self._mesh.ndim)])
+        rows_on = [mesh_dim for mesh_dim, dim in enumerate(self._q_dims) if dim == len(self._shape) - 3]
         self.rows_on = rows_on[0] if rows_on else None
         self._check_heads(q, k)
         if self.rows_on is not None:
@@ -126,7 +125,7 @@ class ShardedCall:
         self.local = tuple([self._local(name, x) for name, x in named.items()])
 
     def over_ranks(self, return_probs: bool) -> dict[str, Any]:
-        """The group that shares the sequence, and who in it has which queries and which keys, as arguments."""
+        """Return the group that shares the sequence and its layouts, as arguments of `context_parallel_attention`."""
         if return_probs:
             raise ValueError("return_probs is True, and q shares its sequence; no rank has all probabilities of a row")
         if torch.compiler.is_compiling():
@@ -140,15 +139,15 @@ class ShardedCall:
         return {"group": self._mesh.get_group(self.rows_on), **layouts}
 
     def wrap(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """out, lse and probabilities of this rank as DTensors of the whole call."""
-        out, *of_scores = results
+        """Return out, lse and probabilities of this rank as DTensors of the whole call."""
+        out, *scores = results
         *batch, rows, heads, _ = self._shape
-        whole = [self._global(out, (*batch, rows, heads, self._head_dim_v), _placements(self._of_q))]
-        of_scores_placed = _placements([None if dim is None else self._score_dim(dim) for dim in self._of_q])
-        for x in of_scores:  # (*batch, heads, rows), and of probabilities keys
+        dtensors = [self._global(out, (*batch, rows, heads, self._head_dim_v), _placements(self._q_dims))]
+        placements = _placements([None if dim is None else self._score_dim(dim) for dim in self._q_dims])
+        for x in scores:  # (*batch, heads, rows), and keys of probabilities
             shape = (*batch, heads, rows, *x.shape[len(batch) + 2 :])
-            whole.append(self._global(x, shape, of_scores_placed))
-        return tuple(whole)
+            dtensors.append(self._global(x, shape, placements))
+        return tuple(dtensors)
 
     def _check_kind(self, name: str, x: Any) -> None:
         if x is None and name not in ("k", "v"):
@@ -169,8 +168,8 @@ class ShardedCall:
         if x.device_mesh != self._mesh:
             raise ValueError(f"{name} is on {x.device_mesh}; it needs to be on the mesh of q, {self._mesh}")
 
-    def _place_of_q(self, q: Any, mesh_dim: int) -> int | None:
-        """The dim of q that is shared among the ranks of a mesh dim, None where each has all of q."""
+    def _q_dim(self, q: Any, mesh_dim: int) -> int | None:
+        """Return the dim of q that the ranks of a mesh dim share, None where each has all of q."""
         placement, dims = q.placements[mesh_dim], q.dim()
         if type(placement) is Replicate:
             return None
@@ -185,7 +184,7 @@ class ShardedCall:
 
     def _check_heads(self, q: DTensor, k: DTensor) -> None:
         """Each rank needs whole groups: the same number of key-value heads, and the query heads that read them."""
-        sizes = [self._mesh.size(dim) for dim, place in enumerate(self._of_q) if place == q.dim() - 2]
+        sizes = [self._mesh.size(dim) for dim, place in enumerate(self._q_dims) if place == q.dim() - 2]
         if k.shape[-2] % math.prod(sizes) != 0:
             raise ValueError(
                 f"k has {k.shape[-2]} heads, and q has placements {q.placements} on a mesh of shape "
@@ -209,20 +208,20 @@ class ShardedCall:
                 )
 
     def _score_dim(self, dim: int) -> int:
-        """Where the scores (*batch, heads, rows, keys) have a dim of q (*batch, rows, heads, head_dim)."""
+        """Return the dim of scores (*batch, heads, rows, keys) for a dim of q (*batch, rows, heads, head_dim)."""
         heads = len(self._shape) - 2
         return dim - 1 if dim == heads else dim + 1 if dim == heads - 1 else dim
 
     def _dim_of(self, name: str, x: Any, mesh_dim: int) -> int | None:
-        """The dim of a tensor that goes with that of q on a mesh dim; None where it has one entry for all of that."""
-        of_q = self._of_q[mesh_dim]
-        if of_q is None:
+        """Return the dim of a tensor that ranks share where they share one of q; None where they need all of it."""
+        q_dim = self._q_dims[mesh_dim]
+        if q_dim is None:
             return None
         if name == "sink":
-            return 0 if of_q == len(self._shape) - 2 else None
+            return 0 if q_dim == len(self._shape) - 2 else None
         if name not in ("mask", "bias"):
-            return of_q
-        dim = self._score_dim(of_q) - (len(self._shape) - x.dim())  # dims count from the right
+            return q_dim
+        dim = self._score_dim(q_dim) - (len(self._shape) - x.dim())  # dims count from the right
         if dim >= 0 and x.shape[dim] > 1:
             return dim
         # One row for all queries may be shared as the keys are.
@@ -231,36 +230,36 @@ class ShardedCall:
         return keys if is_shared else None
 
     def _local(self, name: str, x: Any) -> Any:
-        """The tensor of this rank, through which its gradient finds the placements of x."""
+        """Return the tensor of this rank; its gradient gets the placements of x."""
         if not is_dtensor(x):
             return x
         dims = tuple([self._dim_of(name, x, mesh_dim) for mesh_dim in range(self._mesh.ndim)])
         needed = _placements(dims)
-        for mesh_dim, (found, want) in enumerate(zip(x.placements, needed, strict=True)):
+        for mesh_dim, (has, needs) in enumerate(zip(x.placements, needed, strict=True)):
             # Ranks split a dim in the order of mesh dims: what a later one has split already, none can split before it.
-            if found != want and (type(found) is not Replicate or want in x.placements[mesh_dim + 1 :]):
+            if has != needs and (type(has) is not Replicate or needs in x.placements[mesh_dim + 1 :]):
                 self._refuse(name, x, needed)
         if not (x.requires_grad and torch.is_grad_enabled()):
             return _take(x, dims)
-        is_shared = tuple([dim is None and of_q is not None for dim, of_q in zip(dims, self._of_q, strict=True)])
+        is_shared = tuple([dim is None and q_dim is not None for dim, q_dim in zip(dims, self._q_dims, strict=True)])
         return _Local.apply(x, dims, is_shared)
 
     def _refuse(self, name: str, x: DTensor, needed: tuple[Placement, ...]) -> NoReturn:
         raise ValueError(
             f"{name} has shape {tuple(x.shape)} and placements {x.placements}; beside q with "
-            f"{_placements(self._of_q)} it needs {needed}, or Replicate() where a rank takes its part itself: "
+            f"{_placements(self._q_dims)} it needs {needed}, or Replicate() where a rank takes its part itself: "
             f"{name}.redistribute(placements=...) communicates"
         )
 
     def _global(self, x: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Tensor:
-        whole: Tensor = DTensor.from_local(
+        dtensor: Tensor = DTensor.from_local(
             x, self._mesh, placements, run_check=False, shape=torch.Size(shape), stride=_contiguous(shape)
         )
-        return whole
+        return dtensor
 
 
 class _Local(torch.autograd.Function):
-    """`_take`, whose backward sums what ranks share and gives the gradient the placements of what it is of.
+    """`_take`, whose backward sums what ranks share, and gives the gradient the placements of its tensor.
 
     `DTensor.to_local(grad_placements=)` leaves the gradient of a leaf Partial, with which an optimizer steps wrongly.
     """
@@ -268,26 +267,28 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, dims: Dims, is_shared: tuple[bool, ...]) -> Tensor:
         ctx.mesh, ctx.placements, ctx.shape, ctx.dtype = x.device_mesh, x.placements, x.shape, x.dtype
-        ctx.of_gradient = [Partial() if shared else at for shared, at in zip(is_shared, _placements(dims), strict=True)]
+        ctx.grad_placements = [
+            Partial() if shared else at for shared, at in zip(is_shared, _placements(dims), strict=True)
+        ]
         local = _take(x, dims)
         return local.float() if any(is_shared) and x.dtype.itemsize < 4 else local
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        whole = DTensor.from_local(
-            grad, ctx.mesh, ctx.of_gradient, run_check=False, shape=ctx.shape, stride=_contiguous(ctx.shape)
+        dtensor = DTensor.from_local(
+            grad, ctx.mesh, ctx.grad_placements, run_check=False, shape=ctx.shape, stride=_contiguous(ctx.shape)
         )
-        return whole.redistribute(placements=ctx.placements).to(ctx.dtype), None, None
+        return dtensor.redistribute(placements=ctx.placements).to(ctx.dtype), None, None
 
 
 def _groups_of_rows(q: Any) -> tuple[Members, ...]:
-    """The group that shares the sequence of q, if one does."""
+    """Return the group that shares the sequence of q, if one does."""
     on = [mesh_dim for mesh_dim, placement in enumerate(q.placements) if placement == Shard(q.dim() - 3)]
     return groups_of(q.device_mesh.get_group(on[0])) if len(on) == 1 else ()
 
 
 def _take(x: DTensor, dims: Dims) -> Tensor:
-    """A view of the local tensor of a DTensor, sliced along a mesh dim where every rank has all of it."""
+    """Return a view of the local tensor of a DTensor, sliced along a mesh dim where every rank has all of it."""
     local: Tensor = x.to_local()
     local = local.view_as(local)
     mesh: DeviceMesh = x.device_mesh
@@ -302,7 +303,7 @@ def _take(x: DTensor, dims: Dims) -> Tensor:
 
 
 def _placements(dims: Sequence[int | None]) -> tuple[Placement, ...]:
-    """Shard where a mesh dim has a tensor dim, Replicate where it has none."""
+    """Return Shard where a mesh dim has a tensor dim, Replicate where it has none."""
     return tuple([Replicate() if dim is None else Shard(dim) for dim in dims])
 
 
@@ -314,7 +315,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, s
     repeats: Repeats | None = None
     if q.dim() > 4:
         q, k, v, mask, bias, _, repeats, _ = fold_call(q, k, v, mask, bias)
-    describe(q, k, v, mask, bias, False, None, 0.0, None, None, False, False, repeats, sink=sink)
+    describe(q, k, v, mask, bias, sink, Numbers(), repeats)
 
 
 def _on_meta(x: Tensor) -> Tensor:

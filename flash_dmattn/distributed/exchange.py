@@ -1,4 +1,4 @@
-"""What ranks send each other: parts of a sequence gathered to whole ones, and gradients of whole ones sent back.
+"""Which keys each rank reads, and the collectives that bring them there and send their gradients back.
 
 Only copies of bytes travel. Sums are made here, in the order of ranks, so that they are equal bit by bit from run to
 run, whatever the network does.
@@ -6,124 +6,366 @@ run, whatever the network does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import process_group
-from .layout import SequenceLayout
+from .group import agree_within, process_group
+from .layout import Interval, SequenceLayout, from_flat
+from .slices import Slice, plan
+
+# The largest share of the positions of an all_gather for which ranks send each other parts instead: an all_gather of as
+# many bytes is faster, and half is a clear margin.
+CLEAR_SHARE = 0.5
+
+# Positions in runs [start, stop), ascending, none touching the next.
+Runs = tuple[Interval, ...]
 
 # torch renamed it after 2.12, and warns of the old name.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
-class Gathering:
-    """Tensors of this rank's rows on their way to every rank; `wait` has them whole, rows in global order."""
+class Moves(NamedTuple):
+    """Positions that one rank sends and receives, counted in the whole sequence of keys.
 
-    def __init__(self, tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, group: str) -> None:
-        """Start sending.
+    Attributes:
+        rank: which one.
+        own: positions that it has.
+        held: positions that its tensor has afterwards, in this order.
+        to: for each rank the positions of this one that it reads.
+        of: for each rank the positions that this one reads of it. Both list its own for itself, which nobody sends.
+        pieces: `held` in order, as (rank that has them, start, stop); -1 for positions that this one does not read.
+    """
 
-        Args:
-            tensors: of one dtype, with the rows of this rank along `dim`, of equal shapes on every rank.
-            layout: which rows those are.
-            group: name of the process group.
-        """
-        self._shapes = [x.shape for x in tensors]
-        self._dim, self._layout = dim, layout
-        self._sent = _joined(tensors)
-        self._received = self._sent.new_empty((layout.world_size, self._sent.numel()))
-        # Both buffers stay referenced until `wait`: the network still reads and writes them.
-        self._work = _all_gather(_bytes(self._received), _bytes(self._sent), process_group(group), True)
+    rank: int
+    own: Runs
+    held: Runs
+    to: tuple[Runs, ...]
+    of: tuple[Runs, ...]
+    pieces: tuple[tuple[int, int, int], ...]
+
+    @property
+    def sent(self) -> int:
+        """Number of positions that it sends to others, each as often as it is sent."""
+        return sum(length_of(runs) for rank, runs in enumerate(self.to) if rank != self.rank)
+
+    @property
+    def received(self) -> int:
+        """Number of positions that it receives from others."""
+        return sum(length_of(runs) for rank, runs in enumerate(self.of) if rank != self.rank)
+
+
+def length_of(runs: Runs) -> int:
+    """Count the positions."""
+    return sum(stop - start for start, stop in runs)
+
+
+def place_in(runs: Runs, position: int) -> int:
+    """Return how many positions of the runs stand before one of them."""
+    place = 0
+    for start, stop in runs:
+        if start <= position < stop:
+            return place + position - start
+        place += stop - start
+    raise ValueError(f"position is {position}; it needs to be in {runs}")
+
+
+def places_in(held: Runs, parts: tuple[Slice, ...]) -> tuple[slice, ...]:
+    """Return where the keys of each slice are in tensors of the keys that are held."""
+    starts = [place_in(held, part.start) if part.seqlen_k else 0 for part in parts]
+    return tuple(slice(start, start + part.seqlen_k) for start, part in zip(starts, parts))
+
+
+def runs_read(layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int]) -> Runs:
+    """Return the keys that the slices of a rank read; arguments as for `plan`."""
+    runs: list[Interval] = []
+    for start, stop in sorted((part.start, part.stop) for part in plan(layout, rank, seqlen_k, window)):
+        if start == stop:
+            continue
+        if runs and start <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(stop, runs[-1][1]))
+        else:
+            runs.append((start, stop))
+    return tuple(runs)
+
+
+def common(first: Runs, second: Runs) -> Runs:
+    """Return the positions that are in both."""
+    runs, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        start, stop = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < stop:
+            runs.append((start, stop))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(runs)
+
+
+@lru_cache(maxsize=256)
+def moves_of(
+    layout: tuple[int, ...], layout_k: tuple[int, ...], rank: int, window: tuple[int, int], all_held: bool = False
+) -> Moves:
+    """Return what a rank sends and receives; layouts are `SequenceLayout.flat`, and the window has causality folded in.
+
+    With `all_held` the rank's tensor has room for all keys, also for the ones that it does not read.
+    """
+    rows, keys = from_flat(layout), from_flat(layout_k)
+    reads = [runs_read(rows, r, keys.length, window) for r in range(rows.world_size)]
+    own, held = keys.runs(rank), ((0, keys.length),) if all_held else reads[rank]
+    to = tuple(common(own, runs) for runs in reads)
+    of = tuple(common(keys.runs(r), reads[rank]) for r in range(keys.world_size))
+    return Moves(rank, own, held, to, of, _pieces(held, of))
+
+
+def _pieces(held: Runs, of: tuple[Runs, ...]) -> tuple[tuple[int, int, int], ...]:
+    arriving = sorted((start, stop, rank) for rank, runs in enumerate(of) for start, stop in runs)
+    pieces = []
+    for first, last in held:
+        place = first
+        for start, stop, rank in arriving:
+            if first <= start < last:
+                pieces += [(-1, place, start)] * (start > place) + [(rank, start, stop)]
+                place = stop
+        pieces += [(-1, place, last)] * (last > place)
+    return tuple(pieces)
+
+
+def share_moved(layout: SequenceLayout, layout_k: SequenceLayout, window: tuple[int, int]) -> float:
+    """Return the most positions that a rank sends or receives where each gets what it reads; an all_gather is 1."""
+    if window[0] < 0 or layout.world_size == 1:  # the last row reads back to the first key, or nothing moves
+        return 1.0
+    return _share_moved(layout.flat, layout_k.flat, window)
+
+
+@lru_cache(maxsize=256)
+def _share_moved(layout: tuple[int, ...], layout_k: tuple[int, ...], window: tuple[int, int]) -> float:
+    rows, keys = from_flat(layout), from_flat(layout_k)
+    ranks = range(rows.world_size)
+    reads = [runs_read(rows, rank, keys.length, window) for rank in ranks]
+    kept = [length_of(common(keys.runs(rank), reads[rank])) for rank in ranks]
+    # From one place to the next both the owner and the number of readers are the same.
+    owner_from = {start: rank for rank in ranks for start, _ in keys.runs(rank)}
+    change = {place: 0 for place in (*owner_from, keys.length)}
+    for start, stop in [run for runs in reads for run in runs]:
+        change[start] = change.get(start, 0) + 1
+        change[stop] = change.get(stop, 0) - 1
+    places = sorted(change)
+    sent, owner, readers = [-n for n in kept], 0, 0
+    for at, place in enumerate(places[:-1]):
+        owner, readers = owner_from.get(place, owner), readers + change[place]
+        sent[owner] += readers * (places[at + 1] - place)
+    received = [length_of(runs) - n for runs, n in zip(reads, kept)]
+    return max(*sent, *received) / ((len(ranks) - 1) * keys.local_length)
+
+
+class Pending(NamedTuple):
+    """A collective on its way.
+
+    Attributes:
+        work: torch's handle of it.
+        sent, received: its buffers; they stay referenced until `wait`, since the network still reads and writes them.
+        unpack: makes the tensors that were asked for from `received`.
+    """
+
+    work: Any
+    sent: Tensor
+    received: Tensor
+    unpack: Callable[[Tensor], list[Tensor]]
 
     def wait(self) -> list[Tensor]:
-        """The tensors of the whole sequence."""
-        self._work.wait()
-        numbers = [shape.numel() for shape in self._shapes]
-        of_ranks = [row.split(numbers) for row in self._received.unbind()]
+        """Wait for the collective, and return its tensors."""
+        self.work.wait()
+        return self.unpack(self.received)
+
+
+def gather(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, group: str) -> Pending:
+    """Send this rank's rows, along `dim`, to every rank, and bring the tensors of the whole sequence in global order.
+
+    The tensors have one dtype, and equal shapes on every rank.
+    """
+    shapes = [x.shape for x in tensors]
+    sent = _joined(tensors)
+    received = sent.new_empty((layout.world_size, sent.numel()))
+    work = _all_gather(_bytes(received), _bytes(sent), process_group(group), True)
+
+    def unpack(received: Tensor) -> list[Tensor]:
+        numbers = [shape.numel() for shape in shapes]
+        ranks = [row.split(numbers) for row in received.unbind()]
+        return [layout.unshard([pieces[i].view(shape) for pieces in ranks], dim) for i, shape in enumerate(shapes)]
+
+    return Pending(work, sent, received, unpack)
+
+
+def scatter(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, rank: int, group: str) -> Pending:
+    """Send gradients of what `gather` brought to the ranks that have the rows, and bring the sums of own rows.
+
+    The gradients have the dtype of the exchange; the sums over all ranks are in fp32, fp64 for fp64.
+    """
+    runs = [run for intervals in layout.intervals for run in intervals]
+    sent = _joined([x.narrow(dim, start, stop - start) for start, stop in runs for x in tensors])
+    received = torch.empty_like(sent).view(layout.world_size, -1)
+    work = dist.all_to_all_single(_bytes(received), _bytes(sent), group=process_group(group), async_op=True)
+    number = len(tensors)
+    shapes = [_resized(x, dim, stop - start) for start, stop in layout.runs(rank) for x in tensors]
+
+    def unpack(received: Tensor) -> list[Tensor]:
+        pieces = summed(received.unbind()).split([shape.numel() for shape in shapes])
+        parts = [x.view(shape) for x, shape in zip(pieces, shapes)]
+        return [torch.cat(parts[i::number], dim) for i in range(number)]
+
+    return Pending(work, sent, received, unpack)
+
+
+def fetch(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pending:
+    """Send this rank's rows, along `dim`, to the ranks that read them, and bring the positions that it holds.
+
+    Positions that it does not read are zero. The tensors have one dtype, and equal shapes on every rank.
+    """
+
+    def assemble(ranks: list[list[Tensor]]) -> list[Tensor]:
+        arrived = [iter(pieces) for pieces in ranks]
+        parts: list[list[Tensor]] = [[] for _ in tensors]
+        for rank, start, stop in moves.pieces:  # each rank has sent its pieces in this order
+            for pieces, x in zip(parts, tensors):
+                pieces.append(x.new_zeros(_resized(x, dim, stop - start)) if rank < 0 else next(arrived[rank]))
         return [
-            self._layout.unshard([pieces[i].view(shape) for pieces in of_ranks], self._dim)
-            for i, shape in enumerate(self._shapes)
+            torch.cat(pieces, dim) if pieces else x.new_empty(_resized(x, dim, 0)) for pieces, x in zip(parts, tensors)
         ]
 
-
-class Returning:
-    """Each rank's gradients of whole tensors on their way to the ranks that have the rows; `wait` has their sums."""
-
-    def __init__(self, tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, rank: int, group: str) -> None:
-        """Start sending.
-
-        Args:
-            tensors: of one dtype, which is that of the exchange, with all rows along `dim`, of equal shapes on every
-                rank.
-            layout: which rank has which rows.
-            rank: this one.
-            group: name of the process group.
-        """
-        self._own = layout.of_rank(rank)
-        self._dim, self._shapes = dim, [list(x.shape) for x in tensors]
-        runs = [interval for of_rank in layout.intervals for interval in of_rank]
-        self._sent = _joined([x.narrow(dim, start, stop - start) for start, stop in runs for x in tensors])
-        self._received = torch.empty_like(self._sent).view(layout.world_size, -1)
-        self._work = dist.all_to_all_single(
-            _bytes(self._received), _bytes(self._sent), group=process_group(group), async_op=True
-        )
-
-    def wait(self) -> list[Tensor]:
-        """For each tensor the sum of what all ranks have sent of this rank's rows: fp32, fp64 for fp64."""
-        self._work.wait()
-        total = summed(self._received.unbind())
-        shapes = [
-            (*shape[: self._dim], stop - start, *shape[self._dim + 1 :])
-            for start, stop in self._own
-            for shape in self._shapes
-        ]
-        runs = [x.view(shape) for x, shape in zip(total.split([torch.Size(s).numel() for s in shapes]), shapes)]
-        number = len(self._shapes)
-        return [torch.cat(runs[i::number], self._dim) for i in range(number)]
+    return _exchange(tensors, dim, moves.own, moves.to, moves.of, moves.rank, group, assemble)
 
 
-class Pieces:
-    """Pieces on their way from each rank to each other one, as many as they have for each other."""
+def give_back(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pending:
+    """Send gradients of what `fetch` brought to the ranks that have it, and bring the sums of own rows.
 
-    def __init__(
-        self, outgoing: list[list[Tensor]], incoming: list[list[int]], rank: int, like: Tensor, group: str
-    ) -> None:
-        """Start sending.
+    The gradients have the dtype of the exchange; the sums over all ranks are in fp32, fp64 for fp64.
+    """
 
-        Args:
-            outgoing: of each rank the pieces for it. Those for this one stay.
-            incoming: of each rank the numbers of elements of its pieces for this one.
-            rank: this one.
-            like: a tensor of the dtype and on the device of all.
-            group: name of the process group.
-        """
-        self._numbers = [[] if r == rank else numbers for r, numbers in enumerate(incoming)]
-        sent = [[] if r == rank else pieces for r, pieces in enumerate(outgoing)]
-        to = [like.itemsize * sum(x.numel() for x in pieces) for pieces in sent]
-        of = [like.itemsize * sum(numbers) for numbers in self._numbers]
-        # Both buffers stay referenced until `wait`, as above.
-        self._sent = _joined([like.new_empty(0), *(x for pieces in sent for x in pieces)])
-        self._received = like.new_empty(sum(of) // like.itemsize)
-        self._work = dist.all_to_all_single(
-            _bytes(self._received),
-            _bytes(self._sent),
-            output_split_sizes=of,
-            input_split_sizes=to,
-            group=process_group(group),
-            async_op=True,
-        )
+    def add(ranks: list[list[Tensor]]) -> list[Tensor]:
+        rows, dtype = length_of(moves.own), sum_dtype(tensors[0].dtype)
+        total = [x.new_zeros(_resized(x, dim, rows), dtype=dtype) for x in tensors]
+        for runs, arrived in zip(moves.to, ranks):
+            pieces = iter(arrived)
+            for start, stop in runs:
+                place = place_in(moves.own, start)
+                for x in total:
+                    x.narrow(dim, place, stop - start).add_(next(pieces))
+        return total
 
-    def wait(self) -> list[list[Tensor]]:
-        """Of each rank its pieces, flat."""
-        self._work.wait()
-        pieces = iter(self._received.split([n for numbers in self._numbers for n in numbers]))
-        return [[next(pieces) for _ in numbers] for numbers in self._numbers]
+    return _exchange(tensors, dim, moves.held, moves.of, moves.to, moves.rank, group, add)
+
+
+def _exchange(
+    tensors: Sequence[Tensor],
+    dim: int,
+    present: Runs,
+    to: tuple[Runs, ...],
+    of: tuple[Runs, ...],
+    rank: int,
+    group: str,
+    finish: Callable[[list[list[Tensor]]], list[Tensor]],
+) -> Pending:
+    """Send runs of the tensors, whose positions along `dim` are `present`, to each rank, and receive runs of each.
+
+    `finish` gets the pieces of each rank, in the order of runs and then of tensors. Its own pieces never travel.
+    """
+    outgoing = [
+        [x.narrow(dim, place_in(present, start), stop - start) for start, stop in runs for x in tensors] for runs in to
+    ]
+    shapes = [[_resized(x, dim, stop - start) for start, stop in runs for x in tensors] for runs in of]
+    own, outgoing[rank], shapes[rank] = outgoing[rank], [], []
+    like = tensors[0]
+    sizes_sent = [like.itemsize * sum(x.numel() for x in pieces) for pieces in outgoing]
+    sizes_received = [like.itemsize * sum(shape.numel() for shape in each) for each in shapes]
+    sent = _joined([like.new_empty(0), *(x for pieces in outgoing for x in pieces)])
+    received = like.new_empty(sum(sizes_received) // like.itemsize)
+    work = dist.all_to_all_single(
+        _bytes(received),
+        _bytes(sent),
+        output_split_sizes=sizes_received,
+        input_split_sizes=sizes_sent,
+        group=process_group(group),
+        async_op=True,
+    )
+
+    def unpack(received: Tensor) -> list[Tensor]:
+        pieces = iter(received.split([shape.numel() for each in shapes for shape in each]))
+        ranks = [[next(pieces).view(shape) for shape in each] for each in shapes]
+        ranks[rank] = own
+        return finish(ranks)
+
+    return Pending(work, sent, received, unpack)
+
+
+ROUTE = "str group, int rank, int[] layout, int[] layout_k, int left, int right, bool sends_parts, int number"
+
+
+class Route(NamedTuple):
+    """Which keys travel, and between which ranks: numbers that operators receive, in the order of `ROUTE`.
+
+    Attributes:
+        group, rank: name of the process group, and this process's place in it.
+        layout, layout_k: of queries and keys, `SequenceLayout.flat`.
+        left, right: the window of the whole call, causality folded in.
+        sends_parts: whether ranks send each other the keys that are read; else every rank gets all of them.
+        number: of the call, so that ranks know each other's backward passes; 0 in a compiled graph.
+    """
+
+    group: str
+    rank: int
+    layout: tuple[int, ...]
+    layout_k: tuple[int, ...]
+    left: int
+    right: int
+    sends_parts: bool
+    number: int
+
+    @classmethod
+    def of(cls, group: str, rank: int, layout: Sequence[int], layout_k: Sequence[int], *rest: Any) -> Route:
+        """Make it of the arguments of an operator, which has lists for tuples."""
+        return cls(group, rank, tuple(layout), tuple(layout_k), *rest)
+
+    @property
+    def parts(self) -> tuple[Slice, ...]:
+        """The slices of this rank."""
+        return plan(from_flat(self.layout), self.rank, self.layout_k[0], (self.left, self.right))
+
+    @property
+    def held(self) -> Runs:
+        """The keys that this rank holds once they have arrived."""
+        return self.moves().held if self.sends_parts else ((0, self.layout_k[0]),)
+
+    def moves(self, all_held: bool = False) -> Moves:
+        """Return which keys ranks send each other, where they send parts."""
+        return moves_of(self.layout, self.layout_k, self.rank, (self.left, self.right), all_held)
+
+    def compare(self, direction: str, **values: object) -> None:
+        """Compare an operator with the operators of the other ranks: tensors and numbers, and then the route."""
+        own = self._asdict()
+        del own["rank"]
+        agree_within(self.group, direction, self.number, {**values, **own})
+
+    def bring(self, tensors: Sequence[Tensor], dim: int, all_held: bool = False) -> Pending:
+        """Send the rows of this rank along `dim`, and bring what it reads: `held`, or all keys."""
+        if self.sends_parts:
+            return fetch(tensors, dim, self.moves(all_held), self.group)
+        return gather(tensors, dim, from_flat(self.layout_k), self.group)
+
+    def send_back(self, gradients: Sequence[Tensor], dim: int, all_held: bool = False) -> Pending:
+        """Send gradients of what `bring` has brought, and bring the sums for the rows of this rank."""
+        if self.sends_parts:
+            return give_back(gradients, dim, self.moves(all_held), self.group)
+        return scatter(gradients, dim, from_flat(self.layout_k), self.rank, self.group)
 
 
 def sum_over(x: Tensor, size: int, group: str) -> Tensor:
-    """The sum of one tensor over all ranks, the same bits on each: fp32, fp64 for fp64."""
+    """Sum one tensor over all ranks, the same bits on each: fp32, fp64 for fp64."""
     sent = x.contiguous()
     received = sent.new_empty((size, *sent.shape))
     _all_gather(_bytes(received), _bytes(sent), process_group(group), False)
@@ -131,7 +373,7 @@ def sum_over(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def trade(x: Tensor, group: str) -> Tensor:
-    """What every rank has for this one, x[i] going to rank i: (W, ...), contiguous."""
+    """Send x[i] to rank i, and return what every rank has sent this one: (W, ...), contiguous."""
     sent = x.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(_bytes(received), _bytes(sent), group=process_group(group))
@@ -139,7 +381,7 @@ def trade(x: Tensor, group: str) -> Tensor:
 
 
 def summed(tensors: Sequence[Tensor]) -> Tensor:
-    """Their sum, one after the other, in fp32, or fp64 for fp64."""
+    """Add tensors one after the other, in fp32, or fp64 for fp64."""
     first, *others = tensors
     total = first.to(sum_dtype(first.dtype), copy=True)
     for x in others:
@@ -148,12 +390,16 @@ def summed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of a dtype are summed."""
+    """Return the dtype in which gradients of a dtype are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _resized(x: Tensor, dim: int, size: int) -> torch.Size:
+    return torch.Size((*x.shape[:dim], size, *x.shape[dim + 1 :]))
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Reason
 from ..dispatch.config import BackendChoice, fallback
-from ..dispatch.preferences import cite
-from ..dispatch.refusals import BackendError, refuse_fallback
+from ..dispatch.profiles import cite
 from ..dispatch.registry import BACKENDS
-from ..dispatch.selection import choice_in_force, choose, falls_back, selected_names
+from ..dispatch.selection import BackendError, choice_in_force, falls_back, refuse_fallback, selected_names
 from ..explanation import Explanation, Verdict, verdict_of
-from ..problem import AttentionProblem, dtype_name, refuse_keywords
-from .call import ParallelCall
-from .choice import find_pair, slices_of
-from .exchange import sum_dtype
+from ..problem import AttentionProblem, Numbers, as_scores, dtype_name, refuse_keywords
+from .call import ParallelCall, Request, Tensors, find_backends
+from .exchange import share_moved, sum_dtype
 from .group import Group, groups_of
 from .layout import SequenceLayout
-from .mask import ShardedMask
-from .reading import share_moved
-from .request import Ours, Request
-from .slices import Slice, plan
-from .strategy import Strategy
-from .traffic import Traffic, traffic_of
-from .ulysses import problem_of_heads
+from .slices import ShardedMask, Slice
+from .transfers import Strategy
+
+
+class Transfer(NamedTuple):
+    """Bytes that some collectives of a pass move.
+
+    Attributes:
+        what: the tensors.
+        how: the collective, "all_gather" or "all_to_all".
+        sent, received: bytes that this rank sends to others, and receives from them.
+    """
+
+    what: str
+    how: str
+    sent: int
+    received: int
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class ParallelExplanation(Explanation):
-    """What `explain_context_parallel` says; an `Explanation` of the rank's rows over all keys, and prints as a table.
+    """The answer of `explain_context_parallel`: an `Explanation` of the rank's rows over all keys; prints as a table.
 
     Attributes:
         strategy: "gather", "ulysses", or "both" over a mesh of two dims.
@@ -41,7 +49,8 @@ class ParallelExplanation(Explanation):
         rank, ranks: this process, and how many share the sequence.
         layout, layout_k: of queries and keys, over all ranks.
         slices: the calls that this rank makes, of its rows over runs of all keys.
-        traffic: what it sends and receives in each pass, and about how much memory that takes.
+        forward_traffic, backward_traffic: what it sends and receives in each pass, in order.
+        transient_bytes: about how much memory the tensors that arrive take at once.
         remarks: what stays where it is, and what gradients are of.
     """
 
@@ -52,7 +61,9 @@ class ParallelExplanation(Explanation):
     layout: SequenceLayout
     layout_k: SequenceLayout
     slices: tuple[Slice, ...]
-    traffic: Traffic
+    forward_traffic: tuple[Transfer, ...]
+    backward_traffic: tuple[Transfer, ...]
+    transient_bytes: int
     remarks: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,12 +73,12 @@ class ParallelExplanation(Explanation):
             "why": self.why,
             "rank": self.rank,
             "ranks": self.ranks,
-            "layout": [list(of_rank) for of_rank in self.layout.intervals],
-            "layout_k": [list(of_rank) for of_rank in self.layout_k.intervals],
+            "layout": [list(runs) for runs in self.layout.intervals],
+            "layout_k": [list(runs) for runs in self.layout_k.intervals],
             "slices": [part._asdict() for part in self.slices],
-            "forward_traffic": [transfer._asdict() for transfer in self.traffic.forward],
-            "backward_traffic": [transfer._asdict() for transfer in self.traffic.backward],
-            "transient_bytes": self.traffic.transient,
+            "forward_traffic": [transfer._asdict() for transfer in self.forward_traffic],
+            "backward_traffic": [transfer._asdict() for transfer in self.backward_traffic],
+            "transient_bytes": self.transient_bytes,
             "remarks": list(self.remarks),
         }
 
@@ -79,15 +90,12 @@ class ParallelExplanation(Explanation):
         ]
         if self.layout_k != self.layout:
             lines.append(f"layout_k: {_intervals(self.layout_k, self.rank)} of {self.layout_k.length} positions")
-        lines += ["", *(f"call of rows {_run(p.row, p.row_stop)}: {_keys_of(p)}" for p in self.slices), ""]
-        for name, transfers in (("forward", self.traffic.forward), ("backward", self.traffic.backward)):
-            sent, received = (sum(x) for x in zip(*((t.sent, t.received) for t in transfers))) if transfers else (0, 0)
+        lines += ["", *(f"call of rows {p.row}:{p.row_stop}: {_keys_of(p)}" for p in self.slices), ""]
+        for name, transfers in (("forward", self.forward_traffic), ("backward", self.backward_traffic)):
+            sent, received = sum(x.sent for x in transfers), sum(x.received for x in transfers)
             lines.append(f"{name} sends {_size(sent)}, receives {_size(received)}")
-            lines += [f"  {t.what}: {t.how}, {_size(t.sent)} out, {_size(t.received)} in" for t in transfers]
-        lines += [
-            f"about {_size(self.traffic.transient)} of memory for what is gathered or traded",
-            "",
-        ]
+            lines += [f"  {x.what}: {x.how}, {_size(x.sent)} out, {_size(x.received)} in" for x in transfers]
+        lines += [f"about {_size(self.transient_bytes)} of memory for what is gathered or traded", ""]
         profile = [] if self.profile is None else [f"profile: {self.profile}"]
         error = [] if self.error is None else self.error.split("\n")[:1]
         return "\n".join([*lines, *self.remarks, self.chosen, *error, *profile, "", *self.table])
@@ -151,55 +159,55 @@ def explain_context_parallel(
     """
     if unknown:
         refuse_keywords(explain_context_parallel, unknown)
-    ours = Ours(reduce_bias_grad, exchange_dtype, sequences is not None, dropout_p)
-    numbers = (is_causal, softmax_scale, softcap, window_size, deterministic, return_lse)
-    tensors = (q, k, v, mask, bias, sink)
-    request = Request.of(tensors, groups_of(group), 0, layout, layout_k, strategy, head_groups, numbers, ours)
-    call, own_sink = request.described()
-    requested = choice_in_force(backend)
-    if call.strategy == "ulysses":
-        problem = problem_of_heads(call)
-        problems = [problem]
-        parts: tuple[Slice, ...] = (Slice(0, problem.seqlen_q, 0, problem.seqlen_k, problem.window),)
-    else:
-        problem, problems = call.problem, slices_of(call)
-        parts = plan(call.layout, call.members.rank, call.layout_k.length, problem.window)
+    numbers = Numbers(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
+    tensors, more = Tensors(q, k, v, mask, bias, sink), (reduce_bias_grad, exchange_dtype, numbers)
+    groups = groups_of(group)
+    request = Request(tensors, groups, layout, layout_k, strategy, head_groups, *more, sequences is not None)
+    call, requested = request.describe(0), choice_in_force(backend)
+    is_traded, members = call.strategy == "ulysses", call.members
+    problems = call.problems()
+    problem = problems[0] if is_traded else call.problem
     forward = backward = error = None
     try:
-        found = choose(problem, requested) if call.strategy == "ulysses" else find_pair(call, requested)
-        if fallback() == "error" and falls_back(problem, requested, found):
+        pair = find_backends(call, requested)
+        if fallback() == "error" and falls_back(problem, requested, pair):
             refuse_fallback(problem)
-        forward, backward = selected_names(problem, found)
+        forward, backward = selected_names(problem, pair)
     except BackendError as refusal:
         error = str(refusal)
-    both = request.both
+    chosen, why, rank = call.strategy, call.why, members.rank
+    if call.trade is not None and not is_traded:
+        inner = call.trade.members
+        why = f"a mesh of two dims, {members.size} ranks gather keys and {inner.size} trade heads"
+        chosen, rank = "both", members.rank * inner.size + inner.rank
+    forward_traffic, backward_traffic = _traffic(call)
     return ParallelExplanation(
         problem,
         requested,
         forward,
         backward,
         error,
-        tuple(_verdict(backend, problems, call.strategy) for backend in BACKENDS.table.values()),
+        tuple(_verdict(backend, problems, is_traded) for backend in BACKENDS.table.values()),
         cite(problem) if requested == "auto" else None,
-        strategy=call.strategy if both is None else "both",  # type: ignore[arg-type]
-        why=call.why
-        if both is None
-        else f"a mesh of two dims, {both.outer.size} ranks gather keys and {both.inner.size} trade heads",
-        rank=call.members.rank if both is None else both.outer.rank * both.inner.size + both.inner.rank,
+        strategy=chosen,  # type: ignore[arg-type]
+        why=why,
+        rank=rank,
         ranks=layout.world_size,
         layout=layout,
         layout_k=layout if layout_k is None else layout_k,
-        slices=parts,
-        traffic=traffic_of(request, call, own_sink),
-        remarks=tuple(_remarks(request, call)),
+        slices=call.slices,
+        forward_traffic=forward_traffic,
+        backward_traffic=backward_traffic,
+        transient_bytes=_transient_bytes(call, forward_traffic),
+        remarks=tuple(_remarks(call)),
     )
 
 
-def _verdict(backend: Backend, problems: list[AttentionProblem], strategy: str) -> Verdict:
-    """What a backend says of all slices together."""
+def _verdict(backend: Backend, problems: list[AttentionProblem], is_traded: bool) -> Verdict:
+    """Return what a backend says of all slices together."""
     verdicts = [verdict_of(backend, problem) for problem in problems]
     reasons = [reason for verdict in verdicts for reason in verdict.reasons]
-    is_pair = strategy != "gather" or not backend.is_differentiable
+    is_pair = is_traded or not backend.is_differentiable
     if not is_pair:
         text = "it is one differentiable function; gathered keys need a forward/backward pair"
         reasons.insert(0, Reason(backend.name, "composite", text))
@@ -213,9 +221,123 @@ def _verdict(backend: Backend, problems: list[AttentionProblem], strategy: str) 
     )
 
 
-def _remarks(request: Request, call: ParallelCall) -> Iterator[str]:
-    """What stays, what gradients are of, and in which dtype they are sent and summed."""
-    needs, reduce = call.problem.needs_grad, request.ours.reduce_bias_grad
+def _traffic(call: ParallelCall) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """Return what both passes of this rank send and receive, in order."""
+    p, needs, mask, bias = call.problem, call.problem.needs_grad, call.mask, call.bias
+    forward: list[Transfer] = []
+    backward: list[Transfer] = []
+    if call.mask_needs_keys and isinstance(mask, Tensor):
+        forward.append(_brought(call, "mask, sharded by keys", mask.shape[:3].numel()))
+    if call.bias_needs_keys and bias is not None:
+        dtype = sum_dtype(bias.dtype) if needs.bias else bias.dtype
+        forward.append(_brought(call, "bias, sharded by keys", bias.shape[:3].numel() * dtype.itemsize))
+    if call.strategy == "gather":
+        forward.append(_brought(call, "keys and values", _key_bytes(p)))
+        backward.append(_brought(call, "keys and values again", _key_bytes(p)))
+        dims = p.head_dim * needs.k + p.head_dim_v * needs.v
+        if dims:
+            names = " and ".join(name for name, needed in (("dk", needs.k), ("dv", needs.v)) if needed)
+            each = p.batch * p.num_heads_k * dims * (call.exchange_dtype or p.dtype).itemsize
+            backward.append(_sent_back(call, names, each))
+    if call.trade is not None:
+        (there, result), (dresult, *gradients) = _traded(call)
+        forward = [there, *forward, result]
+        backward = [dresult, *backward, *gradients]
+    backward += _summed(call)
+    return tuple(forward), tuple(backward) if any(needs) else ()
+
+
+def _key_bytes(p: AttentionProblem) -> int:
+    """Return the bytes of one position of keys and values."""
+    return p.batch * p.num_heads_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+
+
+def _transient_bytes(call: ParallelCall, forward: tuple[Transfer, ...]) -> int:
+    """Return about how much memory what is gathered or traded takes at once."""
+    total = 0
+    if call.strategy == "gather":
+        # A forward pass has what arrives, and its order; a backward pass also gradients of two slices, their sum, and
+        # its parts.
+        held = call.keys_held(call.members.rank)
+        total = (6 if any(call.problem.needs_grad) else 2) * _key_bytes(call.problem) * held // call.head_groups
+    if call.trade is not None:
+        total += 2 * sum(transfer.sent + transfer.received for transfer in (forward[0], forward[-1]))
+    return total
+
+
+def _positions(call: ParallelCall) -> tuple[int, int, str]:
+    """Return how many positions of keys this rank sends, and receives, and by which collective."""
+    if call.sends_parts:
+        moves = call.route.moves()
+        return moves.sent, moves.received, "all_to_all"
+    others = (call.members.size - 1) * call.layout_k.local_length
+    return others, others, "all_gather"
+
+
+def _brought(call: ParallelCall, what: str, each: int) -> Transfer:
+    """Count `each` bytes a position on their way to the ranks that read it."""
+    sent, received, how = _positions(call)
+    return Transfer(what, how, each * sent, each * received)
+
+
+def _sent_back(call: ParallelCall, what: str, each: int) -> Transfer:
+    """Count `each` bytes a position on their way back to the rank that has it."""
+    received, sent, _ = _positions(call)
+    return Transfer(what, "all_to_all", each * sent, each * received)
+
+
+def _traded(call: ParallelCall) -> tuple[list[Transfer], list[Transfer]]:
+    """Count q, k, v and out, which heads and positions are traded for, and their gradients."""
+    q, k = call.tensors[:2]
+    p, size = call.problem, 1 if call.trade is None else call.trade.members.size
+    rows_q, rows_k = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
+    heads_q, heads_k = q.shape[2], k.shape[2] * max(1, size // k.shape[2])  # ranks share heads that are fewer
+    values = (rows_q * heads_q * p.head_dim, rows_k * heads_k * p.head_dim, rows_k * heads_k * p.head_dim_v)
+    itemsize = p.dtype.itemsize
+    out = rows_q * heads_q * (p.head_dim_v * itemsize + p.return_lse * sum_dtype(p.dtype).itemsize)
+    gradients = [(f"d{name}", n) for name, n, needed in zip("qkv", values, p.needs_grad, strict=False) if needed]
+
+    def moved(what: str, number: int) -> Transfer:
+        part = number // size * (size - 1)  # every rank keeps its own part
+        return Transfer(what, "all_to_all", part, part)
+
+    there = [
+        moved("q, k and v, for heads", sum(values) * itemsize),
+        moved("out and lse, for rows" if p.return_lse else "out, for rows", out),
+    ]
+    back = [moved("dout and dlse, for heads" if p.return_lse else "dout, for heads", out)]
+    if gradients:
+        names = ", ".join(name for name, _ in gradients)
+        back.append(moved(f"{names}, for rows", sum(n for _, n in gradients) * itemsize))
+    return there, back
+
+
+def _summed(call: ParallelCall) -> Iterator[Transfer]:
+    """Count gradients of what ranks share."""
+    needs = call.problem.needs_grad
+
+    def gathered(what: str, own: int, size: int) -> Transfer:
+        return Transfer(what, "all_gather", (size - 1) * own, (size - 1) * own)
+
+    terms = (("bias", call.bias, call.tensors.bias, needs.bias), ("sink", call.sink, call.tensors.sink, needs.sink))
+    for name, own, passed, needed in terms:
+        if own is None or passed is None or not needed or (name == "bias" and own.shape[2] > 1):
+            continue
+        itemsize = sum_dtype(own.dtype).itemsize
+        if name == "bias" and call.bias_needs_keys:
+            yield _sent_back(call, "dbias, sharded by keys", own.shape[:3].numel() * itemsize)
+        elif call.reduce_bias_grad:
+            yield gathered(f"d{name}, summed", own.numel() * itemsize, call.members.size)
+        if call.reduce_bias_grad and call.trade is not None and call.strategy == "gather":
+            # The gradient has all heads: a rank's is zero for heads that it does not compute.
+            every_head = as_scores(passed) if name == "bias" else passed
+            size = call.trade.members.size
+            yield gathered(f"d{name}, summed over heads", every_head.numel() * itemsize, size)
+
+
+def _remarks(call: ParallelCall) -> Iterator[str]:
+    """Say what stays, what gradients are of, and in which dtype they are sent and summed."""
+    needs = call.problem.needs_grad
     for name, x, is_sharded in (("mask", call.mask, call.mask_needs_keys), ("bias", call.bias, call.bias_needs_keys)):
         if is_sharded:
             yield f"{name}: sharded by keys, gathered"
@@ -223,7 +345,8 @@ def _remarks(request: Request, call: ParallelCall) -> Iterator[str]:
             yield f"{name}: rows of this rank, which stay where they are"
         elif x is not None:
             yield f"{name}: the same on every rank, not sent"
-    partial = "complete, summed over ranks here" if reduce else "of this rank's rows; DDP and FSDP sum it over ranks"
+    partial = "of this rank's rows; DDP and FSDP sum it over ranks"
+    partial = "complete, summed over ranks here" if call.reduce_bias_grad else partial
     if call.bias is not None and needs.bias:
         complete = call.bias_needs_keys or call.bias.shape[2] > 1
         yield f"gradient of bias: {'complete' if complete else partial}"
@@ -231,7 +354,7 @@ def _remarks(request: Request, call: ParallelCall) -> Iterator[str]:
         yield f"gradient of sink: {partial}"
     if call.strategy == "gather" and (needs.k or needs.v):
         dtype = call.problem.dtype
-        sent, total = (dtype_name(x) for x in (request.ours.exchange_dtype or dtype, sum_dtype(dtype)))
+        sent, total = (dtype_name(x) for x in (call.exchange_dtype or dtype, sum_dtype(dtype)))
         yield f"gradients of k and v: sent in {sent}, summed in {total} in the order of ranks"
     if call.sends_parts:
         share = share_moved(call.layout, call.layout_k, call.problem.window)
@@ -241,20 +364,16 @@ def _remarks(request: Request, call: ParallelCall) -> Iterator[str]:
 
 
 def _intervals(layout: SequenceLayout, rank: int) -> str:
-    return ", ".join(_run(*interval) for interval in layout.of_rank(rank))
-
-
-def _run(start: int, stop: int) -> str:
-    return f"{start}:{stop}"
+    return ", ".join(f"{start}:{stop}" for start, stop in layout.runs(rank))
 
 
 def _keys_of(part: Slice) -> str:
-    """The keys of a slice and its window, aligned at its own end."""
+    """Name the keys of a slice and its window, aligned at its own end."""
     if part.seqlen_k == 0:
         return "no keys"
     left, right = part.window
     band = "" if (left, right) == (-1, -1) else ", causal" if (left, right) == (-1, 0) else f", window {part.window}"
-    return f"keys {_run(part.start, part.stop)}{band}"
+    return f"keys {part.start}:{part.stop}{band}"
 
 
 def _size(number: int) -> str:

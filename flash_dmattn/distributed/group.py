@@ -1,16 +1,45 @@
-"""The ranks that share a sequence: a process group by its name, its size, and this process's place in it."""
+"""The ranks that share a sequence: their group, the block that integrations read, and how ranks compare their calls.
+
+Ranks compare what they are about to do before they do it, so that a mistake on one of them hangs none. Every call, and
+every operator of its backward pass, begins with one collective of 16 bytes for each rank: a hash of all values that
+have to be the same. Where hashes differ, or a rank has refused its own arguments, all ranks send each other the words
+that were hashed, and raise the same error. Each rank has then run as many collectives, so the group can be used again.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn, cast
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..dispatch.checkpoints import follow_checkpoints
+from ..dispatch.config import Block, Blocks, blocks
+from ..dispatch.selection import BackendError, BackendUnavailableError, BackendUnsupportedError
+from ..problem import dtype_name
 from .layout import SequenceLayout
 
 Group = ProcessGroup | DeviceMesh
+
+# Values that have to be the same on every rank: ((name, value in words), ...).
+Shared = tuple[tuple[str, str], ...]
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (TypeError, ValueError, NotImplementedError, BackendUnsupportedError, BackendUnavailableError)
+}
+_REFUSED = (0, 0)  # in the place of a hash: a rank refuses its arguments, or ranks differ
+# Entries end with the group that is their key.
+_carriers: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[ProcessGroup, Counter[tuple[str, ...]]] = WeakKeyDictionary()
 
 
 class Members(NamedTuple):
@@ -59,7 +88,7 @@ def groups_of(group: Group) -> tuple[Members, ...]:
     return (members_of(group),)
 
 
-def check_layout(layout: SequenceLayout, size: int, of: str = "group") -> None:
+def check_layout(layout: SequenceLayout, size: int, kind: str = "group") -> None:
     """Refuse what is no layout of as many ranks.
 
     Raises:
@@ -69,9 +98,186 @@ def check_layout(layout: SequenceLayout, size: int, of: str = "group") -> None:
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout is a {type(layout).__name__}; it needs to be a SequenceLayout")
     if layout.world_size != size:
-        raise ValueError(f"layout is for {layout.world_size} ranks; it needs the {size} of the {of}")
+        raise ValueError(f"layout is for {layout.world_size} ranks; it needs the {size} of the {kind}")
 
 
 def process_group(name: str) -> ProcessGroup:
-    """The group of a name, as operators receive it."""
+    """Return the group of a name, as operators receive it."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+class InContext(NamedTuple):
+    """A group, who has which positions, and which rank of it this process is."""
+
+    group: Group
+    layout: SequenceLayout
+    rank: int
+
+
+class use_context_parallel(Block):
+    """Let models in a `with` block attend over a group whose ranks hold parts of the sequence.
+
+    Integrations, such as the one of transformers, read it and call `context_parallel_attention` in the place of
+    `attention`. `flash_dmattn.attention` itself never reads it. It reaches what `flash_dmattn.config` reaches.
+
+    Args:
+        group: as in `context_parallel_attention`.
+        layout: of the queries and keys of the model.
+
+    Raises:
+        TypeError, ValueError: `group` or `layout` is of another kind, or their sizes differ.
+    """
+
+    def __init__(self, group: Group, layout: SequenceLayout) -> None:
+        members = members_of(group)
+        check_layout(layout, members.size)
+        super().__init__(Blocks(parallel=InContext(group, layout, members.rank)))
+        self._layout = layout
+
+    def __enter__(self) -> SequenceLayout:
+        self.enter()
+        return self._layout
+
+
+def context_in_force() -> InContext | None:
+    """Return the group and layout of the innermost `use_context_parallel` block around the caller; None without one."""
+    follow_checkpoints()
+    return cast("InContext | None", blocks.now.parallel)
+
+
+def next_number(groups: tuple[Members, ...]) -> int:
+    """Count the calls over a group or the dims of a mesh, the next one included: every rank has the same number."""
+    return _numbers(groups)[_names(groups)] + 1
+
+
+def agree(groups: tuple[Members, ...], shared: Shared) -> None:
+    """Compare the call of this rank with the calls of all others, and count the call.
+
+    The result of a comparison over one dim of a mesh is compared over the next.
+
+    Raises:
+        ValueError: ranks differ in a value; the message names the argument and the value of each rank.
+        TypeError, NotImplementedError, BackendError, RuntimeError: a rank refuses its own arguments.
+    """
+    _compare(groups, (("step", "forward"), *shared), None)
+    _numbers(groups)[_names(groups)] += 1
+
+
+def agree_within(group: str, direction: str, number: int, values: Mapping[str, object]) -> None:
+    """Compare one operator, in a backward pass or in a compiled graph, with the operators of all other ranks.
+
+    Args:
+        group: name of the process group.
+        direction: "forward" or "backward".
+        number: of the call, 0 in a compiled graph.
+        values: numbers to compare, and tensors whose dtype and shape are compared.
+
+    Raises:
+        ValueError: ranks differ in a value.
+    """
+    ranks = process_group(group)
+    step = f"{direction} of call {number}" if number else f"{direction} of a compiled call"
+    shared = (("step", step), *((name, _in_words(value)) for name, value in values.items()))
+    _compare((Members(group, ranks.size(), ranks.rank()),), shared, None)
+
+
+def refuse_together(groups: tuple[Members, ...], failure: Exception) -> NoReturn:
+    """Raise the error of this rank on all ranks, which compare their calls meanwhile.
+
+    While a graph is traced nothing can be sent, so the error is raised on this rank alone.
+    """
+    if not torch.compiler.is_compiling():
+        _compare(groups, (), failure)
+    raise failure
+
+
+class _Statement(NamedTuple):
+    """The values of one rank, or the error that it has met: ranks send each other these where they do not agree."""
+
+    rank: int
+    shared: Shared
+    kind: str = ""
+    message: str = ""
+
+
+@torch._disable_dynamo  # where a frame that calls it is not compiled, it must not be compiled for itself
+def _compare(groups: tuple[Members, ...], shared: Shared, failure: Exception | None) -> None:
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        groups = ()  # nothing is sent under it
+    header = _REFUSED if failure is not None else _hash(shared)
+    for members in groups:
+        header = _common_header(header, members)
+    if header != _REFUSED:
+        return
+    rank = dist.get_rank()
+    own = _Statement(rank, shared)
+    if failure is not None:
+        own = _Statement(rank, (), type(failure).__name__, f"rank {rank}: {failure}")
+    statements = [own]
+    for members in groups:
+        statements = _gather_statements(statements, members)
+    refused = [one for one in statements if one.kind]
+    raise _error(min(refused)) if refused else ValueError(_difference(sorted(statements))) from failure
+
+
+def _hash(shared: Shared) -> tuple[int, ...]:
+    return struct.unpack("qq", hashlib.sha256(repr(shared).encode()).digest()[:16])
+
+
+def _common_header(own: tuple[int, ...], members: Members) -> tuple[int, ...]:
+    """Return the header where all ranks of a group have the same one, else `_REFUSED`."""
+    if members.size == 1:
+        return own
+    received = torch.empty((members.size, len(own)), dtype=torch.int64, device="cpu")
+    sent = torch.tensor(own, dtype=torch.int64, device="cpu")
+    _carrier(process_group(members.name)).allgather([list(received.unbind())], [sent]).wait()
+    return own if all(tuple(header) == own for header in received.tolist()) else _REFUSED
+
+
+def _gather_statements(statements: list[_Statement], members: Members) -> list[_Statement]:
+    if members.size == 1:
+        return statements
+    lists: list[Any] = [None] * members.size
+    dist.all_gather_object(lists, statements, group=_carrier(process_group(members.name)))
+    return [one for each in lists for one in each]
+
+
+def _carrier(group: ProcessGroup) -> ProcessGroup:
+    """Return a group of the same ranks for tensors on the host: a header on the device would wait for its kernels."""
+    if torch.device("cpu") in group._device_types:
+        return group
+    if group not in _carriers:
+        timeout = group._get_backend(group._device_types[0]).options._timeout
+        ranks = dist.get_process_group_ranks(group)
+        _carriers[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    return _carriers[group]
+
+
+def _names(groups: tuple[Members, ...]) -> tuple[str, ...]:
+    return tuple(members.name for members in groups)
+
+
+def _numbers(groups: tuple[Members, ...]) -> Counter[tuple[str, ...]]:
+    return _calls.setdefault(process_group(groups[-1].name), Counter())
+
+
+def _in_words(value: object) -> str:
+    return f"{dtype_name(value.dtype)} {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)
+
+
+def _difference(statements: list[_Statement]) -> str:
+    """Name the first value that differs, and the ranks that have each."""
+    values = [dict(one.shared) for one in statements]
+    name = next(name for names in values for name in names if len({other.get(name) for other in values}) > 1)
+    ranks: dict[str | None, list[str]] = {}
+    for one, words in zip(statements, values, strict=True):
+        ranks.setdefault(words.get(name), []).append(str(one.rank))
+    have = [f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in ranks.items()]
+    return f"{name} is {' and '.join(have)}; context_parallel_attention needs the same on every rank"
+
+
+def _error(statement: _Statement) -> Exception:
+    kind = _KINDS.get(statement.kind)
+    if kind is None:
+        return RuntimeError(f"{statement.kind}, {statement.message}")
+    return kind(statement.message, backend="") if issubclass(kind, BackendError) else kind(statement.message)

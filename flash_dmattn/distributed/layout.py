@@ -18,7 +18,7 @@ class SequenceLayout:
 
     Attributes:
         length: positions of the whole sequence.
-        intervals: of each rank the runs of positions [start, stop) that it has, ascending; neighbours are one run. Rows
+        intervals: for each rank its runs of positions [start, stop), ascending; neighbours are one run. Rows
             of a rank's tensors are in this order. Every rank has as many rows.
 
     Raises:
@@ -41,16 +41,16 @@ class SequenceLayout:
         return type(self), (self.length, self.intervals)
 
     def __post_init__(self) -> None:
-        bounds = [x for of_rank in self.intervals for interval in of_rank for x in interval]
+        bounds = [x for runs in self.intervals for interval in runs for x in interval]
         for x in (self.length, *bounds):
             if isinstance(x, bool) or not isinstance(x, int):
                 raise TypeError(f"layout has {x!r} among its length and bounds; it needs ints")
         if not (self.intervals and all(self.intervals)):
             raise ValueError(f"intervals is {self.intervals}; each rank needs one interval at least")
-        merged = tuple(_merged(of_rank) for of_rank in self.intervals)
+        merged = tuple(_merged(runs) for runs in self.intervals)
         object.__setattr__(self, "intervals", merged)
         place = 0
-        for start, stop in sorted(interval for of_rank in merged for interval in of_rank):
+        for start, stop in sorted(interval for runs in merged for interval in runs):
             if start != place or stop <= start:
                 raise ValueError(
                     f"intervals has [{start}, {stop}) where position {place} comes next; each of the {self.length} "
@@ -59,13 +59,13 @@ class SequenceLayout:
             place = stop
         if place != self.length:
             raise ValueError(f"intervals ends at position {place}; it needs to cover the length, {self.length}")
-        counts = [sum(stop - start for start, stop in of_rank) for of_rank in merged]
+        counts = [sum(stop - start for start, stop in runs) for runs in merged]
         if len(set(counts)) != 1:
             raise ValueError(f"ranks have {counts} rows; they need the same number each")
 
     @classmethod
     def zigzag(cls, length: int, world_size: int) -> SequenceLayout:
-        """Rank r has chunks r and 2 * world_size - 1 - r of 2 * world_size: equal work under causality.
+        """Give rank r chunks r and 2 * world_size - 1 - r of 2 * world_size: equal work under causality.
 
         This is the order of `context_parallel` in torch (head-tail) and of TransformerEngine (DualChunkSwap), so their
         loaders fit. Chunks of a multiple of 128 are fastest.
@@ -79,7 +79,7 @@ class SequenceLayout:
 
     @classmethod
     def contiguous(cls, length: int, world_size: int) -> SequenceLayout:
-        """Rank r has rows r * length / world_size and the following: for calls without causality.
+        """Give rank r rows r * length / world_size and the following: for calls without causality.
 
         Raises:
             ValueError: `length` is no multiple of `world_size`.
@@ -89,15 +89,15 @@ class SequenceLayout:
 
     @classmethod
     def balanced(cls, work: Sequence[float], length: int, world_size: int, *, pieces: int = 8) -> SequenceLayout:
-        """Rows dealt out by how much work they are: for masks whose rows differ.
+        """Deal rows out by how much work they are: for masks whose rows differ.
 
         The sequence is cut into `pieces` chunks for each rank. The largest goes first, to the rank with least work
         that still wants chunks, so every rank has `pieces` of them.
 
         Args:
-            work: of each run of ceil(length / len(work)) rows how much it is, on the host, the same on every rank; for
+            work: how much work each run of ceil(length / len(work)) rows is, on the host, the same on every rank. For
                 instance the number of live tiles for each 128 rows of a prepared mask,
-                `(mask.row_full_count + mask.row_partial_count).sum((0, 1)).tolist()`.
+                `mask.row_lists[..., :2].sum((0, 1, 3)).tolist()`.
             length, world_size: positions in all, and ranks.
             pieces: chunks of a rank. More of them balance better, and are more calls.
 
@@ -126,10 +126,10 @@ class SequenceLayout:
             rank = min((r for r in range(world_size) if len(dealt[r]) < pieces), key=lambda r: (loads[r], r))
             dealt[rank].append(interval)
             loads[rank] += weights[interval]
-        return cls(length, tuple(tuple(sorted(of_rank)) for of_rank in dealt))
+        return cls(length, tuple(tuple(sorted(chunks)) for chunks in dealt))
 
     def joined(self, number: int) -> tuple[SequenceLayout, tuple[SequenceLayout, ...]]:
-        """Runs of `number` ranks taken for one rank each: their layout, and of each of them who has which of its rows.
+        """Take each `number` ranks in a row for one; return their layout, and the layouts of the rows within each.
 
         Raises:
             ValueError: the ranks are no multiple of `number`.
@@ -144,7 +144,7 @@ class SequenceLayout:
         outer, inner = [], []
         for first in range(0, self.world_size, number):
             members = self.intervals[first : first + number]
-            runs = sorted((start, stop, r) for r, of_rank in enumerate(members) for start, stop in of_rank)
+            runs = sorted((start, stop, r) for r, intervals in enumerate(members) for start, stop in intervals)
             own: list[list[Interval]] = [[] for _ in members]
             row = 0
             for start, stop, r in runs:
@@ -165,12 +165,12 @@ class SequenceLayout:
         return self.length // self.world_size
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """The global positions of a rank's rows, int64 (local_length,): for rotary embeddings and labels."""
-        runs = [torch.arange(start, stop, device=device) for start, stop in self.of_rank(rank)]
+        """Return the global positions of a rank's rows, int64 (local_length,): for rotary embeddings and labels."""
+        runs = [torch.arange(start, stop, device=device) for start, stop in self.runs(rank)]
         return torch.cat(runs)
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """What a rank has of a tensor of the whole sequence; differentiable.
+        """Take a rank's rows out of a tensor of the whole sequence; differentiable.
 
         Equivalent to `x.index_select(dim, layout.positions(rank))`.
 
@@ -179,11 +179,11 @@ class SequenceLayout:
         """
         if x.shape[dim] != self.length:
             raise ValueError(f"x has size {x.shape[dim]} along dim {dim}; it needs that of the layout, {self.length}")
-        runs = [x.narrow(dim, start, stop - start) for start, stop in self.of_rank(rank)]
+        runs = [x.narrow(dim, start, stop - start) for start, stop in self.runs(rank)]
         return torch.cat(runs, dim)
 
     def unshard(self, pieces: Sequence[Tensor], dim: int) -> Tensor:
-        """The tensor of the whole sequence, from those of all ranks in their order; differentiable.
+        """Put the tensors of all ranks, in their order, together to one of the whole sequence; differentiable.
 
         Raises:
             ValueError: there is not one piece for each rank, or one has another length along `dim`.
@@ -191,17 +191,17 @@ class SequenceLayout:
         if len(pieces) != self.world_size:
             raise ValueError(f"pieces has {len(pieces)} tensors; it needs one for each of {self.world_size} ranks")
         runs: list[tuple[int, Tensor]] = []
-        for piece, of_rank in zip(pieces, self.intervals):
+        for piece, intervals in zip(pieces, self.intervals):
             if piece.shape[dim] != self.local_length:
                 raise ValueError(
                     f"a piece has size {piece.shape[dim]} along dim {dim}; it needs that of a rank, {self.local_length}"
                 )
-            lengths = [stop - start for start, stop in of_rank]
-            runs += zip((start for start, _ in of_rank), piece.split(lengths, dim))
+            lengths = [stop - start for start, stop in intervals]
+            runs += zip((start for start, _ in intervals), piece.split(lengths, dim))
         return torch.cat([x for _, x in sorted(runs, key=lambda run: run[0])], dim)
 
-    def of_rank(self, rank: int) -> tuple[Interval, ...]:
-        """The intervals of a rank.
+    def runs(self, rank: int) -> tuple[Interval, ...]:
+        """Return the intervals of a rank.
 
         Raises:
             ValueError: there is no such rank.
@@ -212,15 +212,15 @@ class SequenceLayout:
 
     @property
     def flat(self) -> tuple[int, ...]:
-        """All of it as ints, for operators: the length, then of each rank the number of intervals and their bounds."""
+        """All of it as ints, for operators: the length, then for each rank the number of intervals and their bounds."""
         return self.length, *(
-            x for of_rank in self.intervals for x in (len(of_rank), *(b for pair in of_rank for b in pair))
+            x for runs in self.intervals for x in (len(runs), *(bound for run in runs for bound in run))
         )
 
 
 @lru_cache(maxsize=256)
 def from_flat(flat: tuple[int, ...]) -> SequenceLayout:
-    """The layout that has given these ints as `flat`."""
+    """Return the layout whose `flat` these ints are."""
     length, *rest = flat
     intervals = []
     while rest:
@@ -230,12 +230,12 @@ def from_flat(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout(length, tuple(intervals))
 
 
-def _merged(of_rank: Sequence[Interval]) -> tuple[Interval, ...]:
+def _merged(runs: Sequence[Interval]) -> tuple[Interval, ...]:
     """Runs with neighbours joined; their order is checked, since rows of a rank's tensors are in it."""
     merged: list[Interval] = []
-    for start, stop in of_rank:
+    for start, stop in runs:
         if merged and start < merged[-1][1]:
-            raise ValueError(f"intervals has {tuple(of_rank)} for a rank; they need to ascend, and not to overlap")
+            raise ValueError(f"intervals has {tuple(runs)} for a rank; they need to ascend, and not to overlap")
         if merged and start == merged[-1][1]:
             merged[-1] = (merged[-1][0], stop)
         else:

@@ -1,147 +1,116 @@
-"""The operators of the strategy "gather": each one node of a graph, with the collectives inside."""
+"""The strategy "gather": each pass is one operator, a node of a graph, with the collectives inside."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..definition import define
+from ..backends.mask_choice import choose_form, view_of
+from ..definition import define, distinct, is_transformed
 from ..dispatch.registry import BACKENDS
+from ..dispatch.selection import Selection
 from ..flops import backward_flop_of, forward_flop_of, register
-from ..gradients import empty_gradient, empty_gradients, empty_outputs
-from ..problem import NeedsGrad, allowed_pairs
-from .agreement import agree_within
-from .exchange import Gathering, Returning
-from .fetching import Fetching, GivingBack
-from .layout import from_flat
-from .problems import HeadGroup, head_groups, rank_problem, views_of
-from .reading import Moves, moves_of, places_in
-from .rows import RankRows, Sums
-from .slices import plan
+from ..gradients import empty_gradient, empty_gradients, empty_outputs, spread
+from ..problem import Gradients, MaskView, NeedsGrad, allowed_pairs
+from .call import ParallelCall
+from .exchange import ROUTE, Pending, Route, places_in
+from .rows import HeadGroup, RankRows, Sums, head_groups, rank_problem, slice_problem, views_of
+from .slices import ShardedMask
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, str[] mask_forms, Tensor? bias, Tensor? sink"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
 _NUMBERS = (
-    "str group, int rank, int[] layout, int[] layout_k, int left, int right, float softmax_scale, float softcap, "
-    "bool deterministic, str forward, str backward, int head_groups, bool sends_parts, ScalarType exchange_dtype, "
-    "int number, bool[5] needs_grad"
+    f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, str forward, str backward, "
+    "int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
 )
 
 
-class Numbers(NamedTuple):
-    """What operators receive beside tensors, in the order of their schemas.
+class GatherSettings(NamedTuple):
+    """All that both operators receive beside tensors; `flat` and `of` have it in the order of their schemas.
 
     Attributes:
-        group, rank: of the process group its name, and this process's place in it.
-        layout, layout_k: `SequenceLayout.flat`.
-        left, right: the window of the whole call, causality folded in.
+        route: how keys travel.
+        mask_forms: the form of each slice's mask.
         forward, backward: names of the backends.
         head_groups: how many groups of key-value heads are gathered one after the other.
-        sends_parts: whether ranks send each other the keys that are read; else every rank gets all of them.
         exchange_dtype: in which gradients of k and v are sent.
-        number: of the call, 0 in a compiled graph.
     """
 
-    group: str
-    rank: int
-    layout: tuple[int, ...]
-    layout_k: tuple[int, ...]
-    left: int
-    right: int
+    route: Route
+    mask_forms: Sequence[str]
     softmax_scale: float
     softcap: float
     deterministic: bool
     forward: str
     backward: str
     head_groups: int
-    sends_parts: bool
     exchange_dtype: torch.dtype
-    number: int
-    needs_grad: tuple[bool, ...]
+    needs_grad: Sequence[bool]
 
-    def compare(self, direction: str, **tensors: Tensor | None) -> None:
-        """Compare the operator with the operators of the other ranks."""
-        values = self._asdict()
-        del values["rank"]
-        agree_within(self.group, direction, self.number, {**tensors, **values})
-
-    def rows(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: list[Tensor],
-        mask_forms: list[str],
-        bias: Tensor | None,
-        sink: Tensor | None,
-    ) -> RankRows:
-        """The calls of this rank."""
-        seqlen_k, window = self.layout_k[0], (self.left, self.right)
-        numbers = (window, self.softmax_scale, self.softcap, self.deterministic, NeedsGrad(*self.needs_grad))
-        problem = rank_problem(q, v, bias, sink, seqlen_k, k.shape[2], *numbers)
-        parts = plan(from_flat(tuple(self.layout)), self.rank, seqlen_k, window)
-        held = self.moves.held if self.sends_parts else ((0, seqlen_k),)
-        return RankRows(problem, parts, places_in(held, parts), views_of(mask_forms, mask), q, bias, sink)
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> GatherSettings:
+        """Make it of the arguments of an operator."""
+        number = len(Route._fields)
+        return cls(Route.of(*values[:number]), *values[number:])
 
     @property
-    def moves(self) -> Moves:
-        """Which keys ranks send each other, where they send parts."""
-        return moves_of(tuple(self.layout), tuple(self.layout_k), self.rank, (self.left, self.right))
+    def flat(self) -> tuple[Any, ...]:
+        """The arguments of an operator."""
+        return *self.route, *self[1:]
 
-    def pairs(self, q: Tensor) -> int:
-        """How many pairs of a query and a key the slices of this rank allow, those of all query heads together."""
-        parts = plan(from_flat(tuple(self.layout)), self.rank, self.layout_k[0], (self.left, self.right))
-        allowed = sum(allowed_pairs(part.seqlen_q, part.seqlen_k, part.window) for part in parts)
-        return q.shape[0] * q.shape[2] * allowed
+    def compare(self, direction: str, **tensors: Tensor | None) -> None:
+        """Compare the operator with the operators of the other ranks, whose masks may have other forms."""
+        own = self._asdict()
+        del own["route"], own["mask_forms"]
+        self.route.compare(direction, **tensors, **own)
+
+    def rows(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], bias: Tensor | None, sink: Tensor | None
+    ) -> RankRows:
+        """Return the calls of this rank."""
+        route, parts = self.route, self.route.parts
+        numbers = (self.softmax_scale, self.softcap, self.deterministic, NeedsGrad(*self.needs_grad))
+        window = (route.left, route.right)
+        problem = rank_problem(q, v, bias, sink, route.layout_k[0], k.shape[2], window, *numbers)
+        return RankRows(problem, parts, places_in(route.held, parts), views_of(self.mask_forms, mask), q, bias, sink)
 
     def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
-        """Groups of heads with the keys and values of other ranks; each comes while the one before it is computed.
+        """Bring keys and values of one group of heads after the other, each while the one before it is computed.
 
-        The first is on its way when this returns: what the host has to do before it is needed costs nothing then.
+        The first is on its way when this returns, so the host's work before it is needed costs nothing.
         """
         heads_k = k.shape[2]
         groups = head_groups(heads_k, self.head_groups)
 
-        def start(heads: HeadGroup) -> Gathering | Fetching:
-            tensors = [x[:, :, heads.of(heads_k)] for x in (k, v)]
-            if self.sends_parts:
-                return Fetching(tensors, 1, self.moves, self.group)
-            return Gathering(tensors, 1, from_flat(tuple(self.layout_k)), self.group)
+        def start(heads: HeadGroup) -> Pending:
+            return self.route.bring([x[:, :, heads.of(heads_k)] for x in (k, v)], 1)
 
-        def each(coming: Gathering | Fetching) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
+        def each(pending: Pending) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
             for heads, following in zip(groups, [*groups[1:], None]):
-                held_k, held_v = coming.wait()
+                held_k, held_v = pending.wait()
                 if following is not None:
-                    coming = start(following)  # its buffers are free while this one computes
+                    pending = start(following)  # its buffers are free while this one computes
                 yield heads, held_k, held_v
 
         return each(start(groups[0]))
 
-    def returning(self, gradients: list[Tensor]) -> Returning | GivingBack:
-        """Gradients of what `arriving` has brought, on their way back."""
-        if self.sends_parts:
-            return GivingBack(gradients, 1, self.moves, self.group)
-        return Returning(gradients, 1, from_flat(tuple(self.layout_k)), self.rank, self.group)
+    def pairs(self, q: Tensor) -> int:
+        """Count the pairs of a query and a key that the slices of this rank allow, over all query heads."""
+        allowed = sum(allowed_pairs(part.seqlen_q, part.seqlen_k, part.window) for part in self.route.parts)
+        return q.shape[0] * q.shape[2] * allowed
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: list[Tensor],
-    mask_forms: list[str],
-    bias: Tensor | None,
-    sink: Tensor | None,
-    *numbers: Any,
+    q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], bias: Tensor | None, sink: Tensor | None, *values: Any
 ) -> tuple[Tensor, Tensor]:
-    n = Numbers(*numbers)
-    if n.number == 0:  # else the call was compared
-        n.compare("forward", q=q, k=k, v=v, bias=bias, sink=sink)
-    arriving = n.arriving(k, v)
-    rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
-    backend = BACKENDS[n.forward]
+    settings = GatherSettings.of(values)
+    if settings.route.number == 0:  # else the call was compared
+        settings.compare("forward", q=q, k=k, v=v, bias=bias, sink=sink)
+    arriving = settings.arriving(k, v)
+    rows = settings.rows(q, k, v, mask, bias, sink)
+    backend = BACKENDS[settings.forward]
     out, lse = empty_outputs(q, v)
     for heads, held_k, held_v in arriving:
         rows.forward(backend, heads, held_k, held_v, out, lse)
@@ -155,32 +124,31 @@ def _backward(
     k: Tensor,
     v: Tensor,
     mask: list[Tensor],
-    mask_forms: list[str],
     bias: Tensor | None,
     sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    *numbers: Any,
+    *values: Any,
 ) -> list[Tensor]:
-    n = Numbers(*numbers)
-    n.compare("backward", q=q, k=k, v=v, bias=bias, sink=sink)
-    arriving = n.arriving(k, v)
-    rows = n.rows(q, k, v, mask, mask_forms, bias, sink)
-    backend = BACKENDS[n.backward]
+    settings = GatherSettings.of(values)
+    settings.compare("backward", q=q, k=k, v=v, bias=bias, sink=sink)
+    arriving = settings.arriving(k, v)
+    rows = settings.rows(q, k, v, mask, bias, sink)
+    backend = BACKENDS[settings.backward]
     sums = Sums.of(rows)
-    dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((k, v), n.needs_grad[1:3]))
+    dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((k, v), settings.needs_grad[1:3]))
 
-    def store(heads: HeadGroup, returning: Returning | GivingBack) -> None:
-        for gradient, total in zip([x for x in (dk, dv) if x is not None], returning.wait()):
+    def store(heads: HeadGroup, pending: Pending) -> None:
+        for gradient, total in zip([x for x in (dk, dv) if x is not None], pending.wait()):
             gradient[:, :, heads.of(k.shape[2])] = total
 
-    leaving: tuple[HeadGroup, Returning | GivingBack] | None = None
+    leaving: tuple[HeadGroup, Pending] | None = None
     for heads, held_k, held_v in arriving:
-        sent = rows.backward(backend, heads, held_k, held_v, out, lse, dout, dlse, sums, n.exchange_dtype)
+        sent = rows.backward(backend, heads, held_k, held_v, out, lse, dout, dlse, sums, settings.exchange_dtype)
         if leaving is not None:
             store(*leaving)
         if sent:  # on its way while the next group is computed
-            leaving = (heads, n.returning(sent))
+            leaving = (heads, settings.route.send_back(sent, 1))
     if leaving is not None:
         store(*leaving)
     return [x for x in (sums.q, dk, dv, sums.bias, sums.sink) if x is not None]
@@ -197,23 +165,22 @@ def _backward_fake(
     k: Tensor,
     v: Tensor,
     mask: list[Tensor],
-    mask_forms: list[str],
     bias: Tensor | None,
     sink: Tensor | None,
     *others: Any,
 ) -> list[Tensor]:
-    return empty_gradients((q, k, v, bias, sink), others[-1])  # needs_grad, the last of `Numbers`
+    return empty_gradients((q, k, v, bias, sink), others[-1])  # needs_grad, the last of `GatherSettings`
 
 
 def _forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:
-    return forward_flop_of(Numbers(*others[4:]).pairs(q), q.shape[3], v.shape[3])
+    return forward_flop_of(GatherSettings.of(others[3:]).pairs(q), q.shape[3], v.shape[3])
 
 
 def _backward_flop(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None
 ) -> int:
-    numbers = Numbers(*others[6:])
-    return backward_flop_of(numbers.pairs(q), q.shape[3], v.shape[3], numbers.needs_grad)
+    settings = GatherSettings.of(others[5:])
+    return backward_flop_of(settings.pairs(q), q.shape[3], v.shape[3], settings.needs_grad)
 
 
 define("gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake)
@@ -226,3 +193,129 @@ define(
 )
 gather_forward = register(torch.ops.flash_dmattn.gather_forward, _forward_flop)
 gather_backward = register(torch.ops.flash_dmattn.gather_backward, _backward_flop)
+
+
+class GatherAttention(torch.autograd.Function):
+    """(out, lse) of a rank's rows, with the gradients of its own tensors; it saves nothing that was gathered."""
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        settings: GatherSettings,
+        *mask: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the forward pass."""
+        out, lse = gather_forward(q, k, v, list(mask), bias, sink, *settings.flat)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Keep what the backward pass reads."""
+        q, k, v, bias, sink, settings, *mask = inputs
+        ctx.save_for_backward(q, k, v, bias, sink, *output, *mask)
+        ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
+        ctx.settings = settings
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the backward pass; a second derivative is refused."""
+        q, k, v, bias, sink, out, lse, *mask = ctx.saved_tensors
+        rest = (None,) * (1 + len(mask))
+        # Ranks that send nothing back would keep the others waiting, so a gradient of nothing is one of zeros.
+        dout = torch.zeros_like(out) if dout is None else dout
+        arguments = (dout, dlse, q, k, v, bias, sink, out, lse, ctx.settings, *mask)
+        if torch.is_grad_enabled():
+            return *GatherGradients.apply(*arguments), *rest
+        return *_gradients(*arguments), *rest
+
+
+class GatherGradients(torch.autograd.Function):
+    """The backward pass as a function of its own, so that it can refuse to have a derivative."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Gradients:
+        """Run the backward pass."""
+        return _gradients(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Refuse."""
+        raise NotImplementedError(
+            "context_parallel_attention has no second derivative; "
+            'flash_dmattn.attention(..., backend="eager") has one on one device'
+        )
+
+
+def _gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    settings: GatherSettings,
+    *mask: Tensor,
+) -> Gradients:
+    gradients = gather_backward(dout, dlse, q, k, v, list(mask), bias, sink, out, lse, *settings.flat)
+    return spread(gradients, NeedsGrad(*settings.needs_grad))
+
+
+def attend_gathered(
+    call: ParallelCall,
+    pair: Selection,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | ShardedMask | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of this rank's rows, or over a mesh of two dims of its heads of its inner group's rows.
+
+    `mask` and `bias` have all keys, or one.
+    """
+    problem, flags = call.problem, call.problem.flags
+    views = _views(call, pair, mask)
+    settings = GatherSettings(
+        call.route,
+        tuple(view.form for view in views),
+        flags.softmax_scale,
+        flags.softcap,
+        flags.deterministic,
+        pair.forward.name,
+        "" if pair.backward is None else pair.backward.name,
+        call.head_groups,
+        call.exchange_dtype or q.dtype,
+        tuple(problem.needs_grad),
+    )
+    tensors = [x for view in views for x in view.tensors]
+    if pair.backward is None and not is_transformed():
+        out, lse = gather_forward(q, k, v, tensors, bias, sink, *settings.flat)
+        return out, lse
+    results: tuple[Tensor, Tensor] = GatherAttention.apply(*distinct(q, k, v, bias, sink, settings, *tensors))
+    return results
+
+
+def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | None) -> list[MaskView]:
+    """Return the mask of each slice as both passes receive it, all heads together."""
+    parts = call.slices
+    if mask is None:
+        return [MaskView()] * len(parts)
+    heads = HeadGroup(0, call.problem.num_heads_k, call.problem.num_heads_k)
+    views, held = [], call.keys_held(call.members.rank)
+    for index, part in enumerate(parts):
+        own = mask.masks[index] if isinstance(mask, ShardedMask) else part.cut(mask)
+        problem = slice_problem(call.problem, part, heads, held)
+        views.append(view_of(problem, choose_form(problem, *pair), own))
+    return views

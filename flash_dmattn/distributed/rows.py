@@ -1,7 +1,8 @@
-"""The calls of one rank over one group of heads, once the keys and values of that group are whole. Nothing is sent."""
+"""The calls of one rank over one group of heads, once the keys and values of that group are there. Nothing is sent."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,20 +11,174 @@ from torch import Tensor
 from ..backends.protocol import Backend
 from ..dispatch.plan import backward_pass, forward_pass
 from ..gradients import empty_gradient, with_dbias
-from ..problem import AttentionProblem, MaskView
+from ..problem import (
+    AttentionProblem,
+    Flags,
+    MaskView,
+    NeedsGrad,
+    TensorSpec,
+    device_arch,
+    spec_of,
+    unpacked_spec,
+)
 from ..problem.inputs import Inputs, Saved
 from .exchange import sum_dtype
-from .mask import cut
-from .problems import HeadGroup, slice_problem, view_of_heads
 from .slices import Slice
 
 
+class HeadGroup(NamedTuple):
+    """Key-value heads that are gathered together, and the query heads that read them.
+
+    Attributes:
+        first, number: of key-value heads.
+        total: key-value heads of the call.
+    """
+
+    first: int
+    number: int
+    total: int
+
+    def of(self, heads: int) -> slice:
+        """Return its part of a head dim of 1, of all key-value heads or of all query heads."""
+        if heads == 1:
+            return slice(0, 1)
+        width = heads // self.total
+        return slice(self.first * width, (self.first + self.number) * width)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return its part of a mask or bias (b, h, i, j)."""
+        return x if x.shape[1] == 1 else x[:, self.of(x.shape[1])]
+
+
+def head_groups(num_heads_k: int, number: int) -> tuple[HeadGroup, ...]:
+    """Split the key-value heads into `number` groups of equal size."""
+    size = num_heads_k // number
+    return tuple(HeadGroup(i * size, size, num_heads_k) for i in range(number))
+
+
+def rank_problem(
+    q: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    seqlen_k: int,
+    num_heads_k: int,
+    window: tuple[int, int],
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+    needs_grad: NeedsGrad,
+) -> AttentionProblem:
+    """Describe the rows of one rank over all keys, without a mask: `slice_problem` cuts it.
+
+    Only the head dim of v counts, and the window has causality folded in.
+    """
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    head_dim_v = v.shape[3]
+    flags = Flags(*window, softmax_scale, softcap, deterministic)
+    return AttentionProblem(
+        q.device.type,
+        device_arch(q.device),
+        q.dtype,
+        batch,
+        seqlen_q,
+        seqlen_k,
+        num_heads,
+        num_heads_k,
+        head_dim,
+        head_dim_v,
+        q.stride(),  # type: ignore[arg-type]
+        unpacked_spec((batch, seqlen_k, num_heads_k, head_dim)).strides,
+        unpacked_spec((batch, seqlen_k, num_heads_k, head_dim_v)).strides,
+        None,
+        "none",
+        None if bias is None else spec_of(bias),
+        False,
+        window,
+        flags,
+        True,
+        False,
+        needs_grad,
+        None if sink is None else sink.dtype,
+    )
+
+
+def slice_problem(
+    rank: AttentionProblem, part: Slice, heads: HeadGroup, held: int, mask: MaskView | None = None
+) -> AttentionProblem:
+    """Describe one slice and one group of heads of a rank's rows, whose tensors of keys have `held` of them.
+
+    `mask` is the mask of the slice and the group; where it is None the mask of `rank` is cut.
+    """
+    left, right = part.window
+    causal = right == 0
+    if mask is None:
+        form, spec = rank.mask_form, _cut_spec(rank.mask, part, heads)
+    else:
+        form, spec = mask.form, _view_spec(mask, part)
+    return rank._replace(
+        seqlen_q=part.seqlen_q,
+        seqlen_k=part.seqlen_k,
+        num_heads=heads.number * (rank.num_heads // heads.total),
+        num_heads_k=heads.number,
+        # The strides of all keys of the group that have arrived: a slice of them is a view.
+        k_strides=unpacked_spec((rank.batch, held, heads.number, rank.head_dim)).strides,
+        v_strides=unpacked_spec((rank.batch, held, heads.number, rank.head_dim_v)).strides,
+        mask=spec,
+        mask_form=form,
+        bias=_cut_spec(rank.bias, part, heads),
+        is_causal=causal,
+        window_size=(left, -1 if causal else right),
+        flags=rank.flags._replace(left=left, right=right),
+    )
+
+
+def _cut_spec(spec: TensorSpec | None, part: Slice, heads: HeadGroup) -> TensorSpec | None:
+    if spec is None:
+        return None
+    b, h, i, j = spec.shape
+    own = heads.of(h)
+    shape = (b, own.stop - own.start, part.seqlen_q if i > 1 else i, part.seqlen_k if j > 1 else j)
+    return TensorSpec(shape, spec.strides, spec.dtype)
+
+
+def _view_spec(mask: MaskView, part: Slice) -> TensorSpec | None:
+    if mask.form == "none":
+        return None
+    if mask.dense is not None:
+        return spec_of(mask.dense)
+    batch, heads = mask.tensors[0].shape[:2]
+    return unpacked_spec((batch, heads, 1 if mask.form == "keys" else part.seqlen_q, part.seqlen_k))
+
+
+NUMBER_OF_TENSORS = {"none": 0, "dense": 1, "tiles": 4, "keys": 3, "intervals": 6}
+
+
+def views_of(forms: Sequence[str], tensors: Sequence[Tensor]) -> list[MaskView]:
+    """Return the masks of a rank's slices, from their forms and all their tensors in a row."""
+    views, place = [], 0
+    for form in forms:
+        number = NUMBER_OF_TENSORS[form]
+        views.append(MaskView(form, tuple(tensors[place : place + number])))  # type: ignore[arg-type]
+        place += number
+    return views
+
+
+def view_of_heads(view: MaskView, heads: HeadGroup) -> MaskView:
+    """Return the part of a mask that a group of heads reads; it may have one head, or a head for each of k or q."""
+    if heads.number == heads.total or not view.tensors or view.tensors[0].shape[1] == 1:
+        return view
+    # Kernels read prepared masks as contiguous tensors.
+    parts = [x[:, heads.of(x.shape[1])] for x in view.tensors]
+    return MaskView(view.form, tuple(parts if view.form == "dense" else [x.contiguous() for x in parts]))
+
+
 class RankRows(NamedTuple):
-    """What a rank's calls share.
+    """All that the calls of a rank share.
 
     Attributes:
         problem: of its rows over all keys.
-        parts: its slices; in `places` where the keys of each are in k and v, and in `views` its mask.
+        parts: its slices; `places`, where the keys of each are in k and v; `views`, its mask.
         q: (B, Lq / W, Hq, D).
         bias: 4-D, with the rank's rows or one, all keys or one; None without.
         sink: (Hq,), or None.
@@ -43,12 +198,12 @@ class RankRows(NamedTuple):
         Args:
             k, v: (B, keys that the rank holds, heads of the group, ·), in global order.
         """
-        of_q = heads.of(self.problem.num_heads)
+        query_heads = heads.of(self.problem.num_heads)
         slices = zip(self.parts, self.places, self.views)
         # The largest first: while it is computed the host gets the others ready.
         for part, keys, view in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
             problem, inputs = self._slice(part, heads, view, k, v, keys)
-            out[:, part.rows, of_q], lse[:, of_q, part.rows] = forward_pass(backend, problem)(inputs)
+            out[:, part.rows, query_heads], lse[:, query_heads, part.rows] = forward_pass(backend, problem)(inputs)
 
     def backward(
         self,
@@ -63,13 +218,13 @@ class RankRows(NamedTuple):
         sums: Sums,
         exchange_dtype: torch.dtype,
     ) -> list[Tensor]:
-        """Add this group's gradients of q, bias and sink to `sums`; return those of its k and v.
+        """Add this group's gradients of q, bias and sink to `sums`; return the gradients of its k and v.
 
         Returns:
-            Of dk, dv, as k and v, those that are needed: sums over this rank's rows, made in fp32
-            (fp64 for fp64) and rounded once to the dtype of the exchange.
+            dk and dv, as k and v, as far as they are needed: sums over this rank's rows, made in fp32 (fp64 for fp64)
+            and rounded once to the dtype of the exchange.
         """
-        of_q = heads.of(self.problem.num_heads)
+        query_heads = heads.of(self.problem.num_heads)
         needs = self.problem.needs_grad
         dk, dv = (
             KeySum(x, len(self.parts), exchange_dtype) if needed else None for x, needed in zip((k, v), needs[1:])
@@ -77,52 +232,55 @@ class RankRows(NamedTuple):
         for part, keys, view in zip(self.parts, self.places, self.views):
             problem, inputs = self._slice(part, heads, view, k, v, keys)
             rest: dict[str, Tensor] = {}
-            whole_dbias = None if sums.bias is None else _of_group(sums.bias, heads)
-            place = None if whole_dbias is None else _cleared_around(whole_dbias, part)
+            group_dbias = None if sums.bias is None else heads.cut(sums.bias)
+            place = None if group_dbias is None else _cleared_around(group_dbias, part)
             if place is not None and backend.stores_dbias:
                 rest["dbias_out"] = place
             # out and lse lie as every backend has written them.
-            saved = Saved(inputs, out[:, part.rows, of_q].contiguous(), lse[:, of_q, part.rows].contiguous())
-            dlse_rows = None if dlse is None else dlse[:, of_q, part.rows]
-            gradients = backward_pass(backend, problem)(saved, dout[:, part.rows, of_q], dlse_rows, **rest)
+            saved = Saved(
+                inputs, out[:, part.rows, query_heads].contiguous(), lse[:, query_heads, part.rows].contiguous()
+            )
+            dlse_rows = None if dlse is None else dlse[:, query_heads, part.rows]
+            gradients = backward_pass(backend, problem)(saved, dout[:, part.rows, query_heads], dlse_rows, **rest)
             if place is not None:
                 gradients = with_dbias(gradients, place)
             dq, dk_part, dv_part, dbias, *dsink = gradients
             if dq is not None and sums.q is not None:
-                sums.q[:, part.rows, of_q] = dq
+                sums.q[:, part.rows, query_heads] = dq
             if dk is not None and dk_part is not None:
                 dk.add(keys, dk_part)
             if dv is not None and dv_part is not None:
                 dv.add(keys, dv_part)
-            if dbias is not None and whole_dbias is not None and place is None:
-                _take_dbias(whole_dbias, part, dbias)
+            if dbias is not None and group_dbias is not None and place is None:
+                if group_dbias.shape[2] == 1:  # one row for all queries, which each slice has a term of
+                    group_dbias[..., part.keys if group_dbias.shape[3] > 1 else slice(None)] += dbias
+                else:
+                    group_dbias[:, :, part.rows] = dbias
             if dsink and dsink[0] is not None and sums.sink is not None:
-                sums.sink[of_q] += dsink[0]
+                sums.sink[query_heads] += dsink[0]
         return [x.total() for x in (dk, dv) if x is not None]
 
     def _slice(
         self, part: Slice, heads: HeadGroup, view: MaskView, k: Tensor, v: Tensor, keys: slice
     ) -> tuple[AttentionProblem, Inputs]:
-        """The call of one slice and one group of heads."""
-        of_q = heads.of(self.problem.num_heads)
-        mask, sink = view_of_heads(view, heads), None if self.sink is None else self.sink[of_q]
+        """Return the call of one slice and one group of heads."""
+        query_heads = heads.of(self.problem.num_heads)
+        mask, sink = view_of_heads(view, heads), None if self.sink is None else self.sink[query_heads]
+        bias = None if self.bias is None else heads.cut(part.cut(self.bias))
         problem = slice_problem(self.problem, part, heads, k.shape[1], mask)
-        q, k, v = self.q[:, part.rows, of_q], k[:, keys], v[:, keys]
+        q, k, v = self.q[:, part.rows, query_heads], k[:, keys], v[:, keys]
         strides: dict[str, Any] = {"q_strides": q.stride(), "k_strides": k.stride(), "v_strides": v.stride()}
-        return problem._replace(**strides), Inputs(q, k, v, mask, self._bias(part, heads), sink)
-
-    def _bias(self, part: Slice, heads: HeadGroup) -> Tensor | None:
-        return None if self.bias is None else _of_group(cut(self.bias, part), heads)
+        return problem._replace(**strides), Inputs(q, k, v, mask, bias, sink)
 
 
 class KeySum:
     """The gradient of all keys or values that a rank holds, summed slice by slice."""
 
     def __init__(self, like: Tensor, number: int, dtype: torch.dtype) -> None:
-        """Nothing yet.
+        """Start without a term.
 
         Args:
-            like: those keys or values.
+            like: these keys or values.
             number: of slices.
             dtype: of the sum, in the end.
         """
@@ -143,29 +301,29 @@ class KeySum:
         else:
             first = self._largest
             (keys, gradient), self._largest = sorted((first, (keys, gradient)), key=lambda term: term[1].shape[1])
-            self._sum = self._whole(self._largest)
+            self._sum = self._padded(self._largest)
             self._sum[:, keys] += gradient
 
     def total(self) -> Tensor:
-        """The sum over all slices."""
+        """Return the sum over all slices."""
         if self._sum is None:
             assert self._largest is not None
-            return self._whole(self._largest)
+            return self._padded(self._largest)
         return self._sum.to(self._dtype)
 
-    def _whole(self, term: tuple[slice, Tensor]) -> Tensor:
+    def _padded(self, term: tuple[slice, Tensor]) -> Tensor:
         keys, gradient = term
         if gradient.shape[1] == self._like.shape[1]:
             return gradient
-        whole = torch.zeros_like(self._like)
-        whole[:, keys] = gradient
-        return whole
+        padded = torch.zeros_like(self._like)
+        padded[:, keys] = gradient
+        return padded
 
 
 class Sums(NamedTuple):
     """The gradients that stay with a rank, filled slice by slice; None where not needed.
 
-    Those of a bias without rows of its own, and of a sink, are sums over slices: their dtype is fp32 at least then.
+    The gradients of a bias without rows of its own, and of a sink, are sums over slices: their dtype is fp32 at least.
     """
 
     q: Tensor | None
@@ -174,7 +332,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, rows: RankRows) -> Sums:
-        """Those that the call needs, zero where slices add to them."""
+        """Allocate the gradients that the call needs, zero where slices add to them."""
         needs, dbias = rows.problem.needs_grad, None
         if needs.bias and rows.bias is not None:
             dbias = empty_gradient(rows.bias) if rows.bias.shape[2] > 1 else rows.bias.new_zeros(rows.bias.shape)
@@ -185,26 +343,14 @@ class Sums(NamedTuple):
         )
 
 
-def _cleared_around(whole: Tensor, part: Slice) -> Tensor | None:
-    """The place of the gradient of one slice in that of the bias, with zeros at the keys that the slice does not have.
+def _cleared_around(dbias: Tensor, part: Slice) -> Tensor | None:
+    """Return the place of a slice in the gradient of the bias, after zeroing the keys that the slice does not have.
 
     None where the bias has not both rows and keys of its own.
     """
-    if whole.shape[2] == 1 or whole.shape[3] == 1:
+    if dbias.shape[2] == 1 or dbias.shape[3] == 1:
         return None
-    rows = whole[:, :, part.rows]
+    rows = dbias[:, :, part.rows]
     rows[..., : part.start] = 0
     rows[..., part.stop :] = 0
     return rows[..., part.keys]
-
-
-def _take_dbias(whole: Tensor, part: Slice, dbias: Tensor) -> None:
-    """Put the gradient of one slice into that of a bias without rows, or without keys, of its own."""
-    if whole.shape[2] == 1:  # one row for all queries, which each slice has a term of
-        whole[..., part.keys if whole.shape[3] > 1 else slice(None)] += dbias
-    else:
-        whole[:, :, part.rows] = dbias
-
-
-def _of_group(x: Tensor, heads: HeadGroup) -> Tensor:
-    return x if x.shape[1] == 1 else x[:, heads.of(x.shape[1])]

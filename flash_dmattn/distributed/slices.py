@@ -1,9 +1,17 @@
-"""The plan of a rank's calls: flags of the whole call become slices of keys, one ordinary call for each run of rows."""
+"""The calls of one rank: each run of its rows over the keys that they see; and its mask, cut and prepared for them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from ..masks import PreparedMask
+from ..masks.arguments import bool_mask
+from ..problem import causal_window, check_flag, check_window
 from .layout import SequenceLayout
 
 # Slices of keys start on a multiple of it, so that rows of masks and biases stay on the alignment that kernels need.
@@ -27,12 +35,12 @@ class Slice(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Where its rows are in the tensors of the rank."""
+        """Its rows in the tensors of the rank."""
         return slice(self.row, self.row_stop)
 
     @property
     def keys(self) -> slice:
-        """Where its keys are in tensors of all of them."""
+        """Its keys in tensors of all keys."""
         return slice(self.start, self.stop)
 
     @property
@@ -45,11 +53,16 @@ class Slice(NamedTuple):
         """Number of its keys."""
         return self.stop - self.start
 
+    def cut(self, x: Tensor) -> Tensor:
+        """Return a view of the part of a mask or bias (b, h, Lq / W or 1, Lk or 1) that this call reads."""
+        x = x[:, :, self.rows] if x.shape[2] > 1 else x
+        return x[..., self.keys] if x.shape[3] > 1 else x
+
 
 def slice_keys(
     a: int, b: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int], alignment: int
 ) -> tuple[int, int, tuple[int, int]]:
-    """The keys that rows [a, b) of a call need, and their window in a call of their own.
+    """Return the keys that rows [a, b) of a call need, and their window in a call of their own.
 
     Args:
         a, b: rows of the whole call, a < b.
@@ -58,8 +71,8 @@ def slice_keys(
         alignment: the first key is rounded down to a multiple of it.
 
     Returns:
-        (start, stop, window). Keys past `stop` and before `start` are seen by none of the rows; the call of rows
-        [a, b) on keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative.
+        (start, stop, window). None of the rows sees a key before `start` or past `stop`. The call of rows [a, b) on
+        keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative.
     """
     left, right = window
     offset = seqlen_k - seqlen_q
@@ -72,16 +85,139 @@ def slice_keys(
 
 
 def plan(layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, int]) -> tuple[Slice, ...]:
-    """The calls of one rank.
-
-    Args:
-        layout: of the queries.
-        rank: whose calls.
-        seqlen_k: number of all keys.
-        window: of the whole call with causality folded in.
-    """
+    """Return the calls of one rank; the window is the one of the whole call, with causality folded in."""
     slices, row = [], 0
-    for a, b in layout.of_rank(rank):
+    for a, b in layout.runs(rank):
         slices.append(Slice(row, row + b - a, *slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT)))
         row += b - a
     return tuple(slices)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ShardedMask:
+    """The rows of a mask that one rank has, prepared once for any number of calls; `from_mask` makes it.
+
+    `context_parallel_attention` takes it in the place of a bool mask.
+
+    Attributes:
+        layout, layout_k: of the queries and of the keys.
+        rank: whose rows these are.
+        is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
+        batch, heads: (Bm, Hm), each 1 or as many as in the calls.
+        masks: a `PreparedMask` for each interval of the rank, on the keys that its rows can see.
+    """
+
+    layout: SequenceLayout
+    layout_k: SequenceLayout
+    rank: int
+    is_causal: bool
+    window_size: tuple[int, int]
+    batch: int
+    heads: int
+    masks: tuple[PreparedMask, ...]
+
+    @classmethod
+    def from_mask(
+        cls,
+        mask: Tensor,
+        layout: SequenceLayout,
+        rank: int,
+        *,
+        layout_k: SequenceLayout | None = None,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+        reorder: bool | None = None,
+    ) -> ShardedMask:
+        """Prepare the rows of a mask that one rank has, for any number of calls; nothing is sent.
+
+        For W ranks, Lq and Lk positions in all: the result stands for the rank's rows of
+        `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, as its method `dense` returns them.
+
+        Args:
+            mask: bool, read from the right as (Bm, Hm, Lq / W or 1, Lk or 1): the rank's own rows, as
+                `layout.shard(mask, -2, rank)` takes them out of a whole mask, over all keys in global order.
+            layout: of the queries.
+            rank: whose rows these are, `torch.distributed.get_rank(group)`.
+            layout_k: of the keys; the layout of the queries where it is not given.
+            is_causal, window_size, reorder: as in `flash_dmattn.masks.PreparedMask.from_mask`, of the whole call.
+
+        Returns:
+            ShardedMask, with a prepared mask for each interval of the rank.
+
+        Raises:
+            TypeError: `mask` is not a bool tensor.
+            ValueError: it has other rows or keys than the layout.
+
+        >>> import torch
+        >>> from flash_dmattn.distributed import SequenceLayout, ShardedMask
+        >>> layout = SequenceLayout.zigzag(64, 2)
+        >>> whole = torch.rand(64, 64) > 0.5
+        >>> mask = ShardedMask.from_mask(layout.shard(whole, 0, 1), layout, 1, is_causal=True)
+        >>> bool((mask.dense()[0, 0] == layout.shard(whole.tril(), 0, 1)).all())
+        True
+        """
+        layout_k = layout if layout_k is None else layout_k
+        if isinstance(mask, Tensor) and not 2 <= mask.dim() <= 4:
+            raise ValueError(f"mask has {mask.dim()} dimensions, shape {tuple(mask.shape)}; it needs 2, 3 or 4")
+        scores = bool_mask("mask", mask)
+        rows, keys = layout.local_length, layout_k.length
+        if scores.shape[2] not in (1, rows) or scores.shape[3] not in (1, keys):
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)}, read as (batch, heads, rows of this rank, all keys); "
+                f"it needs rows in {{1, {rows}}} and keys in {{1, {keys}}}"
+            )
+        is_causal, window_size = check_flag("is_causal", is_causal), check_window(window_size)
+        masks = [
+            PreparedMask.from_mask(
+                part.cut(scores),
+                seqlen_q=part.seqlen_q,
+                seqlen_k=part.seqlen_k,
+                window_size=part.window,
+                reorder=reorder,
+            )
+            for part in plan(layout, rank, keys, causal_window(is_causal, window_size))
+        ]
+        batch, heads = scores.shape[:2]
+        return cls(layout, layout_k, rank, is_causal, window_size, batch, heads, tuple(masks))
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The band as (left, right), -1 for an unlimited side."""
+        return causal_window(self.is_causal, self.window_size)
+
+    @cached_property
+    def slices(self) -> tuple[Slice, ...]:
+        """The rows and keys of each of `masks`."""
+        return plan(self.layout, self.rank, self.layout_k.length, self.window)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.masks[0].device
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ShardedMask:
+        """Return the same mask on a device, as `torch.Tensor.to` does."""
+        return replace(self, masks=tuple(mask.to(device, non_blocking=non_blocking) for mask in self.masks))
+
+    def dense(self) -> Tensor:
+        """Return the bool mask of the rank's rows over all keys, band included: (Bm, Hm, Lq / W, Lk)."""
+        shape = (self.batch, self.heads, self.layout.local_length, self.layout_k.length)
+        dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        for part, mask in zip(self.slices, self.masks):
+            dense[:, :, part.rows, part.keys] = mask.dense()
+        return dense
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # For pickle, copy and `torch.save`: the fields alone, without the slices that are made of them.
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
+
+    def __repr__(self) -> str:
+        # Not the values: printing them waits for the device.
+        return (
+            f"ShardedMask(rank={self.rank} of {self.layout.world_size}, shape={(self.batch, self.heads)} x "
+            f"{self.layout.local_length} of {self.layout.length} rows x {self.layout_k.length} keys, "
+            f"is_causal={self.is_causal}, window_size={self.window_size}, device={str(self.device)!r})"
+        )
+
+
+torch.serialization.add_safe_globals([SequenceLayout, ShardedMask])

@@ -6,9 +6,9 @@ import torch as _torch
 
 from ..problem import SequenceSpec as _SequenceSpec
 from .blocks import expand_blocks, mask_stats, smooth_blocks
-from .broadcast import combine
 from .builders import (
     causal_mask,
+    combine,
     document_ids,
     document_mask,
     padding_mask,

@@ -1,16 +1,18 @@
-"""The checks that mask builders make on their arguments, and the sentences they fail with."""
+"""Check the arguments of mask builders, and bring masks of different broadcast shapes to common ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from ..problem import check_strided, values_can_be_read
 
 # Lengths, or 0/1 masks, as users hold them: a tensor, or nested Python lists.
 IntsLike = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 
+DIMS = ("batch", "heads", "seqlen_q", "seqlen_k")
 INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
@@ -74,3 +76,60 @@ def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None)
         raise ValueError(f"{name} has a negative length ({low}); every length must be >= 0.")
     if maximum is not None and high > maximum:
         raise ValueError(f"{name} has a length of {high}, longer than the sequence; at most {maximum} is possible.")
+
+
+def collapse(tensor: torch.Tensor, dims: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:
+    """`tensor` with every dim that was expanded (stride 0) cut back to size 1."""
+    for dim in dims:
+        if tensor.size(dim) > 1 and tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def align_heads(tensors: list[torch.Tensor], names: list[str]) -> list[torch.Tensor]:
+    """Repeats key-value heads so that all head dims are 1 or the largest: head h reads h // G."""
+    num_heads = max(t.size(1) for t in tensors)
+    aligned = []
+    for tensor, name in zip(tensors, names, strict=True):
+        heads = tensor.size(1)
+        if heads in (1, num_heads):
+            aligned.append(tensor)
+        elif heads and num_heads % heads == 0:
+            aligned.append(tensor.repeat_interleave(num_heads // heads, dim=1))
+        else:
+            raise ValueError(
+                f"{name} has {heads} heads (shape {tuple(tensor.shape)}) beside {num_heads} heads elsewhere; "
+                f"it needs 1, {num_heads}, or a divisor of {num_heads}."
+            )
+    return aligned
+
+
+def common_shape(tensors: list[torch.Tensor], names: list[str]) -> tuple[int, int, int, int]:
+    """The smallest 4-D shape that all 4-D `tensors` broadcast to."""
+    shape = [1, 1, 1, 1]
+    owner = ["", "", "", ""]
+    for tensor, name in zip(tensors, names, strict=True):
+        for dim, size in enumerate(tensor.shape):
+            if size == 1:
+                continue
+            if shape[dim] not in (1, size):
+                raise ValueError(
+                    f"{name} has {DIMS[dim]} = {size} (shape {tuple(tensor.shape)}) and {owner[dim]} has {shape[dim]}; "
+                    f"each dim must be 1 or the same everywhere."
+                )
+            shape[dim], owner[dim] = size, name
+    return shape[0], shape[1], shape[2], shape[3]
+
+
+def pad(x: torch.Tensor, counts: tuple[int, ...], value: int = 0) -> torch.Tensor:
+    """As `F.pad(x, counts, value=value)`, counts not negative: PyTorch 2.9 refuses to pad a tensor with an empty dim.
+
+    >>> pad(torch.ones(2, 0, dtype=torch.bool), (0, 3)).tolist()
+    [[False, False, False], [False, False, False]]
+    """
+    if x.numel() > 0:
+        return F.pad(x, counts, value=value)
+    shape = list(x.shape)
+    for dim, (before, after) in enumerate(zip(counts[::2], counts[1::2], strict=True), start=1):
+        shape[-dim] += before + after
+    return x.new_full(shape, value)

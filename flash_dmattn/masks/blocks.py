@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .arguments import bool_mask, integer, pair
-from .broadcast import collapse, combine, common_shape
-from .builders import causal_mask
-from .pad import pad
+from .arguments import bool_mask, collapse, common_shape, integer, pad, pair
+from .builders import causal_mask, combine
 
 # Elements summed at once: padding copies them, and sums in another dtype than the input's widen them first on CPU.
 CHUNK_ELEMENTS = 1 << 24
@@ -123,9 +121,9 @@ def smooth_blocks(
     """
     mask = bool_mask("mask", mask)
     blocks = pair("block_size", block_size, 1)
-    given = [("mask", mask)] if allowed is None else [("mask", mask), ("allowed", bool_mask("allowed", allowed))]
+    operands = [("mask", mask)] if allowed is None else [("mask", mask), ("allowed", bool_mask("allowed", allowed))]
     # One head of each: grouped heads are for combine to align.
-    seqlen_q, seqlen_k = common_shape([m[:, :1] for _, m in given], [name for name, _ in given])[2:]
+    seqlen_q, seqlen_k = common_shape([m[:, :1] for _, m in operands], [name for name, _ in operands])[2:]
     limit = combine(allowed, causal_mask(seqlen_q, seqlen_k, device=mask.device) if is_causal else None)
     kept = mask if limit is None else combine(mask, limit)
     assert kept is not None  # a mask went in

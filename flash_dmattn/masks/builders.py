@@ -1,7 +1,8 @@
-"""Masks that follow from positions, lengths and document ids: causal, window, documents, padding, prefix-LM."""
+"""Masks from positions, lengths, document ids and scores: causal, window, documents, padding; and `combine`."""
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -10,6 +11,10 @@ from ..problem import values_can_be_read
 from .arguments import (
     INTEGER_DTYPES,
     IntsLike,
+    align_heads,
+    bool_mask,
+    collapse,
+    common_shape,
     four_dims,
     integer,
     integer_tensor,
@@ -153,22 +158,22 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
                   [0, 0, 1, 0],
                   [0, 0, 0, 0]]]], dtype=torch.int32)
     """
-    of_q, of_k = document_pair(ids, ids_k)
-    mask = of_q[:, :, None] == of_k[:, None, :]
-    mask &= (of_q >= 0)[:, :, None]
+    ids_q, keys = document_pair(ids, ids_k)
+    mask = ids_q[:, :, None] == keys[:, None, :]
+    mask &= (ids_q >= 0)[:, :, None]
     return mask[:, None]
 
 
 def document_pair(ids: IntsLike, ids_k: IntsLike | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The documents of queries and of keys, 2-D, checked."""
-    of_q = torch.atleast_2d(integer_tensor("ids", ids, (1, 2)))
-    of_k = of_q if ids_k is None else torch.atleast_2d(integer_tensor("ids_k", ids_k, (1, 2)).to(of_q.device))
-    if of_q.size(0) != of_k.size(0) and 1 not in (of_q.size(0), of_k.size(0)):
+    ids_q = torch.atleast_2d(integer_tensor("ids", ids, (1, 2)))
+    keys = ids_q if ids_k is None else torch.atleast_2d(integer_tensor("ids_k", ids_k, (1, 2)).to(ids_q.device))
+    if ids_q.size(0) != keys.size(0) and 1 not in (ids_q.size(0), keys.size(0)):
         raise ValueError(
-            f"ids_k has batch size {of_k.size(0)} (shape {tuple(of_k.shape)}) and ids has {of_q.size(0)} "
-            f"(shape {tuple(of_q.shape)}); they must be equal, or one of them 1."
+            f"ids_k has batch size {keys.size(0)} (shape {tuple(keys.shape)}) and ids has {ids_q.size(0)} "
+            f"(shape {tuple(ids_q.shape)}); they must be equal, or one of them 1."
         )
-    return of_q, of_k
+    return ids_q, keys
 
 
 def padding_mask(
@@ -205,14 +210,14 @@ def padding_mask(
     """
     if side not in ("right", "left"):
         raise ValueError(f"side is {side!r} and must be 'right' or 'left'.")
-    given = torch.as_tensor(lengths_or_mask, device=device)
-    if given.dim() == 2:
-        if given.dtype != torch.bool and given.dtype not in INTEGER_DTYPES:
-            raise TypeError(f"lengths_or_mask has dtype {given.dtype} and must be bool or integer; pass mask > 0.5.")
-        if seqlen is not None and given.size(1) != integer("seqlen", seqlen):
-            raise ValueError(f"lengths_or_mask has shape {tuple(given.shape)} and needs seqlen = {seqlen} keys.")
-        return (given != 0)[:, None, None]
-    lengths = integer_tensor("lengths_or_mask", given if given.numel() else given.long(), (1, 2))
+    values = torch.as_tensor(lengths_or_mask, device=device)
+    if values.dim() == 2:
+        if values.dtype != torch.bool and values.dtype not in INTEGER_DTYPES:
+            raise TypeError(f"lengths_or_mask has dtype {values.dtype} and must be bool or integer; pass mask > 0.5.")
+        if seqlen is not None and values.size(1) != integer("seqlen", seqlen):
+            raise ValueError(f"lengths_or_mask has shape {tuple(values.shape)} and needs seqlen = {seqlen} keys.")
+        return (values != 0)[:, None, None]
+    lengths = integer_tensor("lengths_or_mask", values if values.numel() else values.long(), (1, 2))
     if seqlen is None:
         raise ValueError("seqlen is None and must be the padded length, because lengths_or_mask holds lengths.")
     lengths_within("lengths_or_mask", lengths, integer("seqlen", seqlen))
@@ -282,3 +287,51 @@ def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor
         has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
         raise TypeError(f"scores has {has} and must be a float tensor.")
     return four_dims("scores", scores.detach()) > threshold
+
+
+def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> torch.Tensor | None:
+    """One mask from several: attend where all of them do (`"and"`) or where any does (`"or"`).
+
+    Equivalent to `masks[0] & masks[1] & ...` on 4-D tensors, with two exceptions. Expanded (stride 0) dims count as
+    size 1, so that the result is as small as it can be. Masks over key-value heads meet masks over query heads: with
+    Hq = G * Hk, query head h takes key-value head h // G.
+
+    Args:
+        masks: bool tensors of 0 to 4 dims, each broadcastable to (B, H, Lq, Lk) from the right, or None, which
+            means "attend everywhere": it changes nothing in `"and"` and decides `"or"`.
+        op: `"and"` or `"or"`.
+
+    Returns:
+        A 4-D bool tensor, or None where nothing is masked (no mask at all, or None under `"or"`).
+
+    Raises:
+        TypeError: a mask is not a bool tensor.
+        ValueError: shapes that do not broadcast, heads that do not divide, two devices, or an unknown `op`.
+
+    Example:
+        >>> import torch
+        >>> from flash_dmattn.masks import causal_mask, combine, padding_mask
+        >>> combine(causal_mask(4, 4), padding_mask([3, 4], 4)).shape
+        torch.Size([2, 1, 4, 4])
+        >>> combine(torch.tensor([True, False]), None).shape
+        torch.Size([1, 1, 1, 2])
+    """
+    if op not in ("and", "or"):
+        raise ValueError(f"op is {op!r} and must be 'and' or 'or'.")
+    named = [(f"masks[{i}]", mask) for i, mask in enumerate(masks) if mask is not None]
+    if not named or (op == "or" and len(named) < len(masks)):
+        return None
+    names = [name for name, _ in named]
+    tensors = [collapse(bool_mask(name, mask)) for name, mask in named]
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and {names[0]} on {tensors[0].device}; all masks must be on one device."
+            )
+    tensors = align_heads(tensors, names)
+    common_shape(tensors, names)
+    # Small masks first: the full-size product then happens once, at the end. A compiler, which fuses it, need not bind
+    # sizes by comparing them.
+    if not torch.compiler.is_compiling():
+        tensors.sort(key=torch.numel)
+    return reduce(torch.logical_and if op == "and" else torch.logical_or, tensors)

@@ -42,9 +42,9 @@ def show(
     darker where more attends. Below the title: shape, density, active tiles, empty rows of what is drawn.
 
     Args:
-        mask: bool tensor of 2 to 4 dims, broadcastable to (B, H, Lq, Lk), or a prepared mask, of which the one head
-            that is drawn is unpacked, band included, its keys in their own order. Of one that was prepared beside
-            sequences `batch` is the number of the sequence, which is drawn with the queries and keys that it has.
+        mask: bool tensor of 2 to 4 dims, broadcastable to (B, H, Lq, Lk), or a prepared mask. Only the head that is
+            drawn is unpacked, band included, its keys in their own order. For a mask that was prepared beside
+            sequences, `batch` is the number of the sequence to draw.
         block_size: tokens per tile, one int or (queries, keys).
         batch, head: which one to draw; any index reaches a dim of size 1.
         seqlen_q, seqlen_k: real lengths, where the mask has size 1 for all queries or all keys.
@@ -126,7 +126,7 @@ def _plane(
 
     if isinstance(mask, SequenceTileMask):
         number, head = _chosen(mask.shape, (mask.spec.number, mask.shape[1]), batch, head)
-        plane = mask.of_sequence(number, head)
+        plane = mask.dense_sequence(number, head)
         if 0 in plane.shape:
             raise ValueError(f"mask has a sequence {number} of shape {tuple(plane.shape)}: there is nothing to draw.")
         return expand_lengths(plane[None, None], seqlen_q, seqlen_k)[0, 0]

@@ -7,9 +7,7 @@ from itertools import pairwise
 import torch
 
 from ..definition import define
-from .arguments import bool_mask, four_dims, integer
-from .broadcast import align_heads, collapse, common_shape
-from .pad import pad
+from .arguments import align_heads, bool_mask, collapse, common_shape, four_dims, integer, pad
 
 # Elements a chunk of rows may hold; about 25 bytes of work each (key, candidates, tie counter).
 CHUNK_ELEMENTS = 1 << 22
@@ -23,7 +21,7 @@ def topk_mask(
     mask: torch.Tensor | None = None,
     seqlen_q: int | None = None,
 ) -> torch.Tensor:
-    """Each query sees the `k` highest scored keys among those that `mask` and causality allow it.
+    """Each query sees the `k` highest scored keys that `mask` and causality allow it.
 
     Equivalent, row by row, to a stable descending sort of the allowed scores and keeping the first k::
 
@@ -44,8 +42,8 @@ def topk_mask(
         scores: float tensor of 1 to 4 dims, read from the right as (B or 1, H or 1, Lq or 1, Lk).
         k: number of keys to keep, >= 1; may exceed Lk.
         is_causal: only keys j <= i + Lk - Lq are allowed to query i.
-        mask: bool tensor broadcastable to (B, H, Lq, Lk), True = allowed. Its heads may be grouped against
-            those of `scores` either way (query head h, key-value head h // G).
+        mask: bool tensor broadcastable to (B, H, Lq, Lk), True = allowed. Its heads and the heads of
+            `scores` may be grouped either way (query head h, key-value head h // G).
         seqlen_q: number of queries; by default what `scores` or `mask` have, and Lk if they have one row for all
             queries. Decoding one query against a cache needs `seqlen_q=1`.
 
@@ -89,7 +87,7 @@ def _selected(
 def topk_arguments(
     scores: torch.Tensor, mask: torch.Tensor | None, seqlen_q: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """What a selection by scores is made of, checked: scores and mask in four dims that broadcast, and Lq.
+    """Check the arguments of a selection by scores; return scores and mask in four dims that broadcast, and Lq.
 
     Args:
         scores, mask, seqlen_q: as in `topk_mask`.
@@ -124,16 +122,16 @@ def topk_arguments(
 
 def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int | None) -> int:
     """The number of queries that the arguments agree on."""
-    found = {}
+    lengths = {}
     if seqlen_q is not None:
-        found["seqlen_q"] = integer("seqlen_q", seqlen_q)
+        lengths["seqlen_q"] = integer("seqlen_q", seqlen_q)
     for name, tensor in (("scores", scores), ("mask", allowed)):
         if tensor is not None and tensor.size(2) != 1:
-            found[name] = tensor.size(2)
-    if any(one != other for one, other in pairwise(found.values())):
-        has = ", ".join(f"{name} has {n}" for name, n in found.items())
+            lengths[name] = tensor.size(2)
+    if any(one != other for one, other in pairwise(lengths.values())):
+        has = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise ValueError(f"The numbers of queries differ: {has}; each must be 1 for all queries, or the same.")
-    return next(iter(found.values()), scores.size(3))
+    return next(iter(lengths.values()), scores.size(3))
 
 
 def sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
@@ -219,7 +217,7 @@ def ranks(keys: torch.Tensor) -> torch.Tensor:
 def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -> torch.Tensor:
     """The k-th smallest (or else the largest) of the first `prefix` entries of each row of `rank`.
 
-    A wavelet matrix: the answers are found bit by bit, highest first, for all prefixes at once. At each bit the
+    A wavelet matrix: the answers are inside bit by bit, highest first, for all prefixes at once. At each bit the
     row is partitioned stably into zeros and ones, a query keeps the range of entries that share its higher
     bits, and whether that range holds enough zeros decides its bit.
 
@@ -243,15 +241,77 @@ def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -
         zeros_before = pad(is_zero.cumsum(1), (1, 0))
         zeros = zeros_before[:, -1:]
         zeros_low, zeros_high = zeros_before.gather(1, low), zeros_before.gather(1, high)
-        found = zeros_high - zeros_low
-        one = remaining >= found
+        inside = zeros_high - zeros_low
+        one = remaining >= inside
         answer += one.to(answer.dtype) << bit
-        remaining = torch.where(one, remaining - found, remaining)
+        remaining = torch.where(one, remaining - inside, remaining)
         low = torch.where(one, zeros + low - zeros_low, zeros_low)
         high = torch.where(one, zeros + high - zeros_high, zeros_high)
         before = zeros_before[:, :-1]
         rank = torch.empty_like(rank).scatter_(1, torch.where(is_zero, before, zeros + positions - before), rank)
     return answer
+
+
+def topk_stops(keys: torch.Tensor, k: int) -> torch.Tensor:
+    """The first position whose prefix has k keys that are better than a given one, for every key.
+
+    Key j is among the k best of the prefix that ends at p, itself included, exactly for `j <= p < stop[j]`: a key that
+    k better ones have met never comes back. Equal keys are ranked as `topk_mask` ranks them, the earliest first.
+
+    The k-th best rank of a prefix only falls as the prefix grows. So all of these thresholds are found together, as for
+    `topk_mask`, and the place where they pass a key's own rank is a binary search: O(L log L) in time, O(L) in memory.
+
+    Args:
+        keys: integers (N, L) in the order of the scores, as `sort_keys` makes them.
+        k: how many are kept, from 1.
+
+    Returns:
+        int64 (N, L), from j to L; L where a key stays to the end, j where it is never kept.
+
+    Equivalent, for a row without ties::
+
+        better = keys[None, :] > keys[:, None]
+        met = better.cumsum(1) >= k
+        stop = where(met.any(1), met.int().argmax(1), L).maximum(arange(L))
+
+    Example:
+        >>> topk_stops(torch.tensor([[3, 1, 2, 2]]), 2).tolist()
+        [[4, 2, 4, 3]]
+    """
+    rows, length = keys.shape
+    rank = ranks(keys)
+    positions = torch.arange(length, device=keys.device).expand(rows, -1)
+    threshold = kth_smallest_of_prefixes(rank, positions + 1, k)
+    # A prefix of fewer than k keys keeps them all; it has the greatest rank for its threshold otherwise, which rises.
+    threshold = threshold.masked_fill(positions + 1 < k, length)
+    # The first position with a threshold below the rank, where both are negated so that the row ascends.
+    passed = torch.searchsorted(threshold.neg(), rank.neg(), right=True)
+    return passed.maximum(positions).contiguous()
+
+
+def topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of queries that keep each key, by causal top-k.
+
+    Args:
+        keys: integers (B, H, Lk) as `sort_keys` makes them: the lowest stands for a key that is not allowed.
+        k: how many are kept, from 1.
+        seqlen_q: number of queries; the last one stands at the last key.
+        local: a query also sees so many of the last keys up to its own.
+
+    Returns:
+        (start, stop) int32 (B, H, Lk), contiguous, from 0 to `seqlen_q`; both 0 for a key that nobody keeps.
+
+    Example:
+        >>> topk_intervals(torch.tensor([[[3, 1, 2, 2]]]), 2, 3, 0)
+        (tensor([[[0, 0, 1, 0]]], dtype=torch.int32), tensor([[[3, 1, 3, 0]]], dtype=torch.int32))
+    """
+    seqlen_k = keys.size(2)
+    position = torch.arange(seqlen_k, device=keys.device)
+    stop = topk_stops(keys.flatten(0, 1), k).view(keys.shape).maximum(position + min(local, seqlen_k))
+    start, stop = ((x + (seqlen_q - seqlen_k)).clamp(0, seqlen_q) for x in (position, stop))
+    dead = (keys == torch.iinfo(keys.dtype).min) | (start >= stop)
+    start, stop = (x.masked_fill(dead, 0).to(torch.int32).contiguous() for x in (start.expand(keys.shape), stop))
+    return start, stop
 
 
 def _selected_fake(

@@ -10,22 +10,24 @@ from torch import nn
 
 import flash_dmattn
 from flash_dmattn.masks import PreparedMask, topk_mask
-from flash_dmattn.masks.prepared.interval_order import reorder_pays
+from flash_dmattn.masks.prepared.intervals import reorder_pays
+from flash_dmattn.masks.prepared.operators import run_score_keys, run_topk_intervals
+from flash_dmattn.problem import values_can_be_read
 from flash_dmattn.sequences import Sequences
+from flash_dmattn.sequences.layout import token_places
 
 from .kv_cache import KVCache
-from .layer_sequences import LayerSequences
-from .paged_cache import PagedKVCache
-from .rotary import apply_rotary, rotary_angles
+from .positions import apply_rotary, rotary_angles
 
-# Scores are rounded to the nearest multiple of this before they are compared: 0.02 % of an attention weight. One key
-# scored in a long product and in a decoding step differs in its last bits, and equal tokens have equal scores in a
-# first layer: without the steps those bits decide which of them is kept. Measured, fp32, 100 tokens of an alphabet of
-# 4: 4 of 10 texts decoded differently.
+# Scores are rounded to the nearest multiple of this before they are compared: 0.02 % of an attention weight. Equal
+# tokens have equal scores in a first layer, but for the last bits, which differ between a long product and a decoding
+# step. Without the steps these bits would decide which key is kept: in fp32, 4 of 10 texts of 100 tokens from an
+# alphabet of 4 were decoded differently.
 SCORE_STEP = 2.0**-12
 
 
-def _ranked(scores: torch.Tensor) -> torch.Tensor:
+def ranked(scores: torch.Tensor) -> torch.Tensor:
+    """Round scores to the steps by which a layer compares them."""
     return (scores / SCORE_STEP).round()
 
 
@@ -51,9 +53,9 @@ class DynamicMaskAttention(nn.Module):
         out = logits.masked_fill(~keep, -inf).softmax(-1) @ v
         return out @ Wo
 
-    A layer is never blind to the gradient of its choice: the score that decides whether a key is kept is also added
-    to the logits of the keys that are, so W and A learn through the bias. Scores are ranked by their nearest multiple
-    of 2**-12, the earliest key first among equals, so that decoding keeps the keys that a full forward keeps.
+    The choice of keys is learned through the bias: the score that decides whether a key is kept is also added to the
+    logits of kept keys, so that W and A get gradients. Scores are ranked by their nearest multiple of 2**-12, the
+    earliest key first among equals, so that decoding keeps the keys that a full forward keeps.
     ``keep_window_size=None`` removes score, bias and mask: the same class is then plain causal attention.
 
     Args:
@@ -144,10 +146,10 @@ class DynamicMaskAttention(nn.Module):
         self,
         x: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        cache: KVCache | PagedKVCache | None = None,
+        cache: KVCache | None = None,
         sequences: Sequences | None = None,
     ) -> torch.Tensor:
-        """Attend from every token of x to the tokens up to it, those in the cache included.
+        """Attend from every token of x to the tokens up to it, cached ones included.
 
         Equivalent to ``o_proj(flash_dmattn.attention(*attention_arguments(x, ...), is_causal=True).flatten(2))``.
 
@@ -155,11 +157,8 @@ class DynamicMaskAttention(nn.Module):
             x: (B, L, hidden_size), the new tokens; (T, hidden_size) where sequences pack them.
             attention_mask: (B, Lk) bool or integer, non-zero for a real token, zero for padding, on the left or the
                 right; Lk counts the cached tokens too. None when there is no padding.
-            cache: a `KVCache` of this layer, or beside paged sequences a `PagedKVCache`; x is appended to it. None
-                without decoding.
-            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`, whose sequences each attend to themselves; or
-                `Sequences.paged`, whose keys are in the pages of the cache, those of x among them. Each token has the
-                output that it has in its sequence alone.
+            cache: a `KVCache` of this layer, to which x is appended; None without decoding.
+            sequences: `Sequences.packed(cu_seqlens_q, max_seqlen_q=...)`; each sequence attends to itself alone.
 
         Returns:
             The shape and dtype of x. A query that sees padding only, or a token of no sequence, gets the o_proj of
@@ -174,18 +173,16 @@ class DynamicMaskAttention(nn.Module):
         >>> torch.allclose(torch.cat(steps, dim=1), layer(x))
         True
         """
-        if sequences is not None:
-            call = self._sequence_call(x, attention_mask, cache, sequences)
-        elif isinstance(cache, PagedKVCache):
-            raise ValueError("cache is a PagedKVCache and sequences is None; it needs Sequences.paged")
-        else:
+        if sequences is None:
             call = self.attention_call(*self._inputs(x, attention_mask, cache))
+        else:
+            call = self._packed_call(x, attention_mask, cache, sequences)
         out = flash_dmattn.attention(**call)
         assert isinstance(out, torch.Tensor)
         return self.o_proj(out.flatten(-2))
 
     def project(self, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v of tokens, q and k turned to their positions.
+        """Project tokens to q, k and v, and rotate q and k to their positions.
 
         Args:
             x: (B, L, hidden_size), or without B.
@@ -211,7 +208,7 @@ class DynamicMaskAttention(nn.Module):
         padding: torch.Tensor | None = None,
         query_index: torch.Tensor | None = None,
     ) -> dict[str, Any]:
-        """The arguments of the call of `flash_dmattn.attention` that this layer makes.
+        """Make the arguments of this layer's call of `flash_dmattn.attention`.
 
         For a layer with a cache of its own: it projects, caches and scores itself, and calls
         ``o_proj(flash_dmattn.attention(**layer.attention_call(...)).flatten(2))``.
@@ -237,11 +234,11 @@ class DynamicMaskAttention(nn.Module):
     def attention_arguments(
         self, x: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: KVCache | None = None
     ) -> AttentionArguments:
-        """The q, k, v, mask and bias of this layer for x: what `forward` attends with, for a look or another kernel.
+        """Compute the q, k, v, mask and bias that `forward` attends with, to look at or for another kernel.
 
         The mask is dense here. `forward` has the same as a prepared mask, which has no element for each pair.
 
-        Args: those of `forward`; a cache is appended to here as well.
+        Args: as in `forward`; x is appended to a cache here as well.
 
         Returns:
             q (B, L, Hq, D), k and v (B, Lk, Hk, D), mask (B, Hk, L, Lk) bool, bias (B, Hk, 1, Lk) in fp32 at least.
@@ -261,7 +258,7 @@ class DynamicMaskAttention(nn.Module):
     def _inputs(
         self, x: torch.Tensor, attention_mask: torch.Tensor | None, cache: KVCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The arguments of `attention_call`; no scores with full attention."""
+        """Compute the arguments of `attention_call`; no scores with full attention."""
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; it must be (batch, length, {self.hidden_size})")
         past = 0 if cache is None else cache.length
@@ -272,24 +269,32 @@ class DynamicMaskAttention(nn.Module):
             k, v, scores = cache.append(k, v, scores)
         return q, k, v, scores, self._padding_mask(attention_mask, batch=x.shape[0], seqlen_k=k.shape[1])
 
-    def _sequence_call(
-        self,
-        x: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: KVCache | PagedKVCache | None,
-        sequences: Sequences,
+    def _packed_call(
+        self, x: torch.Tensor, attention_mask: torch.Tensor | None, cache: KVCache | None, sequences: Sequences
     ) -> dict[str, Any]:
-        """The arguments of the call of `flash_dmattn.attention` with sequences."""
-        places = LayerSequences(x, self.hidden_size, attention_mask, cache, sequences)
-        q, k, v = self.project(x, rotary_angles(places.positions, self.head_dim, self.rope_theta))
-        scores, pool = self.key_scores(v), places.pool
-        if pool is not None:
-            pool.append(k, v, scores, sequences)
-            k, v, scores = pool.k, pool.v, pool.scores
+        """Make the arguments of a call with packed sequences; positions count from the start of each sequence."""
+        _check_packed(x, self.hidden_size, attention_mask, cache, sequences)
+        like = x.unsqueeze(-2)  # as one head: the layout of sequences does not depend on heads
+        spec = sequences.spec(like, like, like)
+        bounds = sequences.view(spec, x.shape[0], names=("x", "x")).bounds
+        if values_can_be_read(bounds) and not torch.equal(bounds[:, :2], bounds[:, 2:]):
+            raise ValueError("cu_seqlens_k differ from cu_seqlens_q; in self-attention they must be the same")
+        is_empty = len(bounds) == 0 or x.numel() == 0
+        own = positions = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        if not is_empty:
+            own, positions, _ = token_places(bounds, 1, x.shape[0], is_packed=True)
+        q, k, v = self.project(x, rotary_angles(positions, self.head_dim, self.rope_theta))
+        scores = self.key_scores(v)
         mask = bias = None
         if scores is not None and self.keep_window_size is not None:
-            bias = places.bias(scores)
-            mask = places.mask(_ranked(scores.detach()), self.keep_window_size, self.local_window_size)
+            bias = scores.t().unsqueeze(1)
+            if self.keep_window_size < spec.max_seqlen_k and not is_empty:
+                if not spec.names_max[1]:
+                    raise ValueError(
+                        f"sequences name no max_seqlen_k; a layer that keeps {self.keep_window_size} keys needs it "
+                        "(Sequences.packed(..., max_seqlen_q=...))"
+                    )
+                mask = self._select_packed_keys(scores.detach(), bounds, own, positions, spec.max_seqlen_k)
         return self._call(q, k, v, mask, bias) | {"sequences": sequences}
 
     def _call(
@@ -304,7 +309,7 @@ class DynamicMaskAttention(nn.Module):
         return call | {"softmax_scale": self.softmax_scale, "backend": self.backend}
 
     def key_scores(self, v: torch.Tensor) -> torch.Tensor | None:
-        """s = A * softplus(W v): how much each key-value head wants each key.
+        """Compute s = A * softplus(W v), by which each key-value head ranks keys.
 
         Args:
             v: (B, L, Hk, D) values, or without B.
@@ -336,7 +341,7 @@ class DynamicMaskAttention(nn.Module):
         padding: torch.Tensor | None,
         query_index: torch.Tensor | None = None,
     ) -> torch.Tensor | PreparedMask | None:
-        """What `_select_keys` gives, as intervals where there is more than one query."""
+        """Make the mask of `_select_keys`, as intervals where there is more than one query."""
         assert self.keep_window_size is not None
         if seqlen_q == 1 or self.keep_window_size >= scores.shape[-1]:
             return self._select_keys(scores, seqlen_q, padding, query_index)
@@ -346,7 +351,7 @@ class DynamicMaskAttention(nn.Module):
             batch * self.num_heads, seqlen_q, seqlen_k, kept, is_causal=True, has_backward=torch.is_grad_enabled()
         )
         return PreparedMask.from_topk(
-            _ranked(scores),
+            ranked(scores),
             self.keep_window_size,
             is_causal=True,
             mask=padding,
@@ -362,12 +367,12 @@ class DynamicMaskAttention(nn.Module):
         padding: torch.Tensor | None,
         query_index: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """(B, Hk, L, Lk) mask of the kept keys for the last seqlen_q of the Lk positions."""
+        """Make the mask (B, Hk, L, Lk) of the kept keys for the last seqlen_q of the Lk positions."""
         assert self.keep_window_size is not None
         seqlen_k = scores.shape[-1]
         if self.keep_window_size >= seqlen_k:
             return padding
-        scores = _ranked(scores)
+        scores = ranked(scores)
         # A single query is the last one and sees every key: one row of all queries then, and no prefixes to sort.
         if seqlen_q == 1:
             keep = topk_mask(scores, self.keep_window_size, mask=padding)
@@ -382,6 +387,29 @@ class DynamicMaskAttention(nn.Module):
             keep = keep | (local if padding is None else local & padding)
         return keep
 
+    def _select_packed_keys(
+        self, scores: torch.Tensor, bounds: torch.Tensor, own: torch.Tensor, positions: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        """Make the mask (Hk, T, longest) of the kept keys, columns counted from the start of each query's sequence.
+
+        Args:
+            scores: (T, Hk).
+            bounds: where the sequences lie, as in a `SequenceView`.
+            own, positions: (T,), the sequence of each token, and its position in it.
+            longest: no sequence has more keys.
+        """
+        assert self.keep_window_size is not None
+        keys = bounds[:, 2:3].long() + torch.arange(longest, device=scores.device)
+        # (S, Hk, longest). A value from another sequence is in no prefix of a token.
+        by_sequence = ranked(scores)[keys.clamp(max=len(scores) - 1)].transpose(1, 2)
+        # The best keys of a prefix stay so until better ones come: each key is kept by one interval of positions.
+        order = run_score_keys(by_sequence[:, :, None], None)
+        start, stop = run_topk_intervals(order, self.keep_window_size, longest, self.local_window_size)
+        position = positions[:, None]
+        # Head by head, because the comparison takes four bytes for each byte of the mask.
+        rows = [(start[own, h] <= position) & (position < stop[own, h]) for h in range(start.shape[1])]
+        return torch.stack(rows)
+
     def _padding_mask(self, attention_mask: torch.Tensor | None, batch: int, seqlen_k: int) -> torch.Tensor | None:
         if attention_mask is None:
             return None
@@ -391,3 +419,26 @@ class DynamicMaskAttention(nn.Module):
                 f"({batch}, {seqlen_k}), cached tokens included"
             )
         return attention_mask.bool()[:, None, None, :]
+
+
+def _check_packed(
+    x: torch.Tensor,
+    hidden_size: int,
+    attention_mask: torch.Tensor | None,
+    cache: KVCache | None,
+    sequences: Sequences,
+) -> None:
+    """Refuse sequences that are not packed, and arguments that do not go with them."""
+    if not isinstance(sequences, Sequences):
+        raise TypeError(f"sequences is a {type(sequences).__name__}; it must be a flash_dmattn.Sequences")
+    if attention_mask is not None:
+        raise ValueError("attention_mask is a tensor; beside sequences it must be None: they have no padding")
+    if sequences.layout != "packed":
+        raise ValueError(
+            f"sequences are {sequences.layout}; they must be packed (pass attention_mask for padding; "
+            "examples/paged_decoding.py decodes from pages)"
+        )
+    if cache is not None:
+        raise ValueError(f"cache is a {type(cache).__name__}; beside packed sequences it must be None")
+    if x.dim() != 2 or x.shape[-1] != hidden_size:
+        raise ValueError(f"x has shape {tuple(x.shape)}; beside these sequences it must be (tokens, {hidden_size})")

@@ -83,8 +83,8 @@ class PairBiasAttention(nn.Module):
 
         Args:
             x: (*batch, L, dim), with one batch dim or more.
-            pair: (*batch, L, L, pair_dim), each batch dim that of x or 1; entry (i, j) is of query i and key j.
-            mask: bool (*batch, L), each batch dim that of x or 1; True for a token, False for padding. None without
+            pair: (*batch, L, L, pair_dim), each batch dim as in x or 1; entry (i, j) belongs to query i and key j.
+            mask: bool (*batch, L), each batch dim as in x or 1; True for a token, False for padding. None without
                 padding.
 
         Returns:

@@ -1,10 +1,9 @@
-"""Checks of single arguments, and of masks and biases beside sequences; builders of masks share them."""
+"""Checks of single arguments, and of the shapes of masks and biases; builders of masks share them."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -16,7 +15,7 @@ from .description import Layout, Packing, SequenceSpec
 
 # Dimensions of q, and of k and v, in each layout.
 RANKS: dict[Layout, tuple[int, int]] = {"packed": (3, 3), "padded": (4, 4), "paged": (4, 4), "paged_packed": (3, 4)}
-# Other libraries call an argument so; what to write here.
+# Names that other libraries give to an argument, and what to write here.
 OTHER_NAMES = {
     **dict.fromkeys(("causal", "use_causal_mask"), "is_causal="),
     **dict.fromkeys(("scale", "sm_scale", "scaling"), "softmax_scale="),
@@ -35,6 +34,13 @@ OTHER_NAMES = {
     **dict.fromkeys(("block_table", "page_table"), "sequences=Sequences.paged(...)"),
     "attn_mask": "mask= where it is bool, bias= where it is added to scores",
     "enable_gqa": "nothing: the heads of k may always be fewer",
+}
+_MOST = sys.float_info.max
+# By argument: its type, its least and its greatest value, and these in words.
+_NUMBERS = {
+    "softmax_scale": ("a number or None", -_MOST, _MOST, "finite"),
+    "softcap": ("a number, 0.0 for none", 0.0, _MOST, "finite and at least 0 (0 is off)"),
+    "dropout_p": ("a number from 0 to 1, 0.0 for none", 0.0, 1.0, "a probability, from 0 to 1"),
 }
 
 
@@ -69,42 +75,6 @@ def check_strided(name: str, x: object) -> None:
         )
 
 
-def as_scores(x: Tensor) -> Tensor:
-    """A mask or a bias of 2, 3 or 4 dimensions, read from the right as (batch, heads, seqlen_q, seqlen_k)."""
-    dims = x.dim()
-    return x if dims == 4 else x[None] if dims == 3 else x[None, None]
-
-
-def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_heads_k: int) -> None:
-    """Refuse a mask or bias shape that does not broadcast to (*batch, heads, seqlen_q, seqlen_k) of as many dims."""
-    *batch, h, i, j = shape
-    *wanted, num_heads, seqlen_q, seqlen_k = sizes
-    fits = (h == 1 or h in (num_heads, num_heads_k)) and (i == 1 or i == seqlen_q) and (j == 1 or j == seqlen_k)
-    for b, size in zip(batch, wanted, strict=True):
-        fits = fits and (b == 1 or b == size)
-    if fits:
-        return
-    names = batch_names(len(batch))
-    heads = f"{{1, {num_heads_k}, {num_heads}}}" if num_heads_k != num_heads else f"{{1, {num_heads}}}"
-    leading = ", ".join(f"{dim} in {{1, {size}}}" for dim, size in zip(names, wanted, strict=True))
-    is_padding = name == "mask" and (i, j) == (wanted[-1], seqlen_k) and not (h > 1 or any(b > 1 for b in batch))
-    raise ValueError(
-        f"{name} has shape {tuple(shape)}, read as ({', '.join(names)}, heads, seqlen_q, seqlen_k); "
-        f"it needs {leading}, heads in {heads}, "
-        f"seqlen_q in {{1, {seqlen_q}}} and seqlen_k in {{1, {seqlen_k}}}"
-        + ("; padding of (batch, seqlen_k) is masks.padding_mask(mask)" if is_padding else "")
-    )
-
-
-def batch_names(number: int) -> tuple[str, ...]:
-    """What messages call the dims in front: batch where it is one, else by their number.
-
-    >>> batch_names(1), batch_names(2)
-    (('batch',), ('batch dim 0', 'batch dim 1'))
-    """
-    return ("batch",) if number == 1 else tuple(f"batch dim {dim}" for dim in range(number))
-
-
 def check_flag(name: str, value: bool) -> bool:
     """Refuse anything but a bool, so that a tensor or a string never silently counts as True."""
     if value is True or value is False:
@@ -112,37 +82,18 @@ def check_flag(name: str, value: bool) -> bool:
     raise TypeError(f"{name} is {value!r}; it needs to be True or False")
 
 
-def check_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The factor on q @ k^T: `head_dim ** -0.5` when unset; 0.0 is a value."""
-    if softmax_scale is None:
-        return head_dim**-0.5
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale is a {type(softmax_scale).__name__}; it needs to be a number or None")
-    if not -math.inf < softmax_scale < math.inf:  # not isfinite: torch.compile cannot trace it with dynamic floats
-        raise ValueError(f"softmax_scale is {softmax_scale}; it needs to be finite")
-    return float(softmax_scale)
-
-
-def check_softcap(softcap: float) -> float:
-    """The softcap as a float: 0.0 is off, negative is refused."""
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap is a {type(softcap).__name__}; it needs to be a number, 0.0 for none")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; it needs to be finite and at least 0 (0 is off)")
-    return float(softcap)
-
-
-def check_dropout(dropout_p: float) -> float:
-    """The probability of dropout as a float, 0.0 for none; NaN is refused with what is out of range."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dropout_p is a {type(dropout_p).__name__}; it needs to be a number from 0 to 1, 0.0 for none")
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p is {dropout_p}; it needs to be a probability, from 0 to 1")
-    return float(dropout_p)
+def check_number(name: str, value: float) -> float:
+    """Return softmax_scale, softcap or dropout_p as a float; refuse NaN and values out of range."""
+    kind, least, most, needs = _NUMBERS[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a {type(value).__name__}; it needs to be {kind}")
+    if not least <= value <= most:  # not isfinite: torch.compile cannot trace it with dynamic floats
+        raise ValueError(f"{name} is {value}; it needs to be {needs}")
+    return float(value)
 
 
 def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
-    """The window as (left, right), -1 for an unlimited side; None is (-1, -1)."""
+    """Return the window as (left, right), -1 for an unlimited side; None is (-1, -1)."""
     if window_size is None:
         return (-1, -1)
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
@@ -157,12 +108,39 @@ def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def values_can_be_read(x: Tensor) -> bool:
-    """Whether values may decide an error: not where reading them stops a GPU or breaks a graph, nor where none exist.
+    """Tell whether values may decide an error: reading them must not stop a GPU or break a graph, and some must exist.
 
-    Fake tensors say that they are on a CPU; they are a subclass, as others are whose values are elsewhere.
+    Fake tensors say that they are on a CPU. They are a subclass, as are other tensors whose values are elsewhere.
     """
     is_plain = type(x) is Tensor or type(x) is torch.nn.Parameter
     return is_plain and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def as_scores(x: Tensor) -> Tensor:
+    """View a mask or a bias of 2, 3 or 4 dimensions, read from the right, as (batch, heads, seqlen_q, seqlen_k)."""
+    dims = x.dim()
+    return x if dims == 4 else x[None] if dims == 3 else x[None, None]
+
+
+def batch_names(number: int) -> tuple[str, ...]:
+    """Name the dims in front for messages: batch if there is one, else by their number.
+
+    >>> batch_names(1), batch_names(2)
+    (('batch',), ('batch dim 0', 'batch dim 1'))
+    """
+    return ("batch",) if number == 1 else tuple(f"batch dim {dim}" for dim in range(number))
+
+
+def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_heads_k: int) -> None:
+    """Refuse a mask or bias shape that does not broadcast to (*batch, heads, seqlen_q, seqlen_k) of as many dims."""
+    *batch, num_heads, seqlen_q, seqlen_k = sizes
+    allowed = (*[(1, size) for size in batch], (1, num_heads_k, num_heads), (1, seqlen_q), (1, seqlen_k))
+    if _fits(shape, allowed):
+        return
+    names = (*batch_names(len(batch)), "heads", "seqlen_q", "seqlen_k")
+    is_padding = name == "mask" and tuple(shape[-2:]) == (batch[-1], seqlen_k) and all(n == 1 for n in shape[:-2])
+    advice = "; padding of (batch, seqlen_k) is masks.padding_mask(mask)" if is_padding else ""
+    raise ValueError(_misfit(name, shape, names, allowed) + advice)
 
 
 def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
@@ -191,31 +169,43 @@ def check_scores(
     """Refuse a mask or a bias, read as 4-D, whose shape does not fit the sequences.
 
     Args:
-        heads: how many q has, and k; None where no call is known.
+        heads: the numbers of heads of q and of k; None if no call is known.
     """
-    rows, columns = spec.max_seqlen_q, spec.max_seqlen_k
-    names = ("max_seqlen_q", "max_seqlen_k")
-    batch = {1, spec.number}
+    first, by_position = 0 if packing == "none" else 1, ("max_seqlen_q", "max_seqlen_k")
+    names: tuple[str, ...] = ("sequences", "heads", *by_position)
+    rows: tuple[int, ...] = (1, spec.max_seqlen_q)
+    keys = (1, spec.max_seqlen_k)
     if packing == "queries":
-        rows, names, batch = spec.rows_q, ("queries of all sequences", "max_seqlen_k"), {1}
+        names, rows = ("", "heads", "queries of all sequences", "max_seqlen_k"), (1, spec.rows_q)
     elif packing == "keys":
-        rows, columns, names, batch = 1, spec.rows_k, ("1", "keys of all sequences"), {1}
-    b, h, i, j = shape
-    if b in batch and (heads is None or h in (1, *heads)) and i in (1, rows) and j in (1, columns):
-        for size, named, dim in zip((i, j), spec.names_max, names, strict=True):
-            if dim.startswith("max_") and size > 1 and not named:
-                raise ValueError(
-                    f"{name} has shape {_own(shape, packing)}, by position; it needs {dim}, which the sequences do not "
-                    f"name (Sequences.{spec.layout.removesuffix('_packed')}(..., {dim}={size}))"
-                )
-        return
-    wanted = f"{names[0]} in {sorted({1, rows})}, {names[1]} in {sorted({1, columns})}"
-    if heads is not None:
-        wanted = f"heads in {sorted({1, *heads})}, {wanted}"
-    if packing == "none":
-        wanted = f"sequences in {sorted(batch)}, {wanted}"
-    dims = ("sequences, " if packing == "none" else "") + f"heads, {names[0]}, {names[1]}"
-    raise ValueError(f"{name} has shape {_own(shape, packing)}, read as ({dims}); it needs {wanted}")
+        names, rows, keys = ("", "heads", "1", "keys of all sequences"), (), (1, spec.rows_k)
+    allowed = ((1, spec.number) if packing == "none" else (1,), () if heads is None else (1, *heads), rows, keys)
+    if not _fits(shape, allowed):
+        raise ValueError(_misfit(name, shape[first:], names[first:], allowed[first:]))
+    for size, is_named, dim in zip(shape[2:], spec.names_max, names[2:], strict=True):
+        if dim in by_position and size > 1 and not is_named:
+            raise ValueError(
+                f"{name} has shape {tuple(shape[first:])}, by position; it needs {dim}, which the sequences do not "
+                f"name (Sequences.{spec.layout.removesuffix('_packed')}(..., {dim}={size}))"
+            )
+
+
+def _fits(shape: Sequence[int], allowed: Sequence[tuple[int, ...]]) -> bool:
+    """Tell whether each dim has one of its allowed sizes; () allows any."""
+    for size, sizes in zip(shape, allowed, strict=True):
+        # Compared one by one: Dynamo finds no symbol in a tuple.
+        if sizes and not any([size == one for one in sizes]):
+            return False
+    return True
+
+
+def _misfit(name: str, shape: Sequence[int], dims: Sequence[str], allowed: Sequence[tuple[int, ...]]) -> str:
+    """Say which sizes the dims of a shape may have."""
+    wanted = [f"{dim} in {{{', '.join(map(str, sorted({*n})))}}}" for dim, n in zip(dims, allowed, strict=True) if n]
+    return (
+        f"{name} has shape {tuple(shape)}, read as ({', '.join(dims)}); it needs "
+        f"{', '.join(wanted[:-1])} and {wanted[-1]}"
+    )
 
 
 def check_tree(shape: Sequence[int], spec: SequenceSpec) -> None:
@@ -235,14 +225,7 @@ def check_tree(shape: Sequence[int], spec: SequenceSpec) -> None:
 
 
 def check_sequence_tiles(prepared: SequenceSpec, mask_heads: int, spec: SequenceSpec, heads: tuple[int, int]) -> None:
-    """Refuse a mask with tiles that was prepared for calls of other sizes.
-
-    Args:
-        prepared: the sequences that it was prepared for.
-        mask_heads: how many heads it has.
-        spec: the sequences of the call.
-        heads: how many q has, and k.
-    """
+    """Refuse a mask with tiles that was prepared for sequences `prepared`, beside a call of other sizes."""
     # The first six fields of both.
     names = ("the layout", "sequences", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k")
     for name, has, needs in zip(names, prepared, spec):
@@ -250,7 +233,3 @@ def check_sequence_tiles(prepared: SequenceSpec, mask_heads: int, spec: Sequence
             raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
     if mask_heads not in (1, *heads):
         raise ValueError(f"mask was prepared with {mask_heads} heads; it needs one of {sorted({1, *heads})}")
-
-
-def _own(shape: Sequence[int], packing: Packing) -> tuple[int, ...]:
-    return tuple(shape) if packing == "none" else tuple(shape[1:])

@@ -1,4 +1,4 @@
-"""`AttentionProblem`: one attention call described without tensors."""
+"""`AttentionProblem`: one attention call described without tensors, its numbers and the diagonals that it allows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ BiasClass = Literal["query", "key", "score"]
 # No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask, beside sequences a
 # SequenceTileMask or a TreeMask.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree"]
-# How the sequences of a batch lie: each an entry of the batch, of full length ("dense") or used in part ("padded"); one
-# behind the other in one row of tokens ("packed"); or with keys in pages of a cache ("paged"), and queries that are
-# packed ("paged_packed").
+# How the sequences of a batch lie. Each is an entry of the batch, of full length ("dense") or used in part ("padded");
+# or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also beside
+# packed queries ("paged_packed").
 Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
-# Those with q in a row of tokens, (1, Tq, Hq, D) for a backend; so are k and v of the first.
+# Layouts with q in a row of tokens, (1, Tq, Hq, D) for a backend; "packed" has k and v so, too.
 PACKED_QUERIES: tuple[Layout, ...] = ("packed", "paged_packed")
-# What of a mask or a bias is packed: nothing, the queries, (1, H, Tq, max_k or 1), or the keys, (1, H, 1, Tk).
+# The packed dim of a mask or a bias: none, the queries, (1, H, Tq, max_k or 1), or the keys, (1, H, 1, Tk).
 Packing = Literal["none", "queries", "keys"]
-# (dq, dk, dv, dbias), None where a gradient is not needed; of a call with a sink (dq, dk, dv, dbias, dsink).
-Gradients = tuple[Tensor | None, ...]
 
 
 class NeedsGrad(NamedTuple):
@@ -38,57 +36,31 @@ class NeedsGrad(NamedTuple):
     sink: bool = False
 
 
-class MaskView(NamedTuple):
-    """A mask as kernels receive it: its form, and the tensors of that form.
+class Numbers(NamedTuple):
+    """The arguments of `attention` that are no tensors, except the backend, as the caller passed them."""
 
-    "none" has no tensors; "dense" one bool tensor (Bm, Hm, Lq or 1, Lk or 1), in which a stride of 0 is a broadcast
-    dim; "tiles" has bits, classes, row_lists and col_lists of a `TileMask`; "keys" has kept, count and prefix of a
-    `KeyMask`; "intervals" has start, stop, order, bounds, row_lists and col_lists of an `IntervalMask`;
-    "sequence_tiles" has those of "tiles", of a `SequenceTileMask`; "tree" has the bits of a `TreeMask`.
-    Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
-    """
-
-    form: MaskForm = "none"
-    tensors: tuple[Tensor, ...] = ()
-
-    @property
-    def dense(self) -> Tensor | None:
-        """The bool tensor of the form "dense"; None of "none"."""
-        return self.tensors[0] if self.form == "dense" else None
-
-
-class SequenceView(NamedTuple):
-    """Where S sequences lie, as kernels receive it.
-
-    Attributes:
-        bounds: int32 (S, 4), contiguous, a row each: the first query, how many, the first key, how many. The firsts are
-            places in a row of packed tokens, ascending, and 0 where queries or keys are not packed. Whatever the
-            tensors say that it was made of, no row of it leaves q, k or v.
-        block_table: int32 (S, P), whose entry j // page_size is the page of key j; None where keys are not in pages.
-            Its entries may be wrong: kernels clamp them.
-    """
-
-    bounds: Tensor
-    block_table: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Those that there are."""
-        return (self.bounds,) if self.block_table is None else (self.bounds, self.block_table)
+    is_causal: bool = False
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    window_size: tuple[int, int] | None = None
+    deterministic: bool | None = None
+    return_lse: bool = False
+    return_probs: bool = False
+    dropout_p: float = 0.0
 
 
 class Flags(NamedTuple):
-    """The numbers of a call that are no tensors, in the order of the operators' schemas.
+    """The checked numbers of a call, in the order of the operators' schemas.
 
-    `left` and `right` are the window with causality folded in, -1 for an unlimited side: see `causal_window`. Entry b
-    of the batch reads entry `b // mask_repeat % Bm` of a mask with Bm entries, and so of the bias: see `leading.py`.
-
-    Of a call with sequences, `max_seqlen_q` and `max_seqlen_k` are bounds on their lengths; a mask or a bias of which
-    nothing is packed has entries for S sequences, or one.
-
-    A call whose `dropout_p` is not 0 has a key of its dropout beside it: see `flash_dmattn.reference.dropout`.
-
-    `one_mask_row` says that the mask was made of one row for all queries, as padding is; the window is not part of it.
+    Attributes:
+        left, right: the window with causality folded in, -1 for an unlimited side: see `causal_window`.
+        softmax_scale, softcap, deterministic: as in `attention`.
+        mask_repeat, bias_repeat: entry b of the batch reads entry `b // repeat % Bm` of Bm ones: see `leading.py`.
+        layout: see `Layout`.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths of sequences; 0 without sequences.
+        mask_packing, bias_packing: see `Packing`; with "none" there are entries for all sequences, or one.
+        dropout_p: where it is not 0 the call has a key of its dropout, too: see `flash_dmattn.reference.dropout`.
+        one_mask_row: whether the mask was made of one row for all queries, as padding is. The window is no part of it.
     """
 
     left: int
@@ -148,17 +120,17 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
     def broadcast(self) -> tuple[bool, bool, bool, bool]:
-        """For each dimension, whether one element is read for every index: size 1, or an expanded stride of 0."""
+        """Tell for each dim whether one element is read for every index: size 1, or an expanded stride of 0."""
         b, h, i, j = (size == 1 or stride == 0 for size, stride in zip(self.shape, self.strides, strict=True))
         return b, h, i, j
 
     @property
     def bias_class(self) -> BiasClass:
-        """What a bias has one value for, as kernels read it."""
+        """The dims that a bias has values for, as kernels read it."""
         return bias_class(self.shape, self.strides)
 
     def span(self) -> int:
-        """Elements of memory between the first and the last one, both included; 0 for an empty tensor."""
+        """Count the elements of memory from the first to the last one; 0 for an empty tensor."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -197,11 +169,11 @@ class SequenceSpec(NamedTuple):
 
     @property
     def packs_keys(self) -> bool:
-        """Whether k and v are."""
+        """Whether k and v are rows of tokens."""
         return self.layout == "packed"
 
     def shape_of_tiles(self, mask_heads: int) -> Shape4:
-        """That of the bool tensor which a `SequenceTileMask` beside these sequences unpacks to."""
+        """Return the shape of the bool tensor that a `SequenceTileMask` beside these sequences unpacks to."""
         if self.packs_queries:
             return 1, mask_heads, self.rows_q, self.max_seqlen_k
         return self.number, mask_heads, self.max_seqlen_q, self.max_seqlen_k
@@ -211,20 +183,29 @@ class SequenceSpec(NamedTuple):
         if self.layout == "padded":
             rows = f"at most {rows} each"
         elif self.has_pages:
-            of_each = "in all" if self.packs_queries else "each"
-            rows = f"{self.rows_q} queries {of_each} and at most {self.rows_k} keys in pages of {self.page_size}"
+            share = "in all" if self.packs_queries else "each"
+            rows = f"{self.rows_q} queries {share} and at most {self.rows_k} keys in pages of {self.page_size}"
         return f"{self.number} {self.layout.partition('_')[0]} sequences of {rows}"
 
 
 class AttentionProblem(NamedTuple):
     """Everything a backend may decide on: sizes, strides, dtypes, device and flags of one call, but no tensor.
 
-    It is hashable, prints as one line, and can be built for a GPU that this machine does not have
-    (`flash_dmattn.explain_problem` does). Strides count elements; `mask` and `bias` are described as 4-D, a prepared
-    mask by the bool tensor that it unpacks to. Its band is that of the call. `sink` is the dtype of one, None without.
-    With sequences, batch is their number, and seqlen_q and seqlen_k are bounds on their lengths. `elsewhere` says that
-    no GPU of this machine has the architecture: what is installed here then decides nothing. `heads_first` says that q,
-    k and v arrive as (B, H, L, D), and their gradients leave so; strides are listed in the order (B, L, H, D) anyway.
+    It is hashable, prints as one line, and can be built for a GPU that this machine does not have, as
+    `flash_dmattn.explain` does.
+
+    Attributes:
+        device, arch, dtype: see `device_arch`; the dtype of q, k and v.
+        batch, seqlen_q, seqlen_k: with sequences their number, and bounds on their lengths.
+        num_heads, num_heads_k, head_dim, head_dim_v: as in `attention`.
+        q_strides, k_strides, v_strides: in elements, in the order (B, L, H, D) whatever the layout.
+        mask, mask_form, bias: 4-D. A prepared mask is described by the bool tensor that it unpacks to, and the band of
+            the call is its own.
+        is_causal, window_size, flags, return_lse, return_probs, needs_grad: the numbers and needs of the call.
+        sink: the dtype of the sink.
+        sequences: how they lie.
+        elsewhere: whether no GPU of this machine has the architecture, so that installed libraries decide nothing.
+        heads_first: whether q, k and v arrive as (B, H, L, D), and their gradients leave so.
     """
 
     device: str
@@ -344,8 +325,8 @@ class AttentionProblem(NamedTuple):
         return ", ".join(parts)
 
 
-# The arguments of `attention` that a backend may lack, and whether a call uses them. A backend lists those that it has,
-# and a call that uses another is refused: an argument that is added here is dropped by nobody.
+# The arguments of `attention` that a backend may lack, and whether a call uses them. A backend lists the ones it has,
+# and refuses a call that uses another. So no backend drops an argument that is added here.
 FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "mask": lambda p: p.mask is not None,
     "bias": lambda p: p.bias is not None,
@@ -363,18 +344,71 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
 }
 
 
+class Band(NamedTuple):
+    """The diagonals that causality and a window leave: query i may attend to key j where `low <= j - i <= high`."""
+
+    low: int
+    high: int
+
+
+def causal_window(is_causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    """Fold causality into a window (left, right), -1 for an unlimited side: causality is a right side of 0."""
+    left, right = window_size
+    return left, 0 if is_causal else right
+
+
+def make_band(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> Band | None:
+    """Return the diagonals of a window that `causal_window` made, aligned bottom-right; None if it forbids nothing."""
+    left, right = window
+    aligned = seqlen_k - seqlen_q
+    # Unlimited sides, and limits beyond the last diagonal, become the diagonal past the last: all sums stay in int32.
+    low = -seqlen_q if left < 0 else max(aligned - left, -seqlen_q)
+    high = seqlen_k if right < 0 else min(aligned + right, seqlen_k)
+    return None if low <= 1 - seqlen_q and high >= seqlen_k - 1 else Band(low, high)
+
+
+def allowed_pairs(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> int:
+    """Count the pairs of a query and a key that a window of `causal_window` leaves.
+
+    >>> allowed_pairs(4, 4, (-1, 0)), allowed_pairs(2, 5, (1, 0)), allowed_pairs(5, 2, (-1, 0))
+    (10, 4, 3)
+    """
+    band = make_band(seqlen_q, seqlen_k, window)
+    if band is None:
+        return seqlen_q * seqlen_k
+    return _pairs_below(seqlen_q, seqlen_k, band.high + 1) - _pairs_below(seqlen_q, seqlen_k, band.low)
+
+
+def _pairs_below(seqlen_q: int, seqlen_k: int, diagonal: int) -> int:
+    """Count the pairs (i, j) with j - i < diagonal: sum i + diagonal over the queries, clamped to 0 and seqlen_k."""
+    first = min(max(-diagonal, 0), seqlen_q)  # the first query with a key
+    last = min(max(seqlen_k - diagonal, first), seqlen_q)  # from here on all keys are below
+    partly = (last - first) * (first + last - 1 + 2 * diagonal) // 2
+    return partly + (seqlen_q - last) * seqlen_k
+
+
+def keys_of_query(seqlen_k: int, window: tuple[int, int]) -> int:
+    """Return how many keys a query may attend at most.
+
+    >>> keys_of_query(4096, (15, 0)), keys_of_query(4096, (15, -1))
+    (16, 4096)
+    """
+    left, right = window
+    return seqlen_k if left < 0 or right < 0 else min(seqlen_k, left + right + 1)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
-    """The short name of a dtype, without the module."""
+    """Return the name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")
 
 
 def spec_of(x: Tensor) -> TensorSpec:
-    """The description of a 4-D tensor."""
+    """Describe a 4-D tensor."""
     return TensorSpec(x.shape, x.stride(), x.dtype)  # type: ignore[arg-type]
 
 
 def unpacked_spec(shape: Shape4) -> TensorSpec:
-    """The description of the contiguous bool tensor that `PreparedMask.unpacked` makes."""
+    """Describe the contiguous bool tensor that `PreparedMask.unpacked` makes."""
     _, h, i, j = shape
     return TensorSpec(shape, (h * i * j, i * j, j, 1), torch.bool)
 
@@ -385,7 +419,7 @@ def hinted(problem: AttentionProblem) -> AttentionProblem:
     A condition on a symbol becomes a guard: a graph is compiled anew where the condition holds no more, and
     `torch.export` refuses a range that it divides. A condition on a hint does neither, so rules of speed ask for hints.
     """
-    if not torch.compiler.is_compiling():
+    if not any(_may_be_symbol(size) for size in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads)):
         return problem
     strides = ("q_strides", "k_strides", "v_strides")
     lengths = ("max_seqlen_q", "max_seqlen_k")
@@ -405,9 +439,14 @@ def _hints(spec: Any, *fields: str) -> Any:
     return spec._replace(**hints)
 
 
+def _may_be_symbol(size: int) -> bool:
+    # In code that Dynamo traces a symbol looks like an int; where a compiler runs code on fake tensors, it is a SymInt.
+    return torch.compiler.is_compiling() or isinstance(size, torch.SymInt)
+
+
 def hint(size: int) -> int:
     """Return a size, or the size of the call that is compiled where a compiler has a symbol for it."""
-    if not torch.compiler.is_compiling():
+    if not _may_be_symbol(size):
         return size
     from torch.fx.experimental import symbolic_shapes  # only a compiler needs it, and has imported it
 

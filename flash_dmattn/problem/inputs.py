@@ -6,7 +6,53 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .description import MaskForm, MaskView, SequenceView
+from .description import MaskForm
+
+# (dq, dk, dv, dbias), None where a gradient is not needed; of a call with a sink (dq, dk, dv, dbias, dsink).
+Gradients = tuple[Tensor | None, ...]
+
+
+class MaskView(NamedTuple):
+    """A mask as kernels receive it: its form, and the tensors of that form.
+
+    * "none": no tensors.
+    * "dense": a bool tensor (Bm, Hm, Lq or 1, Lk or 1), in which a stride of 0 is a broadcast dim.
+    * "tiles", "sequence_tiles": bits, classes, row_lists, col_lists.
+    * "keys": kept, count, prefix.
+    * "intervals": start, stop, order, bounds, row_lists, col_lists.
+    * "tree": bits.
+
+    Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
+    """
+
+    form: MaskForm = "none"
+    tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def dense(self) -> Tensor | None:
+        """The bool tensor of the form "dense"; None of "none"."""
+        return self.tensors[0] if self.form == "dense" else None
+
+
+class SequenceView(NamedTuple):
+    """Where S sequences lie, as kernels receive it.
+
+    Attributes:
+        bounds: int32 (S, 4), contiguous, a row each: the first query, how many, the first key, how many. The firsts are
+            places in a row of packed tokens, ascending, and 0 where queries or keys are not packed. Whatever the
+            tensors say that it was made of, no row of it leaves q, k or v.
+        block_table: int32 (S, P), whose entry j // page_size is the page of key j; None where keys are not in pages.
+            Its entries may be wrong: kernels clamp them.
+    """
+
+    bounds: Tensor
+    block_table: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Both tensors, or the bounds alone."""
+        return (self.bounds,) if self.block_table is None else (self.bounds, self.block_table)
+
 
 _NO_MASK = MaskView()
 

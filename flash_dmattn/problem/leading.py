@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from .checks import batch_names, check_broadcast, check_strided
-from .description import AttentionProblem, MaskForm, NeedsGrad, spec_of, unpacked_spec
+from .description import AttentionProblem, NeedsGrad, spec_of, unpacked_spec
 
 Dims = tuple[int, ...]
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Repeats(NamedTuple):
@@ -29,50 +28,31 @@ class Repeats(NamedTuple):
     bias: int = 1
 
 
-class FoldedCall(NamedTuple):
-    """A call with one batch dim.
-
-    Attributes:
-        q, k, v: (B, L, H, D); views, or copies where leading dims have no one stride.
-        mask: 4-D bool (Bm, Hm, Lq or 1, Lk or 1), a prepared mask, or what was given in their place.
-        bias: 4-D, or what was given in its place.
-        batch: the leading dims.
-        repeats: of mask and bias.
-        notes: what `explain` says of it: the tensors that were copied.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Any
-    bias: Any
-    batch: Dims
-    repeats: Repeats
-    notes: tuple[str, ...]
-
-
-class FoldedTensor(NamedTuple):
-    """A mask or a bias with one batch dim, and its repeat.
-
-    Attributes:
-        x: what was folded.
-        repeat: consecutive entries of the call that share one of its own.
-        dims: its leading dims before they were folded, each 1 or full.
-        note: of the copy that was made, or None.
-    """
+class _Folded(NamedTuple):
+    """A mask or a bias with one batch dim."""
 
     x: Any
     repeat: int
-    dims: Dims
-    note: str | None
+    dims: Dims  # the leading dims before they were folded, each 1 or full
+    note: str | None = None  # says why it was copied
 
 
-def fold_call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any) -> FoldedCall:
+def fold_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any
+) -> tuple[Tensor, Tensor, Tensor, Any, Any, Dims, Repeats, tuple[str, ...]]:
     """Fold the leading dims of a call.
 
     Args:
         q: (*batch, Lq, Hq, D).
-        k, v, mask, bias: as given to `attention`; what has another type than it takes is left to the validation.
+        k, v, mask, bias: as passed to `attention`; validation refuses wrong types later.
+
+    Returns:
+        q, k, v: (B, L, H, D); views, or copies where leading dims have no one stride.
+        mask: 4-D bool (Bm, Hm, Lq or 1, Lk or 1), a prepared mask, or the wrong type that the caller passed.
+        bias: 4-D, or the wrong type that the caller passed.
+        batch: the leading dims.
+        repeats: of mask and bias.
+        notes: the tensors that were copied, for `explain`.
 
     Raises:
         TypeError: k or v is no tensor.
@@ -83,80 +63,32 @@ def fold_call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any) -> FoldedCa
     for name, x in (("k", k), ("v", v)):
         _check_leading(name, x, q)
     batch = tuple(q.shape[:-3])
+    leading = len(batch)
+    notes = [_copying(name, x, leading) for name, x in zip("qkv", (q, k, v)) if not has_one_stride(x, leading)]
     sizes = (*batch, q.shape[-2], q.shape[-3], k.shape[-3])
-    notes = [
-        _copying(name, x, len(batch)) for name, x in (("q", q), ("k", k), ("v", v)) if not has_one_stride(x, len(batch))
-    ]
     mask, bias = (_fold_checked(name, x, sizes, k.shape[-2]) for name, x in (("mask", mask), ("bias", bias)))
     notes += [folded.note for folded in (mask, bias) if folded.note is not None]
-    q, k, v = (merge(x, len(batch)) for x in (q, k, v))
-    return FoldedCall(q, k, v, mask.x, bias.x, batch, Repeats(mask.repeat, bias.repeat), tuple(notes))
+    q, k, v = (merge(x, leading) for x in (q, k, v))
+    return q, k, v, mask.x, bias.x, batch, Repeats(mask.repeat, bias.repeat), tuple(notes)
 
 
-def unfold(x: Tensor, batch: Dims) -> Tensor:
-    """A result of a folded call, its batch dim split into the leading dims again."""
-    return x.view(*batch, *x.shape[1:])
+def _check_leading(name: str, x: Tensor, q: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of {q.dim()} dimensions")
+    if x.dim() != q.dim():
+        raise ValueError(
+            f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; it needs {q.dim()}, as q of shape "
+            f"{tuple(q.shape)}: (*batch, seqlen, num_heads, head_dim)"
+        )
+    for dim, (size, wanted) in enumerate(zip(x.shape[:-3], q.shape[:-3], strict=True)):
+        if size != wanted:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, whose batch dim {dim} is {size}; it needs that of q, {wanted}"
+            )
 
 
-def merge(x: Tensor, leading: int) -> Tensor:
-    """So many leading dims as one: a view where they have one stride."""
-    return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
-
-
-def has_one_stride(x: Tensor, leading: int) -> bool:
-    """Whether so many leading dims are one dim of one stride, so that `merge` is a view.
-
-    >>> import torch
-    >>> x = torch.zeros(2, 3, 5)
-    >>> has_one_stride(x, 2), has_one_stride(x.transpose(0, 1), 2), has_one_stride(x[:1].expand(2, -1, -1), 2)
-    (True, False, False)
-    """
-    if 0 in x.shape:
-        return True
-    kept = [(x.shape[dim], x.stride(dim)) for dim in range(leading) if x.shape[dim] != 1]
-    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(kept))
-
-
-def fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeats: bool = True) -> FoldedTensor:
-    """Fold a tensor of a mask or a bias that broadcasts over the leading dims `batch`.
-
-    A dim that is shared between two that are not has to be expanded: no repeat is like it.
-
-    Args:
-        name: of the argument.
-        x: (*dims, ...), as many dims as `batch`, each 1 or full.
-        batch: the leading dims of the call.
-        keeps_shape: whether each element has a gradient of its own. Else dims of stride 0 count as size 1, so that
-            nothing of them is copied.
-        repeats: whether a part of the batch may share an entry; else it is expanded.
-    """
-    leading = len(batch)
-    if not keeps_shape:
-        x = _collapse(x, range(leading))
-    dims = tuple(x.shape[:leading])
-    expanded, repeat = _sharing(dims, batch)
-    if not repeats and math.prod(expanded) != 1:
-        expanded, repeat = batch, 1
-    if expanded == dims and has_one_stride(x, leading):
-        return FoldedTensor(merge(x, leading), repeat, dims, None)
-    note = _copying(name, x, leading) if expanded == dims else _expanding(name, dims, expanded)
-    if expanded != dims and keeps_shape and x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()  # the gradient is summed over what is expanded, and rounded once
-    shape = x.shape[leading:]
-    if not keeps_shape:
-        x = _collapse(x, range(leading, x.dim()))
-    x = merge(x.expand(*expanded, *x.shape[leading:]), leading)
-    return FoldedTensor(x.expand(x.shape[0], *shape), repeat, expanded, note)
-
-
-def _collapse(x: Tensor, dims: Iterable[int]) -> Tensor:
-    for dim in dims:
-        if x.shape[dim] > 1 and x.stride(dim) == 0:
-            x = x.narrow(dim, 0, 1)
-    return x
-
-
-def _fold_checked(name: str, x: Any, sizes: Dims, num_heads_k: int) -> FoldedTensor:
+def _fold_checked(name: str, x: Any, sizes: Dims, num_heads_k: int) -> _Folded:
+    """Check and fold a mask or a bias of a call of `sizes`, (*batch, heads, seqlen_q, seqlen_k)."""
     batch = sizes[:-3]
     if isinstance(x, Tensor):
         if not 2 <= x.dim() <= len(sizes):
@@ -167,21 +99,60 @@ def _fold_checked(name: str, x: Any, sizes: Dims, num_heads_k: int) -> FoldedTen
             )
         x = x[(None,) * (len(sizes) - x.dim())]
         check_broadcast(name, x.shape, sizes, num_heads_k)
-        return fold_shared(name, x, batch, keeps_shape=x.requires_grad and torch.is_grad_enabled())
+        return _fold_shared(name, x, batch, keeps_shape=x.requires_grad and torch.is_grad_enabled())
     if not hasattr(x, "batch_dims"):
-        return FoldedTensor(x, 1, (), None)
+        return _Folded(x, 1, ())
     if len(x.batch_dims) > len(batch):
         raise ValueError(f"{name} was prepared with leading dims {x.batch_dims}; those of q are {batch}")
     dims: Dims = (*(1,) * (len(batch) - len(x.batch_dims)), *x.batch_dims)
     check_broadcast(name, (*dims, *x.shape[1:]), sizes, num_heads_k)
     expanded, repeat = _sharing(dims, batch)
     if expanded == dims:
-        return FoldedTensor(x, repeat, dims, None)
-    return FoldedTensor(x.expand_batch(expanded), repeat, expanded, _expanding(name, dims, expanded))
+        return _Folded(x, repeat, dims)
+    return _Folded(x.expand_batch(expanded), repeat, expanded, _expanding(name, dims, expanded))
+
+
+def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeats: bool = True) -> _Folded:
+    """Fold a tensor of a mask or a bias that broadcasts over the leading dims `batch`.
+
+    A dim that is shared between two that are not has to be expanded: no repeat is like it.
+
+    Args:
+        name: of the argument.
+        x: (*dims, ...), as many dims as `batch`, each 1 or full.
+        batch: the leading dims of the call.
+        keeps_shape: whether each element has a gradient of its own. Else dims of stride 0 count as size 1, so that
+            none of them is copied.
+        repeats: whether a part of the batch may share an entry; else it is expanded.
+    """
+    leading = len(batch)
+    if not keeps_shape:
+        x = _collapse(x, range(leading))
+    dims = tuple(x.shape[:leading])
+    expanded, repeat = _sharing(dims, batch)
+    if not repeats and math.prod(expanded) != 1:
+        expanded, repeat = batch, 1
+    if expanded == dims and has_one_stride(x, leading):
+        return _Folded(merge(x, leading), repeat, dims)
+    note = _copying(name, x, leading) if expanded == dims else _expanding(name, dims, expanded)
+    if expanded != dims and keeps_shape and x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()  # the gradient is summed over the expanded dims, and rounded once
+    shape = x.shape[leading:]
+    if not keeps_shape:
+        x = _collapse(x, range(leading, x.dim()))
+    x = merge(x.expand(*expanded, *x.shape[leading:]), leading)
+    return _Folded(x.expand(x.shape[0], *shape), repeat, expanded, note)
+
+
+def _collapse(x: Tensor, dims: Iterable[int]) -> Tensor:
+    for dim in dims:
+        if x.shape[dim] > 1 and x.stride(dim) == 0:
+            x = x.narrow(dim, 0, 1)
+    return x
 
 
 def _sharing(dims: Dims, batch: Dims) -> tuple[Dims, int]:
-    """Leading dims with those expanded that lie between full ones, and the repeat of these.
+    """Expand the leading dims that lie between full ones; return the dims and their repeat.
 
     >>> _sharing((2, 1), (2, 5)), _sharing((1, 5), (2, 5)), _sharing((2, 1, 3, 1), (2, 5, 3, 4))
     (((2, 1), 5), ((1, 5), 1), ((2, 5, 3, 1), 4))
@@ -202,32 +173,37 @@ def _expanding(name: str, dims: Dims, expanded: Dims) -> str:
     return f"copies {name}: of its leading dims {dims} a shared one lies between others, so it expands to {expanded}"
 
 
-def _check_leading(name: str, x: Tensor, q: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of {q.dim()} dimensions")
-    if x.dim() != q.dim():
-        raise ValueError(
-            f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; it needs {q.dim()}, as q of shape "
-            f"{tuple(q.shape)}: (*batch, seqlen, num_heads, head_dim)"
-        )
-    for dim, (size, wanted) in enumerate(zip(x.shape[:-3], q.shape[:-3], strict=True)):
-        if size != wanted:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, whose batch dim {dim} is {size}; it needs that of q, {wanted}"
-            )
+def merge(x: Tensor, leading: int) -> Tensor:
+    """Merge so many leading dims into one: a view where they have one stride."""
+    return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
+
+
+def has_one_stride(x: Tensor, leading: int) -> bool:
+    """Tell whether so many leading dims are one dim of one stride, so that `merge` is a view.
+
+    >>> import torch
+    >>> x = torch.zeros(2, 3, 5)
+    >>> has_one_stride(x, 2), has_one_stride(x.transpose(0, 1), 2), has_one_stride(x[:1].expand(2, -1, -1), 2)
+    (True, False, False)
+    """
+    if 0 in x.shape:
+        return True
+    kept = [(x.shape[dim], x.stride(dim)) for dim in range(leading) if x.shape[dim] != 1]
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(kept))
 
 
 def heads_as_rows(x: Tensor, num_heads: int, num_heads_k: int) -> Tensor:
     """Lay out a mask or a bias of one query as if the query heads of a group were rows of their key-value head.
 
-    Kernels then read the keys once for all heads of a group. With fewer heads than q it holds for every row as it is.
+    Kernels then read the keys once for all heads of a group.
 
     Args:
         x: (B, heads, 1, keys).
         num_heads, num_heads_k: of the call.
 
     Returns:
-        (B, num_heads_k, heads of a group, keys), a view, where x has `num_heads`; else x.
+        (B, num_heads_k, heads of a group, keys), a view, where x has `num_heads`. With fewer heads x itself, which
+        holds for every row.
 
     >>> import torch
     >>> heads_as_rows(torch.arange(4).view(1, 4, 1, 1), 4, 2).squeeze(3)
@@ -238,10 +214,20 @@ def heads_as_rows(x: Tensor, num_heads: int, num_heads_k: int) -> Tensor:
 
 
 class MappedCall:
-    """Calls that `torch.vmap` maps as one call, with the mapped dim folded in front of their batch.
+    """Fold the calls that `torch.vmap` maps into one call, with the mapped dim in front of their batch.
 
     Tensors that are not mapped are shared: k and v are expanded over the mapped dim, a mask or a bias keeps its
-    entries. A bias that needs a gradient has one in each of the calls, so there it is expanded, too.
+    entries. A bias that needs a gradient has one in each of the calls, so it is expanded, too.
+
+    Args:
+        size: of the mapped dim.
+        in_dims, mask_dims: the mapped dim of each input and of each tensor of the mask; None for a shared one.
+        problem: the description of one mapped call.
+        inputs: q, k, v and bias with their mapped dims.
+        mask: its tensors, in the form that the problem names, with their mapped dims.
+        repeats: whether a part of the batch may share an entry of a mask or a bias; else these are expanded.
+        needs_grad: the gradients to compute; None for a forward pass, after which the inputs tell.
+        needs_dsink: whether the sink, which all the calls share, requires a gradient; of a forward pass.
 
     Attributes:
         problem: the description of the one call.
@@ -255,27 +241,13 @@ class MappedCall:
         in_dims: Sequence[int | None],
         mask_dims: Sequence[int | None],
         problem: AttentionProblem,
-        inputs: Inputs,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
         mask: Sequence[Tensor],
-        mask_form: MaskForm,
         *,
         repeats: bool = True,
         needs_grad: NeedsGrad | None = None,
         needs_dsink: bool = False,
     ) -> None:
-        """Fold the inputs.
-
-        Args:
-            size: of the mapped dim.
-            in_dims, mask_dims: the mapped dim of each input and of each tensor of the mask; None for a shared one.
-            problem: the description of one mapped call.
-            inputs: q, k, v and bias with their mapped dims.
-            mask: its tensors with their mapped dims.
-            mask_form: `MaskForm` of these tensors: a dense mask of the problem may have been prepared.
-            repeats: `True` lets a part of the batch share an entry of a mask or a bias; else these are expanded.
-            needs_grad: the gradients to compute; None for a forward pass, after which the inputs tell.
-            needs_dsink: whether the sink, which all the calls share, requires a gradient; of a forward pass.
-        """
         self._size, self._repeats = size, repeats
         self._batch = problem.batch
         q, k, v, bias = inputs
@@ -292,7 +264,7 @@ class MappedCall:
             flags = flags._replace(bias_repeat=self._folded_bias.repeat)
         if problem.mask is not None:
             is_mapped = any(dim is not None for dim in mask_dims)
-            is_dense = mask_form == "dense"
+            is_dense = problem.mask_form == "dense"
             folded = [
                 self._shared("mask", x, dim, flags.mask_repeat, not is_dense, is_mapped)
                 for x, dim in zip(mask, mask_dims, strict=True)
@@ -300,7 +272,7 @@ class MappedCall:
             mask, flags = [x for x, *_ in folded], flags._replace(mask_repeat=folded[0].repeat)
             shape = (mask[0].shape[0], *problem.mask.shape[1:])
             mask_spec = spec_of(mask[0]) if is_dense else unpacked_spec(shape)
-        self.inputs: Inputs = (q, k, v, bias)
+        self.inputs = (q, k, v, bias)
         self.mask = tuple(mask)
         if needs_grad is None:
             needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in self.inputs))
@@ -333,9 +305,7 @@ class MappedCall:
         summed = dbias.view(*dims, *shape).sum_to_size((*own, *shape))
         return summed.view(self._size, self._bias_batch, *shape).to(self._bias_dtype)
 
-    def _shared(
-        self, name: str, x: Tensor, dim: int | None, repeat: int, keeps_shape: bool, expand: bool
-    ) -> FoldedTensor:
+    def _shared(self, name: str, x: Tensor, dim: int | None, repeat: int, keeps_shape: bool, expand: bool) -> _Folded:
         """Fold a mask or a bias; with `expand` also a shared one gets an entry for each of the calls."""
         x = x[None] if dim is None else x.movedim(dim, 0)
         if expand:
@@ -344,4 +314,4 @@ class MappedCall:
         batch = (self._size, self._batch // max(entries * repeat, 1), entries, repeat)
         if math.prod(batch) != self._size * self._batch:
             batch = (self._size, 1, self._batch, 1)  # no entries beside an empty batch
-        return fold_shared(name, x[:, None, :, None], batch, keeps_shape=keeps_shape, repeats=self._repeats)
+        return _fold_shared(name, x[:, None, :, None], batch, keeps_shape=keeps_shape, repeats=self._repeats)

@@ -1,6 +1,6 @@
 """Sequences of many lengths in one call: where they lie, the way there from a padded batch, and into a cache."""
 
-from .append import append_to_cache
+from .cache_writes import append_to_cache
 from .layout import Sequences
 from .padding import Padding
 

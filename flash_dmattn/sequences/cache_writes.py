@@ -1,7 +1,8 @@
-"""The operator that writes new keys and values into a cache, and who writes: PyTorch, or a faster writer."""
+"""`append_to_cache`: new keys and values written into a cache; its checks, and the operator that writes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,18 +10,151 @@ import torch
 from torch import Tensor
 
 from ..definition import define
-from ..problem import PACKED_QUERIES, Layout
-from .tokens import token_places
+from ..problem import FLOAT_DTYPES, PACKED_QUERIES, RANKS, Layout, dtype_name, values_can_be_read
+from .layout import Sequences, token_places
+
+
+def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tensor | None, sequences: Sequences) -> None:
+    """Write the keys and values of new tokens after the ones that a cache has, in place; one launch on a GPU.
+
+    The same `sequences` serve the call of `attention` that follows: their queries are the new tokens, and their
+    `seqlens_k` count these among the keys. So new token i of n of sequence s becomes its key `seqlens_k[s] - n + i`::
+
+        for s, (tokens, keys) in enumerate(zip(seqlens_q, seqlens_k)):
+            k_cache[s, keys - tokens : keys] = k[s, :tokens]  # padded; in pages by block_table, likewise
+
+    Nothing else of the caches is touched, nor read. It works inside `torch.compile` and CUDA graphs, and has no
+    gradient.
+
+    Args:
+        k_cache: (S, Lk, Hk, D) beside padded sequences, (pages, page_size, Hk, D) beside paged ones, (Tk, Hk, D) beside
+            packed ones, whose slots `cu_seqlens_k` bounds. float16, bfloat16, float32 or float64; any strides.
+        v_cache: the same of values, with head dim Dv; None, as v then, for a cache of one kind.
+        k: (S, L, Hk, D), or packed (T, Hk, D) where the sequences pack queries; dtype and device of `k_cache`.
+        v: (S, L, Hk, Dv) or (T, Hk, Dv).
+        sequences: a `Sequences`. Tokens of no sequence, or behind `seqlens_q`, are not written.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes or devices do not fit; a gradient is needed; a cache reads one place for several keys. On a
+            CPU also: a sequence has more new tokens than keys, two keys go to one place, a page does not exist. On a
+            GPU wrong values write to wrong places of the cache, and never beyond it.
+
+    >>> import torch, flash_dmattn
+    >>> k_cache, v_cache = torch.zeros(2, 6, 16, 4, 32)  # 6 pages of 16 keys
+    >>> q, k, v = torch.randn(3, 2, 1, 4, 32)  # a new token for each of 2 sequences
+    >>> cache = flash_dmattn.Sequences.paged(torch.tensor([[5, 0], [2, 3]]), torch.tensor([17, 7]))
+    >>> flash_dmattn.append_to_cache(k_cache, v_cache, k, v, cache)
+    >>> torch.equal(k_cache[0, 0], k[0, 0]), torch.equal(v_cache[2, 6], v[1, 0])
+    (True, True)
+    >>> flash_dmattn.attention(q, k_cache, v_cache, is_causal=True, sequences=cache).shape
+    torch.Size([2, 1, 4, 32])
+    """
+    if not isinstance(sequences, Sequences):
+        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
+    tensors = {"k_cache": k_cache, "k": k}
+    if v_cache is not None or v is not None:  # None of one alone is refused
+        tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}  # type: ignore[dict-item]
+    _check_tensors(tensors, sequences)
+    _check_sizes(tensors, sequences)
+    view = sequences.view(sequences.spec(k, k_cache, k_cache), k_cache.shape[0], names=("k", "k_cache"))
+    rows = {name: x.unsqueeze(0) if x.dim() == 3 else x for name, x in tensors.items()}
+    write = CacheWrite(
+        rows["k_cache"], rows.get("v_cache"), rows["k"], rows.get("v"), view.bounds, view.block_table, sequences.layout
+    )
+    if values_can_be_read(write.bounds):
+        _check_places(write)
+    OPERATOR(*write)
+
+
+_NEW = {3: "3, (new tokens of all sequences, heads, head_dim)", 4: "4, (sequences, new tokens, heads, head_dim)"}
+_CACHES = {
+    "packed": "3, (keys of all sequences, heads, head_dim)",
+    "padded": "4, (sequences, keys, heads, head_dim)",
+    "paged": "4, (pages, page_size, heads, head_dim)",
+}
+
+
+def _check_tensors(tensors: dict[str, Tensor], sequences: Sequences) -> None:
+    """Refuse tensors of another type, dtype, device or rank, with a gradient, or with shared memory."""
+    kind = sequences.layout.partition("_")[0]
+    rank_new, rank_cache = RANKS[sequences.layout]
+    k_cache = tensors["k_cache"]
+    for name, x in tensors.items():
+        is_cache = name.endswith("_cache")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+        if x.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs float16, bfloat16, float32 or float64")
+        if x.dtype != k_cache.dtype:
+            wanted = dtype_name(k_cache.dtype)
+            raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of k_cache, {wanted}")
+        if x.device != sequences.device:
+            raise ValueError(f"{name} is on {x.device}; it needs to be where the sequences are, on {sequences.device}")
+        if x.dim() != (rank_cache if is_cache else rank_new):
+            needs = _CACHES[kind] if is_cache else _NEW[rank_new]
+            raise ValueError(
+                f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside {kind} sequences it needs {needs}"
+            )
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                f"{name} requires grad; what is written to a cache has no gradient (call under torch.no_grad())"
+            )
+        if is_cache and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; it needs memory of its own for each value"
+            )
+
+
+def _check_sizes(tensors: dict[str, Tensor], sequences: Sequences) -> None:
+    """Refuse sizes that do not fit one another."""
+    k_cache, k = tensors["k_cache"], tensors["k"]
+    for values, keys in (("v", "k"), ("v_cache", "k_cache")):
+        if values in tensors and tensors[values].shape[:-1] != tensors[keys].shape[:-1]:
+            raise ValueError(
+                f"{values} has shape {tuple(tensors[values].shape)}; but for the last size it needs that of {keys}, "
+                f"{tuple(tensors[keys].shape)}"
+            )
+    for name in ("k", "v") if "v" in tensors else ("k",):
+        new, cache = tensors[name], tensors[f"{name}_cache"]
+        if new.shape[-2:] != cache.shape[-2:]:
+            raise ValueError(
+                f"{name} has {new.shape[-2]} heads of {new.shape[-1]}; it needs those of {name}_cache, "
+                f"{cache.shape[-2]} of {cache.shape[-1]}"
+            )
+    for name, x in (("k", k), ("k_cache", k_cache)):
+        holds_sequences = x.dim() == 4 and not (name == "k_cache" and sequences.block_table is not None)
+        if holds_sequences and x.shape[0] != sequences.number:
+            raise ValueError(f"{name} has {x.shape[0]} entries; it needs one for each sequence, {sequences.number}")
+
+
+def _check_places(write: CacheWrite) -> None:
+    """Refuse, on a CPU, tokens that have no place, or that share one."""
+    for s, (_, tokens, _, keys) in enumerate(write.bounds.tolist()):
+        if tokens > keys:
+            raise ValueError(
+                f"sequence {s} has {tokens} new tokens and {keys} keys; seqlens_k needs to count the new tokens"
+            )
+    if write.is_empty:
+        return
+    is_written, entry, row = (x.tolist() for x in places(write))
+    taken = Counter((e, r) for e, r, written in zip(entry, row, is_written, strict=True) if written)
+    for (page, slot), count in taken.items():
+        if count > 1:
+            raise ValueError(
+                f"{count} new tokens go to row {slot} of page {page}; block_table needs a page for each of them"
+            )
 
 
 class CacheWrite(NamedTuple):
     """One write of new keys and values: all tensors 4-D, sizes and dtypes checked.
 
     Attributes:
-        k_cache, v_cache: (S, Lk, Hk, ·), (1, Tk, Hk, ·), or in pages (pages, page_size, Hk, ·); any strides.
-        k, v: the new ones, (S, L, Hk, ·) or (1, T, Hk, ·); any strides. Neither v nor v_cache of a cache of one kind.
-        bounds, block_table: of a `SequenceView`, the new tokens in the place of queries. Entries of the table may be
-            wrong, and a sequence may have fewer keys than new tokens: neither may write beyond the caches.
+        k_cache, v_cache: (S, Lk, Hk, ·), (1, Tk, Hk, ·), or in pages (pages, page_size, Hk, ·); any strides. v_cache
+            and v are None for a cache of one kind.
+        k, v: the new ones, (S, L, Hk, ·) or (1, T, Hk, ·); any strides.
+        bounds, block_table: of a `SequenceView` whose queries are the new tokens. Entries of the table may be wrong,
+            and a sequence may have fewer keys than new tokens: neither may write beyond the caches.
         layout: of the sequences.
     """
 
@@ -49,7 +183,7 @@ class CacheWrite(NamedTuple):
 
 
 def places(write: CacheWrite) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each row of new tokens goes: (is_written, entry of the cache, row of the entry), int64 of all rows.
+    """Find where each row of new tokens goes: (is_written, entry of the cache, row of the entry), int64 but the first.
 
     A row that goes nowhere has entry and row 0.
     """
@@ -70,8 +204,8 @@ def places(write: CacheWrite) -> tuple[Tensor, Tensor, Tensor]:
 def write_by_pytorch(write: CacheWrite) -> None:
     """Write by index, without a look at the values: it waits for no device."""
     is_written, entry, row = places(write)
-    # Sizes may not depend on values. So a row that goes nowhere does what the first one does that goes somewhere, and
-    # where none does all of them write back what is there.
+    # Sizes may not depend on values. So each row that goes nowhere repeats the first row that is written; where no row
+    # is written, all of them write back what is there.
     leader = is_written.int().argmax()
     source = torch.where(is_written, torch.arange(len(entry), device=entry.device), leader)
     entry, row = entry[source], row[source]

@@ -1,15 +1,20 @@
-"""`Sequences`: where the sequences of a batch lie, packed behind one another, padded, or with keys in pages."""
+"""`Sequences`: where the sequences of a batch lie, packed one after another, padded, or with keys in pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..problem import RANKS, Layout, SequenceSpec, SequenceView, check_strided, values_can_be_read
-from .values import Tables, check_values, make_bounds
+
+# The fields of `Sequences` that are tensors.
+_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "block_table")
+# How many layouts one object keeps, for instance for caches of several lengths. A layout has four numbers a sequence.
+_MOST_VIEWS = 8
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -17,10 +22,11 @@ class Sequences:
     """Where the S sequences of a batch lie: made once for a batch, and passed to `attention` by all of its layers.
 
     `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are on the device of q. It keeps
-    the caller's tensors, int32 or int64, and no copies: changed in place, they count from the next call on. Their
-    layout is made once for all layers, and anew after a change. torch counts changes, but not of tensors that inference
-    mode has made: on a GPU each call lays these out anew. Nor does it count what a kernel of another library writes;
-    make new `Sequences` then.
+    the caller's tensors, int32 or int64, and no copies: changed in place, they count from the next call on.
+
+    Their layout is made once for all layers, and anew after a change that torch counts. torch counts no change of a
+    tensor made in inference mode: on a GPU each call lays such tensors out anew. A kernel of another library changes
+    tensors uncounted, too; make new `Sequences` then.
 
     Attributes:
         layout: "packed", "padded", "paged", or "paged_packed" where the queries of a paged batch are packed.
@@ -55,11 +61,11 @@ class Sequences:
         Args:
             cu_seqlens_q: (S + 1,), int32 or int64, ascending: sequence s has the queries from cu_seqlens_q[s] up to
                 cu_seqlens_q[s + 1].
-            cu_seqlens_k: the same of the keys; those of the queries where not given.
+            cu_seqlens_k: the same for the keys; by default cu_seqlens_q.
             max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints. They change no result. A mask or a bias
                 by position needs them; max_seqlen_k is max_seqlen_q where neither it nor cu_seqlens_k is given.
-            seqlens_q, seqlens_k: (S,), how many tokens of each sequence are used, from its first on; the others are as
-                if they were not there.
+            seqlens_q, seqlens_k: (S,), how many tokens of each sequence are used, from its first on; the others are
+                ignored.
 
         Raises:
             TypeError, ValueError: dtypes, shapes or devices do not fit; on a CPU also values.
@@ -74,12 +80,14 @@ class Sequences:
         """
         if cu_seqlens_k is None and max_seqlen_k is None and seqlens_k is None:
             max_seqlen_k, seqlens_k = max_seqlen_q, seqlens_q
-        given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        given |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
-        found = _of_integers(given, "cu_seqlens_q")
-        if found["cu_seqlens_k"] is None:
-            found["cu_seqlens_k"] = found["cu_seqlens_q"]
-        return _checked(Sequences("packed", **found, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
+        tensors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        tensors |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        _check_integers(tensors, "cu_seqlens_q")
+        if cu_seqlens_k is None:
+            cu_seqlens_k = cu_seqlens_q
+        return _checked(
+            Sequences("packed", cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, None, max_seqlen_q, max_seqlen_k)
+        )
 
     @staticmethod
     def padded(seqlens_k: Tensor, seqlens_q: Tensor | None = None) -> Sequences:
@@ -98,8 +106,8 @@ class Sequences:
         >>> torch.allclose(out[1:], flash_dmattn.attention(q[1:], k[1:, :4], v[1:, :4]), atol=1e-6)
         True
         """
-        given = {"seqlens_k": seqlens_k, "seqlens_q": seqlens_q}
-        return _checked(Sequences("padded", **_of_integers(given, "seqlens_k")))
+        _check_integers({"seqlens_k": seqlens_k, "seqlens_q": seqlens_q}, "seqlens_k")
+        return _checked(Sequences("padded", seqlens_q=seqlens_q, seqlens_k=seqlens_k))
 
     @staticmethod
     def paged(
@@ -117,10 +125,10 @@ class Sequences:
         Args:
             block_table: (S, P), int32 or int64: key j of sequence s is row j % page_size of page
                 block_table[s, j // page_size].
-            seqlens_k: (S,): how many keys each sequence has, those of its queries among them.
+            seqlens_k: (S,): how many keys each sequence has, counting the keys of its queries.
             cu_seqlens_q: as for `packed`.
-            max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints; max_seqlen_k is P * page_size where not
-                given. Kernels are chosen by them, whose results differ in rounding.
+            max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints; max_seqlen_k is P * page_size by
+                default. They decide which kernels run, and so how results are rounded.
 
         >>> import torch, flash_dmattn
         >>> pool_k, pool_v = torch.randn(2, 6, 16, 4, 32)  # 6 pages of 16 keys
@@ -131,10 +139,10 @@ class Sequences:
         >>> torch.allclose(out[:1], flash_dmattn.attention(q[:1], k, v), atol=1e-6)
         True
         """
-        given = {"block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q}
+        tensors = {"block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q}
+        _check_integers(tensors, "block_table", "seqlens_k")
         layout: Layout = "paged" if cu_seqlens_q is None else "paged_packed"
-        found = _of_integers(given, "block_table", "seqlens_k")
-        return _checked(Sequences(layout, **found, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
+        return _checked(Sequences(layout, cu_seqlens_q, None, None, seqlens_k, block_table, max_seqlen_q, max_seqlen_k))
 
     @property
     def number(self) -> int:
@@ -152,12 +160,8 @@ class Sequences:
         return one.device
 
     @property
-    def _tables(self) -> Tables:
-        return Tables(*(getattr(self, name) for name in Tables._fields))
-
-    @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        # By name: every call asks for them.
+        # Not by `getattr`: every call asks for them.
         tables = (self.cu_seqlens_q, self.cu_seqlens_k, self.seqlens_q, self.seqlens_k, self.block_table)
         return tuple([x for x in tables if x is not None])
 
@@ -169,14 +173,14 @@ class Sequences:
         >>> Sequences.packed(torch.tensor([0, 3, 8])).to("cpu").number
         2
         """
-        tables: list[Any] = [
-            x.to(device, non_blocking=non_blocking) if isinstance(x, Tensor) else x for x in self._tables
-        ]
-        return Sequences(self.layout, *tables)
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in _TENSORS}
+        moved = {name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items() if x is not None}
+        return replace(self, **moved)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # For pickle, copy and `torch.save`. What is remembered goes by versions of tensors, which a copy counts anew.
-        return restore_sequences, (self.layout, *self._tables)
+        # For pickle, copy and `torch.save`. The kept layouts stay out: they go by versions, which a copy counts anew.
+        tensors = (getattr(self, name) for name in _TENSORS)
+        return restore_sequences, (self.layout, *tensors, self.max_seqlen_q, self.max_seqlen_k)
 
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device.
@@ -184,7 +188,7 @@ class Sequences:
         return f"Sequences(layout={self.layout!r}, number={self.number}, {bounds}, device={str(self.device)!r})"
 
     def spec(self, q: Tensor, k: Tensor, v: Tensor) -> SequenceSpec:
-        """The description of a call with these sequences.
+        """Describe a call with these sequences.
 
         Raises:
             ValueError: q, k or v are not of the shapes that the layout needs, or on another device.
@@ -212,7 +216,7 @@ class Sequences:
         return self.spec_of(rows_q, rows_k, page_size)
 
     def spec_of(self, rows_q: int, rows_k: int, page_size: int = 0) -> SequenceSpec:
-        """The description of a call from the rows of q, `q.shape[-3]`, and those of k, or of its tables of pages."""
+        """Describe a call by the number of rows of q, `q.shape[-3]`, and of k, or of the tables of its pages."""
         packs_q, packs_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         return SequenceSpec(
             self.layout,
@@ -226,11 +230,21 @@ class Sequences:
         )
 
     def bounds_of(self, spec: SequenceSpec) -> Tensor:
-        """The bounds of a `SequenceView`, made anew; on a GPU it does not wait for the device."""
-        return make_bounds(self._tables, self.device, spec)
+        """Make the bounds of a `SequenceView` anew: int32 (S, 4), within q, k and v whatever the tensors say.
+
+        It reads no values, and so does not wait for a GPU.
+        """
+        queries = (self.cu_seqlens_q, self.seqlens_q, spec.rows_q, spec.max_seqlen_q)
+        keys = (self.cu_seqlens_k, self.seqlens_k, spec.rows_k, spec.max_seqlen_k)
+        first, lengths = _safe_bounds(*queries, spec.number, self.device)
+        # Self-attention. Not while compiling, where it would bind lengths that differ in calls to come.
+        is_one_side = queries[0] is keys[0] and queries[1] is keys[1] and not torch.compiler.is_compiling()
+        if is_one_side and queries[2:] == keys[2:]:
+            return torch.stack((first, lengths, first, lengths), 1)
+        return torch.stack((first, lengths, *_safe_bounds(*keys, spec.number, self.device)), 1)
 
     def view(self, spec: SequenceSpec, pages: int = 0, names: tuple[str, str] = ("q", "k")) -> SequenceView:
-        """What kernels receive; remembered for the next layer. On a GPU it does not wait for the device.
+        """Make what kernels receive, or return what an earlier layer has made; does not wait for a GPU.
 
         Args:
             spec: of the call.
@@ -247,7 +261,7 @@ class Sequences:
             return kept[1]
         states = list(map(_state, tensors))  # as they are before their values are read
         if self.device.type == "cpu":
-            check_values(self._tables, spec, pages, names)
+            self._check_values(spec, pages, names)
         view = self._laid_out(spec)
         if kept is None and len(self._views) >= _MOST_VIEWS:
             for oldest in tuple(self._views)[:1]:  # a copy: another thread may add one
@@ -264,12 +278,12 @@ class Sequences:
         return SequenceView(self.bounds_of(spec), table)
 
     def check(self, q: Tensor | None = None, k: Tensor | None = None) -> None:
-        """Read the values, and refuse those that a call would refuse on a CPU; waits for the device.
+        """Read the values, and refuse wrong ones as a call on a CPU does; waits for the device.
 
         On a GPU a call does not look at values: wrong ones give wrong numbers, and never a fault.
 
         Args:
-            q, k: those of a call, to check what has to fit them, too.
+            q, k: of a call, to check the values against their sizes, too.
 
         Raises:
             ValueError: a sequence ends before it begins, is longer than its slot or its bound, or reaches beyond q or
@@ -278,11 +292,26 @@ class Sequences:
         spec, pages = None, 0
         if q is not None and k is not None:
             spec, pages = self.spec(q, k, k), k.shape[0]
-        check_values(self._tables, spec, pages)
+        self._check_values(spec, pages)
+
+    def _check_values(
+        self, spec: SequenceSpec | None = None, pages: int = 0, names: tuple[str, str] = ("q", "k")
+    ) -> None:
+        """Refuse values that do not fit one another, or not the call of `spec`, whose tensors have these names."""
+        rows_q, rows_k = (None, None) if spec is None else (spec.rows_q, spec.rows_k)
+        _check_side("q", self.cu_seqlens_q, self.seqlens_q, rows_q, self.max_seqlen_q, names[0])
+        lengths = _check_side("k", self.cu_seqlens_k, self.seqlens_k, rows_k, self.max_seqlen_k, names[1])
+        if self.block_table is not None and spec is not None:
+            for s, (row, n) in enumerate(zip(self.block_table.tolist(), lengths, strict=True)):
+                for page in row[: -(-n // max(spec.page_size, 1))]:
+                    if not 0 <= page < pages:
+                        raise ValueError(
+                            f"block_table names page {page} for sequence {s}; {names[1]} has {pages} pages"
+                        )
 
 
 def restore_sequences(layout: Layout, *tables: Any) -> Sequences:
-    """Sequences of their fields: what `torch.load` calls, also with `weights_only=True`, its default."""
+    """Make sequences of their fields; `torch.load` calls it, also with `weights_only=True`, its default."""
     return Sequences(layout, *tables)
 
 
@@ -292,14 +321,14 @@ torch.serialization.add_safe_globals([restore_sequences])
 def lay_out(
     sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object
 ) -> tuple[Tensor, Tensor, Tensor, SequenceSpec, SequenceView]:
-    """q, k and v of a call with sequences, 4-D, with the description of these and what kernels receive of them.
+    """Make q, k and v of a call with sequences 4-D, and describe and lay out the sequences.
 
     Raises:
         TypeError, ValueError: not `Sequences`, tensors do not fit them, or the mask was prepared for others.
     """
     if not isinstance(sequences, Sequences):
         raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
-    # The values may differ where sizes agree, and nobody reads those.
+    # Compared by identity: values may differ where sizes agree, and nobody reads values.
     if getattr(mask, "form", None) == "sequence_tiles" and mask.sequences is not sequences:  # type: ignore[attr-defined]
         raise ValueError(
             "mask was prepared for other Sequences than those of the call; it needs the same object: pass "
@@ -327,12 +356,8 @@ _SHAPES = {
 }
 
 
-# Layouts that one object keeps, of caches of several lengths say. Each is a few numbers for a sequence.
-_MOST_VIEWS = 8
-
-
 def _state(x: Tensor) -> int | Tensor | None:
-    """Tell later whether a tensor has changed: its version, or where none is counted a copy, if that costs no wait."""
+    """Return what tells later whether x has changed: its version; without one a copy, unless that waits for a GPU."""
     if not x.is_inference():
         return x._version
     return x.clone() if x.device.type == "cpu" else None
@@ -349,13 +374,11 @@ def _are_as_before(tensors: tuple[Tensor, ...], states: list[int | Tensor | None
     return True
 
 
-def _of_integers(given: dict[str, Tensor | None], *required: str) -> dict[str, Any]:
-    """The given tensors after a look at their kind, None where one that is not required was not given."""
-    found: dict[str, Tensor | None] = {}
+def _check_integers(tensors: dict[str, Tensor | None], *required: str) -> None:
+    """Refuse tensors of another type, rank or device, and a required one that is None."""
     device = None
-    for name, x in given.items():
+    for name, x in tensors.items():
         if x is None and name not in required:
-            found[name] = None
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it needs to be an int32 or int64 torch.Tensor")
@@ -367,12 +390,10 @@ def _of_integers(given: dict[str, Tensor | None], *required: str) -> dict[str, A
         if device is not None and x.device != device:
             raise ValueError(f"{name} is on {x.device}; it needs to be where the others are, on {device}")
         device = x.device
-        found[name] = x
-    return found
 
 
 def _checked(sequences: Sequences) -> Sequences:
-    """The same, after a look at its sizes and bounds, and on a CPU at its values."""
+    """Return the sequences once their sizes and bounds are checked, and on a CPU their values."""
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(sequences, name)
         if bound is None:
@@ -384,17 +405,100 @@ def _checked(sequences: Sequences) -> Sequences:
     if sequences.cu_seqlens_q is not None and sequences.cu_seqlens_q.shape[0] == 0:
         raise ValueError("cu_seqlens_q has shape (0,); it needs one entry more than there are sequences")
     number = sequences.number
-    for name, x in sequences._tables._asdict().items():
-        if not isinstance(x, Tensor):
+    for name in _TENSORS:
+        x = getattr(sequences, name)
+        if x is None:
             continue
         wanted = number + int(name.startswith("cu_"))  # torch.compile cannot add a bool to a size
         if x.shape[0] != wanted:
             raise ValueError(f"{name} has {x.shape[0]} entries; of {number} sequences it needs {wanted}")
     if all(map(values_can_be_read, sequences._tensors)):
-        check_values(sequences._tables)
+        sequences._check_values()
     return sequences
 
 
+def _safe_bounds(
+    cu_seqlens: Tensor | None, used: Tensor | None, rows: int, most: int, number: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Where the queries, or the keys, of each sequence begin, and how many they are, int32; within the tensor."""
+    limit = min(rows, most)
+    if used is not None:
+        used = used.clamp(0, limit).to(torch.int32)  # clamped first: int64 has values that int32 has not
+    if cu_seqlens is None:
+        first = torch.zeros(number, dtype=torch.int32, device=device)
+        return first, torch.full_like(first, limit) if used is None else used
+    # Made to ascend, because kernels look for a sequence among them.
+    edges = cu_seqlens.clamp(0, rows).to(torch.int32).cummax(0).values
+    first, lengths = edges[:-1], edges[1:] - edges[:-1]
+    return first, lengths.clamp(max=limit) if used is None else torch.minimum(lengths, used)
+
+
+def _check_side(
+    side: str, cu_seqlens: Tensor | None, used: Tensor | None, rows: int | None, most: int | None, tensor: str
+) -> list[int]:
+    """Check the values of queries, "q", or of keys, "k", of the tensor named `tensor`.
+
+    Returns the lengths, or an empty list where all slots are full.
+    """
+    lengths: list[int] = []
+    slots: list[int] | None = None
+    if cu_seqlens is not None:
+        name, edges = f"cu_seqlens_{side}", cu_seqlens.tolist()
+        if edges[0] != 0:
+            raise ValueError(f"{name} begins with {edges[0]}; it needs to begin with 0")
+        for s, (start, end) in enumerate(pairwise(edges)):
+            if end < start:
+                raise ValueError(f"{name} falls from {start} to {end} at sequence {s}; it needs to ascend")
+        if rows is not None and edges[-1] > rows:
+            raise ValueError(f"{name} ends with {edges[-1]}; {tensor} has {rows} tokens")
+        lengths = slots = [end - start for start, end in pairwise(edges)]
+    if used is not None:
+        lengths = used.tolist()
+        for s, n in enumerate(lengths):
+            slot = rows if slots is None else slots[s]
+            if n < 0 or (slot is not None and n > slot):
+                limit = "" if slot is None else f", and at most the {slot} of its slot"
+                raise ValueError(f"seqlens_{side} is {n} for sequence {s}; it needs at least 0{limit}")
+    for s, n in enumerate(lengths):
+        if most is not None and n > most:
+            tokens = "queries" if side == "q" else "keys"
+            raise ValueError(f"sequence {s} has {n} {tokens}; max_seqlen_{side} says at most {most}")
+    return lengths
+
+
+class TokenPlaces(NamedTuple):
+    """Where each row of (S, L, ...) or (1, T, ...) belongs, all rows flattened.
+
+    Attributes:
+        own: int64 (rows,), the sequence; any existing one for a row of no sequence.
+        place: int64 (rows,), the place among its tokens, which may be negative or beyond them.
+        is_used: bool (rows,), whether the row is a token of its sequence.
+    """
+
+    own: Tensor
+    place: Tensor
+    is_used: Tensor
+
+
+def token_places(bounds: Tensor, entries: int, rows: int, is_packed: bool) -> TokenPlaces:
+    """Find the places of the queries of a `SequenceView`, which has at least one sequence.
+
+    Args:
+        bounds: its bounds, int32 (S, 4).
+        entries, rows: the first sizes of the tensor of queries.
+        is_packed: whether it is one row of all sequences.
+    """
+    row = torch.arange(entries * rows, device=bounds.device)
+    if is_packed:
+        firsts = bounds[:, 0].long()
+        # The last sequence that begins at or before a row: empty ones begin where the next one does.
+        own = (torch.searchsorted(firsts, row, right=True) - 1).clamp(min=0)
+        place = row - firsts[own]
+    else:
+        own, place = row // rows, row % rows
+    return TokenPlaces(own, place, (place >= 0) & (place < bounds[own, 1]))
+
+
 def _is_capturing(x: Tensor) -> bool:
-    # What is recorded has to be computed from the tensors at every replay.
+    # A graph has to compute the layout from the tensors at every replay.
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,6 +1,8 @@
-"""From a padded batch to packed tokens, and back."""
+"""From a padded batch, or from nested tensors, to packed tokens and back."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +13,8 @@ from .layout import Sequences
 class Padding:
     """The padding of a batch: takes it out of tensors, and puts it back.
 
-    What a model computes for each token, embeddings or MLPs, it then computes for real tokens alone; attention takes
-    `sequences`. Making one waits for the device once, to count the tokens.
+    A model then computes embeddings and MLPs for real tokens alone, and gives `sequences` to attention. Making one
+    waits for the device once, to count the tokens.
 
     Args:
         mask: (S, L), bool or 0/1 as tokenizers give it: which tokens are real. Padding may stand on either side, or
@@ -51,7 +53,7 @@ class Padding:
         self.sequences = Sequences.packed(edges, max_seqlen_q=mask.shape[1])
 
     def unpad(self, x: Tensor) -> Tensor:
-        """(tokens, ...) of a tensor (S, L, ...); differentiable.
+        """Take the real tokens (tokens, ...) out of a tensor (S, L, ...); differentiable.
 
         Raises:
             ValueError: x has other sizes in front than the mask.
@@ -61,7 +63,7 @@ class Padding:
         return x.flatten(0, 1)[self.indices]
 
     def pad(self, tokens: Tensor) -> Tensor:
-        """(S, L, ...) of tokens (tokens, ...), with zeros for padding; differentiable.
+        """Put tokens (tokens, ...) back into (S, L, ...), with zeros for padding; differentiable.
 
         Raises:
             ValueError: there are more or fewer tokens than the mask has.
@@ -77,10 +79,61 @@ class Padding:
 
 
 def restore_padding(shape: tuple[int, int], indices: Tensor, sequences: Sequences) -> Padding:
-    """Padding of its fields: what `torch.load` calls, also with `weights_only=True`, its default."""
+    """Make a `Padding` of its fields; `torch.load` calls it, also with `weights_only=True`, its default."""
     padding = Padding.__new__(Padding)
     padding._shape, padding.indices, padding.sequences = shape, indices, sequences
     return padding
 
 
 torch.serialization.add_safe_globals([restore_padding])
+
+
+class Jagged:
+    """A call whose q, k and v are `torch.nested` tensors of the jagged layout, (S, j, H, D): tokens and sequences.
+
+    Attributes:
+        q, k, v: (tokens, H, D), the values of the nested tensors.
+        sequences: where they lie.
+
+    Raises:
+        TypeError: not all three are nested, or one is not jagged.
+        ValueError: k and v have other lengths, or a tensor is ragged in another dim.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or not x.is_nested:
+                raise TypeError(
+                    f"{name} is not nested, as others of q, k and v are; it needs to be a nested tensor, too"
+                )
+            if x.layout != torch.jagged:
+                raise TypeError(f"{name} is a nested tensor of layout {x.layout}; it needs layout=torch.jagged")
+            if x.dim() != 4 or x._ragged_idx != 1:  # type: ignore[attr-defined]
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs (sequences, ragged, heads, head_dim)")
+        if k.shape[1] != v.shape[1]:
+            raise ValueError(
+                f"v has ragged lengths {v.shape[1]}; it needs those of k, {k.shape[1]} (share the offsets)"
+            )
+        self._like: Any = q
+        self.q, self.k, self.v = q.values(), k.values(), v.values()
+        offsets: list[Any] = [q.offsets(), k.offsets()]  # type: ignore[attr-defined]
+        used: list[Any] = [q.lengths(), k.lengths()]  # type: ignore[attr-defined]
+        most: list[Any] = [x._maybe_max_seqlen for x in (q, k)]  # type: ignore[attr-defined]
+        self.sequences = Sequences.packed(
+            *offsets, seqlens_q=used[0], seqlens_k=used[1], max_seqlen_q=most[0], max_seqlen_k=most[1]
+        )
+
+    def wrap(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return out as (S, j, Hq, Dv) and lse as (S, Hq, j), nested, with the offsets of q."""
+        out, lse = results[:2]
+        return self._nested(out), self._nested(lse.mT).transpose(1, 2)
+
+    def _nested(self, values: Tensor) -> Tensor:
+        like = self._like
+        nested: Tensor = torch.nested.nested_tensor_from_jagged(values, like.offsets(), like.lengths())
+        return nested
+
+
+def is_nested(x: object) -> bool:
+    """Whether an argument is a nested tensor."""
+    return isinstance(x, Tensor) and x.is_nested

@@ -8,23 +8,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from ..backends.cuda import rules
-from ..backends.protocol import Backend, Direction, Reason, all_hold
+from ..backends.protocol import Backend, Reason
 from ..dispatch.registry import BACKENDS
+from ..dispatch.selection import passes_of
 from ..explanation import explain_problem
 from ..problem import AttentionProblem, SequenceSpec
-from . import gpu_table
+from ..triton_kernels.gpus import GPUS, KIB
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One feature as one problem."""
 
     group: str
@@ -55,7 +54,7 @@ def _sequences() -> dict[str, dict[str, Any]]:
 
 
 def rows() -> tuple[Row, ...]:
-    """Every row; unless the name says otherwise it is bf16 on sm_90 with head dim 64, and all gradients are needed."""
+    """List every row; unless its name says otherwise it is bf16 on sm_90 with head dim 64 and all gradients."""
     full = (2, 16, 4096, 4096)
     return (
         _row("device", "sm_90"),
@@ -108,41 +107,35 @@ def rows() -> tuple[Row, ...]:
     )
 
 
-class Cell(NamedTuple):
-    """What one backend says of one row: a word, and the reasons behind it where it is not a plain yes."""
+def cell(backend: Backend, problem: AttentionProblem) -> tuple[str, tuple[Reason, ...]]:
+    """Ask the rules of one backend, whether it works on this machine or not.
 
-    word: str
-    reasons: tuple[Reason, ...] = ()
-
-
-def cell(backend: Backend, problem: AttentionProblem) -> Cell:
-    """Ask the rules of one backend; whether it works on this machine plays no part."""
-    passes: tuple[Direction, ...] = ("forward", "backward") if any(problem.needs_grad) else ("forward",)
+    Returns:
+        A word, and its reasons if it is not a plain yes.
+    """
+    passes = passes_of(problem)
     refused = tuple(direction for direction in passes if not backend.accepts(problem, direction))
     if "forward" in refused:
-        return Cell("no", backend.broken_rules(problem, passes))
+        return "no", backend.broken_rules(problem, passes)
     if refused:
-        return Cell("forward", backend.broken_rules(problem, refused))
-    if any(not all_hold(backend.auto_rules, problem, direction) for direction in passes):
-        return Cell("by name", backend.unmet(backend.auto_rules, problem, passes))
-    return Cell("yes")
+        return "forward", backend.broken_rules(problem, refused)
+    unmet = backend.unmet(backend.auto_rules, problem, passes)
+    return ("by name", unmet) if unmet else ("yes", ())
 
 
 def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
-    """The matrix of these rows in Markdown; below it, what the rules say that its cells name."""
+    """Lay the rows out as a matrix in Markdown, and below it the words of the rules that its cells name."""
     said: dict[tuple[str, str], list[str]] = {}
     lines = [f"| | | {' | '.join(f'`{name}`' for name in names)} |", f"|{' --- |' * (len(names) + 2)}"]
     group = None
     for row in chosen:
         words = []
         for name in names:
-            found = cell(BACKENDS[name], row.problem)
-            for reason in found.reasons:
+            word, reasons = cell(BACKENDS[name], row.problem)
+            for reason in reasons:
                 texts = said.setdefault((reason.backend, reason.code), [])
                 texts += [str(reason)] if str(reason) not in texts else []
-            words.append(
-                found.word + (f": {', '.join(reason.code for reason in found.reasons)}" if found.reasons else "")
-            )
+            words.append(word + (f": {', '.join(reason.code for reason in reasons)}" if reasons else ""))
         lines.append(f"| {row.group if row.group != group else ''} | {row.name} | {' | '.join(words)} |")
         group = row.group
     lines += [
@@ -157,6 +150,35 @@ def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+# The nearest GPU that the rules refuse, with its shared memory in KB.
+REFUSED_GPU = ("sm_75", "T4, RTX 20", 64)
+
+GPU_LEGEND = """\
+What is known of the kernels of this library on each GPU; `flex` and `eager` run what PyTorch has for it.
+
+* **measured**: tested and timed on such a GPU.
+* **compiled**: never run there. Every run of the tests compiles each kernel for it, for a sample of calls: the kernels
+  keep to the shared memory that a program may have, and spill no more registers than a bound.
+  `python tests/compile_everything.py` compiles them for all calls. `backend="triton"` runs them.
+* **refused**: an error says why.
+
+Of a GPU that is not listed nothing is known. `triton` runs there by name, with tiles that fit the smallest of them."""
+
+
+def gpu_table() -> str:
+    """Tabulate the standing of each architecture, by the backends with kernels of our own."""
+    known: list[tuple[str, str, int, str]] = [(*REFUSED_GPU, "refused")]
+    known += [(gpu.arch, gpu.products, gpu.shared // KIB, gpu.standing) for gpu in GPUS]
+    lines = ["| GPU | such as | shared memory | `cuda` | `triton` |", "| --- | --- | --- | --- | --- |"]
+    for arch, products, shared, standing in known:
+        problem = explain_problem(q=(2, 4096, 16, 64), dtype="bf16", device=arch, grad=True).problem
+        # The CUDA kernels are for one architecture, on which they are measured.
+        said = {"cuda": "measured", "triton": standing}
+        words = [word if BACKENDS[name].accepts(problem, "forward") else "refused" for name, word in said.items()]
+        lines.append(f"| {arch} | {products} | {shared} KB | {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
 LEGEND = """\
 * **yes**: forward and every gradient asked for.
 * **forward**: no gradients.
@@ -167,7 +189,7 @@ Behind a colon stand the rules that decide it; what they say is below the table.
 
 
 def document(names: Sequence[str]) -> str:
-    """The whole of docs/support.md."""
+    """Write the text of docs/support.md."""
     return f"""# What each backend serves
 
 This page is generated from the rules of the backends by `python -m flash_dmattn.tools.support_matrix --write`, and a
@@ -181,7 +203,11 @@ gradients are needed.
 
 {table(rows(), names)}
 
-{gpu_table.section()}
+## GPUs
+
+{GPU_LEGEND}
+
+{gpu_table()}
 """
 
 
@@ -196,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (ROOT / "csrc").is_dir():
         print(f"{parser.prog}: error: {ROOT} is not a checkout of the sources, whose page it writes", file=sys.stderr)
         return 1
-    # The page tells of every kernel there is, not of those that this checkout happens to have built.
+    # The page tells of every kernel there is, whichever this checkout has built.
     with patch.object(rules, "installed_instances", lambda: None):
         if not arguments.write:
             print(document(names), end="")

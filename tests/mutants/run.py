@@ -1,40 +1,38 @@
-"""Plant each fault of the tables in a copy of this tree, run its tests there, and print which faults they noticed.
+"""Plant faults in copies of this tree, one at a time, run their tests there, and print which faults survive.
 
-    python tests/mutants/run.py                  # all of them: about an hour on two cores
-    python tests/mutants/run.py --only eager nn  # some areas
-    python tests/mutants/run.py --match lse      # those with this word in their description
+    python tests/mutants/run.py                              # the written faults, faults.py
+    python tests/mutants/run.py --only csrc triton_kernels   # faults of some files or folders
+    python tests/mutants/run.py --match lse                  # faults with this word in their description
+    python tests/mutants/run.py --draw 50 --seed 1           # faults drawn from the syntax trees, draw.py
 
 The tests of a fault have to pass without it first. A fault is killed when one of its tests then fails, or does not end;
-it survives when all pass. Anything else, such as a copy that does not compile, is an error. Exit status: 0 when every
-fault was killed, 1 when one survived, 2 on an error.
+it survives when all pass. A copy that does not compile, or has none of the tests, is an error.
+The exit status is 0 when every fault was killed, 1 when one survived, 2 on an error.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from mutants.fault import Fault  # noqa: E402
+import pytest  # noqa: E402
+from mutants.draw import QUICK, draw  # noqa: E402
+from mutants.faults import FAULTS, Fault  # noqa: E402
 
-AREAS = (
-    *("front_end", "profile", "eager", "masks", "nn", "integrations"),
-    *("triton", "sequences", "flex", "dropout", "sdpa", "distributed", "dtensor", "csrc", "build"),
-)
 SECONDS = 900  # a fault that makes its tests hang is killed after as many
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 # csrc runs on the emulated GPU, built anew for each fault; head dims 32, 64, 96 and 128 reach what the faults change.
@@ -42,35 +40,30 @@ EMULATED = Path("build") / "emulated.so"
 EMULATE = (sys.executable, "tests/emulation/build.py", str(EMULATED), "--head-dims", "32,64,96,128", "--dtypes", "bf16")
 
 
-Result = TypeVar("Result")
-
-
 class Outcome(NamedTuple):
-    """What came of one fault: `verdict` is "killed", "survived" or "error", `detail` the reason in one line."""
+    """The end of one fault: `verdict` is "killed", "survived" or "error", `detail` the reason in one line."""
 
-    area: str
     fault: Fault
     verdict: str
     detail: str
     seconds: float
 
 
-def faults_of(area: str) -> tuple[Fault, ...]:
-    """The table of one area, `tests/mutants/<area>.py`."""
-    table: tuple[Fault, ...] = importlib.import_module(f"mutants.{area}").FAULTS
-    return table
-
-
 def place_of(fault: Fault, root: Path = ROOT) -> str:
     """The text of the file of a fault.
 
     Raises:
-        ValueError: the text that the fault replaces does not stand there exactly once.
+        ValueError: the file is not there, or does not have the text that the fault replaces exactly once.
     """
+    if not (root / fault.file).is_file():
+        raise ValueError(f'the fault "{fault.what}" has no file {fault.file}: it needs another row, or none')
     text = (root / fault.file).read_text()
     count = text.count(fault.before)
     if count != 1:
-        raise ValueError(f"{fault.file} has {count} times, and not once: {fault.before!r}")
+        raise ValueError(
+            f'the fault "{fault.what}" does not apply: {fault.file} has its text {count} times; '
+            f"it needs to be there once: {fault.before!r}"
+        )
     return text
 
 
@@ -96,11 +89,13 @@ def copy_tree(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def run_tests(area: str, tests: tuple[str, ...], root: Path) -> tuple[str, str]:
+def run_tests(tests: tuple[str, ...], root: Path, *, emulated: bool = False) -> tuple[str, str]:
     """("passed", "failed" or "error", the line that says why) for these tests in the tree at `root`."""
     environment = {**os.environ, "CI": "true", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     environment["PYTHONPATH"] = str(root)  # a script that tests start would import what is installed, without the fault
-    if area == "csrc":
+    if QUICK in tests:
+        environment["FLASH_DMATTN_SAMPLE"] = "12"  # cases of each test
+    if emulated:
         built = subprocess.run(EMULATE, cwd=root, capture_output=True, text=True)
         if built.returncode != 0:
             return "error", "the emulated extension does not compile: " + last_line(built.stdout + built.stderr)
@@ -111,12 +106,13 @@ def run_tests(area: str, tests: tuple[str, ...], root: Path) -> tuple[str, str]:
         )
     except subprocess.TimeoutExpired:
         return "failed", f"does not end in {SECONDS} s"
-    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode == 1:
-        return "failed", failures[0] if failures else last_line(done.stdout)
     if done.returncode == 0 and " passed" in last_line(done.stdout):
         return "passed", last_line(done.stdout)
-    return "error", f"pytest ended with {done.returncode}: {last_line(done.stdout + done.stderr)}"
+    if done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return "error", f"no test ran: {last_line(done.stdout)}"
+    # The package may not even be imported.
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return "failed", failures[0] if failures else last_line(done.stdout + done.stderr)
 
 
 def last_line(text: str) -> str:
@@ -125,71 +121,95 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def try_without(area: str, tests: tuple[str, ...], root: Path, sound: dict[tuple[str, ...], str]) -> None:
-    """Run these tests in the tree at `root` as it is, unless `sound` has them already: what was wrong, or ""."""
-    if tests not in sound:
-        said, detail = run_tests(area, tests, root)
-        sound[tests] = "" if said == "passed" else f"without the fault: {said}, {detail}"
+class Judge:
+    """Copies of the tree to plant faults in, and the tests that have passed there without one."""
+
+    def __init__(self, folder: Path, copies: int) -> None:
+        self._free: Queue[Path] = Queue()
+        self._sound: dict[tuple[str, ...], str] = {}
+        for number in range(copies):
+            copy_tree(folder / str(number))
+            self._free.put(folder / str(number))
+
+    def try_without(self, fault: Fault) -> None:
+        """Run the tests of a fault in a tree without it, once for all faults with these tests."""
+        root = self._free.get()
+        try:
+            self._sound[fault.tests] = try_without(fault, root)
+        finally:
+            self._free.put(root)
+
+    def judge(self, fault: Fault) -> Outcome:
+        """Plant the fault in a copy and run its tests."""
+        root = self._free.get()
+        try:
+            return judge(fault, root, self._sound[fault.tests])
+        finally:
+            self._free.put(root)
 
 
-def judge(area: str, fault: Fault, root: Path, sound: dict[tuple[str, ...], str]) -> Outcome:
-    """Plant one fault in the tree at `root` and run its tests; `sound` as `try_without` leaves it."""
+def needs_emulation(fault: Fault) -> bool:
+    """Whether the tests of a fault run on the emulated GPU."""
+    return fault.file.startswith("csrc/")
+
+
+def try_without(fault: Fault, root: Path) -> str:
+    """Run the tests of a fault in a tree without it: the reason why they do not pass, or ""."""
+    said, detail = run_tests(fault.tests, root, emulated=needs_emulation(fault))
+    return "" if said == "passed" else f"without the fault: {said}, {detail}"
+
+
+def judge(fault: Fault, root: Path, unsound: str = "") -> Outcome:
+    """Plant a fault in the tree at `root` and run its tests; `unsound` is what `try_without` says of them."""
     start = time.monotonic()
-    try:
-        place_of(fault, root)
-        try_without(area, fault.tests, root, sound)
-        if sound[fault.tests]:
-            return Outcome(area, fault, "error", sound[fault.tests], time.monotonic() - start)
-        with planted(fault, root):
-            said, detail = run_tests(area, fault.tests, root)
-    except ValueError as error:
-        said, detail = "error", str(error)
+    said, detail = "error", unsound
+    if not unsound:
+        try:
+            with planted(fault, root):
+                said, detail = run_tests(fault.tests, root, emulated=needs_emulation(fault))
+        except ValueError as error:
+            detail = str(error)
     verdict = {"passed": "survived", "failed": "killed", "error": "error"}[said]
-    return Outcome(area, fault, verdict, detail, time.monotonic() - start)
+    return Outcome(fault, verdict, detail, time.monotonic() - start)
+
+
+def judge_all(faults: list[Fault], jobs: int) -> Iterator[Outcome]:
+    """Judge faults in this many copies of the tree at a time."""
+    with tempfile.TemporaryDirectory(prefix="mutants_") as folder, ThreadPoolExecutor(jobs) as pool:
+        copies = Judge(Path(folder), jobs)
+        # Tests without a fault come first: between two faults, the extension of csrc would be built once more for them.
+        list(pool.map(copies.try_without, {fault.tests: fault for fault in faults}.values()))
+        yield from pool.map(copies.judge, faults)
+
+
+def table_of(outcomes: list[Outcome]) -> str:
+    """A table of the faults that were not killed."""
+    rows = [f"| {o.fault.file} | {o.fault.what.replace('|', chr(92) + '|')} | {o.detail} |" for o in outcomes]
+    return "\n".join(("| file | fault | tests |", "| --- | --- | --- |", *rows))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=AREAS, default=AREAS, metavar="AREA", help=", ".join(AREAS))
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PATH", help="only faults of files that begin so")
     parser.add_argument("--match", default="", metavar="WORD", help="only faults with this word in their description")
+    parser.add_argument("--draw", type=int, metavar="N", help="draw N faults in the place of those that are written")
+    parser.add_argument("--seed", type=int, default=0, help="of --draw")
     parser.add_argument("--jobs", type=int, default=2, help="copies to work in at once (2)")
-    given = parser.parse_args()
-    work = [(area, fault) for area in given.only for fault in faults_of(area) if given.match in fault.what]
-    with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
-        copies: Queue[Path] = Queue()
-        sound: dict[tuple[str, ...], str] = {}
-        for number in range(given.jobs):
-            copy_tree(Path(folder) / str(number))
-            copies.put(Path(folder) / str(number))
-
-        def in_a_copy(do: Callable[..., Result], area: str, what: object) -> Result:
-            root = copies.get()
-            try:
-                return do(area, what, root, sound)
-            finally:
-                copies.put(root)
-
-        outcomes = []
-        with ThreadPoolExecutor(given.jobs) as pool:
-            # All of them first: between two faults the extension of csrc would be built once more without one.
-            tests = list(dict.fromkeys((area, fault.tests) for area, fault in work))
-            list(pool.map(lambda item: in_a_copy(try_without, *item), tests))
-            for outcome in pool.map(lambda item: in_a_copy(judge, *item), work):
-                outcomes.append(outcome)
-                print(
-                    f"{len(outcomes):3d}/{len(work)}  {outcome.verdict:8}  {outcome.seconds:5.0f} s  "
-                    f"{outcome.area:14}{outcome.fault.what}",
-                    flush=True,
-                )
-                if outcome.verdict != "killed":
-                    print(f"         {outcome.fault.file}: {outcome.detail}", flush=True)
-    print(f"\n{'area':14}{'faults':>7}{'killed':>8}{'survived':>10}{'errors':>8}{'seconds':>9}")
-    for area in (*given.only, "all"):
-        rows = [o for o in outcomes if area in (o.area, "all")]
-        counts = [sum(o.verdict == verdict for o in rows) for verdict in ("killed", "survived", "error")]
-        print(f"{area:14}{len(rows):7}{counts[0]:8}{counts[1]:10}{counts[2]:8}{sum(o.seconds for o in rows):9.0f}")
-    verdicts = {outcome.verdict for outcome in outcomes}
-    return 2 if "error" in verdicts else 1 if "survived" in verdicts else 0
+    options = parser.parse_args()
+    only = tuple(options.only)
+    faults = list(FAULTS) if options.draw is None else draw(options.draw, options.seed, only)
+    faults = [fault for fault in faults if options.match in fault.what and fault.file.startswith(only)]
+    outcomes: list[Outcome] = []
+    for outcome in judge_all(faults, options.jobs):
+        outcomes.append(outcome)
+        fault = outcome.fault
+        place = f"{len(outcomes):3d}/{len(faults)}  {outcome.verdict:8}  {outcome.seconds:5.0f} s"
+        print(f"{place}  {fault.file}: {fault.what}", flush=True)
+    left = [outcome for outcome in outcomes if outcome.verdict != "killed"]
+    print(f"\n{len(outcomes) - len(left)} of {len(outcomes)} faults were killed")
+    if left:
+        print(table_of(left))
+    return 2 if any(o.verdict == "error" for o in left) else 1 if left else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 //
 //     p = exp2(softcap log2(e) t + bias log2(e) - lse),  dk = scale (ds (1 - t^2))^T q,  dq = scale ds (1 - t^2) k
 //
-// If batch entries share a bias, each block of a cluster takes one of them and together they sum dbias (cluster.h).
+// If batch entries share a bias, each block of a cluster takes one entry, and together they sum dbias (cluster.h).
 //
 // Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2.
 #pragma once

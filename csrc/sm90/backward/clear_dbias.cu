@@ -24,14 +24,14 @@ __device__ __forceinline__ uint4* first_row(const ClearDbiasParams& p, int entry
   return static_cast<uint4*>(p.x) + entry * p.stride_b + head * p.stride_h;
 }
 
-// Of a mask: a block of threads has a row of tiles, whose list ends with the empty ones.
+// With a mask: a block of threads has a row of tiles, whose list ends with the empty ones.
 __global__ void __launch_bounds__(kThreads) clear_masked_dbias_kernel(const __grid_constant__ ClearDbiasParams p) {
   griddep_wait();
   constexpr int kTileChunks = kTile / kChunk, kRowsAtOnce = kThreads / kTileChunks;
   const int tiles_q = (p.rows + kTile - 1) / kTile, tiles_k = (p.columns + kTile - 1) / kTile;
   const int pair = blockIdx.x / tiles_q, tile = blockIdx.x - pair * tiles_q;
   const int entry = pair / p.num_heads, head = pair - entry * p.num_heads;
-  const int32_t* const list = list_of(p.mask_lists, mask_of(p, HeadAt{entry, head}), tiles_q, tile, tiles_k);
+  const int32_t* const list = list_of(p.mask.lists, mask_of(p.mask.heads, HeadAt{entry, head}), tiles_q, tile, tiles_k);
   const int chunks = p.columns / kChunk, rows = min(kTile, p.rows - tile * kTile);
   uint4* const x = first_row(p, entry, head) + tile * kTile * p.stride_q;
   for (int at = list[0] + list[1]; at < tiles_k; ++at) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) clear_dbias_kernel(const __grid_cons
 
 cudaError_t launch_clear_dbias(ClearDbiasParams params, cudaStream_t stream) {
   const int64_t pairs = static_cast<int64_t>(params.number) * params.num_heads;
-  if (params.mask_lists != nullptr) {
+  if (params.mask.lists != nullptr) {
     return KernelLaunch(pairs * ceil_div(params.rows, kTile), kThreads, stream).run(clear_masked_dbias_kernel, params);
   }
   const int longest = params.packs_rows ? std::min(params.sequences.most_q, params.rows) : params.rows;

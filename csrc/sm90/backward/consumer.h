@@ -56,7 +56,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   // columns.
   static constexpr int kDqColumns = Traits::kDqColumns;
   using DqAccum = float[kDqColumns / 2];
-  // Of the second consumer, columns that there are: at D96 half of its panel is zeros.
+  // Columns of the second consumer that exist: at D96 half of its panel is zeros.
   static constexpr int kLastColumns = kBlockM == 64 && kD > kAccumColumns ? kD - kAccumColumns : kDqColumns;
 
   // dq over the keys of all key tiles, whose ds are in consecutive stages.
@@ -127,7 +127,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     }
   }
 
-  // Stores dq, (B, Lq, Hq, D), of all keys; those of a quad are 16 bytes of a row.
+  // Stores dq, (B, Lq, Hq, D), of all keys. A quad stores 16 bytes of a row.
   __device__ __forceinline__ void store_dq(const DqAccum& dq, const KeyWorkItem<Traits>& item, int block) {
     static_assert(kBlockM == 64, "both consumers have the rows of the block");
 #pragma unroll
@@ -146,7 +146,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     }
   }
 
-  // What becomes of dq of a query block: a share of it is added to the sums, and all of it stored.
+  // Finishes dq of a query block: adds it to the sums if it is a share, stores it if it is complete.
   __device__ __forceinline__ void finish_dq(const DqAccum& dq, const KeyWorkItem<Traits>& item, int block,
                                             DqPipe& pipe) {
     if (p.dq_sums != nullptr) add_dq(dq, item, block, pipe);
@@ -287,8 +287,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     }
   }
 
-  // One step: a query block and a key tile, whose scores have been computed. With kHasNext those of the next key tile,
-  // or of the next query block, have been computed at the end.
+  // One step: a query block and a key tile, whose scores have been computed. With kHasNext the scores of the next
+  // key tile, or of the next query block, have been computed at the end.
   template <bool kHasNext, int kKeyTile>
   __device__ __forceinline__ void step(const KeyWorkItem<Traits>& item, int i, Scores& scores, Block& block,
                                        int& last_index, Pipes& pipes) {
@@ -332,8 +332,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     this->cap_scores(scores, dp, block, item);
   }
 
-  // With a softcap: one query block, whose tanh and dp have been computed; with kHasNext those of the next are, at the
-  // end.
+  // With a softcap: one query block, whose tanh and dp have been computed. With kHasNext tanh and dp of the next block
+  // have been computed at the end.
   template <bool kHasNext>
   __device__ __forceinline__ void step_capped(const KeyWorkItem<Traits>& item, int i, Scores& scores, Scores& dp,
                                               Block& block, int& last_index, Pipes& pipes) {
@@ -349,7 +349,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   __device__ __forceinline__ void mainloop(const KeyWorkItem<Traits>& item, Pipes& pipes) {
     const int last = item.walk.steps - 1;
     // With two key tiles ptxas must not know that the loop below runs at least once: it would compute the descriptors
-    // of the last dq, after the loop, ahead of it, and spill.
+    // of the last dq before the loop instead of after it, and spill.
     if (kKeyTiles == 1 ? last < 0 : last == -1) return;
     int last_index = 0;
     Block block;
@@ -407,10 +407,10 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       if (p.dbias_sums == nullptr) return;
       float* to = p.dbias_sums + first_key_sum_of(p, item);
       const int seqlen_k = extent_of(p, item).seqlen_k;
-      const float2 of_thread = key_sums();
+      const float2 totals = key_sums();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float sum = r == 0 ? of_thread.x : of_thread.y;
+        float sum = r == 0 ? totals.x : totals.y;
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int key = this->first_key(item) + this->key_of_block(r);

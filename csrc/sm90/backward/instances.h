@@ -1,17 +1,17 @@
-// What the backward kernels of a pair of head dims can do. Includes no CUDA, no torch.
+// The abilities of the backward kernels of a pair of head dims. Includes no CUDA, no torch.
 #pragma once
 
 #include "../../tile.h"
 
 namespace flash_dmattn {
 
-// block_m: queries of a step. block_n: keys of a work tile, a mask tile or half of one. Without mask, softcap and a bias
-// per key there are also kernels with block_n of two mask tiles.
+// block_m: queries of a step. block_n: keys of a work tile, a mask tile or half of one. Without mask, softcap and a
+// bias per key there are also kernels with block_n of two mask tiles.
 constexpr int backward_block_m(int head_dim, int head_dim_v, int keys) {
   return head_dim <= 64 && head_dim_v <= 64 && keys <= kTile ? 128 : 64;
 }
-// Long walks without mask, softcap, dropout and a bias per key or score: steps of 80 queries, for which shared memory is
-// read less often, with dq turned, its columns as rows of the product.
+// Long walks, without mask, softcap, dropout and a bias per key or score, take steps of 80 queries, which read shared
+// memory less often. dq is turned there: its columns are the rows of the product.
 constexpr int kTurnedBlockM = 80;
 constexpr int kLeastTurnedWalk = 4096;  // queries; in shorter walks steps of 64 are faster
 constexpr bool has_turned_dq(int head_dim, int head_dim_v) {

@@ -1,4 +1,4 @@
-// What the consumers of both backward kernels share: a warpgroup has the scores of 64 keys and of a block's queries.
+// The base of the consumers of both backward kernels: a warpgroup has the scores of 64 keys and of a block's queries.
 //
 // Scores have keys as rows and queries as columns. p and ds in 16 bits are wgmma operands as they lie in registers;
 // they go to shared memory transposed.
@@ -72,27 +72,28 @@ struct KeyConsumer {
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  // Mask bits of the warp's keys: word t is for query 32 t + lane of the block. Of an interval mask, which queries of the
-  // block see the thread's two keys: for each a byte of the first and one of the end.
+  // Mask bits of the warp's keys: word t is for query 32 t + lane of the block. With an interval mask, the queries of
+  // the block that see the thread's two keys: for each key a byte for the first query and a byte for the end.
   using Words = uint32_t[Traits::kHasIntervals ? 1 : kBlockM / 32];
 
   __device__ __forceinline__ void load_mask_words(Words& words, const KeyWorkItem<Traits>& item, int block) {
     const int64_t row_words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
     if constexpr (Traits::kHasIntervals) {
-      const int2* bounds = p.mask_bounds + mask_of(p, item) * row_words * kWord + first_key(item) + key_of_block(0);
+      const int64_t mask = mask_of(p.mask.heads, item);
+      const int2* bounds = p.mask.bounds + mask * row_words * kWord + first_key(item) + key_of_block(0);
       const int2 two[2] = {bounds[0], bounds[8]};
       const auto in_block = [&](int query) {
         return static_cast<uint32_t>(min(max(query - block * kBlockM, 0), kBlockM));
       };
       words[0] = in_block(two[0].x) | in_block(two[0].y) << 8 | in_block(two[1].x) << 16 | in_block(two[1].y) << 24;
     } else if constexpr (Traits::kHasMask) {
-      const int64_t first = mask_of(p, item) * p.seqlen_q;
+      const int64_t first = mask_of(p.mask.heads, item) * p.seqlen_q;
       const int word = item.block_k * (Traits::kBlockN / kWord) + group * 2 + warp / 2;
 #pragma unroll
       for (int t = 0; t < kBlockM / 32; ++t) {
         // A row beyond the last takes the bits of the last; its lse masks it.
         const int row = min(block * kBlockM + 32 * t + lane, p.seqlen_q - 1);
-        words[t] = p.mask_bits[(first + row) * row_words + word];
+        words[t] = p.mask.bits[(first + row) * row_words + word];
       }
     }
   }
@@ -105,7 +106,7 @@ struct KeyConsumer {
         const int query = 2 * (lane % 4);
         const int from = static_cast<int>(words[0] >> 16 * r & 0xffu) - query;
         const int end = static_cast<int>(words[0] >> (16 * r + 8) & 0xffu) - query;
-        keep_queries(scores, r, from, end - 1);
+        keep_columns(scores, r, from, end - 1);
       }
     } else if constexpr (Traits::kHasMask) {
       const int shift = warp % 2 * 16 + lane / 4;
@@ -126,21 +127,11 @@ struct KeyConsumer {
         const int query = block * kBlockM + 2 * (lane % 4);
         if constexpr (Traits::kHasSequences) {
           const int last = min(key - of.low, of.seqlen_q - 1) - query;
-          keep_queries(scores, r, key - of.high - query, key < of.seqlen_k ? last : -1);
+          keep_columns(scores, r, key - of.high - query, key < of.seqlen_k ? last : -1);
         } else {  // not by extent_of, as in add_dq
-          keep_queries(scores, r, key - p.high - query, key < p.seqlen_k ? key - p.low - query : -1);
+          keep_columns(scores, r, key - p.high - query, key < p.seqlen_k ? key - p.low - query : -1);
         }
       }
-    }
-  }
-
-  // Masks the scores of the thread's key r but for queries `from` to `to`, counted from the thread's first.
-  __device__ __forceinline__ static void keep_queries(Scores& scores, int r, int from, int to) {
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) {
-      const int at = i / 2 * 8 + i % 2;
-      float& score = scores[4 * (i / 2) + 2 * r + i % 2];
-      score = at >= from && at <= to ? score : -INFINITY;
     }
   }
 
@@ -164,7 +155,7 @@ struct KeyConsumer {
     for (int i = 0; i < kSteps; ++i) read_sixteen(bias, i, tile);
   }
 
-  // What is added to two scores of the thread's key r, in units of log2: bias minus lse of their queries.
+  // The summands of two scores of the thread's key r, in units of log2: bias minus lse of their queries.
   __device__ __forceinline__ float2 added(float2 lse, const BiasWords& bias, int c, int r) const {
     float2 add = make_float2(-lse.x, -lse.y);
     if constexpr (Traits::kHasBiasTiles) {
@@ -349,28 +340,17 @@ struct KeyConsumer {
       const int key = first_key(item) + key_of_block(r, tile);
       Element* row = static_cast<Element*>(to) +
                      ((first_key_of(p, item) + key) * heads_k + head_k) * columns;
-#pragma unroll
-      for (int c = 0; c < kCount / 16; ++c) {
-        uint32_t words[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const int i = 4 * (4 * c + w) + 2 * r;
-          words[w] = pack(x[i] * factor, x[i + 1] * factor, Element{});
-        }
-        quad_transpose(words[0], words[1], words[2], words[3], lane);
-        const int column = 8 * (4 * c + lane % 4);
-        if (key < seqlen_k_of(p, item) && column < columns) {
-          *reinterpret_cast<uint4*>(row + column) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
+      store_row<kCount>(row, r, key < seqlen_k_of(p, item), columns, lane,
+                        [&](int i) { return pack(x[i] * factor, x[i + 1] * factor, Element{}); });
     }
   }
 
-  // Stores the sum of a place, or adds it to that of its key, where several work tiles have shares of it.
+  // Stores the sum of a place. In an order of keys, adds it to the sum of the key: several work tiles have shares of
+  // it.
   __device__ __forceinline__ void store_key_sum(float* sums, const KeyWorkItem<Traits>& item, int place, float sum) {
     if constexpr (Traits::kHasIntervals) {
       if (p.key_order != nullptr) {
-        atomicAdd(sums + p.key_order[mask_of(p, item) * p.seqlen_k + place], sum);
+        atomicAdd(sums + p.key_order[mask_of(p.mask.heads, item) * p.seqlen_k + place], sum);
         return;
       }
     }

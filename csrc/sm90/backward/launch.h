@@ -7,8 +7,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
-#include "../../params.h"
 #include "instances.h"
+#include "params.h"
 
 namespace flash_dmattn {
 
@@ -32,9 +32,9 @@ constexpr int kAccumFloats = kAccumRows * accum_columns(kHeadDim);
 // Marks an entry of an ordered list (OrderListsParams) as a full tile, which needs no masking.
 constexpr int32_t kFullTile = INT32_MIN;
 
-// Defined for the dtypes and head dims of the build. Beside an interval mask the bias is kNone or kVector. Each launches
-// on the current device and returns the launch's error. Order: launch_order_lists if the order of additions is fixed and
-// there is a mask, rows, main, and sums if anything was accumulated.
+// Defined for the dtypes and head dims of the build. With an interval mask the bias is kNone or kVector. Each launches
+// on the current device and returns the launch's error. Order: launch_order_lists if the order of additions is fixed
+// and there is a mask, rows, main, and sums if anything was accumulated.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_backward_main(const BackwardParams& params, BackwardBias bias, MaskForm mask, int block_n,
                                  bool turns_dq, int blocks, cudaStream_t stream);

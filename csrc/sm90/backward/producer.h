@@ -9,15 +9,15 @@
 
 namespace flash_dmattn {
 
-// Has all blocks go on with the next head, where a section is one head and key block `index` has no walk: in an order of
-// keys live ones come first, so no key block behind it has one.
+// Makes all blocks go on with the next head, where a section is one head and key block `index` has no walk. In an order
+// of keys live keys come first, so no later key block has a walk either.
 __device__ __forceinline__ void leave_head(const BackwardParams& p, int index) {
   if (p.single_heads.width > 1 || p.tile_counter == nullptr) return;
   const int rows = p.single_heads.rows, next_head = (index / rows + 1) * rows;
   atomicMax(p.tile_counter, next_head - static_cast<int>(gridDim.x));
 }
 
-// Has blocks go on behind the tiles of a group's other heads, where they follow that of the first, `index`.
+// Makes blocks go on after the tiles of a group's other heads, where these follow tile `index`, the first head's.
 __device__ __forceinline__ void skip_others(const BackwardParams& p, int index, const Sections& of) {
   if (p.tile_counter == nullptr || of.width % p.heads_per_group != 0) return;
   atomicMax(p.tile_counter, index + p.heads_per_group - static_cast<int>(gridDim.x));
@@ -135,11 +135,11 @@ __device__ __forceinline__ void load_bias(const BackwardParams& p, Storage& shar
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
-    const int head = item.head / p.heads_per_bias;
+    const int head = item.head / p.bias_values.heads_per_bias;
 #pragma unroll 1
     for (int step = 0; step < item.walk.steps; ++step) {
       bool needs_mask;
-      const auto at = score_at(p, item, item.walk.at(step, needs_mask) * Traits::kBlockM, p.bias_has_batch);
+      const auto at = score_at(p, item, item.walk.at(step, needs_mask) * Traits::kBlockM, p.bias_values.has_batch);
 #pragma unroll
       for (int tile = 0; tile < Traits::kKeyTiles; ++tile) {
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
@@ -215,7 +215,7 @@ __device__ __forceinline__ void wait_until_added() {
   for (int group = 0; group < Traits::kConsumers; ++group) named_barrier_sync(kHasAddedBarrier + group, 128 + 32);
 }
 
-// The semaphore of a step of the work tile; after the last step, that of its head's additions to dk and dv.
+// The semaphore of a step of the work tile; after the last step, the semaphore of its head's additions to dk and dv.
 template <class Traits>
 __device__ __forceinline__ Semaphore semaphore_of(const BackwardParams& p, const KeyWorkItem<Traits>& item, int step) {
   const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;

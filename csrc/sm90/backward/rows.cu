@@ -27,18 +27,17 @@ struct Row : OfSequence<kHasSequences> {
 };
 
 // In 32 bits: with more some kernels take more registers.
-template <class Masks>
-__device__ __forceinline__ int mask_of_head(const Masks& p, int batch, int head) {
-  return static_cast<int>(mask_of(p, HeadAt{batch, head}));
+__device__ __forceinline__ int mask_of_head(const MaskHeads& of, int batch, int head) {
+  return static_cast<int>(mask_of(of, HeadAt{batch, head}));
 }
 
 __device__ __forceinline__ bool is_live(const PlacesOfKeys& places, int batch, int head, int place) {
-  const int64_t first = static_cast<int64_t>(mask_of_head(places, batch, head)) * places.tiles * kTile;
+  const int64_t first = static_cast<int64_t>(mask_of_head(places.heads, batch, head)) * places.tiles * kTile;
   const int2 bounds = places.bounds[first + place];
   return place < places.length && bounds.x < bounds.y;
 }
 
-// Decides about a key block, as a warp, which compares its walk with those of 32 others of the mask.
+// Decides whether a key block has a whole group. A warp compares its walk with the walks of 32 others of the mask.
 __device__ __forceinline__ bool has_group(const GroupWalks& p, int mask, int pair, int tile, bool is_first) {
   const int lane = threadIdx.x % 32;
   const int32_t* const lists = list_of(p.lists, mask, p.tiles, 0, p.tiles_q);
@@ -69,8 +68,8 @@ __device__ __forceinline__ bool has_group(const GroupWalks& p, int mask, int pai
   return is_short || (pair < p.full_group_pairs && !is_long(walk));
 }
 
-// Clears accumulators of dk and dv, a block of threads 64 rows at a time. Those of a tile that has a live key are all
-// added to, though of its dead keys they are not read.
+// Clears accumulators of dk and dv, a block of threads 64 rows at a time. A tile with a live key adds to all of its
+// rows, though nobody reads the rows of its dead keys.
 __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p) {
   const int row_blocks = p.batch * p.num_heads_k * p.row_blocks, inners = p.batch_is_inner ? p.batch : p.num_heads_k;
   for (int at = blockIdx.x; at < row_blocks; at += gridDim.x) {
@@ -81,7 +80,7 @@ __device__ __forceinline__ void clear_rows_added_to(const BackwardRowsParams& p)
     if (p.places.order != nullptr) {
       is_added_to = is_live(p.places, batch, head, first);
     } else {
-      const int mask = mask_of_head(p.group_walks, batch, head);
+      const int mask = mask_of_head(p.group_walks.heads, batch, head);
       is_added_to = !has_group(p.group_walks, mask, pair, first / kTile, at == pair * p.row_blocks);
       if (threadIdx.x == 0) p.group_walks.has_group[at] = !is_added_to;
     }
@@ -133,8 +132,8 @@ __global__ void __launch_bounds__(kThreads, 5)
     if (exists) {
       const int64_t row_index = (first_query_of(p, work) + row) * p.num_heads + work.head;
       const Element* out = static_cast<const Element*>(p.out) + row_index * p.head_dim_v;
-      const Element* dout = static_cast<const Element*>(p.dout) + entry * p.dout_stride_b +
-                            row_of_entry * p.dout_stride_q + work.head * p.dout_stride_h;
+      const Element* dout = static_cast<const Element*>(p.dout.data) + entry * p.dout.stride_b +
+                            row_of_entry * p.dout.stride_l + work.head * p.dout.stride_h;
       uint4 a[kTimes], b[kTimes];
 #pragma unroll
       for (int t = 0; t < kTimes; ++t) {
@@ -162,11 +161,11 @@ __global__ void __launch_bounds__(kThreads, 5)
       if (exists) {
         const float natural = p.lse[first_lse_of(p, work) + row];
         if (natural != -INFINITY) {
-          if (p.dlse != nullptr) {
-            sum -= p.dlse[entry * p.dlse_stride_b + work.head * p.dlse_stride_h + row_of_entry * p.dlse_stride_q];
+          if (p.dlse.data != nullptr) {
+            sum -= p.dlse.data[entry * p.dlse.stride_b + work.head * p.dlse.stride_h + row_of_entry * p.dlse.stride_q];
           }
           float bias = 0.0f;
-          if (p.bias_values != nullptr) with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
+          if (p.bias_values.data != nullptr) with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
           lse = (natural - bias) * kLog2e;
         }
       }
@@ -228,26 +227,17 @@ __global__ void __launch_bounds__(128) backward_sums_kernel(const __grid_constan
       const int row = first_row + warp * 16 + lane / 4 + 8 * r;
       int64_t out_row = row;
       if (p.is_by_place && row < seqlen) {
-        const int64_t mask = mask_of_head(params.places, batch, head);
+        const int64_t mask = mask_of_head(params.places.heads, batch, head);
         out_row = params.places.order[mask * p.seqlen + row];
       }
       const int64_t in_batch = kHasSequences ? first_out_row : static_cast<int64_t>(batch) * seqlen;
       Element* to = static_cast<Element*>(p.out) + ((in_batch + out_row) * p.num_heads + head) * p.columns;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t words[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const float4 four = sums[4 * half + w];
-          words[w] = r == 0 ? pack(four.x * p.factor, four.y * p.factor, Element{})
-                            : pack(four.z * p.factor, four.w * p.factor, Element{});
-        }
-        quad_transpose(words[0], words[1], words[2], words[3], lane);
-        const int column = panel * kAccumColumns + 8 * (4 * half + lane % 4);
-        if (row < seqlen && column < p.columns) {
-          *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
+      const int first = panel * kAccumColumns;
+      store_row<kAccumColumns / 2>(to + first, r, row < seqlen, p.columns - first, lane, [&](int i) {
+        const float4 four = sums[i / 4];
+        return r == 0 ? pack(four.x * p.factor, four.y * p.factor, Element{})
+                      : pack(four.z * p.factor, four.w * p.factor, Element{});
+      });
     }
   }
 }

@@ -1,4 +1,4 @@
-// The tile scheduler: which keys a work tile has, and which query blocks of which heads they walk.
+// The tile scheduler: decodes the number of a work tile to its keys, and to the heads and query blocks that these walk.
 #pragma once
 
 #include "../operands.h"
@@ -18,10 +18,10 @@ struct KeyWorkTile : OfSequence<kHasSequences> {
 
 // Whether the walks of some mask are too long for groups.
 __device__ __forceinline__ bool has_long_walks(const BackwardParams& p) {
-  uint32_t found = 0;
+  uint32_t any_long = 0;
 #pragma unroll 8
-  for (int mask = 0; mask < p.masks; mask += 4) found |= reinterpret_cast<const uint32_t*>(p.has_long)[mask / 4];
-  return found != 0;
+  for (int mask = 0; mask < p.masks; mask += 4) any_long |= reinterpret_cast<const uint32_t*>(p.has_long)[mask / 4];
+  return any_long != 0;
 }
 
 // `num_works`: of a call with sequences, the work tiles of a key head. `has_long`: some walk is too long for groups.
@@ -34,11 +34,11 @@ __device__ __forceinline__ KeyWorkTile<Traits::kHasSequences> decode_key_work_ti
       work.head = 0;
       return work;
     }
-    const SequenceWork found = decode_sequence_work(p.sequences, index, num_works, p.num_heads / p.heads_per_group);
-    work.sequence = load_sequence(p.sequences, found.number);
-    work.batch = found.number;
-    work.head = found.head * p.heads_per_group;
-    work.block_k = found.block;
+    const SequenceWork decoded = decode_sequence_work(p.sequences, index, num_works, p.num_heads / p.heads_per_group);
+    work.sequence = load_sequence(p.sequences, decoded.number);
+    work.batch = decoded.number;
+    work.head = decoded.head * p.heads_per_group;
+    work.block_k = decoded.block;
     work.part = 0;
     work.is_full_group = true;
     return work;
@@ -49,9 +49,9 @@ __device__ __forceinline__ KeyWorkTile<Traits::kHasSequences> decode_key_work_ti
   const int heads = work.is_full_group ? group : 1;
   const int tiles = p.num_heads / heads;  // of a key block in a batch entry
   const Sections& of = work.is_full_group ? p.full_groups : has_long ? p.all_heads : p.single_heads;
-  const auto [of_kind, block] = place_of(of, work.is_full_group ? index : index - full_group_tiles);
+  const auto [pair_of_kind, block] = place_of(of, work.is_full_group ? index : index - full_group_tiles);
   // Pairs are counted for this kind, each of a batch entry and `heads` query heads.
-  const int pair = of_kind + (work.is_full_group ? 0 : full_group_pairs * group);
+  const int pair = pair_of_kind + (work.is_full_group ? 0 : full_group_pairs * group);
   work.block_k = block / p.walk_parts;  // under causality the longest first
   work.part = block - work.block_k * p.walk_parts;
   if (p.dq_semaphore != nullptr) work.block_k = p.blocks_k - 1 - work.block_k;
@@ -97,7 +97,7 @@ struct QueryWalk {
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
       const int tile_k = work.block_k / kKeyBlocksPerTile;
-      const int32_t* list = list_of(p.mask_lists, mask_of(p, work), tiles_k, tile_k, tiles_q);
+      const int32_t* list = list_of(p.mask.lists, mask_of(p.mask.heads, work), tiles_k, tile_k, tiles_q);
       walk.num_full = list[0];
       walk.steps = (walk.num_full + list[1]) * kBlocksPerTile;
       walk.list = list + 2;
@@ -147,13 +147,14 @@ struct QueryWalk {
   }
 };
 
-// How many key blocks add to the query block of a step before this one: those of later keys that walk it.
+// How many key blocks add to the query block of a step before this one: the blocks of later keys that walk it.
 template <class Traits, class Work>
 __device__ __forceinline__ int count_predecessors(const BackwardParams& p, const Work& work, int step, int block) {
   if constexpr (Traits::kHasMask) {
     const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
     constexpr int kBlocks = QueryWalk<Traits>::kKeyBlocksPerTile;
-    const int32_t* predecessors = p.mask_predecessors + (mask_of(p, work) * tiles_k + work.block_k / kBlocks) * tiles_q;
+    const int64_t list = mask_of(p.mask.heads, work) * tiles_k + work.block_k / kBlocks;
+    const int32_t* predecessors = p.mask_predecessors + list * tiles_q;
     const int tiles = predecessors[step / QueryWalk<Traits>::kBlocksPerTile];
     return tiles * kBlocks + kBlocks - 1 - work.block_k % kBlocks;
   } else {
@@ -190,7 +191,7 @@ __device__ __forceinline__ int64_t first_padded_row_of(const BackwardParams& p, 
   return first_padded_tile_of(p, item) * kTile;
 }
 
-// What a consumer's share of dq of a query block is added to: contiguous, as its threads hold it (accumulators.h).
+// The accumulator of a consumer's share of dq of a query block: contiguous, as its threads hold it (accumulators.h).
 template <class Traits>
 __device__ __forceinline__ float* dq_sums_of(const BackwardParams& p, const KeyWorkItem<Traits>& item, int block,
                                              int group) {

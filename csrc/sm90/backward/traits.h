@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../../device/wgmma.h"
-#include "../../params.h"
 #include "launch.h"
 
 namespace flash_dmattn {
@@ -26,9 +25,9 @@ struct BackwardTraits {
   // A consumer holds dk and dv of 64 keys, D floats per thread, and scores and dp of a query block, kBlockM floats: 192
   // of its 240 registers, at D64 and at D128.
   //
-  // Up to D64 two key tiles fit too, with 64 queries at a time: as many scores per step, but q and dout are read half as
-  // often and half as much is added to dq. That pays where dbias is stored; and where these are all keys, so that dq is
-  // complete.
+  // Up to D64 two key tiles fit too, with 64 queries at a time: as many scores per step. q and dout are then read half
+  // as often, and half as much is added to dq. It pays where dbias is stored, and where the two tiles are all keys, so
+  // that dq is complete.
   static constexpr int kConsumers = 2, kBlockN = kN, kKeyTiles = kBlockN / kTile;
   static constexpr int kBlockM = kM;
   // With 80 queries dq is computed turned: its columns are rows of the product, 64 of them a consumer's.
@@ -42,8 +41,8 @@ struct BackwardTraits {
   // each has a stage.
   static constexpr int kDsStages = kHasSoftcap ? 3 : kStages * kKeyTiles;
   static constexpr int kBiasStages = kHasSoftcap || kD <= 64 ? kKeyTiles : kStages;
-  // What blocks of a cluster exchange at a time: ds of a tile, or at D64 the slice of each consumer as soon as it is
-  // written. Two such stages fit.
+  // Blocks of a cluster exchange ds of a tile at a time, or at D64 the slice of each consumer as soon as it is written.
+  // Two stages for that fit.
   static constexpr int kDsSlices = kSumsDbias && kBlockM == 128 ? kConsumers : 1, kExchangeStages = 2;
   // Consumers that write what a barrier of ds is for, and that read a stage of bias.
   static constexpr int kDsWriters = kConsumers / kDsSlices, kBiasReaders = kConsumers;
@@ -69,8 +68,8 @@ struct BackwardTraits {
   static constexpr int kRegisters =  // of all warpgroups
       kProducerRegisters + kConsumers * kConsumerRegisters + kSumsDbias * kSumRegisters;
 
-  // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all, else half of them or,
-  // above D64, a panel; turned, 64 columns and all queries.
+  // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all, else half of them
+  // or, above D64, a panel; turned, 64 columns and all queries.
   static constexpr int kDqColumns = kTurnsDq ? kBlockM : kBlockM == 64 && kD > 64 ? kAccumColumns : kD * kBlockM / 128;
   // Turned, dq leaves through shared memory, and one warp adds it to device memory: a consumer then need not hold its
   // registers until the additions are on their way.

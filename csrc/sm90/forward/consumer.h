@@ -32,11 +32,10 @@ struct Consumer {
 
   // A key block that needs masking: bits of the thread's two rows, or of an interval mask the rows of the lane's keys.
   static constexpr int kMaskRows = Traits::kHasOneMaskRow ? 1 : 2;
-  struct MaskBits {
-    uint32_t words[kMaskRows][kWords];
-  };
-  using MaskWords = std::conditional_t<Traits::kHasIntervals, KeyRows<kBlockN>, MaskBits>;
-  // Whether registers are left to load it while its scores are computed. One row of bits, which all warps read, is near.
+  // Constant: masks come from the packing kernels, which never let the next kernel start early.
+  using MaskWords = std::conditional_t<Traits::kHasIntervals, KeyRows<kBlockN>, RowBits<kMaskRows, kWords, true>>;
+  // Whether registers are left to load it while its scores are computed. One row of bits, which all warps read, is
+  // near.
   static constexpr bool kLoadsMaskEarly = Traits::kHasIntervals || !Traits::kHasOneMaskRow || Traits::kIsNarrow;
 
   __device__ __forceinline__ void start_scores(float (&scores)[kScores], int stage) {
@@ -61,16 +60,16 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // Where the mask bits of the thread's two rows start. A row beyond the last takes those of the last; one row for all
-  // queries is the first.
+  // Where the mask bits of the thread's two rows start. A row beyond the last takes the bits of the last row; one row
+  // for all queries is the first.
   __device__ __forceinline__ void find_mask_rows(const Work& work, const int32_t* (&rows)[2]) {
     if constexpr (Traits::kHasMask && !Traits::kHasIntervals) {
       const int64_t words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
-      const int64_t mask = mask_of(p, work);
+      const int64_t mask = mask_of(p.mask.heads, work);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = Traits::kHasOneMaskRow ? 0 : min(work.first_row + row_of_warp + 8 * r, p.seqlen_q - 1);
-        rows[r] = p.mask_bits + (mask * p.seqlen_q + row) * words;
+        rows[r] = p.mask.bits + (mask * p.seqlen_q + row) * words;
       }
     }
   }
@@ -79,58 +78,28 @@ struct Consumer {
                                                   const Work& work, int block) {
     if constexpr (Traits::kHasIntervals) {
       const int64_t tiles_k = (p.seqlen_k + kTile - 1) / kTile;
-      mask_words.load(p.mask_bounds + mask_of(p, work) * tiles_k * kTile + block * kBlockN,
+      mask_words.load(p.mask.bounds + mask_of(p.mask.heads, work) * tiles_k * kTile + block * kBlockN,
                       work.first_row + row_of_warp - lane / 4);
     } else if constexpr (Traits::kHasMask) {
 #pragma unroll
-      for (int r = 0; r < kMaskRows; ++r) {
-        // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
-        const int32_t* bits = rows[r] + block * kWords;
-        if constexpr (kWords == 4) {
-          const int4 four = __ldg(reinterpret_cast<const int4*>(bits));
-          mask_words.words[r][0] = four.x, mask_words.words[r][1] = four.y, mask_words.words[r][2] = four.z,
-          mask_words.words[r][3] = four.w;
-        } else {
-          const int2 two = __ldg(reinterpret_cast<const int2*>(bits));
-          mask_words.words[r][0] = two.x, mask_words.words[r][1] = two.y;
-        }
-      }
+      for (int r = 0; r < kMaskRows; ++r) mask_words.load(r, rows[r] + block * kWords);
     }
   }
 
   __device__ __forceinline__ void apply_mask(float (&scores)[kScores], MaskWords& mask_words,
                                              const int32_t* const (&rows)[2], const Work& work, int block) {
     if constexpr (!kLoadsMaskEarly) load_mask_words(mask_words, rows, work, block);
-    if constexpr (Traits::kHasIntervals) {
+    if constexpr (Traits::kHasMask) {
       mask_words.apply(scores);
     } else {
       const int column = 2 * (lane % 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if constexpr (Traits::kHasMask) {
-#pragma unroll
-          for (int w = 0; w < kWords; ++w) {
-            // The thread's keys are two neighbours in each 8 of the word. The product moves their bits to bits 24 to 31,
-            // which ptxas moves to predicates together; no two partial products meet.
-            const uint32_t bits = (mask_words.words[r % kMaskRows][w] >> column & 0x03030303u) * 0x01041040u;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-              float& score = scores[4 * (4 * w + i / 2) + 2 * r + i % 2];
-              score = bits & 1u << (24 + i) ? score : -INFINITY;
-            }
-          }
-        } else {
-          const Extent of = extent_of(p, work);
-          const int row = work.first_row + row_of_warp + 8 * r;
-          const int from = row + of.low - block * kBlockN - column;
-          const int to = min(row + of.high, of.seqlen_k - 1) - block * kBlockN - column;
-#pragma unroll
-          for (int i = 0; i < kScores / 2; ++i) {
-            const int at = i / 2 * 8 + i % 2;
-            float& score = scores[4 * (i / 2) + 2 * r + i % 2];
-            score = at >= from && at <= to ? score : -INFINITY;
-          }
-        }
+        const Extent of = extent_of(p, work);
+        const int row = work.first_row + row_of_warp + 8 * r;
+        const int from = row + of.low - block * kBlockN - column;
+        const int to = min(row + of.high, of.seqlen_k - 1) - block * kBlockN - column;
+        keep_columns(scores, r, from, to);
       }
     }
   }

@@ -17,9 +17,9 @@ using TraitsOf =
 template <class F>
 auto with_traits(const ForwardVariant& variant, F f) {
   const int seqlen_q = static_cast<int>(variant.queries);
-  const auto call = [&](auto of_bias, auto of_mask) {
-    constexpr Bias kBias = decltype(of_bias)::value;
-    constexpr MaskForm kMask = decltype(of_mask)::value;
+  const auto call = [&](auto bias_form, auto mask_form) {
+    constexpr Bias kBias = decltype(bias_form)::value;
+    constexpr MaskForm kMask = decltype(mask_form)::value;
     if constexpr (has_dropout_kernels(kD, kDv) && kBias != Bias::kStrided) {
       if (variant.has_dropout) return f(TraitsOf<kBias, kMask, 2, true>{});
     }

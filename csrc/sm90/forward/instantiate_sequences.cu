@@ -1,5 +1,5 @@
-// The forward kernels of calls with sequences, of one dtype and one pair of head dims, as instantiate.cu has those of
-// dense calls.
+// The forward kernels of calls with sequences, for one dtype and one pair of head dims. instantiate.cu has the kernels
+// of dense calls.
 #include "../../dispatch.h"
 #include "forward.h"
 

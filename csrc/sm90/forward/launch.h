@@ -5,8 +5,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
-#include "../../params.h"
 #include "../backward/instances.h"
+#include "params.h"
 
 namespace flash_dmattn {
 
@@ -17,23 +17,24 @@ enum class Bias {
   kStrided  // one value per query and key, any dtype and strides: slower, but needs no copy
 };
 
-// Whether there are kernels of more than two consumers beside a mask with one row for all queries, in the form that such
-// a mask takes beside the bias. With any other mask a work tile is of the size of a mask tile.
+// Whether there are kernels of more than two consumers beside a mask with one row for all queries, in the form that
+// such a mask takes beside the bias. With any other mask a work tile is of the size of a mask tile.
 constexpr bool has_one_row_kernels(Bias bias, MaskForm mask) {
   return mask == (bias == Bias::kTile ? MaskForm::kTiles : MaskForm::kIntervals);
 }
 
-// Consumers of a block, each of which has 64 rows: the most for which registers are left.
+// The most consumers of a block that registers are left for. Each has 64 rows.
 constexpr int most_consumers(int head_dim, int head_dim_v, Bias bias, MaskForm mask) {
   if (bias == Bias::kStrided || head_dim > 64 || head_dim_v > 64) return 2;
   if (mask != MaskForm::kNone && !has_one_row_kernels(bias, mask)) return 2;
   return head_dim <= 32 && head_dim_v <= 32 ? 4 : 3;
 }
 
-// How many of at most so many serve a call. Two do where more make no fewer work tiles; not at D32, where more walk 64 keys
-// at a time and leave fewer of short rows empty, but for intervals, of whose tiles no half is left out. Three take less time
-// than four where they leave fewer of their rows empty: a work tile of three takes 0.8 of the time of one of four.
-// (docs/notes/cuda_tried.md, "Short rows and head dims up to 32")
+// How many consumers serve a call, of at most so many. Two serve where more would make no fewer work tiles. At D32 more
+// than two walk 64 keys at a time and leave fewer keys of short rows empty, so the rule holds there for intervals
+// alone, whose tiles are never halved. Three take less time than four where they leave fewer of their rows empty: a
+// work tile of three takes 0.8 of the time of a work tile of four. (docs/notes/cuda_tried.md, "Short rows and head dims
+// up to 32")
 inline int consumers_for(int seqlen_q, int most, MaskForm mask) {
   const auto tiles = [=](int consumers) { return (seqlen_q + 64 * consumers - 1) / (64 * consumers); };
   if ((most == 3 || mask == MaskForm::kIntervals) && tiles(most) >= tiles(2)) return 2;
@@ -49,8 +50,8 @@ inline bool can_hold_bias(int head_dim, int head_dim_v, Bias bias, int seqlen_q,
          seqlen_k <= held_keys(consumers_for(seqlen_q, 4, MaskForm::kNone));
 }
 
-// Chooses one of an instance's kernels. The bias is kNone or kVector if the mask is of intervals. A call with sequences has no
-// mask, and its bias is not kStrided.
+// Chooses one of an instance's kernels. The bias is kNone or kVector if the mask is of intervals. A call with sequences
+// has no mask, and its bias is not kStrided.
 struct ForwardVariant {
   Bias bias;
   MaskForm mask;
@@ -60,8 +61,8 @@ struct ForwardVariant {
   bool has_dropout, has_pages;
 };
 
-// Defined for the dtypes and head dims of the build. Both launch on the current device and return the launch's error; the
-// second is for calls with sequences.
+// Defined for the dtypes and head dims of the build. Both launch on the current device and return the launch's error;
+// the second is for calls with sequences.
 template <class T, int kHeadDim, int kHeadDimV>
 cudaError_t launch_forward(const ForwardParams& params, const ForwardVariant& variant, int blocks, cudaStream_t stream);
 template <class T, int kHeadDim, int kHeadDimV>

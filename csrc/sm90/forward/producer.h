@@ -1,5 +1,5 @@
-// The producer warpgroup: one thread hands out work tiles, one loads q, k and v by TMA; one warp supplies the bias, and one
-// loads k and v where they lie in pages.
+// The producer warpgroup: one thread hands out work tiles, one loads q, k and v by TMA; one warp supplies the bias, and
+// one loads k and v where they lie in pages.
 #pragma once
 
 #include <type_traits>
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
     pipe_q.advance();
   };
 
-  // With another stage for q, that of the next work tile is loaded early: when consumers have begun this one.
+  // With another stage for q, q of the next work tile is loaded early: when consumers have begun this tile.
   constexpr bool kIsEarly = Traits::kQueryStages > 1;
   const WorkItem<Traits>* item = &get_work_tile(shared, pipe_work);
   load_queries(*item);
@@ -109,7 +109,8 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
   }
 }
 
-// Loads k and v in pages, as one warp: each lane finds and loads boxes of its own, so that one wait for the table serves all.
+// Loads k and v in pages, as one warp: each lane finds and loads boxes of its own, so that one wait for the table
+// serves all.
 template <class Traits>
 __device__ __forceinline__ void load_pages(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   const int lane = threadIdx.x % 32, boxes = kTile / p.sequences.page_box;
@@ -158,7 +159,7 @@ template <class Traits>
 __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   constexpr int kBlockN = Traits::kBlockN, kPerLane = kBlockN / 32;
   const int lane = threadIdx.x % 32;
-  const bool is_read_once = p.heads_per_bias == 1 && (p.bias_has_batch || p.batch == 1);
+  const bool is_read_once = p.bias_values.heads_per_bias == 1 && (p.bias_values.has_batch || p.batch == 1);
   int held_head = -1, held_rows = -1;
   PipelineState<Traits::kBiasStages> pipe;
   PipelineState<kWorkStages> pipe_work;
@@ -167,7 +168,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
     if (!item.is_valid) return;
     const auto& work = item.work;
     const Walk<Traits>& walk = item.walk;
-    const int head = work.head / p.heads_per_bias;
+    const int head = work.head / p.bias_values.heads_per_bias;
     const bool is_held = Traits::kHoldsBias && head == held_head && work.block_q == held_rows;
     held_head = head, held_rows = work.block_q;
 #pragma unroll 1
@@ -177,7 +178,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
       if constexpr (Traits::kBias == Bias::kTile) {
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         if (lane == 0) {
-          const auto at = score_at(p, work, work.first_row, p.bias_has_batch);
+          const auto at = score_at(p, work, work.first_row, p.bias_values.has_batch);
           const auto copy = [&](auto once) {
             tma_load_panels<kBlockN / kPanelColumns, Traits::kBlockM, decltype(once)::value>(
                 shared.bias[pipe.stage], &p.bias, &shared.bias_full[pipe.stage], first_key, at, head);

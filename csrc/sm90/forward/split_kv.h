@@ -22,7 +22,7 @@ template <class Traits>
 constexpr int kSplitFloats = (1 + Traits::kDv / 8) * 4 * 32 * kSplitWarps<Traits>;
 
 // `row`: the first of the thread's two rows. Takes out, row_max and row_sum of the split. Returns true in the warp that
-// has combined them to those of the work tile; false in the others, and in warps without rows.
+// has combined all splits of the work tile; false in the others, and in warps without rows.
 template <class Traits>
 __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split, int row,
                                                float (&out)[Traits::kDv / 2], float (&row_max)[2],
@@ -50,7 +50,7 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
   arrived = __shfl_sync(0xffffffffu, arrived, 0);
   if (arrived != p.num_splits - 1) return false;
 
-  // Threads without a row read those of the warp's first row, so that the warp stays converged.
+  // Threads without a row read the results of the warp's first row, so that the warp stays converged.
   const float* const first = results + (exists ? thread : thread - lane + lane % 4) * 4;
   const float scale = p.scale * kLog2e;
   row_max[0] = row_max[1] = -INFINITY;
@@ -79,8 +79,8 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
       const float values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float of_row = factor[e / 2];
-        out[4 * c + e] = of_row == 0.0f ? out[4 * c + e] : fmaf(values[e], of_row, out[4 * c + e]);
+        const float row_factor = factor[e / 2];
+        out[4 * c + e] = row_factor == 0.0f ? out[4 * c + e] : fmaf(values[e], row_factor, out[4 * c + e]);
       }
     }
   }

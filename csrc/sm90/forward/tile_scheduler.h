@@ -1,4 +1,4 @@
-// The tile scheduler: which rows of which head a work tile has, and which key blocks they walk.
+// The tile scheduler: decodes the number of a work tile to its head and rows, and to the key blocks that these walk.
 #pragma once
 
 #include "../operands.h"
@@ -22,12 +22,12 @@ __device__ __forceinline__ WorkTile<kHasSequences> decode_work_tile(const Forwar
                                                                     int num_works) {
   WorkTile<kHasSequences> work;
   if constexpr (kHasSequences) {
-    const SequenceWork found = decode_sequence_work(p.sequences, index, num_works, p.num_heads);
-    work.sequence = load_sequence(p.sequences, found.number);
-    work.batch = found.number;
-    work.head = found.head;
-    work.block_q = found.block;
-    work.first_row = found.block * rows;
+    const SequenceWork decoded = decode_sequence_work(p.sequences, index, num_works, p.num_heads);
+    work.sequence = load_sequence(p.sequences, decoded.number);
+    work.batch = decoded.number;
+    work.head = decoded.head;
+    work.block_q = decoded.block;
+    work.first_row = decoded.block * rows;
     return work;
   }
   const auto [pair, row] = place_of(p.sections, index);
@@ -51,7 +51,7 @@ struct Walk {
   const int32_t* list;
   int num_full;
   int skipped;  // 1 if the walk leaves out the half in which it would begin, else 0
-  // Without: blocks [stop - steps, stop), walked backwards. Those in [start_inside, stop_inside) need no masking.
+  // Without: blocks [stop - steps, stop), walked backwards. Blocks in [start_inside, stop_inside) need no masking.
   int stop, start_inside, stop_inside;
 
   static constexpr int kBlocksPerTile = kTile / Traits::kBlockN;
@@ -62,7 +62,7 @@ struct Walk {
     if constexpr (Traits::kHasMask) {
       const int tiles_k = (p.seqlen_k + kTile - 1) / kTile, tiles_q = (p.seqlen_q + kTile - 1) / kTile;
       // A mask with one row for all queries has the same list for each row of tiles.
-      const int32_t* list = list_of(p.mask_lists, mask_of(p, work), tiles_q, work.block_q, tiles_k);
+      const int32_t* list = list_of(p.mask.lists, mask_of(p.mask.heads, work), tiles_q, work.block_q, tiles_k);
       // By __ldg: masks come from the packing kernels, which never let the next kernel start early.
       walk.num_full = __ldg(list);
       walk.steps = (walk.num_full + __ldg(list + 1)) * kBlocksPerTile;
@@ -94,8 +94,8 @@ struct Walk {
     steps = count * each;
   }
 
-  // Leaves out the first half tile of the walk if no key of it is seen, as where padding begins. Where keys lie otherwise,
-  // this one half does not matter.
+  // Leaves out the first half tile of the walk if no key of it is seen, as where padding begins. Where keys lie
+  // otherwise, this one half does not matter.
   __device__ __forceinline__ void skip_empty_half(const ForwardParams& p, const WorkTile<Traits::kHasSequences>& work) {
     if constexpr (kSkips) {
       skipped = 0;
@@ -103,7 +103,8 @@ struct Walk {
       bool needs_mask;
       const int block = at(0, needs_mask);
       const int64_t words = (p.seqlen_k + kTile - 1) / kTile * kTileWords;
-      const int32_t* bits = p.mask_bits + mask_of(p, work) * p.seqlen_q * words + block * (Traits::kBlockN / kWord);
+      const int64_t mask = mask_of(p.mask.heads, work);
+      const int32_t* bits = p.mask.bits + mask * p.seqlen_q * words + block * (Traits::kBlockN / kWord);
       const int2 half = __ldg(reinterpret_cast<const int2*>(bits));
       skipped = (half.x | half.y) == 0;
       steps -= skipped;
@@ -151,7 +152,7 @@ struct WorkItem : ItemSplit<Traits::kSplitKv> {
   Walk<Traits> walk;
   int64_t first_out, first_lse;  // where the work tile's first row starts in out, in elements, and in lse
 
-  // Those of an index, which is below the number of work tiles.
+  // Sets the work tile of an index, which is below the number of work tiles.
   __device__ __forceinline__ void find(const ForwardParams& p, int index, int num_works) {
     int tile = index;
     if constexpr (Traits::kSplitKv) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../../device/wgmma.h"
-#include "../../params.h"
 #include "launch.h"
 
 namespace flash_dmattn {
@@ -20,8 +19,8 @@ struct ForwardTraits {
   static constexpr bool kHasPages = kInPages;
   static constexpr bool kHasDropout = kDropout;
 
-  // A consumer has 64 rows, those of one wgmma. The more there are, the better they hide each other's softmax, and the
-  // more rows share a tile of k and v.
+  // A consumer has the 64 rows of one wgmma. The more consumers there are, the better they hide each other's softmax,
+  // and the more rows share a tile of k and v.
   static constexpr int kConsumers = kNumConsumers;
   static constexpr int kBlockM = 64 * kConsumers;
   // A mask whose tiles are no work tiles: it has one row for all queries.
@@ -31,8 +30,8 @@ struct ForwardTraits {
   static constexpr bool kIsNarrow = kConsumers > 2 && kD <= 32 && kDv <= 32;
   // Else 128 keys where two stages of k and v and two of bias fit beside q in 227 KB.
   static constexpr int kBlockN = !kIsNarrow && kD <= 128 && kDv <= 128 ? 128 : 64;
-  // A block holds all tiles of bias that its rows need, for the batch entries that read them one after the other. Beside
-  // them there is room for two stages of k and v.
+  // A block holds all tiles of bias that its rows need, for the batch entries that read them one after the other. Two
+  // stages of k and v fit beside these tiles.
   static constexpr bool kHoldsBias = kHeldBias;
   static constexpr int kStages = kIsNarrow && !kHoldsBias ? 3 : 2;
   // Tiles of bias come from device memory, k and v mostly from L2: bias gets more stages where they fit.
@@ -60,8 +59,8 @@ struct ForwardTraits {
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
   static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;  // of all warpgroups
-  // With three consumers and tiles of bias, the ping-pong barrier is passed after the bias has been added. That keeps
-  // the exponentials of two consumers apart.
+  // With three consumers and tiles of bias, the ping-pong barrier is passed after the bias has been added. This
+  // keeps the exponentials of two consumers apart.
   static constexpr bool kPingPongAfterBias = kConsumers == 3 && kBias == Bias::kTile;
   // Whether enough registers are left to load the bias of a step while its scores are computed.
   static constexpr bool kLoadsBiasEarly = kProducesBias && (kConsumers == 2 || kIsNarrow) && kDv <= 128;

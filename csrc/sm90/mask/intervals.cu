@@ -27,13 +27,13 @@ __global__ void __launch_bounds__(kTile) interval_tiles_kernel(const __grid_cons
   int last_start = 0, first_stop = INT32_MAX;     // those between are the rows that all places have
 #pragma unroll 8
   for (int i = 0; i < kTile; ++i) {
-    const int2 of_place = bounds[i];
-    if (of_place.x < of_place.y) {
-      earliest = min(earliest, of_place.x);
-      latest = max(latest, of_place.y);
+    const int2 seen_by = bounds[i];
+    if (seen_by.x < seen_by.y) {
+      earliest = min(earliest, seen_by.x);
+      latest = max(latest, seen_by.y);
     }
-    last_start = max(last_start, of_place.x);
-    first_stop = min(first_stop, of_place.y);
+    last_start = max(last_start, seen_by.x);
+    first_stop = min(first_stop, seen_by.y);
   }
   uint8_t* classes = p.classes + (head * p.tiles_k + tile_k) * p.tiles_q;
   for (int tile_q = threadIdx.x; tile_q < p.tiles_q; tile_q += kTile) {
@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kTile) interval_tiles_kernel(const __grid_cons
     if (!is_full && earliest < end && latest > first) {
 #pragma unroll 8
       for (int i = 0; i < kTile; ++i) {
-        const int2 of_place = bounds[i];
-        is_active |= of_place.x < end && of_place.y > first && of_place.x < of_place.y;
+        const int2 seen_by = bounds[i];
+        is_active |= seen_by.x < end && seen_by.y > first && seen_by.x < seen_by.y;
       }
     }
     classes[tile_q] = is_active + is_full;
@@ -60,17 +60,18 @@ __global__ void __launch_bounds__(kThreads) gather_keys_kernel(const __grid_cons
   const int lane = threadIdx.x % kLanes;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   if (row >= p.rows) return;
-  const int64_t batch_place = row / p.num_heads, batch = batch_place / p.seqlen;
+  const PlacesOfKeys& places = p.places;
+  const int64_t batch_place = row / p.num_heads, batch = batch_place / places.length;
   const int head = static_cast<int>(row - batch_place * p.num_heads);
-  const int place = static_cast<int>(batch_place - batch * p.seqlen);
-  const int64_t mask = mask_of(p, HeadAt{static_cast<int>(batch), head});
-  const int2* bounds = p.bounds + mask * p.tiles * kTile;
+  const int place = static_cast<int>(batch_place - batch * places.length);
+  const int64_t mask = mask_of(places.heads, HeadAt{static_cast<int>(batch), head});
+  const int2* bounds = places.bounds + mask * places.tiles * kTile;
   const auto is_live = [&](int at) { return bounds[at].x < bounds[at].y; };
   if (!is_live(place / kTile * kTile)) return;  // live keys come first
   const bool keeps = is_live(place);
-  const int64_t key = p.order[mask * p.seqlen + place];
+  const int64_t key = places.order[mask * places.length + place];
 #pragma unroll
-  for (const GatherKeysParams::Rows* rows : {&p.k, &p.v}) {
+  for (const GatherKeysParams::Tensor* rows : {&p.k, &p.v}) {
     const char* const from =
         static_cast<const char*>(rows->from) + batch * rows->stride_b + key * rows->stride_l + head * rows->stride_h;
     uint4* const to = static_cast<uint4*>(rows->to) + row * rows->chunks;
@@ -86,15 +87,15 @@ __global__ void __launch_bounds__(kThreads) gather_bias_kernel(const __grid_cons
   if (at >= p.total) return;
   const int64_t pair = at / p.seqlen, batch = pair / p.heads;
   const int head = static_cast<int>(pair - batch * p.heads);
-  const int64_t mask = mask_of(p, HeadAt{static_cast<int>(batch), head});
-  const int64_t from = batch * p.stride_b + head / p.heads_per_bias * p.stride_h +
-                       p.order[mask * p.seqlen + at % p.seqlen] * p.stride_k;
-  if (p.dtype == BiasDtype::kFloat32) {
-    p.to[at] = static_cast<const float*>(p.values)[from];
-  } else if (p.dtype == BiasDtype::kFloat16) {
-    p.to[at] = __half2float(static_cast<const __half*>(p.values)[from]);
+  const int64_t mask = mask_of(p.masks, HeadAt{static_cast<int>(batch), head});
+  const int64_t from = batch * p.bias.stride_b + head / p.bias.heads_per_bias * p.bias.stride_h +
+                       p.order[mask * p.seqlen + at % p.seqlen] * p.bias.stride_k;
+  if (p.bias.dtype == BiasDtype::kFloat32) {
+    p.to[at] = static_cast<const float*>(p.bias.data)[from];
+  } else if (p.bias.dtype == BiasDtype::kFloat16) {
+    p.to[at] = __half2float(static_cast<const __half*>(p.bias.data)[from]);
   } else {
-    p.to[at] = __bfloat162float(static_cast<const __nv_bfloat16*>(p.values)[from]);
+    p.to[at] = __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias.data)[from]);
   }
 }
 
@@ -103,8 +104,8 @@ __global__ void __launch_bounds__(kTile) interval_bits_kernel(const __grid_const
   griddep_wait();
   __shared__ int2 bounds[kTile];
   const int tile_k = blockIdx.x % p.tiles_k;
-  const int64_t of_tiles = blockIdx.x / p.tiles_k, head = of_tiles / p.tiles_q;
-  const int row = static_cast<int>(of_tiles - head * p.tiles_q) * kTile + threadIdx.x;
+  const int64_t tile_row = blockIdx.x / p.tiles_k, head = tile_row / p.tiles_q;
+  const int row = static_cast<int>(tile_row - head * p.tiles_q) * kTile + threadIdx.x;
   bounds[threadIdx.x] = p.bounds[(head * p.tiles_k + tile_k) * kTile + threadIdx.x];
   __syncthreads();
   if (row >= p.seqlen_q) return;
@@ -114,8 +115,8 @@ __global__ void __launch_bounds__(kTile) interval_bits_kernel(const __grid_const
     words[w] = 0;
 #pragma unroll
     for (int i = 0; i < kWord; ++i) {
-      const int2 of_key = bounds[w * kWord + i];
-      if (row >= of_key.x && row < of_key.y) words[w] |= 1u << i;
+      const int2 seen_by_key = bounds[w * kWord + i];
+      if (row >= seen_by_key.x && row < seen_by_key.y) words[w] |= 1u << i;
     }
   }
   *reinterpret_cast<int4*>(p.bits + ((head * p.seqlen_q + row) * p.tiles_k + tile_k) * kTileWords) =

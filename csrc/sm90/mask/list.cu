@@ -2,8 +2,8 @@
 //
 //     list = number of full tiles, number of partial tiles, then the indices: full, partial, empty, each ascending
 //
-// A warp writes a list. It reads the classes (1/16384 of the mask) twice: to count, then to place. Of long lists whose
-// classes do not lie side by side a block reads those of 32 lists together, which do.
+// A warp writes a list. It reads the classes (1/16384 of the mask) twice: to count, then to place. Where the classes of
+// a long list do not lie side by side, the classes of neighbouring lists do: a block reads 32 lists together.
 #include "../../api/integers.h"
 #include "../kernel_launch.h"
 #include "../operands.h"
@@ -15,7 +15,7 @@ namespace {
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int kPartial = 1, kFull = 2;
 
-// What a list has so far: of its full and of its partial tiles how many.
+// How many full and partial tiles a list has so far.
 struct Count {
   int full = 0, partial = 0;
 };
@@ -26,7 +26,7 @@ __device__ __forceinline__ void count_tiles(int kind, Count& count) {
   count.partial += __popc(__ballot_sync(kAll, kind == kPartial));
 }
 
-// Writes the indices of 32 tiles from `start` on, which follow those that `placed` counts, and counts them.
+// Writes the indices of 32 tiles from `start` on after the tiles that `placed` counts, and counts them too.
 __device__ __forceinline__ void place_tiles(int kind, int start, int length, const Count& all, Count& placed,
                                             int32_t* indices) {
   const int lane = threadIdx.x % 32, tile = start + lane;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void place_tiles(int kind, int start, int length, con
   placed.partial += __popc(partial_lanes);
 }
 
-// Where the lists of a kind are, and the classes of one: those of list i of head h start at
+// Where the lists of a kind lie, and the classes of a list: the classes of list i of head h start at
 // classes + h * Tq * Tk + i * list_stride, tile_stride apart.
 struct Lists {
   int32_t* out;
@@ -63,7 +63,7 @@ __device__ __forceinline__ Lists lists_of(const ListTilesParams& p, bool is_row)
   return lists;
 }
 
-// Both kinds of lists, or those that have classes side by side.
+// Writes both kinds of lists, or only the kind whose classes lie side by side.
 __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const __grid_constant__ ListTilesParams p) {
   griddep_wait();
   const int64_t list = static_cast<int64_t>(blockIdx.x) * kListsPerBlock + threadIdx.x / 32;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kListsPerBlock * 32) list_tiles_kernel(const _
 constexpr int kNeighbours = 32, kWarps = 8, kListsOfWarp = kNeighbours / kWarps;
 constexpr int kTilesAtOnce = 128;
 
-// The kind of which neighbouring lists have their classes side by side.
+// Writes the kind of lists whose neighbours have their classes side by side.
 __global__ void __launch_bounds__(kWarps * 32) list_long_tiles_kernel(const __grid_constant__ ListTilesParams p) {
   griddep_wait();
   __shared__ uint8_t kinds[kTilesAtOnce][kNeighbours + 1];  // odd rows: 32 tiles of a list are in different banks

@@ -5,8 +5,8 @@
 //     class[I, J]   = 0 if no bit of the 128 x 128 tile is set, 2 if all are, 1 otherwise; rows beyond the last
 //                     count as allowed, keys beyond the last as forbidden
 //
-// The results equal those of flash_dmattn/masks/prepared/packing.py and triton_kernels/mask_pack.py bit for bit. The kernel is
-// bound by reading the mask: 1 byte per element, against 1/8 byte written. A block takes 128 rows by 512 keys and a
+// flash_dmattn/masks/prepared/packing.py and triton_kernels/mask_pack.py give the same results bit for bit. The kernel
+// is bound by reading the mask: 1 byte per element, against 1/8 byte written. A block takes 128 rows by 512 keys and a
 // warp takes whole rows; lane n holds keys 16 n to 16 n + 15 as 16 bits, for both kinds of load.
 #include "../../dispatch.h"
 #include "../kernel_launch.h"
@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
 
   auto finish_row = [&](int row, unsigned lane_bits) {
     if (Traits::kHasBand) {
-      const int behind = row - lane_key;
-      lane_bits &= ones_below(behind + p.high + 1) & ~ones_below(behind + p.low);
+      const int offset = row - lane_key;
+      lane_bits &= ones_below(offset + p.high + 1) & ~ones_below(offset + p.low);
     }
     const unsigned upper = __shfl_down_sync(kAll, lane_bits, 1);
     if (row < p.seqlen_q) {

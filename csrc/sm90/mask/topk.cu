@@ -1,12 +1,12 @@
 // Causal top-k over one score per key, as intervals: what each key is kept for, and a code for its place.
 //
-// A prefix keeps its k best keys, and a better key that comes never leaves, so a key is kept from its own position until
-// k better ones have come: its stop. Keys are cut into chunks. The threshold of a chunk is the k-th best of all keys up
-// to its end; what is kept before the chunk and falls below that threshold, or comes in the chunk and does, stops in the
-// chunk. Those are at most twice as many keys as the chunk has, so each is compared with all of the chunk.
+// A prefix keeps its k best keys, and a better key that comes never leaves, so a key is kept from its own position
+// until k better ones have come: its stop. Keys are cut into chunks. The threshold of a chunk is the k-th best of all
+// keys up to its end. A key stops in the chunk if it falls below that threshold, and was kept before the chunk or comes
+// in it. These are at most twice as many keys as the chunk has, so each is compared with all of the chunk.
 //
-// Long rows are cut into segments too. What is not among the best of its segment, or of all segments up to its own,
-// nobody keeps later. So a chunk reads the survivors of the segments before its own, and what came since.
+// Long rows are cut into segments too. A key that is not among the best of its segment, or of all segments up to its
+// own, is never kept later. So a chunk reads the survivors of the segments before its own, and the keys since.
 //
 // Keys compare by score, then the earlier one is better: both fit 64 bits, the position negated in the lower half.
 #include "../kernel_launch.h"
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint64_t ranked(int32_t key, int position) {
 }
 
 // The sum of `count` over the threads after this one, and in `total` that over all.
-__device__ __forceinline__ int count_after(int count, int (&of_warps)[kWarps], int& total) {
+__device__ __forceinline__ int count_after(int count, int (&warp_sums)[kWarps], int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int upto = count;  // over this lane and those before
 #pragma unroll
@@ -33,20 +33,20 @@ __device__ __forceinline__ int count_after(int count, int (&of_warps)[kWarps], i
     if (lane >= distance) upto += other;
   }
   __syncthreads();  // the array may still be read for the call before
-  if (lane == 31) of_warps[warp] = upto;
+  if (lane == 31) warp_sums[warp] = upto;
   __syncthreads();
   int before = 0;
   total = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    before += w < warp ? of_warps[w] : 0;
-    total += of_warps[w];
+    before += w < warp ? warp_sums[w] : 0;
+    total += warp_sums[w];
   }
   return total - before - upto;
 }
 
-// The keys of a prefix that may be among its k best, in the order of positions: some that are listed, and then those of
-// another list or all from `first` on.
+// The keys of a prefix that may be among its k best, in the order of positions: keys of a list, and then keys of a
+// second list or all keys from `first` on.
 struct Prefix {
   const int32_t* keys;  // of the head
   const int32_t* listed;
@@ -69,7 +69,7 @@ __device__ __forceinline__ Prefix prefix_of(const TopkParams& p, int64_t head, i
 }
 
 struct SelectShared {
-  int of_warps[2][kWarps];
+  int warp_sums[2][kWarps];
   int scan[kWarps];
   unsigned long long least;
 };
@@ -77,10 +77,10 @@ struct SelectShared {
 // The sum over all threads. `turn` alternates, so that one array is written while the other may still be read.
 __device__ __forceinline__ int sum_of_block(int count, SelectShared& shared, int& turn) {
   turn ^= 1;
-  const int of_warp = __reduce_add_sync(0xffffffffu, count);
-  if (threadIdx.x % 32 == 0) shared.of_warps[turn][threadIdx.x / 32] = of_warp;
+  const int warp_sum = __reduce_add_sync(0xffffffffu, count);
+  if (threadIdx.x % 32 == 0) shared.warp_sums[turn][threadIdx.x / 32] = warp_sum;
   __syncthreads();
-  return __reduce_add_sync(0xffffffffu, shared.of_warps[turn][threadIdx.x % 32]);
+  return __reduce_add_sync(0xffffffffu, shared.warp_sums[turn][threadIdx.x % 32]);
 }
 
 // The rank of the k-th best key of a prefix, which has as many. Its score is found bit by bit, by counting what is not
@@ -137,11 +137,11 @@ __device__ __forceinline__ uint64_t select(const Prefix& prefix, int k, SelectSh
       (sum_of_block(count, shared, turn) >= wanted ? end : low) = middle;
     }
   }
-  // The least ranked of those that are kept.
+  // The lowest rank that is kept.
   unsigned long long least = ~0ull;
-  const auto keep = [&](uint32_t of_key, int i) {
-    if (i >= prefix.count || of_key < score || (of_key == score && i >= end)) return;
-    least = min(least, static_cast<unsigned long long>(of_key) << 32 | ~static_cast<uint32_t>(prefix.position(i)));
+  const auto keep = [&](uint32_t value, int i) {
+    if (i >= prefix.count || value < score || (value == score && i >= end)) return;
+    least = min(least, static_cast<unsigned long long>(value) << 32 | ~static_cast<uint32_t>(prefix.position(i)));
   };
 #pragma unroll
   for (int u = 0; u < kHeld; ++u) keep(held[u], u * kThreads + threadIdx.x);
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 1) topk_segments_kernel(const __grid
   const Prefix keys{p.keys + head * p.seqlen_k, nullptr, nullptr, 0, first, p.segment_keys};
   const uint64_t threshold = select<16>(keys, p.k, shared);
   int32_t* const to = segment == 0 ? p.survivors + (head * p.segments + 1) * p.k
-                                   : p.of_segments + (head * p.segments + segment) * p.k;
+                                   : p.best_of_segments + (head * p.segments + segment) * p.k;
   write_survivors(keys, threshold, to, shared);
 }
 
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1) topk_survivors_kernel(const __gri
     const int32_t* const survivors = p.survivors + (first + segment) * p.k;
     const Prefix keys{p.keys + static_cast<int64_t>(blockIdx.x) * p.seqlen_k,
                       survivors,
-                      p.of_segments + (first + segment) * p.k,
+                      p.best_of_segments + (first + segment) * p.k,
                       p.k,
                       0,
                       2 * p.k};
@@ -238,32 +238,32 @@ __global__ void __launch_bounds__(kThreads) topk_stops_kernel(const __grid_const
 #pragma unroll 4
   for (int i = threadIdx.x; i < prefix.count; i += kThreads) {
     const int position = prefix.position(i);
-    const uint64_t of_key = ranked(prefix.keys[position], position);
-    if (of_key >= before && of_key < after) leaving[atomicAdd(&num_leaving, 1)] = of_key;
+    const uint64_t rank = ranked(prefix.keys[position], position);
+    if (rank >= before && rank < after) leaving[atomicAdd(&num_leaving, 1)] = rank;
   }
   __syncthreads();
   const int leave = num_leaving, free = max(p.k - first, 0);
   for (int i = threadIdx.x; i < leave + count; i += kThreads) {
-    const uint64_t of_key = i < leave ? leaving[i] : coming[i - leave];
-    if (of_key >= after) continue;
+    const uint64_t rank = i < leave ? leaving[i] : coming[i - leave];
+    if (rank >= after) continue;
     int wanted = free + (i < leave);  // better keys that have to come
 #pragma unroll 8
-    for (int other = 0; other < leave; ++other) wanted += leaving[other] < of_key;
+    for (int other = 0; other < leave; ++other) wanted += leaving[other] < rank;
     int at = 0;
     if (wanted > 0) {
       constexpr int kStep = 8;  // loads do not wait for the count before
       for (int better = 0; at + kStep <= count; at += kStep, wanted -= better) {
         better = 0;
 #pragma unroll
-        for (int u = 0; u < kStep; ++u) better += coming[at + u] > of_key;
+        for (int u = 0; u < kStep; ++u) better += coming[at + u] > rank;
         if (better >= wanted) break;
       }
       for (;; ++at) {
-        wanted -= coming[at] > of_key;
+        wanted -= coming[at] > rank;
         if (wanted == 0) break;
       }
     }
-    const int position = static_cast<int>(~static_cast<uint32_t>(of_key));
+    const int position = static_cast<int>(~static_cast<uint32_t>(rank));
     p.stops[head * p.seqlen_k + position] = max(first + at, position);
   }
 }

@@ -1,5 +1,5 @@
-// delta of the queries of sequences of few keys, as the sum of p dp over keys: out in 16 bits is not exact enough there.
-// A warp has some queries of a head, and each lane every 32nd key.
+// delta of the queries of sequences of few keys, as the sum of p dp over keys: out in 16 bits is not exact enough
+// there. A warp has some queries of a head, and each lane every 32nd key.
 #include <algorithm>
 
 #include "../../device/fragments.h"
@@ -18,8 +18,8 @@ struct Query : OfSequence<true> {
 
 constexpr int kQueries = 8;  // of a warp at a time, which share what it reads of k and v
 
-// Adds the products of some rows, `stride` elements apart, with one of k or v. Rows start on 16 bytes and have a multiple of
-// 8 columns; behind the last of them its products are added again.
+// Adds the products of some rows, `stride` elements apart, with one of k or v. Rows start on 16 bytes and have a
+// multiple of 8 columns; behind the last of them its products are added again.
 template <class Element>
 __device__ __forceinline__ void add_products(float (&sums)[kQueries], const Element* rows, int64_t stride, int number,
                                              const Element* other, int columns) {
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constan
       work.head = at % p.num_heads;
       const int64_t padded = first_padded_tile_of(p, work) * kTile + first_row;
       const int64_t head_k = work.head / p.heads_per_group;
-      const auto row_of = [&](const auto& x, bool packs, int64_t first_of_sequence, int i, int64_t head) {
+      const auto row_of = [&](const Rows& x, bool packs, int64_t first_of_sequence, int i, int64_t head) {
         return static_cast<const Element*>(x.data) + (packs ? 0 : work.batch) * x.stride_b +
                ((packs ? first_of_sequence : 0) + i) * x.stride_l + head * x.stride_h;
       };
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constan
           const int row = first_row + i;
           if (i >= rows || key < row + sequence.low || key > row + sequence.high) continue;
           float score = scores[i] * p.softmax_scale;
-          if (p.bias_values != nullptr) with_bias(p, work, [&](auto bias) { score += bias(row, key); });
+          if (p.bias_values.data != nullptr) with_bias(p, work, [&](auto bias) { score += bias(row, key); });
           // lse is +inf where nothing is attended: 0.
           sums[i] = fmaf(exp2_approx(fmaf(score, kLog2e, -p.lse[padded + i])), products[i], sums[i]);
         }
@@ -88,10 +88,10 @@ __global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constan
         for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
         if (lane > 0 || i >= rows) continue;
         const int row = first_row + i;
-        if (p.dlse != nullptr && p.lse[padded + i] != INFINITY) {
+        if (p.dlse.data != nullptr && p.lse[padded + i] != INFINITY) {
           const int64_t entry = of.packs_queries ? 0 : work.batch;
           const int64_t row_of_entry = (of.packs_queries ? sequence.first_q : 0) + row;
-          sum -= p.dlse[entry * p.dlse_stride_b + work.head * p.dlse_stride_h + row_of_entry * p.dlse_stride_q];
+          sum -= p.dlse.data[entry * p.dlse.stride_b + work.head * p.dlse.stride_h + row_of_entry * p.dlse.stride_q];
         }
         p.delta[padded + i] = sum;
         if (p.row_delta != nullptr) p.row_delta[first_lse_of(p, work) + row] = sum;

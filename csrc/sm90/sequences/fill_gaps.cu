@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads) fill_gaps_kernel(const __grid_consta
   const int gaps = p.number + p.packs_rows;
   const auto range_of = [&](int s) {
     const int4 bounds = p.bounds[s];
-    return p.of_keys ? make_int2(bounds.z, bounds.w) : make_int2(bounds.x, bounds.y);
+    return p.are_keys ? make_int2(bounds.z, bounds.w) : make_int2(bounds.x, bounds.y);
   };
   for (int at = blockIdx.x; at < gaps * kShares; at += gridDim.x) {
     const int gap = at / kShares, share = at % kShares;

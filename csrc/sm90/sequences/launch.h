@@ -1,9 +1,9 @@
-// The kernels around those of attention in a call with sequences.
+// The kernels before and after the attention kernels in a call with sequences.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "../../params.h"
+#include "params.h"
 
 namespace flash_dmattn {
 
@@ -11,7 +11,7 @@ namespace flash_dmattn {
 cudaError_t launch_list_works(const ListWorksParams& params, cudaStream_t stream);
 cudaError_t launch_fill_gaps(const FillGapsParams& params, cudaStream_t stream);
 
-// Keys of which the rounding of out in 16 bits shows in the gradients: delta of these sequences is summed from scores.
+// With at most so many keys the rounding of out to 16 bits shows in the gradients: delta is summed from scores instead.
 constexpr int kFewKeys = 64;
 template <class T>
 cudaError_t launch_few_keys(const FewKeysParams& params, cudaStream_t stream);

@@ -10,7 +10,7 @@ namespace {
 constexpr int kThreads = 1024, kBuckets = kThreads;
 
 // The sum of the values of all threads before this one, and of all.
-__device__ __forceinline__ int sum_before(int value, int (&of_warps)[32], int& total) {
+__device__ __forceinline__ int sum_before(int value, int (&warp_sums)[32], int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto scan_warp = [&](int sum) {
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -21,9 +21,9 @@ __device__ __forceinline__ int sum_before(int value, int (&of_warps)[32], int& t
   };
   const int with_own = scan_warp(value);
   __syncthreads();  // the sums of the call before have been read
-  if (lane == 31) of_warps[warp] = with_own;
+  if (lane == 31) warp_sums[warp] = with_own;
   __syncthreads();
-  const int up_to = scan_warp(of_warps[lane]);
+  const int up_to = scan_warp(warp_sums[lane]);
   total = __shfl_sync(0xffffffffu, up_to, 31);
   const int before_warp = __shfl_sync(0xffffffffu, up_to, (warp + 31) % 32);
   return (warp == 0 ? 0 : before_warp) + with_own - value;
@@ -44,7 +44,7 @@ __device__ __forceinline__ int count_steps(const Sequence& of, bool by_keys, int
 }
 
 __global__ void __launch_bounds__(kThreads) list_works_kernel(const __grid_constant__ ListWorksParams p) {
-  __shared__ int buckets[kBuckets], of_warps[32];
+  __shared__ int buckets[kBuckets], warp_sums[32];
   griddep_wait();
   const int thread = threadIdx.x;
   buckets[thread] = 0;
@@ -54,10 +54,10 @@ __global__ void __launch_bounds__(kThreads) list_works_kernel(const __grid_const
   for (int from = 0; from < p.number; from += kThreads) {
     const int s = from + thread;
     const int4 bounds = s < p.number ? p.sequences.bounds[s] : make_int4(0, 0, 0, 0);
-    int of_round;
-    const int before = sum_before(((p.by_keys ? bounds.w : bounds.y) + p.rows - 1) / p.rows, of_warps, of_round);
+    int round_total;
+    const int before = sum_before(((p.by_keys ? bounds.w : bounds.y) + p.rows - 1) / p.rows, warp_sums, round_total);
     if (s < p.number) p.firsts[s] = total + before;
-    total += of_round;
+    total += round_total;
   }
   if (p.sequence_of_tile != nullptr) {
     for (int tile = thread; tile < p.sequences.padded_tiles; tile += kThreads) p.sequence_of_tile[tile] = -1;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) list_works_kernel(const __grid_const
   for_each_tile([&](int, int, int bucket) { atomicAdd(&buckets[bucket], 1); });
   __syncthreads();
   int all;
-  const int start = sum_before(buckets[thread], of_warps, all);
+  const int start = sum_before(buckets[thread], warp_sums, all);
   buckets[thread] = start;
   __syncthreads();
   for_each_tile([&](int s, int block, int bucket) { p.works[atomicAdd(&buckets[bucket], 1)] = make_int2(s, block); });

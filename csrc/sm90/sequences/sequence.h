@@ -1,10 +1,10 @@
-// Calls with sequences: what a work tile has of its sequence, and where rows lie, of such calls and of dense ones.
+// Where the rows of a work tile lie, in calls with sequences and in dense calls.
 #pragma once
 
 #include <type_traits>
 
 #include "../../device/pipeline.h"
-#include "../../params.h"
+#include "params.h"
 
 namespace flash_dmattn {
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ Sequence load_sequence(const SequenceParams& p, int n
 // The tile of 128 queries at which a sequence starts, in arrays whose rows are padded to whole tiles. No two overlap.
 __device__ __forceinline__ int first_padded_tile(const Sequence& of, int number) { return of.first_q / kTile + number; }
 
-// What masks the scores of a work tile.
+// The limits that mask the scores of a work tile.
 struct Extent {
   int seqlen_q, seqlen_k, low, high;
 };
@@ -152,8 +152,8 @@ __device__ __forceinline__ auto key_at(const Params& p, const Work& work, int ro
   }
 }
 
-// The coordinates of the i-th box of a block of keys, in its page of k or of v, whose pages are `page_rows` rows apart. What
-// lies behind the last key of the sequence is outside, and of a wrong table some page is read.
+// The coordinates of the i-th box of a block of keys, in its page of k or of v, whose pages are `page_rows` rows apart.
+// Keys after the last of the sequence are outside. A wrong entry of the table is clamped to some page.
 __device__ __forceinline__ RaggedRowAt key_in_page(const SequenceParams& p, const Sequence& of, int number, int first_key,
                                                    int i, int page_rows) {
   const int first_column = first_key / p.page_size, column = first_column + i;
@@ -163,7 +163,7 @@ __device__ __forceinline__ RaggedRowAt key_in_page(const SequenceParams& p, cons
   return ragged_row_at(min(max(page, 0), p.pages - 1) * page_rows, min(max(left, 0), p.page_size), row);
 }
 
-// Of tiles of a bias, or of dbias.
+// The coordinates of a tile of a bias, or of dbias.
 template <class Params, class Work>
 __device__ __forceinline__ auto score_at(const Params& p, const Work& work, int row, bool has_entries) {
   const int entry = has_entries ? work.batch : 0;
@@ -179,15 +179,15 @@ template <class Params, class Work>
 __device__ __forceinline__ int64_t first_bias_of(const Params& p, const Work& work) {
   if constexpr (kIsOfSequence<Work>) {
     const SequenceParams& of = p.sequences;
-    return (of.bias_packs_queries ? work.sequence.first_q * p.bias_stride_q : 0) +
-           (of.bias_packs_keys ? work.sequence.first_k * p.bias_stride_k : 0);
+    return (of.bias_packs_queries ? work.sequence.first_q * p.bias_values.stride_q : 0) +
+           (of.bias_packs_keys ? work.sequence.first_k * p.bias_values.stride_k : 0);
   } else {
     return 0;
   }
 }
 
-// A work tile of a call with sequences: a block of a sequence, and one of `heads` heads. Those of a section of heads come
-// together, whose keys then stay in L2; within it the longest first, of all sequences.
+// A work tile of a call with sequences: a block of a sequence, and one of `heads` heads. The tiles of a section of
+// heads come together, so that its keys stay in L2; within a section the longest come first, of all sequences.
 struct SequenceWork {
   int number, block, head;
 };

@@ -23,11 +23,11 @@ __global__ void __launch_bounds__(kThreads) add_chunks_kernel(const __grid_const
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
-      const float4 found = slots[chunk * fours + at];
-      sum.x += found.x;
-      sum.y += found.y;
-      sum.z += found.z;
-      sum.w += found.w;
+      const float4 sums_of_chunk = slots[chunk * fours + at];
+      sum.x += sums_of_chunk.x;
+      sum.y += sums_of_chunk.y;
+      sum.z += sums_of_chunk.z;
+      sum.w += sums_of_chunk.w;
     }
     const int64_t row = at / fours_of_row;
     const int key = static_cast<int>(at - row * fours_of_row) * 4;

@@ -60,7 +60,7 @@ struct SharedDbiasConsumer {
 
   // lse or delta of the thread's two rows.
   struct RowStats {
-    float of_row[2];
+    float values[2];
   };
 
   __device__ __forceinline__ RowStats row_stats_of(int slot) const {
@@ -70,52 +70,35 @@ struct SharedDbiasConsumer {
 
   // --- scores ---------------------------------------------------------------------------------------------------
 
-  // Mask bits of the tile's keys, for the thread's two rows.
-  using MaskWords = uint32_t[2][kTileWords];
+  // Of the tile's keys. The kernel starts before the one ahead of it has ended, so nothing is constant.
+  using MaskWords = RowBits<2, kTileWords, false>;
 
   __device__ __forceinline__ void load_mask_words(MaskWords& words, const DbiasWorkTile& work,
                                                   const AttentionHead& head) {
     if constexpr (Traits::kHasMask) {
-      const int64_t first = mask_of(p, head) * p.seqlen_q, row_words = p.tiles_k * kTileWords;
+      const int64_t first = mask_of(p.mask.heads, head) * p.seqlen_q, row_words = p.tiles_k * kTileWords;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // A row beyond the last takes the bits of the last; it is not stored.
         const int row = min(work.block_q * kTile + row_of_tile() + 8 * r, p.seqlen_q - 1);
-        const int word = work.block_k * kTileWords;
-        const int32_t* bits = p.mask_bits + (first + row) * row_words + word;
-        const int4 four = *reinterpret_cast<const int4*>(bits);
-        words[r][0] = four.x, words[r][1] = four.y, words[r][2] = four.z, words[r][3] = four.w;
+        words.load(r, p.mask.bits + (first + row) * row_words + work.block_k * kTileWords);
       }
     }
   }
 
   __device__ __forceinline__ void apply_mask(Scores& scores, const MaskWords& words, const DbiasWorkTile& work,
                                              const AttentionHead& head) {
-    const int column = 2 * (lane % 4);
+    if constexpr (Traits::kHasMask) {
+      words.apply(scores);
+    } else {
+      const Extent of = extent_of(p, head);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if constexpr (Traits::kHasMask) {
-#pragma unroll
-        for (int w = 0; w < kTileWords; ++w) {
-          const uint32_t word = words[r][w] >> column;
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            float& score = scores[4 * (4 * w + i / 2) + 2 * r + i % 2];
-            score = word & 1u << (i / 2 * 8 + i % 2) ? score : -INFINITY;
-          }
-        }
-      } else {
-        // Keys beyond the last are not masked: they are not stored, but those of sequences.
-        const Extent of = extent_of(p, head);
-        const int row = work.block_q * kTile + row_of_tile() + 8 * r, first = work.block_k * kTile + column;
-        int from = row + of.low - first, to = row + of.high - first;
+      for (int r = 0; r < 2; ++r) {
+        const int row = work.block_q * kTile + row_of_tile() + 8 * r, first = work.block_k * kTile + 2 * (lane % 4);
+        // Keys beyond the last are not stored, and so not masked. With sequences others have stored keys there.
+        int to = row + of.high - first;
         if constexpr (Traits::kHasSequences) to = row < of.seqlen_q ? min(to, of.seqlen_k - 1 - first) : -1;
-#pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) {
-          const int at = i / 2 * 8 + i % 2;
-          float& score = scores[4 * (i / 2) + 2 * r + i % 2];
-          score = at >= from && at <= to ? score : -INFINITY;
-        }
+        keep_columns(scores, r, row + of.low - first, to);
       }
     }
   }
@@ -140,8 +123,8 @@ struct SharedDbiasConsumer {
           low = tanh_exact(p.pre_scale * low);
           high = tanh_exact(p.pre_scale * high);
         }
-        low = fmaf(low, scale, fmaf(pair.x, kLog2e, -lse.of_row[i % 2]));
-        high = fmaf(high, scale, fmaf(pair.y, kLog2e, -lse.of_row[i % 2]));
+        low = fmaf(low, scale, fmaf(pair.x, kLog2e, -lse.values[i % 2]));
+        high = fmaf(high, scale, fmaf(pair.y, kLog2e, -lse.values[i % 2]));
       }
     }
   }
@@ -188,10 +171,10 @@ struct SharedDbiasConsumer {
       for (int i = 0; i < kScores; ++i) dp[i] = is_kept(kept, i) ? dp[i] * p.dropout.scale : 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) sums[i] = fmaf(scores[i], dp[i] - delta.of_row[i / 2 % 2], sums[i]);
+    for (int i = 0; i < kScores; ++i) sums[i] = fmaf(scores[i], dp[i] - delta.values[i / 2 % 2], sums[i]);
   }
 
-  // Stores the thread's sums of one chunk, 8 bytes at a time; those of a quad are a sector of L2.
+  // Stores the thread's sums of one chunk, 8 bytes at a time. A quad stores a sector of L2.
   __device__ __forceinline__ void store_chunk(const DbiasWorkTile& work) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

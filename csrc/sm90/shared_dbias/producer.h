@@ -71,12 +71,12 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
 #pragma unroll 1
     for (; first < stop; first += kHeadsOfItem) {
       const auto own = summed_head<Traits::kHasSequences>(p, item.work, min(first + lane, stop - 1));
-      TileClass found = TileClass::kEmpty;
+      TileClass tile_class = TileClass::kEmpty;
       if (item.is_valid && first + lane < stop) {
-        found = class_of<Traits>(p, item.work.block_q, item.work.block_k, own);
+        tile_class = class_of<Traits>(p, item.work.block_q, item.work.block_k, own);
       }
-      item.visited = __ballot_sync(kAll, found != TileClass::kEmpty);
-      item.partial = __ballot_sync(kAll, found == TileClass::kPartial);
+      item.visited = __ballot_sync(kAll, tile_class != TileClass::kEmpty);
+      item.partial = __ballot_sync(kAll, tile_class == TileClass::kPartial);
       item.first_index = first;
       item.is_last = first + kHeadsOfItem >= stop;
       item.takes_bias = !has_bias && item.visited != 0;
@@ -89,8 +89,8 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
           barrier_wait(&shared.bias_empty[pipe_bias.stage], pipe_bias.phase ^ 1);
           tma_load_panels<Traits::kBiasPanels, kTile>(
               shared.bias[pipe_bias.stage], &p.bias, &shared.bias_full[pipe_bias.stage], item.work.block_k * kTile,
-              RowAt{item.work.block_q * kTile, p.bias_has_batch ? item.work.batch : 0},
-              item.work.first_head / p.heads_per_bias);
+              RowAt{item.work.block_q * kTile, p.bias_values.has_batch ? item.work.batch : 0},
+              item.work.first_head / p.bias_values.heads_per_bias);
         }
         pipe_bias.advance();
       }

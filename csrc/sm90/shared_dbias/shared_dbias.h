@@ -6,9 +6,9 @@
 // With a softcap softcap tanh(scale q k^T / softcap) replaces scale q k^T; dbias does not include the slope of tanh.
 //
 // A tile stays in registers, in fp32, while the heads that share it are visited. If dbias has few tiles, several blocks
-// share the heads of one: each leaves the sums of its chunk in a slot, and the kernel of add_chunks.cu adds the slots in
-// their order. So dbias is rounded once, is always the same, and needs no atomics. The price: two products for each head
-// are computed a second time.
+// share the heads of one tile. Each leaves the sums of its chunk in a slot, and the kernel of add_chunks.cu adds the
+// slots in their order. So dbias is rounded once, is always the same, and needs no atomics. The price: two products for
+// each head are computed a second time.
 #pragma once
 
 #include "../persistent.h"

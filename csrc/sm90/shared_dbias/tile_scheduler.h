@@ -1,4 +1,5 @@
-// The tile scheduler: which tile of which head of dbias a work tile is, and the attention heads that are summed there.
+// The tile scheduler: decodes the number of a work tile to a tile of a head of dbias, and to the attention heads that
+// it sums.
 #pragma once
 
 #include "../operands.h"
@@ -9,9 +10,9 @@ namespace flash_dmattn {
 constexpr int kRowsOfTiles = 8;
 
 struct DbiasWorkTile {
-  int batch, first_head;  // the first that is summed into the tile of dbias
+  int batch, first_head;  // the first attention head that is summed into the tile of dbias
   int64_t owner;          // the head of dbias, counted over its batch entries
-  int chunk;              // which of the heads that are summed into it this work tile has
+  int chunk;              // which share of the summed heads this work tile has
   int block_q, block_k;
 };
 
@@ -72,12 +73,12 @@ __device__ __forceinline__ bool list_has(const int32_t* list, int from, int to, 
   return from < end && list[from] == index;
 }
 
-// What mask or band leave of a tile for one head.
+// The class of a tile for one head, by the mask or the band.
 template <class Traits>
 __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int block_q, int block_k,
                                               const Head<Traits::kHasSequences>& head) {
   if constexpr (Traits::kHasMask) {
-    const int32_t* list = list_of(p.mask_lists, mask_of(p, head), p.tiles_q, block_q, p.tiles_k);
+    const int32_t* list = list_of(p.mask.lists, mask_of(p.mask.heads, head), p.tiles_q, block_q, p.tiles_k);
     const int num_full = list[0], num_partial = list[1];
     if (list_has(list + 2, 0, num_full, block_k)) return TileClass::kFull;
     const bool is_partial = list_has(list + 2, num_full, num_full + num_partial, block_k);
@@ -91,7 +92,7 @@ __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int bl
     bool is_full = least >= of.low && most <= of.high;
     if constexpr (Traits::kHasSequences) {
       if (first_query >= of.seqlen_q || first_key >= of.seqlen_k) return TileClass::kEmpty;
-      // Behind the last query and the last key of a sequence dbias has values, of others.
+      // After the last query and the last key of a sequence dbias has values of other sequences.
       is_full = is_full && first_query + kTile <= of.seqlen_q && first_key + kTile <= of.seqlen_k;
     }
     return is_full ? TileClass::kFull : TileClass::kPartial;
@@ -107,8 +108,8 @@ struct DbiasWorkItem {
   bool is_first, is_last;  // of the tile's items
   bool takes_bias, frees_bias;
   DbiasWorkTile work;
-  int first_index;  // number of the first of these heads among all that are summed into the tile of dbias
-  // The heads to visit, because the tile is not empty for them; and those of them that need masking.
+  int first_index;  // the first of these heads, counted over all heads that are summed into the tile of dbias
+  // A bit for each head to visit, because its tile is not empty; and a bit for each head that needs masking, too.
   uint32_t visited, partial;
 };
 

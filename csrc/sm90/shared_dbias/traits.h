@@ -2,7 +2,6 @@
 #pragma once
 
 #include "../../device/wgmma.h"
-#include "../../params.h"
 #include "launch.h"
 
 namespace flash_dmattn {
@@ -29,9 +28,9 @@ struct SharedDbiasTraits {
   static constexpr int kBiasPanels = kTile / kPanelColumns;
   static constexpr int kBiasBytes = kBiasPanels * kPanelBytes;
 
-  // What fits into 227 KB. A slot holds the operands of one product, or of 128 of its columns. From D128 on a third
-  // slot is filled while those of scores and dp are read; at D64 a second tile of bias is loaded while the first is in
-  // use.
+  // As many slots as fit into 227 KB. A slot holds the operands of one product, or of 128 of its columns. From D128 on
+  // a third slot is filled while the slots of scores and dp are read; at D64 a second tile of bias is loaded while the
+  // first is in use.
   static constexpr int kSlots = kOperandBytes > kPanelBytes ? 3 : 5;
   static constexpr int kBiasStages = kOperandBytes > kPanelBytes ? 1 : 2;
 

@@ -58,9 +58,9 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     wgmma_wait<0>();
     wgmma_fence_operand(dp);
     Operand probs, ds;
-    float of_keys[2];
-    this->finish_ds(scores, dp, at.rows.stage, probs, ds, of_keys);
-    add_key_sums(of_keys);
+    float ds_sums[2];
+    this->finish_ds(scores, dp, at.rows.stage, probs, ds, ds_sums);
+    add_key_sums(ds_sums);
     // p overwrites the bias: each warp has read what it overwrites.
     barrier_wait(&shared.ds_empty[at.scores.stage], at.scores.phase ^ 1);
     this->write_transposed(probs, shared.bias[at.scores.stage]);
@@ -77,19 +77,19 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     const uint32_t bias_tile = shared_address(shared.bias[at.scores.stage]) + this->matrices_offset();
     const uint32_t ds_tile = shared_address(shared.ds[at.scores.stage]) + this->matrices_offset();
     BiasWords bias;
-    float of_keys[2] = {0.0f, 0.0f};
+    float ds_sums[2] = {0.0f, 0.0f};
     if constexpr (Traits::kHasBiasTiles) barrier_wait(&shared.bias_full[at.scores.stage], at.scores.phase);
     barrier_wait(&shared.ds_empty[at.scores.stage], at.scores.phase ^ 1);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       if constexpr (Traits::kHasBiasTiles) ldmatrix_x4_trans(bias[i], bias_tile + i * 16 * kRowBytes);
       typename Base::Quarter probs, ds, unused;
-      this->finish_capped(i, scores, dp, cap, lse, delta, bias, probs, ds, unused, of_keys);
+      this->finish_capped(i, scores, dp, cap, lse, delta, bias, probs, ds, unused, ds_sums);
       // Overwrites the matrices that the warp has just loaded.
       stmatrix_x4_trans(probs, bias_tile + i * 16 * kRowBytes);
       stmatrix_x4_trans(ds, ds_tile + i * 16 * kRowBytes);
     }
-    add_key_sums(of_keys);
+    add_key_sums(ds_sums);
   }
 
   __device__ __forceinline__ void produce_scores(const KeyWorkItem<Traits>& item, int step, const PipelineStates& at) {
@@ -171,9 +171,9 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
 
   // --- mainloop -------------------------------------------------------------------------------------------------
 
-  // The first consumer computes the scores of even blocks, the second those of odd blocks, and it does so before it
-  // multiplies the even ones: one consumer's products run while the other computes scores. score_state and mma_state
-  // are the pipeline positions of the next block of either kind.
+  // The first consumer computes the scores of even blocks, the second the scores of odd blocks. The second does so
+  // before it multiplies the even blocks: one consumer's products run while the other computes scores. score_state and
+  // mma_state are the pipeline positions of the next block of either kind.
   __device__ __forceinline__ void mainloop(const KeyWorkItem<Traits>& item, PipelineStates& score_state,
                                            PipelineStates& mma_state) {
 #pragma unroll 1
@@ -200,11 +200,11 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     }
   }
 
-  __device__ __forceinline__ void add_key_sums(const float (&of_keys)[2]) {
+  __device__ __forceinline__ void add_key_sums(const float (&ds_sums)[2]) {
     if constexpr (kHasKeyBias) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float sum = quad_sum(of_keys[r]);
+        const float sum = quad_sum(ds_sums[r]);
         if (lane % 4 == 0) key_sum(r) += sum;
       }
     }

@@ -1,4 +1,4 @@
-// The backward kernels of one dtype and one pair of head dims of which one is above 128, a kernel instance. The build
+// The backward kernels of one dtype and one pair of head dims, the larger above 128: a kernel instance. The build
 // compiles this file once for each, chosen by FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM and FLASH_DMATTN_HEAD_DIM_V.
 #include "../backward/dispatch.h"
 #include "wide_backward.h"

@@ -40,7 +40,8 @@ struct WideBackwardTraits {
   static constexpr int kStages = kPanels + kPanelsV > 6 ? 2 : 3;
   // Blocks of p and ds: one of each consumer.
   static constexpr int kScoreStages = kConsumers, kDsStages = kScoreStages, kBiasStages = kScoreStages;
-  // One consumer writes a stage of ds. One is the last reader of a stage of bias: it multiplies p, which overwrites the bias.
+  // One consumer writes a stage of ds. One is the last reader of a stage of bias: it multiplies p, which overwrites the
+  // bias.
   static constexpr int kDsWriters = 1, kBiasReaders = 1;
 
   // Panels of dq that each consumer multiplies. At D192 the one with dv, which has fewer columns or as many, takes two

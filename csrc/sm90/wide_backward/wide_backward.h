@@ -1,6 +1,6 @@
 // The backward kernel for head dims above 128: persistent and warp-specialised, a producer warpgroup and two consumer
-// warpgroups, with work tiles of 64 keys. The formulas are those of ../backward/backward.h; what bounds it is in
-// docs/notes/cuda_bounds.md, "Head dims above 128".
+// warpgroups, with work tiles of 64 keys. ../backward/backward.h has the formulas; docs/notes/cuda_bounds.md has
+// what bounds the kernel, "Head dims above 128".
 #pragma once
 
 #include "../backward/roles.h"

@@ -1,4 +1,4 @@
-"""The CUDA extension for Hopper as a backend: a forward pass, and a backward pass for most calls."""
+"""The CUDA extension for Hopper GPUs as a backend: its probe and its notes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _found: Availability | None = None
 
 
 def probe() -> Availability:
-    """Whether the compiled extension can be loaded; the first result is remembered."""
+    """Return whether the compiled extension can be loaded; the first result is reused."""
     global _found
     if _found is None:
         _found = _load()
@@ -37,7 +37,7 @@ def _load() -> Availability:
     if driver // 1000 < runtime // 1000:
         return Availability(
             False,
-            f"the driver is of CUDA {_dotted(driver)}; the extension holds the runtime of {_dotted(runtime)}",
+            f"the driver supports CUDA {_dotted(driver)}; the extension holds the runtime of {_dotted(runtime)}",
             "update the driver, or build the extension with an older nvcc",
         )
     return Availability(True)
@@ -45,19 +45,19 @@ def _load() -> Availability:
 
 def _not_built(error: ModuleNotFoundError) -> Availability:
     hint = f"build it in a checkout: {extension.BUILD_COMMAND}; docs/building.md"
-    found = extension.not_built()
-    if found is None:
+    failed_build = extension.not_built()
+    if failed_build is None:
         return Availability(False, str(error), hint, error)
-    return Availability(False, f"{error}; its build said: {found.reason}", hint, error, found.output)
+    return Availability(False, f"{error}; its build said: {failed_build.reason}", hint, error, failed_build.output)
 
 
 def _dotted(version: int) -> str:
-    """13000 as 13.0, as CUDA counts."""
+    """Format the number of a CUDA version: 13000 as 13.0."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Name the copies that a call makes, and the parts that it is computed in."""
+    """Describe the copies that a call makes, and the parts that it is computed in."""
     if problem.sequences is not None:
         return sequences.notes(problem)
     p = problem
@@ -71,7 +71,7 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _reads_dense(problem: AttentionProblem, direction: Direction) -> bool:
-    """Whether the heads of a group become rows, which a mask of one query is packed for."""
+    """Return whether the heads of a group become rows of one query; their mask is packed after that."""
     return direction == "forward" and has_group_rows(problem)
 
 

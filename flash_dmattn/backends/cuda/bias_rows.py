@@ -1,7 +1,7 @@
-"""A bias of one value per query and key whose rows TMA cannot read: when it is copied into rows that start on 16 bytes.
+"""When a bias of one value per query and key is copied into rows that TMA can read, which start on 16 bytes.
 
-That costs nothing beside attention where batch entries share a small bias: one head of a window of 49 keys is 5 KB. A
-bias as large as the scores is never copied for its strides: that would take its memory once more.
+Only a small bias that batch entries share is copied, which costs next to nothing: one head of a window of 49 keys has
+5 KB. A bias as large as the scores is never copied for its strides, because the copy would double its memory.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...problem import AttentionProblem, Flags, bias_class, fits_tma
 
-_COLUMNS = 8  # a row of 16-bit values starts on 16 bytes where rows are multiples of it
-_SMALL = 4  # a copy is small where it is at most this part of q, k, v and out
+_COLUMNS = 8  # rows of 16-bit values start on 16 bytes if their length is a multiple of this
+_SMALL = 4  # a copy is small if it has at most one _SMALL-th of the values of q, k, v and out
 
 
 def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether TMA can read tiles of a bias that starts on 16 bytes; it has one value in a dim of stride 0."""
+    """Return whether TMA can read tiles of a bias that starts on 16 bytes; a dim of stride 0 counts as size 1."""
     held = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
     return fits_tma(held, strides, itemsize)
 
@@ -34,10 +34,10 @@ def _padded(keys: int) -> int:
 def is_small_and_shared(
     shape: Sequence[int], strides: Sequence[int], q_shape: Sequence[int], v_shape: Sequence[int]
 ) -> bool:
-    """Whether all batch entries share a bias of the dtype of q, and a copy of it is small beside q, k, v and out.
+    """Return whether all batch entries share a bias whose copy is small compared with q, k, v and out together.
 
     Args:
-        shape, strides: of the bias.
+        shape, strides: of the bias, which has the dtype of q.
         q_shape, v_shape: of q (batch, seqlen_q, num_heads, head_dim) and v (batch, seqlen_k, num_heads_k, head_dim_v).
     """
     batch, seqlen_q, num_heads, head_dim = q_shape
@@ -49,7 +49,7 @@ def is_small_and_shared(
 
 
 def copies_bias(p: AttentionProblem) -> bool:
-    """Whether the backend copies the bias of a call, because of its strides, and reads tiles of the copy."""
+    """Return whether the backend copies the bias of a call because of its strides, and reads tiles of the copy."""
     if p.bias is None or p.bias_class != "score" or p.bias.dtype != p.dtype:
         return False
     shape, strides, _ = p.bias
@@ -59,7 +59,7 @@ def copies_bias(p: AttentionProblem) -> bool:
 
 
 def makes_dbias_of_any_rows(p: AttentionProblem) -> bool:
-    """Whether rows of dbias may have any length: it is small, and written from sums that have rows of their own."""
+    """Return whether rows of dbias may have any length: it is then small, and converted from sums in other rows."""
     if p.bias is None or p.bias.shape[0] != 1:
         return False
     return is_small_and_shared(p.bias.shape, p.bias.strides, *_shapes(p))
@@ -71,7 +71,7 @@ def _shapes(p: AttentionProblem) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def copy_note(p: AttentionProblem) -> str:
-    """What `explain` says of the copy."""
+    """Describe the copy of the bias for `explain`."""
     assert p.bias is not None
     shape, strides, dtype = p.bias
     size = _copied_values(shape, strides) * dtype.itemsize
@@ -82,13 +82,13 @@ def copy_note(p: AttentionProblem) -> str:
 
 
 def readable(bias: Tensor) -> Tensor:
-    """A bias of any form, where it has one value per query and key in memory that TMA can read."""
+    """Return a bias that kernels can read: one of one value per query and key is copied if TMA cannot read it."""
     shape, strides = bias.shape, bias.stride()
     if bias_class(shape, strides) != "score":
         return bias
     if bias.data_ptr() % 16 == 0 and fits(shape, strides, bias.element_size()):
         return bias
-    from ...masks.broadcast import collapse  # importing flash_dmattn needs no masks
+    from ...masks.arguments import collapse  # importing flash_dmattn needs no masks
 
     values = collapse(bias)
     padded = values.new_empty((*values.shape[:3], _padded(values.shape[3])))
@@ -96,9 +96,9 @@ def readable(bias: Tensor) -> Tensor:
 
 
 def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
-    """Return what makes a bias readable for the forward pass, which reads a large one value by value; None for nothing.
+    """Return a function that makes a bias readable for the forward pass, or None.
 
-    Kernels with dropout read no bias value by value.
+    Kernels without dropout can read a bias value by value, and do so with a large one. Kernels with dropout cannot.
     """
     if p.bias is None or p.bias_class != "score":
         return None
@@ -107,10 +107,10 @@ def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
 
 
 def stores_into(dbias: Tensor, q: Tensor, flags: Flags) -> bool:
-    """Whether kernels write dbias of one value per query and key to rows that lie in a larger tensor.
+    """Return whether kernels can write a dbias of one value per query and key into rows of a larger tensor.
 
-    The main kernel does, by TMA: that of a bias that nothing shares. With a softcap or dropout it has no kernels that
-    store dbias at some head dims, and those that do it in its place want it contiguous.
+    Only the main kernel can, by TMA. It serves a bias with a value for each entry and head, without softcap or dropout.
+    Other kernels want a contiguous dbias.
     """
     if flags.softcap > 0 or flags.dropout_p > 0 or dbias.shape[:2] != (q.shape[0], q.shape[2]):
         return False

@@ -1,4 +1,4 @@
-"""The compiled extension flash_dmattn._C: where it is, what it was built for, and loading it where that fits."""
+"""The compiled extension flash_dmattn._C: finds it, reads what it was built for, and loads it if that fits."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import Any, NamedTuple
 from ..._version import __version__
 
 NAME = "flash_dmattn._C"
-# For a person who has none, in a checkout; -v is what makes pip show the progress.
+# Shown to users without an extension. It runs in a checkout; -v lets pip show the progress.
 BUILD_COMMAND = "FLASH_DMATTN_BUILD_CUDA=force python -m pip install --no-build-isolation -v ."
 
-# What stands before the JSON in the file; csrc/build_cuda.py writes it.
+# Marks the record of the build, in JSON, inside the file; csrc/build_cuda.py writes both.
 _PREFIX = b"FLASH_DMATTN_BUILD_INFO "
-# Written by setup.py where a build ends without the extension.
+# setup.py writes this file if a build ends without the extension.
 _NOT_BUILT = Path(__file__).resolve().parents[2] / "_C.not_built.txt"
 _KEYS = ("version", "torch_target", "torch_built_with", "python", "arches", "instances", "nvcc", "flags", "commit")
 
 
 class ExtensionMismatchError(ImportError):
-    """The extension was built for another flash_dmattn or torch than those that are installed; it is not loaded."""
+    """The extension was built for another version of flash_dmattn or torch, so it is not loaded."""
 
 
 class NotBuilt(NamedTuple):
-    """Why a build ended without the extension; `output` is the last that a compiler said, empty where none ran."""
+    """Why a build ended without the extension; `output` is the end of a compiler's output, empty if none ran."""
 
     reason: str
     output: str
 
 
 def not_built() -> NotBuilt | None:
-    """Why this installation has no extension, as its build wrote it; None where no build did."""
+    """Return why this installation has no extension, as its build recorded it; None without a record."""
     if not _NOT_BUILT.is_file():
         return None
     reason, _, output = _NOT_BUILT.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -43,13 +43,13 @@ def not_built() -> NotBuilt | None:
 
 
 def find() -> Path | None:
-    """The file of the extension, or None where this installation has none."""
+    """Return the file of the extension, or None if this installation has none."""
     spec = importlib.util.find_spec(NAME)
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def build_info(path: Path) -> dict[str, Any]:
-    """What an extension was built from and for, read from the file without loading it.
+    """Read what an extension was built from and for out of its file, without loading it.
 
     Args:
         path: the file, as `find` returns it.
@@ -68,23 +68,23 @@ def build_info(path: Path) -> dict[str, Any]:
             if start < 0:
                 raise ExtensionMismatchError(f"{path} holds no record of its build")
             start += len(_PREFIX)
-            found = json.loads(data[start : data.find(b"\0", start)])
+            info = json.loads(data[start : data.find(b"\0", start)])
     except ValueError as error:  # an empty file, which cannot be mapped, or a record that is cut off or damaged
         raise ExtensionMismatchError(f"the record of its build in {path} cannot be read: {error}") from error
-    missing = [key for key in _KEYS if key not in found]
+    missing = [key for key in _KEYS if key not in info]
     if missing:
         raise ExtensionMismatchError(f"the record of its build in {path} does not name {', '.join(missing)}")
-    return found
+    return info
 
 
 def mismatch(info: dict[str, Any]) -> str:
-    """Why an extension with this record cannot be loaded here, as a sentence; empty where it can."""
+    """Return why an extension with this record cannot be loaded here, as a sentence; empty if it can."""
     import torch
     from packaging.version import Version
 
     if info["version"] != __version__:
         return f"it was built for flash_dmattn {info['version']}, and this is {__version__}"
-    # A nightly build of the target is older than the target by name alone.
+    # Compare releases only: a nightly build of the target sorts before the target, but is as good.
     if Version(torch.__version__).release < Version(info["torch_target"]).release:
         return f"it needs torch {info['torch_target']} or later, and this is {torch.__version__}"
     if torch.version.cuda is None:
@@ -93,7 +93,7 @@ def mismatch(info: dict[str, Any]) -> str:
 
 
 def load() -> ModuleType:
-    """Import the extension, which registers its operators, once its record is seen to fit.
+    """Check that the record of the extension fits, and import it, which registers its operators.
 
     Raises:
         ModuleNotFoundError: this installation has no extension.

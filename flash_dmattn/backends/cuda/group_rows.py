@@ -1,4 +1,4 @@
-"""Decoding: the query heads of a group as rows of one tile, so that their keys are read once."""
+"""Decoding: the query heads of a group become rows of one tile, so that their keys are read once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Attend = Callable[[Inputs, Tensor, Tensor], None]
 
 
 def has_group_rows(p: AttentionProblem) -> bool:
-    """Whether calls of one query are computed so; a prepared mask has its one row, and then they are not."""
+    """Return whether heads become rows: in calls of one query, unless a prepared mask was packed for that query."""
     if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.sink is not None or p.dropout_p > 0:
         return False
     first, stop = keys_in_sight(p.seqlen_k, p.window)
@@ -23,17 +23,19 @@ def has_group_rows(p: AttentionProblem) -> bool:
 
 
 def keys_in_sight(seqlen_k: int, window: tuple[int, int]) -> tuple[int, int]:
-    """The first key that one query sees, and the one after the last."""
+    """Return the first key that the one query sees, and the key after the last."""
     band = make_band(1, seqlen_k, window)
     return (0, seqlen_k) if band is None else (max(0, band.low), min(seqlen_k, band.high + 1))
 
 
 def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Attend]) -> Attend:
-    """Plan a call of one query as one of a query for each head of a group, whose heads are those of keys; all views.
+    """Plan a call of one query as a call of G queries on the key-value heads, a query for each head of a group.
+
+    All its tensors are views.
 
     Args:
-        p: the class of calls.
-        plan: makes what writes out and lse of a problem.
+        p: the problem of the class of calls.
+        plan: plans a pass that writes out and lse.
     """
     first, stop = keys_in_sight(p.seqlen_k, p.window)
     heads, heads_k = p.num_heads, p.num_heads_k
@@ -42,10 +44,10 @@ def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
         """View a mask or a bias, for the keys in sight."""
         return heads_as_rows(x[..., first:stop] if x.shape[3] > 1 else x, heads, heads_k)
 
-    def spec(whole: TensorSpec | None) -> TensorSpec | None:
-        if whole is None:
+    def spec(x: TensorSpec | None) -> TensorSpec | None:
+        if x is None:
             return None
-        return spec_of(scores(torch.empty_strided(whole.shape, whole.strides, dtype=whole.dtype, device="meta")))
+        return spec_of(scores(torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")))
 
     batch, _, head, value = p.q_strides
     rows = p._replace(
@@ -57,7 +59,7 @@ def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
         bias=spec(p.bias),
         is_causal=False,
         window_size=(-1, -1),
-        flags=p.flags._replace(left=-1, right=-1, one_mask_row=False),  # all keys that are left are seen
+        flags=p.flags._replace(left=-1, right=-1, one_mask_row=False),  # every query sees all of the sliced keys
     )
     choice = MaskChoice() if p.mask_form == "none" else prepared_form(rows, gathers=False)
     attend = plan(rows._replace(mask_form=choice.form))
@@ -76,7 +78,7 @@ def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
 def as_rows(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: int, stop: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """View a call of one query as one of G queries of the heads of keys, for the keys from `first` to `stop`.
+    """View a call of one query as a call of G queries on the key-value heads, for the keys from `first` to `stop`.
 
     Returns:
         q (B, G, Hk, D), k (B, keys, Hk, D), v (B, keys, Hk, Dv), out (B, G, Hk, Dv), lse (B, Hk, G).

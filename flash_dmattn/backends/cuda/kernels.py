@@ -1,4 +1,4 @@
-"""The operators of the extension, and the tensors that its kernels read: rows that TMA can copy."""
+"""The operators of the extension, and copies of tensors whose rows TMA cannot read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Kernels(NamedTuple):
 
 @cache
 def kernels() -> Kernels:
-    """Look the operators up once: torch.ops takes a microsecond to find one. The probe has loaded the extension."""
+    """Look up the operators once: torch.ops takes a microsecond for each. The probe has loaded the extension."""
     operators = torch.ops.flash_dmattn
     return Kernels(
         operators.cuda_forward_kernel.default,
@@ -36,7 +36,7 @@ def kernels() -> Kernels:
 
 
 def shapes_of(p: AttentionProblem) -> tuple[tuple[Shape4, Shape4], ...]:
-    """Shapes and strides of q, k and v."""
+    """Return shape and strides of q, k and v."""
     return (
         ((p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
         ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
@@ -45,7 +45,7 @@ def shapes_of(p: AttentionProblem) -> tuple[tuple[Shape4, Shape4], ...]:
 
 
 def readable_rows(x: Tensor) -> Tensor:
-    """A tensor (B, L, H, D) that TMA reads: itself, or the smallest copy, which is that of the one tensor."""
+    """Return a tensor (B, L, H, D) that TMA can read: x itself, or a contiguous copy."""
     is_readable = x.data_ptr() % 16 == 0 and fits_tma(x.shape, x.stride(), x.element_size())
     return x if is_readable else x.clone(memory_format=torch.contiguous_format)
 
@@ -53,7 +53,7 @@ def readable_rows(x: Tensor) -> Tensor:
 def reader(
     shapes: Sequence[tuple[Sequence[int], Sequence[int]]], itemsize: int
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Return what makes q, k and v of these shapes and strides readable for TMA, a copy where it has to be."""
+    """Return a function that makes q, k and v of these shapes and strides readable for TMA, by copies if needed."""
     q_fits, k_fits, v_fits = (fits_tma(shape, strides, itemsize) for shape, strides in shapes)
 
     def read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""Calls whose mask or bias a part of the batch shares, computed part by part.
+"""Computes calls whose mask or bias is shared by a part of the batch, part by part.
 
-The kernels read one entry of a mask or a bias for the whole batch, or one for each of its entries. Consecutive entries
-of the batch that read it so are a part: beside a batch of (B1, B2), each of the B1 runs of B2 entries, whether a bias
-has entries (B1, 1) or (1, B2). See `Flags` for which entry an entry reads.
+The kernels read either one entry of a mask or a bias for all entries of the batch, or one for each. A part is a run of
+entries of the batch for which one of these holds. With batch dims (B1, B2), each of the B1 runs of B2 entries is a
+part, both for a bias with batch dims (B1, 1) and for one with (1, B2). `Flags` says which entry is read.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ from ..protocol import Direction
 
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
 Attend = Callable[[Inputs, Tensor, Tensor], None]
-# (saved, dout, dlse, dbias_out, where dq, dk and dv are to be written) -> gradients
+# (saved, dout, dlse, dbias_out, tensors for dq, dk and dv or None) -> gradients
 Differentiate = Callable[[Saved, Tensor, Tensor | None, Tensor | None, Triple | None], Gradients]
 
 
 class Part(NamedTuple):
-    """Entries of the batch, and those of the mask and of the bias that they read."""
+    """A run of entries of the batch, and the entries of mask and bias that it reads."""
 
     batch: slice
     mask: slice
     bias: slice
 
     def inputs(self, x: Inputs) -> Inputs:
-        """The tensors of the part."""
+        """Return the tensors of the part."""
         mask = MaskView(x.mask.form, tuple(tensor[self.mask] for tensor in x.mask.tensors))
         q, k, v = x.q[self.batch], x.k[self.batch], x.v[self.batch]
         return Inputs(q, k, v, mask, None if x.bias is None else x.bias[self.bias], x.sink)
 
 
 def part_size(p: AttentionProblem) -> int:
-    """How many entries of the batch are computed at once: all of them, but where some share a mask or a bias."""
+    """Return how many entries of the batch a part has: all of them, unless some share a mask or a bias."""
     if not p.partly_shared:
         return p.batch
     return _size(p.batch, *_shared(p))
 
 
 def _shared(p: AttentionProblem) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Entries and repeat of the mask and of the bias."""
+    """Return entries and repeat of the mask, and of the bias."""
     entries = [1 if spec is None else spec.shape[0] for spec in (p.mask, p.bias)]
     return (entries[0], p.flags.mask_repeat), (entries[1], p.flags.bias_repeat)
 
 
 def _parts_of(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
-    """The class of calls that each part is, and the parts."""
+    """Return the problem that all parts have, and the parts."""
     size, shared = part_size(p), _shared(p)
     parts = [
         Part(slice(first, first + size), *(_read(*one, first, size, p.batch) for one in shared))
         for first in range(0, p.batch, size)
     ]
 
-    def spec(whole: TensorSpec | None, entries: slice) -> TensorSpec | None:
-        return None if whole is None else whole._replace(shape=(entries.stop - entries.start, *whole.shape[1:]))
+    def spec(x: TensorSpec | None, entries: slice) -> TensorSpec | None:
+        return None if x is None else x._replace(shape=(entries.stop - entries.start, *x.shape[1:]))
 
-    own = p.flags._replace(mask_repeat=1, bias_repeat=1)
-    of_part = p._replace(batch=size, mask=spec(p.mask, parts[0].mask), bias=spec(p.bias, parts[0].bias), flags=own)
-    return of_part, parts
+    flags = p.flags._replace(mask_repeat=1, bias_repeat=1)
+    mask, bias = spec(p.mask, parts[0].mask), spec(p.bias, parts[0].bias)
+    return p._replace(batch=size, mask=mask, bias=bias, flags=flags), parts
 
 
 def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
-    """Why a pass cannot be computed in parts; empty where it can."""
+    """Return why a pass cannot be computed in parts; empty if it can."""
     if p.dropout_p > 0:
         return "this backend takes 1 or all beside dropout, which goes by the number of an entry"
     if direction == "forward":
@@ -84,7 +84,7 @@ def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
 
 
 def part_notes(p: AttentionProblem) -> tuple[str, ...]:
-    """What `explain` says of a call that is computed in parts."""
+    """Describe for `explain` that a call is computed in parts."""
     if not p.partly_shared:
         return ()
     number, shared = p.batch // part_size(p), " and ".join(p.partly_shared)
@@ -92,20 +92,23 @@ def part_notes(p: AttentionProblem) -> tuple[str, ...]:
 
 
 def _is_of_one_part(p: AttentionProblem) -> bool:
-    """Whether every entry of the bias is read by one part of the batch alone."""
+    """Return whether only one part of the batch reads each entry of the bias."""
     assert p.bias is not None
     entries, repeat = p.bias.shape[0], p.flags.bias_repeat
     return entries == p.batch or (entries * repeat == p.batch and repeat == part_size(p))
 
 
 def _size(batch: int, *shared: tuple[int, int]) -> int:
-    """Consecutive entries of the batch that share an entry of each tensor, or have one each: (its entries, repeat)."""
+    """Return the length of the longest runs that share an entry of each tensor, or have one each.
+
+    `shared` has the entries and the repeat of each tensor.
+    """
     runs = (batch if entries in (1, batch) else repeat if repeat > 1 else entries for entries, repeat in shared)
     return math.gcd(*runs)
 
 
 def _read(entries: int, repeat: int, first: int, size: int, batch: int) -> slice:
-    """What a part from entry `first` on reads of a mask or a bias of so many entries."""
+    """Return the entries of a mask or a bias that the part of the batch from entry `first` on reads."""
     if entries == 1:
         return slice(0, 1)
     if entries == batch:
@@ -115,7 +118,7 @@ def _read(entries: int, repeat: int, first: int, size: int, batch: int) -> slice
 
 
 def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Attend]) -> Attend:
-    """Plan what writes out and lse of each part."""
+    """Plan a forward pass that runs part by part."""
     problem, parts = _parts_of(p)
     attend = plan(problem)
 
@@ -127,7 +130,7 @@ def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
 
 
 def differentiate_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Differentiate]) -> Differentiate:
-    """Plan the gradients of a call that `refuses_entries` has nothing against."""
+    """Plan a backward pass that runs part by part; `refuses_entries` must have accepted it."""
     problem, parts = _parts_of(p)
     differentiate = plan(problem)
 
@@ -142,9 +145,9 @@ def differentiate_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem
         for part in parts:
             rows, place = part.batch, None if dbias is None else dbias[part.bias]
             first, second, third = (None if t is None else t[rows] for t in (dq, dk, dv))
-            of_part = Saved(part.inputs(x), out[rows], lse[rows])
+            part_saved = Saved(part.inputs(x), out[rows], lse[rows])
             dlse_rows = None if dlse is None else dlse[rows]
-            gradients = differentiate(of_part, dout[rows], dlse_rows, place, (first, second, third))
+            gradients = differentiate(part_saved, dout[rows], dlse_rows, place, (first, second, third))
             if place is not None:
                 with_dbias(gradients, place)
         return (dq, dk, dv, dbias) if x.sink is None else (dq, dk, dv, dbias, None)

@@ -1,4 +1,4 @@
-"""Plan both passes of calls without sequences: all that a problem decides is decided once for a class of calls."""
+"""Plans both passes of calls without sequences: the problem of a class of calls decides, and the passes then run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .group_rows import has_group_rows, plan_group_rows
 from .kernels import kernels, readable_rows, reader, shapes_of
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
 
-# Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 is none. Tests set
-# others, to reach on small shapes what happens on large ones.
+# Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split.
+# Tests set other numbers, to cover on small shapes what large ones do.
 NUM_KV_SPLITS = 0
-# The same for the work tiles that share a tile of a dbias (csrc/api/backward_schedule.h); 1 is none.
+# Number of work tiles that share a tile of a dbias (csrc/api/backward_schedule.h): 0 lets the operator choose.
 NUM_DBIAS_CHUNKS = 0
 
 Attend = Callable[[Inputs, Tensor, Tensor], None]  # writes out and lse
@@ -86,12 +86,12 @@ def _plan_attend(p: AttentionProblem) -> Attend:
 
 
 def _tiles_of(p: AttentionProblem, mask: MaskView) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Bits or bounds, both lists of tiles, and the order in which keys are to come."""
+    """Return bits or bounds, both lists of tiles, and the order that keys are to be in, or None."""
     if mask.form == "tiles":
         bits, _, row_lists, col_lists = mask.tensors
         return bits, row_lists, col_lists, None
     walk = interval_walk(p, mask)
-    # Beside a bias of one value per score the kernels read bits.
+    # Kernels with a bias of one value per score read bits and no bounds.
     allowed = kernels().interval_bits(walk.bounds, p.seqlen_q) if reads_scores(p) else walk.bounds
     return allowed, walk.row_lists, walk.col_lists, walk.order
 
@@ -102,19 +102,19 @@ def _in_order(
     """Bring k, v and a bias of one value per key into an order of keys."""
     k, v = kernels().gather_keys(k, v, order, allowed)
     if bias is not None:
-        # The other kind has one value for all keys.
+        # A bias of another class that follows an order has one value for all keys.
         bias = kernels().gather_bias(bias, order) if p.bias_class == "key" else bias[..., : k.shape[1]]
     return k, v, bias
 
 
 class _ByPlace:
-    """Gradients of a call whose order has places for some keys alone, the live ones and a few more.
+    """Gradients of a call whose order has fewer places than keys: one for each live key, and a few more.
 
-    Kernels see a call of as many keys as there are places, in their own order. What they return is moved to the keys
-    that have these places; others get zeros.
+    The kernels compute a call with as many keys as there are places, in the order of places. `move` writes their
+    results to the keys that have these places, and zeros to all other keys.
 
     Attributes:
-        results: an order, dk, dv and the sums of dbias, as the kernels take them.
+        results: the order, dk, dv and the sums of dbias that the kernels get.
     """
 
     def __init__(self, order: Tensor, dk: Tensor | None, dv: Tensor | None, sums: Tensor | None) -> None:
@@ -126,20 +126,20 @@ class _ByPlace:
             *by_place,
             None if sums is None else sums.new_zeros((*sums.shape[:2], places)),
         )
-        self._order, self._whole = order.long(), (dk, dv, sums)
+        self._order, self._by_key = order.long(), (dk, dv, sums)
 
     def move(self) -> None:
         """Write the gradients of all keys."""
-        for whole, part in zip(self._whole, self.results[1:], strict=True):
-            if whole is None or part is None:
+        for by_key, by_place in zip(self._by_key, self.results[1:], strict=True):
+            if by_key is None or by_place is None:
                 continue
             index = self._order
-            if whole.dim() == 4:
-                index = index.expand(whole.shape[0], whole.shape[2], -1).transpose(1, 2)[..., None]
-                whole.zero_().scatter_(1, index.expand_as(part), part)
+            if by_key.dim() == 4:
+                index = index.expand(by_key.shape[0], by_key.shape[2], -1).transpose(1, 2)[..., None]
+                by_key.zero_().scatter_(1, index.expand_as(by_place), by_place)
             else:
-                index = index.repeat_interleave(whole.shape[1] // index.shape[1], 1)
-                whole.scatter_(2, index.expand_as(part), part)  # it has been zeros
+                index = index.repeat_interleave(by_key.shape[1] // index.shape[1], 1)
+                by_key.scatter_(2, index.expand_as(by_place), by_place)  # sums begin as zeros
 
 
 def plan_backward(p: AttentionProblem) -> Backward:
@@ -168,9 +168,9 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     if dbias_class == "score" and p.bias is not None:
         allocate_bias = new_like(p.bias.shape, p.bias.strides)
     sum_sizes = (p.batch, p.num_heads, p.seqlen_k) if dbias_class == "key" else None
-    # In an order of keys the kernel adds to them; else it writes all of them.
+    # For an interval mask the kernel adds to the sums; otherwise it writes all of them.
     allocate_sums = torch.zeros if p.mask_form == "intervals" else torch.empty
-    # What follows from delta alone: dsink, and beside a sink dbias of one value per query.
+    # PyTorch computes dsink from delta, and with a sink also the gradient of a bias of one value per query.
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
     runs_kernel = any(needs[:3]) or dbias_class in ("key", "score")
     has_mask, reads_tiles_of_bias = p.mask_form != "none", p.bias_class == "score"
@@ -216,7 +216,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             results: tuple[Tensor | None, ...] = (order, dk, dv, sums)
             if order is not None:
                 if p.deterministic and dq is None:
-                    summed_q = empty_gradient(q)  # its sums fix the order of the others
+                    summed_q = empty_gradient(q)  # the kernel fixes the order of all sums by the order of dq's
                 if order.shape[2] < p.seqlen_k:
                     by_place = _ByPlace(order, dk, dv, sums)
                     results = by_place.results

@@ -1,4 +1,4 @@
-"""The rules of the cuda backend: what its kernels take, which of them are built, and what auto leaves to triton."""
+"""The rules of the cuda backend: which calls its kernels take, which kernels are built, and when auto takes triton."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from . import extension, sequence_rules
 from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
 from .parts import part_size
 
-# (head_dim, head_dim_v) that kernels are compiled for; a call takes the first that holds its own.
+# (head_dim, head_dim_v) that kernels are compiled for; a call takes the first pair that is large enough.
 INSTANCES = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-SEQUENCES_INSTANCES = ((64, 64), (128, 128))  # of both passes of calls with sequences
+SEQUENCES_INSTANCES = ((64, 64), (128, 128))  # for both passes of calls with sequences
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -26,12 +26,12 @@ def installed_instances() -> frozenset[str] | None:
     try:
         path = extension.find()
         return None if path is None else frozenset(extension.build_info(path)["instances"])
-    except extension.ExtensionMismatchError:  # for the probe to report
+    except extension.ExtensionMismatchError:  # the probe reports it
         return None
 
 
 def _built_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
-    """The head dims that calls of this dtype can have. Unsupported dtypes are rejected by the `dtype` rule."""
+    """Return the head dims that calls of this dtype can have. The `dtype` rule refuses unsupported dtypes."""
     return _dims_of(installed_instances(), dtype)
 
 
@@ -39,25 +39,25 @@ def _built_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
 def _dims_of(instances: frozenset[str] | None, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     if instances is None or dtype not in _DTYPES:
         return INSTANCES
-    name = _DTYPES[dtype]  # the units of both passes are built together
+    name = _DTYPES[dtype]  # the kernels of both passes are built together
     return tuple((d, d_v) for d, d_v in INSTANCES if f"forward_d{d}{f'_{d_v}' if d_v != d else ''}_{name}" in instances)
 
 
 def _sequence_dims(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
-    """The head dims that calls with sequences of this dtype can have; their units are built together."""
+    """Return the head dims that calls with sequences of this dtype can have; both passes are built together."""
     instances = installed_instances()
     if instances is None or dtype not in _DTYPES:
         return SEQUENCES_INSTANCES
     return tuple((d, dv) for d, dv in SEQUENCES_INSTANCES if f"forward_sequences_d{d}_{_DTYPES[dtype]}" in instances)
 
 
-# A file is read, which torch.compile cannot trace; see `registry.works`.
+# These read a file, which torch.compile cannot trace; see `registry.works`.
 setattr(_sequence_dims, "_dynamo_marked_constant", True)  # noqa: B010
 setattr(_built_dims, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _instance(p: AttentionProblem) -> tuple[int, int] | None:
-    """The head dims of the kernels that serve the call; None where no kernels do."""
+    """Return the head dims of the kernels that serve the call; None if no kernels do."""
     fitting = ((d, d_v) for d, d_v in _built_dims(p.dtype) if p.head_dim <= d and p.head_dim_v <= d_v)
     return next(fitting, None)
 
@@ -70,7 +70,7 @@ def _instances_text(p: AttentionProblem) -> str:
 
 
 def _reads_tiles(p: AttentionProblem) -> bool:
-    """Whether TMA reads the bias, or a copy of it; True without a bias."""
+    """Return whether TMA reads the bias, or a copy of it; True without a bias."""
     if p.bias is None:
         return True
     return fits(p.bias.shape, p.bias.strides, p.bias.dtype.itemsize) or copies_bias(p)
@@ -85,7 +85,7 @@ def _most_keys(p: AttentionProblem) -> int:
 
 
 _FEW_KEYS = 32
-_DROPOUT_DIMS = (64, 64)  # of the kernel instance that has it (csrc/sm90/backward/instances.h)
+_DROPOUT_DIMS = (64, 64)  # of the only kernels with dropout (csrc/sm90/backward/instances.h)
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
 _RULES: tuple[Rule, ...] = (
@@ -120,13 +120,13 @@ _RULES: tuple[Rule, ...] = (
         'use backend="triton"',
     ),
     Rule(
-        # Simulated in PyTorch, 30 of 2100 random calls with 2 to 32 keys miss the accuracy rule of the tests for it; of
-        # 800 with more keys none does. A window of so few keys is the same: 5 queries, 4 keys each, dk 1.50e-3 off for
-        # 1.36e-3, 1.35e-3 of it by that rounding.
+        # Simulated in PyTorch, this rounding makes 30 of 2100 random calls with 2 to 32 keys miss the accuracy rule of
+        # the tests, and none of 800 calls with more keys. A window of few keys is no better: with 5 queries of 4 keys
+        # each, the error of dk is 1.50e-3 where 1.36e-3 is allowed, and the rounding makes 1.35e-3 of it.
         "rounded_delta",
         lambda p: not 0 < _most_keys(p) <= _FEW_KEYS,
         lambda p: (
-            f"of {p.seqlen_k} keys a query attends {_most_keys(p)} at most; delta is taken from out in 16 bits, "
+            f"a query attends to at most {_most_keys(p)} of {p.seqlen_k} keys; delta comes from out in 16 bits, "
             f"whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
         ),
         _PAIR,
@@ -179,7 +179,7 @@ _RULES: tuple[Rule, ...] = (
         lambda p: p.dropout_p == 0 or _instance(p) == _DROPOUT_DIMS,
         lambda p: (
             f"dropout_p is {p.dropout_p} and head dims are {p.head_dim} and {p.head_dim_v} (v); "
-            f"the kernels with dropout are those of {_DROPOUT_DIMS[0]}"
+            f"only the kernels of head dim {_DROPOUT_DIMS[0]} have dropout"
         ),
         'use backend="triton"',
     ),
@@ -209,14 +209,16 @@ _RULES: tuple[Rule, ...] = (
     ),
 )
 
-# Where the triton kernels are faster, and by how much, on an H200 (bf16; their time over that of cuda, both forward).
-# A persistent kernel starts later, and does not share a row among SMs: it needs work for all of them.
-_ROWS = _KEYS = 128
-_LONG = 4096  # keys, which blocks share where rows are few
-_PAIRS_ENOUGH = 512  # work tiles of two key tiles: so many are fewer waves on any GPU
-_NARROW = 128  # head dims, above which the backward kernels are others, and blocks do not share keys
-# Few queries: at most so many, of groups of at least so many heads, and the least sizes with which cuda was the faster,
-# (heads of all entries, keys of a query): of one query behind a window, and of several without one.
+# Where the triton kernels are faster, measured on an H200 in bf16. Ratios in the comments of this file are the time of
+# triton over the time of cuda; below 1 triton is faster. Unless they say otherwise they are of forward passes. The
+# kernels of cuda are persistent: they start later, and no two SMs share a row, so they need work for all SMs.
+_ROWS = _KEYS = 128  # of a tile
+_LONG = 4096  # keys: from so many on, blocks share the keys of few rows
+_PAIRS_ENOUGH = 512  # work tiles of two key tiles: with so many, pairs mean fewer waves on any GPU
+_NARROW = 128  # head dim: wider calls have other backward kernels, and their blocks do not share keys
+# Calls of few queries: at most _FEW_QUERIES, with groups of at least _GROUP heads. The tables have the least sizes at
+# which cuda is faster, (heads of all entries, keys of a query): _WINDOWED for one query with a window, _SEVERAL for
+# several queries without one.
 _FEW_QUERIES, _GROUP = 16, 4
 _WINDOWED = ((512, 128), (256, 1024), (32, 4096))
 _SEVERAL = ((1024, 2048), (256, 4096), (32, 32768))
@@ -227,9 +229,9 @@ def _tiles_of_rows(p: AttentionProblem) -> int:
 
 
 def _has_two_key_tiles(p: AttentionProblem) -> bool:
-    """Whether a work tile has two key tiles on a GPU of any size, where dbias is stored and nothing is masked.
+    """Return whether work tiles have two key tiles on every GPU, for a call that stores dbias and has no mask.
 
-    The extension decides it by the number of SMs (csrc/api/backward_schedule.h), which a described call does not have.
+    The extension decides it by the number of SMs (csrc/api/backward_schedule.h), which a problem does not have.
     """
     tiles = -(-p.seqlen_k // _KEYS)
     enough = part_size(p) * p.num_heads_k * tiles >= 2 * _PAIRS_ENOUGH
@@ -237,16 +239,19 @@ def _has_two_key_tiles(p: AttentionProblem) -> bool:
 
 
 def _triton_is_slow(p: AttentionProblem) -> bool:
-    """Whether its backward kernels are, with a bias too: head dims above 128 1.15 to 2.6, a softcap 1.6 to 4.6."""
+    """Return whether the backward kernels of triton are slower, with a bias too.
+
+    Head dims above 128: 1.15 to 2.6. A softcap: 1.6 to 4.6.
+    """
     return p.softcap > 0 or max(p.head_dim, p.head_dim_v) > _NARROW
 
 
 def _least_tiles(p: AttentionProblem) -> int:
-    """Fewest tiles of 128 queries at which cuda is as fast as triton."""
+    """Return the fewest tiles of 128 queries at which cuda is as fast as triton."""
     if _serves_few_queries(p):
         return 1
     if p.mask_form == "intervals" or prepared_form(p, gathers=False).reorder:
-        return 1  # triton copies keys in order by many small operations, or gathers single keys
+        return 1  # triton puts keys in order by many small operations, or loads single keys
     widest = max(p.head_dim, p.head_dim_v)
     shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _reads_tiles(p)
     if shares_keys and p.bias_class == "score" and p.seqlen_k >= _LONG:
@@ -263,11 +268,12 @@ def _least_tiles(p: AttentionProblem) -> int:
 
 
 def _serves_few_queries(p: AttentionProblem) -> bool:
-    """Whether cuda is faster although there are few queries; docs/notes/cuda.md, "Few queries", has the figures.
+    """Return whether cuda is faster with few queries; docs/notes/cuda.md, "Few queries", has the figures.
 
-    Behind a window triton reads the keys of one query once for each head of a group; here these heads are rows of one
-    tile. Of several queries both read keys for each head, here by TMA, which gains with wide rows. Both need enough
-    keys and heads to make up for the later start, and a copy of k or v would take longer than attention.
+    With one query and a window, triton reads the keys once for each head of a group; cuda makes these heads rows of one
+    tile. With several queries both backends read the keys for each head, but cuda reads them by TMA, which is faster
+    for wide rows. Both cases need enough keys and heads to make up for the later start. They need k and v that TMA can
+    read, because a copy would take longer than attention.
     """
     plain = p.mask is None and p.bias is None and p.sink is None and p.softcap == 0 == p.dropout_p
     few = 0 < p.seqlen_q <= _FEW_QUERIES and p.num_heads >= _GROUP * p.num_heads_k
@@ -275,7 +281,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
         return False
     left, widest = p.window[0], max(p.head_dim, p.head_dim_v)
     if p.seqlen_q == 1:
-        keys, wins, least_dim = min(left + 1, p.seqlen_k), _WINDOWED, 0  # without a window none
+        keys, wins, least_dim = min(left + 1, p.seqlen_k), _WINDOWED, 0  # 0 keys, too few, without a window
     else:
         keys, wins, least_dim = p.seqlen_k if left < 0 else 0, _SEVERAL, 64
     heads = p.batch * p.num_heads
@@ -284,16 +290,16 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
 
 
 def _reads_keys(p: AttentionProblem) -> bool:
-    """Whether TMA reads k and v as they are."""
+    """Return whether TMA reads k and v as they are."""
     sizes = p.batch, p.seqlen_k, p.num_heads_k
     return all(fits_tma(sizes, strides, p.dtype.itemsize) for strides in (p.k_strides, p.v_strides))
 
 
 def _fills_half_tiles(p: AttentionProblem) -> bool:
-    """Whether cuda is as fast with half of the rows of its tiles, against 512 to 16384 keys.
+    """Return whether cuda is as fast although half of the rows of its tiles are empty.
 
-    128 and 512 tiles of 64 queries, forward: 0.74 to 0.96, with a bias per score 0.98 to 1.38, with a mask 1.8;
-    backward 1.2 to 2.0, so that both passes together are faster in every case.
+    Measured with 128 and 512 tiles of 64 queries, and 512 to 16384 keys. Forward: 0.74 to 0.96, with a bias per score
+    0.98 to 1.38, with a mask 1.8. Backward: 1.2 to 2.0, so that both passes together are faster in every case.
     """
     narrow = max(p.head_dim, p.head_dim_v) <= _NARROW
     gains = any(p.needs_grad) or p.mask is not None or p.bias_class == "score"
@@ -301,12 +307,21 @@ def _fills_half_tiles(p: AttentionProblem) -> bool:
 
 
 def _adds_for_few_keys(p: AttentionProblem) -> bool:
-    """Whether each row of dq is cleared, added and converted in fp32 for so few keys that triton is faster.
+    """Return whether triton is faster because keys are few: cuda clears, adds and converts each row of dq in fp32.
 
-    H100, 1536 tiles of queries and more, D128: full 256 to 320 keys 0.82 to 0.93, 384 0.86 to 1.08; causal 256 to 448
-    keys 0.83 to 0.91, of groups 0.73 to 0.94, 512 keys 0.82 to 0.94, 640 0.99. Fewer tiles up to 1.6; D96 0.95 to 1.1.
-    A bias whose gradient is stored, from 768 tiles on: 512 keys 0.78, 2048 0.90, 4096 1.12, causal 1.02. Timed were as
-    many queries as keys.
+    Backward passes on an H100 with as many queries as keys; at least 1536 tiles of queries, or 768 with a bias whose
+    gradient is stored. Fewer tiles: up to 1.6. D96: 0.95 to 1.1.
+
+    | D128 | keys | triton / cuda |
+    | --- | --- | --- |
+    | full | 256 to 320 | 0.82 to 0.93 |
+    | full | 384 | 0.86 to 1.08 |
+    | causal | 256 to 448 | 0.83 to 0.91, with groups 0.73 to 0.94 |
+    | causal | 512 | 0.82 to 0.94 |
+    | causal | 640 | 0.99 |
+    | stored dbias | 512 | 0.78 |
+    | stored dbias | 2048 | 0.90 |
+    | stored dbias | 4096 | 1.12, causal 1.02 |
     """
     plain = p.mask is None and p.sink is None and not p.has_window and p.softcap == 0 == p.dropout_p
     gradients = p.needs_grad.q and (p.needs_grad.k or p.needs_grad.v)
@@ -335,27 +350,32 @@ _AUTO_RULES: tuple[Rule, ...] = (
         'backend="cuda" runs it all the same',
     ),
     Rule(
-        # Their kernels of short rows, here too. From 144 keys on 1.03 to 1.9; backward 1.1 to 3.2.
+        # Triton has kernels of short rows for these calls. From 144 keys on 1.03 to 1.9; backward 1.1 to 3.2.
         "narrow_heads",
         lambda p: p.mask is not None or p.seqlen_k > _KEYS or max(p.head_dim, p.head_dim_v) > 32,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",
         'backend="cuda" runs it all the same',
     ),
     Rule(
-        "bias_copies",  # float32 beside bfloat16: D64 0.59, D128 0.87
+        "bias_copies",  # a float32 bias in a bfloat16 call: D64 0.59, D128 0.87
         lambda p: p.bias is None or p.bias.dtype == p.dtype or p.bias_class != "score",
         lambda p: "bias is not of the dtype of q, so its tiles are not copied but read value by value",
         'cast bias, or backend="cuda" runs it all the same',
     ),
     Rule(
-        # Their kernels of short rows read it as it is: T5, padded, 128, 12, 128, 64 forward 0.064 for 0.147.
+        # The short-row kernels of triton read a bool mask as it is. T5, padded, (128, 12, 128, 64), forward: 0.064 ms
+        # against 0.147 ms.
         "short_mask",
         lambda p: p.mask_form != "dense" or p.seqlen_k > _KEYS or max(p.head_dim, p.head_dim_v) > 64,
         lambda p: f"there are {p.seqlen_k} keys, and preparing the mask takes longer than attention",
         'prepare the mask before, or backend="cuda" runs it all the same',
     ),
-    # Of the backward pass, beside those above: theirs over that of cuda, both backward. From 16 tiles of keys on cuda
-    # is faster: D64 1.30, 128 tiles 1.5, causal groups 1.7, a mask 1.5; D128 1.04, 1.4 to 1.5, 1.5, 1.5; D96 1.5.
+    # The rules below are for backward passes only; so are their ratios. From 16 tiles of keys on cuda is faster:
+    #
+    #              16 tiles   128 tiles    causal groups   a mask
+    #     D64      1.30       1.5          1.7             1.5
+    #     D128     1.04       1.4 to 1.5   1.5             1.5
+    #     D96      1.5
     Rule(
         "few_keys",  # 4096 queries of 64 heads: 128 keys of D64 0.86, 77 of D128 1.08
         lambda p: p.seqlen_k > _KEYS,
@@ -371,8 +391,8 @@ _AUTO_RULES: tuple[Rule, ...] = (
         passes=("backward",),
     ),
     Rule(
-        # A full bias of D128 0.96, of D64 0.88, and 1.16 by pairs of tiles; else 1.1 to 1.5, but a random tenth of all
-        # blocks 0.84.
+        # With a full bias: D128 0.96, D64 0.88, and 1.16 with two key tiles to a work tile. With masks 1.1 to 1.5, but
+        # 0.84 if a random tenth of all blocks is kept.
         "fixed_order",
         lambda p: (
             _triton_is_slow(p)
@@ -387,7 +407,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
 
 
 def _unless(rule: Rule, has_sequences: bool) -> Rule:
-    """The rule for calls that have no sequences, or for those that have some."""
+    """Restrict a rule to calls without sequences, or to calls with sequences; it then holds for all others."""
     return rule._replace(holds=lambda p: (p.sequences is not None) is has_sequences or rule.holds(p))
 
 
@@ -407,7 +427,7 @@ _SEQUENCE_HEAD_DIM = Rule(
     ),
     'use backend="triton"',
 )
-# What the kernels of dense calls alone need; those of sequences have rules about the same of their own.
+# Rules of dense calls only; calls with sequences have their own rules about the same subjects.
 _OF_DENSE = {"head_dim", "rounded_delta", "tile_bias_dtype", "tile_bias_rows", "dbias_rows"}
 RULES: tuple[Rule, ...] = (
     *(_unless(rule, has_sequences=True) if rule.code in _OF_DENSE else rule for rule in _RULES),

@@ -7,20 +7,20 @@ from ..protocol import Rule
 from .bias_rows import fits
 
 _FEW_KEYS = 32
-_SUMMED_KEYS = 64  # of a sequence, at most: its delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
-_COLUMNS = 8  # of dbias, written 16 bytes at a time
-_MEAN_QUERIES = 128  # a tile of rows
+_SUMMED_KEYS = 64  # up to so many keys of a sequence, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
+_COLUMNS = 8  # of a row of dbias, which is written 16 bytes at a time
+_MEAN_QUERIES = 128  # the rows of a tile
 _OTHER = 'use backend="triton"'
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
 
 def _stores_dbias(p: AttentionProblem) -> bool:
-    """Whether each score of packed queries has a place of its own in dbias."""
+    """Return whether dbias of packed queries has an element for each score, so that nothing is summed."""
     return p.bias is not None and p.bias.shape[1] == p.num_heads and p.bias.shape[3] % _COLUMNS == 0
 
 
-_BOX = 128  # keys, which a kernel reads at a time
-_PAGE_SIZES = (16, 32, 64)  # and multiples of a box
+_BOX = 128  # keys that a kernel reads at a time
+_PAGE_SIZES = (16, 32, 64)  # supported, and multiples of _BOX
 
 
 def _reads_pages_of(p: AttentionProblem) -> bool:
@@ -28,7 +28,8 @@ def _reads_pages_of(p: AttentionProblem) -> bool:
 
 
 def _reads_pages(p: AttentionProblem) -> bool:
-    """Whether TMA reads k and v in pages: rows of unit stride on 16 bytes, pages a whole number of rows apart."""
+    """Return whether TMA reads k and v in pages: rows of unit stride on 16 bytes, and the stride of pages a multiple
+    of the stride of rows."""
     return all(
         fits_tma((2, 2, p.num_heads_k), strides, p.dtype.itemsize) and strides[0] % strides[1] == 0
         for strides in (p.k_strides, p.v_strides)
@@ -47,7 +48,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.mask is None,
         lambda p: (
             f"mask has shape {None if p.mask is None else tuple(p.mask.shape)}; "
-            "the kernels of sequences have causality and windows alone"
+            "the kernels of sequences support only causality and windows"
         ),
         _OTHER,
     ),
@@ -79,14 +80,15 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.sequences is None or not p.sequences.has_pages or _reads_pages(p),
         lambda p: (
             f"k and v have strides {tuple(p.k_strides)} and {tuple(p.v_strides)}; "
-            "TMA reads pages a whole number of rows apart, of rows of unit stride that start on 16 bytes"
+            "TMA reads pages whose stride is a multiple of the stride of rows, and rows of unit stride that start on "
+            "16 bytes"
         ),
         _OTHER,
     ),
     Rule(
         "sequence_softcap",
         lambda p: p.softcap == 0,
-        lambda p: f"softcap is {p.softcap}; the backward kernels of sequences have none",
+        lambda p: f"softcap is {p.softcap}; the backward kernels of sequences support none",
         _PAIR,
         passes=("backward",),
     ),
@@ -101,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         "sequence_window",
         lambda p: p.seqlen_k <= _SUMMED_KEYS or keys_of_query(p.seqlen_k, p.window) > _FEW_KEYS,
         lambda p: (
-            f"of {p.seqlen_k} keys a query attends {keys_of_query(p.seqlen_k, p.window)} at most; delta is taken from "
+            f"a query attends to at most {keys_of_query(p.seqlen_k, p.window)} of {p.seqlen_k} keys; delta comes from "
             f"out in 16 bits, whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
         ),
         _PAIR,
@@ -112,8 +114,8 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.dbias_class != "score" or p.flags.bias_packing == "none" or _stores_dbias(p),
         lambda p: (
             "the gradient of bias, of shape "
-            f"{None if p.bias is None else tuple(p.bias.shape)}, is needed; of packed queries it is stored "
-            "where query heads have one each, of rows of a multiple of 8 keys"
+            f"{None if p.bias is None else tuple(p.bias.shape)}, is needed; with packed queries it needs a "
+            "head for each query head, and rows of a multiple of 8 keys"
         ),
         _PAIR,
         passes=("backward",),
@@ -124,7 +126,7 @@ AUTO_RULES: tuple[Rule, ...] = (
     Rule(
         "short_sequences",
         lambda p: p.sequences is None or _mean_queries(p) >= _MEAN_QUERIES,
-        lambda p: f"sequences have {_mean_queries(p):.0f} queries on the mean, less than the {_MEAN_QUERIES} of a tile",
+        lambda p: f"sequences have {_mean_queries(p):.0f} queries on average, less than the {_MEAN_QUERIES} of a tile",
         'backend="cuda" runs it all the same',
     ),
 )

@@ -1,4 +1,4 @@
-"""Calls with sequences on the CUDA extension: what its two operators get, and what is made of their sums."""
+"""Plans both passes of calls with sequences: calls the two operators of the extension, and finishes their sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...problem import AttentionProblem, Flags, Gradients, Packing, fits_tma
 from ...problem.inputs import Inputs, Saved
 from ..protocol import Backward, Forward
 
-# As csrc/api/sequences.h has them.
+# The numbers that csrc/api/sequences.h gives them.
 _PACKING: dict[Packing, int] = {"none": 0, "queries": 1, "keys": 2}
 _NO_LIMIT = 2**30
 
@@ -53,8 +53,8 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
     """Plan the backward pass of a class of calls.
 
     Args:
-        p: of the class.
-        num_dbias_chunks: the chunks of a shared dbias, 0 for a choice; asked at each call.
+        p: the problem of the class.
+        num_dbias_chunks: returns the chunks of a shared dbias, 0 if the operator chooses; asked at each call.
     """
     spec, flags, needs, dbias_class, numbers = p.sequences, p.flags, p.needs_grad, p.dbias_class, _numbers(p.flags)
     assert spec is not None
@@ -66,7 +66,8 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         (q, k, v, _, bias, sink, sequences, _), out, lse = saved
         assert sequences is not None
-        # Rows of no sequence have no sink: their lse is not that of a row which has nothing else.
+        # Rows of no sequence have no sink. Their lse of -inf would look like a row that has a sink and no keys, so it
+        # becomes +inf, with which they add nothing to the gradient.
         in_sequences = lse if sink is None else lse.masked_fill(lse == -torch.inf, torch.inf)
         if number == 0 or out.numel() == 0 or k.shape[1] == 0:
             return zero_gradients((q, k, v, bias), dout, dlse, out, in_sequences, sink, needs)
@@ -84,10 +85,10 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
             dout = _aligned(dout) if dout.is_contiguous() else _rows(dout)
             differentiate(dout, dlse, *rows, sequences.bounds, bias, *results, *numbers, num_dbias_chunks())
         if delta is not None:
-            delta = delta.masked_fill(lse == -torch.inf, 0.0)  # in rows of no sequence there is none
+            delta = delta.masked_fill(lse == -torch.inf, 0.0)  # the kernel leaves rows of no sequence unwritten
         dbias = stored
         if bias is not None and sums is not None:
-            if sums.shape[2] != bias.shape[3]:  # more keys of a sequence are named than there are
+            if sums.shape[2] != bias.shape[3]:  # max_seqlen_k may be larger than the number of keys
                 sums = torch.nn.functional.pad(sums, (0, bias.shape[3] - sums.shape[2]))
             dbias = key_gradient(bias, sums, k.shape[2], 1)
         elif bias is not None and dbias_class == "query":
@@ -102,12 +103,12 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
 
 def _numbers(flags: Flags) -> tuple[bool, int, int, int, int, int, float]:
     left, right = (_NO_LIMIT if side < 0 else side for side in flags.window)
-    of_lengths = max(1, flags.max_seqlen_q), max(1, flags.max_seqlen_k)
-    return flags.packs_queries, _PACKING[flags.bias_packing], *of_lengths, left, right, flags.softmax_scale
+    most_q, most_k = max(1, flags.max_seqlen_q), max(1, flags.max_seqlen_k)
+    return flags.packs_queries, _PACKING[flags.bias_packing], most_q, most_k, left, right, flags.softmax_scale
 
 
 def _readers(p: AttentionProblem) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """What makes each of q, k and v readable for TMA, a copy where it has to be."""
+    """Return functions that make q, k and v readable for TMA, by copies if needed."""
     spec = p.sequences
     assert spec is not None
     ready = []
@@ -118,7 +119,7 @@ def _readers(p: AttentionProblem) -> tuple[Callable[[Tensor], Tensor], ...]:
 
 
 def _sides(p: AttentionProblem) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Name, shape and strides of q, k and v; pages count as one row of tokens."""
+    """Return name, shape and strides of q, k and v; k and v in pages count as packed tokens."""
     spec = p.sequences
     assert spec is not None
     sides = (
@@ -137,12 +138,12 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _pages(x: Tensor) -> Tensor:
-    """Pages (pages, page_size, H, D), whose strides a rule has checked; one page of zeros where there is none."""
+    """Return aligned pages (pages, page_size, H, D), at least one; a rule has checked their strides."""
     return _aligned(x if x.shape[0] else x.new_zeros((1, *x.shape[1:])))
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Rows (B, L, H, D) whose entries follow each other, never empty."""
+    """Return rows (B, L, H, D) that TMA can read, whose entries follow each other; at least one row."""
     if x.shape[1] == 0:
         return x.new_zeros((x.shape[0], 1, *x.shape[2:]))
     is_read = x.data_ptr() % 16 == 0 and _fits(x.shape, x.stride(), x.element_size())
@@ -150,13 +151,13 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether TMA reads q, k or v that start on 16 bytes: of unit stride, entries one after the other."""
+    """Return whether TMA reads q, k or v if they start on 16 bytes: unit stride, and entries one after the other."""
     follow = shape[0] == 1 or shape[1] == 1 or strides[0] == shape[1] * strides[1]
     return follow and fits_tma(shape, strides, itemsize)
 
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Name the copies that a call makes."""
+    """Describe the copies that a call makes."""
     spec = problem.sequences
     assert spec is not None
     return tuple(

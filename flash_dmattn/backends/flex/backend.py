@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
 
-from ...problem import AttentionProblem, SequenceSpec, TensorSpec, bias_class, dtype_name
-from ...problem.inputs import Inputs
+import torch
+
+from ...problem import AttentionProblem, TensorSpec, bias_class, dtype_name
 from ..protocol import Availability, Backend, Forward, Rule
-from .blocks import BLOCK, prepare_blocks
-from .call import attend, graph_module, nothing, ready_inputs, widens, with_sink
-from .sequences import attend_sequences
-from .tiles import extents
+from .blocks import BLOCK
+from .call import attend_dense, graph_module, widens
+from .sequences import attend_sequences, extents
 
 _INT32_MAX = 2**31 - 1
 
@@ -39,8 +38,20 @@ def _listed_tiles(p: AttentionProblem) -> int:
     return queries.tiles * keys.tiles * (1 if p.mask is None or p.mask.broadcast()[1] else p.num_heads)
 
 
-def _span(spec: TensorSpec | None) -> int:
-    return 0 if spec is None else spec.span()
+def _span_rule(name: str, code: str, spec: Callable[[AttentionProblem], TensorSpec | None]) -> Rule:
+    def span(p: AttentionProblem) -> int:
+        tensor = spec(p)
+        return 0 if tensor is None else tensor.span()
+
+    return Rule(
+        code,
+        lambda p: span(p) <= _INT32_MAX,
+        lambda p: (
+            f"{name} spans {span(p)} elements; compiled FlexAttention indexes a captured tensor with 32 bits, "
+            f"so at most {_INT32_MAX}"
+        ),
+        "broadcast a dimension, or split the call over batch or heads",
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -80,24 +91,8 @@ RULES: tuple[Rule, ...] = (
         ),
         'use backend="eager"',
     ),
-    Rule(
-        "mask_span",
-        lambda p: _span(p.mask) <= _INT32_MAX,
-        lambda p: (
-            f"mask spans {_span(p.mask)} elements; compiled FlexAttention indexes a captured tensor with 32 bits, "
-            f"so at most {_INT32_MAX}"
-        ),
-        "broadcast a dimension, or split the call over batch or heads",
-    ),
-    Rule(
-        "bias_span",
-        lambda p: _span(p.bias) <= _INT32_MAX,
-        lambda p: (
-            f"bias spans {_span(p.bias)} elements; compiled FlexAttention indexes a captured tensor with 32 bits, "
-            f"so at most {_INT32_MAX}"
-        ),
-        "broadcast a dimension, or split the call over batch or heads",
-    ),
+    _span_rule("mask", "mask_span", lambda p: p.mask),
+    _span_rule("bias", "bias_span", lambda p: p.bias),
     Rule(
         "row_span",
         lambda p: _largest_row_span(p) <= _INT32_MAX,
@@ -134,15 +129,15 @@ AUTO_RULES: tuple[Rule, ...] = (
     ),
 )
 
-_found: Availability | None = None
+_availability: Availability | None = None
 
 
 def probe() -> Availability:
-    """Whether FlexAttention can be imported and compiled; the first result is remembered."""
-    global _found
-    if _found is None:
-        _found = _load()
-    return _found
+    """Try once whether FlexAttention can be imported and compiled."""
+    global _availability
+    if _availability is None:
+        _availability = _load()
+    return _availability
 
 
 def _load() -> Availability:
@@ -159,43 +154,40 @@ def _load() -> Availability:
 
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """What a call costs beyond its kernels, for `explain`."""
-    found = []
-    bias = problem.bias
-    if bias is not None and widens(bias.dtype, problem.needs_grad.bias, bias_class(bias.shape, bias.strides)):
+    """Say what a call costs beyond its kernels, for `explain`."""
+    costs = []
+    bias, needs = problem.bias, problem.needs_grad
+    if bias is not None and widens(bias.dtype, needs.bias, bias_class(bias.shape, bias.strides)):
         why = (
             "to accumulate its gradient"
-            if problem.needs_grad.bias
+            if needs.bias
             else "FlexAttention's kernels have no use for its width"
             if bias.dtype == torch.float64
             else "FlexAttention's forward kernel is slow to read 16 bits for a key"
         )
-        found.append(f"copies bias to float32, {4 * _span(bias) / 2**20:.1f} MB: {why}")
+        costs.append(f"copies bias to float32, {4 * bias.span() / 2**20:.1f} MB: {why}")
     if problem.sequences is not None:
-        found.append(_note_of_rows(problem, problem.sequences))
-    if problem.needs_grad.bias and bias is not None and not bias.broadcast()[3]:
-        found.append("the gradient of bias is added up with atomics: not bitwise repeatable")
+        queries, keys = extents(problem.sequences)
+        dims = problem.head_dim + problem.head_dim_v
+        # Queries: q and out; keys: k and v.
+        copied = (queries.rows * problem.num_heads + keys.rows * problem.num_heads_k) * dims * problem.dtype.itemsize
+        lists = 4 * 4 * _listed_tiles(problem)
+        costs.append(
+            f"copies q, k, v and out into rows of {BLOCK}, none of which two sequences share, {copied / 2**20:.1f} MB, "
+            f"with {lists / 2**20:.1f} MB of lists"
+        )
+    if needs.bias and bias is not None and not bias.broadcast()[3]:
+        costs.append("the gradient of bias is added up with atomics: not bitwise repeatable")
         if bias.broadcast()[2]:
-            found.append("repeats bias over batch and heads, and its gradient until it is summed")
-    if any(problem.needs_grad) and not (problem.needs_grad.q and problem.needs_grad.k and problem.needs_grad.v):
-        found.append("computes dq, dk and dv together, also where only some of them are needed")
+            costs.append("repeats bias over batch and heads, and its gradient until it is summed")
+    if any(needs) and not (needs.q and needs.k and needs.v):
+        costs.append("computes dq, dk and dv together, also where only some of them are needed")
     if problem.sink is not None:
-        found.append("scales out by the share of the keys beside the sink, once more rounded")
+        costs.append("scales out by the share of the keys beside the sink, once more rounded")
     for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides)):
         if problem.device == "cpu" and problem.sequences is None and strides[3] != 1:
-            found.append(f"copies {name}: FlexAttention's CPU kernel needs the head dim contiguous")
-    return tuple(found)
-
-
-def _note_of_rows(p: AttentionProblem, spec: SequenceSpec) -> str:
-    queries, keys = extents(spec)
-    dims = p.head_dim + p.head_dim_v
-    copied = (queries.rows * p.num_heads + keys.rows * p.num_heads_k) * dims * p.dtype.itemsize  # q and out, k and v
-    lists = 4 * 4 * _listed_tiles(p)
-    return (
-        f"copies q, k, v and out into rows of {BLOCK}, none of which two sequences share, {copied / 2**20:.1f} MB, "
-        f"with {lists / 2**20:.1f} MB of lists"
-    )
+            costs.append(f"copies {name}: FlexAttention's CPU kernel needs the head dim contiguous")
+    return tuple(costs)
 
 
 def plan_forward(problem: AttentionProblem) -> Forward:
@@ -209,20 +201,8 @@ def plan_forward(problem: AttentionProblem) -> Forward:
 
     Source: FlexAttention, arXiv:2412.05496.
     """
-    return lambda inputs: _attention(problem, inputs)
-
-
-def _attention(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
-    if x.sequences is not None:
-        return attend_sequences(problem, x)
-    if x.sink is not None:
-        keys = problem._replace(return_lse=True, sink=None, needs_grad=problem.needs_grad._replace(sink=False))
-        out, lse = _attention(keys, x._replace(sink=None))
-        return with_sink(out, lse, x.sink)[: 1 + problem.return_lse]
-    if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
-        return nothing(problem, x.q, (x.q, x.k, x.v, x.bias))
-    q, k, v, mask, bias = ready_inputs(problem, x)
-    return attend(problem, q, k, v, mask, bias, prepare_blocks(problem, mask, q.device))
+    run = attend_dense if problem.sequences is None else attend_sequences
+    return lambda inputs: run(problem, inputs)
 
 
 BACKEND = Backend(

@@ -1,4 +1,4 @@
-"""Tile lists for FlexAttention: which 128 x 128 tiles of a call are partly or wholly allowed, by row and by column."""
+"""Masks, causal limits and windows as FlexAttention reads them: lists of 128 x 128 tiles, and limits."""
 
 from __future__ import annotations
 
@@ -14,50 +14,19 @@ from ...reference import formula
 # FlexAttention's own default; every tile its kernels pick for the head dims it accepts divides it.
 BLOCK = 128
 
-
-class Limits(NamedTuple):
-    """The band of a call as conditions on a key and a query, lower <= j - i <= upper; None is no condition."""
-
-    lower: int | None
-    upper: int | None
-
-
-class BlockLists(NamedTuple):
-    """Contiguous int32 lists (B | 1, Hq | 1, ...): counts per row of tiles, and tile indices of which the first count.
-
-    `kv_*` walk the keys of a row of tiles (forward, dq), `q_*` the queries of a column (dk, dv). A tile in a `full_*`
-    list is allowed everywhere, so that the kernel reads no mask for it.
-    """
-
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor
-    full_kv_indices: Tensor
-    q_num_blocks: Tensor
-    q_indices: Tensor
-    full_q_num_blocks: Tensor
-    full_q_indices: Tensor
-
-
-def limits_of(problem: AttentionProblem) -> Limits:
-    """The band of a call, without the limits that exclude nothing: those of a query of length 1, or a wide window."""
-    offset = problem.seqlen_k - problem.seqlen_q
-    left, right = problem.window
-    lower = offset - left if left >= 0 else None
-    upper = offset + right if right >= 0 else None
-    if lower is not None and lower <= 1 - problem.seqlen_q:
-        lower = None
-    if upper is not None and upper >= problem.seqlen_k - 1:
-        upper = None
-    return Limits(lower, upper)
+# The eight tensors of a BlockMask, in its order: contiguous int32 (B | 1, Hq | 1, ...). The first two are counts
+# (..., rows) and indices (..., rows, columns) of the tiles that a row allows partly. The next two name the tiles that a
+# row allows everywhere, for which the kernel reads no mask. The same four for each column follow. A count says how many
+# of the indices are read.
+Lists = tuple[Tensor, ...]
 
 
 class Places(NamedTuple):
-    """Where the rows that sequences are laid out in come from, int32; 0 of rows that come from nowhere.
+    """The token that each row of laid-out sequences holds, by which masks and biases are read: int32.
 
     Attributes:
-        sequence, query, token: of each query its sequence, its place in that, and its token among all that are packed.
-        key: of each key its place in its sequence.
+        sequence, query, token: for each query its sequence, its place there, and its place among all packed tokens.
+        key: for each key its place in its sequence.
     """
 
     sequence: Tensor
@@ -67,129 +36,121 @@ class Places(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What a call's mask, causal limit and window become: tile lists, and the limits as int32 of no dimension.
+    """The tensors that masks, limits and sequences become; a graph reads them, so that none of their values compiles.
 
-    Tensors all, filled on the device: a Python int would be compiled into the graph, a copied one would wait for the
-    host. None is no limit; no lists mean that everything is allowed. Of sequences the limits have one dimension: the
-    first and the last key that each query may see; `places` are then what masks and biases are read through.
+    Attributes:
+        lists: the tile lists; None where every pair is allowed.
+        lower, upper: int32. Without a dimension they are limits on key - query. With one they are the first and the
+            last key that each query may see, in rows of sequences. None is no limit.
+        places: set where a mask or a bias is read through it.
     """
 
-    lists: BlockLists | None = None
+    lists: Lists | None = None
     lower: Tensor | None = None
     upper: Tensor | None = None
     places: Places | None = None
 
 
-def prepare_blocks(problem: AttentionProblem, mask: Tensor | None, device: torch.device) -> Blocks:
-    """The lists and limits of a call, without a host synchronisation.
+def limits_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
+    """Lower and upper limits on key - query; None where a limit excludes no pair, as for 1 query or a wide window."""
+    offset = problem.seqlen_k - problem.seqlen_q
+    left, right = problem.window
+    lower = offset - left if left >= 0 else None
+    upper = offset + right if right >= 0 else None
+    if lower is not None and lower <= 1 - problem.seqlen_q:
+        lower = None
+    if upper is not None and upper >= problem.seqlen_k - 1:
+        upper = None
+    return lower, upper
 
-    A mask (B | 1, Hq | Hk | 1, Lq | 1, Lk | 1), its broadcast dims of size 1, is summarised at its own size, and its
-    lists alone are repeated. In a caller's graph all is one operator, which Inductor would otherwise take apart:
-    captured expressions that are not buffers make its FlexAttention fail on CPU (torch 2.13).
+
+def dense_blocks(problem: AttentionProblem, mask: Tensor | None, device: torch.device) -> Blocks:
+    """Make the lists and limits of a dense call, without waiting for the device.
+
+    A mask (B | 1, Hq | Hk | 1, Lq | 1, Lk | 1), its broadcast dims of size 1, is summarised at its own size; only its
+    lists are repeated. A caller's graph has one operator for all of it: captured expressions that are not buffers make
+    Inductor's FlexAttention fail on CPU (torch 2.13).
     """
-    p, limits = problem, limits_of(problem)
-    if mask is None and limits == Limits(None, None):
+    p, (lower, upper) = problem, limits_of(problem)
+    if mask is None and lower is None and upper is None:
         return Blocks()
-    sizes = (p.num_heads, p.seqlen_q, p.seqlen_k, device, p.batch, p.flags.mask_repeat)
-    if torch.compiler.is_compiling():
-        *lists, lower, upper = _OPERATOR(mask, limits.lower, limits.upper, *sizes)
-        return Blocks(
-            BlockLists(*lists), None if limits.lower is None else lower, None if limits.upper is None else upper
-        )
-    lower, upper = (None if n is None else _filled(n, device) for n in limits)
-    return Blocks(block_lists(mask, limits, *sizes), lower, upper)
+    function = _DENSE if torch.compiler.is_compiling() else dense_tensors
+    made = function(mask, lower, upper, p.num_heads, p.seqlen_q, p.seqlen_k, device, p.batch, p.flags.mask_repeat)
+    # An operator returns no None: the limits that exist follow the lists.
+    return Blocks(tuple(made[:8]), None if lower is None else made[8], None if upper is None else made[-1])
 
 
-def _filled(limit: int, device: torch.device) -> Tensor:
-    return torch.full((), limit, dtype=torch.int32, device=device)
-
-
-def _blocks(mask: Tensor | None, lower: int | None, upper: int | None, *sizes: Any) -> list[Tensor]:
-    # An operator returns no None: an unused limit is filled with 0.
-    return [*block_lists(mask, Limits(lower, upper), *sizes), *(_filled(n or 0, sizes[3]) for n in (lower, upper))]
-
-
-def _blocks_fake(mask: Tensor | None, lower: int | None, upper: int | None, *sizes: Any) -> list[Tensor]:
-    num_heads, seqlen_q, seqlen_k, device, batch, _ = sizes
-    entries, heads = (1, 1) if mask is None else (mask.shape[0], mask.shape[1])
-    lists = (entries if entries == 1 else batch, heads if heads == 1 else num_heads)
-    rows, columns = ((length + BLOCK - 1) // BLOCK for length in (seqlen_q, seqlen_k))
-    shapes = [(*lists, rows), (*lists, rows, columns)] * 2 + [(*lists, columns), (*lists, columns, rows)] * 2 + [()] * 2
-    return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
-
-
-_OPERATOR = define(
-    "flex_blocks",
-    "(Tensor? mask, SymInt? lower, SymInt? upper, SymInt num_heads, SymInt seqlen_q, SymInt seqlen_k, Device device, "
-    "SymInt batch, SymInt repeat) -> Tensor[]",
-    _blocks,
-    _blocks_fake,
-)
-
-
-def block_lists(
+def dense_tensors(
     mask: Tensor | None,
-    limits: Limits,
+    lower: int | None,
+    upper: int | None,
     num_heads: int,
     seqlen_q: int,
     seqlen_k: int,
     device: torch.device,
-    batch: int | None = None,
-    repeat: int = 1,
-) -> BlockLists:
-    """The tile lists of a mask and of limits; entry b of the batch reads entry b // repeat of the mask, cyclically.
+    batch: int,
+    repeat: int,
+) -> list[Tensor]:
+    """Make the lists of a dense call, then the limits that it has as tensors, filled on the device.
 
-    >>> lists = block_lists(None, Limits(None, 0), 1, 256, 256, torch.device("cpu"))
-    >>> lists.kv_num_blocks.tolist(), lists.full_kv_num_blocks.tolist()  # the diagonal, and what lies below it
+    Entry b of the batch reads entry b // repeat of the mask, cyclically. A tile where mask and limits each allow
+    something, but nothing in common, is listed as partly allowed: it costs time alone, as its pairs are tested again.
+
+    >>> made = dense_tensors(None, None, 0, 1, 256, 256, torch.device("cpu"), 1, 1)
+    >>> made[0].tolist(), made[2].tolist()  # the diagonal, and what lies below it
     ([[[1, 1]]], [[[0, 1]]])
     """
-    partial, full = tile_classes(mask, limits, seqlen_q, seqlen_k, device)
-    heads = partial.shape[1]
-    if heads not in (1, num_heads):
-        # The kernels look a query head up modulo the number of lists, where grouped heads need it divided.
-        partial, full = (x.repeat_interleave(num_heads // heads, dim=1) for x in (partial, full))
-    if batch is not None:
-        # Nor do they divide the batch where parts of it share an entry.
-        partial, full = (formula.spread_entries(x, batch, repeat) for x in (partial, full))
-    return BlockLists(*(x for a in (partial, full, partial.mT, full.mT) for x in compact(a)))
-
-
-def tile_classes(
-    mask: Tensor | None, limits: Limits, seqlen_q: int, seqlen_k: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Which tiles are (partly, wholly) allowed, bool (B | 1, H | 1, ceil(Lq / 128), ceil(Lk / 128)), disjoint.
-
-    A tile where mask and limits each allow something, but nothing in common, counts as partly allowed: it costs time,
-    not correctness, as every element of such a tile is tested again.
-    """
-    rows, keys = tile_bounds(seqlen_q, device), tile_bounds(seqlen_k, device)
-    some, every = _band_classes(limits, rows, keys)
+    rows, keys = tile_edges(seqlen_q, device), tile_edges(seqlen_k, device)
+    some, every = band(lower, upper, (rows[0][:, None], rows[1][:, None]), keys)
+    some, every = some[None, None], every[None, None]
     if mask is not None:
         mask_some, mask_every = mask_classes(mask, rows, keys)
         some, every = some & mask_some, every & mask_every
-    return some & ~every, every
+    some, every = (formula.spread_entries(x, batch, repeat) for x in (some, every))
+    limits = (torch.full((), n, dtype=torch.int32, device=device) for n in (lower, upper) if n is not None)
+    return [*tile_lists(some, every, num_heads), *limits]
 
 
-def tile_bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    # First and last position of every tile; the last tile may be short.
+def _dense_fake(mask: Tensor | None, lower: int | None, upper: int | None, *sizes: Any) -> list[Tensor]:
+    num_heads, seqlen_q, seqlen_k, device, batch, _ = sizes
+    entries, heads = (1, 1) if mask is None else (mask.shape[0], mask.shape[1])
+    shared = (entries if entries == 1 else batch, heads if heads == 1 else num_heads)
+    shapes = list_shapes(*shared, *((length + BLOCK - 1) // BLOCK for length in (seqlen_q, seqlen_k)))
+    shapes += [() for n in (lower, upper) if n is not None]
+    return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+
+
+_DENSE = define(
+    "flex_blocks",
+    "(Tensor? mask, SymInt? lower, SymInt? upper, SymInt num_heads, SymInt seqlen_q, SymInt seqlen_k, Device device, "
+    "SymInt batch, SymInt repeat) -> Tensor[]",
+    dense_tensors,
+    _dense_fake,
+)
+
+
+def tile_edges(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and last position of every tile; the last tile may be short."""
     first = torch.arange((length + BLOCK - 1) // BLOCK, device=device, dtype=torch.int32) * BLOCK
     return first, (first + (BLOCK - 1)).clamp(max=length - 1)
 
 
-def _band_classes(limits: Limits, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    # j - i takes every value between its extremes on a tile, so the extremes decide.
-    (first_row, last_row), (first_key, last_key) = rows, keys
-    least = first_key[None, :] - last_row[:, None]
-    most = last_key[None, :] - first_row[:, None]
-    some = every = torch.ones_like(least, dtype=torch.bool)[None, None]
-    if limits.lower is not None:
-        some, every = some & (most >= limits.lower), every & (least >= limits.lower)
-    if limits.upper is not None:
-        some, every = some & (least <= limits.upper), every & (most <= limits.upper)
+def band(
+    lower: int | None, upper: int | None, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """In which tiles limits on key - query allow a pair, and in which every pair; rows and keys are tile edges."""
+    # key - query takes every value between its extremes on a tile, so the extremes decide.
+    least, most = keys[0] - rows[1], keys[1] - rows[0]
+    some = every = torch.ones_like(least, dtype=torch.bool)
+    if lower is not None:
+        some, every = some & (most >= lower), every & (least >= lower)
+    if upper is not None:
+        some, every = some & (least <= upper), every & (most <= upper)
     return some, every
 
 
 def mask_classes(mask: Tensor, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """In which tiles a 4-D mask allows a pair, and in which every pair; dims of size 1 keep it."""
     # Counting reads the mask once, where any() and all() would read it twice; a ragged edge is never padded (a copy).
     area = torch.ones((), dtype=torch.int32, device=mask.device)
     count = mask
@@ -203,18 +164,31 @@ def mask_classes(mask: Tensor, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, 
 
 
 def tile_sums(x: Tensor, dim: int) -> Tensor:
-    whole = x.shape[dim] // BLOCK
-    edge = x.shape[dim] - whole * BLOCK
-    sums = x.narrow(dim, 0, whole * BLOCK).unflatten(dim, (whole, BLOCK)).sum(dim + 1, dtype=torch.int32)
+    tiles, edge = divmod(x.shape[dim], BLOCK)
+    sums = x.narrow(dim, 0, tiles * BLOCK).unflatten(dim, (tiles, BLOCK)).sum(dim + 1, dtype=torch.int32)
     if edge == 0:
         return sums
-    rest = x.narrow(dim, whole * BLOCK, edge).sum(dim, keepdim=True, dtype=torch.int32)
-    return torch.cat((sums, rest), dim) if whole else rest
+    rest = x.narrow(dim, tiles * BLOCK, edge).sum(dim, keepdim=True, dtype=torch.int32)
+    return torch.cat((sums, rest), dim) if tiles else rest
 
 
-def compact(active: Tensor) -> tuple[Tensor, Tensor]:
+def tile_lists(some: Tensor, every: Tensor, num_heads: int) -> list[Tensor]:
+    """Make `Lists` from bool (B, H, rows, columns): which tiles allow a pair, and which allow every pair."""
+    heads = some.shape[1]
+    if heads not in (1, num_heads):  # the kernels look a query head up modulo the number of lists
+        some, every = (x.repeat_interleave(num_heads // heads, dim=1) for x in (some, every))
+    partial = some & ~every
+    return [x for active in (partial, every, partial.mT, every.mT) for x in _compact(active)]
+
+
+def _compact(active: Tensor) -> tuple[Tensor, Tensor]:
     # A stable descending sort puts the indices of the active tiles first, in order, without a host synchronisation.
     # The kernels compute offsets as if both were contiguous, whatever their strides.
     counts = active.sum(-1, dtype=torch.int32)
-    indices = active.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts.contiguous(), indices.contiguous()
+    indices = active.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return counts.contiguous(), indices.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def list_shapes(entries: int, heads: int, rows: int, columns: int) -> list[tuple[int, ...]]:
+    shared = (entries, heads)
+    return [(*shared, rows), (*shared, rows, columns)] * 2 + [(*shared, columns), (*shared, columns, rows)] * 2

@@ -8,146 +8,152 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, BiasClass, Packing, bias_class
+from ...problem import AttentionProblem, BiasClass, MaskView, Packing, bias_class
 from ...problem.inputs import Inputs
 from ...reference import formula
-from .blocks import BLOCK, Blocks
+from .blocks import BLOCK, Blocks, dense_blocks
 
 
 def graph_module() -> ModuleType:
-    """`graph.py`, imported on its first use: it imports FlexAttention."""
+    """Import `graph.py` on its first use, and FlexAttention with it."""
     # An import statement, not importlib: under torch.compile dynamo runs the former and refuses the latter.
     from . import graph
 
     return graph
 
 
-def ready_inputs(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def attend_dense(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
+    """Return (out, lse), or (out,) where the problem does not return lse."""
+    if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
+        results = nothing(problem, x)
+        return results if x.sink is None else _with_sink(problem, results, x.sink)
+    x = ready(problem, x)
+    return attend(problem, x, dense_blocks(problem, x.mask.dense, x.q.device))
+
+
+def nothing(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
+    """Return (out, lse) of a call without a pair of a query and a key; FlexAttention refuses length 0."""
+    # The sum of no elements gives each input a gradient of zeros.
+    inputs = (x.q, x.k, x.v, x.bias, x.sink)
+    zero = sum(tensor.flatten()[:0].sum(dtype=torch.float32) for tensor in inputs if tensor is not None)
+    batch, seqlen_q, num_heads, _ = x.q.shape
+    out = (x.q.new_zeros((batch, seqlen_q, num_heads, problem.head_dim_v)) + zero).to(x.q.dtype)
+    if not (problem.return_lse or x.sink is not None):
+        return (out,)
+    return out, torch.full((batch, num_heads, seqlen_q), -torch.inf, dtype=torch.float32, device=out.device) + zero
+
+
+def ready(problem: AttentionProblem, x: Inputs) -> Inputs:
     """Drop gradients that nobody needs and expanded dims, and bring a bias into the dtype that is read."""
-    q, k, v, mask, bias = x.q, x.k, x.v, x.mask.dense, x.bias
     if not any(problem.needs_grad):
-        # On CPU FlexAttention refuses what requires a gradient, also where none is recorded.
-        q, k, v = _detached(q), _detached(k), _detached(v)
-        bias = None if bias is None else _detached(bias)
-    mask = None if mask is None else _narrow(mask)
+        # On CPU FlexAttention refuses inputs that require a gradient, also where none is recorded.
+        if any(tensor is not None and tensor.requires_grad for tensor in (x.q, x.k, x.v, x.bias)):
+            bias = None if x.bias is None else x.bias.detach()
+            x = x._replace(q=x.q.detach(), k=x.k.detach(), v=x.v.detach(), bias=bias)
+    mask, bias = x.mask.dense, x.bias
+    if mask is not None:
+        x = x._replace(mask=MaskView("dense", (_narrow(mask),)))
     if bias is not None:
         if not problem.needs_grad.bias:
-            bias = _narrow(bias)  # with a gradient it keeps its shape, which each place has its own derivative in
+            bias = _narrow(bias)  # with a gradient it keeps its shape, in which each place has its own derivative
         if widens(bias.dtype, problem.needs_grad.bias, bias_class(bias.shape)):
             bias = _ToFloat32.apply(bias)
-    return q, k, v, mask, bias
+        x = x._replace(bias=bias)
+    return x
 
 
 def attend(
-    problem: AttentionProblem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    blocks: Blocks,
-    packing: tuple[Packing | None, Packing | None] = (None, None),
+    problem: AttentionProblem, x: Inputs, blocks: Blocks, packing: tuple[Packing | None, Packing | None] = (None, None)
 ) -> tuple[Tensor, ...]:
-    """(out, lse), or (out,) where the problem does not return lse.
+    """Run FlexAttention on a dense call, or on the rows that sequences are laid out in, and add what it has not.
 
     Args:
-        problem: a dense call: of sequences, that of the rows that they are laid out in.
-        q, k, v: (B, L, H, D).
-        mask, bias: 4-D, as `ready_inputs` has them.
-        blocks: the tile lists and limits of the call.
-        packing: how mask and bias are read through the places of `blocks`; None is as dense ones.
+        problem: of the call; sizes are those of the tensors.
+        x: as `ready` returns it.
+        blocks: the tile lists and limits.
+        packing: how mask and bias are read through the places of `blocks`; None reads by row and column.
     """
-    row_bias = None
-    if bias is not None:
-        if problem.needs_grad.bias and bias.shape[3] == 1:
+    mask, bias, row_bias = x.mask.dense, x.bias, None
+    batch, seqlen_q, num_heads, _ = x.q.shape
+    flags = problem.flags
+    if bias is not None and problem.needs_grad.bias:
+        if bias.shape[3] == 1:
             row_bias, bias = bias, bias.detach()
-        elif problem.needs_grad.bias and bias.shape[2] == 1:
-            bias = _partial_sums(problem, bias)
+        elif bias.shape[2] == 1:
+            # A number per key for each of (B, Hq, 1, Lk) makes many short sums of its gradient, which autograd adds up
+            # in pairs. One sum of a million terms, each added by an atomic, loses 5e-5 in fp32, and the atomics wait.
+            bias = formula.spread_entries(_per_query_head(bias, num_heads), batch, flags.bias_repeat)
+            bias = bias.expand(batch, -1, -1, -1).contiguous()
     if mask is not None and mask.shape[2] == 1:
         mask = mask.to(torch.int32)  # a byte for a key is as slow to read as 16 bits: see `widens`
     graph = graph_module()
-    flags, of_mask, of_bias = problem.flags, packing[0], packing[1]
     form = graph.Form(
         problem.softmax_scale,
         problem.softcap,
         problem.num_heads != problem.num_heads_k,
-        problem.return_lse,
-        None if mask is None else graph.shared(mask, problem.num_heads, problem.batch, flags.mask_repeat, of_mask),
-        None if bias is None else graph.shared(bias, problem.num_heads, problem.batch, flags.bias_repeat, of_bias),
+        problem.return_lse or x.sink is not None,
+        None if mask is None else graph.shared(mask, num_heads, batch, flags.mask_repeat, packing[0]),
+        None if bias is None else graph.shared(bias, num_heads, batch, flags.bias_repeat, packing[1]),
         _num_stages(problem, mask, bias),
         # Torch chooses its decoding kernel below 128 queries, and then finds no configuration of it where the queries
         # of a group of heads fill more than one block (H200, torch 2.11).
-        problem.seqlen_q < BLOCK < problem.seqlen_q * (problem.num_heads // problem.num_heads_k),
+        seqlen_q < BLOCK < seqlen_q * (problem.num_heads // problem.num_heads_k),
     )
     if torch.compiler.is_compiling():
-        results = graph.run(form, q, k, v, _realise(mask), _realise(bias), *blocks)
-        return results if row_bias is None else _through_lse(problem, results, row_bias)
-    specialised = _specialised(problem, blocks, bias)
-    # With symbolic lengths Inductor's CPU kernel does not always compile (an undeclared name in its C++, torch 2.13).
-    static = problem.device == "cpu" and graph.compiler == "inductor"
-    if static:
-        specialised += (problem.batch, problem.seqlen_q, problem.seqlen_k, None if mask is None else mask.shape)
-        specialised += (None if bias is None or blocks.places is None else bias.shape,)
-    function = graph.compiled(form, specialised, dynamic=False if static else None)
-    results = function(q, k, v, mask, bias, *blocks)
-    return results if row_bias is None else _through_lse(problem, results, row_bias)
+        results = graph.run(form, x.q, x.k, x.v, _realise(mask), _realise(bias), blocks)
+    else:
+        # With symbolic lengths Inductor's CPU kernel does not always compile (an undeclared name, torch 2.13).
+        is_static = problem.device == "cpu" and graph.compiler == "inductor"
+        specialised = specialisation(problem, x, bias, blocks, is_static)
+        function = graph.compiled(form, specialised, dynamic=False if is_static else None)
+        results = function(x.q, x.k, x.v, mask, bias, blocks)
+    if row_bias is not None:
+        results = _through_lse(problem, results, row_bias)
+    return results if x.sink is None else _with_sink(problem, results, x.sink)
 
 
-def nothing(problem: AttentionProblem, q: Tensor, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """The results of a call without a pair of a query and a key; `inputs` are those that get a gradient of zeros."""
-    # FlexAttention refuses length 0. The sum is of no elements, and gives each input a gradient of zeros.
-    zero = sum(x.flatten()[:0].sum(dtype=torch.float32) for x in inputs if x is not None)
-    batch, seqlen_q, num_heads, _ = q.shape
-    out = (q.new_zeros((batch, seqlen_q, num_heads, problem.head_dim_v)) + zero).to(q.dtype)
-    if not problem.return_lse:
-        return (out,)
-    return out, torch.full((batch, num_heads, seqlen_q), -torch.inf, dtype=torch.float32, device=q.device) + zero
+def specialisation(
+    problem: AttentionProblem, x: Inputs, bias: Tensor | None, blocks: Blocks, is_static: bool
+) -> tuple[object, ...]:
+    """Name everything that makes torch compile a graph anew beside its form; it takes every length of 1 for constant.
 
-
-def _specialised(problem: AttentionProblem, blocks: Blocks, bias: Tensor | None) -> tuple[object, ...]:
-    # What torch compiles anew for, whatever the sizes are called: it takes every length of 1 for a constant.
+    A static graph is compiled for all of its sizes. `bias` is as the graph receives it.
+    """
     p = problem
-    return (
+    batch, seqlen_q, seqlen_k = x.q.shape[0], x.q.shape[1], x.k.shape[1]
+    specialised = (
         p.device,
         p.dtype,
         None if bias is None else bias.dtype,
         (p.num_heads, p.num_heads_k, p.head_dim, p.head_dim_v),
-        p.needs_grad,
+        p.needs_grad[:4],
         torch.is_grad_enabled(),
-        tuple(None if x is None else x.dim() for x in (blocks.lower, blocks.upper)),
-        (p.batch == 1, p.seqlen_q == 1, p.seqlen_k == 1, p.seqlen_q <= BLOCK, p.seqlen_k <= BLOCK),
-        tuple((s[1] >= s[2], s[3] == 1) for s in (p.q_strides, p.k_strides, p.v_strides)),
+        tuple(None if limit is None else limit.dim() for limit in (blocks.lower, blocks.upper)),
+        (batch == 1, seqlen_q == 1, seqlen_k == 1, seqlen_q <= BLOCK, seqlen_k <= BLOCK),
+        tuple((s[1] >= s[2], s[3] == 1) for s in (x.q.stride(), x.k.stride(), x.v.stride())),
     )
+    if not is_static:
+        return specialised
+    sizes = (x.mask.dense, None if blocks.places is None else bias)
+    shapes = (None if tensor is None else tensor.shape for tensor in sizes)
+    return (*specialised, batch, seqlen_q, seqlen_k, *shapes)
 
 
 def _num_stages(problem: AttentionProblem, mask: Tensor | None, bias: Tensor | None) -> int | None:
-    # Torch's three stages leave no shared memory for pipelined tiles of a captured tensor, and the compilation fails:
-    # 272 of 227 KB for the backward at head dim 128 with a mask and a bias of one value per score, 240 KB for the
-    # forward at head dim 64 with a bias in fp32 (H200, torch 2.11).
+    # Torch's three stages leave no shared memory for pipelined tiles of a captured tensor, and the compilation fails. A
+    # backward pass at head dim 128 with a mask and a bias of one value per score takes 272 of 227 KB, a forward pass at
+    # head dim 64 with a bias in fp32 takes 240 KB (H200, torch 2.11).
     tiles = any(x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (mask, bias))
     if not tiles or problem.device != "cuda":
         return None
     return 2 if problem.arch == "sm_90" and max(problem.head_dim, problem.head_dim_v) <= 128 else 1
 
 
-def _detached(x: Tensor) -> Tensor:
-    return x.detach() if x.requires_grad else x
-
-
 def widens(dtype: torch.dtype, needs_grad: bool, held: BiasClass) -> bool:
-    # A gradient is added up in the dtype of what it is the gradient of, so in fp32; fp64 would slow the kernel down.
-    # With 16 bits for a key the forward kernel takes 6 ms in the place of 0.1 (H200, torch 2.11, 2 x 2048 x 16 x 64).
+    """Whether a bias of this dtype and class is copied to fp32."""
+    # A gradient is added up in the dtype of its input, so in fp32; fp64 would slow the kernel down. With 16 bits for a
+    # key the forward kernel takes 6 ms in the place of 0.1 (H200, torch 2.11, 2 x 2048 x 16 x 64).
     return dtype == torch.float64 or (dtype != torch.float32 and (needs_grad or held == "key"))
-
-
-def _partial_sums(problem: AttentionProblem, bias: Tensor) -> Tensor:
-    """Repeat a bias of one number per key to (B, Hq, 1, Lk), so that its gradient is many short sums.
-
-    Autograd adds those up in pairs. One sum of a million terms, each added by an atomic, loses 5e-5 in fp32, and the
-    atomics wait for one another.
-    """
-    bias = formula.spread_entries(_per_query_head(bias, problem.num_heads), problem.batch, problem.flags.bias_repeat)
-    return bias.expand(problem.batch, -1, -1, -1).contiguous()
 
 
 def _per_query_head(x: Tensor, num_heads: int) -> Tensor:
@@ -159,29 +165,29 @@ def _through_lse(problem: AttentionProblem, results: tuple[Tensor, ...], bias: T
 
     Summing ds over the keys would give the same but for the rounding of delta, which is then all that is left of it.
     """
-    nothing = bias.flatten()[:0].sum()
-    out = results[0] + nothing.to(results[0].dtype)
+    out = results[0] + bias.flatten()[:0].sum().to(results[0].dtype)
     if len(results) == 1:
         return (out,)
     lse = results[1]
     rows = formula.spread_entries(
-        _per_query_head(bias, lse.shape[1]).squeeze(3), problem.batch, problem.flags.bias_repeat
+        _per_query_head(bias, lse.shape[1]).squeeze(3), lse.shape[0], problem.flags.bias_repeat
     )
     return out, lse + torch.where(lse == -torch.inf, 0.0, rows - rows.detach())
 
 
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of keys alone with the sinks of heads.
+def _with_sink(problem: AttentionProblem, results: tuple[Tensor, ...], sink: Tensor) -> tuple[Tensor, ...]:
+    """Join the sinks of heads to results of keys alone.
 
-    Not as a score_mod of one more key, which would be a row of k and v. Through logsigmoid and logaddexp the gradient
-    of a sink that takes little, or nearly everything, is as exact as that of any other.
+    A score_mod of one more key would need a row of k and v for it. Through logsigmoid and logaddexp the gradient of a
+    sink stays exact, also where the sink takes little or nearly everything.
     """
+    out, lse = results
     logits = sink.to(lse.dtype)[:, None]
     has_none = logits == -torch.inf
     gap = torch.where(has_none, torch.inf, lse - logits)  # of an empty row too, where that is NaN
     share = torch.nn.functional.logsigmoid(gap).exp().mT.unsqueeze(3)
     lse = torch.where(has_none, lse, torch.logaddexp(lse, logits.masked_fill(has_none, 0.0)))
-    return (out.to(lse.dtype) * share).to(out.dtype), lse
+    return ((out.to(lse.dtype) * share).to(out.dtype), lse)[: 1 + problem.return_lse]
 
 
 def _narrow(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The FlexAttention graph of a call, and the compiled functions: one per class of problem, each compiled once.
+"""The FlexAttention graph of a call, and its compiled functions: one per class of problem, each compiled once.
 
-Importing this module imports FlexAttention, and with it a part of dynamo; `backend.py` does it lazily.
+Importing this module imports FlexAttention, and a part of dynamo with it, so `call.py` does it lazily.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from ...problem import Packing
 from ...remembered import Remembered
-from .blocks import BLOCK, BlockLists, Places
+from .blocks import BLOCK, Blocks, Places
 
 # The graph compiler given to torch.compile. Tests set "eager": FlexAttention's own dense formula, which has a backward
 # pass on CPU.
@@ -25,11 +25,14 @@ compiler = "inductor"
 
 
 class Shared(NamedTuple):
-    """How a mask or bias is shared: which of (batch, head, query, key) it has, and query heads per head of it.
+    """How a mask or a bias is read.
 
-    `entries` is (repeat, size) where entry b of the batch reads entry b // repeat % size of it, None where it has one
-    for each. `packing` is how one with a value per score is read beside sequences, whose rows are laid out anew: "none"
-    by sequence and place in it, "queries" by token and place of the key; None is by row and column, as they come.
+    Attributes:
+        dims: which of (batch, head, query, key) it has.
+        group: query heads for each head of it.
+        entries: (repeat, size): entry b of the batch reads entry b // repeat % size. None where each has its own.
+        packing: how a value per score is read beside sequences, whose rows are laid out anew. "none" reads by sequence
+            and place, "queries" by token and place of the key; None reads by row and column.
     """
 
     dims: tuple[bool, bool, bool, bool]
@@ -39,7 +42,13 @@ class Shared(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a graph is specialised for; it holds no tensor and no length."""
+    """The constants of a graph: no tensor and no length.
+
+    Attributes:
+        grouped: whether query heads share heads of k and v.
+        num_stages: of the kernels' pipelines; None leaves it to torch.
+        no_decoding: whether torch is kept from its kernel for few queries.
+    """
 
     softmax_scale: float
     softcap: float
@@ -47,12 +56,12 @@ class Form(NamedTuple):
     return_lse: bool
     mask: Shared | None
     bias: Shared | None
-    num_stages: int | None  # of the kernels' pipelines; None leaves it to torch
-    no_decoding: bool  # keep torch from its kernel for few queries
+    num_stages: int | None
+    no_decoding: bool
 
 
 def shared(x: Tensor, num_heads: int, batch: int, repeat: int, packing: Packing | None = None) -> Shared:
-    """How a mask or bias, its broadcast dims of size 1, is shared by `num_heads` query heads and a batch."""
+    """Describe how `num_heads` query heads and a batch read a mask or a bias, whose broadcast dims have size 1."""
     b, h, i, j = (size > 1 for size in x.shape)
     # int() makes it a constant also where a caller's graph has symbolic sizes.
     entries = (int(repeat), int(x.shape[0])) if packing is None and b and x.shape[0] != batch else None
@@ -60,29 +69,13 @@ def shared(x: Tensor, num_heads: int, batch: int, repeat: int, packing: Packing 
 
 
 def run(
-    form: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    lists: BlockLists | None,
-    lower: Tensor | None,
-    upper: Tensor | None,
-    places: Places | None,
+    form: Form, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, blocks: Blocks
 ) -> tuple[Tensor, ...]:
-    """FlexAttention on (B, L, H, D) tensors: (out,) or (out, lse).
+    """Run FlexAttention on (B, L, H, D) tensors, and return (out,) or (out, lse).
 
-    Args:
-        form: the constants.
-        q, k, v: as in the contract.
-        mask, bias: 4-D, dims that `form` says they do not have being of size 1.
-        lists: the tile lists; None exactly where there is neither mask nor limit.
-        lower, upper: int32, on the device: of no dimension the limits of the band, on key - query; of one the first and
-            the last key that each query may see.
-        places: what `form` says that mask or bias is read through.
+    `mask` and `bias` have 4 dims, of size 1 where `form` says that they lack one.
     """
-
+    lists, lower, upper, places = blocks
     # Locals, as a closure over `form` would capture every value in it, and floats cannot be captured.
     mask_shared, bias_shared = form.mask, form.bias
     softcap = None
@@ -111,19 +104,8 @@ def run(
     block_mask = None
     if lists is not None:
         # from_kv_blocks would derive the lists of the columns by scattering; they are at hand.
-        block_mask = BlockMask(
-            seq_lengths=(q.shape[1], k.shape[1]),
-            BLOCK_SIZE=(BLOCK, BLOCK),
-            mask_mod=mask_mod,
-            kv_num_blocks=lists.kv_num_blocks,
-            kv_indices=lists.kv_indices,
-            full_kv_num_blocks=lists.full_kv_num_blocks,
-            full_kv_indices=lists.full_kv_indices,
-            q_num_blocks=lists.q_num_blocks,
-            q_indices=lists.q_indices,
-            full_q_num_blocks=lists.full_q_num_blocks,
-            full_q_indices=lists.full_q_indices,
-        )
+        lengths = (q.shape[1], k.shape[1])
+        block_mask = BlockMask(lengths, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)  # type: ignore[misc,arg-type]
     kernel_options: Any = {}
     if form.num_stages is not None:
         kernel_options["num_stages"] = form.num_stages
@@ -171,7 +153,7 @@ _numbers = itertools.count()
 
 
 def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) -> Callable[..., tuple[Tensor, ...]]:
-    """The compiled graph of a class of problems, made on its first use.
+    """Return the compiled graph of a class of problems, made on its first use.
 
     torch.compile counts recompilations per code object, and remembers per name which sizes have varied. One function
     for all classes would exhaust the limit (8) after a few of them, so each class has a code object and a name of its
@@ -179,8 +161,7 @@ def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) 
 
     Args:
         form: the constants of the graph.
-        specialised: whatever else makes torch compile anew: dtype, head dims, which lengths are 1. Part of the key
-            only.
+        specialised: what else makes torch compile anew; a part of the key alone.
         dynamic: as torch.compile has it; None makes a length symbolic when a second value of it is met.
     """
     key = (compiler, form, specialised, dynamic)
@@ -229,7 +210,7 @@ def _state_that_none_is_reused(results: tuple[Tensor, ...]) -> None:
     # anything but an empty list for reuse, and refuses retain_graph=True.
     for x in results:
         node = x.grad_fn
-        for _ in range(3):  # a view of an output has a node before that of the graph
+        for _ in range(3):  # a view of an output has a node of its own before the node of the graph
             if node is None:
                 break
             metadata: Any = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)

@@ -1,69 +1,329 @@
-"""A call with sequences as a dense one of rows that are laid out in tiles, and its results where the tokens lie."""
+"""Calls with sequences: their rows laid out in tiles, a dense call of these, and its results put where the tokens lie.
+
+No tile has rows of two sequences. Otherwise NaN would reach a sequence from another one: kernels multiply by 0 what
+they mask, and NaN times 0 is NaN.
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...problem import AttentionProblem, Packing, spec_of
+from ...definition import define
+from ...problem import AttentionProblem, MaskView, Packing, SequenceSpec
 from ...problem.inputs import Inputs
-from .blocks import Blocks
-from .call import attend, nothing, ready_inputs, with_sink
-from .sequence_blocks import prepare_sequences
-from .tiles import Side, extents, laid_out, moved
+from ...sequences.layout import token_places
+from .blocks import BLOCK, Blocks, Places, band, list_shapes, mask_classes, tile_edges, tile_lists, tile_sums
+from .call import attend, nothing, ready
 
 
 def attend_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
-    """(out, lse), or (out,) where the problem does not return lse."""
-    sink, sequences = x.sink, x.sequences
-    assert sequences is not None
-    spec = problem.sequences
-    assert spec is not None
+    """Return (out, lse), or (out,) where the problem does not return lse."""
+    spec, sequences = problem.sequences, x.sequences
+    assert spec is not None and sequences is not None
     if spec.number == 0 or spec.rows_q == 0:
-        return nothing(problem, x.q, (x.q, x.k, x.v, x.bias, sink))
+        return nothing(problem, x)[: 1 + problem.return_lse]
     if spec.rows_k == 0:  # a row that no sequence has
         k, v = (torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (x.k, x.v))
         x = x._replace(k=k, v=v)
-    q, k, v, mask, bias = ready_inputs(problem, x)
-    unread = bias if bias is not None and bias.numel() == 0 else None
-    # One of no elements is of calls without a pair.
-    mask, bias = (None if x is None or x.numel() == 0 else x for x in (mask, bias))
-    flags = problem.flags
-    tiled = prepare_sequences(
-        sequences.bounds, mask, flags.mask_packing, extents(spec), problem.window, problem.num_heads
-    )
-    queries, keys = tiled.queries, tiled.keys
-    of_mask: Packing | None = None
-    of_bias: Packing | None = None
+    x = ready(problem, x)
+    # A mask or a bias without elements belongs to a call without a pair.
+    mask, bias = (None if tensor is None or tensor.numel() == 0 else tensor for tensor in (x.mask.dense, x.bias))
+    queries, keys, blocks = sequence_blocks(problem, sequences.bounds, mask)
+    mask_packing: Packing | None = None
+    bias_packing: Packing | None = None
     if mask is not None:
-        mask, of_mask = laid_out(mask, flags.mask_packing, queries, keys)
+        mask, mask_packing = lay_out(mask, problem.flags.mask_packing, queries, keys)
     if bias is not None:
-        bias, of_bias = laid_out(bias, flags.bias_packing, queries, keys)
-    q_rows, k_rows, v_rows = _in_rows(q, queries), _in_rows(k, keys), _in_rows(v, keys)
-    of_rows = problem._replace(
-        batch=1,
-        seqlen_q=q_rows.shape[1],
-        seqlen_k=k_rows.shape[1],
-        q_strides=spec_of(q_rows).strides,
-        k_strides=spec_of(k_rows).strides,
-        v_strides=spec_of(v_rows).strides,
-        return_lse=problem.return_lse or sink is not None,
+        bias, bias_packing = lay_out(bias, problem.flags.bias_packing, queries, keys)
+    if mask_packing is None and bias_packing is None:
+        blocks = blocks._replace(places=None)
+    rows = x._replace(
+        q=_in_rows(x.q, queries),
+        k=_in_rows(x.k, keys),
+        v=_in_rows(x.v, keys),
+        mask=MaskView() if mask is None else MaskView("dense", (mask,)),
+        bias=bias,
     )
-    places = tiled.places if of_mask is not None or of_bias is not None else None
-    blocks = Blocks(*tiled.blocks[:3], places)
-    results = attend(of_rows, q_rows, k_rows, v_rows, mask, bias, blocks, (of_mask, of_bias))
-    if sink is not None:
-        results = with_sink(results[0], results[1], sink)
-    out = moved(results[0], 1, queries.row, queries.token).view(*q.shape[:3], v.shape[3])
-    if unread is not None:
-        out = out + unread.sum().to(out.dtype)
+    results = attend(problem, rows, blocks, (mask_packing, bias_packing))
+    out = move_rows(results[0], 1, queries.row, queries.token).view(*x.q.shape[:3], x.v.shape[3])
+    if bias is None and x.bias is not None:
+        out = out + x.bias.sum().to(out.dtype)  # so that it has a gradient
     if not problem.return_lse:
         return (out,)
-    lse = moved(results[1], 2, queries.row, queries.token, -torch.inf)
-    return out, lse if q.shape[0] == 1 else lse[0].unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+    lse = move_rows(results[1], 2, queries.row, queries.token, -torch.inf)
+    if x.q.shape[0] > 1:
+        lse = lse[0].unflatten(1, x.q.shape[:2]).transpose(0, 1).contiguous()
+    return out, lse
 
 
 def _in_rows(x: Tensor, side: Side) -> Tensor:
-    """The tokens of q, k or v, (entries, tokens, H, D), as (1, rows, H, D); the rows of a head follow each other."""
-    # Of 4 dims, as Inductor's CPU kernel fails on a view of what a graph has computed with fewer (torch 2.13).
-    return moved(x.flatten(0, 1)[None].transpose(1, 2), 2, side.token, side.row).transpose(1, 2)
+    """Bring q, k or v (entries, tokens, H, D) into the order of the rows, (1, rows, H, D), each head contiguous."""
+    # Always with 4 dims: Inductor's CPU kernel fails on a view of what a graph has computed with fewer (torch 2.13).
+    return move_rows(x.flatten(0, 1)[None].transpose(1, 2), 2, side.token, side.row).transpose(1, 2)
+
+
+class Extent(NamedTuple):
+    """How many queries or keys a call may have; Python numbers, as tensors are sized by them.
+
+    Attributes:
+        entries, tokens: the first sizes of the tensor.
+        is_packed: whether it is one row of tokens.
+        most: a bound on the tokens of a sequence, at least 1.
+        tiles: a bound on the tiles of all sequences.
+    """
+
+    entries: int
+    tokens: int
+    is_packed: bool | int
+    most: int
+    tiles: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of all tiles."""
+        return self.tiles * BLOCK
+
+
+def extents(spec: SequenceSpec) -> tuple[Extent, Extent]:
+    """Bound the queries and the keys of a call; a side without tokens counts as one of 1 token."""
+    sides = ((spec.rows_q, spec.max_seqlen_q, spec.packs_queries), (spec.rows_k, spec.max_seqlen_k, spec.packs_keys))
+    queries, keys = (_extent(spec.number, *side) for side in sides)
+    return queries, keys
+
+
+def _extent(number: int, tokens: int, bound: int, is_packed: bool) -> Extent:
+    tokens = 1 if tokens == 0 else tokens
+    most = min(tokens, 1 if bound == 0 else bound)
+    tiles = number * ((most + BLOCK - 1) // BLOCK)
+    if is_packed:
+        # Each sequence has at most one tile that it does not fill.
+        tiles = min(tiles, tokens // BLOCK + number)
+    return Extent(1 if is_packed else number, tokens, is_packed, most, tiles)
+
+
+class Side(NamedTuple):
+    """Queries or keys in rows of tiles: int32.
+
+    Attributes:
+        token: (rows,), which of all tokens lies in each row; -1 in an empty row.
+        row: (tokens,), the row of each token; -1 for a token that no sequence has.
+        sequence, place: (rows,), the sequence of each row, and the place of its token in it. An empty row has the place
+            of another token of its sequence: kernels add to a gradient there what they mask, which is 0, or NaN if
+            that sequence has NaN.
+    """
+
+    token: Tensor
+    row: Tensor
+    sequence: Tensor
+    place: Tensor
+
+
+class SequenceBlocks(NamedTuple):
+    """The rows that sequences are laid out in, and the lists, limits and places of a call on these rows."""
+
+    queries: Side
+    keys: Side
+    blocks: Blocks
+
+
+# Calls without a mask keep their rows and lists for as long as the bounds live, which `Sequences` remember. All layers
+# of a model then read the same tensors, and save them for the backward pass once.
+_kept = WeakTensorKeyDictionary()
+
+
+def sequence_blocks(problem: AttentionProblem, bounds: Tensor, mask: Tensor | None) -> SequenceBlocks:
+    """Lay out the sequences of a call, and make its lists and limits, without waiting for the device.
+
+    Args:
+        problem: has one sequence at least.
+        bounds: of a `SequenceView`.
+        mask: 4-D, its broadcast dims of size 1.
+    """
+    assert problem.sequences is not None
+    sides, window = extents(problem.sequences), problem.window
+    numbers: list[Any] = [problem.flags.mask_packing, *map(list, sides), *window, problem.num_heads]
+    if torch.compiler.is_compiling():
+        return _named(_SEQUENCES(bounds, mask, *numbers))
+    if mask is not None:
+        return _named(_sequence_tensors(bounds, mask, *numbers))
+    kept = _kept.setdefault(bounds, {})
+    blocks: SequenceBlocks | None = kept.get((sides, window))
+    if blocks is None:
+        blocks = kept[sides, window] = _named(_sequence_tensors(bounds, None, *numbers))
+    return blocks
+
+
+def _named(x: list[Tensor]) -> SequenceBlocks:
+    queries, keys = Side(*x[:4]), Side(*x[4:8])
+    places = Places(queries.sequence, queries.place, x[8], keys.place)
+    return SequenceBlocks(queries, keys, Blocks(tuple(x[11:]), x[9], x[10], places))
+
+
+def _sequence_tensors(
+    bounds: Tensor,
+    mask: Tensor | None,
+    packing: Packing,
+    extent_q: list[int],
+    extent_k: list[int],
+    left: int,
+    right: int,
+    num_heads: int,
+) -> list[Tensor]:
+    queries, _ = _side(bounds[:, :2], Extent(*extent_q))
+    keys, first_row_k = _side(bounds[:, 2:], Extent(*extent_k))
+    some, every = _band_classes(bounds, queries, keys, left, right)
+    if mask is not None:
+        mask_some, mask_every = _mask_classes(mask, packing, queries, keys)
+        some, every = some & mask_some, every & mask_every
+    token = (bounds[:, 0][queries.sequence] + queries.place).clamp(max=len(queries.row) - 1)
+    limits = _limits(bounds, queries, first_row_k, left, right)
+    return [*queries, *keys, token, *limits, *tile_lists(some, every, num_heads)]
+
+
+def _sequences_fake(
+    bounds: Tensor, mask: Tensor | None, packing: Packing, extent_q: list[int], extent_k: list[int], *numbers: int
+) -> list[Tensor]:
+    queries, keys = Extent(*extent_q), Extent(*extent_k)
+    heads = 1 if mask is None or mask.shape[1] == 1 else numbers[-1]
+    shapes: list[tuple[int, ...]] = []
+    for side in (queries, keys):
+        shapes += [(side.rows,), (side.entries * side.tokens,), (side.rows,), (side.rows,)]
+    shapes += [(queries.rows,)] * 3 + list_shapes(1, heads, queries.tiles, keys.tiles)
+    return [torch.empty(shape, dtype=torch.int32, device=bounds.device) for shape in shapes]
+
+
+_SEQUENCES = define(
+    "flex_sequences",
+    "(Tensor bounds, Tensor? mask, str packing, SymInt[] extent_q, SymInt[] extent_k, SymInt left, SymInt right, "
+    "SymInt num_heads) -> Tensor[]",
+    _sequence_tensors,
+    _sequences_fake,
+)
+
+
+def _side(bounds: Tensor, extent: Extent) -> tuple[Side, Tensor]:
+    """Lay out the queries or the keys; also return the first row of each sequence, int32 (S,).
+
+    `bounds` are the first token and the number of tokens of each sequence, int32 (S, 2).
+    """
+    tiles = (bounds[:, 1] + (BLOCK - 1)) // BLOCK
+    ends = tiles.cumsum(0, dtype=torch.int32)
+    first_tile = ends - tiles
+    tile = torch.arange(extent.tiles, device=bounds.device, dtype=torch.int32)
+    own = torch.searchsorted(ends, tile, right=True, out_int32=True)
+    is_used = (own < len(ends))[:, None]  # tiles are left over where sequences are shorter than they may be
+    own = own.clamp(max=len(ends) - 1)
+    local = (tile - first_tile[own])[:, None].masked_fill(~is_used, 0)
+    own = own[:, None]
+    place = local * BLOCK + torch.arange(BLOCK, device=bounds.device, dtype=torch.int32)
+    length = bounds[:, 1][own]
+    first = bounds[:, 0][own] if extent.is_packed else own * extent.tokens
+    token = (first + place).masked_fill(~(is_used & (place < length)), -1)
+    tokens = token_places(bounds, extent.entries, extent.tokens, bool(extent.is_packed))
+    row = (first_tile[tokens.own] * BLOCK + tokens.place).masked_fill(~tokens.is_used, -1)
+    place = place % length.clamp(1, extent.most)
+    side = Side(token.flatten(), row.to(torch.int32), own.expand(-1, BLOCK).flatten(), place.flatten())
+    return side, first_tile * BLOCK
+
+
+def _limits(bounds: Tensor, queries: Side, first_row_k: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
+    """First and last row of keys that each row of queries may see: int32, 1 and 0 for an empty row."""
+    seqlen_q, seqlen_k = bounds[:, 1], bounds[:, 3]
+    own = queries.sequence
+    middle = queries.place + (seqlen_k - seqlen_q)[own]
+    last = seqlen_k[own] - 1
+    lower = torch.zeros_like(middle) if left < 0 else (middle - left).clamp(min=0)
+    upper = last if right < 0 else torch.minimum(last, middle + right)
+    first, is_empty = first_row_k[own], queries.token < 0
+    return (first + lower).masked_fill(is_empty, 1), (first + upper).masked_fill(is_empty, 0)
+
+
+def _band_classes(bounds: Tensor, queries: Side, keys: Side, left: int, right: int) -> tuple[Tensor, Tensor]:
+    """In which tiles a sequence has a pair in its band, and which hold such pairs alone: (1, 1, rows, columns)."""
+    # A tile is as its first row, which has a token unless the tile is left over.
+    own_q, own_k = queries.sequence[::BLOCK], keys.sequence[::BLOCK]
+    first_row, first_key = queries.place[::BLOCK], keys.place[::BLOCK]
+    last_row = torch.minimum(first_row + (BLOCK - 1), bounds[:, 1][own_q] - 1)
+    last_key = torch.minimum(first_key + (BLOCK - 1), bounds[:, 3][own_k] - 1)
+    is_full = (last_row - first_row == BLOCK - 1)[:, None] & (last_key - first_key == BLOCK - 1)
+    is_used = (queries.token[::BLOCK] >= 0)[:, None] & (keys.token[::BLOCK] >= 0)
+    offset = (bounds[:, 3] - bounds[:, 1])[own_q]
+    rows = ((first_row + offset)[:, None], (last_row + offset)[:, None])
+    some, every = band(None if left < 0 else -left, None if right < 0 else right, rows, (first_key, last_key))
+    some = some & is_used & (own_q[:, None] == own_k)
+    return some[None, None], (some & every & is_full)[None, None]
+
+
+def _mask_classes(mask: Tensor, packing: Packing, queries: Side, keys: Side) -> tuple[Tensor, Tensor]:
+    """Classify the tiles of a mask as `mask_classes` does; tiles that are not full, or have two sequences, get any."""
+    x, read = lay_out(mask, packing, queries, keys)
+    local_q, local_k = (side.place[::BLOCK] // BLOCK for side in (queries, keys))
+    if read == "queries":
+        is_empty = queries.token[:, None] < 0
+        rows = tile_sums(x, 3)[0].index_select(1, queries.token.clamp(min=0)).masked_fill(is_empty, 0)
+        count = rows.unflatten(1, (-1, BLOCK)).sum(2, dtype=torch.int32)[None, ..., local_k]
+        return count > 0, count == BLOCK * BLOCK
+    some, every = mask_classes(x, *(tile_edges(n, mask.device) for n in x.shape[2:]))
+    if read == "none":
+        own = queries.sequence[::BLOCK]
+        entry = own if x.shape[0] > 1 else torch.zeros_like(own)
+        at = (entry[:, None], slice(None), local_q[:, None], local_k)
+        some, every = (classes[at].permute(2, 0, 1)[None] for classes in (some, every))
+    return some, every
+
+
+def move_rows(x: Tensor, dim: int, there: Tensor, back: Tensor, fill: float = 0.0) -> Tensor:
+    """Read the rows `there` of a dim, `fill` for -1; the gradient reads the rows `back` of what arrives, 0 for -1.
+
+    Rows are never added up, so that values in rows of no sequence go nowhere, NaN included.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        result: Tensor = _MoveRows.apply(x, dim, there, back, fill)
+        return result
+    return _read_rows(x, dim, there, fill)
+
+
+class _MoveRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, there: Tensor, back: Tensor, fill: float) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.dim = dim
+        return _read_rows(x, dim, there, fill)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return _read_rows(gradient, ctx.dim, back, 0.0), None, None, None, None
+
+
+def _read_rows(x: Tensor, dim: int, which: Tensor, fill: float) -> Tensor:
+    is_none = (which < 0).view([-1] + [1] * (x.dim() - dim - 1))
+    # Dynamo of torch 2.11 loses the gradient of a Function that writes in place in forward; a graph fuses the copy.
+    write = Tensor.masked_fill if torch.compiler.is_compiling() else Tensor.masked_fill_
+    return write(x.index_select(dim, which.clamp(min=0)), is_none, fill)
+
+
+def lay_out(x: Tensor, packing: Packing, queries: Side, keys: Side) -> tuple[Tensor, Packing | None]:
+    """Bring a mask or a bias into the order of the rows, and name the packing by which it is still to be read.
+
+    A tensor with a value per score stays as it is, and is read through `Places`: see `graph.Shared`. Any other one is
+    copied into the order of the rows, and None says so.
+    """
+    b, _, i, j = x.shape
+    if i > 1 and j > 1:
+        return x, packing
+    if packing == "keys":
+        return move_rows(x, 3, keys.token, keys.row), None
+    if packing == "queries":
+        return (move_rows(x, 2, queries.token, queries.row) if i > 1 else x), None
+    if i == j == 1 and b == 1:
+        return x, None
+    side, dim = (keys, 3) if j > 1 else (queries, 2)
+    by_sequence = x.flatten(2)  # (S or 1, H, places or 1)
+    sequence = side.sequence if b > 1 else torch.zeros_like(side.sequence)
+    place = side.place if i > 1 or j > 1 else torch.zeros_like(side.place)
+    return by_sequence[sequence, :, place].t()[None].unsqueeze(5 - dim), None

@@ -1,4 +1,4 @@
-"""The Triton kernels as a backend: one forward, a key- and a query-stationary backward."""
+"""The Triton kernels as a backend: its rules, probe and notes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from ...problem import AttentionProblem, dtype_name, sm_number
 from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Rule
-from .passes import is_short, kernels, plan_backward, plan_forward, reads_dense, reads_heads_first
+from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_dense, reads_heads_first
 
 MAX_HEAD_DIM = 256
 
@@ -29,7 +29,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.dtype != torch.float64 and (p.bias is None or p.bias.dtype != torch.float64),
         lambda p: (
             f"dtype is {dtype_name(p.dtype)}"
-            + ("" if p.bias is None else f", that of bias {dtype_name(p.bias.dtype)}")
+            + ("" if p.bias is None else f" and bias has {dtype_name(p.bias.dtype)}")
             + "; the kernels compute in at most float32"
         ),
         'cast, or use backend="eager"',
@@ -54,7 +54,7 @@ _found: Availability | None = None
 
 
 def probe() -> Availability:
-    """Whether Triton and the kernels can be imported; the first result is remembered."""
+    """Return whether Triton and the kernels can be imported; the first result is reused."""
     global _found
     if _found is None:
         _found = _load()
@@ -70,7 +70,7 @@ def _load() -> Availability:
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Name the copies that a call makes."""
+    """Describe the copies that a call makes."""
     p = problem
     if p.sequences is not None:
         if p.mask_form == "tree" and any(p.needs_grad):
@@ -84,7 +84,8 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
     short = [probe().usable and is_short(p, direction) for direction in ("forward", "backward")]
     if not short[1] and probe().usable and kernels().needs_fp32_delta(p.dtype, p.seqlen_k, p.window, p.needs_grad):
         copies.append("for the gradients copies q, k, v to fp32 and computes out anew: few keys feel its rounding")
-    ordered = () if all(short) else interval_notes(problem, gathers=True)
+    reads_bools = p.mask_form == "dense" and has_few_pairs(p)
+    ordered = () if reads_bools or all(short) else interval_notes(problem, gathers=True)
     return (*ordered, *copies)
 
 

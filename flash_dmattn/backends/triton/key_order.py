@@ -1,4 +1,4 @@
-"""Keys, values and biases in the order of an interval mask, and gradients out of it, in plain PyTorch."""
+"""Copies k, v and bias into the order of keys of an interval mask, and gradients back, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,35 +12,30 @@ from ..mask_choice import follows_order, interval_walk
 
 
 def has_order(p: AttentionProblem, mask: MaskView) -> bool:
-    """Whether a call takes its keys in the order of its interval mask: the mask has one, and the call can follow it."""
+    """Return whether a call takes its keys in the order of its interval mask: it has one, and the call can follow."""
     return mask.tensors[2].shape[2] > 0 and follows_order(p, mask)
 
 
 def tiles_of_bounds(p: AttentionProblem, mask: MaskView) -> MaskView:
-    """An interval mask as the kernels run it: bounds in the place of bits, an int64 for a key, start in the low half.
-
-    Places are keys, or stand in the order of the mask.
-    """
+    """Convert an interval mask for the kernels: bounds in the place of bits, an int64 a key, start in the low half."""
     walk = interval_walk(p, mask)
-    # Classes tell which tiles a bias visits that entries or heads share; the mask has not kept them.
+    # Only the gradient of a shared bias reads classes of tiles. The mask does not hold them, so they are made here.
     classes = walk.row_lists
     if p.dbias_class == "score":
-        from ...masks.prepared.interval_tiles import interval_classes  # importing flash_dmattn does not need it
+        from ...masks.prepared.intervals import interval_classes  # importing flash_dmattn does not need it
 
         classes = interval_classes(walk.bounds, p.seqlen_q)
     return MaskView("tiles", (walk.bounds.view(torch.int64).squeeze(-1), classes, walk.row_lists, walk.col_lists))
 
 
 class Ordered:
-    """A call in the order of keys of its mask, a view of the form "intervals": see `has_order`.
-
-    k, v and a bias of one value per key come by place, and so do their gradients.
+    """A call whose k, v and bias are in the order of keys of its interval mask; so are their gradients.
 
     Attributes:
-        mask: of the form "tiles".
-        k, v, bias: as the kernels read them. A bias that was put in order is fp32, so that its gradient is rounded
-            once, and has an entry for each of the batch where a part of it shares one and the mask has several.
-        flags: as these have it.
+        mask: the mask in the form "tiles".
+        k, v, bias: the tensors that kernels read. A bias that was put in order is fp32, so that its gradient is rounded
+            once. If both the bias and the mask have several entries, it has an entry for each of the batch.
+        flags: the flags for these tensors.
     """
 
     def __init__(self, p: AttentionProblem, x: Inputs) -> None:
@@ -51,21 +46,21 @@ class Ordered:
         self._own_bias, self._bias_repeat, self._seqlen_k = bias, flags.bias_repeat, p.seqlen_k
         self._bias_order: Tensor | None = None
         batch, seqlen_k, heads, _ = k.shape
-        # k and v are copied for each entry of the batch, so that is what orders are for.
+        # k and v have an entry for each of the batch, so the order needs one, too.
         orders = formula.spread_entries(mask_order.long(), batch, flags.mask_repeat)
         places = orders.shape[2]  # all keys, or live ones
         order = orders.expand(batch, heads, places).transpose(1, 2)
         pairs = torch.arange(batch * heads, device=k.device).view(batch, 1, heads)
         self._rows = (pairs // heads * seqlen_k + order) * heads + pairs % heads
         start, stop = bounds[:, :, :places].unbind(-1)
-        # Zeros for dead keys beside live ones: a product takes them all, and 0 * NaN is NaN.
+        # Dead keys become zeros. They share tiles with live keys, and p = 0 times NaN in a dead key would be NaN.
         dead = (
             formula.spread_entries(start >= stop, batch, flags.mask_repeat)
             .expand(batch, heads, places)
             .transpose(1, 2)[..., None]
         )
         self.k, self.v = (x.reshape(-1, x.shape[3])[self._rows].masked_fill_(dead, 0) for x in (k, v))
-        # One value that was expanded over keys may have a gradient for each.
+        # A bias that is expanded over keys has one value, but may need a gradient for each key.
         if bias is not None and "key" in (p.bias_class, p.dbias_class):
             if orders.shape[0] > 1 and bias.shape[0] not in (1, batch):
                 bias = formula.spread_entries(bias, batch, flags.bias_repeat)
@@ -78,14 +73,14 @@ class Ordered:
 
     @staticmethod
     def _order_of_bias(bias: Tensor, order: Tensor, num_heads: int) -> Tensor:
-        """The order (B, H, Lk) of a bias, B and H the larger of both."""
+        """Return the order for a bias, (B, H, Lk), with the larger B and H of bias and order."""
         if bias.shape[1] == num_heads and order.shape[1] not in (1, num_heads):
             order = order.repeat_interleave(num_heads // order.shape[1], 1)
         shape = torch.broadcast_shapes(bias.shape[:2], order.shape[:2])
         return order.expand(*shape, -1)
 
     def by_key(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of k or of v in the order of keys."""
+        """Return the gradient of k or v, moved back to the keys."""
         if gradient is None:
             return gradient
         batch, places, heads, head_dim = gradient.shape
@@ -95,7 +90,7 @@ class Ordered:
         return result.view(batch, self._seqlen_k, heads, head_dim)
 
     def bias_by_key(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of the bias in the order of keys, in the shape and dtype of the bias of the call."""
+        """Return the gradient of the bias, moved back to the keys, in the shape and dtype of the bias of the call."""
         own = self._own_bias
         if gradient is None or own is None or self._bias_order is None:
             return gradient

@@ -1,4 +1,4 @@
-"""Both passes on the Triton kernels: a launch is planned once for a class of calls and for where tensors start."""
+"""Both passes on the Triton kernels; a launch plan serves a class of calls whose tensors have equal alignment."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ..protocol import Backward, Direction, Forward
 from .key_order import Ordered, has_order, tiles_of_bounds
 from .tree_tiles import tiles_of_tree
 
-# Calls of at most so many keys, and pairs of a query and a key in all heads, read a bool mask as it is.
+# Calls of at most so many keys, and so many (query, key) pairs in all heads, read a bool mask as it is.
 FEW_KEYS, FEW_PAIRS = 1024, 2**21
 
 _launch: ModuleType | None = None
 
 
 def kernels() -> ModuleType:
-    """The launch of the kernels, imported late: Triton takes a second, and flash_dmattn has to import without it."""
+    """Import the launch module at first use: importing Triton takes a second, and it may not be installed."""
     global _launch
-    if _launch is None:  # the import system takes two microseconds to find it again
+    if _launch is None:  # kept, because the import system takes two microseconds
         _launch = importlib.import_module("flash_dmattn.triton_kernels.launch")
     return _launch
 
@@ -43,33 +43,41 @@ def _sequence_kernels() -> ModuleType:
 
 
 def is_short(p: AttentionProblem, direction: Direction) -> bool:
-    """Whether a pass of a call runs the kernel of short rows, which reads a mask of any form as it is."""
+    """Return whether a pass of a call runs the kernel of short rows, which reads a mask in any form."""
     call = kernels().ShortCall.described(p)
     serves: bool = call.serves_forward() if direction == "forward" else call.serves_backward()
     return serves
 
 
 def has_group_rows(p: AttentionProblem) -> bool:
-    """Whether the query heads of a group become rows of one tile before a bool mask of one query is packed."""
+    """Return whether the query heads of a group become rows of one tile; a bool mask is packed after that."""
     if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.seqlen_k < kernels().GROUP_ROWS_FROM:
         return False
     return p.flags.left < 0 and p.dropout_p == 0
 
 
 def has_few_pairs(p: AttentionProblem) -> bool:
-    """Whether a call takes the host longer than the GPU: to pack its bool mask is two launches more."""
-    return p.seqlen_k <= FEW_KEYS and p.batch * p.num_heads * p.seqlen_q * p.seqlen_k <= FEW_PAIRS
+    """Return whether a call is so small that two more launches, to pack its bool mask, take longer than they save.
+
+    In fp32 the kernels that read bools spill a hundred registers a thread.
+    """
+    return (
+        p.dtype.itemsize == 2
+        and p.seqlen_k <= FEW_KEYS
+        and p.batch * p.num_heads * p.seqlen_q * p.seqlen_k <= FEW_PAIRS
+    )
 
 
 def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
-    """Whether a pass of a call takes a bool mask as it is."""
+    """Return whether a pass of a call takes a bool mask as it is."""
     return is_short(p, direction) or has_few_pairs(p) or (direction == "forward" and has_group_rows(p))
 
 
 def reads_heads_first(p: AttentionProblem, direction: Direction) -> bool:
-    """Whether a pass takes q, k and v as (B, H, L, D): plans of short rows read addresses alone.
+    """Return whether a pass takes q, k and v in head-first layout, (B, H, L, D).
 
-    A tensor like one of q, k and v is its gradient in either order of dims where they are contiguous as (B, L, H, D).
+    Only passes with short rows do: their kernels use strides that the plan holds, so the shape does not matter. A
+    backward pass allocates gradients like q, k and v, so these must be contiguous as (B, L, H, D).
     """
     if p.sequences is not None or not has_pairs(p) or not _has_unit_rows(p) or not is_short(p, direction):
         return False
@@ -140,8 +148,7 @@ def _plan_sequences_forward(p: AttentionProblem) -> Forward:
         assert x.sequences is not None
         if len(x.sequences.bounds) == 0 or out.numel() == 0:
             return fill_empty(out, lse, None)
-        given = (x.q, x.k, x.v, x.mask, x.bias, out, lse, p.flags, x.sink)
-        _sequence_kernels().forward(*given, x.sequences, x.dropout)
+        _sequence_kernels().forward(x.q, x.k, x.v, x.mask, x.bias, out, lse, p.flags, x.sink, x.sequences, x.dropout)
         return out, lse
 
     return forward
@@ -205,15 +212,16 @@ def _plan_sequences_backward(p: AttentionProblem) -> Backward:
             return zero_gradients((q, k, v, bias), dout, None, out, lse, sink, p.needs_grad)
         if mask.form == "tree":
             mask = tiles_of_tree(mask.tensors[0], sequences.bounds, q.shape[1], k.shape[1], p.flags)
-        given = (dout, dlse, q, k, v, mask, bias, out, lse, p.flags, p.needs_grad, sink, sequences, dropout)
-        gradients: Gradients = _sequence_kernels().backward(*given)
+        gradients: Gradients = _sequence_kernels().backward(
+            dout, dlse, q, k, v, mask, bias, out, lse, p.flags, p.needs_grad, sink, sequences, dropout
+        )
         return gradients
 
     return backward
 
 
 def _places(*tensors: Tensor | None) -> tuple[int | None, ...] | None:
-    """Where each tensor starts, in bytes after a multiple of 16; None of tensors that all start on one, as most do."""
+    """Return the alignment of each tensor, in bytes modulo 16; None if all are 0, the usual case."""
     bits = 0
     for x in tensors:
         if x is not None:

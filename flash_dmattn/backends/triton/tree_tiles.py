@@ -1,4 +1,4 @@
-"""Trees of new tokens for the backward kernels, which read no trees: as a mask of all keys, in tiles."""
+"""Converts trees of new tokens to tiles of all keys, for the backward kernels, which do not read trees."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ...problem import Flags, MaskView, SequenceSpec
 
 
 def tiles_of_tree(bits: Tensor, bounds: Tensor, rows_q: int, rows_k: int, flags: Flags) -> MaskView:
-    """A mask of the form "sequence_tiles" that allows what a tree does and every earlier key, in the window of a call.
+    """Make a mask of the form "sequence_tiles" from a tree, with all earlier keys, and the window of the call.
 
     Args:
-        bits: of a `TreeMask`.
-        bounds: of the sequences, none of which has its keys in pages.
-        rows_q, rows_k: of q and k.
-        flags: of the call.
+        bits: the bits of a `TreeMask`.
+        bounds: the bounds of the sequences; their keys must not lie in pages.
+        rows_q, rows_k: the rows of q and k.
+        flags: the flags of the call.
     """
-    from ...masks.prepared.packers import packer  # importing flash_dmattn does not need it
+    from ...masks.prepared.operators import packer  # importing flash_dmattn does not need it
     from ...masks.prepared.packing import unpack_tree
 
     spec = SequenceSpec(flags.layout, len(bounds), rows_q, rows_k, flags.max_seqlen_q, flags.max_seqlen_k)

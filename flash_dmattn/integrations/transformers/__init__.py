@@ -1,6 +1,169 @@
-"""flash_dmattn as an attention implementation of transformers, under the name "dmattn"; docs/transformers.md."""
+"""flash_dmattn as an attention implementation of transformers, under the name "dmattn"; docs/transformers.md.
 
-from .registration import NAME, register
-from .report import Check, Row, check
+`register` makes the name known. `check` says what each attention module of a model runs on.
+"""
 
-__all__ = ["NAME", "Check", "Row", "check", "register"]
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...explanation import Explanation, explain
+from .attention_function import USED, attend, attend_without, observed
+from .mask_function import make_mask
+from .models import asks_for_attention, computes_attention, masking_utils, no_interface, transformers
+
+__all__ = ["check", "register"]
+
+# Without "flash": for a name with it transformers looks for a package of FlashAttention.
+NAME = "dmattn"
+
+
+def register(*, ignored_arguments: Iterable[str] = ()) -> str:
+    """Make flash_dmattn an attention implementation of transformers; a later call takes the place of an earlier one.
+
+    A model takes it with `attn_implementation="dmattn"` in `from_pretrained` or `from_config`, or with
+    `model.set_attn_implementation("dmattn")`. Masks are then described instead of written out for each pair of tokens.
+
+    Args:
+        ignored_arguments: names of all arguments that models pass to their attention, and that change nothing in it.
+            Other unknown arguments are refused, also if an earlier call of `register` named them.
+
+    Returns:
+        The name, "dmattn".
+
+    Raises:
+        ImportError: on import of this package, without transformers 5.0 or later.
+        ValueError: an argument to ignore is one that attention needs.
+        TypeError: `ignored_arguments` is a single name.
+
+    Equivalent, in transformers' own words, to `AttentionInterface.register` and `AttentionMaskInterface.register`.
+
+    >>> import torch, transformers
+    >>> from flash_dmattn.integrations.transformers import register
+    >>> name = register()
+    >>> config = transformers.LlamaConfig(
+    ...     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+    >>> model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 50])
+    """
+    if isinstance(ignored_arguments, str):
+        raise TypeError(f'ignored_arguments is the name "{ignored_arguments}"; it needs to be a list of names')
+    ignored = frozenset(ignored_arguments)
+    used = sorted(ignored & USED)
+    if used:
+        raise ValueError(f"ignored_arguments has {', '.join(used)}, which attention uses; it needs names of no effect")
+    transformers.AttentionInterface.register(NAME, attend_without(ignored) if ignored else attend)
+    masking_utils.AttentionMaskInterface.register(NAME, make_mask)
+    return NAME
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention module of a model.
+
+    Attributes:
+        name: of the module in the model.
+        kind: the name of its class.
+        problem: why it does not run on flash_dmattn; None where it does.
+        calls: an `Explanation` for each different call that it made; empty without inputs.
+    """
+
+    name: str
+    kind: str
+    problem: str | None
+    calls: tuple[Explanation, ...] = ()
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return f"{self.name} ({self.kind}): NOT on dmattn: {self.problem}"
+        runs = [f"{call.forward}{f', {call.backward} backward' if call.backward else ''}" for call in self.calls]
+        return f"{self.name} ({self.kind}): {'; '.join(dict.fromkeys(runs)) or 'on dmattn'}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """The rows of `check`; prints as a list.
+
+    Attributes:
+        rows: one for each attention module, in the order of the model.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every attention module runs on flash_dmattn."""
+        return all(row.problem is None for row in self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows))
+
+    __repr__ = __str__
+
+
+def check(model: nn.Module, **inputs: Any) -> Check:
+    """Say of each attention module of a model what it runs on, and why one does not run on flash_dmattn.
+
+    Args:
+        model: a model of transformers that has been given "dmattn".
+        inputs: of its forward. With them it runs once, with gradients if they are enabled, and each call is explained
+            as by `flash_dmattn.explain`; its weights and their gradients stay as they are. Without inputs nothing
+            runs: `check` reads the sources of the modules.
+
+    Returns:
+        A `Check`: print it, or read its rows.
+
+    Raises:
+        NotImplementedError: the model has no attention interface, so that nothing in it can run on flash_dmattn.
+            transformers constructs such a model with "dmattn" without a word.
+        Others: as the forward of the model.
+
+    >>> import torch, transformers
+    >>> from flash_dmattn.integrations.transformers import check, register
+    >>> config = transformers.LlamaConfig(
+    ...     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
+    >>> model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=register())
+    >>> with torch.no_grad():
+    ...     print(check(model, input_ids=torch.tensor([[1, 2, 3]])))
+    model.layers.0.self_attn (LlamaAttention): eager
+    model.layers.1.self_attn (LlamaAttention): eager
+    """
+    modules = {name: part for name, part in model.named_modules() if _attends(part)}
+    if not any(asks_for_attention(type(part)) for part in modules.values()):
+        raise NotImplementedError(no_interface(type(model).__name__))
+    calls: dict[nn.Module, list[Explanation]] = {}
+
+    def explain_call(module: nn.Module, call: dict[str, Any]) -> None:
+        explanations = calls.setdefault(module, [])
+        explanation = explain(**call)
+        if all(explanation.problem != other.problem for other in explanations):
+            explanations.append(explanation)
+
+    if inputs:
+        with observed(explain_call):
+            model(**inputs)
+    rows = []
+    for name, part in modules.items():
+        problem = _problem(part)
+        if problem is None and inputs and part not in calls:
+            problem = "these inputs do not reach it"
+        rows.append(Row(name, type(part).__name__, problem, tuple(calls.get(part, ()))))
+    return Check(tuple(rows))
+
+
+def _attends(module: nn.Module) -> bool:
+    return asks_for_attention(type(module)) or computes_attention(type(module))
+
+
+def _problem(module: nn.Module) -> str | None:
+    if not asks_for_attention(type(module)):
+        return f"it computes attention itself in transformers {transformers.__version__}"
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
+    if chosen != NAME:
+        return f'its configuration says "{chosen}"; model.set_attn_implementation("{NAME}") changes that'
+    return None

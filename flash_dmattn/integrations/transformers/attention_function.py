@@ -6,21 +6,47 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ... import attention
-from ...call import Numbers, prepare_call, run_call
-from ...distributed.context import context_in_force
+from ... import Sequences, attention
+from ...call import prepare_call, run_call
+from ...distributed import SequenceLayout, context_parallel_attention
+from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
+from ...problem import Numbers, dtype_name
 from ...validation import follow_autocast
-from .arguments import refuse_unknown
-from .layer_mask import LayerMask, MaskArguments
-from .over_ranks import attend_over_ranks
-from .packed import PACKED, take_packed
+from .mask_function import LayerMask, MaskArguments
+
+# Arguments that every attention function is told, and that change nothing here: the mask, the rotation of queries and
+# keys, and the outputs of a model are decided elsewhere.
+_HARMLESS = {
+    "cache_position",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "target_dtype",
+    "use_cache",
+}
+_REFUSED = {
+    "indices": "attention to chosen keys alone is not passed on; use the model's own attn_implementation",
+    "block_indices": "attention to chosen blocks alone is not passed on; use the model's own attn_implementation",
+    "cache": 'a paged cache, of continuous batching, is not read; use attn_implementation="sdpa"',
+    "output_attentions": (
+        'probabilities are never made; use attn_implementation="eager", or flash_dmattn.attention(..., '
+        'backend="reference", return_probs=True)'
+    ),
+    "head_mask": 'heads are not masked one by one; use attn_implementation="eager"',
+}
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 Observer = Callable[[nn.Module, dict[str, Any]], None]
 _observers: list[Observer] = []
@@ -42,7 +68,7 @@ def attend(
     deterministic: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What every layer of a model calls.
+    """Compute the attention of a layer; every layer of a model calls it.
 
     Args:
         module: the layer, whose `is_causal` counts where there is no mask.
@@ -52,9 +78,9 @@ def attend(
         dropout, scaling, softcap, is_causal: as in `attention`; layers pass a dropout above 0 in training alone.
         position_bias: (B or 1, Hq, Lq, Lk), added to the scores, with its gradient.
         s_aux: (Hq,), an attention sink, with its gradient.
-        sliding_window: what the mask says in other words; refused where it would forbid keys and the mask does not.
+        sliding_window: the window that the mask should have; refused where it forbids keys and the mask does not.
         deterministic: True as in `attention`; False, which models pass by default, follows torch as None does.
-        others: `cu_seq_lens_q` and what belongs to it; the rest is of no effect, or refused.
+        others: `cu_seq_lens_q` and what belongs to it; the rest is harmless, or refused.
 
     Returns:
         (B, Lq, Hq, Dv), and None in the place of probabilities.
@@ -71,43 +97,52 @@ def attend(
     dense = None
     if isinstance(attention_mask, Tensor):
         if attention_mask.dim() != 4:
-            _refuse_rank(attention_mask)
+            shape = tuple(attention_mask.shape)
+            raise ValueError(
+                f"attention_mask has shape {shape}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
+            )
         if attention_mask.is_floating_point():  # a mask of numbers is added
             bias = attention_mask if bias is None else bias + attention_mask
         elif attention_mask.dtype == torch.bool:
             dense = attention_mask
         else:
-            _refuse_dtype(attention_mask)
-    elif attention_mask is not None:
-        _check_lengths(attention_mask, query, key)
+            dtype = dtype_name(attention_mask.dtype)
+            raise TypeError(f"attention_mask has dtype {dtype}; with 4 dims it needs to be bool, or float to be added")
+    elif isinstance(attention_mask, LayerMask) and attention_mask.shape[2:] != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"attention_mask is for {attention_mask.shape[2]} queries and {attention_mask.shape[3]} keys; this layer "
+            f"has {query.shape[2]} and {key.shape[2]}"
+        )
     if sequences is not None:
-        found = _of_packed(sequences, attention_mask, bias, _is_causal(module, is_causal))
+        arguments = _packed_arguments(sequences, attention_mask, bias, _is_causal(module, is_causal))
     elif isinstance(attention_mask, LayerMask):
-        found = attention_mask.arguments(bias is not None)
+        arguments = attention_mask.arguments(bias is not None)
     elif isinstance(attention_mask, Tensor):
-        found = MaskArguments(dense)
+        arguments = MaskArguments(dense)
     else:
-        found = MaskArguments(is_causal=_is_causal(module, is_causal) and (query.shape[2] > 1 or context is not None))
-        if found.is_causal and query.shape[2] != key.shape[2]:
+        arguments = MaskArguments(
+            is_causal=_is_causal(module, is_causal) and (query.shape[2] > 1 or context is not None)
+        )
+        if arguments.is_causal and query.shape[2] != key.shape[2]:
             key, value, bias = _align_top_left(query, key, value, bias)
     if sliding_window is not None and not isinstance(attention_mask, Tensor):
-        _refuse_forgotten_window(sliding_window, attention_mask, found, key.shape[2])
+        _refuse_forgotten_window(sliding_window, attention_mask, arguments, key.shape[2])
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(query.device.type):
         query, key, value = follow_autocast(query, key, value)
     if bias is not None:
         bias = in_dtype(bias, query.dtype)
     call: dict[str, Any] | None = None
     if _observers:
-        call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout, deterministic)
+        call = _call(query, key, value, arguments, bias, scaling, softcap, s_aux, dropout, deterministic)
         show_observers(module, call)
-    if context is None and found.sequences is None:
-        mask, is_causal, window, _ = found
+    if context is None and arguments.sequences is None:
+        mask, is_causal, window, _ = arguments
         sink = None if s_aux is None else s_aux.reshape(-1)
         numbers = Numbers(is_causal, scaling, softcap or 0.0, window, deterministic or None, dropout_p=dropout)
         layer = prepare_call(query, key, value, mask, bias, sink, None, numbers, heads_first=True)
         return run_call(layer, "auto")[0].contiguous(), None
     if call is None:
-        call = _call(query, key, value, found, bias, scaling, softcap, s_aux, dropout, deterministic)
+        call = _call(query, key, value, arguments, bias, scaling, softcap, s_aux, dropout, deterministic)
     if context is None:
         out = attention(**call)
     else:
@@ -116,15 +151,15 @@ def attend(
     return (out.unsqueeze(0) if call["q"].dim() == 3 else out).contiguous(), None
 
 
-# The arguments that a call is made of.
+# The arguments that change a result, which nobody may ignore.
 USED = {*inspect.signature(attend).parameters, *PACKED} - {"others"}
 
 
 def attend_without(names: frozenset[str]) -> Callable[..., tuple[Tensor, None]]:
-    """`attend` for layers that pass arguments of these names, which are of no effect."""
+    """Make an `attend` that drops arguments of these names, which have no effect."""
 
-    def attend_ignoring(*args: Any, **given: Any) -> tuple[Tensor, None]:
-        return attend(*args, **{name: value for name, value in given.items() if name not in names})
+    def attend_ignoring(*args: Any, **others: Any) -> tuple[Tensor, None]:
+        return attend(*args, **{name: value for name, value in others.items() if name not in names})
 
     return attend_ignoring
 
@@ -133,7 +168,7 @@ def _call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    found: MaskArguments,
+    arguments: MaskArguments,
     bias: Tensor | None,
     scaling: float | None,
     softcap: float | None,
@@ -141,11 +176,11 @@ def _call(
     dropout: float,
     deterministic: bool | None,
 ) -> dict[str, Any]:
-    """The arguments of `attention`."""
+    """Make the arguments of `attention`."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if found.sequences is not None and found.sequences.layout == "packed":
+    if arguments.sequences is not None and arguments.sequences.layout == "packed":
         q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
-    call: dict[str, Any] = {"q": q, "k": k, "v": v, **found._asdict(), "softmax_scale": scaling, "bias": bias}
+    call: dict[str, Any] = {"q": q, "k": k, "v": v, **arguments._asdict(), "softmax_scale": scaling, "bias": bias}
     call |= {"softcap": softcap or 0.0, "sink": None if s_aux is None else s_aux.reshape(-1), "dropout_p": dropout}
     return call | {"deterministic": deterministic or None}
 
@@ -167,18 +202,18 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias in the dtype of q and contiguous, converted once for all layers that share it.
+    """Convert a bias to the dtype of q, contiguous, once for all layers that share it.
 
     T5 hands one bias, whose last stride is not 1, to every layer of a stack. Dims that were expanded become size 1.
     """
-    global _last
-    last = None if torch.compiler.is_compiling() else _last
+    global _last_copy
+    last = None if torch.compiler.is_compiling() else _last_copy
     if last is not None and last[0]() is bias and last[1] == (bias._version, dtype, torch.is_grad_enabled()):
         return last[2]
     if bias.dtype == dtype and bias.is_contiguous():
         return bias
     expanded = [dim for dim in range(bias.dim()) if bias.stride(dim) == 0 and bias.shape[dim] > 1]
-    if expanded:  # what would be copied is small then
+    if expanded:  # without these dims the copy is small
         for dim in expanded:
             bias = bias.narrow(dim, 0, 1)
         return bias.to(dtype).contiguous()
@@ -189,39 +224,103 @@ def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
     kept = _copies.get(bias)
     if kept is None or kept[0] != key:
         kept = _copies[bias] = (key, bias.to(dtype).contiguous())
-    _last = (weakref.ref(bias, _forget), *kept)
+    _last_copy = (weakref.ref(bias, _forget_copy), *kept)
     return kept[1]
 
 
 # The copy of a bias goes when the bias does.
 _copies = WeakTensorKeyDictionary()
-# That of the layer before, which is found in a tenth of the time.
-_last: tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor] | None = None
+# The copy that the layer before has used; looking here takes a tenth of the time.
+_last_copy: tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor] | None = None
 
 
-def _forget(gone: weakref.ref[Tensor]) -> None:
-    global _last
-    if _last is not None and _last[0] is gone:
-        _last = None
+def _forget_copy(bias: weakref.ref[Tensor]) -> None:
+    global _last_copy
+    if _last_copy is not None and _last_copy[0] is bias:
+        _last_copy = None
 
 
-def _check_lengths(mask: LayerMask, query: Tensor, key: Tensor) -> None:
-    if isinstance(mask, LayerMask) and mask.shape[2:] != (query.shape[2], key.shape[2]):
+def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
+    """Refuse what would change the result and is not passed on.
+
+    Raises:
+        NotImplementedError: one of them is set, with what to do about it.
+    """
+    for name, value in arguments.items():
+        if value is None or value is False or name in _HARMLESS:
+            continue
+        hint = _REFUSED.get(name)
+        if hint is None:
+            hint = (
+                "nobody knows whether it changes the result; if it does not, say so with flash_dmattn.integrations."
+                f'transformers.register(ignored_arguments=["{name}"]), which has to name all such arguments'
+            )
+        raise NotImplementedError(f"dmattn does not know {name}, which {type(module).__name__} passes: {hint}")
+
+
+def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
+    """Remove the arguments that describe packed sequences from the others, and return the sequences, or None.
+
+    A data collator passes them, or a vision tower.
+
+    Args:
+        arguments: of the attention function, changed in place.
+        batch: the batch size of q.
+
+    Raises:
+        ValueError: the batch has more rows than one, or keys have limits and queries none.
+    """
+    limits_q, limits_k, longest_q, longest_k = (arguments.pop(name, None) for name in PACKED)
+    if limits_q is None:
+        if limits_k is not None:
+            raise ValueError("cu_seq_lens_k is given and cu_seq_lens_q is None; packed sequences need both")
+        return None
+    if batch != 1:
         raise ValueError(
-            f"attention_mask is for {mask.shape[2]} queries and {mask.shape[3]} keys; this layer has {query.shape[2]} "
-            f"and {key.shape[2]}"
+            f"cu_seq_lens_q is given with a batch of {batch}; packed sequences need a batch of 1, one row of all tokens"
         )
+    limits_k = limits_q if limits_k is None else limits_k
+    return _remembered(limits_q, limits_k, longest_q, longest_k)
 
 
-def _refuse_rank(mask: Tensor) -> NoReturn:
-    raise ValueError(
-        f"attention_mask has shape {tuple(mask.shape)}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
-    )
+# The sequences of the last call, while its tensors live: every layer passes the same ones.
+_last_packed: tuple[list[weakref.ref[Tensor]], tuple[Any, ...], Sequences] | None = None
 
 
-def _refuse_dtype(mask: Tensor) -> NoReturn:
-    name = str(mask.dtype).removeprefix("torch.")
-    raise TypeError(f"attention_mask has dtype {name}; with 4 dims it needs to be bool, or float to be added")
+def _remembered(limits_q: Tensor, limits_k: Tensor, longest_q: Any, longest_k: Any) -> Sequences:
+    global _last_packed
+    values = (limits_q, limits_k, longest_q, longest_k)
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    # Tensors of inference mode do not say when they change.
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
+        return _packed(*values)
+    key = tuple(x._version if isinstance(x, Tensor) else x for x in values)
+    last = _last_packed
+    if last is not None and last[1] == key and len(last[0]) == len(tensors):
+        if all(ref() is x for ref, x in zip(last[0], tensors, strict=True)):
+            return last[2]
+    # Made of aliases: what is kept here must not keep the caller's tensors alive.
+    alias = limits_q.detach()
+    sequences = _packed(alias, alias if limits_k is limits_q else limits_k.detach(), longest_q, longest_k)
+    _last_packed = ([weakref.ref(x, _forget_packed) for x in tensors], key, sequences)
+    return sequences
+
+
+def _forget_packed(tensor: weakref.ref[Tensor]) -> None:
+    global _last_packed
+    if _last_packed is not None and any(ref is tensor for ref in _last_packed[0]):
+        _last_packed = None
+
+
+def _packed(limits_q: Tensor, limits_k: Tensor, longest_q: Any, longest_k: Any) -> Sequences:
+    return Sequences.packed(limits_q, limits_k, max_seqlen_q=_bound(longest_q), max_seqlen_k=_bound(longest_k))
+
+
+def _bound(longest: Any) -> int | None:
+    """Return a bound on lengths as an int. It changes no result, so in a compiled graph a tensor is left out."""
+    if isinstance(longest, Tensor):
+        return None if torch.compiler.is_compiling() else int(longest)
+    return longest
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
@@ -252,23 +351,25 @@ _zeros: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _refuse_forgotten_window(
-    sliding_window: int | tuple[int, int], mask: LayerMask | None, found: MaskArguments, seqlen_k: int
+    sliding_window: int | tuple[int, int], mask: LayerMask | None, arguments: MaskArguments, seqlen_k: int
 ) -> None:
     """Refuse a window that the layer is told of, that forbids keys, and that its mask does not have."""
     if mask is not None and mask.window is not None:
         return
-    sequences = found.sequences
+    sequences = arguments.sequences
     longest = seqlen_k if sequences is None or sequences.max_seqlen_k is None else sequences.max_seqlen_k
     width = sliding_window if isinstance(sliding_window, int) else max(sliding_window)
-    if 0 < width < longest - (not found.is_causal):  # to both sides models count the query's own key, or do not
+    if 0 < width < longest - (not arguments.is_causal):  # some models of two-sided windows count the query's own key
         raise NotImplementedError(
             f"sliding_window is {sliding_window} and attention_mask, {mask}, has no window: of {longest} keys it would "
             "forbid some; use a mask of transformers' create_sliding_window_causal_mask, or sliding_window=None"
         )
 
 
-def _of_packed(sequences: Any, mask: Tensor | LayerMask | None, bias: Tensor | None, is_causal: bool) -> MaskArguments:
-    """The arguments of a call whose sequences the caller describes; of a mask causality, window and padding count."""
+def _packed_arguments(
+    sequences: Sequences, mask: Tensor | LayerMask | None, bias: Tensor | None, is_causal: bool
+) -> MaskArguments:
+    """Make the arguments of a call whose sequences the caller describes; a mask adds causality, window and padding."""
     unfit = None
     if isinstance(mask, Tensor):
         unfit = f"attention_mask is a tensor of shape {tuple(mask.shape)}"
@@ -281,14 +382,14 @@ def _of_packed(sequences: Any, mask: Tensor | LayerMask | None, bias: Tensor | N
     if mask is None:
         return MaskArguments(None, is_causal, None, sequences)
     assert isinstance(mask, LayerMask)
-    padding = None if mask.padding is None else mask.padding[0]  # (1, 1, Lk): beside packed keys, one value for each
+    padding = None if mask.padding is None else mask.padding[0]  # (1, 1, Lk): packed keys have no batch dim
     return MaskArguments(padding, mask.is_causal, mask.window, sequences)
 
 
 def _align_top_left(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Without a mask transformers lets query i see keys up to i; keys that no query sees are left out."""
+    """Leave out the keys that no query sees: without a mask transformers lets query i see keys up to i."""
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     if seqlen_k < seqlen_q:
         raise ValueError(
@@ -296,3 +397,50 @@ def _align_top_left(
             "keys, or an attention_mask"
         )
     return key[:, :, :seqlen_q], value[:, :, :seqlen_q], None if bias is None else bias[..., :seqlen_q]
+
+
+def attend_over_ranks(
+    context: InContext, call: dict[str, Any], attention_mask: Tensor | LayerMask | None, is_packed: bool
+) -> Tensor:
+    """Attend from the positions of this rank to the keys of all ranks, in a `use_context_parallel` block.
+
+    Args:
+        context: the group, and which rank has which positions.
+        call: the arguments of `attention`.
+        attention_mask: what the layer received. A `LayerMask` says causality and window; a tensor has the rows of
+            this rank, over all keys.
+        is_packed: whether the caller has described sequences, which is refused.
+
+    Raises:
+        NotImplementedError: padding, documents or a cache: the mask knows them only for the positions of this rank.
+        ValueError: as `context_parallel_attention`.
+    """
+    call = dict(call)
+    if isinstance(attention_mask, LayerMask) and not is_packed:
+        try:
+            _refuse_local(attention_mask, context.layout, context.rank)
+        except NotImplementedError as error:
+            refuse_together(groups_of(context.group), error)
+        call |= {"mask": None, "is_causal": attention_mask.is_causal, "window_size": attention_mask.window}
+        call["sequences"] = None
+    out = context_parallel_attention(group=context.group, layout=context.layout, **call)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:
+    unfit = [name for name in ("padding", "used") if getattr(mask, name) is not None]
+    if mask.documents is not None and not _are_intervals(mask.documents, layout, rank):
+        unfit.append("documents")
+    if unfit:
+        raise NotImplementedError(
+            f"attention_mask has {', '.join(unfit)} of this rank's tokens, and keys are on all ranks of "
+            "use_context_parallel: pass a bool mask (batch, 1, rows of this rank, all keys)"
+        )
+
+
+def _are_intervals(documents: Tensor, layout: SequenceLayout, rank: int) -> bool:
+    """Whether the documents are the intervals of a rank: transformers takes a gap in positions for a new document."""
+    lengths = torch.tensor([stop - start for start, stop in layout.intervals[rank]], device=documents.device)
+    number = torch.repeat_interleave(torch.arange(len(lengths), device=documents.device), lengths)
+    return documents.shape[1] == len(number) and bool((documents - documents[:, :1] == number).all())

@@ -1,19 +1,251 @@
-"""The mask function of "dmattn": padding and a rule in the place of a mask for each pair of tokens."""
+"""The mask function of "dmattn": a rule and the padding stand for a mask of each pair of tokens.
+
+`read_rule` reads what a mask function of transformers allows, `make_mask` puts it into a `LayerMask`, and each layer
+asks the `LayerMask` for the arguments of `attention`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
-from ...distributed.context import context_in_force
-from .interface import refuse_config_without_interface
-from .layer_mask import LayerMask
-from .mask_rules import Rule, read_rule, rule_of_flags
-from .versions import MODELS_ASK_FOR_TENSORS, masking_utils
+from ... import Sequences
+from ...distributed.group import context_in_force
+from ...masks import PreparedMask
+from .models import MODELS_ASK_FOR_TENSORS, masking_utils, refuse_config_without_interface
+
+# Where kernels read prepared masks; elsewhere they would be unpacked again.
+PREPARING_DEVICES = ("cuda",)
+# Where the last query does not stand at the last key in use.
+_MISALIGNED = -1
+
+
+class MaskArguments(NamedTuple):
+    """The arguments of `attention` that a mask becomes."""
+
+    mask: Tensor | PreparedMask | None = None
+    is_causal: bool = False
+    window_size: tuple[int, int] | None = None
+    sequences: Sequences | None = None
+
+
+class LayerMask(BlockMask):
+    """Padding, documents, causality, a window and the used part of a static cache, for all layers of one forward.
+
+    It is a BlockMask in name alone. generate() makes a mask for a static cache and passes it in again; transformers
+    lets 4-D tensors and BlockMasks through there, and takes anything else for 2-D padding.
+
+    Args:
+        shape: (B, 1, Lq, Lk), the shape of the tensor for which it stands.
+        padding: (B, 1, 1, Lk) bool, True = attend, or None.
+        documents: (B, L), the document of each token in ascending runs, or None; Lq == Lk then.
+        is_causal, window: as in `attention`, aligned to the last key in use.
+        used: how many keys there are up to the last query, an int or a tensor of one; None for all Lk.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        is_causal: bool = False,
+        window: tuple[int, int] | None = None,
+        used: int | Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        # Without super().__init__(), which wants the tables of FlexAttention.
+        self._shape, self._device = shape, device
+        self.padding, self.documents = padding, documents
+        self.is_causal, self.window, self.used = is_causal, window, used
+        self._arguments: dict[bool, MaskArguments] = {}
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, 1, Lq, Lk)."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """4, as the tensor has."""
+        return 4
+
+    def dim(self) -> int:
+        """4, as the tensor has."""
+        return 4
+
+    def size(self, dim: int | None = None) -> Any:
+        """As `torch.Tensor.size`."""
+        return self._shape if dim is None else self._shape[dim]
+
+    def numel(self) -> int:
+        """As `torch.Tensor.numel`."""
+        return self._shape[0] * self._shape[2] * self._shape[3]
+
+    def contiguous(self) -> LayerMask:
+        """Return itself; generate() calls it on the mask of a static cache."""
+        return self
+
+    def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> LayerMask:
+        """Move the tensors to a device; hooks that spread a model over devices call it."""
+        padding = None if self.padding is None else self.padding.to(device)
+        documents = None if self.documents is None else self.documents.to(device)
+        used = self.used.to(device) if isinstance(self.used, Tensor) else self.used
+        return LayerMask(self._shape, padding, documents, self.is_causal, self.window, used, device)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(
+            "the attention mask is a flash_dmattn LayerMask, which has no values to index; a model that does so needs "
+            'attn_implementation="sdpa"'
+        )
+
+    def __repr__(self) -> str:
+        names = [name for name in ("padding", "documents", "used") if getattr(self, name) is not None]
+        tensors = ", ".join(names) or "no tensors"
+        return f"LayerMask({self._shape}, {tensors}, is_causal={self.is_causal}, window={self.window})"
+
+    __str__ = __repr__
+
+    def arguments(self, with_bias: bool) -> MaskArguments:
+        """Return the arguments of `attention`, made by the first layer that asks and kept for the others.
+
+        Args:
+            with_bias: whether the call has a bias. A bias for each pair of tokens does not fit packed sequences.
+        """
+        if with_bias not in self._arguments:
+            self._arguments[with_bias] = self._make(with_bias)
+        return self._arguments[with_bias]
+
+    def _make(self, with_bias: bool) -> MaskArguments:
+        batch, _, seqlen_q, _ = self._shape
+        if self.documents is not None:
+            # Counting documents waits for the device, and a compiled graph cannot.
+            if batch > 1 or with_bias or self.padding is not None or torch.compiler.is_compiling():
+                return MaskArguments(self._intervals(self.documents))
+            return MaskArguments(None, self.is_causal, self.window, _pack_documents(self.documents[0]))
+        if self.used is not None:
+            if isinstance(self.used, Tensor):
+                lengths = self.used.to(self._device).reshape(1).expand(batch).contiguous()
+            else:
+                lengths = torch.full((batch,), self.used, dtype=torch.int32, device=self._device)
+            return MaskArguments(self.padding, self.is_causal, self.window, Sequences.padded(lengths))
+        if self.padding is not None and self.padding.device.type in PREPARING_DEVICES:
+            band: dict[str, Any] = {"is_causal": self.is_causal, "window_size": self.window}
+            # With a bias as bits: the passes of every layer would make bits of intervals anew.
+            return MaskArguments(PreparedMask.from_mask(self.padding, seqlen_q=seqlen_q, as_tiles=with_bias, **band))
+        return MaskArguments(self.padding, self.is_causal, self.window)
+
+    def _intervals(self, documents: Tensor) -> PreparedMask:
+        """Each key is seen by the queries of its own document, which are one run of them."""
+        begins = _starts(documents)
+        ends = documents.shape[1] - _starts(documents.flip(1)).flip(1)
+        if self.padding is not None:
+            ends = ends.masked_fill(~self.padding[:, 0, 0], 0)  # an interval that ends before it begins is empty
+        return PreparedMask.from_intervals(
+            begins[:, None], ends[:, None], documents.shape[1], is_causal=self.is_causal, window_size=self.window
+        )
+
+
+def _starts(documents: Tensor) -> Tensor:
+    """Find the index (B, L) at which the document of each token begins."""
+    index = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.diff(documents, prepend=documents[:, :1] - 1, dim=1) != 0
+    return torch.where(begins, index, 0).cummax(1).values
+
+
+def _pack_documents(documents: Tensor) -> Sequences:
+    """Describe the documents (L,) of one row as packed sequences; waits for the device, to count them."""
+    begins = torch.diff(documents, prepend=documents[:1] - 1).nonzero().flatten()
+    limits = torch.cat([begins, begins.new_full((1,), documents.shape[0])]).to(torch.int32)
+    return Sequences.packed(limits, max_seqlen_q=int(limits.diff().max()) if documents.shape[0] else 0)
+
+
+class Rule(NamedTuple):
+    """Causality, a window (left, right) around the query's own key, and the document (B, L) of each token."""
+
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    documents: Tensor | None = None
+
+
+# The variables that a function made by one of these holds in its closure.
+_HELD = {
+    "sliding_window_overlay": {"sliding_window"},
+    "sliding_window_bidirectional_overlay": {"sliding_window"},
+    "packed_sequence_mask_function": {"packed_sequence_mask"},
+    "remap_positions_for_packed_sequence": {"mask_function", "position_ids"},
+    "and_masks": {"mask_functions"},
+}
+
+
+def read_rule(function: Callable[..., Any]) -> Rule | None:
+    """Read the rule for which a mask function of transformers stands; None for an unknown function.
+
+    The function is known by its name and by the variables of its closure. A version of transformers may rename these:
+    a function that holds others is unknown, and has to be evaluated.
+    """
+    if function is masking_utils.causal_mask_function:
+        return Rule(is_causal=True)
+    if function is masking_utils.bidirectional_mask_function:
+        return Rule()
+    if not isinstance(function, FunctionType) or function.__module__ != masking_utils.__name__:
+        return None  # a function of the same name elsewhere may mean something else
+    maker, held = function.__qualname__.partition(".")[0], _closure(function)
+    if held.keys() != _HELD.get(maker):
+        return None
+    if maker == "sliding_window_overlay":
+        return Rule(window=(held["sliding_window"] - 1, -1))
+    if maker == "sliding_window_bidirectional_overlay":
+        return Rule(window=(held["sliding_window"], held["sliding_window"]))
+    if maker == "packed_sequence_mask_function":
+        return Rule(documents=held["packed_sequence_mask"])
+    if maker == "remap_positions_for_packed_sequence":
+        # Within a document positions differ as indices do, and another function forbids other documents.
+        return read_rule(held["mask_function"])
+    return _all_of([read_rule(part) for part in held["mask_functions"]])
+
+
+def rule_of_flags(
+    function: Callable[..., Any],
+    config: Any,
+    local_size: int | None,
+    allow_is_causal_skip: bool,
+    allow_is_bidirectional_skip: bool,
+) -> Rule | None:
+    """Read the rule under torch.compile, which does not show closures, from flags that rule out other functions."""
+    if function is masking_utils.causal_mask_function or function is masking_utils.bidirectional_mask_function:
+        return read_rule(function)
+    if local_size is None or local_size != getattr(config, "sliding_window", None):
+        return None
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return None  # it may be the size of chunks
+    if allow_is_causal_skip:
+        return Rule(is_causal=True, window=(local_size - 1, -1))
+    return Rule(window=(local_size, local_size)) if allow_is_bidirectional_skip else None
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def _all_of(parts: list[Rule | None]) -> Rule | None:
+    """Join rules that all have to allow; None where one is unknown, or two have a window or documents."""
+    known = [part for part in parts if part is not None]
+    windows = [part.window for part in known if part.window is not None]
+    documents = [part.documents for part in known if part.documents is not None]
+    if len(known) < len(parts) or len(windows) > 1 or len(documents) > 1:
+        return None
+    return Rule(
+        any(part.is_causal for part in known),
+        windows[0] if windows else None,
+        documents[0] if documents else None,
+    )
 
 
 def make_mask(
@@ -31,21 +263,21 @@ def make_mask(
     cache_position: Tensor | None = None,
     **others: Any,
 ) -> LayerMask | Tensor | None:
-    """What transformers calls, once a forward, for the mask that all layers of a kind receive.
+    """Make the mask that all layers of a kind receive; transformers calls it once a forward.
 
     Args:
         batch_size, q_length, kv_length: B, Lq and Lk.
         q_offset, kv_offset: the position of the first query and of the first key; tensors of static caches.
-        mask_function: of positions (batch, head, query, key).
+        mask_function: says of positions (batch, head, query, key) whether the query sees the key.
         attention_mask: (B, at most Lk + kv_offset) padding, bool, or None.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether None may stand for a plain mask.
-        use_vmap: whether somebody has laid a function of their own over it.
+        use_vmap: whether the user has combined it with a function of their own.
         device: where the mask has to be.
         cache_position: (Lq,), the positions of the queries, in the place of q_length and q_offset before 5.4.
 
     Returns:
-        None where causality alone says all there is to say and Lq == Lk, or nothing is forbidden; a `LayerMask` where
-        a rule describes it; else the bool tensor (B, 1, Lq, Lk) of transformers' own function for SDPA.
+        None where nothing is forbidden, or causality is the whole rule and Lq == Lk. A `LayerMask` where a rule
+        describes the mask; otherwise the bool tensor (B, 1, Lq, Lk) of transformers' own function for SDPA.
 
     Raises:
         NotImplementedError: the model has no attention interface, so that its own code would misread the result.
@@ -56,12 +288,12 @@ def make_mask(
             f"attention_mask has shape {tuple(attention_mask.shape)}; it needs 2 dims, (batch, keys), or 4, "
             "(batch, heads or 1, queries, keys)"
         )
-    given: dict[str, Any] = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, **others}
-    given |= {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap}
+    call: dict[str, Any] = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, **others}
+    call |= {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap}
     if cache_position is None:
-        given |= {"q_length": q_length, "q_offset": q_offset, "device": device}
+        call |= {"q_length": q_length, "q_offset": q_offset, "device": device}
     else:
-        given["cache_position"] = cache_position
+        call["cache_position"] = cache_position
         q_length, device = cache_position.shape[0], cache_position.device
         q_offset = _offset_of(cache_position, kv_length)
     assert q_length is not None and kv_length is not None
@@ -70,12 +302,12 @@ def make_mask(
     rule = _rule(mask_function, use_vmap, q_length, may_skip, others)
     used = _used_keys(rule, q_length, kv_length, q_offset, kv_offset) if rule is not None else None
     if rule is None or used is _MISALIGNED:
-        # None only where Lq and Lk are equal, or it would have to be guessed how they are aligned.
-        given["allow_is_causal_skip"] = allow_is_causal_skip and q_length == kv_length
-        return masking_utils.sdpa_mask(**given, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
+        # None only where Lq == Lk: otherwise a layer would have to guess how they are aligned.
+        call["allow_is_causal_skip"] = allow_is_causal_skip and q_length == kv_length
+        return masking_utils.sdpa_mask(**call, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     window = rule.window
     if window is not None and max(window) >= kv_length - 1 and context_in_force() is None:
-        window = None  # it reaches every key; of a context there are more than these, on other ranks
+        window = None  # it reaches every key; under context parallelism other ranks have more keys
     padding = _padding(attention_mask, kv_length, kv_offset, used)
     if padding is None and rule.documents is None and window is None and used is None:
         if (allow_is_causal_skip and q_length == kv_length) if rule.is_causal else allow_is_bidirectional_skip:
@@ -84,11 +316,8 @@ def make_mask(
     return LayerMask(shape, padding, rule.documents, rule.is_causal, window, used, device)
 
 
-_MISALIGNED = -1
-
-
 def _offset_of(cache_position: Tensor, kv_length: int | None) -> int | Tensor:
-    """The position of the first query; read, which waits for the device, only where nothing else tells it."""
+    """Find the position of the first query; reads it, which waits for the device, only where nothing else tells."""
     if cache_position.shape[0] == kv_length:
         return 0
     return cache_position[0] if torch.compiler.is_compiling() else int(cache_position[0])
@@ -112,7 +341,7 @@ def _rule(
 def _used_keys(
     rule: Rule, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int | Tensor
 ) -> int | Tensor | None:
-    """How many keys there are up to the last query: None for all of them, _MISALIGNED where no argument says it."""
+    """Count the keys up to the last query: None for all of them, _MISALIGNED where the arguments do not say."""
     if not rule.is_causal and rule.window is None:
         return None
     used = q_offset + q_length - kv_offset
@@ -126,7 +355,7 @@ def _used_keys(
 def _padding(
     attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor, used: int | Tensor | None
 ) -> Tensor | None:
-    """(B, 1, 1, Lk), or None where it forbids nothing; finding that out waits for the device, as SDPA's mask does."""
+    """Make the padding (B, 1, 1, Lk), or None where it forbids nothing; waits for the device, as SDPA's mask does."""
     if attention_mask is None:
         return None
     missing = kv_length + kv_offset - attention_mask.shape[-1]

@@ -1,7 +1,8 @@
-"""What prepared masks are made of: the fields of a mask from a bool mask, blocks, lengths, intervals, scores, trees."""
+"""Make the fields of prepared masks from a bool mask, blocks, lengths, intervals, scores or trees."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ...problem import (
     Band,
     MaskForm,
+    MaskView,
     SequenceSpec,
     causal_window,
     check_flag,
@@ -20,42 +22,36 @@ from ...problem import (
     values_can_be_read,
 )
 from ...sequences.layout import Sequences
-from ..arguments import IntsLike, bool_mask, integer, integer_tensor, lengths_within, pair
+from ..arguments import DIMS, IntsLike, bool_mask, collapse, integer, integer_tensor, lengths_within, pair
 from ..blocks import expand_blocks
-from ..broadcast import DIMS, collapse
 from ..builders import Device, document_pair, padding_mask
 from ..topk import select, topk_arguments
-from .compact_order import compact_order, places_for
-from .interval_operators import run_interval_tiles, run_key_order, run_score_keys, run_topk_intervals
-from .interval_order import live_keys, reorder_pays
-from .operator import KeyForm, prepared_key_form, prepared_view
-from .packers import packer
+from .intervals import live_keys, order_saves, places_for, reorder_pays
+from .operators import (
+    KeyForm,
+    pack_beside,
+    packer,
+    prepared_key_form,
+    prepared_view,
+    run_first_places,
+    run_interval_tiles,
+    run_key_order,
+    run_mask_intervals,
+    run_score_keys,
+    run_topk_intervals,
+)
 from .packing import band_words, pack_rows, pack_tree, pack_words
-from .recognition import interval_tensors
-from .sequence_operator import pack_beside
 from .sequence_packing import MaskPacking
 
 Window = tuple[int, int]
 
-_TILES = ("bits", "classes", "row_lists", "col_lists")
-_INTERVALS = ("start", "stop", "order", "bounds", "row_lists", "col_lists")
-_TENSORS: dict[str, tuple[str, ...]] = {
-    "tiles": _TILES,
-    "keys": ("kept", "count", "prefix"),
-    "intervals": _INTERVALS,
-    "sequence_tiles": _TILES,
-}
-
 
 class MaskFields(NamedTuple):
-    """The form of a prepared mask, and the fields of that form by name."""
+    """The form of a prepared mask, its tensors in the order of that form, and its other fields by name."""
 
     form: MaskForm
-    values: dict[str, Any]
-
-
-def _fields(form: MaskForm, tensors: Any, **others: Any) -> MaskFields:
-    return MaskFields(form, {**dict(zip(_TENSORS[form], tensors, strict=True)), **others})
+    tensors: Sequence[torch.Tensor]
+    others: dict[str, Any]
 
 
 def _limits(is_causal: bool, window_size: Window | None) -> dict[str, Any]:
@@ -70,7 +66,7 @@ def _band(seqlen_q: int, seqlen_k: int, limits: dict[str, Any]) -> Band | None:
 def _tiles_of(bits: torch.Tensor, classes: torch.Tensor, seqlen_k: int, limits: dict[str, Any]) -> MaskFields:
     """The fields of packed bits that have the band folded in, and of their classes."""
     tensors = bits, classes, *packer(bits).list_tiles(classes)
-    return _fields("tiles", tensors, seqlen_q=bits.size(2), seqlen_k=seqlen_k, **limits)
+    return MaskFields("tiles", tensors, {"seqlen_q": bits.size(2), "seqlen_k": seqlen_k, **limits})
 
 
 def from_mask(
@@ -95,26 +91,25 @@ def from_mask(
     if isinstance(mask, torch.Tensor) and mask.dim() > 4:
         mask = collapse(mask, dims=tuple(range(mask.dim() - 3)))
         leading, mask = tuple(mask.shape[:-3]), merge(mask, mask.dim() - 3)
-    whole = bool_mask("mask", mask)
+    mask4 = bool_mask("mask", mask)
     if mask.dim() < 2:
         raise ValueError(
             f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D) and must have 2 dims or more, the last two of them "
             f"(seqlen_q, seqlen_k); pass mask[None] for keys."
         )
-    seqlen_q = _length("seqlen_q", "row", whole.size(2), seqlen_q)
-    seqlen_k = _length("seqlen_k", "column", whole.size(3), seqlen_k)
+    seqlen_q = _length("seqlen_q", "row", mask4.size(2), seqlen_q)
+    seqlen_k = _length("seqlen_k", "column", mask4.size(3), seqlen_k)
     limits = _limits(is_causal, window_size)
     key_form = prepared_key_form(seqlen_q, None if reorder is None else check_flag("reorder", reorder))
     if check_flag("as_tiles", as_tiles) and key_form.form == "intervals":
         key_form = KeyForm("tiles")
     numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **limits, "leading": leading}
-    view = prepared_view(whole, seqlen_q, seqlen_k, causal_window(**limits), key_form)
+    view = prepared_view(mask4, seqlen_q, seqlen_k, causal_window(**limits), key_form)
     if find_intervals and view.form == "tiles":
-        bits, _, row_lists, _ = view.tensors
-        tensors = interval_tensors(bits, row_lists, seqlen_k, reorder)
+        tensors = _recognised(view, seqlen_q, seqlen_k, reorder)
         if tensors is not None:
-            return _fields("intervals", tensors, **numbers)
-    return _fields(view.form, view.tensors, **numbers, one_row=collapse(whole).size(2) == 1)
+            return MaskFields("intervals", tensors, numbers)
+    return MaskFields(view.form, view.tensors, {**numbers, "one_row": collapse(mask4).size(2) == 1})
 
 
 def _length(name: str, what: str, size: int, length: int | None) -> int:
@@ -175,16 +170,16 @@ def from_window(
 
 
 def from_documents(ids: IntsLike, ids_k: IntsLike | None, is_causal: bool, window_size: Window | None) -> MaskFields:
-    of_q, of_k = document_pair(ids, ids_k)
+    ids_q, keys = document_pair(ids, ids_k)
     limits = _limits(is_causal, window_size)
 
     def words_of(start: int, stop: int) -> torch.Tensor:
-        rows = of_q[:, start:stop, None]
-        return pack_words((rows == of_k[:, None, :]) & (rows >= 0))[:, None]
+        rows = ids_q[:, start:stop, None]
+        return pack_words((rows == keys[:, None, :]) & (rows >= 0))[:, None]
 
-    seqlen_q, seqlen_k = of_q.size(1), of_k.size(1)
-    shape = (max(of_q.size(0), of_k.size(0)), 1, seqlen_q, seqlen_k)
-    packed = pack_rows(words_of, shape, _band(seqlen_q, seqlen_k, limits), of_q.device)
+    seqlen_q, seqlen_k = ids_q.size(1), keys.size(1)
+    shape = (max(ids_q.size(0), keys.size(0)), 1, seqlen_q, seqlen_k)
+    packed = pack_rows(words_of, shape, _band(seqlen_q, seqlen_k, limits), ids_q.device)
     return _tiles_of(*packed, seqlen_k, limits)
 
 
@@ -287,15 +282,46 @@ def _check_compact(compact: bool, reorder: bool | None) -> None:
 def _intervals_of(
     start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, limits: dict[str, Any], reorder: bool, compact: bool
 ) -> MaskFields:
-    order = run_key_order(start, stop, seqlen_q) if reorder else start.new_empty((*start.shape[:2], 0))
     seqlen_k = places = start.size(2)
     if compact:
         places = places_for(int(live_keys(start, stop)), seqlen_k)
-    if places < seqlen_k:
-        walked = compact_order(start, stop, order, seqlen_q, places)
-    else:
-        walked = [order, *run_interval_tiles(start, stop, order, seqlen_q)]
-    return _fields("intervals", (start, stop, *walked), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
+    walked = interval_walk(start, stop, seqlen_q, reorder, places)
+    return MaskFields("intervals", (start, stop, *walked), {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **limits})
+
+
+def interval_walk(
+    start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, places: int
+) -> Sequence[torch.Tensor]:
+    """Return order, bounds, row_lists and col_lists of an `IntervalMask`: O(Lq * places).
+
+    Args:
+        start, stop: of the mask.
+        seqlen_q: number of queries.
+        reorder: whether it has an order of keys.
+        places: how many places an order has, at least as many as a head has live keys.
+    """
+    order = run_key_order(start, stop, seqlen_q) if reorder else start.new_empty((*start.shape[:2], 0))
+    if not reorder or places == start.size(2):
+        return order, *run_interval_tiles(start, stop, order, seqlen_q)
+    order, start, stop = run_first_places(start, stop, order, places)  # the rest is not kept alive
+    return order, *run_interval_tiles(start, stop, start.new_empty((*start.shape[:2], 0)), seqlen_q)
+
+
+def _recognised(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None) -> Sequence[torch.Tensor] | None:
+    """The tensors of an `IntervalMask` that allows the same as tiles; None where some key has several runs of queries.
+
+    Values decide, so it waits for the device, once. The numbers of pairs and of tiles, which come back with the answer,
+    say how many places an order of keys needs, and whether it pays in a forward pass unless `reorder` decides.
+    """
+    bits, _, row_lists, _ = view.tensors
+    start, stop, numbers = run_mask_intervals(bits, row_lists, seqlen_k)
+    has_several, live, pairs, active = numbers.tolist()
+    if has_several:
+        return None
+    if reorder is None:
+        kept = pairs / max(1, start.size(0) * start.size(1) * seqlen_q)
+        reorder = kept > 0 and order_saves(active, pairs, kept, has_backward=False)
+    return start, stop, *interval_walk(start, stop, seqlen_q, reorder, places_for(live, seqlen_k))
 
 
 def from_tree(tree: torch.Tensor) -> MaskFields:
@@ -305,7 +331,7 @@ def from_tree(tree: torch.Tensor) -> MaskFields:
         raise TypeError(f"tree has dtype {tree.dtype} and must be torch.bool, True = attend; pass tree != 0.")
     if tree.dim() != 3 or tree.shape[1] != tree.shape[2]:
         raise ValueError(f"tree has shape {tuple(tree.shape)} and must be (sequences or 1, new tokens, new tokens).")
-    return MaskFields("tree", {"bits": pack_tree(tree)})
+    return MaskFields("tree", (pack_tree(tree),), {})
 
 
 def _from_mask_of_sequences(
@@ -317,10 +343,10 @@ def _from_mask_of_sequences(
     window_size: Window | None,
 ) -> MaskFields:
     spec = _spec_of(sequences, seqlen_q, seqlen_k)
-    whole = _where_sequences_are("mask", bool_mask("mask", mask), sequences)
+    mask4 = _where_sequences_are("mask", bool_mask("mask", mask), sequences)
     mask_packing = packing_of("mask", mask.shape, spec)
-    check_scores("mask", whole.shape, mask_packing, spec, None)
-    return _pack_beside(whole, mask_packing, sequences, spec, sequences.bounds_of(spec), is_causal, window_size)
+    check_scores("mask", mask4.shape, mask_packing, spec, None)
+    return _pack_beside(mask4, mask_packing, sequences, spec, sequences.bounds_of(spec), is_causal, window_size)
 
 
 def from_ragged(
@@ -332,7 +358,7 @@ def from_ragged(
     window_size: Window | None,
 ) -> MaskFields:
     spec = _spec_of(sequences, seqlen_q, seqlen_k)
-    whole = _where_sequences_are("flat", bool_mask("flat", flat), sequences)
+    mask4 = _where_sequences_are("flat", bool_mask("flat", flat), sequences)
     if flat.dim() not in (1, 2):
         raise ValueError(f"flat has shape {tuple(flat.shape)} and must be (pairs,) or (heads, pairs).")
     bounds = sequences.bounds_of(spec)
@@ -340,7 +366,7 @@ def from_ragged(
         pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
         if flat.shape[-1] != pairs:
             raise ValueError(f"flat has {flat.shape[-1]} pairs and must have {pairs}, queries times keys of sequences.")
-    return _pack_beside(whole.transpose(1, 2), "ragged", sequences, spec, bounds, is_causal, window_size)
+    return _pack_beside(mask4.transpose(1, 2), "ragged", sequences, spec, bounds, is_causal, window_size)
 
 
 def _spec_of(sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None) -> SequenceSpec:
@@ -372,4 +398,4 @@ def _pack_beside(
 ) -> MaskFields:
     limits = _limits(is_causal, window_size)
     tensors = pack_beside(mask, bounds, mask_packing, spec, causal_window(**limits))
-    return _fields("sequence_tiles", tensors, sequences=sequences, spec=spec, **limits)
+    return MaskFields("sequence_tiles", tensors, {"sequences": sequences, "spec": spec, **limits})

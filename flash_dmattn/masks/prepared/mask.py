@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -35,12 +35,12 @@ class PreparedMask(ABC):
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
         one_row: whether it was made of a mask with one row for all queries, the band apart. Some kernels then take more
             queries at once.
-        sequences: those that calls have to pass with it; None where it was prepared for calls without, or is a tree.
+        sequences: the `Sequences` object that calls have to pass with it; None for other masks.
         view: its form and its tensors, which a kernel backend receives.
     """
 
     form: ClassVar[MaskForm]
-    _classes: ClassVar[dict[str, Callable[..., PreparedMask]]] = {}
+    _classes: ClassVar[dict[str, type[PreparedMask]]] = {}
     _tensor_names: ClassVar[tuple[str, ...]]
 
     is_causal: bool = field(default=False, kw_only=True)
@@ -62,7 +62,9 @@ class PreparedMask(ABC):
 
     @classmethod
     def _made(cls, made: MaskFields) -> PreparedMask:
-        return cls._classes[made.form](**made.values)
+        kind = cls._classes[made.form]
+        fields: dict[str, Any] = {**dict(zip(kind._tensor_names, made.tensors, strict=True)), **made.others}
+        return kind(**fields)
 
     @classmethod
     def from_mask(
@@ -89,16 +91,16 @@ class PreparedMask(ABC):
         memory but for lists of tiles, band or no band. Any other is stored as tiles, Lq * Lk / 8 bytes for each of its
         heads; tiles outside the band are not read.
 
-        Beside `sequences` the mask has the shapes that `attention` takes there: by position, packed rows or packed
-        keys. The band is that of each sequence. The result takes max_seqlen_k / 8 bytes for each query and head, and is
+        With `sequences` the mask has the shapes that `attention` takes beside them: by position, packed rows or packed
+        keys. The band applies to each sequence. The result takes max_seqlen_k / 8 bytes for each query and head, and is
         for calls with the same `Sequences` object. Triton makes it on GPUs of NVIDIA, elsewhere PyTorch.
 
         Args:
             mask: bool tensor of 2 dims or more, read from the right as (*batch, Hm, Lq or 1, Lk or 1), any strides. Hm
-                may be 1, Hk or Hq: heads stay as they are. Leading dims, each 1 or that of the calls, fold into the one
-                batch of the result, which knows them as `batch_dims`.
-            seqlen_q, seqlen_k: number of queries and keys; needed where the mask has size 1 for all of them. Beside
-                `sequences` always needed: `q.shape[-3]` and `k.shape[-3]`, of pages
+                may be 1, Hk or Hq: heads stay as they are. Leading dims, each 1 or as in the calls, fold into the one
+                batch of the result, whose `batch_dims` keeps them.
+            seqlen_q, seqlen_k: number of queries and keys; needed where the mask has size 1 for all of them. They are
+                always needed with `sequences`: `q.shape[-3]` and `k.shape[-3]`, of pages
                 `block_table.shape[1] * page_size`.
             is_causal: forbid keys past i + Lk - Lq.
             window_size: `(left, right)` keys around i + Lk - Lq; -1 is unlimited on that side.
@@ -106,12 +108,12 @@ class PreparedMask(ABC):
                 in each call. It pays where kept keys lie scattered, not for padding. By default from 4096 queries on,
                 where the copy is cheap beside the call.
             as_tiles: store a mask of one row for 16 queries or more as tiles all the same. It pays for calls with a
-                bias of one value per query and key: beside it kernels read bits, which they make of intervals anew in
+                bias of one value per query and key, as kernels then read bits, and would make them of intervals in
                 each pass.
             find_intervals: look whether, within the band, each key of a mask that depends on the query is seen by one
-                run of queries, as in causal top-k by one score per key, windows, documents or prefixes. Such a mask is
-                stored as intervals, and `reorder` applies to it: by default keys get an order where the tiles that it
-                saves pay for it in a forward pass. Any other mask becomes what it does without. The answer is read
+                run of queries, as in causal top-k by one score per key, windows, documents or prefixes. If so it is
+                stored as intervals, and `reorder` applies: by default keys get an order where the tiles that it
+                saves pay for it in a forward pass. Any other mask is stored as without it. The answer is read
                 back: the program waits for the device, once, which a CUDA graph cannot capture and `torch.compile`
                 breaks its graph for.
             sequences: where the sequences of the calls lie; `reorder` and `find_intervals` are refused beside them,
@@ -123,7 +125,7 @@ class PreparedMask(ABC):
 
         Raises:
             TypeError: not a bool tensor, or a length, flag or window of another type.
-            ValueError: another rank, lengths that are missing or differ from those of the mask, a negative window, both
+            ValueError: another rank, lengths that are missing or do not fit the mask, a negative window, both
                 `as_tiles` and `find_intervals`.
 
         Example:
@@ -136,10 +138,9 @@ class PreparedMask(ABC):
             >>> PreparedMask.from_mask(torch.ones(3, 3, dtype=torch.bool).tril(), find_intervals=True).start.tolist()
             [[[0, 1, 2]]]
         """
-        lengths_and_band = seqlen_q, seqlen_k, is_causal, window_size
-        return cls._made(
-            builders.from_mask(mask, *lengths_and_band, reorder, as_tiles, find_intervals, sequences=sequences)
-        )
+        options: dict[str, Any] = {"reorder": reorder, "as_tiles": as_tiles, "find_intervals": find_intervals}
+        lengths = seqlen_q, seqlen_k
+        return cls._made(builders.from_mask(mask, *lengths, is_causal, window_size, **options, sequences=sequences))
 
     @classmethod
     def from_blocks(
@@ -361,17 +362,17 @@ class PreparedMask(ABC):
             is_causal: only keys j <= i + Lk - Lq are allowed to query i.
             mask: bool tensor broadcastable to (B, H, 1, Lk), True = allowed, the same for all queries.
             seqlen_q: number of queries; Lk by default. Decoding one query against a cache needs `seqlen_q=1`.
-            local: a causal query also sees the last `local` keys up to its own, those that are allowed; they do not
-                count as part of the k. It is `topk_mask(...) | sliding_window_mask(Lq, Lk, (local - 1, 0)) & mask`.
+            local: a causal query also sees the last `local` allowed keys up to its own, which do not count as part
+                of the k. It is `topk_mask(...) | sliding_window_mask(Lq, Lk, (local - 1, 0)) & mask`.
             reorder: put keys of similar intervals side by side, so that kernels visit fewer tiles. By default where
                 that is expected to save more time than it costs: see "Order" in docs/prepared_masks.md. Sizes alone
-                decide, with the heads of `scores` for those of the call, and a backward pass expected where `scores`
-                need a gradient.
-            compact: of an order, which is made then, make places for live keys alone. Of independent scores few are
-                live, about k * (1 + ln(Lk / k)): at 1M keys and k = 1024 lists of tiles take a hundredth, and so do k,
-                v and the sums of their gradients in each call. Their number is read back: the program waits for the
-                device, once, which a CUDA graph cannot capture and `torch.compile` breaks its graph for. Where more
-                than half of the keys are live, nothing changes.
+                decide: the heads of `scores` stand for the heads of the call, and a backward pass is expected where
+                `scores` need a gradient.
+            compact: of an order, which is made then, make places for live keys alone. With independent scores
+                few are live, about k * (1 + ln(Lk / k)): at 1M keys and k = 1024 lists of tiles take a hundredth, and
+                so do k, v and the sums of their gradients in each call. Their number is read back: the program waits
+                for the device, once, which a CUDA graph cannot capture and `torch.compile` breaks its graph for. Where
+                more than half of the keys are live, nothing changes.
 
         Returns:
             PreparedMask, of intervals, with the batch size and heads of scores and mask.
@@ -401,7 +402,7 @@ class PreparedMask(ABC):
         """Pack the trees of drafts, for `attention(..., mask, sequences=...)`: one mask for all layers.
 
         The last n keys of a sequence are its new tokens, the queries of the call. The result stands for a mask of all
-        keys, of which no backend that reads it makes one::
+        keys, which no backend has to make::
 
             mask = torch.ones(n, Lk, dtype=torch.bool)  # of one sequence: every earlier key is seen
             mask[:, Lk - n :] = tree
@@ -449,8 +450,8 @@ class PreparedMask(ABC):
 
         Args:
             flat: bool (N,) or (H, N), where N is the sum of Lq_s * Lk_s over sequences: the rows of the first sequence,
-                one behind the other, then those of the second. H is 1, Hk or Hq.
-            sequences: those of the calls.
+                one behind the other, then the rows of the second. H is 1, Hk or Hq.
+            sequences: the `Sequences` object of the calls.
             seqlen_q, seqlen_k, is_causal, window_size: as in `from_mask(mask, sequences=sequences)`.
 
         Returns:
@@ -461,7 +462,7 @@ class PreparedMask(ABC):
             ValueError: another rank, or, on a CPU, another number of pairs. On an accelerator the host does not wait to
                 count them: missing ones read wrong values, never beyond `flat`.
 
-        The flat form is that of `custom_mask` in Ye et al., FlashInfer (2025).
+        Source: Ye et al., FlashInfer, 2025, whose `custom_mask` has the flat form.
 
         >>> import torch
         >>> from flash_dmattn import Sequences

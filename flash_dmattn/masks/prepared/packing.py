@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ...problem import Band
-from ..pad import pad
+from ..arguments import pad
 
 TILE = 128
 WORD = 32
@@ -41,7 +41,7 @@ def tiles(length: int) -> int:
 def pack_words(rows: torch.Tensor) -> torch.Tensor:
     """The bits of bool rows (..., Lk): int32 (..., 4 * ceil(Lk / 128)), bit j % 32 of word j // 32; padding is 0."""
     padded = pad(rows, (0, -rows.size(-1) % TILE)).contiguous()
-    # What is contiguous may still start between two words, or have odd strides where a size is 1.
+    # A contiguous tensor may still start between two words, or have odd strides where a size is 1.
     if padded.storage_offset() % 8 or any(stride % 8 for stride in padded.stride()[:-1]):
         padded = padded.clone(memory_format=torch.contiguous_format)
     eights = padded.view(torch.int64) * GATHER_EIGHT >> 56

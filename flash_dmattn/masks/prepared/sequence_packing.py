@@ -2,9 +2,8 @@
 
 The oracle of `triton_kernels/sequence_pack.py`, whose `pack_sequences` has these arguments and results, bit for bit.
 
-Each sequence has tiles of its own, of no other's rows and columns. Those of sequence s begin with number
-`first // 128 + s`, where `first` is its first row among those of all: tiles of two sequences never meet, and no
-sequence has to know the lengths of those before it.
+Each sequence has tiles of its own. The tiles of sequence s begin with number `first // 128 + s`, where `first` is its
+first row among all rows. So tiles of two sequences never meet, and no sequence has to know the lengths before it.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Literal, NamedTuple
 import torch
 
 from ...problem import SequenceSpec
-from ...sequences.tokens import TokenPlaces, token_places
-from ..pad import pad
+from ...sequences.layout import TokenPlaces, token_places
+from ..arguments import pad
 from . import packing
 from .packing import TILE, TILE_WORDS, pack_words, tiles, unpack_words
 
-# What of a mask is packed, as `Packing` of a call has it; or all pairs of a sequence behind those of the one before; or
-# nothing, of a tree of new tokens.
+# How a mask lies: as `Packing` of a call has it; "ragged", the pairs of all sequences one behind the other; or "tree",
+# new tokens alone.
 MaskPacking = Literal["none", "queries", "keys", "ragged", "tree"]
 
 
@@ -30,7 +29,7 @@ class Side(NamedTuple):
     Attributes:
         first: int64 (S,), the first of each sequence, ascending.
         lengths: int64 (S,), how many it has.
-        rows: how many there are in all, those of no sequence included.
+        rows: how many there are in all, rows of no sequence included.
     """
 
     first: torch.Tensor
@@ -48,7 +47,7 @@ class Side(NamedTuple):
         return self.rows // TILE + self.first.shape[0]
 
     def tile_places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each tile its sequence, which of that one's tiles it is, and whether that one has it; S is at least 1."""
+        """For each tile: its sequence, its number in the sequence, and whether the sequence has it; S is at least 1."""
         number = torch.arange(self.tiles, device=self.first.device)
         own = (torch.searchsorted(self.first_tile, number, right=True) - 1).clamp(min=0)
         place = number - self.first_tile[own]
@@ -102,8 +101,8 @@ def pack_sequences(
             values = _rows_of(mask, mask_packing, some, start, queries, keys, spec.max_seqlen_k)
             bits[:, start : start + step] = pack_words(values & allowed)
     classes = _classify(bits, queries, columns)
-    of_keys = _by_column(classes, queries, keys, tiles(spec.max_seqlen_q))
-    return [x[None] for x in (bits, classes, packing.list_rows(classes), packing.list_rows(of_keys))]
+    columns_first = _by_column(classes, queries, keys, tiles(spec.max_seqlen_q))
+    return [x[None] for x in (bits, classes, packing.list_rows(classes), packing.list_rows(columns_first))]
 
 
 def _inside(tokens: TokenPlaces, queries: Side, keys: Side, max_seqlen_k: int, window: tuple[int, int]) -> torch.Tensor:
@@ -180,8 +179,7 @@ def _by_column(classes: torch.Tensor, queries: Side, keys: Side, most_rows: int)
     inner = torch.arange(most_rows, device=classes.device)
     exists = (inner * TILE < queries.lengths[own][:, None]) & has_keys[:, None]
     row = (queries.first_tile[own][:, None] + inner).clamp(max=rows - 1)
-    found = classes[:, row, place.clamp(0, columns - 1)[:, None]]
-    return torch.where(exists, found, 0)
+    return torch.where(exists, classes[:, row, place.clamp(0, columns - 1)[:, None]], 0)
 
 
 def unpack_sequences(bits: torch.Tensor, spec: SequenceSpec) -> torch.Tensor:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ...problem import Band, MaskForm, MaskView, SequenceSpec, causal_window, make_band
 from ...sequences.layout import Sequences
+from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
-from ..pad import pad
 from . import packing
-from .interval_tiles import covering, interval_classes
+from .builders import MaskFields
+from .intervals import covering, interval_classes
 from .mask import PreparedMask as PreparedMask
 from .packing import EMPTY, FULL, TILE, tiles
 from .sequence_packing import unpack_sequences
@@ -43,7 +44,7 @@ class BatchMask(PreparedMask):
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
-        """The leading dims that its batch of Bm entries stands for, each 1 or that of the calls."""
+        """The leading dims that its batch of Bm entries stands for, each 1 or as in the calls."""
         return self.shape[:1] if self.leading is None else self.leading
 
     def expand_batch(self, dims: tuple[int, ...]) -> Self:
@@ -93,36 +94,6 @@ class TileMask(BatchMask):
         batch, num_heads, seqlen_q, _ = self.bits.shape
         return batch, num_heads, seqlen_q, self.seqlen_k
 
-    @property
-    def row_full_count(self) -> torch.Tensor:
-        """Full tiles in a row of tiles: a view (Bm, Hm, Tq) of `row_lists`."""
-        return self.row_lists[..., 0]
-
-    @property
-    def row_partial_count(self) -> torch.Tensor:
-        """Partial tiles in a row of tiles: a view (Bm, Hm, Tq) of `row_lists`."""
-        return self.row_lists[..., 1]
-
-    @property
-    def row_indices(self) -> torch.Tensor:
-        """Columns of the full, the partial and the empty tiles: a view (Bm, Hm, Tq, Tk) of `row_lists`."""
-        return self.row_lists[..., 2:]
-
-    @property
-    def col_full_count(self) -> torch.Tensor:
-        """Full tiles in a column of tiles: a view (Bm, Hm, Tk) of `col_lists`."""
-        return self.col_lists[..., 0]
-
-    @property
-    def col_partial_count(self) -> torch.Tensor:
-        """Partial tiles in a column of tiles: a view (Bm, Hm, Tk) of `col_lists`."""
-        return self.col_lists[..., 1]
-
-    @property
-    def col_indices(self) -> torch.Tensor:
-        """Rows of the full, the partial and the empty tiles: a view (Bm, Hm, Tk, Tq) of `col_lists`."""
-        return self.col_lists[..., 2:]
-
     def unpacked(self) -> torch.Tensor:
         return self.dense()
 
@@ -130,8 +101,7 @@ class TileMask(BatchMask):
         return packing.unpack_words(self.bits[:, :, start:stop], self.seqlen_k)
 
     def stats(self) -> MaskStats:
-        attending = int(packing.count_bits(self.bits))
-        return _class_stats(self.shape, attending, self.classes, int((self.bits == 0).all(-1).sum()))
+        return _bit_stats(self.shape, self.bits, self.classes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -170,28 +140,9 @@ class KeyMask(BatchMask):
         return keys & (diagonals >= self.band.low) & (diagonals <= self.band.high)
 
     def stats(self) -> MaskStats:
-        """As for any prepared mask; `shape` counts Lq rows."""
-        batch, num_heads, _, seqlen_k = self.shape
-        low, high = self.band or Band(-self.seqlen_q, seqlen_k)
-        rows = torch.arange(self.seqlen_q, device=self.device)
-        kept = self._kept_between(rows + low, rows + high + 1)
-        # Together the rows of a tile reach from the lowest key of the first to the highest of the last, without gaps;
-        # what all of them reach is from the lowest of the last to the highest of the first.
-        first_row = torch.arange(0, self.seqlen_q, TILE, device=self.device)[:, None]
-        last_row = (first_row + (TILE - 1)).clamp(max=self.seqlen_q - 1)
-        first_key = torch.arange(0, seqlen_k, TILE, device=self.device)
-        end = first_key + TILE
-        met = self._kept_between(torch.maximum(first_key, first_row + low), torch.minimum(end, last_row + (high + 1)))
-        inside = (first_key >= last_row + low) & (end <= first_row + (high + 1))
-        whole = inside & (self._kept_between(first_key, end)[..., None, :] == TILE)
-        classes = (met > 0).to(torch.uint8) + whole
-        shape = (batch, num_heads, self.seqlen_q, seqlen_k)
-        return _class_stats(shape, int(kept.sum(dtype=torch.int64)), classes, int((kept == 0).sum()))
-
-    def _kept_between(self, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
-        """How many keys are kept from `start` to `stop`, not included: (Bm, Hm, ...)."""
-        start, stop = (x.clamp(0, self.seqlen_k) for x in (start, stop))
-        return (self.prefix[..., stop] - self.prefix[..., start]).clamp(min=0)
+        """Count as any prepared mask does; `shape` has Lq rows."""
+        bits, classes = packing.pack_mask(self.dense(), None)
+        return _bit_stats((*self.shape[:2], self.seqlen_q, self.seqlen_k), bits, classes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -211,8 +162,8 @@ class IntervalMask(BatchMask):
             own order. It changes no result, only the time.
         bounds: (Bm, Hm, 128 * Tp, 2), start and stop at each place, Tp = ceil(P / 128), P being Lk without an order;
             (0, 0) past the last place.
-        row_lists, col_lists: (Bm, Hm, Tq, 2 + Tp) and (Bm, Hm, Tp, 2 + Tq), the tiles of places as a `TileMask` lists
-            those of keys.
+        row_lists, col_lists: (Bm, Hm, Tq, 2 + Tp) and (Bm, Hm, Tp, 2 + Tq), lists of tiles as in a `TileMask`, with
+            places for keys.
     """
 
     form: ClassVar[MaskForm] = "intervals"
@@ -236,7 +187,7 @@ class IntervalMask(BatchMask):
 
     @property
     def num_places(self) -> int:
-        """How many keys have a place: all, or those of an order that leaves dead keys out."""
+        """How many keys have a place: all, or fewer in an order that leaves dead keys out."""
         return self.order.size(2) or self.seqlen_k
 
     def unpacked(self) -> torch.Tensor:
@@ -261,16 +212,16 @@ class IntervalMask(BatchMask):
 class SequenceTileMask(PreparedMask):
     """A mask beside sequences, as bits and lists of 128 x 128 tiles, with causality and window of each folded in.
 
-    A sequence has tiles of its own. With `first` its first query among those of all, its rows of tiles begin with
-    number `first // 128 + s`; columns so with keys. R rows of queries are those of a row of tokens, or S slots behind
-    one another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and max_seqlen_q:
+    A sequence has tiles of its own. With `first` its first query among all queries, its rows of tiles begin with number
+    `first // 128 + s`; columns so with keys. R counts the rows of queries: of packed tokens, or of S slots one behind
+    another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and max_seqlen_q:
 
     Attributes:
-        sequences: those it was prepared for, which calls have to pass with it.
+        sequences: the `Sequences` object that it was prepared for; calls have to pass it, too.
         spec: how they lie.
         is_causal, window_size: the band that is part of it, bottom-right aligned in each sequence.
         bits: int32 (1, Hm, R, 4 * C). Bit j % 32 of word j // 32 says whether the query attends to key j of its
-            sequence; bits past the last key, and those of rows of no sequence, are 0.
+            sequence; bits past the last key, and bits of rows of no sequence, are 0.
         classes: uint8 (1, Hm, Tq, C). 0: empty, 1: partial, 2: full, as of a `TileMask`.
         row_lists: int32 (1, Hm, Tq, 2 + C), as of a `TileMask`.
         col_lists: int32 (1, Hm, Tk, 2 + D), rows counted from the first of the sequence.
@@ -297,7 +248,7 @@ class SequenceTileMask(PreparedMask):
         """
         return unpack_sequences(self.bits, self.spec)
 
-    def of_sequence(self, number: int, head: int = 0) -> torch.Tensor:
+    def dense_sequence(self, number: int, head: int = 0) -> torch.Tensor:
         """Return what one head of one sequence allows, bool (Lq_s, Lk_s), band included; it waits for the device."""
         first, seqlen_q, _, seqlen_k = self.sequences.bounds_of(self.spec)[number].tolist()
         first += 0 if self.spec.packs_queries else number * self.spec.rows_q
@@ -312,16 +263,12 @@ class SequenceTileMask(PreparedMask):
         lengths_q, lengths_k = self.sequences.bounds_of(self.spec).long()[:, 1::2].unbind(1)
         heads, rows = self.bits.shape[1:3]
         queries, pairs = int(lengths_q.sum()), int((lengths_q * lengths_k).sum())
-        number = max(1, heads * int((-(-lengths_q // TILE) * -(-lengths_k // TILE)).sum()))
-        return MaskStats(
-            shape=(1, heads, queries, self.spec.max_seqlen_k),
-            block_size=(TILE, TILE),
-            density=int(packing.count_bits(self.bits)) / max(1, heads * pairs),
-            active_tile_fraction=int((self.classes != EMPTY).sum()) / number,
-            full_tile_fraction=int((self.classes == FULL).sum()) / number,
-            # Rows of no sequence have no bit either.
-            empty_rows=int((self.bits == 0).all(-1).sum()) - heads * (rows - queries),
+        number = heads * int((-(-lengths_q // TILE) * -(-lengths_k // TILE)).sum())
+        counted = _bit_stats(
+            (1, heads, queries, self.spec.max_seqlen_k), self.bits, self.classes, heads * pairs, number
         )
+        # Rows of no sequence have no bit either.
+        return replace(counted, empty_rows=counted.empty_rows - heads * (rows - queries))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -352,17 +299,42 @@ class TreeMask(PreparedMask):
 
 def unpack_view(view: MaskView, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
     """The bool mask (Bm, Hm, Lq or 1, Lk) of tiles, keys or intervals; the band of a call is left to the call."""
-    return PreparedMask._classes[view.form](seqlen_q, seqlen_k, *view.tensors).unpacked()
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    return PreparedMask._made(MaskFields(view.form, view.tensors, sizes)).unpacked()
 
 
-def _class_stats(shape: tuple[int, int, int, int], attending: int, classes: torch.Tensor, empty_rows: int) -> MaskStats:
-    """The statistics of a mask of `shape` from its pairs that attend, the classes of its tiles, and its empty rows."""
-    batch, num_heads, seqlen_q, seqlen_k = shape
-    number = max(1, classes.numel())
+def _bit_stats(
+    shape: tuple[int, int, int, int],
+    bits: torch.Tensor,
+    classes: torch.Tensor,
+    pairs: int | None = None,
+    number: int | None = None,
+) -> MaskStats:
+    """The statistics of a mask from its packed bits and their classes."""
+    empty_rows = int((bits == 0).all(-1).sum())
+    return _class_stats(shape, int(packing.count_bits(bits)), classes, empty_rows, pairs, number)
+
+
+def _class_stats(
+    shape: tuple[int, int, int, int],
+    attending: int,
+    classes: torch.Tensor,
+    empty_rows: int,
+    pairs: int | None = None,
+    number: int | None = None,
+) -> MaskStats:
+    """The statistics of a mask from its pairs that attend, the classes of its tiles, and its empty rows.
+
+    Args:
+        pairs, number: how many pairs and tiles there are in all, where these are not the product of `shape` and all of
+            `classes`.
+    """
+    pairs = math.prod(shape) if pairs is None else pairs
+    number = max(1, classes.numel() if number is None else number)
     return MaskStats(
         shape=shape,
         block_size=(TILE, TILE),
-        density=attending / max(1, batch * num_heads * seqlen_q * seqlen_k),
+        density=attending / max(1, pairs),
         active_tile_fraction=int((classes != EMPTY).sum()) / number,
         full_tile_fraction=int((classes == FULL).sum()) / number,
         empty_rows=empty_rows,

@@ -1,4 +1,4 @@
-"""The demo as a command: its arguments, its course, and its verdict."""
+"""The demo as a command: its arguments, its course, what it prints and draws, and its verdict."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -14,21 +15,69 @@ from typing import NamedTuple
 import torch
 
 import flash_dmattn
+from flash_dmattn.masks import show
+from flash_dmattn.problem import device_arch
 
 from .gradient_check import RESULTS, CheckedBackend, capture_call, check_call
-from .model import ByteLanguageModel, ModelConfig
-from .picture import draw
-from .report import Report
-from .sizes import ON_HOPPER, SMALL, sizes_for
-from .text import Corpus, even_windows, load_corpus, unigram_entropy
-from .timing import TimedBackend, time_call
-from .training import History, TrainingConfig, train, training_call
+from .training import (
+    ByteLanguageModel,
+    Corpus,
+    History,
+    ModelConfig,
+    TrainingConfig,
+    even_windows,
+    load_corpus,
+    train,
+    training_call,
+    unigram_entropy,
+)
 
 NATS_PER_BIT = math.log(2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Nats by which the held-out loss must end under the unigram entropy, in a run of the default length and a quick one.
 MARGIN, QUICK_MARGIN = 0.7, 0.1
 PICTURED_LAYER, PICTURED_HEAD = 1, 0
+PROGRESS_LINES = 10  # of each training
+# As in masks.show: blue and orange stay apart for every common form of colour blindness, and in grey.
+BLUE, ORANGE, GREY = (0.12, 0.38, 0.66), (0.80, 0.36, 0.02), (0.4, 0.4, 0.4)
+
+HOPPER = "sm_90"
+
+
+class Sizes(NamedTuple):
+    """Defaults of the command line: the batches, the masks, the dtype and the width of the model.
+
+    The number of layers and of steps, and the width of the MLP, are smaller in a quick run.
+    """
+
+    batch_size: int
+    context: int
+    keep: int
+    dtype: str
+    hidden_size: int
+    mlp_size: int
+    quick_mlp_size: int
+    steps: int
+    quick_steps: int
+
+
+# Two minutes and a half on one CPU core, so that `make demo` ends within four on a slow machine, downloads included.
+# Other GPUs train it too: their kernels take every call of it in fp32.
+SMALL = Sizes(4, 256, 64, "fp32", 128, 512, 256, 240, 60)
+# The rules of cuda ask for 16 bits, and of calls without a mask (the model with full attention) for heads wider than
+# 32 and 512 tiles of 128 queries: 16 texts x 4 heads x 8 tiles. A quarter of the keys is kept, as in the small sizes.
+# A quick run has 180 steps: from some seeds, by every backend, the wider model still is at the unigram entropy after
+# 60 steps (seed 0: held-out 3.05 of 3.14 nats per byte). After 120 it is below (2.56 to 3.02).
+ON_HOPPER = Sizes(16, 1024, 256, "bf16", 256, 1024, 512, 400, 180)
+
+
+def sizes_for(device: torch.device) -> Sizes:
+    """The sizes of a run on a device.
+
+    >>> sizes_for(torch.device("cpu")).context
+    256
+    """
+    return ON_HOPPER if device_arch(device) == HOPPER else SMALL
 
 
 class TrainedPair(NamedTuple):
@@ -40,20 +89,12 @@ class TrainedPair(NamedTuple):
     full_history: History
 
 
-class _DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the defaults to the help, except None, where the help says what it stands for."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of the demo."""
+    """Make the parser of the demo's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m flash_dmattn demo",
         description="Train a small byte-level language model with dynamic-mask attention on the Python standard "
         "library's sources, beside the same model with full attention, and check the gradients of a real batch.",
-        formatter_class=_DefaultsFormatter,
     )
     add = parser.add_argument
     add(
@@ -62,24 +103,26 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"training steps per model (default: {SMALL.steps}, on a Hopper GPU {ON_HOPPER.steps}; "
         f"with --quick {SMALL.quick_steps} and {ON_HOPPER.quick_steps})",
     )
-    # None stands for what `sizes_for` says of the device.
-    for name, field, said in (
+    # Without these arguments `sizes_for` decides by the device.
+    for name, field, text in (
         ("--batch-size", "batch_size", "texts per step"),
         ("--context", "context", "bytes per text"),
         ("--keep", "keep", "keys that each query keeps under the dynamic mask"),
     ):
         small, on_hopper = getattr(SMALL, field), getattr(ON_HOPPER, field)
-        add(name, type=_positive, help=f"{said} (default: {small}, on a Hopper GPU {on_hopper})")
+        add(name, type=_positive, help=f"{text} (default: {small}, on a Hopper GPU {on_hopper})")
     add("--local-window", type=_positive, help="nearest keys kept besides, whatever their score (default: none)")
-    add("--seed", type=int, default=0, help="of the weights, the batches and the sample")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to train on")
-    # Measured on 2 cores, both models, 40 steps: 6 s with two threads and 11 s with one where nothing else runs; over
-    # 100 s and 11 s beside other work, where threads spin for one another.
-    add("--threads", type=_positive, default=1, help="threads of PyTorch; more than one is for an idle machine")
-    said = f"bf16 trains under autocast (default: {SMALL.dtype}, on a Hopper GPU {ON_HOPPER.dtype})"
-    add("--dtype", choices=tuple(DTYPES), help=said)
-    add("--backend", default="auto", help="attention backend to train with")
-    add("--out-dir", type=Path, default=Path("demo_output"), help="folder for the picture; made if missing")
+    add("--seed", type=int, default=0, help="of the weights, the batches and the sample (default: 0)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, help=f"device to train on (default: {device})")
+    # Threads spin for one another beside other work. Both models, 40 steps, 2 cores: with two threads 6 s on an idle
+    # machine and over 100 s on a busy one, with one thread 11 s on either.
+    add("--threads", type=_positive, default=1, help="threads of PyTorch; more for an idle machine (default: 1)")
+    text = f"bf16 trains under autocast (default: {SMALL.dtype}, on a Hopper GPU {ON_HOPPER.dtype})"
+    add("--dtype", choices=tuple(DTYPES), help=text)
+    add("--backend", default="auto", help="attention backend to train with (default: auto)")
+    folder = Path("demo_output")
+    add("--out-dir", type=Path, default=folder, help=f"folder for the picture; made if missing (default: {folder})")
     add("--quick", action="store_true", help="a smaller model and few steps: every part runs, little is learned")
     return parser
 
@@ -98,15 +141,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     started = time.perf_counter()
     torch.set_num_threads(arguments.threads)
-    report = Report()
     device = torch.device(arguments.device)
     sizes = sizes_for(device)
     dtype = DTYPES[arguments.dtype or sizes.dtype]
     keep, batch_size = arguments.keep or sizes.keep, arguments.batch_size or sizes.batch_size
-    report.line(_versions(device))
+    line(_versions(device))
 
     corpus = load_corpus()
-    entropy = _show_corpus(report, corpus)
+    entropy = _show_corpus(corpus)
     training = TrainingConfig(
         steps=arguments.steps or (sizes.quick_steps if arguments.quick else sizes.steps),
         batch_size=batch_size,
@@ -124,58 +166,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         local_window_size=arguments.local_window or 0,
         backend=arguments.backend,
     )
-    pair = train_both(report, corpus, config, training, device)
-    _show_losses(report, pair)
+    pair = train_both(corpus, config, training, device)
+    _show_losses(pair)
 
     windows = even_windows(corpus.held_out, training.batch_size, training.context + 1).to(device)
     call = capture_call(pair.dynamic, windows, PICTURED_LAYER, dtype)
-    report.heading(f"The decision for the attention of layer {PICTURED_LAYER} of the trained model")
-    report.line(str(call.explain()))
-    # The 16-bit kernels of a GPU serve no fp32 call: there the call is also checked and timed as they would get it.
+    heading(f"The decision for the attention of layer {PICTURED_LAYER} of the trained model")
+    line(str(call.explain()))
+    # The 16-bit kernels of a GPU serve no fp32 call: there the call is also checked as they would get it.
     dtypes = [torch.float32] if dtype == torch.float32 and device.type == "cpu" else [torch.float32, torch.bfloat16]
     checked = [row for x in dtypes for row in check_call(call.to(x))]
-    _show_checks(report, checked)
-    timed = [row for x in dtypes for row in time_call(call.to(x), compile_on_cpu=not arguments.quick)]
-    _show_times(report, timed, tuple(call.arguments.q.shape))
+    _show_checks(checked)
 
-    _show_sample(report, pair.dynamic, corpus, arguments.seed)
+    _show_sample(pair.dynamic, corpus, arguments.seed)
     mask = call.arguments.mask
     if mask is None:
-        report.line(f"\nNo picture: --keep {keep} keeps every key of {training.context} bytes.")
+        line(f"\nNo picture: --keep {keep} keeps every key of {training.context} bytes.")
     else:
-        _save_picture(report, arguments.out_dir, pair, entropy, mask, keep)
+        _save_picture(arguments.out_dir, pair, entropy, mask, keep)
 
     failures = find_failures(checked, pair.dynamic_history, entropy, QUICK_MARGIN if arguments.quick else MARGIN)
-    report.heading(f"{'FAILED' if failures else 'Done'} in {time.perf_counter() - started:.0f} s")
+    heading(f"{'FAILED' if failures else 'Done'} in {time.perf_counter() - started:.0f} s")
     for failure in failures:
-        report.line(f"  {failure}")
+        line(f"  {failure}")
     return 1 if failures else 0
 
 
-def train_both(
-    report: Report, corpus: Corpus, config: ModelConfig, training: TrainingConfig, device: torch.device
-) -> TrainedPair:
+def train_both(corpus: Corpus, config: ModelConfig, training: TrainingConfig, device: torch.device) -> TrainedPair:
     """Train the model with dynamic-mask attention and with full attention: same start, same batches, same steps."""
     torch.manual_seed(training.seed)
     dynamic = ByteLanguageModel(config).to(device)
     full = ByteLanguageModel(ModelConfig(**{**vars(config), "keep_window_size": None})).to(device)
     full.load_state_dict({name: dynamic.state_dict()[name] for name in full.state_dict()})
     parameters = sum(p.numel() for p in dynamic.parameters())
-    report.heading(
+    heading(
         f"Training: {parameters:,} parameters, {training.steps} steps of {training.batch_size} x {training.context} "
         f"bytes, {_name(training.dtype)}, backend {config.backend}"
     )
     histories = []
     for title, model in ((f"dynamic mask, {config.keep_window_size} keys", dynamic), ("full attention", full)):
         chosen = training_call(model, training)
-        report.line(f"  {title}: attention by {chosen.forward} forward, {chosen.backward} backward")
-        with report.progress(f"{title:<22}", training.steps) as show:
-            histories.append(train(model, corpus, training, show))
+        line(f"  {title}: attention by {chosen.forward} forward, {chosen.backward} backward")
+        show_step = partial(_show_step, title, training.steps, time.perf_counter())
+        histories.append(train(model, corpus, training, show_step))
     return TrainedPair(dynamic, full, *histories)
 
 
 def find_failures(checked: Sequence[CheckedBackend], history: History, entropy: float, margin: float) -> list[str]:
-    """What makes the demo fail, one sentence each: gradients outside their limit, a model that did not learn."""
+    """Say why the demo fails, one sentence each: gradients outside their limit, a model that did not learn."""
     failures = [
         f"{row.backend} in {_name(row.dtype)}: error of {name} is {row.errors[name]:.1e}, above its limit "
         f"{row.limits[name]:.1e}"
@@ -191,7 +229,7 @@ def find_failures(checked: Sequence[CheckedBackend], history: History, entropy: 
     return failures
 
 
-def _show_corpus(report: Report, corpus: Corpus) -> float:
+def _show_corpus(corpus: Corpus) -> float:
     rows = []
     for name, files, text in (
         ("training", corpus.train_files, corpus.train),
@@ -199,7 +237,7 @@ def _show_corpus(report: Report, corpus: Corpus) -> float:
     ):
         nats = unigram_entropy(text)
         rows.append((name, str(len(files)), f"{len(text):,}", f"{nats:.3f}", f"{nats / NATS_PER_BIT:.3f}"))
-    report.table(
+    print_table(
         "Text: the standard library of this Python; byte-unigram entropy",
         ("text", "files", "bytes", "nats/byte", "bits/byte"),
         rows,
@@ -207,21 +245,21 @@ def _show_corpus(report: Report, corpus: Corpus) -> float:
     return unigram_entropy(corpus.held_out)
 
 
-def _show_losses(report: Report, pair: TrainedPair) -> None:
+def _show_losses(pair: TrainedPair) -> None:
     dynamic, full = pair.dynamic_history, pair.full_history
     rows = [
         (str(step), f"{a:.3f}", f"{b:.3f}", f"{a / NATS_PER_BIT:.3f}", f"{b / NATS_PER_BIT:.3f}")
         for step, a, b in zip(dynamic.held_out_steps, dynamic.held_out_loss, full.held_out_loss, strict=True)
     ]
     rows.append(("seconds", f"{dynamic.seconds:.1f}", f"{full.seconds:.1f}", "", ""))
-    report.table(
+    print_table(
         "Loss on held-out text: nats per byte, then bits per byte",
         ("step", "dynamic mask", "full attention", "dynamic (bits)", "full (bits)"),
         rows,
     )
 
 
-def _show_checks(report: Report, checked: Sequence[CheckedBackend]) -> None:
+def _show_checks(checked: Sequence[CheckedBackend]) -> None:
     rows = []
     for row in checked:
         errors = [f"{row.errors[name]:.1e}" if row.errors else "" for name in RESULTS]
@@ -232,60 +270,97 @@ def _show_checks(report: Report, checked: Sequence[CheckedBackend]) -> None:
         else:
             result = f"FAIL: {', '.join(row.failed)}" if row.failed else "pass"
         rows.append((row.backend, _name(row.dtype), *errors, result))
-    report.table(
+    print_table(
         "Gradient check of this batch: ||x - x64|| / ||x64||, at most 1.5 yardsticks + 1e-5",
         ("backend", "dtype", *RESULTS, "result"),
         rows,
     )
 
 
-def _show_times(report: Report, timed: Sequence[TimedBackend], shape: tuple[int, ...]) -> None:
-    rows = [
-        (
-            row.backend,
-            _name(row.dtype),
-            _milliseconds(row.forward_ms),
-            _milliseconds(row.both_ms),
-            "".join(row.reasons[:1]),
-        )
-        for row in timed
-    ]
-    report.table(
-        f"Time of this call, median, q {shape}",
-        ("backend", "dtype", "forward (ms)", "forward + backward (ms)", "why"),
-        rows,
-    )
-
-
-def _show_sample(report: Report, model: ByteLanguageModel, corpus: Corpus, seed: int) -> None:
+def _show_sample(model: ByteLanguageModel, corpus: Corpus, seed: int) -> None:
     prompt = b"    def __init__(self, "
     started = time.perf_counter()
     written = model.generate(prompt, 200, temperature=0.5, generator=torch.Generator().manual_seed(seed))
     rate = len(written) / (time.perf_counter() - started)
-    report.heading(f"A continuation, decoded from the KV cache at {rate:.0f} bytes per second")
+    heading(f"A continuation, decoded from the KV cache at {rate:.0f} bytes per second")
     for text in (prompt + written).decode("utf-8", errors="replace").rstrip().splitlines():
-        report.line(f"  | {text.rstrip()}")
+        line(f"  | {text.rstrip()}")
 
 
-def _save_picture(
-    report: Report, out_dir: Path, pair: TrainedPair, entropy: float, mask: torch.Tensor, keep: int
-) -> None:
+def _save_picture(out_dir: Path, pair: TrainedPair, entropy: float, mask: torch.Tensor, keep: int) -> None:
+    """Draw the loss curves of both models, and the mask of one head for the first text of a real batch."""
     out_dir.mkdir(parents=True, exist_ok=True)
     try:
-        path = draw(
-            out_dir / "demo.png",
-            pair.dynamic_history,
-            pair.full_history,
-            entropy,
-            mask,
-            keep=keep,
-            layer=PICTURED_LAYER,
-            head=PICTURED_HEAD,
-        )
+        from matplotlib.figure import Figure
     except ImportError as error:
-        report.line(f"\nNo picture: matplotlib cannot be imported ({error}); pip install matplotlib")
+        line(f"\nNo picture: matplotlib cannot be imported ({error}); pip install matplotlib")
         return
-    report.line(f"\nPicture of the loss curves and of a learned mask: {path}")
+    figure = Figure(figsize=(14, 6.4), dpi=110, layout="constrained")
+    curves, tiles = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    dynamic, full = pair.dynamic_history, pair.full_history
+    for history, name, color in (
+        (dynamic, f"dynamic mask, {keep} keys per query", ORANGE),
+        (full, "full attention", BLUE),
+    ):
+        curves.plot(range(1, len(history.train_loss) + 1), history.train_loss, color=color, alpha=0.2, linewidth=0.8)
+        label = f"{name}: ends at {history.held_out_loss[-1]:.3f} nats"
+        points = {"color": color, "marker": "o", "markersize": 4, "linewidth": 1.8, "label": label}
+        curves.plot(history.held_out_steps, history.held_out_loss, **points)
+    curves.axhline(entropy, color=GREY, linestyle="--", label=f"byte-unigram entropy: {entropy:.3f} nats")
+    # The untrained model starts at ln 256 = 5.5 nats; what matters happens far below.
+    lowest = min(*dynamic.held_out_loss, *full.held_out_loss, *dynamic.train_loss, *full.train_loss)
+    curves.set(xlabel="training step", ylabel="loss (nats per byte)", xlim=(0, len(dynamic.train_loss)))
+    curves.set_ylim(max(0.0, lowest - 0.1), entropy + 0.6)
+    curves.set_title("Loss on held-out text (dots) and on each training batch (thin)", fontsize=11)
+    curves.grid(alpha=0.25)
+    curves.legend(frameon=False, fontsize=10)
+    title = f"Keys that key-value head {PICTURED_HEAD} of layer {PICTURED_LAYER} keeps, one held-out text"
+    show(mask, block_size=16, head=PICTURED_HEAD, ax=tiles, title=title)
+    path = out_dir / "demo.png"
+    figure.savefig(path)
+    line(f"\nPicture of the loss curves and of a learned mask: {path}")
+
+
+def line(text: str = "") -> None:
+    """Print a line at once, also into a pipe."""
+    print(text, flush=True)
+
+
+def heading(text: str) -> None:
+    """Print a line after an empty one."""
+    line(f"\n{text}")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: the first column and columns of text to the left, numbers to the right.
+
+    Args:
+        title: heading above it.
+        columns: names; "why", "result" and "dtype" are columns of text.
+        rows: as many cells as columns, each.
+
+    >>> print_table("Sizes", ("name", "bytes"), [("a", "1"), ("bc", "20")])
+    <BLANKLINE>
+    Sizes
+      name  bytes
+      ----  -----
+      a         1
+      bc       20
+    """
+    heading(title)
+    widths = [max(len(row[c]) for row in (columns, *rows)) for c in range(len(columns))]
+    for row in (columns, ["-" * width for width in widths], *rows):
+        cells = (
+            cell.ljust(width) if c == 0 or name in ("why", "result", "dtype") else cell.rjust(width)
+            for c, (name, cell, width) in enumerate(zip(columns, row, widths, strict=True))
+        )
+        line("  " + "  ".join(cells).rstrip())
+
+
+def _show_step(title: str, steps: int, started: float, step: int, loss: float, held_out: float) -> None:
+    if step % max(1, steps // PROGRESS_LINES) == 0 or step == steps:
+        losses, seconds = f"loss {loss:.3f}  held-out {held_out:.3f}", time.perf_counter() - started
+        line(f"  {title:<22}  {step:>{len(str(steps))}}/{steps}  {losses}  {seconds:5.1f} s")
 
 
 def _versions(device: torch.device) -> str:
@@ -298,10 +373,6 @@ def _versions(device: torch.device) -> str:
         f"flash_dmattn {flash_dmattn.__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"triton {triton}; device {device} ({name})"
     )
-
-
-def _milliseconds(value: float | None) -> str:
-    return "no" if value is None else f"{value:.2f}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,13 +9,11 @@ from typing import NamedTuple
 import torch
 
 import flash_dmattn
-from flash_dmattn.backends.protocol import Reason
 from flash_dmattn.explanation import Explanation
-from flash_dmattn.nn import AttentionArguments
+from flash_dmattn.nn.dynamic_mask_attention import AttentionArguments
 from flash_dmattn.reference import formula, yardstick
 
-from .model import Block, ByteLanguageModel
-from .training import autocast
+from .training import Block, ByteLanguageModel, autocast
 
 RESULTS = ("out", "dq", "dk", "dv", "dbias")
 
@@ -36,20 +34,14 @@ class Call(NamedTuple):
         bias = bias.detach().to(bias_dtype).requires_grad_()
         return Call(AttentionArguments(q, k, v, mask, bias), self.softmax_scale, self.dout.to(dtype))
 
-    def detached(self) -> Call:
-        """The same call with nothing that needs a gradient."""
-        tensors = (None if x is None else x.detach() for x in self.arguments)
-        return self._replace(arguments=AttentionArguments(*tensors))  # type: ignore[arg-type]
-
     def explain(self) -> Explanation:
         """The decision for this call."""
         return flash_dmattn.explain(*self.arguments, is_causal=True, softmax_scale=self.softmax_scale)
 
     def run(self, backend: str) -> torch.Tensor:
         """The output, (B, L, Hq, D)."""
-        return flash_dmattn.attention(
-            *self.arguments, is_causal=True, softmax_scale=self.softmax_scale, backend=backend
-        )
+        scale = self.softmax_scale
+        return flash_dmattn.attention(*self.arguments, is_causal=True, softmax_scale=scale, backend=backend)
 
     def run_formula(self) -> torch.Tensor:
         """The output by the formula, in the dtype of q."""
@@ -138,13 +130,10 @@ def check_call(call: Call) -> list[CheckedBackend]:
         errors: dict[str, float] = {}
         if verdict.accepts:
             errors = _errors(_results(call, partial(Call.run, backend=verdict.backend)), exact)
-        checked.append(CheckedBackend(verdict.backend, dtype, errors, limits, tuple(map(finding, verdict.reasons))))
+        # "device is cpu", without what follows and what to do: `explain` says that.
+        reasons = tuple(reason.text.partition(";")[0] for reason in verdict.reasons)
+        checked.append(CheckedBackend(verdict.backend, dtype, errors, limits, reasons))
     return checked
-
-
-def finding(reason: Reason) -> str:
-    """What a reason found, as "device is cpu", without what follows from it and what to do: `explain` says that."""
-    return reason.text.partition(";")[0]
 
 
 def _results(call: Call, run: Callable[[Call], torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -159,7 +148,7 @@ def _plain_results(call: Call) -> tuple[torch.Tensor, ...]:
     gradients = yardstick.gradients(call.dout, None, q, k, v, mask, bias, is_causal=True, softmax_scale=scale)
     dq, dk, dv, dbias = gradients
     assert dbias is not None
-    return call.detached().run_formula(), dq, dk, dv, dbias
+    return call.run_formula().detach(), dq, dk, dv, dbias
 
 
 def _errors(results: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...]) -> dict[str, float]:

@@ -1,0 +1,313 @@
+"""The predictor: time, efficiency and memory of context-parallel attention from one GPU's speed and link bandwidths.
+
+    python -m benchmarks.scale.predict --lengths 32768 131072 --gpus 2 8
+    python -m benchmarks.scale.predict --machine scale.json     # as benchmarks.scale has measured
+
+A prediction, not a measurement: it knows no congestion, no stragglers and no rounding of clocks.
+
+It is of one layer, forward and backward. W GPUs are `inner` x `outer`: the inner ones, in a node, trade heads
+(Ulysses); the outer ones gather keys and values in `groups` of key-value heads, one group on the wire while the one
+before is computed, each cut into `segments` of keys where rows may be computed in parts that are merged by lse.
+Seconds, bytes, FLOP; n = B L, and e = 2 bytes a value:
+
+    FLOP      forward 4 n L Hq D density, backward 2.5 times that; each GPU does 1 / W of it, at the rate of one GPU,
+              stretched by the last wave: (tiles / SMs + 1/4) / (tiles / SMs), 128 rows of a head to a tile
+    wire      bytes / bandwidth + latency + per_peer x peers, per collective
+    traded    (inner - 1) / inner (n / W) heads D e: q, k, v and out forward; those, dout and gradients backward
+    gathered  (outer - 1) / outer n 2 (Hk / inner) D e / stages, stages = groups x segments; and as much again, of dK
+              and dV, out of each stage of the backward pass; of a window the share that a rank of a zigzag layout reads
+    stage     the longer of computing, slowed by the SMs that NCCL holds, and of the wire
+    pass      the first stage's wire + (stages - 1) stages + the last one's computing and wire
+
+Efficiency is the time of one GPU over W times the time of W. Sources: Williams et al., Roofline (2009), for the stage;
+Hockney (1994) for the wire.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from flash_dmattn.distributed import SequenceLayout
+from flash_dmattn.distributed.exchange import CLEAR_SHARE, share_moved
+
+Strategy = Literal["gather", "ulysses", "2d"]
+STRATEGIES: tuple[Strategy, ...] = ("gather", "ulysses", "2d")
+
+_BYTES = 2  # of a value in 16 bits
+_TILE = 128  # rows of a head that a block computes at a time
+_BACKWARD = 2.5  # FLOP of the backward pass over FLOP of the forward pass
+_COUNTS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The speed of one GPU and of its links.
+
+    Attributes:
+        forward_tflops, backward_tflops: TFLOP/s of attention on one GPU; as measured on an H200, causal, head dim 128.
+        nvlink_gbs: GB/s that a rank sends to others of its node.
+        network_gbs: GB/s that a rank sends to other nodes: 85 % of a NIC of 400 Gb/s each.
+        copy_gbs: GB/s of memory, read and written.
+        latency_us, per_peer_us: microseconds of a collective, and for each peer in it.
+        launch_us: of an attention call.
+        sms: multiprocessors of a GPU.
+        comm_sms: of these, those that NCCL holds while it runs.
+        node: GPUs of a node.
+    """
+
+    forward_tflops: float = 723.0
+    backward_tflops: float = 648.0
+    nvlink_gbs: float = 300.0
+    network_gbs: float = 42.0
+    copy_gbs: float = 4300.0
+    latency_us: float = 25.0
+    per_peer_us: float = 1.5
+    launch_us: float = 12.0
+    sms: int = 132
+    comm_sms: int = 8
+    node: int = 8
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention call: `length` L, heads Hq and Hk, head dim D, batch B; `density` of allowed scores.
+
+    `window` is how many keys before its own a causal query sees, 0 for all; `density` is not derived from it.
+    """
+
+    length: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    batch: int = 1
+    density: float = 0.5
+    window: int = 0
+
+    def share(self, outer: int) -> float:
+        """Return the share that is moved, of the keys that an all_gather would move among `outer` ranks."""
+        layout = SequenceLayout.zigzag(self.length, outer)
+        share = share_moved(layout, layout, (self.window or -1, 0))
+        return share if share <= CLEAR_SHARE else 1.0
+
+
+def density_of(length: int, window: int) -> float:
+    """The share of all scores that a causal window leaves.
+
+    >>> density_of(4, 1)  # 7 of 16: 1 + 2 + 2 + 2
+    0.4375
+    """
+    seen = min(window, length - 1) + 1
+    return (length * seen - seen * (seen - 1) / 2) / length**2
+
+
+class Prediction(NamedTuple):
+    """Time and memory of a layer on `gpus` GPUs.
+
+    Attributes:
+        inner, groups, segments: how it is shared, see above.
+        forward, backward: seconds.
+        efficiency: the time of one GPU, over `gpus` times the time of both passes.
+        transient: bytes of gathered and traded tensors at once.
+    """
+
+    inner: int
+    groups: int
+    segments: int
+    forward: float
+    backward: float
+    efficiency: float
+    transient: float
+
+
+def one_gpu(machine: Machine, layer: Layer) -> tuple[float, float]:
+    """(forward, backward) seconds on one GPU.
+
+    >>> forward, backward = one_gpu(Machine(forward_tflops=500, backward_tflops=500), Layer(1000, density=1.0))
+    >>> f"{forward:.3e} {backward:.3e}"  # 4 x 1000 x 1000 x 32 x 128 FLOP
+    '3.277e-05 8.192e-05'
+    """
+    flop = 4.0 * layer.batch * layer.length**2 * layer.heads * layer.head_dim * layer.density
+    return flop / (machine.forward_tflops * 1e12), _BACKWARD * flop / (machine.backward_tflops * 1e12)
+
+
+def wire(machine: Machine, volume: float, peers: int, gbs: float) -> float:
+    """Seconds that a collective among `peers` ranks takes in which each sends `volume` bytes.
+
+    >>> wire(Machine(latency_us=20, per_peer_us=1), 1e9, 4, 100) == 1e9 / 100e9 + 20e-6 + 4e-6
+    True
+    """
+    if peers <= 1:
+        return 0.0
+    return volume / (gbs * 1e9) + (machine.latency_us + machine.per_peer_us * peers) * 1e-6
+
+
+def predict(
+    machine: Machine, layer: Layer, gpus: int, inner: int = 1, groups: int = 1, segments: int = 1
+) -> Prediction | None:
+    """The prediction for one way of sharing a layer; None where its sizes do not allow that.
+
+    Args:
+        machine, layer: as they are.
+        gpus: W.
+        inner: ranks of a node that trade heads; the W / inner others gather keys and values.
+        groups: of key-value heads, gathered one after the other; they divide the heads of an inner rank.
+        segments: of keys, each with a call of its own. The library computes whole rows, so 1 is what it does.
+    """
+    if gpus % inner or layer.length % (2 * _TILE * (gpus // inner)) or inner > machine.node:
+        return None
+    outer, kv_heads = gpus // inner, max(1, layer.kv_heads // inner)
+    shares = layer.kv_heads % inner == 0 or inner % layer.kv_heads == 0
+    if layer.heads % inner or not shares or kv_heads % groups:
+        return None
+    n, stages, dim = layer.batch * layer.length, groups * segments, layer.head_dim
+    copy = machine.copy_gbs * 1e9
+
+    def traded(heads: int) -> float:
+        return (inner - 1) / inner * (n / gpus) * heads * dim * _BYTES
+
+    def trade(*volumes: float) -> float:
+        return sum(wire(machine, volume, inner, machine.nvlink_gbs) for volume in volumes)
+
+    volume_in, volume_out = traded(layer.heads + 2 * max(layer.kv_heads, inner)), traded(layer.heads)
+    forward = trade(volume_in, volume_out) + 2 * (volume_in + volume_out) / copy
+    backward = trade(*[traded(3 * layer.heads + 2 * layer.kv_heads)] * 2)
+
+    every_key = 2 * n * kv_heads * dim * _BYTES  # K and V of one inner rank
+    moved = layer.share(outer) * (outer - 1) / outer * every_key
+    keys = moved + every_key / outer  # what a rank holds
+    part = wire(
+        machine,
+        moved / stages,
+        outer,
+        machine.nvlink_gbs if gpus <= machine.node else machine.network_gbs,
+    )
+    order = 2 * keys / stages / copy if outer > 1 else 0.0  # one copy, to the order of positions
+    merge = 0.0 if segments == 1 else 3 * n / gpus * layer.heads * dim * 4 / copy / stages * segments
+    tiles = layer.batch * (layer.length / outer / _TILE) * (layer.heads / inner / groups)
+    last_wave = (tiles / machine.sms + 0.25) / (tiles / machine.sms)
+    alone = [seconds / gpus / stages * last_wave + 2 * machine.launch_us * 1e-6 for seconds in one_gpu(machine, layer)]
+
+    def overlapped(compute: float, wire_in: float, wire_out: float) -> float:
+        held = machine.comm_sms / machine.sms * min(1.0, (wire_in + wire_out) / compute) if outer > 1 else 0.0
+        stage = max(compute * (1 + held), wire_in + wire_out)
+        return wire_in + (stages - 1) * stage + compute + wire_out
+
+    forward += overlapped(alone[0] + order + merge, part, 0.0)
+    backward += overlapped(alone[1] + 2.5 * order, part, part)
+    transient = (6 * keys / stages if outer > 1 else 0.0) + (volume_in + volume_out if inner > 1 else 0.0)
+    efficiency = sum(one_gpu(machine, layer)) / gpus / (forward + backward)
+    return Prediction(inner, groups, segments, forward, backward, efficiency, transient)
+
+
+def best(
+    machine: Machine, layer: Layer, gpus: int, strategy: Strategy, partial_rows: bool = False
+) -> Prediction | None:
+    """The fastest way that a strategy allows; None where no way fits the sizes of the layer.
+
+    Args:
+        strategy: "gather" keys and values; "ulysses", heads only; or "2d", heads within a node and keys between them.
+        partial_rows: whether a row may be computed in segments, which the library does not.
+    """
+    inners: Iterable[int] = {"gather": (1,), "ulysses": (gpus,), "2d": (1, 2, 4, 8, 16)}[strategy]
+    ways = itertools.product(inners, _COUNTS, _COUNTS[:5] if partial_rows else (1,))
+    predictions = [prediction for way in ways if (prediction := predict(machine, layer, gpus, *way)) is not None]
+    return min(predictions, key=lambda x: (x.forward + x.backward, *x), default=None)
+
+
+def table(machine: Machine, layers: Sequence[Layer], gpus: Sequence[int], partial_rows: bool = False) -> str:
+    """A markdown table with a row for each layer, number of GPUs and strategy that is possible."""
+    header: tuple[str, ...] = ("length", "heads", "GPUs", "strategy", "inner x outer", "head groups", "segments")
+    header += ("forward ms", "backward ms", "efficiency", "transient GB")
+    rows = [header, ("---",) * len(header)]
+    for layer, count, strategy in itertools.product(layers, gpus, STRATEGIES):
+        if strategy == "2d" and count <= machine.node:
+            continue  # in one node it is one of the other two, or slower
+        x = best(machine, layer, count, strategy, partial_rows)
+        where = (str(layer.length), f"{layer.heads} on {layer.kv_heads}", str(count), strategy)
+        if x is None:
+            rows.append((*where, "does not divide", *("",) * 6))
+            continue
+        ways = (f"{x.inner} x {count // x.inner}", str(x.groups), str(x.segments))
+        times = (f"{x.forward * 1e3:.2f}", f"{x.backward * 1e3:.2f}", f"{x.efficiency:.1%}")
+        rows.append((*where, *ways, *times, f"{x.transient / 1e9:.2f}"))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def read_machine(path: str | Path) -> Machine:
+    """A machine from JSON: its fields by name, or an object that has them under "machine"; the rest is as above.
+
+    Raises:
+        ValueError: a name that `Machine` does not have, or a value that is no positive number.
+    """
+    content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    content = content.get("machine", content) if isinstance(content, dict) else content
+    names = {field.name for field in fields(Machine)}
+    if not isinstance(content, dict) or not content.keys() <= names:
+        raise ValueError(
+            f"{path} has {content if not isinstance(content, dict) else sorted(content)}; it needs {sorted(names)}"
+        )
+    for name, value in content.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ValueError(f"{path} has {value!r} for {name}; it needs a positive number")
+    return replace(Machine(), **content)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale.predict", description=__doc__.split("\n")[0])
+    integers: dict[str, Any] = {"type": int, "metavar": "N"}
+    parser.add_argument("--lengths", nargs="+", default=[32768, 65536, 131072], help="of the sequence", **integers)
+    parser.add_argument("--gpus", nargs="+", default=[2, 8], help="numbers of GPUs", **integers)
+    parser.add_argument("--heads", default=32, help="query heads", **integers)
+    parser.add_argument("--kv-heads", nargs="+", default=[8, 32], help="key-value heads", **integers)
+    parser.add_argument("--head-dim", default=128, help="of q, k and v", **integers)
+    parser.add_argument("--batch", default=1, help="sequences", **integers)
+    parser.add_argument("--density", default=0.5, type=float, help="of allowed scores; 0.5 is causal")
+    parser.add_argument("--window", default=0, help="keys before its own that a query sees, 0: all", **integers)
+    parser.add_argument(
+        "--partial-rows", action="store_true", help="also rows in segments, which nothing here computes"
+    )
+    parser.add_argument("--machine", metavar="FILE", help="JSON with measured fields of Machine")
+    for field in fields(Machine):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, metavar="X", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    sizes = (*options.lengths, *options.gpus, options.heads, *options.kv_heads, options.head_dim, options.batch)
+    if options.window < 0:
+        parser.error(f"--window is {options.window}; it needs to be at least 1, or 0 for none")
+    if min(sizes) < 1 or not 0 < options.density <= 1:
+        parser.error("sizes need to be at least 1, and density above 0 and at most 1")
+    if any(options.heads % kv_heads for kv_heads in options.kv_heads):
+        parser.error(f"--heads is {options.heads}; it needs to be a multiple of each of --kv-heads, {options.kv_heads}")
+    machine = Machine()
+    try:
+        machine = read_machine(options.machine) if options.machine else machine
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    overrides = {field.name: getattr(options, field.name) for field in fields(Machine)}
+    machine = replace(machine, **{name: value for name, value in overrides.items() if value is not None})
+    layers = [
+        Layer(
+            length,
+            options.heads,
+            kv_heads,
+            options.head_dim,
+            options.batch,
+            density_of(length, options.window) if options.window else options.density,
+            options.window,
+        )
+        for length in options.lengths
+        for kv_heads in options.kv_heads
+    ]
+    print(", ".join(f"{field.name} {getattr(machine, field.name):g}" for field in fields(Machine)), end="\n\n")
+    print(table(machine, layers, options.gpus, options.partial_rows))
+
+
+if __name__ == "__main__":
+    main()

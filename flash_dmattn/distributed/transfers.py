@@ -1,0 +1,266 @@
+"""Operators that move one tensor between ranks, and their gradients.
+
+Masks and biases that are sharded by keys are made whole, gradients of tensors that ranks share are summed, and heads
+are traded for positions: the strategy "ulysses", and the inner dim of a mesh of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..definition import define
+from .exchange import ROUTE, Route, sum_over, trade
+from .group import Members, agree_within
+from .layout import SequenceLayout, from_flat
+
+Strategy = Literal["auto", "gather", "ulysses"]
+STRATEGIES = ("auto", "gather", "ulysses")
+
+
+def _gather_keys(x: Tensor, *numbers: Any) -> Tensor:
+    route = Route.of(*numbers)
+    if route.number == 0:  # else the call was compared
+        route.compare("forward", **{"mask or bias of keys": x})
+    sent = x.view(torch.uint8) if x.dtype == torch.bool else x
+    (keys,) = route.bring((sent,), x.dim() - 1, all_held=True).wait()
+    return keys.view(torch.bool) if x.dtype == torch.bool else keys
+
+
+def _gather_keys_fake(x: Tensor, *numbers: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], Route(*numbers).layout_k[0]))
+
+
+def _return_keys(x: Tensor, *numbers: Any) -> Tensor:
+    route = Route.of(*numbers)
+    route.compare("backward", **{"mask or bias of keys": x})
+    (own,) = route.send_back((x,), x.dim() - 1, all_held=True).wait()
+    return own
+
+
+def _return_keys_fake(x: Tensor, *numbers: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], from_flat(Route.of(*numbers).layout_k).local_length))
+
+
+def _sum(x: Tensor, group: str, size: int, number: int) -> Tensor:
+    agree_within(group, "backward", number, {"bias or sink with a summed gradient": x})
+    return sum_over(x, size, group)
+
+
+def _sum_fake(x: Tensor, group: str, size: int, number: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _trade(x: Tensor, group: str, layout: list[int], to_heads: bool, direction: str, name: str, number: int) -> Tensor:
+    where = from_flat(tuple(layout))
+    if direction == "backward" or number == 0:  # else the call was compared
+        agree_within(group, direction, number, {"traded": name, name: x, "layout": layout})
+    if to_heads:
+        received = trade(torch.stack(x.chunk(where.world_size, 2)), group)
+        return where.unshard(list(received.unbind()), 1)
+    sent = torch.stack([where.shard(x, 1, rank) for rank in range(where.world_size)])
+    return torch.cat(list(trade(sent, group).unbind()), 2)
+
+
+def _trade_fake(x: Tensor, group: str, layout: list[int], to_heads: bool, *others: Any) -> Tensor:
+    batch, _, heads, dim = x.shape
+    where = from_flat(tuple(layout))
+    size = where.world_size
+    if to_heads:
+        return x.new_empty(batch, layout[0], heads // size, dim)
+    return x.new_empty(batch, where.local_length, heads * size, dim)
+
+
+_TRADE = "(Tensor x, str group, int[] layout, bool to_heads, str direction, str name, int number) -> Tensor"
+_gather_op = define("gather_keys", f"(Tensor x, {ROUTE}) -> Tensor", _gather_keys, _gather_keys_fake)
+_return_op = define("return_keys", f"(Tensor x, {ROUTE}) -> Tensor", _return_keys, _return_keys_fake)
+_sum_op = define("sum_over_ranks", "(Tensor x, str group, int size, int number) -> Tensor", _sum, _sum_fake)
+_trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
+
+
+class _GatherKeys(torch.autograd.Function):
+    """Make whole what is sharded by keys; backward sums what all ranks have sent for the keys of this one."""
+
+    @staticmethod
+    def forward(x: Tensor, route: Route) -> Tensor:
+        keys: Tensor = _gather_op(x, *route)
+        return keys
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.route = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        own: Tensor = _return_op(gradient, *ctx.route)
+        return own, None
+
+
+class _SumGradient(torch.autograd.Function):
+    """Return the same values; backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(x: Tensor, members: Members, number: int) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.members, ctx.number = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        total: Tensor = _sum_op(gradient, ctx.members.name, ctx.members.size, ctx.number)
+        return total, None, None
+
+
+class _Trade(torch.autograd.Function):
+    """Trade (B, L / W, H, D) of this rank's rows for (B, L, H / W, D) of its heads, or back.
+
+    Each way is the gradient of the other. `name` is the tensor's name in the call.
+    """
+
+    @staticmethod
+    def forward(
+        x: Tensor, group: str, layout: tuple[int, ...], to_heads: bool, direction: str, name: str, number: int
+    ) -> Tensor:
+        traded: Tensor = _trade_op(x, group, list(layout), to_heads, direction, name, number)
+        return traded
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.group, ctx.layout, ctx.to_heads, _, ctx.name, ctx.number = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        own = _Trade.apply(gradient, ctx.group, ctx.layout, not ctx.to_heads, "backward", ctx.name, ctx.number)
+        return own, None, None, None, None, None, None
+
+
+def gather_keys(x: Tensor, route: Route) -> Tensor:
+    """Return a mask or bias (..., Lk / W), sharded as the keys are, with all keys in global order; differentiable.
+
+    Keys that no slice of this rank reads may be zero.
+    """
+    keys: Tensor = _GatherKeys.apply(x, route)
+    return keys
+
+
+def sum_gradient(x: Tensor, members: Members, number: int) -> Tensor:
+    """Return the same values; the gradient is summed over the ranks, the same bits on each, in the call `number`."""
+    same: Tensor = _SumGradient.apply(x, members, number)
+    return same
+
+
+class HeadTrade(NamedTuple):
+    """How the ranks of a group trade their positions of all heads for all positions of their heads, and back.
+
+    Attributes:
+        members: the group.
+        layout, layout_k: which queries and keys of the group each rank has.
+        num_heads, num_heads_k: of the whole call. Ranks share key-value heads that are fewer than they.
+        number: of the call, 0 in a compiled graph.
+    """
+
+    members: Members
+    layout: SequenceLayout
+    layout_k: SequenceLayout
+    num_heads: int
+    num_heads_k: int
+    number: int
+
+    @property
+    def repeats(self) -> int:
+        """How many ranks share a key-value head."""
+        return max(1, self.members.size // self.num_heads_k)
+
+    def own(self, heads: int) -> slice:
+        """Return this rank's part of a head dim of 1, of all key-value heads or of all query heads."""
+        _, size, rank = self.members
+        if heads == 1:
+            return slice(0, 1)
+        if heads < size:
+            return slice(rank // self.repeats, rank // self.repeats + 1)
+        width = heads // size
+        return slice(rank * width, (rank + 1) * width)
+
+    def cut(self, x: Tensor | None) -> Tensor | None:
+        """Return this rank's heads of a mask or bias (b, h, 1, j)."""
+        return None if x is None else x[:, self.own(x.shape[1])]
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Trade q, k and v of this rank's rows for q, k and v of its heads; differentiable."""
+        traded = self._trade(q, "q", self.layout, to_heads=True)
+        keys = [x if self.repeats == 1 else x.repeat_interleave(self.repeats, 2) for x in (k, v)]
+        k, v = (self._trade(x, name, self.layout_k, to_heads=True) for name, x in zip("kv", keys))
+        return traded, k, v
+
+    def to_rows(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Trade out and lse of this rank's heads for out and lse of its rows; differentiable."""
+        own = self._trade(out, "out", self.layout, to_heads=False)
+        if lse is None:
+            return own, None
+        columns = self._trade(lse.transpose(1, 2)[..., None], "lse", self.layout, to_heads=False)
+        return own, columns.squeeze(-1).transpose(1, 2)
+
+    def _trade(self, x: Tensor, name: str, layout: SequenceLayout, *, to_heads: bool) -> Tensor:
+        traded: Tensor = _Trade.apply(x, self.members.name, layout.flat, to_heads, "forward", name, self.number)
+        return traded
+
+
+def choose_strategy(
+    asked: str, num_heads: int, num_heads_k: int, size: int, has_rows: bool, share: float
+) -> tuple[str, str]:
+    """Return "gather" or "ulysses", and why; W is the number of ranks there.
+
+    Args:
+        asked: `strategy` as the caller passed it.
+        num_heads, num_heads_k: of the whole call.
+        size: number of ranks.
+        has_rows: whether a mask or bias has rows of its own for each rank.
+        share: the share of all keys that gather would move.
+
+    Raises:
+        ValueError: there is no such strategy, or it cannot serve the call.
+    """
+    if asked not in STRATEGIES:
+        raise ValueError(f"strategy is {asked!r}; it needs to be one of {', '.join(map(repr, STRATEGIES))}")
+    if asked == "ulysses":
+        if has_rows:
+            raise ValueError(
+                "strategy is 'ulysses', and a mask or bias has rows of this rank, which would have to move with the "
+                "queries; strategy='gather' leaves them where they are"
+            )
+        check_heads(num_heads, num_heads_k, size)
+    if asked != "auto":
+        return asked, "it was asked for"
+    if has_rows:
+        return "gather", "a mask or bias has rows of this rank, which stay where they are"
+    if not _heads_divide(num_heads, num_heads_k, size):
+        return "gather", "the ranks do not divide the heads, as ulysses needs"
+    # Gather moves 1.5 W / (G + 1) times the bytes of Ulysses, or a share of that.
+    even = (num_heads // num_heads_k + 1) / 1.5
+    if size * share > even:
+        return "ulysses", "it sends less than gather: W > (Hq / Hk + 1) / 1.5"
+    if size > even:
+        return "gather", "ranks read so few keys of others that it sends less than ulysses"
+    return "gather", "ulysses would send no less: W <= (Hq / Hk + 1) / 1.5"
+
+
+def _heads_divide(num_heads: int, num_heads_k: int, size: int) -> bool:
+    return num_heads % size == 0 and (num_heads_k % size == 0 or size % num_heads_k == 0)
+
+
+def check_heads(num_heads: int, num_heads_k: int, size: int) -> None:
+    """Refuse heads that `size` ranks cannot trade for positions.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    if not _heads_divide(num_heads, num_heads_k, size):
+        raise ValueError(
+            f"q has {num_heads} heads on {num_heads_k} key-value heads, and {size} ranks trade them; it needs heads of "
+            "q that are a multiple of the ranks, and key-value heads that divide them or are divided by them: "
+            "strategy='gather' over one dim needs nothing of the kind"
+        )

@@ -1,0 +1,401 @@
+"""F.scaled_dot_product_attention with a mask computed by flash_dmattn, inside of a `with`; docs/sdpa.md.
+
+`intercept_sdpa` puts a mode of torch in force that sees every call. `reason_to_pass_on` decides which calls are served,
+and `serve` turns such a call into one of `flash_dmattn.attention`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from contextvars import ContextVar
+from types import FunctionType, TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .. import attention
+from ..problem import FLOAT_DTYPES
+from ..validation import AUTOCAST_DEVICES
+
+__all__ = ["intercept_sdpa"]
+
+SDPA = F.scaled_dot_product_attention  # the builtin, which torch hands to modes
+NO_MASK = "no mask"
+
+
+class intercept_sdpa(ContextDecorator):
+    """Let `flash_dmattn.attention` compute every F.scaled_dot_product_attention with a mask, in this thread and task.
+
+    It reaches code that nobody can edit: direct calls, names that were imported earlier, `nn.MultiheadAttention`,
+    `nn.TransformerEncoderLayer`, and code that `torch.compile` has compiled or will compile. Torch computes calls
+    without a mask, for which it has kernels, and calls that `flash_dmattn.attention` does not serve. Contexts nest, one
+    object may be entered again, and the innermost one decides.
+
+    Args:
+        strict: raise where torch would compute a call with a mask.
+
+    Returns:
+        A context manager that gives a `Tally`, which counts calls and prints as a table.
+
+    Raises:
+        NotImplementedError: inside, under `strict`: the reason why a call is not served.
+
+    Equivalent to the call of torch but for rows without a key: here they and their gradients are 0, while torch's
+    kernels make 0 or NaN. A float mask gets its gradient, accumulated in fp32.
+
+    >>> import torch, torch.nn.functional as F
+    >>> from flash_dmattn.integrations.sdpa import intercept_sdpa
+    >>> q = torch.randn(2, 4, 8, 16)  # (B, H, L, D)
+    >>> bias = torch.zeros(4, 8, 8, requires_grad=True)
+    >>> with intercept_sdpa() as tally:
+    ...     F.scaled_dot_product_attention(q, q, q, attn_mask=bias).sum().backward()
+    >>> print(tally.served, tuple(bias.grad.shape))
+    1 (4, 8, 8)
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._entries: list[_Entry] = []  # open ones, of all threads and tasks
+
+    def __enter__(self) -> Tally:
+        mode = _thread.mode
+        if mode is None:
+            mode = _thread.mode = _Interception(threading.get_ident())
+            mode.__enter__()
+        entry = _Entry(self._strict, mode)
+        mode.entries.append(entry)
+        self._entries.append(entry)
+        _task_entries.set((*_task_entries.get(), entry))
+        _fast_path.close()
+        return entry.tally
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The last one of this task: another task may have entered the same object later, and not have left it yet.
+        own = [entry for entry in _task_entries.get() if entry in self._entries]
+        entry = own[-1] if own else self._entries[-1]
+        self._entries.remove(entry)
+        _task_entries.set(tuple(other for other in _task_entries.get() if other is not entry))
+        mode = entry.mode
+        mode.entries.remove(entry)
+        if not mode.entries and _thread.mode is mode:
+            _thread.mode = None
+            mode.__exit__(kind, error, trace)
+        _fast_path.open()
+
+
+class Tally:
+    """Counts of the calls of F.scaled_dot_product_attention in one `with`; prints as a table.
+
+    Attributes:
+        served: number of calls that `flash_dmattn.attention` computed.
+        passed_on: number of calls that torch computed, by reason; printed from the most frequent on.
+
+    Calls in compiled code are not counted: counting would be a side effect of the graph.
+
+    >>> tally = Tally()
+    >>> tally.count(None)
+    >>> tally.count("no mask")
+    >>> print(tally)
+    F.scaled_dot_product_attention  calls
+    flash_dmattn                        1
+    torch: no mask                      1
+    """
+
+    def __init__(self) -> None:
+        self.served = 0
+        self.passed_on: Counter[str] = Counter()
+        self._lock = threading.Lock()  # backward passes that recompute have threads of their own
+
+    def count(self, reason: str | None) -> None:
+        """Count one call; `reason` is why torch computes it, None where it does not."""
+        if torch.compiler.is_compiling():
+            return
+        with self._lock:
+            if reason is None:
+                self.served += 1
+            else:
+                self.passed_on[reason] += 1
+
+    def __str__(self) -> str:
+        rows = [("F.scaled_dot_product_attention", "calls"), ("flash_dmattn", str(self.served))]
+        rows += [(f"torch: {reason}", str(calls)) for reason, calls in self.passed_on.most_common()]
+        left, right = (max(len(row[column]) for row in rows) for column in (0, 1))
+        return "\n".join(f"{name:<{left}}  {calls:>{right}}" for name, calls in rows)
+
+    __repr__ = __str__
+
+
+class _Entry:
+    """One `with`, from where it is entered to where it is left."""
+
+    def __init__(self, strict: bool, mode: _Interception) -> None:
+        self.strict, self.mode, self.tally = strict, mode, Tally()
+
+
+# The entries of this thread, or of this task of asyncio, the innermost last. A task that was started inside of one has
+# a copy, which may hold entries that have been left meanwhile.
+_task_entries: ContextVar[tuple[_Entry, ...]] = ContextVar("intercept_sdpa", default=())
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # As attributes of the object: a compiler guards reads of a class attribute that the graph then hides.
+        self.mode: _Interception | None = None  # on the stack of torch while a context is open in the thread
+        self.passes_on = False  # whether a call is on its way to torch
+
+
+_thread = _Thread()
+
+
+class _Interception(TorchFunctionMode):
+    """The mode that takes calls of the builtin, under any name; one mode serves all contexts of a thread.
+
+    Torch's stack of modes belongs to the thread, and tasks that take turns may leave their contexts in any order.
+    """
+
+    def __init__(self, thread: int) -> None:
+        super().__init__()
+        self.thread = thread
+        self.entries: list[_Entry] = []
+        self.entered: list[Callable[..., Any]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is SDPA:
+            return self.attend(*args, **kwargs)
+        if not isinstance(func, FunctionType):
+            return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if func is F.multi_head_attention_forward and self.entries:
+                return (_traced_strictly if self.entries[-1].strict else _traced)(*args, **kwargs)
+            return func(*args, **kwargs)
+        if func in _RUNS_OTHERS and func not in self.entered and all(kind is Tensor for kind in types):
+            return self.enter(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def enter(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function that torch has handed over as a whole, with this mode on inside of it.
+
+        Torch switches a mode off while it handles a call, and a plain call of the function would ask the mode again.
+        """
+        names = func.__globals__ | dict.fromkeys(_QUESTIONS, _nothing_overrides)
+        unasked = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+        unasked.__kwdefaults__ = func.__kwdefaults__
+        self.entered.append(func)
+        try:
+            with self:
+                return unasked(*args, **kwargs)
+        finally:
+            self.entered.remove(func)
+
+    def entry(self) -> _Entry | None:
+        """Find the context that decides about a call here; None where this task has none open."""
+        # A compiler reads no context variables, and threads of autograd have the modes of the caller alone.
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
+            return self.entries[-1] if self.entries else None
+        return next((entry for entry in reversed(_task_entries.get()) if entry in self.entries), None)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        entry = None if _thread.passes_on else self.entry()  # None too where a mode above has passed the call on
+        if entry is None:
+            return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        reason = reason_to_pass_on(query, key, value, attn_mask, is_causal, enable_gqa)
+        if reason is None:
+            entry.tally.count(None)
+            assert attn_mask is not None
+            return serve(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        if entry.strict and reason != NO_MASK:
+            raise NotImplementedError(_refusal(reason, query, key, value, attn_mask))
+        entry.tally.count(reason)
+        _thread.passes_on = True
+        try:
+            return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        finally:
+            _thread.passes_on = False
+
+
+# Functions that torch hands over as a whole, and that run attention inside: their own, or calls that a backward pass
+# computes again.
+_RUNS_OTHERS: set[Any] = {F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+# The names by which these functions ask whether to hand themselves over.
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _nothing_overrides(*_: Any) -> bool:
+    return False
+
+
+# torch.compile does not look into F.multi_head_attention_forward: inside of a context and outside it would be the same
+# node of a graph, and compiled graphs are kept on disk. So it gets a node of another name.
+@torch.compiler.allow_in_graph
+def _traced(*args: Any, **kwargs: Any) -> Any:
+    return _alone(strict=False).enter(F.multi_head_attention_forward, *args, **kwargs)
+
+
+@torch.compiler.allow_in_graph
+def _traced_strictly(*args: Any, **kwargs: Any) -> Any:
+    return _alone(strict=True).enter(F.multi_head_attention_forward, *args, **kwargs)
+
+
+def _alone(strict: bool) -> _Interception:
+    """Make a mode that belongs to no thread, and whose counts nobody reads."""
+    mode = _Interception(thread=0)
+    mode.entries.append(_Entry(strict, mode))
+    return mode
+
+
+class _FastPath:
+    """Torch's switch for the fast path of nn.TransformerEncoderLayer, off while a context of any thread is open.
+
+    A compiler does not see that a mode switches the fast path off, and all threads share the switch.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._contexts, self._before = 0, True
+
+    def close(self) -> None:
+        """Switch it off, for one context more."""
+        with self._lock:
+            self._contexts += 1
+            if self._contexts == 1:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+
+    def open(self) -> None:
+        """Switch it back to what it was, for the last context."""
+        with self._lock:
+            self._contexts -= 1
+            if self._contexts == 0:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_fast_path = _FastPath()
+
+
+def _refusal(reason: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str:
+    named = zip(("query", "key", "value", "attn_mask"), (query, key, value, attn_mask))
+    tensors = ", ".join(f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in named if x is not None)
+    return f"intercept_sdpa(strict=True) would leave a call with a mask to torch, by its {reason}: {tensors}"
+
+
+def reason_to_pass_on(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> str | None:
+    """Say why torch computes a call of F.scaled_dot_product_attention with these arguments; None where we do.
+
+    Wrong calls are passed on too: the message of torch says what is wrong.
+    """
+    if attn_mask is None:
+        return NO_MASK
+    tensors = (query, key, value, attn_mask)
+    if not all(map(_is_plain, tensors)):
+        return "a tensor subclass"
+    dtypes = {_autocast_dtype(x) for x in (query, key, value)}
+    if len(dtypes) > 1 or dtypes.isdisjoint(FLOAT_DTYPES):
+        return "dtypes of q, k and v"
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOAT_DTYPES:
+        return "dtype of the mask"
+    if any(x.device != query.device for x in tensors):
+        return "devices"
+    if not _shapes_fit(query, key, value, enable_gqa):
+        return "shapes of q, k and v"
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        return "is_causal, unequal lengths"  # aligned at the first key there, at the last key here
+    if not _mask_fits(attn_mask, (*_batch(query, key, value), query.shape[-3], query.shape[-2], key.shape[-2])):
+        return "shape of the mask"
+    return None
+
+
+def serve(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Compute a call that is ours, with q, k and v as transposed views; nothing is copied."""
+    batch = _batch(query, key, value) or (1,)  # (heads, L, D) has none
+    q, k, v = (x.expand(*batch, *x.shape[-3:]).transpose(-3, -2) for x in (query, key, value))
+    attn_mask = torch.atleast_2d(attn_mask)
+    is_bool = attn_mask.dtype == torch.bool
+    if not is_bool:
+        attn_mask = attn_mask.to(_autocast_dtype(attn_mask))
+    out = attention(
+        q,
+        k,
+        v,
+        attn_mask if is_bool else None,
+        None if is_bool else attn_mask,
+        is_causal=is_causal,
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+    )
+    assert isinstance(out, Tensor)
+    out = out.transpose(-3, -2)
+    return out if query.dim() > 3 or len(batch) > 1 else out.squeeze(0)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that autocast gives a tensor. `attention` casts q, k and v; torch casts the mask as well."""
+    kind = x.device.type
+    if not x.is_floating_point() or x.dtype == torch.float64 or kind not in AUTOCAST_DEVICES:
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether operators of this library see the tensor itself: not where it is nested, distributed or the like."""
+    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # Dynamo before 2.12 cannot compare functions
+        if type(x).__torch_function__ not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
+            return False
+    return not x.is_nested and not is_traceable_wrapper_subclass(x)
+
+
+def _batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Return the batch dims of the result, to which torch broadcasts q, k and v."""
+    if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        return tuple(q.shape[:-3])
+    return tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
+
+
+def _shapes_fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
+    if min(q.dim(), k.dim(), v.dim()) < 3 or not q.dim() == k.dim() == v.dim():
+        return False
+    if q.shape[-1] != k.shape[-1] or k.shape[-3:-1] != v.shape[-3:-1] or 0 in (q.shape[-1], v.shape[-1]):
+        return False
+    for sizes in zip(q.shape[:-3], k.shape[:-3], v.shape[:-3]):
+        if len(set(sizes) - {1}) > 1:
+            return False
+    heads, heads_k = q.shape[-3], k.shape[-3]
+    return heads == heads_k > 0 or heads_k == 1 or (enable_gqa and heads_k > 0 and heads % heads_k == 0)
+
+
+def _mask_fits(mask: Tensor, scores: tuple[int, ...]) -> bool:
+    """Whether the mask broadcasts to the scores; one with more dims would make the result larger."""
+    if mask.dim() > len(scores):
+        return False
+    return all(size in (1, wanted) for size, wanted in zip(reversed(mask.shape), reversed(scores)))

@@ -1,0 +1,285 @@
+"""Interval masks in plain PyTorch: the queries of each key, an order of keys, and the tiles that kernels walk.
+
+The oracle of `triton_kernels/key_pack.py` and `interval_pack.py`, whose functions have these names and these results,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...problem import Band, allowed_pairs, hint
+from ..arguments import pad
+from . import packing
+from .packing import TILE, tiles
+
+# start, stop, order (see `IntervalMask`).
+KeyIntervals = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# start, stop, and four numbers, int64 (see `mask_intervals`).
+MaskIntervals = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# bounds, row_lists, col_lists (see `IntervalMask`).
+IntervalTiles = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# Bits of the Hilbert curve along each axis; a code is this pair of numbers, one bit that says dead, then the head.
+BITS = 8
+_DEAD = 1 << 2 * BITS
+MOST_HEADS_OF_CODES = (2**31 - 1) // (2 * _DEAD)  # whose codes fit 32 bits
+
+# The numbers of `order_saves`, measured on an H200 (132 SMs) in bf16 at head dim 128: the time that a tile of 128 x 128
+# costs an SM, and the time that making an order and walking keys in it costs a call.
+_SMS = 132
+_FORWARD_US, _BACKWARD_US = 2.0, 5.5
+_ORDER_US = 80.0
+
+# Places are whole numbers of this share of the keys, so that calls with such masks are of few classes.
+SHARES = 64
+
+
+def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> KeyIntervals:
+    """Return the queries that see each key of a mask of one row: all that the band leaves where it is kept, else none.
+
+    Args:
+        mask: bool (Bm, Hm, 1, Lk), any strides.
+        seqlen_q: number of queries.
+        band: what is folded in.
+        reorder: whether the order has live keys first, each part ascending; else it has no places.
+
+    Returns:
+        start and stop int32 (Bm, Hm, Lk), order int32 (Bm, Hm, Lk or 0), contiguous.
+
+    Example:
+        >>> start, stop, order = key_intervals(torch.tensor([[[[True, False, True]]]]), 3, Band(-3, 0), True)
+        >>> start.tolist(), stop.tolist(), order.tolist()
+        ([[[0, 0, 2]]], [[[3, 0, 3]]], [[[0, 2, 1]]])
+    """
+    kept = mask[:, :, 0]
+    low, high = band or (-seqlen_q, kept.size(-1))
+    keys = torch.arange(kept.size(-1), dtype=torch.int32, device=mask.device)
+    begins, ends = (keys - high).clamp(min=0), (keys - low + 1).clamp(max=seqlen_q)
+    live = kept & (begins < ends)
+    start, stop = ((x * live).to(torch.int32).contiguous() for x in (begins, ends))
+    if not reorder:
+        return start, stop, start.new_empty((*start.shape[:2], 0))
+    order = (~live).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)
+    return start, stop, order.contiguous()
+
+
+def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> MaskIntervals:
+    """Return the first query that sees each key, one more than the last, and whether all between them see it.
+
+    A key is seen by one run of queries if and only if as many see it as there are from the first to the last.
+
+    Args:
+        bits, row_lists: of a `TileMask`.
+        seqlen_k: number of keys.
+
+    Returns:
+        start and stop int32 (Bm, Hm, Lk), contiguous, (0, 0) for a key that no query sees; numbers int64 (4,): 0 where
+        every key is seen by one run, else 1; how many keys of a head are live, at most; pairs of a query and a key that
+        it sees; tiles that some pair is in. Where the first is 1 a kernel may leave anything in the rest.
+
+    Example:
+        >>> bits, classes = packing.pack_mask(torch.tensor([[[[True, False], [True, True]]]]), None)
+        >>> start, stop, numbers = mask_intervals(bits, packing.list_tiles(classes)[0], 2)
+        >>> start.tolist(), stop.tolist(), numbers.tolist()
+        ([[[0, 1]]], [[[2, 2]]], [0, 2, 3, 1])
+    """
+    batch, num_heads, seqlen_q, _ = bits.shape
+    start, stop, count = (torch.zeros(batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device) for _ in "abc")
+    step = max(1, packing.CHUNK_ELEMENTS // max(1, batch * num_heads * seqlen_k))
+    for begin in range(0, seqlen_q, step):
+        flags = packing.unpack_words(bits[:, :, begin : begin + step], seqlen_k).to(torch.uint8)
+        seen = flags.amax(2).bool()
+        first, last = flags.argmax(2), flags.size(2) - 1 - flags.flip(2).argmax(2)  # argmax finds the first of a tie
+        start = torch.where(seen & (count == 0), begin + first, start)
+        stop = torch.where(seen, begin + last + 1, stop)
+        count += flags.sum(2, dtype=torch.int64)
+    has_several = (count != stop - start).any()
+    pairs, active = (x.sum(dtype=torch.int64) for x in (stop - start, row_lists[..., :2]))
+    numbers = torch.stack([has_several.long(), live_keys(start, stop), pairs, active])
+    return start.to(torch.int32).contiguous(), stop.to(torch.int32).contiguous(), numbers
+
+
+def interval_bounds(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return the interval at each place: int32 (Bm, Hm, 128 * Tk, 2), (0, 0) for places past the last key."""
+    if order.size(2):
+        start, stop = (x.gather(2, order.long()) for x in (start, stop))
+    bounds = torch.stack([start, stop], dim=-1)
+    return pad(bounds, (0, 0, 0, -bounds.size(2) % TILE)).contiguous()
+
+
+def interval_classes(bounds: torch.Tensor, seqlen_q: int) -> torch.Tensor:
+    """Return the class of every tile of places: uint8 (Bm, Hm, Tq, Tk), as `packing.classify` has it."""
+    tiles_q = tiles(seqlen_q)
+    start, stop = bounds.unflatten(2, (-1, TILE)).unbind(-1)
+    first_row = torch.arange(tiles_q, dtype=torch.int32, device=bounds.device) * TILE
+    last_row = (first_row + TILE).clamp(max=seqlen_q)
+    active = covering(start // TILE, (stop + (TILE - 1)) // TILE, tiles_q) > 0
+    full = (start.amax(-1, keepdim=True) <= first_row) & (last_row <= stop.amin(-1, keepdim=True))
+    return (active.to(torch.uint8) + full).transpose(-1, -2).contiguous()
+
+
+def covering(start: torch.Tensor, stop: torch.Tensor, length: int) -> torch.Tensor:
+    """Count the intervals [start, stop) of the last dim that have each of the positions below `length`."""
+    shape = (*start.shape[:-1], length)
+    positions = torch.arange(length, dtype=start.dtype, device=start.device).expand(shape).contiguous()
+    begun, ended = (torch.searchsorted(x.sort(dim=-1).values, positions, right=True) for x in (start, stop))
+    return begun - ended
+
+
+def hilbert_codes(x: torch.Tensor, y: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the distance along a Hilbert curve at which it meets (x, y): points near on the curve are near.
+
+    Args:
+        x, y: integers of one shape, from 0 to 2 ** bits - 1.
+        bits: of the curve, along each axis.
+
+    Returns:
+        Integers of that shape, from 0 to 4 ** bits - 1; each is the code of one point.
+
+    Source: Warren, "Hacker's Delight", 2nd edition, 2013, chapter 16.
+
+    Example:
+        >>> hilbert_codes(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 0]), 1).tolist()
+        [0, 1, 2, 3]
+    """
+    code = torch.zeros_like(x)
+    for bit in reversed(range(bits)):
+        right, upper = (x >> bit) & 1, (y >> bit) & 1
+        code = (code << 2) | ((3 * right) ^ upper)
+        # In both lower quarters the curve is mirrored along a diagonal; on the right along the other one.
+        flip = (right & (1 - upper)) * ((1 << bit) - 1)
+        x, y = x ^ flip, y ^ flip
+        x, y = torch.where(upper == 0, y, x), torch.where(upper == 0, x, y)
+    return code
+
+
+def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
+    """Order keys so that neighbours have similar intervals: live ones by Hilbert code, then the dead.
+
+    An interval is a point (start, stop), cut to 8 bits an axis. Keys of one code, and dead keys, stay in their order.
+    One stable sort serves all heads. Nothing waits for the device.
+
+    Args:
+        start, stop: integers (Bm, Hm, Lk), the rows [start, stop) of each key, from 0 to `seqlen_q`; a key with
+            `start >= stop` is dead.
+        seqlen_q: number of queries.
+
+    Returns:
+        int32 (Bm, Hm, Lk), contiguous: the key at each place.
+
+    Example:
+        >>> key_order(torch.tensor([[[2, 0, 3, 0]]]), torch.tensor([[[4, 0, 4, 4]]]), 4).tolist()
+        [[[3, 0, 2, 1]]]
+    """
+    heads, seqlen_k = start.size(0) * start.size(1), start.size(2)
+    # In 64 bits, because positions may take 31; codes take fewer, and a sort half the time for it.
+    x, y = (position.long() * (1 << BITS) // (seqlen_q + 1) for position in (start, stop))
+    code = torch.where(start < stop, hilbert_codes(x, y, BITS), _DEAD)
+    head = torch.arange(heads, device=start.device)[:, None]
+    code = code.reshape(heads, seqlen_k) + head * (2 * _DEAD)
+    code = code.to(torch.int32 if heads <= MOST_HEADS_OF_CODES else torch.int64)
+    place = code.flatten().sort(stable=True).indices.view(heads, seqlen_k)
+    return (place - head * seqlen_k).to(torch.int32).view(start.shape)
+
+
+def live_keys(start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+    """Count the live keys of the head that has most: a number that is on the device still."""
+    live = (start < stop).sum(2, dtype=torch.int64)
+    return live.amax() if live.numel() else live.new_zeros(())
+
+
+def first_places(
+    start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut an order to its first places; return it with the start and stop of the keys that stand there.
+
+    Args:
+        start, stop, order: int32 (Bm, Hm, Lk), contiguous, of an `IntervalMask`.
+        places: how many, up to Lk.
+
+    Returns:
+        order, start and stop int32 (Bm, Hm, places), contiguous, with memory of their own.
+
+    Example:
+        >>> start, stop, order = torch.tensor([[[[2, 0, 3]]], [[[4, 0, 4]]], [[[0, 2, 1]]]], dtype=torch.int32)
+        >>> [x.tolist() for x in first_places(start, stop, order, 2)]
+        [[[[0, 2]]], [[[2, 3]]], [[[4, 4]]]]
+    """
+    order = order[:, :, :places].clone(memory_format=torch.contiguous_format)
+    keys = order.long()
+    return order, start.gather(2, keys), stop.gather(2, keys)
+
+
+def places_for(live: int, seqlen_k: int) -> int:
+    """Choose how many places an order has in which so many keys, at most, of each head are live.
+
+    Whole tiles. Where these are more than half of the keys, each key has a place: moving gradients would cost more.
+
+    Example:
+        >>> places_for(9000, 2**20), places_for(9000, 16384), places_for(1, 16384), places_for(1, 100)
+        (16384, 16384, 256, 100)
+    """
+    share = TILE * max(1, tiles(seqlen_k) // SHARES)
+    places = max(1, -(-live // share)) * share
+    return places if 2 * places <= seqlen_k else seqlen_k
+
+
+def reorder_pays(
+    heads: int, seqlen_q: int, seqlen_k: int, keys_kept: int, *, is_causal: bool, has_backward: bool
+) -> bool:
+    """Estimate by sizes alone whether top-k attention gains more from keys in order than the order costs.
+
+    In natural order scattered keys leave a kernel every tile that causality does. In order it visits about
+    `1 + 15 / sqrt(W)` times the tiles that the kept pairs would fill, W being the number of keys that a query keeps::
+
+        tiles = min(Tq, Tk) * Tk - min(Tq, Tk) ** 2 / 2         (causal, T = length / 128; else Tq * Tk)
+        saved = heads * (tiles - (1 + 15 / sqrt(W)) * pairs / 128 ** 2)
+        saved * (2.0 us forward + 5.5 us backward) / 132 SMs > 80 us
+
+    Args:
+        heads: batch entries times heads.
+        seqlen_q, seqlen_k: number of queries and keys.
+        keys_kept: W, how many keys a query keeps at most.
+        is_causal: whether a query keeps keys of its own prefix.
+        has_backward: whether there will be a backward pass.
+
+    Source: fitted to simulations with independent scores (1.51 at W = 1024, 2.1 at 256) and to times on an H200.
+
+    Example:
+        >>> [reorder_pays(16, n, n, 1024, is_causal=True, has_backward=False) for n in (4096, 8192)]
+        [False, True]
+        >>> reorder_pays(16, 4096, 4096, 1024, is_causal=True, has_backward=True)
+        True
+    """
+    heads, seqlen_q, seqlen_k = hint(heads), hint(seqlen_q), hint(seqlen_k)
+    kept = min(hint(keys_kept), seqlen_k)
+    if kept == 0 or seqlen_q == 0:
+        return False
+    tiles_q, tiles_k = tiles(seqlen_q), tiles(seqlen_k)
+    if is_causal:
+        shorter = min(tiles_q, tiles_k)
+        natural = shorter * tiles_k - shorter * shorter / 2
+        pairs = allowed_pairs(seqlen_q, seqlen_k, (kept - 1, 0))  # as many keys of each prefix as a window has
+    else:
+        natural, pairs = float(tiles_q * tiles_k), seqlen_q * kept
+    # A comparison of symbols, which remain where torch gives no hints, is a symbol too, and so is its bool(): a branch
+    # makes it a condition of the graph.
+    if order_saves(heads * natural, heads * pairs, kept, has_backward=has_backward):  # noqa: SIM103
+        return True
+    return False
+
+
+def order_saves(natural: float, pairs: float, kept: float, *, has_backward: bool) -> bool:
+    """Tell whether an order saves a call more time than it costs.
+
+    Args:
+        natural: tiles of 128 x 128 that some pair is in, keys being in natural order; of all heads, as `pairs`.
+        pairs: pairs of a query and a key that it keeps.
+        kept: how many keys a query keeps.
+        has_backward: whether there will be a backward pass.
+    """
+    saved = natural - (1 + 15 / math.sqrt(kept)) * pairs / (TILE * TILE)
+    return saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US

@@ -1,0 +1,401 @@
+"""The operators that prepare masks, compiled or not, and who packs: PyTorch, or a faster packer of the device.
+
+A graph that prepares a mask has these operators in it, not the loops that they run, which take a compiler a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ...definition import LIBRARY, define, unless_watched
+from ...problem import AttentionProblem, Band, Layout, MaskView, SequenceSpec, SequenceView, hint, make_band
+from ..arguments import collapse
+from ..topk import score_keys, topk_intervals
+from . import intervals, packing
+from .intervals import IntervalTiles, KeyIntervals, MaskIntervals
+from .packing import TILE, TILE_WORDS, KeySet, TileLists, tiles
+from .sequence_packing import MaskPacking, pack_sequences, row_counts, tile_count
+
+# Fewer queries are bound by reading k and v, so that fetching the kept keys one by one costs nothing; with more of them
+# it costs five times what tiles do.
+FEW_QUERIES = 16
+# Heads below which tiles of few kept keys are too few programs for kernels that can gather keys instead.
+FEW_HEADS = 8
+# Queries of the heads that share a key, from which on a copy of k and v is at most a tenth of a forward pass. H200,
+# bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
+ORDER_FROM = 4096
+
+Preparation = Callable[[torch.Tensor], MaskView]
+TwoTensors = tuple[torch.Tensor, torch.Tensor]
+ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Packer(NamedTuple):
+    """The functions that prepare a mask; every packer gives the results of plain PyTorch, bit for bit.
+
+    Functions that are not described here have a namesake in `packing`, `intervals`, `sequence_packing` or `topk`.
+
+    Attributes:
+        pack_tiles: (bool (Bm, Hm, Lq, Lk) of any strides, band) -> bits, classes, row_lists, col_lists of a `TileMask`.
+        interval_tiles: (start, stop, order, seqlen_q) -> bounds, row_lists, col_lists of an `IntervalMask`.
+    """
+
+    pack_tiles: Callable[[torch.Tensor, Band | None], list[torch.Tensor]]
+    list_tiles: Callable[[torch.Tensor], TileLists]
+    key_set: Callable[[torch.Tensor], KeySet]
+    score_keys: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    key_intervals: Callable[[torch.Tensor, int, Band | None, bool], KeyIntervals]
+    mask_intervals: Callable[[torch.Tensor, torch.Tensor, int], MaskIntervals]
+    interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], IntervalTiles]
+    topk_intervals: Callable[[torch.Tensor, int, int, int], TwoTensors]
+    key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    first_places: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], ThreeTensors]
+    pack_sequences: Callable[
+        [torch.Tensor, torch.Tensor, MaskPacking, SequenceSpec, tuple[int, int]], list[torch.Tensor]
+    ]
+
+
+def _pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
+    bits, classes = packing.pack_mask(mask, band)
+    return [bits, classes, *packing.list_tiles(classes)]
+
+
+def list_intervals(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
+    """`Packer.interval_tiles` in PyTorch, with the lists by the fastest packer of the device."""
+    bounds = intervals.interval_bounds(start, stop, order)
+    return bounds, *packer(bounds).list_tiles(intervals.interval_classes(bounds, seqlen_q))
+
+
+PYTORCH = Packer(
+    pack_tiles=_pack_tiles,
+    list_tiles=packing.list_tiles,
+    key_set=packing.key_set,
+    score_keys=score_keys,
+    key_intervals=intervals.key_intervals,
+    mask_intervals=intervals.mask_intervals,
+    interval_tiles=list_intervals,
+    topk_intervals=topk_intervals,
+    key_order=intervals.key_order,
+    first_places=intervals.first_places,
+    pack_sequences=pack_sequences,
+)
+_find_faster: Callable[[torch.Tensor], Packer | None] = lambda tensor: None
+
+
+def register(find_faster: Callable[[torch.Tensor], Packer | None]) -> None:
+    """Ask `find_faster` for the packer of a tensor from now on; where it returns None, PyTorch packs."""
+    global _find_faster
+    _find_faster = find_faster
+
+
+def packer(tensor: torch.Tensor) -> Packer:
+    """The packer that serves a tensor."""
+    return _find_faster(tensor) or PYTORCH
+
+
+class KeyForm(NamedTuple):
+    """How a mask with one row for all queries is prepared: its form, and whether kept keys come first.
+
+    "keys": the set of them, for few queries or heads, where kernels gather. "intervals": each key with the queries that
+    the band leaves it; where a copy of k and v in order of kept keys is cheap beside the call, `reorder` is set, and
+    only kept keys cost time. "tiles": bits, which kernels need beside a bias of one value per score.
+    """
+
+    form: Literal["keys", "intervals", "tiles"]
+    reorder: bool = False
+
+
+def key_form(
+    mask_heads: int,
+    batch: int,
+    seqlen_q: int,
+    num_heads: int,
+    num_heads_k: int,
+    *,
+    bias_is_per_score: bool,
+    gathers: bool,
+) -> KeyForm:
+    """Choose the form of a one-row mask in a call.
+
+    Args:
+        mask_heads: heads of the mask, 1 where it is expanded over them.
+        batch, seqlen_q, num_heads, num_heads_k: of the call.
+        bias_is_per_score: whether it has a bias of one value per score, or the gradient of one of that shape.
+        gathers: whether the kernels take a set of keys.
+    """
+    if gathers and seqlen_q < FEW_QUERIES:
+        return KeyForm("keys")
+    if bias_is_per_score:
+        return KeyForm("tiles")
+    # k and v cannot follow several orders at once.
+    has_one_order = mask_heads in (1, num_heads_k)
+    reorder = bool(has_one_order and seqlen_q * (num_heads // num_heads_k) >= ORDER_FROM)
+    if gathers and reorder and batch * num_heads < FEW_HEADS:
+        return KeyForm("keys")
+    return KeyForm("intervals", reorder)
+
+
+def prepared_key_form(seqlen_q: int, reorder: bool | None = None) -> KeyForm:
+    """Choose the form of a one-row mask that is prepared before its calls, by their number of queries alone."""
+    seqlen_q = hint(seqlen_q)  # every form serves any number
+    if seqlen_q < FEW_QUERIES:
+        return KeyForm("keys")
+    return KeyForm("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)
+
+
+def prepared_view(
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], one_row_form: KeyForm
+) -> MaskView:
+    """Prepare a mask, as "tiles", or where it has one row for all queries in the form `one_row_form`.
+
+    Args:
+        mask: bool (Bm, Hm, Lq or 1, Lk or 1), any strides; an expanded dim (stride 0) counts as size 1.
+        seqlen_q, seqlen_k: of the call.
+        window: as `causal_window` has it.
+        one_row_form: as `key_form` chooses it.
+
+    Returns:
+        The tensors of a `KeyMask`, an `IntervalMask` or a `TileMask`; no two of them share memory.
+    """
+    # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
+    mask = collapse(mask)
+    form = one_row_form.form if mask.size(2) == 1 else "tiles"
+    return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, one_row_form.reorder)))
+
+
+def plan_prepare(seqlen_q: int, seqlen_k: int, window: tuple[int, int], chosen: KeyForm) -> Preparation:
+    """Return `mask -> MaskView` of bool masks that are alike: the band and the packer are looked up once.
+
+    It equals `prepared_view` without the operator, for masks of plain tensors that nothing watches.
+
+    Args:
+        seqlen_q, seqlen_k, window: of the calls.
+        chosen: the form, "tiles" of masks that have more than one row.
+    """
+    form, reorder = chosen
+    band, fastest = make_band(seqlen_q, seqlen_k, window), None
+    rows = seqlen_q if form == "tiles" else 1
+
+    def run(mask: torch.Tensor) -> MaskView:
+        nonlocal fastest
+        if fastest is None:
+            fastest = packer(mask)
+        mask = collapse(mask)
+        if mask.shape[2] != rows or mask.shape[3] != seqlen_k:
+            mask = mask.expand(-1, -1, rows, seqlen_k)
+        return MaskView(form, tuple(_pack(fastest, mask, seqlen_q, band, form, reorder)))
+
+    return run
+
+
+def _pack(
+    packer: Packer, mask: torch.Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool
+) -> Sequence[torch.Tensor]:
+    if form == "keys":
+        return packer.key_set(mask)
+    if form == "intervals":
+        start, stop, order = packer.key_intervals(mask, seqlen_q, band, reorder)
+        return start, stop, order, *packer.interval_tiles(start, stop, order, seqlen_q)
+    return packer.pack_tiles(mask, band)
+
+
+def prepare(
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, key_form: str, reorder: bool
+) -> list[torch.Tensor]:
+    """Run the operator `prepare_mask` on a collapsed mask."""
+    rows = seqlen_q if key_form == "tiles" else 1
+    expanded, band = mask.expand(-1, -1, rows, seqlen_k), make_band(seqlen_q, seqlen_k, (left, right))
+    return list(_pack(packer(mask), expanded, seqlen_q, band, key_form, reorder))
+
+
+def _prepare_fake(
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, key_form: str, reorder: bool
+) -> list[torch.Tensor]:
+    heads = mask.shape[:2]
+    rows, columns = tiles(seqlen_q), tiles(seqlen_k)
+    shapes: list[tuple[int, ...]]
+    lists = [(*heads, rows, 2 + columns), (*heads, columns, 2 + rows)]
+    if key_form == "keys":
+        shapes = [(*heads, seqlen_k), tuple(heads), (*heads, seqlen_k + 1)]
+    elif key_form == "intervals":
+        keys, places = (*heads, seqlen_k), (*heads, columns * TILE, 2)
+        shapes = [keys, keys, (*heads, seqlen_k if reorder else 0), places, *lists]
+    else:
+        shapes = [(*heads, seqlen_q, columns * TILE_WORDS), *lists]
+    made = [torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in shapes]
+    if key_form == "tiles":
+        made.insert(1, torch.empty((*heads, rows, columns), dtype=torch.uint8, device=mask.device))
+    return made
+
+
+def _prepare_mapped(
+    info: Any, in_dims: tuple[Any, ...], mask: torch.Tensor, *others: Any
+) -> tuple[list[torch.Tensor], list[int]]:
+    """The rule of `torch.vmap`: the masks of all its calls are entries of one."""
+    masks = mask.movedim(in_dims[0], 0)
+    entries = masks.shape[:2]
+    made = _PREPARE(masks.flatten(0, 1), *others)
+    return [x.view(*entries, *x.shape[1:]) for x in made], [0] * len(made)
+
+
+_PREPARE = define(
+    "prepare_mask",
+    "(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, int left, int right, str key_form, bool reorder) -> Tensor[]",
+    prepare,
+    _prepare_fake,
+)
+_run_prepare = unless_watched(_PREPARE, prepare)
+torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_mapped, lib=LIBRARY)
+
+
+def pack_beside(
+    mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
+) -> list[torch.Tensor]:
+    """Pack a mask beside sequences: the tensors of a `SequenceTileMask`, by the operator.
+
+    Args:
+        mask: as `pack_sequences` takes it; an expanded dim (stride 0) counts as size 1.
+        bounds, mask_packing, spec, window: as there.
+    """
+    # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
+    sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
+    tensors: list[torch.Tensor] = _PACK_BESIDE(collapse(mask), bounds, mask_packing, *sizes, *window)
+    return tensors
+
+
+def prepared_beside(problem: AttentionProblem, mask: torch.Tensor, sequences: SequenceView) -> MaskView:
+    """Pack the bool mask of a call, 4-D, into the tiles that kernels receive."""
+    assert problem.sequences is not None
+    packed = pack_beside(mask, sequences.bounds, problem.flags.mask_packing, problem.sequences, problem.window)
+    return MaskView("sequence_tiles", tuple(packed))
+
+
+def _spec_of(bounds: torch.Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
+    """The spec and the window, from the numbers that the schema has after the tensors and the packing."""
+    rows_q, rows_k, max_seqlen_q, max_seqlen_k, left, right = sizes
+    return SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k), (left, right)
+
+
+def _pack_beside(
+    mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, *sizes: Any
+) -> list[torch.Tensor]:
+    spec, window = _spec_of(bounds, *sizes)
+    return packer(mask).pack_sequences(mask, bounds, mask_packing, spec, window)
+
+
+def _pack_beside_fake(
+    mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, *sizes: Any
+) -> list[torch.Tensor]:
+    spec, _ = _spec_of(bounds, *sizes)
+    all_q, all_k = row_counts(spec)
+    columns, rows = tiles(spec.max_seqlen_k), tiles(spec.max_seqlen_q)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty((1, mask.shape[1], *shape), dtype=dtype, device=mask.device)
+
+    return [
+        empty(all_q, columns * TILE_WORDS),
+        empty(tile_count(all_q, spec), columns, dtype=torch.uint8),
+        empty(tile_count(all_q, spec), 2 + columns),
+        empty(tile_count(all_k, spec), 2 + rows),
+    ]
+
+
+def _pack_beside_mapped(
+    info: Any, in_dims: tuple[Any, ...], mask: torch.Tensor, bounds: torch.Tensor, *others: Any
+) -> tuple[list[torch.Tensor], list[int]]:
+    """The rule of `torch.vmap`: each of its calls has tiles of its own."""
+    made = [
+        _PACK_BESIDE(
+            mask if in_dims[0] is None else mask.select(in_dims[0], index),
+            bounds if in_dims[1] is None else bounds.select(in_dims[1], index),
+            *others,
+        )
+        for index in range(info.batch_size)
+    ]
+    return [torch.stack(x) for x in zip(*made, strict=True)], [0] * 4
+
+
+_PACK_BESIDE = define(
+    "prepare_sequence_mask",
+    "(Tensor mask, Tensor bounds, str mask_packing, str layout, SymInt rows_q, SymInt rows_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, int left, int right) -> Tensor[]",
+    _pack_beside,
+    _pack_beside_fake,
+)
+torch.library.register_vmap("flash_dmattn::prepare_sequence_mask", _pack_beside_mapped, lib=LIBRARY)
+
+
+def _step(name: str, schema: str, fake: Callable[..., Any], *, direct: bool = True) -> Callable[..., Any]:
+    """Define the operator of a function of `Packer`.
+
+    Args:
+        direct: whether the function is called without the operator where nothing watches, as its tensors are integers
+            that all derive from the first of them.
+    """
+
+    def run(tensor: torch.Tensor, *others: Any) -> Any:
+        return getattr(packer(tensor), name)(tensor, *others)
+
+    operator = define(name, schema, run, fake)
+    return unless_watched(operator, run) if direct else operator
+
+
+def _score_keys_fake(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    heads = scores.shape[:2] if allowed is None else torch.broadcast_shapes(scores.shape[:2], allowed.shape[:2])
+    dtype = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    return scores.new_empty((*heads, scores.shape[3]), dtype=dtype)
+
+
+def _topk_fake(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> TwoTensors:
+    return keys.new_empty(keys.shape, dtype=torch.int32), keys.new_empty(keys.shape, dtype=torch.int32)
+
+
+def _order_fake(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
+    return start.new_empty(start.shape, dtype=torch.int32)
+
+
+def _tiles_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> list[torch.Tensor]:
+    heads, rows, columns = start.shape[:2], tiles(seqlen_q), tiles(start.size(2))
+    shapes = ((*heads, columns * TILE, 2), (*heads, rows, 2 + columns), (*heads, columns, 2 + rows))
+    return [start.new_empty(shape) for shape in shapes]
+
+
+def _first_places_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int) -> ThreeTensors:
+    order, start, stop = (x.new_empty((*x.shape[:2], places)) for x in (order, start, stop))
+    return order, start, stop
+
+
+def _mask_intervals_fake(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
+    start, stop = (bits.new_empty((*bits.shape[:2], seqlen_k)) for _ in range(2))
+    return start, stop, bits.new_empty((4,), dtype=torch.int64)
+
+
+run_score_keys: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = _step(
+    "score_keys", "(Tensor scores, Tensor? allowed) -> Tensor", _score_keys_fake, direct=False
+)
+run_topk_intervals: Callable[[torch.Tensor, int, int, int], TwoTensors] = _step(
+    "topk_intervals",
+    "(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)",
+    _topk_fake,
+    direct=False,
+)
+run_key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = _step(
+    "key_order", "(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor", _order_fake
+)
+run_interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Sequence[torch.Tensor]] = _step(
+    "interval_tiles", "(Tensor start, Tensor stop, Tensor order, SymInt seqlen_q) -> Tensor[]", _tiles_fake
+)
+run_first_places: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], ThreeTensors] = _step(
+    "first_places",
+    "(Tensor start, Tensor stop, Tensor order, SymInt places) -> (Tensor order, Tensor start, Tensor stop)",
+    _first_places_fake,
+)
+run_mask_intervals: Callable[[torch.Tensor, torch.Tensor, int], ThreeTensors] = _step(
+    "mask_intervals",
+    "(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)",
+    _mask_intervals_fake,
+)

@@ -1,0 +1,271 @@
+"""Positions: biases to hand to `flash_dmattn.attention` (T5's, Swin's, ALiBi's slopes), and the rotary embedding.
+
+All batch entries share one bias, so that kernels sum its gradient over the batch. The gradient of a table is summed in
+a fixed order: over diagonals or queries by a reduction, over equal buckets by the sort that
+`torch.nn.functional.embedding` makes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flash_dmattn.masks.arguments import integer
+
+
+class RelativePositionBias(nn.Module):
+    """T5's bias: a learned value for each head and bucket of the distance between query and key.
+
+    Equivalent to::
+
+        distance = torch.arange(Lk)[None, :] - (torch.arange(Lq) + Lk - Lq)[:, None]
+        bias = weight[buckets(distance)].permute(2, 0, 1)[None]              # (1, H, Lq, Lk)
+
+    The last query stands at the last key, as everywhere in `attention`. T5 does not scale its scores: pass
+    `softmax_scale=1.0`.
+
+    Args:
+        num_heads: heads of the bias: as many as q has, or as k has where groups share it.
+        num_buckets: rows of the table; even where `is_bidirectional`.
+        max_distance: distances from here on share the last bucket.
+        is_bidirectional: keys after the query have buckets of their own, half of all; otherwise they share the bucket
+            of distance 0, since causal attention does not see them.
+        device, dtype: of the table.
+
+    Attributes:
+        weight: (num_buckets, num_heads), zeros at first; T5's checkpoints have it as `relative_attention_bias.weight`.
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
+
+    Example:
+        >>> import flash_dmattn
+        >>> position_bias = RelativePositionBias(num_heads=4)
+        >>> q = k = v = torch.randn(2, 10, 4, 8)
+        >>> out = flash_dmattn.attention(q, k, v, bias=position_bias(10), softmax_scale=1.0)
+        >>> out.sum().backward()
+        >>> position_bias.weight.grad.shape
+        torch.Size([32, 4])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        is_bidirectional: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = integer("num_heads", num_heads, 1)
+        self.num_buckets = integer("num_buckets", num_buckets, 4 if is_bidirectional else 2)
+        if is_bidirectional and num_buckets % 2:
+            raise ValueError(f"num_buckets is {num_buckets}; with is_bidirectional it needs to be even")
+        exact = num_buckets // (4 if is_bidirectional else 2)
+        self.max_distance = integer("max_distance", max_distance, exact + 1)
+        self.is_bidirectional = is_bidirectional
+        self.weight = nn.Parameter(torch.zeros(num_buckets, num_heads, device=device, dtype=dtype))
+
+    def forward(self, seqlen_q: int, seqlen_k: int | None = None) -> torch.Tensor:
+        """Make the bias of a call.
+
+        Args:
+            seqlen_q: number of queries.
+            seqlen_k: number of keys; as many as queries by default.
+
+        Returns:
+            (1, num_heads, seqlen_q, seqlen_k), in the table's dtype, contiguous.
+        """
+        seqlen_q = integer("seqlen_q", seqlen_q)
+        seqlen_k = seqlen_q if seqlen_k is None else integer("seqlen_k", seqlen_k)
+        if seqlen_q == 0 or seqlen_k == 0:
+            return self.weight.new_zeros(1, self.num_heads, seqlen_q, seqlen_k)
+        # All distances, from the last query to the first key up to the first query to the last key.
+        distances = torch.arange(1 - seqlen_k, seqlen_q, device=self.weight.device)
+        values = F.embedding(self.buckets(distances), self.weight).T  # (H, Lq + Lk - 1)
+        # Contiguous, because kernels copy rows that start anywhere. Inductor saves such a view for the backward pass as
+        # a tensor of other strides, and takes these for constants where lengths are dynamic.
+        return _along_diagonals(values, seqlen_q, seqlen_k)[None].contiguous()
+
+    def buckets(self, distance: torch.Tensor) -> torch.Tensor:
+        """Find the row of the table for each distance, the key's position minus the query's.
+
+        >>> RelativePositionBias(1).buckets(torch.tensor([-200, -9, -8, -7, 0, 1, 8, 200])).tolist()
+        [15, 8, 8, 7, 0, 17, 24, 31]
+        """
+        number, after = self.num_buckets, torch.zeros_like(distance)
+        if self.is_bidirectional:
+            number //= 2
+            after = (distance > 0).long() * number
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        exact = number // 2
+        # Up to `exact` a bucket is one distance, then their widths grow by a factor. In fp32, as in T5.
+        scale = (number - exact) / math.log(self.max_distance / exact)
+        far = exact + ((distance.float().clamp(min=1) / exact).log() * scale).long()
+        return after + torch.where(distance < exact, distance, far.clamp(max=number - 1))
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
+            f"is_bidirectional={self.is_bidirectional}"
+        )
+
+
+def _along_diagonals(values: torch.Tensor, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """Make matrices (H, Lq, Lk) with one value on each diagonal: entry (i, j) is values[:, j - i + Lq - 1].
+
+    Rows of repeated values, read as rows that are one shorter, move on by one value a row. So the gradient is a sum
+    over rows, which has a fixed order; the gradient of an index has none on a GPU.
+    """
+    if seqlen_q == 1:
+        return values[:, None]
+    number = values.shape[1]  # Lq + Lk - 1
+    repeated = values[:, None].expand(-1, seqlen_q, -1).flatten(1)
+    moved = repeated[:, seqlen_q - 1 :][:, : seqlen_q * (number - 1)]
+    return moved.unflatten(1, (seqlen_q, number - 1))[..., :seqlen_k]
+
+
+class WindowPositionBias(nn.Module):
+    """Swin's bias: a learned value for each head and offset between two places of a window of height x width.
+
+    Equivalent to, for places (yi, xi) of query i and (yj, xj) of key j, both counted row by row::
+
+        bias[0, h, i, j] = weight[(yi - yj + height - 1) * (2 * width - 1) + xi - xj + width - 1, h]
+
+    Args:
+        height, width: places of a window.
+        num_heads: heads of the bias.
+        device, dtype: of the table.
+
+    Attributes:
+        weight: ((2 * height - 1) * (2 * width - 1), num_heads), zeros at first; Swin's checkpoints have it as
+            `relative_position_bias_table`.
+
+    Source: Liu et al., "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows", 2021.
+
+    Example:
+        >>> WindowPositionBias(7, 7, num_heads=3)().shape
+        torch.Size([1, 3, 49, 49])
+    """
+
+    def __init__(
+        self,
+        height: int,
+        width: int,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.height, self.width = integer("height", height, 1), integer("width", width, 1)
+        self.num_heads = integer("num_heads", num_heads, 1)
+        offsets = (2 * height - 1) * (2 * width - 1)
+        self.weight = nn.Parameter(torch.zeros(offsets, num_heads, device=device, dtype=dtype))
+
+    def forward(self) -> torch.Tensor:
+        """Make the bias of a call: (1, num_heads, height * width, height * width), in the table's dtype."""
+        places = torch.arange(self.height * self.width, device=self.weight.device)
+        down, right = (x[:, None] - x[None, :] for x in (places // self.width, places % self.width))
+        rows = (down + self.height - 1) * (2 * self.width - 1) + right + self.width - 1
+        return F.embedding(rows, self.weight).permute(2, 0, 1)[None].contiguous()
+
+    def extra_repr(self) -> str:
+        return f"height={self.height}, width={self.width}, num_heads={self.num_heads}"
+
+
+def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """Compute ALiBi's slope of each head, by which a score falls with every token between query and key.
+
+    For a power of 2, n heads have 2 ** (-8 / n), its square and so on. Other numbers of heads take the slopes of the
+    next lower power, then every second slope of the next higher one.
+
+    Args:
+        num_heads: query heads.
+        device: where to put them.
+
+    Returns:
+        fp32 (num_heads,).
+
+    Source: Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
+        2022.
+
+    Example:
+        >>> alibi_slopes(4).tolist()
+        [0.25, 0.0625, 0.015625, 0.00390625]
+        >>> positions = torch.arange(6)
+        >>> distance = (positions[None, :] - positions[:, None]).abs()
+        >>> bias = -alibi_slopes(4)[:, None, None] * distance  # (H, L, L); softmax takes no notice of more
+        >>> bias.shape
+        torch.Size([4, 6, 6])
+    """
+    integer("num_heads", num_heads, 1)
+    lower = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (n + 1) / lower) for n in range(lower)]
+    slopes += [2.0 ** (-4.0 * (2 * n + 1) / lower) for n in range(num_heads - lower)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def rotary_angles(positions: torch.Tensor, head_dim: int, theta: float = 10000.0) -> torch.Tensor:
+    """Compute the angle of every pair of channels at every position.
+
+    Equivalent to::
+
+        positions[..., None] * theta ** (-2 * torch.arange(head_dim // 2) / head_dim)
+
+    Args:
+        positions: (L,) or (B, L) positions of the tokens, integers or floats.
+        head_dim: number of channels of a head, even.
+        theta: base of the geometric series of wavelengths; the longest is about ``2 * pi * theta`` tokens.
+
+    Returns:
+        (L, head_dim // 2) or (B, L, head_dim // 2) angles in radians, fp64: an angle of many thousand radians keeps
+        its fraction.
+
+    Raises:
+        ValueError: head_dim is odd.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equation 15.
+
+    >>> rotary_angles(torch.tensor([0, 2]), head_dim=4, theta=100.0)
+    tensor([[0.0000, 0.0000],
+            [2.0000, 0.2000]], dtype=torch.float64)
+    """
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}; rotary positions turn channels in pairs, so it must be even")
+    channel = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
+    return positions.to(torch.float64)[..., None] * theta ** (-2 * channel / head_dim)
+
+
+def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Turn channel pairs (c, c + D/2) of every head by the angles of their position.
+
+    Equivalent to::
+
+        first, second = x.chunk(2, dim=-1)
+        torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+    Args:
+        x: (B, L, H, D) queries or keys.
+        angles: (L, D // 2) or (B, L, D // 2) from `rotary_angles`.
+
+    Returns:
+        (B, L, H, D) in x's dtype; products are taken in fp32 at least.
+
+    Source: RoFormer, equation 34, with the half-split pairing that LLaMA checkpoints use.
+
+    >>> x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    >>> apply_rotary(x, torch.tensor([[torch.pi / 2]])).round(decimals=3).flatten().tolist()
+    [-0.0, 1.0]
+    """
+    work_dtype = torch.promote_types(x.dtype, torch.float32)
+    cos = angles.cos().to(work_dtype)[..., None, :]
+    sin = angles.sin().to(work_dtype)[..., None, :]
+    first, second = x.to(work_dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)

@@ -1,0 +1,343 @@
+"""`python -m flash_dmattn calibrate`: check the backends on a GPU, time them on classes of calls, write the profile."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..dispatch import profiles
+from ..dispatch.config import disabled, process
+from ..dispatch.profiles import MEASURED, NUM_HEADS, ROWS, Figures, Profile, Row, judge, write
+from ..explanation import explain
+from ..problem import device_arch
+from .info import find_driver
+from .verify import CASES, Outcome, verify_on
+
+# eager first: it is the yardstick of the others, and compiles nothing. flex last: it compiles longest.
+ORDER = ("eager", "triton", "flex")
+CHECK_SHARE = 0.35  # of the time, after which no further check starts
+ROW_SECONDS = 0.6  # of repetitions, for each backend and row
+LEAST, MOST = 3, 50  # repetitions
+_BAR = 24  # characters
+# A buffer that fills the caches of any GPU, written before each run, which then reads memory.
+_FLUSH_BYTES = 1 << 28
+_MOST_FLUSHES = 200
+
+# timer(run, seconds): the median milliseconds of run() in about so many seconds.
+Timer = Callable[[Callable[[], object], float], float]
+
+
+class Instruments(NamedTuple):
+    """The functions that a run measures with; tests replace them.
+
+    Attributes:
+        check: check(has_time) -> outcomes of the checks against the formula, none started once has_time() is False.
+        measure: measure(row, backend, seconds) -> its figures.
+        clock: seconds that only grow.
+        gpu, arch, driver: names of the measured GPU.
+    """
+
+    check: Callable[[Callable[[], bool]], list[Outcome]]
+    measure: Callable[[Row, str, float], Figures]
+    clock: Callable[[], float]
+    gpu: str
+    arch: str
+    driver: str
+
+
+def run(index: int, seconds: float) -> int:
+    """Calibrate the GPU of an index; return 1 where it cannot be measured or the profile cannot be written, else 0."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return _fail(
+            "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch"
+        )
+    if index >= count:
+        return _fail(f"--device is {index}, and torch sees {count} GPU{'s' * (count > 1)}: give 0 to {count - 1}")
+    device = torch.device("cuda", index)
+    arch = device_arch(device)
+    if not profiles.is_profiled(arch):
+        return _fail(f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_{profiles.LEAST_ARCH} on")
+    off = [name for name in MEASURED if name in disabled()]
+    if off:
+        return _fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(MEASURED)}")
+    torch.cuda.set_device(device)  # the checks compute on the current one
+    instruments = Instruments(
+        partial(verify_on, "cuda", torch.bfloat16, ORDER, sys.stdout),
+        partial(measure, device=device, timer=EventTimer(device)),
+        time.monotonic,
+        torch.cuda.get_device_name(device),
+        arch,
+        find_driver()[0].get("version", "unknown"),
+    )
+    return calibrate(instruments, seconds, sys.stdout, sys.stderr)
+
+
+def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
+    """Measure with these instruments, print the table to `stream`, and write the profile to its place."""
+    gpu = instruments.gpu
+    stream.write(f"{gpu}, {instruments.arch}: about {seconds:.0f} s, most of them compiling\n")
+    profile = measured(instruments, seconds, progress_stream)
+    stream.write(f"\n{table(profile)}\n\n")
+    if not profile.rows:
+        return _fail(f"no class of calls was measured within {seconds:.0f} s; give more with --seconds")
+    path = profiles.path_of(gpu)
+    try:
+        write(profile, path)
+    except OSError as error:
+        return _fail(f"{path} cannot be written: {error.strerror}")
+    profiles.forget()
+    stream.write(f"wrote {path}\n{_effect(profile, seconds)}\n")
+    return 0
+
+
+def measured(instruments: Instruments, seconds: float, progress_stream: TextIO) -> Profile:
+    """Return the profile of checks and timings, as many as end in these seconds."""
+    clock = instruments.clock
+    started = clock()
+    progress = Progress(progress_stream, 1 + len(ROWS) * len(ORDER), clock)
+    progress.step("checks against the formula")
+    wrong = failures(instruments.check(lambda: clock() - started < CHECK_SHARE * seconds))
+    rows: dict[str, dict[str, Figures]] = {}
+    longest = 0.0
+    for row in ROWS:
+        # A row that compiles as long as the longest one so far would end too late.
+        begun = clock()
+        if begun - started + longest > seconds:
+            progress.skip(len(ORDER))
+            continue
+        rows[row.name] = {}
+        for backend in ORDER:
+            progress.step(f"{row.name}: {backend}")
+            rows[row.name][backend] = instruments.measure(row, backend, min(ROW_SECONDS, seconds / 100))
+        longest = max(longest, clock() - begun)
+    progress.step("done")
+    progress.close()
+    return Profile(
+        instruments.gpu,
+        instruments.arch,
+        **profiles.versions(),
+        driver=instruments.driver,
+        made=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        wrong=wrong,
+        rows=rows,
+    )
+
+
+def failures(outcomes: list[Outcome]) -> dict[str, str]:
+    """Name by backend the first check that it failed; triton fails, too, where a case of it was not checked."""
+    wrong: dict[str, str] = {}
+    for outcome in outcomes:
+        if not outcome.passed and outcome.backend in MEASURED:
+            wrong.setdefault(outcome.backend, f"it failed the check {outcome.case!r}{_cause(outcome)}")
+    reached = {outcome.case for outcome in outcomes if outcome.backend == "triton" and outcome.errors}
+    missing = [case.name for case in CASES if case.name not in reached]
+    if missing and "triton" not in wrong:
+        wrong["triton"] = f"it was not checked on {missing[0]!r}"
+    return wrong
+
+
+def _cause(outcome: Outcome) -> str:
+    if outcome.exception is not None:
+        return f": {outcome.exception.splitlines()[0]}"
+    name = next(name for name in outcome.errors if not outcome.errors[name] <= outcome.limits[name])
+    return f": {name} is {outcome.errors[name]:.1e} off, with a limit of {outcome.limits[name]:.1e}"
+
+
+def _effect(profile: Profile, seconds: float) -> str:
+    """Say what auto will make of a profile."""
+    lines = []
+    left_out = [row.name for row in ROWS if row.name not in profile.rows]
+    if left_out:
+        lines.append(
+            f"not reached in {seconds:.0f} s: {', '.join(left_out)}; what was compiled is kept, so run it once more"
+        )
+    if process.profile == "off":
+        lines.append("FLASH_DMATTN_PROFILE=off: auto does not read it in this environment")
+    elif profile.arch == "sm_90" and process.rules != "profile":
+        lines.append("on sm_90 the built-in rules stay in force; FLASH_DMATTN_RULES=profile lets the profile decide")
+    else:
+        lines.append("auto goes by it from now on; python -m flash_dmattn explain cites it")
+    return "\n".join(lines)
+
+
+def _fail(message: str) -> int:
+    print(f"{profiles.COMMAND}: error: {message}", file=sys.stderr)
+    return 1
+
+
+class Progress:
+    """Show the steps done of all, the step that runs and the seconds: as a bar on a terminal, else as lines.
+
+    Args:
+        stream: where to write.
+        total: number of steps.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, stream: TextIO, total: int, clock: Callable[[], float]) -> None:
+        self.stream, self.total, self.clock = stream, total, clock
+        self.done, self.started, self.on_terminal = 0, clock(), stream.isatty()
+
+    def step(self, name: str) -> None:
+        """Begin a step, which ends the one before it."""
+        seconds = self.clock() - self.started
+        filled = _BAR * self.done // max(1, self.total)
+        text = f"[{'#' * filled}{'.' * (_BAR - filled)}] {self.done:2}/{self.total}  {seconds:4.0f} s  {name}"
+        # The rest of the line before is blanked.
+        self.stream.write(f"\r{text:<79}" if self.on_terminal else f"{text}\n")
+        self.stream.flush()
+        self.skip(1)
+
+    def skip(self, steps: int) -> None:
+        """Count steps as done that are left out."""
+        self.done = min(self.done + steps, self.total)
+
+    def close(self) -> None:
+        """End the line of the bar."""
+        if self.on_terminal:
+            self.stream.write("\n")
+            self.stream.flush()
+
+
+def table(profile: Profile) -> str:
+    """Tabulate by class of calls the milliseconds forward and backward of each backend, and which auto would take."""
+    lines: list[tuple[str, ...]] = [("class of calls", *MEASURED, "auto takes")]
+    for row in ROWS:
+        figures = profile.rows.get(row.name)
+        if figures is None:
+            lines.append((row.name, *("-" for _ in MEASURED), "not reached"))
+            continue
+        taken = dict.fromkeys(choice(profile, row.name, grad) for grad in ((False, True) if row.grad else (False,)))
+        lines.append((row.name, *(_cell(figures[backend]) for backend in MEASURED), " / ".join(taken)))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    notes = [f"{backend}: {why}" for backend, why in profile.wrong.items()]
+    for name, figures in profile.rows.items():
+        notes += [f"{backend}, {name}: {x.error}" for backend, x in figures.items() if x.error]
+    return "\n".join(["milliseconds forward / backward", "", *text, *([""] if notes else []), *notes])
+
+
+def _cell(figures: Figures) -> str:
+    if figures.forward is None:
+        return "failed"
+    return f"{figures.forward:.3g}" + ("" if figures.backward is None else f" / {figures.backward:.3g}")
+
+
+def choice(profile: Profile, row: str, with_gradients: bool) -> str:
+    """Name the backend that auto takes in a row, if the rules of each accept the call."""
+    judged = judge(profile, (row,), with_gradients)
+    if judged is None:
+        return "as without"
+    if judged.takes_triton and (judged.before_flex or judged.flex_failed):
+        return "triton"
+    return "eager" if judged.flex_failed else "flex"
+
+
+class EventTimer:
+    """Times runs on the current stream by CUDA events.
+
+    Before each run the device gets so much to write that it is still busy when the host has enqueued the run. So the
+    time is the kernels' own, however long the host takes to launch them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.flushed = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+        self._times(lambda: None, 1, 1)
+        self.flush_milliseconds = self._times(self.flushed.zero_, 1, 1)[0]
+
+    def __call__(self, run: Callable[[], object], seconds: float) -> float:
+        """Return the median of as many runs as fit, in milliseconds; the first call of `run` was before."""
+        began = time.perf_counter()
+        run()
+        host = 1e3 * (time.perf_counter() - began)
+        torch.cuda.synchronize()
+        # So many flushes outlast the launch of a run by half.
+        flushes = min(max(math.ceil(1.5 * host / max(self.flush_milliseconds, 1e-3)), 1), _MOST_FLUSHES)
+        (first,) = self._times(run, 1, flushes)
+        count = int(min(max(1e3 * seconds / (first + flushes * self.flush_milliseconds), LEAST), MOST))
+        return statistics.median(self._times(run, count, flushes))
+
+    def _times(self, run: Callable[[], object], count: int, flushes: int) -> list[float]:
+        events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
+        for start, stop in events:
+            for _ in range(flushes):
+                self.flushed.zero_()
+            start.record()
+            run()
+            stop.record()
+            torch.cuda.synchronize()
+        return [float(start.elapsed_time(stop)) for start, stop in events]
+
+
+def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
+    """Make the arguments of the call of a row, random tensors in bf16, as leaves that need what the row asks for.
+
+    Args:
+        row: the class of calls.
+        device: where.
+        shrink: divides the lengths, for tests.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    row = row._replace(seqlen_q=max(1, row.seqlen_q // shrink), seqlen_k=max(1, row.seqlen_k // shrink))
+
+    def normal(*shape: int, grad: bool = row.grad) -> Tensor:
+        x = torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+        return x.requires_grad_(grad)
+
+    keys = (row.batch, row.seqlen_k, row.num_heads_k, row.head_dim)
+    call = {"q": normal(row.batch, row.seqlen_q, NUM_HEADS, row.head_dim), "k": normal(*keys), "v": normal(*keys)}
+    if row.mask_shape is not None:
+        call["mask"] = torch.rand(row.mask_shape, generator=generator, device=device) < 0.5
+    if row.bias_shape is not None:
+        call["bias"] = normal(*row.bias_shape, grad=row.dbias)
+    return call
+
+
+def measure(row: Row, backend: str, seconds: float, device: torch.device, timer: Timer, shrink: int = 1) -> Figures:
+    """Time a backend on a row; a refusal, an exception or a result that is not finite is the error of the figures.
+
+    Args:
+        row: the class of calls.
+        backend: its name.
+        seconds: about how long its repetitions may take; compiling comes before.
+        device, timer: where and how.
+        shrink: as for `call_of`.
+    """
+    call = call_of(row, device, shrink)
+    (verdict,) = (verdict for verdict in explain(**call).verdicts if verdict.backend == backend)
+    if verdict.reasons:
+        return Figures(error=f"it refuses: {verdict.reasons[0].text}")
+    leaves = [x for x in call.values() if x.requires_grad]
+
+    def forward() -> Tensor:
+        out = attention(**call, backend=backend)
+        assert isinstance(out, Tensor)
+        return out
+
+    try:
+        out = forward()
+        dout = torch.ones_like(out)
+
+        def backward() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+        if not all(bool(x.isfinite().all()) for x in (out, *(backward() if leaves else ()))):
+            return Figures(error="its results are not finite")
+        passes = 2 if leaves else 1
+        return Figures(timer(forward, seconds / passes), timer(backward, seconds / passes) if leaves else None)
+    except Exception as raised:  # any failure of a backend is what is measured here
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return Figures(error=" ".join(f"{type(raised).__name__}: {raised}".split())[:200])

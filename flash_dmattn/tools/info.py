@@ -1,0 +1,288 @@
+"""`python -m flash_dmattn info`: what is installed, which backends work here and which settings are in force."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .._version import __version__
+from ..backends.cuda.extension import BUILD_COMMAND, build_info, find, not_built
+from ..dispatch.config import choice, disabled, fallback, process, similar
+from . import require_torch
+
+Report = dict[str, Any]
+
+PREFIX = "FLASH_DMATTN_"
+# Read by this package, and by the build of its extension.
+OURS = (
+    "FLASH_DMATTN_BACKEND",
+    "FLASH_DMATTN_DISABLE",
+    "FLASH_DMATTN_FALLBACK",
+    "FLASH_DMATTN_PROFILE",
+    "FLASH_DMATTN_RULES",
+    "FLASH_DMATTN_BUILD_CUDA",
+    "FLASH_DMATTN_DTYPES",
+    "FLASH_DMATTN_HEAD_DIMS",
+    "FLASH_DMATTN_RACECHECK",
+)
+# The same with variables of libraries that its backends run on.
+ENVIRONMENT = (*OURS, "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to the parser of the command line."""
+    parser = commands.add_parser(
+        "info",
+        help="versions, GPUs, backends and settings; --verify computes with each backend",
+        description="Print versions, GPUs, settings and what each backend needs. Works where torch does not.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else on stdout")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="run a small forward and backward per backend and feature against the formula in fp64; exit 1 on failure",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; with --verify 1 if a result is wrong, otherwise 0."""
+    report = collect()
+    if not arguments.json:
+        print(render(report), flush=True)
+    passed = True
+    if arguments.verify:
+        require_torch("info --verify")
+        from . import verify
+
+        outcomes = verify.verify(sys.stderr if arguments.json else sys.stdout)
+        report["verify"] = [outcome.to_dict() for outcome in outcomes]
+        passed = all(outcome.passed for outcome in outcomes)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    return 0 if passed else 1
+
+
+def collect() -> Report:
+    """Collect everything the command knows, as plain data."""
+    torch = _imported("torch")
+    if "error" not in torch:
+        torch["cuda"] = importlib.import_module("torch").version.cuda
+    driver, devices = find_driver()
+    backends = _backends() if "error" not in torch else {}
+    return {
+        "flash_dmattn": {"version": __version__, "path": str(Path(__file__).resolve().parents[1])},
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "system": platform.platform(),
+        "torch": torch,
+        "triton": _imported("triton"),
+        "extension": _extension(),
+        "driver": driver,
+        "gpus": devices if "error" in torch else _gpus(devices),
+        "settings": _settings(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "profiles": _profiles() if "error" not in torch else {},
+        "backends": backends,
+    }
+
+
+def _profiles() -> Report:
+    """Return by architecture of this machine's GPUs the profile of `calibrate`, or why none is in force."""
+    from ..dispatch import profiles
+
+    report: Report = {}
+    for arch in profiles.arches_here():
+        there = profiles.find(arch)
+        made = None if there.profile is None else there.profile.made
+        # On Hopper what was measured beforehand decides, and a profile only where it is asked to.
+        decides = there.profile is not None and (arch != "sm_90" or process.rules == "profile")
+        report[arch] = {"path": there.path, "made": made, "reason": there.reason, "decides": decides}
+    return report
+
+
+def _imported(name: str) -> Report:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return {"error": "not installed"}
+        return {"error": f"{type(error).__name__}: {error}"}
+    except Exception as error:  # a broken installation raises whatever it likes, and the report has to say what
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"version": getattr(module, "__version__", "unknown")}
+
+
+def _extension() -> Report:
+    """Return the record of the build in the compiled extension, which is not loaded, or why there is none."""
+    try:
+        path = find()
+        if path is not None:
+            return {"path": str(path), **build_info(path)}
+        reason, output = not_built() or ("", "")
+        return {"error": f"not built: {reason}" if reason else "not built", "output": output}
+    except Exception as error:  # as in _imported
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def find_driver() -> tuple[Report, list[Report]]:
+    """Ask nvidia-smi, which needs no torch, for the NVIDIA driver and its GPUs."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {"error": "nvidia-smi is not on PATH"}, []
+    query = "--query-gpu=driver_version,name,compute_cap,memory.total"
+    try:
+        done = subprocess.run(
+            [program, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": f"nvidia-smi does not run: {error}"}, []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    if done.returncode != 0 or not all(len(row) == 4 for row in rows) or not rows:
+        return {"error": f"nvidia-smi says: {(done.stdout + done.stderr).strip()[:200]}"}, []
+    devices = [
+        {"name": name, "capability": capability, "memory_gib": round(float(mib) / 1024, 1), "seen_by_torch": False}
+        for _, name, capability, mib in rows
+    ]
+    return {"version": rows[0][0]}, devices
+
+
+def _gpus(seen_by_driver: list[Report]) -> list[Report]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return seen_by_driver
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [
+        {
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory_gib": round(gpu.total_memory / 2**30, 1),
+            "seen_by_torch": True,
+        }
+        for gpu in gpus
+    ]
+
+
+def _settings() -> Report:
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in OURS)
+    ends = [name.removeprefix(PREFIX) for name in OURS]
+    return {
+        "default_backend": choice(),
+        "disabled": list(disabled()),
+        "fallback": fallback(),
+        "error": process.environment_error,
+        "unknown": {name: similar(name.removeprefix(PREFIX), ends) for name in unknown},
+    }
+
+
+def _backends() -> dict[str, Report]:
+    from ..dispatch.registry import BACKENDS
+
+    off = disabled()
+    report: dict[str, Report] = {}
+    for name, backend in BACKENDS.items():
+        availability = backend.probe()
+        exception = availability.exception
+        report[name] = {
+            "usable": availability.usable and name not in off,
+            "disabled": name in off,
+            "reason": availability.reason,
+            "hint": availability.hint,
+            "exception": None if exception is None else f"{type(exception).__name__}: {exception}",
+        }
+    return report
+
+
+def render(report: Report) -> str:
+    """Lay the report out as an aligned table."""
+
+    def version(part: Report) -> str:
+        return part.get("version") or f"cannot be used: {part['error']}"
+
+    torch = version(report["torch"])
+    if "error" not in report["torch"]:
+        torch += f" (CUDA {report['torch']['cuda']})" if report["torch"]["cuda"] else " (built without CUDA)"
+    gpus = [
+        f"{index}: {gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {gpu['memory_gib']} GiB"
+        + ("" if gpu["seen_by_torch"] else ", seen by the driver but not by torch")
+        for index, gpu in enumerate(report["gpus"])
+    ]
+    settings = report["settings"]
+    default = settings["default_backend"]
+    rows = [
+        ("flash_dmattn", f"{report['flash_dmattn']['version']}, {report['flash_dmattn']['path']}"),
+        ("python", f"{report['python']['version']}, {report['python']['executable']}"),
+        ("system", report["system"]),
+        ("torch", torch),
+        ("triton", version(report["triton"])),
+        *_spread("extension", _extension_lines(report["extension"])),
+        ("driver", report["driver"].get("version") or f"none: {report['driver']['error']}"),
+        *_spread("GPUs", gpus or ["none"]),
+        ("", ""),
+        ("default backend", default if isinstance(default, str) else f"{default[0]} forward, {default[1]} backward"),
+        ("disabled", ", ".join(settings["disabled"]) or "none"),
+        ("fallback", settings["fallback"]),
+        *([("error", settings["error"])] if settings["error"] else []),
+        *_spread("unknown", [_unknown_line(*each) for each in settings["unknown"].items()]),
+        *_spread("environment", [f"{name}={value}" for name, value in report["environment"].items()] or ["none set"]),
+        *_spread("profile", _profile_lines(report["profiles"])),
+        ("", ""),
+        *_backend_rows(report["backends"]),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
+
+
+def _unknown_line(name: str, meant: str | None) -> str:
+    return f"{name} is read by nothing" + (f"; did you mean {PREFIX}{meant}?" if meant else "")
+
+
+def _extension_lines(build: Report) -> list[str]:
+    if "error" in build:
+        output = [f"| {line}" for line in build.get("output", "").splitlines()]
+        return [f"none: {build['error']}", *output, f"build it in a checkout: {BUILD_COMMAND}"]
+    return [
+        f"{build['version']} for {', '.join(build['arches'])} and torch >= {build['torch_target']}, built by nvcc "
+        f"{build['nvcc']} from commit {build['commit'][:12]}, {build['path']}"
+    ]
+
+
+def _profile_lines(profiles: Report) -> list[str]:
+    """Say what auto goes by on each architecture, with the command that makes a profile where there is none."""
+    lines = []
+    for arch, profile in profiles.items():
+        if profile["made"] is None:
+            text = f"none: {profile['reason']}; python -m flash_dmattn calibrate makes one"
+        else:
+            text = f"{profile['path']}, made {profile['made']}"
+        lines.append(f"{arch}: {text}" + ("" if arch != "sm_90" or profile["decides"] else "; built-in rules decide"))
+    return lines or ["none: there is no NVIDIA GPU from sm_80 on"]
+
+
+def _backend_rows(backends: dict[str, Report]) -> list[tuple[str, str]]:
+    if not backends:
+        return [("backends", "none can be used without torch")]
+    rows: list[tuple[str, str]] = []
+    for name, backend in backends.items():
+        if backend["usable"]:
+            rows.append((f"backend {name}", "usable"))
+            continue
+        reasons = ["it is switched off"] if backend["disabled"] else []
+        if backend["reason"]:
+            reasons.append(backend["reason"] + (f" ({backend['hint']})" if backend["hint"] else ""))
+        rows.append((f"backend {name}", "not usable: " + "; ".join(reasons)))
+        if backend["exception"] is not None:
+            rows.append(("", backend["exception"].splitlines()[0]))
+    return rows
+
+
+def _spread(name: str, lines: list[str]) -> list[tuple[str, str]]:
+    return [(name if index == 0 else "", line) for index, line in enumerate(lines)]

@@ -1,0 +1,300 @@
+"""`python -m flash_dmattn info --verify`: each backend on a small case of each feature, against the formula in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..backends.protocol import Reason
+from ..dispatch.config import BackendChoice, disabled
+from ..dispatch.registry import BACKENDS
+from ..dispatch.selection import available_backends
+from ..explanation import Explanation, explain
+from ..problem import dtype_name
+from ..reference import formula, yardstick
+from ..reference.yardstick import FLOOR, RATIO
+
+# Odd lengths that differ, so that a tail and the bottom-right alignment are met.
+BATCH, SEQLEN_Q, SEQLEN_K, NUM_HEADS, HEAD_DIM = 2, 37, 53, 4, 32
+OUTPUTS, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv", "dbias")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One feature: the shapes of mask and bias, the flags of the call, and the inputs that take a gradient."""
+
+    name: str
+    num_heads_k: int = NUM_HEADS
+    mask: tuple[int, ...] | None = None
+    empty_rows: bool = False
+    bias: tuple[int, ...] | None = None
+    is_causal: bool = False
+    needs_grad: tuple[str, ...] = ("q", "k", "v")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of all results: out, lse and the gradients that the case asks for."""
+        return OUTPUTS + tuple(f"d{name}" for name in self.needs_grad)
+
+
+CASES = (
+    # The first one shows most, for backends that serve a part of a call only.
+    Case(
+        "all together",
+        num_heads_k=2,
+        mask=(BATCH, 1, SEQLEN_Q, SEQLEN_K),
+        bias=(1, NUM_HEADS, SEQLEN_Q, SEQLEN_K),
+        is_causal=True,
+        needs_grad=("q", "k", "v", "bias"),
+    ),
+    Case("causal", is_causal=True),
+    Case("mask", mask=(BATCH, 1, SEQLEN_Q, SEQLEN_K)),
+    Case("bias", bias=(1, NUM_HEADS, SEQLEN_Q, SEQLEN_K), needs_grad=("q", "k", "v", "bias")),
+    Case("bias alone needs grad", bias=(1, NUM_HEADS, SEQLEN_Q, SEQLEN_K), needs_grad=("bias",)),
+    Case("grouped heads", num_heads_k=2, bias=(BATCH, 2, 1, SEQLEN_K), needs_grad=("q", "k", "v", "bias")),
+    Case("empty rows", mask=(BATCH, 1, SEQLEN_Q, SEQLEN_K), empty_rows=True),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one backend on one case: errors beside their limits, or the reasons why it did not run."""
+
+    backend: str
+    device: str
+    dtype: str
+    case: str
+    errors: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+    reasons: tuple[Reason, ...] = ()
+    exception: str | None = None
+    backward: str | None = None  # the backend of the backward pass, where it is another
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that ran is within its limit; NaN is not."""
+        return self.exception is None and all(self.errors[name] <= self.limits[name] for name in self.errors)
+
+    @property
+    def verdict(self) -> str:
+        """One word or two for the table."""
+        if not self.passed:
+            return "FAIL"
+        if not self.errors:
+            return "not run"
+        return "pass, in part" if self.reasons and self.backward is None else "pass"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for json.dumps."""
+        # JSON has no word for NaN and infinity.
+        finite = {name: x if math.isfinite(x) else str(x) for name, x in self.errors.items()}
+        return {
+            "backend": self.backend,
+            "backward": self.backward,
+            "device": self.device,
+            "dtype": self.dtype,
+            "case": self.case,
+            "verdict": self.verdict,
+            "tensors": {name: {"error": x, "limit": self.limits[name]} for name, x in finite.items()},
+            "reasons": [reason._asdict() for reason in self.reasons],
+            "exception": self.exception,
+        }
+
+
+def verify(stream: TextIO) -> list[Outcome]:
+    """Run every backend on every case and device of this machine; write the table to `stream` row by row."""
+    devices = [("cpu", torch.float32)]
+    if torch.cuda.is_available():
+        devices.append(("cuda", torch.bfloat16))
+    outcomes = [o for device, dtype in devices for o in verify_on(device, dtype, tuple(BACKENDS), stream)]
+    counts = {verdict: sum(o.verdict.startswith(verdict) for o in outcomes) for verdict in ("pass", "FAIL", "not run")}
+    stream.write(f"\n{counts['pass']} passed, {counts['FAIL']} failed, {counts['not run']} not run\n")
+    return outcomes
+
+
+def verify_on(
+    device: str,
+    dtype: torch.dtype,
+    backends: Sequence[str],
+    stream: TextIO,
+    has_time: Callable[[], bool] = lambda: True,
+) -> list[Outcome]:
+    """Run some backends on every case on one device; write the table to `stream` row by row.
+
+    Args:
+        device, dtype: where, and of q, k, v and bias.
+        backends: their names, in the order in which they run.
+        stream: the table is written to it.
+        has_time: asked before each case; once it says no, no further case is begun.
+    """
+    name = dtype_name(dtype)
+    header = "backend".ljust(11) + "case".ljust(23) + "".join(x.ljust(15) for x in (*OUTPUTS, *GRADIENTS)) + "verdict"
+    stream.write(
+        f"\n{name} on {device}: error < limit, where error is |x - x64| / |x64| against the formula in fp64\n"
+        f"and limit is {RATIO} x the error of the formula in {name} + {FLOOR:.0e}\n\n{header}\n"
+    )
+    outcomes: list[Outcome] = []
+
+    def show(backend: str, case: str, check: Callable[[], Outcome]) -> Outcome:
+        # Before the run, because the first call of a compiled backend takes its time.
+        stream.write(backend.ljust(11) + case.ljust(23))
+        stream.flush()
+        outcome = check()
+        remarks = _remarks(outcome, outcomes[-1] if outcomes else None)
+        stream.write(_numbers(outcome) + "".join(f"\n{'':11}{line}" for line in remarks) + "\n")
+        stream.flush()
+        outcomes.append(outcome)
+        return outcome
+
+    for backend in backends:
+        if backend not in available_backends():
+            off = backend in disabled()
+            text = "it is switched off" if off else BACKENDS[backend].probe().reason
+            reason = Reason(backend, "disabled" if off else "unavailable", text)
+            show(backend, "all", partial(Outcome, backend, device, name, "all", reasons=(reason,)))
+            continue
+        part_shown = False
+        for case in CASES:
+            if not has_time():
+                return outcomes
+            sample = Sample(case, device, dtype)
+            outcome = show(backend, case.name, partial(sample.check, backend, not part_shown))
+            ran = bool(outcome.errors) or outcome.exception is not None
+            part_shown = part_shown or (ran and bool(outcome.reasons) and outcome.backward is None)
+    return outcomes
+
+
+class Sample:
+    """The tensors of one case, the same on every device and for every backend."""
+
+    def __init__(self, case: Case, device: str, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        self.case, self.device, self.dtype = case, device, dtype
+        self.tensors = {
+            "q": normal(BATCH, SEQLEN_Q, NUM_HEADS, HEAD_DIM),
+            "k": normal(BATCH, SEQLEN_K, case.num_heads_k, HEAD_DIM),
+            "v": normal(BATCH, SEQLEN_K, case.num_heads_k, HEAD_DIM),
+        }
+        mask = None
+        if case.mask is not None:
+            mask = torch.rand(case.mask, generator=generator) < 0.5
+            mask[..., 0] = True  # no row is empty by chance
+            if case.empty_rows:
+                mask[..., ::5, :] = False
+            mask = mask.to(device)
+        if case.bias is not None:
+            self.tensors["bias"] = normal(*case.bias)
+        self.flags: dict[str, Any] = {"mask": mask, "is_causal": case.is_causal}
+        self.dout = normal(BATCH, SEQLEN_Q, NUM_HEADS, HEAD_DIM)
+        self.dlse = torch.randn((BATCH, NUM_HEADS, SEQLEN_Q), generator=generator).to(device)
+
+    def check(self, backend: str, may_be_part: bool) -> Outcome:
+        """Compare a backend with the formula.
+
+        Args:
+            backend: its name.
+            may_be_part: whether to run less of the call where the backend refuses the whole. One case shows a part:
+                to compile one for each case would take minutes.
+        """
+        outcome = Outcome(backend, self.device, dtype_name(self.dtype), self.case.name)
+        wanted = self.case.results
+        reasons = self._refusal(backend, wanted)
+        partner = self._backward_partner(backend) if reasons else None
+        if reasons and partner is None:
+            parts = (OUTPUTS, OUTPUTS[:1]) if may_be_part else ()
+            wanted = next((part for part in parts if not self._refusal(backend, part)), ())
+        changes: dict[str, Any] = {"reasons": reasons, "backward": partner}
+        if wanted:
+            oracle, plain = self._run(formula.attention, torch.float64, wanted), self._yardstick()
+            pair = backend if partner is None else (backend, partner)
+            try:
+                results = self._run(attention, self.dtype, wanted, return_lse="lse" in wanted, backend=pair)
+            except Exception as raised:  # any failure of a backend is a result of this report
+                changes["exception"] = f"{type(raised).__name__}: {raised}"
+            else:
+                changes["errors"] = {name: error(results[name], oracle[name]) for name in wanted}
+                changes["limits"] = {name: RATIO * error(plain[name], oracle[name]) + FLOOR for name in wanted}
+        return replace(outcome, **changes)
+
+    def _explain(self, wanted: tuple[str, ...], backend: BackendChoice = "auto") -> Explanation:
+        return explain(**self._leaves(self.dtype, wanted), **self.flags, return_lse="lse" in wanted, backend=backend)
+
+    def _refusal(self, backend: str, wanted: tuple[str, ...]) -> tuple[Reason, ...]:
+        (verdict,) = (verdict for verdict in self._explain(wanted).verdicts if verdict.backend == backend)
+        return verdict.reasons
+
+    def _backward_partner(self, backend: str) -> str | None:
+        """Name the backend whose backward pass completes the forward pass of this one; None where there is none."""
+        if BACKENDS[backend].is_differentiable:
+            return None
+        others = (x for x in available_backends() if x != backend and not BACKENDS[x].is_differentiable)
+        return next((x for x in others if self._explain(self.case.results, (backend, x)).error is None), None)
+
+    def _leaves(self, dtype: torch.dtype, wanted: tuple[str, ...]) -> dict[str, Any]:
+        return {name: x.detach().to(dtype).requires_grad_(f"d{name}" in wanted) for name, x in self.tensors.items()}
+
+    def _run(
+        self, function: Callable[..., Any], dtype: torch.dtype, wanted: tuple[str, ...], **more: Any
+    ) -> dict[str, Tensor]:
+        """Name the outputs of a function and their gradients."""
+        leaves = self._leaves(dtype, wanted)
+        outputs = function(**leaves, **self.flags, **more)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        results = {name: x.detach() for name, x in zip(OUTPUTS, outputs)}
+        gradients = [name for name in wanted if name not in OUTPUTS]
+        if gradients:
+            cotangents = [x.to(output.dtype) for x, output in zip((self.dout, self.dlse), outputs)]
+            needed = [leaves[name.removeprefix("d")] for name in gradients]
+            results |= zip(gradients, torch.autograd.grad(outputs, needed, cotangents))
+        return results
+
+    def _yardstick(self) -> dict[str, Tensor]:
+        """Compute all results by plain PyTorch in the dtype of the case."""
+        call = {"mask": None, "bias": None, **self.tensors, **self.flags}
+        results = (*formula.attention(**call), *yardstick.gradients(self.dout, self.dlse, **call))
+        return {name: x for name, x in zip(OUTPUTS + GRADIENTS, results) if x is not None}
+
+
+def error(x: Tensor, oracle: Tensor) -> float:
+    """Return |x - oracle| / |oracle|; infinity if both differ in an infinity, NaN if x has one."""
+    x = x.to(oracle.dtype)
+    infinite = oracle.isinf()
+    if not x[infinite].equal(oracle[infinite]):
+        return math.inf
+    difference, norm = (x - oracle)[~infinite].norm().item(), oracle[~infinite].norm().item()
+    return difference / norm if norm else difference
+
+
+def _numbers(outcome: Outcome) -> str:
+    def short(x: float) -> str:
+        return f"{x:.1e}".replace("e-0", "e-").replace("e+00", "").replace("e+0", "e")
+
+    def cell(name: str) -> str:
+        if name not in outcome.errors:
+            return "-"
+        own, limit = outcome.errors[name], outcome.limits[name]
+        return f"{short(own)}{'<' if own <= limit else '>'}{short(limit)}"
+
+    return "".join(cell(name).ljust(15) for name in (*OUTPUTS, *GRADIENTS)) + outcome.verdict
+
+
+def _remarks(outcome: Outcome, previous: Outcome | None) -> list[str]:
+    def causes(x: Outcome) -> list[tuple[str, str]]:
+        return [(reason.backend, reason.code) for reason in x.reasons]
+
+    by = "" if outcome.backward is None else f"gradients by {outcome.backward}, "
+    lines = [f"{by}because {reason.text}" for reason in outcome.reasons]
+    if lines and previous is not None and causes(previous) == causes(outcome):
+        lines = ["for the same reasons"]
+    return lines if outcome.exception is None else [*lines, outcome.exception.splitlines()[0]]

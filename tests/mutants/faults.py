@@ -1,0 +1,483 @@
+"""Faults written by hand: defects that were found here, or that no change of a syntax tree would make.
+
+Quoted texts are as short as they can be and still stand once in their file, so that few edits move them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """One fault: `before` stands exactly once in `file`, and `after` takes its place.
+
+    `tests` are arguments of pytest, files or node ids. Each draws its data from a fixed seed and would see the fault
+    with any other seed, too.
+    """
+
+    what: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+_PLANS = "tests/test_call_cache.py::"
+_INTERPRETED = "tests/test_triton_interpreter.py::"
+_LINES = f"{_INTERPRETED}test_lines_that_random_calls_may_miss"
+_WORKERS = "tests/test_distributed_workers.py::"
+_RARE = "tests/test_cuda_rare.py::"
+_SEQUENCES = "tests/test_cuda_sequences.py::"
+
+_PYTHON = (
+    # Keys of plans
+    Fault(
+        "a cached plan ignores the device of its tensors",
+        "flash_dmattn/call.py",
+        "x.dtype, x.device, ",
+        "x.dtype, ",
+        (f"{_PLANS}test_each_input_alone_changes_the_key",),
+    ),
+    Fault(
+        "a cached plan ignores the strides of its tensors",
+        "flash_dmattn/call.py",
+        "x.shape, x.stride(), ",
+        "x.shape, ",
+        (f"{_PLANS}test_a_changed_argument_makes_another_class",),
+    ),
+    Fault(
+        "a cached plan ignores whether gradients are recorded",
+        "flash_dmattn/call.py",
+        "            torch.is_grad_enabled(),\n",
+        "",
+        (f"{_PLANS}test_grad_mode_makes_another_class",),
+    ),
+    Fault(
+        "a cached plan runs on a backend that was disabled since",
+        "flash_dmattn/call.py",
+        "            around.disabled,\n",
+        "",
+        (f"{_PLANS}test_settings_outside_of_the_call_are_noticed",),
+    ),
+    Fault(
+        "a cached plan ignores the sink",
+        "flash_dmattn/call.py",
+        "None if sink is None else tensor_key(sink)",
+        "None",
+        ("tests/test_sinks.py::test_a_call_is_remembered_with_its_sink",),
+    ),
+    # The call and its gradients
+    Fault(
+        "a bias that needs no gradient has one computed",
+        "flash_dmattn/validation.py",
+        "bias is not None and bias.requires_grad",
+        "bias is not None",
+        ("tests/test_explain.py::test_shapes_and_tensors_on_meta_are_explained_as_tensors_are",),
+    ),
+    Fault(
+        "the gradient of an expanded bias is summed in 16 bits",
+        "flash_dmattn/problem/leading.py",
+        "        x = x.float()",
+        "        pass",
+        ("tests/test_leading_dims.py::test_the_gradient_of_a_shared_bias_is_rounded_once",),
+    ),
+    Fault(
+        "a shared tensor repeats by the dims before its own, not by those after",
+        "flash_dmattn/problem/leading.py",
+        "math.prod(batch[end:])\n",
+        "math.prod(batch[:first])\n",
+        ("tests/test_leading_dims.py::test_every_sharing_of_mask_and_bias[(2, 3)-(2, 1)-eager]",),
+    ),
+    Fault(
+        "a batched gradient of lse is taken for a single one",
+        "flash_dmattn/autograd.py",
+        "is_batched(dout, dlse):",
+        "is_batched(dout):",
+        ("tests/test_autograd.py::test_batched_gradients_are_those_of_each[sink-eager]",),
+    ),
+    Fault(
+        "a profile that the user's group may write is read",
+        "flash_dmattn/dispatch/profiles.py",
+        "(stat.S_IWGRP | stat.S_IWOTH)",
+        "stat.S_IWOTH",
+        ("tests/test_profile.py::test_a_profile_counts_if_nobody_else_may_write_it",),
+    ),
+    # Formula and eager
+    Fault(
+        "a NaN in a masked key leaks, since -inf is added to it",
+        "reference/tiles.py",
+        " and not s.sum().isnan()",
+        "",
+        ("tests/test_edges.py::test_a_key_that_is_not_allowed_may_hold_anything",),
+    ),
+    Fault(
+        "the dlse of an empty row has an effect",
+        "reference/eager.py",
+        "dlse.to(lse.dtype).masked_fill(empty, 0.0)",
+        "dlse.to(lse.dtype)",
+        ("tests/test_edges.py::test_the_lse_of_an_empty_row_takes_no_gradient[eager-bias0]",),
+    ),
+    Fault(
+        "dv is overwritten by each block of queries",
+        "reference/eager.py",
+        "dv_sum[:, keys], scale, keep=True)",
+        "dv_sum[:, keys], scale)",
+        ("tests/test_eager_chunks.py::test_any_chunk_size[True-1]",),
+    ),
+    Fault(
+        "the oracle's window lacks its leftmost key",
+        "reference/formula.py",
+        "offset >= -left",
+        "offset > -left",
+        ("tests/test_formula.py::test_formula_is_the_contract_by_loops",),
+    ),
+    Fault(
+        "dropout keeps one word too few",
+        "reference/dropout.py",
+        "[word >= threshold for",
+        "[word > threshold for",
+        ("tests/test_dropout.py::test_threshold_and_scale",),
+    ),
+    Fault(
+        "every sequence drops what the first one does",
+        "reference/sequences.py",
+        "dropout.starting_at(s.number)",
+        "dropout.starting_at(0)",
+        ("tests/test_dropout.py::test_sequences_with_dropout",),
+    ),
+    Fault(
+        "a negative page is counted from the end",
+        "reference/sequences.py",
+        ".clamp(0, max(x.shape[0] - 1, 0))",
+        ".clamp(max=max(x.shape[0] - 1, 0))",
+        ("tests/test_sequences.py::test_the_loop_clamps_pages_that_are_not_there",),
+    ),
+    # Masks
+    Fault(
+        "the highest diagonal of a band has no bits",
+        "flash_dmattn/masks/prepared/packing.py",
+        "(rows + (band.high + 1))",
+        "(rows + band.high)",
+        ("tests/test_prepared_mask.py::test_tile_mask_against_loops",),
+    ),
+    Fault(
+        "rows of an odd stride are read as words",
+        "flash_dmattn/masks/prepared/packing.py",
+        " or any(stride % 8 for stride in padded.stride()[:-1])",
+        "",
+        ("tests/test_prepared_mask.py::test_rows_that_start_between_words",),
+    ),
+    Fault(
+        "top-k orders the two zeros",
+        "flash_dmattn/masks/topk.py",
+        "(wide + 0.0)",
+        "wide",
+        ("tests/test_mask_topk.py::test_the_two_zeros_tie_and_the_earliest_of_a_tie_is_kept",),
+    ),
+    Fault(
+        "keys of all heads are sorted together",
+        "flash_dmattn/masks/prepared/intervals.py",
+        "+ head * (2 * _DEAD)",
+        "+ 0 * head",
+        ("tests/test_interval_mask.py::test_order_is_a_stable_sort_of_each_head",),
+    ),
+    Fault(
+        "gradients of keys without a place are not written",
+        "flash_dmattn/backends/cuda/passes.py",
+        "by_key.zero_().scatter_(",
+        "by_key.scatter_(",
+        ("tests/test_cuda_host.py::test_an_order_of_few_places",),
+    ),
+    Fault(
+        "cu_seqlens that fall are used as they are",
+        "flash_dmattn/sequences/layout.py",
+        ".cummax(0).values",
+        "",
+        ("tests/test_sequences.py::test_bounds_never_leave_the_tensors",),
+    ),
+    Fault(
+        "flex aligns causality of sequences top-left",
+        "flash_dmattn/backends/flex/sequences.py",
+        "queries.place + (seqlen_k - seqlen_q)[own]",
+        "queries.place",
+        ("tests/test_flex_sequences.py::test_random_calls_with_nan_in_all_rows_of_no_sequence",),
+    ),
+    Fault(
+        "gradients of padding rows are not zero under flex",
+        "flash_dmattn/backends/flex/sequences.py",
+        "gradient, ctx.dim, back, 0.0)",
+        "gradient, ctx.dim, back, 1.0)",
+        ("tests/test_flex_sequences.py::test_random_calls_with_nan_in_all_rows_of_no_sequence",),
+    ),
+    # Layers and other libraries
+    Fault(
+        "padding competes for the kept keys",
+        "flash_dmattn/nn/dynamic_mask_attention.py",
+        "is_causal=True, mask=padding, ",
+        "is_causal=True, ",
+        ("tests/test_nn.py::test_the_arguments_that_it_tells_of_give_its_output",),
+    ),
+    Fault(
+        "a sliding window of transformers has one key too many",
+        "flash_dmattn/integrations/transformers/mask_function.py",
+        '(held["sliding_window"] - 1, -1)',
+        '(held["sliding_window"], -1)',
+        ("tests/test_transformers_masks.py::test_the_same_keys_are_allowed",),
+    ),
+    Fault(
+        "a union of masks is taken for an intersection",
+        "flash_dmattn/integrations/transformers/mask_function.py",
+        '"and_masks": {"mask_functions"},',
+        '"and_masks": {"mask_functions"}, "or_masks": {"mask_functions"},',
+        ("tests/test_transformers_masks.py::test_what_no_rule_describes_is_evaluated",),
+    ),
+    Fault(
+        "a prompt in a static cache is aligned at the end of the cache",
+        "flash_dmattn/integrations/transformers/dynamic_mask.py",
+        "k[:, : self._used], v[:, : self._used]",
+        "k, v",
+        ("tests/test_transformers_dynamic_mask.py::test_generate",),
+    ),
+    Fault(
+        "SDPA's causality of other lengths, aligned top-left, is served bottom-right",
+        "flash_dmattn/integrations/sdpa.py",
+        "is_causal and query.shape[-2] != key.shape[-2]",
+        "False",
+        ("tests/test_sdpa.py::test_what_is_passed_on",),
+    ),
+    # Ranks
+    Fault(
+        "a window does not shift with the end of its slice",
+        "flash_dmattn/distributed/slices.py",
+        "left + shift if left",
+        "left if left",
+        ("tests/test_distributed_layout.py::test_slices_allow_what_the_whole_call_allows",),
+    ),
+    Fault(
+        "the gradient of a bias is not written left of its slice",
+        "flash_dmattn/distributed/rows.py",
+        "    rows[..., : part.start] = 0\n",
+        "",
+        ("tests/test_distributed_slices.py::test_gradients_of_pairs_that_no_slice_has_are_zero",),
+    ),
+    Fault(
+        "gradients of other ranks are not added",
+        "flash_dmattn/distributed/exchange.py",
+        "total += x\n",
+        "total += 0 * x\n",
+        (f"{_WORKERS}test_a_call_over_processes_equals_one_call[bias full-2]",),
+    ),
+    Fault(
+        "only the rank that has a refusal raises, and the others wait",
+        "flash_dmattn/distributed/group.py",
+        "if one.kind]",
+        "if one.kind and one.rank == rank]",
+        (f"{_WORKERS}test_a_mistake_of_one_rank_raises_on_all[shape of mask-2]",),
+    ),
+    Fault(
+        "each rank reads the first of the key-value heads that ranks share",
+        "flash_dmattn/distributed/transfers.py",
+        "slice(rank // self.repeats, rank // self.repeats + 1)",
+        "slice(0, 1)",
+        (f"{_WORKERS}test_a_call_over_processes_equals_one_call[ulysses, shared heads-4]",),
+    ),
+    Fault(
+        "the gradient of a bias that DTensors share is that of one rank",
+        "flash_dmattn/distributed/dtensor.py",
+        "Partial() if shared else at for",
+        "at for",
+        ("tests/test_distributed_dtensor.py::test_values_gradients_and_placements[batch, shared bias]",),
+    ),
+    # The build
+    Fault(
+        "a kernel whose matrix products are serialized is built without a warning",
+        "setup.py",
+        "[kernel.name for kernel in kernels if kernel.is_serialized]",
+        "list[str]()",
+        ("tests/test_cuda_extension.py::test_serialized_products_warn_and_stop_force",),
+    ),
+    Fault(
+        "an extension of another version is loaded",
+        "flash_dmattn/backends/cuda/extension.py",
+        'info["version"] != __version__',
+        "False",
+        ("tests/test_cuda_extension.py::test_mismatch_is_a_sentence",),
+    ),
+)
+
+_TRITON = (
+    Fault(
+        "a block of keys is read from one page where pages are longer but no multiple of it",
+        "triton_kernels/tile_ops.py",
+        "PAGE % BLOCK == 0",
+        "PAGE >= BLOCK",
+        ("tests/test_triton_sequences.py::test_in_the_interpreter[made]",),
+    ),
+    Fault(
+        "the entry of a mask that a part of the batch shares does not begin anew",
+        "triton_kernels/tile_ops.py",
+        "return b // strides.repeat % strides.entries",
+        "return b // strides.repeat",
+        (f"{_INTERPRETED}test_entries_that_a_part_of_the_batch_shares[three dims]",),
+    ),
+    Fault(
+        "every sequence reads the tree of the first",
+        "triton_kernels/tile_ops.py",
+        "return data + entry_of(b, strides) * strides.batch, 0\n",
+        "return data, 0\n",
+        ("tests/test_trees.py::test_random_calls_of_the_kernels",),
+    ),
+    Fault(
+        "causality of sequences is aligned top-left",
+        "triton_kernels/tile_ops.py",
+        "tl.load(at + 1), tl.load(at + 3))",
+        "tl.load(at + 1), tl.load(at + 1))",
+        (f"{_INTERPRETED}test_sequences[0]",),
+    ),
+    Fault(
+        "dq reads key-value head h % Hk, not h // G",
+        "triton_kernels/backward_queries.py",
+        "h_k = h // shape.group",
+        "h_k = h % (shape.num_heads // shape.group)",
+        (f"{_LINES}[scores-4]",),
+    ),
+    Fault(
+        "the lse of an empty row stays -inf in the backward pass",
+        "triton_kernels/backward_delta.py",
+        'tl.where(empty, float("inf"), natural * LOG2E)',
+        "natural * LOG2E",
+        (f"{_LINES}[masks-2]",),
+    ),
+    Fault(
+        "a row without a key in any split is NaN",
+        "triton_kernels/forward_combine.py",
+        'tl.where(top == float("-inf"), 0.0, top)',
+        "top",
+        (f"{_LINES}[parts-11]",),
+    ),
+    Fault(
+        "offsets of keys are 32 bits wide where a mask is packed",
+        "triton_kernels/mask_pack.py",
+        "(keys.to(tl.int64) * stride_k)",
+        "(keys * stride_k)",
+        ("tests/test_mask_pack_interpreter.py::test_interpreted[beyond_int32]",),
+    ),
+    Fault(
+        "the last program of a head counts the live keys of its own chunk alone",
+        "triton_kernels/interval_pack.py",
+        "(before + live)",
+        "(before * 0 + live)",
+        ("tests/test_mask_pack_interpreter.py::test_interpreted[counts]",),
+    ),
+    Fault(
+        "padding rows are not written",
+        "triton_kernels/plan_sequences.py",
+        "        fill(out, lse, sequences.bounds)\n",
+        "",
+        (f"{_INTERPRETED}test_sequences[0]", f"{_INTERPRETED}test_sequences[1000]"),
+    ),
+    Fault(
+        "dk and dv stay in the order of places",
+        "flash_dmattn/backends/triton/key_order.py",
+        "self._rows.flatten(), rows)",
+        "self._rows.flatten().sort().values, rows)",
+        (f"{_INTERPRETED}test_interval_masks",),
+    ),
+)
+
+# These run on the emulated GPU.
+_CSRC = (
+    Fault(
+        "a mask for another number of queries is accepted",
+        "csrc/api/call.h",
+        "{entries, heads, sizes.seqlen_q, tiles_k * kTileWords}",
+        "{entries, heads, allowed.size(2), tiles_k * kTileWords}",
+        ("tests/test_cuda_arguments.py::test_each_tensor_changed_alone_is_refused[forward tiles-cuda]",),
+    ),
+    Fault(
+        "every box of a block is read from its first page",
+        "csrc/sm90/sequences/sequence.h",
+        "min(column, p.table_columns - 1)",
+        "min(first_column, p.table_columns - 1)",
+        ("tests/test_cuda_pages.py::test_every_size_of_a_page[16-cuda]",),
+    ),
+    Fault(
+        "TMA reads beyond the end of a sequence",
+        "csrc/sm90/sequences/sequence.h",
+        "{kRaggedRows - number + row, kRaggedRows, first + number}",
+        "{kRaggedRows - number + row - kTile, kRaggedRows, first + number + kTile}",
+        (f"{_SEQUENCES}test_every_bias[none-cuda]",),
+    ),
+    Fault(
+        "gradients of packed keys are summed where those of the first sequence are",
+        "csrc/sm90/sequences/sequence.h",
+        "static_cast<int64_t>(work.head) * of.rows_k + work.sequence.first_k;",
+        "static_cast<int64_t>(work.head) * of.rows_k;",
+        (f"{_SEQUENCES}test_every_bias[packed keys-cuda]",),
+    ),
+    Fault(
+        "dbias beyond the band is not cleared",
+        "csrc/sm90/backward/clear_dbias.cu",
+        "clear(to, kept_to, chunks);",
+        "clear(to, kept_to, min(kept_to, chunks));",
+        ("tests/test_cuda_backward.py::test_dbias_beyond_a_band[64-{'is_causal': True}-cuda]",),
+    ),
+    Fault(
+        "each KV split adds the sink",
+        "csrc/sm90/forward/consumer.h",
+        "keys + exp2_approx((sink - top) * kLog2e)",
+        "keys + p.num_splits * exp2_approx((sink - top) * kLog2e)",
+        (f"{_RARE}test_a_sink[no bias-3-cuda]",),
+    ),
+    Fault(
+        "a negative threshold is compared by its bits, which no negative score exceeds",
+        "csrc/sm90/forward/consumer.h",
+        "bound >= 0.0f && fabsf(shift[r])",
+        "fabsf(shift[r])",
+        (f"{_RARE}test_keys_far_above_a_maximum_that_is_negative[cuda]",),
+    ),
+    Fault(
+        "keys beyond the last one are attended",
+        "csrc/sm90/forward/consumer.h",
+        "const int to = min(row + of.high, of.seqlen_k - 1) -",
+        "const int to = row + of.high -",
+        (f"{_RARE}test_every_gradient[no bias-cuda]",),
+    ),
+    Fault(
+        "a stage of v is waited for in the wrong phase",
+        "csrc/sm90/forward/producer.h",
+        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase ^ 1);\n        tma_load_panels",
+        "barrier_wait(&shared.v_empty[pipe_v.stage], pipe_v.phase);\n        tma_load_panels",
+        (f"{_RARE}test_every_gradient[no bias-cuda]",),
+    ),
+    Fault(
+        "dk aligns causal queries top-left",
+        "csrc/sm90/backward/tile_scheduler.h",
+        "max(first_key - of.high, 0);",
+        "max(first_key - (of.high < of.seqlen_k ? 0 : of.high), 0);",
+        (f"{_RARE}test_causal_queries_of_another_number_than_keys[(140, 328)-cuda]",),
+    ),
+    Fault(
+        "a tile of bias is read before it has arrived",
+        "csrc/sm90/backward/consumer.h",
+        "barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);",
+        "",
+        (f"{_RARE}test_what_is_copied_is_waited_for[cuda]",),
+    ),
+    Fault(
+        "heads of a group add to dk and dv out of turn",
+        "csrc/sm90/backward/consumer.h",
+        "if (p.dkv_semaphore != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);",
+        "",
+        (f"{_RARE}test_heads_of_a_group_are_summed_in_their_order[cuda]",),
+    ),
+    Fault(
+        "an empty row keeps its lse and its dlse",
+        "csrc/sm90/backward/rows.cu",
+        "if (natural != -INFINITY) {",
+        "if (true) {",
+        (f"{_RARE}test_the_lse_of_an_empty_row_takes_no_gradient[cuda]",),
+    ),
+)
+
+FAULTS = _PYTHON + _TRITON + _CSRC
