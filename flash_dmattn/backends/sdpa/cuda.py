@@ -1,4 +1,4 @@
-"""Both passes of torch's FlashAttention-2 on NVIDIA GPUs: no mask, no bias."""
+"""Both passes of torch's FlashAttention-2 on GPUs: no mask, no bias."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def plan_forward(p: AttentionProblem) -> Forward:
     lengths = (p.seqlen_q, p.seqlen_k)
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        q, k, v = _rows(x.q), _rows(x.k), _rows(x.v)
+        q, k, v = rows(x.q), rows(x.k), rows(x.v)
         out, lse, *_ = _FORWARD(q, k, v, None, None, *lengths, 0.0, is_causal, False, **numbers)
-        if has_empty_rows:  # the kernel writes +inf to them
-            lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
+        if has_empty_rows:  # FlashAttention-2 writes +inf to them, FlashAttention-4 -inf
+            lse = lse.masked_fill_(lse.isinf(), -torch.inf)
         return out, lse
 
     return forward
@@ -56,17 +56,17 @@ def plan_backward(p: AttentionProblem) -> Backward:
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         assert dlse is None, "a rule refuses calls that return lse"
         x, out, lse = saved
-        q, k, v = _rows(x.q), _rows(x.k), _rows(x.v)
+        q, k, v = rows(x.q), rows(x.k), rows(x.v)
         unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the state of a generator, for dropout
-        rows = (_rows(dout), q, k, v, out.contiguous(), lse.contiguous())
-        gradients = _BACKWARD(*rows, None, None, *lengths, 0.0, is_causal, unused, unused, **numbers)
+        tensors = (rows(dout), q, k, v, out.contiguous(), lse.contiguous())
+        gradients = _BACKWARD(*tensors, None, None, *lengths, 0.0, is_causal, unused, unused, **numbers)
         each = zip(gradients, needs_grad[:3], strict=True)
         return *(g.contiguous() if needed else None for g, needed in each), None
 
     return backward
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
     """Copy x where its rows have no unit stride, or one row stands for several."""
     is_expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.contiguous() if is_expanded or x.stride(3) != 1 else x
