@@ -273,7 +273,7 @@ def test_heads_go_in_one_group_unless_asked_for_more() -> None:
 @pytest.fixture
 def picky() -> Iterator[None]:
     """Two backends that auto prefers to eager; for some calls only the second serves every slice."""
-    with registered(for_few_keys("first", most=40), for_few_keys("second", most=128), before="eager"):
+    with registered(for_few_keys("first", most=40), for_few_keys("second", most=128), before="sdpa"):
         yield
 
 
@@ -294,7 +294,7 @@ def test_one_pair_serves_every_slice_of_every_rank(picky: None) -> None:
 
 def test_a_choice_is_made_anew_where_backends_change() -> None:
     assert names(describe(2, strategy="gather")) == ("eager", "eager")
-    with registered(for_few_keys("first", most=40), before="eager"):
+    with registered(for_few_keys("first", most=40), before="sdpa"):
         assert names(describe(2, strategy="gather")) == ("first", "first")
     assert names(describe(2, strategy="gather")) == ("eager", "eager")
 

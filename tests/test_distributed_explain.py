@@ -185,7 +185,7 @@ def test_what_a_window_sends_is_said() -> None:
 
 
 def test_a_backend_that_serves_some_slices_serves_none() -> None:
-    with registered(for_few_keys("few_keys", most=512), before="eager"):
+    with registered(for_few_keys("few_keys", most=512), before="sdpa"):
         explanation = explained(is_causal=True)
     verdict = next(v for v in explanation.verdicts if v.backend == "few_keys")
     assert (verdict.forward, verdict.backward, explanation.forward) == (False, False, "eager")

@@ -101,12 +101,6 @@ RULES: tuple[Rule, ...] = (
         'use backend="auto"',
     ),
     Rule(
-        "sequences",
-        lambda p: p.sequences is None,
-        lambda p: "sequences are set; the kernels leave rows between them unwritten",
-        'use backend="triton" on a GPU, or backend="eager"',
-    ),
-    Rule(
         "gpu_mask",
         _on_gpu(lambda p: p.mask is None),
         lambda p: "a mask is set; the kernels of GPUs have none but causality",
