@@ -20,7 +20,7 @@ from flash_dmattn.problem import AttentionProblem, SequenceSpec, dtype_name
 from flash_dmattn.tools import support_matrix
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ("cuda", "triton", "flex", "eager", "reference")
+SHIPPED = ("cuda", "triton", "flex", "sdpa", "eager", "reference")
 PASSES = ("forward", "backward")
 MANY = 1_000_000  # enough for every rule that counts elements
 # Rules that no description by shapes (without strides) and compute capability can break.
