@@ -46,7 +46,7 @@ if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build
 flex._availability = Availability(True)
 
 BACKENDS = ("eager", "sdpa", "flex", "triton", "cuda")
-# Whose backward pass a test runs where rules refuse that of a backend: all share the layout of lse.
+# A test takes the backward pass of the second where rules refuse it to the first: all share the layout of lse.
 PAIRED = {"cuda": "triton", "sdpa": "eager"}
 
 
@@ -80,7 +80,7 @@ class Runner:
         self.name = name
 
     def choice(self, case: Case, inputs: Inputs, **flags: Any) -> Any:
-        """What to pass as `backend`: the name, or a pair where its rules refuse the gradients."""
+        """Return the argument `backend`: the name, or a pair where its rules refuse the gradients."""
         alone = self._error(self.name, case, inputs, **flags)
         return (self.name, PAIRED[self.name]) if self.name in PAIRED and alone is not None else self.name
 

@@ -116,16 +116,35 @@ def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(cach
 def test_the_table() -> None:
     def figures(row: Row, backend: str) -> Figures:
         if row.name == "decode":
-            return Figures(0.1) if backend not in ("flex", "sdpa") else Figures(error="NoValidChoicesError: nothing fits")
+            return (
+                Figures(0.1) if backend not in ("flex", "sdpa") else Figures(error="NoValidChoicesError: nothing fits")
+            )
         if row.name == "short":
-            return {"triton": Figures(1.0, 9.0), "flex": Figures(2.0, 2.0), "eager": Figures(12.345, 67.891)}.get(backend, NO)
+            return {"triton": Figures(1.0, 9.0), "flex": Figures(2.0, 2.0), "eager": Figures(12.345, 67.891)}.get(
+                backend, NO
+            )
         return LONG_MS[backend]
 
     _, printed, _ = calibrate(instruments(figures=figures))
     lines = {line[:23].strip(): line.split() for line in printed.splitlines()}
     assert lines["class of calls"] == ["class", "of", "calls", "triton", "flex", "sdpa", "eager", "auto", "takes"]
     assert lines["long"] == ["long", "1", "/", "2", "1.5", "/", "3", "failed", "9", "/", "20", "triton"]
-    assert lines["short"] == ["short", "1", "/", "9", "2", "/", "2", "failed", "12.3", "/", "67.9", "triton", "/", "flex"]
+    assert lines["short"] == [
+        "short",
+        "1",
+        "/",
+        "9",
+        "2",
+        "/",
+        "2",
+        "failed",
+        "12.3",
+        "/",
+        "67.9",
+        "triton",
+        "/",
+        "flex",
+    ]
     assert lines["decode"] == ["decode", "0.1", "failed", "failed", "0.1", "eager"]
     assert "flex, decode: NoValidChoicesError: nothing fits" in printed
 

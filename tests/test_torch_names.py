@@ -53,7 +53,7 @@ NAMES = {
     "._timeout": "of that backend",
     # Kernels.
     "torch.ops.aten._softmax_backward_data.out": "the derivative of softmax in place; F.softmax has none of out=",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default": "F.scaled_dot_product_attention returns no lse",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default": "a call of SDPA with lse",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default": "the gradients of the one before",
     "torch.ops.aten._flash_attention_forward.default": "FlashAttention-2 on GPUs, with lse, aligned at the last key",
     "torch.ops.aten._flash_attention_backward.default": "the gradients of the one before",

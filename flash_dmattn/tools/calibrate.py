@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn calibrate`: check the backends on a device, time them on classes of calls, write the profile."""
+"""`python -m flash_dmattn calibrate`: check backends on a device, time them on classes of calls, write the profile."""
 
 from __future__ import annotations
 
@@ -115,9 +115,8 @@ def backends_of(arch: str) -> tuple[str, ...]:
 def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
     """Measure with these instruments, print the table to `stream`, and write the profile to its place."""
     gpu = instruments.gpu
-    stream.write(
-        f"{gpu}, {instruments.arch}: about {seconds:.0f} s{'' if instruments.arch == 'cpu' else ', most of them compiling'}\n"
-    )
+    compiles = "" if instruments.arch == "cpu" else ", most of them compiling"
+    stream.write(f"{gpu}, {instruments.arch}: about {seconds:.0f} s{compiles}\n")
     profile = measured(instruments, seconds, progress_stream)
     stream.write(f"\n{table(profile)}\n\n")
     if not profile.rows:
@@ -168,7 +167,7 @@ def measured(instruments: Instruments, seconds: float, progress_stream: TextIO) 
 
 
 def failures(outcomes: list[Outcome], arch: str) -> dict[str, str]:
-    """Name by backend the first check that it failed; triton fails, too, where a case of it was not checked on a GPU."""
+    """Name by backend the first check that it failed; on a GPU triton fails, too, where a case was not checked."""
     wrong: dict[str, str] = {}
     for outcome in outcomes:
         if not outcome.passed and outcome.backend in measured_on(arch):

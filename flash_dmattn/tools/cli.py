@@ -129,8 +129,8 @@ def add_calibrate(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="time the backends on this machine's GPU or CPU, so that auto takes the fastest",
-        description="Check triton, flex, sdpa and eager against the formula on this machine's GPU, or sdpa and eager on "
-        "its CPU, time them on a table of calls, and write a profile to the user's folder of caches (or to "
+        description="Check triton, flex, sdpa and eager against the formula on this machine's GPU, or sdpa and eager "
+        "on its CPU, time them on a table of calls, and write a profile to the user's folder of caches (or to "
         "FLASH_DMATTN_PROFILE). From then on auto takes the fastest that was right.",
     )
     parser.add_argument(

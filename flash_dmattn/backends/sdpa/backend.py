@@ -14,8 +14,8 @@ from ...problem import AttentionProblem, dtype_name, sm_number
 from ..protocol import Availability, Backend, Backward, Forward, Rule
 from . import cpu, cuda, efficient
 
-# Multiplications of q and k up to which the kernel of a CPU beats the many small operations of eager in any class of
-# calls, and those up to which it does in 16 bits, which it converts row by row.
+# Up to so many multiplications of q and k the kernel of a CPU beats the many small operations of eager in every class
+# of calls. It converts 16 bits row by row, which costs more.
 _LITTLE_WORK = 2**20
 _LITTLE_WORK_IN_HALF = 2**18
 _MOST_FLASH_DIM = 256

@@ -127,7 +127,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
         if dlse is not None:
             # One more column, of dlse in dout, 1 in v and 0 in out, adds dlse to dout v^T and nothing to delta.
             dlse = dlse.to(lse.dtype).masked_fill(is_empty, 0.0)[..., None]
-            columns = (dlse, 0.0, 0.0, 1.0, 0.0)
+            columns: tuple[Tensor | float, ...] = (dlse, 0.0, 0.0, 1.0, 0.0)
             rows = [_with_column(t, c) for t, c in zip(rows, columns, strict=True)]
         gradients = _BACKWARD(*rows, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
         each = zip(gradients, needs_grad[:3], strict=True)
