@@ -24,7 +24,11 @@ SHIPPED = ("cuda", "triton", "flex", "sdpa", "eager", "reference")
 PASSES = ("forward", "backward")
 MANY = 1_000_000  # enough for every rule that counts elements
 # Rules that no description by shapes (without strides) and compute capability can break.
-UNREACHED = {"flex": {"device", "tile_lists"}, "cuda": {"expanded_dbias", "page_strides"}}
+UNREACHED = {
+    "flex": {"device", "tile_lists"},
+    "cuda": {"expanded_dbias", "page_strides"},
+    "sdpa": {"gpu_head_dim"},  # tests/test_sdpa_backend.py breaks it
+}
 
 
 def described(seed: int) -> dict[str, Any]:
@@ -46,7 +50,7 @@ def described(seed: int) -> dict[str, Any]:
         "seqlen_k": seqlen_k,
         "head_dim_v": pick.choice((None, 8, 128, 300)),
         "dtype": pick.choice(("fp16", "bf16", "fp32", "fp64")),
-        "device": pick.choice(("cpu", "sm_75", "sm_80", "sm_90", "sm_100")),
+        "device": "gfx942" if seed % 10 == 0 else pick.choice(("cpu", "sm_75", "sm_80", "sm_90", "sm_100")),
         "mask": broadcast(),
         "bias": bias,
         "bias_dtype": pick.choice((None, "fp16", "fp32", "fp64")),
@@ -160,7 +164,7 @@ def values(problem: AttentionProblem) -> set[str]:
     numbers += () if problem.sequences is None else (problem.sequences.page_size,)
     flags = ("deterministic", "return_lse", "return_probs", "is_causal")
     actual = {str(number) for number in numbers}
-    actual |= {problem.device, problem.arch, str(problem.softcap), str(problem.dropout_p)}
+    actual |= {problem.device, problem.arch, *map(str, (problem.softcap, problem.softmax_scale, problem.dropout_p))}
     dtypes = {problem.dtype} | ({problem.bias.dtype} if problem.bias is not None else set())
     actual |= {name for dtype in dtypes for name in (dtype_name(dtype), str(dtype))}
     actual |= {flag for flag in flags if getattr(problem, flag)}

@@ -54,6 +54,10 @@ def _on_cpu(holds: Callable[[AttentionProblem], bool]) -> Callable[[AttentionPro
     return lambda p: p.device != "cpu" or holds(p)
 
 
+def _span(p: AttentionProblem) -> int:
+    return 0 if p.mask is None else p.mask.span()
+
+
 def _work(p: AttentionProblem) -> int:
     """Count the multiplications of q and k, visited pairs only."""
     return p.batch * p.num_heads * p.seqlen_q * p.seqlen_k * p.head_dim
@@ -103,7 +107,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gpu_mask",
         _on_gpu(lambda p: p.mask is None),
-        lambda p: "a mask is set; the kernels of GPUs have none but causality",
+        lambda p: f"a mask of {_span(p)} elements is set; the kernels of GPUs have none but causality",
         _TRITON,
     ),
     Rule(
@@ -184,7 +188,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gpu_lse",
         _on_gpu(lambda p: not p.return_lse),
-        lambda p: "lse is returned, and the kernels of GPUs take no gradient of it",
+        lambda p: "return_lse is set, and the kernels of GPUs take no gradient of lse",
         _TRITON_BACKWARD,
         ("backward",),
     ),
