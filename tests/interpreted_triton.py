@@ -83,6 +83,7 @@ def set_up(tile: Tile, num_sms: int, parts_bytes: int, few_pairs: int = 0) -> No
         return made
 
     tile_table._FP32 = tile_table._SMALL = {256: tile}
+    tile_table._wide_table = lambda *_: {512: tile}
     plan_backward.MAX_PARTS_BYTES = parts_bytes
     launch.Call = call
     launch.plans.clear()

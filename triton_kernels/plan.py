@@ -126,6 +126,11 @@ class Call:
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
 
     @property
+    def is_wide(self) -> bool:
+        """Return whether a padded head dim is 512, whose tiles take most of the registers and of the shared memory."""
+        return max(self.block_d, self.block_dv) > 256
+
+    @property
     def has_few_rows(self) -> bool:
         """Return whether all queries of a head fit in one tile of the least size, so that reading k and v is the bound.
 
@@ -214,6 +219,7 @@ class Call:
             "PAD_D": self.pads[0],
             "PAD_DV": self.pads[1],
             "TMA": False,
+            "ROWS_TMA": False,
             "BIAS_TMA": False,
             "PRECISION": self.precision,
             "FEW_KEYS": self.has_few_keys,

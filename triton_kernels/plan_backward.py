@@ -132,7 +132,18 @@ def plan_keys(
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head:
     run(read, mask, sink, dropout)."""
-    shape, bias, num_heads_k, tile = call.shape, call.bias, call.num_heads_k, call.tile("keys")
+    makes_ds = need_k or dbias_kind != NO_DBIAS.value
+    if call.is_wide and makes_ds and need_v:
+        of_keys = plan_keys(call, dout, need_k, False, dbias_kind)
+        of_values = plan_keys(call, dout, False, True, NO_DBIAS.value)
+
+        def run_both(*given: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            dk, _, dbias = of_keys(*given)
+            return dk, of_values(*given)[1], dbias
+
+        return run_both
+    tile = call.tile(keys_row(call, makes_ds))
+    shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat = call.flags.bias_repeat
     has_key_mask = call.mask_kind == KEYS.value
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
@@ -225,6 +236,11 @@ def plan_keys(
     return run
 
 
+def keys_row(call: Call, makes_ds: bool) -> str:
+    """Return the row of the tile table for the kernel of dk and dv; `makes_ds` is False if it makes dv alone."""
+    return "keys" if makes_ds or not call.is_wide else "values"
+
+
 def _rows_fit_tma(dbias: Tensor) -> bool:
     # The gradient is contiguous, so only the length of its rows matters.
     return dbias.shape[3] * dbias.element_size() % 16 == 0
@@ -240,6 +256,10 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
     """Plan dq, with ds computed again, with or without sequences: run(read, mask, sink, bounds, dropout, dq)."""
     tile = call.tile("queries")
     tma, bias_tma, descriptors = call.key_descriptors(tile)
+    rows_tma = tma and call.is_wide and call.tma(call.q, dout)
+    if rows_tma:
+        descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
+        descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))
     tiles, search = call.tiles_of_queries(tile.block_m)
     launch = call.launch(
         backward_queries_kernel,
@@ -249,6 +269,7 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
         **row_strides(dout=dout),
         bias_strides=call.bias_strides(bias_tma),
         TMA=tma,
+        ROWS_TMA=rows_tma,
         BIAS_TMA=bias_tma,
         WIDE=call.wide(call.k, call.v),
         EDGES=call.edges(call.shape.seqlen_k % tile.block_n),
