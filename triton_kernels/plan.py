@@ -134,9 +134,10 @@ class Call:
     def has_few_rows(self) -> bool:
         """Return whether all queries of a head fit in one tile of the least size, so that reading k and v is the bound.
 
-        False for masks of kept keys with more than two heads for each SM: larger tiles gather such keys faster.
+        False for padded head dims of 256. False for masks of kept keys with more than two heads for each SM: larger
+        tiles gather such keys faster.
         """
-        if self.shape.seqlen_q > MOST_FEW_ROWS or max(self.block_d, self.block_dv) > 128:
+        if self.shape.seqlen_q > MOST_FEW_ROWS or (max(self.block_d, self.block_dv) > 128 and not self.is_wide):
             return False
         return self.mask_kind != KEYS.value or self._heads <= 2 * self.num_sms
 

@@ -28,8 +28,8 @@ from .tile_table import Tile
 MAX_PARTS_BYTES = 64 * 2**20
 # Rows of a program of the delta kernel; and of one that only converts lse to base 2.
 _DELTA_BLOCK, _FEW_KEYS_BLOCK = 32, 1024
-# Keys of a program that adds parts.
-_GATHER_BLOCK = 32
+# Keys of a program that adds parts, and with head dims above 256.
+_GATHER_BLOCK, _GATHER_BLOCK_WIDE = 32, 16
 
 
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
@@ -193,18 +193,19 @@ def plan_keys(
         EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
         ONE_PASS=False,
     )
+    gather_block = _GATHER_BLOCK_WIDE if call.is_wide else _GATHER_BLOCK
     rest = by_name(
         backward_gather_kernel,
         call.values(),
         owners=owners,
         grid_tiles=grid_tiles,
-        BLOCK=_GATHER_BLOCK,
+        BLOCK=gather_block,
         BLOCK_N=tile.block_n,
         NEED_K=need_k,
         NEED_V=need_v,
         NEED_BIAS=per_key,
     )
-    programs = triton.cdiv(shape.seqlen_k, _GATHER_BLOCK) * shape.batch * num_heads_k
+    programs = triton.cdiv(shape.seqlen_k, gather_block) * shape.batch * num_heads_k
     gather = Launch(backward_gather_kernel, programs, rest)
     # Keys that a key mask drops have zero gradients. Without parts no kernel writes these, and no kernel ever writes
     # their columns of a dbias of scores, so both begin as zeros.
