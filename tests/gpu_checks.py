@@ -4,9 +4,9 @@
     python tests/gpu_checks.py --only bf16 random --budget 500
     python tests/gpu_checks.py --only racecheck --racecheck-extension build/race/_C.abi3.so
 
-Parts run at the same time as far as there are cores for their workers, the longest first. Each writes a log, and
-checks.json in the same folder says after every part what has come of it at this commit. Exit status: 0; 1 where a part
-failed; 2 where there is no GPU; 3 where parts are left, the budget being spent.
+Parts run at the same time as far as there are cores for their workers, the longest first, each on the GPU that has the
+fewest. Each writes a log, and checks.json in the same folder says after every part what has come of it at this commit.
+Exit status: 0; 1 where a part failed; 2 where there is no GPU; 3 where parts are left, the budget being spent.
 """
 
 from __future__ import annotations
@@ -184,10 +184,18 @@ class Running:
     process: subprocess.Popen[bytes]
     log: Path
     started: float
+    gpu: int
 
 
 def run(
-    parts: Sequence[Part], board: Board, folder: Path, *, slots: int, deadline: float, where: dict[str, Path]
+    parts: Sequence[Part],
+    board: Board,
+    folder: Path,
+    *,
+    slots: int,
+    deadline: float,
+    where: dict[str, Path],
+    gpus: int = 1,
 ) -> int:
     """Run what the board has not; return the exit status.
 
@@ -198,16 +206,17 @@ def run(
         slots: how many may be taken at once; a part that needs more runs alone.
         deadline: on the monotonic clock; what still runs then is ended.
         where: the folder to run a part in, by name; the repository for others.
+        gpus: how many GPUs share the parts.
     """
     waiting = [part for part in parts if not board.has(part)]
     running: list[Running] = []
     while running or (waiting and time.monotonic() < deadline):
         if time.monotonic() < deadline:
             for part in list(waiting):
-                taken = sum(each.part.slots for each in running)
-                if not running or taken + part.slots <= slots:
+                taken = [sum(each.part.slots for each in running if each.gpu == gpu) for gpu in range(gpus)]
+                if not running or sum(taken) + part.slots <= slots:
                     waiting.remove(part)
-                    running.append(start(part, folder, where.get(part.name, ROOT)))
+                    running.append(start(part, folder, where.get(part.name, ROOT), taken.index(min(taken))))
         late = [each for each in running if each.process.poll() is None] if time.monotonic() >= deadline else []
         interrupt(late)
         for each in list(running):
@@ -224,10 +233,12 @@ def run(
     return FAILED if counts["failed"] else UNFINISHED if counts["left"] else PASSED
 
 
-def start(part: Part, folder: Path, where: Path) -> Running:
-    """Start the process of a part, its output in a log."""
+def start(part: Part, folder: Path, where: Path, gpu: int = 0) -> Running:
+    """Start the process of a part on one GPU, its output in a log."""
     log = folder / f"{part.name}.log"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **part.environment}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    device = visible.split(",")[gpu] if visible else str(gpu)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": device, **part.environment}
     # A shell's background job ignores the signal that `interrupt` sends, and so would all that it starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -242,7 +253,7 @@ def start(part: Part, folder: Path, where: Path) -> Running:
             )
     finally:
         signal.signal(signal.SIGINT, before)
-    return Running(part, process, log, time.monotonic())
+    return Running(part, process, log, time.monotonic(), gpu)
 
 
 def interrupt(late: Sequence[Running]) -> None:
@@ -268,11 +279,11 @@ def finish(each: Running, board: Board, end: float | None) -> None:
     print(f"{status:10} {seconds:5.0f} s  {each.part.name:24} {last_line}", flush=True)
 
 
-def has_gpu() -> bool:
-    """Whether torch has one."""
+def count_gpus() -> int:
+    """Count the GPUs that torch sees."""
     import torch  # here, for --list needs none
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()
 
 
 def commit_of(folder: Path) -> str:
@@ -306,7 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in parts:
             print(f"{part.name:28} {part.slots:2} workers, some {part.seconds} s")
         return PASSED
-    if not has_gpu():  # the tests would skip, and pass
+    gpus = count_gpus()
+    if gpus == 0:  # the tests would skip, and pass
         parser.error("torch finds no GPU, and every part needs one; --list prints them")
     if shutil.which("compute-sanitizer") is None and any(part.command[0] == "compute-sanitizer" for part in parts):
         print("left out: memcheck, initcheck and racecheck (compute-sanitizer, of the CUDA toolkit, is not installed)")
@@ -321,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "build"))
             shutil.copy(chosen.racecheck_extension, tree / "flash_dmattn" / "_C.abi3.so")
             where = {part.name: tree for part in parts if part.needs_racecheck_build}
-        return run(parts, board, chosen.out, slots=chosen.slots, deadline=deadline, where=where)
+        return run(parts, board, chosen.out, slots=chosen.slots, deadline=deadline, where=where, gpus=gpus)
 
 
 if __name__ == "__main__":

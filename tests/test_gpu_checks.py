@@ -41,6 +41,21 @@ def test_parts_pass_or_fail_with_their_logs(tmp_path: Path, capsys: pytest.Captu
     assert "it broke" in printed and "2 parts: 1 passed, 1 failed, 0 left" in printed
 
 
+def test_parts_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    code = f"""
+import os, pathlib, time
+folder = pathlib.Path({str(tmp_path)!r})
+(folder / ("gpu" + os.environ["CUDA_VISIBLE_DEVICES"])).touch()
+while len(list(folder.glob("gpu*"))) < 2:
+    time.sleep(0.01)
+"""
+    parts = [part("one", code), part("two", code)]
+    board = Board.load(tmp_path / "checks.json", "a")
+    assert run(parts, board, tmp_path, slots=2, deadline=time.monotonic() + 60, where={}, gpus=2) == PASSED
+    assert {path.name for path in tmp_path.glob("gpu*")} == {"gpu5", "gpu7"}
+
+
 def test_what_passed_does_not_run_again_at_the_same_commit(tmp_path: Path) -> None:
     counting = part("counted", f"open({str(tmp_path / 'count')!r}, 'a').write('x')")
     for commit, runs in (("a", 1), ("a", 1), ("b", 2)):
@@ -135,7 +150,7 @@ def test_the_command_lists_and_chooses() -> None:
 def test_without_a_gpu_nothing_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_checks, "has_gpu", lambda: False)
+    monkeypatch.setattr(gpu_checks, "count_gpus", lambda: 0)
     with pytest.raises(SystemExit) as ended:
         gpu_checks.main(["--out", str(tmp_path / "out")])
     assert ended.value.code == 2 and "torch finds no GPU" in capsys.readouterr().err
@@ -145,7 +160,7 @@ def test_without_a_gpu_nothing_passes(
 def test_without_compute_sanitizer_its_parts_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_checks, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_checks, "count_gpus", lambda: 1)
     monkeypatch.setattr(gpu_checks.shutil, "which", lambda _: None)
     assert gpu_checks.main(["--only", "memcheck", "--out", str(tmp_path)]) == PASSED
     printed = capsys.readouterr().out
