@@ -126,7 +126,7 @@ class Call:
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
 
     @property
-    def is_wide(self) -> bool:
+    def has_wide_heads(self) -> bool:
         """Return whether a padded head dim is 512, whose tiles take most of the registers and of the shared memory."""
         return max(self.block_d, self.block_dv) > 256
 
@@ -137,7 +137,7 @@ class Call:
         False for padded head dims of 256. False for masks of kept keys with more than two heads for each SM: larger
         tiles gather such keys faster.
         """
-        if self.shape.seqlen_q > MOST_FEW_ROWS or (max(self.block_d, self.block_dv) > 128 and not self.is_wide):
+        if self.shape.seqlen_q > MOST_FEW_ROWS or (max(self.block_d, self.block_dv) > 128 and not self.has_wide_heads):
             return False
         return self.mask_kind != KEYS.value or self._heads <= 2 * self.num_sms
 

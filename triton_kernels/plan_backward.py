@@ -133,7 +133,7 @@ def plan_keys(
     """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head:
     run(read, mask, sink, dropout)."""
     makes_ds = need_k or dbias_kind != NO_DBIAS.value
-    if call.is_wide and makes_ds and need_v:
+    if call.has_wide_heads and makes_ds and need_v:
         of_keys = plan_keys(call, dout, need_k, False, dbias_kind)
         of_values = plan_keys(call, dout, False, True, NO_DBIAS.value)
 
@@ -193,7 +193,7 @@ def plan_keys(
         EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
         ONE_PASS=False,
     )
-    gather_block = _GATHER_BLOCK_WIDE if call.is_wide else _GATHER_BLOCK
+    gather_block = _GATHER_BLOCK_WIDE if call.has_wide_heads else _GATHER_BLOCK
     rest = by_name(
         backward_gather_kernel,
         call.values(),
@@ -239,7 +239,7 @@ def plan_keys(
 
 def keys_row(call: Call, makes_ds: bool) -> str:
     """Return the row of the tile table for the kernel of dk and dv; `makes_ds` is False if it makes dv alone."""
-    return "keys" if makes_ds or not call.is_wide else "values"
+    return "keys" if makes_ds or not call.has_wide_heads else "values"
 
 
 def _rows_fit_tma(dbias: Tensor) -> bool:
@@ -257,7 +257,7 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
     """Plan dq, with ds computed again, with or without sequences: run(read, mask, sink, bounds, dropout, dq)."""
     tile = call.tile("queries")
     tma, bias_tma, descriptors = call.key_descriptors(tile)
-    rows_tma = tma and call.is_wide and call.tma(call.q, dout)
+    rows_tma = tma and call.has_wide_heads and call.tma(call.q, dout)
     if rows_tma:
         descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
         descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))

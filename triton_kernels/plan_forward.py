@@ -30,7 +30,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
     shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
     tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile)
-    rows_tma = tma and call.is_wide and call.tma(call.q)
+    rows_tma = tma and call.has_wide_heads and call.tma(call.q)
     if rows_tma:
         descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads

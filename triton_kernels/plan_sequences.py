@@ -148,7 +148,7 @@ class SequenceCall(Call):
         """Return the row of the tile table for a kernel; short sequences take smaller tiles."""
         if kernel == "keys" and self.layout.one_pass_keys >= 0:
             return _ONE_PASS
-        if self.is_short and self.q.dtype != torch.float32 and not self.is_wide:
+        if self.is_short and self.q.dtype != torch.float32 and not self.has_wide_heads:
             return tile_of(kernel, self.q.dtype, max(self.block_d, self.block_dv), "sm_80", **_PLAIN)
         return super().tile(kernel)
 
@@ -214,7 +214,8 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
     most_rows = shape.seqlen_q * shape.group
-    is_few = most_rows <= (MOST_GROUP_ROWS_WIDE if call.is_wide else MOST_GROUP_ROWS) and call.q.dtype != torch.float32
+    most_few = MOST_GROUP_ROWS_WIDE if call.has_wide_heads else MOST_GROUP_ROWS
+    is_few = most_rows <= most_few and call.q.dtype != torch.float32
     # The heads of a group cannot share a tile if each has its own lists of tiles.
     is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
     # Not packed sequences: the bound on lengths that the caller states would change the order of their sums. Not
@@ -223,7 +224,7 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
         has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
         step = _FEW_ROWS_SMALL
-        if call.is_wide:
+        if call.has_wide_heads:
             step = _FEW_ROWS_WIDE_GFX if call.arch.startswith("gfx") else _FEW_ROWS_WIDE
         if has_room:
             step = _FEW_ROWS_PAGED if flags.layout.startswith("paged") else _FEW_ROWS
@@ -369,7 +370,7 @@ def _plan_keys(
     """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head; with `one_pass` also
     dq: run(operands, mask, bounds, dropout, dq)."""
     flags, makes_ds = call.flags, need_k or dbias_kind != NO_DBIAS.value
-    if call.is_wide and makes_ds and need_v:
+    if call.has_wide_heads and makes_ds and need_v:
         of_keys = _plan_keys(call, dout, need_k, False, dbias_kind, owners, one_pass)
         of_values = _plan_keys(call, dout, False, True, NO_DBIAS.value, owners, one_pass)
 

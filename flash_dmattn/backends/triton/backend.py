@@ -9,13 +9,14 @@ from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Rule
 from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_dense, reads_heads_first
 
-# With wider heads than WIDE, tiles of fp32 would take 192 KB of shared memory in the backward pass, and most of their
-# values would spill.
-WIDE, MAX_HEAD_DIM = 256, 512
+MAX_HEAD_DIM = 512
+# With wider heads, tiles of fp32 would take 192 KB of shared memory in the backward pass, and most of their values
+# would spill.
+MAX_FP32_HEAD_DIM = 256
 
 
-def _is_wide_fp32(p: AttentionProblem) -> bool:
-    return p.dtype == torch.float32 and max(p.head_dim, p.head_dim_v) > WIDE
+def _has_fp32_tiles(p: AttentionProblem) -> bool:
+    return p.dtype != torch.float32 or max(p.head_dim, p.head_dim_v) <= MAX_FP32_HEAD_DIM
 
 
 RULES: tuple[Rule, ...] = (
@@ -49,10 +50,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp32_head_dim",
-        lambda p: not _is_wide_fp32(p),
+        _has_fp32_tiles,
         lambda p: (
             f"dtype is float32 and head dims are {p.head_dim} and {p.head_dim_v} (v); gradients in float32 have tiles "
-            f"for at most {WIDE}"
+            f"for at most {MAX_FP32_HEAD_DIM}"
         ),
         'use backend=("triton", "eager"), or 16 bits',
         passes=("backward",),
@@ -67,10 +68,10 @@ AUTO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp32_head_dim_is_slow",
-        lambda p: not _is_wide_fp32(p),
+        _has_fp32_tiles,
         lambda p: (
-            f"dtype is float32 and head dims are {p.head_dim} and {p.head_dim_v} (v); above {WIDE} the kernels have "
-            "tiles of 16 queries"
+            f"dtype is float32 and head dims are {p.head_dim} and {p.head_dim_v} (v); above "
+            f"{MAX_FP32_HEAD_DIM} the kernels have tiles of 16 queries"
         ),
         'backend="triton" runs the forward pass all the same',
     ),
