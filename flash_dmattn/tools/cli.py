@@ -131,7 +131,7 @@ def add_calibrate(commands: Any) -> None:
         help="time the backends on this machine's GPU, so that auto takes the fastest",
         description="Check triton, flex and eager against the formula on this machine's GPU, time them on a table of "
         "calls, and write a profile to the user's folder of caches (or to FLASH_DMATTN_PROFILE). From then on auto "
-        "takes triton where it was right and faster.",
+        "takes triton where it was right and faster. With --tiles it times tiles of the Triton kernels instead.",
     )
     parser.add_argument(
         "--seconds",
@@ -141,6 +141,18 @@ def add_calibrate(commands: Any) -> None:
         help="about how long it may take; what is not reached is left out (default: 120)",
     )
     parser.add_argument("--device", type=_at_least(0), default=0, metavar="N", help="index of the GPU (default: 0)")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--tiles",
+        action="store_true",
+        help="check and time up to three tiles of each Triton kernel, and add the fastest to the profile; a second run "
+        "goes on where the first one ended",
+    )
+    instead.add_argument(
+        "--share",
+        metavar="FILE",
+        help="write the profile to a file for others with such a GPU, without names of paths; nothing is measured",
+    )
     parser.set_defaults(run=_calibrate)
 
 
@@ -155,6 +167,8 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     require_torch("calibrate")
-    from .calibrate import run
+    from . import calibrate, calibrate_tiles
 
-    return run(arguments.device, arguments.seconds)
+    if arguments.share is not None:
+        return calibrate.share(arguments.device, arguments.share)
+    return (calibrate_tiles if arguments.tiles else calibrate).run(arguments.device, arguments.seconds)
