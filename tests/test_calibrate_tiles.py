@@ -239,7 +239,13 @@ def test_the_pass_of_a_class_launches_its_kernel_on_the_preferred_tile(name: str
 
     each, launched = CLASSES[name], {}
     call = tool.call_of(each, CPU, shrink=2048)
-    bias = None if not each.has_bias else tuple("B1"[n == 1] if i == 0 else x for i, (n, x) in enumerate(zip(call["bias"].shape, ("B", "Hq", "Lq", "Lk"))))
+    bias = (
+        None
+        if not each.has_bias
+        else tuple(
+            "B1"[n == 1] if i == 0 else x for i, (n, x) in enumerate(zip(call["bias"].shape, ("B", "Hq", "Lq", "Lk")))
+        )
+    )
     variant = Variant(each.row, batch=2, num_heads=8, num_heads_k=8, bias=bias, is_causal=not each.has_bias)
 
     def record(launch: Launch, *tensors: Tensor | None) -> None:
@@ -397,7 +403,9 @@ def test_a_shared_profile_has_no_paths_and_is_read_by_others(
     assert "this GPU has no profile of these versions to share" in capsys.readouterr().err
     errors = {"flex": Figures(error="OSError: no file '/home/joe/.cache/x.py' (C:\\Users\\joe\\y)")}
     profile = rows_tool.new_profile(GPU, "sm_80", "1")
-    profile = profile._replace(rows={"long": errors}, wrong={"triton": "it failed: /home/joe/a.cu"}, tiles={PLAIN: OTHER})
+    profile = profile._replace(
+        rows={"long": errors}, wrong={"triton": "it failed: /home/joe/a.cu"}, tiles={PLAIN: OTHER}
+    )
     write(profile, profiles.path_of(GPU))
     assert main(["calibrate", "--share", str(file)]) == 0
     assert f"FLASH_DMATTN_PROFILE={file} reads it" in capsys.readouterr().out
