@@ -7,7 +7,6 @@ import io
 import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +31,7 @@ GPU = "NVIDIA A100-SXM4-80GB"
 CPU = torch.device("cpu")
 NVIDIA = [gpu.arch for gpu in GPUS if gpu.arch.startswith("sm_")]
 PLAIN = "forward|128|band|none"
+SCORES = ("B", "Hq", "Lq", "Lk")
 OWN, OTHER, THIRD = (64, 64, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2)
 
 
@@ -239,14 +239,10 @@ def test_the_pass_of_a_class_launches_its_kernel_on_the_preferred_tile(name: str
 
     each, launched = CLASSES[name], {}
     call = tool.call_of(each, CPU, shrink=2048)
-    bias = (
-        None
-        if not each.has_bias
-        else tuple(
-            "B1"[n == 1] if i == 0 else x for i, (n, x) in enumerate(zip(call["bias"].shape, ("B", "Hq", "Lq", "Lk")))
-        )
+    shape = (
+        tuple(name if call["bias"].shape[i] > 1 else "1" for i, name in enumerate(SCORES)) if each.has_bias else None
     )
-    variant = Variant(each.row, batch=2, num_heads=8, num_heads_k=8, bias=bias, is_causal=not each.has_bias)
+    variant = Variant(each.row, batch=2, num_heads=8, num_heads_k=8, bias=shape, is_causal=not each.has_bias)
 
     def record(launch: Launch, *tensors: Tensor | None) -> None:
         names = launch.kernel.arg_names[-len(launch.rest) :]
@@ -372,7 +368,7 @@ def test_tiles_are_read_as_they_were_written() -> None:
     del fields["tiles"]
     assert parse(json.dumps(fields)) == profile, "a profile without tiles is none the worse"
     for damaged in ([64, 64, 8], [64, 64, 8, 2.0], [64, 64, 8, True], "64x64", None):
-        with pytest.raises(ProfileError, match="is damaged: tile 'forward.*it needs to be four integers"):
+        with pytest.raises(ProfileError, match=r"is damaged: tile 'forward.*it needs to be four integers"):
             parse(json.dumps({**fields, "tiles": {PLAIN: damaged}}))
 
 
