@@ -223,8 +223,8 @@ def compare_with_small() -> None:
         for kernel in kernels_of(case):
             own: dict[str, Any] = {}
 
-            def recorded(kind: str, *given: Any, own: dict[str, Any] = own, **more: Any) -> Any:
-                own[kind] = tile_table.tile_of(kind, *given, **more)
+            def recorded(kind: str, *call: Any, own: dict[str, Any] = own, **more: Any) -> Any:
+                own[kind] = tile_table.tile_of(kind, *call, **more)
                 return own[kind]
 
             with mock.patch.object(plan, "tile_of", recorded):

@@ -30,7 +30,7 @@ PRODUCTS = (
     *("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias"),
     *("short_forward", "short_backward"),
 )
-# The instructions of tensor cores: of sm_100, of sm_90, of every NVIDIA GPU, and of those of AMD. Where a tile asks for
+# The instructions of tensor cores: in this order of sm_100, sm_90, every NVIDIA GPU and AMD's GPUs. If a tile asks for
 # more than the GPU has, the compiler may make a kernel that traps, without an error.
 TENSOR_CORES = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync|v_mfma)")
 # The widest heads whose kernels in fp32, whose products have no tensor cores, take seconds and not most of a minute.
@@ -144,7 +144,7 @@ def compiled(entry: Entry) -> Result:
 
 
 def problems(entry: Entry, kernel: Kernel) -> list[str]:
-    """What is out of bounds."""
+    """List what is out of bounds."""
     found = []
     arch, room, stack = entry.job.arch, shared_bytes(entry.job.arch), stack_limit(entry)
     if kernel.shared > room:

@@ -40,10 +40,10 @@ def force(arch: str) -> None:
     arches._by_index.update(dict.fromkeys(range(torch.cuda.device_count()), arch))
     room = gpus.shared_bytes(arch)
     utils = importlib.import_module("triton.runtime").driver.active.utils
-    of_the_card = utils.get_device_properties
+    read = utils.get_device_properties
 
     def properties(device: int) -> dict[str, Any]:
-        known = of_the_card(device)
+        known = read(device)
         return {**known, "max_shared_mem": min(room, known["max_shared_mem"])}
 
     utils.get_device_properties = properties

@@ -176,7 +176,7 @@ def test_the_effect_on_hopper_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results_of(tile: Sizes | None, exact: Tensor) -> Tensor:
-    """What a kernel with an error of about 3e-3 makes of a result; THIRD leaves out a tile of rows."""
+    """Round a result, with an error of 2e-3, as a kernel does; THIRD leaves out a tile of rows."""
     rounded = exact.to(torch.bfloat16)
     return rounded.index_fill(1, torch.arange(64), 0) if tile == THIRD else rounded
 
@@ -343,7 +343,7 @@ def test_a_preferred_tile_serves_the_calls_that_were_timed_alone() -> None:
         )
     with tool.preferring("forward|128|band|score", chosen):
         assert takes(bias=TILE_BIAS) and not takes()
-        # What was timed on sm_90 is a bias that TMA loads.
+        # On sm_90 a bias was timed that TMA loads.
         assert takes(bias=TILE_BIAS, arch="sm_90", bias_tma=True) and not takes(bias=TILE_BIAS, arch="sm_90")
     assert not takes()
 

@@ -19,8 +19,8 @@ class Gpu(NamedTuple):
         arch: the name that `device_arch` gives.
         products: some GPUs of this architecture.
         shared: bytes of shared memory that one program may have.
-        standing: "measured" if the kernels were tested and timed on such a GPU. "forced" if they were tested on one of
-            Hopper, with the tiles, instructions and shared memory of this one. "compiled" if nothing has run them.
+        standing: "measured" if the kernels were tested and timed on such a GPU. "forced" if a Hopper GPU has run them,
+            with its tiles, instructions and shared memory. "compiled" if nothing has.
     """
 
     arch: str

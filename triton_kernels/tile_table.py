@@ -158,8 +158,7 @@ _FP32_SM = {
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
 # Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942; not tuned. It serves
-# other GPUs than those of NVIDIA, sequences that are short on average, and kept keys beside a bias of one value per
-# score, whose pointers need registers.
+# GPUs of AMD, short sequences, and kept keys beside a bias of one value per score, whose pointers need registers.
 _SMALL = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)}
 # NVIDIA GPUs but sm_90 and sm_100, chosen by what the compiler makes of them and not timed. Without a bias only "keys"
 # at 64 spills. They load less for each product than the tiles of `_SMALL`, and all fit in 99 KB.
@@ -319,7 +318,7 @@ def tile_of_short_sequences(block_d: int) -> Tile:
 
 
 def candidates(kernel: str, block_d: int, arch: str, has_bias: bool) -> tuple[Tile, ...]:
-    """Return the tiles that may be the best of a kernel whose mask is a band, in 16 bits; that of the table is first.
+    """Return the tiles that may be best for a kernel whose mask is a band, in 16 bits; the first is the table's.
 
     Args:
         kernel, block_d, arch: as of `tile_of`.

@@ -138,7 +138,7 @@ class Profile(NamedTuple):
     made: str
     wrong: dict[str, str]  # by backend, the check against the formula that it failed; none for one that passed all
     rows: dict[str, dict[str, Figures]]  # by class of calls, the figures of each backend
-    tiles: dict[str, Sizes] = {}  # by class of tiles, the fastest for a kernel of triton
+    tiles: dict[str, Sizes] = {}  # the fastest tile of each class of tiles
 
 
 def dump(profile: Profile) -> str:
@@ -317,7 +317,7 @@ def tiles_in_force(arch: str) -> dict[str, Sizes]:
 preferred_tiles.prefer(tiles_in_force)
 
 
-# What may name a user or a machine in the message of an exception: a path.
+# A path in the message of an exception may name a user or a machine.
 _PATH = re.compile(r"""(?:[A-Za-z]:)?[^\s'"(:,]*[/\\][^\s'"):,]*""")
 
 

@@ -122,7 +122,7 @@ def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress
 
 
 def former(gpu: str, arch: str) -> Profile | None:
-    """Return the profile that a run adds to: that of this GPU, made with these versions."""
+    """Return the profile of this GPU made with these versions, to which a run adds; None if there is none."""
     try:
         profile = read(profiles.path_of(gpu))
     except ProfileError:

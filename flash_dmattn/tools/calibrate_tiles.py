@@ -32,9 +32,9 @@ from ..triton_kernels.preferred_tiles import Sizes, class_name
 from .calibrate import EventTimer, Progress, Timer, device_of, fail, former, new_profile, save
 from .verify import error
 
-CHECK_SHARE = 0.8  # of the time, after which no process that checks goes on
-CLASS_SECONDS = 0.6  # of repetitions, for each class
-LEAST_GAIN = 0.02  # by which a tile has to be faster than that of the table: less may be chance
+CHECK_SHARE = 0.8  # of the time; after it no process goes on checking
+CLASS_SECONDS = 0.6  # of repetitions for each class
+LEAST_GAIN = 0.02  # that a tile needs to replace the one of the table; less may be chance
 MOST_PROCESSES = 12
 _PROCESS_BYTES = 3 << 30  # of GPU memory that a process may need
 
@@ -78,7 +78,7 @@ def _classes() -> Iterator[TileClass]:
 
 CLASSES = {each.name: each for each in _classes()}
 
-# Why a tile is out, by its sizes; "" for one that was right. The first is that of the table.
+# Why a tile is out, by its sizes; "" for one that was right. The first tile is the one of the table.
 Verdicts = dict[Sizes, str]
 
 
@@ -86,10 +86,10 @@ class TileInstruments(NamedTuple):
     """The functions that a run measures with; tests replace them.
 
     Attributes:
-        check: check(classes, seconds) -> the verdicts of each class, as they come in; some may not come in time.
-        measure: measure(class, sizes, seconds) -> milliseconds of the pass that runs the kernel.
+        check: check(classes, seconds) -> the verdicts of each class that comes in time.
+        measure: measure(class, sizes, seconds) -> milliseconds of the pass with the kernel.
         clock: seconds that only grow.
-        gpu, arch, driver: names of the measured GPU.
+        gpu, arch, driver: names of the GPU.
     """
 
     check: Callable[[Sequence[TileClass], float], Iterator[tuple[TileClass, Verdicts]]]
@@ -182,7 +182,7 @@ def fastest(times: Times) -> Sizes:
 
 
 def table(timed: Mapping[str, Times]) -> str:
-    """Tabulate by class the milliseconds of each tile, and which is taken; the first tile is that of the table."""
+    """Tabulate by class the milliseconds of each tile, and which is taken; the first tile is the one of the table."""
     lines = [("class", "tile: queries x keys, warps, stages", "ms", "")]
     for name, times in timed.items():
         for sizes, x in times.items():
@@ -216,7 +216,7 @@ def _effect(arch: str, missing: Sequence[str], seconds: float) -> str:
 
 @contextlib.contextmanager
 def preferring(name: str, sizes: Sizes) -> Iterator[None]:
-    """Let the kernels of a class take a tile, and all others those of the tile table."""
+    """Let the kernels of a class take a tile; all others take the tile table."""
     preferred_tiles.prefer(lambda arch: {name: sizes})
     try:
         yield
@@ -266,10 +266,10 @@ def pass_of(each: TileClass, call: Mapping[str, Any], backend: str) -> Callable[
 
 
 def check(each: TileClass, candidates: Sequence[Sizes], device: torch.device, shrink: int = 1) -> Verdicts:
-    """Hold the results of each tile against those of the first by the rule of accuracy.
+    """Compare the results of each tile with the results of the first, by the rule of accuracy.
 
-    Errors are taken beside eager PyTorch in fp32. A tile is right if its error is at most RATIO times that of the first
-    tile, plus FLOOR. Tiles after one that spoiled the GPU have no verdict.
+    Errors are taken beside eager PyTorch in fp32. A tile is right if its error is at most RATIO times the error
+    of the first tile, plus FLOOR. Tiles after one that spoiled the GPU have no verdict.
     """
     call = call_of(each, device, shrink)
     exact_call = {name: _in_fp32(x) for name, x in call.items()}
