@@ -21,6 +21,8 @@ import torch
 from .._version import __version__
 from ..backends.sdpa.backend import runs_flash
 from ..problem import AttentionProblem, BiasClass, device_arch, sm_number
+from ..triton_kernels import preferred_tiles
+from ..triton_kernels.preferred_tiles import Sizes
 from .config import process
 from .registry import choices_changed
 
@@ -141,6 +143,7 @@ class Profile(NamedTuple):
     made: str
     wrong: dict[str, str]  # by backend, the check against the formula that it failed; none for one that passed all
     rows: dict[str, dict[str, Figures]]  # by class of calls, the figures of each backend
+    tiles: dict[str, Sizes] = {}  # the fastest tile of each class of tiles
 
 
 def dump(profile: Profile) -> str:
@@ -176,6 +179,7 @@ def parse(text: str) -> Profile:
         **words,
         wrong={backend: _typed(wrong, backend, str) for backend in wrong},
         rows={row: {name: _figures(x, f"{row!r}, {name}") for name, x in rows[row].items()} for row in rows},
+        tiles={name: _sizes(x, name) for name, x in _typed({"tiles": {}, **fields}, "tiles", dict).items()},
     )
 
 
@@ -195,6 +199,12 @@ def _figures(fields: object, where: str) -> Figures:
         if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 < time < 1e9:
             raise ProfileError(f"is damaged: {where} took {time!r} ms; it needs to be a positive number")
     return Figures(*times)
+
+
+def _sizes(sizes: object, name: str) -> Sizes:
+    if not isinstance(sizes, list) or len(sizes) != 4 or any(type(size) is not int for size in sizes):
+        raise ProfileError(f"is damaged: tile {name!r} is {sizes!r}; it needs to be four integers")
+    return sizes[0], sizes[1], sizes[2], sizes[3]
 
 
 def read(path: Path) -> Profile:
@@ -234,15 +244,15 @@ def _check_file(status: os.stat_result) -> None:
         raise ProfileError(f"is damaged: it has {status.st_size} bytes, more than {_MAX_BYTES}")
 
 
-def write(profile: Profile, path: Path) -> None:
-    """Write a profile, readable and writable by its user alone; a reader sees the old file or the full new one.
+def write(profile: Profile, path: Path, mode: int = 0o600) -> None:
+    """Write a profile, by default for its user alone; a reader sees the old file or the full new one.
 
     Raises:
         OSError: the folder cannot be made or written.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(dump(profile))
@@ -295,9 +305,42 @@ def find(arch: str) -> Search:
 
 
 def forget() -> None:
-    """Read profiles again when they are next asked for, and choose the backends of every call anew."""
+    """Read profiles again when they are next asked for, and choose the backends and tiles of every call anew."""
     find.cache_clear()
+    preferred_tiles.prefer(tiles_in_force)
     choices_changed()
+
+
+def tiles_in_force(arch: str) -> dict[str, Sizes]:
+    """Return the tiles that the profile of this machine's GPU of an architecture has for the kernels of triton.
+
+    On Hopper the tile table holds what was measured; FLASH_DMATTN_RULES=profile lets a profile decide there, too.
+    """
+    if sm_number(arch) is None or (arch == "sm_90" and process.rules != "profile"):
+        return {}
+    profile = find(arch).profile
+    return {} if profile is None else profile.tiles
+
+
+preferred_tiles.prefer(tiles_in_force)
+
+
+# A path in the message of an exception may name a user or a machine.
+_PATH = re.compile(r"""(?:[A-Za-z]:)?[^\s'"(:,]*[/\\][^\s'"):,]*""")
+
+
+def shared(profile: Profile) -> Profile:
+    """Return a profile without what may name its user or machine: the paths in what backends raised."""
+
+    def without_paths(text: str) -> str:
+        return _PATH.sub("(a path)", text)
+
+    rows = {
+        row: {name: x._replace(error=without_paths(x.error)) for name, x in figures.items()}
+        for row, figures in profile.rows.items()
+    }
+    wrong = {backend: without_paths(why) for backend, why in profile.wrong.items()}
+    return profile._replace(rows=rows, wrong=wrong)
 
 
 def is_profiled(arch: str) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..api import attention
 from ..dispatch import profiles
 from ..dispatch.config import disabled, process
-from ..dispatch.profiles import NUM_HEADS, ROWS, Figures, Profile, Row, judge, measured_on, write
+from ..dispatch.profiles import NUM_HEADS, ROWS, Figures, Profile, ProfileError, Row, judge, measured_on, read, write
 from ..explanation import explain
 from ..problem import device_arch
 from .info import find_driver
@@ -64,20 +65,13 @@ def run(chosen: int | Literal["cpu"], seconds: float) -> int:
     """
     arch = "cpu"
     if chosen != "cpu":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            return _fail(
-                "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch, "
-                "and --device cpu times the CPU"
-            )
-        if chosen >= count:
-            return _fail(f"--device is {chosen}, and torch sees {count} GPU{'s' * (count > 1)}: give 0 to {count - 1}")
-        arch = device_arch(torch.device("cuda", chosen))
-        if not profiles.is_profiled(arch):
-            return _fail(f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_{profiles.LEAST_ARCH} on")
+        device, why = device_of(chosen)
+        if device is None:
+            return fail(why)
+        arch = device_arch(device)
     off = [name for name in measured_on(arch) if name in disabled()]
     if off:
-        return _fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(measured_on(arch))}")
+        return fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(measured_on(arch))}")
     return calibrate(
         _cpu_instruments() if chosen == "cpu" else _gpu_instruments(chosen), seconds, sys.stdout, sys.stderr
     )
@@ -112,6 +106,41 @@ def backends_of(arch: str) -> tuple[str, ...]:
     return tuple(name for name in ORDER if name in measured_on(arch))
 
 
+def share(chosen: int | Literal["cpu"], path: str) -> int:
+    """Write the profile of the GPU of an index to a file for others; return 1 where there is none, else 0."""
+    device, why = device_of(chosen)
+    if device is None:
+        return fail(why)
+    profile = former(torch.cuda.get_device_name(device), device_arch(device))
+    if profile is None:
+        return fail(f"this GPU has no profile of these versions to share; {profiles.COMMAND} makes one")
+    try:
+        write(profiles.shared(profile), Path(path), 0o644)
+    except OSError as error:
+        return fail(f"{path} cannot be written: {error.strerror}")
+    print(f"wrote {path}: where the GPU and the versions are the same, FLASH_DMATTN_PROFILE={path} reads it")
+    return 0
+
+
+def device_of(chosen: int | Literal["cpu"]) -> tuple[torch.device | None, str]:
+    """Return the GPU of an index; or None, and why it has no profile."""
+    if chosen == "cpu":
+        return None, "--device is cpu; tiles and shared profiles are of GPUs: give the index of one"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return None, (
+            "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch, "
+            "and --device cpu times the CPU"
+        )
+    if chosen >= count:
+        return None, f"--device is {chosen}, and torch sees {count} GPU{'s' * (count > 1)}: give 0 to {count - 1}"
+    device = torch.device("cuda", chosen)
+    arch = device_arch(device)
+    if not profiles.is_profiled(arch):
+        return None, f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_{profiles.LEAST_ARCH} on"
+    return device, ""
+
+
 def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
     """Measure with these instruments, print the table to `stream`, and write the profile to its place."""
     gpu = instruments.gpu
@@ -120,14 +149,40 @@ def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress
     profile = measured(instruments, seconds, progress_stream)
     stream.write(f"\n{table(profile)}\n\n")
     if not profile.rows:
-        return _fail(f"no class of calls was measured within {seconds:.0f} s; give more with --seconds")
-    path = profiles.path_of(gpu)
+        return fail(f"no class of calls was measured within {seconds:.0f} s; give more with --seconds")
+    known = former(gpu, instruments.arch)
+    status = save(profile if known is None else profile._replace(tiles=known.tiles), stream)
+    if status == 0:
+        stream.write(f"{_effect(profile, seconds)}\n")
+    return status
+
+
+def former(gpu: str, arch: str) -> Profile | None:
+    """Return the profile of this GPU made with these versions, to which a run adds; None if there is none."""
+    try:
+        profile = read(profiles.path_of(gpu))
+    except ProfileError:
+        return None
+    here = {"gpu": gpu, "arch": arch, **profiles.versions()}
+    return profile if all(getattr(profile, name) == x for name, x in here.items()) else None
+
+
+def new_profile(gpu: str, arch: str, driver: str) -> Profile:
+    """Return a profile without figures, made now with these versions."""
+    made = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    v = profiles.versions()
+    return Profile(gpu, arch, v["library"], v["torch"], v["triton"], driver, made, wrong={}, rows={})
+
+
+def save(profile: Profile, stream: TextIO) -> int:
+    """Write a profile to its place, and put it in force; return 1 where it cannot be written, else 0."""
+    path = profiles.path_of(profile.gpu)
     try:
         write(profile, path)
     except OSError as error:
-        return _fail(f"{path} cannot be written: {error.strerror}")
+        return fail(f"{path} cannot be written: {error.strerror}")
     profiles.forget()
-    stream.write(f"wrote {path}\n{_effect(profile, seconds)}\n")
+    stream.write(f"wrote {path}\n")
     return 0
 
 
@@ -155,15 +210,7 @@ def measured(instruments: Instruments, seconds: float, progress_stream: TextIO) 
         longest = max(longest, clock() - begun)
     progress.step("done")
     progress.close()
-    return Profile(
-        instruments.gpu,
-        instruments.arch,
-        **profiles.versions(),
-        driver=instruments.driver,
-        made=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        wrong=wrong,
-        rows=rows,
-    )
+    return new_profile(instruments.gpu, instruments.arch, instruments.driver)._replace(wrong=wrong, rows=rows)
 
 
 def failures(outcomes: list[Outcome], arch: str) -> dict[str, str]:
@@ -203,7 +250,8 @@ def _effect(profile: Profile, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _fail(message: str) -> int:
+def fail(message: str) -> int:
+    """Print an error of the command; return its exit status."""
     print(f"{profiles.COMMAND}: error: {message}", file=sys.stderr)
     return 1
 

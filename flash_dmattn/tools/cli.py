@@ -131,7 +131,8 @@ def add_calibrate(commands: Any) -> None:
         help="time the backends on this machine's GPU or CPU, so that auto takes the fastest",
         description="Check triton, flex, sdpa and eager against the formula on this machine's GPU, or sdpa and eager "
         "on its CPU, time them on a table of calls, and write a profile to the user's folder of caches (or to "
-        "FLASH_DMATTN_PROFILE). From then on auto takes the fastest that was right.",
+        "FLASH_DMATTN_PROFILE). From then on auto takes the fastest that was right. With --tiles it times tiles of the "
+        "Triton kernels instead.",
     )
     parser.add_argument(
         "--seconds",
@@ -142,6 +143,18 @@ def add_calibrate(commands: Any) -> None:
     )
     parser.add_argument(
         "--device", type=_gpu_or_cpu, default=0, metavar="N", help='index of the GPU, or "cpu" (default: 0)'
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--tiles",
+        action="store_true",
+        help="check and time up to three tiles of each Triton kernel, and add the fastest to the profile; a second run "
+        "goes on where the first one ended",
+    )
+    instead.add_argument(
+        "--share",
+        metavar="FILE",
+        help="write the profile to a file for others with such a GPU, without names of paths; nothing is measured",
     )
     parser.set_defaults(run=_calibrate)
 
@@ -161,6 +174,8 @@ def _gpu_or_cpu(text: str) -> int | str:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     require_torch("calibrate")
-    from .calibrate import run
+    from . import calibrate, calibrate_tiles
 
-    return run(arguments.device, arguments.seconds)
+    if arguments.share is not None:
+        return calibrate.share(arguments.device, arguments.share)
+    return (calibrate_tiles if arguments.tiles else calibrate).run(arguments.device, arguments.seconds)
