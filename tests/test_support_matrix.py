@@ -48,7 +48,7 @@ def described(seed: int) -> dict[str, Any]:
         "q": (batch, seqlen_q, num_heads, pick.choice((1, 8, 16, 64, 96, 256, 257, 512))),
         "kv_heads": num_heads_k,
         "seqlen_k": seqlen_k,
-        "head_dim_v": pick.choice((None, 8, 128, 300)),
+        "head_dim_v": pick.choice((None, 8, 128, 300, 600)),
         "dtype": pick.choice(("fp16", "bf16", "fp32", "fp64")),
         "device": "gfx942" if seed % 10 == 0 else pick.choice(("cpu", "sm_75", "sm_80", "sm_90", "sm_100")),
         "mask": broadcast(),
