@@ -171,6 +171,23 @@ def test_what_is_not_reached_in_time_is_left_out() -> None:
     assert printed.count("not reached\n") == len(ROWS) - 2
 
 
+def test_a_cpu_has_a_profile_of_sdpa_and_eager(
+    monkeypatch: pytest.MonkeyPatch, caches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profiles, "gpu_names", lambda arch: [profiles.cpu_name()])
+    monkeypatch.setattr(tool, "ROWS", [row for row in ROWS if row.name in ("short", "bias per key, dbias")])
+    monkeypatch.setattr(tool, "_CPU_SHRINK", 64)
+    assert main(["calibrate", "--device", "cpu"]) == 0
+    profile = profiles.find("cpu").profile
+    assert profile is not None and (profile.gpu, profile.arch) == (profiles.cpu_name(), "cpu")
+    assert profile.wrong == {}, "the checks are those of fp32"
+    assert [*profile.rows] == ["bias per key, dbias", "short"]
+    assert all([*figures] == ["eager", "sdpa"] for figures in profile.rows.values())
+    assert profile.rows["short"]["sdpa"].backward and profile.rows["bias per key, dbias"]["sdpa"].error
+    printed = capsys.readouterr().out
+    assert "class of calls       sdpa" in printed and "auto goes by it from now on" in printed
+
+
 def test_a_run_that_measures_nothing_writes_nothing(caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     slow = instruments(clock)._replace(check=lambda has_time: setattr(clock, "now", 500.0) or outcomes())
@@ -429,8 +446,9 @@ def test_info_tells_of_the_profile(
         assert main(["info"]) == 0
         return [line.partition("  ")[2].strip() for line in capsys.readouterr().out.splitlines() if "profile" in line]
 
-    monkeypatch.setattr(profiles, "arches_here", lambda: [])
-    assert lines() == ["none: there is no NVIDIA GPU from sm_80 on"]
+    assert (
+        lines()[0] == f"cpu: none: there is none in {caches}; python -m flash_dmattn calibrate --device cpu makes one"
+    )
     monkeypatch.setattr(profiles, "arches_here", lambda: ["sm_80"])
     made_by = "python -m flash_dmattn calibrate makes one"
     assert lines() == [f"sm_80: none: there is none in {caches}; {made_by}"]

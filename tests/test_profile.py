@@ -370,6 +370,55 @@ def test_auto_goes_by_the_figures(name: str, arch: str, machine: SimpleNamespace
     assert chosen(device=arch, q=(2, 4096, 16, 8)) == (flex_refuses, None)
 
 
+# (sdpa, triton, flex) -> what auto takes.
+WITH_SDPA: dict[str, tuple[Figures, Figures, Figures, str]] = {
+    "sdpa first": (FAST, MIDDLE, MIDDLE, "sdpa"),
+    "all equal": (FAST, FAST, FAST, "sdpa"),
+    "triton first": (MIDDLE, FAST, MIDDLE, "triton"),
+    "flex first": (MIDDLE, MIDDLE, FAST, "flex"),
+    "sdpa slower than eager": (Figures(10.0, 30.0), SLOW, SLOW, "flex"),
+    "sdpa failed": (NO, MIDDLE, FAST, "flex"),
+}
+
+
+@pytest.mark.parametrize("name", WITH_SDPA)
+def test_sdpa_is_ranked_by_its_figures(name: str) -> None:
+    sdpa, triton, flex, taken = WITH_SDPA[name]
+    install(profile_of(triton=triton, flex=flex, sdpa=sdpa))
+    assert chosen() == (taken, None) and chosen(grad=True) == (taken, taken)
+
+
+CPU = {"device": "cpu", "dtype": "fp32"}
+# (sdpa, eager) -> the backends of both passes of a long call, where the rules of sdpa prefer it for both.
+ON_CPU: dict[str, tuple[Figures, Figures, tuple[str, str]]] = {
+    "sdpa first": (FAST, SLOW, ("sdpa", "sdpa")),
+    "eager first": (SLOW, FAST, ("eager", "eager")),
+    "each pass by itself": (Figures(1.0, 9.0), Figures(2.0, 3.0), ("sdpa", "eager")),
+    "equal": (FAST, FAST, ("eager", "eager")),
+    "sdpa failed": (NO, SLOW, ("eager", "eager")),
+}
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_profile_of_the_cpu_chooses_each_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sdpa, eager, taken = ON_CPU[name]
+    monkeypatch.setattr(profiles, "gpu_names", lambda arch: ["A CPU"] if arch == "cpu" else [])
+    assert chosen(**CPU, grad=True) == ("sdpa", "sdpa") and explain_problem(**CALL | CPU).profile is None
+    rows = {row.name: {"sdpa": sdpa, "eager": eager} for row in ROWS}
+    path = install(profile_of(gpu="A CPU", arch="cpu", rows=rows))
+    actual = explain_problem(**CALL | CPU, grad=True)
+    assert (actual.forward, actual.backward) == taken
+    assert actual.profile is not None and actual.profile.startswith(f"{path} decided: long: sdpa ")
+    assert chosen(**CPU | {"dtype": "fp64"}, grad=True) == ("eager", "eager")
+    # It decides between what the rules leave to choose.
+    assert chosen(**CPU, window_size=(9, 0)) == ("eager", None)
+
+
+def test_the_cpu_has_a_name() -> None:
+    assert profiles.cpu_name()
+    assert profiles.find("cpu").reason == f"there is none in {profiles.folder()}"
+
+
 SEQUENCES = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)}
 # FlexAttention and sdpa refuse these: dropout, a gradient of a bias in a fixed order, narrow heads.
 REFUSED_BY_FLEX: dict[str, dict[str, Any]] = {

@@ -89,7 +89,7 @@ def test_gradients_without_lse(name: str) -> None:
     assert_accurate(run(without_lse, case, inputs), case, inputs)
 
 
-# What some kernel of torch computes wrongly without an error, as calls of ours.
+# Calls of ours that some kernel of torch computes wrongly, without an error.
 
 BASE = Case(num_heads=4, num_heads_k=4, head_dim=32, dtype=torch.float32)
 
@@ -261,7 +261,7 @@ class OnEmulation(torch.autograd.Function):
 
 @pytest.mark.parametrize("module", [cuda, efficient])
 def test_the_operators_have_these_arguments(module: Any) -> None:
-    """Of torch 2.9 and later."""
+    """They are those of torch 2.9 and later."""
     wanted = {
         cuda: ({"scale", "window_size_left", "window_size_right"}, 10, 14),
         efficient: ({"scale"}, 11, 16),

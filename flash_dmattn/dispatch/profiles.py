@@ -396,8 +396,8 @@ def cpu_name() -> str:
 
 
 def arches_here() -> list[str]:
-    """Return the architectures of this machine's GPUs that a profile can be of."""
-    return sorted({arch for arch, _ in _gpus() if is_profiled(arch)})
+    """Return "cpu", and the architectures of this machine's GPUs that a profile can be of."""
+    return ["cpu", *sorted({arch for arch, _ in _gpus() if is_profiled(arch)})]
 
 
 # The backends that `calibrate` times on GPUs, and on CPUs.

@@ -26,11 +26,12 @@ from .verify import CASES, Outcome, verify_on
 
 # eager first: it is the yardstick of the others, and compiles nothing. flex last: it compiles longest.
 ORDER = ("eager", "sdpa", "triton", "flex")
-_CPU_SHRINK = 4  # divides the lengths of all rows on a CPU
 CHECK_SHARE = 0.35  # of the time, after which no further check starts
 ROW_SECONDS = 0.6  # of repetitions, for each backend and row
 LEAST, MOST = 3, 50  # repetitions
 _BAR = 24  # characters
+# On a CPU the lengths of all rows are divided by it.
+_CPU_SHRINK = 4
 # A buffer that fills the caches of any GPU, written before each run, which then reads memory.
 _FLUSH_BYTES = 1 << 28
 _MOST_FLUSHES = 200
