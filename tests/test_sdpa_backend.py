@@ -281,6 +281,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lse": ({"device": "sm_80", "return_lse": True, "grad": True}, "gpu_lse"),
     "fixed order": ({"device": "sm_80", "deterministic": True, "grad": True}, "gpu_order"),
     "mask": ({"device": "sm_80", "mask": (1, 1, 1024, 1024)}, "gpu_mask"),
+    "more queries in a window": ({"device": "sm_80", "seqlen_k": 512, "window_size": (64, -1)}, "gpu_window"),
     "scale 0": ({"device": "sm_80", "softmax_scale": 0.0}, "gpu_scale"),
     "groups beside a bias": ({"device": "sm_80", "kv_heads": 4, "bias": (1, 16, 1024, 1024)}, "gpu_groups"),
     "more queries, causal, bias": (

@@ -154,6 +154,15 @@ RULES: tuple[Rule, ...] = (
         _TRITON,
     ),
     Rule(
+        "gpu_window",
+        lambda p: p.device != "cuda" or not runs_flash(p) or cuda.is_right_for(p),
+        lambda p: (
+            f"the window is {p.window}, with {p.seqlen_q} queries and {p.seqlen_k} keys; FlashAttention-2 is wrong for "
+            "windows with more queries than keys"
+        ),
+        _TRITON,
+    ),
+    Rule(
         "gpu_band",
         _on_efficient(lambda p: p.window == (-1, -1) or (p.window == (-1, 0) and p.seqlen_q <= p.seqlen_k)),
         lambda p: (

@@ -14,9 +14,21 @@ _FORWARD = torch.ops.aten._flash_attention_forward.default
 _BACKWARD = torch.ops.aten._flash_attention_backward.default
 
 
-def _band(p: AttentionProblem) -> tuple[bool, dict[str, int | float]]:
-    """Whether the kernel is causal, and the window that it has; both are aligned at the last key."""
+def visible_band(p: AttentionProblem) -> tuple[int, int]:
+    """Return the window of a call, with -1 for a side that hides no pair."""
     left, right = p.window
+    return (-1 if left >= p.seqlen_k - 1 else left), (-1 if right >= p.seqlen_q - 1 else right)
+
+
+def is_right_for(p: AttentionProblem) -> bool:
+    """Return whether the kernel is right for the window: it takes an open side for one of Lk keys."""
+    left, right = visible_band(p)
+    return (left < 0 and right <= 0) or p.seqlen_q <= p.seqlen_k
+
+
+def _band(p: AttentionProblem) -> tuple[bool, dict[str, int | float]]:
+    """Return whether the kernel is causal, and the window that it has; both are aligned at the last key."""
+    left, right = visible_band(p)
     numbers: dict[str, int | float] = {"scale": p.softmax_scale}
     if left < 0 and right <= 0:
         return right == 0, numbers
@@ -24,7 +36,7 @@ def _band(p: AttentionProblem) -> tuple[bool, dict[str, int | float]]:
 
 
 def _has_empty_rows(p: AttentionProblem) -> bool:
-    """Whether the band leaves a query without a key."""
+    """Return whether the band leaves a query without a key."""
     band = make_band(p.seqlen_q, p.seqlen_k, p.window)
     return band is not None and (band.high < 0 or p.seqlen_q - 1 + band.low >= p.seqlen_k)
 
@@ -67,6 +79,10 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
 
 def rows(x: Tensor) -> Tensor:
-    """Copy x where its rows have no unit stride, or one row stands for several."""
-    is_expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if is_expanded or x.stride(3) != 1 else x
+    """Copy x where kernels cannot read it: its rows have no unit stride, begin off 16 bytes, or stand for several."""
+    unit = 16 // x.element_size()
+    others = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    is_read = x.stride(3) == 1 and all(stride > 0 and stride % unit == 0 for stride in others)
+    if is_read and x.data_ptr() % 16 == 0 and max(x.stride()) < 2**31:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -40,6 +40,7 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor], Tensor]:
         if heads not in (1, p.num_heads):
             bias = bias.repeat_interleave(p.num_heads // heads, 1)
         is_aligned = bias.stride(3) == 1 and all(stride % _BIAS_UNIT == 0 for stride in bias.stride()[:3])
+        is_aligned = is_aligned and bias.data_ptr() % 16 == 0
         if bias.shape[3] != p.seqlen_k or not is_aligned:
             row = bias.new_zeros(*bias.shape[:3], width)
             row[..., : p.seqlen_k] = bias
