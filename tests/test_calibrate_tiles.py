@@ -238,7 +238,7 @@ def test_the_pass_of_a_class_launches_its_kernel_on_the_preferred_tile(name: str
     from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 
     each, launched = CLASSES[name], {}
-    call = tool.call_of(each, CPU, shrink=2048)
+    call = tool.call_of(each, CPU, shrink=1024)
     shape = (
         tuple(name if call["bias"].shape[i] > 1 else "1" for i, name in enumerate(SCORES)) if each.has_bias else None
     )
