@@ -66,7 +66,9 @@ class BitReader(MaskReader):
     def part(self, block: Block, keys: slice | Tensor) -> Tensor:
         bits = self._tensors[0].view(torch.uint8)
         if isinstance(keys, Tensor):
-            return (block.pick(bits, keys // _BITS, self.repeat) >> (keys % _BITS).to(torch.uint8)).bitwise_and_(1).bool()
+            return (
+                (block.pick(bits, keys // _BITS, self.repeat) >> (keys % _BITS).to(torch.uint8)).bitwise_and_(1).bool()
+            )
         return _unpack(block.pick(bits, _bytes_of(keys), self.repeat), keys)
 
     def seen(self, block: Block, keys: slice) -> tuple[Tensor, Tensor]:
