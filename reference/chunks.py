@@ -124,6 +124,10 @@ class Chunks:
             own_entries, own_heads = self.mask.entries > 1, self.mask.heads > 1
             extent = extent._replace(**{"batch": 1} if own_entries else {}, **{"heads": 1} if own_heads else {})
 
+        used = self.chunk_bytes(extent)
+        if used <= limit and used + self.sums_bytes(extent) <= budget:
+            return extent
+
         def fits(name: str) -> bool:
             used = self.chunk_bytes(extent)
             # Fewer heads make the sums smaller; fewer rows or keys do not.

@@ -92,29 +92,38 @@ def forward(
     q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
     sink_rows = None if sink is None else Rows(sink[:, None].expand(*q.shape[:3], 1), chunks)
+    lowest = torch.finfo(chunks.dtype).min
     for batch, heads in chunks.pairs():
         for block, spans in chunks.blocks(batch, heads):
             q_block = q_rows.get(block)
-            acc_o = q_block.new_zeros(q_block.shape[:2] + v.shape[3:])
-            row_sum = q_block.new_zeros(q_block.shape[:2] + (1,))
-            row_max = torch.full_like(row_sum, -math.inf)
-            if sink_rows is not None:  # one more score, of a value of zeros
-                row_max.copy_(sink_rows.get(block))
-                row_sum.copy_(row_max > -math.inf)
-            for span in spans:
+            acc_o = q_block.new_empty(q_block.shape[:2] + v.shape[3:])
+            # A sink is one more score, of a value of zeros.
+            row_max = None if sink_rows is None else sink_rows.get(block).clamp(min=lowest)
+            row_sum = None if row_max is None else (row_max > lowest).to(chunks.dtype)
+            for number, span in enumerate(spans):
                 keys = span.keys
                 s = scores.compute(block, span, q_block, k_keys.get(block, keys))
-                new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
-                shift = new_max.masked_fill(new_max == -math.inf, 0.0)  # -inf - -inf is NaN
-                p = exponential(s.sub_(shift))
-                rescale = exponential(row_max.sub_(shift))
-                row_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
+                # Not -inf in a row without keys, because -inf - -inf is NaN.
+                new_max = s.amax(-1, keepdim=True).clamp_(min=lowest)
+                if row_max is not None:
+                    new_max = torch.maximum(row_max, new_max)
+                p = exponential(s.sub_(new_max))
+                own_sum = p.sum(-1, keepdim=True)
+                if row_max is None or row_sum is None:
+                    row_sum = own_sum
+                else:
+                    rescale = exponential(row_max.sub_(new_max))
+                    row_sum = own_sum.addcmul_(row_sum, rescale)
+                    if number > 0:
+                        acc_o.mul_(rescale)
                 if dropout is not None:
                     p.mul_(_kept(dropout, chunks, block, keys))
-                multiply(p, v_keys.get(block, keys), acc_o.mul_(rescale), keep=True)
+                multiply(p, v_keys.get(block, keys), acc_o, keep=number > 0)
                 row_max = new_max
-            lse_rows.put(block, shift.add_(row_sum.log()))
-            acc_o.div_(row_sum.masked_fill_(row_sum == 0, 1.0))
+            assert row_max is not None and row_sum is not None
+            lse_rows.put(block, row_max.add_(row_sum.log()))
+            # The largest score of a row adds 1 to its sum, which is 0 only in a row without keys.
+            acc_o.div_(row_sum.clamp_(min=1.0))
             out_rows.put(block, acc_o if dropout is None else acc_o.mul_(dropout.scale))
     return out, lse
 

@@ -41,14 +41,17 @@ class Rows:
     """The rows of blocks of a (B, Lq, Hq, X) tensor, as (pairs, G * rows, X) matrices in the softmax's dtype."""
 
     def __init__(self, x: Tensor, chunks: Chunks) -> None:
-        self._x = x.unflatten(2, (chunks.num_heads_k, chunks.group)).permute(0, 2, 3, 1, 4)
+        batch, rows, _, width = x.shape
+        self._x = x.view(batch, rows, chunks.num_heads_k, chunks.group, width).permute(0, 2, 3, 1, 4)
         self._dtype = chunks.dtype
 
     def _view(self, block: Block) -> Tensor:
         return self._x[block.batch, block.heads, :, block.rows]
 
     def get(self, block: Block) -> Tensor:
-        return self._view(block).to(self._dtype).flatten(0, 1).flatten(1, 2)
+        x = self._view(block)
+        batch, heads, group, rows, width = x.shape
+        return x.to(self._dtype).reshape(batch * heads, group * rows, width)
 
     def put(self, block: Block, rows: Tensor) -> None:
         view = self._view(block)
