@@ -15,6 +15,7 @@ class Block(NamedTuple):
     batch: slice
     heads: slice
     rows: slice
+    is_whole: bool = False  # whether it has all entries, heads and queries: parts of tensors are the tensors then
 
     def pick(self, x: Tensor, keys: slice | Tensor, repeat: int) -> Tensor:
         """Return the chunk's part of a (Bx | 1, Hk | 1, G | 1, Lq | 1, Lk | 1) tensor.
@@ -22,6 +23,8 @@ class Block(NamedTuple):
         Entry b of the batch reads entry b // repeat % Bx. A chunk reads one entry or consecutive ones: see
         :meth:`Chunks.pairs`.
         """
+        if self.is_whole and isinstance(keys, slice) and keys.stop - keys.start >= x.shape[4]:
+            return x
         in_order = keys if isinstance(keys, slice) else slice(None)
         wanted = (entries_of(self.batch, x.shape[0], repeat), self.heads, slice(None), self.rows, in_order)
         part = x[tuple(slice(None) if size == 1 else part for size, part in zip(x.shape, wanted, strict=True))]
@@ -29,7 +32,7 @@ class Block(NamedTuple):
 
     def by_group(self, s: Tensor, group: int) -> Tensor:
         """View the (pairs, G * rows, keys) scores of the chunk as (batch, heads, G, rows, keys)."""
-        batch, heads, rows = (part.stop - part.start for part in self)
+        batch, heads, rows = (part.stop - part.start for part in self[:3])
         return s.view(batch, heads, group, rows, s.shape[2])
 
 

@@ -102,6 +102,7 @@ class Chunks:
             for size, repeat in (mask_entries, bias_entries)
             if size not in (1, self.batch)
         ]
+        self._is_whole = self.extent[:3] == (self.batch, self.num_heads_k, self.seqlen_q) and not self._steps
 
     def chunk_bytes(self, extent: Extent) -> int:
         """Return the bytes of all temporaries of one chunk of this extent."""
@@ -152,6 +153,9 @@ class Chunks:
 
     def pairs(self) -> Iterator[tuple[slice, slice]]:
         """Yield every (batch, heads) part of the call."""
+        if self._is_whole:
+            yield slice(0, self.batch), slice(0, self.num_heads_k)
+            return
         for batch in _slices(self.batch, self.extent.batch, self._steps):
             for heads in _slices(self.num_heads_k, self.extent.heads):
                 yield batch, heads
@@ -159,7 +163,7 @@ class Chunks:
     def blocks(self, batch: slice, heads: slice) -> Iterator[tuple[Block, list[Span]]]:
         """Yield the blocks of rows of one (batch, heads) part that see any key, each with its keys."""
         for rows in _slices(self.seqlen_q, self.extent.rows):
-            block = Block(batch, heads, rows)
+            block = Block(batch, heads, rows, self._is_whole)
             spans = self.spans(block)
             if spans:
                 yield block, spans
@@ -172,6 +176,8 @@ class Chunks:
         if start >= stop:
             return []
         if self.mask is None or not self._looks:
+            if stop - start <= size:
+                return [Span(slice(start, stop), self.mask is not None)]
             return [Span(keys, self.mask is not None) for keys in _slices(stop, size, start=start)]
         some, every = self.mask.seen(block, slice(start, stop))
         keys = some.nonzero().squeeze(1)
@@ -193,24 +199,26 @@ class Chunks:
             return
         shift = self.seqlen_k - self.seqlen_q
         first, last = block.rows.start + shift, block.rows.stop - 1 + shift  # the diagonal at the first and last row
-        rows = self._ramp(first, last + 1)[:, None]
         if isinstance(keys, Tensor):
             if self.right >= 0:
-                yield slice(None), keys > rows + self.right
+                yield slice(None), keys > self._diagonal(first, last, self.right)
             if self.left >= 0:
-                yield slice(None), keys < rows - self.left
+                yield slice(None), keys < self._diagonal(first, last, -self.left)
             return
         # Only columns that some row must not see need work; they are at most as many as the block has rows.
         if self.right >= 0 and keys.stop > first + self.right + 1:
             lo = max(keys.start, first + self.right + 1)
-            yield slice(lo - keys.start, None), self._ramp(lo, keys.stop) > rows + self.right
+            yield slice(lo - keys.start, None), self._ramp(lo, keys.stop) > self._diagonal(first, last, self.right)
         if self.left >= 0 and keys.start < last - self.left:
             hi = min(keys.stop, last - self.left)
-            yield slice(0, hi - keys.start), self._ramp(keys.start, hi) < rows - self.left
+            yield slice(0, hi - keys.start), self._ramp(keys.start, hi) < self._diagonal(first, last, -self.left)
 
     def skip_nothing(self) -> bool:
         """Return whether every score of the call belongs to some chunk."""
         return self.left < 0 and self.right < 0 and not self._looks
+
+    def _diagonal(self, first: int, last: int, offset: int) -> Tensor:
+        return self._ramp(first + offset, last + offset + 1)[:, None]
 
     def _ramp(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.device)

@@ -46,7 +46,7 @@ class Rows:
         self._dtype = chunks.dtype
 
     def _view(self, block: Block) -> Tensor:
-        return self._x[block.batch, block.heads, :, block.rows]
+        return self._x if block.is_whole else self._x[block.batch, block.heads, :, block.rows]
 
     def get(self, block: Block) -> Tensor:
         x = self._view(block)
@@ -72,6 +72,8 @@ class Keys:
             # Along the keys of the layout that most calls have, (B, Lk, Hk, X), whole rows of heads are copied.
             rows = self._x.transpose(1, 2)[block.batch, :, block.heads].index_select(1, keys)
             return self._matrix(rows.transpose(1, 2))
+        if block.is_whole and keys.stop - keys.start == self._x.shape[2]:
+            return self._matrix(self._x)
         if not self._hold:
             return self._matrix(self._x[block.batch, block.heads, keys])
         if self._held != block[:2]:
