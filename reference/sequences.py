@@ -78,21 +78,24 @@ class Batch:
 
     def runs(self) -> Iterator[Sequence]:
         """Yield the sequences, consecutive ones of equal lengths that lie side by side as one."""
-        run: Sequence | None = None
-        for s in self.sequences:
-            if run is not None and s == run._replace(
-                number=run.number + run.count,
-                first_q=run.first_q + run.count * run.seqlen_q * self._packs_queries,
-                first_k=run.first_k + run.count * run.seqlen_k * self._packs_keys,
-                count=1,
-            ):
-                run = run._replace(count=run.count + 1)
-                continue
-            if run is not None:
-                yield run
-            run = s
-        if run is not None:
-            yield run
+        start = 0
+        for stop in range(1, len(self.sequences) + 1):
+            if stop == len(self.sequences) or not self._continues(*self.sequences[stop - 1 : stop + 1]):
+                yield self.sequences[start]._replace(count=stop - start)
+                start = stop
+
+    def _continues(self, one: Sequence, other: Sequence) -> bool:
+        """Return whether the second sequence has the lengths of the first and lies behind it."""
+        return (
+            one.seqlen_q == other.seqlen_q
+            and one.seqlen_k == other.seqlen_k
+            and (not self._packs_queries or one.first_q + one.seqlen_q == other.first_q)
+            and (not self._packs_keys or one.first_k + one.seqlen_k == other.first_k)
+        )
+
+    def fills(self, q: Tensor, s: Sequence) -> bool:
+        """Return whether every row of q is a query of these sequences, in the layout of their own call."""
+        return not self._packs_queries and (s.count, s.seqlen_q) == q.shape[:2] and s.seqlen_q > 0
 
     def queries(self, x: Tensor, s: Sequence) -> Tensor:
         """Return the rows of sequences in a tensor shaped as q, an entry for each."""
@@ -183,13 +186,17 @@ def forward(
         mask, bias: 4-D, each by position or packed, as `batch` says.
         sink, dropout, flags: as for :func:`eager.forward`. Dropout counts a sequence as an entry of the batch.
     """
-    out, lse = _empty(q, v)
 
     def results_of(s: Sequence) -> tuple[Tensor, ...]:
         inputs = batch.inputs(s, q, k, v, mask, bias)
         return eager.forward(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **flags)
 
-    _write(batch, batch.runs(), out, lse, results_of)
+    runs = list(batch.runs())
+    if len(runs) == 1 and batch.fills(q, runs[0]):
+        out, lse = results_of(runs[0])
+        return out, lse
+    out, lse = _empty(q, v)
+    _write(batch, runs, out, lse, results_of)
     return out, lse
 
 

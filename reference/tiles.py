@@ -176,12 +176,14 @@ def _adds_mask(device: torch.device) -> bool:
 
 def _merge_by_minimum(s: Tensor, mask: Tensor, bias: Tensor | None) -> None:
     # On a CPU masked_fill_ and torch.where branch on every element, 1.1 ns for a random mask. The minimum of the bias
-    # and +inf or -inf has the same result, and its vector code takes 0.2 ns.
-    s.copy_(mask).sub_(0.5).mul_(math.inf)
+    # and +inf or -inf has the same result, and its vector code takes 0.2 ns. The mask is often shared by heads, so it
+    # becomes numbers in its own shape.
+    limit = mask.to(s.dtype).sub_(0.5).mul_(math.inf)
     if bias is None:
-        s.clamp_(max=0.0)
+        s.copy_(limit.clamp_(max=0.0))
     else:
-        torch.minimum(s, bias.to(s.dtype), out=s)
+        s.copy_(bias)
+        torch.minimum(s, limit, out=s)
 
 
 class BiasGradient:
