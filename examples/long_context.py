@@ -1,8 +1,8 @@
 """Train with flash_dmattn.nn.DynamicMaskAttention on long texts, beside full attention: time and memory by length.
 
 A byte-level language model reads sources of the Python standard library. Its key-value heads learn which keys to keep,
-a fixed number for each query, so that attention costs what is kept. On a GPU the longest text has 32768 bytes. A CPU
-computes every pair and leaves out what is not kept: there one sees how much less there is to compute, no gain of time.
+a fixed number for each query, so that attention costs what is kept. On a GPU the longest text has 32768 bytes, on a CPU
+2048.
 
 The output: for each length the pairs of query and key that are kept, and time and memory of a training step of both
 models; the losses of a few steps at the longest length; and a picture of time and memory, `long_context.png`.

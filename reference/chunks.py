@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from . import formula
+from .blocks import Block
+from .masks import MaskReader
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 
@@ -22,6 +24,17 @@ CPU_CHUNK_BYTES = 8 * 2**20
 GOOD_ROWS = 128
 GOOD_KEYS = 1024
 
+# A chunk of so many scores needs no second entry or head beside it. Those that share a chunk read every key that one of
+# them sees, so it covers only one where each has a mask of its own.
+GOOD_SCORES = 2**16
+
+# A block of queries gathers the keys that it sees if they are fewer than this share of the keys from the first to the
+# last of them: copying keys costs little beside their products.
+GATHERED_SHARE = 0.75
+
+# In a call of fewer scores it takes longer to ask which keys are seen than to compute those of all keys.
+FEW_SCORES = 2**15
+
 
 class Extent(NamedTuple):
     """How far one chunk reaches in each dimension."""
@@ -32,50 +45,38 @@ class Extent(NamedTuple):
     keys: int
 
 
-class Block(NamedTuple):
-    """The entries, key-value heads and queries of one chunk; its keys come from :meth:`Chunks.spans`."""
+class Span(NamedTuple):
+    """Keys of one chunk: a run of them, or the positions of some, ascending."""
 
-    batch: slice
-    heads: slice
-    rows: slice
-
-    def pick(self, x: Tensor, keys: slice, repeat: int) -> Tensor:
-        """Return the chunk's part of a (Bx | 1, Hk | 1, G | 1, Lq | 1, Lk | 1) tensor.
-
-        Entry b of the batch reads entry b // repeat % Bx. A chunk reads one entry or consecutive ones: see
-        :meth:`Chunks.pairs`.
-        """
-        wanted = (entries_of(self.batch, x.shape[0], repeat), self.heads, slice(None), self.rows, keys)
-        return x[tuple(slice(None) if size == 1 else part for size, part in zip(x.shape, wanted, strict=True))]
-
-    def by_group(self, s: Tensor, group: int) -> Tensor:
-        """View the (pairs, G * rows, keys) scores of the chunk as (batch, heads, G, rows, keys)."""
-        batch, heads, rows = (part.stop - part.start for part in self)
-        return s.view(batch, heads, group, rows, s.shape[2])
-
-
-def entries_of(batch: slice, size: int, repeat: int) -> slice:
-    """Return the entries, of a tensor with size entries, that a part of the batch reads: b // repeat % size."""
-    first = batch.start // repeat % max(size, 1)
-    return slice(first, first + (batch.stop - batch.start if repeat == 1 else 1))
+    keys: slice | Tensor
+    is_masked: bool  # whether the mask forbids any score of the chunk
 
 
 class Chunks:
-    """One call, cut into chunks that fit the byte budget; chunks that band or mask leave empty are skipped."""
+    """One call, cut into chunks that fit the byte budget; keys that band or mask hide from a block are left out.
+
+    Args:
+        q, k, v, is_causal, window_size, chunk_bytes: as for the passes of `eager.py`.
+        mask: the reader of the mask.
+        score_buffers: how many tensors of the size of the scores a chunk needs.
+        sums_per_key: how many sums each key has that outlive a chunk.
+        bias_entries: the entries of the bias, and how many consecutive ones of the batch share one.
+        scatters: whether the keys of a chunk may lie further apart than a chunk is long.
+    """
 
     def __init__(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: MaskReader | None,
         is_causal: bool,
         window_size: tuple[int, int] | None,
         chunk_bytes: int,
         score_buffers: int,
         sums_per_key: int,
-        mask_repeat: int = 1,
         bias_entries: tuple[int, int] = (1, 1),
+        scatters: bool = True,
     ) -> None:
         self.batch, self.seqlen_q, self.num_heads, head_dim = q.shape
         self.seqlen_k, self.num_heads_k = k.shape[1:3]
@@ -88,16 +89,20 @@ class Chunks:
         self.dims = head_dim + v.shape[3]
         self.score_buffers = score_buffers
         self.sums_per_key = sums_per_key
-        self.extent = self._extent(chunk_bytes)
+        self._scatters = scatters
         self._buffers: dict[int, Tensor] = {}
-        self._mask_entries = (1, 1) if mask is None else (mask.shape[0], mask_repeat)
+        self.mask = mask
+        scores = self.batch * self.num_heads * self.seqlen_q * self.seqlen_k
+        self._looks = mask is not None and scores > FEW_SCORES and not is_capturing(self.device)
+        self.extent = self._extent(chunk_bytes)
         # A chunk must not reach across a multiple of these, where the mask or the bias skips or repeats entries.
+        mask_entries = (1, 1) if mask is None else (mask.entries, mask.repeat)
         self._steps = [
             repeat if repeat > 1 else size
-            for size, repeat in (self._mask_entries, bias_entries)
+            for size, repeat in (mask_entries, bias_entries)
             if size not in (1, self.batch)
         ]
-        self._occupied = None if mask is None else self._occupancy(mask)
+        self._is_whole = self.extent[:3] == (self.batch, self.num_heads_k, self.seqlen_q) and not self._steps
 
     def chunk_bytes(self, extent: Extent) -> int:
         """Return the bytes of all temporaries of one chunk of this extent."""
@@ -116,6 +121,13 @@ class Chunks:
     def _extent(self, budget: int) -> Extent:
         limit = min(budget, CPU_CHUNK_BYTES) if self.device.type == "cpu" else budget
         extent = Extent(self.batch, self.num_heads_k, self.seqlen_q, self.seqlen_k)
+        if self._looks and self.mask is not None and self.group * self.seqlen_q * self.seqlen_k >= GOOD_SCORES:
+            own_entries, own_heads = self.mask.entries > 1, self.mask.heads > 1
+            extent = extent._replace(**{"batch": 1} if own_entries else {}, **{"heads": 1} if own_heads else {})
+
+        used = self.chunk_bytes(extent)
+        if used <= limit and used + self.sums_bytes(extent) <= budget:
+            return extent
 
         def fits(name: str) -> bool:
             used = self.chunk_bytes(extent)
@@ -141,85 +153,75 @@ class Chunks:
 
     def pairs(self) -> Iterator[tuple[slice, slice]]:
         """Yield every (batch, heads) part of the call."""
+        if self._is_whole:
+            yield slice(0, self.batch), slice(0, self.num_heads_k)
+            return
         for batch in _slices(self.batch, self.extent.batch, self._steps):
             for heads in _slices(self.num_heads_k, self.extent.heads):
                 yield batch, heads
 
-    def blocks(self, batch: slice, heads: slice) -> Iterator[tuple[Block, list[slice]]]:
-        """Yield the blocks of rows of one (batch, heads) part that see any key, each with its runs of keys."""
+    def blocks(self, batch: slice, heads: slice) -> Iterator[tuple[Block, list[Span]]]:
+        """Yield the blocks of rows of one (batch, heads) part that see any key, each with its keys."""
         for rows in _slices(self.seqlen_q, self.extent.rows):
-            block = Block(batch, heads, rows)
+            block = Block(batch, heads, rows, self._is_whole)
             spans = self.spans(block)
             if spans:
                 yield block, spans
 
-    def spans(self, block: Block) -> list[slice]:
-        """Return the runs of keys that some query of the block may attend to, cut to the length of a chunk."""
-        shift = self.seqlen_k - self.seqlen_q
+    def spans(self, block: Block) -> list[Span]:
+        """Return the keys that some query of the block may attend to, cut to the length of a chunk."""
+        shift, size = self.seqlen_k - self.seqlen_q, self.extent.keys
         start = 0 if self.left < 0 else max(0, block.rows.start + shift - self.left)
         stop = self.seqlen_k if self.right < 0 else min(self.seqlen_k, block.rows.stop + shift + self.right)
-        runs = [(start, stop)]
-        if self._occupied is not None:
-            rows = []
-            for row in self._occupied_entries(block.batch):
-                for part, size in zip(block[1:], self.extent[1:]):
-                    row = row[part.start // size if len(row) > 1 else 0]
-                rows.append(row)
-            row = [any(cells) for cells in zip(*rows)]
-            if len(row) > 1:
-                runs = _clip(_runs(row, self._grain()), start, stop)
-            elif not row[0]:
-                runs = []
-        size = self.extent.keys
-        return [slice(a, min(a + size, hi)) for lo, hi in runs for a in range(lo, hi, size)]
+        if start >= stop:
+            return []
+        if self.mask is None or not self._looks:
+            if stop - start <= size:
+                return [Span(slice(start, stop), self.mask is not None)]
+            return [Span(keys, self.mask is not None) for keys in _slices(stop, size, start=start)]
+        some, every = self.mask.seen(block, slice(start, stop))
+        keys = some.nonzero().squeeze(1)
+        if len(keys) == 0:
+            return []
+        first, last = int(keys[0]), int(keys[-1]) + 1
+        if len(keys) >= GATHERED_SHARE * (last - first):
+            runs = _slices(start + last, size, start=start + first)
+            return [Span(run, not every[run.start - start : run.stop - start].all()) for run in runs]
+        # Copies of keys, bias and mask join the buffers of scores, so that a chunk has room for half as many.
+        parts: Sequence[Tensor] = keys.split(max(1, size // 2))
+        if not self._scatters:
+            parts = keys.split(torch.bincount((keys - first) // size).tolist())
+        return [Span(part + start, not every[part].all()) for part in parts if len(part)]
 
-    def _occupied_entries(self, batch: slice) -> list:
-        """Return where the mask allows anything, for each entry or block of entries that a part of the batch reads."""
-        occupied = self._occupied or []
-        if len(occupied) == 1:
-            return occupied
-        size, repeat = self._mask_entries
-        if size != self.batch:
-            return occupied[entries_of(batch, size, repeat)]
-        return occupied[batch.start // self.extent.batch : -(-batch.stop // self.extent.batch)]
-
-    def band_edges(self, block: Block, keys: slice) -> Iterator[tuple[slice, Tensor]]:
+    def band_edges(self, block: Block, keys: slice | Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield (columns of the chunk, bool (rows, columns): outside the causal or window band) where there are any."""
+        if self.left < 0 and self.right < 0:
+            return
         shift = self.seqlen_k - self.seqlen_q
         first, last = block.rows.start + shift, block.rows.stop - 1 + shift  # the diagonal at the first and last row
+        if isinstance(keys, Tensor):
+            if self.right >= 0:
+                yield slice(None), keys > self._diagonal(first, last, self.right)
+            if self.left >= 0:
+                yield slice(None), keys < self._diagonal(first, last, -self.left)
+            return
         # Only columns that some row must not see need work; they are at most as many as the block has rows.
         if self.right >= 0 and keys.stop > first + self.right + 1:
             lo = max(keys.start, first + self.right + 1)
-            beyond = self._ramp(lo, keys.stop) > self._ramp(first, last + 1)[:, None] + self.right
-            yield slice(lo - keys.start, None), beyond
+            yield slice(lo - keys.start, None), self._ramp(lo, keys.stop) > self._diagonal(first, last, self.right)
         if self.left >= 0 and keys.start < last - self.left:
             hi = min(keys.stop, last - self.left)
-            beyond = self._ramp(keys.start, hi) < self._ramp(first, last + 1)[:, None] - self.left
-            yield slice(0, hi - keys.start), beyond
+            yield slice(0, hi - keys.start), self._ramp(keys.start, hi) < self._diagonal(first, last, -self.left)
 
     def skip_nothing(self) -> bool:
         """Return whether every score of the call belongs to some chunk."""
-        return self.left < 0 and self.right < 0 and self._occupied is None
+        return self.left < 0 and self.right < 0 and not self._looks
+
+    def _diagonal(self, first: int, last: int, offset: int) -> Tensor:
+        return self._ramp(first + offset, last + offset + 1)[:, None]
 
     def _ramp(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.device)
-
-    def _grain(self) -> int:
-        # Keys are skipped in units of this size: fine enough to follow a block mask, coarse enough for fast products.
-        return max(256, self.extent.keys // 8)
-
-    def _occupancy(self, mask: Tensor) -> list | None:
-        """Return whether the mask allows anything, by batch, heads, rows and grain of keys; None if always."""
-        if is_capturing(self.device) or 0 in (self.batch, self.seqlen_q, self.seqlen_k):
-            return None
-        cells = grouped_own(mask, self.num_heads_k, self.num_heads).view(torch.uint8)
-        # One reduction and one copy to the host decide every chunk of the call.
-        batch = self.extent.batch if len(mask) == self.batch else 1
-        for dim, size in ((3, self.extent.rows), (4, self._grain()), (0, batch), (1, self.extent.heads)):
-            cells = _any_per_block(cells, dim, size)
-        occupied = cells.amax(2).bool().tolist()
-        full = all(cell for per_batch in occupied for per_head in per_batch for row in per_head for cell in row)
-        return None if full else occupied
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -230,45 +232,8 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def grouped_own(x: Tensor, num_heads_k: int, num_heads: int) -> Tensor:
-    """View a mask or bias as (B | 1, Hk | 1, G | 1, Lq | 1, Lk | 1), dims expanded with stride 0 narrowed to 1."""
-    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            x = x.narrow(dim, 0, 1)
-    return formula.grouped(x, num_heads_k, num_heads)
-
-
-def _any_per_block(x: Tensor, dim: int, size: int) -> Tensor:
-    length = x.shape[dim]
-    if length == 1 or size == 1:
-        return x
-    full = length - length % size
-    parts = []
-    if full:
-        parts.append(x.narrow(dim, 0, full).unflatten(dim, (full // size, size)).amax(dim + 1))
-    if full < length:
-        parts.append(x.narrow(dim, full, length - full).amax(dim, keepdim=True))
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-
-
-def _runs(occupied: list[bool], grain: int) -> Iterator[tuple[int, int]]:
-    start = None
-    for index, used in enumerate([*occupied, False]):
-        if used and start is None:
-            start = index * grain
-        elif not used and start is not None:
-            yield start, index * grain
-            start = None
-
-
-def _clip(runs: Iterator[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    clipped = [(max(lo, start), min(hi, stop)) for lo, hi in runs]
-    return [(lo, hi) for lo, hi in clipped if lo < hi]
-
-
-def _slices(length: int, size: int, steps: Sequence[int] = ()) -> Iterator[slice]:
-    """Yield slices of at most size that cover a length and do not reach across a multiple of any step."""
-    start = 0
+def _slices(length: int, size: int, steps: Sequence[int] = (), start: int = 0) -> Iterator[slice]:
+    """Yield slices of at most size from start to length that do not reach across a multiple of any step."""
     while start < length:
         stop = min(start + size, length, *(start - start % step + step for step in steps))
         yield slice(start, stop)

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from . import formula
-from .chunks import DEFAULT_CHUNK_BYTES, Block, Chunks, is_capturing
+from .blocks import Block
+from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
 from .dropout import Dropout
+from .masks import AnyMask, MaskReader, read_mask
 from .sinks import row_delta, sink_gradient, sink_probability, through_lse
-from .tiles import BiasGradient, Keys, Rows, Scores, exponential, multiply, softmax_backward
+from .tiles import BiasGradient, Keys, KeySums, Rows, Scores, exponential, multiply, softmax_backward
 
 # (dq, dk, dv, dbias), and dsink where there is a sink.
 Gradients = tuple[Tensor | None, ...]
@@ -36,7 +38,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
+    mask: AnyMask | None = None,
     bias: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -54,7 +56,7 @@ def forward(
         q: (B, Lq, Hq, D), fp16 to fp64, any strides.
         k: (B, Lk, Hk, D), q's dtype.
         v: (B, Lk, Hk, Dv), q's dtype.
-        mask: bool, True = attend; 4-D, each dim 1 or full (or Hk, or expanded with stride 0).
+        mask: bool, True = attend; 4-D, each dim 1 or full (or Hk, or expanded with stride 0). Or bits or intervals.
         bias: any float dtype, shaped as mask.
         is_causal, softmax_scale, softcap, window_size: as for :func:`formula.attention`.
         chunk_bytes: the most bytes that all temporaries of one chunk may take.
@@ -84,33 +86,44 @@ def forward(
         return out, lse
     bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
     sizes = (chunk_bytes, 1 + (softcap > 0) + _buffers_of(dropout), 0)
-    chunks = Chunks(q, k, v, mask, is_causal, window_size, *sizes, mask_repeat=repeats[0], bias_entries=bias_entries)
-    scores = Scores(chunks, mask, bias, softmax_scale, softcap, repeats=repeats)
+    reader = _reader(mask, q, k, repeats[0])
+    chunks = Chunks(q, k, v, reader, is_causal, window_size, *sizes, bias_entries, scatters=dropout is None)
+    scores = Scores(chunks, bias, softmax_scale, softcap, bias_repeat=repeats[1])
     q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
     sink_rows = None if sink is None else Rows(sink[:, None].expand(*q.shape[:3], 1), chunks)
+    lowest = torch.finfo(chunks.dtype).min
     for batch, heads in chunks.pairs():
         for block, spans in chunks.blocks(batch, heads):
             q_block = q_rows.get(block)
-            acc_o = q_block.new_zeros(q_block.shape[:2] + v.shape[3:])
-            row_sum = q_block.new_zeros(q_block.shape[:2] + (1,))
-            row_max = torch.full_like(row_sum, -math.inf)
-            if sink_rows is not None:  # one more score, of a value of zeros
-                row_max.copy_(sink_rows.get(block))
-                row_sum.copy_(row_max > -math.inf)
-            for keys in spans:
-                s = scores.compute(block, keys, q_block, k_keys.get(block, keys))
-                new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
-                shift = new_max.masked_fill(new_max == -math.inf, 0.0)  # -inf - -inf is NaN
-                p = exponential(s.sub_(shift))
-                rescale = exponential(row_max.sub_(shift))
-                row_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
+            acc_o = q_block.new_empty(q_block.shape[:2] + v.shape[3:])
+            # A sink is one more score, of a value of zeros.
+            row_max = None if sink_rows is None else sink_rows.get(block).clamp(min=lowest)
+            row_sum = None if row_max is None else (row_max > lowest).to(chunks.dtype)
+            for number, span in enumerate(spans):
+                keys = span.keys
+                s = scores.compute(block, span, q_block, k_keys.get(block, keys))
+                # Not -inf in a row without keys, because -inf - -inf is NaN.
+                new_max = s.amax(-1, keepdim=True).clamp_(min=lowest)
+                if row_max is not None:
+                    new_max = torch.maximum(row_max, new_max)
+                p = exponential(s.sub_(new_max))
+                own_sum = p.sum(-1, keepdim=True)
+                if row_max is None or row_sum is None:
+                    row_sum = own_sum
+                else:
+                    rescale = exponential(row_max.sub_(new_max))
+                    row_sum = own_sum.addcmul_(row_sum, rescale)
+                    if number > 0:
+                        acc_o.mul_(rescale)
                 if dropout is not None:
                     p.mul_(_kept(dropout, chunks, block, keys))
-                multiply(p, v_keys.get(block, keys), acc_o.mul_(rescale), keep=True)
+                multiply(p, v_keys.get(block, keys), acc_o, keep=number > 0)
                 row_max = new_max
-            lse_rows.put(block, shift.add_(row_sum.log()))
-            acc_o.div_(row_sum.masked_fill_(row_sum == 0, 1.0))
+            assert row_max is not None and row_sum is not None
+            lse_rows.put(block, row_max.add_(row_sum.log()))
+            # The largest score of a row adds 1 to its sum, which is 0 only in a row without keys.
+            acc_o.div_(row_sum.clamp_(min=1.0))
             out_rows.put(block, acc_o if dropout is None else acc_o.mul_(dropout.scale))
     return out, lse
 
@@ -122,7 +135,7 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: AnyMask | None,
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -173,7 +186,8 @@ def backward(
     sums_per_key = need_k * q.shape[3] + need_v * v.shape[3]
     bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
     sizes = (chunk_bytes, 2 + (softcap > 0) + _buffers_of(dropout), sums_per_key)
-    chunks = Chunks(q, k, v, mask, is_causal, window_size, *sizes, mask_repeat=repeats[0], bias_entries=bias_entries)
+    reader = _reader(mask, q, k, repeats[0])
+    chunks = Chunks(q, k, v, reader, is_causal, window_size, *sizes, bias_entries, scatters=dropout is None)
     scale = 1.0 if dropout is None else dropout.scale
     empty = lse == -math.inf
     finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is 0, but exp(-inf - -inf) is NaN
@@ -195,7 +209,7 @@ def backward(
     # Rows that fit in one chunk are always normalised again: it costs one pass. Other rows need their scores twice.
     splits_rows = chunks.extent.keys < chunks.seqlen_k
     renormalise = splits_rows and (is_capturing(q.device) or bool(finite_lse.abs().amax() > LARGE_LSE))
-    scores = Scores(chunks, mask, bias, softmax_scale, softcap, keep_slope=need_q or need_k, repeats=repeats)
+    scores = Scores(chunks, bias, softmax_scale, softcap, keep_slope=need_q or need_k, bias_repeat=repeats[1])
     # A half-precision out is rounded, and delta = rowsum(dout * out) would take over its error. It is summed from
     # p * dp instead.
     sum_delta = need_ds and out.dtype != chunks.dtype
@@ -206,8 +220,7 @@ def backward(
     dq_rows = None if dq is None else Rows(dq, chunks)
     share_rows = None if sink is None else Rows(sink_probability(sink, lse).mT.unsqueeze(3), chunks)
     for batch, heads in chunks.pairs():
-        dk_sum = None if dk is None else Keys(dk, chunks).zeros(batch, heads)
-        dv_sum = None if dv is None else Keys(dv, chunks).zeros(batch, heads)
+        dk_sum, dv_sum = (None if x is None else KeySums(x, batch, heads, chunks.dtype) for x in (dk, dv))
         for block, spans in chunks.blocks(batch, heads):
             q_block, dout_block, lse_block = q_rows.get(block), dout_rows.get(block), lse_rows.get(block)
             dq_sum = torch.zeros_like(q_block) if need_q else None
@@ -219,8 +232,9 @@ def backward(
                     delta = (dout_block * out_rows.get(block)).sum(-1, keepdim=True)
                 if renormalise or sum_delta:
                     row_sum, products = torch.zeros_like(lse_block), torch.zeros_like(lse_block)
-                    for keys in spans:
-                        s = scores.compute(block, keys, q_block, k_keys.get(block, keys))
+                    for span in spans:
+                        keys = span.keys
+                        s = scores.compute(block, span, q_block, k_keys.get(block, keys))
                         p = exponential(s.sub_(lse_block))
                         row_sum += p.sum(-1, keepdim=True)
                         if sum_delta:
@@ -233,9 +247,10 @@ def backward(
                     row_sum.masked_fill_(row_sum == 0, 1.0)
                     if sum_delta:
                         delta = products.div_(row_sum)
-            for keys in spans:
+            for span in spans:
+                keys = span.keys
                 k_block = k_keys.get(block, keys)
-                p = exponential(scores.compute(block, keys, q_block, k_block).sub_(lse_block))
+                p = exponential(scores.compute(block, span, q_block, k_block).sub_(lse_block))
                 if len(spans) == 1:
                     total = p.sum(-1, keepdim=True)
                     if share is not None:
@@ -246,7 +261,7 @@ def backward(
                 kept = None if dropout is None else _kept(dropout, chunks, block, keys)
                 if dv_sum is not None:
                     weights = p if kept is None else torch.mul(p, kept, out=chunks.buffer(3, p.shape))
-                    multiply(weights.mT, dout_block, dv_sum[:, keys], scale, keep=True)
+                    dv_sum.add_product(keys, weights.mT, dout_block, scale)
                 if not need_ds:
                     continue
                 ds = multiply(dout_block, v_keys.get(block, keys).mT, chunks.buffer(1, p.shape), scale)
@@ -262,12 +277,12 @@ def backward(
                 if dq_sum is not None:
                     multiply(ds, k_block, dq_sum, softmax_scale, keep=True)
                 if dk_sum is not None:
-                    multiply(ds.mT, q_block, dk_sum[:, keys], softmax_scale, keep=True)
+                    dk_sum.add_product(keys, ds.mT, q_block, softmax_scale)
             if dq_rows is not None and dq_sum is not None:
                 dq_rows.put(block, dq_sum)
-        for gradient, key_sum in ((dk, dk_sum), (dv, dv_sum)):
-            if gradient is not None and key_sum is not None:
-                Keys(gradient, chunks).put(batch, heads, key_sum)
+        for key_sum in (dk_sum, dv_sum):
+            if key_sum is not None:
+                key_sum.put()
     return dq, dk, dv, None if dbias is None else dbias.result(), *sink_gradients
 
 
@@ -276,8 +291,16 @@ def _buffers_of(dropout: Dropout | None) -> int:
     return 0 if dropout is None else 4
 
 
-def _kept(dropout: Dropout, chunks: Chunks, block: Block, keys: slice) -> Tensor:
+def _reader(mask: AnyMask | None, q: Tensor, k: Tensor, repeat: int) -> MaskReader | None:
+    return None if mask is None else read_mask(mask, k.shape[2], q.shape[2], repeat)
+
+
+def _kept(dropout: Dropout, chunks: Chunks, block: Block, keys: slice | Tensor) -> Tensor:
     """Return whether each probability of a chunk is kept, bool in the shape of its scores."""
     heads = slice(block.heads.start * chunks.group, block.heads.stop * chunks.group)
-    kept = dropout.kept(block.batch, heads, block.rows, keys)
+    if isinstance(keys, slice):
+        kept = dropout.kept(block.batch, heads, block.rows, keys)
+    else:
+        first, last = int(keys[0]), int(keys[-1])
+        kept = dropout.kept(block.batch, heads, block.rows, slice(first, last + 1))[..., keys - first]
     return kept.reshape(-1, chunks.group * kept.shape[2], kept.shape[3])

@@ -1,12 +1,13 @@
 """Attention over sequences of different lengths as a loop: one call for each sequence, on its own rows.
 
-`forward` and `backward` call the chunked passes of `eager.py`. `attention` and `gradients` call the plain formula, and
-are differentiable. All four read lengths on the host, so they wait for the device.
+`forward` and `backward` call the chunked passes of `eager.py`, once for consecutive sequences of equal lengths.
+`attention` and `gradients` call the plain formula, and are differentiable. All four read lengths on the host, so they
+wait for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,18 +16,23 @@ from torch import Tensor
 from . import eager, formula
 from .chunks import is_capturing
 from .dropout import Dropout
+from .masks import AnyMask, TileBits
 
 
 class Sequence(NamedTuple):
-    """One sequence: the entries of q and of k that it lies in, and its rows there."""
+    """One sequence, or some consecutive ones of equal lengths: the entries of a batch."""
 
     number: int
-    entry_q: int
-    entry_k: int
-    queries: slice
-    keys: slice
+    first_q: int
     seqlen_q: int
+    first_k: int
     seqlen_k: int
+    count: int = 1
+
+    @property
+    def entries(self) -> slice:
+        """The numbers of the sequences."""
+        return slice(self.number, self.number + self.count)
 
 
 class Batch:
@@ -63,70 +69,99 @@ class Batch:
                 'backend="eager" gives shapes without them'
             )
         self._table = block_table
+        self._packs_queries, self._packs_keys = packs_queries, packs_keys
         self.packing = {"mask": mask_packing, "bias": bias_packing}
-        self.sequences = [
-            Sequence(
-                s,
-                0 if packs_queries else s,
-                0 if packs_keys else s,
-                slice(first_q, first_q + len_q),
-                slice(first_k, first_k + len_k),
-                len_q,
-                len_k,
-            )
-            for s, (first_q, len_q, first_k, len_k) in enumerate(bounds.tolist())
-        ]
+        self.sequences = [Sequence(number, *row) for number, row in enumerate(bounds.tolist())]
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self.sequences)
 
+    def runs(self) -> Iterator[Sequence]:
+        """Yield the sequences, consecutive ones of equal lengths that lie side by side as one."""
+        start = 0
+        for stop in range(1, len(self.sequences) + 1):
+            if stop == len(self.sequences) or not self._continues(*self.sequences[stop - 1 : stop + 1]):
+                yield self.sequences[start]._replace(count=stop - start)
+                start = stop
+
+    def _continues(self, one: Sequence, other: Sequence) -> bool:
+        """Return whether the second sequence has the lengths of the first and lies behind it."""
+        return (
+            one.seqlen_q == other.seqlen_q
+            and one.seqlen_k == other.seqlen_k
+            and (not self._packs_queries or one.first_q + one.seqlen_q == other.first_q)
+            and (not self._packs_keys or one.first_k + one.seqlen_k == other.first_k)
+        )
+
+    def fills(self, q: Tensor, s: Sequence) -> bool:
+        """Return whether every row of q is a query of these sequences, in the layout of their own call."""
+        return not self._packs_queries and (s.count, s.seqlen_q) == q.shape[:2] and s.seqlen_q > 0
+
     def queries(self, x: Tensor, s: Sequence) -> Tensor:
-        """Return the rows of a sequence in a tensor shaped as q, with a batch dim of 1."""
-        return x[s.entry_q : s.entry_q + 1, s.queries]
+        """Return the rows of sequences in a tensor shaped as q, an entry for each."""
+        if self._packs_queries:
+            return _unpacked(x[0], 0, s.first_q, s.count, s.seqlen_q)
+        return x[s.entries, : s.seqlen_q]
 
     def rows(self, x: Tensor, s: Sequence) -> Tensor:
-        """Return the rows of a sequence in a tensor shaped as lse, (B, Hq, Lq)."""
-        return x[s.entry_q : s.entry_q + 1, :, s.queries]
+        """Return the rows of sequences in a tensor shaped as lse, (B, Hq, Lq)."""
+        if self._packs_queries:
+            return _unpacked(x[0], 1, s.first_q, s.count, s.seqlen_q).transpose(0, 1)
+        return x[s.entries, :, : s.seqlen_q]
 
     def keys(self, x: Tensor, s: Sequence) -> Tensor:
-        """Return the rows of a sequence in a tensor shaped as k; a copy if they lie in pages."""
+        """Return the rows of sequences in a tensor shaped as k; a copy if they lie in pages."""
+        if self._packs_keys:
+            return _unpacked(x[0], 0, s.first_k, s.count, s.seqlen_k)
         if self._table is None:
-            return x[s.entry_k : s.entry_k + 1, s.keys]
-        pages = self._table[s.number, : -(-s.seqlen_k // max(x.shape[1], 1))].long().clamp(0, max(x.shape[0] - 1, 0))
-        return x[pages].flatten(0, 1)[None, : s.seqlen_k]
+            return x[s.entries, : s.seqlen_k]
+        pages = self._table[s.entries, : -(-s.seqlen_k // max(x.shape[1], 1))].long().clamp(0, max(x.shape[0] - 1, 0))
+        return x[pages].flatten(1, 2)[:, : s.seqlen_k]
+
+    def mask(self, x: AnyMask, s: Sequence) -> AnyMask:
+        """Return the part of a mask that sequences read; dims of size 1 stay."""
+        if isinstance(x, Tensor):
+            return self.scores("mask", x, s)
+        # The bits of all queries stand one behind another, those of padded sequences too.
+        assert isinstance(x, TileBits)
+        if self._packs_queries:
+            return TileBits(_unpacked(x.bits[0], 1, s.first_q, s.count, s.seqlen_q).transpose(0, 1))
+        by_slot = x.bits[0].unflatten(1, (len(self.sequences), -1))
+        return TileBits(by_slot[:, s.entries, : s.seqlen_q].transpose(0, 1))
 
     def scores(self, name: str, x: Tensor, s: Sequence) -> Tensor:
-        """Return the part of a mask or a bias that a sequence reads; dims of size 1 stay."""
+        """Return the part of a mask or a bias that sequences read; dims of size 1 stay."""
         packing = self.packing[name]
         if packing == "tree":
             return self._tree(x, s)
-        entry = slice(s.number, s.number + 1) if packing == "none" and x.shape[0] > 1 else slice(None)
-        queries = s.queries if packing == "queries" else slice(s.seqlen_q)
-        keys = s.keys if packing == "keys" else slice(s.seqlen_k)
-        return x[
-            entry,
-            :,
-            queries if x.shape[2] > 1 else slice(None),
-            keys if x.shape[3] > 1 else slice(None),
-        ]
+        if packing == "none":
+            entries = s.entries if x.shape[0] > 1 else slice(None)
+            queries = slice(s.seqlen_q) if x.shape[2] > 1 else slice(None)
+            return x[entries, :, queries, : s.seqlen_k if x.shape[3] > 1 else None]
+        if packing == "queries":
+            keys = slice(s.seqlen_k) if x.shape[3] > 1 else slice(None)
+            if x.shape[2] == 1:
+                return x[..., keys]
+            return _unpacked(x[0], 1, s.first_q, s.count, s.seqlen_q).transpose(0, 1)[..., keys]
+        return _unpacked(x[0], 2, s.first_k, s.count, s.seqlen_k).permute(2, 0, 1, 3) if x.shape[3] > 1 else x
 
     @staticmethod
     def _tree(x: Tensor, s: Sequence) -> Tensor:
-        own = x[s.number if x.shape[0] > 1 else 0]
-        allowed = own.new_ones(1, 1, s.seqlen_q, s.seqlen_k)
+        own = x[s.entries] if x.shape[0] > 1 else x
+        allowed = own.new_ones(own.shape[0], 1, s.seqlen_q, s.seqlen_k)
         tail = min(s.seqlen_q, s.seqlen_k)  # the number of new tokens that have a key
-        allowed[..., s.seqlen_k - tail :] = own[None, :, : s.seqlen_q, s.seqlen_q - tail : s.seqlen_q]
+        allowed[..., s.seqlen_k - tail :] = own[:, :, : s.seqlen_q, s.seqlen_q - tail : s.seqlen_q]
         return allowed
 
     def inputs(
-        self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None, bias: Tensor | None
+    ) -> tuple[Any, ...]:
         """Return the inputs of the call for one sequence."""
         return (
             self.queries(q, s),
             self.keys(k, s),
             self.keys(v, s),
-            None if mask is None else self.scores("mask", mask, s),
+            None if mask is None else self.mask(mask, s),
             None if bias is None else self.scores("bias", bias, s),
         )
 
@@ -137,13 +172,13 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: AnyMask | None,
     bias: Tensor | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
     **flags: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of all rows, by one :func:`eager.forward` per sequence; 0 and -inf in rows of no sequence.
+    """Return out and lse of all rows, by one :func:`eager.forward` per run; 0 and -inf in rows of no sequence.
 
     Args:
         batch: where the sequences lie.
@@ -151,13 +186,17 @@ def forward(
         mask, bias: 4-D, each by position or packed, as `batch` says.
         sink, dropout, flags: as for :func:`eager.forward`. Dropout counts a sequence as an entry of the batch.
     """
-    out, lse = _empty(q, v)
 
     def results_of(s: Sequence) -> tuple[Tensor, ...]:
         inputs = batch.inputs(s, q, k, v, mask, bias)
         return eager.forward(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **flags)
 
-    _write(batch, out, lse, results_of)
+    runs = list(batch.runs())
+    if len(runs) == 1 and batch.fills(q, runs[0]):
+        out, lse = results_of(runs[0])
+        return out, lse
+    out, lse = _empty(q, v)
+    _write(batch, runs, out, lse, results_of)
     return out, lse
 
 
@@ -169,7 +208,7 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: AnyMask | None,
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -179,7 +218,7 @@ def backward(
     needs_grad: tuple[bool, ...],
     **flags: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return the requested gradients, by one :func:`eager.backward` per sequence; zeros in rows of no sequence.
+    """Return the requested gradients, by one :func:`eager.backward` per run; zeros in rows of no sequence.
 
     Sequences share bias and sink, whose gradients are summed in the dtype of the softmax and rounded once.
     """
@@ -190,7 +229,7 @@ def backward(
         numbers = {"sink": sink, "dropout": _dropout_of(s, dropout), "needs_grad": needs_grad, **flags}
         return eager.backward(batch.queries(dout, s), own_dlse, *inputs, *results, **numbers)
 
-    return _summed(batch, (q, k, v, bias, sink), needs_grad, gradients_of)
+    return _summed(batch, batch.runs(), (q, k, v, bias, sink), needs_grad, gradients_of)
 
 
 def attention(
@@ -198,7 +237,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: AnyMask | None,
     bias: Tensor | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
@@ -218,7 +257,7 @@ def attention(
         inputs = batch.inputs(s, q, k, v, mask, bias)
         return formula.attention(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **flags)
 
-    _write(batch, out, lse, results_of)
+    _write(batch, batch, out, lse, results_of)
     return out, lse
 
 
@@ -229,7 +268,7 @@ def gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: AnyMask | None,
     bias: Tensor | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
@@ -246,16 +285,27 @@ def gradients(
         own_dropout = _dropout_of(s, dropout)
         return formula.gradients(batch.queries(dout, s), own_dlse, *inputs, sink=sink, dropout=own_dropout, **flags)
 
-    return _summed(batch, (q, k, v, bias, sink), (True,) * 5, gradients_of)
+    return _summed(batch, batch, (q, k, v, bias, sink), (True,) * 5, gradients_of)
 
 
 def _dropout_of(s: Sequence, dropout: Dropout | None) -> Dropout | None:
     return None if dropout is None else dropout.starting_at(s.number)
 
 
-def _write(batch: Batch, out: Tensor, lse: Tensor, results_of: Callable[[Sequence], tuple[Tensor, ...]]) -> None:
+def _unpacked(x: Tensor, dim: int, first: int, count: int, length: int) -> Tensor:
+    """View sequences of one length that follow each other along a dim: that dim becomes (count, length)."""
+    return x.narrow(dim, first, count * length).unflatten(dim, (count, length))
+
+
+def _write(
+    batch: Batch,
+    sequences: Iterable[Sequence],
+    out: Tensor,
+    lse: Tensor,
+    results_of: Callable[[Sequence], tuple[Tensor, ...]],
+) -> None:
     """Write out and lse of every sequence that has queries."""
-    for s in batch:
+    for s in sequences:
         if s.seqlen_q > 0:
             own_out, own_lse = results_of(s)
             batch.queries(out, s).copy_(own_out)
@@ -264,6 +314,7 @@ def _write(batch: Batch, out: Tensor, lse: Tensor, results_of: Callable[[Sequenc
 
 def _summed(
     batch: Batch,
+    sequences: Iterable[Sequence],
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     needs_grad: tuple[bool, ...],
     gradients_of: Callable[[Sequence, Tensor | None, Tensor | None], tuple[Tensor | None, ...]],
@@ -280,7 +331,7 @@ def _summed(
         for x, needed in zip((q, k, v, bias, sink), needs_grad, strict=True)
     ]
     parts = (batch.queries, batch.keys, batch.keys, lambda x, s: batch.scores("bias", x, s), lambda x, s: x)
-    for s in batch:
+    for s in sequences:
         if s.seqlen_q > 0:
             for total, x, part in zip(sums, gradients_of(s, bias, sink), parts, strict=False):
                 if total is not None and x is not None:

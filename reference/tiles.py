@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import formula
-from .chunks import Block, Chunks, grouped_own
+from .blocks import Block, grouped_own
+from .chunks import Chunks, Span
 
 _LOG2_E = math.log2(math.e)
 
@@ -40,14 +41,17 @@ class Rows:
     """The rows of blocks of a (B, Lq, Hq, X) tensor, as (pairs, G * rows, X) matrices in the softmax's dtype."""
 
     def __init__(self, x: Tensor, chunks: Chunks) -> None:
-        self._x = x.unflatten(2, (chunks.num_heads_k, chunks.group)).permute(0, 2, 3, 1, 4)
+        batch, rows, _, width = x.shape
+        self._x = x.view(batch, rows, chunks.num_heads_k, chunks.group, width).permute(0, 2, 3, 1, 4)
         self._dtype = chunks.dtype
 
     def _view(self, block: Block) -> Tensor:
-        return self._x[block.batch, block.heads, :, block.rows]
+        return self._x if block.is_whole else self._x[block.batch, block.heads, :, block.rows]
 
     def get(self, block: Block) -> Tensor:
-        return self._view(block).to(self._dtype).flatten(0, 1).flatten(1, 2)
+        x = self._view(block)
+        batch, heads, group, rows, width = x.shape
+        return x.to(self._dtype).reshape(batch * heads, group * rows, width)
 
     def put(self, block: Block, rows: Tensor) -> None:
         view = self._view(block)
@@ -63,22 +67,46 @@ class Keys:
         self._hold = chunks.extent.keys >= chunks.seqlen_k  # if all keys fit in a chunk, cast them once for all rows
         self._held: tuple[slice, slice] | None = None
 
-    def get(self, block: Block, keys: slice) -> Tensor:
+    def get(self, block: Block, keys: slice | Tensor) -> Tensor:
+        if isinstance(keys, Tensor):
+            # Along the keys of the layout that most calls have, (B, Lk, Hk, X), whole rows of heads are copied.
+            rows = self._x.transpose(1, 2)[block.batch, :, block.heads].index_select(1, keys)
+            return self._matrix(rows.transpose(1, 2))
+        if block.is_whole and keys.stop - keys.start == self._x.shape[2]:
+            return self._matrix(self._x)
         if not self._hold:
             return self._matrix(self._x[block.batch, block.heads, keys])
         if self._held != block[:2]:
             self._held, self._matrices = block[:2], self._matrix(self._x[block.batch, block.heads])
         return self._matrices[:, keys]
 
-    def zeros(self, batch: slice, heads: slice) -> Tensor:
-        return torch.zeros_like(self._matrix(self._x[batch, heads]), memory_format=torch.contiguous_format)
-
-    def put(self, batch: slice, heads: slice, matrices: Tensor) -> None:
-        view = self._x[batch, heads]
-        view.copy_(matrices.view(view.shape))
-
     def _matrix(self, x: Tensor) -> Tensor:
         return x.to(self._dtype).flatten(0, 1)
+
+
+class KeySums:
+    """The sums over queries of one (batch, heads) part: a row for each key, in the softmax's dtype.
+
+    Args:
+        gradient: (B, Lk, Hk, X), into which the sums are written in the end.
+    """
+
+    def __init__(self, gradient: Tensor, batch: slice, heads: slice, dtype: torch.dtype) -> None:
+        self._view = gradient.transpose(1, 2)[batch, heads]
+        entries, num_heads, seqlen_k, width = self._view.shape
+        self._sums = gradient.new_zeros((entries * num_heads, seqlen_k, width), dtype=dtype)
+
+    def add_product(self, keys: slice | Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+        """Add scale * a @ b to the rows of these keys."""
+        if isinstance(keys, slice):
+            multiply(a, b, self._sums[:, keys], scale, keep=True)
+        else:
+            sums = self._sums.index_select(1, keys)
+            self._sums.index_copy_(1, keys, multiply(a, b, sums, scale, keep=True))
+
+    def put(self) -> None:
+        """Write the sums into the gradient."""
+        self._view.copy_(self._sums.view(self._view.shape))
 
 
 class Scores:
@@ -87,28 +115,27 @@ class Scores:
     def __init__(
         self,
         chunks: Chunks,
-        mask: Tensor | None,
         bias: Tensor | None,
         softmax_scale: float,
         softcap: float,
         keep_slope: bool = False,
-        repeats: tuple[int, int] = (1, 1),
+        bias_repeat: int = 1,
     ) -> None:
-        heads = chunks.num_heads_k, chunks.num_heads
         self._chunks = chunks
-        self._mask = None if mask is None else grouped_own(mask, *heads)
-        self._bias = None if bias is None else grouped_own(bias, *heads)
-        self._mask_repeat, self._bias_repeat = repeats
+        self._bias = None if bias is None else grouped_own(bias, chunks.num_heads_k, chunks.num_heads)
+        self._bias_repeat = bias_repeat
         self._scale, self._softcap, self._keep_slope = softmax_scale, softcap, keep_slope
         self.slope: Tensor | None = None  # of the softcap at the scores last computed
 
-    def compute(self, block: Block, keys: slice, q_block: Tensor, k_block: Tensor) -> Tensor:
+    def compute(self, block: Block, span: Span, q_block: Tensor, k_block: Tensor) -> Tensor:
         """Return the (pairs, G * rows, keys) scores; they stay valid until the next call."""
+        keys, mask = span.keys, self._chunks.mask
+        allowed = mask.part(block, keys) if mask is not None and span.is_masked else None
         shape = (*q_block.shape[:2], k_block.shape[1])
         s = self._chunks.buffer(0, shape)
         if self._softcap == 0:
             # Bias and mask are written first and the product is added to them, which saves a pass over the scores.
-            added = self._add_to_be(s, block, keys)
+            added = self._add_to_be(s, block, keys, allowed)
             multiply(q_block, k_block.mT, s, self._scale, keep=added)
         else:
             multiply(q_block, k_block.mT, s, self._scale / self._softcap).tanh_()
@@ -117,35 +144,30 @@ class Scores:
                 torch.mul(s, s, out=self.slope).neg_().add_(1.0)
             s.mul_(self._softcap)
             addend = self._chunks.buffer(1, shape)
-            if self._add_to_be(addend, block, keys):
+            if self._add_to_be(addend, block, keys, allowed):
                 s.add_(addend)
-        self._hide(s, block, keys)
+        # Write -inf where the mask forbids a score, even if its key holds inf or NaN. On a CPU -inf was added to these
+        # scores, and they are -inf now unless their product was inf or NaN. Then the sum over s is NaN; this sum takes
+        # a tenth of the time of masked_fill_.
+        if allowed is not None and not (_adds_mask(s.device) and not s.sum().isnan()):
+            block.by_group(s, self._chunks.group).masked_fill_(~allowed, -math.inf)
         for columns, outside in self._chunks.band_edges(block, keys):
             block.by_group(s, self._chunks.group)[..., columns].masked_fill_(outside, -math.inf)
         return s
 
-    def _add_to_be(self, s: Tensor, block: Block, keys: slice) -> bool:
+    def _add_to_be(self, s: Tensor, block: Block, keys: slice | Tensor, allowed: Tensor | None) -> bool:
         """Write into s what is added to the products: the bias, and on a CPU also -inf where the mask forbids a score.
 
         Return False, with s unwritten, if nothing is added.
         """
         s = block.by_group(s, self._chunks.group)
         bias = None if self._bias is None else block.pick(self._bias, keys, self._bias_repeat)
-        if self._mask is not None and _adds_mask(s.device):
-            _merge_by_minimum(s, block.pick(self._mask, keys, self._mask_repeat), bias)
+        if allowed is not None and _adds_mask(s.device):
+            _merge_by_minimum(s, allowed, bias)
             return True
         if bias is not None:
             s.copy_(bias)
         return bias is not None
-
-    def _hide(self, s: Tensor, block: Block, keys: slice) -> None:
-        """Write -inf into s where the mask forbids a score, even if its key holds inf or NaN."""
-        # On a CPU -inf was added to these scores, and they are -inf now unless their product was inf or NaN. Then the
-        # sum over s is NaN; this sum takes a tenth of the time of masked_fill_.
-        if self._mask is None or (_adds_mask(s.device) and not s.sum().isnan()):
-            return
-        mask = block.pick(self._mask, keys, self._mask_repeat)
-        block.by_group(s, self._chunks.group).masked_fill_(~mask, -math.inf)
 
 
 def _adds_mask(device: torch.device) -> bool:
@@ -154,12 +176,14 @@ def _adds_mask(device: torch.device) -> bool:
 
 def _merge_by_minimum(s: Tensor, mask: Tensor, bias: Tensor | None) -> None:
     # On a CPU masked_fill_ and torch.where branch on every element, 1.1 ns for a random mask. The minimum of the bias
-    # and +inf or -inf has the same result, and its vector code takes 0.2 ns.
-    s.copy_(mask).sub_(0.5).mul_(math.inf)
+    # and +inf or -inf has the same result, and its vector code takes 0.2 ns. The mask is often shared by heads, so it
+    # becomes numbers in its own shape.
+    limit = mask.to(s.dtype).sub_(0.5).mul_(math.inf)
     if bias is None:
-        s.clamp_(max=0.0)
+        s.copy_(limit.clamp_(max=0.0))
     else:
-        torch.minimum(s, bias.to(s.dtype), out=s)
+        s.copy_(bias)
+        torch.minimum(s, limit, out=s)
 
 
 class BiasGradient:
@@ -180,11 +204,16 @@ class BiasGradient:
             entry_sums = formula.sum_entries(per_row.unflatten(1, full[1:3]).unsqueeze(4), own[0], repeat)
             self._sum += entry_sums.sum_to_size(own)
 
-    def add(self, block: Block, keys: slice, ds: Tensor) -> None:
+    def add(self, block: Block, keys: slice | Tensor, ds: Tensor) -> None:
         if not self.needs_scores:
             return
-        place = block.pick(self._sum, keys, self._repeat)
         ds = block.by_group(ds, self._group)
+        if isinstance(keys, Tensor):
+            rows = block.pick(self._sum, slice(None), self._repeat)
+            sums = rows.index_select(4, keys)
+            rows.index_copy_(4, keys, sums.add_(ds.sum_to_size(sums.shape)))
+            return
+        place = block.pick(self._sum, keys, self._repeat)
         if self._written_once:
             place.copy_(ds)
         else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import AttentionProblem, Gradients
+from ..problem import AttentionProblem, Gradients, MaskView
 from ..problem.inputs import Inputs, Saved
 from ..reference import eager as chunked
 from ..reference import formula
 from ..reference import sequences as loop
+from ..reference.masks import AnyMask, Intervals, TileBits
 from .entries import batch_of, bool_mask, dropout_of, formula_numbers, whole_batch
+from .mask_choice import MaskChoice, convert
 from .protocol import Backend, Backward, Forward
 
 _chunk_bytes = chunked.DEFAULT_CHUNK_BYTES
@@ -34,8 +36,7 @@ def _workspace_bytes(problem: AttentionProblem) -> int:
     width = 8 if problem.dtype == torch.float64 else 4
     batch = problem.batch if problem.sequences is None else 1  # one sequence after another
     scores = batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * width
-    unpacked = 0 if problem.mask is None or problem.mask_form == "dense" else problem.mask.span()
-    return unpacked + min(_chunk_bytes, 3 * scores)
+    return min(_chunk_bytes, 3 * scores)
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
@@ -43,11 +44,20 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
     return ("returns only shapes, strides and dtypes: meta tensors hold no values",) if problem.device == "meta" else ()
 
 
+def _readable(mask: MaskView) -> AnyMask | None:
+    """Return the mask of a call as the chunked passes read it."""
+    if mask.form in ("tiles", "sequence_tiles"):
+        return TileBits(mask.tensors[0])
+    if mask.form == "intervals":
+        return Intervals(*mask.tensors[:2])
+    return bool_mask(mask)
+
+
 def _plan_forward(problem: AttentionProblem) -> Forward:
     numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        mask, shared = bool_mask(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
+        mask, shared = _readable(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
         sizes = {**numbers, "chunk_bytes": _chunk_bytes}
         if x.sequences is not None:
             return loop.forward(batch_of(problem, x), x.q, x.k, x.v, mask, x.bias, **shared, **sizes)
@@ -61,7 +71,7 @@ def _plan_backward(problem: AttentionProblem) -> Backward:
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         x, out, lse = saved
-        mask, shared = bool_mask(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
+        mask, shared = _readable(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
         sizes = {**numbers, "chunk_bytes": _chunk_bytes, "needs_grad": problem.needs_grad}
         tensors = (dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse)
         if x.sequences is not None:
@@ -73,7 +83,9 @@ def _plan_backward(problem: AttentionProblem) -> Backward:
 
 def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
-    numbers, dropout, mask = formula_numbers(problem), dropout_of(problem, x), bool_mask(x.mask)
+    numbers, dropout = formula_numbers(problem), dropout_of(problem, x)
+    is_prepared = x.mask.form not in ("none", "dense", "tree")
+    mask = bool_mask(convert(problem, MaskChoice("dense"), x.mask, x.sequences) if is_prepared else x.mask)
     tensors = (dout, dlse, x.q, x.k, x.v)
     if x.sequences is not None:
         return loop.gradients(batch_of(problem, x), *tensors, mask, x.bias, x.sink, dropout, **numbers)
@@ -91,7 +103,8 @@ BACKEND = Backend(
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
     | {"sink", "sequences", "paged", "tree", "dropout_p"},
     notes=_notes,
-    mask_forms=frozenset({"dense", "tree"}),
+    mask_forms=frozenset({"dense", "tiles", "intervals", "sequence_tiles", "tree"}),
+    reads_dense=lambda problem, direction: True,
     repeats_entries=True,
     differentiable_backward=_differentiable_backward,
     workspace_bytes=_workspace_bytes,

@@ -51,13 +51,13 @@ def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], 
     if form == "none" or form == "tree" or (form != "dense" and all(form in each.mask_forms for each, _ in passes)):
         return MaskChoice(form)
     sized = hinted(problem)  # symbolic sizes may be replaced by hints, because the form only decides speed
-    if problem.sequences is not None:
-        packs = all("sequence_tiles" in each.mask_forms for each, _ in passes) and packs_beside_sequences(sized)
-        return MaskChoice("sequence_tiles" if packs else "dense")
-    if not all("tiles" in each.mask_forms for each, _ in passes):
+    needed: MaskForm = "tiles" if problem.sequences is None else "sequence_tiles"
+    if not all(needed in each.mask_forms for each, _ in passes):
         return MaskChoice("dense")
     if all(each.reads_dense(sized, direction) for each, direction in passes):
         return MaskChoice("dense")
+    if problem.sequences is not None:
+        return MaskChoice("sequence_tiles" if packs_beside_sequences(sized) else "dense")
     return prepared_form(sized, all("keys" in each.mask_forms for each, _ in passes))
 
 

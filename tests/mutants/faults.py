@@ -163,9 +163,9 @@ _PYTHON = (
     ),
     Fault(
         "dv is overwritten by each block of queries",
-        "reference/eager.py",
-        "dv_sum[:, keys], scale, keep=True)",
-        "dv_sum[:, keys], scale)",
+        "reference/tiles.py",
+        "multiply(a, b, self._sums[:, keys], scale, keep=True)",
+        "multiply(a, b, self._sums[:, keys], scale)",
         ("tests/test_eager_chunks.py::test_any_chunk_size[True-1]",),
     ),
     Fault(

@@ -1,0 +1,246 @@
+"""Eager computes no score of keys that no query of a block sees: the work of both passes, and their results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_dmattn
+from flash_dmattn.masks import PreparedMask
+from flash_dmattn.reference import chunks, eager, formula
+from flash_dmattn.reference.dropout import Dropout
+from flash_dmattn.reference.masks import Intervals, TileBits
+from flash_dmattn.sequences import Sequences
+
+HK, HQ, D, LENGTH = 2, 4, 16, 1024
+SCALE = {"softmax_scale": 0.3}
+
+
+class Count(TorchDispatchMode):
+    """Count matrix products, their work, and the elements of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.work = self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if "bmm" in function.__name__:
+            self.products += 1
+            self.work += result.numel() * args[1].shape[2]
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@contextmanager
+def counting() -> Iterator[Count]:
+    """Count what the chunked passes do; around a call a dispatch mode would see no more than the operator."""
+    counted = Count()
+
+    def watched(run: Any) -> Any:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with counted:
+                return run(*args, **kwargs)
+
+        return inside
+
+    with (
+        mock.patch.object(eager, "forward", watched(eager.forward)),
+        mock.patch.object(eager, "backward", watched(eager.backward)),
+    ):
+        yield counted
+
+
+def leaves(length: int = LENGTH, batch: int = 1, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    shapes = [(batch, length, heads, D) for heads in (HQ, HK, HK)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def count(inputs: list[Tensor], mask: Any, bias: Tensor | None = None, **more: Any) -> tuple[list[Tensor], Count]:
+    """Return out and the gradients of a call of eager, and what both passes did."""
+    with counting() as counted:
+        out = flash_dmattn.attention(*inputs, mask, bias, backend="eager", **more)
+        wanted = [*inputs, *([] if bias is None else [bias])]
+        gradients = torch.autograd.grad(out, wanted, torch.ones_like(out))
+    return [out, *gradients], counted
+
+
+def expected(inputs: list[Tensor], mask: Tensor, bias: Tensor | None = None) -> list[Tensor]:
+    out, _ = formula.attention(*inputs, mask, bias, softmax_scale=D**-0.5)
+    wanted = [*inputs, *([] if bias is None else [bias])]
+    return [out, *torch.autograd.grad(out, wanted, torch.ones_like(out))]
+
+
+def block_diagonal(size: int) -> Tensor:
+    documents = torch.arange(LENGTH) // size
+    return (documents[:, None] == documents)[None, None]
+
+
+def prepared(name: str) -> PreparedMask:
+    if name == "top-k":
+        return PreparedMask.from_topk(torch.randn(1, HK, 1, LENGTH), 32, is_causal=True, seqlen_q=LENGTH)
+    if name == "window":
+        return PreparedMask.from_mask(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), window_size=(40, 0))
+    if name == "documents":
+        return PreparedMask.from_mask(block_diagonal(100), is_causal=True)
+    scattered = torch.zeros(1, HK, LENGTH, LENGTH, dtype=torch.bool)
+    scattered[:, 0, :, 3::50] = scattered[:, 1, :, 7::50] = True
+    scattered[:, :, 200:260] = False
+    return PreparedMask.from_mask(scattered)
+
+
+@pytest.mark.parametrize("bias_shape", [None, (1, HK, 1, LENGTH), (1, HQ, LENGTH, LENGTH)], ids=str)
+@pytest.mark.parametrize("name", ["top-k", "window", "documents", "scattered"])
+def test_prepared_masks_cost_what_is_seen(name: str, bias_shape: tuple[int, ...] | None) -> None:
+    torch.manual_seed(0)
+    inputs, mask = leaves(), prepared(name)
+    bias = None if bias_shape is None else torch.randn(bias_shape, dtype=torch.float64, requires_grad=True)
+    _, whole = count(inputs, None, bias)
+    results, counted = count(inputs, mask, bias)
+    assert counted.work < {"window": 0.2, "documents": 0.25, "top-k": 0.25, "scattered": 0.03}[name] * whole.work
+    if bias_shape is None:
+        assert counted.largest < LENGTH * LENGTH / 2, "no tensor of one element for each pair"
+    for x, y in zip(results, expected(inputs, mask.dense(), bias), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kept", [1, 64, 700])
+def test_one_row_for_all_queries_gathers_its_kept_keys(kept: int) -> None:
+    torch.manual_seed(1)
+    inputs = leaves()
+    mask = torch.zeros(1, 1, 1, LENGTH, dtype=torch.bool)
+    mask[..., torch.randperm(LENGTH)[:kept]] = True
+    _, whole = count(inputs, None)
+    for form in (mask, PreparedMask.from_mask(mask, seqlen_q=LENGTH)):
+        results, counted = count(inputs, form)
+        assert counted.work == kept / LENGTH * whole.work
+        for x, y in zip(results, expected(inputs, mask), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+
+
+def test_one_query_of_a_long_cache_computes_its_kept_keys() -> None:
+    torch.manual_seed(2)
+    q, k, v = torch.randn(2, 1, HQ, D), torch.randn(2, 32768, HK, D), torch.randn(2, 32768, HK, D)
+    mask = torch.zeros(2, 1, 1, 32768, dtype=torch.bool)
+    mask[0, ..., 100:150] = mask[1, ..., ::800] = True
+    k[:, 4000:4001], v[:, 32767:] = math.nan, math.nan
+    k[1, 4000] = v[1, 4000] = 0.0
+    with counting() as counted:
+        out = flash_dmattn.attention(q, k, v, mask, backend="eager")
+    # Two products of 50 and 41 keys in the entries of the batch.
+    assert counted.work == 2 * HQ * D * (50 + 41)
+    exact, _ = formula.attention(q, *(x.nan_to_num() for x in (k, v)), mask, softmax_scale=D**-0.5)
+    torch.testing.assert_close(out, exact)
+
+
+def masks_of(length_q: int, length_k: int) -> dict[str, tuple[Any, Tensor]]:
+    """Masks in all kinds that eager reads, and each as a bool tensor."""
+    start = torch.randint(0, length_q, (1, HK, length_k), dtype=torch.int32)
+    stop = (start + torch.randint(0, 9, start.shape, dtype=torch.int32)).clamp(max=length_q)
+    stop[:, :, ::3] = start[:, :, ::3] = 0
+    rows = torch.arange(length_q)[:, None]
+    seen = (rows >= start[:, :, None]) & (rows < stop[:, :, None])
+    sparse = torch.rand(2, HQ, length_q, length_k) < 0.08
+    sparse[:, :, 3] = False
+    bits = PreparedMask.from_mask(sparse).bits
+    row = torch.rand(2, 1, 1, length_k) < 0.3
+    queries = torch.rand(1, HQ, length_q, 1) < 0.6
+    masks = {"intervals": (Intervals(start, stop), seen), "bits": (TileBits(bits), sparse)}
+    return masks | {str(tuple(x.shape)): (x, x) for x in (sparse, row, queries)}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 6000, 10**8])
+@pytest.mark.parametrize("flags", [{}, {"is_causal": True, "softcap": 0.9}, {"window_size": (3, 2)}], ids=str)
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_every_kind_of_mask_by_gathered_keys(
+    flags: dict[str, Any], chunk_bytes: int, with_sink: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    monkeypatch.setattr(chunks, "FEW_SCORES", 0)
+    monkeypatch.setattr(chunks, "GOOD_SCORES", 0)
+    length_q, length_k = 11, 37
+    q, dout = torch.randn(2, 2, length_q, HQ, D, dtype=torch.float64)
+    k, v = torch.randn(2, 2, length_k, HK, D, dtype=torch.float64)
+    dlse = torch.randn(2, HQ, length_q, dtype=torch.float64)
+    sink = torch.randn(HQ, dtype=torch.float64) if with_sink else None
+    numbers: dict[str, Any] = {**SCALE, **flags, "sink": sink}
+    for mask, dense in masks_of(length_q, length_k).values():
+        for shape in (None, (1, HQ, 1, length_k), (2, HK, length_q, length_k), (1, 1, length_q, 1)):
+            bias = None if shape is None else torch.randn(shape, dtype=torch.float64)
+            exact = formula.attention(q, k, v, dense, bias, **numbers)
+            out, lse = eager.forward(q, k, v, mask, bias, chunk_bytes=chunk_bytes, **numbers)
+            torch.testing.assert_close((out, lse), exact, rtol=1e-11, atol=1e-12)
+            given = (dout, dlse, q, k, v, mask, bias, out, lse)
+            got = eager.backward(*given, chunk_bytes=chunk_bytes, **numbers)
+            wanted = formula.gradients(dout, dlse, q, k, v, dense, bias, **numbers)
+            for x, y in zip(got, wanted, strict=True):
+                assert (x is None) <= (y is None or bias is None)
+                if x is not None:
+                    torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("chunk_bytes", [6000, 10**8])
+def test_dropout_drops_the_same_probabilities_of_gathered_keys(
+    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(4)
+    monkeypatch.setattr(chunks, "FEW_SCORES", 0)
+    q, dout = torch.randn(2, 2, 11, HQ, D, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 90, HK, D, dtype=torch.float64)
+    mask = torch.rand(2, 1, 11, 90) < 0.05
+    mask[..., 80] = True
+    numbers: dict[str, Any] = {**SCALE, "dropout": Dropout(0.4, torch.tensor([1, 2]))}
+    exact = formula.attention(q, k, v, mask, None, **numbers)
+    out, lse = eager.forward(q, k, v, mask, chunk_bytes=chunk_bytes, **numbers)
+    torch.testing.assert_close((out, lse), exact, rtol=1e-11, atol=1e-12)
+    got = eager.backward(dout, None, q, k, v, mask, None, out, lse, chunk_bytes=chunk_bytes, **numbers)
+    wanted = formula.gradients(dout, None, q, k, v, mask, None, **numbers)
+    for x, y in zip(got[:3], wanted[:3], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+
+
+def test_keys_that_nobody_sees_may_hold_anything() -> None:
+    torch.manual_seed(5)
+    inputs = leaves(dtype=torch.float32)
+    mask = torch.rand(1, 1, LENGTH, LENGTH) < 0.3
+    mask[..., 200:900] = False
+    results, _ = count(inputs, mask)
+    spoilt = [x.detach().clone().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        spoilt[1][:, 200:900], spoilt[2][:, 200:900] = math.nan, math.inf
+    for form in (mask, PreparedMask.from_mask(mask)):
+        for x, y in zip(count(spoilt, form)[0], results, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_sequences_of_equal_lengths_are_one_call(layout: str, is_prepared: bool) -> None:
+    torch.manual_seed(6)
+    number, length = 6, 32
+    q, k, v = (x.detach() for x in leaves(length, number))
+    mask = torch.rand(number, 1, length, length) < 0.5
+    wanted, _ = formula.attention(q, k, v, mask, None, is_causal=True, softmax_scale=D**-0.5)
+    lengths = torch.full((number,), length)
+    if layout == "padded":
+        sequences, rows = Sequences.padded(lengths), (q, k, v)
+    else:
+        sequences = Sequences.packed(torch.arange(number + 1) * length, max_seqlen_q=length)
+        rows = tuple(x.flatten(0, 1) for x in (q, k, v))
+    given: Any = mask
+    if is_prepared:
+        sizes = {"seqlen_q": rows[0].shape[-3], "seqlen_k": rows[1].shape[-3]}
+        given = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, **sizes)
+    with counting() as counted:
+        out = flash_dmattn.attention(*rows, given, sequences=sequences, is_causal=not is_prepared, backend="eager")
+    assert counted.products == 2, "the scores and out of all sequences at once"
+    torch.testing.assert_close(out.view(wanted.shape), wanted, rtol=1e-10, atol=1e-11)
