@@ -50,7 +50,7 @@ SPILLS_SEQUENCES = {
     "forward": {"sm_90": 1024, "sm": 288, "gfx": 320},
     "backward_keys": {"sm_8": 576, "sm_90": 544, "sm_100": 768, "sm_120": 576, "gfx": 1216},
 }
-# Of 16-bit kernels with head dims above 256. Most of it is in epilogues and in loops at edges.
+# The bounds of 16-bit kernels with head dims above 256. Most of this stack is in epilogues and in loops at edges.
 SPILLS_WIDE = {
     "backward_queries": {"sm_90": 2304, "sm": 320, "gfx": 320},
     "backward_keys": {"sm_90": 1792, "sm_100": 640, "sm": 320, "gfx": 320},

@@ -212,7 +212,7 @@ def test_head_dims_that_the_rules_take(
 
 @pytest.mark.parametrize("head_dim", [256, 512])
 def test_a_launch_for_dk_and_one_for_dv_above_256(head_dim: int) -> None:
-    """dbias goes with dk, and a tile is that of the sums which a launch makes."""
+    """dbias goes with dk, and each launch has a tile of its own."""
     from compiled_triton import Variant, run_plans
 
     from flash_dmattn.triton_kernels.backward_keys import NO_DBIAS, STORE
