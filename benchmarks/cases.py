@@ -292,7 +292,7 @@ def _wide() -> Iterator[Case]:
     yield case("documents", 4, MaskRule("documents", 16))
     yield case("padding", 4, MaskRule("padding", 4))
     yield replace(case("bias", 4, None, "hij"), seqlen=4096)
-    yield Case("d512-decode", "d512", 8, 32, 4, 65536, 512, queries=1, passes=("forward",))
+    yield Case("d512-one-query", "d512", 8, 32, 4, 65536, 512, queries=1, passes=("forward",))
 
 
 def _decode() -> Iterator[Case]:
