@@ -36,7 +36,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
         descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
     blocks = triton.cdiv(shape.seqlen_k, tile.block_n)
-    splits = num_kv_splits(programs, blocks, call.num_sms)
+    splits = num_kv_splits(programs * parts, blocks, call.num_sms)
     if few:  # two programs to an SM if a program has to read the places of keys before the keys
         splits = num_key_shares(programs, blocks, call.num_sms * (2 if call.mask_kind in _LISTS else 1))
     edges = call.edges(shape.seqlen_k % tile.block_n)
