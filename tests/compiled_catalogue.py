@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,6 +31,9 @@ PRODUCTS = (
     *("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias"),
     *("short_forward", "short_backward"),
 )
+# The instructions of tensor cores: in this order of sm_100, sm_90, every NVIDIA GPU and AMD's GPUs. If a tile asks for
+# more than the GPU has, the compiler may make a kernel that traps, without an error.
+TENSOR_CORES = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync|v_mfma)")
 # The widest heads whose kernels in fp32, whose products have no tensor cores, take seconds and not most of a minute.
 SAMPLED_FP32 = 64
 
@@ -150,17 +154,15 @@ def compiled(entry: Entry) -> Result:
 
 
 def problems(entry: Entry, kernel: Kernel) -> list[str]:
-    """What is out of bounds."""
+    """List what is out of bounds."""
     found = []
     arch, room, stack = entry.job.arch, shared_bytes(entry.job.arch), stack_limit(entry)
     if kernel.shared > room:
         found.append(f"more shared memory than the {room} bytes of {arch}")
     if kernel.stack > stack:
         found.append(f"more stack than the bound of {stack} bytes")
-    if entry.dtype in ("bf16", "fp16") and entry.job.name in PRODUCTS:
-        instruction = "mfma" if arch.startswith("gfx") else "mma"
-        if instruction not in kernel.text:
-            found.append(f"no {instruction}: its products leave out the tensor cores")
+    if entry.dtype in ("bf16", "fp16") and entry.job.name in PRODUCTS and TENSOR_CORES.search(kernel.text) is None:
+        found.append("no tcgen05, wgmma, mma or mfma: its products leave out the tensor cores")
     return found
 
 

@@ -20,8 +20,6 @@ from .plan import MOST_FEW_KEYS, Call, read_of, row_strides
 from .plan_backward import keys_row, plan_bias, plan_delta, plan_queries
 from .plan_forward import empty_parts, forward_values, plan_combine
 from .tile_ops import (
-    BAND,
-    NO_BIAS,
     PACKED,
     PADDED,
     PAGED,
@@ -31,7 +29,7 @@ from .tile_ops import (
     MaskStrides,
     SequenceLayout,
 )
-from .tile_table import Tile, tile_of
+from .tile_table import Tile, tile_of_short_sequences
 
 _LAYOUTS = {
     "packed": PACKED.value,
@@ -41,7 +39,6 @@ _LAYOUTS = {
 }
 # Sequences of at most so many queries and keys, on average, take the tiles for small GPUs; larger ones would be empty.
 SHORT = 64
-_PLAIN = {"mask": BAND.value, "bias": NO_BIAS.value, "bias_tma": False}
 # In 16 bits, a sequence whose queries times the heads of a group are at most so many rows is one tile. The tuples are
 # keys per step, warps and stages. _FEW_ROWS and _FEW_ROWS_PAGED serve head dims up to 128 on sm_90; _FEW_ROWS_SMALL
 # fits the shared memory of other GPUs, and wider heads.
@@ -149,7 +146,7 @@ class SequenceCall(Call):
         if kernel == "keys" and self.layout.one_pass_keys >= 0:
             return _ONE_PASS
         if self.is_short and self.q.dtype != torch.float32 and not self.has_wide_heads:
-            return tile_of(kernel, self.q.dtype, max(self.block_d, self.block_dv), "sm_80", **_PLAIN)
+            return tile_of_short_sequences(max(self.block_d, self.block_dv))
         return super().tile(kernel)
 
     @property
