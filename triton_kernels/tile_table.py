@@ -387,7 +387,8 @@ def tile_of(
 ) -> Tile:
     """Return the tile of a kernel: of a profile, else of the table.
 
-    Its name is "forward", "keys", "queries", "product" or "bias"; with wide heads also "values".
+    Its name is "forward", "keys", "queries", "product" or "bias"; with head dims above 256 also "values" and "biased
+    forward".
 
     Args:
         block_d: the larger of the padded head dims.
