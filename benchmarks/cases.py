@@ -68,7 +68,7 @@ class Case:
     """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
 
     Attributes:
-        group: "workload", "short", "wide heads", "decode", "memory", "form", "model", or the name of a sweep, such as
+        group: "workload", "short", "d512", "decode", "memory", "form", "model", or the name of a sweep, such as
             "length".
         x: in a sweep, the value of the swept quantity.
         seqlen: the number of keys, and of queries unless `queries` is set.
@@ -284,7 +284,7 @@ def _wide() -> Iterator[Case]:
     """Head dim 512, which Gemma 4 has in every sixth layer: plain calls, and what a mask or a bias adds to them."""
 
     def case(name: str, heads_k: int, mask: MaskRule | None = None, bias: str | None = None) -> Case:
-        return Case(f"wide-{name}", "wide heads", 1, 32, heads_k, 8192, 512, True, mask, bias)
+        return Case(f"d512-{name}", "d512", 1, 32, heads_k, 8192, 512, True, mask, bias)
 
     yield case("causal", 32)
     yield case("causal-mask", 32, MaskRule("documents", 1))  # causality as a mask: the same pairs, read from memory
@@ -292,7 +292,7 @@ def _wide() -> Iterator[Case]:
     yield case("documents", 4, MaskRule("documents", 16))
     yield case("padding", 4, MaskRule("padding", 4))
     yield replace(case("bias", 4, None, "hij"), seqlen=4096)
-    yield Case("wide-decode", "wide heads", 8, 32, 4, 65536, 512, queries=1, passes=("forward",))
+    yield Case("d512-one-query", "d512", 8, 32, 4, 65536, 512, queries=1, passes=("forward",))
 
 
 def _decode() -> Iterator[Case]:
@@ -360,7 +360,7 @@ GROUPS = {
         "density",
         "mask kind",
         "bias class",
-        "wide heads",
+        "d512",
         "decode",
     ),
     "memory": ("memory",),

@@ -95,8 +95,10 @@ def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
         keys = block_n if is_wide else 2 * block_n
         rows = {"keys": keys, "values": block_n, "bias": 0}.get(kernel, block_m)  # whose sums are kept
         streamed = {"keys": block_m, "values": block_m, "bias": block_m + block_n}.get(kernel, block_n)
+        # With 128 queries each program of the forward kernel has half of the columns of v.
+        columns = case.head_dim // 2 if is_wide and kernel == "forward" and block_m == 128 else case.head_dim
         shared = streamed * case.head_dim * width * (1 if kernel == "product" else 2) * num_stages
-        if (4 if is_wide else 8) <= scores <= 64 and rows * case.head_dim / threads <= 160 and shared <= SHARED_BYTES:
+        if (4 if is_wide else 8) <= scores <= 64 and rows * columns / threads <= 160 and shared <= SHARED_BYTES:
             yield block_m, block_n, num_warps, num_stages
 
 

@@ -45,7 +45,7 @@ def described(seed: int) -> dict[str, Any]:
 
     bias = broadcast()
     return {
-        "q": (batch, seqlen_q, num_heads, pick.choice((1, 8, 16, 64, 96, 256, 257, 512))),
+        "q": (batch, seqlen_q, num_heads, pick.choice((1, 8, 16, 64, 96, 256, 512, 520))),
         "kv_heads": num_heads_k,
         "seqlen_k": seqlen_k,
         "head_dim_v": pick.choice((None, 8, 128, 300, 600)),

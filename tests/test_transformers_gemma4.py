@@ -32,7 +32,7 @@ def image_mask(blocks: Tensor, window: int = 3) -> Any:
 
 
 def made(blocks: Tensor, window: int = 3, side: str | None = None, place: str = "training") -> tuple[Any, Tensor]:
-    """What a layer gets, and the mask of transformers."""
+    """Make the mask that a layer gets, and the mask of transformers."""
     mask = None if side is None else padding(8, side).bool()
     options = arguments(PLACES[place], image_mask(blocks, window), mask) | {"use_vmap": True}
     return make_mask(**options, allow_is_causal_skip=False), dense(options)

@@ -134,12 +134,12 @@ def plan_keys(
     run(read, mask, sink, dropout)."""
     makes_ds = need_k or dbias_kind != NO_DBIAS.value
     if call.has_wide_heads and makes_ds and need_v:
-        of_keys = plan_keys(call, dout, need_k, False, dbias_kind)
-        of_values = plan_keys(call, dout, False, True, NO_DBIAS.value)
+        plan_of_dk = plan_keys(call, dout, need_k, False, dbias_kind)
+        plan_of_dv = plan_keys(call, dout, False, True, NO_DBIAS.value)
 
-        def run_both(*given: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-            dk, _, dbias = of_keys(*given)
-            return dk, of_values(*given)[1], dbias
+        def run_both(*operands: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            dk, _, dbias = plan_of_dk(*operands)
+            return dk, plan_of_dv(*operands)[1], dbias
 
         return run_both
     tile = call.tile(keys_row(call, makes_ds))

@@ -232,7 +232,7 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     bias_tma = not grouped and call.bias_tma()
     launch = call.launch(
         forward_kernel,
-        tiles * heads * splits,
+        tiles * heads * splits * call.column_parts(tile),
         tile,
         [call.bias_descriptor(3, call.bias, tile)] if bias_tma and call.bias is not None else [],
         **forward_values(call, tile, splits),
@@ -368,12 +368,12 @@ def _plan_keys(
     dq: run(operands, mask, bounds, dropout, dq)."""
     flags, makes_ds = call.flags, need_k or dbias_kind != NO_DBIAS.value
     if call.has_wide_heads and makes_ds and need_v:
-        of_keys = _plan_keys(call, dout, need_k, False, dbias_kind, owners, one_pass)
-        of_values = _plan_keys(call, dout, False, True, NO_DBIAS.value, owners, one_pass)
+        plan_of_dk = _plan_keys(call, dout, need_k, False, dbias_kind, owners, one_pass)
+        plan_of_dv = _plan_keys(call, dout, False, True, NO_DBIAS.value, owners, one_pass)
 
-        def run_both(*given: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-            dk, _, dbias = of_keys(*given)
-            return dk, of_values(*given)[1], dbias
+        def run_both(*operands: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            dk, _, dbias = plan_of_dk(*operands)
+            return dk, plan_of_dv(*operands)[1], dbias
 
         return run_both
     tile = call.tile(keys_row(call, makes_ds))

@@ -111,10 +111,10 @@ class LayerMask(BlockMask):
         Raises:
             TypeError: another index; the mask has no values.
         """
-        whole = slice(None)
+        all_of_it = slice(None)
         if isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice):
             begin, stop, step = index[2].indices(self._shape[2])
-            if (*index[:2], index[3]) == (whole,) * 3 and (stop, step) == (self._shape[2], 1):
+            if (*index[:2], index[3]) == (all_of_it,) * 3 and (stop, step) == (self._shape[2], 1):
                 batch, heads, seqlen_q, seqlen_k = self._shape
                 shape, rule = (batch, heads, seqlen_q - begin, seqlen_k), (self.is_causal, self.window, self.used)
                 skipped = self.skipped + begin
@@ -192,7 +192,7 @@ def _pack_documents(documents: Tensor) -> Sequences:
 class Rule(NamedTuple):
     """Causality, a window (left, right) around the query's own key, and the document (B, L) of each token.
 
-    With `blocks` (B, L), a query sees the keys before it and those of its block, and `is_causal` is False.
+    With `blocks` (B, L), a query sees the keys before it and the keys of its own block, and `is_causal` is False.
     """
 
     is_causal: bool = False
