@@ -26,7 +26,7 @@ from flash_dmattn.distributed import (
     use_context_parallel,
 )
 from flash_dmattn.distributed import call as parallel_call
-from flash_dmattn.distributed.call import ParallelCall, Request, Tensors, choose_backends
+from flash_dmattn.distributed.call import ParallelCall, Request, choose_backends
 from flash_dmattn.distributed.group import Members, context_in_force
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import Numbers
@@ -243,8 +243,8 @@ def describe(
     q, k, v = (x.requires_grad_() for x in tensors(rows, **sizes))
     layout, groups = SequenceLayout.zigzag(rows * size, size), (Members("none", size, 0),)
     numbers = Numbers(is_causal=not isinstance(mask, ShardedMask))
-    rest = (layout, None, strategy, head_groups, False, None, numbers, False)
-    return Request(Tensors(q, k, v, mask, None, None), groups, *rest).describe(0)
+    rest = (layout, None, strategy, head_groups, False, None, numbers, False, 0)
+    return Request(q, k, v, mask, None, None, groups, *rest).describe()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import BackendError, choice_in_force, falls_back, refuse_fallback, selected_names
 from ..explanation import Explanation, Verdict, verdict_of
 from ..problem import AttentionProblem, Numbers, as_scores, dtype_name, refuse_keywords
-from .call import ParallelCall, Request, Tensors, find_backends
+from .call import ParallelCall, Request, find_backends
 from .exchange import share_moved, sum_dtype
 from .group import Group, groups_of
 from .layout import SequenceLayout
@@ -160,10 +160,9 @@ def explain_context_parallel(
     if unknown:
         refuse_keywords(explain_context_parallel, unknown)
     numbers = Numbers(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
-    tensors, more = Tensors(q, k, v, mask, bias, sink), (reduce_bias_grad, exchange_dtype, numbers)
-    groups = groups_of(group)
-    request = Request(tensors, groups, layout, layout_k, strategy, head_groups, *more, sequences is not None)
-    call, requested = request.describe(0), choice_in_force(backend)
+    options = (strategy, head_groups, reduce_bias_grad, exchange_dtype, numbers, sequences is not None)
+    call = Request(q, k, v, mask, bias, sink, groups_of(group), layout, layout_k, *options, 0).describe()
+    requested = choice_in_force(backend)
     is_traded, members = call.strategy == "ulysses", call.members
     problems = call.problems()
     problem = problems[0] if is_traded else call.problem
@@ -237,7 +236,7 @@ def _traffic(call: ParallelCall) -> tuple[tuple[Transfer, ...], tuple[Transfer, 
         dims = p.head_dim * needs.k + p.head_dim_v * needs.v
         if dims:
             names = " and ".join(name for name, needed in (("dk", needs.k), ("dv", needs.v)) if needed)
-            each = p.batch * p.num_heads_k * dims * (call.exchange_dtype or p.dtype).itemsize
+            each = p.batch * p.num_heads_k * dims * (call.request.exchange_dtype or p.dtype).itemsize
             backward.append(_sent_back(call, names, each))
     if call.trade is not None:
         (there, result), (dresult, *gradients) = _traded(call)
@@ -288,7 +287,7 @@ def _sent_back(call: ParallelCall, what: str, each: int) -> Transfer:
 
 def _traded(call: ParallelCall) -> tuple[list[Transfer], list[Transfer]]:
     """Count q, k, v and out, which heads and positions are traded for, and their gradients."""
-    q, k = call.tensors[:2]
+    q, k = call.request[:2]
     p, size = call.problem, 1 if call.trade is None else call.trade.members.size
     rows_q, rows_k = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     heads_q, heads_k = q.shape[2], k.shape[2] * max(1, size // k.shape[2])  # ranks share heads that are fewer
@@ -319,16 +318,16 @@ def _summed(call: ParallelCall) -> Iterator[Transfer]:
     def gathered(what: str, own: int, size: int) -> Transfer:
         return Transfer(what, "all_gather", (size - 1) * own, (size - 1) * own)
 
-    terms = (("bias", call.bias, call.tensors.bias, needs.bias), ("sink", call.sink, call.tensors.sink, needs.sink))
+    terms = (("bias", call.bias, call.request.bias, needs.bias), ("sink", call.sink, call.request.sink, needs.sink))
     for name, own, passed, needed in terms:
         if own is None or passed is None or not needed or (name == "bias" and own.shape[2] > 1):
             continue
         itemsize = sum_dtype(own.dtype).itemsize
         if name == "bias" and call.bias_needs_keys:
             yield _sent_back(call, "dbias, sharded by keys", own.shape[:3].numel() * itemsize)
-        elif call.reduce_bias_grad:
+        elif call.request.reduce_bias_grad:
             yield gathered(f"d{name}, summed", own.numel() * itemsize, call.members.size)
-        if call.reduce_bias_grad and call.trade is not None and call.strategy == "gather":
+        if call.request.reduce_bias_grad and call.trade is not None and call.strategy == "gather":
             # The gradient has all heads: a rank's is zero for heads that it does not compute.
             every_head = as_scores(passed) if name == "bias" else passed
             size = call.trade.members.size
@@ -346,7 +345,7 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
         elif x is not None:
             yield f"{name}: the same on every rank, not sent"
     partial = "of this rank's rows; DDP and FSDP sum it over ranks"
-    partial = "complete, summed over ranks here" if call.reduce_bias_grad else partial
+    partial = "complete, summed over ranks here" if call.request.reduce_bias_grad else partial
     if call.bias is not None and needs.bias:
         complete = call.bias_needs_keys or call.bias.shape[2] > 1
         yield f"gradient of bias: {'complete' if complete else partial}"
@@ -354,7 +353,7 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
         yield f"gradient of sink: {partial}"
     if call.strategy == "gather" and (needs.k or needs.v):
         dtype = call.problem.dtype
-        sent, total = (dtype_name(x) for x in (call.exchange_dtype or dtype, sum_dtype(dtype)))
+        sent, total = (dtype_name(x) for x in (call.request.exchange_dtype or dtype, sum_dtype(dtype)))
         yield f"gradients of k and v: sent in {sent}, summed in {total} in the order of ranks"
     if call.sends_parts:
         share = share_moved(call.layout, call.layout_k, call.problem.window)

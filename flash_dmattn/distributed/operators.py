@@ -14,11 +14,11 @@ from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import Selection
 from ..flops import backward_flop_of, forward_flop_of, register
 from ..gradients import empty_gradient, empty_gradients, empty_outputs, spread
-from ..problem import Gradients, MaskView, NeedsGrad, allowed_pairs
+from ..problem import Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
 from .call import ParallelCall
 from .exchange import ROUTE, Pending, Route, places_in
-from .rows import HeadGroup, RankRows, Sums, head_groups, rank_problem, slice_problem, views_of
-from .slices import ShardedMask
+from .rows import RankRows, Sums, slice_problem, views_of
+from .slices import HeadGroup, ShardedMask
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
 _NUMBERS = (
@@ -66,15 +66,12 @@ class GatherSettings(NamedTuple):
         del own["route"], own["mask_forms"]
         self.route.compare(direction, **tensors, **own)
 
-    def rows(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], bias: Tensor | None, sink: Tensor | None
-    ) -> RankRows:
+    def rows(self, q: Tensor, mask: list[Tensor], bias: Tensor | None, sink: Tensor | None) -> RankRows:
         """Return the calls of this rank."""
-        route, parts = self.route, self.route.parts
-        numbers = (self.softmax_scale, self.softcap, self.deterministic, NeedsGrad(*self.needs_grad))
-        window = (route.left, route.right)
-        problem = rank_problem(q, v, bias, sink, route.layout_k[0], k.shape[2], window, *numbers)
-        return RankRows(problem, parts, places_in(route.held, parts), views_of(self.mask_forms, mask), q, bias, sink)
+        parts = self.route.parts
+        places, views = places_in(self.route.held, parts), views_of(self.mask_forms, mask)
+        flags = Flags(self.route.left, self.route.right, self.softmax_scale, self.softcap, self.deterministic)
+        return RankRows(parts, places, views, q, bias, sink, flags, NeedsGrad(*self.needs_grad))
 
     def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
         """Bring keys and values of one group of heads after the other, each while the one before it is computed.
@@ -82,7 +79,7 @@ class GatherSettings(NamedTuple):
         The first is on its way when this returns, so the host's work before it is needed costs nothing.
         """
         heads_k = k.shape[2]
-        groups = head_groups(heads_k, self.head_groups)
+        groups = [HeadGroup(place, self.head_groups) for place in range(self.head_groups)]
 
         def start(heads: HeadGroup) -> Pending:
             return self.route.bring([x[:, :, heads.of(heads_k)] for x in (k, v)], 1)
@@ -109,7 +106,7 @@ def _forward(
     if settings.route.number == 0:  # else the call was compared
         settings.compare("forward", q=q, k=k, v=v, bias=bias, sink=sink)
     arriving = settings.arriving(k, v)
-    rows = settings.rows(q, k, v, mask, bias, sink)
+    rows = settings.rows(q, mask, bias, sink)
     backend = BACKENDS[settings.forward]
     out, lse = empty_outputs(q, v)
     for heads, held_k, held_v in arriving:
@@ -133,7 +130,7 @@ def _backward(
     settings = GatherSettings.of(values)
     settings.compare("backward", q=q, k=k, v=v, bias=bias, sink=sink)
     arriving = settings.arriving(k, v)
-    rows = settings.rows(q, k, v, mask, bias, sink)
+    rows = settings.rows(q, mask, bias, sink)
     backend = BACKENDS[settings.backward]
     sums = Sums.of(rows)
     dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((k, v), settings.needs_grad[1:3]))
@@ -296,7 +293,7 @@ def attend_gathered(
         pair.forward.name,
         "" if pair.backward is None else pair.backward.name,
         call.head_groups,
-        call.exchange_dtype or q.dtype,
+        call.request.exchange_dtype or q.dtype,
         tuple(problem.needs_grad),
     )
     tensors = [x for view in views for x in view.tensors]
@@ -312,10 +309,9 @@ def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | Non
     parts = call.slices
     if mask is None:
         return [MaskView()] * len(parts)
-    heads = HeadGroup(0, call.problem.num_heads_k, call.problem.num_heads_k)
     views, held = [], call.keys_held(call.members.rank)
     for index, part in enumerate(parts):
         own = mask.masks[index] if isinstance(mask, ShardedMask) else part.cut(mask)
-        problem = slice_problem(call.problem, part, heads, held)
+        problem = slice_problem(call.problem, part, HeadGroup(0, 1), held)
         views.append(view_of(problem, choose_form(problem, *pair), own))
     return views

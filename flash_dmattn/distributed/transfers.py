@@ -15,6 +15,7 @@ from ..definition import define
 from .exchange import ROUTE, Route, sum_over, trade
 from .group import Members, agree_within
 from .layout import SequenceLayout, from_flat
+from .slices import HeadGroup
 
 Strategy = Literal["auto", "gather", "ulysses"]
 STRATEGIES = ("auto", "gather", "ulysses")
@@ -159,40 +160,26 @@ class HeadTrade(NamedTuple):
     Attributes:
         members: the group.
         layout, layout_k: which queries and keys of the group each rank has.
-        num_heads, num_heads_k: of the whole call. Ranks share key-value heads that are fewer than they.
+        num_heads_k: of the whole call. Ranks share key-value heads that are fewer than they.
         number: of the call, 0 in a compiled graph.
     """
 
     members: Members
     layout: SequenceLayout
     layout_k: SequenceLayout
-    num_heads: int
     num_heads_k: int
     number: int
 
     @property
-    def repeats(self) -> int:
-        """How many ranks share a key-value head."""
-        return max(1, self.members.size // self.num_heads_k)
-
-    def own(self, heads: int) -> slice:
-        """Return this rank's part of a head dim of 1, of all key-value heads or of all query heads."""
-        _, size, rank = self.members
-        if heads == 1:
-            return slice(0, 1)
-        if heads < size:
-            return slice(rank // self.repeats, rank // self.repeats + 1)
-        width = heads // size
-        return slice(rank * width, (rank + 1) * width)
-
-    def cut(self, x: Tensor | None) -> Tensor | None:
-        """Return this rank's heads of a mask or bias (b, h, 1, j)."""
-        return None if x is None else x[:, self.own(x.shape[1])]
+    def heads(self) -> HeadGroup:
+        """The heads of this rank."""
+        return HeadGroup(self.members.rank, self.members.size)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Trade q, k and v of this rank's rows for q, k and v of its heads; differentiable."""
         traded = self._trade(q, "q", self.layout, to_heads=True)
-        keys = [x if self.repeats == 1 else x.repeat_interleave(self.repeats, 2) for x in (k, v)]
+        repeats = self.members.size // self.num_heads_k
+        keys = [x if repeats <= 1 else x.repeat_interleave(repeats, 2) for x in (k, v)]
         k, v = (self._trade(x, name, self.layout_k, to_heads=True) for name, x in zip("kv", keys))
         return traded, k, v
 
