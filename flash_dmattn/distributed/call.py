@@ -163,7 +163,6 @@ class Request(NamedTuple):
         is_mesh = len(self.groups) == 2
         check_layout(self.layout, math.prod([one.size for one in self.groups]), "mesh" if is_mesh else "group")
         q, k, v = follow_autocast(self.q, self.k, self.v)
-        request = self._replace(q=q, k=k, v=v)
         if self.has_sequences:
             raise ValueError(
                 "sequences is set; context parallelism shares one sequence: pass a mask of its documents, "
@@ -172,6 +171,13 @@ class Request(NamedTuple):
         if self.numbers.dropout_p != 0:
             raise ValueError(f"dropout_p is {self.numbers.dropout_p!r}; context_parallel_attention has no dropout")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
+        if is_nested(q):
+            raise ValueError(
+                "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
+            )
+        if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+            describe(q, k, v, None, None, None, self.numbers)  # it says what is wrong
+        request = self._replace(q=q, k=k, v=v)
         call = request._over_mesh() if is_mesh else request._over_group()
         dtype = call.problem.dtype
         if self.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
@@ -189,18 +195,14 @@ class Request(NamedTuple):
         inner, outer = self.groups
         joined, within = self.layout.joined(inner.size)
         q, k, v, mask, bias, sink = self[:6]
-        layout_k = _check_layouts(q, k, v, Members("", self.layout.world_size, 0), self.layout, self.layout_k)
-        request = self._replace(groups=(outer,), layout=joined, layout_k=None, strategy="gather")
-        if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
-            return request._over_group()  # whose validation names what is wrong
-        joined_k, within_k = layout_k.joined(inner.size)
+        joined_k, within_k = self._check_layouts(self.layout.world_size).joined(inner.size)
         size, heads = inner.size, q.shape[2]
         check_heads(heads, k.shape[2], size)
         trade = HeadTrade(inner, within[outer.rank], within_k[outer.rank], k.shape[2], self.number)
 
         def traded(x: Tensor) -> Tensor:
             shape = (x.shape[0], x.shape[1] * size, max(1, x.shape[2] // size), x.shape[3])
-            return x.detach().new_empty((1, 1, 1, 1)).requires_grad_(x.requires_grad).expand(shape)
+            return _without_memory(x, *shape).requires_grad_(x.requires_grad)
 
         def summed(x: Tensor, is_shared: bool) -> Tensor:
             if not (is_shared and self.reduce_bias_grad and x.requires_grad):
@@ -215,32 +217,28 @@ class Request(NamedTuple):
             bias = trade.heads.cut(summed(as_scores(bias), as_scores(bias).shape[2] == 1))
         if isinstance(sink, Tensor) and sink.shape == (heads,):
             sink = summed(sink, True)[trade.heads.of(heads)]
+        request = self._replace(groups=(outer,), layout=joined, layout_k=joined_k, strategy="gather")
         request = request._replace(q=traded(q), k=traded(k), v=traded(v), mask=mask, bias=bias, sink=sink)
-        return request._replace(layout_k=joined_k)._over_group()._replace(request=self, trade=trade)
+        return request._over_group()._replace(request=self, trade=trade)
 
     def _over_group(self) -> ParallelCall:
         """Make the call over one group."""
         q, k, v, mask, bias, sink = self[:6]
         (members,) = self.groups
-        if is_nested(q):
-            raise ValueError(
-                "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
-            )
-        layout = self.layout
-        layout_k = _check_layouts(q, k, v, members, layout, self.layout_k)
+        layout, layout_k = self.layout, self._check_layouts(members.size)
         mask_needs_keys, every_mask = _with_all_keys(mask, layout_k)
         bias_needs_keys, every_bias = _with_all_keys(bias, layout_k)
         numbers = self.numbers
         if isinstance(mask, ShardedMask):
             numbers = _check_sharded(mask, numbers, members, layout, layout_k)
-            shape = (mask.batch, mask.heads, layout.local_length, layout_k.length)
-            every_mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=mask.device).expand(shape)
+            no_mask = torch.empty(0, dtype=torch.bool, device=mask.device)
+            every_mask = _without_memory(no_mask, mask.batch, mask.heads, layout.local_length, layout_k.length)
         elif isinstance(mask, PreparedMask):
             raise TypeError(
                 f"mask is a {type(mask).__name__}, of whole rows; context parallelism needs one of "
                 "flash_dmattn.distributed.ShardedMask.from_mask, or a bool tensor of this rank's rows"
             )
-        every_k, every_v = (_lengthened(x, layout_k.length) for x in (k, v))
+        every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
         problem, _, _ = describe(q, every_k, every_v, every_mask, every_bias, sink, numbers)
         if torch.is_grad_enabled():
             needs = (x is not None and x.requires_grad for x in (q, k, v, bias, sink))
@@ -273,38 +271,32 @@ class Request(NamedTuple):
             HeadTrade(members, layout, layout_k, problem.num_heads_k, self.number) if strategy == "ulysses" else None,
         )
 
-
-def _check_layouts(
-    q: Tensor, k: Tensor, v: Tensor, members: Members, layout: SequenceLayout, layout_k: SequenceLayout | None
-) -> SequenceLayout:
-    """Return the layout of keys; `describe` names what is no tensor of four dims."""
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
-        return layout
-    if layout_k is None:
-        if k.shape[1] != q.shape[1]:
-            raise ValueError(
-                f"k has {k.shape[1]} rows and q has {q.shape[1]}; layout_k needs to be the layout of the keys, not None"
-            )
-        layout_k = layout
-    if not isinstance(layout_k, SequenceLayout):
-        raise TypeError(f"layout_k is a {type(layout_k).__name__}; it needs to be a SequenceLayout")
-    if layout_k.world_size != members.size:
-        raise ValueError(f"layout_k is for {layout_k.world_size} ranks; it needs the {members.size} of the group")
-    for name, x, own in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
-        if x.shape[1] != own.local_length:
-            raise ValueError(
-                f"{name} has {x.shape[1]} rows; it needs the {own.local_length} that each of {members.size} ranks has "
-                f"of {own.length}: layout.shard({name}, 1, rank) takes them"
-            )
-    return layout_k
+    def _check_layouts(self, size: int) -> SequenceLayout:
+        """Return the layout of the keys."""
+        q, k, v, layout, layout_k = self.q, self.k, self.v, self.layout, self.layout_k
+        if layout_k is None:
+            if k.shape[1] != q.shape[1]:
+                raise ValueError(
+                    f"k has {k.shape[1]} rows and q has {q.shape[1]}; layout_k needs to be the layout of the keys, not "
+                    "None"
+                )
+            layout_k = layout
+        if not isinstance(layout_k, SequenceLayout):
+            raise TypeError(f"layout_k is a {type(layout_k).__name__}; it needs to be a SequenceLayout")
+        if layout_k.world_size != size:
+            raise ValueError(f"layout_k is for {layout_k.world_size} ranks; it needs the {size} of the group")
+        for name, x, own in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
+            if x.shape[1] != own.local_length:
+                raise ValueError(
+                    f"{name} has {x.shape[1]} rows; it needs the {own.local_length} that each of {size} ranks has of "
+                    f"{own.length}: layout.shard({name}, 1, rank) takes them"
+                )
+        return layout_k
 
 
-def _lengthened(x: Tensor, length: int) -> Tensor:
-    """Return a tensor of all keys in the place of a rank's k or v, without memory."""
-    if not isinstance(x, Tensor) or x.dim() != 4:
-        return x
-    batch, _, heads, dim = x.shape
-    return x.detach().new_empty((1, 1, 1, 1)).expand(batch, length, heads, dim)
+def _without_memory(like: Tensor, *shape: int) -> Tensor:
+    """Return a tensor of 4 dims that stands for one with values."""
+    return like.detach().new_empty((1, 1, 1, 1)).expand(shape)
 
 
 def _with_all_keys(x: Any, layout_k: SequenceLayout) -> tuple[bool, Any]:
@@ -312,11 +304,10 @@ def _with_all_keys(x: Any, layout_k: SequenceLayout) -> tuple[bool, Any]:
 
     A tensor that is sharded by keys has one row for all queries.
     """
-    if not isinstance(x, Tensor) or not 2 <= x.dim() <= 4:
-        return False, x
-    b, h, i, j = as_scores(x).shape
-    if i == 1 and j == layout_k.local_length and 1 < j < layout_k.length:
-        return True, x.detach().new_empty((1, 1, 1, 1)).expand(b, h, i, layout_k.length)
+    if isinstance(x, Tensor) and 2 <= x.dim() <= 4:
+        b, h, i, j = as_scores(x).shape
+        if i == 1 and j == layout_k.local_length and 1 < j < layout_k.length:
+            return True, _without_memory(x, b, h, i, layout_k.length)
     return False, x
 
 
