@@ -141,105 +141,82 @@ def test_a_shared_sequence_is_not_traced(four: Workers) -> None:
 
 
 BATCH, HEADS = Call("S0", bias=(1, 2, 1, 7), bias_on="R"), Call("S2", bias=(1, 2, 1, 7), bias_on="S1")
-REFUSED = {
-    "keys elsewhere": (
+REFUSED: list[tuple[str, Call]] = [
+    (
+        r"ValueError: k has shape \(3, 7, 2, 8\) and .*; beside q with .* it needs .*k\.redistribute\(placements=\.\.\.\) communicates",
         Call("S0", k="S2"),
-        {},
-        r"ValueError: k has shape \(3, 7, 2, 8\) and placements \(Shard\(dim=2\),\); beside q with \(Shard\(dim=0\),\) "
-        r"it needs \(Shard\(dim=0\),\), or Replicate\(\).*k\.redistribute\(placements=\.\.\.\) communicates",
     ),
-    "keys of heads beside replicas": (Call("R", k="S2"), {}, r"k has .* it needs \(Replicate\(\),\)"),
-    "shared bias that is split": (
-        Call("S0", bias=(1, 2, 1, 7), bias_on="S1"),
-        {},
+    (r"k has .* it needs \(Replicate\(\),\)", Call("R", k="S2")),
+    (
         r"bias has shape \(1, 2, 1, 7\) and placements \(Shard\(dim=1\),\); .* it needs \(Replicate\(\),\)",
+        Call("S0", bias=(1, 2, 1, 7), bias_on="S1"),
     ),
-    "bias split by keys": (Call("S2", bias=(2, 5, 7), bias_on="S2"), {}, r"bias .* it needs \(Shard\(dim=0\),\)"),
-    "mask of batch beside heads": (
-        Call("S2", mask=(3, 4, 5, 7), mask_on="S0"),
-        {},
-        r"mask .* it needs \(Shard\(dim=1\),\)",
-    ),
-    "sink split beside batch": (Call("S0", sink_on="S0"), {}, r"sink has shape \(4,\) .* it needs \(Replicate\(\),\)"),
-    "a dim split by the later mesh dim first": (
-        Call("S0 S0", bias=(3, 1, 1, 7), bias_on="R S0"),
-        {},
+    (r"bias .* it needs \(Shard\(dim=0\),\)", Call("S2", bias=(2, 5, 7), bias_on="S2")),
+    (r"mask .* it needs \(Shard\(dim=1\),\)", Call("S2", mask=(3, 4, 5, 7), mask_on="S0")),
+    (r"sink has shape \(4,\) .* it needs \(Replicate\(\),\)", Call("S0", sink_on="S0")),
+    (
         r"bias .* \(Replicate\(\), Shard\(dim=0\)\); .* it needs \(Shard\(dim=0\), Shard\(dim=0\)\)",
+        Call("S0 S0", bias=(3, 1, 1, 7), bias_on="R S0"),
     ),
-    "partial bias": (BATCH, {"bias": "partial"}, r"bias .*\(Partial\(sum\),\); .* it needs \(Replicate\(\),\)"),
-    "partial q": (
-        Call("R"),
-        {"q": "partial"},
-        r"q has placements \(Partial\(sum\),\); on mesh dim 0 it needs Replicate\(\), Shard\(0\) \(batch\), ",
-    ),
-    "a sequence that does not divide": (
-        Call("S1"),
-        {},
-        r"ValueError: rank \d: q has 5 positions, shared among 2 ranks; it needs a multiple of 2, 4 at least",
-    ),
-    "keys that do not divide": (Call("S1", seqlen_q=4), {}, r"ValueError: rank \d: k has 7 positions, shared"),
-    "rows like one for all": (Call("S1", seqlen_q=2, seqlen_k=8), {}, r"ValueError: rank \d: q has 2 positions.* 4 at"),
-    "sequence twice": (
-        Call("S1 S1", seqlen_q=8, seqlen_k=8),
-        {},
+    (r"ValueError: rank \d: q has 5 positions, shared among 2 ranks; it needs a multiple of 2, 4 at least", Call("S1")),
+    (r"ValueError: rank \d: k has 7 positions, shared", Call("S1", seqlen_q=4)),
+    (r"ValueError: rank \d: q has 2 positions.* 4 at", Call("S1", seqlen_q=2, seqlen_k=8)),
+    (
         r"q has placements .* share its sequence over 2 mesh dims; it needs one: flatten them",
+        Call("S1 S1", seqlen_q=8, seqlen_k=8),
     ),
-    "rows of a bias elsewhere": (
-        Call("S1", seqlen_q=8, seqlen_k=8, bias=(1, 1, 8, 8), bias_on="S3"),
-        {},
-        r"bias .* it needs \(Shard\(dim=2\),\)",
-    ),
-    "probabilities of a shared sequence": (
-        Call("S1", seqlen_q=8, seqlen_k=8, flags=(("backend", "reference"), ("return_probs", True))),
-        {},
+    (r"bias .* it needs \(Shard\(dim=2\),\)", Call("S1", seqlen_q=8, seqlen_k=8, bias=(1, 1, 8, 8), bias_on="S3")),
+    (
         r"ValueError: rank \d: return_probs is True, and q shares its sequence",
+        Call("S1", seqlen_q=8, seqlen_k=8, flags=(("backend", "reference"), ("return_probs", True))),
     ),
-    "head dim": (
-        Call("S3"),
-        {},
-        r"q has placements \(Shard\(dim=3\),\); on mesh dim 0 it needs .* Shard\(2\) \(heads\)",
-    ),
-    "heads that do not divide": (
-        Call("S2", num_heads_k=1),
-        {},
+    (r"q has placements \(Shard\(dim=3\),\); on mesh dim 0 it needs .* Shard\(2\) \(heads\)", Call("S3")),
+    (
         r"k has 1 heads, and q has placements \(Shard\(dim=2\),\) .* \(2,\); k needs a multiple of 2 heads",
+        Call("S2", num_heads_k=1),
     ),
-    "heads that do not divide twice": (Call("S2 S2"), {}, r"k has 2 heads.* k needs a multiple of 4 heads"),
-    "plain keys": (BATCH, {"k": "plain"}, "TypeError: k is a Tensor, and q is a DTensor; k needs to be one, too"),
-    "plain bias": (BATCH, {"bias": "plain"}, "TypeError: bias is a Tensor, and q is a DTensor"),
-    "plain q": (BATCH, {"q": "plain"}, "TypeError: k is a DTensor, and q is a Tensor; q needs to be a DTensor, too"),
-    "all but the bias plain": (
-        BATCH,
-        {"q": "plain", "k": "plain", "v": "plain"},
-        r"TypeError: bias is a DTensor, and q is a Tensor; q needs to be a DTensor, too, or bias a plain tensor",
-    ),
-    "no keys": (BATCH, {"k": None}, "TypeError: k is a NoneType, and q is a DTensor"),
-    "another mesh": (BATCH, {"bias": "other mesh"}, r"ValueError: bias is on DeviceMesh.*needs to be on the mesh of q"),
-    "prepared mask with entries": (
-        BATCH,
-        {"mask": "prepared"},
-        r"ValueError: mask was prepared with batch and heads \(3, 1\); beside DTensors it needs \(1, 1\)",
-    ),
-    "no mask at all": (BATCH, {"mask": 3}, "TypeError: mask is a int; it needs to be a bool torch.Tensor"),
-    "dropout": (Call("S0", flags=(("dropout_p", 0.5),)), {}, r"ValueError: dropout_p is 0.5 beside DTensors"),
-    "sequences": (Call("S0", flags=(("sequences", 1),)), {}, "ValueError: sequences is given beside DTensors"),
+    (r"k has 2 heads.* k needs a multiple of 4 heads", Call("S2 S2")),
+    (r"ValueError: dropout_p is 0.5 beside DTensors", Call("S0", flags=(("dropout_p", 0.5),))),
+    ("ValueError: sequences is given beside DTensors", Call("S0", flags=(("sequences", 1),))),
     # The whole tensors decide, so that each rank refuses alike: the first has two entries of each here.
-    "a bias that does not broadcast": (
-        Call("S0", bias=(2, 2, 1, 7), bias_on="R"),
-        {},
+    (
         r"ValueError: bias has shape \(2, 2, 1, 7\).*it needs batch in \{1, 3\}",
+        Call("S0", bias=(2, 2, 1, 7), bias_on="R"),
     ),
-    "a mask of floats": (
-        Call("S0", mask=(5, 7), mask_on="R", dtypes=(("mask", "float64"),)),
-        {},
+    (
         "TypeError: mask has dtype float64; it needs bool",
+        Call("S0", mask=(5, 7), mask_on="R", dtypes=(("mask", "float64"),)),
     ),
-}
+]
+# What becomes of tensors of `BATCH`.
+REFUSED_BESIDE: list[tuple[str, dict[str, Any]]] = [
+    (r"bias .*\(Partial\(sum\),\); .* it needs \(Replicate\(\),\)", {"bias": "partial"}),
+    (
+        r"q has placements \(Partial\(sum\),\); on mesh dim 0 it needs Replicate\(\), Shard\(0\) \(batch\), ",
+        {"q": "partial"},
+    ),
+    ("TypeError: k is a Tensor, and q is a DTensor; k needs to be one, too", {"k": "plain"}),
+    ("TypeError: bias is a Tensor, and q is a DTensor", {"bias": "plain"}),
+    ("TypeError: k is a DTensor, and q is a Tensor; q needs to be a DTensor, too", {"q": "plain"}),
+    (
+        r"TypeError: bias is a DTensor, and q is a Tensor; q needs to be a DTensor, too, or bias a plain tensor",
+        {"q": "plain", "k": "plain", "v": "plain"},
+    ),
+    ("TypeError: k is a NoneType, and q is a DTensor", {"k": None}),
+    (r"ValueError: bias is on DeviceMesh.*needs to be on the mesh of q", {"bias": "other mesh"}),
+    (
+        r"ValueError: mask was prepared with batch and heads \(3, 1\); beside DTensors it needs \(1, 1\)",
+        {"mask": "prepared"},
+    ),
+    ("TypeError: mask is a int; it needs to be a bool torch.Tensor", {"mask": 3}),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_on_every_rank(name: str, four: Workers) -> None:
-    call, changes, message = REFUSED[name]
+@pytest.mark.parametrize(
+    "message, call, changes",
+    [*((*row, {}) for row in REFUSED), *((m, BATCH, changes) for m, changes in REFUSED_BESIDE)],
+)
+def test_refused_on_every_rank(message: str, call: Call, changes: dict[str, Any], four: Workers) -> None:
     for error in four.run("dtensor_calls.refusal", call, changes):
         assert re.match(message if "Error" in message else ".*" + message, error), error
 

@@ -211,33 +211,32 @@ def test_pair_bias_attention_is_one_graph() -> None:
         torch.testing.assert_close(compiled(*inputs), layer(*inputs))
 
 
-ERRORS: dict[str, tuple[Callable[[], object], str]] = {
-    "heads": (lambda: PairBiasAttention(10, 4, 3), "dim is 10 and num_heads 3, which does not divide it"),
-    "x": (lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 8), torch.ones(2, 3, 3, 4)), r"x has shape \(2, 8\)"),
-    "pair": (
-        lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 3, 8), torch.ones(3, 3, 3, 4)),
+ERRORS: list[tuple[str, Callable[[], object]]] = [
+    ("dim is 10 and num_heads 3, which does not divide it", lambda: PairBiasAttention(10, 4, 3)),
+    (r"x has shape \(2, 8\)", lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 8), torch.ones(2, 3, 3, 4))),
+    (
         r"pair has shape \(3, 3, 3, 4\); .* needs to be \(2 or 1, 3, 3, 4\)",
+        lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 3, 8), torch.ones(3, 3, 3, 4)),
     ),
-    "pair without the dim of rows": (
-        lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 5, 3, 8), torch.ones(2, 3, 3, 4)),
+    (
         r"pair has shape \(2, 3, 3, 4\); .* needs to be \(2 or 1, 5 or 1, 3, 3, 4\)",
+        lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 5, 3, 8), torch.ones(2, 3, 3, 4)),
     ),
-    "mask": (
+    (
+        r"mask has shape \(3,\); .* needs to be \(2 or 1, 3\)",
         lambda: PairBiasAttention(8, 4, 2)(
             torch.ones(2, 3, 8), torch.ones(2, 3, 3, 4), torch.ones(3, dtype=torch.bool)
         ),
-        r"mask has shape \(3,\); .* needs to be \(2 or 1, 3\)",
     ),
-    "odd buckets": (lambda: RelativePositionBias(2, num_buckets=7), "num_buckets is 7; with is_bidirectional"),
-    "distance": (lambda: RelativePositionBias(2, max_distance=8), "max_distance is 8 and must be >= 9"),
-    "length": (lambda: RelativePositionBias(2)(-1), "seqlen_q is -1"),
-    "window": (lambda: WindowPositionBias(0, 3, 2), "height is 0"),
-    "slopes": (lambda: alibi_slopes(0), "num_heads is 0"),
-}
+    ("num_buckets is 7; with is_bidirectional", lambda: RelativePositionBias(2, num_buckets=7)),
+    ("max_distance is 8 and must be >= 9", lambda: RelativePositionBias(2, max_distance=8)),
+    ("seqlen_q is -1", lambda: RelativePositionBias(2)(-1)),
+    ("height is 0", lambda: WindowPositionBias(0, 3, 2)),
+    ("num_heads is 0", lambda: alibi_slopes(0)),
+]
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
-    call, message = ERRORS[name]
+@pytest.mark.parametrize("message, call", ERRORS)
+def test_errors(message: str, call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -226,18 +226,19 @@ def _traffic(call: ParallelCall) -> tuple[tuple[Transfer, ...], tuple[Transfer, 
     forward: list[Transfer] = []
     backward: list[Transfer] = []
     if call.mask_needs_keys and isinstance(mask, Tensor):
-        forward.append(_brought(call, "mask, sharded by keys", mask.shape[:3].numel()))
+        forward.append(_keys_moved(call, "mask, sharded by keys", mask.shape[:3].numel()))
     if call.bias_needs_keys and bias is not None:
         dtype = sum_dtype(bias.dtype) if needs.bias else bias.dtype
-        forward.append(_brought(call, "bias, sharded by keys", bias.shape[:3].numel() * dtype.itemsize))
+        forward.append(_keys_moved(call, "bias, sharded by keys", bias.shape[:3].numel() * dtype.itemsize))
     if call.strategy == "gather":
-        forward.append(_brought(call, "keys and values", _key_bytes(p)))
-        backward.append(_brought(call, "keys and values again", _key_bytes(p)))
+        each = p.batch * p.num_heads_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+        forward.append(_keys_moved(call, "keys and values", each))
+        backward.append(_keys_moved(call, "keys and values again", each))
         dims = p.head_dim * needs.k + p.head_dim_v * needs.v
         if dims:
             names = " and ".join(name for name, needed in (("dk", needs.k), ("dv", needs.v)) if needed)
             each = p.batch * p.num_heads_k * dims * (call.request.exchange_dtype or p.dtype).itemsize
-            backward.append(_sent_back(call, names, each))
+            backward.append(_keys_moved(call, names, each, back=True))
     if call.trade is not None:
         (there, result), (dresult, *gradients) = _traded(call)
         forward = [there, *forward, result]
@@ -246,43 +247,28 @@ def _traffic(call: ParallelCall) -> tuple[tuple[Transfer, ...], tuple[Transfer, 
     return tuple(forward), tuple(backward) if any(needs) else ()
 
 
-def _key_bytes(p: AttentionProblem) -> int:
-    """Return the bytes of one position of keys and values."""
-    return p.batch * p.num_heads_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
-
-
 def _transient_bytes(call: ParallelCall, forward: tuple[Transfer, ...]) -> int:
     """Return about how much memory what is gathered or traded takes at once."""
-    total = 0
+    total, p = 0, call.problem
     if call.strategy == "gather":
         # A forward pass has what arrives, and its order; a backward pass also gradients of two slices, their sum, and
         # its parts.
-        held = call.keys_held(call.members.rank)
-        total = (6 if any(call.problem.needs_grad) else 2) * _key_bytes(call.problem) * held // call.head_groups
+        held = call.keys_held(call.members.rank) * p.batch * p.num_heads_k // call.head_groups
+        total = (6 if any(p.needs_grad) else 2) * held * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
     if call.trade is not None:
         total += 2 * sum(transfer.sent + transfer.received for transfer in (forward[0], forward[-1]))
     return total
 
 
-def _positions(call: ParallelCall) -> tuple[int, int, str]:
-    """Return how many positions of keys this rank sends, and receives, and by which collective."""
+def _keys_moved(call: ParallelCall, what: str, each: int, *, back: bool = False) -> Transfer:
+    """Count `each` bytes a position of keys on their way to the ranks that read it, or back to the rank that has it."""
+    sent = received = (call.members.size - 1) * call.layout_k.local_length
     if call.sends_parts:
         moves = call.route.moves()
-        return moves.sent, moves.received, "all_to_all"
-    others = (call.members.size - 1) * call.layout_k.local_length
-    return others, others, "all_gather"
-
-
-def _brought(call: ParallelCall, what: str, each: int) -> Transfer:
-    """Count `each` bytes a position on their way to the ranks that read it."""
-    sent, received, how = _positions(call)
-    return Transfer(what, how, each * sent, each * received)
-
-
-def _sent_back(call: ParallelCall, what: str, each: int) -> Transfer:
-    """Count `each` bytes a position on their way back to the rank that has it."""
-    received, sent, _ = _positions(call)
-    return Transfer(what, "all_to_all", each * sent, each * received)
+        sent, received = moves.sent, moves.received
+    if back:
+        sent, received = received, sent
+    return Transfer(what, "all_to_all" if back or call.sends_parts else "all_gather", each * sent, each * received)
 
 
 def _traded(call: ParallelCall) -> tuple[list[Transfer], list[Transfer]]:
@@ -324,7 +310,7 @@ def _summed(call: ParallelCall) -> Iterator[Transfer]:
             continue
         itemsize = sum_dtype(own.dtype).itemsize
         if name == "bias" and call.bias_needs_keys:
-            yield _sent_back(call, "dbias, sharded by keys", own.shape[:3].numel() * itemsize)
+            yield _keys_moved(call, "dbias, sharded by keys", own.shape[:3].numel() * itemsize, back=True)
         elif call.request.reduce_bias_grad:
             yield gathered(f"d{name}, summed", own.numel() * itemsize, call.members.size)
         if call.request.reduce_bias_grad and call.trade is not None and call.strategy == "gather":

@@ -21,28 +21,19 @@ Strategy = Literal["auto", "gather", "ulysses"]
 STRATEGIES = ("auto", "gather", "ulysses")
 
 
-def _gather_keys(x: Tensor, *numbers: Any) -> Tensor:
-    route = Route.of(*numbers)
-    if route.number == 0:  # else the call was compared
-        route.compare("forward", **{"mask or bias of keys": x})
-    sent = x.view(torch.uint8) if x.dtype == torch.bool else x
-    (keys,) = route.bring((sent,), x.dim() - 1, all_held=True).wait()
+def _move_keys(x: Tensor, back: bool, *numbers: Any) -> Tensor:
+    route, dim = Route.of(*numbers), x.dim() - 1
+    if back or route.number == 0:  # else the call was compared
+        route.compare("backward" if back else "forward", **{"mask or bias of keys": x})
+    if back:
+        return route.send_back((x,), dim, all_held=True).wait()[0]
+    (keys,) = route.bring((x.view(torch.uint8) if x.dtype == torch.bool else x,), dim, all_held=True).wait()
     return keys.view(torch.bool) if x.dtype == torch.bool else keys
 
 
-def _gather_keys_fake(x: Tensor, *numbers: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], Route(*numbers).layout_k[0]))
-
-
-def _return_keys(x: Tensor, *numbers: Any) -> Tensor:
-    route = Route.of(*numbers)
-    route.compare("backward", **{"mask or bias of keys": x})
-    (own,) = route.send_back((x,), x.dim() - 1, all_held=True).wait()
-    return own
-
-
-def _return_keys_fake(x: Tensor, *numbers: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], from_flat(Route.of(*numbers).layout_k).local_length))
+def _move_keys_fake(x: Tensor, back: bool, *numbers: Any) -> Tensor:
+    layout_k = from_flat(Route.of(*numbers).layout_k)
+    return x.new_empty((*x.shape[:-1], layout_k.local_length if back else layout_k.length))
 
 
 def _sum(x: Tensor, group: str, size: int, number: int) -> Tensor:
@@ -75,8 +66,7 @@ def _trade_fake(x: Tensor, group: str, layout: list[int], to_heads: bool, *other
 
 
 _TRADE = "(Tensor x, str group, int[] layout, bool to_heads, str direction, str name, int number) -> Tensor"
-_gather_op = define("gather_keys", f"(Tensor x, {ROUTE}) -> Tensor", _gather_keys, _gather_keys_fake)
-_return_op = define("return_keys", f"(Tensor x, {ROUTE}) -> Tensor", _return_keys, _return_keys_fake)
+_keys_op = define("move_keys", f"(Tensor x, bool back, {ROUTE}) -> Tensor", _move_keys, _move_keys_fake)
 _sum_op = define("sum_over_ranks", "(Tensor x, str group, int size, int number) -> Tensor", _sum, _sum_fake)
 _trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
 
@@ -86,7 +76,7 @@ class _GatherKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, route: Route) -> Tensor:
-        keys: Tensor = _gather_op(x, *route)
+        keys: Tensor = _keys_op(x, False, *route)
         return keys
 
     @staticmethod
@@ -95,7 +85,7 @@ class _GatherKeys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        own: Tensor = _return_op(gradient, *ctx.route)
+        own: Tensor = _keys_op(gradient, True, *ctx.route)
         return own, None
 
 
@@ -199,17 +189,11 @@ class HeadTrade(NamedTuple):
 def choose_strategy(
     asked: str, num_heads: int, num_heads_k: int, size: int, has_rows: bool, share: float
 ) -> tuple[str, str]:
-    """Return "gather" or "ulysses", and why; W is the number of ranks there.
+    """Return "gather" or "ulysses" for a group of `size` ranks, called W in the reason that is returned with it.
 
     Args:
-        asked: `strategy` as the caller passed it.
-        num_heads, num_heads_k: of the whole call.
-        size: number of ranks.
         has_rows: whether a mask or bias has rows of its own for each rank.
         share: the share of all keys that gather would move.
-
-    Raises:
-        ValueError: there is no such strategy, or it cannot serve the call.
     """
     if asked not in STRATEGIES:
         raise ValueError(f"strategy is {asked!r}; it needs to be one of {', '.join(map(repr, STRATEGIES))}")
@@ -240,11 +224,7 @@ def _heads_divide(num_heads: int, num_heads_k: int, size: int) -> bool:
 
 
 def check_heads(num_heads: int, num_heads_k: int, size: int) -> None:
-    """Refuse heads that `size` ranks cannot trade for positions.
-
-    Raises:
-        ValueError: they do not divide.
-    """
+    """Refuse heads that `size` ranks cannot trade for positions."""
     if not _heads_divide(num_heads, num_heads_k, size):
         raise ValueError(
             f"q has {num_heads} heads on {num_heads_k} key-value heads, and {size} ranks trade them; it needs heads of "
