@@ -122,6 +122,10 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             "mask was prepared with 4 heads; over a mesh of two dims",
             lambda: attend(*tensors(), mask_of(heads=4), group=mesh_of(2)),
         ),
+        (
+            "bias has 3 heads; it needs 1, 2 or 4",
+            lambda: attend(*tensors(), None, torch.ones(3, 1, 16), group=mesh_of(2)),
+        ),
         (r"sink has shape \(3,\)", lambda: attend(group=mesh_of(2), sink=torch.ones(3))),
     ],
     TypeError: [

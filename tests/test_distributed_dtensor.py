@@ -152,7 +152,7 @@ REFUSED: list[tuple[str, Call]] = [
         Call("S0", mask=(5, 7), mask_on="R", dtypes=(("mask", "float64"),)),
     ),
 ]
-# What becomes of tensors of `BATCH`.
+# Tensors of `BATCH` are replaced.
 REFUSED_BESIDE: list[tuple[str, dict[str, Any]]] = [
     (r"bias .*\(Partial\(sum\),\); .* it needs \(Replicate\(\),\)", {"bias": "partial"}),
     ("TypeError: k is a Tensor, and q is a DTensor; k needs to be one, too", {"k": "plain"}),

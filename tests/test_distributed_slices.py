@@ -137,16 +137,20 @@ def test_gradients_layout_keys_are_rounded_once(number: int, exchange: torch.dty
     assert torch.equal(total.total(), exact.to(exchange))
 
 
+def bits_of(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[str, torch.Tensor]:
+    """`simulated`, in memory that is NaN until something is written."""
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
+        return simulated(case, size, backend)
+
+
 @pytest.mark.usefixtures("starts")
-def test_gradients_of_pairs_that_no_slice_has_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_pairs_that_no_slice_has_are_zero() -> None:
     case = ParallelCase(bias="full", window=(3, 1), seqlen_q=32, seqlen_k=32, lse=True)
     parts = plan(case.layouts(2)[0], 0, 32, (3, 1))
     assert any(part.start > 0 for part in parts) and any(part.stop < 32 for part in parts)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-    results = simulated(case, 2)
-    monkeypatch.undo()
-    wanted = one_process(case, draw(case), "eager")
+    results, wanted = bits_of(case, 2), one_process(case, draw(case), "eager")
     assert float((results["dbias"] - wanted["dbias"]).abs().max()) < TOLERANCE
 
 
@@ -172,14 +176,6 @@ def placing(does: bool = True) -> tuple[Backend, list[torch.Tensor]]:
     return replace(EAGER, plan_backward=plan_backward, stores_dbias=True), places
 
 
-def bits_of(case: ParallelCase, size: int, backend: Backend) -> dict[str, torch.Tensor]:
-    """`simulated`, in memory that is NaN until something is written."""
-    empty = torch.empty
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-        return simulated(case, size, backend)
-
-
 @pytest.mark.usefixtures("starts")
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("bias", ["full", "shared", "group", "one_head"])
@@ -189,7 +185,7 @@ def test_the_place_of_a_slice_is_handed_to_a_backend_that_stores_there(bias: str
         case = ParallelCase(layout, bias, causal=causal, window=window, seqlen_k=seqlen_k)
         case = replace(case, groups=1 if bias == "one_head" else groups)
         (storing, places), (copying, ignored) = placing(), placing(does=False)
-        wanted, results = bits_of(case, 2, EAGER), bits_of(case, 2, storing)
+        wanted, results = bits_of(case, 2), bits_of(case, 2, storing)
         assert wanted.keys() == results.keys() and "dbias" in wanted
         assert all(torch.equal(x, results[name]) for name, x in wanted.items())
         layout, band = case.layouts(2)[0], causal_window(causal, window or (-1, -1))

@@ -193,8 +193,8 @@ def context_parallel_attention(
         heads = call.trade.heads
         mask, bias = (None if x is None else heads.cut(cast(Tensor, x)) for x in (mask, bias))
         sink = None if sink is None else sink[heads.of(call.problem.num_heads)]
-        whole = prepare_call(q, k, v, mask, bias, sink, None, numbers._replace(return_lse=True))
-        out, lse = run_call(whole, backend)
+        own = prepare_call(q, k, v, mask, bias, sink, None, numbers._replace(return_lse=True))
+        out, lse = run_call(own, backend)
     else:
         out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink)
     if call.trade is not None:

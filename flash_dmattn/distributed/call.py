@@ -209,12 +209,17 @@ class Request(NamedTuple):
                 return x
             return sum_gradient(x.to(sum_dtype(x.dtype)), inner, self.number)
 
+        def own_heads(name: str, x: Tensor) -> Tensor:
+            if x.shape[1] not in (1, k.shape[2], heads):
+                raise ValueError(f"{name} has {x.shape[1]} heads; it needs 1, {k.shape[2]} or {heads}")
+            return trade.heads.cut(x)
+
         if isinstance(mask, ShardedMask) and mask.heads > 1:
             raise ValueError(f"mask was prepared with {mask.heads} heads; over a mesh of two dims it needs to have one")
         if isinstance(mask, Tensor) and mask.dim() in (2, 3, 4):
-            mask = trade.heads.cut(as_scores(mask))
+            mask = own_heads("mask", as_scores(mask))
         if isinstance(bias, Tensor) and bias.dim() in (2, 3, 4):
-            bias = trade.heads.cut(summed(as_scores(bias), as_scores(bias).shape[2] == 1))
+            bias = own_heads("bias", summed(as_scores(bias), as_scores(bias).shape[2] == 1))
         if isinstance(sink, Tensor) and sink.shape == (heads,):
             sink = summed(sink, True)[trade.heads.of(heads)]
         request = self._replace(groups=(outer,), layout=joined, layout_k=joined_k, strategy="gather")
