@@ -6,6 +6,7 @@ are traded for positions: the strategy "ulysses", and the inner dim of a mesh of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -71,77 +72,52 @@ _sum_op = define("sum_over_ranks", "(Tensor x, str group, int size, int number) 
 _trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
 
 
-class _GatherKeys(torch.autograd.Function):
-    """Make whole what is sharded by keys; backward sums what all ranks have sent for the keys of this one."""
+class _Exchange(torch.autograd.Function):
+    """Run one function on a tensor, and another one on its gradient."""
 
     @staticmethod
-    def forward(x: Tensor, route: Route) -> Tensor:
-        keys: Tensor = _keys_op(x, False, *route)
-        return keys
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.route = inputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        own: Tensor = _keys_op(gradient, True, *ctx.route)
-        return own, None
-
-
-class _SumGradient(torch.autograd.Function):
-    """Return the same values; backward sums the gradients of all ranks."""
-
-    @staticmethod
-    def forward(x: Tensor, members: Members, number: int) -> Tensor:
-        return x.view_as(x)
+    def forward(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        return there(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.members, ctx.number = inputs
+        _, _, ctx.back = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        total: Tensor = _sum_op(gradient, ctx.members.name, ctx.members.size, ctx.number)
-        return total, None, None
+        return ctx.back(gradient), None, None
 
 
-class _Trade(torch.autograd.Function):
-    """Trade (B, L / W, H, D) of this rank's rows for (B, L, H / W, D) of its heads, or back.
-
-    Each way is the gradient of the other. `name` is the tensor's name in the call.
-    """
-
-    @staticmethod
-    def forward(
-        x: Tensor, group: str, layout: tuple[int, ...], to_heads: bool, direction: str, name: str, number: int
-    ) -> Tensor:
-        traded: Tensor = _trade_op(x, group, list(layout), to_heads, direction, name, number)
-        return traded
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.group, ctx.layout, ctx.to_heads, _, ctx.name, ctx.number = inputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        own = _Trade.apply(gradient, ctx.group, ctx.layout, not ctx.to_heads, "backward", ctx.name, ctx.number)
-        return own, None, None, None, None, None, None
+def _exchanged(x: Tensor, there: Callable[[Tensor], Any], back: Callable[[Tensor], Any]) -> Tensor:
+    result: Tensor = _Exchange.apply(x, there, back)
+    return result
 
 
 def gather_keys(x: Tensor, route: Route) -> Tensor:
     """Return a mask or bias (..., Lk / W), sharded as the keys are, with all keys in global order; differentiable.
 
-    Keys that no slice of this rank reads may be zero.
+    Keys that no slice of this rank reads may be zero. The gradient is the sum of what all ranks send for own keys.
     """
-    keys: Tensor = _GatherKeys.apply(x, route)
-    return keys
+    return _exchanged(x, lambda x: _keys_op(x, False, *route), lambda gradient: _keys_op(gradient, True, *route))
 
 
 def sum_gradient(x: Tensor, members: Members, number: int) -> Tensor:
     """Return the same values; the gradient is summed over the ranks, the same bits on each, in the call `number`."""
-    same: Tensor = _SumGradient.apply(x, members, number)
-    return same
+    return _exchanged(x, lambda x: x.view_as(x), lambda gradient: _sum_op(gradient, members.name, members.size, number))
+
+
+def _traded(
+    x: Tensor, group: str, layout: tuple[int, ...], name: str, number: int, to_heads: bool, direction: str = "forward"
+) -> Tensor:
+    """Trade (B, L / W, H, D) of this rank's rows for (B, L, H / W, D) of its heads, or back.
+
+    Each way is the gradient of the other. `name` is the tensor's name in the call.
+    """
+    return _exchanged(
+        x,
+        lambda x: _trade_op(x, group, list(layout), to_heads, direction, name, number),
+        lambda gradient: _traded(gradient, group, layout, name, number, not to_heads, "backward"),
+    )
 
 
 class HeadTrade(NamedTuple):
@@ -182,8 +158,7 @@ class HeadTrade(NamedTuple):
         return own, columns.squeeze(-1).transpose(1, 2)
 
     def _trade(self, x: Tensor, name: str, layout: SequenceLayout, *, to_heads: bool) -> Tensor:
-        traded: Tensor = _Trade.apply(x, self.members.name, layout.flat, to_heads, "forward", name, self.number)
-        return traded
+        return _traded(x, self.members.name, layout.flat, name, self.number, to_heads)
 
 
 def choose_strategy(
