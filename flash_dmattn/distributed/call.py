@@ -178,7 +178,7 @@ class Request(NamedTuple):
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
             describe(q, k, v, None, None, None, self.numbers)  # it says what is wrong
         request = self._replace(q=q, k=k, v=v)
-        call = request._over_mesh() if is_mesh else request._over_group()
+        call = request._over_mesh() if is_mesh else request._over_group(request)
         dtype = call.problem.dtype
         if self.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
             raise ValueError(
@@ -201,8 +201,7 @@ class Request(NamedTuple):
         trade = HeadTrade(inner, within[outer.rank], within_k[outer.rank], k.shape[2], self.number)
 
         def traded(x: Tensor) -> Tensor:
-            shape = (x.shape[0], x.shape[1] * size, max(1, x.shape[2] // size), x.shape[3])
-            return _without_memory(x, *shape).requires_grad_(x.requires_grad)
+            return _without_memory(x, x.shape[0], x.shape[1] * size, max(1, x.shape[2] // size), x.shape[3])
 
         def summed(x: Tensor, is_shared: bool) -> Tensor:
             if not (is_shared and self.reduce_bias_grad and x.requires_grad):
@@ -224,10 +223,10 @@ class Request(NamedTuple):
             sink = summed(sink, True)[trade.heads.of(heads)]
         request = self._replace(groups=(outer,), layout=joined, layout_k=joined_k, strategy="gather")
         request = request._replace(q=traded(q), k=traded(k), v=traded(v), mask=mask, bias=bias, sink=sink)
-        return request._over_group()._replace(request=self, trade=trade)
+        return request._over_group(self)._replace(trade=trade)
 
-    def _over_group(self) -> ParallelCall:
-        """Make the call over one group."""
+    def _over_group(self, passed: Request) -> ParallelCall:
+        """Make the call over one group; q, k and v of `passed` say whether they need gradients."""
         q, k, v, mask, bias, sink = self[:6]
         (members,) = self.groups
         layout, layout_k = self.layout, self._check_layouts(members.size)
@@ -246,7 +245,7 @@ class Request(NamedTuple):
         every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
         problem, _, _ = describe(q, every_k, every_v, every_mask, every_bias, sink, numbers)
         if torch.is_grad_enabled():
-            needs = (x is not None and x.requires_grad for x in (q, k, v, bias, sink))
+            needs = (x is not None and x.requires_grad for x in (*passed[:3], bias, sink))
             problem = problem._replace(needs_grad=NeedsGrad(*needs))
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask
         bias = None if bias is None else as_scores(bias)
@@ -260,7 +259,7 @@ class Request(NamedTuple):
         strategy, why = choose_strategy(self.strategy, *heads, members.size, has_rows, share)
         return ParallelCall(
             problem,
-            self,
+            passed,
             members,
             layout,
             layout_k,
