@@ -211,23 +211,6 @@ def describe(
     return Request(q, k, v, mask, None, None, groups, *rest).describe()
 
 
-@pytest.mark.parametrize(
-    "size, heads, heads_k, wanted",
-    [
-        (2, 8, 8, "ulysses"),  # gather moves 1.5 times as much
-        (2, 8, 4, "gather"),  # as much: 2 = (2 + 1) / 1.5
-        (4, 8, 4, "ulysses"),
-        (4, 32, 4, "gather"),  # 4 < 6
-        (8, 32, 4, "ulysses"),  # key-value heads are repeated
-        (8, 12, 12, "gather"),  # heads do not divide
-    ],
-)
-def test_auto_takes_what_sends_less(size: int, heads: int, heads_k: int, wanted: str) -> None:
-    assert describe(size, heads=heads, heads_k=heads_k).strategy == wanted
-    rows = torch.ones(16, 16 * size, dtype=torch.bool)
-    assert describe(size, heads=heads, heads_k=heads_k, mask=rows).strategy == "gather"
-
-
 def test_heads_go_in_one_group_unless_asked_for_more() -> None:
     sizes = {"heads": 16, "heads_k": 8, "dim": 1, "strategy": "gather"}
     assert describe(2, 128 * 40, **sizes).head_groups == 1

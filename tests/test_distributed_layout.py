@@ -272,8 +272,21 @@ def test_what_a_window_leaves_of_128k(window: int, share: str, held: str) -> Non
         assert moved == 2 * window / (7 * 16384) == 2 * share_moved(contiguous, contiguous, (window, 0))
 
 
-def test_auto_compares_ulysses_with_what_is_sent() -> None:
-    assert choose_strategy("auto", 8, 8, 4, False, 1.0)[0] == "ulysses"
-    strategy = choose_strategy("auto", 8, 8, 4, False, 0.3)
-    assert strategy == ("gather", "ranks read so few keys of others that it sends less than ulysses")
-    assert choose_strategy("auto", 8, 8, 4, False, 0.4)[0] == "ulysses"  # 4 x 0.4 > 2 / 1.5
+@pytest.mark.parametrize(
+    "size, heads, heads_k, share, wanted",
+    [
+        (2, 8, 8, 1.0, "ulysses"),  # gather moves 1.5 times as much
+        (2, 8, 4, 1.0, "gather"),  # as much: 2 = (2 + 1) / 1.5
+        (4, 8, 4, 1.0, "ulysses"),
+        (4, 32, 4, 1.0, "gather"),  # 4 < 6
+        (8, 32, 4, 1.0, "ulysses"),  # key-value heads are repeated
+        (8, 12, 12, 1.0, "gather"),  # heads do not divide
+        (4, 8, 8, 0.4, "ulysses"),  # 4 x 0.4 > 2 / 1.5
+        (4, 8, 8, 0.3, "gather"),
+    ],
+)
+def test_auto_takes_what_sends_less(size: int, heads: int, heads_k: int, share: float, wanted: str) -> None:
+    strategy, why = choose_strategy("auto", heads, heads_k, size, False, share)
+    assert strategy == wanted
+    assert choose_strategy("auto", heads, heads_k, size, True, share)[0] == "gather"
+    assert (why == "ranks read so few keys of others that it sends less than ulysses") == (share == 0.3)
