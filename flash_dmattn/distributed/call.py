@@ -421,7 +421,8 @@ def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direc
     """Return the first backend that serves one pass of all slices, out of the favourites of slices, or else of all."""
     if len(set(preferred)) == 1:
         return BACKENDS[preferred[0]]
-    for name in (*(n for n in BACKENDS if n in preferred), *BACKENDS):
+    names = list(BACKENDS.table)  # Dynamo of torch 2.11 does not unpack the registry itself
+    for name in [*(name for name in names if name in preferred), *names]:
         backend = BACKENDS[name]
         if backend.is_differentiable or name in disabled() or not works(name):
             continue
