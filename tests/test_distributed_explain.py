@@ -97,50 +97,35 @@ def test_the_strategy_and_why(keywords: dict[str, Any], strategy: str, why: str)
     assert f"strategy {strategy}: {why}" in str(explanation)
 
 
-REMARKS: dict[str, tuple[dict[str, Any], list[str]]] = {
+def learned(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, requires_grad=True)
+
+
+ROWS = torch.ones(256, 1024) > 0
+STAYS, GATHERED = "rows of this rank, which stay where they are", "sharded by keys, gathered"
+SAME, PARTIAL = "the same on every rank, not sent", "of this rank's rows; DDP and FSDP sum it over ranks"
+SUMMED = "complete, summed over ranks here"
+REMARKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "rows": (
-        {"bias": torch.ones(256, 1024, requires_grad=True), "mask": torch.ones(256, 1024) > 0},
-        [
-            "mask: rows of this rank, which stay where they are",
-            "bias: rows of this rank, which stay where they are",
-            "gradient of bias: complete",
-        ],
+        {"bias": learned(256, 1024), "mask": ROWS},
+        {"mask": STAYS, "bias": STAYS, "gradient of bias": "complete"},
     ),
-    "prepared": (
-        {"mask": ShardedMask.from_mask(torch.ones(256, 1024) > 0, LAYOUT, 1)},
-        ["mask: rows of this rank, which stay where they are"],
-    ),
+    "prepared": ({"mask": ShardedMask.from_mask(ROWS, LAYOUT, 1)}, {"mask": STAYS}),
     "sharded": (
-        {"bias": torch.ones(1, 256, requires_grad=True), "mask": torch.ones(1, 256) > 0},
-        [
-            "mask: sharded by keys, gathered",
-            "bias: sharded by keys, gathered",
-            "gradient of bias: complete",
-        ],
+        {"bias": learned(1, 256), "mask": ROWS[:1, :256]},
+        {"mask": GATHERED, "bias": GATHERED, "gradient of bias": "complete"},
     ),
     "partial": (
-        {"bias": torch.ones(1, 1024, requires_grad=True), "sink": torch.ones(4, requires_grad=True)},
-        [
-            "bias: the same on every rank, not sent",
-            "gradient of bias: of this rank's rows; DDP and FSDP sum it over ranks",
-            "gradient of sink: of this rank's rows; DDP and FSDP sum it over ranks",
-        ],
+        {"bias": learned(1, 1024), "sink": learned(4)},
+        {"bias": SAME, "gradient of bias": PARTIAL, "gradient of sink": PARTIAL},
     ),
     "summed": (
-        {
-            "bias": torch.ones(1, 1, requires_grad=True),
-            "sink": torch.ones(4, requires_grad=True),
-            "reduce_bias_grad": 1 > 0,
-        },
-        [
-            "bias: the same on every rank, not sent",
-            "gradient of bias: complete, summed over ranks here",
-            "gradient of sink: complete, summed over ranks here",
-        ],
+        {"bias": learned(1, 1), "sink": learned(4), "reduce_bias_grad": True},
+        {"bias": SAME, "gradient of bias": SUMMED, "gradient of sink": SUMMED},
     ),
     "groups": (
         {"head_groups": 2, "grad": False},
-        ["key-value heads go in 2 groups, each on its way while the one before it is computed"],
+        {"key-value heads go in 2 groups, each on its way while the one before it is computed": ""},
     ),
 }
 EXCHANGED = "gradients of k and v: sent in float32, summed in float32 in the order of ranks"
@@ -148,11 +133,10 @@ EXCHANGED = "gradients of k and v: sent in float32, summed in float32 in the ord
 
 @pytest.mark.parametrize("name", REMARKS)
 def test_remarks(name: str) -> None:
-    keywords, said = REMARKS[name]
-    explanation = explained(**keywords)
-    assert [x for x in explanation.remarks if x != EXCHANGED] == said and set(said) <= set(
-        str(explanation).splitlines()
-    )
+    keywords, remarks = REMARKS[name]
+    explanation, said = explained(**keywords), [f"{what}: {text}" if text else what for what, text in remarks.items()]
+    assert [x for x in explanation.remarks if x != EXCHANGED] == said
+    assert set(said) <= set(str(explanation).splitlines())
     assert (EXCHANGED in explanation.remarks) == (keywords.get("grad", True))
 
 

@@ -320,8 +320,8 @@ _PYTHON = (
     ),
     Fault(
         "each rank reads the first of the key-value heads that ranks share",
-        "flash_dmattn/distributed/transfers.py",
-        "slice(rank // self.repeats, rank // self.repeats + 1)",
+        "flash_dmattn/distributed/slices.py",
+        "slice(first, first + 1)",
         "slice(0, 1)",
         (f"{_WORKERS}test_a_call_over_processes_equals_one_call[ulysses, shared heads-4]",),
     ),
