@@ -62,6 +62,9 @@ CASES = {
     "keys-d128": Case("_SM90_KEYS", 128, 8, 16, 16, 4096, 128, mask="keys"),
     "fp32-d64": Case("_SM90_FP32", 64, 2, 8, 8, 2048, 64, dtype=torch.float32),
     "fp32-d128": Case("_SM90_FP32", 128, 2, 8, 8, 2048, 128, dtype=torch.float32),
+    "d512": Case("_SM90_WIDE", 512, 1, 32, 32, 4096, 512, is_causal=True),
+    "bias-d512": Case("_SM90_WIDE", 512, 1, 8, 8, 4096, 512, bias="full"),
+    "shared-bias-d512": Case("_SM90_WIDE", 512, 4, 8, 8, 2048, 512, bias="shared"),
 }
 # Classes without a row of their own in the tables of sm_90, which `--small` times as well.
 OTHERS = {
@@ -72,13 +75,14 @@ OTHERS = {
     "tiles-d256": Case("", 256, 1, 8, 4, 8192, 256, mask="blocks"),
     "keys-d256": Case("", 256, 4, 8, 8, 4096, 256, mask="keys"),
 }
-KERNELS = ("forward", "keys", "queries", "product", "bias")
+# With wide heads "keys" makes dk, and "values" is a second launch of its kernel that makes dv.
+KERNELS = ("forward", "keys", "values", "queries", "product", "bias")
 
 
 def kernels_of(case: Case) -> tuple[str, ...]:
     """The kernels that a case runs."""
     last = {"full": ("product",), "shared": ("queries", "bias")}.get(case.bias, ("queries",))
-    return ("forward", "keys", *last)
+    return ("forward", "keys", *(("values",) if case.head_dim > 256 else ()), *last)
 
 
 def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
@@ -87,10 +91,12 @@ def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
     for block_m, block_n, num_warps, num_stages in product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4)):
         threads = 32 * num_warps
         scores = block_m * block_n / threads
-        rows = {"keys": 2 * block_n, "bias": 0}.get(kernel, block_m)  # whose sums are kept
-        streamed = {"keys": block_m, "bias": block_m + block_n, "product": block_n}.get(kernel, block_n)
+        is_wide = case.head_dim > 256
+        keys = block_n if is_wide else 2 * block_n
+        rows = {"keys": keys, "values": block_n, "bias": 0}.get(kernel, block_m)  # whose sums are kept
+        streamed = {"keys": block_m, "values": block_m, "bias": block_m + block_n}.get(kernel, block_n)
         shared = streamed * case.head_dim * width * (1 if kernel == "product" else 2) * num_stages
-        if 8 <= scores <= 64 and rows * case.head_dim / threads <= 160 and shared <= SHARED_BYTES:
+        if (4 if is_wide else 8) <= scores <= 64 and rows * case.head_dim / threads <= 160 and shared <= SHARED_BYTES:
             yield block_m, block_n, num_warps, num_stages
 
 
@@ -132,9 +138,10 @@ def runner(case: Case, kernel: str, tensors: Any) -> Callable[[], list[Tensor]]:
     run(q, k, v, packed, bias, None, out, lse, None)
     delta_of = plan_backward.plan_delta(call, dout, None, call.has_few_keys)
     read = (q, k, v, bias, dout, *delta_of(dout, out, None, lse, None))
-    if kernel == "keys":
-        kind = STORE if case.bias == "full" else NO_DBIAS
-        keys = plan_backward.plan_keys(call, dout, True, True, kind.value)
+    if kernel in ("keys", "values"):
+        kind = STORE if case.bias == "full" and kernel == "keys" else NO_DBIAS
+        makes_k, makes_v = kernel == "keys", kernel == "values" or case.head_dim <= 256
+        keys = plan_backward.plan_keys(call, dout, makes_k, makes_v, kind.value)
         return lambda: [x for x in keys(read, packed, None, None) if x is not None]
     if kernel == "product":
         _, _, dbias = plan_backward.plan_keys(call, dout, True, True, STORE.value)(read, packed, None, None)

@@ -21,6 +21,7 @@ from compiled_triton import (
 )
 from compiled_variants import SEQUENCE_VARIANTS, VARIANTS
 
+from flash_dmattn.backends.triton.backend import MAX_FP32_HEAD_DIM
 from flash_dmattn.triton_kernels.gpus import GPUS, shared_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -88,7 +89,10 @@ def catalogue(
                     variant = replace(variant, dtype=DTYPES[dtype])
                 elif variant.dtype != DTYPES[dtype]:  # it is there for its own dtype
                     continue
-                found += [Entry(dtype, name, variant.head_dim, job) for job in jobs_of(variant, arch)]
+                jobs = jobs_of(variant, arch)
+                if dtype == "fp32" and variant.head_dim > MAX_FP32_HEAD_DIM:  # whose gradients a rule refuses
+                    jobs = [job for job in jobs if job.name in ("forward", "combine")]
+                found += [Entry(dtype, name, variant.head_dim, job) for job in jobs]
             for name, given in SEQUENCE_VARIANTS.items() if dtype == "bf16" else ():
                 of_sequences = SequenceVariant(**given)
                 jobs = jobs_of(of_sequences, arch)

@@ -27,6 +27,7 @@ ON_SM_90_ALONE = (
     "64 keys",
     "128 keys",
     *FP32,
+    "512 fp32",
 )
 # What has a tile of its own: every row of the tile table is in the plan of one of these.
 PLANNED = [
@@ -39,6 +40,8 @@ PLANNED = [
 # fit the others everywhere.
 FP32_ELSEWHERE = (("64 fp32", 80), ("128 fp32", 80), ("256 fp32", 80), ("256 fp32", 86), ("256 tf32", 86))
 PLANNED += FP32_ELSEWHERE
+# With wide heads, where a program may have 99 KB of shared memory.
+PLANNED += [(f"512 {form}", 86) for form in ("causal", "full", "shared")]
 # Every run compiles a few, since a clean machine has none of them in Triton's cache and takes ten minutes for all;
 # `test_triton_gpus.py` compiles each kernel once for every GPU, `compile_everything.py` all.
 ELSEWHERE = ("64 plain", "128 full", "128 keys, shared", "256 plain")
@@ -47,6 +50,7 @@ ON_SM_90 = (
     *("128 tiles, full", "64 shared", "128 softcap", "256 plain", "32 full", "96 tiles, per key", "64 fp32"),
     *("64 short", "64 few keys", "128 unaligned, full", "64 odd rows", "64 two runs"),
     *("64 sink", "64 one tile, sink", "64 dropout, shared", "64 one tile, dropout"),
+    *("512 causal", "512 small"),
 )
 PAIRS = [
     pytest.param(name, capability, id=f"sm_{capability} {name}")

@@ -239,6 +239,94 @@ _OTHERS_SM100 = {
 }
 
 
+# Head dims from 257 to 512, chosen by what the compiler makes of them (docs/notes/triton.md) and not timed. The sums of
+# dk and dv together would fill the registers, so "keys" makes dk, and dbias, and "values" is a second launch of the
+# same kernel that makes dv.
+_SM90_WIDE = {
+    "forward": {
+        512: Tile(64, 32, 8, 2),
+    },
+    "keys": {
+        512: Tile(32, 64, 8, 1),
+    },
+    "values": {
+        512: Tile(32, 64, 8, 2),
+    },
+    "queries": {
+        512: Tile(64, 32, 8, 1),
+    },
+    "product": {
+        512: Tile(64, 64, 8, 2),
+    },
+    "bias": {
+        512: Tile(64, 32, 8, 1),
+    },
+}
+_SM80_WIDE = {
+    "forward": {
+        512: Tile(64, 32, 8, 2),
+    },
+    "keys": {
+        512: Tile(32, 32, 8, 1),
+    },
+    "values": {
+        512: Tile(32, 64, 8, 1),
+    },
+    "queries": {
+        512: Tile(32, 32, 8, 1),
+    },
+    "product": {
+        512: Tile(64, 32, 8, 2),
+    },
+    "bias": {
+        512: Tile(32, 64, 8, 1),
+    },
+}
+_SMALL_WIDE = {
+    "forward": {
+        512: Tile(32, 32, 4, 1),
+    },
+    "keys": {
+        512: Tile(16, 32, 8, 1),
+    },
+    "values": {
+        512: Tile(32, 32, 8, 1),
+    },
+    "queries": {
+        512: Tile(16, 32, 8, 1),
+    },
+    "product": {
+        512: Tile(64, 32, 8, 1),
+    },
+    "bias": {
+        512: Tile(16, 32, 8, 1),
+    },
+}
+_GFX_WIDE = {
+    "forward": {
+        512: Tile(32, 32, 4, 1),
+    },
+    "keys": {
+        512: Tile(16, 32, 4, 1),
+    },
+    "values": {
+        512: Tile(16, 32, 4, 1),
+    },
+    "queries": {
+        512: Tile(16, 32, 4, 1),
+    },
+    "product": {
+        512: Tile(32, 32, 4, 1),
+    },
+    "bias": {
+        512: Tile(16, 32, 4, 1),
+    },
+}
+# The forward kernel for at most MOST_FEW_ROWS queries of a head; two programs fit on an SM.
+_SM_WIDE_FEW_ROWS = {512: Tile(MOST_FEW_ROWS, 32, 8, 2)}
+# Only the forward kernel fits. A rule of the backend refuses the backward pass.
+_FP32_WIDE = {512: Tile(16, 32, 4, 1)}
+
 # The most shared memory of a tile that serves every NVIDIA GPU.
 ROOM_OF_SMALL = 99 * KIB
 
@@ -254,6 +342,18 @@ def _fp32_table(kernel: str, block_d: int, arch: str) -> dict[int, Tile]:
         return _FP32
     large = block_d > 128 and kernel in _FP32_LARGE and shared_bytes(arch) > ROOM_OF_SMALL
     return _FP32_LARGE[kernel] if large else _FP32_SM.get(kernel, _FP32)
+
+
+def _wide_table(kernel: str, dtype: torch.dtype, arch: str, has_few_rows: bool) -> dict[int, Tile]:
+    if dtype == torch.float32:
+        return _FP32_WIDE
+    if arch.startswith("gfx"):
+        return _GFX_WIDE[kernel]
+    if has_few_rows and kernel == "forward":
+        return _SM_WIDE_FEW_ROWS
+    if arch == "sm_90":
+        return _SM90_WIDE[kernel]
+    return (_SM80_WIDE if shared_bytes(arch) > ROOM_OF_SMALL else _SMALL_WIDE)[kernel]
 
 
 def tf32_fits(kernel: str, block_d: int, arch: str) -> bool:
@@ -272,12 +372,14 @@ def tile_of(
     bias_tma: bool,
     few_rows: Literal["narrow", "wide"] | None = None,
 ) -> Tile:
-    """Return the tile of a kernel, "forward", "keys", "queries", "product" or "bias": of a profile, else of the table.
+    """Return the tile of a kernel: of a profile, else of the table.
+
+    Its name is "forward", "keys", "queries", "product" or "bias"; with wide heads also "values".
 
     Args:
         block_d: the larger of the padded head dims.
         bias_tma: whether TMA loads a bias of one value per score.
-        few_rows: the kind of key blocks for heads with at most MOST_FEW_ROWS queries and head dims up to 128.
+        few_rows: the kind of key blocks for heads with at most MOST_FEW_ROWS queries; above 256 there is one kind.
     """
     own = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
     if dtype == torch.float32 or mask != BAND.value or bias not in (NO_BIAS.value, TILE_BIAS.value) or few_rows:
@@ -292,6 +394,8 @@ def tile_of(
 def _tile_of_table(
     kernel: str, dtype: torch.dtype, block_d: int, arch: str, mask: int, bias: int, bias_tma: bool, few_rows: str | None
 ) -> Tile:
+    if block_d > 256:
+        return _row(_wide_table(kernel, dtype, arch, few_rows is not None), block_d)
     if dtype == torch.float32:
         return _row(_fp32_table(kernel, block_d, arch), block_d)
     if not arch.startswith("sm_"):

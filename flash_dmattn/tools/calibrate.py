@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn calibrate`: check the backends on a GPU, time them on classes of calls, write the profile."""
+"""`python -m flash_dmattn calibrate`: check backends on a device, time them on classes of calls, write the profile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -18,18 +18,20 @@ from torch import Tensor
 from ..api import attention
 from ..dispatch import profiles
 from ..dispatch.config import disabled, process
-from ..dispatch.profiles import MEASURED, NUM_HEADS, ROWS, Figures, Profile, ProfileError, Row, judge, read, write
+from ..dispatch.profiles import NUM_HEADS, ROWS, Figures, Profile, ProfileError, Row, judge, measured_on, read, write
 from ..explanation import explain
 from ..problem import device_arch
 from .info import find_driver
 from .verify import CASES, Outcome, verify_on
 
 # eager first: it is the yardstick of the others, and compiles nothing. flex last: it compiles longest.
-ORDER = ("eager", "triton", "flex")
+ORDER = ("eager", "sdpa", "triton", "flex")
 CHECK_SHARE = 0.35  # of the time, after which no further check starts
 ROW_SECONDS = 0.6  # of repetitions, for each backend and row
 LEAST, MOST = 3, 50  # repetitions
 _BAR = 24  # characters
+# On a CPU the lengths of all rows are divided by it.
+_CPU_SHRINK = 4
 # A buffer that fills the caches of any GPU, written before each run, which then reads memory.
 _FLUSH_BYTES = 1 << 28
 _MOST_FLUSHES = 200
@@ -45,7 +47,7 @@ class Instruments(NamedTuple):
         check: check(has_time) -> outcomes of the checks against the formula, none started once has_time() is False.
         measure: measure(row, backend, seconds) -> its figures.
         clock: seconds that only grow.
-        gpu, arch, driver: names of the measured GPU.
+        gpu, arch, driver: names of the measured GPU, or of the CPU, whose arch is "cpu".
     """
 
     check: Callable[[Callable[[], bool]], list[Outcome]]
@@ -56,16 +58,30 @@ class Instruments(NamedTuple):
     driver: str
 
 
-def run(index: int, seconds: float) -> int:
-    """Calibrate the GPU of an index; return 1 where it cannot be measured or the profile cannot be written, else 0."""
-    device, why = device_of(index)
-    if device is None:
-        return fail(why)
-    off = [name for name in MEASURED if name in disabled()]
+def run(chosen: int | Literal["cpu"], seconds: float) -> int:
+    """Calibrate the GPU of an index, or the CPU.
+
+    Returns:
+        1 where the device cannot be measured or the profile cannot be written, else 0.
+    """
+    arch = "cpu"
+    if chosen != "cpu":
+        device, why = device_of(chosen)
+        if device is None:
+            return fail(why)
+        arch = device_arch(device)
+    off = [name for name in measured_on(arch) if name in disabled()]
     if off:
-        return fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(MEASURED)}")
+        return fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(measured_on(arch))}")
+    return calibrate(
+        _cpu_instruments() if chosen == "cpu" else _gpu_instruments(chosen), seconds, sys.stdout, sys.stderr
+    )
+
+
+def _gpu_instruments(index: int) -> Instruments:
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)  # the checks compute on the current one
-    instruments = Instruments(
+    return Instruments(
         partial(verify_on, "cuda", torch.bfloat16, ORDER, sys.stdout),
         partial(measure, device=device, timer=EventTimer(device)),
         time.monotonic,
@@ -73,12 +89,27 @@ def run(index: int, seconds: float) -> int:
         device_arch(device),
         find_driver()[0].get("version", "unknown"),
     )
-    return calibrate(instruments, seconds, sys.stdout, sys.stderr)
 
 
-def share(index: int, path: str) -> int:
+def _cpu_instruments() -> Instruments:
+    return Instruments(
+        partial(verify_on, "cpu", torch.float32, backends_of("cpu"), sys.stdout),
+        partial(measure, device=torch.device("cpu"), timer=time_on_host, shrink=_CPU_SHRINK),
+        time.monotonic,
+        profiles.cpu_name(),
+        "cpu",
+        f"{torch.get_num_threads()} threads",
+    )
+
+
+def backends_of(arch: str) -> tuple[str, ...]:
+    """Return the backends that are timed on an architecture, in the order of their turns."""
+    return tuple(name for name in ORDER if name in measured_on(arch))
+
+
+def share(chosen: int | Literal["cpu"], path: str) -> int:
     """Write the profile of the GPU of an index to a file for others; return 1 where there is none, else 0."""
-    device, why = device_of(index)
+    device, why = device_of(chosen)
     if device is None:
         return fail(why)
     profile = former(torch.cuda.get_device_name(device), device_arch(device))
@@ -92,14 +123,19 @@ def share(index: int, path: str) -> int:
     return 0
 
 
-def device_of(index: int) -> tuple[torch.device | None, str]:
+def device_of(chosen: int | Literal["cpu"]) -> tuple[torch.device | None, str]:
     """Return the GPU of an index; or None, and why it has no profile."""
+    if chosen == "cpu":
+        return None, "--device is cpu; tiles and shared profiles are of GPUs: give the index of one"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        return None, "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch"
-    if index >= count:
-        return None, f"--device is {index}, and torch sees {count} GPU{'s' * (count > 1)}: give 0 to {count - 1}"
-    device = torch.device("cuda", index)
+        return None, (
+            "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch, "
+            "and --device cpu times the CPU"
+        )
+    if chosen >= count:
+        return None, f"--device is {chosen}, and torch sees {count} GPU{'s' * (count > 1)}: give 0 to {count - 1}"
+    device = torch.device("cuda", chosen)
     arch = device_arch(device)
     if not profiles.is_profiled(arch):
         return None, f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_{profiles.LEAST_ARCH} on"
@@ -109,7 +145,8 @@ def device_of(index: int) -> tuple[torch.device | None, str]:
 def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
     """Measure with these instruments, print the table to `stream`, and write the profile to its place."""
     gpu = instruments.gpu
-    stream.write(f"{gpu}, {instruments.arch}: about {seconds:.0f} s, most of them compiling\n")
+    compiles = "" if instruments.arch == "cpu" else ", most of them compiling"
+    stream.write(f"{gpu}, {instruments.arch}: about {seconds:.0f} s{compiles}\n")
     profile = measured(instruments, seconds, progress_stream)
     stream.write(f"\n{table(profile)}\n\n")
     if not profile.rows:
@@ -154,19 +191,21 @@ def measured(instruments: Instruments, seconds: float, progress_stream: TextIO) 
     """Return the profile of checks and timings, as many as end in these seconds."""
     clock = instruments.clock
     started = clock()
-    progress = Progress(progress_stream, 1 + len(ROWS) * len(ORDER), clock)
+    backends = backends_of(instruments.arch)
+    progress = Progress(progress_stream, 1 + len(ROWS) * len(backends), clock)
     progress.step("checks against the formula")
-    wrong = failures(instruments.check(lambda: clock() - started < CHECK_SHARE * seconds))
+    outcomes = instruments.check(lambda: clock() - started < CHECK_SHARE * seconds)
+    wrong = failures(outcomes, instruments.arch)
     rows: dict[str, dict[str, Figures]] = {}
     longest = 0.0
     for row in ROWS:
         # A row that compiles as long as the longest one so far would end too late.
         begun = clock()
         if begun - started + longest > seconds:
-            progress.skip(len(ORDER))
+            progress.skip(len(backends))
             continue
         rows[row.name] = {}
-        for backend in ORDER:
+        for backend in backends:
             progress.step(f"{row.name}: {backend}")
             rows[row.name][backend] = instruments.measure(row, backend, min(ROW_SECONDS, seconds / 100))
         longest = max(longest, clock() - begun)
@@ -175,15 +214,15 @@ def measured(instruments: Instruments, seconds: float, progress_stream: TextIO) 
     return new_profile(instruments.gpu, instruments.arch, instruments.driver)._replace(wrong=wrong, rows=rows)
 
 
-def failures(outcomes: list[Outcome]) -> dict[str, str]:
-    """Name by backend the first check that it failed; triton fails, too, where a case of it was not checked."""
+def failures(outcomes: list[Outcome], arch: str) -> dict[str, str]:
+    """Name by backend the first check that it failed; on a GPU triton fails, too, where a case was not checked."""
     wrong: dict[str, str] = {}
     for outcome in outcomes:
-        if not outcome.passed and outcome.backend in MEASURED:
+        if not outcome.passed and outcome.backend in measured_on(arch):
             wrong.setdefault(outcome.backend, f"it failed the check {outcome.case!r}{_cause(outcome)}")
     reached = {outcome.case for outcome in outcomes if outcome.backend == "triton" and outcome.errors}
     missing = [case.name for case in CASES if case.name not in reached]
-    if missing and "triton" not in wrong:
+    if missing and arch != "cpu" and "triton" not in wrong:
         wrong["triton"] = f"it was not checked on {missing[0]!r}"
     return wrong
 
@@ -254,14 +293,14 @@ class Progress:
 
 def table(profile: Profile) -> str:
     """Tabulate by class of calls the milliseconds forward and backward of each backend, and which auto would take."""
-    lines: list[tuple[str, ...]] = [("class of calls", *MEASURED, "auto takes")]
+    lines: list[tuple[str, ...]] = [("class of calls", *measured_on(profile.arch), "auto takes")]
     for row in ROWS:
         figures = profile.rows.get(row.name)
         if figures is None:
-            lines.append((row.name, *("-" for _ in MEASURED), "not reached"))
+            lines.append((row.name, *("-" for _ in measured_on(profile.arch)), "not reached"))
             continue
         taken = dict.fromkeys(choice(profile, row.name, grad) for grad in ((False, True) if row.grad else (False,)))
-        lines.append((row.name, *(_cell(figures[backend]) for backend in MEASURED), " / ".join(taken)))
+        lines.append((row.name, *(_cell(figures[backend]) for backend in measured_on(profile.arch)), " / ".join(taken)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
     text.insert(1, "  ".join("-" * width for width in widths))
@@ -282,9 +321,22 @@ def choice(profile: Profile, row: str, with_gradients: bool) -> str:
     judged = judge(profile, (row,), with_gradients)
     if judged is None:
         return "as without"
-    if judged.takes_triton and (judged.before_flex or judged.flex_failed):
-        return "triton"
-    return "eager" if judged.flex_failed else "flex"
+    refused = {(name, direction) for name, _, passes in judged.refused for direction in passes}
+    if profile.arch == "cpu":
+        forward = "eager" if ("sdpa", "forward") in refused else "sdpa"
+        backward = "eager" if ("sdpa", "backward") in refused else "sdpa"
+        return forward if not with_gradients or forward == backward else f"{forward}, {backward}"
+    return next((name for name in judged.order if (name, "forward") not in refused), "eager")
+
+
+def time_on_host(run: Callable[[], object], seconds: float) -> float:
+    """Return the median milliseconds of as many runs as fit, by the clock of the host."""
+    times: list[float] = []
+    while len(times) < LEAST or (sum(times) < 1e3 * seconds and len(times) < MOST):
+        began = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
 
 
 class EventTimer:
@@ -324,7 +376,9 @@ class EventTimer:
 
 
 def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
-    """Make the arguments of the call of a row, random tensors in bf16, as leaves that need what the row asks for.
+    """Make the arguments of the call of a row, random tensors, as leaves that need what the row asks for.
+
+    They have bf16 on GPUs and fp32 on CPUs.
 
     Args:
         row: the class of calls.
@@ -332,10 +386,11 @@ def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
         shrink: divides the lengths, for tests.
     """
     generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     row = row._replace(seqlen_q=max(1, row.seqlen_q // shrink), seqlen_k=max(1, row.seqlen_k // shrink))
 
     def normal(*shape: int, grad: bool = row.grad) -> Tensor:
-        x = torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+        x = torch.randn(shape, generator=generator, device=device).to(dtype)
         return x.requires_grad_(grad)
 
     keys = (row.batch, row.seqlen_k, row.num_heads_k, row.head_dim)

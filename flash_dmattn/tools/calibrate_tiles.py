@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -100,9 +100,9 @@ class TileInstruments(NamedTuple):
     driver: str
 
 
-def run(index: int, seconds: float) -> int:
+def run(chosen: int | Literal["cpu"], seconds: float) -> int:
     """Calibrate the tiles of the GPU of an index; return 1 where that cannot be done or written, else 0."""
-    device, why = device_of(index)
+    device, why = device_of(chosen)
     if device is None:
         return fail(why)
     try:
@@ -113,7 +113,7 @@ def run(index: int, seconds: float) -> int:
     from .info import find_driver
 
     instruments = TileInstruments(
-        partial(check_in_processes, index),
+        partial(check_in_processes, device.index),
         Passes(device, EventTimer(device)),
         time.monotonic,
         torch.cuda.get_device_name(device),
