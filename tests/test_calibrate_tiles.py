@@ -117,6 +117,18 @@ def test_a_tile_that_is_wrong_is_not_timed_and_its_fault_is_printed(caches: Path
     assert set(read(profiles.path_of(GPU)).tiles.values()) == {THIRD}
 
 
+def test_a_class_without_room_for_its_tensors_is_left_for_another_run() -> None:
+    made = instruments({OWN: 1.0, OTHER: 0.9, THIRD: 2.0})
+
+    def measure(each: TileClass, sizes: Sizes, budget: float) -> float:
+        if each.name == PLAIN:
+            raise torch.OutOfMemoryError("CUDA out of\nmemory")
+        return made.measure(each, sizes, budget)
+
+    assert "OutOfMemoryError: CUDA out of memory" in calibrate(made._replace(measure=measure))[1]
+    assert read(profiles.path_of(GPU)).tiles == dict.fromkeys(CLASSES.keys() - {PLAIN}, OTHER)
+
+
 def test_a_class_whose_own_tile_failed_keeps_it() -> None:
     def verdicts(each: TileClass) -> Verdicts:
         return {OWN: "RuntimeError: no"} if each.name == PLAIN else right(OWN)

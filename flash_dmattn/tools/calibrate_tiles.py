@@ -165,13 +165,25 @@ def measured(
         if clock() - started > seconds:
             break
         progress.step(f"timing {each.name}")
-        verdicts = checked[each]
-        budget = CLASS_SECONDS / len(verdicts)
+        budget = CLASS_SECONDS / len(checked[each])
         timed[each.name] = {
-            sizes: why if why else instruments.measure(each, sizes, budget) for sizes, why in verdicts.items()
+            sizes: why or _time(instruments, each, sizes, budget) for sizes, why in checked[each].items()
         }
     progress.close()
     return timed
+
+
+def _time(instruments: TileInstruments, each: TileClass, sizes: Sizes, seconds: float) -> float | str:
+    """Return milliseconds, or why there are none: the tensors of a call may not fit in the memory of a GPU in use."""
+    try:
+        return instruments.measure(each, sizes, seconds)
+    except torch.OutOfMemoryError as raised:
+        return message_of(raised)
+
+
+def message_of(raised: Exception) -> str:
+    """Return an exception as one short line."""
+    return " ".join(f"{type(raised).__name__}: {raised}".split())[:120]
 
 
 def fastest(times: Times) -> Sizes:
@@ -283,7 +295,7 @@ def check(each: TileClass, candidates: Sequence[Sizes], device: torch.device, sh
                 run = run or pass_of(each, call, "triton")
                 errors = [error(x.detach(), y) for x, y in zip(run(), exact, strict=True)]
         except Exception as raised:  # any failure of a tile is what is asked for
-            verdicts[sizes] = " ".join(f"{type(raised).__name__}: {raised}".split())[:120]
+            verdicts[sizes] = message_of(raised)
             if not limits or _is_broken(device):
                 break
             continue
