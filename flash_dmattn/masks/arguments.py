@@ -78,14 +78,6 @@ def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None)
         raise ValueError(f"{name} has a length of {high}, longer than the sequence; at most {maximum} is possible.")
 
 
-def collapse(tensor: torch.Tensor, dims: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:
-    """`tensor` with every dim that was expanded (stride 0) cut back to size 1."""
-    for dim in dims:
-        if tensor.size(dim) > 1 and tensor.stride(dim) == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
 def align_heads(tensors: list[torch.Tensor], names: list[str]) -> list[torch.Tensor]:
     """Repeats key-value heads so that all head dims are 1 or the largest: head h reads h // G."""
     num_heads = max(t.size(1) for t in tensors)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .arguments import bool_mask, collapse, common_shape, integer, pad, pair
+from ..problem import collapse
+from .arguments import bool_mask, common_shape, integer, pad, pair
 from .builders import causal_mask, combine
 
 # Elements summed at once: padding copies them, and sums in another dtype than the input's widen them first on CPU.

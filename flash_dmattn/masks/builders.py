@@ -7,13 +7,12 @@ from typing import Literal
 
 import torch
 
-from ..problem import values_can_be_read
+from ..problem import collapse, values_can_be_read
 from .arguments import (
     INTEGER_DTYPES,
     IntsLike,
     align_heads,
     bool_mask,
-    collapse,
     common_shape,
     four_dims,
     integer,

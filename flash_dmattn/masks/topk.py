@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 
 from ..definition import define
-from .arguments import align_heads, bool_mask, collapse, common_shape, four_dims, integer, pad
+from ..problem import collapse
+from .arguments import align_heads, bool_mask, common_shape, four_dims, integer, pad
 
 # Elements a chunk of rows may hold; about 25 bytes of work each (key, candidates, tie counter).
 CHUNK_ELEMENTS = 1 << 22

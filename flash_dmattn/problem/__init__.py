@@ -42,10 +42,12 @@ from .description import make_band as make_band
 from .description import spec_of as spec_of
 from .description import unpacked_spec as unpacked_spec
 from .inputs import Gradients as Gradients
+from .inputs import MaskChoice as MaskChoice
 from .inputs import MaskView as MaskView
 from .inputs import SequenceView as SequenceView
 from .leading import MappedCall as MappedCall
 from .leading import Repeats as Repeats
+from .leading import collapse as collapse
 from .leading import fold_call as fold_call
 from .leading import heads_as_rows as heads_as_rows
 from .leading import merge as merge

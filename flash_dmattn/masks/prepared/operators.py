@@ -6,13 +6,12 @@ A graph that prepares a mask has these operators in it, not the loops that they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...definition import LIBRARY, define, unless_watched
-from ...problem import AttentionProblem, Band, Layout, MaskView, SequenceSpec, SequenceView, hint, make_band
-from ..arguments import collapse
+from ...problem import Band, Layout, MaskChoice, MaskView, SequenceSpec, collapse, hint, make_band
 from ..topk import score_keys, topk_intervals
 from . import intervals, packing
 from .intervals import IntervalTiles, KeyIntervals, MaskIntervals
@@ -22,13 +21,10 @@ from .sequence_packing import MaskPacking, pack_sequences, row_counts, tile_coun
 # Fewer queries are bound by reading k and v, so that fetching the kept keys one by one costs nothing; with more of them
 # it costs five times what tiles do.
 FEW_QUERIES = 16
-# Heads below which tiles of few kept keys are too few programs for kernels that can gather keys instead.
-FEW_HEADS = 8
 # Queries of the heads that share a key, from which on a copy of k and v is at most a tenth of a forward pass. H200,
 # bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
 ORDER_FROM = 4096
 
-Preparation = Callable[[torch.Tensor], MaskView]
 TwoTensors = tuple[torch.Tensor, torch.Tensor]
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -96,104 +92,61 @@ def packer(tensor: torch.Tensor) -> Packer:
     return _find_faster(tensor) or PYTORCH
 
 
-class KeyForm(NamedTuple):
-    """How a mask with one row for all queries is prepared: its form, and whether kept keys come first.
-
-    "keys": the set of them, for few queries or heads, where kernels gather. "intervals": each key with the queries that
-    the band leaves it; where a copy of k and v in order of kept keys is cheap beside the call, `reorder` is set, and
-    only kept keys cost time. "tiles": bits, which kernels need beside a bias of one value per score.
-    """
-
-    form: Literal["keys", "intervals", "tiles"]
-    reorder: bool = False
-
-
-def key_form(
-    mask_heads: int,
-    batch: int,
-    seqlen_q: int,
-    num_heads: int,
-    num_heads_k: int,
-    *,
-    bias_is_per_score: bool,
-    gathers: bool,
-) -> KeyForm:
-    """Choose the form of a one-row mask in a call.
-
-    Args:
-        mask_heads: heads of the mask, 1 where it is expanded over them.
-        batch, seqlen_q, num_heads, num_heads_k: of the call.
-        bias_is_per_score: whether it has a bias of one value per score, or the gradient of one of that shape.
-        gathers: whether the kernels take a set of keys.
-    """
-    if gathers and seqlen_q < FEW_QUERIES:
-        return KeyForm("keys")
-    if bias_is_per_score:
-        return KeyForm("tiles")
-    # k and v cannot follow several orders at once.
-    has_one_order = mask_heads in (1, num_heads_k)
-    reorder = bool(has_one_order and seqlen_q * (num_heads // num_heads_k) >= ORDER_FROM)
-    if gathers and reorder and batch * num_heads < FEW_HEADS:
-        return KeyForm("keys")
-    return KeyForm("intervals", reorder)
-
-
-def prepared_key_form(seqlen_q: int, reorder: bool | None = None) -> KeyForm:
+def one_row_form(seqlen_q: int, reorder: bool | None = None) -> MaskChoice:
     """Choose the form of a one-row mask that is prepared before its calls, by their number of queries alone."""
     seqlen_q = hint(seqlen_q)  # every form serves any number
     if seqlen_q < FEW_QUERIES:
-        return KeyForm("keys")
-    return KeyForm("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)
+        return MaskChoice("keys")
+    return MaskChoice("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)
 
 
 def prepared_view(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], one_row_form: KeyForm
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], one_row: MaskChoice
 ) -> MaskView:
-    """Prepare a mask, as "tiles", or where it has one row for all queries in the form `one_row_form`.
+    """Prepare a mask, as "tiles", or where it has one row for all queries in the form `one_row`.
 
     Args:
         mask: bool (Bm, Hm, Lq or 1, Lk or 1), any strides; an expanded dim (stride 0) counts as size 1.
-        seqlen_q, seqlen_k: of the call.
-        window: as `causal_window` has it.
-        one_row_form: as `key_form` chooses it.
+        seqlen_q, seqlen_k, window: of the call, causality folded into the window.
+        one_row: "keys", "intervals" or "tiles".
 
     Returns:
         The tensors of a `KeyMask`, an `IntervalMask` or a `TileMask`; no two of them share memory.
     """
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     mask = collapse(mask)
-    form = one_row_form.form if mask.size(2) == 1 else "tiles"
-    return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, one_row_form.reorder)))
+    form = one_row.form if mask.size(2) == 1 else "tiles"
+    return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, one_row.reorder)))
 
 
-def plan_prepare(seqlen_q: int, seqlen_k: int, window: tuple[int, int], chosen: KeyForm) -> Preparation:
+def plan_prepare(
+    seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice
+) -> Callable[[torch.Tensor], MaskView]:
     """Return `mask -> MaskView` of bool masks that are alike: the band and the packer are looked up once.
 
     It equals `prepared_view` without the operator, for masks of plain tensors that nothing watches.
 
     Args:
         seqlen_q, seqlen_k, window: of the calls.
-        chosen: the form, "tiles" of masks that have more than one row.
+        choice: the form, "tiles" of masks that have more than one row.
     """
-    form, reorder = chosen
     band, fastest = make_band(seqlen_q, seqlen_k, window), None
-    rows = seqlen_q if form == "tiles" else 1
 
     def run(mask: torch.Tensor) -> MaskView:
         nonlocal fastest
         if fastest is None:
             fastest = packer(mask)
-        mask = collapse(mask)
-        if mask.shape[2] != rows or mask.shape[3] != seqlen_k:
-            mask = mask.expand(-1, -1, rows, seqlen_k)
-        return MaskView(form, tuple(_pack(fastest, mask, seqlen_q, band, form, reorder)))
+        return MaskView(choice.form, tuple(_prepare(fastest, collapse(mask), seqlen_q, seqlen_k, band, *choice)))
 
     return run
 
 
-def _pack(
-    packer: Packer, mask: torch.Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool
+def _prepare(
+    packer: Packer, mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | None, form: str, reorder: bool
 ) -> Sequence[torch.Tensor]:
+    rows = seqlen_q if form == "tiles" else 1
+    if mask.shape[2] != rows or mask.shape[3] != seqlen_k:
+        mask = mask.expand(-1, -1, rows, seqlen_k)
     if form == "keys":
         return packer.key_set(mask)
     if form == "intervals":
@@ -202,31 +155,29 @@ def _pack(
     return packer.pack_tiles(mask, band)
 
 
-def prepare(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, key_form: str, reorder: bool
+def _prepare_mask(
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
 ) -> list[torch.Tensor]:
-    """Run the operator `prepare_mask` on a collapsed mask."""
-    rows = seqlen_q if key_form == "tiles" else 1
-    expanded, band = mask.expand(-1, -1, rows, seqlen_k), make_band(seqlen_q, seqlen_k, (left, right))
-    return list(_pack(packer(mask), expanded, seqlen_q, band, key_form, reorder))
+    band = make_band(seqlen_q, seqlen_k, (left, right))
+    return list(_prepare(packer(mask), mask, seqlen_q, seqlen_k, band, form, reorder))
 
 
 def _prepare_fake(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, key_form: str, reorder: bool
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
 ) -> list[torch.Tensor]:
     heads = mask.shape[:2]
     rows, columns = tiles(seqlen_q), tiles(seqlen_k)
     shapes: list[tuple[int, ...]]
     lists = [(*heads, rows, 2 + columns), (*heads, columns, 2 + rows)]
-    if key_form == "keys":
+    if form == "keys":
         shapes = [(*heads, seqlen_k), tuple(heads), (*heads, seqlen_k + 1)]
-    elif key_form == "intervals":
+    elif form == "intervals":
         keys, places = (*heads, seqlen_k), (*heads, columns * TILE, 2)
         shapes = [keys, keys, (*heads, seqlen_k if reorder else 0), places, *lists]
     else:
         shapes = [(*heads, seqlen_q, columns * TILE_WORDS), *lists]
     made = [torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in shapes]
-    if key_form == "tiles":
+    if form == "tiles":
         made.insert(1, torch.empty((*heads, rows, columns), dtype=torch.uint8, device=mask.device))
     return made
 
@@ -243,11 +194,11 @@ def _prepare_mapped(
 
 _PREPARE = define(
     "prepare_mask",
-    "(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, int left, int right, str key_form, bool reorder) -> Tensor[]",
-    prepare,
+    "(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, int left, int right, str form, bool reorder) -> Tensor[]",
+    _prepare_mask,
     _prepare_fake,
 )
-_run_prepare = unless_watched(_PREPARE, prepare)
+_run_prepare = unless_watched(_PREPARE, _prepare_mask)
 torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_mapped, lib=LIBRARY)
 
 
@@ -264,13 +215,6 @@ def pack_beside(
     sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
     tensors: list[torch.Tensor] = _PACK_BESIDE(collapse(mask), bounds, mask_packing, *sizes, *window)
     return tensors
-
-
-def prepared_beside(problem: AttentionProblem, mask: torch.Tensor, sequences: SequenceView) -> MaskView:
-    """Pack the bool mask of a call, 4-D, into the tiles that kernels receive."""
-    assert problem.sequences is not None
-    packed = pack_beside(mask, sequences.bounds, problem.flags.mask_packing, problem.sequences, problem.window)
-    return MaskView("sequence_tiles", tuple(packed))
 
 
 def _spec_of(bounds: torch.Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:

@@ -14,7 +14,6 @@ from ...sequences.layout import Sequences
 from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
 from . import packing
-from .builders import MaskFields
 from .intervals import covering, interval_classes
 from .mask import PreparedMask as PreparedMask
 from .packing import EMPTY, FULL, TILE, tiles
@@ -41,6 +40,9 @@ class BatchMask(PreparedMask):
     @abstractmethod
     def shape(self) -> tuple[int, int, int, int]:
         """(Bm, Hm, Lq or 1, Lk): Bm is 1 or the batch size, Hm is 1 or a number of heads."""
+
+    def unpacked(self) -> torch.Tensor:
+        return self.dense()
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
@@ -93,9 +95,6 @@ class TileMask(BatchMask):
     def shape(self) -> tuple[int, int, int, int]:
         batch, num_heads, seqlen_q, _ = self.bits.shape
         return batch, num_heads, seqlen_q, self.seqlen_k
-
-    def unpacked(self) -> torch.Tensor:
-        return self.dense()
 
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         return packing.unpack_words(self.bits[:, :, start:stop], self.seqlen_k)
@@ -189,9 +188,6 @@ class IntervalMask(BatchMask):
     def num_places(self) -> int:
         """How many keys have a place: all, or fewer in an order that leaves dead keys out."""
         return self.order.size(2) or self.seqlen_k
-
-    def unpacked(self) -> torch.Tensor:
-        return self.dense()
 
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         rows = torch.arange(self.seqlen_q, dtype=torch.int32, device=self.device)[start:stop, None]
@@ -299,8 +295,7 @@ class TreeMask(PreparedMask):
 
 def unpack_view(view: MaskView, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
     """The bool mask (Bm, Hm, Lq or 1, Lk) of tiles, keys or intervals; the band of a call is left to the call."""
-    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    return PreparedMask._made(MaskFields(view.form, view.tensors, sizes)).unpacked()
+    return PreparedMask._made(view.form, view.tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k).unpacked()
 
 
 def _bit_stats(
