@@ -1,4 +1,4 @@
-"""The training of the demo: its text, a byte-level language model with dynamic-mask or full attention, and the loop."""
+"""The training of the demo: its text, a byte-level model with dynamic-mask or full attention, the loop, a real call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from torch import nn
 import flash_dmattn
 from flash_dmattn.explanation import Explanation
 from flash_dmattn.nn import DynamicMaskAttention, KVCache
+from flash_dmattn.tools.verify import Sample
 
+# The results that the gradient check compares.
+RESULTS = ("out", "dq", "dk", "dv", "dbias")
 VOCABULARY = 256
 MINIMUM_BYTES = 1_000_000
 
@@ -294,6 +297,47 @@ def training_call(model: ByteLanguageModel, config: TrainingConfig) -> Explanati
         return flash_dmattn.explain(
             *arguments, is_causal=True, softmax_scale=attention.softmax_scale, backend=attention.backend
         )
+
+
+def capture_call(
+    model: ByteLanguageModel, windows: torch.Tensor, layer: int, dtype: torch.dtype = torch.float32
+) -> Sample:
+    """Run one training batch; return the call that the attention of a layer made, with the gradient of its output.
+
+    Args:
+        model: with dynamic-mask attention; its gradients are cleared.
+        windows: (B, L + 1) tokens.
+        layer: index of the block.
+        dtype: of autocast, float32 for none.
+    """
+    attention = model.blocks[layer].attention
+    assert isinstance(attention, DynamicMaskAttention)
+    inputs: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+
+    def keep_output(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        outputs.append(arguments[0])
+        arguments[0].retain_grad()
+
+    handles = (
+        attention.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0])),
+        attention.o_proj.register_forward_pre_hook(keep_output),
+    )
+    try:
+        with autocast(windows.device, dtype):
+            model.loss(windows).backward()
+            q, k, v, mask, bias = attention.attention_arguments(inputs[0].detach())
+    finally:
+        for handle in handles:
+            handle.remove()
+    model.zero_grad()
+    dout = outputs[0].grad
+    assert dout is not None and bias is not None
+    # Gradients are linear in dout: unit size takes the loss's 1 / (B * L) out of the reach of fp16's underflow.
+    dout = (dout / dout.float().square().mean().sqrt()).unflatten(-1, (attention.num_heads, attention.head_dim))
+    tensors = {"q": q, "k": k, "v": v, "bias": bias}
+    flags = {"mask": mask, "is_causal": True, "softmax_scale": attention.softmax_scale}
+    return Sample(f"layer {layer}", tensors, flags, RESULTS, dout.to(q.dtype))
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
