@@ -17,7 +17,7 @@ INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 
 
 def integer(name: str, value: int, minimum: int = 0) -> int:
-    """`value`, if it is an int of at least `minimum`; a size that a compiler has a symbol for stays that symbol."""
+    """Return `value`, an int of at least `minimum`; a size that a compiler has a symbol for stays that symbol."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}) and must be an int >= {minimum}.")
     if value < minimum:
@@ -26,7 +26,7 @@ def integer(name: str, value: int, minimum: int = 0) -> int:
 
 
 def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, int]:
-    """`value` as a pair of ints of at least `minimum`; one int stands for both."""
+    """Return `value` as a pair of ints of at least `minimum`; one int stands for both."""
     if isinstance(value, (int, torch.SymInt)):
         value = (value, value)
     if not isinstance(value, (tuple, list)) or len(value) != 2:
@@ -35,7 +35,7 @@ def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, in
 
 
 def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> torch.Tensor:
-    """`value` as an integer tensor whose rank is one of `ndims`."""
+    """Return `value` as an integer tensor whose rank is one of `ndims`."""
     tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     if not isinstance(value, torch.Tensor) and tensor.numel() == 0:
         tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own: torch calls it float
@@ -48,7 +48,7 @@ def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> torch.
 
 
 def bool_mask(name: str, mask: torch.Tensor) -> torch.Tensor:
-    """`mask`, 4-D (dims are added on the left), if it is a bool tensor of 0 to 4 dims."""
+    """Return a bool mask of 0 to 4 dims as 4-D: dims are added on the left."""
     check_strided(name, mask)
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{name} is a {type(mask).__name__} and must be a torch.bool tensor.")
@@ -58,7 +58,7 @@ def bool_mask(name: str, mask: torch.Tensor) -> torch.Tensor:
 
 
 def four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with size-1 dims added on the left until it has four."""
+    """Add dims of size 1 on the left until there are four."""
     if tensor.dim() > 4:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D) and must have at most 4 dims, "
@@ -68,7 +68,7 @@ def four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None) -> None:
-    """Raises if a length is negative or above `maximum`, where the values can be read without waiting."""
+    """Refuse negative lengths and lengths above `maximum`, if values can be read without waiting."""
     if lengths.numel() == 0 or not values_can_be_read(lengths):
         return
     low, high = (int(x) for x in lengths.aminmax())
@@ -79,7 +79,7 @@ def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None)
 
 
 def align_heads(tensors: list[torch.Tensor], names: list[str]) -> list[torch.Tensor]:
-    """Repeats key-value heads so that all head dims are 1 or the largest: head h reads h // G."""
+    """Repeat key-value heads so that all head dims are 1 or the largest: head h reads h // G."""
     num_heads = max(t.size(1) for t in tensors)
     aligned = []
     for tensor, name in zip(tensors, names, strict=True):
@@ -97,7 +97,7 @@ def align_heads(tensors: list[torch.Tensor], names: list[str]) -> list[torch.Ten
 
 
 def common_shape(tensors: list[torch.Tensor], names: list[str]) -> tuple[int, int, int, int]:
-    """The smallest 4-D shape that all 4-D `tensors` broadcast to."""
+    """Return the smallest 4-D shape that all 4-D `tensors` broadcast to."""
     shape = [1, 1, 1, 1]
     owner = ["", "", "", ""]
     for tensor, name in zip(tensors, names, strict=True):
@@ -114,7 +114,7 @@ def common_shape(tensors: list[torch.Tensor], names: list[str]) -> tuple[int, in
 
 
 def pad(x: torch.Tensor, counts: tuple[int, ...], value: int = 0) -> torch.Tensor:
-    """As `F.pad(x, counts, value=value)`, counts not negative: PyTorch 2.9 refuses to pad a tensor with an empty dim.
+    """Pad as `F.pad(x, counts, value=value)` does, also a tensor with an empty dim, which PyTorch 2.9 refuses to pad.
 
     >>> pad(torch.ones(2, 0, dtype=torch.bool), (0, 3)).tolist()
     [[False, False, False], [False, False, False]]

@@ -15,7 +15,7 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 def tile_counts(mask: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
-    """How many True each tile of a (..., Lq, Lk) mask has: int32 (..., ceil(Lq/bq), ceil(Lk/bk))."""
+    """Count the True of each tile of a (..., Lq, Lk) mask: int32 (..., ceil(Lq/bq), ceil(Lk/bk))."""
     block_q, block_k = block_size
     *lead, seqlen_q, seqlen_k = mask.shape
     tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
@@ -31,7 +31,7 @@ def tile_counts(mask: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor
 
 
 def _tile_counts(rows: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
-    """The counts of some whole rows of tiles, all at once."""
+    """Count the True of some whole rows of tiles, all at once."""
     block_q, block_k = block_size
     seqlen_q, seqlen_k = rows.shape[-2:]
     tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
@@ -43,7 +43,7 @@ def _tile_counts(rows: torch.Tensor, block_size: tuple[int, int]) -> torch.Tenso
 
 
 def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """How many positions each tile has, the last ones being cut: int32 (ceil(Lq/bq), ceil(Lk/bk))."""
+    """Count the positions of each tile; the last ones are cut: int32 (ceil(Lq/bq), ceil(Lk/bk))."""
     sizes = []
     for length, block in zip((seqlen_q, seqlen_k), block_size, strict=True):
         starts = torch.arange(0, length, block, device=device, dtype=torch.int32)
@@ -54,7 +54,7 @@ def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device
 def expand_blocks(
     block_mask: torch.Tensor, block_size: int | tuple[int, int], seqlen_q: int, seqlen_k: int
 ) -> torch.Tensor:
-    """The token mask of a block mask: every token pair of a True block attends.
+    """Expand a block mask to tokens: every token pair of a True block attends.
 
     Equivalent to `block_mask.repeat_interleave(bq, -2).repeat_interleave(bk, -1)[..., :seqlen_q, :seqlen_k]`.
     Block masks know nothing of positions inside a block: add `is_causal=True` or a mask where that matters.
@@ -99,7 +99,7 @@ def smooth_blocks(
     is_causal: bool = False,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Makes whole tiles attend or not by the majority of their allowed positions, so that kernels skip more.
+    """Make whole tiles attend or not by the majority of their allowed positions, so that kernels skip more.
 
     A tile attends where more than half of the positions that causality and `allowed` leave in it are True. The
     result stays inside the allowed set, and a row that would lose its last key keeps the keys it had.
@@ -179,7 +179,7 @@ def mask_stats(
     seqlen_q: int | None = None,
     seqlen_k: int | None = None,
 ) -> MaskStats:
-    """Density, active and full tiles, and empty rows of a mask; it waits for the device.
+    """Count density, active and full tiles, and empty rows of a mask; it waits for the device.
 
     Equivalent to `mask.float().mean()`, the fraction of tiles with any True or all True, and
     `(~mask.any(-1)).sum()`.
@@ -222,7 +222,7 @@ def mask_stats(
 
 
 def expand_lengths(mask: torch.Tensor, seqlen_q: int | None, seqlen_k: int | None) -> torch.Tensor:
-    """A 4-D mask with its query and key dims expanded, not copied, to the real lengths."""
+    """Expand the query and key dims of a 4-D mask to the real lengths, without a copy."""
     for dim, name, length in ((2, "seqlen_q", seqlen_q), (3, "seqlen_k", seqlen_k)):
         if length is None:
             continue

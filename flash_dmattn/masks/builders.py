@@ -25,7 +25,7 @@ Device = torch.device | str | None
 
 
 def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each query the index of the key it is aligned with, (Lq, 1), and the index of each key, (Lk,)."""
+    """Return the index of the key that each query is aligned with, (Lq, 1), and of each key, (Lk,)."""
     integer("seqlen_q", seqlen_q)
     integer("seqlen_k", seqlen_k)
     rows = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)
@@ -33,7 +33,7 @@ def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> tuple[torch.Tens
 
 
 def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Tensor:
-    """Each query sees the keys up to its own position, the last query all of them (bottom-right aligned).
+    """Let each query see the keys up to its own position, the last query all of them (bottom-right aligned).
 
     Equivalent to `torch.ones(seqlen_q, seqlen_k).tril(seqlen_k - seqlen_q).bool()`. `attention` takes
     `is_causal=True` instead, which costs no memory; this tensor is for combining and for looking at.
@@ -60,7 +60,7 @@ def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Te
 def sliding_window_mask(
     seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: Device = None
 ) -> torch.Tensor:
-    """Each query sees `left` keys before its position, its own key, and `right` keys after it.
+    """Let each query see `left` keys before its position, its own key, and `right` keys after it.
 
     Query i is aligned with key p = i + seqlen_k - seqlen_q and sees p - left <= j <= p + right. `(-1, 0)` is
     the causal mask. `attention` takes `window_size=(left, right)` instead, which costs no memory.
@@ -95,7 +95,7 @@ def sliding_window_mask(
 
 
 def document_ids(lengths: IntsLike, total_length: int | None = None) -> torch.Tensor:
-    """The document each position of a packed sequence belongs to, from the lengths of the documents.
+    """Number the document of each position of a packed sequence, from the lengths of the documents.
 
     Equivalent to `torch.repeat_interleave(torch.arange(n), lengths)`, filled up to `total_length` with -1,
     the id that attends to nothing.
@@ -133,7 +133,7 @@ def document_ids(lengths: IntsLike, total_length: int | None = None) -> torch.Te
 
 
 def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
-    """Each query sees the keys of its own document.
+    """Let each query see the keys of its own document.
 
     Equivalent to `(ids[:, :, None] == ids_k[:, None, :]) & (ids >= 0)[:, :, None]`. Combine it with a causal
     mask, or call `attention(..., is_causal=True)`, for packed language modelling.
@@ -164,7 +164,7 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
 
 
 def document_pair(ids: IntsLike, ids_k: IntsLike | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The documents of queries and of keys, 2-D, checked."""
+    """Check the documents of queries and of keys, and return both 2-D."""
     ids_q = torch.atleast_2d(integer_tensor("ids", ids, (1, 2)))
     keys = ids_q if ids_k is None else torch.atleast_2d(integer_tensor("ids_k", ids_k, (1, 2)).to(ids_q.device))
     if ids_q.size(0) != keys.size(0) and 1 not in (ids_q.size(0), keys.size(0)):
@@ -182,7 +182,7 @@ def padding_mask(
     side: Literal["right", "left"] = "right",
     device: Device = None,
 ) -> torch.Tensor:
-    """Padding keys are unseen, from lengths or from a 0/1 mask as tokenizers return it.
+    """Hide the keys of padding, from lengths or from a 0/1 mask as tokenizers return it.
 
     Equivalent to `(torch.arange(seqlen) < lengths[:, None])[:, None, None]`, or to `mask.bool()[:, None, None]`.
 
@@ -227,7 +227,7 @@ def padding_mask(
 
 
 def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Tensor:
-    """Every query sees the whole prefix; past the prefix the mask is causal (bottom-right aligned).
+    """Let every query see the whole prefix; past the prefix the mask is causal (bottom-right aligned).
 
     Equivalent to `causal_mask(seqlen_q, seqlen_k) | padding_mask(prefix_lengths, seqlen_k)`.
 
@@ -263,7 +263,7 @@ def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int,
 
 
 def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
-    """Each query sees the keys whose score is above a threshold (the "relu" mask with threshold 0).
+    """Let each query see the keys whose score is above a threshold (the "relu" mask with threshold 0).
 
     Equivalent to `scores > threshold`; NaN is never above. It may leave rows empty, whose output is 0.
 
@@ -289,7 +289,7 @@ def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor
 
 
 def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> torch.Tensor | None:
-    """One mask from several: attend where all of them do (`"and"`) or where any does (`"or"`).
+    """Make one mask of several: attend where all of them do (`"and"`) or where any does (`"or"`).
 
     Equivalent to `masks[0] & masks[1] & ...` on 4-D tensors, with two exceptions. Expanded (stride 0) dims count as
     size 1, so that the result is as small as it can be. Masks over key-value heads meet masks over query heads: with

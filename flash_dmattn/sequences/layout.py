@@ -56,7 +56,7 @@ class Sequences:
         seqlens_q: Tensor | None = None,
         seqlens_k: Tensor | None = None,
     ) -> Sequences:
-        """Sequences behind one another in one row of tokens: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv).
+        """Describe sequences behind one another in one row of tokens: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv).
 
         Args:
             cu_seqlens_q: (S + 1,), int32 or int64, ascending: sequence s has the queries from cu_seqlens_q[s] up to
@@ -91,7 +91,7 @@ class Sequences:
 
     @staticmethod
     def padded(seqlens_k: Tensor, seqlens_q: Tensor | None = None) -> Sequences:
-        """Sequences that each fill the front of a slot: q (S, Lq, Hq, D), k (S, Lk, Hk, D), v (S, Lk, Hk, Dv).
+        """Describe sequences that each fill the front of a slot: q (S, Lq, Hq, D), k (S, Lk, Hk, D), v (S, Lk, Hk, Dv).
 
         Causality and windows align the last used query with the last used key.
 
@@ -118,7 +118,7 @@ class Sequences:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
     ) -> Sequences:
-        """Keys in pages: k (pages, page_size, Hk, D), v (pages, page_size, Hk, Dv); no gradients.
+        """Describe keys in pages: k (pages, page_size, Hk, D), v (pages, page_size, Hk, Dv); no gradients.
 
         Queries are (S, Lq, Hq, D), or packed, (Tq, Hq, D), with `cu_seqlens_q`.
 
@@ -166,7 +166,7 @@ class Sequences:
         return tuple([x for x in tables if x is not None])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Sequences:
-        """The same sequences on a device, as `torch.Tensor.to` has it.
+        """Copy the sequences to a device, as `torch.Tensor.to` does.
 
         >>> import torch
         >>> from flash_dmattn import Sequences
@@ -192,6 +192,7 @@ class Sequences:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        *,
         names: tuple[str, str, str] = ("q", "k", "v"),
         rows: str = "queries",
     ) -> SequenceSpec:
@@ -375,7 +376,7 @@ def _state(x: Tensor) -> int | Tensor | None:
 
 
 def _are_as_before(tensors: tuple[Tensor, ...], states: list[int | Tensor | None]) -> bool:
-    """Whether no tensor has changed since its state was taken; False where nobody can tell."""
+    """Tell whether no tensor has changed since its state was taken; False where nobody can tell."""
     for x, state in zip(tensors, states, strict=True):
         if not x.is_inference():
             if x._version != state:
@@ -431,7 +432,7 @@ def _checked(sequences: Sequences) -> Sequences:
 def _safe_bounds(
     cu_seqlens: Tensor | None, used: Tensor | None, rows: int, most: int, number: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Where the queries, or the keys, of each sequence begin, and how many they are, int32; within the tensor."""
+    """Return the first query, or key, of each sequence, and how many it has: int32, cut to rows that the tensor has."""
     limit = min(rows, most)
     if used is not None:
         used = used.clamp(0, limit).to(torch.int32)  # clamped first: int64 has values that int32 has not

@@ -761,5 +761,5 @@ class PreparedMask(ABC):
 
 
 def _fields(mask: PreparedMask) -> list[Any]:
-    """The fields that a mask is made of, without the view that follows from them."""
+    """Return the fields that a mask is made of, without the view that follows from them."""
     return [each for each in fields(mask) if each.init]

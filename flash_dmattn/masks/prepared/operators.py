@@ -60,7 +60,7 @@ def _pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
 
 
 def list_intervals(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
-    """`Packer.interval_tiles` in PyTorch, with the lists by the fastest packer of the device."""
+    """Serve as `Packer.interval_tiles` in PyTorch; the fastest packer of the device lists the tiles."""
     bounds = intervals.interval_bounds(start, stop, order)
     return bounds, *packer(bounds).list_tiles(intervals.interval_classes(bounds, seqlen_q))
 
@@ -88,7 +88,7 @@ def register(find_faster: Callable[[torch.Tensor], Packer | None]) -> None:
 
 
 def packer(tensor: torch.Tensor) -> Packer:
-    """The packer that serves a tensor."""
+    """Return the packer that serves a tensor."""
     return _find_faster(tensor) or PYTORCH
 
 
@@ -185,7 +185,7 @@ def _prepare_fake(
 def _prepare_mapped(
     info: Any, in_dims: tuple[Any, ...], mask: torch.Tensor, *others: Any
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The rule of `torch.vmap`: the masks of all its calls are entries of one."""
+    """Map over `torch.vmap`: the masks of all its calls become entries of one."""
     masks = mask.movedim(in_dims[0], 0)
     entries = masks.shape[:2]
     made = _PREPARE(masks.flatten(0, 1), *others)
@@ -218,7 +218,7 @@ def pack_beside(
 
 
 def _spec_of(bounds: torch.Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
-    """The spec and the window, from the numbers that the schema has after the tensors and the packing."""
+    """Read the spec and the window from the numbers that the schema has after the tensors and the packing."""
     rows_q, rows_k, max_seqlen_q, max_seqlen_k, left, right = sizes
     return SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k), (left, right)
 
@@ -251,7 +251,7 @@ def _pack_beside_fake(
 def _pack_beside_mapped(
     info: Any, in_dims: tuple[Any, ...], mask: torch.Tensor, bounds: torch.Tensor, *others: Any
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The rule of `torch.vmap`: each of its calls has tiles of its own."""
+    """Map over `torch.vmap`: each of its calls has tiles of its own."""
     made = [
         _PACK_BESIDE(
             mask if in_dims[0] is None else mask.select(in_dims[0], index),

@@ -196,7 +196,7 @@ class IntervalMask(BatchMask):
         return allowed
 
     def stats(self) -> MaskStats:
-        """As for any prepared mask, of tiles of places: 128 keys that stand side by side in `order`, if it has one."""
+        """Count as any prepared mask does, but tiles of places: 128 keys side by side in `order`, if it has one."""
         classes = interval_classes(self.bounds, self.seqlen_q)
         classes = pad(classes, (0, tiles(self.seqlen_k) - classes.size(3)))
         seen = covering(self.start, self.stop, self.seqlen_q)
@@ -294,7 +294,7 @@ class TreeMask(PreparedMask):
 
 
 def unpack_view(view: MaskView, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
-    """The bool mask (Bm, Hm, Lq or 1, Lk) of tiles, keys or intervals; the band of a call is left to the call."""
+    """Make the bool mask (Bm, Hm, Lq or 1, Lk) of tiles, keys or intervals; the band of a call is left to the call."""
     return PreparedMask._made(view.form, view.tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k).unpacked()
 
 
@@ -305,7 +305,7 @@ def _bit_stats(
     pairs: int | None = None,
     number: int | None = None,
 ) -> MaskStats:
-    """The statistics of a mask from its packed bits and their classes."""
+    """Count a mask from its packed bits and their classes."""
     empty_rows = int((bits == 0).all(-1).sum())
     return _class_stats(shape, int(packing.count_bits(bits)), classes, empty_rows, pairs, number)
 
@@ -318,7 +318,7 @@ def _class_stats(
     pairs: int | None = None,
     number: int | None = None,
 ) -> MaskStats:
-    """The statistics of a mask from its pairs that attend, the classes of its tiles, and its empty rows.
+    """Make statistics of the number of pairs that attend, the classes of the tiles, and the number of empty rows.
 
     Args:
         pairs, number: how many pairs and tiles there are in all, where these are not the product of `shape` and all of

@@ -76,7 +76,7 @@ ON_HOPPER = Sizes(16, 1024, 256, "bf16", 256, 1024, 512, 400, 180)
 
 
 def sizes_for(device: torch.device) -> Sizes:
-    """The sizes of a run on a device.
+    """Return the sizes of a run on a device.
 
     >>> sizes_for(torch.device("cpu")).context
     256

@@ -37,7 +37,7 @@ class Corpus:
 
 
 def is_held_out(path: Path) -> bool:
-    """Whether a file is never trained on: one in ten, by a checksum of its name, the same on every machine.
+    """Tell whether a file is never trained on: one in ten, by a checksum of its name, the same on every machine.
 
     >>> is_held_out(Path("argparse.py")), is_held_out(Path("elsewhere/argparse.py"))
     (False, False)
@@ -81,7 +81,7 @@ def _read(files: tuple[Path, ...]) -> torch.Tensor:
 
 
 def unigram_entropy(text: torch.Tensor) -> float:
-    """Entropy of the byte frequencies of a text, in nats per byte: the loss of a model that knows only those.
+    """Compute the entropy of byte frequencies, in nats per byte: the loss of a model that knows only those.
 
     Equivalent to ``-(p * p.log()).sum()`` with p the relative frequencies of the bytes that occur.
 
@@ -94,13 +94,13 @@ def unigram_entropy(text: torch.Tensor) -> float:
 
 
 def random_windows(text: torch.Tensor, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """(count, length) int64 windows of the text at random places; a window holds inputs and targets, shifted by one."""
+    """Draw int64 windows (count, length) of the text; a window holds inputs and targets, shifted by one."""
     starts = torch.randint(len(text) - length + 1, (count, 1), generator=generator)
     return text[starts + torch.arange(length)].long()
 
 
 def even_windows(text: torch.Tensor, count: int, length: int) -> torch.Tensor:
-    """(count, length) int64 windows of the text at evenly spaced places, the same at every call."""
+    """Take int64 windows (count, length) of the text at evenly spaced places, the same at every call."""
     starts = torch.linspace(0, len(text) - length, count).long()[:, None]
     return text[starts + torch.arange(length)].long()
 
@@ -164,14 +164,14 @@ class ByteLanguageModel(nn.Module):
         self.apply(self._initialise)
 
     def forward(self, tokens: torch.Tensor, caches: list[KVCache] | None = None) -> torch.Tensor:
-        """Logits (B, L, 256) of the byte after each of the tokens (B, L); with caches, one per block, it decodes."""
+        """Compute logits (B, L, 256) of the byte after each token (B, L); with caches, one per block, it decodes."""
         x = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
             x = block(x, caches[index] if caches is not None else None)
         return F.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy, in nats per byte, of each byte of the windows (B, L + 1) given those before it."""
+        """Return the mean cross-entropy, in nats per byte, of each byte of windows (B, L + 1) after the bytes before it."""
         logits = self(windows[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
@@ -278,7 +278,7 @@ def train(
 def evaluate(
     model: ByteLanguageModel, windows: torch.Tensor, batch_size: int, dtype: torch.dtype = torch.float32
 ) -> float:
-    """Mean loss, in nats per byte, of windows (N, L + 1), as many at a time as in training."""
+    """Return the mean loss, in nats per byte, of windows (N, L + 1), as many at a time as in training."""
     total = 0.0
     for batch in windows.split(batch_size):
         with autocast(windows.device, dtype):
@@ -287,7 +287,7 @@ def evaluate(
 
 
 def training_call(model: ByteLanguageModel, config: TrainingConfig) -> Explanation:
-    """The decision for the attention that a layer of a model calls in every step of its training."""
+    """Explain the attention that a layer of a model calls in every step of its training."""
     attention = model.blocks[0].attention
     assert isinstance(attention, DynamicMaskAttention)
     device = model.embedding.weight.device
@@ -341,12 +341,12 @@ def capture_call(
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Autocast to a 16-bit dtype; nothing for fp32."""
+    """Cast automatically to a 16-bit dtype; do nothing for fp32."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Factor of the learning rate: up in a twenty-fifth of the steps, then down a cosine to 0.1.
+    """Return the factor of the learning rate: up in a twenty-fifth of the steps, then down a cosine to 0.1.
 
     >>> [round(learning_rate_factor(step, 100), 2) for step in (0, 3, 52, 99)]
     [0.25, 1.0, 0.55, 0.1]
