@@ -27,7 +27,7 @@ have = $(RUN) -c 'import sys; from importlib.util import find_spec; sys.exit(fin
 
 .DEFAULT_GOAL := help
 BENCHES := bench-equivalence bench-performance bench-model
-.PHONY: help demo test quick lint bench $(BENCHES) wheel clean check-python
+.PHONY: help demo test quick lint docs bench $(BENCHES) wheel clean check-python
 
 help:
 	@echo "make demo    train a small language model with dynamic-mask attention and check its gradients"
@@ -35,6 +35,7 @@ help:
 	@echo "make quick   ruff and the part of the suite that tests/quick.txt names: under two minutes on two cores"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the quick benchmarks: what every system computes and how fast, in a minute; on a CPU too"
+	@echo "make docs    build the documentation as a site, build/site/index.html; a warning or a dead link is an error"
 	@echo "make wheel   build dist/*.whl with the CUDA extension, GPU or none; without it: FLASH_DMATTN_BUILD_CUDA=skip"
 	@echo "make clean   remove what the above wrote, the virtual environment included"
 	@echo
@@ -72,6 +73,10 @@ lint: $(READY)
 	else echo "==> left out: ruff (not installed)"; fi
 	@if $(call have,mypy); then echo "==> mypy"; $(RUN) -m mypy; \
 	else echo "==> left out: mypy (not installed)"; fi
+
+docs: $(READY)
+	@if $(call have,mkdocstrings); then echo "==> documentation"; $(RUN) docs/build_site.py; \
+	else echo "make docs needs mkdocs-material and mkdocstrings-python: $(RUN) -m pip install mkdocs-material mkdocstrings-python" >&2; exit 1; fi
 
 bench: $(BENCHES)
 
