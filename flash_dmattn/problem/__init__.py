@@ -9,9 +9,7 @@ from .checks import check_broadcast as check_broadcast
 from .checks import check_flag as check_flag
 from .checks import check_number as check_number
 from .checks import check_scores as check_scores
-from .checks import check_sequence_tiles as check_sequence_tiles
 from .checks import check_strided as check_strided
-from .checks import check_tree as check_tree
 from .checks import check_window as check_window
 from .checks import packing_of as packing_of
 from .checks import refuse_keywords as refuse_keywords

@@ -171,6 +171,7 @@ def verify_on(
         f"and limit is {RATIO} x the error of the formula in {name} + {FLOOR:.0e}\n\n{header}\n"
     )
     outcomes: list[Outcome] = []
+    samples = [case.sample(device, dtype) for case in CASES]
 
     def show(backend: str, case: str, check: Callable[[], Outcome]) -> Outcome:
         # Before the run, because the first call of a compiled backend takes its time.
@@ -191,11 +192,10 @@ def verify_on(
             show(backend, "all", partial(Outcome, backend, device, name, "all", reasons=(reason,)))
             continue
         part_shown = False
-        for case in CASES:
+        for sample in samples:
             if not has_time():
                 return outcomes
-            sample = case.sample(device, dtype)
-            outcome = show(backend, case.name, partial(sample.check, backend, not part_shown))
+            outcome = show(backend, sample.name, partial(sample.check, backend, not part_shown))
             ran = bool(outcome.errors) or outcome.exception is not None
             part_shown = part_shown or (ran and bool(outcome.reasons) and outcome.backward is None)
     return outcomes

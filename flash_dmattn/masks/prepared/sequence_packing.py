@@ -106,7 +106,7 @@ def pack_sequences(
 
 
 def _inside(tokens: TokenPlaces, queries: Side, keys: Side, max_seqlen_k: int, window: tuple[int, int]) -> torch.Tensor:
-    """Return the keys of its sequence that each row reaches: bool (rows, max_seqlen_k). The band is aligned at the end."""
+    """Return the keys of its sequence that each row reaches: bool (rows, max_seqlen_k), aligned at the last of both."""
     left, right = window
     own, place, is_used = tokens
     column = torch.arange(max_seqlen_k, device=own.device)

@@ -171,7 +171,7 @@ class ByteLanguageModel(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy, in nats per byte, of each byte of windows (B, L + 1) after the bytes before it."""
+        """Return the mean cross-entropy, in nats per byte, of windows (B, L + 1): each byte after the ones before."""
         logits = self(windows[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
