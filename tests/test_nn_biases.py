@@ -229,7 +229,7 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         r"mask has shape \(3,\); .* needs to be \(2 or 1, 3\)",
     ),
     "odd buckets": (lambda: RelativePositionBias(2, num_buckets=7), "num_buckets is 7; with is_bidirectional"),
-    "distance": (lambda: RelativePositionBias(2, max_distance=8), "max_distance is 8 and must be >= 9"),
+    "distance": (lambda: RelativePositionBias(2, max_distance=8), "max_distance is 8; it needs to be >= 9"),
     "length": (lambda: RelativePositionBias(2)(-1), "seqlen_q is -1"),
     "window": (lambda: WindowPositionBias(0, 3, 2), "height is 0"),
     "slopes": (lambda: alibi_slopes(0), "num_heads is 0"),

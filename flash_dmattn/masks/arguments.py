@@ -19,9 +19,9 @@ INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 def integer(name: str, value: int, minimum: int = 0) -> int:
     """Return `value`, an int of at least `minimum`; a size that a compiler has a symbol for stays that symbol."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}) and must be an int >= {minimum}.")
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it needs to be an int >= {minimum}.")
     if value < minimum:
-        raise ValueError(f"{name} is {value} and must be >= {minimum}.")
+        raise ValueError(f"{name} is {value}; it needs to be >= {minimum}.")
     return value
 
 
@@ -30,7 +30,7 @@ def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, in
     if isinstance(value, (int, torch.SymInt)):
         value = (value, value)
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name} is {value!r} and must be an int or a pair of ints.")
+        raise TypeError(f"{name} is {value!r}; it needs to be an int or a pair of ints.")
     return integer(f"{name}[0]", value[0], minimum), integer(f"{name}[1]", value[1], minimum)
 
 
@@ -40,10 +40,10 @@ def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> torch.
     if not isinstance(value, torch.Tensor) and tensor.numel() == 0:
         tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own: torch calls it float
     if tensor.dtype not in INTEGER_DTYPES:
-        raise TypeError(f"{name} has dtype {tensor.dtype} and must have an integer dtype; pass {name}.long().")
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it needs an integer dtype; pass {name}.long().")
     if tensor.dim() not in ndims:
         needs = " or ".join(f"{n}-D" for n in ndims)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D) and must be {needs}.")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D); it needs to be {needs}.")
     return tensor
 
 
@@ -51,9 +51,9 @@ def bool_mask(name: str, mask: torch.Tensor) -> torch.Tensor:
     """Return a bool mask of 0 to 4 dims as 4-D: dims are added on the left."""
     check_strided(name, mask)
     if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"{name} is a {type(mask).__name__} and must be a torch.bool tensor.")
+        raise TypeError(f"{name} is a {type(mask).__name__}; it needs to be a torch.bool tensor.")
     if mask.dtype != torch.bool:
-        raise TypeError(f"{name} has dtype {mask.dtype} and must be torch.bool, True = attend; pass {name} != 0.")
+        raise TypeError(f"{name} has dtype {mask.dtype}; it needs to be torch.bool, True = attend; pass {name} != 0.")
     return four_dims(name, mask)
 
 
@@ -61,7 +61,7 @@ def four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Add dims of size 1 on the left until there are four."""
     if tensor.dim() > 4:
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D) and must have at most 4 dims, "
+            f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D); it needs at most 4 dims, "
             f"broadcastable to (batch, heads, seqlen_q, seqlen_k)."
         )
     return tensor[(None,) * (4 - tensor.dim())]
@@ -73,7 +73,7 @@ def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None)
         return
     low, high = (int(x) for x in lengths.aminmax())
     if low < 0:
-        raise ValueError(f"{name} has a negative length ({low}); every length must be >= 0.")
+        raise ValueError(f"{name} has a negative length ({low}); every length needs to be >= 0.")
     if maximum is not None and high > maximum:
         raise ValueError(f"{name} has a length of {high}, longer than the sequence; at most {maximum} is possible.")
 
@@ -107,7 +107,7 @@ def common_shape(tensors: list[torch.Tensor], names: list[str]) -> tuple[int, in
             if shape[dim] not in (1, size):
                 raise ValueError(
                     f"{name} has {DIMS[dim]} = {size} (shape {tuple(tensor.shape)}) and {owner[dim]} has {shape[dim]}; "
-                    f"each dim must be 1 or the same everywhere."
+                    f"each dim needs to be 1 or the same everywhere."
                 )
             shape[dim], owner[dim] = size, name
     return shape[0], shape[1], shape[2], shape[3]

@@ -85,7 +85,7 @@ def expand_blocks(
             continue
         if out.size(dim) not in (1, needed):
             raise ValueError(
-                f"block_mask has {out.size(dim)} blocks along {name} (shape {tuple(block_mask.shape)}) and needs "
+                f"block_mask has {out.size(dim)} blocks along {name} (shape {tuple(block_mask.shape)}); it needs "
                 f"{needed}, or 1, for {name} = {length} in blocks of {block}."
             )
         out = out.index_select(dim, torch.arange(length, device=out.device) // block)
@@ -227,7 +227,7 @@ def expand_lengths(mask: torch.Tensor, seqlen_q: int | None, seqlen_k: int | Non
         if length is None:
             continue
         if mask.size(dim) not in (1, integer(name, length)):
-            raise ValueError(f"mask has {name} = {mask.size(dim)} (shape {tuple(mask.shape)}), not {length} or 1.")
+            raise ValueError(f"mask has {name} = {mask.size(dim)} (shape {tuple(mask.shape)}); it needs {length} or 1.")
         sizes = [-1, -1, -1, -1]
         sizes[dim] = length
         mask = mask.expand(*sizes)

@@ -85,7 +85,7 @@ def sliding_window_mask(
                   [0, 1, 1]]]], dtype=torch.int32)
     """
     if isinstance(window_size, int):
-        raise TypeError(f"window_size is {window_size} and must be a pair (left, right); -1 is unlimited on that side.")
+        raise TypeError(f"window_size is {window_size}; it needs to be a pair (left, right), -1 for no limit.")
     left, right = pair("window_size", window_size, -1)
     rows, keys = _positions(seqlen_q, seqlen_k, device)
     mask = keys.expand(seqlen_q, -1) >= rows - (left if left >= 0 else seqlen_q + seqlen_k)
@@ -170,7 +170,7 @@ def document_pair(ids: IntsLike, ids_k: IntsLike | None) -> tuple[torch.Tensor, 
     if ids_q.size(0) != keys.size(0) and 1 not in (ids_q.size(0), keys.size(0)):
         raise ValueError(
             f"ids_k has batch size {keys.size(0)} (shape {tuple(keys.shape)}) and ids has {ids_q.size(0)} "
-            f"(shape {tuple(ids_q.shape)}); they must be equal, or one of them 1."
+            f"(shape {tuple(ids_q.shape)}); they need to be equal, or one of them 1."
         )
     return ids_q, keys
 
@@ -208,17 +208,17 @@ def padding_mask(
         torch.Size([1, 1, 1, 3])
     """
     if side not in ("right", "left"):
-        raise ValueError(f"side is {side!r} and must be 'right' or 'left'.")
+        raise ValueError(f"side is {side!r}; it needs to be 'right' or 'left'.")
     values = torch.as_tensor(lengths_or_mask, device=device)
     if values.dim() == 2:
         if values.dtype != torch.bool and values.dtype not in INTEGER_DTYPES:
-            raise TypeError(f"lengths_or_mask has dtype {values.dtype} and must be bool or integer; pass mask > 0.5.")
+            raise TypeError(f"lengths_or_mask has dtype {values.dtype}; it needs bool or integer; pass mask > 0.5.")
         if seqlen is not None and values.size(1) != integer("seqlen", seqlen):
-            raise ValueError(f"lengths_or_mask has shape {tuple(values.shape)} and needs seqlen = {seqlen} keys.")
+            raise ValueError(f"lengths_or_mask has shape {tuple(values.shape)}; it needs seqlen = {seqlen} keys.")
         return (values != 0)[:, None, None]
     lengths = integer_tensor("lengths_or_mask", values if values.numel() else values.long(), (1, 2))
     if seqlen is None:
-        raise ValueError("seqlen is None and must be the padded length, because lengths_or_mask holds lengths.")
+        raise ValueError("seqlen is None; it needs to be the padded length, because lengths_or_mask holds lengths.")
     lengths_within("lengths_or_mask", lengths, integer("seqlen", seqlen))
     keys = torch.arange(seqlen, device=lengths.device)
     if side == "left":
@@ -284,7 +284,7 @@ def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor
     """
     if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
         has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
-        raise TypeError(f"scores has {has} and must be a float tensor.")
+        raise TypeError(f"scores has {has}; it needs to be a float tensor.")
     return four_dims("scores", scores.detach()) > threshold
 
 
@@ -316,7 +316,7 @@ def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> to
         torch.Size([1, 1, 1, 2])
     """
     if op not in ("and", "or"):
-        raise ValueError(f"op is {op!r} and must be 'and' or 'or'.")
+        raise ValueError(f"op is {op!r}; it needs to be 'and' or 'or'.")
     named = [(f"masks[{i}]", mask) for i, mask in enumerate(masks) if mask is not None]
     if not named or (op == "or" and len(named) < len(masks)):
         return None
@@ -325,7 +325,7 @@ def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> to
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.device != tensors[0].device:
             raise ValueError(
-                f"{name} is on {tensor.device} and {names[0]} on {tensors[0].device}; all masks must be on one device."
+                f"{name} is on {tensor.device} and {names[0]} on {tensors[0].device}; all need to be on one device."
             )
     tensors = align_heads(tensors, names)
     common_shape(tensors, names)

@@ -136,7 +136,7 @@ def _plane(
         mask = expand_lengths(bool_mask("mask", cast(torch.Tensor, mask)), seqlen_q, seqlen_k)
     index = _chosen(mask.shape, mask.shape[:2], batch, head)
     if 0 in mask.shape or (isinstance(mask, BatchMask) and mask.seqlen_q == 0):
-        raise ValueError(f"mask has shape {tuple(mask.shape)}: there is nothing to draw; every dim must be >= 1.")
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: there is nothing to draw; every dim needs to be >= 1.")
     if isinstance(mask, BatchMask):
         # Cut to the head before it is unpacked, which takes Lq * Lk bytes for each.
         cut = mask.with_tensors([x.narrow(0, index[0], 1).narrow(1, index[1], 1) for x in mask.tensors])
@@ -148,7 +148,7 @@ def _chosen(shape: Sequence[int], sizes: Sequence[int], batch: int, head: int) -
     """Check the indices against so many batch entries and heads; any index reaches the only one."""
     for name, value, size in (("batch", batch, sizes[0]), ("head", head, sizes[1])):
         if integer(name, value) >= size and size != 1:
-            raise ValueError(f"{name} is {value} and mask has {size} (shape {tuple(shape)}); it must be < {size}.")
+            raise ValueError(f"{name} is {value} and mask has {size} (shape {tuple(shape)}); it needs to be < {size}.")
     return batch if sizes[0] != 1 else 0, head if sizes[1] != 1 else 0
 
 

@@ -102,13 +102,13 @@ def topk_arguments(
     """
     if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
         has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
-        raise TypeError(f"scores has {has} and must be a float tensor.")
+        raise TypeError(f"scores has {has}; it needs to be a float tensor.")
     if scores.dim() == 0:
-        raise ValueError("scores is 0-D and must have a dim of keys, the last one.")
+        raise ValueError("scores is 0-D; it needs a dim of keys, the last one.")
     scores = four_dims("scores", scores.detach())
     allowed = None if mask is None else bool_mask("mask", mask)
     if allowed is not None and allowed.device != scores.device:
-        raise ValueError(f"mask is on {allowed.device} and scores on {scores.device}; they must be on one device.")
+        raise ValueError(f"mask is on {allowed.device} and scores on {scores.device}; they need to be on one device.")
     if allowed is not None and allowed.size(3) not in (1, scores.size(3)):
         raise ValueError(f"mask has {allowed.size(3)} keys, scores {scores.size(3)}; mask needs 1 or as many keys.")
 
@@ -131,7 +131,7 @@ def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int 
             lengths[name] = tensor.size(2)
     if any(one != other for one, other in pairwise(lengths.values())):
         has = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ValueError(f"The numbers of queries differ: {has}; each must be 1 for all queries, or the same.")
+        raise ValueError(f"The numbers of queries differ: {has}; each needs to be 1 for all queries, or the same.")
     return next(iter(lengths.values()), scores.size(3))
 
 

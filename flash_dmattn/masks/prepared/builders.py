@@ -23,10 +23,10 @@ def full_length(name: str, what: str, size: int, length: int | None) -> int:
     """Return the real length along a dim of a mask, from its size and from the argument."""
     if length is None:
         if size == 1:
-            raise ValueError(f"mask has one {what} for all; {name} is None and must be their number.")
+            raise ValueError(f"mask has one {what} for all; {name} is None; it needs to be their number.")
         return size
     if size not in (1, integer(name, length)):
-        raise ValueError(f"mask has {size} {what}s and {name} is {length}; they must be equal, or the mask have 1.")
+        raise ValueError(f"mask has {size} {what}s and {name} is {length}; they need to be equal, or the mask needs 1.")
     return length
 
 
@@ -39,11 +39,11 @@ def check_compact(compact: bool, reorder: bool | None) -> None:
 def spec_beside(sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None) -> SequenceSpec:
     """Describe the sequences of a mask, from the lengths of the tensors of its calls."""
     if not isinstance(sequences, Sequences):
-        raise TypeError(f"sequences is a {type(sequences).__name__} and must be a flash_dmattn.Sequences.")
+        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences.")
     for name, length, tensor in (("seqlen_q", seqlen_q, "q"), ("seqlen_k", seqlen_k, "k")):
         if length is None:
             pages = ", of pages block_table.shape[1] * page_size" if name == "seqlen_k" else ""
-            raise ValueError(f"{name} is None; beside sequences it must be {tensor}.shape[-3]{pages}.")
+            raise ValueError(f"{name} is None; beside sequences it needs to be {tensor}.shape[-3]{pages}.")
     assert seqlen_q is not None and seqlen_k is not None
     return sequences.spec_of(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
 
@@ -51,7 +51,7 @@ def spec_beside(sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None
 def check_same_device(name: str, mask: torch.Tensor, sequences: Sequences) -> None:
     """Refuse a mask that is not where the sequences are."""
     if mask.device != sequences.device:
-        raise ValueError(f"{name} is on {mask.device} and must be where sequences are, on {sequences.device}.")
+        raise ValueError(f"{name} is on {mask.device}; it needs to be where sequences are, on {sequences.device}.")
 
 
 def interval_walk(

@@ -167,10 +167,10 @@ class PreparedMask(ABC):
         """
         if check_flag("find_intervals", find_intervals) and (check_flag("as_tiles", as_tiles) or sequences is not None):
             other = "beside sequences" if sequences is not None else "with as_tiles=True"
-            raise ValueError(f"find_intervals is True; {other} it must be False.")
+            raise ValueError(f"find_intervals is True; {other} it needs to be False.")
         if sequences is not None:
             if reorder is not None:
-                raise ValueError(f"reorder is {reorder}; beside sequences it must be None.")
+                raise ValueError(f"reorder is {reorder}; beside sequences it needs to be None.")
             spec = spec_beside(sequences, seqlen_q, seqlen_k)
             mask4 = bool_mask("mask", mask)
             check_same_device("mask", mask4, sequences)
@@ -184,7 +184,7 @@ class PreparedMask(ABC):
         mask4 = bool_mask("mask", mask)
         if mask.dim() < 2:
             raise ValueError(
-                f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D) and must have 2 dims or more, the last two of "
+                f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D); it needs 2 dims or more, the last two of "
                 f"them (seqlen_q, seqlen_k); pass mask[None] for keys."
             )
         seqlen_q = full_length("seqlen_q", "row", mask4.size(2), seqlen_q)
@@ -246,7 +246,7 @@ class PreparedMask(ABC):
         needed = -(-integer("seqlen_q", seqlen_q) // block_q)
         if blocks.size(2) != needed:
             raise ValueError(
-                f"block_mask has {blocks.size(2)} blocks along seqlen_q (shape {tuple(block_mask.shape)}) and needs "
+                f"block_mask has {blocks.size(2)} blocks along seqlen_q (shape {tuple(block_mask.shape)}); it needs "
                 f"{needed}, or 1, for seqlen_q = {seqlen_q} in blocks of {block_q}."
             )
 
@@ -441,14 +441,14 @@ class PreparedMask(ABC):
         """
         begins, ends = integer_tensor("start", start, (1, 2, 3)), integer_tensor("stop", stop, (1, 2, 3))
         if begins.device != ends.device:
-            raise ValueError(f"stop is on {ends.device} and start on {begins.device}; they must be on one device.")
+            raise ValueError(f"stop is on {ends.device} and start on {begins.device}; they need to be on one device.")
         # In 64 bits, so that small dtypes neither wrap nor refuse the limits.
         begins, ends = (collapse(x[(None,) * (3 - x.dim())], dims=(0, 1)).long() for x in (begins, ends))
         for dim, name in ((0, DIMS[0]), (1, DIMS[1]), (2, DIMS[3])):
             if begins.size(dim) != ends.size(dim) and 1 not in (begins.size(dim), ends.size(dim)):
                 raise ValueError(
                     f"stop has {name} = {ends.size(dim)} (shape {tuple(ends.shape)}) and start has {begins.size(dim)} "
-                    f"(shape {tuple(begins.shape)}); they must be equal, or one of them 1."
+                    f"(shape {tuple(begins.shape)}); they need to be equal, or one of them 1."
                 )
         begins, ends = torch.broadcast_tensors(begins, ends)
         seqlen_q, seqlen_k = integer("seqlen_q", seqlen_q), begins.size(2)
@@ -537,7 +537,7 @@ class PreparedMask(ABC):
         for name, x in (("scores", values), ("mask", allowed)):
             if x is not None and x.size(2) != 1:
                 raise ValueError(
-                    f"{name} has {x.size(2)} rows (as 4-D, shape {tuple(x.shape)}) and must have one for all queries; "
+                    f"{name} has {x.size(2)} rows (as 4-D, shape {tuple(x.shape)}); it needs one for all queries; "
                     "what depends on the query makes no intervals: use PreparedMask.from_mask(topk_mask(...))."
                 )
         keys = run_score_keys(values, allowed)
@@ -585,12 +585,12 @@ class PreparedMask(ABC):
             [1, 3, 7, 15]
         """
         if not isinstance(tree, torch.Tensor):
-            raise TypeError(f"tree is a {type(tree).__name__} and must be a torch.bool tensor.")
+            raise TypeError(f"tree is a {type(tree).__name__}; it needs to be a torch.bool tensor.")
         if tree.dtype != torch.bool:
-            raise TypeError(f"tree has dtype {tree.dtype} and must be torch.bool, True = attend; pass tree != 0.")
+            raise TypeError(f"tree has dtype {tree.dtype}; it needs to be torch.bool, True = attend; pass tree != 0.")
         if tree.dim() != 3 or tree.shape[1] != tree.shape[2]:
             raise ValueError(
-                f"tree has shape {tuple(tree.shape)} and must be (sequences or 1, new tokens, new tokens)."
+                f"tree has shape {tuple(tree.shape)}; it needs to be (sequences or 1, new tokens, new tokens)."
             )
         return cls._made("tree", (pack_tree(tree),))
 
@@ -644,14 +644,12 @@ class PreparedMask(ABC):
         mask4 = bool_mask("flat", flat)
         check_same_device("flat", mask4, sequences)
         if flat.dim() not in (1, 2):
-            raise ValueError(f"flat has shape {tuple(flat.shape)} and must be (pairs,) or (heads, pairs).")
+            raise ValueError(f"flat has shape {tuple(flat.shape)}; it needs to be (pairs,) or (heads, pairs).")
         bounds = sequences.bounds_of(spec)
         if values_can_be_read(bounds):
             pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
             if flat.shape[-1] != pairs:
-                raise ValueError(
-                    f"flat has {flat.shape[-1]} pairs and must have {pairs}, queries times keys of sequences."
-                )
+                raise ValueError(f"flat has {flat.shape[-1]} pairs; it needs {pairs}, queries times keys of sequences.")
         return cls._packed(mask4.transpose(1, 2), "ragged", sequences, spec, bounds, is_causal, window_size)
 
     @classmethod
