@@ -401,7 +401,7 @@ def test_picture() -> None:
         assert torch.equal(*pictures)
         with pytest.raises(ValueError, match="batch is 2 and mask has 2"):
             masks.show(prepared, batch=2)
-        with pytest.raises(ValueError, match=r"mask has seqlen_q = 50 .* not 49 or 1"):
+        with pytest.raises(ValueError, match=r"mask has seqlen_q = 50 .* needs 49 or 1"):
             masks.show(prepared, seqlen_q=49)
     for nothing in (PreparedMask.from_intervals([0], [1], 0), PreparedMask.from_lengths([3], 0, 5)):
         with pytest.raises(ValueError, match="there is nothing to draw"):

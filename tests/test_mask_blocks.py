@@ -140,7 +140,7 @@ BAD_CALLS = [
         r"allowed has seqlen_q = 3 .* has 2",
     ),
     (lambda: masks.smooth_blocks(ONES, 1, allowed=ONES.int()), TypeError, r"allowed has dtype torch\.int32"),
-    (lambda: masks.mask_stats(ONES, seqlen_q=3), ValueError, r"mask has seqlen_q = 2 .* not 3 or 1"),
+    (lambda: masks.mask_stats(ONES, seqlen_q=3), ValueError, r"mask has seqlen_q = 2 .* needs 3 or 1"),
 ]
 
 

@@ -160,7 +160,7 @@ BAD_CALLS = [
     (lambda: topk_mask(ROW.int(), 1), TypeError, r"scores has dtype torch\.int32; it needs to be a float tensor"),
     (lambda: topk_mask([1.0], 1), TypeError, r"scores has type list; it needs to be a float tensor"),
     (lambda: topk_mask(torch.tensor(1.0), 1), ValueError, r"scores is 0-D; it needs a dim of keys"),
-    (lambda: topk_mask(ROW[None], 1), ValueError, r"scores has shape \(1, 1, 2, 1, 4\) \(5-D\) .* at most 4 dims"),
+    (lambda: topk_mask(ROW[None], 1), ValueError, r"scores has shape \(1, 1, 2, 1, 4\) \(5-D\).* at most 4 dims"),
     (
         lambda: topk_mask(ROW, 1, mask=torch.ones(4)),
         TypeError,

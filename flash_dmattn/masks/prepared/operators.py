@@ -6,7 +6,7 @@ A graph that prepares a mask has these operators in it, not the loops that they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -25,6 +25,7 @@ FEW_QUERIES = 16
 # bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
 ORDER_FROM = 4096
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 TwoTensors = tuple[torch.Tensor, torch.Tensor]
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -273,73 +274,62 @@ _PACK_BESIDE = define(
 torch.library.register_vmap("flash_dmattn::prepare_sequence_mask", _pack_beside_mapped, lib=LIBRARY)
 
 
-def _step(name: str, schema: str, fake: Callable[..., Any], *, direct: bool = True) -> Callable[..., Any]:
-    """Define the operator of a function of `Packer`.
+def _step(schema: str, *, direct: bool = True) -> Callable[[Function], Function]:
+    """Make the operator `name` of a function `name` of `Packer`, and a function `run_name` that calls it.
+
+    The decorated function has the name `run_name`; its body makes the results of tensors without values.
 
     Args:
-        direct: whether the function is called without the operator where nothing watches, as its tensors are integers
-            that all derive from the first of them.
+        schema: arguments and results of the operator.
+        direct: whether the operator is left out where nothing watches. All tensors have to be integers that derive from
+            the first of them.
     """
 
-    def run(tensor: torch.Tensor, *others: Any) -> Any:
-        return getattr(packer(tensor), name)(tensor, *others)
+    def decorate(fake: Function) -> Function:
+        name = fake.__name__.removeprefix("run_")
 
-    operator = define(name, schema, run, fake)
-    return unless_watched(operator, run) if direct else operator
+        def run(tensor: torch.Tensor, *others: Any) -> Any:
+            return getattr(packer(tensor), name)(tensor, *others)
+
+        operator = define(name, schema, run, fake)
+        return cast(Function, unless_watched(operator, run) if direct else operator)
+
+    return decorate
 
 
-def _score_keys_fake(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+@_step("(Tensor scores, Tensor? allowed) -> Tensor", direct=False)
+def run_score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
     heads = scores.shape[:2] if allowed is None else torch.broadcast_shapes(scores.shape[:2], allowed.shape[:2])
     dtype = torch.int64 if scores.dtype == torch.float64 else torch.int32
     return scores.new_empty((*heads, scores.shape[3]), dtype=dtype)
 
 
-def _topk_fake(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> TwoTensors:
+@_step("(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)", direct=False)
+def run_topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> TwoTensors:
     return keys.new_empty(keys.shape, dtype=torch.int32), keys.new_empty(keys.shape, dtype=torch.int32)
 
 
-def _order_fake(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
+@_step("(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor")
+def run_key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
     return start.new_empty(start.shape, dtype=torch.int32)
 
 
-def _tiles_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> list[torch.Tensor]:
+@_step("(Tensor start, Tensor stop, Tensor order, SymInt seqlen_q) -> Tensor[]")
+def run_interval_tiles(
+    start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int
+) -> Sequence[torch.Tensor]:
     heads, rows, columns = start.shape[:2], tiles(seqlen_q), tiles(start.size(2))
     shapes = ((*heads, columns * TILE, 2), (*heads, rows, 2 + columns), (*heads, columns, 2 + rows))
     return [start.new_empty(shape) for shape in shapes]
 
 
-def _first_places_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int) -> ThreeTensors:
+@_step("(Tensor start, Tensor stop, Tensor order, SymInt places) -> (Tensor order, Tensor start, Tensor stop)")
+def run_first_places(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int) -> ThreeTensors:
     order, start, stop = (x.new_empty((*x.shape[:2], places)) for x in (order, start, stop))
     return order, start, stop
 
 
-def _mask_intervals_fake(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
+@_step("(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)")
+def run_mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
     start, stop = (bits.new_empty((*bits.shape[:2], seqlen_k)) for _ in range(2))
     return start, stop, bits.new_empty((4,), dtype=torch.int64)
-
-
-run_score_keys: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = _step(
-    "score_keys", "(Tensor scores, Tensor? allowed) -> Tensor", _score_keys_fake, direct=False
-)
-run_topk_intervals: Callable[[torch.Tensor, int, int, int], TwoTensors] = _step(
-    "topk_intervals",
-    "(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)",
-    _topk_fake,
-    direct=False,
-)
-run_key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = _step(
-    "key_order", "(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor", _order_fake
-)
-run_interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Sequence[torch.Tensor]] = _step(
-    "interval_tiles", "(Tensor start, Tensor stop, Tensor order, SymInt seqlen_q) -> Tensor[]", _tiles_fake
-)
-run_first_places: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], ThreeTensors] = _step(
-    "first_places",
-    "(Tensor start, Tensor stop, Tensor order, SymInt places) -> (Tensor order, Tensor start, Tensor stop)",
-    _first_places_fake,
-)
-run_mask_intervals: Callable[[torch.Tensor, torch.Tensor, int], ThreeTensors] = _step(
-    "mask_intervals",
-    "(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)",
-    _mask_intervals_fake,
-)
