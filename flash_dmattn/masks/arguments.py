@@ -67,6 +67,14 @@ def four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[(None,) * (4 - tensor.dim())]
 
 
+def float_scores(scores: torch.Tensor) -> torch.Tensor:
+    """Return a float tensor of scores as 4-D, without its gradient."""
+    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
+        has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
+        raise TypeError(f"scores has {has}; it needs to be a float tensor.")
+    return four_dims("scores", scores.detach())
+
+
 def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None) -> None:
     """Refuse negative lengths and lengths above `maximum`, if values can be read without waiting."""
     if lengths.numel() == 0 or not values_can_be_read(lengths):

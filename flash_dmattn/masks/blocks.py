@@ -80,16 +80,21 @@ def expand_blocks(
     out = bool_mask("block_mask", block_mask)
     blocks = pair("block_size", block_size, 1)
     for dim, name, length, block in ((3, "seqlen_k", seqlen_k, blocks[1]), (2, "seqlen_q", seqlen_q, blocks[0])):
-        needed = -(-integer(name, length) // block)
+        check_blocks(block_mask, name, out.size(dim), length, block)
         if out.size(dim) == 1 and length:
             continue
-        if out.size(dim) not in (1, needed):
-            raise ValueError(
-                f"block_mask has {out.size(dim)} blocks along {name} (shape {tuple(block_mask.shape)}); it needs "
-                f"{needed}, or 1, for {name} = {length} in blocks of {block}."
-            )
         out = out.index_select(dim, torch.arange(length, device=out.device) // block)
     return out
+
+
+def check_blocks(block_mask: torch.Tensor, name: str, number: int, length: int, block: int) -> None:
+    """Refuse a block mask that has another number of blocks than 1 or so many as a length needs."""
+    needed = -(-integer(name, length) // block)
+    if number not in (1, needed):
+        raise ValueError(
+            f"block_mask has {number} blocks along {name} (shape {tuple(block_mask.shape)}); it needs {needed}, or 1, "
+            f"for {name} = {length} in blocks of {block}."
+        )
 
 
 def smooth_blocks(

@@ -14,7 +14,7 @@ from .arguments import (
     align_heads,
     bool_mask,
     common_shape,
-    four_dims,
+    float_scores,
     integer,
     integer_tensor,
     lengths_within,
@@ -282,10 +282,7 @@ def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor
         >>> threshold_mask(torch.tensor([-1.0, 0.0, 2.0])).int()
         tensor([[[[0, 0, 1]]]], dtype=torch.int32)
     """
-    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
-        has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
-        raise TypeError(f"scores has {has}; it needs to be a float tensor.")
-    return four_dims("scores", scores.detach()) > threshold
+    return float_scores(scores) > threshold
 
 
 def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> torch.Tensor | None:

@@ -8,7 +8,7 @@ import torch
 
 from ..definition import define
 from ..problem import collapse
-from .arguments import align_heads, bool_mask, common_shape, four_dims, integer, pad
+from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, pad
 
 # Elements a chunk of rows may hold; about 25 bytes of work each (key, candidates, tie counter).
 CHUNK_ELEMENTS = 1 << 22
@@ -100,12 +100,10 @@ def topk_arguments(
     Raises:
         TypeError, ValueError: as in `topk_mask`.
     """
-    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
-        has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
-        raise TypeError(f"scores has {has}; it needs to be a float tensor.")
+    values = float_scores(scores)
     if scores.dim() == 0:
         raise ValueError("scores is 0-D; it needs a dim of keys, the last one.")
-    scores = four_dims("scores", scores.detach())
+    scores = values
     allowed = None if mask is None else bool_mask("mask", mask)
     if allowed is not None and allowed.device != scores.device:
         raise ValueError(f"mask is on {allowed.device} and scores on {scores.device}; they need to be on one device.")
@@ -173,9 +171,7 @@ def _topk_per_row(
     scores: torch.Tensor, k: int, allowed: torch.Tensor | None, seqlen_q: int, is_causal: bool
 ) -> torch.Tensor:
     """Select the top k of rows that differ in scores or in what is allowed, in chunks of rows."""
-    batch, num_heads, _, seqlen_k = common_shape(
-        [scores] if allowed is None else [scores, allowed], ["scores", "mask"][: 1 if allowed is None else 2]
-    )
+    batch, num_heads, _, seqlen_k = _shape(scores, allowed)
     out = torch.empty(batch, num_heads, seqlen_q, seqlen_k, dtype=torch.bool, device=scores.device)
     columns = torch.arange(seqlen_k, device=scores.device)
     step = max(1, CHUNK_ELEMENTS // max(1, batch * num_heads * seqlen_k))
@@ -188,6 +184,10 @@ def _topk_per_row(
             visible = causal if visible is None else visible & causal
         out[:, :, rows] = select(sort_keys(_rows(scores, rows), visible), k)
     return out
+
+
+def _shape(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Size:
+    return scores.shape if allowed is None else torch.broadcast_shapes(scores.shape, allowed.shape)
 
 
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -318,8 +318,7 @@ def topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tup
 def _selected_fake(
     scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
 ) -> torch.Tensor:
-    tensors = [scores] if allowed is None else [scores, allowed]
-    batch, num_heads, rows, seqlen_k = common_shape(tensors, ["scores", "mask"][: len(tensors)])
+    batch, num_heads, rows, seqlen_k = _shape(scores, allowed)
     rows = seqlen_q if is_causal or rows != 1 else 1
     return torch.empty(batch, num_heads, rows, seqlen_k, dtype=torch.bool, device=scores.device)
 

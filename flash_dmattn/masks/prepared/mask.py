@@ -29,7 +29,7 @@ from ...problem import (
 from ...sequences.layout import Sequences
 from .. import _restore
 from ..arguments import DIMS, IntsLike, bool_mask, integer, integer_tensor, lengths_within, pair
-from ..blocks import MaskStats, expand_blocks
+from ..blocks import MaskStats, check_blocks, expand_blocks
 from ..builders import Device, document_pair, padding_mask
 from ..topk import select, topk_arguments
 from .builders import (
@@ -243,12 +243,7 @@ class PreparedMask(ABC):
             return cls.from_mask(
                 mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, window_size=window_size
             )
-        needed = -(-integer("seqlen_q", seqlen_q) // block_q)
-        if blocks.size(2) != needed:
-            raise ValueError(
-                f"block_mask has {blocks.size(2)} blocks along seqlen_q (shape {tuple(block_mask.shape)}); it needs "
-                f"{needed}, or 1, for seqlen_q = {seqlen_q} in blocks of {block_q}."
-            )
+        check_blocks(block_mask, "seqlen_q", blocks.size(2), seqlen_q, block_q)
 
         def words(start: int, stop: int) -> torch.Tensor:
             rows = blocks[:, :, start // block_q : -(-stop // block_q)]
@@ -584,10 +579,7 @@ class PreparedMask(ABC):
             >>> PreparedMask.from_tree(chain).bits.flatten().tolist()
             [1, 3, 7, 15]
         """
-        if not isinstance(tree, torch.Tensor):
-            raise TypeError(f"tree is a {type(tree).__name__}; it needs to be a torch.bool tensor.")
-        if tree.dtype != torch.bool:
-            raise TypeError(f"tree has dtype {tree.dtype}; it needs to be torch.bool, True = attend; pass tree != 0.")
+        bool_mask("tree", tree)
         if tree.dim() != 3 or tree.shape[1] != tree.shape[2]:
             raise ValueError(
                 f"tree has shape {tuple(tree.shape)}; it needs to be (sequences or 1, new tokens, new tokens)."
