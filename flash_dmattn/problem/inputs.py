@@ -16,9 +16,9 @@ class MaskChoice(NamedTuple):
     """The form in which a bool mask is prepared, or the passes of a call read their mask.
 
     Attributes:
-        form: see `MaskForm`. A mask with one row for all queries has three prepared forms. "keys" are for kernels that
-            gather. "intervals" are the queries that the band leaves to each key. "tiles" have bits, which kernels need
-            beside a bias of one value per score.
+        form: see `MaskForm`. A mask with one row for all queries has three prepared forms. Form "keys" is for kernels
+            that gather. Form "intervals" has the queries that the band leaves to each key. Form "tiles" has bits, which
+            kernels need beside a bias of one value per score.
         reorder: for the form "intervals": whether kept keys come first. Calls then copy k and v in that order, and
             only kept keys cost time.
     """
