@@ -222,7 +222,7 @@ ERRORS: list[tuple[str, Callable[[], object]]] = [
         ),
     ),
     ("num_buckets is 7; with is_bidirectional", lambda: RelativePositionBias(2, num_buckets=7)),
-    ("max_distance is 8 and must be >= 9", lambda: RelativePositionBias(2, max_distance=8)),
+    ("max_distance is 8; it needs to be >= 9", lambda: RelativePositionBias(2, max_distance=8)),
     ("seqlen_q is -1", lambda: RelativePositionBias(2)(-1)),
     ("height is 0", lambda: WindowPositionBias(0, 3, 2)),
     ("num_heads is 0", lambda: alibi_slopes(0)),

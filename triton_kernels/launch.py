@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.masks.prepared.operators import KeyForm, prepared_view
-from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, heads_as_rows, keys_of_query
+from flash_dmattn.masks.prepared.operators import prepared_view
+from flash_dmattn.problem import Flags, Gradients, MaskChoice, MaskView, NeedsGrad, heads_as_rows, keys_of_query
 from flash_dmattn.remembered import Remembered
 
 from .kernel_launch import is_current_device as is_current_device
@@ -213,4 +213,4 @@ def unit_rows(x: Tensor) -> Tensor:
 
 
 def _packed(mask: Tensor, seqlen_q: int, seqlen_k: int, flags: Flags) -> MaskView:
-    return prepared_view(mask, seqlen_q, seqlen_k, flags.window, KeyForm("keys"))
+    return prepared_view(mask, seqlen_q, seqlen_k, flags.window, MaskChoice("keys"))
