@@ -5,7 +5,6 @@ Peers whose kernels run on GPUs alone are stood in for by functions of their sig
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,16 +15,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmark_systems import CPU, EAGER, GPU, RATES, named, times
+from benchmark_systems import CPU, GPU, named
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flash_dmattn
 from benchmarks import systems
-from benchmarks.cases import CASES, Case, cases_of
+from benchmarks.cases import CASES, Case
 from benchmarks.inputs import Inputs, make_inputs, shifted_windows
-from benchmarks.suites import performance
 from benchmarks.suites.trial import attempt, outputs
 from benchmarks.systems import Mode, Needs, cuequivariance, fa4, flexattention, ours, predecessor, sdpa
 from benchmarks.truth import errors, truth
@@ -33,7 +31,6 @@ from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.reference import formula
 
 NAMES = ("causal-gqa", "bias-1hll-d64", "keys-8k", "topk-8k", "blocks", "band", "mask-documents", "mask-padding")
-SHORT = cases_of("performance", ["short"])
 
 
 @pytest.fixture(params=NAMES)
@@ -129,21 +126,6 @@ def test_flexattention_with_too_many_stages(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         assert flexattention.bind(inputs, Mode())()[0].shape == inputs.q.shape
     assert tried == [{}, {"num_stages": 2}]
-
-
-def test_the_block_mask_is_made_of_one_function(inputs: Inputs) -> None:
-    """Another function in each call would be another graph to compile in each call."""
-    allowed, make = inputs.allowed(), flexattention.block_mask_maker(inputs)
-    first, second = make(), make()
-    if allowed is None:
-        assert first is None
-        return
-    assert (first is second) == (inputs.mask is None)  # that of causality belongs to the lengths, and is kept
-    assert first.mask_mod is second.mask_mod
-    heads = first.kv_num_blocks.shape[1]
-    tiles = allowed.unflatten(3, (2, 128)).unflatten(2, (2, 128)).any(5).any(3)
-    wanted = tiles.repeat_interleave(heads // tiles.shape[1], 1) if heads > 1 else tiles
-    assert torch.equal(first.to_dense().bool(), wanted.expand_as(first.to_dense()))
 
 
 def test_needs_are_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,28 +253,6 @@ def test_fa4_computes_the_formula(name: str, mode: Mode, monkeypatch: pytest.Mon
     assert all(error < 1e-5 for error in computed.values()), computed
 
 
-def test_fa4_is_checked_in_the_run_that_times_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        out, lse = flash_attn_func(*tensors, **options)
-        return out * 1.05, lse
-
-    (system,) = fa4.SYSTEMS
-    for attend, wrong in ((flash_attn_func, []), (spoiled, ["out", "dq", "dk", "dv"])):
-        install_fa4(monkeypatch, attend)
-        row = performance.row(
-            named("causal-gqa").reduced(128),
-            [EAGER, system],
-            CPU,
-            passes=("forward", "backward"),
-            effort=performance.Effort(1.0, 2, 3),
-            rates=RATES,
-        )
-        column = times(row, "fa4")
-        assert not column["failed"], column["reason"]
-        assert column["wrong"] == wrong
-        assert column["first_call_s"] is not None and column["forward"] and column["backward"]
-
-
 def test_which_cases_fa4_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4, "device_arch", lambda device: "sm_90")
     for case in CASES:
@@ -304,24 +264,6 @@ def test_which_cases_fa4_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4, "device_arch", lambda device: "sm_80")
     assert "sm_80" in fa4.needs(named("causal-gqa"), GPU).backward_refusal
     assert fa4.needs(named("decode-8k"), GPU) == systems.Needs()
-
-
-def test_where_fa4_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(fa4.KEEP_COMPILED, "0")
-    monkeypatch.setitem(sys.modules, fa4.MODULE, None)  # as if there were no such module, whatever is installed
-    working, reasons = systems.available(["fa4"], GPU)
-    assert not working and "flash_attn.cute.interface cannot be imported: ModuleNotFoundError" in reasons["fa4"]
-    assert "docs/benchmarks.md" in reasons["fa4"]
-    assert fa4.missing(CPU) == "its kernels run on GPUs"
-
-
-def test_compiled_kernels_are_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_fa4(monkeypatch, flash_attn_func)
-    fa4.interface()
-    assert os.environ[fa4.KEEP_COMPILED] == "0"
-    monkeypatch.delenv(fa4.KEEP_COMPILED)
-    fa4.interface()
-    assert os.environ[fa4.KEEP_COMPILED] == "1"
 
 
 # Short rows, and cuEquivariance
@@ -345,14 +287,6 @@ def test_shifted_windows() -> None:
     odd = shifted_windows(4, 2, 49, CPU)
     assert odd[0].all() and odd.diagonal(dim1=2, dim2=3).all()
     assert odd[1, 0, 0].view(7, 7).all(0).tolist() == [True] * 4 + [False] * 3
-
-
-@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
-def test_eager_is_right_on_short_rows(case: Case) -> None:
-    """Every case, cut to what a CPU runs."""
-    inputs = make_inputs(case.reduced(64), CPU, torch.float32)
-    trial = attempt(systems.by_name("eager"), Mode(), case.reduced(64), inputs)
-    assert trial.has_backward and max(errors(trial.results, truth(inputs)).values()) < 1e-5
 
 
 def triangle_attention(
@@ -407,9 +341,3 @@ def test_cuequivariance(name: str) -> None:
 )
 def test_what_cuequivariance_does_not_take(name: str, sentence: str) -> None:
     assert cuequivariance.needs(named(name), GPU) == Needs(sentence)
-
-
-def test_without_cuequivariance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, cuequivariance.MODULE, None)
-    said = cuequivariance.missing(GPU)
-    assert said.startswith("cuequivariance_torch cannot be imported: ModuleNotFoundError: ")
