@@ -340,14 +340,6 @@ def test_serialized_products_warn_and_stop_force(built: Built, small_unit: Path,
         assert len(list((tmp_path / wish).glob("*-abi3-*.whl"))) == (0 if wish == "force" else 1)
 
 
-@builds
-@pytest.mark.parametrize(("variable", "known"), [("HEAD_DIMS", "32,64,96,128,192,256"), ("DTYPES", "fp16,bf16")])
-def test_unknown_units_stop_the_build_with_a_sentence(variable: str, known: str, built: Built, tmp_path: Path) -> None:
-    done = build(built.tree, tmp_path, **{f"FLASH_DMATTN_{variable}": "64,80"})
-    sentence = f"FLASH_DMATTN_{variable} is '64,80'; it must name some of {known}, separated by commas."
-    assert done.returncode != 0 and done.stdout.rstrip().endswith(f"could not be built: {sentence}"), done.stdout
-
-
 # The choice of units
 
 
@@ -481,11 +473,6 @@ def local_bytes(sass: str) -> int:
     sizes = {".128": 16, ".64": 8, ".U16": 2, ".S16": 2, ".U8": 1, ".S8": 1}
     forms = re.findall(r"\b(?:LDL|STL)\b([.\w]*)", sass)
     return sum(next((size for part, size in sizes.items() if part in form), 4) for form in forms)
-
-
-def test_local_bytes() -> None:
-    assert local_bytes("STL [R1], R2 ; STL.64 [R1+8], R2 ; LDL.LU.128 R4, [R1] ; LDL.LU R9, [R1] ; LDG.E.64 R2") == 32
-    assert local_bytes("STL.S16 [R1], R2 ; LDL.U8 R2, [R1]") == 3
 
 
 @cache

@@ -270,27 +270,6 @@ def test_one_sequence_is_a_dense_call() -> None:
     torch.testing.assert_close(attention(q, k, v, is_causal=True, sequences=padded), dense, rtol=1e-12, atol=1e-12)
 
 
-def test_gradcheck_and_gradgradcheck() -> None:
-    sequences = Sequences.packed(
-        torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 4, 6]), max_seqlen_q=3, max_seqlen_k=3,
-        seqlens_q=torch.tensor([2, 0, 2]), seqlens_k=torch.tensor([3, 1, 1]),
-    )  # fmt: skip
-    mask = torch.tensor([True, False, True, True, True, False])[None, None]
-
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-        result = attention(q, k, v, mask, bias, sink=sink, sequences=sequences, return_lse=True, backend="eager")
-        out, lse = result
-        return out, lse.masked_fill(lse == -torch.inf, 0.0)
-
-    def fp64(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-    for bias in (fp64(2, 6, 3), fp64(1, 1, 6), fp64(3, 1, 3, 3), fp64(2, 6, 1)):
-        arguments = (fp64(6, 2, 2), fp64(6, 1, 2), fp64(6, 1, 3), bias, fp64(2))
-        assert torch.autograd.gradcheck(call, arguments)
-        assert torch.autograd.gradgradcheck(call, arguments)
-
-
 def test_a_compiled_call_follows_lengths_and_bounds() -> None:
     """One graph, whatever the number of sequences, their lengths and the bounds on them."""
     counter = CompileCounterWithBackend("eager")
@@ -387,18 +366,6 @@ def test_builders_of_masks_read_no_value_of_fake_tensors() -> None:
         assert layer(torch.zeros(8, 16), sequences=packed).shape == (8, 16)
         with pytest.raises(RuntimeError, match="fake tensors have no values"):
             attention(*torch.zeros(3, 8, 2, 16), sequences=packed, backend="reference")
-
-
-def test_calls_are_mapped_one_by_one() -> None:
-    sequences = Sequences.packed(torch.tensor([0, 3, 7]))
-    q, k, v = torch.randn(3, 5, 7, 2, 8)
-
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, sequences=sequences, backend="eager").square().sum()
-
-    result = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
-    each = [torch.func.grad(loss, argnums=(0, 1, 2))(*x) for x in zip(q, k, v, strict=True)]
-    torch.testing.assert_close(result, tuple(torch.stack(x) for x in zip(*each, strict=True)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

@@ -204,16 +204,6 @@ def test_compiled_with_a_tree_made_inside_or_outside() -> None:
                 torch.testing.assert_close(compiled(*arguments, each), step(*arguments, each))
 
 
-def test_second_derivative() -> None:
-    sequences, tree = Sequences.padded(torch.tensor([5, 2])), PreparedMask.from_tree(torch.rand(2, 3, 3) < 0.6)
-    q, k = (torch.randn(2, n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (3, 5))
-
-    def call(q: Tensor, k: Tensor) -> Any:
-        return attention(q, k, k, tree, sequences=sequences, backend="eager")
-
-    assert torch.autograd.gradcheck(call, (q, k)) and torch.autograd.gradgradcheck(call, (q, k))
-
-
 Q, POOL = torch.zeros(2, 3, 2, 8), torch.zeros(4, 4, 2, 8)
 PAGES = Sequences.paged(torch.tensor([[0, 1], [2, 3]]), torch.tensor([8, 4]))
 TREE = PreparedMask.from_tree(torch.ones(2, 3, 3) > 0)
