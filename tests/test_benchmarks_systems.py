@@ -108,26 +108,6 @@ def test_block_masks_are_those_of_torch(name: str, heads_k: int) -> None:
         assert torch.equal(getattr(made, f"full_{lists}"), getattr(exact, f"full_{lists}"))
 
 
-def test_flexattention_with_too_many_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-    build = flexattention.build
-
-    def scarce(inputs: Inputs, mode: Mode, options: dict[str, int]) -> systems.Bound:
-        tried.append(options)
-        call = build(inputs, mode, {})
-
-        def refuses() -> tuple[torch.Tensor, ...]:
-            raise RuntimeError("InductorError: out of resource: shared memory, Required: 278528")
-
-        return call if options == {"num_stages": 2} else refuses
-
-    monkeypatch.setattr(flexattention, "build", scarce)
-    inputs = make_inputs(named("causal-gqa").reduced(256), CPU, torch.float32)
-    with torch.no_grad():
-        assert flexattention.bind(inputs, Mode())()[0].shape == inputs.q.shape
-    assert tried == [{}, {"num_stages": 2}]
-
-
 def test_needs_are_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "device_arch", lambda device: "sm_90")
     seen = set()

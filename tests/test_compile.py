@@ -239,24 +239,6 @@ def test_one_tensor_may_be_several_arguments(name: str) -> None:
     assert counter.frame_count == 1
 
 
-def test_triangle_attention_of_one_tensor() -> None:
-    """As README has it: q, k and v are one tensor, rows share a mask of keys, and a bias has a gradient."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 5, 2, 8)
-    pair_bias = torch.randn(2, 1, 2, 5, 5, requires_grad=True)
-    row_mask = (torch.rand(2, 3, 5) < 0.9)[:, :, None, None, :]
-
-    def triangle(x: Tensor, bias: Tensor) -> Tensor:
-        return flash_dmattn.attention(x, x, x, row_mask, bias)
-
-    run, counter = compiled(triangle)
-    for needs_grad in (False, True):
-        leaves = [pair_bias, x.requires_grad_()] if needs_grad else [pair_bias]
-        expected, compiled_ones = (torch.autograd.grad(f(x, pair_bias).square().sum(), leaves) for f in (triangle, run))
-        torch.testing.assert_close(compiled_ones, expected)
-    assert counter.frame_count == 2
-
-
 def test_mask_and_bias_may_come_and_go() -> None:
     run, counter = compiled(call)
     q, k, v, bias = (x.detach() for x in inputs())

@@ -354,13 +354,6 @@ def test_each_saved_tensor_alone_may_come_back_in_another_layout(name: str, read
     assert ready.ways == ["forward", "backward"] and not ready.shown  # which looks where tensors lie
 
 
-def test_hooks_see_and_change_gradients(ready: Ready) -> None:
-    inputs = leaves()
-    inputs[0].register_hook(lambda g: 3 * g)
-    found = gradients(attend, *inputs)
-    check_gradients([found[0], found[1] / 3, *found[2:]])
-
-
 def test_batched_gradients_run_one_by_one(ready: Ready) -> None:
     """The pair runs once for each of the gradients in such a tensor, which has no pointer."""
     inputs = leaves()
