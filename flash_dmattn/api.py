@@ -132,10 +132,10 @@ def attention(
         p = s.masked_fill(~mask, -math.inf).softmax(-1)
         out = torch.einsum("bhij,bjhd->bihd", F.dropout(p, dropout_p), v)
 
-    There may be any number of batch dims: q, k and v are (*batch, L, H, D); mask and bias broadcast against
-    (*batch, Hq, Lq, Lk) as in torch, and are not expanded in memory. Tensors whose batch dims do not fold into one are
-    copied, and `explain` says so. Under `torch.vmap` the mapped dim is one more batch dim. Tensors may be DTensors, all
-    on one mesh, sharded by batch, heads or sequence: see docs/dtensor.md.
+    There may be any number of batch dims: q, k and v are `(*batch, L, H, D)`; mask and bias broadcast against
+    `(*batch, Hq, Lq, Lk)` as in torch, and are not expanded in memory. Tensors whose batch dims do not fold into one
+    are copied, and `explain` says so. Under `torch.vmap` the mapped dim is one more batch dim. Tensors may be DTensors,
+    all on one mesh, sharded by batch, heads or sequence: see docs/dtensor.md.
 
     Sizes: B is the batch. Lq and Lk are the lengths of queries and keys. There are Hq query heads and Hk key-value
     heads with Hq % Hk == 0; query head h reads key-value head h // (Hq // Hk). D and Dv are head dims. B, Lq and Lk may
