@@ -38,7 +38,7 @@ from benchmarks.floors import Rates
 from benchmarks.inputs import Inputs, layer_mask
 from benchmarks.report import plots, tables, text
 from benchmarks.suites import equivalence, memory, model, performance
-from benchmarks.systems import Attend, Mode, flexattention, ours
+from benchmarks.systems import Attend, Mode, ours
 from benchmarks.truth import errors, plain_attention
 from flash_dmattn.reference import formula
 
@@ -229,23 +229,6 @@ def test_layers(name: str, small: Case, decoder: Decoder, monkeypatch: pytest.Mo
     computed = errors(model.Step.of(decoder, layers(small, decoder.biases)).first(), exact)
     assert list(computed) == ["loss", "dwq", "dbias"] and computed["loss"] < 1e-4
     assert max(computed.values()) < 0.03
-
-
-def test_flexattention_compiles_one_graph(small: Case, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks that differ by layer, and the trial before the first, share it."""
-    import torch.nn.attention.flex_attention as torch_flex
-    from torch._dynamo.testing import CompileCounter
-
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda query, key, value: None)
-    counter = CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    attention = flexattention.attention
-    always = lambda shape, heads, group, compiles, *rest: attention(shape, heads, group, True, *rest)
-    monkeypatch.setattr(flexattention, "attention", always)
-    step = model.Step.of(decoder, flexattention.layers(small, decoder.biases))
-    step()
-    step()
-    assert counter.frame_count == 1
 
 
 def test_gradients_of_the_bias_are_asked_of_ours(small: Case) -> None:

@@ -1,22 +1,17 @@
-"""The systems of the benchmarks on a CPU: what each computes, which cases it takes, and how a peer is computed.
+"""The systems of the benchmarks on a CPU: what each computes, and which cases it takes.
 
-Peers whose kernels run on GPUs alone are stood in for by functions of their signatures.
+Every run compares the results of each system with the truth, also of peers whose kernels run on GPUs alone.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from benchmark_systems import CPU, GPU, named
-from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -24,11 +19,10 @@ import flash_dmattn
 from benchmarks import systems
 from benchmarks.cases import CASES, Case
 from benchmarks.inputs import Inputs, make_inputs, shifted_windows
-from benchmarks.suites.trial import attempt, outputs
+from benchmarks.suites.trial import outputs
 from benchmarks.systems import Mode, Needs, cuequivariance, fa4, flexattention, ours, predecessor, sdpa
 from benchmarks.truth import errors, truth
 from flash_dmattn.dispatch.registry import BACKENDS
-from flash_dmattn.reference import formula
 
 NAMES = ("causal-gqa", "bias-1hll-d64", "keys-8k", "topk-8k", "blocks", "band", "mask-documents", "mask-padding")
 
@@ -173,66 +167,6 @@ def test_the_predecessor_is_loaded_by_path(tmp_path: Path, monkeypatch: pytest.M
 # FlashAttention-4
 
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: Any = None,
-    score_mod_bwd: Any = None,
-    mask_mod: Any = None,
-    aux_tensors: list[Tensor] | None = None,
-    aux_scalars: tuple[float, ...] | None = None,
-    block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None,
-    return_lse: bool = False,
-    gather_bwd_recompute_p: bool = False,
-    gather_bwd_token_chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute by SDPA what the function of 4.0.0b36 takes and returns; tensors are (B, L, H, D)."""
-    unused = (qv, gather_kv_indices, learnable_sink, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars)
-    assert all(x is None for x in unused) and window_size == (None, None) and softcap == 0.0
-    group, length, scale = q.shape[2] // k.shape[2], q.shape[1], softmax_scale or q.shape[3] ** -0.5
-    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
-    allowed = torch.ones(length, k.shape[2], dtype=torch.bool)
-    if causal:
-        allowed = allowed.tril(k.shape[2] - length)
-    out = F.scaled_dot_product_attention(q, k, v, allowed, scale=scale).transpose(1, 2)
-    if not return_lse:
-        return out, None
-    scores = (q.float() @ k.float().transpose(2, 3) * scale).masked_fill(~allowed, -torch.inf)
-    return out, scores.logsumexp(3).detach()
-
-
-def install_fa4(monkeypatch: pytest.MonkeyPatch, attend: Callable[..., Any]) -> None:
-    """Put modules in the place of the package, with a function for `flash_attn_func`."""
-    monkeypatch.setenv(fa4.KEEP_COMPILED, "0")  # back as it was after the test
-    for name in ("flash_attn", "flash_attn.cute", fa4.MODULE):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules[fa4.MODULE], "flash_attn_func", attend, raising=False)
-
-
-@pytest.mark.parametrize("mode", [Mode(), Mode(with_lse=True)], ids=["out", "out and lse"])
-@pytest.mark.parametrize("name", ["causal-gqa", "causal-d64", "decode-8k"])
-def test_fa4_computes_the_formula(name: str, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_fa4(monkeypatch, flash_attn_func)
-    case = named(name).reduced(128)
-    inputs = make_inputs(case, CPU, torch.float32)
-    computed = errors(outputs(fa4.bind(inputs, mode), inputs, backward=case.takes_gradients), truth(inputs, True))
-    expected = {"out"} | ({"lse"} if mode.with_lse else set()) | ({"dq", "dk", "dv"} if case.takes_gradients else set())
-    assert set(computed) == expected
-    assert all(error < 1e-5 for error in computed.values()), computed
-
-
 def test_which_cases_fa4_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4, "device_arch", lambda device: "sm_90")
     for case in CASES:
@@ -267,47 +201,6 @@ def test_shifted_windows() -> None:
     odd = shifted_windows(4, 2, 49, CPU)
     assert odd[0].all() and odd.diagonal(dim1=2, dim2=3).all()
     assert odd[1, 0, 0].view(7, 7).all(0).tolist() == [True] * 4 + [False] * 3
-
-
-def triangle_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    return_aux: bool = False,
-) -> Tensor:
-    """Compute what its documentation says: (B, N, H, L, D), a bias (B, 1, H, Lq, Lk), a mask (B, N, 1, 1, Lk)."""
-    assert q.dim() == 5 and q.shape[0] == 1 and scale is None and not return_aux
-    batch, rows, heads, seqlen_q, _ = q.shape
-    seqlen_k = k.shape[3]
-    assert bias.shape == (batch, 1, heads, seqlen_q, seqlen_k)
-    assert mask is None or mask.shape == (batch, rows, 1, 1, seqlen_k)
-    allowed = None if mask is None else mask[0]
-    out, *_ = formula.attention(*(x[0].transpose(1, 2) for x in (q, k, v)), allowed, bias[0])
-    return out.transpose(1, 2).unsqueeze(0)
-
-
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    made = ModuleType(cuequivariance.MODULE)
-    monkeypatch.setattr(made, "triangle_attention", triangle_attention, raising=False)
-    monkeypatch.setitem(sys.modules, cuequivariance.MODULE, made)
-    return made
-
-
-@pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("name", ["short-pair-64", "short-triangle", "short-t5"])
-def test_cuequivariance(name: str) -> None:
-    case = named(name).reduced(64)
-    inputs = make_inputs(case, CPU, torch.float32)
-    (system,) = cuequivariance.SYSTEMS
-    assert system.missing(GPU) == "" and system.missing(CPU) == "its kernels run on GPUs"
-    trial = attempt(system, Mode(), case, inputs)
-    assert trial.reason == "" and trial.has_backward and list(system.modes(case)) == ["call"]
-    computed = errors(trial.results, truth(inputs))
-    assert list(computed) == ["out", "dq", "dk", "dv", "dbias"] and max(computed.values()) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_dmattn
 from flash_dmattn import call
 from flash_dmattn.call import Call
-from flash_dmattn.dispatch import config, selection
+from flash_dmattn.dispatch import selection
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import Numbers, Repeats, SequenceSpec
 
@@ -30,9 +30,7 @@ Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 
 
 @pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
+def as_in_a_new_process(untouched_settings: None) -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn import nn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, selection
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import Flags
 
@@ -29,10 +28,7 @@ OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per 
 
 
 @pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(selection, "_warned", set())
+def as_in_a_new_process(untouched_settings: None) -> None:
     torch._dynamo.reset()
 
 

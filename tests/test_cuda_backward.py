@@ -42,7 +42,7 @@ SUBSETS = tuple(s for n in range(1, 5) for s in itertools.combinations(ALL, n))
 # Around the edges of a tile, and of the 64 queries of a step from head dim 128 on, or the 64 keys of a block above it.
 LENGTHS = (63, 64, 65, 127, 128, 129, 191, 193)
 
-# Of the GPU, or of the emulated one.
+# The GPU or the emulated one has so many.
 NUM_SMS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 3
 
 # Biases that heads or batch entries share, and what a case with one has besides.
@@ -94,14 +94,14 @@ MASKS: dict[str, tuple[dict[str, Any], Callable[[Tensor], None] | None]] = {
 every_mask = pytest.mark.parametrize("form", MASKS)
 
 
-def check(backend: Runner, case: Case, inputs: Inputs, given: Inputs | None = None, **flags: Any) -> None:
-    """Everything that a case returns against fp64; `given`: the same tensors in another form."""
-    given = inputs if given is None else given
-    refusal = backend.refusal(case, given)
+def check(backend: Runner, case: Case, inputs: Inputs, call: Inputs | None = None, **flags: Any) -> None:
+    """Compare all results of a case with fp64; `call` has the same tensors in another form."""
+    call = inputs if call is None else call
+    refusal = backend.refusal(case, call)
     if refusal is not None:
         pytest.skip(refusal)
-    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend.choice(case, given, **flags), **flags)
-    assert_accurate(run(attention, case, given), case, inputs)
+    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend.choice(case, call, **flags), **flags)
+    assert_accurate(run(attention, case, call), case, inputs)
 
 
 def check_alone(backend: Runner, case: Case, inputs: Inputs) -> None:
@@ -127,13 +127,13 @@ def check_masked(backend: Runner, case: Case, form: str, **flags: Any) -> None:
     """The same of a case with a mask of that form."""
     changes, leave_out = MASKS[form]
     case = case.with_(**changes)
-    inputs = given = case.build()
+    inputs = call = case.build()
     if leave_out is not None:
         leave_out(inputs.mask)
     if form == "prepared":
         sizes = {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k, "is_causal": case.is_causal}
-        given = replace(inputs, mask=PreparedMask.from_mask(inputs.mask, **sizes))
-    check(backend, case, inputs, given, **flags)
+        call = replace(inputs, mask=PreparedMask.from_mask(inputs.mask, **sizes))
+    check(backend, case, inputs, call, **flags)
 
 
 CAPPED = {"softcap": 2.0, "logits": 3.0}  # from where tanh is a line to where it is flat
@@ -492,7 +492,7 @@ def test_groups_first_of_two_tiles_of_keys(
 @pytest.mark.parametrize("shape", (("B", "Hq", "1", "Lk"), ("1", "Hq", "Lq", "Lk"), FULL), ids="-".join)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_softcap_with_a_great_bias_of_keys_left_out(backend: Runner, head_dim: int, shape: tuple[str, ...]) -> None:
-    """Such a bias over log 2 is inf, and what marks a key left out is -inf."""
+    """A bias of finfo.max over log 2 is inf, and a key that is left out is marked by -inf."""
     case = BASE.with_(bias=shape, head_dim=head_dim, mask=("B", "1", "Lq", "Lk"), mask_kind="all_allowed", **CAPPED)
     inputs = case.build()
     assert inputs.bias is not None and inputs.mask is not None
@@ -519,7 +519,7 @@ def other_tiles_of_each_head(mask: Tensor) -> None:
 def test_more_heads_that_share_than_a_warp_has_lanes(
     backend: Runner, masked: bool, shape: tuple[str, ...], unwritten_is_nan: None
 ) -> None:
-    """80 and 40 of them, of which a tile leaves others out, also all of a warp's."""
+    """Share a bias among 80 and 40 heads; each tile leaves other heads out, also all heads of a warp."""
     case = GROUPED.with_(batch=5, num_heads=80, num_heads_k=2, bias=shape, mask=FULL if masked else None)
     inputs = case.with_(mask_kind="all_allowed").build()
     if masked:

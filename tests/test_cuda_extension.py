@@ -577,8 +577,8 @@ def test_record_of_the_build(built: Built, tmp_path: Path) -> None:
     record = extension.build_info(built.file)
     assert record["version"] == flash_dmattn.__version__
     assert record["torch_target"] == "2.10" and record["arches"] == ["sm_90a"]
-    of_sequences = [f"{name}_sequences_d64_bf16" for name in ("forward", "backward", "shared_dbias")]
-    assert record["instances"] == [INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE, *of_sequences]
+    sequence_instances = [f"{name}_sequences_d64_bf16" for name in ("forward", "backward", "shared_dbias")]
+    assert record["instances"] == [INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE, *sequence_instances]
     assert any("compute_90a" in flag for flag in record["flags"])
     assert record["commit"] == "unknown"  # the copy that was built is no repository
     assert re.fullmatch(r"\d+\.\d+", record["nvcc"])

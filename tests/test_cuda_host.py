@@ -1,4 +1,4 @@
-"""What the cuda backend decides and prepares around its kernels, without a GPU; nothing here launches one.
+"""The decisions and copies of the cuda backend around its kernels, without a GPU: no test launches a kernel.
 
 Results are the subject of the tests that run on a GPU or the emulated one.
 """
@@ -68,19 +68,19 @@ def test_kernels_are_asked_for_what_is_needed_alone(
     tensors, problem = operands(case, inputs, mask, inputs.bias)
     out, lse = torch.zeros_like(inputs.dout), torch.zeros(case.batch, case.num_heads, case.seqlen_q)
     backward_pass(BACKENDS["cuda"], problem)(attention.Saved(tensors, out, lse), inputs.dout, inputs.dlse)
-    of_rows = "sink" in needs_grad or ("bias" in needs_grad and bias == PER_QUERY)
-    of_bias = bias if "bias" in needs_grad and bias != PER_QUERY else None
-    if not (of_rows or of_bias or {"q", "k", "v"} & {*needs_grad}):
+    takes_delta = "sink" in needs_grad or ("bias" in needs_grad and bias == PER_QUERY)
+    kernel_bias = bias if "bias" in needs_grad and bias != PER_QUERY else None
+    if not (takes_delta or kernel_bias or {"q", "k", "v"} & {*needs_grad}):
         assert not calls
         return
     ((*_, dq, dk, dv, dbias, sums, delta),) = (call[:16] for call in calls)
     assert [x is not None for x in (dq, dk, dv)] == [name in needs_grad for name in "qkv"]
     assert (dbias is not None, sums is not None, delta is not None) == (
-        of_bias == PER_SCORE,
-        of_bias == PER_KEY,
-        of_rows,
+        kernel_bias == PER_SCORE,
+        kernel_bias == PER_KEY,
+        takes_delta,
     )
-    assert bool(calls[0][5]) == (of_bias is not None or bool({"q", "k", "v"} & {*needs_grad}))
+    assert bool(calls[0][5]) == (kernel_bias is not None or bool({"q", "k", "v"} & {*needs_grad}))
 
 
 @pytest.mark.parametrize("start", (1, 4, 8))
@@ -96,7 +96,7 @@ def test_a_bias_that_starts_between_16_bytes_is_copied(start: int, seqlen_k: int
 
 @pytest.mark.parametrize("seqlen_k", (49, 264))
 @pytest.mark.parametrize("heads", ("1", "Hk"))
-def test_a_bias_of_rows_that_start_anywhere_is_copied_where_it_is_small(heads: str, seqlen_k: int) -> None:
+def test_a_bias_takes_delta_that_start_anywhere_is_copied_where_it_is_small(heads: str, seqlen_k: int) -> None:
     """TMA reads rows that start on 16 bytes, and nothing else of the memory round the bias."""
     case = BASE.with_(batch=8, seqlen_k=seqlen_k, bias=("1", heads, "Lq", "Lk"))
     inputs = case.build("cpu")
@@ -112,7 +112,7 @@ def test_a_bias_of_rows_that_start_anywhere_is_copied_where_it_is_small(heads: s
     for bias in (shared, shared.expand(8, -1, -1, -1), inputs.bias.mT.contiguous().mT):
         read = read_bias(bias, inputs.q, inputs.v)
         assert can_copy(read) and torch.equal(read, bias) and (read.shape[0] == 1 or read.stride(0) == 0)
-    # Beside few entries of few columns; not shared; of another dtype.
+    # It stays where it is beside few entries of few columns, if nothing shares it, or if q has another dtype.
     assert read_bias(shared, inputs.q[:2, ..., :8], inputs.v[:2, ..., :8]) is shared
     assert read_bias(shared, inputs.q[:1], inputs.v[:1]) is shared
     assert read_bias(shared, inputs.q.half(), inputs.v.half()) is shared
@@ -123,16 +123,16 @@ def test_an_order_of_few_places() -> None:
     order = torch.stack([torch.randperm(300)[:128] for _ in range(2)])[None].int()
     dk, dv, sums = torch.full((2, 300, 2, 8), torch.nan), None, torch.zeros(2, 4, 300)
     places = passes._ByPlace(order, dk, dv, sums)
-    own, by_place, none, of_bias = places.results
-    assert none is None and own is not None and by_place is not None and of_bias is not None
+    own, by_place, none, by_head = places.results
+    assert none is None and own is not None and by_place is not None and by_head is not None
     assert torch.equal(own, torch.arange(128, dtype=torch.int32).expand_as(order))
     by_place.normal_()
-    of_bias.normal_()
+    by_head.normal_()
     wanted = torch.zeros_like(dk), torch.zeros_like(sums)
     for head in range(4):
         keys = order[0, head // 2].long()
         wanted[0][:, keys, head // 2] = by_place[:, :, head // 2]
-        wanted[1][:, head, keys] = of_bias[:, head]
+        wanted[1][:, head, keys] = by_head[:, head]
     places.move()
     assert torch.equal(dk, wanted[0]) and torch.equal(sums, wanted[1])
 

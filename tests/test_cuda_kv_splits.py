@@ -71,20 +71,20 @@ def attend(case: Case, inputs: Inputs) -> Results:
     return run(partial(flash_dmattn.attention, return_lse=True, backend="cuda"), case, inputs)
 
 
-def check(backend: Runner, case: Case, inputs: Inputs, given: Inputs | None = None) -> None:
-    """What cuda returns is what fp64 says, and the same again; `given`: the same tensors in another form."""
-    given = inputs if given is None else given
-    refusal = backend.refusal(case, given)
+def check(backend: Runner, case: Case, inputs: Inputs, call: Inputs | None = None) -> None:
+    """What cuda returns is what fp64 says, and the same again; `call`: the same tensors in another form."""
+    call = inputs if call is None else call
+    refusal = backend.refusal(case, call)
     if refusal is not None:
         pytest.skip(refusal)
-    results, again = attend(case, given), attend(case, given)
+    results, again = attend(case, call), attend(case, call)
     for name in ("out", "lse"):
         assert torch.equal(results[name], again[name]), name
     assert_accurate(results, case, inputs)
 
 
 def more_than_sms(case: Case) -> Case:
-    """The case with so many heads that some pieces of work stay whole, and those of the last round do not."""
+    """Return the case with so many heads that only pieces of the last round are split."""
     rows = -(-case.seqlen_q // TILE)
     return case.with_(num_heads=2 * (-(-4 * NUM_SMS // (3 * rows)) // 2) + 2)
 
@@ -147,7 +147,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         }
         for kind, scale, cap in EXTREMES
     },
-    # Those over 128 have no kernels for it, and pieces stay whole.
+    # Head dims over 128 have no kernels that share keys: pieces stay whole.
     **{f"head dim {n}": {"head_dim": n, "dtype": torch.float16} for n in (96, 192, 256)},
 }
 

@@ -380,7 +380,7 @@ FEW_TILES = {"q": (1, 256, 8, 64), "seqlen_k": 4096, "bias": (1, 8, 256, 4096)}
 HALF_TILE = {"q": (8, 64, 16, 64), "seqlen_k": 4096}
 GROUPED_SUMS = {"is_causal": True, "kv_heads": 4, **GRADIENTS}
 Taken = tuple[dict[str, Any], str, str | None]
-# What auto takes for the two passes of a call. Figures: docs/notes/cuda.md.
+# A call, and the backends that auto takes for its two passes. Figures: docs/notes/cuda.md.
 WHOM_AUTO_TAKES: dict[str, tuple[Taken, ...]] = {
     "large calls": (
         (GRADIENTS, "cuda", "cuda"),

@@ -1,4 +1,4 @@
-"""What the host decides of the work of CUDA kernels: the order of work tiles, and how long walks are on the mean."""
+"""Host decisions about the work of CUDA kernels: the order of work tiles, and the mean length of walks."""
 
 from __future__ import annotations
 

@@ -89,9 +89,9 @@ def made(
 
 def attend(call: SequenceCall, backend: str = "cuda") -> Results:
     """out and lse, of k and v where they lie: `run` would copy them."""
-    given = (call.q, call.k, call.v, call.mask, call.bias)
+    tensors = (call.q, call.k, call.v, call.mask, call.bias)
     flags = {"sink": call.sink, "sequences": call.sequences, "return_lse": True, "backend": backend, **call.flags}
-    out, lse = flash_dmattn.attention(*given, **flags)
+    out, lse = flash_dmattn.attention(*tensors, **flags)
     return {"out": out, "lse": lse}
 
 
@@ -147,11 +147,11 @@ def test_entries_that_do_not_follow_each_other(backend: Runner) -> None:
 
 
 def test_some_gradients(backend: Runner) -> None:
-    whole = run(made(BIASES["packed rows"]), "cuda")
+    together = run(made(BIASES["packed rows"]), "cuda")
     for needs in (("q",), ("k",), ("v", "sink"), ("bias",), ("sink",)):
-        found = run(replace(made(BIASES["packed rows"]), needs_grad=needs), "cuda")
+        actual = run(replace(made(BIASES["packed rows"]), needs_grad=needs), "cuda")
         for name in needs:
-            x, y = found[f"d{name}"], whole[f"d{name}"]
+            x, y = actual[f"d{name}"], together[f"d{name}"]
             assert x is not None and y is not None
             torch.testing.assert_close(x, y, rtol=2**-7, atol=2**-7)
 
@@ -189,8 +189,8 @@ def test_explain_says_what_cuda_takes(backend: Runner) -> None:
     call = made()
     assert not any("copies" in note for note in notes(call.k))
     call = made(padded=True)
-    found = [note for note in notes(torch.cat((call.k, call.k), 1)[:, : call.k.shape[1]]) if "copies" in note]
-    assert len(found) == 1 and found[0].startswith("copies k, of strides")
+    actual = [note for note in notes(torch.cat((call.k, call.k), 1)[:, : call.k.shape[1]]) if "copies" in note]
+    assert len(actual) == 1 and actual[0].startswith("copies k, of strides")
 
 
 # Keys in pages
@@ -212,17 +212,17 @@ def test_every_bias_beside_pages(backend: Runner, form: str) -> None:
     check_pages(made(BIASES[form], page_size=32, is_causal=form == "packed rows"))
 
 
-def interleaved(x: Tensor, beside: Tensor) -> Tensor:
-    """x as its pages lie in front of those of another in one pool."""
-    return torch.stack((x, beside), 1)[:, 0]
+def interleaved(x: Tensor, other: Tensor) -> Tensor:
+    """Lay the pages of x before the pages of another tensor, in turn in one pool."""
+    return torch.stack((x, other), 1)[:, 0]
 
 
-def by_heads(x: Tensor, beside: Tensor) -> Tensor:
+def by_heads(x: Tensor, other: Tensor) -> Tensor:
     """x as it lies in pages whose heads have their rows side by side."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def shifted(x: Tensor, beside: Tensor) -> Tensor:
+def shifted(x: Tensor, other: Tensor) -> Tensor:
     """x as it lies one element behind 16 bytes, which TMA does not read."""
     return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
 
@@ -230,8 +230,8 @@ def shifted(x: Tensor, beside: Tensor) -> Tensor:
 @pytest.mark.parametrize("place", (interleaved, by_heads, shifted))
 def test_pools_lie_anyhow(backend: Runner, place: Any) -> None:
     call = spoiled(made(page_size=32, is_causal=True))
-    given = replace(call, k=place(call.k, call.v), v=place(call.v, call.k))
-    assert_accurate(attend(given), made(page_size=32, is_causal=True))
+    tensors = replace(call, k=place(call.k, call.v), v=place(call.v, call.k))
+    assert_accurate(attend(tensors), made(page_size=32, is_causal=True))
 
 
 def with_table(call: SequenceCall, table: Tensor) -> SequenceCall:
@@ -249,9 +249,9 @@ def test_tables_and_pages_lie_anyhow(backend: Runner) -> None:
     wide = torch.cat((table, torch.full_like(table, -1)), 1)[:, : table.shape[1]]
     moved = torch.randperm(len(call.k), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     shuffled = replace(with_table(call, torch.argsort(moved)[table.long()]), k=call.k[moved], v=call.v[moved])
-    for given in (with_table(call, wide), shuffled):
-        found = attend(given)
-        assert all(torch.equal(found[name], wanted[name]) for name in found)
+    for tensors in (with_table(call, wide), shuffled):
+        actual = attend(tensors)
+        assert all(torch.equal(actual[name], wanted[name]) for name in actual)
 
 
 @pytest.mark.parametrize("pages, columns", ((0, 3), (4, 0)))

@@ -185,8 +185,8 @@ def test_masks_prepared_inside_and_outside_of_one_graph(rows: int) -> None:
         x = torch.randn(2, 20, 2, 8, requires_grad=True)
         mask = torch.rand(2, 1, rows, 20, generator=torch.Generator().manual_seed(seed)) < 0.6
         wanted = flash_dmattn.attention(x, x, x, mask, is_causal=True, backend="reference")
-        given = mask if is_inside else PreparedMask.from_mask(mask, seqlen_q=20, is_causal=True)
-        out = compiled(x, given)
+        argument = mask if is_inside else PreparedMask.from_mask(mask, seqlen_q=20, is_causal=True)
+        out = compiled(x, argument)
         torch.testing.assert_close(out, wanted)
         torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))
     assert counter.frame_count == 2  # another mask of its form compiles nothing

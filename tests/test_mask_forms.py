@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.dispatch import config, selection
+from flash_dmattn.dispatch import selection
 from flash_dmattn.explanation import explain_description, explain_problem
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.operators import KeyForm, key_form, prepared_view
@@ -41,10 +41,7 @@ from flash_dmattn.masks.prepared.storage import unpack_view
 
 
 @pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(selection, "_warned", set())
+def as_in_a_new_process(untouched_settings: None) -> Iterator[None]:
     with both_registered():
         yield
 

@@ -44,9 +44,9 @@ def prepared(call: SequenceCall) -> SequenceCall:
     return replace(call, mask=mask)  # type: ignore[arg-type]
 
 
-def with_mask(number: int, *given: Any, **more: Any) -> SequenceCall:
+def with_mask(number: int, *options: Any, **more: Any) -> SequenceCall:
     """The first call from a number on that has a mask, of which parts are all True or all False."""
-    while (call := draw(number, *given, **more)).mask is None:
+    while (call := draw(number, *options, **more)).mask is None:
         number += 1_000_000
     assert isinstance(call.mask, Tensor)
     generator = torch.Generator().manual_seed(number)
@@ -171,11 +171,11 @@ def test_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
         pytest.skip("flex: it reads bool masks, and tests/test_flex_sequences.py has those")
     if backend.name == "triton" and DEVICE == "cpu":
         pytest.skip("triton: it runs on GPUs")
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if backend.name == "triton":
-        given = {"dtypes": (torch.bfloat16, torch.float16, torch.float32), "head_dims": (16, 64, 128), "lengths": LONG}
+        options = {"dtypes": (torch.bfloat16, torch.float16, torch.float32), "head_dims": (16, 64, 128), "lengths": LONG}
     for number in range(part, EXAMPLES, 3):
-        call = with_mask(number, **given)
+        call = with_mask(number, **options)
         assert_accurate(run(prepared(call), backend.name), call)
 
 
@@ -191,12 +191,12 @@ def test_results_have_the_bits_of_the_bool_mask() -> None:
 def test_ragged_masks() -> None:
     for number in range(40):
         call = with_mask(number, lengths=LONG)
-        given = {**rows_of(call), **band_of(call)}
+        options = {**rows_of(call), **band_of(call)}
         heads = call.mask.shape[-3]  # type: ignore[union-attr]
         free = replace(call, flags={**call.flags, "is_causal": False, "window_size": None})
         parts = [allowed_in(free, s).flatten(1) for s in range(len(call.lengths))]
         flat = torch.cat([torch.zeros(heads, 0, dtype=torch.bool), *parts], 1).to(DEVICE)
-        found = PreparedMask.from_ragged(flat[0] if heads == 1 else flat, call.sequences, **given)
+        found = PreparedMask.from_ragged(flat[0] if heads == 1 else flat, call.sequences, **options)
         wanted = prepared(call).mask
         assert isinstance(wanted, SequenceTileMask)
         for x, y in zip(found.tensors, wanted.tensors, strict=True):
@@ -230,8 +230,8 @@ def test_opcheck(number: int) -> None:
     spec = mask.spec
     sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
     packed = "none" if call.mask.dim() == 4 else "queries"
-    given = call.mask if call.mask.dim() == 4 else call.mask[None]
-    arguments = (given, call.sequences.bounds_of(spec), packed, *sizes, 3, 0)
+    options = call.mask if call.mask.dim() == 4 else call.mask[None]
+    arguments = (options, call.sequences.bounds_of(spec), packed, *sizes, 3, 0)
     torch.library.opcheck(torch.ops.flash_dmattn.prepare_sequence_mask.default, arguments)
 
 
@@ -265,8 +265,8 @@ MASK = torch.ones(1, 8, 5, dtype=torch.bool, device=DEVICE)
 Q = torch.zeros(8, 2, 4, device=DEVICE)
 
 
-def tiles_of(mask: Tensor = MASK, sequences: Any = EDGES, **given: Any) -> SequenceTileMask:
-    return PreparedMask.from_mask(mask, sequences=sequences, **{"seqlen_q": 8, "seqlen_k": 8, **given})
+def tiles_of(mask: Tensor = MASK, sequences: Any = EDGES, **options: Any) -> SequenceTileMask:
+    return PreparedMask.from_mask(mask, sequences=sequences, **{"seqlen_q": 8, "seqlen_k": 8, **options})
 
 
 # The error that each call raises.
