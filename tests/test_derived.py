@@ -167,6 +167,22 @@ def test_a_compiled_call_is_one_graph(form: Form) -> None:
     assert counter.frame_count == 1
 
 
+@every_form
+def test_an_exported_program_has_the_gradients_of_the_call(form: Form) -> None:
+    class Call(torch.nn.Module):
+        def forward(self, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+            return form.call(*leaves)
+
+    leaves = form.leaves()
+    exported = torch.export.export(Call(), tuple(leaves), strict=False)
+    results = []
+    for program in (form.call, exported.module(), exported.run_decompositions().module()):
+        out, lse = seeded(program, *leaves)
+        results.append([out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)])
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
 # Masks that are made in a graph, or arrive there
 
 

@@ -171,11 +171,11 @@ def test_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
         pytest.skip("flex: it reads bool masks, and tests/test_flex_sequences.py has those")
     if backend.name == "triton" and DEVICE == "cpu":
         pytest.skip("triton: it runs on GPUs")
-    options: dict[str, Any] = {}
+    drawn: dict[str, Any] = {}
     if backend.name == "triton":
-        options = {"dtypes": (torch.bfloat16, torch.float16, torch.float32), "head_dims": (16, 64, 128), "lengths": LONG}
+        drawn = {"dtypes": (torch.bfloat16, torch.float16, torch.float32), "head_dims": (16, 64, 128), "lengths": LONG}
     for number in range(part, EXAMPLES, 3):
-        call = with_mask(number, **options)
+        call = with_mask(number, **drawn)
         assert_accurate(run(prepared(call), backend.name), call)
 
 
@@ -230,8 +230,8 @@ def test_opcheck(number: int) -> None:
     spec = mask.spec
     sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
     packed = "none" if call.mask.dim() == 4 else "queries"
-    options = call.mask if call.mask.dim() == 4 else call.mask[None]
-    arguments = (options, call.sequences.bounds_of(spec), packed, *sizes, 3, 0)
+    mask_4d = call.mask if call.mask.dim() == 4 else call.mask[None]
+    arguments = (mask_4d, call.sequences.bounds_of(spec), packed, *sizes, 3, 0)
     torch.library.opcheck(torch.ops.flash_dmattn.prepare_sequence_mask.default, arguments)
 
 
