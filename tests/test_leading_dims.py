@@ -427,10 +427,3 @@ def test_vmap_unpacks_a_mask_that_was_prepared_for_another_backend() -> None:
     assert pair.ran == []
     wanted = torch.vmap(torch.func.grad(loss("reference"), (0, 1, 2, 3)), dims)(*tensors)
     torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-11)
-
-
-def test_vmap_of_a_prepared_mask() -> None:
-    tensors, dims = inputs("q k v")
-    prepared = PreparedMask.from_mask(tensors[4])
-    actual = torch.vmap(lambda *arguments: loss("eager")(*arguments, prepared), dims[:4])(*tensors[:4])
-    torch.testing.assert_close(actual, torch.vmap(loss("reference"), dims)(*tensors))

@@ -131,23 +131,6 @@ def test_a_graph_of_any_length_makes_an_interval_mask() -> None:
         assert_same([compiled(*arguments)], [call(*arguments)], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["eager", PREPARED.backend.name])
-def test_masks_made_from_what_defines_them(backend: str) -> None:
-    blocks = random_mask(1, HK, 2, 2)
-    ids_q, ids_k = masks.document_ids([40, 100]), masks.document_ids([70, 80])
-    made = {
-        "blocks": (PreparedMask.from_blocks(blocks, 128, LQ, LK), masks.expand_blocks(blocks, 128, LQ, LK)),
-        "window": (
-            PreparedMask.from_window(LQ, LK, window_size=(9, -1)),
-            masks.sliding_window_mask(LQ, LK, (9, -1)),
-        ),
-        "documents": (PreparedMask.from_documents(ids_q, ids_k), masks.document_mask(ids_q, ids_k)),
-        "lengths": (PreparedMask.from_lengths([30, 150], LQ, LK), masks.padding_mask([30, 150], LK)),
-    }
-    for prepared, dense in made.values():
-        assert_same(results(leaves(), prepared, backend=backend), results(leaves(), dense, backend="reference"))
-
-
 @pytest.mark.parametrize(
     ("mask_heads", "batch", "seqlen_q", "per_score", "gathers", "wanted"),
     [

@@ -312,16 +312,6 @@ def test_transforms_and_compilers_run_the_same_passes() -> None:
         assert ready.ways == [*both, "forward", *both]
 
 
-def test_gradients_with_a_graph_run_the_same_pass(ready: Ready) -> None:
-    inputs = leaves()
-    out = attend(*inputs)
-    recorded = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
-    check_gradients([out.detach(), *(x.detach() for x in recorded)])
-    assert ready.ways == ["forward", "backward"] and not ready.shown
-    with pytest.raises(NotImplementedError, match=r"backend 'ready' has no second derivative.*backend=\"eager\""):
-        recorded[0].sum().backward()
-
-
 def relaid(x: Tensor) -> Tensor:
     """The same values, in twice the room."""
     room = torch.empty_strided(x.shape, [2 * stride for stride in x.stride()], dtype=x.dtype)
@@ -354,19 +344,6 @@ def test_each_saved_tensor_alone_may_come_back_in_another_layout(name: str, read
     assert ready.ways == ["forward", "backward"] and not ready.shown  # which looks where tensors lie
 
 
-def test_batched_gradients_run_one_by_one(ready: Ready) -> None:
-    """The pair runs once for each of the gradients in such a tensor, which has no pointer."""
-    inputs = leaves()
-    out = attend(*inputs)
-    many = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(3))
-    ready.clear()
-    mapped = torch.autograd.grad(out, inputs, many, retain_graph=True, is_grads_batched=True)
-    ways = list(ready.ways)
-    each = [torch.autograd.grad(out, inputs, one, retain_graph=True) for one in many]
-    torch.testing.assert_close(mapped, tuple(torch.stack(x) for x in zip(*each, strict=True)))
-    assert ways == ["backward"] * 3
-
-
 @pytest.mark.parametrize("function", ["ready", "watched"])
 def test_a_tensor_that_was_written_to_is_named_as_ever(function: str, ready: Ready) -> None:
     q, k, v = leaves()
@@ -386,16 +363,6 @@ def test_a_mask_that_was_written_to_is_noticed(ready: Ready) -> None:
     mask.fill_(True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_lse_alone_and_nothing_at_all(ready: Ready) -> None:
-    def lse_of(backend: str) -> tuple[Tensor | None, ...]:
-        inputs = leaves()
-        _, lse = flash_dmattn.attention(*inputs, MASK, backend=backend, return_lse=True)
-        return torch.autograd.grad(lse.sum(), inputs, allow_unused=True)
-
-    torch.testing.assert_close(lse_of("ready"), lse_of("eager"))
-    assert ready.ways == ["forward", "backward"]
 
 
 def test_calls_of_several_choices_share_a_class(ready: Ready) -> None:
