@@ -6,7 +6,7 @@ What cuda does not differentiate itself runs as the pair with triton, whose back
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -113,6 +113,8 @@ def check_alone(backend: Runner, case: Case, inputs: Inputs) -> None:
 
 def check_again(backend: Runner, case: Case, inputs: Inputs, *, deterministic: bool) -> None:
     """Six times the same bits: in a fixed order of everything, else of dbias, which is summed in one."""
+    if not deterministic and case.bias is None:
+        return
     choice = backend.choice(case, inputs, deterministic=deterministic)
     attention = partial(flash_dmattn.attention, return_lse=True, deterministic=deterministic, backend=choice)
     first = run(attention, case, inputs)
@@ -148,19 +150,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "softcap, bias of infinities": {**CAPPED, "bias_kind": "inf"},
     "softcap, huge bias": {**CAPPED, "bias_kind": "huge"},
 }
-SHAPES_OF_PLAIN = {"-".join(shape): shape for shape in BIAS_SHAPES}
+SHAPES = {**BIASES, **SHARED, **{"-".join(shape): shape for shape in BIAS_SHAPES}}
+ALL_HEADS: tuple[tuple[int, ...], ...] = (*HEADS, (4, 2, 192, 128))
+
+
+def settings() -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name a setting, a bias and heads: in plain calls every bias with all heads, else some biases with two of them."""
+    for bias, heads in itertools.product(("no bias", *map("-".join, BIAS_SHAPES)), ALL_HEADS):
+        yield "plain", bias, heads
+    for i, (setting, bias) in enumerate(itertools.product(list(SETTINGS)[1:], (*BIASES, *SHARED))):
+        yield setting, bias, ALL_HEADS[i % 7]
+        yield setting, bias, ALL_HEADS[(i + 3) % 7]
 
 
 @every_mask
-@pytest.mark.parametrize("heads", (*HEADS, (4, 2, 192, 128)), ids=str)
-@pytest.mark.parametrize(
-    ("setting", "bias"),
-    [("plain", x) for x in SHAPES_OF_PLAIN] + list(itertools.product(SETTINGS, (*BIASES, *SHARED))),
-)
+@pytest.mark.parametrize(("setting", "bias", "heads"), settings(), ids=str)
 def test_every_mask_and_bias(
     backend: Runner, setting: str, bias: str, heads: tuple[int, ...], form: str, unwritten_is_nan: None
 ) -> None:
-    changes, shape = dict(SETTINGS[setting]), {**SHAPES_OF_PLAIN, **BIASES, **SHARED}[bias]
+    changes, shape = dict(SETTINGS[setting]), SHAPES[bias]
     if shape is None and changes.get("needs_grad") == ("bias",):
         pytest.skip("there is no bias, and nothing to compute")
     deterministic = changes.pop("deterministic", False)
@@ -304,6 +312,7 @@ def test_only_what_is_asked_for(
 
 AT_LENGTHS: dict[str, dict[str, Any]] = {
     "per key": {"bias": PER_KEY},
+    "per key, in a fixed order": {"bias": PER_KEY, "deterministic": True},
     "stored": {"bias": FULL, "is_causal": False, "mask": TILES},
     "softcap": CAPPED,
     "softcap, per key": {**CAPPED, "bias": PER_KEY},
@@ -313,16 +322,16 @@ AT_LENGTHS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
-@pytest.mark.parametrize("seqlen_k", (63, 64, 128, 129, 136, 192))
+@pytest.mark.parametrize("seqlen_k", (63, 64, 128, 129, 136))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("form", AT_LENGTHS)
-@both_orders
 def test_lengths(
-    backend: Runner, deterministic: bool, form: str, head_dim: int, seqlen_k: int, seqlen_q: int, unwritten_is_nan: None
+    backend: Runner, form: str, head_dim: int, seqlen_k: int, seqlen_q: int, unwritten_is_nan: None
 ) -> None:
     changes = {"is_causal": True, **AT_LENGTHS[form]}
+    deterministic = changes.pop("deterministic", False)
     case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, **changes)
-    check(backend, case, case.build(), deterministic=deterministic and form == "per key")
+    check(backend, case, case.build(), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("window_size", ((32, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
@@ -378,7 +387,7 @@ def test_head_dims(backend: Runner, bias: str, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("bias_kind", ("normal", "inf", "huge"))
-@pytest.mark.parametrize("softcap", (0.0, 0.02, 0.5, 30.0, 1000.0))
+@pytest.mark.parametrize("softcap", (0.0, 0.02, 30.0, 1000.0))
 @pytest.mark.parametrize("softmax_scale", (None, 0.0, -0.3))
 @pytest.mark.parametrize("bias", (*BIASES, "1-Hk"))
 @pytest.mark.parametrize("head_dim", (64, 192))
