@@ -165,7 +165,8 @@ def attention(
         return_lse: also return lse, differentiable.
         return_probs: also return the probabilities (B, Hq, Lq, Lk), without dropout, for inspection; only
             backend="reference" has them.
-        backend: "auto", a name ("cuda", "triton", "flex", "eager", "reference"), or a pair (forward, backward).
+        backend: "auto", a name ("cuda", "triton", "flex", "sdpa", "eager", "reference"), or a
+            pair (forward, backward).
         sink: (Hq,), any float dtype, on the device of q: an attention sink, one more logit in every row of a head,
             without a value. It is not scaled and not capped; -inf means no sink. It only counts in the sum:
             lse = log(exp(sink) + sum of exp of the scores), out = sum of exp(score - lse) * v. Its gradient has its

@@ -244,7 +244,7 @@ def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
         attend()
         return decisions[0].forward, decisions[0].problem.deterministic
 
-    assert ran() == ("eager", False)
+    assert ran() == ("sdpa", False)
     with flash_dmattn.config(backend="reference"):
         assert ran() == ("reference", False)
     flash_dmattn.config.set(backend="reference")
@@ -253,7 +253,7 @@ def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
         attend()
     flash_dmattn.config.set(backend="auto")
     torch.use_deterministic_algorithms(True)
-    assert ran() == ("eager", True)
+    assert ran() == ("sdpa", True)
     attend(backend="eager")
     with flash_dmattn.config(disabled="eager"), pytest.raises(flash_dmattn.BackendUnavailableError):
         attend(backend="eager")
@@ -265,7 +265,7 @@ def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
 def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
     attend(backend="auto")
     ours = KernelPair("ours")
-    with registered(ours, before="eager"):
+    with registered(ours, before="sdpa"):
         attend()
         attend()
     attend()

@@ -1,6 +1,6 @@
 """The gradients of cuda against fp64, at one to three tiles: every bias with every mask, needs, lengths, layouts.
 
-What cuda does not differentiate itself runs as the pair with triton, whose backward kernels read the same lse and mask.
+Calls that cuda does not differentiate run as the pair with triton, whose backward kernels read the same lse and mask.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def settings() -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 @every_mask
-@pytest.mark.parametrize(("setting", "bias", "heads"), settings(), ids=str)
+@pytest.mark.parametrize(("setting", "bias", "heads"), list(settings()), ids=str)
 def test_every_mask_and_bias(
     backend: Runner, setting: str, bias: str, heads: tuple[int, ...], form: str, unwritten_is_nan: None
 ) -> None:

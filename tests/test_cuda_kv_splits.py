@@ -72,7 +72,7 @@ def attend(case: Case, inputs: Inputs) -> Results:
 
 
 def check(backend: Runner, case: Case, inputs: Inputs, call: Inputs | None = None) -> None:
-    """What cuda returns is what fp64 says, and the same again; `call`: the same tensors in another form."""
+    """Compare the results of cuda with fp64 and with a second run; `call`: the same tensors in another form."""
     call = inputs if call is None else call
     refusal = backend.refusal(case, call)
     if refusal is not None:

@@ -45,7 +45,7 @@ def prepared(call: SequenceCall) -> SequenceCall:
 
 
 def with_mask(number: int, *options: Any, **more: Any) -> SequenceCall:
-    """The first call from a number on that has a mask, of which parts are all True or all False."""
+    """Draw the first call with a mask, from a number on; parts of the mask are all True or all False."""
     while (call := draw(number, *options, **more)).mask is None:
         number += 1_000_000
     assert isinstance(call.mask, Tensor)
@@ -196,10 +196,10 @@ def test_ragged_masks() -> None:
         free = replace(call, flags={**call.flags, "is_causal": False, "window_size": None})
         parts = [allowed_in(free, s).flatten(1) for s in range(len(call.lengths))]
         flat = torch.cat([torch.zeros(heads, 0, dtype=torch.bool), *parts], 1).to(DEVICE)
-        found = PreparedMask.from_ragged(flat[0] if heads == 1 else flat, call.sequences, **options)
+        ragged = PreparedMask.from_ragged(flat[0] if heads == 1 else flat, call.sequences, **options)
         wanted = prepared(call).mask
         assert isinstance(wanted, SequenceTileMask)
-        for x, y in zip(found.tensors, wanted.tensors, strict=True):
+        for x, y in zip(ragged.tensors, wanted.tensors, strict=True):
             assert torch.equal(x, y)
 
 
