@@ -183,9 +183,9 @@ def test_results_have_the_bits_of_the_bool_mask() -> None:
     for number in range(60):
         call = with_mask(number)
         for backend in ("eager", "reference"):
-            found, wanted = run(prepared(call), backend), run(call, backend)
+            actual, wanted = run(prepared(call), backend), run(call, backend)
             for name, x in wanted.items():
-                assert x is None or torch.equal(x, found[name]), (number, backend, name)
+                assert x is None or torch.equal(x, actual[name]), (number, backend, name)
 
 
 def test_ragged_masks() -> None:
