@@ -31,7 +31,7 @@ EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
 def draw_options(backend: Runner) -> dict[str, Any]:
     """The draws for a backend that has trees; skip a backend without them, or on another device."""
-    if backend.name in ("cuda", "flex"):
+    if backend.name in ("cuda", "flex", "sdpa"):
         pytest.skip(f"{backend.name}: its rules refuse trees")
     if backend.name == "triton" and DEVICE == "cpu":
         pytest.skip("triton: it runs on GPUs")
