@@ -203,7 +203,7 @@ def explain(
     >>> import torch, flash_dmattn
     >>> x = torch.randn(1, 8, 2, 16)
     >>> flash_dmattn.explain(x, x, x, is_causal=True).forward
-    'eager'
+    'sdpa'
     >>> x = torch.empty(8, 65536, 16, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     >>> e = flash_dmattn.explain(x, x, x, is_causal=True, device="sm_90")
     >>> e.problem.arch, e.backward is not None
@@ -338,9 +338,9 @@ def explain_problem(
             shape = sequences.shape_of_tiles(mask_heads)
             flags = flags._replace(mask_packing="queries" if sequences.packs_queries else "none")
         else:
-            from .masks.prepared.operators import prepared_key_form  # importing flash_dmattn does not need it
+            from .masks.prepared.operators import one_row_form  # importing flash_dmattn does not need it
 
-            form = "tiles" if rows > 1 else prepared_key_form(seqlen_q).form
+            form = "tiles" if rows > 1 else one_row_form(seqlen_q).form
             shape = (mask_batch, mask_heads, rows if form == "keys" else seqlen_q, seqlen_k)
         problem = problem._replace(mask=unpacked_spec(shape), mask_form=form, flags=flags)
     return explain_description(problem, backend, call.copies)

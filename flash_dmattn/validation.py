@@ -27,9 +27,7 @@ from .problem import (
     check_flag,
     check_number,
     check_scores,
-    check_sequence_tiles,
     check_strided,
-    check_tree,
     check_window,
     device_arch,
     dtype_name,
@@ -350,7 +348,8 @@ def _describe_beside_sequences(
     """Validate a mask that is no tensor, of a call with sequences."""
     from .masks.prepared.storage import SequenceTileMask, TreeMask
 
-    assert sizes.sequences is not None
+    spec = sizes.sequences
+    assert spec is not None
     if not isinstance(mask, (SequenceTileMask, TreeMask)):
         raise TypeError(
             f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor, what "
@@ -358,9 +357,27 @@ def _describe_beside_sequences(
         )
     sizes.check_device("mask", mask.device)
     if isinstance(mask, SequenceTileMask):
-        check_sequence_tiles(mask.spec, mask.shape[1], sizes.sequences, (sizes.num_heads, sizes.num_heads_k))
+        # The first six fields of both.
+        names = ("the layout", "sequences", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k")
+        for name, has, needs in zip(names, mask.spec, spec):
+            if has != needs:
+                raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
+        heads = {1, sizes.num_heads, sizes.num_heads_k}
+        if mask.shape[1] not in heads:
+            raise ValueError(f"mask was prepared with {mask.shape[1]} heads; it needs one of {sorted(heads)}")
         return _own_band(mask, is_causal, window_size)
-    check_tree(mask.shape, sizes.sequences)
+    number, tokens, _ = mask.shape
+    if not spec.names_max[0]:
+        raise ValueError(
+            f"mask is a TreeMask of {tokens} new tokens; it needs max_seqlen_q, which the sequences do not name "
+            f"(Sequences.{spec.layout.removesuffix('_packed')}(..., max_seqlen_q={tokens}))"
+        )
+    if tokens != spec.max_seqlen_q:
+        raise ValueError(
+            f"mask is a TreeMask of {tokens} new tokens; it needs max_seqlen_q of them, {spec.max_seqlen_q}"
+        )
+    if number not in (1, spec.number):
+        raise ValueError(f"mask is a TreeMask of {number} sequences; it needs 1 or {spec.number}")
     window = check_window(window_size)
     if is_causal or window[1] != -1:
         limit = "is_causal is True" if is_causal else f"window_size is {window_size}"
@@ -368,7 +385,6 @@ def _describe_beside_sequences(
             f"{limit}, but mask is a TreeMask, which says itself what of the new tokens is seen; "
             "beside it only window_size=(left, -1) limits anything"
         )
-    number, tokens, _ = mask.shape
     return unpacked_spec((number, 1, tokens, tokens)), is_causal, window
 
 

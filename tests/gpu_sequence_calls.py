@@ -13,6 +13,7 @@ from functools import partial
 
 import cuda_sequence_calls
 import sequence_calls
+import torch
 import tree_calls
 from cases import DEVICE
 from outcomes import report, served
@@ -29,7 +30,10 @@ def call_of(kind: str, backend: str, number: int) -> SequenceCall:
     if kind == "sequences" and backend == "cuda":
         return cuda_sequence_calls.drawn(number)
     calls = KINDS[kind]
-    return calls.draw(number, **({} if backend in BY_PYTORCH else calls.ON_GPU))
+    if backend in BY_PYTORCH:
+        return calls.draw(number)
+    wide = {"head_dims": (320, 512), "dtypes": (torch.bfloat16, torch.float16)}
+    return calls.draw(number, **calls.ON_GPU | (wide if backend == "triton" and number % 8 == 7 else {}))
 
 
 def failure_of(kind: str, backend: str, number: int) -> str | None:

@@ -24,8 +24,8 @@ from quick_interpreter import make_quick  # noqa: E402
 from torch import Tensor  # noqa: E402
 from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
-from flash_dmattn.masks.prepared.operators import KeyForm, prepared_view  # noqa: E402
-from flash_dmattn.problem import Flags, MaskView, NeedsGrad  # noqa: E402
+from flash_dmattn.masks.prepared.operators import prepared_view  # noqa: E402
+from flash_dmattn.problem import Flags, MaskChoice, MaskView, NeedsGrad  # noqa: E402
 from flash_dmattn.triton_kernels import launch, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.kernel_launch import Launch  # noqa: E402
 
@@ -76,7 +76,7 @@ def mask_of(form: str, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int)
     shape = (batch, num_heads, 1 if form == "keys" else seqlen_q, seqlen_k)
     mask = torch.rand(shape) < 0.6
     mask[..., :128, 128:256] = False
-    return prepared_view(mask, seqlen_q, seqlen_k, (-1, -1), KeyForm("keys"))
+    return prepared_view(mask, seqlen_q, seqlen_k, (-1, -1), MaskChoice("keys"))
 
 
 def check_strides() -> None:
@@ -119,7 +119,7 @@ def check_short_strides() -> None:
         mask = torch.rand(batch, heads, 1 if form == "intervals" else seqlen_q, seqlen_k) < 0.6
         view = MaskView("dense", (mask,))
         if form != "dense":
-            view = prepared_view(mask, seqlen_q, seqlen_k, (-1, -1), KeyForm("intervals"))
+            view = prepared_view(mask, seqlen_q, seqlen_k, (-1, -1), MaskChoice("intervals"))
         assert view.form == form
         flags = Flags(-1, -1, 0.25, 0.0, False)
         expected = results(q, k, v, view, bias, dout, dlse, flags)

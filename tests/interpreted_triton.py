@@ -22,6 +22,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.pop("FLASH_DMATTN_TEST_DTYPE", None)  # bf16 products are wrong here
@@ -31,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, error, oracle, run  # noqa: E402
 from cases import ALL, Case, Inputs  # noqa: E402
+from descriptors import descriptors_wherever_they_serve  # noqa: E402
 from draws import with_dropout, with_sink  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
 from leading_calls import LeadingCall, results  # noqa: E402
@@ -45,7 +47,15 @@ import flash_dmattn  # noqa: E402
 from flash_dmattn.backends.triton import passes  # noqa: E402
 from flash_dmattn.dispatch.registry import choices_changed  # noqa: E402
 from flash_dmattn.masks import PreparedMask  # noqa: E402
-from flash_dmattn.triton_kernels import launch, plan_backward, plan_forward, plan_slots, short_calls, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels import (  # noqa: E402
+    launch,
+    plan,
+    plan_backward,
+    plan_forward,
+    plan_slots,
+    short_calls,
+    tile_table,
+)
 from flash_dmattn.triton_kernels.plan import MOST_FEW_KEYS, Call  # noqa: E402
 from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
 
@@ -60,6 +70,8 @@ SCORE_BIASES = tuple((*heads, "Lq", "Lk") for heads in (("B", "Hq"), ("1", "Hq")
 PARTS_BYTES = (plan_backward.MAX_PARTS_BYTES, plan_backward.MAX_PARTS_BYTES, 0)
 FEW_PAIRS = (0, passes.FEW_PAIRS)
 
+WIDE_TABLE = tile_table._wide_table
+
 MARGIN = 64
 _allocated: list[tuple[Tensor, int]] = []
 
@@ -70,19 +82,21 @@ def admit_cpu() -> None:
     replace_backend("triton", rules=rules_without("triton", "device"))
 
 
-def set_up(tile: Tile, num_sms: int, parts_bytes: int, few_pairs: int = 0) -> None:
+def set_up(tile: Tile, num_sms: int, parts_bytes: int, few_pairs: int = 0, arch: str = "cpu") -> None:
     """Make the plans of the next calls with these tiles, and as on a GPU of so many SMs.
 
     Args:
         few_pairs: as `passes.FEW_PAIRS`; at 0 every bool mask is packed.
+        arch: "sm_90" loads tiles by descriptors, where these pay.
     """
 
     def call(*given: Any) -> Call:
         made = Call(*given)
-        made.num_sms = num_sms
+        made.num_sms, made.arch = num_sms, arch
         return made
 
     tile_table._FP32 = tile_table._SMALL = {256: tile}
+    tile_table._wide_table = WIDE_TABLE if arch == "sm_90" else lambda *_: {512: tile}
     plan_backward.MAX_PARTS_BYTES = parts_bytes
     launch.Call = call
     launch.plans.clear()
@@ -161,7 +175,7 @@ def with_prepared_mask(
     return flash_dmattn.attention(q, k, v, prepared, bias, return_lse=True, backend="triton", **flags)
 
 
-Settings = tuple[Tile, int, int, int]
+Settings = tuple[Any, ...]  # of `set_up`
 
 
 def failure_of(case: Case, inputs: Inputs, layout: str | None, prepared: bool, settings: Settings) -> str | None:
@@ -438,6 +452,38 @@ def leading_calls(name: str) -> Iterator[str | None]:
             yield f"{call}\n{failure}"
 
 
+# Head dims above 256. As on sm_90, where descriptors load tiles, the tiles come from the table.
+WIDE = PLAIN.with_(dtype=torch.float16, head_dim=512, seqlen_q=70, seqlen_k=140)
+WIDE_CALLS = (
+    WIDE.with_(is_causal=True, num_heads=4, num_heads_k=2),
+    WIDE.with_(head_dim=320, bias=FULL, is_causal=True),
+    WIDE.with_(head_dim=264, head_dim_v=64, bias=SHARED, mask=SHARED, mask_kind="empty_rows"),
+    WIDE.with_(head_dim=40, head_dim_v=400, bias=("1", "Hk", "1", "Lk"), mask=("B", "1", "1", "Lk"), dropout_p=0.3),
+    WIDE.with_(bias=("B", "Hq", "Lq", "1"), window_size=(30, 9), softcap=2.0, sink="normal", needs_grad=(*ALL, "sink")),
+    WIDE.with_(seqlen_k=20, bias=FULL, needs_grad=("q", "v", "bias")),
+    WIDE.with_(bias=("1", "Hq", "1", "Lk"), needs_grad=("bias",)),
+    WIDE.with_(needs_grad=("v",)),
+    WIDE.with_(seqlen_q=1, seqlen_k=600, num_heads=4, num_heads_k=2, needs_grad=()),
+    WIDE.with_(seqlen_q=9, seqlen_k=600, is_causal=True),
+    WIDE.with_(seqlen_q=40, seqlen_k=300, num_heads=1, window_size=(200, 50)),  # programs share the keys
+    WIDE.with_(dtype=torch.float32, head_dim=300, is_causal=True, needs_grad=()),
+    WIDE.with_(seqlen_q=33, seqlen_k=90, window_size=(20, 0)),  # delta is computed from an out in fp32
+)
+
+
+def wide_head_calls() -> Iterator[str | None]:
+    """Outcomes of calls with head dims above 256, on a small GPU and on one that loads tiles by descriptors."""
+    short_calls.DTYPES = ()
+    for case in WIDE_CALLS:
+        yield failure_of(case, case.build(), None, False, (TILES[0], 1, PARTS_BYTES[0]))
+    for case in WIDE_CALLS:
+        # No launch overlaps, which the interpreter does not know.
+        with descriptors_wherever_they_serve(), mock.patch.object(plan, "driver_overlaps", lambda: False):
+            for num_sms in NUM_SMS:
+                choices_changed()  # passes hold the plans that the line above sets aside
+                yield failure_of(case, case.build(), None, False, (TILES[0], num_sms, PARTS_BYTES[0], 0, "sm_90"))
+
+
 def main(outcomes: Iterator[str | None]) -> int:
     """Run them in the interpreter, on outputs that are NaN before; returns the exit status."""
     admit_cpu()
@@ -455,6 +501,7 @@ if __name__ == "__main__":
         "lines": lambda: line_calls(sys.argv[2]),
         "walks": walk_calls,
         "short": lambda: calls_of_short_rows(int(sys.argv[2]), int(sys.argv[3])),
+        "wide heads": wide_head_calls,
         "leading": lambda: leading_calls(sys.argv[2]),
     }.get(sys.argv[1])
     sys.exit(main(random_calls(int(sys.argv[1]), int(sys.argv[2])) if fixed is None else fixed()))

@@ -14,9 +14,8 @@ import torch
 from cases import DEVICE
 from torch import Tensor
 
-from flash_dmattn.masks.arguments import collapse
 from flash_dmattn.masks.prepared.sequence_packing import MaskPacking, pack_sequences
-from flash_dmattn.problem import Layout, SequenceSpec
+from flash_dmattn.problem import Layout, SequenceSpec, collapse
 
 # Around the edges of words and of tiles.
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 300)

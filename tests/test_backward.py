@@ -96,7 +96,7 @@ def test_window(backend: Runner, lengths: tuple[int, int], window_size: tuple[in
     check(backend, Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, bias=("1", "1", "Lq", "Lk")))
 
 
-@pytest.mark.parametrize("dims", ((8, 8), (24, 24), (96, 96), (128, 64), (16, 40)))
+@pytest.mark.parametrize("dims", ((8, 8), (24, 24), (96, 96), (128, 64), (16, 40), (512, 512), (64, 320)))
 def test_head_dims(backend: Runner, dims: tuple[int, int]) -> None:
     head_dim, head_dim_v = dims
     check(backend, Case(head_dim=head_dim, head_dim_v=head_dim_v, bias=("B", "Hq", "1", "Lk"), is_causal=True))

@@ -5,25 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from out_of_tree import replace_backend
 
+import flash_dmattn
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.explanation import explain_description
 from flash_dmattn.nn import KVCache
+from flash_dmattn.tools import verify
 from flash_dmattn.tools.demo import command, main
-from flash_dmattn.tools.demo.command import DTYPES, HOPPER, ON_HOPPER, SMALL, find_failures, sizes_for
-from flash_dmattn.tools.demo.gradient_check import RESULTS, Call, CheckedBackend, capture_call, check_call
+from flash_dmattn.tools.demo.command import DTYPES, HOPPER, ON_HOPPER, SMALL, check_call, find_failures, sizes_for
 from flash_dmattn.tools.demo.training import (
+    RESULTS,
     ByteLanguageModel,
     History,
     ModelConfig,
     TrainingConfig,
+    capture_call,
     even_windows,
     load_corpus,
     train,
@@ -118,34 +123,33 @@ def test_the_captured_call_is_the_one_the_layer_made(exact_model, corpus):
     call = capture_call(model, windows, layer=1)
     assert all(parameter.grad is None for parameter in model.parameters())
 
-    torch.testing.assert_close(call.run("eager").flatten(2), seen["out"])
+    def run(**arguments: torch.Tensor) -> torch.Tensor:
+        return flash_dmattn.attention(**arguments, **call.flags, backend="eager")
+
+    torch.testing.assert_close(run(**call.tensors).flatten(2), seen["out"])
     assert call.dout.square().mean().item() == pytest.approx(1.0, rel=1e-4)
     # These parameters reach the loss through this call alone: its dout must give their gradients, up to its scale.
-    arguments = attention.attention_arguments(seen["x"])
-    out = call._replace(arguments=arguments).run("eager")
+    q, k, v, _, bias = attention.attention_arguments(seen["x"])
+    out = run(q=q, k=k, v=v, bias=bias)
     for got, exact in zip(torch.autograd.grad(out, projections, call.dout), wanted, strict=True):
         torch.testing.assert_close(got / got.norm(), exact / exact.norm(), rtol=1e-9, atol=1e-12)
 
 
 def test_the_gradient_check_passes_right_gradients_and_fails_wrong_ones(model, corpus, monkeypatch):
     call = capture_call(model, even_windows(corpus.held_out, 2, 49), layer=0)
-    rows = {row.backend: row for row in check_call(call)}
-    assert not rows["eager"].failed and set(rows["eager"].errors) == set(RESULTS)
+    rows = {row.backend: row for row in check_call(call, torch.float32)}
+    assert rows["eager"].passed and set(rows["eager"].errors) == set(RESULTS)
     assert rows["triton"].reasons and not rows["triton"].errors
 
-    right = Call.gradients
+    def too_large_a_bias(*arguments: Any, bias: torch.Tensor, **flags: Any) -> Any:
+        return flash_dmattn.attention(*arguments, bias=bias + 0.001 * (bias - bias.detach()), **flags)
 
-    def too_large_a_dbias(self: Call, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        *gradients, dbias = right(self, out)
-        return *gradients, 1.001 * dbias if dbias.dtype == torch.float32 else dbias
-
-    monkeypatch.setattr(Call, "gradients", too_large_a_dbias)
-    wrong = {row.backend: row for row in check_call(call)}["eager"]
+    monkeypatch.setattr(verify, "attention", too_large_a_bias)
+    wrong = {row.backend: row for row in check_call(call, torch.float32)}["eager"]
     assert wrong.failed == ("dbias",) and wrong.errors["dbias"] == pytest.approx(1e-3, rel=1e-2)
 
-    monkeypatch.undo()
-    monkeypatch.setattr(Call, "run", lambda self, backend: 1.001 * self.run_formula())
-    failed = {row.backend: row for row in check_call(call)}["eager"].failed
+    monkeypatch.setattr(verify, "attention", lambda *x, **flags: 1.001 * flash_dmattn.attention(*x, **flags))
+    failed = {row.backend: row for row in check_call(call, torch.float32)}["eager"].failed
     assert failed == RESULTS
 
 
@@ -179,11 +183,14 @@ def test_sizes_by_device(monkeypatch):
 
 
 def test_the_verdict_names_what_failed():
-    nan = CheckedBackend("flex", torch.float32, {"out": 1e-7, "dq": float("nan")}, {"out": 1e-5, "dq": 1e-5}, ())
-    large = CheckedBackend("eager", torch.bfloat16, {"out": 1e-7, "dq": 0.5}, {"out": 1e-5, "dq": 1e-2}, ())
+    errors, limits = {"out": 1e-7, "dq": float("nan")}, {"out": 1e-5, "dq": 1e-5}
+    nan = verify.Outcome("flex", "cpu", "float32", "layer 1", errors, limits)
+    large = replace(nan, backend="eager", dtype="bfloat16", errors={"dq": 0.5}, limits={"dq": 1e-2})
+    broken = replace(nan, errors={}, exception="RuntimeError: no memory")
     learned, did_not = History(held_out_loss=[5.0, 2.0]), History(held_out_loss=[5.0, 2.9])
     assert find_failures([], learned, 3.1, 0.8) == []
     assert find_failures([nan], learned, 3.1, 0.8) == ["flex in float32: error of dq is nan, above its limit 1.0e-05"]
+    assert find_failures([broken], learned, 3.1, 0.8) == ["flex in float32: RuntimeError: no memory"]
     assert find_failures([large], learned, 3.1, 0.8) == [
         "eager in bfloat16: error of dq is 5.0e-01, above its limit 1.0e-02"
     ]
@@ -209,10 +216,10 @@ def test_a_quick_run_from_end_to_end(tmp_path):
         "device cpu",
         "byte-unigram entropy",
         "4 x 256 bytes, float32, backend auto",
-        "dynamic mask, 64 keys: attention by eager forward, eager backward",
-        "full attention: attention by eager forward, eager backward",
+        "dynamic mask, 64 keys: attention by sdpa forward, eager backward",
+        "full attention: attention by sdpa forward, eager backward",
         "Loss on held-out text",
-        "backend='auto' runs eager forward, eager backward",
+        "backend='auto' runs sdpa forward, eager backward",
         "Gradient check of this batch",
         "decoded from the KV cache",
         "Done in",

@@ -54,9 +54,9 @@ def test_nothing_is_sent_or_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("all_gather_object", "all_to_all_single", "all_gather_into_tensor"):
         monkeypatch.setattr(dist, name, refuse)
     monkeypatch.setattr("flash_dmattn.distributed.exchange._all_gather", refuse)
-    with replaced("eager", plan_forward=refuse), flash_dmattn.config(record=(made := [])):
-        assert explained(reduce_bias_grad=True, bias=torch.zeros(1, 256, requires_grad=True)).forward == "eager"
-        assert explained(strategy="ulysses", heads=4, heads_k=4).forward == "eager"
+    with replaced("sdpa", plan_forward=refuse), flash_dmattn.config(record=(made := [])):
+        assert explained(reduce_bias_grad=True, bias=torch.zeros(1, 256, requires_grad=True)).forward == "sdpa"
+        assert explained(strategy="ulysses", heads=4, heads_k=4).forward == "sdpa"
     assert made == []
 
 
@@ -97,50 +97,35 @@ def test_the_strategy_and_why(keywords: dict[str, Any], strategy: str, why: str)
     assert f"strategy {strategy}: {why}" in str(explanation)
 
 
-REMARKS: dict[str, tuple[dict[str, Any], list[str]]] = {
+def learned(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, requires_grad=True)
+
+
+ROWS = torch.ones(256, 1024) > 0
+STAYS, GATHERED = "rows of this rank, which stay where they are", "sharded by keys, gathered"
+SAME, PARTIAL = "the same on every rank, not sent", "of this rank's rows; DDP and FSDP sum it over ranks"
+SUMMED = "complete, summed over ranks here"
+REMARKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "rows": (
-        {"bias": torch.ones(256, 1024, requires_grad=True), "mask": torch.ones(256, 1024) > 0},
-        [
-            "mask: rows of this rank, which stay where they are",
-            "bias: rows of this rank, which stay where they are",
-            "gradient of bias: complete",
-        ],
+        {"bias": learned(256, 1024), "mask": ROWS},
+        {"mask": STAYS, "bias": STAYS, "gradient of bias": "complete"},
     ),
-    "prepared": (
-        {"mask": ShardedMask.from_mask(torch.ones(256, 1024) > 0, LAYOUT, 1)},
-        ["mask: rows of this rank, which stay where they are"],
-    ),
+    "prepared": ({"mask": ShardedMask.from_mask(ROWS, LAYOUT, 1)}, {"mask": STAYS}),
     "sharded": (
-        {"bias": torch.ones(1, 256, requires_grad=True), "mask": torch.ones(1, 256) > 0},
-        [
-            "mask: sharded by keys, gathered",
-            "bias: sharded by keys, gathered",
-            "gradient of bias: complete",
-        ],
+        {"bias": learned(1, 256), "mask": ROWS[:1, :256]},
+        {"mask": GATHERED, "bias": GATHERED, "gradient of bias": "complete"},
     ),
     "partial": (
-        {"bias": torch.ones(1, 1024, requires_grad=True), "sink": torch.ones(4, requires_grad=True)},
-        [
-            "bias: the same on every rank, not sent",
-            "gradient of bias: of this rank's rows; DDP and FSDP sum it over ranks",
-            "gradient of sink: of this rank's rows; DDP and FSDP sum it over ranks",
-        ],
+        {"bias": learned(1, 1024), "sink": learned(4)},
+        {"bias": SAME, "gradient of bias": PARTIAL, "gradient of sink": PARTIAL},
     ),
     "summed": (
-        {
-            "bias": torch.ones(1, 1, requires_grad=True),
-            "sink": torch.ones(4, requires_grad=True),
-            "reduce_bias_grad": 1 > 0,
-        },
-        [
-            "bias: the same on every rank, not sent",
-            "gradient of bias: complete, summed over ranks here",
-            "gradient of sink: complete, summed over ranks here",
-        ],
+        {"bias": learned(1, 1), "sink": learned(4), "reduce_bias_grad": True},
+        {"bias": SAME, "gradient of bias": SUMMED, "gradient of sink": SUMMED},
     ),
     "groups": (
         {"head_groups": 2, "grad": False},
-        ["key-value heads go in 2 groups, each on its way while the one before it is computed"],
+        {"key-value heads go in 2 groups, each on its way while the one before it is computed": ""},
     ),
 }
 EXCHANGED = "gradients of k and v: sent in float32, summed in float32 in the order of ranks"
@@ -148,18 +133,17 @@ EXCHANGED = "gradients of k and v: sent in float32, summed in float32 in the ord
 
 @pytest.mark.parametrize("name", REMARKS)
 def test_remarks(name: str) -> None:
-    keywords, said = REMARKS[name]
-    explanation = explained(**keywords)
-    assert [x for x in explanation.remarks if x != EXCHANGED] == said and set(said) <= set(
-        str(explanation).splitlines()
-    )
+    keywords, remarks = REMARKS[name]
+    explanation, said = explained(**keywords), [f"{what}: {text}" if text else what for what, text in remarks.items()]
+    assert [x for x in explanation.remarks if x != EXCHANGED] == said
+    assert set(said) <= set(str(explanation).splitlines())
     assert (EXCHANGED in explanation.remarks) == (keywords.get("grad", True))
 
 
 def test_a_verdict_is_of_all_slices_of_all_ranks() -> None:
     explanation = explained(is_causal=True)
     verdicts = {verdict.backend: verdict for verdict in explanation.verdicts}
-    assert (explanation.forward, explanation.backward, explanation.error) == ("eager", "eager", None)
+    assert (explanation.forward, explanation.backward, explanation.error) == ("sdpa", "eager", None)
     assert verdicts["eager"].forward and verdicts["eager"].backward
     assert not verdicts["reference"].forward and verdicts["reference"].reasons[0].code == "composite"
     traded = {v.backend: v for v in explained(strategy="ulysses", heads=4, heads_k=4).verdicts}
@@ -185,7 +169,7 @@ def test_what_a_window_sends_is_said() -> None:
 
 
 def test_a_backend_that_serves_some_slices_serves_none() -> None:
-    with registered(for_few_keys("few_keys", most=512), before="eager"):
+    with registered(for_few_keys("few_keys", most=512), before="sdpa"):
         explanation = explained(is_causal=True)
     verdict = next(v for v in explanation.verdicts if v.backend == "few_keys")
     assert (verdict.forward, verdict.backward, explanation.forward) == (False, False, "eager")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -100,29 +102,32 @@ def test_work_of_runs_that_chunks_do_not_end_with() -> None:
     assert layout.intervals == (((0, 2), (6, 8)), ((2, 6),))
 
 
-REFUSED = {
-    "multiple": (lambda: SequenceLayout.zigzag(12, 4), ValueError, "length is 12; it needs to be a multiple of 8"),
-    "contiguous": (lambda: SequenceLayout.contiguous(5, 2), ValueError, "length is 5; it needs to be a multiple of 2"),
-    "ranks": (lambda: SequenceLayout.zigzag(8, 0), ValueError, "world_size is 0; it needs to be 1 or more"),
-    "kind": (lambda: SequenceLayout.zigzag(8.0, 2), TypeError, "length is 8.0; it needs to be an int"),
-    "bool": (lambda: SequenceLayout(2, (((0, True),), ((1, 2),))), TypeError, "layout has True among"),
-    "none": (lambda: SequenceLayout(4, ((), ((0, 4),))), ValueError, "each rank needs one interval"),
-    "gap": (lambda: SequenceLayout(4, (((0, 1),), ((2, 3),))), ValueError, "position 1 comes next"),
-    "twice": (lambda: SequenceLayout(4, (((0, 3),), ((2, 4),))), ValueError, "position 3 comes next"),
-    "end": (lambda: SequenceLayout(4, (((0, 1),), ((1, 2),))), ValueError, "ends at position 2; it needs to cover"),
-    "uneven": (lambda: SequenceLayout(3, (((0, 1),), ((1, 3),))), ValueError, r"ranks have \[1, 2\] rows"),
-    "order": (lambda: SequenceLayout(2, (((1, 2), (0, 1)),)), ValueError, "they need to ascend"),
-    "work": (lambda: SequenceLayout.balanced([], 8, 2, pieces=2), ValueError, "work has 0 entries; it needs 1 to 8"),
-    "rank": (lambda: LAYOUTS[0].positions(3), ValueError, "rank is 3; the layout has ranks 0 to 2"),
-    "shard": (lambda: LAYOUTS[0].shard(torch.ones(5), 0, 0), ValueError, "x has size 5 along dim 0"),
-    "number": (lambda: LAYOUTS[0].unshard([torch.ones(8)], 0), ValueError, "pieces has 1 tensors; it needs one for"),
-    "piece": (lambda: LAYOUTS[1].unshard([torch.ones(7)], 0), ValueError, "a piece has size 7 along dim 0"),
+REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
+    ValueError: [
+        ("length is 12; it needs to be a multiple of 8", lambda: SequenceLayout.zigzag(12, 4)),
+        ("length is 5; it needs to be a multiple of 2", lambda: SequenceLayout.contiguous(5, 2)),
+        ("world_size is 0; it needs to be 1 or more", lambda: SequenceLayout.zigzag(8, 0)),
+        ("each rank needs one interval", lambda: SequenceLayout(4, ((), ((0, 4),)))),
+        ("position 1 comes next", lambda: SequenceLayout(4, (((0, 1),), ((2, 3),)))),
+        ("position 3 comes next", lambda: SequenceLayout(4, (((0, 3),), ((2, 4),)))),
+        ("ends at position 2; it needs to cover", lambda: SequenceLayout(4, (((0, 1),), ((1, 2),)))),
+        (r"ranks have \[1, 2\] rows", lambda: SequenceLayout(3, (((0, 1),), ((1, 3),)))),
+        ("they need to ascend", lambda: SequenceLayout(2, (((1, 2), (0, 1)),))),
+        ("work has 0 entries; it needs 1 to 8", lambda: SequenceLayout.balanced([], 8, 2, pieces=2)),
+        ("rank is 3; the layout has ranks 0 to 2", lambda: LAYOUTS[0].positions(3)),
+        ("x has size 5 along dim 0", lambda: LAYOUTS[0].shard(torch.ones(5), 0, 0)),
+        ("pieces has 1 tensors; it needs one for", lambda: LAYOUTS[0].unshard([torch.ones(8)], 0)),
+        ("a piece has size 7 along dim 0", lambda: LAYOUTS[1].unshard([torch.ones(7)], 0)),
+    ],
+    TypeError: [
+        ("length is 8.0; it needs to be an int", lambda: SequenceLayout.zigzag(8.0, 2)),
+        ("layout has True among", lambda: SequenceLayout(2, (((0, True),), ((1, 2),)))),
+    ],
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str) -> None:
-    make, kind, message = REFUSED[name]
+@pytest.mark.parametrize("kind, message, make", [(kind, *row) for kind, rows in REFUSED.items() for row in rows])
+def test_refusals(kind: type[Exception], message: str, make: Callable[[], Any]) -> None:
     with pytest.raises(kind, match=message):
         make()
 
@@ -267,8 +272,21 @@ def test_what_a_window_leaves_of_128k(window: int, share: str, held: str) -> Non
         assert moved == 2 * window / (7 * 16384) == 2 * share_moved(contiguous, contiguous, (window, 0))
 
 
-def test_auto_compares_ulysses_with_what_is_sent() -> None:
-    assert choose_strategy("auto", 8, 8, 4, False, 1.0)[0] == "ulysses"
-    strategy = choose_strategy("auto", 8, 8, 4, False, 0.3)
-    assert strategy == ("gather", "ranks read so few keys of others that it sends less than ulysses")
-    assert choose_strategy("auto", 8, 8, 4, False, 0.4)[0] == "ulysses"  # 4 x 0.4 > 2 / 1.5
+@pytest.mark.parametrize(
+    "size, heads, heads_k, share, wanted",
+    [
+        (2, 8, 8, 1.0, "ulysses"),  # gather moves 1.5 times as much
+        (2, 8, 4, 1.0, "gather"),  # as much: 2 = (2 + 1) / 1.5
+        (4, 8, 4, 1.0, "ulysses"),
+        (4, 32, 4, 1.0, "gather"),  # 4 < 6
+        (8, 32, 4, 1.0, "ulysses"),  # key-value heads are repeated
+        (8, 12, 12, 1.0, "gather"),  # heads do not divide
+        (4, 8, 8, 0.4, "ulysses"),  # 4 x 0.4 > 2 / 1.5
+        (4, 8, 8, 0.3, "gather"),
+    ],
+)
+def test_auto_takes_what_sends_less(size: int, heads: int, heads_k: int, share: float, wanted: str) -> None:
+    strategy, why = choose_strategy("auto", heads, heads_k, size, False, share)
+    assert strategy == wanted
+    assert choose_strategy("auto", heads, heads_k, size, True, share)[0] == "gather"
+    assert (why == "ranks read so few keys of others that it sends less than ulysses") == (share == 0.3)

@@ -15,10 +15,10 @@ from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.protocol import Backend, Backward, Forward
 from flash_dmattn.distributed import SequenceLayout, ShardedMask
 from flash_dmattn.distributed.exchange import places_in, runs_read
-from flash_dmattn.distributed.rows import KeySum, RankRows, Sums, head_groups, rank_problem
-from flash_dmattn.distributed.slices import plan
+from flash_dmattn.distributed.rows import KeySum, RankRows, Sums
+from flash_dmattn.distributed.slices import HeadGroup, plan
 from flash_dmattn.gradients import with_dbias
-from flash_dmattn.problem import AttentionProblem, Gradients, MaskView, NeedsGrad, causal_window
+from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, causal_window
 
 TOLERANCE = 1e-10
 WINDOWS = (None, (3, -1), (0, 0), (2, 1), (-1, 2), (5, 9))
@@ -37,8 +37,7 @@ def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[s
         bias = None if x.bias is None else shard_scores(case.bias_dims, x.bias, layouts, rank)
         needs = NeedsGrad(True, True, True, bias is not None, False)
         scale = case.dim**-0.5 if case.scale is None else case.scale
-        numbers = (case.seqlen_k, case.heads_k, window, scale, case.softcap, False, needs)
-        problem = rank_problem(q, x.v, bias, None, *numbers)
+        flags = Flags(*window, scale, case.softcap, False)
         parts = plan(layout, rank, layout_k.length, window)
         views = [MaskView() for _ in parts]
         if x.mask is not None:
@@ -47,10 +46,11 @@ def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[s
         # The keys that the rank reads, as where ranks send parts, or all of them.
         held = runs_read(layout, rank, layout_k.length, window) if case.seed % 2 else ((0, layout_k.length),)
         kept = torch.cat([torch.arange(0), *(torch.arange(*run) for run in held)])
-        rows = RankRows(problem, parts, places_in(held, parts), views, q, bias, None)
+        rows = RankRows(parts, places_in(held, parts), views, q, bias, None, flags, needs)
         out, lse = torch.empty_like(dout), torch.empty(dlse.shape, dtype=dlse.dtype, device=dlse.device)
         sums = Sums.of(rows)
-        for heads in head_groups(case.heads_k, case.groups or 1):
+        groups = case.groups or 1
+        for heads in [HeadGroup(place, groups) for place in range(groups)]:
             k, v = (y[:, kept, heads.of(case.heads_k)] for y in (x.k, x.v))
             rows.forward(backend, heads, k, v, out, lse)
             finite = dlse.masked_fill(lse == -torch.inf, 0)
@@ -137,16 +137,20 @@ def test_gradients_layout_keys_are_rounded_once(number: int, exchange: torch.dty
     assert torch.equal(total.total(), exact.to(exchange))
 
 
+def bits_of(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[str, torch.Tensor]:
+    """`simulated`, in memory that is NaN until something is written."""
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
+        return simulated(case, size, backend)
+
+
 @pytest.mark.usefixtures("starts")
-def test_gradients_of_pairs_that_no_slice_has_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_pairs_that_no_slice_has_are_zero() -> None:
     case = ParallelCase(bias="full", window=(3, 1), seqlen_q=32, seqlen_k=32, lse=True)
     parts = plan(case.layouts(2)[0], 0, 32, (3, 1))
     assert any(part.start > 0 for part in parts) and any(part.stop < 32 for part in parts)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-    results = simulated(case, 2)
-    monkeypatch.undo()
-    wanted = one_process(case, draw(case), "eager")
+    results, wanted = bits_of(case, 2), one_process(case, draw(case), "eager")
     assert float((results["dbias"] - wanted["dbias"]).abs().max()) < TOLERANCE
 
 
@@ -172,14 +176,6 @@ def placing(does: bool = True) -> tuple[Backend, list[torch.Tensor]]:
     return replace(EAGER, plan_backward=plan_backward, stores_dbias=True), places
 
 
-def bits_of(case: ParallelCase, size: int, backend: Backend) -> dict[str, torch.Tensor]:
-    """`simulated`, in memory that is NaN until something is written."""
-    empty = torch.empty
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-        return simulated(case, size, backend)
-
-
 @pytest.mark.usefixtures("starts")
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("bias", ["full", "shared", "group", "one_head"])
@@ -189,7 +185,7 @@ def test_the_place_of_a_slice_is_handed_to_a_backend_that_stores_there(bias: str
         case = ParallelCase(layout, bias, causal=causal, window=window, seqlen_k=seqlen_k)
         case = replace(case, groups=1 if bias == "one_head" else groups)
         (storing, places), (copying, ignored) = placing(), placing(does=False)
-        wanted, results = bits_of(case, 2, EAGER), bits_of(case, 2, storing)
+        wanted, results = bits_of(case, 2), bits_of(case, 2, storing)
         assert wanted.keys() == results.keys() and "dbias" in wanted
         assert all(torch.equal(x, results[name]) for name, x in wanted.items())
         layout, band = case.layouts(2)[0], causal_window(causal, window or (-1, -1))

@@ -96,7 +96,9 @@ def test_grouped_heads(backend: Runner, heads: tuple[int, int]) -> None:
     )
 
 
-@pytest.mark.parametrize("dims", ((8, 8), (24, 24), (64, 64), (96, 96), (128, 64), (192, 128), (16, 40)))
+@pytest.mark.parametrize(
+    "dims", ((8, 8), (24, 24), (64, 64), (96, 96), (128, 64), (192, 128), (16, 40), (512, 512), (320, 64))
+)
 def test_head_dims(backend: Runner, dims: tuple[int, int]) -> None:
     head_dim, head_dim_v = dims
     check(backend, Case(head_dim=head_dim, head_dim_v=head_dim_v, bias=("B", "1", "Lq", "Lk"), needs_grad=()))

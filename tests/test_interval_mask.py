@@ -401,7 +401,7 @@ def test_picture() -> None:
         assert torch.equal(*pictures)
         with pytest.raises(ValueError, match="batch is 2 and mask has 2"):
             masks.show(prepared, batch=2)
-        with pytest.raises(ValueError, match=r"mask has seqlen_q = 50 .* not 49 or 1"):
+        with pytest.raises(ValueError, match=r"mask has seqlen_q = 50 .* needs 49 or 1"):
             masks.show(prepared, seqlen_q=49)
     for nothing in (PreparedMask.from_intervals([0], [1], 0), PreparedMask.from_lengths([3], 0, 5)):
         with pytest.raises(ValueError, match="there is nothing to draw"):
@@ -468,22 +468,22 @@ def test_without_keys_or_queries_or_heads(is_causal: bool) -> None:
 
 ROW, LIMITS = torch.zeros(1, 2, 1, 4), torch.zeros(3, dtype=torch.int32)
 BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-    ("topk", (ROW, 0), {}, ValueError, "k is 0 and must be >= 1."),
-    ("topk", (ROW, 2.0), {}, TypeError, "k is 2.0 (float) and must be an int >= 1"),
-    ("topk", (ROW.int(), 1), {}, TypeError, "scores has dtype torch.int32 and must be a float tensor"),
+    ("topk", (ROW, 0), {}, ValueError, "k is 0; it needs to be >= 1."),
+    ("topk", (ROW, 2.0), {}, TypeError, "k is 2.0 (float); it needs to be an int >= 1"),
+    ("topk", (ROW.int(), 1), {}, TypeError, "scores has dtype torch.int32; it needs to be a float tensor"),
     (
         "topk",
         (torch.zeros(2, 3, 4), 1),
         {},
         ValueError,
-        "scores has 3 rows (as 4-D, shape (1, 2, 3, 4)) and must have one for all queries; what depends on the query "
+        "scores has 3 rows (as 4-D, shape (1, 2, 3, 4)); it needs one for all queries; what depends on the query "
         "makes no intervals: use PreparedMask.from_mask(topk_mask(...)).",
     ),
     ("topk", (ROW, 1), {"mask": torch.ones(4, 4) > 0}, ValueError, "mask has 4 rows (as 4-D, shape (1, 1, 4, 4))"),
     ("topk", (ROW, 1), {"mask": torch.ones(5) > 0}, ValueError, "mask has 5 keys, scores 4"),
     ("topk", (ROW, 1), {"mask": torch.ones(4)}, TypeError, "mask has dtype torch.float32"),
-    ("topk", (ROW, 1), {"seqlen_q": -1}, ValueError, "seqlen_q is -1 and must be >= 0"),
-    ("topk", (ROW, 1), {"local": -1, "is_causal": True}, ValueError, "local is -1 and must be >= 0"),
+    ("topk", (ROW, 1), {"seqlen_q": -1}, ValueError, "seqlen_q is -1; it needs to be >= 0"),
+    ("topk", (ROW, 1), {"local": -1, "is_causal": True}, ValueError, "local is -1; it needs to be >= 0"),
     ("topk", (ROW, 1), {"local": 2}, ValueError, "local is 2 and is_causal is False"),
     ("topk", (ROW, 1), {"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True"),
     ("topk", (ROW, 1), {"reorder": 1}, TypeError, "reorder is 1; it needs to be True or"),
@@ -492,18 +492,18 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ("intervals", ([0], [1], 4), {"compact": True}, ValueError, "compact is True and reorder is False"),
     ("intervals", ([0.5], [1], 4), {}, TypeError, "start has dtype torch.float32"),
     ("intervals", ([0], torch.ones(4), 4), {}, TypeError, "stop has dtype torch.float32"),
-    ("intervals", (torch.tensor(0), [1], 4), {}, ValueError, "start has shape () (0-D) and must be 1-D or"),
-    ("intervals", ([0], ROW.int(), 4), {}, ValueError, "stop has shape (1, 2, 1, 4) (4-D) and must be 1-D"),
+    ("intervals", (torch.tensor(0), [1], 4), {}, ValueError, "start has shape () (0-D); it needs to be 1-D or"),
+    ("intervals", ([0], ROW.int(), 4), {}, ValueError, "stop has shape (1, 2, 1, 4) (4-D); it needs to be 1-D"),
     (
         "intervals",
         ([0, 0, 0], [1, 1], 4),
         {},
         ValueError,
-        "stop has seqlen_k = 2 (shape (1, 1, 2)) and start has 3 (shape (1, 1, 3)); they must be equal, or one",
+        "stop has seqlen_k = 2 (shape (1, 1, 2)) and start has 3 (shape (1, 1, 3)); they need to be equal, or one",
     ),
     ("intervals", (LIMITS[:2, None], LIMITS[:, None], 4), {}, ValueError, "stop has heads = 3"),
-    ("intervals", (LIMITS.to("meta"), [1], 4), {}, ValueError, "stop is on cpu and start on meta; they must be on"),
-    ("intervals", ([0], [1], -1), {}, ValueError, "seqlen_q is -1 and must be >= 0"),
+    ("intervals", (LIMITS.to("meta"), [1], 4), {}, ValueError, "stop is on cpu and start on meta; they need to be on"),
+    ("intervals", ([0], [1], -1), {}, ValueError, "seqlen_q is -1; it needs to be >= 0"),
     ("intervals", ([0], [1], 4), {"is_causal": 1}, TypeError, "is_causal is 1"),
     ("intervals", ([0], [1], 4), {"window_size": (-2, 0)}, ValueError, "at least -1"),
     ("intervals", ([0], [1], 4), {"reorder": None}, TypeError, "reorder is None"),

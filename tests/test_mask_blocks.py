@@ -130,17 +130,17 @@ ONES = torch.ones(2, 2, dtype=torch.bool)
 BAD_CALLS = [
     (lambda: masks.expand_blocks(ONES, 2, 5, 4), ValueError, r"2 blocks along seqlen_q .* needs 3, or 1, .* of 2"),
     (lambda: masks.expand_blocks(ONES, 2, 4, 5), ValueError, r"2 blocks along seqlen_k .* needs 3"),
-    (lambda: masks.expand_blocks(ONES, 0, 4, 4), ValueError, r"block_size\[0\] is 0 and must be >= 1"),
-    (lambda: masks.expand_blocks(ONES, "2", 4, 4), TypeError, r"block_size is '2' and must be an int or a pair"),
+    (lambda: masks.expand_blocks(ONES, 0, 4, 4), ValueError, r"block_size\[0\] is 0; it needs to be >= 1"),
+    (lambda: masks.expand_blocks(ONES, "2", 4, 4), TypeError, r"block_size is '2'; it needs to be an int or a pair"),
     (lambda: masks.expand_blocks(ONES.int(), 2, 4, 4), TypeError, r"block_mask has dtype torch\.int32"),
-    (lambda: masks.smooth_blocks(ONES, (1, -1)), ValueError, r"block_size\[1\] is -1 and must be >= 1"),
+    (lambda: masks.smooth_blocks(ONES, (1, -1)), ValueError, r"block_size\[1\] is -1; it needs to be >= 1"),
     (
         lambda: masks.smooth_blocks(ONES, 1, allowed=ONES.new_ones(3, 1)),
         ValueError,
         r"allowed has seqlen_q = 3 .* has 2",
     ),
     (lambda: masks.smooth_blocks(ONES, 1, allowed=ONES.int()), TypeError, r"allowed has dtype torch\.int32"),
-    (lambda: masks.mask_stats(ONES, seqlen_q=3), ValueError, r"mask has seqlen_q = 2 .* not 3 or 1"),
+    (lambda: masks.mask_stats(ONES, seqlen_q=3), ValueError, r"mask has seqlen_q = 2 .* needs 3 or 1"),
 ]
 
 

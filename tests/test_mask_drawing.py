@@ -97,10 +97,10 @@ def test_of_a_mask_beside_sequences_one_is_drawn(layout):
             assert torch.equal(pixels(figure), pixels(own))
             assert figure.axes[0].get_title() == own.axes[0].get_title()
     for arguments, message in (
-        ({"batch": 3}, r"batch is 3 and mask has 3 \(shape .*\); it must be < 3"),
+        ({"batch": 3}, r"batch is 3 and mask has 3 \(shape .*\); it needs to be < 3"),
         ({"batch": 1}, r"mask has a sequence 1 of shape \(0, 0\): there is nothing to draw"),
         ({"head": 2}, "head is 2 and mask has 2"),
-        ({"seqlen_k": 4}, r"mask has seqlen_k = 3 .* not 4 or 1"),
+        ({"seqlen_k": 4}, r"mask has seqlen_k = 3 .* needs 4 or 1"),
     ):
         with pytest.raises(ValueError, match=message):
             masks.show(prepared, **arguments)
@@ -126,13 +126,13 @@ def test_without_matplotlib(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"mask": torch.ones(2, 2)}, TypeError, r"mask has dtype torch\.float32 and must be torch\.bool"),
-        ({"batch": 2}, ValueError, r"batch is 2 and mask has 2 \(shape \(2, 3, 4, 4\)\); it must be < 2"),
+        ({"mask": torch.ones(2, 2)}, TypeError, r"mask has dtype torch\.float32; it needs to be torch\.bool"),
+        ({"batch": 2}, ValueError, r"batch is 2 and mask has 2 \(shape \(2, 3, 4, 4\)\); it needs to be < 2"),
         ({"head": 3}, ValueError, r"head is 3 and mask has 3"),
-        ({"head": -1}, ValueError, r"head is -1 and must be >= 0"),
-        ({"block_size": 0}, ValueError, r"block_size\[0\] is 0 and must be >= 1"),
-        ({"seqlen_k": 9}, ValueError, r"mask has seqlen_k = 4 .* not 9 or 1"),
-        ({"mask": torch.ones(3, 0, dtype=torch.bool)}, ValueError, r"nothing to draw; every dim must be >= 1"),
+        ({"head": -1}, ValueError, r"head is -1; it needs to be >= 0"),
+        ({"block_size": 0}, ValueError, r"block_size\[0\] is 0; it needs to be >= 1"),
+        ({"seqlen_k": 9}, ValueError, r"mask has seqlen_k = 4 .* needs 9 or 1"),
+        ({"mask": torch.ones(3, 0, dtype=torch.bool)}, ValueError, r"nothing to draw; every dim needs to be >= 1"),
     ],
 )
 def test_errors(arguments, error, message):

@@ -32,11 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
+from flash_dmattn.backends.mask_choice import prepared_form
 from flash_dmattn.dispatch import config, selection
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.masks.prepared.operators import KeyForm, key_form, prepared_view
+from flash_dmattn.masks.prepared.operators import prepared_view
 from flash_dmattn.masks.prepared.storage import unpack_view
+from flash_dmattn.problem import MaskChoice
 
 
 @pytest.fixture(autouse=True)
@@ -95,23 +97,26 @@ def test_masks_made_from_what_defines_them(backend: str) -> None:
 @pytest.mark.parametrize(
     ("mask_heads", "batch", "seqlen_q", "per_score", "gathers", "wanted"),
     [
-        (1, 1, 15, False, True, KeyForm("keys")),
-        (1, 1, 15, True, True, KeyForm("keys")),
-        (1, 1, 15, False, False, KeyForm("intervals")),
-        (1, 1, 16, False, True, KeyForm("intervals")),
-        (1, 1, 16, True, True, KeyForm("tiles")),
-        (1, 8, 2047, False, False, KeyForm("intervals")),
-        (1, 8, 2048, False, False, KeyForm("intervals", True)),
-        (2, 8, 2048, False, True, KeyForm("intervals", True)),
-        (4, 8, 2048, False, False, KeyForm("intervals")),  # heads of a group cannot share a copy of k and v
-        (2, 1, 2048, False, True, KeyForm("keys")),  # few heads, which a gathering kernel serves better
-        (2, 1, 2048, False, False, KeyForm("intervals", True)),
+        (1, 1, 15, False, True, MaskChoice("keys")),
+        (1, 1, 15, True, True, MaskChoice("keys")),
+        (1, 1, 15, False, False, MaskChoice("intervals")),
+        (1, 1, 16, False, True, MaskChoice("intervals")),
+        (1, 1, 16, True, True, MaskChoice("tiles")),
+        (1, 8, 2047, False, False, MaskChoice("intervals")),
+        (1, 8, 2048, False, False, MaskChoice("intervals", True)),
+        (2, 8, 2048, False, True, MaskChoice("intervals", True)),
+        (4, 8, 2048, False, False, MaskChoice("intervals")),  # heads of a group cannot share a copy of k and v
+        (2, 1, 2048, False, True, MaskChoice("keys")),  # few heads, which a gathering kernel serves better
+        (2, 1, 2048, False, False, MaskChoice("intervals", True)),
     ],
 )
 def test_form_of_a_mask_of_one_row(
-    mask_heads: int, batch: int, seqlen_q: int, per_score: bool, gathers: bool, wanted: KeyForm
+    mask_heads: int, batch: int, seqlen_q: int, per_score: bool, gathers: bool, wanted: MaskChoice
 ) -> None:
-    assert key_form(mask_heads, batch, seqlen_q, 4, 2, bias_is_per_score=per_score, gathers=gathers) == wanted
+    bias = (1, 1, seqlen_q, LK) if per_score else None
+    sizes = {"q": (batch, seqlen_q, 4, 16), "kv_heads": 2, "seqlen_k": LK}
+    problem = explain_problem(**sizes, mask=(1, mask_heads, 1, LK), bias=bias).problem
+    assert prepared_form(problem, gathers) == wanted
 
 
 @pytest.mark.parametrize("seqlen_q", (3, 140))
@@ -120,7 +125,10 @@ def test_a_mask_of_one_row_as_both_kinds_of_kernels_receive_it(seqlen_q: int, bi
     """Keys, intervals and bits allow the same."""
     mask = random_mask(B, 1, 1, LK)
     for gathers in (False, True):
-        form = key_form(1, B, seqlen_q, HQ, HK, bias_is_per_score=bias == "score", gathers=gathers)
+        sizes = {"q": (B, seqlen_q, HQ, 16), "kv_heads": HK, "seqlen_k": LK, "mask": (B, 1, 1, LK)}
+        form = prepared_form(
+            explain_problem(**sizes, bias=(1, 1, seqlen_q if bias == "score" else 1, LK)).problem, gathers
+        )
         view = prepared_view(mask, seqlen_q, LK, (-1, -1), form)
         allowed = unpack_view(view, seqlen_q, LK)
         assert torch.equal(allowed.expand(-1, -1, seqlen_q, -1), mask.expand(-1, -1, seqlen_q, -1))

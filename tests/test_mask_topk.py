@@ -154,17 +154,17 @@ def test_scores_that_require_grad_and_transposed_scores():
 
 ROW = torch.zeros(1, 2, 1, 4)
 BAD_CALLS = [
-    (lambda: topk_mask(ROW, 0), ValueError, r"^k is 0 and must be >= 1\.$"),
-    (lambda: topk_mask(ROW, -3), ValueError, r"^k is -3 and must be >= 1\.$"),
-    (lambda: topk_mask(ROW, 1.5), TypeError, r"k is 1\.5 \(float\) and must be an int >= 1"),
-    (lambda: topk_mask(ROW.int(), 1), TypeError, r"scores has dtype torch\.int32 and must be a float tensor"),
-    (lambda: topk_mask([1.0], 1), TypeError, r"scores has type list and must be a float tensor"),
-    (lambda: topk_mask(torch.tensor(1.0), 1), ValueError, r"scores is 0-D and must have a dim of keys"),
-    (lambda: topk_mask(ROW[None], 1), ValueError, r"scores has shape \(1, 1, 2, 1, 4\) \(5-D\) .* at most 4 dims"),
+    (lambda: topk_mask(ROW, 0), ValueError, r"^k is 0; it needs to be >= 1\.$"),
+    (lambda: topk_mask(ROW, -3), ValueError, r"^k is -3; it needs to be >= 1\.$"),
+    (lambda: topk_mask(ROW, 1.5), TypeError, r"k is 1\.5 \(float\); it needs to be an int >= 1"),
+    (lambda: topk_mask(ROW.int(), 1), TypeError, r"scores has dtype torch\.int32; it needs to be a float tensor"),
+    (lambda: topk_mask([1.0], 1), TypeError, r"scores has type list; it needs to be a float tensor"),
+    (lambda: topk_mask(torch.tensor(1.0), 1), ValueError, r"scores is 0-D; it needs a dim of keys"),
+    (lambda: topk_mask(ROW[None], 1), ValueError, r"scores has shape \(1, 1, 2, 1, 4\) \(5-D\).* at most 4 dims"),
     (
         lambda: topk_mask(ROW, 1, mask=torch.ones(4)),
         TypeError,
-        r"mask has dtype torch\.float32 and must be torch\.bool",
+        r"mask has dtype torch\.float32; it needs to be torch\.bool",
     ),
     (lambda: topk_mask(ROW, 1, mask=torch.ones(5) > 0), ValueError, r"mask has 5 keys, scores 4; mask needs 1 or"),
     (lambda: topk_mask(ROW, 1, mask=torch.ones(3, 1, 1) > 0), ValueError, r"scores has 2 heads .* beside 3 heads"),

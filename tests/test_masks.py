@@ -150,44 +150,48 @@ def test_combine_groups_heads_as_attention_does():
 def test_negative_lengths(name, argument, value):
     lengths = {"seqlen_q": 3, "seqlen_k": 3, argument: value}
     more = {"sliding_window_mask": {"window_size": (1, 1)}, "prefix_lm_mask": {"prefix_lengths": 0}}.get(name, {})
-    with pytest.raises(ValueError, match=rf"^{argument} is {value} and must be >= 0\.$"):
+    with pytest.raises(ValueError, match=rf"^{argument} is {value}; it needs to be >= 0\.$"):
         getattr(masks, name)(**lengths, **more)
 
 
 BAD_CALLS = [
-    (lambda: masks.causal_mask(2.0, 2), TypeError, r"seqlen_q is 2\.0 \(float\) and must be an int >= 0"),
+    (lambda: masks.causal_mask(2.0, 2), TypeError, r"seqlen_q is 2\.0 \(float\); it needs to be an int >= 0"),
     (lambda: masks.causal_mask(True, 2), TypeError, r"seqlen_q is True \(bool\)"),
-    (lambda: masks.sliding_window_mask(2, 2, 3), TypeError, r"window_size is 3 and must be a pair \(left, right\)"),
-    (lambda: masks.sliding_window_mask(2, 2, (1, 2, 3)), TypeError, r"window_size is \(1, 2, 3\) and must be"),
-    (lambda: masks.sliding_window_mask(2, 2, (-2, 0)), ValueError, r"window_size\[0\] is -2 and must be >= -1"),
+    (lambda: masks.sliding_window_mask(2, 2, 3), TypeError, r"window_size is 3; it needs to be a pair \(left, right\)"),
+    (lambda: masks.sliding_window_mask(2, 2, (1, 2, 3)), TypeError, r"window_size is \(1, 2, 3\); it needs to be"),
+    (lambda: masks.sliding_window_mask(2, 2, (-2, 0)), ValueError, r"window_size\[0\] is -2; it needs to be >= -1"),
     (lambda: masks.document_ids([1, -1]), ValueError, r"lengths has a negative length \(-1\)"),
     (lambda: masks.document_ids([3, 3], 5), ValueError, r"lengths sum to 6, more than total_length = 5"),
-    (lambda: masks.document_ids([0.5]), TypeError, r"lengths has dtype torch\.float32 and must have an integer dtype"),
-    (lambda: masks.document_ids(torch.tensor(3)), ValueError, r"lengths has shape \(\) \(0-D\) and must be 1-D or 2-D"),
+    (lambda: masks.document_ids([0.5]), TypeError, r"lengths has dtype torch\.float32; it needs an integer dtype"),
+    (
+        lambda: masks.document_ids(torch.tensor(3)),
+        ValueError,
+        r"lengths has shape \(\) \(0-D\); it needs to be 1-D",
+    ),
     (lambda: masks.document_mask(torch.ones(3)), TypeError, r"ids has dtype torch\.float32"),
-    (lambda: masks.document_mask([[[0]]]), ValueError, r"ids has shape \(1, 1, 1\) \(3-D\) and must be 1-D or 2-D"),
+    (lambda: masks.document_mask([[[0]]]), ValueError, r"ids has shape \(1, 1, 1\) \(3-D\); it needs to be 1-D or 2-D"),
     (lambda: masks.document_mask([[0], [1]], [[0], [1], [2]]), ValueError, r"ids_k has batch size 3 .* ids has 2"),
     (lambda: masks.padding_mask([4], 3), ValueError, r"lengths_or_mask has a length of 4, longer .* at most 3"),
     (lambda: masks.padding_mask([-1], 3), ValueError, r"lengths_or_mask has a negative length \(-1\)"),
-    (lambda: masks.padding_mask([1, 2]), ValueError, r"seqlen is None and must be the padded length"),
-    (lambda: masks.padding_mask([[1, 0]], 3), ValueError, r"lengths_or_mask has shape \(1, 2\) and needs seqlen = 3"),
-    (lambda: masks.padding_mask(torch.ones(1, 2)), TypeError, r"dtype torch\.float32 .* pass mask > 0\.5"),
+    (lambda: masks.padding_mask([1, 2]), ValueError, r"seqlen is None; it needs to be the padded length"),
+    (lambda: masks.padding_mask([[1, 0]], 3), ValueError, r"lengths_or_mask has shape \(1, 2\); it needs seqlen = 3"),
+    (lambda: masks.padding_mask(torch.ones(1, 2)), TypeError, r"dtype torch\.float32.* pass mask > 0\.5"),
     (lambda: masks.padding_mask([True, False], 2), TypeError, r"lengths_or_mask has dtype torch\.bool"),
-    (lambda: masks.padding_mask([1], 2, side="top"), ValueError, r"side is 'top' and must be 'right' or 'left'"),
+    (lambda: masks.padding_mask([1], 2, side="top"), ValueError, r"side is 'top'; it needs to be 'right' or 'left'"),
     (lambda: masks.prefix_lm_mask(4, 3, 3), ValueError, r"prefix_lengths has a length of 4, longer .* at most 3"),
-    (lambda: masks.prefix_lm_mask(-1, 3, 3), ValueError, r"prefix_lengths is -1 and must be >= 0"),
+    (lambda: masks.prefix_lm_mask(-1, 3, 3), ValueError, r"prefix_lengths is -1; it needs to be >= 0"),
     (lambda: masks.threshold_mask(torch.ones(2, dtype=torch.int64)), TypeError, r"scores has dtype torch\.int64"),
     (
         lambda: masks.combine(torch.ones(2, 2)),
         TypeError,
-        r"masks\[0\] has dtype torch\.float32 .* pass masks\[0\] != 0",
+        r"masks\[0\] has dtype torch\.float32.* pass masks\[0\] != 0",
     ),
-    (lambda: masks.combine([True]), TypeError, r"masks\[0\] is a list and must be a torch\.bool tensor"),
-    (lambda: masks.combine(random_mask(1, 1, 1, 1, 1)), ValueError, r"masks\[0\] has shape .* at most 4 dims"),
+    (lambda: masks.combine([True]), TypeError, r"masks\[0\] is a list; it needs to be a torch\.bool tensor"),
+    (lambda: masks.combine(random_mask(1, 1, 1, 1, 1)), ValueError, r"masks\[0\] has shape.* at most 4 dims"),
     (lambda: masks.combine(random_mask(3), None, random_mask(4)), ValueError, r"masks\[2\] has seqlen_k = 4 .* has 3"),
     (lambda: masks.combine(random_mask(4, 1, 1), random_mask(6, 1, 1)), ValueError, r"masks\[0\] has 4 heads .* 6"),
     (lambda: masks.combine(random_mask(3), random_mask(3).to("meta")), ValueError, r"masks\[1\] is on meta"),
-    (lambda: masks.combine(random_mask(3), op="xor"), ValueError, r"op is 'xor' and must be 'and' or 'or'"),
+    (lambda: masks.combine(random_mask(3), op="xor"), ValueError, r"op is 'xor'; it needs to be 'and' or 'or'"),
 ]
 
 

@@ -108,19 +108,6 @@ def test_the_mask_is_the_causal_topk_of_the_bias_and_takes_no_gradient():
     assert torch.equal(mask.sum(-1), expected)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"keep_window_size": None}, {"local_window_size": 2}, {"keep_window_size": 99}]
-)
-def test_no_output_depends_on_a_later_token(options):
-    layer, x = make_layer(**options), make_x()
-    out = layer(x)
-    for position in (1, 6, LENGTH - 1):
-        changed = x.clone()
-        changed[:, position:] = 10 * torch.randn_like(changed[:, position:])
-        assert torch.equal(layer(changed)[:, :position], out[:, :position])
-        assert not torch.allclose(layer(changed)[:, position:], out[:, position:])
-
-
 def test_full_attention_is_sdpa_and_has_no_score_parameters():
     layer, x = make_layer(keep_window_size=None), make_x()
     q, k, v, mask, bias = layer.attention_arguments(x)
@@ -150,15 +137,6 @@ def test_decoding_keeps_the_same_keys_where_equal_tokens_tie():
         x, cache = alphabet[torch.randint(4, (1, 100), generator=generator)], KVCache()
         decoded = [layer(piece, cache=cache) for piece in x.split([40] + [1] * 60, dim=1)]
         torch.testing.assert_close(torch.cat(decoded, dim=1), layer(x), rtol=1e-5, atol=1e-6)
-
-
-def test_a_truncated_cache_forgets_a_draft():
-    layer, x = make_layer().requires_grad_(False), make_x()
-    cache = KVCache()
-    layer(x[:, :9], cache=cache)
-    layer(torch.randn_like(x[:, 9:13]), cache=cache)
-    cache.truncate(9)
-    torch.testing.assert_close(layer(x[:, 9:], cache=cache), layer(x)[:, 9:], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -218,22 +196,17 @@ OPTIONS = [{}, {"qk_norm": True, "projection_bias": True}, {"keep_window_size": 
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "torch.save"])
 def test_a_copy_of_a_layer_does_what_the_layer_does(way, options):
     layer, x = make_layer(**options), make_x()
     if way == "state_dict":
-        torch.manual_seed(1)
-        arguments = {"keep_window_size": KEEP, "dtype": torch.float64, **options}
-        copied = DynamicMaskAttention(HIDDEN, HEADS, HEADS_K, HEAD_DIM, **arguments)
-        assert not torch.equal(copied(x), layer(x))
+        copied = copy.deepcopy(layer)
+        copied.load_state_dict({name: torch.zeros_like(x) for name, x in layer.state_dict().items()})
         assert copied.load_state_dict(layer.state_dict(), strict=True) == ([], [])
     elif way == "deepcopy":
         copied = copy.deepcopy(layer)
-    elif way == "pickle":
-        copied = pickle.loads(pickle.dumps(layer))
     else:
-        file = io.BytesIO()
-        torch.save(layer, file)
+        torch.save(layer, file := io.BytesIO())
         copied = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     assert repr(copied) == repr(layer)
     outputs, gradients = [], []
@@ -248,13 +221,14 @@ def test_a_copy_of_a_layer_does_what_the_layer_does(way, options):
     assert torch.equal(layer(x), outputs[0]), "a copy shares no parameter"
 
 
-def test_a_copy_of_a_cache_goes_on_by_itself():
+def test_a_cache_forgets_a_draft_and_a_copy_goes_on_by_itself():
     layer, x = make_layer().requires_grad_(False), make_x()
     expected, cache = layer(x), KVCache()
     layer(x[:, :9], cache=cache)
     copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
     layer(torch.randn_like(x), cache=cache)
-    for copied in copies:
+    cache.truncate(9)  # a draft is forgotten
+    for copied in (cache, *copies):
         torch.testing.assert_close(layer(x[:, 9:], cache=copied), expected[:, 9:], rtol=1e-10, atol=1e-12)
 
 

@@ -129,7 +129,7 @@ def by_hand(layer: PairBiasAttention, x: Tensor, pair: Tensor, mask: Tensor | No
     """The layer by loops over entries and heads, from the formula of its docstring."""
     entries = []
     for b, row in enumerate(x):
-        own = pair[b if pair.shape[0] > 1 else 0]
+        own = pair[b]
         mean, var = own.mean(-1, keepdim=True), own.var(-1, correction=0, keepdim=True)
         normed = (own - mean) / (var + layer.pair_norm.eps).sqrt() * layer.pair_norm.weight + layer.pair_norm.bias
         bias = normed @ layer.pair_proj.weight.T
@@ -153,40 +153,33 @@ def by_hand(layer: PairBiasAttention, x: Tensor, pair: Tensor, mask: Tensor | No
 
 
 @pytest.mark.parametrize("is_gated", (True, False))
-@pytest.mark.parametrize("shared", (True, False))
 @pytest.mark.parametrize("masked", (True, False))
-def test_pair_bias_attention(is_gated: bool, shared: bool, masked: bool) -> None:
+@pytest.mark.parametrize(
+    ("batch", "pair_dims", "mask_dims"),
+    (
+        *(((3,), (3,), (3,)), ((3,), (1,), (3,)), ((2, 3), (2, 1), (2, 1)), ((2, 3), (1, 3), (2, 3))),
+        *(((2, 3), (1, 1), (1, 3)), ((2, 3), (2, 3), (1, 1))),
+    ),
+)
+def test_pair_bias_attention(
+    batch: tuple[int, ...], pair_dims: tuple[int, ...], mask_dims: tuple[int, ...], masked: bool, is_gated: bool
+) -> None:
+    """Pairs and masks that rows share, and one entry of padding alone."""
     layer = PairBiasAttention(12, 5, num_heads=3, head_dim=8, is_gated=is_gated, dtype=torch.float64)
     filled(layer)
     torch.manual_seed(1)
-    x = torch.randn(3, 7, 12, dtype=torch.float64, requires_grad=True)
-    pair = torch.randn(1 if shared else 3, 7, 7, 5, dtype=torch.float64, requires_grad=True)
-    mask = torch.rand(3, 7) < 0.6 if masked else None
-    if mask is not None:
-        mask[1] = False  # padding alone
-    leaves = [x, pair, *layer.parameters()]
-    computed, wanted = layer(x, pair, mask), by_hand(layer, x, pair, mask)
-    torch.testing.assert_close(computed, wanted, rtol=1e-10, atol=1e-10)
-    gradients = [torch.autograd.grad(out.sin().sum(), leaves) for out in (computed, wanted)]
-    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
-
-
-@pytest.mark.parametrize("shared", (((2, 1), (2, 1)), ((1, 3), (2, 3)), ((1, 1), (1, 3)), ((2, 3), (1, 1))))
-@pytest.mark.parametrize("masked", (True, False))
-def test_pair_bias_attention_of_rows_that_share_their_pairs(shared: tuple[tuple[int, int], ...], masked: bool) -> None:
-    pair_dims, mask_dims = shared
-    layer = PairBiasAttention(12, 5, num_heads=3, head_dim=8, dtype=torch.float64)
-    filled(layer)
-    torch.manual_seed(1)
-    x = torch.randn(2, 3, 7, 12, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(*batch, 7, 12, dtype=torch.float64, requires_grad=True)
     pair = torch.randn(*pair_dims, 7, 7, 5, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(*mask_dims, 7) < 0.6 if masked else None
+    every = None
+    if mask is not None:
+        mask.view(-1, 7)[1:2] = False  # padding alone, where rows do not share one mask
+        every = mask.expand(*batch, 7).reshape(-1, 7)
     leaves = [x, pair, *layer.parameters()]
-    every = None if mask is None else mask.expand(2, 3, 7).flatten(0, 1)
     result = layer(x, pair, mask)
-    expected = by_hand(layer, x.flatten(0, 1), pair.expand(2, 3, 7, 7, 5).flatten(0, 1), every).view_as(x)
-    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
-    gradients = [torch.autograd.grad(out.sin().sum(), leaves) for out in (result, expected)]
+    expected = by_hand(layer, x.reshape(-1, 7, 12), pair.expand(*batch, 7, 7, 5).reshape(-1, 7, 7, 5), every)
+    torch.testing.assert_close(result, expected.view_as(x), rtol=1e-10, atol=1e-10)
+    gradients = [torch.autograd.grad(out.view_as(x).sin().sum(), leaves) for out in (result, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
 
 
@@ -211,33 +204,32 @@ def test_pair_bias_attention_is_one_graph() -> None:
         torch.testing.assert_close(compiled(*inputs), layer(*inputs))
 
 
-ERRORS: dict[str, tuple[Callable[[], object], str]] = {
-    "heads": (lambda: PairBiasAttention(10, 4, 3), "dim is 10 and num_heads 3, which does not divide it"),
-    "x": (lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 8), torch.ones(2, 3, 3, 4)), r"x has shape \(2, 8\)"),
-    "pair": (
-        lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 3, 8), torch.ones(3, 3, 3, 4)),
+ERRORS: list[tuple[str, Callable[[], object]]] = [
+    ("dim is 10 and num_heads 3, which does not divide it", lambda: PairBiasAttention(10, 4, 3)),
+    (r"x has shape \(2, 8\)", lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 8), torch.ones(2, 3, 3, 4))),
+    (
         r"pair has shape \(3, 3, 3, 4\); .* needs to be \(2 or 1, 3, 3, 4\)",
+        lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 3, 8), torch.ones(3, 3, 3, 4)),
     ),
-    "pair without the dim of rows": (
-        lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 5, 3, 8), torch.ones(2, 3, 3, 4)),
+    (
         r"pair has shape \(2, 3, 3, 4\); .* needs to be \(2 or 1, 5 or 1, 3, 3, 4\)",
+        lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 5, 3, 8), torch.ones(2, 3, 3, 4)),
     ),
-    "mask": (
+    (
+        r"mask has shape \(3,\); .* needs to be \(2 or 1, 3\)",
         lambda: PairBiasAttention(8, 4, 2)(
             torch.ones(2, 3, 8), torch.ones(2, 3, 3, 4), torch.ones(3, dtype=torch.bool)
         ),
-        r"mask has shape \(3,\); .* needs to be \(2 or 1, 3\)",
     ),
-    "odd buckets": (lambda: RelativePositionBias(2, num_buckets=7), "num_buckets is 7; with is_bidirectional"),
-    "distance": (lambda: RelativePositionBias(2, max_distance=8), "max_distance is 8 and must be >= 9"),
-    "length": (lambda: RelativePositionBias(2)(-1), "seqlen_q is -1"),
-    "window": (lambda: WindowPositionBias(0, 3, 2), "height is 0"),
-    "slopes": (lambda: alibi_slopes(0), "num_heads is 0"),
-}
+    ("num_buckets is 7; with is_bidirectional", lambda: RelativePositionBias(2, num_buckets=7)),
+    ("max_distance is 8; it needs to be >= 9", lambda: RelativePositionBias(2, max_distance=8)),
+    ("seqlen_q is -1", lambda: RelativePositionBias(2)(-1)),
+    ("height is 0", lambda: WindowPositionBias(0, 3, 2)),
+    ("num_heads is 0", lambda: alibi_slopes(0)),
+]
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
-    call, message = ERRORS[name]
+@pytest.mark.parametrize("message, call", ERRORS)
+def test_errors(message: str, call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=message):
         call()

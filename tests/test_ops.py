@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 import flash_dmattn
 from flash_dmattn import operators
 from flash_dmattn.gradients import spread
-from flash_dmattn.masks.prepared.operators import KeyForm, prepared_view
-from flash_dmattn.problem import Flags, NeedsGrad, causal_window
+from flash_dmattn.masks.prepared.operators import prepared_view
+from flash_dmattn.problem import Flags, MaskChoice, NeedsGrad, causal_window
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
 FORWARD = torch.ops.flash_dmattn.attention_forward.default
@@ -222,22 +222,22 @@ def test_operator_that_prepares_a_mask(name: str, band: tuple[bool, tuple[int, i
             continue
         arguments = (mask, *sizes, *causal_window(*band), form, reorder)
         assert_fake_agrees(PREPARE, arguments)
-        found = PREPARE(*arguments)
-        assert len(found) == number
-        assert all(x.is_contiguous() for x in found)
-        storages = [x.untyped_storage().data_ptr() for x in (mask, *found) if x.numel()]
+        tensors = PREPARE(*arguments)
+        assert len(tensors) == number
+        assert all(x.is_contiguous() for x in tensors)
+        storages = [x.untyped_storage().data_ptr() for x in (mask, *tensors) if x.numel()]
         assert len(set(storages)) == len(storages)
         torch.library.opcheck(PREPARE, arguments)
 
 
 def test_expanded_dims_are_no_dims_of_the_prepared_mask() -> None:
     one = random_mask(1, 1, 140, 270)
-    made = prepared_view(one.expand(2, 3, -1, -1), 140, 270, (-1, 0), KeyForm("keys"))
+    made = prepared_view(one.expand(2, 3, -1, -1), 140, 270, (-1, 0), MaskChoice("keys"))
     assert [x.shape[:2] for x in made.tensors] == [(1, 1)] * 4
     row = random_mask(2, 3, 1, 270)
-    found = prepared_view(row.expand(-1, -1, 140, -1), 140, 270, (-1, 0), KeyForm("intervals", True))
-    assert found.form == "intervals"
-    torch.testing.assert_close(found.tensors, tuple(PREPARE(row, 140, 270, -1, 0, "intervals", True)))
+    intervals = prepared_view(row.expand(-1, -1, 140, -1), 140, 270, (-1, 0), MaskChoice("intervals", True))
+    assert intervals.form == "intervals"
+    torch.testing.assert_close(intervals.tensors, tuple(PREPARE(row, 140, 270, -1, 0, "intervals", True)))
 
 
 class Watch(TorchDispatchMode):

@@ -337,8 +337,8 @@ def test_builders_give_what_the_dense_builders_give(band):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (([True],), TypeError, "mask is a list and must be a torch.bool tensor"),
-        ((torch.ones(2, 2),), TypeError, "mask has dtype torch.float32 and must be torch.bool"),
+        (([True],), TypeError, "mask is a list; it needs to be a torch.bool tensor"),
+        ((torch.ones(2, 2),), TypeError, "mask has dtype torch.float32; it needs to be torch.bool"),
         ((torch.ones(4, dtype=torch.bool),), ValueError, r"mask has shape \(4,\).*pass mask\[None\]"),
         ((torch.ones(1, 4, dtype=torch.bool),), ValueError, "one row for all; seqlen_q is None"),
         ((torch.ones(4, 1, dtype=torch.bool),), ValueError, "one column for all; seqlen_k is None"),

@@ -341,22 +341,22 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no lengths": (
         lambda: tiles_of(seqlen_q=None),
         ValueError,
-        "seqlen_q is None; beside sequences it must be q.shape[-3].",
+        "seqlen_q is None; beside sequences it needs to be q.shape[-3].",
     ),
     "no keys": (
         lambda: tiles_of(seqlen_k=None),
         ValueError,
-        "seqlen_k is None; beside sequences it must be k.shape[-3], of pages block_table.shape[1] * page_size.",
+        "seqlen_k is None; beside sequences it needs to be k.shape[-3], of pages block_table.shape[1] * page_size.",
     ),
     "reorder": (
         lambda: tiles_of(reorder=True),
         ValueError,
-        "reorder is True; beside sequences it must be None.",
+        "reorder is True; beside sequences it needs to be None.",
     ),
     "not sequences": (
         lambda: tiles_of(sequences=torch.tensor([0, 3, 8])),
         TypeError,
-        "sequences is a Tensor and must be a flash_dmattn.Sequences.",
+        "sequences is a Tensor; it needs to be a flash_dmattn.Sequences.",
     ),
     "shape": (
         lambda: tiles_of(MASK[:, :4]),
@@ -364,33 +364,33 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "mask has shape (1, 4, 5), read as (heads, queries of all sequences, max_seqlen_k); it needs "
         "queries of all sequences in {1, 8} and max_seqlen_k in {1, 5}",
     ),
-    "dtype": (lambda: tiles_of(MASK.int()), TypeError, "mask has dtype torch.int32 and must be torch.bool"),
+    "dtype": (lambda: tiles_of(MASK.int()), TypeError, "mask has dtype torch.int32; it needs to be torch.bool"),
     "where": (
         lambda: tiles_of(MASK.to("meta")),
         ValueError,
-        f"mask is on meta and must be where sequences are, on {EDGES.device}.",
+        f"mask is on meta; it needs to be where sequences are, on {EDGES.device}.",
     ),
     "ragged rank": (
         lambda: PreparedMask.from_ragged(MASK, EDGES, seqlen_q=8, seqlen_k=8),
         ValueError,
-        "flat has shape (1, 8, 5) and must be (pairs,) or (heads, pairs).",
+        "flat has shape (1, 8, 5); it needs to be (pairs,) or (heads, pairs).",
     ),
     "ragged where": (
         lambda: PreparedMask.from_ragged(torch.ones(34, device="meta") > 0, EDGES, seqlen_q=8, seqlen_k=8),
         ValueError,
-        f"flat is on meta and must be where sequences are, on {EDGES.device}.",
+        f"flat is on meta; it needs to be where sequences are, on {EDGES.device}.",
     ),
     "ragged dtype": (
         lambda: PreparedMask.from_ragged(torch.ones(34), EDGES, seqlen_q=8, seqlen_k=8),
         TypeError,
-        "flat has dtype torch.float32 and must be torch.bool",
+        "flat has dtype torch.float32; it needs to be torch.bool",
     ),
 }
 if DEVICE == "cpu":  # elsewhere nobody waits to count them
     BAD["ragged pairs"] = (
         lambda: PreparedMask.from_ragged(torch.ones(33) > 0, EDGES, seqlen_q=8, seqlen_k=8),
         ValueError,
-        "flat has 33 pairs and must have 34, queries times keys of sequences.",
+        "flat has 33 pairs; it needs 34, queries times keys of sequences.",
     )
 
 

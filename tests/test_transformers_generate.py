@@ -16,7 +16,6 @@ from transformers_models import (
     Counted,
     Graphs,
     inputs,
-    lacks_interface,
     limits,
     make,
     padding,
@@ -32,7 +31,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "chunks": {"prefill_chunk_size": 5},
     "beams": {"num_beams": 2},
 }
-NAMES = ("llama", "mistral", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "t5", "bart", "whisper")
+NAMES = ("llama", "mistral", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "t5", "bart", "whisper", "gemma4")
 
 PLAIN = ("deepseek_v3", "gpt2")  # of the same masks as llama
 
@@ -53,9 +52,6 @@ def cases() -> list[tuple[str, str, str | None]]:
 
 @pytest.mark.parametrize(("name", "cache", "side"), cases())
 def test_tokens_and_logits(name: str, cache: str, side: str | None, counted: Counted) -> None:
-    reason = lacks_interface(name)
-    if reason is not None:
-        pytest.skip(reason)
     model = make(name).eval()
     options = inputs(model, FAMILIES[name].kind, side)
     del options["labels"]

@@ -173,36 +173,9 @@ def test_documents_are_packed_in_one_row_alone() -> None:
     assert one.arguments(False) is one.arguments(False)  # made once for all layers
 
 
-def overlays() -> dict[str, dict[str, Any]]:
-    def odd(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (query + key) % 2 == 0
-
-    causal = masking_utils.causal_mask_function
-    mine = masking_utils.and_masks(causal, odd)
-    documents = masking_utils.packed_sequence_mask_function(DOCUMENTS)
-    one_of = masking_utils.or_masks(masking_utils.sliding_window_overlay(3), documents)
-    chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(BATCH, dtype=torch.long))
-    return {
-        "a function of the user": {"mask_function": odd},
-        "both": {"mask_function": mine},
-        "one of two": {"mask_function": one_of},
-        "chunks": {"mask_function": chunks},
-        "two windows": {
-            "mask_function": masking_utils.and_masks(
-                masking_utils.sliding_window_causal_mask_function(3), masking_utils.sliding_window_overlay(5)
-            )
-        },
-        "vmap": {"mask_function": mine, "use_vmap": True},
-    }
-
-
-@pytest.mark.parametrize("name", overlays())
-@pytest.mark.parametrize("side", [None, "left"])
-def test_what_no_rule_describes_is_evaluated(name: str, side: str | None) -> None:
-    mask = None if side is None else padding(8, side).bool()
-    options = {**arguments(PLACES["training"], masking_utils.causal_mask_function, mask), **overlays()[name]}
-    result = make_mask(**options, local_size=1)  # says that causality alone is not all
-    assert isinstance(result, Tensor) and torch.equal(result, dense(options))
+def odd(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """A function of the user."""
+    return (query + key) % 2 == 0
 
 
 def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
@@ -214,23 +187,17 @@ def sliding_window_overlay(sliding_window: int) -> Callable[..., Any]:
     return inner_mask
 
 
-def test_a_function_of_a_known_name_elsewhere_is_not_taken_for_it() -> None:
-    options = arguments(PLACES["training"], sliding_window_overlay(2), padding(8, "left").bool())
-    result = make_mask(**options, local_size=4, allow_is_bidirectional_skip=True)
-    assert isinstance(result, Tensor) and torch.equal(result, dense(options))
+class Window:
+    """A mask function without a closure or a name to read."""
 
+    __module__ = masking_utils.__name__
 
-def with_other_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of transformers with its closure's variables renamed, as a version to come may have them."""
-    code = function.__code__
-    names = tuple(f"{name}_" for name in code.co_freevars)
-    code = code.replace(co_freevars=names)
-    renamed = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
-    renamed.__module__, renamed.__qualname__ = function.__module__, function.__qualname__
-    return renamed
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key > query - 3
 
 
 def makers() -> dict[str, Callable[..., Any]]:
+    """A function by each maker of transformers whose closure is read."""
     causal, both = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
     result = {
         "and_masks": masking_utils.and_masks(causal, both),
@@ -244,28 +211,43 @@ def makers() -> dict[str, Callable[..., Any]]:
     return result
 
 
-@pytest.mark.parametrize("name", makers())
-def test_a_closure_of_other_names_is_evaluated(name: str) -> None:
-    function = makers()[name]
-    assert read_rule(function) is not None and read_rule(with_other_names(function)) is None
-    options = arguments(PLACES["training"], with_other_names(function), None)
-    result = make_mask(**options, local_size=1)
+def with_other_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of transformers with its closure's variables renamed, as a version to come may have them."""
+    code = function.__code__
+    names = tuple(f"{name}_" for name in code.co_freevars)
+    code = code.replace(co_freevars=names)
+    renamed = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+    renamed.__module__, renamed.__qualname__ = function.__module__, function.__qualname__
+    return renamed
+
+
+WINDOW = masking_utils.sliding_window_overlay
+MINE = masking_utils.and_masks(masking_utils.causal_mask_function, odd)
+UNKNOWN: dict[str, Callable[..., Any]] = {
+    "a function of the user": odd,
+    "both": MINE,
+    "vmap": MINE,
+    "one of two": masking_utils.or_masks(WINDOW(3), masking_utils.packed_sequence_mask_function(DOCUMENTS)),
+    "chunks": masking_utils.chunked_causal_mask_function(3, torch.zeros(BATCH, dtype=torch.long)),
+    "two windows": masking_utils.and_masks(masking_utils.sliding_window_causal_mask_function(3), WINDOW(5)),
+    "a known name elsewhere": sliding_window_overlay(2),
+    "a callable of another kind": Window(),
+    **{f"{name} of other names": with_other_names(function) for name, function in makers().items()},
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("side", [None, "left"])
+def test_what_no_rule_describes_is_evaluated(name: str, side: str | None) -> None:
+    mask = None if side is None else padding(8, side).bool()
+    options = {**arguments(PLACES["training"], UNKNOWN[name], mask), "use_vmap": name == "vmap"}
+    assert read_rule(UNKNOWN[name]) is None
+    result = make_mask(**options, local_size=1, allow_is_bidirectional_skip=True)  # causality alone is not all
     assert isinstance(result, Tensor) and torch.equal(result, dense(options))
 
 
-class Window:
-    """A mask function without a closure or a name to read."""
-
-    __module__ = masking_utils.__name__
-
-    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return key > query - 3
-
-
-def test_a_callable_of_another_kind_is_evaluated() -> None:
-    options = arguments(PLACES["training"], Window(), None)
-    result = make_mask(**options, local_size=1)
-    assert isinstance(result, Tensor) and torch.equal(result, dense(options))
+def test_closures_of_the_names_of_transformers_are_read() -> None:
+    assert all(read_rule(function) is not None for function in makers().values())
 
 
 def test_a_mask_passes_for_one_that_is_ready() -> None:
@@ -278,8 +260,11 @@ def test_a_mask_passes_for_one_that_is_ready() -> None:
     assert moved.padding is not None and moved.padding.device.type == "meta" and moved.used == 4
     assert (moved.shape, moved.is_causal, moved.window) == (mask.shape, True, None)
     assert repr(mask) == "LayerMask((2, 1, 4, 8), padding, used, is_causal=True, window=None)"
+    for index in ((..., slice(4)), (0, slice(None), slice(2, None), slice(None)), (slice(None),) * 3, 0):
+        with pytest.raises(TypeError, match="no values to index"):
+            mask[index]
     with pytest.raises(TypeError, match="no values to index"):
-        mask[:, :, :, :4]
+        mask[:, :, :2, :]
     with pytest.raises(TypeError):
         mask + 1  # type: ignore[operator]
 

@@ -30,48 +30,46 @@ def call(**options: Any) -> torch.Tensor:
     return attend(Layer(), **options)[0]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"indices": torch.zeros(1)}, NotImplementedError, "does not know indices, which Layer passes"),
-        ({"cache": object()}, NotImplementedError, "a paged cache, of continuous batching, is not read"),
-        ({"output_attentions": True}, NotImplementedError, "probabilities are never made"),
-        ({"sinks": torch.zeros(1)}, NotImplementedError, r"register\(ignored_arguments=\[\"sinks\"\]\)"),
-        ({"attention_mask": torch.ones(1, 6, 6)}, ValueError, r"shape \(1, 6, 6\); a layer needs 4 dims"),
-        ({"attention_mask": torch.ones(1, 1, 6, 6).int()}, TypeError, "dtype int32; with 4 dims it needs to be bool"),
-        ({"key": K[:, :, :4], "value": V[:, :, :4]}, ValueError, "6 queries and 4 keys"),
+REFUSED: dict[type[Exception], list[tuple[str, dict[str, Any]]]] = {
+    NotImplementedError: [
+        ("does not know indices, which Layer passes", {"indices": torch.zeros(1)}),
+        ("a paged cache, of continuous batching, is not read", {"cache": object()}),
+        ("probabilities are never made", {"output_attentions": True}),
+        (r"register\(ignored_arguments=\[\"sinks\"\]\)", {"sinks": torch.zeros(1)}),
+        ("sliding_window is 5 and attention_mask, None, has no window", {"sliding_window": 5}),
+        ("sliding_window is 4 .* of 6 keys it would forbid some", {"sliding_window": 4, "is_causal": False}),
         (
-            {"attention_mask": LayerMask((1, 1, 6, 7), is_causal=True)},
-            ValueError,
-            "attention_mask is for 6 queries and 7 keys; this layer has 6 and 6",
-        ),
-        ({"sliding_window": 5}, NotImplementedError, "sliding_window is 5 and attention_mask, None, has no window"),
-        (
-            {"sliding_window": 4, "is_causal": False},
-            NotImplementedError,
-            "sliding_window is 4 .* of 6 keys it would forbid some",
-        ),
-        (
-            {"sliding_window": 5, "attention_mask": LayerMask((1, 1, 6, 6), is_causal=True)},
-            NotImplementedError,
             r"attention_mask, LayerMask\(.*\), has no window",
-        ),
-        ({"cu_seq_lens_k": LIMITS}, ValueError, "cu_seq_lens_q is None"),
-        ({"query": Q.expand(2, -1, -1, -1), "cu_seq_lens_q": LIMITS}, ValueError, "a batch of 2; .* a batch of 1"),
-        (
-            {"cu_seq_lens_q": LIMITS, "attention_mask": torch.ones(1, 1, 6, 6).bool()},
-            ValueError,
-            r"attention_mask is a tensor of shape \(1, 1, 6, 6\), which does not go with it",
-        ),
-        ({"cu_seq_lens_q": LIMITS, "position_bias": torch.ones(1, 4, 6, 6)}, ValueError, "there is a bias"),
-        (
-            {"cu_seq_lens_q": LIMITS, "attention_mask": LayerMask((1, 1, 6, 6), is_causal=True, used=4)},
-            ValueError,
-            "the keys are those of a static cache",
+            {"sliding_window": 5, "attention_mask": LayerMask((1, 1, 6, 6), is_causal=True)},
         ),
     ],
-)
-def test_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    ValueError: [
+        (r"shape \(1, 6, 6\); a layer needs 4 dims", {"attention_mask": torch.ones(1, 6, 6)}),
+        ("6 queries and 4 keys", {"key": K[:, :, :4], "value": V[:, :, :4]}),
+        (
+            "attention_mask is for 6 queries and 7 keys; this layer has 6 and 6",
+            {"attention_mask": LayerMask((1, 1, 6, 7), is_causal=True)},
+        ),
+        ("cu_seq_lens_q is None", {"cu_seq_lens_k": LIMITS}),
+        ("a batch of 2; .* a batch of 1", {"query": Q.expand(2, -1, -1, -1), "cu_seq_lens_q": LIMITS}),
+        (
+            r"attention_mask is a tensor of shape \(1, 1, 6, 6\), which does not go with it",
+            {"cu_seq_lens_q": LIMITS, "attention_mask": torch.ones(1, 1, 6, 6).bool()},
+        ),
+        ("there is a bias", {"cu_seq_lens_q": LIMITS, "position_bias": torch.ones(1, 4, 6, 6)}),
+        (
+            "the keys are those of a static cache",
+            {"cu_seq_lens_q": LIMITS, "attention_mask": LayerMask((1, 1, 6, 6), is_causal=True, used=4)},
+        ),
+    ],
+    TypeError: [
+        ("dtype int32; with 4 dims it needs to be bool", {"attention_mask": torch.ones(1, 1, 6, 6).int()}),
+    ],
+}
+
+
+@pytest.mark.parametrize("error, message, options", [(error, *row) for error, rows in REFUSED.items() for row in rows])
+def test_refused(error: type[Exception], message: str, options: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
         call(**options)
 
@@ -257,11 +255,11 @@ def test_check_says_what_each_module_runs_on(counted: Counted) -> None:
     result = check(model, **inputs(model, "causal", "right"))
     assert result.complete
     (call,) = result.rows[0].calls
-    assert (call.forward, call.backward) == ("eager", "eager")
+    assert (call.forward, call.backward) == ("sdpa", "sdpa")
     assert call.problem.window_size == (4, -1) or call.problem.window_size == (4, 0)
     assert all(p.grad is None for p in model.parameters())
     with torch.no_grad():
-        assert str(check(model, **inputs(model, "causal"))).endswith("(MistralAttention): eager")
+        assert str(check(model, **inputs(model, "causal"))).endswith("(MistralAttention): sdpa")
     model.set_attn_implementation("sdpa")
     result = check(model)
     assert not result.complete and result.rows[0].problem is not None

@@ -41,9 +41,6 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
 
 
 def compare(name: str, side: str | None, counted: Counted, **changes: Any) -> None:
-    reason = lacks_interface(name)
-    if reason is not None:
-        pytest.skip(reason)
     model = make(name, **changes).train()
     family = FAMILIES[name]
     options = inputs(model, family.kind, side)
@@ -73,6 +70,9 @@ def test_as_eager_of_drawn_sizes(name: str, number: int, counted: Counted) -> No
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.kind == "causal"])
 def test_packed_documents(name: str, rows: int, counted: Counted) -> None:
     """Position ids that begin anew; a batch of one row is packed, of several rows each has intervals."""
+    reason = lacks_interface(name)
+    if reason is not None:
+        pytest.skip(reason)
     model = make(name).train()
     options = {key: x[:rows] for key, x in inputs(model, "causal").items()}
     options |= {"position_ids": POSITIONS.expand(rows, -1), "use_cache": False}
@@ -111,9 +111,6 @@ def test_packed_documents_that_a_collator_describes(name: str, limits_are: torch
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss", "t5", "swin"])
 def test_checkpointing(name: str, reentrant: bool, counted: Counted) -> None:
-    reason = lacks_interface(name)
-    if reason is not None:
-        pytest.skip(reason)
     model = make(name).train()
     options = inputs(model, FAMILIES[name].kind, None if name == "swin" else "right")
     wanted = step(model, options, "eager")
@@ -140,9 +137,6 @@ def test_masks_of_the_user(form: str, counted: Counted) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "t5"])
 def test_autocast(name: str, counted: Counted) -> None:
-    reason = lacks_interface(name)
-    if reason is not None:
-        pytest.skip(reason)
     model = make(name, torch.float32).train()
     options = inputs(model, FAMILIES[name].kind, "right")
     exact = step(model, options, "eager").loss
@@ -158,9 +152,6 @@ def test_autocast(name: str, counted: Counted) -> None:
 
 def test_a_bias_is_converted_once(counted: Counted) -> None:
     """T5's bias comes with a last stride that is not 1; all layers of a stack receive one contiguous tensor."""
-    reason = lacks_interface("t5")
-    if reason is not None:
-        pytest.skip(reason)
     model = make("t5").train()
     step(model, inputs(model, "seq2seq", "right"), "dmattn")
     biases = [call["bias"] for call in counted.calls]
@@ -208,9 +199,6 @@ FEELS = {
 def test_a_dropped_argument_is_noticed(argument: str, counted: Counted) -> None:
     """The comparison above sees each argument: without it the errors are far beyond the limits."""
     name = FEELS[argument]
-    reason = lacks_interface(name)
-    if reason is not None:
-        pytest.skip(reason)
     model = make(name).train()
     options = inputs(model, FAMILIES[name].kind, "right" if argument == "mask" else None)
     wanted = step(model, options, "eager")

@@ -221,14 +221,14 @@ CU = torch.tensor([0, 3, 6])
 
 from_tree = PreparedMask.from_tree
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no tensor": (lambda: from_tree([[True]]), TypeError, "tree is a list and must be a torch.bool tensor"),
-    "dtype": (lambda: from_tree(torch.ones(1, 2, 2)), TypeError, "tree has dtype torch.float32 and must be"),
+    "no tensor": (lambda: from_tree([[True]]), TypeError, "tree is a list; it needs to be a torch.bool tensor"),
+    "dtype": (lambda: from_tree(torch.ones(1, 2, 2)), TypeError, "tree has dtype torch.float32; it needs to be"),
     "rank": (
         lambda: from_tree(torch.ones(2, 2) > 0),
         ValueError,
-        "tree has shape (2, 2) and must be (sequences or 1, new tokens, new tokens)",
+        "tree has shape (2, 2); it needs to be (sequences or 1, new tokens, new tokens)",
     ),
-    "not square": (lambda: from_tree(torch.ones(1, 2, 3) > 0), ValueError, "tree has shape (1, 2, 3) and must be"),
+    "not square": (lambda: from_tree(torch.ones(1, 2, 3) > 0), ValueError, "tree has shape (1, 2, 3); it needs to be"),
     "no sequences": (
         lambda: attention(Q, Q, Q, TREE),
         ValueError,

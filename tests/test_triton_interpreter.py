@@ -75,6 +75,10 @@ def test_entries_that_a_part_of_the_batch_shares(name: str) -> None:
     assert "2 passed, 0 failed" in interpret("interpreted_triton.py", "leading", name)
 
 
+def test_head_dims_above_256() -> None:
+    assert "39 passed, 0 failed" in interpret("interpreted_triton.py", "wide heads")
+
+
 @pytest.mark.parametrize("what", ("strides", "entries"))
 def test_offsets_beyond_int32(what: str) -> None:
     interpret("interpreted_far.py", what)

@@ -187,3 +187,50 @@ def test_explain_announces_no_copy_where_a_bool_mask_is_read_as_it_is(seqlen_k: 
     mask = torch.empty(1, 1, 1, seqlen_k, dtype=torch.bool, device="meta")
     problem = flash_dmattn.explain(q, k, k, mask).problem._replace(device="cuda", arch="sm_90")
     assert any("order of kept keys" in note for note in BACKEND.notes(problem)) is copies
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "refusals"),
+    [
+        (256, torch.float32, ((), ())),
+        (264, torch.float32, ((), ("fp32_head_dim",))),
+        (512, torch.bfloat16, ((), ())),
+        (520, torch.bfloat16, (("head_dim",), ("head_dim",))),
+    ],
+)
+def test_head_dims_that_the_rules_take(
+    head_dim: int, dtype: torch.dtype, refusals: tuple[tuple[str, ...], tuple[str, ...]]
+) -> None:
+    """In fp32 the backward pass refuses what the forward pass takes."""
+    x = torch.empty(1, 2048, 8, head_dim, dtype=dtype, device="meta")
+    problem = flash_dmattn.explain(x, x, x).problem._replace(device="cuda", arch="sm_90")
+    for direction, codes in zip(("forward", "backward"), refusals, strict=True):
+        assert tuple(reason.code for reason in BACKEND.broken_rules(problem, (direction,))) == codes
+    slow = [reason.code for reason in BACKEND.unmet(BACKEND.auto_rules, problem, ("forward",))]
+    assert slow == (["fp32_head_dim_is_slow"] if head_dim == 264 else [])
+
+
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_a_launch_for_dk_and_one_for_dv_above_256(head_dim: int) -> None:
+    """dbias goes with dk, and each launch has a tile of its own."""
+    from compiled_triton import Variant, run_plans
+
+    from flash_dmattn.triton_kernels.backward_keys import NO_DBIAS, STORE
+    from flash_dmattn.triton_kernels.tile_table import tile_of
+
+    launched: list[dict[str, Any]] = []
+
+    def record(launch: Any, *tensors: Any) -> None:
+        if launch.kernel.__name__ == "backward_keys_kernel":
+            launched.append(dict(zip(launch.kernel.arg_names[-len(launch.rest) :], launch.rest, strict=True)))
+
+    full = ("B", "Hq", "Lq", "Lk")
+    run_plans(Variant(head_dim=head_dim, bias=full, seqlen_q=512, seqlen_k=512).call("sm_90"), record)
+    made = [(x["NEED_K"], x["NEED_V"], x["DBIAS"]) for x in launched]
+    if head_dim == 256:
+        assert made == [(True, True, STORE.value)]
+        return
+    assert made == [(True, False, STORE.value), (False, True, NO_DBIAS.value)]
+    kinds = {"mask": 0, "bias": 3, "bias_tma": False}
+    rows = [tile_of(name, torch.bfloat16, 512, "sm_90", **kinds) for name in ("keys", "values")]
+    assert [(x["BLOCK_M"], x["BLOCK_N"]) for x in launched] == [(tile.block_m, tile.block_n) for tile in rows]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.masks.prepared.operators import KeyForm, prepared_view
-from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, heads_as_rows, keys_of_query
+from flash_dmattn.masks.prepared.operators import prepared_view
+from flash_dmattn.problem import Flags, Gradients, MaskChoice, MaskView, NeedsGrad, heads_as_rows, keys_of_query
 from flash_dmattn.remembered import Remembered
 
 from .kernel_launch import is_current_device as is_current_device
@@ -18,6 +18,7 @@ from .plan import MOST_FEW_KEYS, Call, takes_tf32
 from .plan_backward import plan_backward
 from .plan_forward import plan_forward
 from .plan_short import plan_short_backward, plan_short_forward
+from .preferred_tiles import on_change
 from .short_calls import ShortCall
 
 
@@ -193,6 +194,7 @@ def _out_in_fp32(
 # Plans of calls with and without sequences, keyed by everything that decides a launch. A plan must not keep references
 # to the tensors of the call that it was made for.
 plans: Remembered[Callable[..., Any]] = Remembered(4096)
+on_change.append(plans.clear)
 
 
 def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -211,4 +213,4 @@ def unit_rows(x: Tensor) -> Tensor:
 
 
 def _packed(mask: Tensor, seqlen_q: int, seqlen_k: int, flags: Flags) -> MaskView:
-    return prepared_view(mask, seqlen_q, seqlen_k, flags.window, KeyForm("keys"))
+    return prepared_view(mask, seqlen_q, seqlen_k, flags.window, MaskChoice("keys"))

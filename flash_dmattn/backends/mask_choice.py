@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, MaskForm, MaskView, SequenceView, hinted
+from ..problem import AttentionProblem, MaskChoice, MaskView, SequenceView, hinted
 from ..problem.inputs import Inputs, Saved
 from .protocol import Backend, Backward, Direction, Forward
 
@@ -20,18 +20,8 @@ _NONE = MaskView()
 PACKS_BESIDE_SEQUENCES = True
 # Up to so many queries or keys have few tiles, and skipping some of them saves less than packing the mask costs.
 FEW_QUERIES, FEW_KEYS = 16, 128
-
-
-class MaskChoice(NamedTuple):
-    """The form of a mask that the passes of a call read.
-
-    Attributes:
-        form: see `MaskForm`.
-        reorder: for the form "intervals": whether kept keys come first.
-    """
-
-    form: MaskForm = "none"
-    reorder: bool = False
+# Below so many heads tiles of few kept keys are too few programs for kernels that can gather keys instead.
+FEW_HEADS = 8
 
 
 def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend | None) -> MaskChoice:
@@ -71,13 +61,18 @@ def prepared_form(problem: AttentionProblem, gathers: bool) -> MaskChoice:
     p = problem
     if p.mask is None or not p.mask.broadcast()[2]:
         return MaskChoice("tiles")
-    from ..masks.prepared.operators import key_form  # importing flash_dmattn does not need it
+    from ..masks.prepared import operators  # importing flash_dmattn does not need it
 
-    mask_heads = 1 if p.mask.broadcast()[1] else p.mask.shape[1]
-    per_score = "score" in (p.bias_class, p.dbias_class) or p.dropout_p > 0
-    sizes = (mask_heads, p.batch, p.seqlen_q, p.num_heads, p.num_heads_k)
-    chosen = key_form(*sizes, bias_is_per_score=per_score, gathers=gathers)
-    return MaskChoice(chosen.form, chosen.reorder)
+    if gathers and p.seqlen_q < operators.FEW_QUERIES:
+        return MaskChoice("keys")
+    if reads_scores(p) or p.dropout_p > 0:
+        return MaskChoice("tiles")
+    # k and v cannot follow several orders at once.
+    has_one_order = p.mask.broadcast()[1] or p.mask.shape[1] == p.num_heads_k
+    reorder = bool(has_one_order and p.seqlen_q * (p.num_heads // p.num_heads_k) >= operators.ORDER_FROM)
+    if gathers and reorder and p.batch * p.num_heads < FEW_HEADS:
+        return MaskChoice("keys")
+    return MaskChoice("intervals", reorder)
 
 
 def packs_beside_sequences(problem: AttentionProblem) -> bool:
@@ -119,24 +114,23 @@ def view_of(
     if choice.form == "dense":
         return MaskView("dense", (mask,))
     if choice.form == "sequence_tiles":
-        from ..masks.prepared.operators import prepared_beside  # importing flash_dmattn does not need it
+        from ..masks.prepared.operators import pack_beside  # importing flash_dmattn does not need it
 
-        assert sequences is not None
-        return prepared_beside(problem, mask, sequences)
-    from ..masks.prepared.operators import KeyForm, prepared_view  # likewise
+        spec, packing = problem.sequences, problem.flags.mask_packing
+        assert spec is not None and sequences is not None
+        return MaskView("sequence_tiles", tuple(pack_beside(mask, sequences.bounds, packing, spec, problem.window)))
+    from ..masks.prepared.operators import prepared_view  # likewise
 
-    form = KeyForm(choice.form, choice.reorder)  # type: ignore[arg-type]  # "none" and "tree" are no forms of a tensor
-    return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, form)
+    return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, choice)
 
 
 def plan_packing(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Tensor], MaskView] | None:
     """Return a function that packs the bool masks of a class of unwatched calls, or None if they are not packed."""
     if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
         return None
-    from ..masks.prepared.operators import KeyForm, plan_prepare  # importing flash_dmattn does not need it
+    from ..masks.prepared.operators import plan_prepare  # importing flash_dmattn does not need it
 
-    form = KeyForm(choice.form, choice.reorder)
-    return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, form)
+    return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, choice)
 
 
 def convert(

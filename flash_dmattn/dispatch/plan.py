@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..backends.mask_choice import MaskChoice, backward_of, choose_form, forward_of, plan_packing
+from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_packing
 from ..backends.protocol import Backend, Backward, Forward
-from ..problem import AttentionProblem, MaskView, NeedsGrad, SequenceView, spec_of
+from ..problem import AttentionProblem, MaskChoice, MaskView, NeedsGrad, SequenceView, spec_of
 from ..problem.inputs import Parts, Saved
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks

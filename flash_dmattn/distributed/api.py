@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, cast, overload
 import torch
 from torch import Tensor
 
-from ..api import attention
+from ..call import prepare_call, run_call
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
 from ..problem import Numbers, refuse_keywords
-from .call import ParallelCall, Request, Tensors, choose_backends
+from .call import ParallelCall, Request, choose_backends
 from .exchange import sum_dtype
 from .group import Group, agree, groups_of, next_number, refuse_together
 from .layout import SequenceLayout
@@ -177,18 +177,24 @@ def context_parallel_attention(
         refuse_keywords(context_parallel_attention, unknown)
     groups = groups_of(group)
     numbers = Numbers(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
-    tensors, more = Tensors(q, k, v, mask, bias, sink), (reduce_bias_grad, exchange_dtype, numbers)
-    request = Request(tensors, groups, layout, layout_k, strategy, head_groups, *more, sequences is not None)
-    if torch.compiler.is_compiling():
+    is_compiling = torch.compiler.is_compiling()
+    options = (strategy, head_groups, reduce_bias_grad, exchange_dtype, numbers, sequences is not None)
+    number = 0 if is_compiling else next_number(groups)
+    request = Request(q, k, v, mask, bias, sink, groups, layout, layout_k, *options, number)
+    if is_compiling:
         # A refusal is raised on this rank alone: nothing can be sent while a graph is traced.
-        call = request.describe(0)
+        call = request.describe()
         pair = choose_backends(call, backend)
     else:
         call, pair = _prepare_together(request, backend)
+    q, k, v = call.request[:3] if call.trade is None else call.trade.to_heads(*call.request[:3])
     mask, bias, sink = _read_tensors(call)
-    q, k, v = call.tensors[:3] if call.trade is None else call.trade.to_heads(*call.tensors[:3])
-    if call.strategy == "ulysses":
-        out, lse = _attend_heads(call, backend, q, k, v, cast("Tensor | None", mask), bias, sink)
+    if call.trade is not None and call.strategy == "ulysses":
+        heads = call.trade.heads
+        mask, bias = (None if x is None else heads.cut(cast(Tensor, x)) for x in (mask, bias))
+        sink = None if sink is None else sink[heads.of(call.problem.num_heads)]
+        own = prepare_call(q, k, v, mask, bias, sink, None, numbers._replace(return_lse=True))
+        out, lse = run_call(own, backend)
     else:
         out, lse = attend_gathered(call, pair, q, k, v, mask, bias, sink)
     if call.trade is not None:
@@ -201,7 +207,7 @@ def context_parallel_attention(
 def _prepare_together(request: Request, backend: BackendChoice) -> tuple[ParallelCall, Selection]:
     """Prepare the call on every rank, or raise the error of one rank on all of them."""
     try:
-        call = request.describe(next_number(request.groups))
+        call = request.describe()
         pair = choose_backends(call, backend)
         shared = call.shared(pair)
     except Exception as error:  # of every kind: the other ranks wait for this one, whatever it was
@@ -213,6 +219,7 @@ def _prepare_together(request: Request, backend: BackendChoice) -> tuple[Paralle
 def _read_tensors(call: ParallelCall) -> tuple[Tensor | ShardedMask | None, Tensor | None, Tensor | None]:
     """Return mask, bias and sink as the slices read them: with all keys, in fp32 where their gradient is a sum."""
     mask, bias, sink, needs = call.mask, call.bias, call.sink, call.problem.needs_grad
+    reduces, number = call.request.reduce_bias_grad, call.request.number
     if call.mask_needs_keys:
         mask = gather_keys(cast(Tensor, mask), call.route)
     if bias is not None and bias.shape[2] == 1:
@@ -220,39 +227,9 @@ def _read_tensors(call: ParallelCall) -> tuple[Tensor | ShardedMask | None, Tens
             bias = bias.to(sum_dtype(bias.dtype))
         if call.bias_needs_keys:
             bias = gather_keys(bias, call.route)
-        elif needs.bias and call.reduce_bias_grad:
-            bias = sum_gradient(bias, call.members, call.number)
+        elif needs.bias and reduces:
+            bias = sum_gradient(bias, call.members, number)
     if sink is not None and needs.sink:
         sink = sink.to(sum_dtype(sink.dtype))
-        sink = sum_gradient(sink, call.members, call.number) if call.reduce_bias_grad else sink
+        sink = sum_gradient(sink, call.members, number) if reduces else sink
     return mask, bias, sink
-
-
-def _attend_heads(
-    call: ParallelCall,
-    backend: BackendChoice,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return out and lse of this rank's heads, by one ordinary call over all positions."""
-    p, trade = call.problem, call.trade
-    assert trade is not None
-    return attention(
-        q,
-        k,
-        v,
-        trade.cut(mask),
-        trade.cut(bias),
-        is_causal=p.is_causal,
-        window_size=p.window_size,
-        softmax_scale=p.softmax_scale,
-        softcap=p.softcap,
-        deterministic=p.deterministic,
-        return_lse=True,
-        backend=backend,
-        sink=None if sink is None else sink[trade.own(p.num_heads)],
-    )

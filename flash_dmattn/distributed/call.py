@@ -20,29 +20,18 @@ from ..validation import describe, follow_autocast
 from .exchange import CLEAR_SHARE, Route, length_of, runs_read, share_moved, sum_dtype
 from .group import Members, Shared, check_layout
 from .layout import SequenceLayout
-from .rows import head_groups, slice_problem
-from .slices import ShardedMask, Slice, plan
+from .rows import slice_problem
+from .slices import HeadGroup, ShardedMask, Slice, plan
 from .transfers import HeadTrade, check_heads, choose_strategy, sum_gradient
-
-
-class Tensors(NamedTuple):
-    """The tensors of a rank's call."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | ShardedMask | None
-    bias: Tensor | None
-    sink: Tensor | None
 
 
 class ParallelCall(NamedTuple):
     """One call as its rank has it, checked.
 
     Attributes:
-        problem: the rank's rows over all keys, as one ordinary call; strides of k and v are of no account.
+        problem: the rank's rows over all keys, as one ordinary call; the strides of k and v have no meaning.
+        request: the arguments, with q, k and v in the dtype of autocast.
         members, layout, layout_k: of the group that gathers keys or, for "ulysses" over one group, trades heads.
-        tensors: as the caller passed them, in the dtype of autocast.
         mask: None, 4-D bool, or sharded by rows and prepared. Over a mesh of two dims mask, bias and sink have this
             rank's heads.
         bias: None or 4-D.
@@ -52,16 +41,13 @@ class ParallelCall(NamedTuple):
         head_groups: in how many groups of key-value heads "gather" goes, one after the other.
         sends_parts: whether ranks of "gather" send each other the keys that are read; else all get all of them.
         trade: how heads are traded for positions: with "ulysses", and over the inner dim of a mesh of two; else None.
-        reduce_bias_grad, exchange_dtype: as the caller passed them.
-        number: counts the calls over its groups, so that ranks know each other's backward passes; 0 in a compiled
-            graph.
     """
 
     problem: AttentionProblem
+    request: Request
     members: Members
     layout: SequenceLayout
     layout_k: SequenceLayout
-    tensors: Tensors
     mask: Tensor | ShardedMask | None
     bias: Tensor | None
     sink: Tensor | None
@@ -72,15 +58,12 @@ class ParallelCall(NamedTuple):
     head_groups: int
     sends_parts: bool
     trade: HeadTrade | None
-    reduce_bias_grad: bool
-    exchange_dtype: torch.dtype | None
-    number: int
 
     @property
     def route(self) -> Route:
         """Between which ranks keys travel, and which."""
         over = (self.members.name, self.members.rank, self.layout.flat, self.layout_k.flat)
-        return Route(*over, *self.problem.window, self.sends_parts, self.number)
+        return Route(*over, *self.problem.window, self.sends_parts, self.request.number)
 
     @property
     def slices(self) -> tuple[Slice, ...]:
@@ -95,41 +78,22 @@ class ParallelCall(NamedTuple):
             return self.layout_k.length
         return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window))
 
-    def _head_problem(self) -> AttentionProblem:
-        """Describe the one call that each rank of "ulysses" makes: all positions of its heads."""
-        p, size, trade = self.problem, self.members.size, self.trade
-        heads, heads_k, seqlen_q = p.num_heads // size, max(1, p.num_heads_k // size), self.layout.length
-
-        def cut(spec: TensorSpec | None) -> TensorSpec | None:
-            if spec is None or trade is None:
-                return spec
-            part = trade.own(spec.shape[1])
-            return spec._replace(shape=(spec.shape[0], part.stop - part.start, *spec.shape[2:]))
-
-        return p._replace(
-            seqlen_q=seqlen_q,
-            num_heads=heads,
-            num_heads_k=heads_k,
-            q_strides=unpacked_spec((p.batch, seqlen_q, heads, p.head_dim)).strides,
-            k_strides=unpacked_spec((p.batch, p.seqlen_k, heads_k, p.head_dim)).strides,
-            v_strides=unpacked_spec((p.batch, p.seqlen_k, heads_k, p.head_dim_v)).strides,
-            mask=cut(p.mask),
-            bias=cut(p.bias),
-        )
-
     def problems(self) -> list[AttentionProblem]:
         """Return the different problems among the calls of all ranks. One choice of backends has to serve them all."""
-        if self.strategy == "ulysses":
-            return [self._head_problem()]
-        heads = head_groups(self.problem.num_heads_k, self.head_groups)[0]  # the others are like it
+        p = self.problem
+        if self.trade is not None and self.strategy == "ulysses":  # all positions of the heads of a rank
+            one = slice_problem(p, self.slices[0], self.trade.heads, self.layout_k.length)
+            strides = unpacked_spec((p.batch, one.seqlen_q, one.num_heads, p.head_dim)).strides
+            return [one._replace(q_strides=strides, is_causal=p.is_causal, window_size=p.window_size)]
         # Dynamo of torch 2.11 sorts by numbers alone, not by tuples.
         parts = dict.fromkeys(
             (part._replace(row=0, row_stop=part.seqlen_q), self.keys_held(rank))
             for rank in range(self.members.size)
-            for part in plan(self.layout, rank, self.layout_k.length, self.problem.window)
+            for part in plan(self.layout, rank, self.layout_k.length, p.window)
         )
         ordered = sorted(sorted(parts, key=lambda each: each[0].stop), key=lambda each: each[0].row_stop)
-        return [slice_problem(self.problem, part, heads, held) for part, held in ordered]
+        heads = HeadGroup(0, self.head_groups)  # the other groups are like it
+        return [slice_problem(p, part, heads, held) for part, held in ordered]
 
     def shared(self, pair: Selection) -> Shared:
         """Return in words all that has to be the same on every rank."""
@@ -155,8 +119,8 @@ class ParallelCall(NamedTuple):
             "deterministic": p.deterministic,
             "return_lse": p.return_lse,
             "requires_grad": ", ".join(needed) or "nothing",
-            "reduce_bias_grad": self.reduce_bias_grad,
-            "exchange_dtype": self.exchange_dtype,
+            "reduce_bias_grad": self.request.reduce_bias_grad,
+            "exchange_dtype": self.request.exchange_dtype,
             "backends": tuple([None if one is None else one.name for one in pair]),
         }
         return tuple((name, str(value)) for name, value in values.items())
@@ -166,14 +130,19 @@ class Request(NamedTuple):
     """The arguments of a call as one rank has them, not checked yet.
 
     Attributes:
-        tensors: of this rank.
         groups: the one group, or the inner one and the outer one of a mesh of two dims.
-        layout, layout_k, strategy, head_groups, reduce_bias_grad, exchange_dtype: as the caller passed them.
         numbers: the arguments that are as in `attention`.
         has_sequences: whether sequences were passed.
+        number: of the call over the groups, 0 in a compiled graph.
+        The others: as the caller passed them.
     """
 
-    tensors: Tensors
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | ShardedMask | None
+    bias: Tensor | None
+    sink: Tensor | None
     groups: tuple[Members, ...]
     layout: SequenceLayout
     layout_k: SequenceLayout | None
@@ -183,20 +152,17 @@ class Request(NamedTuple):
     exchange_dtype: torch.dtype | None
     numbers: Numbers
     has_sequences: bool
+    number: int
 
-    def describe(self, number: int) -> ParallelCall:
+    def describe(self) -> ParallelCall:
         """Check the arguments, and make the call of the group that gathers keys; nothing is sent or computed.
-
-        Args:
-            number: of the call over the groups, 0 in a compiled graph.
 
         Raises:
             TypeError, ValueError: as `attention`, of the rank's rows over all keys; and what does not fit the layouts.
         """
         is_mesh = len(self.groups) == 2
         check_layout(self.layout, math.prod([one.size for one in self.groups]), "mesh" if is_mesh else "group")
-        q, k, v = follow_autocast(*self.tensors[:3])
-        request = self._replace(tensors=self.tensors._replace(q=q, k=k, v=v))
+        q, k, v = follow_autocast(self.q, self.k, self.v)
         if self.has_sequences:
             raise ValueError(
                 "sequences is set; context parallelism shares one sequence: pass a mask of its documents, "
@@ -205,8 +171,14 @@ class Request(NamedTuple):
         if self.numbers.dropout_p != 0:
             raise ValueError(f"dropout_p is {self.numbers.dropout_p!r}; context_parallel_attention has no dropout")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
-        call = request._over_mesh(number) if is_mesh else request._over_group(number)
-        call = call._replace(tensors=request.tensors, number=number)
+        if is_nested(q):
+            raise ValueError(
+                "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
+            )
+        if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+            describe(q, k, v, None, None, None, self.numbers)  # it says what is wrong
+        request = self._replace(q=q, k=k, v=v)
+        call = request._over_mesh() if is_mesh else request._over_group(request)
         dtype = call.problem.dtype
         if self.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
             raise ValueError(
@@ -214,7 +186,7 @@ class Request(NamedTuple):
             )
         return call
 
-    def _over_mesh(self, number: int) -> ParallelCall:
+    def _over_mesh(self) -> ParallelCall:
         """Make the call over the outer group: q, k and v without memory, and this rank's heads of the rest."""
         if self.strategy != "auto":
             raise ValueError(
@@ -222,63 +194,58 @@ class Request(NamedTuple):
             )
         inner, outer = self.groups
         joined, within = self.layout.joined(inner.size)
-        q, k, v, mask, bias, sink = self.tensors
-        layout_k = _check_layouts(q, k, v, Members("", self.layout.world_size, 0), self.layout, self.layout_k)
-        request = self._replace(groups=(outer,), layout=joined, layout_k=None, strategy="gather")
-        if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
-            return request._over_group(number)  # whose validation names what is wrong
-        joined_k, within_k = layout_k.joined(inner.size)
+        q, k, v, mask, bias, sink = self[:6]
+        joined_k, within_k = self._check_layouts(self.layout.world_size).joined(inner.size)
         size, heads = inner.size, q.shape[2]
         check_heads(heads, k.shape[2], size)
-        trade = HeadTrade(inner, within[outer.rank], within_k[outer.rank], heads, k.shape[2], number)
+        trade = HeadTrade(inner, within[outer.rank], within_k[outer.rank], k.shape[2], self.number)
 
         def traded(x: Tensor) -> Tensor:
-            shape = (x.shape[0], x.shape[1] * size, max(1, x.shape[2] // size), x.shape[3])
-            return x.detach().new_empty((1, 1, 1, 1)).requires_grad_(x.requires_grad).expand(shape)
+            return _without_memory(x, x.shape[0], x.shape[1] * size, max(1, x.shape[2] // size), x.shape[3])
 
         def summed(x: Tensor, is_shared: bool) -> Tensor:
             if not (is_shared and self.reduce_bias_grad and x.requires_grad):
                 return x
-            return sum_gradient(x.to(sum_dtype(x.dtype)), inner, number)
+            return sum_gradient(x.to(sum_dtype(x.dtype)), inner, self.number)
+
+        def own_heads(name: str, x: Tensor) -> Tensor:
+            if x.shape[1] not in (1, k.shape[2], heads):
+                raise ValueError(f"{name} has {x.shape[1]} heads; it needs 1, {k.shape[2]} or {heads}")
+            return trade.heads.cut(x)
 
         if isinstance(mask, ShardedMask) and mask.heads > 1:
             raise ValueError(f"mask was prepared with {mask.heads} heads; over a mesh of two dims it needs to have one")
         if isinstance(mask, Tensor) and mask.dim() in (2, 3, 4):
-            mask = trade.cut(as_scores(mask))
+            mask = own_heads("mask", as_scores(mask))
         if isinstance(bias, Tensor) and bias.dim() in (2, 3, 4):
-            bias = trade.cut(summed(as_scores(bias), as_scores(bias).shape[2] == 1))
+            bias = own_heads("bias", summed(as_scores(bias), as_scores(bias).shape[2] == 1))
         if isinstance(sink, Tensor) and sink.shape == (heads,):
-            sink = summed(sink, True)[trade.own(heads)]
-        tensors = Tensors(traded(q), traded(k), traded(v), mask, bias, sink)
-        call = request._replace(tensors=tensors, layout_k=joined_k)._over_group(number)
-        return call._replace(trade=trade)
+            sink = summed(sink, True)[trade.heads.of(heads)]
+        request = self._replace(groups=(outer,), layout=joined, layout_k=joined_k, strategy="gather")
+        request = request._replace(q=traded(q), k=traded(k), v=traded(v), mask=mask, bias=bias, sink=sink)
+        return request._over_group(self)._replace(trade=trade)
 
-    def _over_group(self, number: int) -> ParallelCall:
-        """Make the call over one group."""
-        q, k, v, mask, bias, sink = self.tensors
+    def _over_group(self, passed: Request) -> ParallelCall:
+        """Make the call over one group; q, k and v of `passed` say whether they need gradients."""
+        q, k, v, mask, bias, sink = self[:6]
         (members,) = self.groups
-        if is_nested(q):
-            raise ValueError(
-                "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
-            )
-        layout = self.layout
-        layout_k = _check_layouts(q, k, v, members, layout, self.layout_k)
+        layout, layout_k = self.layout, self._check_layouts(members.size)
         mask_needs_keys, every_mask = _with_all_keys(mask, layout_k)
         bias_needs_keys, every_bias = _with_all_keys(bias, layout_k)
         numbers = self.numbers
         if isinstance(mask, ShardedMask):
             numbers = _check_sharded(mask, numbers, members, layout, layout_k)
-            shape = (mask.batch, mask.heads, layout.local_length, layout_k.length)
-            every_mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=mask.device).expand(shape)
+            no_mask = torch.empty(0, dtype=torch.bool, device=mask.device)
+            every_mask = _without_memory(no_mask, mask.batch, mask.heads, layout.local_length, layout_k.length)
         elif isinstance(mask, PreparedMask):
             raise TypeError(
                 f"mask is a {type(mask).__name__}, of whole rows; context parallelism needs one of "
                 "flash_dmattn.distributed.ShardedMask.from_mask, or a bool tensor of this rank's rows"
             )
-        every_k, every_v = (_lengthened(x, layout_k.length) for x in (k, v))
+        every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
         problem, _, _ = describe(q, every_k, every_v, every_mask, every_bias, sink, numbers)
         if torch.is_grad_enabled():
-            needs = (x is not None and x.requires_grad for x in (q, k, v, bias, sink))
+            needs = (x is not None and x.requires_grad for x in (*passed[:3], bias, sink))
             problem = problem._replace(needs_grad=NeedsGrad(*needs))
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask
         bias = None if bias is None else as_scores(bias)
@@ -288,14 +255,14 @@ class Request(NamedTuple):
         share = share_moved(layout, layout_k, problem.window)
         share = share if share <= CLEAR_SHARE else 1.0
         has_rows = isinstance(mask, ShardedMask) or any(isinstance(x, Tensor) and x.shape[2] > 1 for x in (mask, bias))
-        heads = (problem.num_heads, problem.num_heads_k)
+        heads = problem.num_heads, problem.num_heads_k
         strategy, why = choose_strategy(self.strategy, *heads, members.size, has_rows, share)
         return ParallelCall(
             problem,
+            passed,
             members,
             layout,
             layout_k,
-            self.tensors,
             mask,
             bias,
             sink,
@@ -305,44 +272,35 @@ class Request(NamedTuple):
             why,
             _check_head_groups(self.head_groups, problem, bias),
             strategy == "gather" and share < 1,
-            HeadTrade(members, layout, layout_k, *heads, number) if strategy == "ulysses" else None,
-            self.reduce_bias_grad,
-            self.exchange_dtype,
-            number,
+            HeadTrade(members, layout, layout_k, problem.num_heads_k, self.number) if strategy == "ulysses" else None,
         )
 
-
-def _check_layouts(
-    q: Tensor, k: Tensor, v: Tensor, members: Members, layout: SequenceLayout, layout_k: SequenceLayout | None
-) -> SequenceLayout:
-    """Return the layout of keys; `describe` names what is no tensor of four dims."""
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
-        return layout
-    if layout_k is None:
-        if k.shape[1] != q.shape[1]:
-            raise ValueError(
-                f"k has {k.shape[1]} rows and q has {q.shape[1]}; layout_k needs to be the layout of the keys, not None"
-            )
-        layout_k = layout
-    if not isinstance(layout_k, SequenceLayout):
-        raise TypeError(f"layout_k is a {type(layout_k).__name__}; it needs to be a SequenceLayout")
-    if layout_k.world_size != members.size:
-        raise ValueError(f"layout_k is for {layout_k.world_size} ranks; it needs the {members.size} of the group")
-    for name, x, own in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
-        if x.shape[1] != own.local_length:
-            raise ValueError(
-                f"{name} has {x.shape[1]} rows; it needs the {own.local_length} that each of {members.size} ranks has "
-                f"of {own.length}: layout.shard({name}, 1, rank) takes them"
-            )
-    return layout_k
+    def _check_layouts(self, size: int) -> SequenceLayout:
+        """Return the layout of the keys."""
+        q, k, v, layout, layout_k = self.q, self.k, self.v, self.layout, self.layout_k
+        if layout_k is None:
+            if k.shape[1] != q.shape[1]:
+                raise ValueError(
+                    f"k has {k.shape[1]} rows and q has {q.shape[1]}; layout_k needs to be the layout of the keys, not "
+                    "None"
+                )
+            layout_k = layout
+        if not isinstance(layout_k, SequenceLayout):
+            raise TypeError(f"layout_k is a {type(layout_k).__name__}; it needs to be a SequenceLayout")
+        if layout_k.world_size != size:
+            raise ValueError(f"layout_k is for {layout_k.world_size} ranks; it needs the {size} of the group")
+        for name, x, own in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
+            if x.shape[1] != own.local_length:
+                raise ValueError(
+                    f"{name} has {x.shape[1]} rows; it needs the {own.local_length} that each of {size} ranks has of "
+                    f"{own.length}: layout.shard({name}, 1, rank) takes them"
+                )
+        return layout_k
 
 
-def _lengthened(x: Tensor, length: int) -> Tensor:
-    """Return a tensor of all keys in the place of a rank's k or v, without memory."""
-    if not isinstance(x, Tensor) or x.dim() != 4:
-        return x
-    batch, _, heads, dim = x.shape
-    return x.detach().new_empty((1, 1, 1, 1)).expand(batch, length, heads, dim)
+def _without_memory(like: Tensor, *shape: int) -> Tensor:
+    """Return a tensor of 4 dims that stands for one with values."""
+    return like.detach().new_empty((1, 1, 1, 1)).expand(shape)
 
 
 def _with_all_keys(x: Any, layout_k: SequenceLayout) -> tuple[bool, Any]:
@@ -350,11 +308,10 @@ def _with_all_keys(x: Any, layout_k: SequenceLayout) -> tuple[bool, Any]:
 
     A tensor that is sharded by keys has one row for all queries.
     """
-    if not isinstance(x, Tensor) or not 2 <= x.dim() <= 4:
-        return False, x
-    b, h, i, j = as_scores(x).shape
-    if i == 1 and j == layout_k.local_length and 1 < j < layout_k.length:
-        return True, x.detach().new_empty((1, 1, 1, 1)).expand(b, h, i, layout_k.length)
+    if isinstance(x, Tensor) and 2 <= x.dim() <= 4:
+        b, h, i, j = as_scores(x).shape
+        if i == 1 and j == layout_k.local_length and 1 < j < layout_k.length:
+            return True, _without_memory(x, b, h, i, layout_k.length)
     return False, x
 
 
@@ -409,18 +366,6 @@ def _check_head_groups(number: int | None, problem: AttentionProblem, bias: Tens
     return number
 
 
-class _Key(NamedTuple):
-    """All that decides which backends serve a call by "gather"."""
-
-    problem: AttentionProblem
-    layout: SequenceLayout
-    head_groups: int
-    sends_parts: bool
-    requested: BackendChoice
-    disabled: tuple[str, ...]
-    version: int  # of the registry
-
-
 _pairs: Remembered[Selection] = Remembered(256)
 on_change.append(_pairs.clear)
 
@@ -451,8 +396,8 @@ def find_backends(call: ParallelCall, requested: BackendChoice) -> Selection:
         return choose(call.problems()[0], requested)
     if torch.compiler.is_compiling():  # sizes may be symbols there, which no key can hold
         return _choose_pair(call.problems(), requested)
-    settings = (requested, disabled(), BACKENDS.version)
-    key = _Key(call.problem, call.layout, call.head_groups, call.sends_parts, *settings)
+    shape = (call.problem, call.layout, call.head_groups, call.sends_parts)
+    key = (*shape, requested, disabled(), BACKENDS.version)
     return _pairs.find(key, lambda: _choose_pair(call.problems(), requested))
 
 
@@ -476,7 +421,8 @@ def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direc
     """Return the first backend that serves one pass of all slices, out of the favourites of slices, or else of all."""
     if len(set(preferred)) == 1:
         return BACKENDS[preferred[0]]
-    for name in (*(n for n in BACKENDS if n in preferred), *BACKENDS):
+    names = list(BACKENDS.table)  # Dynamo of torch 2.11 does not unpack the registry itself
+    for name in [*(name for name in names if name in preferred), *names]:
         backend = BACKENDS[name]
         if backend.is_differentiable or name in disabled() or not works(name):
             continue

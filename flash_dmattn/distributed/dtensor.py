@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import api, explanation
 from ..dtensors import is_dtensor
+from ..gradients import contiguous_strides
 from ..problem import Numbers, Repeats, fold_call
 from ..validation import describe
 from .api import context_parallel_attention
@@ -29,32 +30,20 @@ from .layout import SequenceLayout
 Dims = tuple[int | None, ...]
 
 
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    bias: Any,
-    *,
-    sink: Any,
-    sequences: object,
-    dropout_p: float,
-    return_lse: bool,
-    return_probs: bool,
-    **flags: Any,
-) -> Any:
+def attention(q: Any, *others: Any, sink: Any, sequences: object, dropout_p: float, **flags: Any) -> Any:
     """Run `flash_dmattn.attention` where q is a DTensor: the call of this rank, and its results as DTensors.
 
     Args:
         q: a DTensor; it decides for the others.
-        k, v, mask, bias and the rest: as passed to `flash_dmattn.attention`.
+        others: k, v, mask and bias; they and the rest are as passed to `flash_dmattn.attention`.
 
     Raises:
         TypeError: a plain tensor is beside q, or what `attention` itself refuses.
         ValueError: a placement that needs communication, another mesh, or what `attention` itself refuses.
     """
+    return_lse, return_probs = flags["return_lse"], flags.pop("return_probs")
     try:
-        call = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p)
+        call = ShardedCall((q, *others, sink), sequences, dropout_p)
         over = None if call.rows_on is None else call.over_ranks(return_probs)
     except Exception as error:
         groups = _groups_of_rows(q)
@@ -63,29 +52,18 @@ def attention(
         raise
     *local, sink = call.local
     if over is None:
-        results = api.attention(*local, return_lse=return_lse, return_probs=return_probs, sink=sink, **flags)
+        results = api.attention(*local, return_probs=return_probs, sink=sink, **flags)
     else:
-        flags |= over
-        results = context_parallel_attention(*local, return_lse=return_lse, sink=sink, **flags)
+        results = context_parallel_attention(*local, sink=sink, **flags | over)
     results = call.wrap(results if isinstance(results, tuple) else (results,))
     return results if return_lse or return_probs else results[0]
 
 
 def explain(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    bias: Any,
-    *,
-    sink: Any,
-    sequences: object,
-    dropout_p: float,
-    return_probs: bool,
-    **flags: Any,
+    *tensors: Any, sink: Any, sequences: object, dropout_p: float, return_probs: bool, **flags: Any
 ) -> explanation.Explanation:
     """Explain the call of this rank, by `explain_context_parallel` where ranks share the sequence."""
-    call = ShardedCall(q, k, v, mask, bias, sink, sequences, dropout_p)
+    call = ShardedCall((*tensors, sink), sequences, dropout_p)
     *local, sink = call.local
     if call.rows_on is None:
         return explanation.explain(*local, sink=sink, return_probs=return_probs, **flags)
@@ -100,9 +78,7 @@ class ShardedCall:
         rows_on: the mesh dim whose ranks share the sequence, None where none do.
     """
 
-    def __init__(
-        self, q: Any, k: Any, v: Any, mask: Any, bias: Any, sink: Any, sequences: object, dropout_p: float
-    ) -> None:
+    def __init__(self, tensors: tuple[Any, ...], sequences: object, dropout_p: float) -> None:
         if sequences is not None:
             raise ValueError("sequences is given beside DTensors; it needs local tensors: pass q.to_local() and so on")
         if dropout_p:
@@ -110,11 +86,12 @@ class ShardedCall:
                 f"dropout_p is {dropout_p} beside DTensors; it needs to be 0.0: ranks would draw the same for other "
                 "entries (call attention with local tensors, each rank with a seed of its own)"
             )
+        q, k, v, *_ = tensors
         self._mesh, self._shape = q.device_mesh, tuple(q.shape)
-        named = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "sink": sink}
+        named = dict(zip(("q", "k", "v", "mask", "bias", "sink"), tensors, strict=True))
         for name, x in named.items():
             self._check_kind(name, x)
-        _validate(q, k, v, mask, bias, sink)
+        _validate(*tensors)
         self._keys, self._head_dim_v = k.shape[-3], v.shape[-1]
         self._q_dims: Dims = tuple([self._q_dim(q, dim) for dim in range(self._mesh.ndim)])
         rows_on = [mesh_dim for mesh_dim, dim in enumerate(self._q_dims) if dim == len(self._shape) - 3]
@@ -253,7 +230,7 @@ class ShardedCall:
 
     def _global(self, x: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Tensor:
         dtensor: Tensor = DTensor.from_local(
-            x, self._mesh, placements, run_check=False, shape=torch.Size(shape), stride=_contiguous(shape)
+            x, self._mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_strides(shape)
         )
         return dtensor
 
@@ -276,7 +253,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         dtensor = DTensor.from_local(
-            grad, ctx.mesh, ctx.grad_placements, run_check=False, shape=ctx.shape, stride=_contiguous(ctx.shape)
+            grad, ctx.mesh, ctx.grad_placements, run_check=False, shape=ctx.shape, stride=contiguous_strides(ctx.shape)
         )
         return dtensor.redistribute(placements=ctx.placements).to(ctx.dtype), None, None
 
@@ -321,8 +298,3 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, s
 def _on_meta(x: Tensor) -> Tensor:
     meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return meta.requires_grad_() if x.requires_grad and x.is_floating_point() else meta
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple([math.prod([max(size, 1) for size in shape[dim + 1 :]]) for dim in range(len(shape))])

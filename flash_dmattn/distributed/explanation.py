@@ -16,7 +16,7 @@ from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import BackendError, choice_in_force, falls_back, refuse_fallback, selected_names
 from ..explanation import Explanation, Verdict, verdict_of
 from ..problem import AttentionProblem, Numbers, as_scores, dtype_name, refuse_keywords
-from .call import ParallelCall, Request, Tensors, find_backends
+from .call import ParallelCall, Request, find_backends
 from .exchange import share_moved, sum_dtype
 from .group import Group, groups_of
 from .layout import SequenceLayout
@@ -160,10 +160,9 @@ def explain_context_parallel(
     if unknown:
         refuse_keywords(explain_context_parallel, unknown)
     numbers = Numbers(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
-    tensors, more = Tensors(q, k, v, mask, bias, sink), (reduce_bias_grad, exchange_dtype, numbers)
-    groups = groups_of(group)
-    request = Request(tensors, groups, layout, layout_k, strategy, head_groups, *more, sequences is not None)
-    call, requested = request.describe(0), choice_in_force(backend)
+    options = (strategy, head_groups, reduce_bias_grad, exchange_dtype, numbers, sequences is not None)
+    call = Request(q, k, v, mask, bias, sink, groups_of(group), layout, layout_k, *options, 0).describe()
+    requested = choice_in_force(backend)
     is_traded, members = call.strategy == "ulysses", call.members
     problems = call.problems()
     problem = problems[0] if is_traded else call.problem
@@ -227,18 +226,19 @@ def _traffic(call: ParallelCall) -> tuple[tuple[Transfer, ...], tuple[Transfer, 
     forward: list[Transfer] = []
     backward: list[Transfer] = []
     if call.mask_needs_keys and isinstance(mask, Tensor):
-        forward.append(_brought(call, "mask, sharded by keys", mask.shape[:3].numel()))
+        forward.append(_keys_moved(call, "mask, sharded by keys", mask.shape[:3].numel()))
     if call.bias_needs_keys and bias is not None:
         dtype = sum_dtype(bias.dtype) if needs.bias else bias.dtype
-        forward.append(_brought(call, "bias, sharded by keys", bias.shape[:3].numel() * dtype.itemsize))
+        forward.append(_keys_moved(call, "bias, sharded by keys", bias.shape[:3].numel() * dtype.itemsize))
     if call.strategy == "gather":
-        forward.append(_brought(call, "keys and values", _key_bytes(p)))
-        backward.append(_brought(call, "keys and values again", _key_bytes(p)))
+        each = p.batch * p.num_heads_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+        forward.append(_keys_moved(call, "keys and values", each))
+        backward.append(_keys_moved(call, "keys and values again", each))
         dims = p.head_dim * needs.k + p.head_dim_v * needs.v
         if dims:
             names = " and ".join(name for name, needed in (("dk", needs.k), ("dv", needs.v)) if needed)
-            each = p.batch * p.num_heads_k * dims * (call.exchange_dtype or p.dtype).itemsize
-            backward.append(_sent_back(call, names, each))
+            each = p.batch * p.num_heads_k * dims * (call.request.exchange_dtype or p.dtype).itemsize
+            backward.append(_keys_moved(call, names, each, back=True))
     if call.trade is not None:
         (there, result), (dresult, *gradients) = _traded(call)
         forward = [there, *forward, result]
@@ -247,48 +247,33 @@ def _traffic(call: ParallelCall) -> tuple[tuple[Transfer, ...], tuple[Transfer, 
     return tuple(forward), tuple(backward) if any(needs) else ()
 
 
-def _key_bytes(p: AttentionProblem) -> int:
-    """Return the bytes of one position of keys and values."""
-    return p.batch * p.num_heads_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
-
-
 def _transient_bytes(call: ParallelCall, forward: tuple[Transfer, ...]) -> int:
     """Return about how much memory what is gathered or traded takes at once."""
-    total = 0
+    total, p = 0, call.problem
     if call.strategy == "gather":
         # A forward pass has what arrives, and its order; a backward pass also gradients of two slices, their sum, and
         # its parts.
-        held = call.keys_held(call.members.rank)
-        total = (6 if any(call.problem.needs_grad) else 2) * _key_bytes(call.problem) * held // call.head_groups
+        held = call.keys_held(call.members.rank) * p.batch * p.num_heads_k // call.head_groups
+        total = (6 if any(p.needs_grad) else 2) * held * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
     if call.trade is not None:
         total += 2 * sum(transfer.sent + transfer.received for transfer in (forward[0], forward[-1]))
     return total
 
 
-def _positions(call: ParallelCall) -> tuple[int, int, str]:
-    """Return how many positions of keys this rank sends, and receives, and by which collective."""
+def _keys_moved(call: ParallelCall, what: str, each: int, *, back: bool = False) -> Transfer:
+    """Count `each` bytes a position of keys on their way to the ranks that read it, or back to the rank that has it."""
+    sent = received = (call.members.size - 1) * call.layout_k.local_length
     if call.sends_parts:
         moves = call.route.moves()
-        return moves.sent, moves.received, "all_to_all"
-    others = (call.members.size - 1) * call.layout_k.local_length
-    return others, others, "all_gather"
-
-
-def _brought(call: ParallelCall, what: str, each: int) -> Transfer:
-    """Count `each` bytes a position on their way to the ranks that read it."""
-    sent, received, how = _positions(call)
-    return Transfer(what, how, each * sent, each * received)
-
-
-def _sent_back(call: ParallelCall, what: str, each: int) -> Transfer:
-    """Count `each` bytes a position on their way back to the rank that has it."""
-    received, sent, _ = _positions(call)
-    return Transfer(what, "all_to_all", each * sent, each * received)
+        sent, received = moves.sent, moves.received
+    if back:
+        sent, received = received, sent
+    return Transfer(what, "all_to_all" if back or call.sends_parts else "all_gather", each * sent, each * received)
 
 
 def _traded(call: ParallelCall) -> tuple[list[Transfer], list[Transfer]]:
     """Count q, k, v and out, which heads and positions are traded for, and their gradients."""
-    q, k = call.tensors[:2]
+    q, k = call.request[:2]
     p, size = call.problem, 1 if call.trade is None else call.trade.members.size
     rows_q, rows_k = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     heads_q, heads_k = q.shape[2], k.shape[2] * max(1, size // k.shape[2])  # ranks share heads that are fewer
@@ -319,16 +304,16 @@ def _summed(call: ParallelCall) -> Iterator[Transfer]:
     def gathered(what: str, own: int, size: int) -> Transfer:
         return Transfer(what, "all_gather", (size - 1) * own, (size - 1) * own)
 
-    terms = (("bias", call.bias, call.tensors.bias, needs.bias), ("sink", call.sink, call.tensors.sink, needs.sink))
+    terms = (("bias", call.bias, call.request.bias, needs.bias), ("sink", call.sink, call.request.sink, needs.sink))
     for name, own, passed, needed in terms:
         if own is None or passed is None or not needed or (name == "bias" and own.shape[2] > 1):
             continue
         itemsize = sum_dtype(own.dtype).itemsize
         if name == "bias" and call.bias_needs_keys:
-            yield _sent_back(call, "dbias, sharded by keys", own.shape[:3].numel() * itemsize)
-        elif call.reduce_bias_grad:
+            yield _keys_moved(call, "dbias, sharded by keys", own.shape[:3].numel() * itemsize, back=True)
+        elif call.request.reduce_bias_grad:
             yield gathered(f"d{name}, summed", own.numel() * itemsize, call.members.size)
-        if call.reduce_bias_grad and call.trade is not None and call.strategy == "gather":
+        if call.request.reduce_bias_grad and call.trade is not None and call.strategy == "gather":
             # The gradient has all heads: a rank's is zero for heads that it does not compute.
             every_head = as_scores(passed) if name == "bias" else passed
             size = call.trade.members.size
@@ -346,7 +331,7 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
         elif x is not None:
             yield f"{name}: the same on every rank, not sent"
     partial = "of this rank's rows; DDP and FSDP sum it over ranks"
-    partial = "complete, summed over ranks here" if call.reduce_bias_grad else partial
+    partial = "complete, summed over ranks here" if call.request.reduce_bias_grad else partial
     if call.bias is not None and needs.bias:
         complete = call.bias_needs_keys or call.bias.shape[2] > 1
         yield f"gradient of bias: {'complete' if complete else partial}"
@@ -354,7 +339,7 @@ def _remarks(call: ParallelCall) -> Iterator[str]:
         yield f"gradient of sink: {partial}"
     if call.strategy == "gather" and (needs.k or needs.v):
         dtype = call.problem.dtype
-        sent, total = (dtype_name(x) for x in (call.exchange_dtype or dtype, sum_dtype(dtype)))
+        sent, total = (dtype_name(x) for x in (call.request.exchange_dtype or dtype, sum_dtype(dtype)))
         yield f"gradients of k and v: sent in {sent}, summed in {total} in the order of ranks"
     if call.sends_parts:
         share = share_moved(call.layout, call.layout_k, call.problem.window)

@@ -57,12 +57,7 @@ class Members(NamedTuple):
 
 
 def members_of(group: Group) -> Members:
-    """Return the members of a group.
-
-    Raises:
-        TypeError: `group` is no process group or mesh.
-        ValueError: a mesh of several dims.
-    """
+    """Return the members of a group, or of a mesh of one dim."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -80,8 +75,7 @@ def members_of(group: Group) -> Members:
 def groups_of(group: Group) -> tuple[Members, ...]:
     """Return the members of a group, or of the inner and of the outer dim of a mesh of two dims.
 
-    Raises:
-        TypeError, ValueError: as `members_of`, on this rank alone: without a group no other rank can be told.
+    It raises on this rank alone: without a group no other rank can be told.
     """
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         return tuple([members_of(group.get_group(dim)) for dim in (1, 0)])
@@ -89,12 +83,7 @@ def groups_of(group: Group) -> tuple[Members, ...]:
 
 
 def check_layout(layout: SequenceLayout, size: int, kind: str = "group") -> None:
-    """Refuse what is no layout of as many ranks.
-
-    Raises:
-        TypeError: it is no layout.
-        ValueError: it is for another number of ranks.
-    """
+    """Refuse anything but a layout of as many ranks."""
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout is a {type(layout).__name__}; it needs to be a SequenceLayout")
     if layout.world_size != size:
@@ -147,20 +136,24 @@ def context_in_force() -> InContext | None:
 
 def next_number(groups: tuple[Members, ...]) -> int:
     """Count the calls over a group or the dims of a mesh, the next one included: every rank has the same number."""
-    return _numbers(groups)[_names(groups)] + 1
+    counts, names = _counts(groups)
+    return counts[names] + 1
+
+
+def _counts(groups: tuple[Members, ...]) -> tuple[Counter[tuple[str, ...]], tuple[str, ...]]:
+    """Return the numbers of calls, and the key of the calls over these groups."""
+    counts = _calls.setdefault(process_group(groups[-1].name), Counter())
+    return counts, tuple(members.name for members in groups)
 
 
 def agree(groups: tuple[Members, ...], shared: Shared) -> None:
     """Compare the call of this rank with the calls of all others, and count the call.
 
     The result of a comparison over one dim of a mesh is compared over the next.
-
-    Raises:
-        ValueError: ranks differ in a value; the message names the argument and the value of each rank.
-        TypeError, NotImplementedError, BackendError, RuntimeError: a rank refuses its own arguments.
     """
     _compare(groups, (("step", "forward"), *shared), None)
-    _numbers(groups)[_names(groups)] += 1
+    counts, names = _counts(groups)
+    counts[names] += 1
 
 
 def agree_within(group: str, direction: str, number: int, values: Mapping[str, object]) -> None:
@@ -171,9 +164,6 @@ def agree_within(group: str, direction: str, number: int, values: Mapping[str, o
         direction: "forward" or "backward".
         number: of the call, 0 in a compiled graph.
         values: numbers to compare, and tensors whose dtype and shape are compared.
-
-    Raises:
-        ValueError: ranks differ in a value.
     """
     ranks = process_group(group)
     step = f"{direction} of call {number}" if number else f"{direction} of a compiled call"
@@ -202,44 +192,28 @@ class _Statement(NamedTuple):
 
 @torch._disable_dynamo  # where a frame that calls it is not compiled, it must not be compiled for itself
 def _compare(groups: tuple[Members, ...], shared: Shared, failure: Exception | None) -> None:
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-        groups = ()  # nothing is sent under it
-    header = _REFUSED if failure is not None else _hash(shared)
-    for members in groups:
-        header = _common_header(header, members)
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    sizes = {_carrier(process_group(one.name)): one.size for one in groups if one.size > 1 and not is_fake}
+    digest = hashlib.sha256(repr(shared).encode()).digest()
+    header: tuple[int, ...] = _REFUSED if failure is not None else struct.unpack("qq", digest[:16])
+    for carrier, size in sizes.items():
+        received = torch.empty((size, len(header)), dtype=torch.int64, device="cpu")
+        sent = torch.tensor(header, dtype=torch.int64, device="cpu")
+        carrier.allgather([list(received.unbind())], [sent]).wait()
+        if any(tuple(other) != header for other in received.tolist()):
+            header = _REFUSED
     if header != _REFUSED:
         return
     rank = dist.get_rank()
-    own = _Statement(rank, shared)
+    statements = [_Statement(rank, shared)]
     if failure is not None:
-        own = _Statement(rank, (), type(failure).__name__, f"rank {rank}: {failure}")
-    statements = [own]
-    for members in groups:
-        statements = _gather_statements(statements, members)
+        statements = [_Statement(rank, (), type(failure).__name__, f"rank {rank}: {failure}")]
+    for carrier, size in sizes.items():
+        lists: list[Any] = [None] * size
+        dist.all_gather_object(lists, statements, group=carrier)
+        statements = [one for each in lists for one in each]
     refused = [one for one in statements if one.kind]
     raise _error(min(refused)) if refused else ValueError(_difference(sorted(statements))) from failure
-
-
-def _hash(shared: Shared) -> tuple[int, ...]:
-    return struct.unpack("qq", hashlib.sha256(repr(shared).encode()).digest()[:16])
-
-
-def _common_header(own: tuple[int, ...], members: Members) -> tuple[int, ...]:
-    """Return the header where all ranks of a group have the same one, else `_REFUSED`."""
-    if members.size == 1:
-        return own
-    received = torch.empty((members.size, len(own)), dtype=torch.int64, device="cpu")
-    sent = torch.tensor(own, dtype=torch.int64, device="cpu")
-    _carrier(process_group(members.name)).allgather([list(received.unbind())], [sent]).wait()
-    return own if all(tuple(header) == own for header in received.tolist()) else _REFUSED
-
-
-def _gather_statements(statements: list[_Statement], members: Members) -> list[_Statement]:
-    if members.size == 1:
-        return statements
-    lists: list[Any] = [None] * members.size
-    dist.all_gather_object(lists, statements, group=_carrier(process_group(members.name)))
-    return [one for each in lists for one in each]
 
 
 def _carrier(group: ProcessGroup) -> ProcessGroup:
@@ -251,14 +225,6 @@ def _carrier(group: ProcessGroup) -> ProcessGroup:
         ranks = dist.get_process_group_ranks(group)
         _carriers[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     return _carriers[group]
-
-
-def _names(groups: tuple[Members, ...]) -> tuple[str, ...]:
-    return tuple(members.name for members in groups)
-
-
-def _numbers(groups: tuple[Members, ...]) -> Counter[tuple[str, ...]]:
-    return _calls.setdefault(process_group(groups[-1].name), Counter())
 
 
 def _in_words(value: object) -> str:

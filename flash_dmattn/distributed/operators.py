@@ -14,17 +14,28 @@ from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import Selection
 from ..flops import backward_flop_of, forward_flop_of, register
 from ..gradients import empty_gradient, empty_gradients, empty_outputs, spread
-from ..problem import Gradients, MaskView, NeedsGrad, allowed_pairs
+from ..problem import Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
 from .call import ParallelCall
 from .exchange import ROUTE, Pending, Route, places_in
-from .rows import HeadGroup, RankRows, Sums, head_groups, rank_problem, slice_problem, views_of
-from .slices import ShardedMask
+from .rows import RankRows, Sums, slice_problem, views_of
+from .slices import HeadGroup, ShardedMask
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
 _NUMBERS = (
     f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, str forward, str backward, "
     "int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
 )
+
+
+class Operands(NamedTuple):
+    """The tensors that both operators receive, in the order of `_INPUTS`; `mask` lists the tensors of all slices."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: list[Tensor]
+    bias: Tensor | None
+    sink: Tensor | None
 
 
 class GatherSettings(NamedTuple):
@@ -60,32 +71,28 @@ class GatherSettings(NamedTuple):
         """The arguments of an operator."""
         return *self.route, *self[1:]
 
-    def compare(self, direction: str, **tensors: Tensor | None) -> None:
+    def compare(self, direction: str, x: Operands) -> None:
         """Compare the operator with the operators of the other ranks, whose masks may have other forms."""
-        own = self._asdict()
-        del own["route"], own["mask_forms"]
-        self.route.compare(direction, **tensors, **own)
+        own = {**x._asdict(), **self._asdict()}
+        del own["mask"], own["route"], own["mask_forms"]
+        self.route.compare(direction, **own)
 
-    def rows(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], bias: Tensor | None, sink: Tensor | None
-    ) -> RankRows:
+    def rows(self, x: Operands) -> RankRows:
         """Return the calls of this rank."""
         route, parts = self.route, self.route.parts
-        numbers = (self.softmax_scale, self.softcap, self.deterministic, NeedsGrad(*self.needs_grad))
-        window = (route.left, route.right)
-        problem = rank_problem(q, v, bias, sink, route.layout_k[0], k.shape[2], window, *numbers)
-        return RankRows(problem, parts, places_in(route.held, parts), views_of(self.mask_forms, mask), q, bias, sink)
+        places, views = places_in(route.held, parts), views_of(self.mask_forms, x.mask)
+        flags = Flags(route.left, route.right, self.softmax_scale, self.softcap, self.deterministic)
+        return RankRows(parts, places, views, x.q, x.bias, x.sink, flags, NeedsGrad(*self.needs_grad))
 
-    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
+    def arriving(self, x: Operands) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
         """Bring keys and values of one group of heads after the other, each while the one before it is computed.
 
         The first is on its way when this returns, so the host's work before it is needed costs nothing.
         """
-        heads_k = k.shape[2]
-        groups = head_groups(heads_k, self.head_groups)
+        groups = [HeadGroup(place, self.head_groups) for place in range(self.head_groups)]
 
         def start(heads: HeadGroup) -> Pending:
-            return self.route.bring([x[:, :, heads.of(heads_k)] for x in (k, v)], 1)
+            return self.route.bring([y[:, :, heads.of(y.shape[2])] for y in (x.k, x.v)], 1)
 
         def each(pending: Pending) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
             for heads, following in zip(groups, [*groups[1:], None]):
@@ -102,45 +109,29 @@ class GatherSettings(NamedTuple):
         return q.shape[0] * q.shape[2] * allowed
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: list[Tensor], bias: Tensor | None, sink: Tensor | None, *values: Any
-) -> tuple[Tensor, Tensor]:
-    settings = GatherSettings.of(values)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    x, settings = Operands(*arguments[:6]), GatherSettings.of(arguments[6:])
     if settings.route.number == 0:  # else the call was compared
-        settings.compare("forward", q=q, k=k, v=v, bias=bias, sink=sink)
-    arriving = settings.arriving(k, v)
-    rows = settings.rows(q, k, v, mask, bias, sink)
+        settings.compare("forward", x)
+    arriving, rows = settings.arriving(x), settings.rows(x)
     backend = BACKENDS[settings.forward]
-    out, lse = empty_outputs(q, v)
+    out, lse = empty_outputs(x.q, x.v)
     for heads, held_k, held_v in arriving:
         rows.forward(backend, heads, held_k, held_v, out, lse)
     return out, lse
 
 
-def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: list[Tensor],
-    bias: Tensor | None,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *values: Any,
-) -> list[Tensor]:
-    settings = GatherSettings.of(values)
-    settings.compare("backward", q=q, k=k, v=v, bias=bias, sink=sink)
-    arriving = settings.arriving(k, v)
-    rows = settings.rows(q, k, v, mask, bias, sink)
+def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
+    x, (out, lse), settings = Operands(*arguments[:6]), arguments[6:8], GatherSettings.of(arguments[8:])
+    settings.compare("backward", x)
+    arriving, rows = settings.arriving(x), settings.rows(x)
     backend = BACKENDS[settings.backward]
     sums = Sums.of(rows)
-    dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((k, v), settings.needs_grad[1:3]))
+    dk, dv = (empty_gradient(y) if needed else None for y, needed in zip((x.k, x.v), settings.needs_grad[1:3]))
 
     def store(heads: HeadGroup, pending: Pending) -> None:
-        for gradient, total in zip([x for x in (dk, dv) if x is not None], pending.wait()):
-            gradient[:, :, heads.of(k.shape[2])] = total
+        for gradient, total in zip([y for y in (dk, dv) if y is not None], pending.wait()):
+            gradient[:, :, heads.of(gradient.shape[2])] = total
 
     leaving: tuple[HeadGroup, Pending] | None = None
     for heads, held_k, held_v in arriving:
@@ -151,36 +142,26 @@ def _backward(
             leaving = (heads, settings.route.send_back(sent, 1))
     if leaving is not None:
         store(*leaving)
-    return [x for x in (sums.q, dk, dv, sums.bias, sums.sink) if x is not None]
+    return [y for y in (sums.q, dk, dv, sums.bias, sums.sink) if y is not None]
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_outputs(q, v)
 
 
-def _backward_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: list[Tensor],
-    bias: Tensor | None,
-    sink: Tensor | None,
-    *others: Any,
-) -> list[Tensor]:
-    return empty_gradients((q, k, v, bias, sink), others[-1])  # needs_grad, the last of `GatherSettings`
+def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
+    x = Operands(*arguments[:6])
+    return empty_gradients((x.q, x.k, x.v, x.bias, x.sink), arguments[-1])  # needs_grad, the last of the settings
 
 
-def _forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:
-    return forward_flop_of(GatherSettings.of(others[3:]).pairs(q), q.shape[3], v.shape[3])
+def _forward_flop(*arguments: Any, out_val: object = None) -> int:
+    x = Operands(*arguments[:6])
+    return forward_flop_of(GatherSettings.of(arguments[6:]).pairs(x.q), x.q.shape[3], x.v.shape[3])
 
 
-def _backward_flop(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None
-) -> int:
-    settings = GatherSettings.of(others[5:])
-    return backward_flop_of(settings.pairs(q), q.shape[3], v.shape[3], settings.needs_grad)
+def _backward_flop(dout: Tensor, dlse: Tensor | None, *arguments: Any, out_val: object = None) -> int:
+    x, settings = Operands(*arguments[:6]), GatherSettings.of(arguments[8:])
+    return backward_flop_of(settings.pairs(x.q), x.q.shape[3], x.v.shape[3], settings.needs_grad)
 
 
 define("gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake)
@@ -199,17 +180,10 @@ class GatherAttention(torch.autograd.Function):
     """(out, lse) of a rank's rows, with the gradients of its own tensors; it saves nothing that was gathered."""
 
     @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        settings: GatherSettings,
-        *mask: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         """Run the forward pass."""
-        out, lse = gather_forward(q, k, v, list(mask), bias, sink, *settings.flat)
+        q, k, v, bias, sink, settings, *mask = arguments
+        out, lse = gather_forward(q, k, v, mask, bias, sink, *settings.flat)
         return out, lse
 
     @staticmethod
@@ -224,13 +198,11 @@ class GatherAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass; a second derivative is refused."""
         q, k, v, bias, sink, out, lse, *mask = ctx.saved_tensors
-        rest = (None,) * (1 + len(mask))
         # Ranks that send nothing back would keep the others waiting, so a gradient of nothing is one of zeros.
         dout = torch.zeros_like(out) if dout is None else dout
-        arguments = (dout, dlse, q, k, v, bias, sink, out, lse, ctx.settings, *mask)
-        if torch.is_grad_enabled():
-            return *GatherGradients.apply(*arguments), *rest
-        return *_gradients(*arguments), *rest
+        run = GatherGradients.apply if torch.is_grad_enabled() else _gradients
+        gradients = run(dout, dlse, q, k, v, bias, sink, out, lse, ctx.settings, *mask)
+        return *gradients, *(None,) * (1 + len(mask))
 
 
 class GatherGradients(torch.autograd.Function):
@@ -254,20 +226,9 @@ class GatherGradients(torch.autograd.Function):
         )
 
 
-def _gradients(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    settings: GatherSettings,
-    *mask: Tensor,
-) -> Gradients:
-    gradients = gather_backward(dout, dlse, q, k, v, list(mask), bias, sink, out, lse, *settings.flat)
+def _gradients(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> Gradients:
+    q, k, v, bias, sink, out, lse, settings, *mask = arguments
+    gradients = gather_backward(dout, dlse, q, k, v, mask, bias, sink, out, lse, *settings.flat)
     return spread(gradients, NeedsGrad(*settings.needs_grad))
 
 
@@ -296,7 +257,7 @@ def attend_gathered(
         pair.forward.name,
         "" if pair.backward is None else pair.backward.name,
         call.head_groups,
-        call.exchange_dtype or q.dtype,
+        call.request.exchange_dtype or q.dtype,
         tuple(problem.needs_grad),
     )
     tensors = [x for view in views for x in view.tensors]
@@ -312,10 +273,9 @@ def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | Non
     parts = call.slices
     if mask is None:
         return [MaskView()] * len(parts)
-    heads = HeadGroup(0, call.problem.num_heads_k, call.problem.num_heads_k)
     views, held = [], call.keys_held(call.members.rank)
     for index, part in enumerate(parts):
         own = mask.masks[index] if isinstance(mask, ShardedMask) else part.cut(mask)
-        problem = slice_problem(call.problem, part, heads, held)
+        problem = slice_problem(call.problem, part, HeadGroup(0, 1), held)
         views.append(view_of(problem, choose_form(problem, *pair), own))
     return views

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,121 +11,27 @@ from torch import Tensor
 from ..backends.protocol import Backend
 from ..dispatch.plan import backward_pass, forward_pass
 from ..gradients import empty_gradient, with_dbias
-from ..problem import (
-    AttentionProblem,
-    Flags,
-    MaskView,
-    NeedsGrad,
-    TensorSpec,
-    device_arch,
-    spec_of,
-    unpacked_spec,
-)
+from ..operators import describe_operands
+from ..problem import AttentionProblem, Flags, MaskView, NeedsGrad, TensorSpec, unpacked_spec
 from ..problem.inputs import Inputs, Saved
 from .exchange import sum_dtype
-from .slices import Slice
+from .slices import HeadGroup, Slice
 
 
-class HeadGroup(NamedTuple):
-    """Key-value heads that are gathered together, and the query heads that read them.
-
-    Attributes:
-        first, number: of key-value heads.
-        total: key-value heads of the call.
-    """
-
-    first: int
-    number: int
-    total: int
-
-    def of(self, heads: int) -> slice:
-        """Return its part of a head dim of 1, of all key-value heads or of all query heads."""
-        if heads == 1:
-            return slice(0, 1)
-        width = heads // self.total
-        return slice(self.first * width, (self.first + self.number) * width)
-
-    def cut(self, x: Tensor) -> Tensor:
-        """Return its part of a mask or bias (b, h, i, j)."""
-        return x if x.shape[1] == 1 else x[:, self.of(x.shape[1])]
-
-
-def head_groups(num_heads_k: int, number: int) -> tuple[HeadGroup, ...]:
-    """Split the key-value heads into `number` groups of equal size."""
-    size = num_heads_k // number
-    return tuple(HeadGroup(i * size, size, num_heads_k) for i in range(number))
-
-
-def rank_problem(
-    q: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    seqlen_k: int,
-    num_heads_k: int,
-    window: tuple[int, int],
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
-    needs_grad: NeedsGrad,
-) -> AttentionProblem:
-    """Describe the rows of one rank over all keys, without a mask: `slice_problem` cuts it.
-
-    Only the head dim of v counts, and the window has causality folded in.
-    """
-    batch, seqlen_q, num_heads, head_dim = q.shape
-    head_dim_v = v.shape[3]
-    flags = Flags(*window, softmax_scale, softcap, deterministic)
-    return AttentionProblem(
-        q.device.type,
-        device_arch(q.device),
-        q.dtype,
-        batch,
-        seqlen_q,
-        seqlen_k,
-        num_heads,
-        num_heads_k,
-        head_dim,
-        head_dim_v,
-        q.stride(),  # type: ignore[arg-type]
-        unpacked_spec((batch, seqlen_k, num_heads_k, head_dim)).strides,
-        unpacked_spec((batch, seqlen_k, num_heads_k, head_dim_v)).strides,
-        None,
-        "none",
-        None if bias is None else spec_of(bias),
-        False,
-        window,
-        flags,
-        True,
-        False,
-        needs_grad,
-        None if sink is None else sink.dtype,
-    )
-
-
-def slice_problem(
-    rank: AttentionProblem, part: Slice, heads: HeadGroup, held: int, mask: MaskView | None = None
-) -> AttentionProblem:
-    """Describe one slice and one group of heads of a rank's rows, whose tensors of keys have `held` of them.
-
-    `mask` is the mask of the slice and the group; where it is None the mask of `rank` is cut.
-    """
+def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: int) -> AttentionProblem:
+    """Describe one slice and one group of heads of a rank's rows, whose tensors of keys have `held` of them."""
     left, right = part.window
     causal = right == 0
-    if mask is None:
-        form, spec = rank.mask_form, _cut_spec(rank.mask, part, heads)
-    else:
-        form, spec = mask.form, _view_spec(mask, part)
+    num_heads_k = max(1, rank.num_heads_k // heads.number)
     return rank._replace(
         seqlen_q=part.seqlen_q,
         seqlen_k=part.seqlen_k,
-        num_heads=heads.number * (rank.num_heads // heads.total),
-        num_heads_k=heads.number,
+        num_heads=rank.num_heads // heads.number,
+        num_heads_k=num_heads_k,
         # The strides of all keys of the group that have arrived: a slice of them is a view.
-        k_strides=unpacked_spec((rank.batch, held, heads.number, rank.head_dim)).strides,
-        v_strides=unpacked_spec((rank.batch, held, heads.number, rank.head_dim_v)).strides,
-        mask=spec,
-        mask_form=form,
+        k_strides=unpacked_spec((rank.batch, held, num_heads_k, rank.head_dim)).strides,
+        v_strides=unpacked_spec((rank.batch, held, num_heads_k, rank.head_dim_v)).strides,
+        mask=_cut_spec(rank.mask, part, heads),
         bias=_cut_spec(rank.bias, part, heads),
         is_causal=causal,
         window_size=(left, -1 if causal else right),
@@ -139,16 +45,7 @@ def _cut_spec(spec: TensorSpec | None, part: Slice, heads: HeadGroup) -> TensorS
     b, h, i, j = spec.shape
     own = heads.of(h)
     shape = (b, own.stop - own.start, part.seqlen_q if i > 1 else i, part.seqlen_k if j > 1 else j)
-    return TensorSpec(shape, spec.strides, spec.dtype)
-
-
-def _view_spec(mask: MaskView, part: Slice) -> TensorSpec | None:
-    if mask.form == "none":
-        return None
-    if mask.dense is not None:
-        return spec_of(mask.dense)
-    batch, heads = mask.tensors[0].shape[:2]
-    return unpacked_spec((batch, heads, 1 if mask.form == "keys" else part.seqlen_q, part.seqlen_k))
+    return spec._replace(shape=shape)
 
 
 NUMBER_OF_TENSORS = {"none": 0, "dense": 1, "tiles": 4, "keys": 3, "intervals": 6}
@@ -166,7 +63,7 @@ def views_of(forms: Sequence[str], tensors: Sequence[Tensor]) -> list[MaskView]:
 
 def view_of_heads(view: MaskView, heads: HeadGroup) -> MaskView:
     """Return the part of a mask that a group of heads reads; it may have one head, or a head for each of k or q."""
-    if heads.number == heads.total or not view.tensors or view.tensors[0].shape[1] == 1:
+    if heads.number == 1 or not view.tensors or view.tensors[0].shape[1] == 1:
         return view
     # Kernels read prepared masks as contiguous tensors.
     parts = [x[:, heads.of(x.shape[1])] for x in view.tensors]
@@ -177,20 +74,21 @@ class RankRows(NamedTuple):
     """All that the calls of a rank share.
 
     Attributes:
-        problem: of its rows over all keys.
         parts: its slices; `places`, where the keys of each are in k and v; `views`, its mask.
         q: (B, Lq / W, Hq, D).
         bias: 4-D, with the rank's rows or one, all keys or one; None without.
         sink: (Hq,), or None.
+        flags: of all its rows over all keys.
     """
 
-    problem: AttentionProblem
     parts: tuple[Slice, ...]
     places: tuple[slice, ...]
     views: list[MaskView]
     q: Tensor
     bias: Tensor | None
     sink: Tensor | None
+    flags: Flags
+    needs_grad: NeedsGrad
 
     def forward(self, backend: Backend, heads: HeadGroup, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Fill out (B, Lq / W, Hq, Dv) and lse (B, Hq, Lq / W) of a group of heads.
@@ -198,7 +96,7 @@ class RankRows(NamedTuple):
         Args:
             k, v: (B, keys that the rank holds, heads of the group, ·), in global order.
         """
-        query_heads = heads.of(self.problem.num_heads)
+        query_heads = heads.of(self.q.shape[2])
         slices = zip(self.parts, self.places, self.views)
         # The largest first: while it is computed the host gets the others ready.
         for part, keys, view in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
@@ -224,10 +122,10 @@ class RankRows(NamedTuple):
             dk and dv, as k and v, as far as they are needed: sums over this rank's rows, made in fp32 (fp64 for fp64)
             and rounded once to the dtype of the exchange.
         """
-        query_heads = heads.of(self.problem.num_heads)
-        needs = self.problem.needs_grad
+        query_heads = heads.of(self.q.shape[2])
         dk, dv = (
-            KeySum(x, len(self.parts), exchange_dtype) if needed else None for x, needed in zip((k, v), needs[1:])
+            KeySum(x, len(self.parts), exchange_dtype) if needed else None
+            for x, needed in zip((k, v), self.needs_grad[1:])
         )
         for part, keys, view in zip(self.parts, self.places, self.views):
             problem, inputs = self._slice(part, heads, view, k, v, keys)
@@ -264,13 +162,17 @@ class RankRows(NamedTuple):
         self, part: Slice, heads: HeadGroup, view: MaskView, k: Tensor, v: Tensor, keys: slice
     ) -> tuple[AttentionProblem, Inputs]:
         """Return the call of one slice and one group of heads."""
-        query_heads = heads.of(self.problem.num_heads)
-        mask, sink = view_of_heads(view, heads), None if self.sink is None else self.sink[query_heads]
-        bias = None if self.bias is None else heads.cut(part.cut(self.bias))
-        problem = slice_problem(self.problem, part, heads, k.shape[1], mask)
-        q, k, v = self.q[:, part.rows, query_heads], k[:, keys], v[:, keys]
-        strides: dict[str, Any] = {"q_strides": q.stride(), "k_strides": k.stride(), "v_strides": v.stride()}
-        return problem._replace(**strides), Inputs(q, k, v, mask, bias, sink)
+        query_heads = heads.of(self.q.shape[2])
+        inputs = Inputs(
+            self.q[:, part.rows, query_heads],
+            k[:, keys],
+            v[:, keys],
+            view_of_heads(view, heads),
+            None if self.bias is None else heads.cut(part.cut(self.bias)),
+            None if self.sink is None else self.sink[query_heads],
+        )
+        left, right = part.window
+        return describe_operands(inputs, self.flags._replace(left=left, right=right), self.needs_grad), inputs
 
 
 class KeySum:
@@ -333,7 +235,7 @@ class Sums(NamedTuple):
     @classmethod
     def of(cls, rows: RankRows) -> Sums:
         """Allocate the gradients that the call needs, zero where slices add to them."""
-        needs, dbias = rows.problem.needs_grad, None
+        needs, dbias = rows.needs_grad, None
         if needs.bias and rows.bias is not None:
             dbias = empty_gradient(rows.bias) if rows.bias.shape[2] > 1 else rows.bias.new_zeros(rows.bias.shape)
         return cls(

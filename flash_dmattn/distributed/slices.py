@@ -59,6 +59,30 @@ class Slice(NamedTuple):
         return x[..., self.keys] if x.shape[3] > 1 else x
 
 
+class HeadGroup(NamedTuple):
+    """One of `number` equal parts of the heads: the key-value heads and the query heads that read them.
+
+    Parts share a key-value head where there are more of them than such heads.
+    """
+
+    place: int
+    number: int
+
+    def of(self, heads: int) -> slice:
+        """Return its part of a head dim of 1, of all key-value heads or of all query heads."""
+        if heads == 1:
+            return slice(0, 1)
+        if heads < self.number:
+            first = self.place // (self.number // heads)
+            return slice(first, first + 1)
+        width = heads // self.number
+        return slice(self.place * width, (self.place + 1) * width)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return its part of a mask or bias (b, h, i, j)."""
+        return x[:, self.of(x.shape[1])]
+
+
 def slice_keys(
     a: int, b: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int], alignment: int
 ) -> tuple[int, int, tuple[int, int]]:

@@ -6,6 +6,7 @@ are traded for positions: the strategy "ulysses", and the inner dim of a mesh of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,33 +16,25 @@ from ..definition import define
 from .exchange import ROUTE, Route, sum_over, trade
 from .group import Members, agree_within
 from .layout import SequenceLayout, from_flat
+from .slices import HeadGroup
 
 Strategy = Literal["auto", "gather", "ulysses"]
 STRATEGIES = ("auto", "gather", "ulysses")
 
 
-def _gather_keys(x: Tensor, *numbers: Any) -> Tensor:
-    route = Route.of(*numbers)
-    if route.number == 0:  # else the call was compared
-        route.compare("forward", **{"mask or bias of keys": x})
-    sent = x.view(torch.uint8) if x.dtype == torch.bool else x
-    (keys,) = route.bring((sent,), x.dim() - 1, all_held=True).wait()
+def _move_keys(x: Tensor, back: bool, *numbers: Any) -> Tensor:
+    route, dim = Route.of(*numbers), x.dim() - 1
+    if back or route.number == 0:  # else the call was compared
+        route.compare("backward" if back else "forward", **{"mask or bias of keys": x})
+    if back:
+        return route.send_back((x,), dim, all_held=True).wait()[0]
+    (keys,) = route.bring((x.view(torch.uint8) if x.dtype == torch.bool else x,), dim, all_held=True).wait()
     return keys.view(torch.bool) if x.dtype == torch.bool else keys
 
 
-def _gather_keys_fake(x: Tensor, *numbers: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], Route(*numbers).layout_k[0]))
-
-
-def _return_keys(x: Tensor, *numbers: Any) -> Tensor:
-    route = Route.of(*numbers)
-    route.compare("backward", **{"mask or bias of keys": x})
-    (own,) = route.send_back((x,), x.dim() - 1, all_held=True).wait()
-    return own
-
-
-def _return_keys_fake(x: Tensor, *numbers: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], from_flat(Route.of(*numbers).layout_k).local_length))
+def _move_keys_fake(x: Tensor, back: bool, *numbers: Any) -> Tensor:
+    layout_k = from_flat(Route.of(*numbers).layout_k)
+    return x.new_empty((*x.shape[:-1], layout_k.local_length if back else layout_k.length))
 
 
 def _sum(x: Tensor, group: str, size: int, number: int) -> Tensor:
@@ -74,83 +67,57 @@ def _trade_fake(x: Tensor, group: str, layout: list[int], to_heads: bool, *other
 
 
 _TRADE = "(Tensor x, str group, int[] layout, bool to_heads, str direction, str name, int number) -> Tensor"
-_gather_op = define("gather_keys", f"(Tensor x, {ROUTE}) -> Tensor", _gather_keys, _gather_keys_fake)
-_return_op = define("return_keys", f"(Tensor x, {ROUTE}) -> Tensor", _return_keys, _return_keys_fake)
+_keys_op = define("move_keys", f"(Tensor x, bool back, {ROUTE}) -> Tensor", _move_keys, _move_keys_fake)
 _sum_op = define("sum_over_ranks", "(Tensor x, str group, int size, int number) -> Tensor", _sum, _sum_fake)
 _trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
 
 
-class _GatherKeys(torch.autograd.Function):
-    """Make whole what is sharded by keys; backward sums what all ranks have sent for the keys of this one."""
+class _Exchange(torch.autograd.Function):
+    """Run one function on a tensor, and another one on its gradient."""
 
     @staticmethod
-    def forward(x: Tensor, route: Route) -> Tensor:
-        keys: Tensor = _gather_op(x, *route)
-        return keys
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.route = inputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        own: Tensor = _return_op(gradient, *ctx.route)
-        return own, None
-
-
-class _SumGradient(torch.autograd.Function):
-    """Return the same values; backward sums the gradients of all ranks."""
-
-    @staticmethod
-    def forward(x: Tensor, members: Members, number: int) -> Tensor:
-        return x.view_as(x)
+    def forward(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        return there(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.members, ctx.number = inputs
+        _, _, ctx.back = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        total: Tensor = _sum_op(gradient, ctx.members.name, ctx.members.size, ctx.number)
-        return total, None, None
+        return ctx.back(gradient), None, None
 
 
-class _Trade(torch.autograd.Function):
-    """Trade (B, L / W, H, D) of this rank's rows for (B, L, H / W, D) of its heads, or back.
-
-    Each way is the gradient of the other. `name` is the tensor's name in the call.
-    """
-
-    @staticmethod
-    def forward(
-        x: Tensor, group: str, layout: tuple[int, ...], to_heads: bool, direction: str, name: str, number: int
-    ) -> Tensor:
-        traded: Tensor = _trade_op(x, group, list(layout), to_heads, direction, name, number)
-        return traded
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.group, ctx.layout, ctx.to_heads, _, ctx.name, ctx.number = inputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        own = _Trade.apply(gradient, ctx.group, ctx.layout, not ctx.to_heads, "backward", ctx.name, ctx.number)
-        return own, None, None, None, None, None, None
+def _exchanged(x: Tensor, there: Callable[[Tensor], Any], back: Callable[[Tensor], Any]) -> Tensor:
+    result: Tensor = _Exchange.apply(x, there, back)
+    return result
 
 
 def gather_keys(x: Tensor, route: Route) -> Tensor:
     """Return a mask or bias (..., Lk / W), sharded as the keys are, with all keys in global order; differentiable.
 
-    Keys that no slice of this rank reads may be zero.
+    Keys that no slice of this rank reads may be zero. The gradient is the sum of what all ranks send for own keys.
     """
-    keys: Tensor = _GatherKeys.apply(x, route)
-    return keys
+    return _exchanged(x, lambda x: _keys_op(x, False, *route), lambda gradient: _keys_op(gradient, True, *route))
 
 
 def sum_gradient(x: Tensor, members: Members, number: int) -> Tensor:
     """Return the same values; the gradient is summed over the ranks, the same bits on each, in the call `number`."""
-    same: Tensor = _SumGradient.apply(x, members, number)
-    return same
+    return _exchanged(x, lambda x: x.view_as(x), lambda gradient: _sum_op(gradient, members.name, members.size, number))
+
+
+def _traded(
+    x: Tensor, group: str, layout: tuple[int, ...], name: str, number: int, to_heads: bool, direction: str = "forward"
+) -> Tensor:
+    """Trade (B, L / W, H, D) of this rank's rows for (B, L, H / W, D) of its heads, or back.
+
+    Each way is the gradient of the other. `name` is the tensor's name in the call.
+    """
+    return _exchanged(
+        x,
+        lambda x: _trade_op(x, group, list(layout), to_heads, direction, name, number),
+        lambda gradient: _traded(gradient, group, layout, name, number, not to_heads, "backward"),
+    )
 
 
 class HeadTrade(NamedTuple):
@@ -159,40 +126,26 @@ class HeadTrade(NamedTuple):
     Attributes:
         members: the group.
         layout, layout_k: which queries and keys of the group each rank has.
-        num_heads, num_heads_k: of the whole call. Ranks share key-value heads that are fewer than they.
+        num_heads_k: of the whole call. Ranks share key-value heads that are fewer than they.
         number: of the call, 0 in a compiled graph.
     """
 
     members: Members
     layout: SequenceLayout
     layout_k: SequenceLayout
-    num_heads: int
     num_heads_k: int
     number: int
 
     @property
-    def repeats(self) -> int:
-        """How many ranks share a key-value head."""
-        return max(1, self.members.size // self.num_heads_k)
-
-    def own(self, heads: int) -> slice:
-        """Return this rank's part of a head dim of 1, of all key-value heads or of all query heads."""
-        _, size, rank = self.members
-        if heads == 1:
-            return slice(0, 1)
-        if heads < size:
-            return slice(rank // self.repeats, rank // self.repeats + 1)
-        width = heads // size
-        return slice(rank * width, (rank + 1) * width)
-
-    def cut(self, x: Tensor | None) -> Tensor | None:
-        """Return this rank's heads of a mask or bias (b, h, 1, j)."""
-        return None if x is None else x[:, self.own(x.shape[1])]
+    def heads(self) -> HeadGroup:
+        """The heads of this rank."""
+        return HeadGroup(self.members.rank, self.members.size)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Trade q, k and v of this rank's rows for q, k and v of its heads; differentiable."""
         traded = self._trade(q, "q", self.layout, to_heads=True)
-        keys = [x if self.repeats == 1 else x.repeat_interleave(self.repeats, 2) for x in (k, v)]
+        repeats = self.members.size // self.num_heads_k
+        keys = [x if repeats <= 1 else x.repeat_interleave(repeats, 2) for x in (k, v)]
         k, v = (self._trade(x, name, self.layout_k, to_heads=True) for name, x in zip("kv", keys))
         return traded, k, v
 
@@ -205,24 +158,17 @@ class HeadTrade(NamedTuple):
         return own, columns.squeeze(-1).transpose(1, 2)
 
     def _trade(self, x: Tensor, name: str, layout: SequenceLayout, *, to_heads: bool) -> Tensor:
-        traded: Tensor = _Trade.apply(x, self.members.name, layout.flat, to_heads, "forward", name, self.number)
-        return traded
+        return _traded(x, self.members.name, layout.flat, name, self.number, to_heads)
 
 
 def choose_strategy(
     asked: str, num_heads: int, num_heads_k: int, size: int, has_rows: bool, share: float
 ) -> tuple[str, str]:
-    """Return "gather" or "ulysses", and why; W is the number of ranks there.
+    """Return "gather" or "ulysses" for a group of `size` ranks, called W in the reason that is returned with it.
 
     Args:
-        asked: `strategy` as the caller passed it.
-        num_heads, num_heads_k: of the whole call.
-        size: number of ranks.
         has_rows: whether a mask or bias has rows of its own for each rank.
         share: the share of all keys that gather would move.
-
-    Raises:
-        ValueError: there is no such strategy, or it cannot serve the call.
     """
     if asked not in STRATEGIES:
         raise ValueError(f"strategy is {asked!r}; it needs to be one of {', '.join(map(repr, STRATEGIES))}")
@@ -253,11 +199,7 @@ def _heads_divide(num_heads: int, num_heads_k: int, size: int) -> bool:
 
 
 def check_heads(num_heads: int, num_heads_k: int, size: int) -> None:
-    """Refuse heads that `size` ranks cannot trade for positions.
-
-    Raises:
-        ValueError: they do not divide.
-    """
+    """Refuse heads that `size` ranks cannot trade for positions."""
     if not _heads_divide(num_heads, num_heads_k, size):
         raise ValueError(
             f"q has {num_heads} heads on {num_heads_k} key-value heads, and {size} ranks trade them; it needs heads of "

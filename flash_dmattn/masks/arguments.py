@@ -17,77 +17,77 @@ INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 
 
 def integer(name: str, value: int, minimum: int = 0) -> int:
-    """`value`, if it is an int of at least `minimum`; a size that a compiler has a symbol for stays that symbol."""
+    """Return `value`, an int of at least `minimum`; a size that a compiler has a symbol for stays that symbol."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}) and must be an int >= {minimum}.")
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it needs to be an int >= {minimum}.")
     if value < minimum:
-        raise ValueError(f"{name} is {value} and must be >= {minimum}.")
+        raise ValueError(f"{name} is {value}; it needs to be >= {minimum}.")
     return value
 
 
 def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, int]:
-    """`value` as a pair of ints of at least `minimum`; one int stands for both."""
+    """Return `value` as a pair of ints of at least `minimum`; one int stands for both."""
     if isinstance(value, (int, torch.SymInt)):
         value = (value, value)
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name} is {value!r} and must be an int or a pair of ints.")
+        raise TypeError(f"{name} is {value!r}; it needs to be an int or a pair of ints.")
     return integer(f"{name}[0]", value[0], minimum), integer(f"{name}[1]", value[1], minimum)
 
 
 def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> torch.Tensor:
-    """`value` as an integer tensor whose rank is one of `ndims`."""
+    """Return `value` as an integer tensor whose rank is one of `ndims`."""
     tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     if not isinstance(value, torch.Tensor) and tensor.numel() == 0:
         tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own: torch calls it float
     if tensor.dtype not in INTEGER_DTYPES:
-        raise TypeError(f"{name} has dtype {tensor.dtype} and must have an integer dtype; pass {name}.long().")
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it needs an integer dtype; pass {name}.long().")
     if tensor.dim() not in ndims:
         needs = " or ".join(f"{n}-D" for n in ndims)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D) and must be {needs}.")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D); it needs to be {needs}.")
     return tensor
 
 
 def bool_mask(name: str, mask: torch.Tensor) -> torch.Tensor:
-    """`mask`, 4-D (dims are added on the left), if it is a bool tensor of 0 to 4 dims."""
+    """Return a bool mask of 0 to 4 dims as 4-D: dims are added on the left."""
     check_strided(name, mask)
     if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"{name} is a {type(mask).__name__} and must be a torch.bool tensor.")
+        raise TypeError(f"{name} is a {type(mask).__name__}; it needs to be a torch.bool tensor.")
     if mask.dtype != torch.bool:
-        raise TypeError(f"{name} has dtype {mask.dtype} and must be torch.bool, True = attend; pass {name} != 0.")
+        raise TypeError(f"{name} has dtype {mask.dtype}; it needs to be torch.bool, True = attend; pass {name} != 0.")
     return four_dims(name, mask)
 
 
 def four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with size-1 dims added on the left until it has four."""
+    """Add dims of size 1 on the left until there are four."""
     if tensor.dim() > 4:
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D) and must have at most 4 dims, "
+            f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D); it needs at most 4 dims, "
             f"broadcastable to (batch, heads, seqlen_q, seqlen_k)."
         )
     return tensor[(None,) * (4 - tensor.dim())]
 
 
+def float_scores(scores: torch.Tensor) -> torch.Tensor:
+    """Return a float tensor of scores as 4-D, without its gradient."""
+    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
+        has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
+        raise TypeError(f"scores has {has}; it needs to be a float tensor.")
+    return four_dims("scores", scores.detach())
+
+
 def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None) -> None:
-    """Raises if a length is negative or above `maximum`, where the values can be read without waiting."""
+    """Refuse negative lengths and lengths above `maximum`, if values can be read without waiting."""
     if lengths.numel() == 0 or not values_can_be_read(lengths):
         return
     low, high = (int(x) for x in lengths.aminmax())
     if low < 0:
-        raise ValueError(f"{name} has a negative length ({low}); every length must be >= 0.")
+        raise ValueError(f"{name} has a negative length ({low}); every length needs to be >= 0.")
     if maximum is not None and high > maximum:
         raise ValueError(f"{name} has a length of {high}, longer than the sequence; at most {maximum} is possible.")
 
 
-def collapse(tensor: torch.Tensor, dims: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:
-    """`tensor` with every dim that was expanded (stride 0) cut back to size 1."""
-    for dim in dims:
-        if tensor.size(dim) > 1 and tensor.stride(dim) == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
 def align_heads(tensors: list[torch.Tensor], names: list[str]) -> list[torch.Tensor]:
-    """Repeats key-value heads so that all head dims are 1 or the largest: head h reads h // G."""
+    """Repeat key-value heads so that all head dims are 1 or the largest: head h reads h // G."""
     num_heads = max(t.size(1) for t in tensors)
     aligned = []
     for tensor, name in zip(tensors, names, strict=True):
@@ -105,7 +105,7 @@ def align_heads(tensors: list[torch.Tensor], names: list[str]) -> list[torch.Ten
 
 
 def common_shape(tensors: list[torch.Tensor], names: list[str]) -> tuple[int, int, int, int]:
-    """The smallest 4-D shape that all 4-D `tensors` broadcast to."""
+    """Return the smallest 4-D shape that all 4-D `tensors` broadcast to."""
     shape = [1, 1, 1, 1]
     owner = ["", "", "", ""]
     for tensor, name in zip(tensors, names, strict=True):
@@ -115,14 +115,14 @@ def common_shape(tensors: list[torch.Tensor], names: list[str]) -> tuple[int, in
             if shape[dim] not in (1, size):
                 raise ValueError(
                     f"{name} has {DIMS[dim]} = {size} (shape {tuple(tensor.shape)}) and {owner[dim]} has {shape[dim]}; "
-                    f"each dim must be 1 or the same everywhere."
+                    f"each dim needs to be 1 or the same everywhere."
                 )
             shape[dim], owner[dim] = size, name
     return shape[0], shape[1], shape[2], shape[3]
 
 
 def pad(x: torch.Tensor, counts: tuple[int, ...], value: int = 0) -> torch.Tensor:
-    """As `F.pad(x, counts, value=value)`, counts not negative: PyTorch 2.9 refuses to pad a tensor with an empty dim.
+    """Pad as `F.pad(x, counts, value=value)` does, also a tensor with an empty dim, which PyTorch 2.9 refuses to pad.
 
     >>> pad(torch.ones(2, 0, dtype=torch.bool), (0, 3)).tolist()
     [[False, False, False], [False, False, False]]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .arguments import bool_mask, collapse, common_shape, integer, pad, pair
+from ..problem import collapse
+from .arguments import bool_mask, common_shape, integer, pad, pair
 from .builders import causal_mask, combine
 
 # Elements summed at once: padding copies them, and sums in another dtype than the input's widen them first on CPU.
@@ -14,7 +15,7 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 def tile_counts(mask: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
-    """How many True each tile of a (..., Lq, Lk) mask has: int32 (..., ceil(Lq/bq), ceil(Lk/bk))."""
+    """Count the True of each tile of a (..., Lq, Lk) mask: int32 (..., ceil(Lq/bq), ceil(Lk/bk))."""
     block_q, block_k = block_size
     *lead, seqlen_q, seqlen_k = mask.shape
     tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
@@ -30,7 +31,7 @@ def tile_counts(mask: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor
 
 
 def _tile_counts(rows: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
-    """The counts of some whole rows of tiles, all at once."""
+    """Count the True of some whole rows of tiles, all at once."""
     block_q, block_k = block_size
     seqlen_q, seqlen_k = rows.shape[-2:]
     tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
@@ -42,7 +43,7 @@ def _tile_counts(rows: torch.Tensor, block_size: tuple[int, int]) -> torch.Tenso
 
 
 def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """How many positions each tile has, the last ones being cut: int32 (ceil(Lq/bq), ceil(Lk/bk))."""
+    """Count the positions of each tile; the last ones are cut: int32 (ceil(Lq/bq), ceil(Lk/bk))."""
     sizes = []
     for length, block in zip((seqlen_q, seqlen_k), block_size, strict=True):
         starts = torch.arange(0, length, block, device=device, dtype=torch.int32)
@@ -53,7 +54,7 @@ def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device
 def expand_blocks(
     block_mask: torch.Tensor, block_size: int | tuple[int, int], seqlen_q: int, seqlen_k: int
 ) -> torch.Tensor:
-    """The token mask of a block mask: every token pair of a True block attends.
+    """Expand a block mask to tokens: every token pair of a True block attends.
 
     Equivalent to `block_mask.repeat_interleave(bq, -2).repeat_interleave(bk, -1)[..., :seqlen_q, :seqlen_k]`.
     Block masks know nothing of positions inside a block: add `is_causal=True` or a mask where that matters.
@@ -79,16 +80,21 @@ def expand_blocks(
     out = bool_mask("block_mask", block_mask)
     blocks = pair("block_size", block_size, 1)
     for dim, name, length, block in ((3, "seqlen_k", seqlen_k, blocks[1]), (2, "seqlen_q", seqlen_q, blocks[0])):
-        needed = -(-integer(name, length) // block)
+        check_blocks(block_mask, name, out.size(dim), length, block)
         if out.size(dim) == 1 and length:
             continue
-        if out.size(dim) not in (1, needed):
-            raise ValueError(
-                f"block_mask has {out.size(dim)} blocks along {name} (shape {tuple(block_mask.shape)}) and needs "
-                f"{needed}, or 1, for {name} = {length} in blocks of {block}."
-            )
         out = out.index_select(dim, torch.arange(length, device=out.device) // block)
     return out
+
+
+def check_blocks(block_mask: torch.Tensor, name: str, number: int, length: int, block: int) -> None:
+    """Refuse a block mask that has another number of blocks than 1 or so many as a length needs."""
+    needed = -(-integer(name, length) // block)
+    if number not in (1, needed):
+        raise ValueError(
+            f"block_mask has {number} blocks along {name} (shape {tuple(block_mask.shape)}); it needs {needed}, or 1, "
+            f"for {name} = {length} in blocks of {block}."
+        )
 
 
 def smooth_blocks(
@@ -98,7 +104,7 @@ def smooth_blocks(
     is_causal: bool = False,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Makes whole tiles attend or not by the majority of their allowed positions, so that kernels skip more.
+    """Make whole tiles attend or not by the majority of their allowed positions, so that kernels skip more.
 
     A tile attends where more than half of the positions that causality and `allowed` leave in it are True. The
     result stays inside the allowed set, and a row that would lose its last key keeps the keys it had.
@@ -178,7 +184,7 @@ def mask_stats(
     seqlen_q: int | None = None,
     seqlen_k: int | None = None,
 ) -> MaskStats:
-    """Density, active and full tiles, and empty rows of a mask; it waits for the device.
+    """Count density, active and full tiles, and empty rows of a mask; it waits for the device.
 
     Equivalent to `mask.float().mean()`, the fraction of tiles with any True or all True, and
     `(~mask.any(-1)).sum()`.
@@ -221,12 +227,12 @@ def mask_stats(
 
 
 def expand_lengths(mask: torch.Tensor, seqlen_q: int | None, seqlen_k: int | None) -> torch.Tensor:
-    """A 4-D mask with its query and key dims expanded, not copied, to the real lengths."""
+    """Expand the query and key dims of a 4-D mask to the real lengths, without a copy."""
     for dim, name, length in ((2, "seqlen_q", seqlen_q), (3, "seqlen_k", seqlen_k)):
         if length is None:
             continue
         if mask.size(dim) not in (1, integer(name, length)):
-            raise ValueError(f"mask has {name} = {mask.size(dim)} (shape {tuple(mask.shape)}), not {length} or 1.")
+            raise ValueError(f"mask has {name} = {mask.size(dim)} (shape {tuple(mask.shape)}); it needs {length} or 1.")
         sizes = [-1, -1, -1, -1]
         sizes[dim] = length
         mask = mask.expand(*sizes)

@@ -7,15 +7,14 @@ from typing import Literal
 
 import torch
 
-from ..problem import values_can_be_read
+from ..problem import collapse, values_can_be_read
 from .arguments import (
     INTEGER_DTYPES,
     IntsLike,
     align_heads,
     bool_mask,
-    collapse,
     common_shape,
-    four_dims,
+    float_scores,
     integer,
     integer_tensor,
     lengths_within,
@@ -26,7 +25,7 @@ Device = torch.device | str | None
 
 
 def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each query the index of the key it is aligned with, (Lq, 1), and the index of each key, (Lk,)."""
+    """Return the index of the key that each query is aligned with, (Lq, 1), and of each key, (Lk,)."""
     integer("seqlen_q", seqlen_q)
     integer("seqlen_k", seqlen_k)
     rows = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)
@@ -34,7 +33,7 @@ def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> tuple[torch.Tens
 
 
 def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Tensor:
-    """Each query sees the keys up to its own position, the last query all of them (bottom-right aligned).
+    """Let each query see the keys up to its own position, the last query all of them (bottom-right aligned).
 
     Equivalent to `torch.ones(seqlen_q, seqlen_k).tril(seqlen_k - seqlen_q).bool()`. `attention` takes
     `is_causal=True` instead, which costs no memory; this tensor is for combining and for looking at.
@@ -61,7 +60,7 @@ def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Te
 def sliding_window_mask(
     seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: Device = None
 ) -> torch.Tensor:
-    """Each query sees `left` keys before its position, its own key, and `right` keys after it.
+    """Let each query see `left` keys before its position, its own key, and `right` keys after it.
 
     Query i is aligned with key p = i + seqlen_k - seqlen_q and sees p - left <= j <= p + right. `(-1, 0)` is
     the causal mask. `attention` takes `window_size=(left, right)` instead, which costs no memory.
@@ -86,7 +85,7 @@ def sliding_window_mask(
                   [0, 1, 1]]]], dtype=torch.int32)
     """
     if isinstance(window_size, int):
-        raise TypeError(f"window_size is {window_size} and must be a pair (left, right); -1 is unlimited on that side.")
+        raise TypeError(f"window_size is {window_size}; it needs to be a pair (left, right), -1 for no limit.")
     left, right = pair("window_size", window_size, -1)
     rows, keys = _positions(seqlen_q, seqlen_k, device)
     mask = keys.expand(seqlen_q, -1) >= rows - (left if left >= 0 else seqlen_q + seqlen_k)
@@ -96,7 +95,7 @@ def sliding_window_mask(
 
 
 def document_ids(lengths: IntsLike, total_length: int | None = None) -> torch.Tensor:
-    """The document each position of a packed sequence belongs to, from the lengths of the documents.
+    """Number the document of each position of a packed sequence, from the lengths of the documents.
 
     Equivalent to `torch.repeat_interleave(torch.arange(n), lengths)`, filled up to `total_length` with -1,
     the id that attends to nothing.
@@ -134,7 +133,7 @@ def document_ids(lengths: IntsLike, total_length: int | None = None) -> torch.Te
 
 
 def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
-    """Each query sees the keys of its own document.
+    """Let each query see the keys of its own document.
 
     Equivalent to `(ids[:, :, None] == ids_k[:, None, :]) & (ids >= 0)[:, :, None]`. Combine it with a causal
     mask, or call `attention(..., is_causal=True)`, for packed language modelling.
@@ -165,13 +164,13 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
 
 
 def document_pair(ids: IntsLike, ids_k: IntsLike | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The documents of queries and of keys, 2-D, checked."""
+    """Check the documents of queries and of keys, and return both 2-D."""
     ids_q = torch.atleast_2d(integer_tensor("ids", ids, (1, 2)))
     keys = ids_q if ids_k is None else torch.atleast_2d(integer_tensor("ids_k", ids_k, (1, 2)).to(ids_q.device))
     if ids_q.size(0) != keys.size(0) and 1 not in (ids_q.size(0), keys.size(0)):
         raise ValueError(
             f"ids_k has batch size {keys.size(0)} (shape {tuple(keys.shape)}) and ids has {ids_q.size(0)} "
-            f"(shape {tuple(ids_q.shape)}); they must be equal, or one of them 1."
+            f"(shape {tuple(ids_q.shape)}); they need to be equal, or one of them 1."
         )
     return ids_q, keys
 
@@ -183,7 +182,7 @@ def padding_mask(
     side: Literal["right", "left"] = "right",
     device: Device = None,
 ) -> torch.Tensor:
-    """Padding keys are unseen, from lengths or from a 0/1 mask as tokenizers return it.
+    """Hide the keys of padding, from lengths or from a 0/1 mask as tokenizers return it.
 
     Equivalent to `(torch.arange(seqlen) < lengths[:, None])[:, None, None]`, or to `mask.bool()[:, None, None]`.
 
@@ -209,17 +208,17 @@ def padding_mask(
         torch.Size([1, 1, 1, 3])
     """
     if side not in ("right", "left"):
-        raise ValueError(f"side is {side!r} and must be 'right' or 'left'.")
+        raise ValueError(f"side is {side!r}; it needs to be 'right' or 'left'.")
     values = torch.as_tensor(lengths_or_mask, device=device)
     if values.dim() == 2:
         if values.dtype != torch.bool and values.dtype not in INTEGER_DTYPES:
-            raise TypeError(f"lengths_or_mask has dtype {values.dtype} and must be bool or integer; pass mask > 0.5.")
+            raise TypeError(f"lengths_or_mask has dtype {values.dtype}; it needs bool or integer; pass mask > 0.5.")
         if seqlen is not None and values.size(1) != integer("seqlen", seqlen):
-            raise ValueError(f"lengths_or_mask has shape {tuple(values.shape)} and needs seqlen = {seqlen} keys.")
+            raise ValueError(f"lengths_or_mask has shape {tuple(values.shape)}; it needs seqlen = {seqlen} keys.")
         return (values != 0)[:, None, None]
     lengths = integer_tensor("lengths_or_mask", values if values.numel() else values.long(), (1, 2))
     if seqlen is None:
-        raise ValueError("seqlen is None and must be the padded length, because lengths_or_mask holds lengths.")
+        raise ValueError("seqlen is None; it needs to be the padded length, because lengths_or_mask holds lengths.")
     lengths_within("lengths_or_mask", lengths, integer("seqlen", seqlen))
     keys = torch.arange(seqlen, device=lengths.device)
     if side == "left":
@@ -228,7 +227,7 @@ def padding_mask(
 
 
 def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Tensor:
-    """Every query sees the whole prefix; past the prefix the mask is causal (bottom-right aligned).
+    """Let every query see the whole prefix; past the prefix the mask is causal (bottom-right aligned).
 
     Equivalent to `causal_mask(seqlen_q, seqlen_k) | padding_mask(prefix_lengths, seqlen_k)`.
 
@@ -264,7 +263,7 @@ def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int,
 
 
 def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
-    """Each query sees the keys whose score is above a threshold (the "relu" mask with threshold 0).
+    """Let each query see the keys whose score is above a threshold (the "relu" mask with threshold 0).
 
     Equivalent to `scores > threshold`; NaN is never above. It may leave rows empty, whose output is 0.
 
@@ -283,14 +282,11 @@ def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor
         >>> threshold_mask(torch.tensor([-1.0, 0.0, 2.0])).int()
         tensor([[[[0, 0, 1]]]], dtype=torch.int32)
     """
-    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
-        has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
-        raise TypeError(f"scores has {has} and must be a float tensor.")
-    return four_dims("scores", scores.detach()) > threshold
+    return float_scores(scores) > threshold
 
 
 def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> torch.Tensor | None:
-    """One mask from several: attend where all of them do (`"and"`) or where any does (`"or"`).
+    """Make one mask of several: attend where all of them do (`"and"`) or where any does (`"or"`).
 
     Equivalent to `masks[0] & masks[1] & ...` on 4-D tensors, with two exceptions. Expanded (stride 0) dims count as
     size 1, so that the result is as small as it can be. Masks over key-value heads meet masks over query heads: with
@@ -317,7 +313,7 @@ def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> to
         torch.Size([1, 1, 1, 2])
     """
     if op not in ("and", "or"):
-        raise ValueError(f"op is {op!r} and must be 'and' or 'or'.")
+        raise ValueError(f"op is {op!r}; it needs to be 'and' or 'or'.")
     named = [(f"masks[{i}]", mask) for i, mask in enumerate(masks) if mask is not None]
     if not named or (op == "or" and len(named) < len(masks)):
         return None
@@ -326,7 +322,7 @@ def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> to
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.device != tensors[0].device:
             raise ValueError(
-                f"{name} is on {tensor.device} and {names[0]} on {tensors[0].device}; all masks must be on one device."
+                f"{name} is on {tensor.device} and {names[0]} on {tensors[0].device}; all need to be on one device."
             )
     tensors = align_heads(tensors, names)
     common_shape(tensors, names)

@@ -36,7 +36,7 @@ def show(
     ax: Axes | None = None,
     title: str | None = None,
 ) -> Figure:
-    """Draws one head of a mask and its tiles; large masks are pooled, and no lone key is pooled away.
+    """Draw one head of a mask and its tiles; large masks are pooled, and no lone key is pooled away.
 
     Tiles with nothing to compute are grey, tiles in which everything attends blue; the others are orange,
     darker where more attends. Below the title: shape, density, active tiles, empty rows of what is drawn.
@@ -120,7 +120,7 @@ def _plane(
     seqlen_q: int | None,
     seqlen_k: int | None,
 ) -> torch.Tensor:
-    """The (Lq, Lk) mask of one batch element and head."""
+    """Return the (Lq, Lk) mask of one batch element and head."""
     # Not at the top: importing flash_dmattn.masks does not need them.
     from .prepared.storage import BatchMask, SequenceTileMask, TreeMask
 
@@ -136,7 +136,7 @@ def _plane(
         mask = expand_lengths(bool_mask("mask", cast(torch.Tensor, mask)), seqlen_q, seqlen_k)
     index = _chosen(mask.shape, mask.shape[:2], batch, head)
     if 0 in mask.shape or (isinstance(mask, BatchMask) and mask.seqlen_q == 0):
-        raise ValueError(f"mask has shape {tuple(mask.shape)}: there is nothing to draw; every dim must be >= 1.")
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: there is nothing to draw; every dim needs to be >= 1.")
     if isinstance(mask, BatchMask):
         # Cut to the head before it is unpacked, which takes Lq * Lk bytes for each.
         cut = mask.with_tensors([x.narrow(0, index[0], 1).narrow(1, index[1], 1) for x in mask.tensors])
@@ -145,15 +145,15 @@ def _plane(
 
 
 def _chosen(shape: Sequence[int], sizes: Sequence[int], batch: int, head: int) -> tuple[int, int]:
-    """The indices of what is drawn, where there are so many batch entries and heads; any reaches the only one."""
+    """Check the indices against so many batch entries and heads; any index reaches the only one."""
     for name, value, size in (("batch", batch, sizes[0]), ("head", head, sizes[1])):
         if integer(name, value) >= size and size != 1:
-            raise ValueError(f"{name} is {value} and mask has {size} (shape {tuple(shape)}); it must be < {size}.")
+            raise ValueError(f"{name} is {value} and mask has {size} (shape {tuple(shape)}); it needs to be < {size}.")
     return batch if sizes[0] != 1 else 0, head if sizes[1] != 1 else 0
 
 
 def _picture(plane: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
-    """The RGB picture, (rows, columns, 3) on CPU, of at most MAX_PIXELS a side."""
+    """Return the RGB picture, (rows, columns, 3) on CPU, of at most MAX_PIXELS a side."""
     length_q, length_k = plane.shape
     pool = (-(-length_q // MAX_PIXELS), -(-length_k // MAX_PIXELS))
     density = tile_counts(plane, pool) / tile_sizes(length_q, length_k, pool, plane.device)
@@ -174,7 +174,7 @@ def _picture(plane: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
 
 
 def _draw_grid(ax: Axes, length_q: int, length_k: int, blocks: tuple[int, int]) -> None:
-    """Lines between tiles, along each side that has few enough to tell them apart."""
+    """Draw lines between tiles, along each side that has few enough to tell them apart."""
     for length, block, line in ((length_q, blocks[0], ax.axhline), (length_k, blocks[1], ax.axvline)):
         if length / block <= MAX_GRID_LINES:
             for edge in range(block, length, block):

@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 
 from ..definition import define
-from .arguments import align_heads, bool_mask, collapse, common_shape, four_dims, integer, pad
+from ..problem import collapse
+from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, pad
 
 # Elements a chunk of rows may hold; about 25 bytes of work each (key, candidates, tie counter).
 CHUNK_ELEMENTS = 1 << 22
@@ -21,7 +22,7 @@ def topk_mask(
     mask: torch.Tensor | None = None,
     seqlen_q: int | None = None,
 ) -> torch.Tensor:
-    """Each query sees the `k` highest scored keys that `mask` and causality allow it.
+    """Let each query see the `k` highest scored keys that `mask` and causality allow it.
 
     Equivalent, row by row, to a stable descending sort of the allowed scores and keeping the first k::
 
@@ -76,7 +77,7 @@ def topk_mask(
 def _selected(
     scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
 ) -> torch.Tensor:
-    """The mask of arguments that `topk_arguments` has checked."""
+    """Make the mask of arguments that `topk_arguments` has checked."""
     per_key = scores.size(2) == 1 and (allowed is None or allowed.size(2) == 1)
     if not per_key:
         return _topk_per_row(scores, k, allowed, seqlen_q, is_causal)
@@ -99,15 +100,13 @@ def topk_arguments(
     Raises:
         TypeError, ValueError: as in `topk_mask`.
     """
-    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
-        has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
-        raise TypeError(f"scores has {has} and must be a float tensor.")
+    values = float_scores(scores)
     if scores.dim() == 0:
-        raise ValueError("scores is 0-D and must have a dim of keys, the last one.")
-    scores = four_dims("scores", scores.detach())
+        raise ValueError("scores is 0-D; it needs a dim of keys, the last one.")
+    scores = values
     allowed = None if mask is None else bool_mask("mask", mask)
     if allowed is not None and allowed.device != scores.device:
-        raise ValueError(f"mask is on {allowed.device} and scores on {scores.device}; they must be on one device.")
+        raise ValueError(f"mask is on {allowed.device} and scores on {scores.device}; they need to be on one device.")
     if allowed is not None and allowed.size(3) not in (1, scores.size(3)):
         raise ValueError(f"mask has {allowed.size(3)} keys, scores {scores.size(3)}; mask needs 1 or as many keys.")
 
@@ -121,7 +120,7 @@ def topk_arguments(
 
 
 def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int | None) -> int:
-    """The number of queries that the arguments agree on."""
+    """Return the number of queries that the arguments agree on."""
     lengths = {}
     if seqlen_q is not None:
         lengths["seqlen_q"] = integer("seqlen_q", seqlen_q)
@@ -130,12 +129,12 @@ def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int 
             lengths[name] = tensor.size(2)
     if any(one != other for one, other in pairwise(lengths.values())):
         has = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ValueError(f"The numbers of queries differ: {has}; each must be 1 for all queries, or the same.")
+        raise ValueError(f"The numbers of queries differ: {has}; each needs to be 1 for all queries, or the same.")
     return next(iter(lengths.values()), scores.size(3))
 
 
 def sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-    """Integers in the order of the scores: the lowest for what is not allowed, the next for NaN.
+    """Return integers in the order of the scores: the lowest for what is not allowed, the next for NaN.
 
     IEEE floats of one sign compare as their bits do; flipping the lower bits of negative ones puts those in
     order too. Integers make NaN and -inf ordinary values and tie exactly where floats are equal.
@@ -150,12 +149,12 @@ def sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tenso
 
 
 def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-    """`sort_keys` of one score per key, (B, H, Lk), contiguous: scores and allowed are (B, H, 1, Lk) and broadcast."""
+    """Apply `sort_keys` to one score per key, (B, H, 1, Lk): the result is (B, H, Lk), contiguous."""
     return sort_keys(scores, allowed)[:, :, 0].contiguous()
 
 
 def select(keys: torch.Tensor, k: int) -> torch.Tensor:
-    """The first k of each row in descending order of `keys`, the earliest first among equal ones."""
+    """Select the first k of each row in descending order of `keys`, the earliest first among equal ones."""
     allowed = keys > torch.iinfo(keys.dtype).min
     if k >= keys.size(-1):
         return allowed
@@ -171,10 +170,8 @@ def select(keys: torch.Tensor, k: int) -> torch.Tensor:
 def _topk_per_row(
     scores: torch.Tensor, k: int, allowed: torch.Tensor | None, seqlen_q: int, is_causal: bool
 ) -> torch.Tensor:
-    """Top k of rows that differ in scores or in what is allowed, in chunks of rows."""
-    batch, num_heads, _, seqlen_k = common_shape(
-        [scores] if allowed is None else [scores, allowed], ["scores", "mask"][: 1 if allowed is None else 2]
-    )
+    """Select the top k of rows that differ in scores or in what is allowed, in chunks of rows."""
+    batch, num_heads, _, seqlen_k = _shape(scores, allowed)
     out = torch.empty(batch, num_heads, seqlen_q, seqlen_k, dtype=torch.bool, device=scores.device)
     columns = torch.arange(seqlen_k, device=scores.device)
     step = max(1, CHUNK_ELEMENTS // max(1, batch * num_heads * seqlen_k))
@@ -189,13 +186,17 @@ def _topk_per_row(
     return out
 
 
+def _shape(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Size:
+    return scores.shape if allowed is None else torch.broadcast_shapes(scores.shape, allowed.shape)
+
+
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    """These rows of a 4-D tensor, or its only row."""
+    """Return these rows of a 4-D tensor, or its only row."""
     return tensor if tensor.size(2) == 1 else tensor[:, :, rows]
 
 
 def _topk_per_prefix(keys: torch.Tensor, k: int, seqlen_q: int) -> torch.Tensor:
-    """Top k of every causal prefix of one row of keys: (B, H, 1, Lk) to (B, H, Lq, Lk)."""
+    """Select the top k of every causal prefix of one row of keys: (B, H, 1, Lk) to (B, H, Lq, Lk)."""
     batch, num_heads, _, seqlen_k = keys.shape
     flat = keys.flatten(0, 2)
     rank = ranks(flat)
@@ -208,14 +209,14 @@ def _topk_per_prefix(keys: torch.Tensor, k: int, seqlen_q: int) -> torch.Tensor:
 
 
 def ranks(keys: torch.Tensor) -> torch.Tensor:
-    """The place of every key of a row in descending order, the earliest first among equal ones: int64 (N, L)."""
+    """Rank every key of a row in descending order, the earliest first among equal ones: int64 (N, L)."""
     order = keys.sort(dim=-1, descending=True, stable=True).indices
     positions = torch.arange(keys.size(1), device=keys.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, positions)
 
 
 def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -> torch.Tensor:
-    """The k-th smallest (or else the largest) of the first `prefix` entries of each row of `rank`.
+    """Find the k-th smallest (or else the largest) of the first `prefix` entries of each row of `rank`.
 
     A wavelet matrix: the answers are inside bit by bit, highest first, for all prefixes at once. At each bit the
     row is partitioned stably into zeros and ones, a query keeps the range of entries that share its higher
@@ -253,7 +254,7 @@ def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -
 
 
 def topk_stops(keys: torch.Tensor, k: int) -> torch.Tensor:
-    """The first position whose prefix has k keys that are better than a given one, for every key.
+    """Find for every key the first position whose prefix has k keys that are better.
 
     Key j is among the k best of the prefix that ends at p, itself included, exactly for `j <= p < stop[j]`: a key that
     k better ones have met never comes back. Equal keys are ranked as `topk_mask` ranks them, the earliest first.
@@ -290,7 +291,7 @@ def topk_stops(keys: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of queries that keep each key, by causal top-k.
+    """Find the run of queries that keep each key, by causal top-k.
 
     Args:
         keys: integers (B, H, Lk) as `sort_keys` makes them: the lowest stands for a key that is not allowed.
@@ -317,8 +318,7 @@ def topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tup
 def _selected_fake(
     scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
 ) -> torch.Tensor:
-    tensors = [scores] if allowed is None else [scores, allowed]
-    batch, num_heads, rows, seqlen_k = common_shape(tensors, ["scores", "mask"][: len(tensors)])
+    batch, num_heads, rows, seqlen_k = _shape(scores, allowed)
     rows = seqlen_q if is_causal or rows != 1 else 1
     return torch.empty(batch, num_heads, rows, seqlen_k, dtype=torch.bool, device=scores.device)
 

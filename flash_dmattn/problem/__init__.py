@@ -9,9 +9,7 @@ from .checks import check_broadcast as check_broadcast
 from .checks import check_flag as check_flag
 from .checks import check_number as check_number
 from .checks import check_scores as check_scores
-from .checks import check_sequence_tiles as check_sequence_tiles
 from .checks import check_strided as check_strided
-from .checks import check_tree as check_tree
 from .checks import check_window as check_window
 from .checks import packing_of as packing_of
 from .checks import refuse_keywords as refuse_keywords
@@ -42,10 +40,12 @@ from .description import make_band as make_band
 from .description import spec_of as spec_of
 from .description import unpacked_spec as unpacked_spec
 from .inputs import Gradients as Gradients
+from .inputs import MaskChoice as MaskChoice
 from .inputs import MaskView as MaskView
 from .inputs import SequenceView as SequenceView
 from .leading import MappedCall as MappedCall
 from .leading import Repeats as Repeats
+from .leading import collapse as collapse
 from .leading import fold_call as fold_call
 from .leading import heads_as_rows as heads_as_rows
 from .leading import merge as merge

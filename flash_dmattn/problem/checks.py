@@ -206,30 +206,3 @@ def _misfit(name: str, shape: Sequence[int], dims: Sequence[str], allowed: Seque
         f"{name} has shape {tuple(shape)}, read as ({', '.join(dims)}); it needs "
         f"{', '.join(wanted[:-1])} and {wanted[-1]}"
     )
-
-
-def check_tree(shape: Sequence[int], spec: SequenceSpec) -> None:
-    """Refuse a tree mask (S or 1, n, n) that was made for other sequences."""
-    number, tokens, _ = shape
-    if not spec.names_max[0]:
-        raise ValueError(
-            f"mask is a TreeMask of {tokens} new tokens; it needs max_seqlen_q, which the sequences do not name "
-            f"(Sequences.{spec.layout.removesuffix('_packed')}(..., max_seqlen_q={tokens}))"
-        )
-    if tokens != spec.max_seqlen_q:
-        raise ValueError(
-            f"mask is a TreeMask of {tokens} new tokens; it needs max_seqlen_q of them, {spec.max_seqlen_q}"
-        )
-    if number not in (1, spec.number):
-        raise ValueError(f"mask is a TreeMask of {number} sequences; it needs 1 or {spec.number}")
-
-
-def check_sequence_tiles(prepared: SequenceSpec, mask_heads: int, spec: SequenceSpec, heads: tuple[int, int]) -> None:
-    """Refuse a mask with tiles that was prepared for sequences `prepared`, beside a call of other sizes."""
-    # The first six fields of both.
-    names = ("the layout", "sequences", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k")
-    for name, has, needs in zip(names, prepared, spec):
-        if has != needs:
-            raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
-    if mask_heads not in (1, *heads):
-        raise ValueError(f"mask was prepared with {mask_heads} heads; it needs one of {sorted({1, *heads})}")

@@ -12,6 +12,21 @@ from .description import MaskForm
 Gradients = tuple[Tensor | None, ...]
 
 
+class MaskChoice(NamedTuple):
+    """The form in which a bool mask is prepared, or the passes of a call read their mask.
+
+    Attributes:
+        form: see `MaskForm`. A mask with one row for all queries has three prepared forms. Form "keys" is for kernels
+            that gather. Form "intervals" has the queries that the band leaves to each key. Form "tiles" has bits, which
+            kernels need beside a bias of one value per score.
+        reorder: for the form "intervals": whether kept keys come first. Calls then copy k and v in that order, and
+            only kept keys cost time.
+    """
+
+    form: MaskForm = "none"
+    reorder: bool = False
+
+
 class MaskView(NamedTuple):
     """A mask as kernels receive it: its form, and the tensors of that form.
 

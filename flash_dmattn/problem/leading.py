@@ -127,7 +127,7 @@ def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeat
     """
     leading = len(batch)
     if not keeps_shape:
-        x = _collapse(x, range(leading))
+        x = collapse(x, range(leading))
     dims = tuple(x.shape[:leading])
     expanded, repeat = _sharing(dims, batch)
     if not repeats and math.prod(expanded) != 1:
@@ -139,12 +139,13 @@ def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeat
         x = x.float()  # the gradient is summed over the expanded dims, and rounded once
     shape = x.shape[leading:]
     if not keeps_shape:
-        x = _collapse(x, range(leading, x.dim()))
+        x = collapse(x, range(leading, x.dim()))
     x = merge(x.expand(*expanded, *x.shape[leading:]), leading)
     return _Folded(x.expand(x.shape[0], *shape), repeat, expanded, note)
 
 
-def _collapse(x: Tensor, dims: Iterable[int]) -> Tensor:
+def collapse(x: Tensor, dims: Iterable[int] = range(4)) -> Tensor:
+    """Cut every dim that was expanded (stride 0) back to size 1."""
     for dim in dims:
         if x.shape[dim] > 1 and x.stride(dim) == 0:
             x = x.narrow(dim, 0, 1)

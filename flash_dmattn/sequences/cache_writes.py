@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..definition import define
-from ..problem import FLOAT_DTYPES, PACKED_QUERIES, RANKS, Layout, dtype_name, values_can_be_read
+from ..problem import FLOAT_DTYPES, PACKED_QUERIES, Layout, dtype_name, values_can_be_read
 from .layout import Sequences, token_places
 
 
@@ -56,8 +56,10 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tenso
     if v_cache is not None or v is not None:  # None of one alone is refused
         tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}  # type: ignore[dict-item]
     _check_tensors(tensors, sequences)
-    _check_sizes(tensors, sequences)
-    view = sequences.view(sequences.spec(k, k_cache, k_cache), k_cache.shape[0], names=("k", "k_cache"))
+    names = ("k", "k_cache")
+    spec = sequences.spec(k, k_cache, k_cache, names=(*names, "k_cache"), rows="new tokens")
+    _check_sizes(tensors)
+    view = sequences.view(spec, k_cache.shape[0], names)
     rows = {name: x.unsqueeze(0) if x.dim() == 3 else x for name, x in tensors.items()}
     write = CacheWrite(
         rows["k_cache"], rows.get("v_cache"), rows["k"], rows.get("v"), view.bounds, view.block_table, sequences.layout
@@ -67,21 +69,10 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tenso
     OPERATOR(*write)
 
 
-_NEW = {3: "3, (new tokens of all sequences, heads, head_dim)", 4: "4, (sequences, new tokens, heads, head_dim)"}
-_CACHES = {
-    "packed": "3, (keys of all sequences, heads, head_dim)",
-    "padded": "4, (sequences, keys, heads, head_dim)",
-    "paged": "4, (pages, page_size, heads, head_dim)",
-}
-
-
 def _check_tensors(tensors: dict[str, Tensor], sequences: Sequences) -> None:
-    """Refuse tensors of another type, dtype, device or rank, with a gradient, or with shared memory."""
-    kind = sequences.layout.partition("_")[0]
-    rank_new, rank_cache = RANKS[sequences.layout]
+    """Refuse tensors of another type, dtype or device, with a gradient, or with shared memory."""
     k_cache = tensors["k_cache"]
     for name, x in tensors.items():
-        is_cache = name.endswith("_cache")
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
         if x.dtype not in FLOAT_DTYPES:
@@ -91,24 +82,19 @@ def _check_tensors(tensors: dict[str, Tensor], sequences: Sequences) -> None:
             raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs that of k_cache, {wanted}")
         if x.device != sequences.device:
             raise ValueError(f"{name} is on {x.device}; it needs to be where the sequences are, on {sequences.device}")
-        if x.dim() != (rank_cache if is_cache else rank_new):
-            needs = _CACHES[kind] if is_cache else _NEW[rank_new]
-            raise ValueError(
-                f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside {kind} sequences it needs {needs}"
-            )
         if torch.is_grad_enabled() and x.requires_grad:
             raise ValueError(
                 f"{name} requires grad; what is written to a cache has no gradient (call under torch.no_grad())"
             )
+        is_cache = name.endswith("_cache")
         if is_cache and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; it needs memory of its own for each value"
             )
 
 
-def _check_sizes(tensors: dict[str, Tensor], sequences: Sequences) -> None:
+def _check_sizes(tensors: dict[str, Tensor]) -> None:
     """Refuse sizes that do not fit one another."""
-    k_cache, k = tensors["k_cache"], tensors["k"]
     for values, keys in (("v", "k"), ("v_cache", "k_cache")):
         if values in tensors and tensors[values].shape[:-1] != tensors[keys].shape[:-1]:
             raise ValueError(
@@ -122,10 +108,6 @@ def _check_sizes(tensors: dict[str, Tensor], sequences: Sequences) -> None:
                 f"{name} has {new.shape[-2]} heads of {new.shape[-1]}; it needs those of {name}_cache, "
                 f"{cache.shape[-2]} of {cache.shape[-1]}"
             )
-    for name, x in (("k", k), ("k_cache", k_cache)):
-        holds_sequences = x.dim() == 4 and not (name == "k_cache" and sequences.block_table is not None)
-        if holds_sequences and x.shape[0] != sequences.number:
-            raise ValueError(f"{name} has {x.shape[0]} entries; it needs one for each sequence, {sequences.number}")
 
 
 def _check_places(write: CacheWrite) -> None:
@@ -226,16 +208,8 @@ def register(find_faster: Callable[[CacheWrite], Writer | None]) -> None:
     _find_faster = find_faster
 
 
-def _write(
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    k: Tensor,
-    v: Tensor | None,
-    bounds: Tensor,
-    block_table: Tensor | None,
-    layout: Layout,
-) -> None:
-    write = CacheWrite(k_cache, v_cache, k, v, bounds, block_table, layout)
+def _write(*operands: Any) -> None:
+    write = CacheWrite(*operands)
     if not write.is_empty:
         (_find_faster(write) or write_by_pytorch)(write)
 

@@ -56,7 +56,7 @@ class Sequences:
         seqlens_q: Tensor | None = None,
         seqlens_k: Tensor | None = None,
     ) -> Sequences:
-        """Sequences behind one another in one row of tokens: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv).
+        """Describe sequences behind one another in one row of tokens: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv).
 
         Args:
             cu_seqlens_q: (S + 1,), int32 or int64, ascending: sequence s has the queries from cu_seqlens_q[s] up to
@@ -91,7 +91,7 @@ class Sequences:
 
     @staticmethod
     def padded(seqlens_k: Tensor, seqlens_q: Tensor | None = None) -> Sequences:
-        """Sequences that each fill the front of a slot: q (S, Lq, Hq, D), k (S, Lk, Hk, D), v (S, Lk, Hk, Dv).
+        """Describe sequences that each fill the front of a slot: q (S, Lq, Hq, D), k (S, Lk, Hk, D), v (S, Lk, Hk, Dv).
 
         Causality and windows align the last used query with the last used key.
 
@@ -118,7 +118,7 @@ class Sequences:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
     ) -> Sequences:
-        """Keys in pages: k (pages, page_size, Hk, D), v (pages, page_size, Hk, Dv); no gradients.
+        """Describe keys in pages: k (pages, page_size, Hk, D), v (pages, page_size, Hk, Dv); no gradients.
 
         Queries are (S, Lq, Hq, D), or packed, (Tq, Hq, D), with `cu_seqlens_q`.
 
@@ -166,7 +166,7 @@ class Sequences:
         return tuple([x for x in tables if x is not None])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Sequences:
-        """The same sequences on a device, as `torch.Tensor.to` has it.
+        """Copy the sequences to a device, as `torch.Tensor.to` does.
 
         >>> import torch
         >>> from flash_dmattn import Sequences
@@ -187,26 +187,37 @@ class Sequences:
         bounds = f"max_seqlen_q={self.max_seqlen_q}, max_seqlen_k={self.max_seqlen_k}"
         return f"Sequences(layout={self.layout!r}, number={self.number}, {bounds}, device={str(self.device)!r})"
 
-    def spec(self, q: Tensor, k: Tensor, v: Tensor) -> SequenceSpec:
+    def spec(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        names: tuple[str, str, str] = ("q", "k", "v"),
+        rows: str = "queries",
+    ) -> SequenceSpec:
         """Describe a call with these sequences.
+
+        Args:
+            q, k, v: of the call, or new keys and a cache.
+            names, rows: of the tensors and of the rows of q, for messages.
 
         Raises:
             ValueError: q, k or v are not of the shapes that the layout needs, or on another device.
         """
         rank_q, rank_k = RANKS[self.layout]
-        for name, x, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
+        for name, x, rank, shape in zip(names, (q, k, v), (rank_q, rank_k, rank_k), _SHAPES[self.layout], strict=True):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
             if x.dim() != rank:
                 raise ValueError(
                     f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside "
-                    f"{self.layout.partition('_')[0]} sequences "
-                    f"it needs {_SHAPES[self.layout][name != 'q']}"
+                    f"{self.layout.partition('_')[0]} sequences it needs {rank}, {shape.format(rows)}"
                 )
         if self.device != q.device:
             raise ValueError(f"sequences are on {self.device}; they need to be on the device of q, {q.device}")
         paged = self.block_table is not None
-        for name, x, has_slots in (("q", q, rank_q == 4), ("k", k, rank_k == 4 and not paged)):
+        for name, x, has_slots in ((names[0], q, rank_q == 4), (names[1], k, rank_k == 4 and not paged)):
             if has_slots and x.shape[0] != self.number:
                 raise ValueError(f"{name} has {x.shape[0]} entries; it needs one for each sequence, {self.number}")
         rows_q, page_size = q.shape[-3], k.shape[1] if paged else 0
@@ -346,13 +357,14 @@ def lay_out(
     return q, k, v, spec, view
 
 
-_SLOTS_Q, _TOKENS_Q = "4, (sequences, queries, heads, head_dim)", "3, (queries of all sequences, heads, head_dim)"
-_PAGES = "4, (pages, page_size, heads, head_dim)"
+_SLOTS, _TOKENS = "(sequences, {}, heads, head_dim)", "({} of all sequences, heads, head_dim)"
+_PAGES = "(pages, page_size, heads, head_dim)"
+# Shapes of q, k and v. Braces stand for the name of rows.
 _SHAPES = {
-    "packed": (_TOKENS_Q, "3, (keys of all sequences, heads, head_dim)"),
-    "padded": (_SLOTS_Q, "4, (sequences, keys, heads, head_dim)"),
-    "paged": (_SLOTS_Q, _PAGES),
-    "paged_packed": (_TOKENS_Q, _PAGES),
+    "packed": (_TOKENS, *[_TOKENS.format("keys")] * 2),
+    "padded": (_SLOTS, *[_SLOTS.format("keys")] * 2),
+    "paged": (_SLOTS, _PAGES, _PAGES),
+    "paged_packed": (_TOKENS, _PAGES, _PAGES),
 }
 
 
@@ -364,7 +376,7 @@ def _state(x: Tensor) -> int | Tensor | None:
 
 
 def _are_as_before(tensors: tuple[Tensor, ...], states: list[int | Tensor | None]) -> bool:
-    """Whether no tensor has changed since its state was taken; False where nobody can tell."""
+    """Tell whether no tensor has changed since its state was taken; False where nobody can tell."""
     for x, state in zip(tensors, states, strict=True):
         if not x.is_inference():
             if x._version != state:
@@ -420,7 +432,7 @@ def _checked(sequences: Sequences) -> Sequences:
 def _safe_bounds(
     cu_seqlens: Tensor | None, used: Tensor | None, rows: int, most: int, number: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Where the queries, or the keys, of each sequence begin, and how many they are, int32; within the tensor."""
+    """Return the first query, or key, of each sequence, and how many it has: int32, cut to rows that the tensor has."""
     limit = min(rows, most)
     if used is not None:
         used = used.clamp(0, limit).to(torch.int32)  # clamped first: int64 has values that int32 has not

@@ -135,5 +135,5 @@ class Jagged:
 
 
 def is_nested(x: object) -> bool:
-    """Whether an argument is a nested tensor."""
+    """Tell whether an argument is a nested tensor."""
     return isinstance(x, Tensor) and x.is_nested

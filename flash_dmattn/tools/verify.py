@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TextIO
 
 import torch
@@ -43,6 +43,31 @@ class Case:
         """Names of all results: out, lse and the gradients that the case asks for."""
         return OUTPUTS + tuple(f"d{name}" for name in self.needs_grad)
 
+    def sample(self, device: str, dtype: torch.dtype) -> Sample:
+        """Draw its tensors, the same on every device and for every backend."""
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        tensors = {
+            "q": normal(BATCH, SEQLEN_Q, NUM_HEADS, HEAD_DIM),
+            "k": normal(BATCH, SEQLEN_K, self.num_heads_k, HEAD_DIM),
+            "v": normal(BATCH, SEQLEN_K, self.num_heads_k, HEAD_DIM),
+        }
+        mask = None
+        if self.mask is not None:
+            mask = torch.rand(self.mask, generator=generator) < 0.5
+            mask[..., 0] = True  # no row is empty by chance
+            if self.empty_rows:
+                mask[..., ::5, :] = False
+            mask = mask.to(device)
+        if self.bias is not None:
+            tensors["bias"] = normal(*self.bias)
+        dout = normal(BATCH, SEQLEN_Q, NUM_HEADS, HEAD_DIM)
+        dlse = normal(BATCH, NUM_HEADS, SEQLEN_Q, dtype=torch.float32)
+        return Sample(self.name, tensors, {"mask": mask, "is_causal": self.is_causal}, self.results, dout, dlse)
+
 
 CASES = (
     # The first one shows most, for backends that serve a part of a call only.
@@ -78,9 +103,14 @@ class Outcome:
     backward: str | None = None  # the backend of the backward pass, where it is another
 
     @property
+    def failed(self) -> tuple[str, ...]:
+        """The results that are outside their limit; NaN is."""
+        return tuple(name for name in self.errors if not self.errors[name] <= self.limits[name])
+
+    @property
     def passed(self) -> bool:
-        """Whether everything that ran is within its limit; NaN is not."""
-        return self.exception is None and all(self.errors[name] <= self.limits[name] for name in self.errors)
+        """Whether everything that ran is within its limit."""
+        return self.exception is None and not self.failed
 
     @property
     def verdict(self) -> str:
@@ -141,6 +171,7 @@ def verify_on(
         f"and limit is {RATIO} x the error of the formula in {name} + {FLOOR:.0e}\n\n{header}\n"
     )
     outcomes: list[Outcome] = []
+    samples = [case.sample(device, dtype) for case in CASES]
 
     def show(backend: str, case: str, check: Callable[[], Outcome]) -> Outcome:
         # Before the run, because the first call of a compiled backend takes its time.
@@ -161,43 +192,53 @@ def verify_on(
             show(backend, "all", partial(Outcome, backend, device, name, "all", reasons=(reason,)))
             continue
         part_shown = False
-        for case in CASES:
+        for sample in samples:
             if not has_time():
                 return outcomes
-            sample = Sample(case, device, dtype)
-            outcome = show(backend, case.name, partial(sample.check, backend, not part_shown))
+            outcome = show(backend, sample.name, partial(sample.check, backend, not part_shown))
             ran = bool(outcome.errors) or outcome.exception is not None
             part_shown = part_shown or (ran and bool(outcome.reasons) and outcome.backward is None)
     return outcomes
 
 
 class Sample:
-    """The tensors of one case, the same on every device and for every backend."""
+    """One call with its tensors; `check` compares a backend with the formula on it.
 
-    def __init__(self, case: Case, device: str, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
+    Args:
+        name: of the call, for the table.
+        tensors: q, k, v and, if there is one, bias, in the dtypes of the call.
+        flags: the other arguments of `attention`.
+        results: the names of the results to compare, a part of `OUTPUTS` and `GRADIENTS`.
+        dout, dlse: the gradients of out and of lse; dlse is not read if lse is no result.
+    """
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
+    def __init__(
+        self,
+        name: str,
+        tensors: dict[str, Tensor],
+        flags: dict[str, Any],
+        results: tuple[str, ...],
+        dout: Tensor,
+        dlse: Tensor | None = None,
+    ) -> None:
+        self.name, self.tensors, self.flags, self.results = name, tensors, flags, results
+        self.dout, self.dlse = dout, dlse
 
-        self.case, self.device, self.dtype = case, device, dtype
-        self.tensors = {
-            "q": normal(BATCH, SEQLEN_Q, NUM_HEADS, HEAD_DIM),
-            "k": normal(BATCH, SEQLEN_K, case.num_heads_k, HEAD_DIM),
-            "v": normal(BATCH, SEQLEN_K, case.num_heads_k, HEAD_DIM),
-        }
-        mask = None
-        if case.mask is not None:
-            mask = torch.rand(case.mask, generator=generator) < 0.5
-            mask[..., 0] = True  # no row is empty by chance
-            if case.empty_rows:
-                mask[..., ::5, :] = False
-            mask = mask.to(device)
-        if case.bias is not None:
-            self.tensors["bias"] = normal(*case.bias)
-        self.flags: dict[str, Any] = {"mask": mask, "is_causal": case.is_causal}
-        self.dout = normal(BATCH, SEQLEN_Q, NUM_HEADS, HEAD_DIM)
-        self.dlse = torch.randn((BATCH, NUM_HEADS, SEQLEN_Q), generator=generator).to(device)
+    @cached_property
+    def exact(self) -> dict[str, Tensor]:
+        """All results by the formula in fp64."""
+        return self._run(formula.attention, self.results, exact=True)
+
+    @cached_property
+    def yardstick(self) -> Outcome:
+        """The errors of plain PyTorch in the dtypes of the call, which make the limits of every backend."""
+        call = {"mask": None, "bias": None, **self.tensors, **self.flags}
+        dlse = self.dlse if "lse" in self.results else None
+        plain = (*formula.attention(**call), *yardstick.gradients(self.dout, dlse, **call))
+        by_name = dict(zip(OUTPUTS + GRADIENTS, plain))
+        errors = {name: error(by_name[name], self.exact[name]) for name in self.results}
+        limits = {name: RATIO * x + FLOOR for name, x in errors.items()}
+        return replace(self._outcome("formula"), errors=errors, limits=limits)
 
     def check(self, backend: str, may_be_part: bool) -> Outcome:
         """Compare a backend with the formula.
@@ -207,8 +248,7 @@ class Sample:
             may_be_part: whether to run less of the call where the backend refuses the whole. One case shows a part:
                 to compile one for each case would take minutes.
         """
-        outcome = Outcome(backend, self.device, dtype_name(self.dtype), self.case.name)
-        wanted = self.case.results
+        wanted = self.results
         reasons = self._refusal(backend, wanted)
         partner = self._backward_partner(backend) if reasons else None
         if reasons and partner is None:
@@ -216,22 +256,27 @@ class Sample:
             wanted = next((part for part in parts if not self._refusal(backend, part)), ())
         changes: dict[str, Any] = {"reasons": reasons, "backward": partner}
         if wanted:
-            oracle, plain = self._run(formula.attention, torch.float64, wanted), self._yardstick()
+            limits = self.yardstick.limits
             pair = backend if partner is None else (backend, partner)
             try:
-                results = self._run(attention, self.dtype, wanted, return_lse="lse" in wanted, backend=pair)
+                results = self._run(attention, wanted, return_lse="lse" in wanted, backend=pair)
             except Exception as raised:  # any failure of a backend is a result of this report
                 changes["exception"] = f"{type(raised).__name__}: {raised}"
             else:
-                changes["errors"] = {name: error(results[name], oracle[name]) for name in wanted}
-                changes["limits"] = {name: RATIO * error(plain[name], oracle[name]) + FLOOR for name in wanted}
-        return replace(outcome, **changes)
+                changes["errors"] = {name: error(results[name], self.exact[name]) for name in wanted}
+                changes["limits"] = {name: limits[name] for name in wanted}
+        return replace(self._outcome(backend), **changes)
 
-    def _explain(self, wanted: tuple[str, ...], backend: BackendChoice = "auto") -> Explanation:
-        return explain(**self._leaves(self.dtype, wanted), **self.flags, return_lse="lse" in wanted, backend=backend)
+    def explain(self, wanted: tuple[str, ...] | None = None, backend: BackendChoice = "auto") -> Explanation:
+        """Explain the call, or the part of it that has the results `wanted`."""
+        wanted = self.results if wanted is None else wanted
+        return explain(**self._leaves(wanted), **self.flags, return_lse="lse" in wanted, backend=backend)
+
+    def _outcome(self, backend: str) -> Outcome:
+        return Outcome(backend, self.dout.device.type, dtype_name(self.dout.dtype), self.name)
 
     def _refusal(self, backend: str, wanted: tuple[str, ...]) -> tuple[Reason, ...]:
-        (verdict,) = (verdict for verdict in self._explain(wanted).verdicts if verdict.backend == backend)
+        (verdict,) = (verdict for verdict in self.explain(wanted).verdicts if verdict.backend == backend)
         return verdict.reasons
 
     def _backward_partner(self, backend: str) -> str | None:
@@ -239,31 +284,27 @@ class Sample:
         if BACKENDS[backend].is_differentiable:
             return None
         others = (x for x in available_backends() if x != backend and not BACKENDS[x].is_differentiable)
-        return next((x for x in others if self._explain(self.case.results, (backend, x)).error is None), None)
+        return next((x for x in others if self.explain(backend=(backend, x)).error is None), None)
 
-    def _leaves(self, dtype: torch.dtype, wanted: tuple[str, ...]) -> dict[str, Any]:
-        return {name: x.detach().to(dtype).requires_grad_(f"d{name}" in wanted) for name, x in self.tensors.items()}
+    def _leaves(self, wanted: tuple[str, ...], exact: bool = False) -> dict[str, Any]:
+        tensors = {name: x.double() if exact else x for name, x in self.tensors.items()}
+        return {name: x.detach().requires_grad_(f"d{name}" in wanted) for name, x in tensors.items()}
 
     def _run(
-        self, function: Callable[..., Any], dtype: torch.dtype, wanted: tuple[str, ...], **more: Any
+        self, function: Callable[..., Any], wanted: tuple[str, ...], exact: bool = False, **more: Any
     ) -> dict[str, Tensor]:
         """Name the outputs of a function and their gradients."""
-        leaves = self._leaves(dtype, wanted)
+        leaves = self._leaves(wanted, exact)
         outputs = function(**leaves, **self.flags, **more)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = outputs if "lse" in wanted else outputs[:1]
         results = {name: x.detach() for name, x in zip(OUTPUTS, outputs)}
         gradients = [name for name in wanted if name not in OUTPUTS]
         if gradients:
-            cotangents = [x.to(output.dtype) for x, output in zip((self.dout, self.dlse), outputs)]
+            cotangents = [x.to(output.dtype) for x, output in zip((self.dout, self.dlse), outputs) if x is not None]
             needed = [leaves[name.removeprefix("d")] for name in gradients]
             results |= zip(gradients, torch.autograd.grad(outputs, needed, cotangents))
         return results
-
-    def _yardstick(self) -> dict[str, Tensor]:
-        """Compute all results by plain PyTorch in the dtype of the case."""
-        call = {"mask": None, "bias": None, **self.tensors, **self.flags}
-        results = (*formula.attention(**call), *yardstick.gradients(self.dout, self.dlse, **call))
-        return {name: x for name, x in zip(OUTPUTS + GRADIENTS, results) if x is not None}
 
 
 def error(x: Tensor, oracle: Tensor) -> float:

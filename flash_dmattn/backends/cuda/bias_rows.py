@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ...problem import AttentionProblem, Flags, bias_class, fits_tma
+from ...problem import AttentionProblem, Flags, bias_class, collapse, fits_tma
 
 _COLUMNS = 8  # rows of 16-bit values start on 16 bytes if their length is a multiple of this
 _SMALL = 4  # a copy is small if it has at most one _SMALL-th of the values of q, k, v and out
@@ -88,8 +88,6 @@ def readable(bias: Tensor) -> Tensor:
         return bias
     if bias.data_ptr() % 16 == 0 and fits(shape, strides, bias.element_size()):
         return bias
-    from ...masks.arguments import collapse  # importing flash_dmattn needs no masks
-
     values = collapse(bias)
     padded = values.new_empty((*values.shape[:3], _padded(values.shape[3])))
     return padded[..., : values.shape[3]].copy_(values).expand(shape)

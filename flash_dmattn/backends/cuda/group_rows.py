@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, TensorSpec, heads_as_rows, make_band, spec_of
+from ...problem import AttentionProblem, MaskChoice, TensorSpec, heads_as_rows, make_band, spec_of
 from ...problem.inputs import Inputs
-from ..mask_choice import MaskChoice, prepared_form, view_of
+from ..mask_choice import prepared_form, view_of
 
 Attend = Callable[[Inputs, Tensor, Tensor], None]
 

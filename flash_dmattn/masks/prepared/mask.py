@@ -4,21 +4,54 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from ...problem import MaskForm, MaskView
+from ...problem import (
+    Band,
+    MaskChoice,
+    MaskForm,
+    MaskView,
+    SequenceSpec,
+    causal_window,
+    check_flag,
+    check_scores,
+    collapse,
+    make_band,
+    merge,
+    packing_of,
+    values_can_be_read,
+)
 from ...sequences.layout import Sequences
 from .. import _restore
-from ..arguments import IntsLike
-from ..blocks import MaskStats
-from ..builders import Device
-from . import builders
-from .builders import MaskFields
+from ..arguments import DIMS, IntsLike, bool_mask, integer, integer_tensor, lengths_within, pair
+from ..blocks import MaskStats, check_blocks, expand_blocks
+from ..builders import Device, document_pair, padding_mask
+from ..topk import select, topk_arguments
+from .builders import (
+    band_fields,
+    check_compact,
+    check_same_device,
+    full_length,
+    interval_walk,
+    recognise_intervals,
+    spec_beside,
+)
+from .intervals import reorder_pays
+from .operators import (
+    one_row_form,
+    pack_beside,
+    packer,
+    prepared_view,
+    run_score_keys,
+    run_topk_intervals,
+)
+from .packing import band_words, pack_rows, pack_tree, pack_words
+from .sequence_packing import MaskPacking
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,12 +92,6 @@ class PreparedMask(ABC):
     def __post_init__(self) -> None:
         tensors = tuple([getattr(self, name) for name in self._tensor_names])
         object.__setattr__(self, "view", MaskView(self.form, tensors))
-
-    @classmethod
-    def _made(cls, made: MaskFields) -> PreparedMask:
-        kind = cls._classes[made.form]
-        fields: dict[str, Any] = {**dict(zip(kind._tensor_names, made.tensors, strict=True)), **made.others}
-        return kind(**fields)
 
     @classmethod
     def from_mask(
@@ -138,9 +165,41 @@ class PreparedMask(ABC):
             >>> PreparedMask.from_mask(torch.ones(3, 3, dtype=torch.bool).tril(), find_intervals=True).start.tolist()
             [[[0, 1, 2]]]
         """
-        options: dict[str, Any] = {"reorder": reorder, "as_tiles": as_tiles, "find_intervals": find_intervals}
-        lengths = seqlen_q, seqlen_k
-        return cls._made(builders.from_mask(mask, *lengths, is_causal, window_size, **options, sequences=sequences))
+        if check_flag("find_intervals", find_intervals) and (check_flag("as_tiles", as_tiles) or sequences is not None):
+            other = "beside sequences" if sequences is not None else "with as_tiles=True"
+            raise ValueError(f"find_intervals is True; {other} it needs to be False.")
+        if sequences is not None:
+            if reorder is not None:
+                raise ValueError(f"reorder is {reorder}; beside sequences it needs to be None.")
+            spec = spec_beside(sequences, seqlen_q, seqlen_k)
+            mask4 = bool_mask("mask", mask)
+            check_same_device("mask", mask4, sequences)
+            packing = packing_of("mask", mask.shape, spec)
+            check_scores("mask", mask4.shape, packing, spec, None)
+            return cls._packed(mask4, packing, sequences, spec, sequences.bounds_of(spec), is_causal, window_size)
+        leading = None
+        if isinstance(mask, torch.Tensor) and mask.dim() > 4:
+            mask = collapse(mask, dims=range(mask.dim() - 3))
+            leading, mask = tuple(mask.shape[:-3]), merge(mask, mask.dim() - 3)
+        mask4 = bool_mask("mask", mask)
+        if mask.dim() < 2:
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D); it needs 2 dims or more, the last two of "
+                f"them (seqlen_q, seqlen_k); pass mask[None] for keys."
+            )
+        seqlen_q = full_length("seqlen_q", "row", mask4.size(2), seqlen_q)
+        seqlen_k = full_length("seqlen_k", "column", mask4.size(3), seqlen_k)
+        limits = band_fields(is_causal, window_size)
+        choice = one_row_form(seqlen_q, None if reorder is None else check_flag("reorder", reorder))
+        if check_flag("as_tiles", as_tiles) and choice.form == "intervals":
+            choice = MaskChoice("tiles")
+        numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **limits, "leading": leading}
+        view = prepared_view(mask4, seqlen_q, seqlen_k, causal_window(**limits), choice)
+        if find_intervals and view.form == "tiles":
+            tensors = recognise_intervals(view, seqlen_q, seqlen_k, reorder)
+            if tensors is not None:
+                return cls._made("intervals", tensors, **numbers)
+        return cls._made(view.form, view.tensors, **numbers, one_row=collapse(mask4).size(2) == 1)
 
     @classmethod
     def from_blocks(
@@ -177,7 +236,24 @@ class PreparedMask(ABC):
             >>> PreparedMask.from_blocks(torch.eye(3, dtype=torch.bool), 128, 384, 384).classes[0, 0].tolist()
             [[2, 0, 0], [0, 2, 0], [0, 0, 2]]
         """
-        return cls._made(builders.from_blocks(block_mask, block_size, seqlen_q, seqlen_k, is_causal, window_size))
+        blocks = collapse(bool_mask("block_mask", block_mask))
+        block_q, block_k = size = pair("block_size", block_size, 1)
+        if blocks.size(2) == 1:
+            mask = expand_blocks(blocks, size, seqlen_q, seqlen_k)
+            return cls.from_mask(
+                mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, window_size=window_size
+            )
+        check_blocks(block_mask, "seqlen_q", blocks.size(2), seqlen_q, block_q)
+
+        def words(start: int, stop: int) -> torch.Tensor:
+            rows = blocks[:, :, start // block_q : -(-stop // block_q)]
+            keys = expand_blocks(rows, (1, block_k), rows.size(2), seqlen_k).expand(-1, -1, -1, seqlen_k)
+            block_of_row = torch.arange(start, stop, device=blocks.device) // block_q - start // block_q
+            return pack_words(keys).index_select(2, block_of_row)
+
+        limits = band_fields(is_causal, window_size)
+        shape = (blocks.size(0), blocks.size(1), seqlen_q, seqlen_k)
+        return cls._tiled(words, shape, make_band(seqlen_q, seqlen_k, causal_window(**limits)), blocks.device, limits)
 
     @classmethod
     def from_window(
@@ -210,7 +286,15 @@ class PreparedMask(ABC):
             >>> PreparedMask.from_window(384, 384, is_causal=True).classes[0, 0].tolist()
             [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
         """
-        return cls._made(builders.from_window(seqlen_q, seqlen_k, is_causal, window_size, device))
+        shape = (1, 1, integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
+        limits = band_fields(is_causal, window_size)
+        band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
+        device = torch.empty(0, device=device).device
+
+        def words(start: int, stop: int) -> torch.Tensor:
+            return band_words(start, stop, seqlen_k, band, device)
+
+        return cls._tiled(words, shape, None, device, limits)
 
     @classmethod
     def from_documents(
@@ -243,7 +327,15 @@ class PreparedMask(ABC):
             >>> PreparedMask.from_documents(document_ids([128, 256])).classes[0, 0].tolist()
             [[2, 0, 0], [0, 2, 2], [0, 2, 2]]
         """
-        return cls._made(builders.from_documents(ids, ids_k, is_causal, window_size))
+        ids_q, keys = document_pair(ids, ids_k)
+
+        def words(start: int, stop: int) -> torch.Tensor:
+            rows = ids_q[:, start:stop, None]
+            return pack_words((rows == keys[:, None, :]) & (rows >= 0))[:, None]
+
+        limits = band_fields(is_causal, window_size)
+        shape = (max(ids_q.size(0), keys.size(0)), 1, ids_q.size(1), keys.size(1))
+        return cls._tiled(words, shape, make_band(*shape[2:], causal_window(**limits)), ids_q.device, limits)
 
     @classmethod
     def from_lengths(
@@ -280,7 +372,16 @@ class PreparedMask(ABC):
             >>> PreparedMask.from_lengths([1, 3], 4, 4, side="left").kept[:, 0].tolist()
             [[3, 4, 4, 4], [1, 2, 3, 4]]
         """
-        return cls._made(builders.from_lengths(lengths, seqlen_q, seqlen_k, side, is_causal, window_size))
+        number = integer_tensor("lengths", lengths, (1,))
+        lengths_within("lengths", number, integer("seqlen_k", seqlen_k))
+        return cls.from_mask(
+            padding_mask(number, seqlen_k, side=side),
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            is_causal=is_causal,
+            window_size=window_size,
+            reorder=False,
+        )
 
     @classmethod
     def from_intervals(
@@ -333,7 +434,32 @@ class PreparedMask(ABC):
                     [1, 0, 0],
                     [1, 0, 0]], dtype=torch.int32)
         """
-        return cls._made(builders.from_intervals(start, stop, seqlen_q, is_causal, window_size, reorder, compact))
+        begins, ends = integer_tensor("start", start, (1, 2, 3)), integer_tensor("stop", stop, (1, 2, 3))
+        if begins.device != ends.device:
+            raise ValueError(f"stop is on {ends.device} and start on {begins.device}; they need to be on one device.")
+        # In 64 bits, so that small dtypes neither wrap nor refuse the limits.
+        begins, ends = (collapse(x[(None,) * (3 - x.dim())], dims=(0, 1)).long() for x in (begins, ends))
+        for dim, name in ((0, DIMS[0]), (1, DIMS[1]), (2, DIMS[3])):
+            if begins.size(dim) != ends.size(dim) and 1 not in (begins.size(dim), ends.size(dim)):
+                raise ValueError(
+                    f"stop has {name} = {ends.size(dim)} (shape {tuple(ends.shape)}) and start has {begins.size(dim)} "
+                    f"(shape {tuple(begins.shape)}); they need to be equal, or one of them 1."
+                )
+        begins, ends = torch.broadcast_tensors(begins, ends)
+        seqlen_q, seqlen_k = integer("seqlen_q", seqlen_q), begins.size(2)
+        limits = band_fields(is_causal, window_size)
+        reorder = check_flag("reorder", reorder)
+        check_compact(compact, reorder)
+        # Rows outside of the band, and rows that do not exist, are cut.
+        band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
+        if band is not None:
+            keys = torch.arange(seqlen_k, device=begins.device)
+            begins, ends = begins.maximum(keys - band.high), ends.minimum(keys - band.low + 1)
+        begins, ends = begins.clamp(0, seqlen_q), ends.clamp(0, seqlen_q)
+        dead = begins >= ends
+        begins, ends = (x.masked_fill(dead, 0).to(torch.int32).contiguous() for x in (begins, ends))
+        tensors = begins, ends, *interval_walk(begins, ends, seqlen_q, reorder, compact=compact)
+        return cls._made("intervals", tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
 
     @classmethod
     def from_topk(
@@ -395,7 +521,36 @@ class PreparedMask(ABC):
                     [1, 0, 1, 0],
                     [1, 0, 1, 0]], dtype=torch.int32)
         """
-        return cls._made(builders.from_topk(scores, k, is_causal, mask, seqlen_q, local, reorder, compact))
+        integer("k", k, 1)
+        limits, local = band_fields(is_causal, None), integer("local", local)
+        if reorder is not None:
+            check_flag("reorder", reorder)
+        check_compact(compact, reorder)
+        if local and not is_causal:
+            raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
+        values, allowed, seqlen_q = topk_arguments(scores, mask, seqlen_q)
+        for name, x in (("scores", values), ("mask", allowed)):
+            if x is not None and x.size(2) != 1:
+                raise ValueError(
+                    f"{name} has {x.size(2)} rows (as 4-D, shape {tuple(x.shape)}); it needs one for all queries; "
+                    "what depends on the query makes no intervals: use PreparedMask.from_mask(topk_mask(...))."
+                )
+        keys = run_score_keys(values, allowed)
+        batch, heads, seqlen_k = keys.shape
+        if reorder is None and compact:
+            reorder = True
+        if reorder is None:
+            has_backward = scores.requires_grad and torch.is_grad_enabled()
+            reorder = reorder_pays(
+                batch * heads, seqlen_q, seqlen_k, k + local, is_causal=is_causal, has_backward=has_backward
+            )
+        if is_causal:
+            start, stop = run_topk_intervals(keys, k, seqlen_q, local)
+        else:
+            stop = (select(keys, k) * seqlen_q).to(torch.int32)
+            start = torch.zeros_like(stop)
+        tensors = start, stop, *interval_walk(start, stop, seqlen_q, reorder, compact=compact)
+        return cls._made("intervals", tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
 
     @classmethod
     def from_tree(cls, tree: torch.Tensor) -> PreparedMask:
@@ -424,7 +579,12 @@ class PreparedMask(ABC):
             >>> PreparedMask.from_tree(chain).bits.flatten().tolist()
             [1, 3, 7, 15]
         """
-        return cls._made(builders.from_tree(tree))
+        bool_mask("tree", tree)
+        if tree.dim() != 3 or tree.shape[1] != tree.shape[2]:
+            raise ValueError(
+                f"tree has shape {tuple(tree.shape)}; it needs to be (sequences or 1, new tokens, new tokens)."
+            )
+        return cls._made("tree", (pack_tree(tree),))
 
     @classmethod
     def from_ragged(
@@ -472,7 +632,52 @@ class PreparedMask(ABC):
         >>> PreparedMask.from_ragged(flat, documents, seqlen_q=3, seqlen_k=3).unpacked()[0, 0].int().tolist()
         [[1, 0], [1, 0], [1, 1]]
         """
-        return cls._made(builders.from_ragged(flat, sequences, seqlen_q, seqlen_k, is_causal, window_size))
+        spec = spec_beside(sequences, seqlen_q, seqlen_k)
+        mask4 = bool_mask("flat", flat)
+        check_same_device("flat", mask4, sequences)
+        if flat.dim() not in (1, 2):
+            raise ValueError(f"flat has shape {tuple(flat.shape)}; it needs to be (pairs,) or (heads, pairs).")
+        bounds = sequences.bounds_of(spec)
+        if values_can_be_read(bounds):
+            pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
+            if flat.shape[-1] != pairs:
+                raise ValueError(f"flat has {flat.shape[-1]} pairs; it needs {pairs}, queries times keys of sequences.")
+        return cls._packed(mask4.transpose(1, 2), "ragged", sequences, spec, bounds, is_causal, window_size)
+
+    @classmethod
+    def _made(cls, form: MaskForm, tensors: Sequence[torch.Tensor], **others: Any) -> PreparedMask:
+        kind = cls._classes[form]
+        values: dict[str, Any] = {**dict(zip(kind._tensor_names, tensors, strict=True)), **others}
+        return kind(**values)
+
+    @classmethod
+    def _tiled(
+        cls,
+        words: Callable[[int, int], torch.Tensor],
+        shape: tuple[int, int, int, int],
+        band: Band | None,
+        device: torch.device,
+        limits: dict[str, Any],
+    ) -> PreparedMask:
+        """Make tiles of words, as `pack_rows` takes them; `limits` are the fields of the band, also of a folded one."""
+        bits, classes = pack_rows(words, shape, band, device)
+        tensors = bits, classes, *packer(bits).list_tiles(classes)
+        return cls._made("tiles", tensors, seqlen_q=shape[2], seqlen_k=shape[3], **limits)
+
+    @classmethod
+    def _packed(
+        cls,
+        mask: torch.Tensor,
+        packing: MaskPacking,
+        sequences: Sequences,
+        spec: SequenceSpec,
+        bounds: torch.Tensor,
+        is_causal: bool,
+        window_size: tuple[int, int] | None,
+    ) -> PreparedMask:
+        limits = band_fields(is_causal, window_size)
+        tensors = pack_beside(mask, bounds, packing, spec, causal_window(**limits))
+        return cls._made("sequence_tiles", tensors, sequences=sequences, spec=spec, **limits)
 
     @property
     @abstractmethod
@@ -546,5 +751,5 @@ class PreparedMask(ABC):
 
 
 def _fields(mask: PreparedMask) -> list[Any]:
-    """The fields that a mask is made of, without the view that follows from them."""
+    """Return the fields that a mask is made of, without the view that follows from them."""
     return [each for each in fields(mask) if each.init]

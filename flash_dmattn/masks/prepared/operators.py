@@ -6,13 +6,12 @@ A graph that prepares a mask has these operators in it, not the loops that they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from ...definition import LIBRARY, define, unless_watched
-from ...problem import AttentionProblem, Band, Layout, MaskView, SequenceSpec, SequenceView, hint, make_band
-from ..arguments import collapse
+from ...problem import Band, Layout, MaskChoice, MaskView, SequenceSpec, collapse, hint, make_band
 from ..topk import score_keys, topk_intervals
 from . import intervals, packing
 from .intervals import IntervalTiles, KeyIntervals, MaskIntervals
@@ -22,13 +21,11 @@ from .sequence_packing import MaskPacking, pack_sequences, row_counts, tile_coun
 # Fewer queries are bound by reading k and v, so that fetching the kept keys one by one costs nothing; with more of them
 # it costs five times what tiles do.
 FEW_QUERIES = 16
-# Heads below which tiles of few kept keys are too few programs for kernels that can gather keys instead.
-FEW_HEADS = 8
 # Queries of the heads that share a key, from which on a copy of k and v is at most a tenth of a forward pass. H200,
 # bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
 ORDER_FROM = 4096
 
-Preparation = Callable[[torch.Tensor], MaskView]
+Function = TypeVar("Function", bound=Callable[..., Any])
 TwoTensors = tuple[torch.Tensor, torch.Tensor]
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -64,7 +61,7 @@ def _pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
 
 
 def list_intervals(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
-    """`Packer.interval_tiles` in PyTorch, with the lists by the fastest packer of the device."""
+    """Serve as `Packer.interval_tiles` in PyTorch; the fastest packer of the device lists the tiles."""
     bounds = intervals.interval_bounds(start, stop, order)
     return bounds, *packer(bounds).list_tiles(intervals.interval_classes(bounds, seqlen_q))
 
@@ -92,108 +89,65 @@ def register(find_faster: Callable[[torch.Tensor], Packer | None]) -> None:
 
 
 def packer(tensor: torch.Tensor) -> Packer:
-    """The packer that serves a tensor."""
+    """Return the packer that serves a tensor."""
     return _find_faster(tensor) or PYTORCH
 
 
-class KeyForm(NamedTuple):
-    """How a mask with one row for all queries is prepared: its form, and whether kept keys come first.
-
-    "keys": the set of them, for few queries or heads, where kernels gather. "intervals": each key with the queries that
-    the band leaves it; where a copy of k and v in order of kept keys is cheap beside the call, `reorder` is set, and
-    only kept keys cost time. "tiles": bits, which kernels need beside a bias of one value per score.
-    """
-
-    form: Literal["keys", "intervals", "tiles"]
-    reorder: bool = False
-
-
-def key_form(
-    mask_heads: int,
-    batch: int,
-    seqlen_q: int,
-    num_heads: int,
-    num_heads_k: int,
-    *,
-    bias_is_per_score: bool,
-    gathers: bool,
-) -> KeyForm:
-    """Choose the form of a one-row mask in a call.
-
-    Args:
-        mask_heads: heads of the mask, 1 where it is expanded over them.
-        batch, seqlen_q, num_heads, num_heads_k: of the call.
-        bias_is_per_score: whether it has a bias of one value per score, or the gradient of one of that shape.
-        gathers: whether the kernels take a set of keys.
-    """
-    if gathers and seqlen_q < FEW_QUERIES:
-        return KeyForm("keys")
-    if bias_is_per_score:
-        return KeyForm("tiles")
-    # k and v cannot follow several orders at once.
-    has_one_order = mask_heads in (1, num_heads_k)
-    reorder = bool(has_one_order and seqlen_q * (num_heads // num_heads_k) >= ORDER_FROM)
-    if gathers and reorder and batch * num_heads < FEW_HEADS:
-        return KeyForm("keys")
-    return KeyForm("intervals", reorder)
-
-
-def prepared_key_form(seqlen_q: int, reorder: bool | None = None) -> KeyForm:
+def one_row_form(seqlen_q: int, reorder: bool | None = None) -> MaskChoice:
     """Choose the form of a one-row mask that is prepared before its calls, by their number of queries alone."""
     seqlen_q = hint(seqlen_q)  # every form serves any number
     if seqlen_q < FEW_QUERIES:
-        return KeyForm("keys")
-    return KeyForm("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)
+        return MaskChoice("keys")
+    return MaskChoice("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)
 
 
 def prepared_view(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], one_row_form: KeyForm
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], one_row: MaskChoice
 ) -> MaskView:
-    """Prepare a mask, as "tiles", or where it has one row for all queries in the form `one_row_form`.
+    """Prepare a mask, as "tiles", or where it has one row for all queries in the form `one_row`.
 
     Args:
         mask: bool (Bm, Hm, Lq or 1, Lk or 1), any strides; an expanded dim (stride 0) counts as size 1.
-        seqlen_q, seqlen_k: of the call.
-        window: as `causal_window` has it.
-        one_row_form: as `key_form` chooses it.
+        seqlen_q, seqlen_k, window: of the call, causality folded into the window.
+        one_row: "keys", "intervals" or "tiles".
 
     Returns:
         The tensors of a `KeyMask`, an `IntervalMask` or a `TileMask`; no two of them share memory.
     """
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     mask = collapse(mask)
-    form = one_row_form.form if mask.size(2) == 1 else "tiles"
-    return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, one_row_form.reorder)))
+    form = one_row.form if mask.size(2) == 1 else "tiles"
+    return MaskView(form, tuple(_run_prepare(mask, seqlen_q, seqlen_k, *window, form, one_row.reorder)))
 
 
-def plan_prepare(seqlen_q: int, seqlen_k: int, window: tuple[int, int], chosen: KeyForm) -> Preparation:
+def plan_prepare(
+    seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice
+) -> Callable[[torch.Tensor], MaskView]:
     """Return `mask -> MaskView` of bool masks that are alike: the band and the packer are looked up once.
 
     It equals `prepared_view` without the operator, for masks of plain tensors that nothing watches.
 
     Args:
         seqlen_q, seqlen_k, window: of the calls.
-        chosen: the form, "tiles" of masks that have more than one row.
+        choice: the form, "tiles" of masks that have more than one row.
     """
-    form, reorder = chosen
     band, fastest = make_band(seqlen_q, seqlen_k, window), None
-    rows = seqlen_q if form == "tiles" else 1
 
     def run(mask: torch.Tensor) -> MaskView:
         nonlocal fastest
         if fastest is None:
             fastest = packer(mask)
-        mask = collapse(mask)
-        if mask.shape[2] != rows or mask.shape[3] != seqlen_k:
-            mask = mask.expand(-1, -1, rows, seqlen_k)
-        return MaskView(form, tuple(_pack(fastest, mask, seqlen_q, band, form, reorder)))
+        return MaskView(choice.form, tuple(_prepare(fastest, collapse(mask), seqlen_q, seqlen_k, band, *choice)))
 
     return run
 
 
-def _pack(
-    packer: Packer, mask: torch.Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool
+def _prepare(
+    packer: Packer, mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | None, form: str, reorder: bool
 ) -> Sequence[torch.Tensor]:
+    rows = seqlen_q if form == "tiles" else 1
+    if mask.shape[2] != rows or mask.shape[3] != seqlen_k:
+        mask = mask.expand(-1, -1, rows, seqlen_k)
     if form == "keys":
         return packer.key_set(mask)
     if form == "intervals":
@@ -202,31 +156,29 @@ def _pack(
     return packer.pack_tiles(mask, band)
 
 
-def prepare(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, key_form: str, reorder: bool
+def _prepare_mask(
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
 ) -> list[torch.Tensor]:
-    """Run the operator `prepare_mask` on a collapsed mask."""
-    rows = seqlen_q if key_form == "tiles" else 1
-    expanded, band = mask.expand(-1, -1, rows, seqlen_k), make_band(seqlen_q, seqlen_k, (left, right))
-    return list(_pack(packer(mask), expanded, seqlen_q, band, key_form, reorder))
+    band = make_band(seqlen_q, seqlen_k, (left, right))
+    return list(_prepare(packer(mask), mask, seqlen_q, seqlen_k, band, form, reorder))
 
 
 def _prepare_fake(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, key_form: str, reorder: bool
+    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
 ) -> list[torch.Tensor]:
     heads = mask.shape[:2]
     rows, columns = tiles(seqlen_q), tiles(seqlen_k)
     shapes: list[tuple[int, ...]]
     lists = [(*heads, rows, 2 + columns), (*heads, columns, 2 + rows)]
-    if key_form == "keys":
+    if form == "keys":
         shapes = [(*heads, seqlen_k), tuple(heads), (*heads, seqlen_k + 1)]
-    elif key_form == "intervals":
+    elif form == "intervals":
         keys, places = (*heads, seqlen_k), (*heads, columns * TILE, 2)
         shapes = [keys, keys, (*heads, seqlen_k if reorder else 0), places, *lists]
     else:
         shapes = [(*heads, seqlen_q, columns * TILE_WORDS), *lists]
     made = [torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in shapes]
-    if key_form == "tiles":
+    if form == "tiles":
         made.insert(1, torch.empty((*heads, rows, columns), dtype=torch.uint8, device=mask.device))
     return made
 
@@ -234,7 +186,7 @@ def _prepare_fake(
 def _prepare_mapped(
     info: Any, in_dims: tuple[Any, ...], mask: torch.Tensor, *others: Any
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The rule of `torch.vmap`: the masks of all its calls are entries of one."""
+    """Map over `torch.vmap`: the masks of all its calls become entries of one."""
     masks = mask.movedim(in_dims[0], 0)
     entries = masks.shape[:2]
     made = _PREPARE(masks.flatten(0, 1), *others)
@@ -243,11 +195,11 @@ def _prepare_mapped(
 
 _PREPARE = define(
     "prepare_mask",
-    "(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, int left, int right, str key_form, bool reorder) -> Tensor[]",
-    prepare,
+    "(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, int left, int right, str form, bool reorder) -> Tensor[]",
+    _prepare_mask,
     _prepare_fake,
 )
-_run_prepare = unless_watched(_PREPARE, prepare)
+_run_prepare = unless_watched(_PREPARE, _prepare_mask)
 torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_mapped, lib=LIBRARY)
 
 
@@ -266,15 +218,8 @@ def pack_beside(
     return tensors
 
 
-def prepared_beside(problem: AttentionProblem, mask: torch.Tensor, sequences: SequenceView) -> MaskView:
-    """Pack the bool mask of a call, 4-D, into the tiles that kernels receive."""
-    assert problem.sequences is not None
-    packed = pack_beside(mask, sequences.bounds, problem.flags.mask_packing, problem.sequences, problem.window)
-    return MaskView("sequence_tiles", tuple(packed))
-
-
 def _spec_of(bounds: torch.Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
-    """The spec and the window, from the numbers that the schema has after the tensors and the packing."""
+    """Read the spec and the window from the numbers that the schema has after the tensors and the packing."""
     rows_q, rows_k, max_seqlen_q, max_seqlen_k, left, right = sizes
     return SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k), (left, right)
 
@@ -307,7 +252,7 @@ def _pack_beside_fake(
 def _pack_beside_mapped(
     info: Any, in_dims: tuple[Any, ...], mask: torch.Tensor, bounds: torch.Tensor, *others: Any
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The rule of `torch.vmap`: each of its calls has tiles of its own."""
+    """Map over `torch.vmap`: each of its calls has tiles of its own."""
     made = [
         _PACK_BESIDE(
             mask if in_dims[0] is None else mask.select(in_dims[0], index),
@@ -329,73 +274,62 @@ _PACK_BESIDE = define(
 torch.library.register_vmap("flash_dmattn::prepare_sequence_mask", _pack_beside_mapped, lib=LIBRARY)
 
 
-def _step(name: str, schema: str, fake: Callable[..., Any], *, direct: bool = True) -> Callable[..., Any]:
-    """Define the operator of a function of `Packer`.
+def _step(schema: str, *, direct: bool = True) -> Callable[[Function], Function]:
+    """Make the operator `name` of a function `name` of `Packer`, and a function `run_name` that calls it.
+
+    The decorated function has the name `run_name`; its body makes the results of tensors without values.
 
     Args:
-        direct: whether the function is called without the operator where nothing watches, as its tensors are integers
-            that all derive from the first of them.
+        schema: arguments and results of the operator.
+        direct: whether the operator is left out where nothing watches. All tensors have to be integers that derive from
+            the first of them.
     """
 
-    def run(tensor: torch.Tensor, *others: Any) -> Any:
-        return getattr(packer(tensor), name)(tensor, *others)
+    def decorate(fake: Function) -> Function:
+        name = fake.__name__.removeprefix("run_")
 
-    operator = define(name, schema, run, fake)
-    return unless_watched(operator, run) if direct else operator
+        def run(tensor: torch.Tensor, *others: Any) -> Any:
+            return getattr(packer(tensor), name)(tensor, *others)
+
+        operator = define(name, schema, run, fake)
+        return cast(Function, unless_watched(operator, run) if direct else operator)
+
+    return decorate
 
 
-def _score_keys_fake(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+@_step("(Tensor scores, Tensor? allowed) -> Tensor", direct=False)
+def run_score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
     heads = scores.shape[:2] if allowed is None else torch.broadcast_shapes(scores.shape[:2], allowed.shape[:2])
     dtype = torch.int64 if scores.dtype == torch.float64 else torch.int32
     return scores.new_empty((*heads, scores.shape[3]), dtype=dtype)
 
 
-def _topk_fake(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> TwoTensors:
+@_step("(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)", direct=False)
+def run_topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> TwoTensors:
     return keys.new_empty(keys.shape, dtype=torch.int32), keys.new_empty(keys.shape, dtype=torch.int32)
 
 
-def _order_fake(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
+@_step("(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor")
+def run_key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
     return start.new_empty(start.shape, dtype=torch.int32)
 
 
-def _tiles_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> list[torch.Tensor]:
+@_step("(Tensor start, Tensor stop, Tensor order, SymInt seqlen_q) -> Tensor[]")
+def run_interval_tiles(
+    start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int
+) -> Sequence[torch.Tensor]:
     heads, rows, columns = start.shape[:2], tiles(seqlen_q), tiles(start.size(2))
     shapes = ((*heads, columns * TILE, 2), (*heads, rows, 2 + columns), (*heads, columns, 2 + rows))
     return [start.new_empty(shape) for shape in shapes]
 
 
-def _first_places_fake(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int) -> ThreeTensors:
+@_step("(Tensor start, Tensor stop, Tensor order, SymInt places) -> (Tensor order, Tensor start, Tensor stop)")
+def run_first_places(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int) -> ThreeTensors:
     order, start, stop = (x.new_empty((*x.shape[:2], places)) for x in (order, start, stop))
     return order, start, stop
 
 
-def _mask_intervals_fake(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
+@_step("(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)")
+def run_mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
     start, stop = (bits.new_empty((*bits.shape[:2], seqlen_k)) for _ in range(2))
     return start, stop, bits.new_empty((4,), dtype=torch.int64)
-
-
-run_score_keys: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = _step(
-    "score_keys", "(Tensor scores, Tensor? allowed) -> Tensor", _score_keys_fake, direct=False
-)
-run_topk_intervals: Callable[[torch.Tensor, int, int, int], TwoTensors] = _step(
-    "topk_intervals",
-    "(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)",
-    _topk_fake,
-    direct=False,
-)
-run_key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = _step(
-    "key_order", "(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor", _order_fake
-)
-run_interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Sequence[torch.Tensor]] = _step(
-    "interval_tiles", "(Tensor start, Tensor stop, Tensor order, SymInt seqlen_q) -> Tensor[]", _tiles_fake
-)
-run_first_places: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], ThreeTensors] = _step(
-    "first_places",
-    "(Tensor start, Tensor stop, Tensor order, SymInt places) -> (Tensor order, Tensor start, Tensor stop)",
-    _first_places_fake,
-)
-run_mask_intervals: Callable[[torch.Tensor, torch.Tensor, int], ThreeTensors] = _step(
-    "mask_intervals",
-    "(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)",
-    _mask_intervals_fake,
-)

@@ -34,12 +34,12 @@ KeySet = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def tiles(length: int) -> int:
-    """How many tiles cover a length."""
+    """Count the tiles that cover a length."""
     return -(-length // TILE)
 
 
 def pack_words(rows: torch.Tensor) -> torch.Tensor:
-    """The bits of bool rows (..., Lk): int32 (..., 4 * ceil(Lk / 128)), bit j % 32 of word j // 32; padding is 0."""
+    """Pack bool rows (..., Lk) as bits: int32 (..., 4 * ceil(Lk / 128)), bit j % 32 of word j // 32; padding is 0."""
     padded = pad(rows, (0, -rows.size(-1) % TILE)).contiguous()
     # A contiguous tensor may still start between two words, or have odd strides where a size is 1.
     if padded.storage_offset() % 8 or any(stride % 8 for stride in padded.stride()[:-1]):
@@ -49,13 +49,13 @@ def pack_words(rows: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_words(words: torch.Tensor, seqlen_k: int) -> torch.Tensor:
-    """The inverse of `pack_words`: bool (..., seqlen_k)."""
+    """Undo `pack_words`: bool (..., seqlen_k)."""
     eights = words.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device=words.device)
     return (eights.flatten(-2)[..., :seqlen_k] & 1).bool()
 
 
 def pack_tree(tree: torch.Tensor) -> torch.Tensor:
-    """The bits of bool trees (S or 1, n, n): int32 (S or 1, n, ceil(n / 32)), in the order of `pack_words`."""
+    """Pack bool trees (S or 1, n, n) as bits: int32 (S or 1, n, ceil(n / 32)), in the order of `pack_words`."""
     # `pack_words` asks where tensors start in memory, which torch.compile cannot trace.
     words = pad(tree, (0, -tree.shape[2] % WORD)).unflatten(2, (-1, WORD)).long()
     shifts = torch.arange(WORD, device=tree.device)
@@ -63,12 +63,12 @@ def pack_tree(tree: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_tree(bits: torch.Tensor) -> torch.Tensor:
-    """The bool tensor (S or 1, n, n) of the bits of a tree."""
+    """Undo `pack_tree`: bool (S or 1, n, n)."""
     return unpack_words(bits, bits.shape[1])
 
 
 def band_words(start: int, stop: int, seqlen_k: int, band: Band | None, device: torch.device) -> torch.Tensor:
-    """The bits that a band leaves of all-True rows `start` to `stop`: int32 (stop - start, words)."""
+    """Return the bits that a band leaves of all-True rows `start` to `stop`: int32 (stop - start, words)."""
     first = torch.arange(0, tiles(seqlen_k) * TILE, WORD, device=device)
     rows = torch.arange(start, stop, device=device)[:, None]
     if band is None:
@@ -85,7 +85,7 @@ def pack_rows(
     band: Band | None,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bits and classes of a mask that is known by rows, in chunks, so that little beside the result is allocated.
+    """Make bits and classes of a mask that is known by rows, in chunks, so that little beside the result is allocated.
 
     Args:
         words_of: `words_of(start, stop)` is what `pack_words` gives for these rows, its padding bits included.
@@ -108,7 +108,7 @@ def pack_rows(
 
 
 def pack_mask(mask: torch.Tensor, band: Band | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bits and classes of a 4-D bool mask of full query and key dims, which may be expanded.
+    """Make bits and classes of a 4-D bool mask of full query and key dims, which may be expanded.
 
     Args:
         mask: bool (Bm, Hm, Lq, Lk), any strides, 0 included.
@@ -123,7 +123,7 @@ def pack_mask(mask: torch.Tensor, band: Band | None) -> tuple[torch.Tensor, torc
 
 
 def classify(bits: torch.Tensor) -> torch.Tensor:
-    """Class of every tile of packed rows (..., Lq, words): uint8 (..., Tq, Tk). Missing rows forbid nothing."""
+    """Classify every tile of packed rows (..., Lq, words): uint8 (..., Tq, Tk). Missing rows forbid nothing."""
     tiles_k = bits.size(-1) // TILE_WORDS
     missing = -bits.size(-2) % TILE
     seen = (bits != 0).unflatten(-1, (tiles_k, TILE_WORDS)).any(-1)
@@ -135,19 +135,19 @@ def classify(bits: torch.Tensor) -> torch.Tensor:
 
 
 def list_tiles(classes: torch.Tensor) -> TileLists:
-    """The lists of a class table uint8 (Bm, Hm, Tq, Tk), along rows and along columns of tiles."""
+    """List the tiles of a class table uint8 (Bm, Hm, Tq, Tk), along its rows and along its columns."""
     return list_rows(classes), list_rows(classes.transpose(-1, -2))
 
 
 def list_rows(classes: torch.Tensor) -> torch.Tensor:
-    """The lists of the rows (..., tiles) of a class table: int32 (..., 2 + tiles)."""
+    """List the tiles along the rows (..., tiles) of a class table: int32 (..., 2 + tiles)."""
     order = (FULL - classes).argsort(dim=-1, stable=True).to(torch.int32)
     counts = [(classes == kind).sum(-1, keepdim=True, dtype=torch.int32) for kind in (FULL, PARTIAL)]
     return torch.cat([*counts, order], dim=-1).contiguous()
 
 
 def key_set(mask: torch.Tensor) -> KeySet:
-    """(kept, count, prefix) of a bool mask (Bm, Hm, 1, Lk), any strides."""
+    """Return (kept, count, prefix) of a bool mask (Bm, Hm, 1, Lk), any strides."""
     flags = mask[:, :, 0].contiguous()  # what follows keeps the strides it is given
     seqlen_k = flags.size(-1)
     prefix = pad(flags.cumsum(-1, dtype=torch.int32), (1, 0))
@@ -158,7 +158,7 @@ def key_set(mask: torch.Tensor) -> KeySet:
 
 
 def count_bits(bits: torch.Tensor) -> torch.Tensor:
-    """How many bits are set in all words together: int64 scalar tensor."""
+    """Count the bits that are set in all words together: int64 scalar tensor."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for x in bits.flatten().split(max(1, CHUNK_ELEMENTS // 4)):
         # Pairs, nibbles, bytes, then all four bytes at once: Warren, "Hacker's Delight", 2002, section 5-1.

@@ -47,7 +47,7 @@ class Side(NamedTuple):
         return self.rows // TILE + self.first.shape[0]
 
     def tile_places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For each tile: its sequence, its number in the sequence, and whether the sequence has it; S is at least 1."""
+        """Return for each tile its sequence, its number there, and whether the sequence has it; S is at least 1."""
         number = torch.arange(self.tiles, device=self.first.device)
         own = (torch.searchsorted(self.first_tile, number, right=True) - 1).clamp(min=0)
         place = number - self.first_tile[own]
@@ -55,23 +55,23 @@ class Side(NamedTuple):
 
 
 def row_counts(spec: SequenceSpec) -> tuple[int, int]:
-    """How many rows of queries and of keys there are in all, as `Side` counts them."""
+    """Count the rows of queries and of keys in all, as `Side` does."""
     rows_q = spec.rows_q if spec.packs_queries else spec.number * spec.rows_q
     return rows_q, spec.rows_k if spec.packs_keys else spec.number * spec.rows_k
 
 
 def tile_count(rows: int, spec: SequenceSpec) -> int:
-    """How many tiles so many rows of these sequences have numbers for."""
+    """Count the tiles that so many rows of these sequences have numbers for."""
     return rows // TILE + spec.number
 
 
 def packs_nothing(mask: torch.Tensor, spec: SequenceSpec) -> bool:
-    """Whether no pair has a bit that may be set, or none has a bit at all."""
+    """Tell whether no pair has a bit that may be set, or none has a bit at all."""
     return spec.number == 0 or mask.numel() == 0 or row_counts(spec)[0] == 0 or spec.max_seqlen_k == 0
 
 
 def sides_of(bounds: torch.Tensor, spec: SequenceSpec) -> tuple[Side, Side]:
-    """Queries and keys, from the bounds of a `SequenceView`."""
+    """Return queries and keys, from the bounds of a `SequenceView`."""
     first_q, length_q, first_k, length_k = bounds.long().T.contiguous().unbind(0)
     slots, (rows_q, rows_k) = torch.arange(spec.number, device=bounds.device), row_counts(spec)
     queries = Side(first_q if spec.packs_queries else slots * spec.rows_q, length_q, rows_q)
@@ -81,7 +81,7 @@ def sides_of(bounds: torch.Tensor, spec: SequenceSpec) -> tuple[Side, Side]:
 def pack_sequences(
     mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
 ) -> list[torch.Tensor]:
-    """The tensors of a `SequenceTileMask`: bits, classes, row_lists, col_lists.
+    """Make the tensors of a `SequenceTileMask`: bits, classes, row_lists, col_lists.
 
     Args:
         mask: bool (Bm, Hm, Lq or 1, Lk or 1) as `attention` reads it beside these sequences; "ragged" is (1, Hm, 1, N),
@@ -106,7 +106,7 @@ def pack_sequences(
 
 
 def _inside(tokens: TokenPlaces, queries: Side, keys: Side, max_seqlen_k: int, window: tuple[int, int]) -> torch.Tensor:
-    """Which keys of its sequence each row reaches: bool (rows, max_seqlen_k). The band ends at the last of both."""
+    """Return the keys of its sequence that each row reaches: bool (rows, max_seqlen_k), aligned at the last of both."""
     left, right = window
     own, place, is_used = tokens
     column = torch.arange(max_seqlen_k, device=own.device)
@@ -128,7 +128,7 @@ def _rows_of(
     keys: Side,
     number: int,
 ) -> torch.Tensor:
-    """Rows of a mask from `start` on, for the first `number` keys of their sequences: bool (Hm, rows, number or 1)."""
+    """Read rows of a mask from `start` on and `number` keys of their sequences: bool (Hm, rows, number or 1)."""
     own, place, _ = tokens
 
     def within(size: int, index: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def _rows_of(
 
 
 def _classify(bits: torch.Tensor, queries: Side, columns: int) -> torch.Tensor:
-    """The class of every tile: uint8 (Hm, rows of tiles, columns). Rows that a sequence has not forbid nothing."""
+    """Classify every tile: uint8 (Hm, rows of tiles, columns). Rows that a sequence has not forbid nothing."""
     num_heads, _, words = bits.shape
     classes = torch.zeros(num_heads, queries.tiles, columns, dtype=torch.uint8, device=bits.device)
     if classes.numel() == 0 or queries.rows == 0 or len(queries.first) == 0:
@@ -171,7 +171,7 @@ def _classify(bits: torch.Tensor, queries: Side, columns: int) -> torch.Tensor:
 
 
 def _by_column(classes: torch.Tensor, queries: Side, keys: Side, most_rows: int) -> torch.Tensor:
-    """The classes by columns of tiles, each with the rows of its own sequence: uint8 (Hm, columns of tiles, rows)."""
+    """Turn classes to columns of tiles, each with the rows of its own sequence: uint8 (Hm, columns of tiles, rows)."""
     num_heads, rows, columns = classes.shape
     if classes.numel() == 0 or len(queries.first) == 0:
         return classes.new_zeros(num_heads, keys.tiles, most_rows)
@@ -183,7 +183,7 @@ def _by_column(classes: torch.Tensor, queries: Side, keys: Side, most_rows: int)
 
 
 def unpack_sequences(bits: torch.Tensor, spec: SequenceSpec) -> torch.Tensor:
-    """The bool mask of bits (1, Hm, rows, words), as `attention` reads one beside these sequences.
+    """Make the bool mask of bits (1, Hm, rows, words), as `attention` reads one beside these sequences.
 
     Returns:
         (1, Hm, Tq, max_seqlen_k) where queries are packed, else (S, Hm, max_seqlen_q, max_seqlen_k); contiguous.

@@ -14,7 +14,6 @@ from ...sequences.layout import Sequences
 from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
 from . import packing
-from .builders import MaskFields
 from .intervals import covering, interval_classes
 from .mask import PreparedMask as PreparedMask
 from .packing import EMPTY, FULL, TILE, tiles
@@ -41,6 +40,9 @@ class BatchMask(PreparedMask):
     @abstractmethod
     def shape(self) -> tuple[int, int, int, int]:
         """(Bm, Hm, Lq or 1, Lk): Bm is 1 or the batch size, Hm is 1 or a number of heads."""
+
+    def unpacked(self) -> torch.Tensor:
+        return self.dense()
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
@@ -93,9 +95,6 @@ class TileMask(BatchMask):
     def shape(self) -> tuple[int, int, int, int]:
         batch, num_heads, seqlen_q, _ = self.bits.shape
         return batch, num_heads, seqlen_q, self.seqlen_k
-
-    def unpacked(self) -> torch.Tensor:
-        return self.dense()
 
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         return packing.unpack_words(self.bits[:, :, start:stop], self.seqlen_k)
@@ -190,9 +189,6 @@ class IntervalMask(BatchMask):
         """How many keys have a place: all, or fewer in an order that leaves dead keys out."""
         return self.order.size(2) or self.seqlen_k
 
-    def unpacked(self) -> torch.Tensor:
-        return self.dense()
-
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         rows = torch.arange(self.seqlen_q, dtype=torch.int32, device=self.device)[start:stop, None]
         allowed = rows >= self.start[:, :, None]
@@ -200,7 +196,7 @@ class IntervalMask(BatchMask):
         return allowed
 
     def stats(self) -> MaskStats:
-        """As for any prepared mask, of tiles of places: 128 keys that stand side by side in `order`, if it has one."""
+        """Count as any prepared mask does, but tiles of places: 128 keys side by side in `order`, if it has one."""
         classes = interval_classes(self.bounds, self.seqlen_q)
         classes = pad(classes, (0, tiles(self.seqlen_k) - classes.size(3)))
         seen = covering(self.start, self.stop, self.seqlen_q)
@@ -298,9 +294,8 @@ class TreeMask(PreparedMask):
 
 
 def unpack_view(view: MaskView, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
-    """The bool mask (Bm, Hm, Lq or 1, Lk) of tiles, keys or intervals; the band of a call is left to the call."""
-    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    return PreparedMask._made(MaskFields(view.form, view.tensors, sizes)).unpacked()
+    """Make the bool mask (Bm, Hm, Lq or 1, Lk) of tiles, keys or intervals; the band of a call is left to the call."""
+    return PreparedMask._made(view.form, view.tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k).unpacked()
 
 
 def _bit_stats(
@@ -310,7 +305,7 @@ def _bit_stats(
     pairs: int | None = None,
     number: int | None = None,
 ) -> MaskStats:
-    """The statistics of a mask from its packed bits and their classes."""
+    """Count a mask from its packed bits and their classes."""
     empty_rows = int((bits == 0).all(-1).sum())
     return _class_stats(shape, int(packing.count_bits(bits)), classes, empty_rows, pairs, number)
 
@@ -323,7 +318,7 @@ def _class_stats(
     pairs: int | None = None,
     number: int | None = None,
 ) -> MaskStats:
-    """The statistics of a mask from its pairs that attend, the classes of its tiles, and its empty rows.
+    """Make statistics of the number of pairs that attend, the classes of the tiles, and the number of empty rows.
 
     Args:
         pairs, number: how many pairs and tiles there are in all, where these are not the product of `shape` and all of

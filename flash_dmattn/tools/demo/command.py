@@ -7,6 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,16 +16,19 @@ from typing import NamedTuple
 import torch
 
 import flash_dmattn
+from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.masks import show
-from flash_dmattn.problem import device_arch
+from flash_dmattn.problem import device_arch, dtype_name
+from flash_dmattn.tools.verify import FLOOR, RATIO, Outcome, Sample
 
-from .gradient_check import RESULTS, CheckedBackend, capture_call, check_call
 from .training import (
+    RESULTS,
     ByteLanguageModel,
     Corpus,
     History,
     ModelConfig,
     TrainingConfig,
+    capture_call,
     even_windows,
     load_corpus,
     train,
@@ -72,7 +76,7 @@ ON_HOPPER = Sizes(16, 1024, 256, "bf16", 256, 1024, 512, 400, 180)
 
 
 def sizes_for(device: torch.device) -> Sizes:
-    """The sizes of a run on a device.
+    """Return the sizes of a run on a device.
 
     >>> sizes_for(torch.device("cpu")).context
     256
@@ -175,11 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     line(str(call.explain()))
     # The 16-bit kernels of a GPU serve no fp32 call: there the call is also checked as they would get it.
     dtypes = [torch.float32] if dtype == torch.float32 and device.type == "cpu" else [torch.float32, torch.bfloat16]
-    checked = [row for x in dtypes for row in check_call(call.to(x))]
+    checked = [row for x in dtypes for row in check_call(call, x)]
     _show_checks(checked)
 
     _show_sample(pair.dynamic, corpus, arguments.seed)
-    mask = call.arguments.mask
+    mask = call.flags["mask"]
     if mask is None:
         line(f"\nNo picture: --keep {keep} keeps every key of {training.context} bytes.")
     else:
@@ -196,12 +200,12 @@ def train_both(corpus: Corpus, config: ModelConfig, training: TrainingConfig, de
     """Train the model with dynamic-mask attention and with full attention: same start, same batches, same steps."""
     torch.manual_seed(training.seed)
     dynamic = ByteLanguageModel(config).to(device)
-    full = ByteLanguageModel(ModelConfig(**{**vars(config), "keep_window_size": None})).to(device)
+    full = ByteLanguageModel(replace(config, keep_window_size=None)).to(device)
     full.load_state_dict({name: dynamic.state_dict()[name] for name in full.state_dict()})
     parameters = sum(p.numel() for p in dynamic.parameters())
     heading(
         f"Training: {parameters:,} parameters, {training.steps} steps of {training.batch_size} x {training.context} "
-        f"bytes, {_name(training.dtype)}, backend {config.backend}"
+        f"bytes, {dtype_name(training.dtype)}, backend {config.backend}"
     )
     histories = []
     for title, model in ((f"dynamic mask, {config.keep_window_size} keys", dynamic), ("full attention", full)):
@@ -212,14 +216,24 @@ def train_both(corpus: Corpus, config: ModelConfig, training: TrainingConfig, de
     return TrainedPair(dynamic, full, *histories)
 
 
-def find_failures(checked: Sequence[CheckedBackend], history: History, entropy: float, margin: float) -> list[str]:
+def check_call(call: Sample, dtype: torch.dtype) -> list[Outcome]:
+    """Compare every backend with the formula, q, k, v and dout in a dtype; the first outcome is the yardstick."""
+    tensors = {name: x if name == "bias" else x.to(dtype) for name, x in call.tensors.items()}
+    call = Sample(call.name, tensors, call.flags, call.results, call.dout.to(dtype))
+    # The reference is the formula again, under its name as a backend.
+    backends = [name for name in BACKENDS if name != "reference"]
+    return [call.yardstick, *(call.check(name, may_be_part=False) for name in backends)]
+
+
+def find_failures(checked: Sequence[Outcome], history: History, entropy: float, margin: float) -> list[str]:
     """Say why the demo fails, one sentence each: gradients outside their limit, a model that did not learn."""
     failures = [
-        f"{row.backend} in {_name(row.dtype)}: error of {name} is {row.errors[name]:.1e}, above its limit "
+        f"{row.backend} in {row.dtype}: error of {name} is {row.errors[name]:.1e}, above its limit "
         f"{row.limits[name]:.1e}"
         for row in checked
         for name in row.failed
     ]
+    failures += [f"{row.backend} in {row.dtype}: {row.exception}" for row in checked if row.exception is not None]
     loss = history.held_out_loss[-1]
     if not loss <= entropy - margin:
         failures.append(
@@ -259,19 +273,20 @@ def _show_losses(pair: TrainedPair) -> None:
     )
 
 
-def _show_checks(checked: Sequence[CheckedBackend]) -> None:
+def _show_checks(checked: Sequence[Outcome]) -> None:
     rows = []
     for row in checked:
         errors = [f"{row.errors[name]:.1e}" if row.errors else "" for name in RESULTS]
         if row.backend == "formula":
             result = "yardstick"
-        elif row.reasons:
-            result = f"cannot train this: {row.reasons[0]}"
+        elif row.reasons and not row.errors:
+            # "device is cpu", without what follows and what to do: `explain` says that.
+            result = f"cannot train this: {row.reasons[0].text.partition(';')[0]}"
         else:
-            result = f"FAIL: {', '.join(row.failed)}" if row.failed else "pass"
-        rows.append((row.backend, _name(row.dtype), *errors, result))
+            result = "pass" if row.passed else f"FAIL: {row.exception or ', '.join(row.failed)}"
+        rows.append((row.backend, row.dtype, *errors, result))
     print_table(
-        "Gradient check of this batch: ||x - x64|| / ||x64||, at most 1.5 yardsticks + 1e-5",
+        f"Gradient check of this batch: ||x - x64|| / ||x64||, at most {RATIO} yardsticks + {FLOOR:.0e}",
         ("backend", "dtype", *RESULTS, "result"),
         rows,
     )
@@ -373,10 +388,6 @@ def _versions(device: torch.device) -> str:
         f"flash_dmattn {flash_dmattn.__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"triton {triton}; device {device} ({name})"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _positive(word: str) -> int:

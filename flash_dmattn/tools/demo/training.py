@@ -1,4 +1,4 @@
-"""The training of the demo: its text, a byte-level language model with dynamic-mask or full attention, and the loop."""
+"""The training of the demo: its text, a byte-level model with dynamic-mask or full attention, the loop, a real call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from torch import nn
 import flash_dmattn
 from flash_dmattn.explanation import Explanation
 from flash_dmattn.nn import DynamicMaskAttention, KVCache
+from flash_dmattn.tools.verify import Sample
 
+# The results that the gradient check compares.
+RESULTS = ("out", "dq", "dk", "dv", "dbias")
 VOCABULARY = 256
 MINIMUM_BYTES = 1_000_000
 
@@ -34,7 +37,7 @@ class Corpus:
 
 
 def is_held_out(path: Path) -> bool:
-    """Whether a file is never trained on: one in ten, by a checksum of its name, the same on every machine.
+    """Tell whether a file is never trained on: one in ten, by a checksum of its name, the same on every machine.
 
     >>> is_held_out(Path("argparse.py")), is_held_out(Path("elsewhere/argparse.py"))
     (False, False)
@@ -78,7 +81,7 @@ def _read(files: tuple[Path, ...]) -> torch.Tensor:
 
 
 def unigram_entropy(text: torch.Tensor) -> float:
-    """Entropy of the byte frequencies of a text, in nats per byte: the loss of a model that knows only those.
+    """Compute the entropy of byte frequencies, in nats per byte: the loss of a model that knows only those.
 
     Equivalent to ``-(p * p.log()).sum()`` with p the relative frequencies of the bytes that occur.
 
@@ -91,13 +94,13 @@ def unigram_entropy(text: torch.Tensor) -> float:
 
 
 def random_windows(text: torch.Tensor, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """(count, length) int64 windows of the text at random places; a window holds inputs and targets, shifted by one."""
+    """Draw int64 windows (count, length) of the text; a window holds inputs and targets, shifted by one."""
     starts = torch.randint(len(text) - length + 1, (count, 1), generator=generator)
     return text[starts + torch.arange(length)].long()
 
 
 def even_windows(text: torch.Tensor, count: int, length: int) -> torch.Tensor:
-    """(count, length) int64 windows of the text at evenly spaced places, the same at every call."""
+    """Take int64 windows (count, length) of the text at evenly spaced places, the same at every call."""
     starts = torch.linspace(0, len(text) - length, count).long()[:, None]
     return text[starts + torch.arange(length)].long()
 
@@ -161,14 +164,14 @@ class ByteLanguageModel(nn.Module):
         self.apply(self._initialise)
 
     def forward(self, tokens: torch.Tensor, caches: list[KVCache] | None = None) -> torch.Tensor:
-        """Logits (B, L, 256) of the byte after each of the tokens (B, L); with caches, one per block, it decodes."""
+        """Compute logits (B, L, 256) of the byte after each token (B, L); with caches, one per block, it decodes."""
         x = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
             x = block(x, caches[index] if caches is not None else None)
         return F.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy, in nats per byte, of each byte of the windows (B, L + 1) given those before it."""
+        """Return the mean cross-entropy, in nats per byte, of windows (B, L + 1): each byte after the ones before."""
         logits = self(windows[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
@@ -275,7 +278,7 @@ def train(
 def evaluate(
     model: ByteLanguageModel, windows: torch.Tensor, batch_size: int, dtype: torch.dtype = torch.float32
 ) -> float:
-    """Mean loss, in nats per byte, of windows (N, L + 1), as many at a time as in training."""
+    """Return the mean loss, in nats per byte, of windows (N, L + 1), as many at a time as in training."""
     total = 0.0
     for batch in windows.split(batch_size):
         with autocast(windows.device, dtype):
@@ -284,7 +287,7 @@ def evaluate(
 
 
 def training_call(model: ByteLanguageModel, config: TrainingConfig) -> Explanation:
-    """The decision for the attention that a layer of a model calls in every step of its training."""
+    """Explain the attention that a layer of a model calls in every step of its training."""
     attention = model.blocks[0].attention
     assert isinstance(attention, DynamicMaskAttention)
     device = model.embedding.weight.device
@@ -296,13 +299,54 @@ def training_call(model: ByteLanguageModel, config: TrainingConfig) -> Explanati
         )
 
 
+def capture_call(
+    model: ByteLanguageModel, windows: torch.Tensor, layer: int, dtype: torch.dtype = torch.float32
+) -> Sample:
+    """Run one training batch; return the call that the attention of a layer made, with the gradient of its output.
+
+    Args:
+        model: with dynamic-mask attention; its gradients are cleared.
+        windows: (B, L + 1) tokens.
+        layer: index of the block.
+        dtype: of autocast, float32 for none.
+    """
+    attention = model.blocks[layer].attention
+    assert isinstance(attention, DynamicMaskAttention)
+    inputs: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+
+    def keep_output(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        outputs.append(arguments[0])
+        arguments[0].retain_grad()
+
+    handles = (
+        attention.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0])),
+        attention.o_proj.register_forward_pre_hook(keep_output),
+    )
+    try:
+        with autocast(windows.device, dtype):
+            model.loss(windows).backward()
+            q, k, v, mask, bias = attention.attention_arguments(inputs[0].detach())
+    finally:
+        for handle in handles:
+            handle.remove()
+    model.zero_grad()
+    dout = outputs[0].grad
+    assert dout is not None and bias is not None
+    # Gradients are linear in dout: unit size takes the loss's 1 / (B * L) out of the reach of fp16's underflow.
+    dout = (dout / dout.float().square().mean().sqrt()).unflatten(-1, (attention.num_heads, attention.head_dim))
+    tensors = {"q": q, "k": k, "v": v, "bias": bias}
+    flags = {"mask": mask, "is_causal": True, "softmax_scale": attention.softmax_scale}
+    return Sample(f"layer {layer}", tensors, flags, RESULTS, dout.to(q.dtype))
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Autocast to a 16-bit dtype; nothing for fp32."""
+    """Cast automatically to a 16-bit dtype; do nothing for fp32."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Factor of the learning rate: up in a twenty-fifth of the steps, then down a cosine to 0.1.
+    """Return the factor of the learning rate: up in a twenty-fifth of the steps, then down a cosine to 0.1.
 
     >>> [round(learning_rate_factor(step, 100), 2) for step in (0, 3, 52, 99)]
     [0.25, 1.0, 0.55, 0.1]
