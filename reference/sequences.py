@@ -32,7 +32,7 @@ class Sequence(NamedTuple):
     @property
     def entries(self) -> slice:
         """The numbers of the sequences."""
-        return slice(self.number, self.number + self.count)
+        return slice(self.number, self.number + self.how_many)
 
 
 class Batch:
@@ -122,7 +122,7 @@ class Batch:
         """Return the part of a mask that sequences read; dims of size 1 stay."""
         if isinstance(x, Tensor):
             return self.scores("mask", x, s)
-        # The bits of all queries stand one behind another, those of padded sequences too.
+        # Rows of bits follow each other without a batch dim, rows of padded sequences too.
         assert isinstance(x, TileBits)
         if self._packs_queries:
             return TileBits(_unpacked(x.bits[0], 1, s.first_q, s.how_many, s.seqlen_q).transpose(0, 1))
@@ -155,7 +155,7 @@ class Batch:
 
     def inputs(
         self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, AnyMask | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Any, Tensor | None]:
         """Return the inputs of the call for one sequence."""
         return (
             self.queries(q, s),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, MaskChoice, MaskView, SequenceView, hinted
+from ..problem import AttentionProblem, MaskChoice, MaskForm, MaskView, SequenceView, hinted
 from ..problem.inputs import Inputs, Saved
 from .protocol import Backend, Backward, Direction, Forward
 
