@@ -27,12 +27,12 @@ class Sequence(NamedTuple):
     seqlen_q: int
     first_k: int
     seqlen_k: int
-    count: int = 1
+    how_many: int = 1
 
     @property
     def entries(self) -> slice:
         """The numbers of the sequences."""
-        return slice(self.number, self.number + self.count)
+        return slice(self.number, self.number + self.how_many)
 
 
 class Batch:
@@ -81,7 +81,7 @@ class Batch:
         start = 0
         for stop in range(1, len(self.sequences) + 1):
             if stop == len(self.sequences) or not self._continues(*self.sequences[stop - 1 : stop + 1]):
-                yield self.sequences[start]._replace(count=stop - start)
+                yield self.sequences[start]._replace(how_many=stop - start)
                 start = stop
 
     def _continues(self, one: Sequence, other: Sequence) -> bool:
@@ -95,24 +95,24 @@ class Batch:
 
     def fills(self, q: Tensor, s: Sequence) -> bool:
         """Return whether every row of q is a query of these sequences, in the layout of their own call."""
-        return not self._packs_queries and (s.count, s.seqlen_q) == q.shape[:2] and s.seqlen_q > 0
+        return not self._packs_queries and (s.how_many, s.seqlen_q) == q.shape[:2] and s.seqlen_q > 0
 
     def queries(self, x: Tensor, s: Sequence) -> Tensor:
         """Return the rows of sequences in a tensor shaped as q, an entry for each."""
         if self._packs_queries:
-            return _unpacked(x[0], 0, s.first_q, s.count, s.seqlen_q)
+            return _unpacked(x[0], 0, s.first_q, s.how_many, s.seqlen_q)
         return x[s.entries, : s.seqlen_q]
 
     def rows(self, x: Tensor, s: Sequence) -> Tensor:
         """Return the rows of sequences in a tensor shaped as lse, (B, Hq, Lq)."""
         if self._packs_queries:
-            return _unpacked(x[0], 1, s.first_q, s.count, s.seqlen_q).transpose(0, 1)
+            return _unpacked(x[0], 1, s.first_q, s.how_many, s.seqlen_q).transpose(0, 1)
         return x[s.entries, :, : s.seqlen_q]
 
     def keys(self, x: Tensor, s: Sequence) -> Tensor:
         """Return the rows of sequences in a tensor shaped as k; a copy if they lie in pages."""
         if self._packs_keys:
-            return _unpacked(x[0], 0, s.first_k, s.count, s.seqlen_k)
+            return _unpacked(x[0], 0, s.first_k, s.how_many, s.seqlen_k)
         if self._table is None:
             return x[s.entries, : s.seqlen_k]
         pages = self._table[s.entries, : -(-s.seqlen_k // max(x.shape[1], 1))].long().clamp(0, max(x.shape[0] - 1, 0))
@@ -122,10 +122,10 @@ class Batch:
         """Return the part of a mask that sequences read; dims of size 1 stay."""
         if isinstance(x, Tensor):
             return self.scores("mask", x, s)
-        # The bits of all queries stand one behind another, those of padded sequences too.
+        # Rows of bits follow each other without a batch dim, rows of padded sequences too.
         assert isinstance(x, TileBits)
         if self._packs_queries:
-            return TileBits(_unpacked(x.bits[0], 1, s.first_q, s.count, s.seqlen_q).transpose(0, 1))
+            return TileBits(_unpacked(x.bits[0], 1, s.first_q, s.how_many, s.seqlen_q).transpose(0, 1))
         by_slot = x.bits[0].unflatten(1, (len(self.sequences), -1))
         return TileBits(by_slot[:, s.entries, : s.seqlen_q].transpose(0, 1))
 
@@ -142,8 +142,8 @@ class Batch:
             keys = slice(s.seqlen_k) if x.shape[3] > 1 else slice(None)
             if x.shape[2] == 1:
                 return x[..., keys]
-            return _unpacked(x[0], 1, s.first_q, s.count, s.seqlen_q).transpose(0, 1)[..., keys]
-        return _unpacked(x[0], 2, s.first_k, s.count, s.seqlen_k).permute(2, 0, 1, 3) if x.shape[3] > 1 else x
+            return _unpacked(x[0], 1, s.first_q, s.how_many, s.seqlen_q).transpose(0, 1)[..., keys]
+        return _unpacked(x[0], 2, s.first_k, s.how_many, s.seqlen_k).permute(2, 0, 1, 3) if x.shape[3] > 1 else x
 
     @staticmethod
     def _tree(x: Tensor, s: Sequence) -> Tensor:
@@ -155,7 +155,7 @@ class Batch:
 
     def inputs(
         self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None, bias: Tensor | None
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor, Any, Tensor | None]:
         """Return the inputs of the call for one sequence."""
         return (
             self.queries(q, s),
