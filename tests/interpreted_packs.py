@@ -1,23 +1,21 @@
-"""Masks beside sequences in Triton's interpreter: `python interpreted_packs.py <what> [<first> <calls>]`.
-
-"packs" are random masks packed by the kernels and by PyTorch; the other words stand below, beside what they run.
-"""
+"""Calls with masks beside sequences in Triton's interpreter, and far masks: `python interpreted_packs.py WHAT`."""
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import random
 import sys
-import traceback
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import interpreted_triton as base
+import interpreter
 import torch
-from outcomes import report
+from outcomes import outcome_of, report
 from sequence_calls import SequenceCall, assert_accurate, draw, run
-from sequence_pack_calls import NAMES, PackCall, outcomes
+from sequence_pack_calls import NAMES, PackCall
 from torch import Tensor
 
 import flash_dmattn
@@ -64,24 +62,21 @@ def has_rows(call: SequenceCall) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 3 and mask.shape[1] > 1 and mask.shape[2] > 128 and longest > 16
 
 
-def attention_calls(first: int, count: int) -> Iterator[str | None]:
-    """Outcomes of calls with bool masks, which they pack by the kernels, once for both passes."""
-    number = first
-    while count:
+def attention_calls() -> Iterator[str | None]:
+    """Outcomes of eight calls with bool masks, which they pack by the kernels, once for both passes."""
+
+    def drawn(number: int) -> SequenceCall:
         layout = random.Random(number).choice(("packed", "packed", "paged_packed"))
-        call = draw(number, layout, LENGTHS, base.EVERY_DTYPE, (4, 16))
-        number += 1
-        if not has_rows(call):
-            continue
-        count -= 1
-        base.set_up(base.TILES[0], 1, 0)
-        try:
-            with packed_once():
-                results = run(call, "triton")
-            assert_accurate(results, call)
-            yield None
-        except Exception:  # the other calls still count
-            yield f"{call.told}\n{traceback.format_exc(limit=-3)}"[:3000]
+        return draw(number, layout, LENGTHS, interpreter.EVERY_DTYPE, (4, 16))
+
+    def check(call: SequenceCall) -> None:
+        with packed_once():
+            results = run(call, "triton")
+        assert_accurate(results, call)
+
+    for call in itertools.islice(filter(has_rows, map(drawn, itertools.count())), 8):
+        interpreter.set_up()
+        yield outcome_of(partial(check, call), call.told)
 
 
 class packed_once:
@@ -106,7 +101,7 @@ def example(*lengths: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Sequences]:
 
 def transformed_calls() -> Iterator[str | None]:
     """Outcomes of calls in a compiled graph, under transforms, and of a second derivative."""
-    base.set_up(base.TILES[0], 1, 0)
+    interpreter.set_up()
     operators.register(lambda tensor: operators.PYTORCH._replace(pack_sequences=sequence_pack.pack_sequences))
 
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sequences: Sequences, backend: str = "triton") -> Tensor:
@@ -164,7 +159,7 @@ def switched_off() -> Iterator[str | None]:
 
 def layer_calls() -> Iterator[str | None]:
     """The outcome of a layer that keeps a few keys of packed documents: its bool mask becomes tiles once a step."""
-    base.set_up(base.TILES[0], 1, 0)
+    interpreter.set_up()
     torch.manual_seed(0)
     layer = DynamicMaskAttention(32, num_heads=2, num_heads_k=1, keep_window_size=20, backend="eager")
     documents, x = Sequences.packed(torch.tensor([0, 140, 170]), max_seqlen_q=140), torch.randn(170, 32)
@@ -182,14 +177,12 @@ def layer_calls() -> Iterator[str | None]:
 
 
 if __name__ == "__main__":
-    base.admit_cpu()
-    what, first, count = (*sys.argv[1:], "0", "0")[:3]
-    found = {
-        "packs": lambda: outcomes(range(int(first), int(first) + int(count))),
+    interpreter.admit_cpu()
+    checks = {
         "far": far_masks,
-        "calls": lambda: attention_calls(int(first), int(count)),
+        "calls": attention_calls,
         "transformed": transformed_calls,
         "off": switched_off,
         "layer": layer_calls,
-    }[what]()
-    sys.exit(report(found))
+    }
+    sys.exit(report(checks[sys.argv[1]]()))
