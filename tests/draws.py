@@ -146,7 +146,6 @@ CUDA_FORMS = tuple(form for form in FORMS if form[2] == "Lq")  # it refuses a ma
 CUDA_BIASES: tuple[tuple[tuple[str, ...] | None, ...], ...] = ((None,), PER_QUERY, PER_KEY, *3 * (PER_SCORE,))
 CUDA: Features = {
     **KERNELS,
-    "seqlen_k": TILE_EDGES + CUDA_EDGES,
     # With 8, there are more tiles of rows than SMs.
     "num_heads_k": (1, 2, 3, 8),
     "bias_dtype": (None, None, None, FP32, FP16, BF16),
@@ -165,6 +164,7 @@ def draw_cuda(number: int) -> Drawn:
     rest, instance = divmod(number, len(INSTANCES))
     rest, dtype = divmod(rest, 2)
     rest, has_mask = divmod(rest, 2)
+    forms = CUDA_BIASES[rest % len(CUDA_BIASES)]
     head_dim, head_dim_v = (d - rng.choice((0, 0, rng.randrange(0, min(57, d), 8))) for d in INSTANCES[instance])
     has_gradients, is_served = (rng.random() < 0.9 for _ in range(2))
     features: dict[str, Any] = {
@@ -173,8 +173,10 @@ def draw_cuda(number: int) -> Drawn:
         "dtype": ((BF16, FP16)[dtype],),
         # A mask of one query would be of one row for all queries.
         "seqlen_q": [n for n in TILE_EDGES + CUDA_EDGES if n > 1 or not has_mask],
+        "seqlen_k": ((TILE_EDGES + CUDA_EDGES)[number % 41],),
         "mask": CUDA_FORMS if has_mask else (None,),
-        "bias": CUDA_BIASES[rest % len(CUDA_BIASES)],
+        # The forms of a kind in turn, and after 168 calls another one first.
+        "bias": (forms[(number + number // 168) % len(forms)],),
     }
     if not has_gradients:
         features |= {"needs_grad": ((),), "dlse": (False,)}

@@ -1,6 +1,6 @@
 """Masks beside sequences drawn at random, to be packed by kernels and by PyTorch, which have to agree in every bit.
 
-Bounds are written by hand, as `sequence_views.py` has them: any two sequences may have a gap between them.
+Bounds are written by hand: any two sequences may have a gap between them.
 """
 
 from __future__ import annotations
