@@ -164,7 +164,7 @@ def draw_cuda(number: int) -> Drawn:
     rest, instance = divmod(number, len(INSTANCES))
     rest, dtype = divmod(rest, 2)
     rest, has_mask = divmod(rest, 2)
-    forms = CUDA_BIASES[rest % len(CUDA_BIASES)]
+    lengths, forms = TILE_EDGES + CUDA_EDGES, CUDA_BIASES[rest % len(CUDA_BIASES)]
     head_dim, head_dim_v = (d - rng.choice((0, 0, rng.randrange(0, min(57, d), 8))) for d in INSTANCES[instance])
     has_gradients, is_served = (rng.random() < 0.9 for _ in range(2))
     features: dict[str, Any] = {
@@ -172,10 +172,10 @@ def draw_cuda(number: int) -> Drawn:
         "head_dim_v": (head_dim_v,),
         "dtype": ((BF16, FP16)[dtype],),
         # A mask of one query would be of one row for all queries.
-        "seqlen_q": [n for n in TILE_EDGES + CUDA_EDGES if n > 1 or not has_mask],
-        "seqlen_k": ((TILE_EDGES + CUDA_EDGES)[number % 41],),
-        "mask": CUDA_FORMS if has_mask else (None,),
-        # The forms of a kind in turn, and after 168 calls another one first.
+        "seqlen_q": [n for n in lengths if n > 1 or not has_mask],
+        # All in turn, and after 168 calls another form first.
+        "seqlen_k": (lengths[number % len(lengths)],),
+        "mask": (CUDA_FORMS[(number + number // 84) % len(CUDA_FORMS)] if has_mask else None,),
         "bias": (forms[(number + number // 168) % len(forms)],),
     }
     if not has_gradients:
@@ -191,7 +191,7 @@ def draw_cuda(number: int) -> Drawn:
     case = case.with_(bias_dtype=None) if case.dropout_p else case
     layout = rng.choice((None, None, None, *("aligned_margins",) * 4, *LAYOUTS))
     offset = rng.choice((0, 0, *range(1, 8))) if layout is None else 0
-    return Drawn(case, layout, rng.random() < 0.5, offset=offset, deterministic=rng.random() < 0.5)
+    return Drawn(case, layout, number // 12 % 2 == 1, offset=offset, deterministic=rng.random() < 0.5)
 
 
 def _differentiable(case: Case, rng: random.Random) -> Case:
