@@ -277,9 +277,9 @@ def failures_of(
 
     Args:
         got: the results; a name that starts with d is a gradient.
-        exact: the results in fp64; None for what nothing asks for.
+        exact: the results in fp64, None for a gradient that nobody needs.
         in_dtype: the results of plain PyTorch.
-        like: tensors of the dtypes that results have, and gradients the shapes.
+        like: by name, a tensor of the dtype of a result, and of the shape of a gradient.
         told: the call, in words.
         sizes: how large the terms are that cancel in a gradient.
         spread: standard deviations of what rounding leaves in a result.
@@ -299,7 +299,7 @@ def failures_of(
             assert x.dtype == like[name].dtype, f"{told}: {name} has dtype {x.dtype}"
         if is_gradient:
             assert x.shape == like[name].shape, f"{told}: {name} has shape {tuple(x.shape)}"
-        found = error(x, reference, size)
+        off = error(x, reference, size)
         if x.dtype == like["out"].dtype == torch.float64:
             limit = FLOOR_FP64 + rounding_of_oracle(reference, size)
         else:
@@ -309,10 +309,10 @@ def failures_of(
             if name in spread:
                 allowed = max(allowed, DEVIATIONS * spread[name].norm().item() / norm)
             limit = allowed + floor
-            if is_gradient and name != "dsink" and name not in spread and not found <= limit:
+            if is_gradient and name != "dsink" and name not in spread and not off <= limit:
                 limit = max(limit, by_chance(name) / norm + floor)
-        if not found <= limit:
-            failures[name] = f"{name}: error {found:.3e}, limit {limit:.3e}"
+        if not off <= limit:
+            failures[name] = f"{name}: error {off:.3e}, limit {limit:.3e}"
     return failures
 
 

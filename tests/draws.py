@@ -59,10 +59,10 @@ def draw(rng: random.Random, features: Features, seed: int) -> Case:
     """A call of these features; each field that they leave out has the choices of `ANY`."""
     values = {name: rng.choice(choices) for name, choices in {**ANY, **features}.items()}
     values["num_heads"] = values["num_heads_k"] * values.pop("group")
-    beside, alone = rng.random() < 0.7, rng.random() < 0.1
-    if values["sink"] is not None and alone and "q" in values["needs_grad"]:
+    has_gradient, is_alone = rng.random() < 0.7, rng.random() < 0.1
+    if values["sink"] is not None and is_alone and "q" in values["needs_grad"]:
         values["needs_grad"] = ("sink",)
-    elif values["sink"] is not None and beside:
+    elif values["sink"] is not None and has_gradient:
         values["needs_grad"] = (*values["needs_grad"], "sink")
     return Case(**values, seed=seed)
 
@@ -187,7 +187,7 @@ def draw_cuda(number: int) -> Drawn:
         case = _differentiable(case, rng)
     if INSTANCES[instance] != (64, 64) or case.softcap > 0:  # the kernels of 64 alone have dropout
         case = case.with_(dropout_p=0.0)
-    # Beside dropout tiles of a bias are read in the dtype of q.
+    # Calls with dropout read tiles of a bias in the dtype of q.
     case = case.with_(bias_dtype=None) if case.dropout_p else case
     layout = rng.choice((None, None, None, *("aligned_margins",) * 4, *LAYOUTS))
     offset = rng.choice((0, 0, *range(1, 8))) if layout is None else 0

@@ -1,7 +1,7 @@
 """The CUDA kernels on the emulated GPU of `emulation/`, for CPU tensors; it changes the backend of its process.
 
-`run_calls.py` runs random calls there, each as on a GPU of some number of SMs, in some order of its warps and with some
-number of blocks that share keys.
+`run_calls.py` runs random calls there. Each call draws a number of SMs, an order of warps, and how many blocks share
+keys.
 """
 
 from __future__ import annotations

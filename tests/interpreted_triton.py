@@ -89,12 +89,12 @@ def forgetting_calls() -> Iterator[str | None]:
             case = Case(num_heads=2, num_heads_k=2, mask=mask, bias=bias, dlse=True, dtype=dtype)
             set_up(num_sms=num_sms)
             inputs = case.build()
-            given = {x.data_ptr() for x in (inputs.mask, *(x for _, x in inputs.floats())) if x is not None}
+            arguments = {x.data_ptr() for x in (inputs.mask, *(x for _, x in inputs.floats())) if x is not None}
             run(attention, case, inputs)
             interpreter.assert_margins()
             del inputs
             gc.collect()
-            alive = sum(type(x) is Tensor and x.data_ptr() in given for x in gc.get_objects())
+            alive = sum(type(x) is Tensor and x.data_ptr() in arguments for x in gc.get_objects())
             yield f"{case.repro()}\n{alive} tensors on its memory are kept" if alive or not launch.plans else None
 
 
@@ -124,8 +124,8 @@ def few_keys_calls() -> Iterator[str | None]:
     for case in few:
         set_up()
         inputs = case.build()
-        found = error(run(attention, case, inputs)["dbias"], oracle(case, inputs)["dbias"])
-        yield None if found < 5e-6 else f"{case.repro()}\n  dbias is off by {found:.1e}"
+        off_by = error(run(attention, case, inputs)["dbias"], oracle(case, inputs)["dbias"])
+        yield None if off_by < 5e-6 else f"{case.repro()}\n  dbias is off by {off_by:.1e}"
     for mask in (None, ("B", "Hk", "Lq", "Lk"), ("B", "1", "1", "Lk")):
         for bias in (("1", "1", "Lq", "Lk"), ("B", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")):
             case = Case(dtype=torch.float32, dlse=True, mask=mask, bias=bias, bias_kind="huge")
@@ -210,7 +210,7 @@ WALKED = PLAIN.with_(batch=3, seqlen_q=20, seqlen_k=33, num_heads_k=2, mask=FULL
 
 
 def walk_calls() -> Iterator[str | None]:
-    """Outcomes of walks over all heads of a call, and over those of two chunks."""
+    """Outcomes of walks over all heads of a call, and over the heads of two chunks."""
     short_calls.DTYPES = EVERY_DTYPE
     for programs, bias in ((1, None), (1, ("1", "1", "Lq", "Lk")), (2, ("1", "1", "Lq", "Lk"))):
         plan_slots.PROGRAMS_PER_SM = plan_slots.PROGRAMS_WITH_SLOTS = programs
@@ -240,14 +240,16 @@ LEADING_CALLS = {
 
 
 def leading_calls(name: str) -> Iterator[str | None]:
-    """The outcomes of a call with leading dims, on the kernels that walk tiles of keys and on those of short rows."""
+    """Outcomes of a call with leading dims, on kernels that walk tiles of keys and on kernels of short rows."""
     call = LEADING_CALLS[name]
-    given, mask = call.build(), None
+    arguments, mask = call.build(), None
     if name == "order of keys":
-        mask = PreparedMask.from_mask(given["mask"], seqlen_q=call.seqlen_q, reorder=True)
+        mask = PreparedMask.from_mask(arguments["mask"], seqlen_q=call.seqlen_q, reorder=True)
     for short_calls.DTYPES in ((), EVERY_DTYPE):
         set_up(Tile(32, 64, 4, 1))
-        yield outcome_of(lambda: leading_accurate(results(attention, call, given, mask), call, given), str(call))
+        yield outcome_of(
+            lambda: leading_accurate(results(attention, call, arguments, mask), call, arguments), str(call)
+        )
         interpreter.assert_margins()
 
 

@@ -1,8 +1,8 @@
 """Triton's interpreter in this process: the Triton kernels run on CPU tensors, on outputs that tell what was written.
 
 The first import of this module decides it, because Triton decides at its own import whether it interprets. So programs
-that import it are processes of their own; an access far out of bounds ends one by a segmentation fault. What kernels
-write to is NaN before, and lies between margins of NaN.
+that import it are processes of their own; an access far out of bounds ends one by a segmentation fault. Kernels
+write into NaN, between margins of NaN.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def guarded_empty(*shape: Any, dtype: torch.dtype = torch.float32, device: objec
     sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
     if not dtype.is_floating_point:
         return torch.full(sizes, 77, dtype=dtype)
-    whole = torch.full((sizes.numel() + 2 * MARGIN,), torch.nan, dtype=dtype)
-    _allocated.append((whole, sizes.numel()))
-    return whole[MARGIN : MARGIN + sizes.numel()].view(sizes)
+    room = torch.full((sizes.numel() + 2 * MARGIN,), torch.nan, dtype=dtype)
+    _allocated.append((room, sizes.numel()))
+    return room[MARGIN : MARGIN + sizes.numel()].view(sizes)
 
 
 def assert_margins() -> None:
     """Nothing was written beside what was allocated since `set_up`."""
-    for whole, size in _allocated:
-        assert bool(whole[:MARGIN].isnan().all()), "written before an output"
-        assert bool(whole[MARGIN + size :].isnan().all()), "written behind an output"
+    for room, size in _allocated:
+        assert bool(room[:MARGIN].isnan().all()), "written before an output"
+        assert bool(room[MARGIN + size :].isnan().all()), "written behind an output"
     _allocated.clear()

@@ -1,9 +1,9 @@
 """Run random calls in one place, against the fp64 formula: `run_calls.py PLACE FEATURES FIRST COUNT [cpu]`.
 
-PLACE is a backend, on a GPU if it is one of kernels; "interpreter" for the Triton kernels in Triton's interpreter; or
-the file that `emulation/build.py` has written, for the CUDA kernels on the emulated GPU. FEATURES is a key of
-`FEATURES`. It runs COUNT calls from number FIRST on, without those that a rule refuses. With "cpu" results are compared
-there, and a sanitizer watches little but the kernels. A process of its own, because places change the backend.
+PLACE is a backend, and its kernels run on a GPU. "interpreter" is Triton's interpreter with the Triton kernels. A file
+that `emulation/build.py` has written is the emulated GPU with the CUDA kernels. FEATURES is a key of `FEATURES`. COUNT
+calls run from number FIRST on; a call that a rule refuses does not count. With "cpu" results are compared on the CPU,
+so that a sanitizer watches little but the kernels. This is a process of its own, because places change the backend.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from flash_dmattn.backends.cuda import passes  # noqa: E402
 from flash_dmattn.dispatch.registry import BACKENDS  # noqa: E402
 from flash_dmattn.masks.prepared.storage import IntervalMask  # noqa: E402
 
-# What a call is in words, and what has to hold of it.
+# A call in words, and its check.
 Check = tuple[str, Callable[[], object]]
 
 
@@ -143,8 +143,8 @@ def check_case(place: Place, drawn: Drawn, mask: IntervalMask | None = None, *, 
     Args:
         place: of the call.
         drawn: the call.
-        mask: an interval mask for it. Where k and v follow its order, dead keys hold NaN.
-        inputs: its tensors; those of its case by default.
+        mask: an interval mask for it; dead keys hold NaN if k and v follow the order of the mask.
+        inputs: its tensors, by default from its case.
     """
     case = drawn.case
 
@@ -305,7 +305,7 @@ FEATURES: dict[str, Callable[[Any, int], Check | None]] = {
 
 
 def outcomes(place: Place, features: str, first: int, count: int) -> Iterator[str | None]:
-    """The outcomes of calls from a number on, without those that a rule refuses."""
+    """Run calls from a number on until so many were served, and yield their outcomes."""
     for number in itertools.count(first):
         if count == 0:
             return

@@ -100,11 +100,11 @@ def draw(
 
     Args:
         number: of the call.
-        layout: of `LAYOUTS`; drawn if it is None.
-        lengths: of queries, and of keys without `lengths_k`.
+        layout: one of `LAYOUTS`; None draws one.
+        lengths: of queries, and of keys if there are no `lengths_k`.
         dtypes, head_dims, lengths_k, page_sizes: the choices.
-        is_loose: draw what a backend may receive and `attention` would refuse on a CPU: sequences that begin anywhere
-            with gaps between them, and tables with wrong pages, which kernels clamp. Then `run_on` runs the call.
+        is_loose: draw what `attention` would refuse on a CPU and `run_on` hands to a backend. Sequences begin anywhere,
+            with gaps between them; tables have wrong pages, which kernels clamp.
     """
     rng, torch_rng, loose = (
         random.Random(number),
@@ -264,12 +264,12 @@ def draw_cuda(number: int) -> SequenceCall:
 
 
 def spoiled(call: SequenceCall, *, scores: bool = False, only: int | None = None) -> SequenceCall:
-    """The call with NaN in every row of q, k, v and dout that is of no sequence.
+    """Put NaN in every row of q, k, v and dout that no sequence has.
 
     Args:
         call: the call.
-        scores: put NaN, True in a mask, also into dlse, and where no pair of a sequence reads mask or bias.
-        only: keep the rows of the sequence of this number alone.
+        scores: also spoil dlse, and what no pair reads: NaN in a bias, True in a mask.
+        only: the number of a sequence that alone keeps its rows.
     """
     used_q = torch.zeros(call.q.shape[:-2], dtype=torch.bool, device=call.q.device)
     used_k = torch.zeros(call.k.shape[:-2], dtype=torch.bool, device=call.k.device)
@@ -287,25 +287,28 @@ def spoiled(call: SequenceCall, *, scores: bool = False, only: int | None = None
     if dlse is not None:
         dlse = dlse.masked_fill(~used_q if call.packs_queries else ~used_q[:, None], torch.nan)
     assert not isinstance(call.mask, TreeMask)
-    return replace(
-        call, dlse=dlse, mask=_unread_spoiled(call, call.mask, only), bias=_unread_spoiled(call, call.bias, only)
-    )
+
+    def bad_scores(x: Tensor | None) -> Tensor | None:
+        # Dims of stride 0 hold what a sequence reads, and stay as they are.
+        if x is None or 0 in x.stride() or x.numel() == 0:
+            return x
+        return x.masked_fill(unread(call, x, only), True if x.dtype == torch.bool else torch.nan)
+
+    return replace(call, dlse=dlse, mask=bad_scores(call.mask), bias=bad_scores(call.bias))
 
 
-def _unread_spoiled(call: SequenceCall, x: Tensor | None, only: int | None) -> Tensor | None:
-    # Dims of stride 0 hold what a sequence reads, and stay as they are.
-    if x is None or 0 in x.stride() or x.numel() == 0:
-        return x
+def unread(call: SequenceCall, x: Tensor, only: int | None = None) -> Tensor:
+    """Mark the values of a mask or a bias that no pair of a sequence, or of one sequence alone, has."""
     tokens, ones = Tokens(call), torch.ones(x.shape, requires_grad=True)
-    pairs, of_query = tokens.scores(ones), tokens.q[:, :1]
+    pairs, number = tokens.scores(ones), tokens.q[:, :1]
     assert pairs is not None
-    same = (of_query == tokens.k[:, 0]) & (of_query >= 0) & (True if only is None else of_query == only)
+    same = (number == tokens.k[:, 0]) & (number >= 0) & (True if only is None else number == only)
     (read,) = torch.autograd.grad((pairs * same).sum(), ones)
-    return x.masked_fill((read == 0).to(x.device), True if x.dtype == torch.bool else torch.nan)
+    return (read == 0).to(x.device)
 
 
 def run(call: SequenceCall, backend: str | tuple[str, str]) -> Results:
-    """out, lse and the gradients of a call, None of those that it does not need."""
+    """Run a call of `attention`: out, lse and gradients, None for a gradient that the call does not need."""
     leaves = {n: None if (x := getattr(call, n)) is None else x.detach().clone() for n in LEAVES}
     for name in call.needs_grad:
         leaves[name].requires_grad_()
@@ -374,18 +377,18 @@ def run_on(
     needs = NeedsGrad(*(name in call.needs_grad for name in LEAVES))
     problem = describe_operands(x, flags, needs)
     out, lse = backend.plan_forward(problem)(x)
-    found: list[Tensor | None] = [None] * len(LEAVES)
+    gradients: list[Tensor | None] = [None] * len(LEAVES)
     if any(needs):
         assert backend.plan_backward is not None
         saved = operands.Saved(x, out, lse)
-        found = list(backend.plan_backward(problem)(saved, laid("dout"), laid("dlse")))
+        gradients = list(backend.plan_backward(problem)(saved, laid("dout"), laid("dlse")))
 
     def unlaid(name: str, result: Tensor | None) -> Tensor | None:
         like = {"out": call.dout, "lse": None}.get(name, getattr(call, name[1:], None))
         is_packed = call.packs_queries if like is None else like.dim() == 3
         return result[0] if is_packed and result is not None else result
 
-    named = {"out": out, "lse": lse, **dict(zip((f"d{name}" for name in LEAVES), found, strict=False))}
+    named = {"out": out, "lse": lse, **dict(zip((f"d{name}" for name in LEAVES), gradients, strict=False))}
     return {name: result if name == "dsink" else unlaid(name, result) for name, result in named.items()}
 
 
@@ -401,7 +404,7 @@ class PairDropout(NamedTuple):
 
 
 class Tokens:
-    """The sequence and the place in it of every query and every key of a call, -1 of those that have none."""
+    """The number of the sequence of each query and each key of a call, and its place there; -1 without a sequence."""
 
     def __init__(self, call: SequenceCall) -> None:
         self.call = call

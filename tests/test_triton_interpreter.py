@@ -36,33 +36,23 @@ def test_dropout_bit_for_bit() -> None:
     assert "31 passed, 0 failed" in interpret("interpreted_dropout.py")
 
 
-def test_walks_of_several_heads() -> None:
-    assert "3 passed, 0 failed" in interpret("interpreted_triton.py", "walks")
-
-
 def test_interval_masks() -> None:
     run_calls("intervals", 0, 20)
 
 
-def test_bugs_of_the_predecessor() -> None:
-    number = sum(1 + (case.mask is not None) for case in CALLS.values())
-    assert f"{number} passed, 0 failed" in interpret("interpreted_triton.py", "bugs")
-
-
-def test_the_lse_of_an_empty_row_takes_no_gradient() -> None:
-    assert "3 passed, 0 failed" in interpret("interpreted_triton.py", "empty rows")
-
-
-def test_windows_beyond_int32() -> None:
-    assert "15 passed, 0 failed" in interpret("interpreted_triton.py", "wide windows")
-
-
-def test_remembered_plans_hold_no_tensor() -> None:
-    assert "20 passed, 0 failed" in interpret("interpreted_triton.py", "freed")
-
-
-def test_few_keys_do_not_feel_the_rounding_of_out_and_lse() -> None:
-    assert "45 passed, 0 failed" in interpret("interpreted_triton.py", "few keys")
+@pytest.mark.parametrize(
+    "what, count",
+    (
+        ("walks", 3),
+        ("bugs", sum(1 + (case.mask is not None) for case in CALLS.values())),
+        ("empty rows", 3),
+        ("wide windows", 15),
+        ("freed", 20),
+        ("few keys", 45),
+    ),
+)
+def test_calls_written_by_hand(what: str, count: int) -> None:
+    assert f"{count} passed, 0 failed" in interpret("interpreted_triton.py", what)
 
 
 @pytest.mark.parametrize(

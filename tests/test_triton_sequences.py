@@ -54,7 +54,7 @@ def test_compiled_for_sm_90(name: str) -> None:
 
 
 def test_calls_are_drawn_from_all_that_kernels_tell_apart() -> None:
-    """What decides a kernel is drawn at all: a draw that lost a form would pass every check."""
+    """Draws reach all that decides a kernel, because a draw that lost a form would pass every check."""
     seen: set[object] = set()
     for number in range(400):
         call = draw(number, None, (0, 1, 31, 33, 65), (torch.float32,), is_loose=True)

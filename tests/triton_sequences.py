@@ -1,4 +1,4 @@
-"""What has to hold of the Triton kernels on sequences: `python triton_sequences.py CHECK [CALLS [FIRST]]`.
+"""Check the Triton kernels on sequences: `python triton_sequences.py CHECK [CALLS [FIRST]]`.
 
 CHECK is a key of CHECKS or MADE, or "drawn" or "made" for all of these. Without a GPU `test_triton_sequences.py` runs
 it so, in Triton's interpreter; with one that file calls the same checks. Calls are made as a backend receives them,
@@ -33,12 +33,14 @@ from flash_dmattn.operators import describe_operands
 from flash_dmattn.problem import Flags, NeedsGrad, causal_window
 from flash_dmattn.problem.inputs import Inputs, Saved
 
-# Around the edges of tiles: those of the interpreter have 16 to 64 rows.
+# Lengths around the edges of tiles; tiles in the interpreter have 16 to 64 rows.
 LENGTHS = (0, 1, 16, 31, 32, 33, 65) if DEVICE == "cpu" else (0, 1, 31, 32, 33, 127, 128, 129, 300)
 DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
-TILE_LENGTHS = (0, 1, 33, 127, 128, 129, 200, 300)  # around the edges of tiles of a packed mask
-FAR = 100_000  # beyond what a tile before the first sequence would reach
-# Of calls with up to two sequences, 300 queries and 300 keys: in the shapes of `attention`, and the most keys.
+# Lengths around the edges of tiles of a packed mask.
+TILE_LENGTHS = (0, 1, 33, 127, 128, 129, 200, 300)
+# Elements of a margin. No tile before the first sequence reaches as far.
+FAR = 100_000
+# Shapes of biases beside two sequences in 300 queries and 300 keys, and the most keys of a sequence.
 LATE_BIASES = (((2, 300, 64), 64), ((2, 2, 300, 40), 40), ((2, 1, 300), 64), ((1, 300, 64), 64), ((1, 2, 1, 64), 64))
 
 
@@ -70,10 +72,10 @@ def checked(call: SequenceCall, check: Callable[[SequenceCall, random.Random], N
     return outcome_of(partial(check, call, rng), f"{call.told} {call.sequences.layout}")
 
 
-def assert_same(wanted: Results, found: Results) -> None:
+def assert_same(wanted: Results, results: Results) -> None:
     """All results have the same bits."""
     for name, x in wanted.items():
-        assert x is None or torch.equal(x, found[name]), name
+        assert x is None or torch.equal(x, results[name]), name
 
 
 def is_accurate(call: SequenceCall, rng: random.Random) -> None:
@@ -83,7 +85,7 @@ def is_accurate(call: SequenceCall, rng: random.Random) -> None:
 
 
 def tiles_are_accurate(call: SequenceCall, rng: random.Random) -> None:
-    """The same of a mask that is prepared, with tiles of which all pairs, some or none are allowed."""
+    """Prepare the mask, with tiles that allow all pairs, some or none: results are as accurate."""
     assert isinstance(call.mask, Tensor)
     mask = call.mask.contiguous()
     for allowed in (True, False, True, False):
@@ -98,13 +100,13 @@ def ignores_others(call: SequenceCall, rng: random.Random) -> None:
     if any(x is not None and 0 in x.stride() for x in (call.mask, call.bias)) or len(call.lengths) == 1:
         return
     s = rng.randrange(len(call.lengths))
-    wanted, found = run(call), run(spoiled(call, scores=True, only=s))
+    wanted, results = run(call), run(spoiled(call, scores=True, only=s))
     queries, keys = call.queries_of(s), call.keys_of(s)
     places = {"out": queries, "dq": queries, "dk": keys, "dv": keys}
     places["lse"] = (slice(None), *queries) if call.packs_queries else (queries[0], slice(None), queries[1])
     for name, place in places.items():
         if wanted[name] is not None:
-            assert torch.equal(wanted[name][place], found[name][place]), name
+            assert torch.equal(wanted[name][place], results[name][place]), name
 
 
 def follows_lengths_alone(call: SequenceCall, rng: random.Random) -> None:
@@ -172,11 +174,11 @@ def is_a_dense_call(call: SequenceCall, rng: random.Random) -> None:
     )
     out, lse = passes.plan_forward(problem)(x)
     wanted = (out, lse, *passes.plan_backward(problem)(Saved(x, out, lse), dout, None))
-    found = run(packed, deterministic=True)
-    found["lse"] = found["lse"].view(2, count, seqlen_q).transpose(0, 1)
+    results = run(packed, deterministic=True)
+    results["lse"] = results["lse"].view(2, count, seqlen_q).transpose(0, 1)
     limit = 2e-5 if call.q.dtype == torch.float32 else 2e-2 if call.q.dtype == torch.bfloat16 else 4e-3
     for name, y in zip(("out", "lse", "dq", "dk", "dv", "dbias"), wanted, strict=True):
-        torch.testing.assert_close(found[name].reshape(y.shape), y, atol=limit, rtol=limit)
+        torch.testing.assert_close(results[name].reshape(y.shape), y, atol=limit, rtol=limit)
 
 
 def repeats(call: SequenceCall, rng: random.Random) -> None:
@@ -219,9 +221,9 @@ def late_calls() -> Iterator[str | None]:
 
     def guarded(*shape: Any, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
         sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
-        whole = torch.full((sizes.numel() + 2 * FAR,), 7.0, dtype=dtype, device=device)
-        margins.append((whole, sizes.numel()))
-        return whole[FAR : FAR + sizes.numel()].zero_().view(sizes)
+        room = torch.full((sizes.numel() + 2 * FAR,), 7.0, dtype=dtype, device=device)
+        margins.append((room, sizes.numel()))
+        return room[FAR : FAR + sizes.numel()].zero_().view(sizes)
 
     def check(call: SequenceCall) -> None:
         margins.clear()
@@ -231,8 +233,8 @@ def late_calls() -> Iterator[str | None]:
         finally:
             torch.zeros = zeros
         assert_accurate(results, call)
-        for whole, size in margins:
-            assert bool((whole[:FAR] == 7).all() and (whole[FAR + size :] == 7).all()), "written beside an output"
+        for room, size in margins:
+            assert bool((room[:FAR] == 7).all() and (room[FAR + size :] == 7).all()), "written beside an output"
 
     for shape, seqlen_k in LATE_BIASES:
         bias = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -287,7 +289,7 @@ def _has_lists_by_group(call: SequenceCall) -> bool:
     return 1 < call.mask.shape[-3] == call.k.shape[-2] < call.q.shape[-2] and call.sequences.block_table is not None
 
 
-# What some of the calls with masks of tiles have to be; the others are any.
+# The kinds of calls with masks of tiles: their lengths, and a condition.
 TILE_KINDS: tuple[tuple[tuple[int, ...], Callable[[SequenceCall], bool]], ...] = (
     (TILE_LENGTHS, lambda call: True),
     (TILE_LENGTHS, _sums_scores),
