@@ -121,8 +121,8 @@ def transformed_calls() -> Iterator[str | None]:
     for lengths in ((130, 20, 7), (3, 150), (64, 64, 20)):
         q, k, v, mask, sequences = example(*lengths)
         wanted = call(q, k, v, mask, sequences, "eager")
-        found = compiled(q, k, v, mask, sequences)
-        pairs = zip((found, *gradients(found, q, k, v)), (wanted, *gradients(wanted, q, k, v)), strict=True)
+        results = compiled(q, k, v, mask, sequences)
+        pairs = zip((results, *gradients(results, q, k, v)), (wanted, *gradients(wanted, q, k, v)), strict=True)
         good = all(torch.allclose(x, y, atol=1e-4, rtol=1e-4) for x, y in pairs)
         yield None if good else f"compiled {lengths}: other results"
     yield None if set(graphs) == {1} else f"masks packed in graphs: {graphs}"
@@ -132,9 +132,9 @@ def transformed_calls() -> Iterator[str | None]:
     for dims in ((0, 0), (None, 0), (0, None)):
         many = q.detach().expand(2, *q.shape) if dims[0] == 0 else q.detach()
         given = masks if dims[1] == 0 else mask
-        found = torch.func.vmap(lambda x, m: call(x, k.detach(), v.detach(), m, sequences), in_dims=dims)(many, given)
+        results = torch.func.vmap(lambda x, m: call(x, k.detach(), v.detach(), m, sequences), in_dims=dims)(many, given)
         wanted = torch.stack([call(q, k, v, masks[n] if dims[1] == 0 else mask, sequences, "eager") for n in range(2)])
-        yield None if torch.allclose(found, wanted, atol=1e-5) else f"mapped {dims}: other results"
+        yield None if torch.allclose(results, wanted, atol=1e-5) else f"mapped {dims}: other results"
 
     (dq,) = torch.autograd.grad(call(q, k, v, mask, sequences).sum(), q, create_graph=True)
     try:
@@ -152,9 +152,9 @@ def switched_off() -> Iterator[str | None]:
         mock.patch.object(mask_choice, "PACKS_BESIDE_SEQUENCES", False),
         mock.patch.object(operators, "pack_beside", never),
     ):
-        found = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="triton")
+        results = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="triton")
     wanted = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="eager")
-    yield None if torch.allclose(found, wanted, atol=1e-5) else "other results"
+    yield None if torch.allclose(results, wanted, atol=1e-5) else "other results"
 
 
 def layer_calls() -> Iterator[str | None]:
@@ -171,8 +171,8 @@ def layer_calls() -> Iterator[str | None]:
     wanted = step()
     layer.backend = "triton"
     with packed_once():
-        found = step()
-    good = all(torch.allclose(x, y, atol=1e-3, rtol=1e-4) for x, y in zip(found, wanted, strict=True))
+        results = step()
+    good = all(torch.allclose(x, y, atol=1e-3, rtol=1e-4) for x, y in zip(results, wanted, strict=True))
     yield None if good else "other results"
 
 

@@ -1,7 +1,7 @@
 """Calls with sequences drawn at random, and the oracle for them: one dense call of all tokens with a mask of pairs.
 
-The oracle does not loop over sequences, as the reference does: every token has the number of its sequence and its place
-in it, pairs of different sequences are masked, and a mask or a bias is gathered by these.
+The oracle does not loop over sequences, as the reference does. Every token has the number of its sequence and its place
+there. Pairs of different sequences are masked, and a mask or a bias is gathered by numbers and places.
 """
 
 from __future__ import annotations
