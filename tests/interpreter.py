@@ -42,9 +42,13 @@ _allocated: list[tuple[Tensor, int]] = []
 
 
 def admit_cpu() -> None:
-    """Lift the rule on the device, which the interpreter does not need, and guard what kernels write to."""
+    """Lift the rule on the device, which the interpreter does not need."""
     make_quick()
     replace_backend("triton", rules=rules_without("triton", "device"))
+
+
+def guard_outputs() -> None:
+    """Have the backend allocate NaN between margins of NaN; modules and compilers of torch do not work then."""
     torch.empty, torch.empty_like = guarded_empty, lambda x: guarded_empty(x.shape, dtype=x.dtype)
 
 

@@ -79,6 +79,7 @@ class Interpreter(Place):
 
         self.machine = interpreter
         interpreter.admit_cpu()
+        interpreter.guard_outputs()
 
     def prepare(self, features: str, number: int) -> str:
         from flash_dmattn.triton_kernels import plan_slots, short_calls

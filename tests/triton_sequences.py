@@ -326,6 +326,7 @@ def drawn(check: str, count: int, first: int = 0) -> Iterator[str | None]:
 def main(what: str, count: int = 0, first: int = 0) -> int:
     """Run all that are drawn or made, or one check, on outputs that are NaN before; returns the exit status."""
     interpreter.admit_cpu()
+    interpreter.guard_outputs()
     if what == "drawn":
         return report(outcome for check, few in DRAWS.items() for outcome in drawn(check, count or few))
     if what == "made":
