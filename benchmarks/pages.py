@@ -115,6 +115,7 @@ def docs_section(folder: Path, root: Path) -> str:
         *wrapped(verdict(all_standings)),
         "",
         "All figures:",
+        "",
         *(f"* [{suite}](../{at.relative_to(root).as_posix()}/{suite}.md)" for suite, at in places.items() if at),
         "",
         *_groups_table(all_standings),

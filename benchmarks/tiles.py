@@ -3,6 +3,7 @@
     python -m benchmarks sweep tiles --list
     python -m benchmarks sweep tiles d256 fp32-d64 --kernels forward keys
     python -m benchmarks sweep tiles d128 --write
+    python -m benchmarks sweep tiles --small     # the tiles of this GPU beside those that serve any GPU
 
 Every choice is checked against the choice in the table before it is timed. Compiling takes longest, so processes share
 it. The tiles of the CUDA kernels are constants of their templates (csrc/sm90/forward/traits.h), chosen by hand.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -60,14 +62,27 @@ CASES = {
     "keys-d128": Case("_SM90_KEYS", 128, 8, 16, 16, 4096, 128, mask="keys"),
     "fp32-d64": Case("_SM90_FP32", 64, 2, 8, 8, 2048, 64, dtype=torch.float32),
     "fp32-d128": Case("_SM90_FP32", 128, 2, 8, 8, 2048, 128, dtype=torch.float32),
+    "d512": Case("_SM90_WIDE", 512, 1, 32, 32, 4096, 512, is_causal=True),
+    "bias-d512": Case("_SM90_WIDE", 512, 1, 8, 8, 4096, 512, bias="full"),
+    "shared-bias-d512": Case("_SM90_WIDE", 512, 4, 8, 8, 2048, 512, bias="shared"),
 }
-KERNELS = ("forward", "keys", "queries", "product", "bias")
+# Classes without a row of their own in the tables of sm_90, which `--small` times as well.
+OTHERS = {
+    **{f"causal-d{d}": Case("", d, 2, 2048 // d, 2048 // d, 4096, d, is_causal=True) for d in (64, 128, 256)},
+    "bias-d256": Case("", 256, 1, 8, 8, 2048, 256, bias="full"),
+    "shared-bias-d128": Case("", 128, 4, 16, 16, 2048, 128, bias="shared"),
+    "shared-bias-d256": Case("", 256, 4, 8, 8, 2048, 256, bias="shared"),
+    "tiles-d256": Case("", 256, 1, 8, 4, 8192, 256, mask="blocks"),
+    "keys-d256": Case("", 256, 4, 8, 8, 4096, 256, mask="keys"),
+}
+# With wide heads "keys" makes dk, and "values" is a second launch of its kernel that makes dv.
+KERNELS = ("forward", "keys", "values", "queries", "product", "bias")
 
 
 def kernels_of(case: Case) -> tuple[str, ...]:
     """The kernels that a case runs."""
     last = {"full": ("product",), "shared": ("queries", "bias")}.get(case.bias, ("queries",))
-    return ("forward", "keys", *last)
+    return ("forward", "keys", *(("values",) if case.head_dim > 256 else ()), *last)
 
 
 def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
@@ -76,10 +91,12 @@ def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
     for block_m, block_n, num_warps, num_stages in product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4)):
         threads = 32 * num_warps
         scores = block_m * block_n / threads
-        rows = {"keys": 2 * block_n, "bias": 0}.get(kernel, block_m)  # whose sums are kept
-        streamed = {"keys": block_m, "bias": block_m + block_n, "product": block_n}.get(kernel, block_n)
+        is_wide = case.head_dim > 256
+        keys = block_n if is_wide else 2 * block_n
+        rows = {"keys": keys, "values": block_n, "bias": 0}.get(kernel, block_m)  # whose sums are kept
+        streamed = {"keys": block_m, "values": block_m, "bias": block_m + block_n}.get(kernel, block_n)
         shared = streamed * case.head_dim * width * (1 if kernel == "product" else 2) * num_stages
-        if 8 <= scores <= 64 and rows * case.head_dim / threads <= 160 and shared <= SHARED_BYTES:
+        if (4 if is_wide else 8) <= scores <= 64 and rows * case.head_dim / threads <= 160 and shared <= SHARED_BYTES:
             yield block_m, block_n, num_warps, num_stages
 
 
@@ -121,9 +138,10 @@ def runner(case: Case, kernel: str, tensors: Any) -> Callable[[], list[Tensor]]:
     run(q, k, v, packed, bias, None, out, lse, None)
     delta_of = plan_backward.plan_delta(call, dout, None, call.has_few_keys)
     read = (q, k, v, bias, dout, *delta_of(dout, out, None, lse, None))
-    if kernel == "keys":
-        kind = STORE if case.bias == "full" else NO_DBIAS
-        keys = plan_backward.plan_keys(call, dout, True, True, kind.value)
+    if kernel in ("keys", "values"):
+        kind = STORE if case.bias == "full" and kernel == "keys" else NO_DBIAS
+        makes_k, makes_v = kernel == "keys", kernel == "values" or case.head_dim <= 256
+        keys = plan_backward.plan_keys(call, dout, makes_k, makes_v, kind.value)
         return lambda: [x for x in keys(read, packed, None, None) if x is not None]
     if kernel == "product":
         _, _, dbias = plan_backward.plan_keys(call, dout, True, True, STORE.value)(read, packed, None, None)
@@ -196,6 +214,42 @@ def sweep(names: list[str], kernels: list[str], processes: int) -> dict[tuple[st
     return timed
 
 
+def compare_with_small() -> None:
+    """Print the milliseconds of kernels with the tile that serves any GPU, and with this GPU's, where these differ."""
+    from triton.testing import do_bench
+
+    from flash_dmattn.triton_kernels import plan, tile_table
+
+    line = "{:18} {:8} {:>16} {:>8} {:>16} {:>8} {:>6}"
+    print(line.format("case", "kernel", "of any GPU", "ms", "of this GPU", "ms", "ratio"), flush=True)
+    for name, case in {**CASES, **OTHERS}.items():
+        if case.dtype == torch.float32:
+            continue
+        tensors = inputs(case)
+        small = next(tile for row, tile in tile_table._SMALL.items() if case.head_dim <= row)
+        for kernel in kernels_of(case):
+            own: dict[str, Any] = {}
+
+            def recorded(kind: str, *call: Any, own: dict[str, Any] = own, **more: Any) -> Any:
+                own[kind] = tile_table.tile_of(kind, *call, **more)
+                return own[kind]
+
+            with mock.patch.object(plan, "tile_of", recorded):
+                run = runner(case, kernel, tensors)
+            if own[kernel] == small:
+                continue
+            milliseconds = []
+            for each in (with_tile(case, kernel, small, tensors), run):
+                each()
+                milliseconds.append(do_bench(each, warmup=20, rep=100, return_mode="median"))
+            tiles = ["{}x{} {} {}".format(*tile) for tile in (small, own[kernel])]
+            before, now = milliseconds
+            print(
+                line.format(name, kernel, tiles[0], f"{before:.3f}", tiles[1], f"{now:.3f}", f"{now / before:.2f}"),
+                flush=True,
+            )
+
+
 def rewritten(source: str, table: str, kernel: str, row: int, tile: tuple[int, ...], reason: str) -> str:
     """The table's source with one row replaced; a table without kernels has one row for all of them."""
     start = source.index(f"\n{table} = {{")
@@ -227,6 +281,9 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("sweep tiles: torch finds no GPU on this machine.", file=sys.stderr)
         return 2
+    if args.small:
+        compare_with_small()
+        return 0
     if args.share is not None:
         compile_share(jobs(names, args.kernels), args.share, args.processes)
         return 0
@@ -250,6 +307,9 @@ def add_parser(searches: Any) -> None:
     command.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     command.add_argument("--processes", type=int, default=12, help="that compile")
     command.add_argument("--write", action="store_true", help=f"write the fastest tiles to {TABLE.name}")
+    command.add_argument(
+        "--small", action="store_true", help="time the tiles of this GPU beside those that serve any GPU, in all cases"
+    )
     command.add_argument("--list", action="store_true", help="print the cases")
     command.add_argument("--share", type=int, help=argparse.SUPPRESS)
     command.set_defaults(run=run)

@@ -132,10 +132,10 @@ def attention(
         p = s.masked_fill(~mask, -math.inf).softmax(-1)
         out = torch.einsum("bhij,bjhd->bihd", F.dropout(p, dropout_p), v)
 
-    There may be any number of batch dims: q, k and v are (*batch, L, H, D); mask and bias broadcast against
-    (*batch, Hq, Lq, Lk) as in torch, and are not expanded in memory. Tensors whose batch dims do not fold into one are
-    copied, and `explain` says so. Under `torch.vmap` the mapped dim is one more batch dim. Tensors may be DTensors, all
-    on one mesh, sharded by batch, heads or sequence: see docs/dtensor.md.
+    There may be any number of batch dims: q, k and v are `(*batch, L, H, D)`; mask and bias broadcast against
+    `(*batch, Hq, Lq, Lk)` as in torch, and are not expanded in memory. Tensors whose batch dims do not fold into one
+    are copied, and `explain` says so. Under `torch.vmap` the mapped dim is one more batch dim. Tensors may be DTensors,
+    all on one mesh, sharded by batch, heads or sequence: see docs/dtensor.md.
 
     Sizes: B is the batch. Lq and Lk are the lengths of queries and keys. There are Hq query heads and Hk key-value
     heads with Hq % Hk == 0; query head h reads key-value head h // (Hq // Hk). D and Dv are head dims. B, Lq and Lk may
@@ -165,7 +165,8 @@ def attention(
         return_lse: also return lse, differentiable.
         return_probs: also return the probabilities (B, Hq, Lq, Lk), without dropout, for inspection; only
             backend="reference" has them.
-        backend: "auto", a name ("cuda", "triton", "flex", "eager", "reference"), or a pair (forward, backward).
+        backend: "auto", a name ("cuda", "triton", "flex", "sdpa", "eager", "reference"), or a
+            pair (forward, backward).
         sink: (Hq,), any float dtype, on the device of q: an attention sink, one more logit in every row of a head,
             without a value. It is not scaled and not capped; -inf means no sink. It only counts in the sum:
             lse = log(exp(sink) + sum of exp of the scores), out = sum of exp(score - lse) * v. Its gradient has its

@@ -321,7 +321,8 @@ def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     tensors = (x.q, x.k, x.v, x.bias, x.sink)
     needs_grad = NeedsGrad(*(t is not None and t.requires_grad for t in tensors))
     problem = operators.describe_operands(x, flags, needs_grad)
-    chosen = select_backward(problem, inputs[-1] or inputs[-2])
+    # Nobody knows whether lse will have a gradient.
+    chosen = select_backward(problem._replace(return_lse=True), inputs[-1] or inputs[-2])
     # The forward pass has run, so its backend does not matter here.
     plan = make_plan(
         problem, chosen, chosen, "auto", sequences=x.sequences, has_dropout=x.dropout is not None, with_passes=False

@@ -203,7 +203,7 @@ def explain(
     >>> import torch, flash_dmattn
     >>> x = torch.randn(1, 8, 2, 16)
     >>> flash_dmattn.explain(x, x, x, is_causal=True).forward
-    'eager'
+    'sdpa'
     >>> x = torch.empty(8, 65536, 16, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     >>> e = flash_dmattn.explain(x, x, x, is_causal=True, device="sm_90")
     >>> e.problem.arch, e.backward is not None

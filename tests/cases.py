@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from forced_arch import force_from_environment
 from torch import Tensor
 
 from flash_dmattn.reference.dropout import Dropout, draw_key
@@ -15,6 +16,7 @@ from flash_dmattn.reference.dropout import Dropout, draw_key
 NAMES = ("q", "k", "v", "bias")
 ALL = NAMES
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+force_from_environment()
 
 
 def default_dtype(name: str) -> torch.dtype:

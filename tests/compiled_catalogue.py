@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from compiled_triton import (
 )
 from compiled_variants import SEQUENCE_VARIANTS, VARIANTS
 
+from flash_dmattn.backends.triton.backend import MAX_FP32_HEAD_DIM
 from flash_dmattn.triton_kernels.gpus import GPUS, shared_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -29,6 +31,9 @@ PRODUCTS = (
     *("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias"),
     *("short_forward", "short_backward"),
 )
+# The instructions of tensor cores: in this order of sm_100, sm_90, every NVIDIA GPU and AMD's GPUs. If a tile asks for
+# more than the GPU has, the compiler may make a kernel that traps, without an error.
+TENSOR_CORES = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync|v_mfma)")
 # The widest heads whose kernels in fp32, whose products have no tensor cores, take seconds and not most of a minute.
 SAMPLED_FP32 = 64
 
@@ -84,7 +89,10 @@ def catalogue(
                     variant = replace(variant, dtype=DTYPES[dtype])
                 elif variant.dtype != DTYPES[dtype]:  # it is there for its own dtype
                     continue
-                found += [Entry(dtype, name, variant.head_dim, job) for job in jobs_of(variant, arch)]
+                jobs = jobs_of(variant, arch)
+                if dtype == "fp32" and variant.head_dim > MAX_FP32_HEAD_DIM:  # whose gradients a rule refuses
+                    jobs = [job for job in jobs if job.name in ("forward", "combine")]
+                found += [Entry(dtype, name, variant.head_dim, job) for job in jobs]
             for name, given in SEQUENCE_VARIANTS.items() if dtype == "bf16" else ():
                 of_sequences = SequenceVariant(**given)
                 jobs = jobs_of(of_sequences, arch)
@@ -140,17 +148,15 @@ def compiled(entry: Entry) -> Result:
 
 
 def problems(entry: Entry, kernel: Kernel) -> list[str]:
-    """What is out of bounds."""
+    """List what is out of bounds."""
     found = []
     arch, room, stack = entry.job.arch, shared_bytes(entry.job.arch), stack_limit(entry)
     if kernel.shared > room:
         found.append(f"more shared memory than the {room} bytes of {arch}")
     if kernel.stack > stack:
         found.append(f"more stack than the bound of {stack} bytes")
-    if entry.dtype in ("bf16", "fp16") and entry.job.name in PRODUCTS:
-        instruction = "mfma" if arch.startswith("gfx") else "mma"
-        if instruction not in kernel.text:
-            found.append(f"no {instruction}: its products leave out the tensor cores")
+    if entry.dtype in ("bf16", "fp16") and entry.job.name in PRODUCTS and TENSOR_CORES.search(kernel.text) is None:
+        found.append("no tcgen05, wgmma, mma or mfma: its products leave out the tensor cores")
     return found
 
 

@@ -10,6 +10,14 @@ FULL, SHARED_BIAS, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("1", "Hq", "Lq", "Lk"), (
 HALF = {"dtype": torch.float16}
 FEW_QUERIES: dict[str, Any] = {"head_dim": 128, "seqlen_q": 4, "seqlen_k": 8192, "num_heads": 8, "num_heads_k": 8}
 FEW_PAIRS: dict[str, Any] = {**HALF, "mask": "dense", "batch": 2, "seqlen_q": 256, "seqlen_k": 256}
+WIDE: dict[str, Any] = {
+    "head_dim": 512,
+    "batch": 1,
+    "num_heads": 32,
+    "num_heads_k": 8,
+    "seqlen_q": 4096,
+    "seqlen_k": 4096,
+}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -29,6 +37,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"64 {form}": {"head_dim": 64, **given} for form, given in FORMS.items()},
     **{f"128 {form}": {"head_dim": 128, **given} for form, given in FORMS.items()},
     **{f"256 {form}": {"head_dim": 256, **FORMS[form]} for form in ("plain", "full", "shared", "tiles", "keys")},
+    **{f"512 {form}": {**WIDE, **FORMS[form]} for form in ("causal", "full", "shared", "tiles, per key", "keys")},
+    "512 small": {**WIDE, "seqlen_q": 500, "seqlen_k": 500, "num_heads": 2, "num_heads_k": 2, "is_causal": True},
+    "512 one query": {**WIDE, "seqlen_q": 1, "seqlen_k": 8192, "sink": True},
+    "512 dropout, softcap": {**WIDE, "dropout_p": 0.1, "softcap": 20.0},
     **{f"32 {form}": {"head_dim": 32, "batch": 8, **FORMS[form]} for form in ("plain", "full")},
     **{f"96 {form}": {"head_dim": 96, **FORMS[form]} for form in ("plain", "full", "tiles, per key")},
     "128 grouped": {"head_dim": 128, "num_heads_k": 4, "is_causal": True},
@@ -95,7 +107,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "128 one tile": {"head_dim": 128, "batch": 64, "seqlen_q": 64, "seqlen_k": 50, "is_causal": True},
     "64 odd rows": {"head_dim": 64, "row_stride": 16 * 64 + 1, "is_causal": True},
     "64 far rows": {"head_dim": 64, "row_stride": 2**21 + 1},
-    **{f"{d} fp32": {"head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS} for d in (64, 128, 256)},
+    **{f"{d} fp32": {"head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS} for d in (64, 128, 256, 512)},
     **{f"{d} tf32": {"head_dim": d, "dtype": torch.float32, "tf32": True, "bias": SHARED_BIAS} for d in (64, 128, 256)},
 }
 
@@ -105,6 +117,11 @@ SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
     "64 packed": {"head_dim": 64, "batch": 16, "is_causal": True},
     "128 packed, grouped": {"head_dim": 128, "batch": 16, "num_heads_k": 4, "is_causal": True, "sink": True},
     "256 packed": {"head_dim": 256, "batch": 16},
+    "512 packed, grouped": {"head_dim": 512, "batch": 16, "num_heads_k": 2, "is_causal": True},
+    "512 paged": {"head_dim": 512, "layout": "paged", "batch": 64, "num_heads_k": 2, "seqlen_q": 2, "seqlen_k": 8192},
+    "512 paged, packed": {"head_dim": 512, "layout": "paged_packed", "batch": 4, "num_heads_k": 4, "is_causal": True},
+    "512 packed, short": {"head_dim": 512, "batch": 512, "seqlen_q": 48, "seqlen_k": 48},
+    "512 packed, mask": {"head_dim": 512, "batch": 8, "mask": "sequence_tiles", "bias": ("1", "Hk", "Lq", "Lk")},
     "64 packed, rows": {"head_dim": 64, "batch": 16, **ROWS},
     "128 packed, rows": {"head_dim": 128, "batch": 16, **ROWS},
     "64 packed, shared rows": {"head_dim": 64, "batch": 16, **ROWS, "bias": ("1", "1", "T", "Lk")},

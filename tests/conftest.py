@@ -45,7 +45,9 @@ if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build
 # Rules and eager mathematics of flex are the same on every CPU: only tests of its compiled kernel ask for AVX2.
 flex._availability = Availability(True)
 
-BACKENDS = ("eager", "flex", "triton", "cuda")
+BACKENDS = ("eager", "sdpa", "flex", "triton", "cuda")
+# A test takes the backward pass of the second where rules refuse it to the first: all share the layout of lse.
+PAIRED = {"cuda": "triton", "sdpa": "eager"}
 
 
 @pytest.fixture(autouse=True)
@@ -78,12 +80,9 @@ class Runner:
         self.name = name
 
     def choice(self, case: Case, inputs: Inputs, **flags: Any) -> Any:
-        """What to pass as `backend`.
-
-        Of cuda both passes, or, where its rules refuse the gradients, those of triton, which reads the same lse.
-        """
+        """Return the argument `backend`: the name, or a pair where its rules refuse the gradients."""
         alone = self._error(self.name, case, inputs, **flags)
-        return ("cuda", "triton") if self.name == "cuda" and alone is not None else self.name
+        return (self.name, PAIRED[self.name]) if self.name in PAIRED and alone is not None else self.name
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         """Why the backend does not serve a case, in the words of its rules; None where it does."""

@@ -118,7 +118,7 @@ def draw_small(number: int) -> Drawn:
 
 # A step of a kernel takes 32 to 128 of them, and a tile of a prepared mask 128; from 512 on programs share a row.
 TILE_EDGES = (1, 63, 64, 65, 127, 128, 129, 130, 200, 257, 300) * 2 + (5, 600, 1100)
-HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 96, 128, 160, 192, 256, 20, 33, 100) + (64, 128) * 4
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 96, 128, 160, 192, 256, 20, 33, 100, 320, 512) + (64, 128) * 4
 KERNELS: Features = {
     "seqlen_q": TILE_EDGES,
     "seqlen_k": TILE_EDGES,

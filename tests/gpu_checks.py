@@ -3,6 +3,8 @@
     python tests/gpu_checks.py                      # all of it; the same command goes on where the last one stopped
     python tests/gpu_checks.py --only bf16 random --budget 500
     python tests/gpu_checks.py --only racecheck --racecheck-extension build/race/_C.abi3.so
+    python tests/gpu_checks.py --forced                # triton as for sm_80, sm_86, sm_89 and sm_120, on a Hopper GPU
+    python tests/gpu_checks.py --forced sm_80 --only bf16 gpu
 
 Parts run at the same time as far as there are cores for their workers, the longest first, each on the GPU that has the
 fewest. Each writes a log, and checks.json in the same folder says after every part what has come of it at this commit.
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +57,11 @@ GROUPS = {
     "forward_ways": (2, 60, ("cuda_one_mask_row", "cuda_held_bias")),
     "found": (2, 60, ("find_intervals", "interval_mask")),
 }
+# GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), the parts that run triton so, and how many processes draw
+# random calls of each kind. Large sizes, which no architecture decides, and the memory checkers are left out.
+FORCED = ("sm_80", "sm_86", "sm_89", "sm_120")
+FORCED_SUITES = ("random", "fp32", "bf16", "fp16", "gpu", "bugs", "serving", "layouts", "dropout")
+FORCED_PROCESSES = 2
 # initcheck does not see what TMA stores, and reports each copy of it to the host. So it checks what kernels read, and
 # leaves copies alone: what they bring back is compared with fp64 in the same calls.
 FLAGS_OF_TOOL = {"initcheck": ("--check-api-memory-access", "no")}
@@ -131,6 +139,29 @@ def all_parts() -> list[Part]:
         *sanitizer_parts(),
     ]
     return sorted(parts, key=lambda part: -part.seconds)
+
+
+def forced_parts(parts: Sequence[Part], archs: Sequence[str]) -> list[Part]:
+    """The parts of triton, with its kernels made for other GPUs."""
+    chosen, processes = [], Counter[str]()
+    for part in parts:
+        if part.name in FORCED_SUITES:
+            command = tuple(word.replace("(triton or cuda)", "triton") for word in part.command)
+            command = tuple("triton" if word == "triton or cuda" else word for word in command)
+            chosen.append(part._replace(command=command if "-k" in command else (*command, "-k", "triton")))
+        kind, backend, _ = (*part.name.split("-"), "", "")[:3]
+        if backend == "triton" and kind not in TOOLS and processes[kind] < FORCED_PROCESSES:
+            processes[kind] += 1
+            chosen.append(part)
+    chosen.append(pytest_part("instructions", ["tests/test_forced_arch.py"], 1, 20, "on_the_card"))
+    return [
+        part._replace(
+            name=f"{arch}-{part.name}",
+            environment={**part.environment, "TRITON_OVERRIDE_ARCH": arch.replace("_", "")},
+        )
+        for arch in archs
+        for part in chosen
+    ]
 
 
 @dataclass
@@ -293,9 +324,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="the extension built with FLASH_DMATTN_RACECHECK=1; without it racecheck of cuda is left out",
     )
+    parser.add_argument(
+        "--forced",
+        nargs="*",
+        choices=FORCED,
+        metavar="ARCH",
+        help=f"run triton with its kernels made for these GPUs, on a Hopper one (default: {' '.join(FORCED)})",
+    )
     parser.add_argument("--list", action="store_true", help="print the parts and end")
     chosen = parser.parse_args(arguments)
-    parts = [part for part in all_parts() if not chosen.only or any(name in part.name for name in chosen.only)]
+    parts = all_parts() if chosen.forced is None else forced_parts(all_parts(), chosen.forced or FORCED)
+    parts = [part for part in parts if not chosen.only or any(name in part.name for name in chosen.only)]
     if chosen.racecheck_extension is None:
         parts = [part for part in parts if not part.needs_racecheck_build]
     if chosen.list:

@@ -16,6 +16,7 @@ import interpreter
 import torch
 from accuracy import assert_empty_rows_ignore_dlse, error, oracle, run
 from cases import ALL, Case, Inputs
+from descriptors import descriptors_wherever_they_serve
 from draws import Drawn
 from interpreter import EVERY_DTYPE, NUM_SMS, Tile, set_up
 from leading_calls import LeadingCall, results
@@ -38,10 +39,15 @@ attention = partial(flash_dmattn.attention, return_lse=True, backend="triton")
 
 
 def failure_of(
-    case: Case, tile: Tile, num_sms: int = 1, prepared: bool = False, inputs: Inputs | None = None
+    case: Case,
+    tile: Tile,
+    num_sms: int = 1,
+    prepared: bool = False,
+    inputs: Inputs | None = None,
+    arch: str = "cpu",
 ) -> str | None:
     """Run a call; None where every result is as it has to be."""
-    set_up(tile, num_sms)
+    set_up(tile, num_sms, arch=arch)
     told, check = check_case(PLACE, Drawn(case, prepared=prepared), inputs=inputs)
     return outcome_of(check, told)
 
@@ -253,6 +259,35 @@ def leading_calls(name: str) -> Iterator[str | None]:
         interpreter.assert_margins()
 
 
+# Head dims above 256. Where descriptors load tiles, as on sm_90, the tiles are those of the table; sequences and few
+# queries have plans of their own.
+WIDE = PLAIN.with_(dtype=torch.float16, head_dim=512, seqlen_q=70, seqlen_k=140)
+WIDE_CALLS = (
+    WIDE.with_(is_causal=True, num_heads=4, num_heads_k=2),
+    WIDE.with_(head_dim=320, bias=FULL, is_causal=True),
+    WIDE.with_(head_dim=264, head_dim_v=64, bias=SHARED, mask=SHARED, mask_kind="empty_rows"),
+    WIDE.with_(head_dim=40, head_dim_v=400, bias=("1", "Hk", "1", "Lk"), mask=("B", "1", "1", "Lk"), dropout_p=0.3),
+    WIDE.with_(bias=("B", "Hq", "Lq", "1"), window_size=(30, 9), softcap=2.0, sink="normal", needs_grad=(*ALL, "sink")),
+    WIDE.with_(seqlen_k=20, bias=FULL, needs_grad=("q", "v", "bias")),
+    WIDE.with_(bias=("1", "Hq", "1", "Lk"), needs_grad=("bias",)),
+    WIDE.with_(needs_grad=("v",)),
+    WIDE.with_(seqlen_q=1, seqlen_k=600, num_heads=4, num_heads_k=2, needs_grad=()),
+    WIDE.with_(seqlen_q=9, seqlen_k=600, is_causal=True),
+    WIDE.with_(dtype=torch.float32, head_dim=300, is_causal=True, needs_grad=()),
+    WIDE.with_(seqlen_q=33, seqlen_k=90, window_size=(20, 0)),  # delta is computed from an out in fp32
+)
+
+
+def wide_head_calls() -> Iterator[str | None]:
+    """Outcomes of calls with head dims above 256, on a small GPU and on one that loads tiles by descriptors."""
+    short_calls.DTYPES = ()
+    for case in WIDE_CALLS:
+        yield failure_of(case, SMALL)
+    for case in WIDE_CALLS:
+        with descriptors_wherever_they_serve():
+            yield failure_of(case, SMALL, arch="sm_90")
+
+
 def main(what: str, *name: str) -> int:
     """Run the calls that a word stands for; returns the exit status."""
     calls = {
@@ -263,6 +298,7 @@ def main(what: str, *name: str) -> int:
         "wide windows": wide_window_calls,
         "lines": line_calls,
         "walks": walk_calls,
+        "wide heads": wide_head_calls,
         "leading": leading_calls,
     }
     return report(calls[what](*name))

@@ -37,6 +37,8 @@ NUM_SMS = (1, 64)
 PARTS_BYTES = (plan_backward.MAX_PARTS_BYTES, plan_backward.MAX_PARTS_BYTES, 0)
 FEW_PAIRS = (0, passes.FEW_PAIRS)
 
+WIDE_TABLE = tile_table._wide_table
+
 MARGIN = 64
 _allocated: list[tuple[Tensor, int]] = []
 
@@ -53,7 +55,11 @@ def guard_outputs() -> None:
 
 
 def set_up(
-    tile: Tile = TILES[0], num_sms: int = 1, parts_bytes: int = plan_backward.MAX_PARTS_BYTES, few_pairs: int = 0
+    tile: Tile = TILES[0],
+    num_sms: int = 1,
+    parts_bytes: int = plan_backward.MAX_PARTS_BYTES,
+    few_pairs: int = 0,
+    arch: str = "cpu",
 ) -> None:
     """Make the plans of the next calls with these tiles, and as on a GPU of so many SMs.
 
@@ -62,14 +68,16 @@ def set_up(
         num_sms: of the GPU.
         parts_bytes: as `plan_backward.MAX_PARTS_BYTES`.
         few_pairs: as `passes.FEW_PAIRS`; at 0 every bool mask is packed.
+        arch: "sm_90" loads tiles by descriptors, where these pay.
     """
 
     def call(*arguments: Any) -> Call:
         made = Call(*arguments)
-        made.num_sms = num_sms
+        made.num_sms, made.arch = num_sms, arch
         return made
 
     tile_table._FP32 = tile_table._SMALL = {256: tile}
+    tile_table._wide_table = WIDE_TABLE if arch == "sm_90" else lambda *_: {512: tile}
     plan_backward.MAX_PARTS_BYTES = parts_bytes
     launch.Call = call
     plan_sequences.chunks_of = lambda members, programs, _, slots: plan_slots.chunks_of(

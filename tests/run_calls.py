@@ -231,15 +231,20 @@ def sequences(place: Place, number: int) -> Check:
     elif place.kind == "interpreter":
         layout = random.Random(number).choice(sequence_calls.LAYOUTS)
         lengths = SKEWED if layout == "packed" and number % 2 else INTERPRETED_LENGTHS
-        call = sequence_calls.draw(number, layout, lengths, place.machine.EVERY_DTYPE, INTERPRETED_DIMS)
+        is_wide = number % 10 == 7
+        dtypes = (torch.float16,) if is_wide else place.machine.EVERY_DTYPE
+        call = sequence_calls.draw(number, layout, lengths, dtypes, (264, 512) if is_wide else INTERPRETED_DIMS)
     else:
-        call = sequence_calls.draw(number, **by_backend(place, sequence_calls.ON_GPU))
+        call = sequence_calls.draw(number, **by_backend(place, number, sequence_calls.ON_GPU))
     return check_sequences(place, call)
 
 
-def by_backend(place: Place, on_gpu: dict[str, Any]) -> dict[str, Any]:
-    """The choices of a draw: PyTorch has no tiles, so short rows will do, in fp64 too."""
-    return {} if place.backend in ("eager", "reference") else on_gpu
+def by_backend(place: Place, number: int, on_gpu: dict[str, Any]) -> dict[str, Any]:
+    """The choices of a draw: PyTorch has no tiles, so short rows will do, in fp64 too; triton has wide head dims."""
+    if place.backend in ("eager", "reference"):
+        return {}
+    is_wide = place.backend == "triton" and number % 8 == 7
+    return on_gpu | ({"head_dims": (320, 512), "dtypes": (torch.bfloat16, torch.float16)} if is_wide else {})
 
 
 def check_sequences(place: Place, call: SequenceCall) -> Check:
@@ -256,7 +261,7 @@ def check_sequences(place: Place, call: SequenceCall) -> Check:
 def trees(place: Place, number: int) -> Check:
     """Sequences with trees of new tokens; in the interpreter a chain has the bits of causality, too."""
     if place.kind != "interpreter":
-        return check_sequences(place, tree_calls.draw(number, **by_backend(place, tree_calls.ON_GPU)))
+        return check_sequences(place, tree_calls.draw(number, **by_backend(place, number, tree_calls.ON_GPU)))
     layout = random.Random(number).choice(("packed", "padded", "paged", "paged", "paged_packed"))
     call = tree_calls.draw(
         number,

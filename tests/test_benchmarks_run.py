@@ -6,7 +6,7 @@ import gc
 import os
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -490,6 +490,31 @@ def test_tiles_propose_rows_of_the_table() -> None:
     assert all(
         list(tiles.candidates(case, kernel)) for case in tiles.CASES.values() for kernel in tiles.kernels_of(case)
     )
+
+
+def test_tiles_of_a_gpu_are_compared_with_those_that_serve_any(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    testing = pytest.importorskip("triton.testing")
+    from flash_dmattn.triton_kernels import plan
+    from flash_dmattn.triton_kernels.tile_ops import BAND, NO_BIAS, TILE_BIAS
+
+    def runner(case: tiles.Case, kernel: str, tensors: None) -> Callable[[], Any]:
+        bias = TILE_BIAS if case.bias else NO_BIAS
+        kinds = {"mask": BAND.value, "bias": bias.value, "bias_tma": False}
+        tile = plan.tile_of(kernel, case.dtype, case.head_dim, "sm_80", **kinds)
+        return lambda: tile
+
+    monkeypatch.setattr(tiles, "inputs", lambda case: None)
+    monkeypatch.setattr(tiles, "runner", runner)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(testing, "do_bench", lambda run, **_: 1.0 if run().num_warps == 8 else 2.0)
+    assert cli.main(["sweep", "tiles", "--small"]) == 0
+    lines = [tuple(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][0] == "case" and len({line[:2] for line in lines}) == len(lines)
+    assert ("d128", "forward", "64x32", "4", "2", "2.000", "64x64", "8", "2", "1.000", "0.50") in lines
+    assert {line[0] for line in lines[1:]} >= {"d64", "causal-d256", "keys-d128", "shared-bias-d128", "tiles-d64"}
+    assert not any(line[0].startswith("fp32") or line[1] in ("product", "bias") for line in lines[1:])
 
 
 def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,8 @@ from flash_dmattn.tools.verify import CASES, Outcome
 
 GPU = "NVIDIA A100-SXM4-80GB"
 CPU = torch.device("cpu")
-LONG_MS = {"eager": Figures(9.0, 20.0), "triton": Figures(1.0, 2.0), "flex": Figures(1.5, 3.0)}
+NO = Figures(error="it refuses: no")
+LONG_MS = {"eager": Figures(9.0, 20.0), "triton": Figures(1.0, 2.0), "flex": Figures(1.5, 3.0), "sdpa": NO}
 
 
 class Clock:
@@ -95,10 +97,10 @@ def calibrate(made: tool.Instruments, seconds: float = 120) -> tuple[int, str, s
 
 def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(caches: Path) -> None:
     seen: list[tuple[str, str]] = []
-    assert explain_problem((2, 4096, 16, 64), device="sm_80").forward == "flex"
+    assert explain_problem((2, 4096, 16, 64), device="sm_80").forward == "sdpa"
     status, printed, bar = calibrate(instruments(seen=seen))
     assert status == 0
-    assert seen == [(row.name, backend) for row in ROWS for backend in ("eager", "triton", "flex")]
+    assert seen == [(row.name, backend) for row in ROWS for backend in ("eager", "sdpa", "triton", "flex")]
     path = caches / "NVIDIA-A100-SXM4-80GB.json"
     profile = read(path)
     assert (profile.gpu, profile.arch, profile.driver, profile.wrong) == (GPU, "sm_80", "570.1", {})
@@ -106,31 +108,50 @@ def test_every_backend_is_measured_in_every_row_and_the_profile_is_in_force(cach
     assert profile.rows == {row.name: LONG_MS for row in ROWS}
     actual = explain_problem((2, 4096, 16, 64), device="sm_80")
     assert actual.forward == "triton", "written, and read at once"
-    assert actual.profile == f"{path} decided: long: triton 1 ms, flex 1.5 ms, eager 9 ms; forward"
+    assert actual.profile == f"{path} decided: long: triton 1 ms, flex 1.5 ms, sdpa failed, eager 9 ms; forward"
     assert f"wrote {path}\nauto goes by it from now on; python -m flash_dmattn explain cites it\n" in printed
-    assert len(bar.splitlines()) == 2 + 3 * len(ROWS)
+    assert len(bar.splitlines()) == 2 + 4 * len(ROWS)
 
 
 def test_the_table() -> None:
     def figures(row: Row, backend: str) -> Figures:
         if row.name == "decode":
-            return Figures(0.1) if backend != "flex" else Figures(error="NoValidChoicesError: nothing fits")
+            return (
+                Figures(0.1) if backend not in ("flex", "sdpa") else Figures(error="NoValidChoicesError: nothing fits")
+            )
         if row.name == "short":
-            return {"triton": Figures(1.0, 9.0), "flex": Figures(2.0, 2.0), "eager": Figures(12.345, 67.891)}[backend]
+            return {"triton": Figures(1.0, 9.0), "flex": Figures(2.0, 2.0), "eager": Figures(12.345, 67.891)}.get(
+                backend, NO
+            )
         return LONG_MS[backend]
 
     _, printed, _ = calibrate(instruments(figures=figures))
     lines = {line[:23].strip(): line.split() for line in printed.splitlines()}
-    assert lines["class of calls"] == ["class", "of", "calls", "triton", "flex", "eager", "auto", "takes"]
-    assert lines["long"] == ["long", "1", "/", "2", "1.5", "/", "3", "9", "/", "20", "triton"]
-    assert lines["short"] == ["short", "1", "/", "9", "2", "/", "2", "12.3", "/", "67.9", "triton", "/", "flex"]
-    assert lines["decode"] == ["decode", "0.1", "failed", "0.1", "eager"]
+    assert lines["class of calls"] == ["class", "of", "calls", "triton", "flex", "sdpa", "eager", "auto", "takes"]
+    assert lines["long"] == ["long", "1", "/", "2", "1.5", "/", "3", "failed", "9", "/", "20", "triton"]
+    assert lines["short"] == [
+        "short",
+        "1",
+        "/",
+        "9",
+        "2",
+        "/",
+        "2",
+        "failed",
+        "12.3",
+        "/",
+        "67.9",
+        "triton",
+        "/",
+        "flex",
+    ]
+    assert lines["decode"] == ["decode", "0.1", "failed", "failed", "0.1", "eager"]
     assert "flex, decode: NoValidChoicesError: nothing fits" in printed
 
 
 def test_what_the_table_says_is_what_auto_does() -> None:
-    for ours, flexs, eagers in ((1, 2, 3), (2, 1, 3), (3, 1, 2), (3, 2, 1), (1, 3, 2), (2, 3, 1)):
-        times = {"triton": Figures(float(ours)), "flex": Figures(float(flexs)), "eager": Figures(float(eagers))}
+    for order in itertools.permutations((1.0, 2.0, 3.0, 4.0)):
+        times = {name: Figures(time) for name, time in zip(profiles.MEASURED, order, strict=True)}
         calibrate(instruments(figures=lambda row, backend, times=times: times[backend]))
         profile = profiles.find("sm_80").profile
         assert profile is not None
@@ -143,11 +164,28 @@ def test_what_is_not_reached_in_time_is_left_out() -> None:
     status, printed, _ = calibrate(instruments(clock, seconds=10.0), seconds=100)
     profile = profiles.find("sm_80").profile
     assert status == 0 and profile is not None
-    # Rows of 30 s each: after three of them a fourth would end at 120 s.
-    assert list(profile.rows) == [row.name for row in ROWS[:3]]
+    # Rows of 40 s each: after two of them a third would end at 120 s.
+    assert list(profile.rows) == [row.name for row in ROWS[:2]]
     assert clock() - 100.0 <= 100
-    assert f"not reached in 100 s: {', '.join(row.name for row in ROWS[3:])}; what was compiled is kept" in printed
-    assert printed.count("not reached\n") == len(ROWS) - 3
+    assert f"not reached in 100 s: {', '.join(row.name for row in ROWS[2:])}; what was compiled is kept" in printed
+    assert printed.count("not reached\n") == len(ROWS) - 2
+
+
+def test_a_cpu_has_a_profile_of_sdpa_and_eager(
+    monkeypatch: pytest.MonkeyPatch, caches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profiles, "gpu_names", lambda arch: [profiles.cpu_name()])
+    monkeypatch.setattr(tool, "ROWS", [row for row in ROWS if row.name in ("short", "bias per key, dbias")])
+    monkeypatch.setattr(tool, "_CPU_SHRINK", 64)
+    assert main(["calibrate", "--device", "cpu"]) == 0
+    profile = profiles.find("cpu").profile
+    assert profile is not None and (profile.gpu, profile.arch) == (profiles.cpu_name(), "cpu")
+    assert profile.wrong == {}, "the checks are those of fp32"
+    assert [*profile.rows] == ["bias per key, dbias", "short"]
+    assert all([*figures] == ["eager", "sdpa"] for figures in profile.rows.values())
+    assert profile.rows["short"]["sdpa"].backward and profile.rows["bias per key, dbias"]["sdpa"].error
+    printed = capsys.readouterr().out
+    assert "class of calls       sdpa" in printed and "auto goes by it from now on" in printed
 
 
 def test_a_run_that_measures_nothing_writes_nothing(caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +283,7 @@ def test_the_checks_are_those_of_info_verify() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_row_is_timed_in_both_passes_on_tensors_of_its_class(row: Row) -> None:
     call = tool.call_of(row, CPU, shrink=64)
-    assert call["q"].dtype == torch.bfloat16 and call["q"].shape[1] == max(1, row.seqlen_q // 64)
+    assert call["q"].dtype == torch.float32 and call["q"].shape[1] == max(1, row.seqlen_q // 64)
     leaves = ["q", "k", "v"] * row.grad + ["bias"] * row.dbias
     assert [name for name, x in call.items() if x.requires_grad] == leaves
     # Short now, and else the row itself.
@@ -365,13 +403,14 @@ MACHINES: dict[str, tuple[int, str, str]] = {
     "no GPU": (
         0,
         "cpu",
-        "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch",
+        "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch, "
+        "and --device cpu times the CPU",
     ),
     "one GPU": (1, "sm_80", "--device is 2, and torch sees 1 GPU: give 0 to 0"),
     "two GPUs": (2, "sm_80", "--device is 2, and torch sees 2 GPUs: give 0 to 1"),
     "Turing": (3, "sm_75", "the GPU is sm_75; profiles are of NVIDIA GPUs from sm_80 on"),
     "AMD": (3, "gfx942", "the GPU is gfx942; profiles are of NVIDIA GPUs from sm_80 on"),
-    "flex is off": (3, "sm_80", "flex is switched off; calibrate compares triton, flex, eager"),
+    "flex is off": (3, "sm_80", "flex is switched off; calibrate compares triton, flex, sdpa, eager"),
 }
 
 
@@ -389,10 +428,11 @@ def test_a_machine_that_cannot_be_measured_is_told_why(
 
 
 def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, float]] = []
+    seen: list[tuple[Any, float]] = []
     monkeypatch.setattr(tool, "run", lambda index, seconds: seen.append((index, seconds)) or 0)
     assert main(["calibrate"]) == main(["calibrate", "--device", "1", "--seconds", "30"]) == 0
-    assert seen == [(0, 120), (1, 30)]
+    assert main(["calibrate", "--device", "cpu"]) == 0
+    assert seen == [(0, 120), (1, 30), ("cpu", 120)]
     for words in (["--seconds", "0"], ["--seconds", "x"], ["--device", "-1"]):
         with pytest.raises(SystemExit) as leaving:
             main(["calibrate", *words])
@@ -406,8 +446,9 @@ def test_info_tells_of_the_profile(
         assert main(["info"]) == 0
         return [line.partition("  ")[2].strip() for line in capsys.readouterr().out.splitlines() if "profile" in line]
 
-    monkeypatch.setattr(profiles, "arches_here", lambda: [])
-    assert lines() == ["none: there is no NVIDIA GPU from sm_80 on"]
+    assert (
+        lines()[0] == f"cpu: none: there is none in {caches}; python -m flash_dmattn calibrate --device cpu makes one"
+    )
     monkeypatch.setattr(profiles, "arches_here", lambda: ["sm_80"])
     made_by = "python -m flash_dmattn calibrate makes one"
     assert lines() == [f"sm_80: none: there is none in {caches}; {made_by}"]

@@ -246,7 +246,7 @@ def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
         attend()
         return decisions[0].forward, decisions[0].problem.deterministic
 
-    assert ran() == ("eager", False)
+    assert ran() == ("sdpa", False)
     with flash_dmattn.config(backend="reference"):
         assert ran() == ("reference", False)
     flash_dmattn.config.set(backend="reference")
@@ -255,7 +255,7 @@ def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
         attend()
     flash_dmattn.config.set(backend="auto")
     torch.use_deterministic_algorithms(True)
-    assert ran() == ("eager", True)
+    assert ran() == ("sdpa", True)
     attend(backend="eager")
     with flash_dmattn.config(disabled="eager"), pytest.raises(flash_dmattn.BackendUnavailableError):
         attend(backend="eager")
@@ -286,7 +286,7 @@ def test_a_remembered_call_follows_what_is_set_around_it(described: list[int]) -
 def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
     attend(backend="auto")
     ours = KernelPair("ours")
-    with registered(ours, before="eager"):
+    with registered(ours, before="sdpa"):
         attend()
         attend()
     attend()
@@ -298,7 +298,7 @@ def test_every_call_is_recorded(described: list[int]) -> None:
     with flash_dmattn.config(record=(decisions := [])):
         attend()
         attend()
-    assert [d.forward for d in decisions] == ["eager", "eager"]
+    assert [d.forward for d in decisions] == ["sdpa", "sdpa"]
     assert len(described) == 1
 
 
@@ -395,7 +395,7 @@ def test_calls_with_prepared_masks_are_remembered_by_the_form_of_the_mask(change
 
 def test_a_backend_that_is_taken_out_no_longer_runs_remembered_calls() -> None:
     pair = KernelPair("ours")
-    flash_dmattn.register_backend(pair.backend, before="eager")
+    flash_dmattn.register_backend(pair.backend, before="sdpa")
     attend()
     attend()
     assert pair.ran == ["forward"] * 2

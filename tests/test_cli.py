@@ -152,7 +152,7 @@ def test_info_json_is_json_alone() -> None:
     done = command("info", "--json", FLASH_DMATTN_BACKEND="eager", FLASH_DMATTN_DISABLE="flex")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert set(report["backends"]) == {"cuda", "triton", "flex", "eager", "reference"}
+    assert set(report["backends"]) == {"cuda", "triton", "flex", "sdpa", "eager", "reference"}
     assert report["backends"]["eager"]["usable"] and not report["backends"]["flex"]["usable"]
     assert report["settings"] == {
         "default_backend": "eager",

@@ -38,7 +38,7 @@ def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ours() -> Iterator[Counting]:
-    with registered(OURS, before="eager"):
+    with registered(OURS, before="sdpa"):
         OURS.count = Counter()
         yield OURS
 
@@ -393,7 +393,7 @@ def test_backend_registered_between_calls_takes_effect() -> None:
     given = inputs()
     expected = all_results(run, given, None)
     OURS.count = Counter()
-    with registered(OURS, before="eager"):
+    with registered(OURS, before="sdpa"):
         assert_same(all_results(run, given, None), expected)
         assert OURS.count == {"forward": 1, "backward": 1}
     assert_same(all_results(run, given, None), expected)

@@ -272,8 +272,8 @@ def test_heads_go_in_one_group_unless_asked_for_more() -> None:
 
 @pytest.fixture
 def picky() -> Iterator[None]:
-    """Two backends that auto prefers to eager; for some calls only the second serves every slice."""
-    with registered(for_few_keys("first", most=40), for_few_keys("second", most=128), before="eager"):
+    """Two backends that auto prefers to sdpa and eager; for some calls only the second serves every slice."""
+    with registered(for_few_keys("first", most=40), for_few_keys("second", most=128), before="sdpa"):
         yield
 
 
@@ -287,16 +287,16 @@ def test_one_pair_serves_every_slice_of_every_rank(picky: None) -> None:
     assert {p.seqlen_k for p in describe(2, strategy="gather").problems()} == {8, 24, 32}
     assert names(describe(2, strategy="gather")) == ("first", "first")
     assert names(describe(4, strategy="gather")) == ("second", "second")
-    assert names(describe(16, strategy="gather")) == ("eager", "eager")
+    assert names(describe(16, strategy="gather")) == ("sdpa", "sdpa")
     with torch.no_grad():
         assert names(describe(4, strategy="gather")) == ("second", None)
 
 
 def test_a_choice_is_made_anew_where_backends_change() -> None:
-    assert names(describe(2, strategy="gather")) == ("eager", "eager")
-    with registered(for_few_keys("first", most=40), before="eager"):
+    assert names(describe(2, strategy="gather")) == ("sdpa", "sdpa")
+    with registered(for_few_keys("first", most=40), before="sdpa"):
         assert names(describe(2, strategy="gather")) == ("first", "first")
-    assert names(describe(2, strategy="gather")) == ("eager", "eager")
+    assert names(describe(2, strategy="gather")) == ("sdpa", "sdpa")
 
 
 @pytest.fixture
@@ -337,7 +337,7 @@ def test_a_named_backend_has_to_serve_every_slice(picky: None) -> None:
 def test_a_decision_is_recorded_once() -> None:
     with flash_dmattn.config(record=(decisions := [])):
         attend(is_causal=True, strategy="gather")
-    assert [(d.forward, d.backward) for d in decisions] == [("eager", None)]
+    assert [(d.forward, d.backward) for d in decisions] == [("sdpa", None)]
 
 
 def test_a_context_is_that_of_its_thread_and_ends() -> None:

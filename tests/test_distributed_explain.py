@@ -54,9 +54,9 @@ def test_nothing_is_sent_or_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("all_gather_object", "all_to_all_single", "all_gather_into_tensor"):
         monkeypatch.setattr(dist, name, refuse)
     monkeypatch.setattr("flash_dmattn.distributed.exchange._all_gather", refuse)
-    with replaced("eager", plan_forward=refuse), flash_dmattn.config(record=(made := [])):
-        assert explained(reduce_bias_grad=True, bias=torch.zeros(1, 256, requires_grad=True)).forward == "eager"
-        assert explained(strategy="ulysses", heads=4, heads_k=4).forward == "eager"
+    with replaced("sdpa", plan_forward=refuse), flash_dmattn.config(record=(made := [])):
+        assert explained(reduce_bias_grad=True, bias=torch.zeros(1, 256, requires_grad=True)).forward == "sdpa"
+        assert explained(strategy="ulysses", heads=4, heads_k=4).forward == "sdpa"
     assert made == []
 
 
@@ -159,7 +159,7 @@ def test_remarks(name: str) -> None:
 def test_a_verdict_is_of_all_slices_of_all_ranks() -> None:
     explanation = explained(is_causal=True)
     verdicts = {verdict.backend: verdict for verdict in explanation.verdicts}
-    assert (explanation.forward, explanation.backward, explanation.error) == ("eager", "eager", None)
+    assert (explanation.forward, explanation.backward, explanation.error) == ("sdpa", "eager", None)
     assert verdicts["eager"].forward and verdicts["eager"].backward
     assert not verdicts["reference"].forward and verdicts["reference"].reasons[0].code == "composite"
     traded = {v.backend: v for v in explained(strategy="ulysses", heads=4, heads_k=4).verdicts}
@@ -185,7 +185,7 @@ def test_what_a_window_sends_is_said() -> None:
 
 
 def test_a_backend_that_serves_some_slices_serves_none() -> None:
-    with registered(for_few_keys("few_keys", most=512), before="eager"):
+    with registered(for_few_keys("few_keys", most=512), before="sdpa"):
         explanation = explained(is_causal=True)
     verdict = next(v for v in explanation.verdicts if v.backend == "few_keys")
     assert (verdict.forward, verdict.backward, explanation.forward) == (False, False, "eager")

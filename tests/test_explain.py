@@ -65,12 +65,12 @@ def test_explanation_follows_settings_no_grad_and_autocast() -> None:
 
 def test_explaining_records_and_warns_nothing_and_computes_nothing() -> None:
     ours = KernelPair("ours")
-    with warnings.catch_warnings(), flash_dmattn.config(record=(decisions := [])), registered(ours, before="eager"):
+    with warnings.catch_warnings(), flash_dmattn.config(record=(decisions := [])), registered(ours, before="sdpa"):
         warnings.simplefilter("error")
         assert flash_dmattn.explain(**with_bias()).forward == "ours"
         explain_problem((2, 4096, 16, 64), device="sm_80")
     assert decisions == [] and ours.ran == []
-    with flash_dmattn.config(disabled=("cuda", "triton", "flex")), pytest.warns(flash_dmattn.FallbackWarning):
+    with flash_dmattn.config(disabled=("cuda", "triton", "flex", "sdpa")), pytest.warns(flash_dmattn.FallbackWarning):
         # explaining did not use up the one warning
         selection.report_fallback(explain_problem((2, 4096, 16, 64), device="sm_80").problem)
 
@@ -87,7 +87,7 @@ def test_call_that_would_be_refused_is_explained() -> None:
 
 def test_fallback_that_would_raise_is_explained() -> None:
     x = torch.empty(2, 4096, 16, 64, dtype=torch.bfloat16, device="meta")
-    with flash_dmattn.config(disabled=("cuda", "triton", "flex"), fallback="error"):
+    with flash_dmattn.config(disabled=("cuda", "triton", "flex", "sdpa"), fallback="error"):
         explanation, by_name = (flash_dmattn.explain(x, x, x, device="sm_80", backend=b) for b in ("auto", "eager"))
     assert explanation.forward is None
     assert 'fallback="error" is in force' in explanation.error
@@ -98,14 +98,14 @@ def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
     shy = Rule("small", lambda p: p.seqlen_k > 64, lambda p: f"only {p.seqlen_k} keys", 'use backend="shy"')
     half = Rule("half", lambda p: False, lambda p: "no backward yet", "", ("backward",))
     backends = (KernelPair("shy", auto_rules=(shy,)), KernelPair("forward_only", rules=(half,)))
-    with registered(*backends, before="eager"):
+    with registered(*backends, before="sdpa"):
         explanation = flash_dmattn.explain(**with_bias())
     lines = str(explanation).splitlines()
     assert lines[0] == f"attention: {explanation.problem}"
     assert lines[1] == "backend='auto' runs forward_only forward, eager backward"
     assert lines[3].split() == ["backend", "forward", "backward", "why"]
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[5:] if not line.startswith(" ")}
-    assert list(rows) == ["cuda", "triton", "flex", "shy", "forward_only", "eager", "reference"]
+    assert list(rows) == ["cuda", "triton", "flex", "shy", "forward_only", "sdpa", "eager", "reference"]
     assert rows["cuda"].startswith("no no device is cpu; ")
     assert rows["shy"] == 'yes yes auto passes it over: only 7 keys (use backend="shy")'
     assert rows["forward_only"] == "CHOSEN no no backward yet"

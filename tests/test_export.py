@@ -38,7 +38,7 @@ LENGTHS = (3, 17, 63, 64, 130, 2048)
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
     monkeypatch.setattr(OURS, "count", Counter())
-    with registered(OURS, before="eager"):
+    with registered(OURS, before="sdpa"):
         yield OURS
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import gpu_checks
 import pytest
 import sanitized_cases
-from gpu_checks import FAILED, PASSED, UNFINISHED, Board, Part, all_parts, run
+from gpu_checks import FAILED, PASSED, UNFINISHED, Board, Part, all_parts, forced_parts, run
+
+from flash_dmattn.triton_kernels.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOREVER = time.monotonic() + 10**6
@@ -129,6 +131,22 @@ def test_every_file_it_names_is_there() -> None:
     assert [each.seconds for each in parts] == sorted((each.seconds for each in parts), reverse=True)
 
 
+def test_forced_parts_run_triton_alone_as_for_the_other_gpu() -> None:
+    parts = forced_parts(all_parts(), ("sm_80", "sm_120"))
+    half = len(parts) // 2
+    names = [each.name.removeprefix("sm_80-") for each in parts[:half]]
+    assert [f"sm_120-{name}" for name in names] == [each.name for each in parts[half:]]
+    assert {*gpu_checks.FORCED_SUITES, "instructions"} <= set(names) and len(set(names)) == half
+    assert sum("-triton-" in name for name in names) == 2 * 4
+    for each in parts:
+        assert each.environment["TRITON_OVERRIDE_ARCH"] == each.name.partition("-")[0].replace("_", "")
+        words = each.command
+        assert "cuda" not in words and ("triton" in words or each.name.endswith(("-random", "-instructions")))
+    assert "kernels and triton" in parts[names.index("random")].command
+    assert parts[names.index("bf16")].environment["FLASH_DMATTN_TEST_DTYPE"] == "bfloat16"
+    assert set(gpu_checks.FORCED) == {gpu.arch for gpu in GPUS if gpu.standing == "forced"}
+
+
 def test_every_call_of_the_sanitizers_is_in_a_part() -> None:
     assert {name: len(calls) for name, calls in sanitized_cases.CASES.items()} == gpu_checks.SANITIZED
 
@@ -142,6 +160,10 @@ def test_the_command_lists_and_chooses() -> None:
         *(f"racecheck-triton-{first}" for first in (0, 8, 16, 24, 32, 40)),
     ]
     assert [line.split()[0] for line in listed] == expected
+    forced = [sys.executable, gpu_checks.__file__, "--list", "--only", "bf16", "--forced"]
+    for archs in (("sm_120",), ()):
+        listed = subprocess.run([*forced, *archs], capture_output=True, text=True, check=True).stdout.splitlines()
+        assert [line.split()[0] for line in listed] == [f"{arch}-bf16" for arch in archs or gpu_checks.FORCED]
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
     assert len(listed.stdout.splitlines()) == 6 + 4 + 1 + 9 + 26
 

@@ -37,14 +37,20 @@ from flash_dmattn.problem import SequenceSpec
 
 GPU, VERSIONS = "NVIDIA A100-SXM4-80GB", {"library": flash_dmattn.__version__, "torch": "2.11.0", "triton": "3.6.0"}
 FAST, MIDDLE, SLOW = Figures(1.0, 2.0), Figures(1.5, 3.0), Figures(9.0, 20.0)
+NO = Figures(error="OutOfMemoryError: no memory")
 CALL: dict[str, Any] = {"q": (2, 4096, 16, 64), "dtype": "bf16", "device": "sm_80"}
 
 
 def profile_of(
-    triton: Figures = FAST, flex: Figures = MIDDLE, eager: Figures = SLOW, arch: str = "sm_80", **fields: Any
+    triton: Figures = FAST,
+    flex: Figures = MIDDLE,
+    eager: Figures = SLOW,
+    arch: str = "sm_80",
+    sdpa: Figures = NO,
+    **fields: Any,
 ) -> Profile:
     """A profile with the same figures in each row, but for what `fields` replaces."""
-    figures = {"triton": triton, "flex": flex, "eager": eager}
+    figures = {"triton": triton, "flex": flex, "sdpa": sdpa, "eager": eager}
     rows = {row.name: dict(figures) for row in ROWS}
     made = {"driver": "570.1", "made": "2026-01-02T03:04:05+00:00", "wrong": {}, "rows": rows}
     return Profile(**{"gpu": GPU, "arch": arch, **VERSIONS, **made, **fields})
@@ -152,7 +158,7 @@ def reread() -> tuple[tuple[str | None, str | None], str]:
     return chosen(), profiles.find("sm_80").reason
 
 
-WITHOUT, IN_FORCE = ("flex", None), ("triton", None)
+WITHOUT, IN_FORCE = ("sdpa", None), ("triton", None)
 
 
 def test_a_profile_of_this_gpu_and_versions_is_in_force_whatever_the_driver() -> None:
@@ -225,7 +231,7 @@ def test_profiles_can_be_named_and_switched_off(monkeypatch: pytest.MonkeyPatch,
     write(profile_of(), tmp_path / "mine.json")
     os.mkfifo(tmp_path / "pipe")
     for setting, choice, reason in (
-        ("", WITHOUT, ""),
+        ("", ("flex", None), ""),
         (str(tmp_path / "mine.json"), IN_FORCE, ""),
         ("off", WITHOUT, "FLASH_DMATTN_PROFILE=off"),
         (str(tmp_path / "none.json"), WITHOUT, f"{tmp_path / 'none.json'} does not exist"),
@@ -331,7 +337,6 @@ def test_the_call_of_a_row_belongs_to_it(row: Any) -> None:
 
 # Decisions
 
-NO = Figures(error="OutOfMemoryError: no memory")
 # (triton, flex, eager, wrong) -> what auto takes where every backend accepts the call, and where flex refuses it.
 DECISIONS: dict[str, tuple[Figures, Figures, Figures, tuple[str, ...], str, str]] = {
     "triton first": (FAST, MIDDLE, SLOW, (), "triton", "triton"),
@@ -365,13 +370,62 @@ def test_auto_goes_by_the_figures(name: str, arch: str, machine: SimpleNamespace
     assert chosen(device=arch, q=(2, 4096, 16, 8)) == (flex_refuses, None)
 
 
+# (sdpa, triton, flex) -> what auto takes.
+WITH_SDPA: dict[str, tuple[Figures, Figures, Figures, str]] = {
+    "sdpa first": (FAST, MIDDLE, MIDDLE, "sdpa"),
+    "all equal": (FAST, FAST, FAST, "sdpa"),
+    "triton first": (MIDDLE, FAST, MIDDLE, "triton"),
+    "flex first": (MIDDLE, MIDDLE, FAST, "flex"),
+    "sdpa slower than eager": (Figures(10.0, 30.0), SLOW, SLOW, "flex"),
+    "sdpa failed": (NO, MIDDLE, FAST, "flex"),
+}
+
+
+@pytest.mark.parametrize("name", WITH_SDPA)
+def test_sdpa_is_ranked_by_its_figures(name: str) -> None:
+    sdpa, triton, flex, taken = WITH_SDPA[name]
+    install(profile_of(triton=triton, flex=flex, sdpa=sdpa))
+    assert chosen() == (taken, None) and chosen(grad=True) == (taken, taken)
+
+
+CPU = {"device": "cpu", "dtype": "fp32"}
+# (sdpa, eager) -> the backends of both passes of a long call, where the rules of sdpa prefer it for both.
+ON_CPU: dict[str, tuple[Figures, Figures, tuple[str, str]]] = {
+    "sdpa first": (FAST, SLOW, ("sdpa", "sdpa")),
+    "eager first": (SLOW, FAST, ("eager", "eager")),
+    "each pass by itself": (Figures(1.0, 9.0), Figures(2.0, 3.0), ("sdpa", "eager")),
+    "equal": (FAST, FAST, ("eager", "eager")),
+    "sdpa failed": (NO, SLOW, ("eager", "eager")),
+}
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_profile_of_the_cpu_chooses_each_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sdpa, eager, taken = ON_CPU[name]
+    monkeypatch.setattr(profiles, "gpu_names", lambda arch: ["A CPU"] if arch == "cpu" else [])
+    assert chosen(**CPU, grad=True) == ("sdpa", "sdpa") and explain_problem(**CALL | CPU).profile is None
+    rows = {row.name: {"sdpa": sdpa, "eager": eager} for row in ROWS}
+    path = install(profile_of(gpu="A CPU", arch="cpu", rows=rows))
+    actual = explain_problem(**CALL | CPU, grad=True)
+    assert (actual.forward, actual.backward) == taken
+    assert actual.profile is not None and actual.profile.startswith(f"{path} decided: long: sdpa ")
+    assert chosen(**CPU | {"dtype": "fp64"}, grad=True) == ("eager", "eager")
+    # It decides between what the rules leave to choose.
+    assert chosen(**CPU, window_size=(9, 0)) == ("eager", None)
+
+
+def test_the_cpu_has_a_name() -> None:
+    assert profiles.cpu_name()
+    assert profiles.find("cpu").reason == f"there is none in {profiles.folder()}"
+
+
 SEQUENCES = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)}
-# FlexAttention refuses these: dropout, a gradient of a bias in a fixed order, narrow heads.
+# FlexAttention and sdpa refuse these: dropout, a gradient of a bias in a fixed order, narrow heads.
 REFUSED_BY_FLEX: dict[str, dict[str, Any]] = {
     "sequences, dropout": SEQUENCES | {"dropout_p": 0.1},
     "dropout": {"dropout_p": 0.1},
     "fixed order": {"bias": (1, 16, 1, 4096), "bias_grad": True, "deterministic": True},
-    "narrow heads": {"q": (2, 4096, 16, 8)},
+    "narrow heads": {"q": (2, 4096, 16, 12)},
 }
 
 
@@ -382,12 +436,12 @@ def test_unmeasured_kernels_go_before_eager(name: str, arch: str) -> None:
     call = REFUSED_BY_FLEX[name] | {"device": arch}
     assert chosen(**call) == (("triton",) * 2 if "bias_grad" in call else ("triton", None))
     assert chosen(**call | {"grad": True}) == ("triton", "triton")
-    assert chosen(device=arch, grad=True) == ("flex", "flex")
+    assert chosen(device=arch, grad=True) == ("sdpa", "sdpa")
     problem = explain_problem(**CALL | call).problem
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert selection.choose(problem, "auto").forward.name == "triton"
-    with flash_dmattn.config(disabled="triton"):
+    with flash_dmattn.config(disabled=("triton", "sdpa")):
         assert chosen(**call)[0] == "eager"
     older = chosen(**call | {"device": "sm_75"})
     assert older[0] == "eager", "nobody compiles the kernels for these"
@@ -405,7 +459,7 @@ def test_unmeasured_kernels_take_sequences_before_flex(arch: str) -> None:
     try:
         assert chosen(**SEQUENCES, device=arch, grad=True) == ("triton", "triton")
     finally:
-        flash_dmattn.register_backend(flex, before="eager")
+        flash_dmattn.register_backend(flex, before="sdpa")
 
 
 def test_kernels_that_were_measured_slower_than_eager_stay_behind_it() -> None:
@@ -434,17 +488,17 @@ def test_rows_that_were_not_reached_are_as_without_a_profile() -> None:
     del profile.rows["grouped heads"]
     profile.rows["long"]["triton"] = Figures(1.0)
     path = install(profile)
-    assert chosen(kv_heads=4) == ("flex", None)
+    assert chosen(kv_heads=4) == ("sdpa", None)
     assert chosen(kv_heads=4, mask=(1, 1, 4096, 4096)) == ("flex", None)
     assert f"the profile {path} lacks figures of 'grouped heads'" in str(explain_problem(**CALL, kv_heads=4))
     assert chosen() == ("triton", None)
-    assert chosen(grad=True) == ("flex", "flex")  # its backward pass was not timed
+    assert chosen(grad=True) == ("sdpa", "sdpa")  # its backward pass was not timed
     assert chosen(dtype="fp32") == ("flex", None)
     assert f"the profile {path} is of bf16 and fp16" in str(explain_problem(**{**CALL, "dtype": "fp32"}))
 
 
 def test_a_row_without_a_figure_of_each_backend_says_nothing() -> None:
-    assert profiles.MEASURED == ("triton", "flex", "eager")
+    assert profiles.MEASURED == ("triton", "flex", "sdpa", "eager")
     profile = profile_of()
     assert judge(profile, (), False) is None
     assert judge(profile, ("long", "no such row"), False) is None
@@ -455,12 +509,12 @@ def test_a_row_without_a_figure_of_each_backend_says_nothing() -> None:
 
 def test_other_devices_have_no_profile() -> None:
     install(profile_of())
-    assert chosen(device="gfx942") == ("flex", None)
+    assert chosen(device="gfx942") == ("sdpa", None)
     assert chosen(device="cpu") == ("eager", None)
     assert chosen(device="sm_75") == ("flex", None)
     for device in ("gfx942", "cpu", "sm_90", "sm_75"):
         assert explain_problem(**{**CALL, "device": device}).profile is None
-    assert profiles.find("gfx942").reason == "profiles are of NVIDIA GPUs from sm_80 on, and this is gfx942"
+    assert profiles.find("gfx942").reason == "profiles are of CPUs and of NVIDIA GPUs from sm_80 on, and this is gfx942"
 
 
 def test_a_named_backend_is_taken_whatever_the_profile_says() -> None:
@@ -485,7 +539,7 @@ def test_on_hopper_the_built_in_rules_stay_unless_they_are_switched_off(
     path.unlink()
     profiles.forget()
     actual = explain_problem(**{**CALL, "device": "sm_90"})
-    assert actual.forward == ("cuda" if built_in else "flex"), "as on a GPU that nobody has measured"
+    assert actual.forward == ("cuda" if built_in else "sdpa"), "as on a GPU that nobody has measured"
     (cuda,) = (verdict for verdict in actual.verdicts if verdict.backend == "cuda")
     assert [reason.code for reason in cuda.preferences] == ([] if built_in else ["profile"])
     assert chosen(device="sm_90", dtype="fp32") == (("triton" if built_in else "flex"), None)
@@ -508,7 +562,7 @@ def test_the_switch_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_explain_cites_the_profile_that_decided() -> None:
     path = install(profile_of(flex=Figures(1.5, 3.0)))
     actual = explain_problem(**CALL, kv_heads=4, mask=(1, 1, 4096, 4096), grad=True)
-    figures = "triton 3 ms, flex 4.5 ms, eager 29 ms"
+    figures = "triton 3 ms, flex 4.5 ms, sdpa failed, eager 29 ms"
     why = f"{path} decided: dense mask: {figures}; grouped heads: {figures}; forward and backward"
     assert actual.profile == actual.to_dict()["profile"] == why
     assert f"profile: {why}\n" in str(actual)
@@ -517,7 +571,7 @@ def test_explain_cites_the_profile_that_decided() -> None:
     (verdict,) = (verdict for verdict in actual.verdicts if verdict.backend == "triton")
     (reason,) = verdict.preferences
     assert reason.code == "profile"
-    assert reason.text == "measured on this GPU: long: triton 9 ms, flex 1.5 ms, eager 9 ms; forward"
+    assert reason.text == "measured on this GPU: long: triton 9 ms, flex 1.5 ms, sdpa failed, eager 9 ms; forward"
 
 
 def test_explain_says_which_check_failed() -> None:
@@ -534,13 +588,13 @@ def test_without_a_profile_explain_and_the_warning_name_the_command() -> None:
     actual = explain_problem(**CALL)
     assert f"no profile is in force: {path} has mode 666" in str(actual)
     command = "python -m flash_dmattn calibrate"
-    assert actual.profile is not None and command in actual.profile and actual.forward == "flex"
+    assert actual.profile is not None and command in actual.profile and actual.forward == "sdpa"
     (verdict,) = (verdict for verdict in actual.verdicts if verdict.backend == "triton")
     assert command in verdict.preferences[0].hint
     refused = explain_problem(**CALL, bias=(1, 16, 1, 4096), bias_grad=True, deterministic=True).problem
     assert selection.choose(refused, "auto").forward.name == "triton"
     with (
-        flash_dmattn.config(disabled="triton"),
+        flash_dmattn.config(disabled=("triton", "sdpa")),
         pytest.warns(flash_dmattn.FallbackWarning, match=f"{command} does, for auto to take them"),
     ):
         assert selection.choose(refused, "auto").forward.name == "eager"

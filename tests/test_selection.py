@@ -68,7 +68,7 @@ def on_gpu(needs_grad: bool = False, **changes: object) -> AttentionProblem:
 @pytest.mark.parametrize("requested", ["auto", "ours", ("ours", "ours"), ("ours", "eager"), ("eager", "ours")])
 def test_kernel_backend_out_of_tree_runs_both_passes(requested: object) -> None:
     ours, want = KernelPair("ours"), results("reference")
-    with registered(ours, before="eager"), flash_dmattn.config(record=(decisions := [])):
+    with registered(ours, before="sdpa"), flash_dmattn.config(record=(decisions := [])):
         assert flash_dmattn.available_backends().index("ours") < flash_dmattn.available_backends().index("eager")
         torch.testing.assert_close(results(requested), want)
     passes = {"auto": ("ours", "ours"), "ours": ("ours", "ours")}.get(requested, requested)
@@ -79,7 +79,7 @@ def test_kernel_backend_out_of_tree_runs_both_passes(requested: object) -> None:
 
 def test_differentiable_backend_out_of_tree() -> None:
     ours, want = Differentiable("ours"), results("reference")
-    with registered(ours, before="eager"), flash_dmattn.config(record=(decisions := [])):
+    with registered(ours, before="sdpa"), flash_dmattn.config(record=(decisions := [])):
         torch.testing.assert_close(results(), want)
         for pair in (("ours", "eager"), ("eager", "ours")):
             with pytest.raises(ValueError, match=r"'ours' is one differentiable function .* two of .*'eager'"):
@@ -92,7 +92,7 @@ def test_differentiable_backend_out_of_tree() -> None:
 def test_without_before_a_backend_comes_last() -> None:
     first, last = KernelPair("first"), KernelPair("last")
     with registered(first, before="cuda"), registered(last):
-        assert list(registry.BACKENDS) == ["first", "cuda", "triton", "flex", "eager", "reference", "last"]
+        assert list(registry.BACKENDS) == ["first", "cuda", "triton", "flex", "sdpa", "eager", "reference", "last"]
         results()
     assert first.ran == ["forward", "backward"]
     assert last.ran == []
@@ -101,7 +101,7 @@ def test_without_before_a_backend_comes_last() -> None:
 @pytest.mark.parametrize("pair", ["auto", ("ours", "eager")])
 def test_backend_of_a_forward_alone_is_paired(pair: object) -> None:
     ours, want = KernelPair("ours", rules=(FORWARD_ONLY,)), results("reference")
-    with registered(ours, before="eager"), flash_dmattn.config(record=(decisions := [])):
+    with registered(ours, before="sdpa"), flash_dmattn.config(record=(decisions := [])):
         torch.testing.assert_close(results(pair), want)
         with torch.no_grad():
             q, k, v, mask, bias = inputs()
@@ -150,7 +150,7 @@ def test_a_pass_that_raises_is_not_retried_elsewhere(fails: str, requested: obje
     ours, other = Broken("ours"), KernelPair("other")
     elsewhere = {"plan_forward": lambda problem: pytest.fail("planned elsewhere")}
     with (
-        registered(other, before="eager"),
+        registered(other, before="sdpa"),
         registered(ours, before="other"),
         replaced("eager", **elsewhere),
         replaced("reference", **elsewhere),
@@ -166,7 +166,7 @@ def test_a_pass_that_raises_is_not_retried_elsewhere(fails: str, requested: obje
 
 def test_auto_passes_over_what_a_backend_keeps_to_its_name() -> None:
     shy = KernelPair("shy", auto_rules=(Rule("small", lambda p: p.seqlen_k > 64, lambda p: f"only {p.seqlen_k} keys"),))
-    with registered(shy, before="eager"):
+    with registered(shy, before="sdpa"):
         results()
         assert shy.ran == []
         results("shy")
@@ -185,7 +185,7 @@ def test_a_backend_that_is_taken_out_while_a_call_chooses_is_passed_over_whole()
     flash_dmattn.register_backend(second.backend, before="cuda")
     with registered(first, before="second"), flash_dmattn.config(record=(decisions := [])):
         torch.testing.assert_close(results(), want)
-    assert decisions[0].forward == "eager" and second.ran == []
+    assert decisions[0].forward == "sdpa" and second.ran == []
 
 
 def test_a_choice_made_while_backends_change_is_not_found_after_the_change() -> None:
@@ -197,7 +197,7 @@ def test_a_choice_made_while_backends_change_is_not_found_after_the_change() -> 
         return False
 
     x = torch.randn(1, 3, 2, 8)
-    with registered(KernelPair("first", auto_rules=(Rule("busy", register_late, lambda p: "busy"),)), before="eager"):
+    with registered(KernelPair("first", auto_rules=(Rule("busy", register_late, lambda p: "busy"),)), before="sdpa"):
         flash_dmattn.attention(x, x, x)
         assert late.ran == []  # the choice had begun
         flash_dmattn.attention(x, x, x)
@@ -240,7 +240,7 @@ def test_the_registry_is_never_edited() -> None:
 def test_the_last_resort_says_that_it_is_one() -> None:
     ours = KernelPair("ours", workspace_bytes=lambda problem: 0)
     assert not KernelPair("other").backend.is_fallback
-    with registered(ours, before="eager"):
+    with registered(ours, before="sdpa"):
         assert registry.last_resort() is ours.backend
     assert registry.last_resort().name == "eager"
     with pytest.raises(ValueError, match="'eager' is what \"auto\" falls back to; it cannot be unregistered"):
@@ -328,7 +328,14 @@ def test_probabilities_are_refused_by_every_backend_but_the_reference() -> None:
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match=r"^no backend accepts this call unasked") as caught:
         flash_dmattn.attention(x, x, x, return_probs=True)
     assert caught.value.backend == "auto"
-    assert {reason.backend for reason in caught.value.reasons} == {"cuda", "triton", "flex", "eager", "reference"}
+    assert {reason.backend for reason in caught.value.reasons} == {
+        "cuda",
+        "triton",
+        "flex",
+        "sdpa",
+        "eager",
+        "reference",
+    }
     assert "pass backend='reference': " in str(caught.value).partition("\n")[0]
     out, probs = flash_dmattn.attention(x, x, x, return_probs=True, backend="reference")
     torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", probs, x), out)
@@ -384,7 +391,7 @@ def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
     probes: list[int] = []
     ours = KernelPair("ours", rules=(Rule("device", lambda p: p.device == "cuda", lambda p: f"device is {p.device}"),))
     probed = dataclasses.replace(ours.backend, probe=lambda: probes.append(1) or Availability(True))
-    with registered(probed, before="eager"):
+    with registered(probed, before="sdpa"):
         results()
     assert probes == []
 
@@ -394,7 +401,7 @@ def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:
 
 @pytest.fixture
 def eager_alone(untouched_settings: None) -> None:
-    flash_dmattn.config.set(disabled=("cuda", "triton", "flex"))  # until untouched_settings takes it back
+    flash_dmattn.config.set(disabled=("cuda", "triton", "flex", "sdpa"))  # until untouched_settings takes it back
 
 
 @pytest.mark.usefixtures("eager_alone")
@@ -410,7 +417,7 @@ def test_fallback_warns_once_per_cause_with_bytes_and_reasons() -> None:
     # The least of the chunk budget and three copies of 2 * 16 * 4096 * 4096 fp32 scores.
     assert text.startswith("attention runs on eager PyTorch, with up to 256.0 MB of temporaries: batch 2, 4096 queries")
     lines = text.splitlines()
-    better = [registry.BACKENDS[name] for name in ("cuda", "triton", "flex")]
+    better = [registry.BACKENDS[name] for name in ("cuda", "triton", "flex", "sdpa")]
     reasons = [r for each in better for r in selection.reasons_against(each, problem, ("forward",), auto=True)]
     assert {"disabled", "arch"} <= {reason.code for reason in reasons}
     assert lines[1:-1] == [f"  - {reason.backend}: {reason}" for reason in reasons]
@@ -437,7 +444,7 @@ def test_fallback_can_be_an_error_or_silent() -> None:
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match="attention runs on eager PyTorch") as caught:
         select(on_gpu(needs_grad=True), "auto")
     assert caught.value.accepted_by == ("eager",)
-    assert {reason.backend for reason in caught.value.reasons} == {"cuda", "triton", "flex"}
+    assert {reason.backend for reason in caught.value.reasons} == {"cuda", "triton", "flex", "sdpa"}
     assert 'fallback="error" is in force' in str(caught.value)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -455,7 +462,7 @@ def test_fallback_can_be_an_error_or_silent() -> None:
 
 @pytest.mark.usefixtures("eager_alone")
 def test_backward_alone_on_eager_is_a_fallback_too() -> None:
-    with registered(KernelPair("ours", rules=(FORWARD_ONLY,)), before="eager"):
+    with registered(KernelPair("ours", rules=(FORWARD_ONLY,)), before="sdpa"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert select(on_gpu(), "auto").forward.name == "ours"

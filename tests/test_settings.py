@@ -35,21 +35,21 @@ def ran(**flags: object) -> tuple[str, str | None]:
     return decision.forward, decision.backward
 
 
-EAGER, REFERENCE = ("eager", "eager"), ("reference", "reference")
+AUTO, EAGER, REFERENCE = ("sdpa", "sdpa"), ("eager", "eager"), ("reference", "reference")
 
 
 def test_argument_beats_block_beats_default_beats_auto() -> None:
-    assert ran() == EAGER
+    assert ran() == AUTO
     flash_dmattn.config.set(backend="reference")
     assert ran() == REFERENCE
     with flash_dmattn.config(backend="eager"):
         assert ran() == EAGER
         assert ran(backend="reference") == REFERENCE
     with flash_dmattn.config(backend="auto"):
-        assert ran() == EAGER
+        assert ran() == AUTO
     assert ran() == REFERENCE
     flash_dmattn.config.set(backend="auto")
-    assert ran() == EAGER
+    assert ran() == AUTO
 
 
 def test_blocks_nest_and_end_with_an_exception() -> None:
@@ -60,7 +60,7 @@ def test_blocks_nest_and_end_with_an_exception() -> None:
         with pytest.raises(ValueError, match="q has 3 dimensions"), flash_dmattn.config(backend="eager"):
             flash_dmattn.attention(*torch.randn(3, 1, 3, 8))
         assert ran() == REFERENCE
-    assert ran() == EAGER
+    assert ran() == AUTO
 
 
 def test_block_is_of_its_own_thread_and_default_of_the_process() -> None:
@@ -73,7 +73,7 @@ def test_block_is_of_its_own_thread_and_default_of_the_process() -> None:
         run_thread(call)
     flash_dmattn.config.set(backend="reference")
     run_thread(call)
-    assert actual == [EAGER, REFERENCE]
+    assert actual == [AUTO, REFERENCE]
 
 
 def run_thread(target: object) -> None:
@@ -95,7 +95,7 @@ def test_disabling_beats_an_explicit_name_until_the_block_ends() -> None:
     assert ran(backend="eager") == EAGER
     with pytest.raises(KeyError), flash_dmattn.config(disabled="eager"):
         raise KeyError
-    assert ran() == EAGER
+    assert ran() == AUTO
 
 
 def test_the_process_has_a_list_of_its_own_that_is_replaced() -> None:
@@ -129,7 +129,7 @@ def test_the_process_has_a_list_of_its_own_that_is_replaced() -> None:
 def test_a_block_that_is_never_entered_says_so(arguments: dict[str, Any], shown: str) -> None:
     with pytest.warns(RuntimeWarning, match=rf"config\({shown}\) was never entered .* config\.set is for the whole"):
         flash_dmattn.config(**arguments)
-    assert ran() == EAGER
+    assert ran() == AUTO
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         block = flash_dmattn.config(**arguments)
@@ -306,7 +306,7 @@ def test_a_wrong_setting_is_refused_when_it_is_made(
             choose(**{**others, name: value})
     with pytest.raises(TypeError, match="positional argument"):
         choose("eager")
-    assert ran() == EAGER
+    assert ran() == AUTO
     assert (config.process.disabled, config.process.fallback) == ((), "warn")
 
 
@@ -316,14 +316,14 @@ def test_decisions_are_appended_to_a_list_in_blocks_alone() -> None:
             flash_dmattn.config(record=wrong)
     with pytest.raises(TypeError, match=r"config\.set takes no record; it needs a block: with .*config\(record="):
         flash_dmattn.config.set(backend="reference", record=[])
-    assert ran() == EAGER
+    assert ran() == AUTO
     decisions: list[Any] = ["first"]
     recording = flash_dmattn.config(record=decisions)
     for _ in range(2):
         with recording:
             ran(backend="eager")  # in a block of its own
             flash_dmattn.attention(*torch.randn(3, 1, 3, 2, 8))
-    assert decisions[0] == "first" and [decision.forward for decision in decisions[1:]] == ["eager"] * 2
+    assert decisions[0] == "first" and [decision.forward for decision in decisions[1:]] == ["sdpa"] * 2
 
 
 def test_decisions_say_what_ran_and_for_what() -> None:
@@ -337,7 +337,7 @@ def test_decisions_say_what_ran_and_for_what() -> None:
             flash_dmattn.attention(q, k, v, bias=bias, backend=("eager", "eager"))
     flash_dmattn.attention(q, k, v)
     assert [(d.requested, d.forward, d.backward) for d in outer] == [
-        ("auto", "eager", None),
+        ("auto", "sdpa", None),
         (("eager", "eager"), "eager", None),
     ]
     assert [(d.requested, d.forward, d.backward) for d in inner] == [("reference", "reference", "reference")]
@@ -460,7 +460,7 @@ def test_region_that_ran_outside_of_blocks_is_recomputed_outside_of_them() -> No
     out = plain_region(x).sum()
     with flash_dmattn.config(backend="reference", record=(decisions := [])):
         out.backward()
-    assert {decision.forward for decision in decisions} == {"eager"}
+    assert {decision.forward for decision in decisions} == {"sdpa"}
 
 
 def test_region_keeps_the_default_of_its_forward_pass() -> None:
@@ -483,7 +483,7 @@ def test_blocks_inside_of_a_region_end_in_its_recomputation_too() -> None:
     out = checkpoint(region, x, use_reentrant=False).sum()
     with flash_dmattn.config(backend="reference", record=(decisions := [])):
         out.backward()
-    assert [decision.forward for decision in decisions] == ["reference", "eager"]
+    assert [decision.forward for decision in decisions] == ["reference", "sdpa"]
 
 
 def test_recomputation_is_recorded_where_it_runs() -> None:
@@ -631,7 +631,7 @@ print(ran())
     one, two = in_environments(
         (code, "FLASH_DMATTN_BACKEND", " reference "), (pair, "FLASH_DMATTN_BACKEND", "eager,eager")
     )
-    assert one.split() == ["reference", "eager", "eager", "eager"]
+    assert one.split() == ["reference", "eager", "eager", "sdpa"]
     assert two == "('eager', 'eager')"
 
 
@@ -644,7 +644,7 @@ except flash_dmattn.BackendUnavailableError as error:
     print("FLASH_DMATTN_DISABLE" in str(error))
 print(flash_dmattn.explanation.explain_problem((1, 8, 2, 64), device="sm_80").error)
 """
-    variables = {"FLASH_DMATTN_DISABLE": "reference, flex,cuda,triton", "FLASH_DMATTN_FALLBACK": "error"}
+    variables = {"FLASH_DMATTN_DISABLE": "reference, flex,cuda,triton,sdpa", "FLASH_DMATTN_FALLBACK": "error"}
     (done,) = forked.run([(variables, CALL + code)])
     lines = done.said.splitlines()
     assert lines[:2] == ["eager", "True"]
@@ -654,8 +654,8 @@ print(flash_dmattn.explanation.explain_problem((1, 8, 2, 64), device="sm_80").er
 def test_bad_value_in_the_environment_ends_the_import_with_an_error_that_names_the_variable() -> None:
     actual = forked.run([({variable: value}, "import flash_dmattn") for variable, value in BAD])
     assert actual[0].said.strip().splitlines()[-1] == (
-        "ValueError: FLASH_DMATTN_BACKEND names 'trition'; it needs to be one of 'cuda', 'triton', 'flex', 'eager', "
-        "'reference'; did you mean 'triton'? (a backend that a program registers itself is chosen and "
+        "ValueError: FLASH_DMATTN_BACKEND names 'trition'; it needs to be one of 'cuda', 'triton', 'flex', 'sdpa', "
+        "'eager', 'reference'; did you mean 'triton'? (a backend that a program registers itself is chosen and "
         "switched off by config.set)"
     )
     for (variable, value), done in zip(BAD, actual, strict=True):
@@ -670,4 +670,4 @@ def test_names_that_the_environment_may_have_are_those_of_the_registry() -> None
 
 def test_empty_value_in_the_environment_is_unset() -> None:
     variables = ("FLASH_DMATTN_BACKEND", "FLASH_DMATTN_DISABLE", "FLASH_DMATTN_FALLBACK")
-    assert in_environments(*(("print(ran())", variable, "") for variable in variables)) == ["eager"] * 3
+    assert in_environments(*(("print(ran())", variable, "") for variable in variables)) == ["sdpa"] * 3

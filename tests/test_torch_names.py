@@ -53,6 +53,12 @@ NAMES = {
     "._timeout": "of that backend",
     # Kernels.
     "torch.ops.aten._softmax_backward_data.out": "the derivative of softmax in place; F.softmax has none of out=",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default": "a call of SDPA with lse",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default": "the gradients of the one before",
+    "torch.ops.aten._flash_attention_forward.default": "FlashAttention-2 on GPUs, with lse, aligned at the last key",
+    "torch.ops.aten._flash_attention_backward.default": "the gradients of the one before",
+    "torch.ops.aten._efficient_attention_forward.default": "memory-efficient attention, with lse and a bias",
+    "torch.ops.aten._efficient_attention_backward.default": "the gradients of the one before, dbias too",
     "torch._C._cuda_getDevice": "torch.cuda.current_device without a look whether CUDA is initialised",
 }
 # Names of other libraries, or of no object at all.

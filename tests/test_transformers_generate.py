@@ -32,7 +32,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "chunks": {"prefill_chunk_size": 5},
     "beams": {"num_beams": 2},
 }
-NAMES = ("llama", "mistral", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "t5", "bart", "whisper")
+NAMES = ("llama", "mistral", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "t5", "bart", "whisper", "gemma4")
 
 PLAIN = ("deepseek_v3", "gpt2")  # of the same masks as llama
 

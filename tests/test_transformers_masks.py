@@ -278,8 +278,11 @@ def test_a_mask_passes_for_one_that_is_ready() -> None:
     assert moved.padding is not None and moved.padding.device.type == "meta" and moved.used == 4
     assert (moved.shape, moved.is_causal, moved.window) == (mask.shape, True, None)
     assert repr(mask) == "LayerMask((2, 1, 4, 8), padding, used, is_causal=True, window=None)"
+    for index in ((..., slice(4)), (0, slice(None), slice(2, None), slice(None)), (slice(None),) * 3, 0):
+        with pytest.raises(TypeError, match="no values to index"):
+            mask[index]
     with pytest.raises(TypeError, match="no values to index"):
-        mask[:, :, :, :4]
+        mask[:, :, :2, :]
     with pytest.raises(TypeError):
         mask + 1  # type: ignore[operator]
 

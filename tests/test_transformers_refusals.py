@@ -257,11 +257,11 @@ def test_check_says_what_each_module_runs_on(counted: Counted) -> None:
     result = check(model, **inputs(model, "causal", "right"))
     assert result.complete
     (call,) = result.rows[0].calls
-    assert (call.forward, call.backward) == ("eager", "eager")
+    assert (call.forward, call.backward) == ("sdpa", "sdpa")
     assert call.problem.window_size == (4, -1) or call.problem.window_size == (4, 0)
     assert all(p.grad is None for p in model.parameters())
     with torch.no_grad():
-        assert str(check(model, **inputs(model, "causal"))).endswith("(MistralAttention): eager")
+        assert str(check(model, **inputs(model, "causal"))).endswith("(MistralAttention): sdpa")
     model.set_attn_implementation("sdpa")
     result = check(model)
     assert not result.complete and result.rows[0].problem is not None

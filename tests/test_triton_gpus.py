@@ -78,7 +78,10 @@ def test_what_is_out_of_bounds_is_found() -> None:
     assert problems(entry, fits) == []
     assert "shared memory" in problems(entry, fits._replace(shared=99 * KIB + 1))[0]
     assert "stack" in problems(entry, fits._replace(stack=stack_limit(entry) + 1))[0]
-    assert "tensor cores" in problems(entry, fits._replace(text="fma"))[0]
+    for text in ("fma", "trap;", "// gemma.sync", "mma"):
+        assert "tensor cores" in problems(entry, fits._replace(text=text))[0]
+    for text in ("tcgen05.mma.cta_group::1", "wgmma.mma_async.sync", "mma.sync.aligned", "v_mfma_f32_32x32x8_bf16"):
+        assert problems(entry, fits._replace(text=f"\t{text}")) == []
     results = [
         Result(entry.label, "sm_86", "bf16", "forward", fits, ()),
         Result(entry.label, "sm_86", "bf16", "forward", fits._replace(stack=40, shared=7), ("wrong",)),

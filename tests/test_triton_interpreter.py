@@ -44,6 +44,7 @@ def test_interval_masks() -> None:
     "what, count",
     (
         ("walks", 3),
+        ("wide heads", 24),
         ("bugs", sum(1 + (case.mask is not None) for case in CALLS.values())),
         ("empty rows", 3),
         ("wide windows", 15),

@@ -71,6 +71,16 @@ FAMILIES = {
         {**GROUPED, "sliding_window": 5, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 7},
     ),
     "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**GROUPED, **HYBRID}),
+    "gemma4": Family(  # head dims of two widths; the last two layers attend to the keys of the first two
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**DECODER, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 256, "sliding_window": 5}
+        | {"global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        | {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+        since="5.5",
+        calls=4,
+    ),
     "gpt_oss": Family("GptOssForCausalLM", "GptOssConfig", {**GROUPED, **HYBRID, **EXPERTS, "num_local_experts": 4}),
     "mixtral": Family(
         "MixtralForCausalLM", "MixtralConfig", {**GROUPED, **EXPERTS, "num_local_experts": 4, "sliding_window": None}

@@ -83,6 +83,7 @@ def forward_kernel(
     PAD_D: tl.constexpr,
     PAD_DV: tl.constexpr,
     TMA: tl.constexpr,
+    ROWS_TMA: tl.constexpr,
     BIAS_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -197,7 +198,7 @@ def forward_kernel(
     else:
         q_tile = load_tile(
             q, q_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
-            BLOCK_M, BLOCK_D, False, True, True, PAD_D,
+            BLOCK_M, BLOCK_D, ROWS_TMA, True, True, PAD_D,
         )  # fmt: skip
     if NEGATIVE:
         # Exact. The scale is then >= 0, so that the largest product of a row is also its largest score.

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 KIB = 1024
 
-Standing = Literal["measured", "compiled"]
+Standing = Literal["measured", "forced", "compiled"]
 
 
 class Gpu(NamedTuple):
@@ -19,8 +19,8 @@ class Gpu(NamedTuple):
         arch: the name that `device_arch` gives.
         products: some GPUs of this architecture.
         shared: bytes of shared memory that one program may have.
-        standing: "measured" if the kernels were timed on such a GPU. "compiled" if they were only compiled for it, and
-            never run on one.
+        standing: "measured" if the kernels were tested and timed on such a GPU. "forced" if a Hopper GPU has run them,
+            with its tiles, instructions and shared memory. "compiled" if nothing has.
     """
 
     arch: str
@@ -30,13 +30,14 @@ class Gpu(NamedTuple):
 
 
 GPUS = (
-    Gpu("sm_80", "A100", 163 * KIB, "compiled"),
-    Gpu("sm_86", "A10, A40, RTX 30", 99 * KIB, "compiled"),
-    Gpu("sm_89", "L4, L40S, RTX 40", 99 * KIB, "compiled"),
+    Gpu("sm_80", "A100", 163 * KIB, "forced"),
+    Gpu("sm_86", "A10, A40, RTX 30", 99 * KIB, "forced"),
+    Gpu("sm_89", "L4, L40S, RTX 40", 99 * KIB, "forced"),
     Gpu("sm_90", "H100, H200", 227 * KIB, "measured"),
     Gpu("sm_100", "B200", 227 * KIB, "compiled"),
-    Gpu("sm_120", "RTX 50, RTX PRO Blackwell", 99 * KIB, "compiled"),
+    Gpu("sm_120", "RTX 50, RTX PRO Blackwell", 99 * KIB, "forced"),
     Gpu("gfx942", "MI300X", 64 * KIB, "compiled"),
+    Gpu("gfx950", "MI350X", 160 * KIB, "compiled"),
 )
 # Shared memory of an architecture that is not listed: the least that a listed GPU of its vendor has. A rule of the
 # backend refuses sm_75 and older.

@@ -18,6 +18,7 @@ from .plan import MOST_FEW_KEYS, Call, takes_tf32
 from .plan_backward import plan_backward
 from .plan_forward import plan_forward
 from .plan_short import plan_short_backward, plan_short_forward
+from .preferred_tiles import on_change
 from .short_calls import ShortCall
 
 
@@ -193,6 +194,7 @@ def _out_in_fp32(
 # Plans of calls with and without sequences, keyed by everything that decides a launch. A plan must not keep references
 # to the tensors of the call that it was made for.
 plans: Remembered[Callable[..., Any]] = Remembered(4096)
+on_change.append(plans.clear)
 
 
 def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

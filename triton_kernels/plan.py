@@ -126,12 +126,18 @@ class Call:
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
 
     @property
+    def has_wide_heads(self) -> bool:
+        """Return whether a padded head dim is 512, whose tiles take most of the registers and of the shared memory."""
+        return max(self.block_d, self.block_dv) > 256
+
+    @property
     def has_few_rows(self) -> bool:
         """Return whether all queries of a head fit in one tile of the least size, so that reading k and v is the bound.
 
-        False for masks of kept keys with more than two heads for each SM: larger tiles gather such keys faster.
+        False for padded head dims of 256. False for masks of kept keys with more than two heads for each SM: larger
+        tiles gather such keys faster.
         """
-        if self.shape.seqlen_q > MOST_FEW_ROWS or max(self.block_d, self.block_dv) > 128:
+        if self.shape.seqlen_q > MOST_FEW_ROWS or (max(self.block_d, self.block_dv) > 128 and not self.has_wide_heads):
             return False
         return self.mask_kind != KEYS.value or self._heads <= 2 * self.num_sms
 
@@ -214,6 +220,7 @@ class Call:
             "PAD_D": self.pads[0],
             "PAD_DV": self.pads[1],
             "TMA": False,
+            "ROWS_TMA": False,
             "BIAS_TMA": False,
             "PRECISION": self.precision,
             "FEW_KEYS": self.has_few_keys,

@@ -28,8 +28,8 @@ from .tile_table import Tile
 MAX_PARTS_BYTES = 64 * 2**20
 # Rows of a program of the delta kernel; and of one that only converts lse to base 2.
 _DELTA_BLOCK, _FEW_KEYS_BLOCK = 32, 1024
-# Keys of a program that adds parts.
-_GATHER_BLOCK = 32
+# Keys of a program that adds parts, and with head dims above 256.
+_GATHER_BLOCK, _GATHER_BLOCK_WIDE = 32, 16
 
 
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
@@ -132,7 +132,18 @@ def plan_keys(
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head:
     run(read, mask, sink, dropout)."""
-    shape, bias, num_heads_k, tile = call.shape, call.bias, call.num_heads_k, call.tile("keys")
+    makes_ds = need_k or dbias_kind != NO_DBIAS.value
+    if call.has_wide_heads and makes_ds and need_v:
+        of_keys = plan_keys(call, dout, need_k, False, dbias_kind)
+        of_values = plan_keys(call, dout, False, True, NO_DBIAS.value)
+
+        def run_both(*given: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            dk, _, dbias = of_keys(*given)
+            return dk, of_values(*given)[1], dbias
+
+        return run_both
+    tile = call.tile(keys_row(call, makes_ds))
+    shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat = call.flags.bias_repeat
     has_key_mask = call.mask_kind == KEYS.value
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
@@ -182,18 +193,19 @@ def plan_keys(
         EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
         ONE_PASS=False,
     )
+    gather_block = _GATHER_BLOCK_WIDE if call.has_wide_heads else _GATHER_BLOCK
     rest = by_name(
         backward_gather_kernel,
         call.values(),
         owners=owners,
         grid_tiles=grid_tiles,
-        BLOCK=_GATHER_BLOCK,
+        BLOCK=gather_block,
         BLOCK_N=tile.block_n,
         NEED_K=need_k,
         NEED_V=need_v,
         NEED_BIAS=per_key,
     )
-    programs = triton.cdiv(shape.seqlen_k, _GATHER_BLOCK) * shape.batch * num_heads_k
+    programs = triton.cdiv(shape.seqlen_k, gather_block) * shape.batch * num_heads_k
     gather = Launch(backward_gather_kernel, programs, rest)
     # Keys that a key mask drops have zero gradients. Without parts no kernel writes these, and no kernel ever writes
     # their columns of a dbias of scores, so both begin as zeros.
@@ -225,6 +237,11 @@ def plan_keys(
     return run
 
 
+def keys_row(call: Call, makes_ds: bool) -> str:
+    """Return the row of the tile table for the kernel of dk and dv; `makes_ds` is False if it makes dv alone."""
+    return "keys" if makes_ds or not call.has_wide_heads else "values"
+
+
 def _rows_fit_tma(dbias: Tensor) -> bool:
     # The gradient is contiguous, so only the length of its rows matters.
     return dbias.shape[3] * dbias.element_size() % 16 == 0
@@ -240,6 +257,10 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
     """Plan dq, with ds computed again, with or without sequences: run(read, mask, sink, bounds, dropout, dq)."""
     tile = call.tile("queries")
     tma, bias_tma, descriptors = call.key_descriptors(tile)
+    rows_tma = tma and call.has_wide_heads and call.tma(call.q, dout)
+    if rows_tma:
+        descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
+        descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))
     tiles, search = call.tiles_of_queries(tile.block_m)
     launch = call.launch(
         backward_queries_kernel,
@@ -249,6 +270,7 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
         **row_strides(dout=dout),
         bias_strides=call.bias_strides(bias_tma),
         TMA=tma,
+        ROWS_TMA=rows_tma,
         BIAS_TMA=bias_tma,
         WIDE=call.wide(call.k, call.v),
         EDGES=call.edges(call.shape.seqlen_k % tile.block_n),

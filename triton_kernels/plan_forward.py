@@ -30,6 +30,9 @@ def plan_forward(call: Call) -> Callable[..., None]:
     shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
     tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile)
+    rows_tma = tma and call.has_wide_heads and call.tma(call.q)
+    if rows_tma:
+        descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
     blocks = triton.cdiv(shape.seqlen_k, tile.block_n)
     splits = num_kv_splits(programs, blocks, call.num_sms)
@@ -44,6 +47,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
         **forward_values(call, tile, splits),
         bias_strides=call.bias_strides(bias_tma),
         TMA=tma,
+        ROWS_TMA=rows_tma,
         BIAS_TMA=bias_tma,
         EDGES=edges,
         PAGE=0,

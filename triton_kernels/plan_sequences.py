@@ -17,11 +17,9 @@ from .fill_gaps import fill_gaps_kernel
 from .forward import forward_kernel
 from .kernel_launch import Launch, by_name
 from .plan import MOST_FEW_KEYS, Call, read_of, row_strides
-from .plan_backward import plan_bias, plan_delta, plan_queries
+from .plan_backward import keys_row, plan_bias, plan_delta, plan_queries
 from .plan_forward import empty_parts, forward_values, plan_combine
 from .tile_ops import (
-    BAND,
-    NO_BIAS,
     PACKED,
     PADDED,
     PAGED,
@@ -31,7 +29,7 @@ from .tile_ops import (
     MaskStrides,
     SequenceLayout,
 )
-from .tile_table import Tile, tile_of
+from .tile_table import Tile, tile_of_short_sequences
 
 _LAYOUTS = {
     "packed": PACKED.value,
@@ -41,13 +39,15 @@ _LAYOUTS = {
 }
 # Sequences of at most so many queries and keys, on average, take the tiles for small GPUs; larger ones would be empty.
 SHORT = 64
-_PLAIN = {"mask": BAND.value, "bias": NO_BIAS.value, "bias_tma": False}
 # In 16 bits, a sequence whose queries times the heads of a group are at most so many rows is one tile. The tuples are
 # keys per step, warps and stages. _FEW_ROWS and _FEW_ROWS_PAGED serve head dims up to 128 on sm_90; _FEW_ROWS_SMALL
 # fits the shared memory of other GPUs, and wider heads.
 MOST_GROUP_ROWS = 64
 # With pages more stages: Triton prefetches the page table before the tiles, which leaves (stages - 1) / 2 to them.
 _FEW_ROWS, _FEW_ROWS_PAGED, _FEW_ROWS_SMALL = (64, 4, 3), (64, 4, 5), (32, 4, 2)
+# The same with head dims above 256, where two warpgroups hold the sums of at most MOST_GROUP_ROWS_WIDE rows.
+MOST_GROUP_ROWS_WIDE = 32
+_FEW_ROWS_WIDE, _FEW_ROWS_WIDE_GFX = (32, 8, 2), (32, 4, 1)
 # The tile with which the kernel of dk and dv also makes dq, for sequences whose keys fit in one tile, in 16 bits up to
 # head dim 128. Times on an H100:
 #
@@ -145,8 +145,8 @@ class SequenceCall(Call):
         """Return the row of the tile table for a kernel; short sequences take smaller tiles."""
         if kernel == "keys" and self.layout.one_pass_keys >= 0:
             return _ONE_PASS
-        if self.is_short and self.q.dtype != torch.float32:
-            return tile_of(kernel, self.q.dtype, max(self.block_d, self.block_dv), "sm_80", **_PLAIN)
+        if self.is_short and self.q.dtype != torch.float32 and not self.has_wide_heads:
+            return tile_of_short_sequences(max(self.block_d, self.block_dv))
         return super().tile(kernel)
 
     @property
@@ -211,7 +211,8 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
     most_rows = shape.seqlen_q * shape.group
-    is_few = most_rows <= MOST_GROUP_ROWS and call.q.dtype != torch.float32
+    most_few = MOST_GROUP_ROWS_WIDE if call.has_wide_heads else MOST_GROUP_ROWS
+    is_few = most_rows <= most_few and call.q.dtype != torch.float32
     # The heads of a group cannot share a tile if each has its own lists of tiles.
     is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
     # Not packed sequences: the bound on lengths that the caller states would change the order of their sums. Not
@@ -220,6 +221,8 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
         has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
         step = _FEW_ROWS_SMALL
+        if call.has_wide_heads:
+            step = _FEW_ROWS_WIDE_GFX if call.arch.startswith("gfx") else _FEW_ROWS_WIDE
         if has_room:
             step = _FEW_ROWS_PAGED if flags.layout.startswith("paged") else _FEW_ROWS
         tile = Tile(max(16, triton.next_power_of_2(most_rows)), *step)
@@ -363,7 +366,17 @@ def _plan_keys(
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head; with `one_pass` also
     dq: run(operands, mask, bounds, dropout, dq)."""
-    tile, flags = call.tile("keys"), call.flags
+    flags, makes_ds = call.flags, need_k or dbias_kind != NO_DBIAS.value
+    if call.has_wide_heads and makes_ds and need_v:
+        of_keys = _plan_keys(call, dout, need_k, False, dbias_kind, owners, one_pass)
+        of_values = _plan_keys(call, dout, False, True, NO_DBIAS.value, owners, one_pass)
+
+        def run_both(*given: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            dk, _, dbias = of_keys(*given)
+            return dk, of_values(*given)[1], dbias
+
+        return run_both
+    tile = call.tile(keys_row(call, makes_ds))
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
     tiles, search = call.tiles_of_keys(tile.block_n)
     launch = call.launch(

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from .gpus import KIB, shared_bytes
-from .tile_ops import BAND, KEYS, TILE_BIAS, TILES
+from .preferred_tiles import preferred
+from .tile_ops import BAND, KEYS, NO_BIAS, TILE_BIAS, TILES
 
 
 class Tile(NamedTuple):
@@ -156,9 +157,175 @@ _FP32_SM = {
 }
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
-# Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942; not tuned.
+# Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942; not tuned. It serves
+# GPUs of AMD, short sequences, and kept keys beside a bias of one value per score, whose pointers need registers.
 _SMALL = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)}
+# NVIDIA GPUs but sm_90 and sm_100, chosen by what the compiler makes of them and not timed. Without a bias only "keys"
+# at 64 spills. They load less for each product than the tiles of `_SMALL`, and all fit in 99 KB.
+_SM80 = {
+    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+    "keys": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
+    "queries": {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
+    "product": _SMALL,
+    "bias": _SMALL,
+}
+# The same for sm_100, whose tensor cores (tcgen05) want blocks of at least 64 rows and 64 keys. "keys" at 256 would
+# spill 230 bytes with such a block, and takes the instructions of sm_80.
+_SM100 = {
+    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
+    "keys": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(32, 32, 8, 1)},
+    "queries": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
+    "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
+    "bias": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
+}
+# Tiles that `calibrate --tiles` times beside the one of the table: the rest of what the compiler makes good code of.
+# Where one does not fit a GPU it is left out there.
+_OTHERS_SM80 = {
+    "forward": {
+        64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        128: (Tile(64, 32, 4, 2), Tile(128, 64, 8, 2)),
+        256: (Tile(32, 32, 4, 1), Tile(64, 64, 8, 1)),
+    },
+    "keys": {
+        64: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2)),
+        128: (Tile(64, 32, 4, 2), Tile(128, 64, 8, 2)),
+        256: (Tile(32, 32, 4, 1), Tile(64, 32, 8, 1)),
+    },
+    "queries": {
+        64: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        128: (Tile(64, 32, 4, 2), Tile(128, 64, 8, 2)),
+        256: (Tile(32, 32, 4, 1), Tile(64, 32, 8, 1)),
+    },
+    "product": {64: (Tile(128, 64, 8, 2),), 128: (Tile(128, 64, 8, 2),), 256: (Tile(64, 32, 8, 1),)},
+    "bias": {64: (Tile(64, 32, 4, 2),), 128: (Tile(64, 64, 8, 2),), 256: (Tile(32, 32, 8, 1),)},
+}
+_OTHERS_SM90 = {
+    "forward": {
+        64: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
+        128: (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
+        256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    },
+    "keys": {
+        64: (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)),
+        128: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
+        256: (Tile(32, 64, 4, 2), Tile(32, 32, 8, 1)),
+    },
+    "queries": {
+        64: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+        128: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        256: (Tile(64, 64, 4, 2), Tile(64, 32, 8, 1)),
+    },
+    "product": {64: (Tile(64, 64, 4, 3),), 128: (Tile(128, 128, 8, 3),), 256: (Tile(128, 64, 8, 2),)},
+    "bias": {64: (Tile(128, 64, 8, 2),), 128: (Tile(64, 64, 8, 2),), 256: (Tile(64, 32, 4, 1),)},
+}
+_OTHERS_SM100 = {
+    "forward": {
+        64: (Tile(128, 128, 8, 2), Tile(64, 128, 8, 2)),
+        128: (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+        256: (Tile(128, 64, 8, 1), Tile(32, 32, 4, 1)),
+    },
+    "keys": {
+        64: (Tile(64, 128, 8, 2),),
+        128: (Tile(64, 32, 4, 2),),
+        256: (Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
+    },
+    "queries": {
+        64: (Tile(128, 128, 8, 2), Tile(64, 128, 8, 2)),
+        128: (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+        256: (Tile(128, 64, 8, 1), Tile(32, 32, 4, 1)),
+    },
+    "product": {64: (Tile(128, 128, 8, 2),), 128: (Tile(128, 64, 8, 2),), 256: (Tile(128, 64, 8, 1),)},
+    "bias": {64: (Tile(64, 128, 8, 2),), 128: (Tile(64, 32, 4, 2),), 256: (Tile(32, 32, 4, 1),)},
+}
 
+
+# Head dims from 257 to 512, chosen by what the compiler makes of them (docs/notes/triton.md) and not timed. The sums of
+# dk and dv together would fill the registers, so "keys" makes dk, and dbias, and "values" is a second launch of the
+# same kernel that makes dv.
+_SM90_WIDE = {
+    "forward": {
+        512: Tile(64, 32, 8, 2),
+    },
+    "keys": {
+        512: Tile(32, 64, 8, 1),
+    },
+    "values": {
+        512: Tile(32, 64, 8, 2),
+    },
+    "queries": {
+        512: Tile(64, 32, 8, 1),
+    },
+    "product": {
+        512: Tile(64, 64, 8, 2),
+    },
+    "bias": {
+        512: Tile(64, 32, 8, 1),
+    },
+}
+_SM80_WIDE = {
+    "forward": {
+        512: Tile(64, 32, 8, 2),
+    },
+    "keys": {
+        512: Tile(32, 32, 8, 1),
+    },
+    "values": {
+        512: Tile(32, 64, 8, 1),
+    },
+    "queries": {
+        512: Tile(32, 32, 8, 1),
+    },
+    "product": {
+        512: Tile(64, 32, 8, 2),
+    },
+    "bias": {
+        512: Tile(32, 64, 8, 1),
+    },
+}
+_SMALL_WIDE = {
+    "forward": {
+        512: Tile(32, 32, 4, 1),
+    },
+    "keys": {
+        512: Tile(16, 32, 8, 1),
+    },
+    "values": {
+        512: Tile(32, 32, 8, 1),
+    },
+    "queries": {
+        512: Tile(16, 32, 8, 1),
+    },
+    "product": {
+        512: Tile(64, 32, 8, 1),
+    },
+    "bias": {
+        512: Tile(16, 32, 8, 1),
+    },
+}
+_GFX_WIDE = {
+    "forward": {
+        512: Tile(32, 32, 4, 1),
+    },
+    "keys": {
+        512: Tile(16, 32, 4, 1),
+    },
+    "values": {
+        512: Tile(16, 32, 4, 1),
+    },
+    "queries": {
+        512: Tile(16, 32, 4, 1),
+    },
+    "product": {
+        512: Tile(32, 32, 4, 1),
+    },
+    "bias": {
+        512: Tile(16, 32, 4, 1),
+    },
+}
+# The forward kernel for at most MOST_FEW_ROWS queries of a head; two programs fit on an SM.
+_SM_WIDE_FEW_ROWS = {512: Tile(MOST_FEW_ROWS, 32, 8, 2)}
+# Only the forward kernel fits. A rule of the backend refuses the backward pass.
+_FP32_WIDE = {512: Tile(16, 32, 4, 1)}
 
 # The most shared memory of a tile that serves every NVIDIA GPU.
 ROOM_OF_SMALL = 99 * KIB
@@ -177,6 +344,18 @@ def _fp32_table(kernel: str, block_d: int, arch: str) -> dict[int, Tile]:
     return _FP32_LARGE[kernel] if large else _FP32_SM.get(kernel, _FP32)
 
 
+def _wide_table(kernel: str, dtype: torch.dtype, arch: str, has_few_rows: bool) -> dict[int, Tile]:
+    if dtype == torch.float32:
+        return _FP32_WIDE
+    if arch.startswith("gfx"):
+        return _GFX_WIDE[kernel]
+    if has_few_rows and kernel == "forward":
+        return _SM_WIDE_FEW_ROWS
+    if arch == "sm_90":
+        return _SM90_WIDE[kernel]
+    return (_SM80_WIDE if shared_bytes(arch) > ROOM_OF_SMALL else _SMALL_WIDE)[kernel]
+
+
 def tf32_fits(kernel: str, block_d: int, arch: str) -> bool:
     """Return whether TF32 products of an fp32 kernel fit in shared memory: "keys" at 256 takes 114 KB, 98 without."""
     return kernel != "keys" or block_d <= 128 or shared_bytes(arch) > ROOM_OF_SMALL
@@ -193,17 +372,36 @@ def tile_of(
     bias_tma: bool,
     few_rows: Literal["narrow", "wide"] | None = None,
 ) -> Tile:
-    """Return the tile of a kernel: "forward", "keys", "queries", "product" or "bias".
+    """Return the tile of a kernel: of a profile, else of the table.
+
+    Its name is "forward", "keys", "queries", "product" or "bias"; with wide heads also "values".
 
     Args:
         block_d: the larger of the padded head dims.
         bias_tma: whether TMA loads a bias of one value per score.
-        few_rows: the kind of key blocks for heads with at most MOST_FEW_ROWS queries and head dims up to 128.
+        few_rows: the kind of key blocks for heads with at most MOST_FEW_ROWS queries; above 256 there is one kind.
     """
+    own = _tile_of_table(kernel, dtype, block_d, arch, mask, bias, bias_tma, few_rows)
+    if dtype == torch.float32 or mask != BAND.value or bias not in (NO_BIAS.value, TILE_BIAS.value) or few_rows:
+        return own
+    has_bias = bias == TILE_BIAS.value
+    if has_bias and arch == "sm_90" and not bias_tma:
+        return own  # what was timed there has such a bias loaded by TMA, which leaves more registers than pointers do
+    sizes = preferred(kernel, block_d, arch, has_bias)
+    return own if sizes in (None, own[:4]) else Tile(*sizes)
+
+
+def _tile_of_table(
+    kernel: str, dtype: torch.dtype, block_d: int, arch: str, mask: int, bias: int, bias_tma: bool, few_rows: str | None
+) -> Tile:
+    if block_d > 256:
+        return _row(_wide_table(kernel, dtype, arch, few_rows is not None), block_d)
     if dtype == torch.float32:
         return _row(_fp32_table(kernel, block_d, arch), block_d)
-    if arch != "sm_90":
+    if not arch.startswith("sm_"):
         return _row(_SMALL, block_d)
+    if arch != "sm_90":
+        return _row((_SM100 if arch == "sm_100" else _SM80)[kernel], block_d)
     if few_rows is not None and kernel == "forward":
         if mask in (KEYS.value, TILES.value):
             return _row(_SM90_FEW_ROWS_LISTS, block_d)
@@ -216,3 +414,21 @@ def tile_of(
     if bias == TILE_BIAS.value or kernel in ("product", "bias"):
         return _row(_SM90_BIAS[kernel], block_d)
     return _row((_SM90 if mask == BAND.value else _SM90_TILES)[kernel], block_d)
+
+
+def tile_of_short_sequences(block_d: int) -> Tile:
+    """Return the tile of every kernel for sequences that are short on average, in 16 bits."""
+    return _row(_SMALL, block_d)
+
+
+def candidates(kernel: str, block_d: int, arch: str, has_bias: bool) -> tuple[Tile, ...]:
+    """Return the tiles that may be best for a kernel whose mask is a band, in 16 bits; the first is the table's.
+
+    Args:
+        kernel, block_d, arch: as of `tile_of`.
+        has_bias: whether there is a bias of one value per score.
+    """
+    bias = TILE_BIAS.value if has_bias else NO_BIAS.value
+    own = _tile_of_table(kernel, torch.bfloat16, block_d, arch, BAND.value, bias, arch == "sm_90", None)
+    others = {"sm_90": _OTHERS_SM90, "sm_100": _OTHERS_SM100}.get(arch, _OTHERS_SM80)
+    return (own, *(tile for tile in others[kernel][block_d] if tile != own))

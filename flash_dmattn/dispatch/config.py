@@ -20,7 +20,7 @@ Fallback = Literal["warn", "silent", "error"]
 Rules = Literal["built-in", "profile"]
 
 # In the order in which "auto" prefers them.
-BUILT_IN = ("cuda", "triton", "flex", "eager", "reference")
+BUILT_IN = ("cuda", "triton", "flex", "sdpa", "eager", "reference")
 _FALLBACKS = ("warn", "silent", "error")
 _RULES = ("built-in", "profile")
 

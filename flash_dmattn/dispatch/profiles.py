@@ -1,7 +1,7 @@
-"""Profiles: what `python -m flash_dmattn calibrate` measured on a GPU, and what auto makes of it.
+"""Profiles: what `python -m flash_dmattn calibrate` measured on a GPU or a CPU, and what auto makes of it.
 
 A profile is a file in the user's folder of caches. It counts if nobody else can have written it, and if it was made on
-this GPU with these versions; it is read once.
+this device with these versions; it is read once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import platform
 import re
 import stat
 from functools import cache
@@ -18,23 +19,29 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .._version import __version__
+from ..backends.sdpa.backend import runs_flash
 from ..problem import AttentionProblem, BiasClass, device_arch, sm_number
+from ..triton_kernels import preferred_tiles
+from ..triton_kernels.preferred_tiles import Sizes
 from .config import process
 from .registry import choices_changed
 
 COMMAND = "python -m flash_dmattn calibrate"
-FORMAT = 1  # raised when the fields or the classes of calls change their meaning
+FORMAT = 2  # raised when the fields or the classes of calls change their meaning
 _MAX_BYTES = 1 << 20
 LEAST_ARCH = 80  # of the Triton kernels
 
 NUM_HEADS, _HEAD_DIM = 16, 64
 _DECODED = 16  # queries: a call without gradients of so many or fewer is decoding
 _LONG = 1024  # keys: from here on a call is long
-_TIMED_DTYPES = (torch.bfloat16, torch.float16)
+_TIMED_DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": (torch.float32,)}
 
 
 class Row(NamedTuple):
-    """One class of calls: the call that stands for it, in bf16, with gradients unless `grad` is False."""
+    """One class of calls: the call that stands for it, with gradients unless `grad` is False.
+
+    It is timed in bf16 on GPUs, in fp32 and at a fourth of its lengths on CPUs.
+    """
 
     name: str
     seqlen_q: int
@@ -84,9 +91,9 @@ def rows_of(p: AttentionProblem) -> tuple[str, ...]:
     Each part of a call has a row: its mask, its bias, grouped heads, and head dims above 64. So does its length, where
     that is short or decoding, and where no part has one. The nearest length counts: up to 16 queries without gradients
     are "decode", else fewer than 1024 keys "short", and all others "long". Causality, windows, softcap and determinism
-    change no row. fp16 counts as bf16; fp32 and fp64 were not timed.
+    change no row. On GPUs fp16 counts as bf16; fp32 and fp64 were not timed. On CPUs only fp32 was.
     """
-    if p.dtype not in _TIMED_DTYPES:
+    if p.dtype not in _TIMED_DTYPES.get(p.device, ()):
         return ()
     parts: list[str] = []
     if p.mask is not None:
@@ -125,9 +132,9 @@ class Figures(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """The figures of one GPU, with the versions that decide what they are worth."""
+    """The figures of one device, with the versions that decide what they are worth."""
 
-    gpu: str  # by its vendor's name
+    gpu: str  # by its vendor's name, also where it is a CPU
     arch: str  # as `device_arch` has it
     library: str
     torch: str
@@ -136,6 +143,7 @@ class Profile(NamedTuple):
     made: str
     wrong: dict[str, str]  # by backend, the check against the formula that it failed; none for one that passed all
     rows: dict[str, dict[str, Figures]]  # by class of calls, the figures of each backend
+    tiles: dict[str, Sizes] = {}  # the fastest tile of each class of tiles
 
 
 def dump(profile: Profile) -> str:
@@ -171,6 +179,7 @@ def parse(text: str) -> Profile:
         **words,
         wrong={backend: _typed(wrong, backend, str) for backend in wrong},
         rows={row: {name: _figures(x, f"{row!r}, {name}") for name, x in rows[row].items()} for row in rows},
+        tiles={name: _sizes(x, name) for name, x in _typed({"tiles": {}, **fields}, "tiles", dict).items()},
     )
 
 
@@ -190,6 +199,12 @@ def _figures(fields: object, where: str) -> Figures:
         if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 < time < 1e9:
             raise ProfileError(f"is damaged: {where} took {time!r} ms; it needs to be a positive number")
     return Figures(*times)
+
+
+def _sizes(sizes: object, name: str) -> Sizes:
+    if not isinstance(sizes, list) or len(sizes) != 4 or any(type(size) is not int for size in sizes):
+        raise ProfileError(f"is damaged: tile {name!r} is {sizes!r}; it needs to be four integers")
+    return sizes[0], sizes[1], sizes[2], sizes[3]
 
 
 def read(path: Path) -> Profile:
@@ -229,15 +244,15 @@ def _check_file(status: os.stat_result) -> None:
         raise ProfileError(f"is damaged: it has {status.st_size} bytes, more than {_MAX_BYTES}")
 
 
-def write(profile: Profile, path: Path) -> None:
-    """Write a profile, readable and writable by its user alone; a reader sees the old file or the full new one.
+def write(profile: Profile, path: Path, mode: int = 0o600) -> None:
+    """Write a profile, by default for its user alone; a reader sees the old file or the full new one.
 
     Raises:
         OSError: the folder cannot be made or written.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(dump(profile))
@@ -257,11 +272,14 @@ class Search(NamedTuple):
 
 @cache
 def find(arch: str) -> Search:
-    """Return the profile of this machine's GPU of an architecture, read at the first question; never raises."""
+    """Return the profile of this machine's GPU of an architecture, or of its CPU; never raises.
+
+    The file is read at the first question.
+    """
     if process.profile == "off":
         return Search("", None, "FLASH_DMATTN_PROFILE=off")
     if not is_profiled(arch):
-        return Search("", None, f"profiles are of NVIDIA GPUs from sm_{LEAST_ARCH} on, and this is {arch}")
+        return Search("", None, f"profiles are of CPUs and of NVIDIA GPUs from sm_{LEAST_ARCH} on, and this is {arch}")
     try:
         # Before torch is asked for GPUs, which takes memory on them.
         if process.profile == "" and not any(folder().glob("*.json")):
@@ -277,7 +295,7 @@ def find(arch: str) -> Search:
         profile = read(path)
     except ProfileError as error:
         return Search(str(path), None, f"{path} {error}")
-    titles = {"gpu": "the GPU", "arch": "the architecture", "library": "flash_dmattn"}
+    titles = {"gpu": "the CPU" if arch == "cpu" else "the GPU", "arch": "the architecture", "library": "flash_dmattn"}
     for name, here in {"gpu": names[0], "arch": arch, **versions()}.items():
         was = getattr(profile, name)
         if was != here:
@@ -287,14 +305,47 @@ def find(arch: str) -> Search:
 
 
 def forget() -> None:
-    """Read profiles again when they are next asked for, and choose the backends of every call anew."""
+    """Read profiles again when they are next asked for, and choose the backends and tiles of every call anew."""
     find.cache_clear()
+    preferred_tiles.prefer(tiles_in_force)
     choices_changed()
 
 
+def tiles_in_force(arch: str) -> dict[str, Sizes]:
+    """Return the tiles that the profile of this machine's GPU of an architecture has for the kernels of triton.
+
+    On Hopper the tile table holds what was measured; FLASH_DMATTN_RULES=profile lets a profile decide there, too.
+    """
+    if sm_number(arch) is None or (arch == "sm_90" and process.rules != "profile"):
+        return {}
+    profile = find(arch).profile
+    return {} if profile is None else profile.tiles
+
+
+preferred_tiles.prefer(tiles_in_force)
+
+
+# A path in the message of an exception may name a user or a machine.
+_PATH = re.compile(r"""(?:[A-Za-z]:)?[^\s'"(:,]*[/\\][^\s'"):,]*""")
+
+
+def shared(profile: Profile) -> Profile:
+    """Return a profile without what may name its user or machine: the paths in what backends raised."""
+
+    def without_paths(text: str) -> str:
+        return _PATH.sub("(a path)", text)
+
+    rows = {
+        row: {name: x._replace(error=without_paths(x.error)) for name, x in figures.items()}
+        for row, figures in profile.rows.items()
+    }
+    wrong = {backend: without_paths(why) for backend, why in profile.wrong.items()}
+    return profile._replace(rows=rows, wrong=wrong)
+
+
 def is_profiled(arch: str) -> bool:
-    """Tell whether profiles are made for GPUs of an architecture: the Triton kernels run there."""
-    return (sm_number(arch) or 0) >= LEAST_ARCH
+    """Tell whether profiles are made for an architecture: CPUs, and GPUs on which the Triton kernels run."""
+    return arch == "cpu" or (sm_number(arch) or 0) >= LEAST_ARCH
 
 
 def folder() -> Path:
@@ -327,70 +378,149 @@ def _gpus() -> list[tuple[str, int]]:
 
 
 def gpu_names(arch: str) -> list[str]:
-    """Return the models of this machine's GPUs of an architecture."""
+    """Return the models of this machine's GPUs of an architecture; for "cpu" the model of its CPU."""
+    if arch == "cpu":
+        return [cpu_name()]
     return sorted({torch.cuda.get_device_name(index) for own, index in _gpus() if own == arch})
 
 
+def cpu_name() -> str:
+    """Name the model of this machine's CPU."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:  # only Linux has this file
+        pass
+    return platform.processor() or platform.machine()
+
+
 def arches_here() -> list[str]:
-    """Return the architectures of this machine's GPUs that a profile can be of."""
-    return sorted({arch for arch, _ in _gpus() if is_profiled(arch)})
+    """Return "cpu", and the architectures of this machine's GPUs that a profile can be of."""
+    return ["cpu", *sorted({arch for arch, _ in _gpus() if is_profiled(arch)})]
 
 
-MEASURED = ("triton", "flex", "eager")  # the backends that `calibrate` times
+# The backends that `calibrate` times on GPUs, and on CPUs.
+MEASURED = ("triton", "flex", "sdpa", "eager")
+MEASURED_ON_CPU = ("sdpa", "eager")
+
+Passes = tuple[Literal["forward", "backward"], ...]
+_BOTH: Passes = ("forward", "backward")
+
+
+def measured_on(arch: str) -> tuple[str, ...]:
+    """Name the backends that `calibrate` times on an architecture."""
+    return MEASURED_ON_CPU if arch == "cpu" else MEASURED
 
 
 class Judgement(NamedTuple):
-    """Verdict of a profile on a class of calls."""
+    """Verdict of a profile on a class of calls.
 
-    takes_triton: bool  # it was right, and faster than eager at least
-    before_flex: bool  # it was also faster than flex, or flex failed
-    flex_failed: str  # why flex is passed over; "" where it is not
-    why: str  # the figures
+    Attributes:
+        order: triton, flex and sdpa, in the order in which auto asks them.
+        refused: (backend, why, passes) of each that auto passes over in these passes.
+        why: the figures.
+    """
+
+    order: tuple[str, ...]
+    refused: tuple[tuple[str, str, Passes], ...]
+    why: str
+
+
+def usual_order(problem: AttentionProblem) -> tuple[str, ...]:
+    """Return the order of triton, flex and sdpa on GPUs but Hopper, where no figures decide.
+
+    It comes from what is published of these kernels there, and from our figures on Hopper.
+    """
+    return _order(runs_flash(problem), problem.needs_grad.bias, problem.sequences is not None)
+
+
+def _order(is_plain: bool, has_dbias: bool, has_sequences: bool) -> tuple[str, ...]:
+    # sdpa compiles nothing, triton has fast kernels for dbias, and flex copies sequences into rows of its own.
+    if is_plain:
+        return "sdpa", "flex", "triton"
+    return ("triton", "flex", "sdpa") if has_dbias or has_sequences else ("flex", "triton", "sdpa")
 
 
 def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judgement | None:
     """Return the judgement of a profile on a call that belongs to these rows; None where it lacks a figure for that.
 
-    Triton has to win in every row of the call. A backend that failed is beaten.
+    A backend goes before another one that is usually asked earlier where it wins in every row of the call. One that
+    failed is beaten. On CPUs each pass is judged alone, on GPUs the sum of the passes that a call runs.
     """
-    if not rows or not all(set(MEASURED) <= profile.rows.get(row, {}).keys() for row in rows):
+    names = measured_on(profile.arch)
+    if not rows or not all(set(names) <= profile.rows.get(row, {}).keys() for row in rows):
         return None
-    faster = {"flex": True, "eager": True}
-    failed = {name: profile.wrong.get(name, "") for name in MEASURED}
+    times: dict[str, list[float | None]] = {name: [] for name in names}
+    failed = {name: profile.wrong.get(name, "") for name in names}
     parts = []
     for row in rows:
         figures = profile.rows[row]
-        times = {name: figures[name].total(with_gradients) for name in MEASURED}
-        for name in MEASURED:
+        for name in names:
+            time = figures[name].total(with_gradients)
             if figures[name].error:
                 failed[name] = failed[name] or f"{figures[name].error} ({row})"
-            elif times[name] is None:
+            elif time is None:
                 return None
-        ours = times["triton"]
-        for other in faster:
-            theirs = times[other]
-            if theirs is not None and not profile.wrong.get(other):
-                faster[other] = faster[other] and ours is not None and ours < theirs
-        words = [f"{name} {time:.3g} ms" if time is not None else f"{name} failed" for name, time in times.items()]
-        parts.append(f"{row}: {', '.join(words)}")
+            times[name].append(None if profile.wrong.get(name) else time)
+        words = [(name, figures[name].total(with_gradients)) for name in names]
+        said = [f"{name} failed" if time is None else f"{name} {time:.3g} ms" for name, time in words]
+        parts.append(f"{row}: {', '.join(said)}")
     why = "; ".join(parts) + ("; forward and backward" if with_gradients else "; forward")
-    if failed["triton"]:
-        return Judgement(False, False, failed["flex"], f"triton is not right there: {failed['triton']}; {why}")
-    return Judgement(faster["eager"], faster["flex"], failed["flex"], why)
+
+    def beats(name: str, other: str) -> bool:
+        pairs = zip(times[name], times[other], strict=True)
+        return not failed[name] and all(theirs is None or (own is not None and own < theirs) for own, theirs in pairs)
+
+    if profile.arch == "cpu":
+        return Judgement((), _slower_passes(profile, rows, failed["sdpa"], why), why)
+    has_dbias = any(row.endswith("dbias") for row in rows)
+    order: list[str] = []
+    for name in _order(not any("mask" in row or "bias" in row for row in rows), has_dbias, False):
+        place = len(order)
+        while place and beats(name, order[place - 1]):
+            place -= 1
+        order.insert(place, name)
+    refused: list[tuple[str, str, Passes]] = []
+    for name in ("triton", "sdpa"):
+        if failed[name]:
+            refused.append((name, f"measured on this GPU: {name} is not right there: {failed[name]}; {why}", _BOTH))
+        elif not beats(name, "eager"):
+            refused.append((name, f"measured on this GPU: {why}", _BOTH))
+    if failed["flex"]:
+        refused.append(("flex", f"on this GPU it failed: {failed['flex']}", _BOTH))
+    return Judgement(tuple(order), tuple(refused), why)
+
+
+def _slower_passes(
+    profile: Profile, rows: tuple[str, ...], failed: str, why: str
+) -> tuple[tuple[str, str, Passes], ...]:
+    """Return the refusal of sdpa for the passes of a call on a CPU in which eager is as fast in some row."""
+    if failed:
+        return (("sdpa", f"measured on this CPU: it is not right there: {failed}; {why}", _BOTH),)
+    pairs = [(profile.rows[row]["sdpa"], profile.rows[row]["eager"]) for row in rows]
+
+    def is_faster(own: float | None, other: float | None) -> bool:
+        return own is None or other is None or own < other
+
+    forward = all(is_faster(own.forward, eager.forward) for own, eager in pairs)
+    backward = all(is_faster(own.backward, eager.backward) for own, eager in pairs)
+    slower: Passes = (*(() if forward else _BOTH[:1]), *(() if backward else _BOTH[1:]))
+    return (("sdpa", f"measured on this CPU: {why}", slower),) if slower else ()
 
 
 def goes_by_profile(problem: AttentionProblem) -> bool:
-    """Tell whether a profile, if any, decides about a call: on NVIDIA GPUs but Hopper, whose rules are measurements.
+    """Tell whether a profile, if any, decides about a call: on CPUs, and on NVIDIA GPUs but Hopper.
 
-    FLASH_DMATTN_RULES=profile lets a profile decide on Hopper, too.
+    The rules for Hopper are measurements. FLASH_DMATTN_RULES=profile lets a profile decide there, too.
     """
-    if problem.device != "cuda" or not is_profiled(problem.arch):
+    if problem.device not in ("cpu", "cuda") or not is_profiled(problem.arch):
         return False
     return problem.arch != "sm_90" or process.rules == "profile"
 
 
 def judgement(problem: AttentionProblem) -> Judgement | None:
-    """Return what the profile of this GPU says of a call; None where the built-in rules decide."""
+    """Return what the profile of this device says of a call; None where the built-in rules decide."""
     if not goes_by_profile(problem) or not _has_profile(problem.arch):
         return None
     judged = _judged(problem.arch, rows_of(problem), any(problem.needs_grad))
@@ -401,10 +531,12 @@ def _has_profile(arch: str) -> bool:
     return find(arch).profile is not None
 
 
-def _judged(arch: str, rows: tuple[str, ...], with_gradients: bool) -> tuple[bool, bool, str, str] | None:
+def _judged(
+    arch: str, rows: tuple[str, ...], with_gradients: bool
+) -> tuple[tuple[str, ...], tuple[tuple[str, str, Passes], ...], str] | None:
     profile = find(arch).profile
     judged = None if profile is None else judge(profile, rows, with_gradients)
-    return None if judged is None else (judged.takes_triton, judged.before_flex, judged.flex_failed, judged.why)
+    return None if judged is None else (judged.order, judged.refused, judged.why)
 
 
 # A file is read, which torch.compile cannot trace; see `registry.works`.
@@ -419,15 +551,19 @@ def why_unjudged(problem: AttentionProblem) -> str:
         return f"no profile is in force: {reason}"
     rows = rows_of(problem)
     if not rows:
-        return f"the profile {path} is of bf16 and fp16"
+        return f"the profile {path} is of {'fp32' if problem.device == 'cpu' else 'bf16 and fp16'}"
     return f"the profile {path} lacks figures of {', '.join(map(repr, rows))}"
 
 
 def cite(problem: AttentionProblem) -> str | None:
-    """Say which figures of a profile decided, or why none did; None where no profile would be asked."""
-    if not goes_by_profile(problem):
+    """Say which figures of a profile decided, or why none did; None where no profile would be asked.
+
+    On a CPU it is None, too, where there is none: the built-in rules know what is faster on most of them.
+    """
+    if not goes_by_profile(problem) or (problem.device == "cpu" and not _has_profile("cpu")):
         return None
     judged = judgement(problem)
     if judged is None:
-        return f"{why_unjudged(problem)}; {COMMAND} makes one"
+        order = ", ".join(usual_order(problem))
+        return f"{why_unjudged(problem)}; {COMMAND} makes one; until then auto asks {order} in this order"
     return f"{find(problem.arch).path} decided: {judged.why}"

@@ -9,6 +9,7 @@ from ..backends import eager, reference
 from ..backends.cuda import backend as cuda
 from ..backends.flex import backend as flex
 from ..backends.protocol import Backend
+from ..backends.sdpa import backend as sdpa
 from ..backends.triton import backend as triton
 from ..problem import FEATURES
 from . import config
@@ -46,7 +47,7 @@ class _Registry(Mapping[str, Backend]):
 
 
 # "auto" takes the first that accepts the call.
-BACKENDS = _Registry({each.BACKEND.name: each.BACKEND for each in (cuda, triton, flex, eager, reference)})
+BACKENDS = _Registry({each.BACKEND.name: each.BACKEND for each in (cuda, triton, flex, sdpa, eager, reference)})
 
 # Caches of choices add their `clear` here: it is called after every change of the registry or of a profile.
 on_change: list[Callable[[], None]] = []

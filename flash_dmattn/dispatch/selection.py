@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..backends.cuda.backend import BACKEND as cuda
-from ..backends.flex.backend import BACKEND as flex
 from ..backends.protocol import Backend, Direction, Reason, Rule, all_hold
+from ..backends.sdpa.backend import BACKEND as sdpa
 from ..backends.triton.backend import BACKEND as triton
 from ..problem import AttentionProblem, hinted
 from .checkpoints import follow_checkpoints
 from .config import BackendChoice, check_choice, choice, disabled, fallback, process
-from .profiles import COMMAND, Judgement, goes_by_profile, judgement, why_unjudged
+from .profiles import COMMAND, Judgement, goes_by_profile, judgement, usual_order, why_unjudged
 from .registry import BACKENDS, check_name, last_resort, works
 
 _BUILT_IN = "measured_gpu"  # the rule of triton that a profile stands in for
@@ -200,32 +200,35 @@ def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Select
 def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...]]]:
     """Return the backends in the order in which auto asks them, each with the preferences that bind it there.
 
-    Triton comes after flex if a profile says that flex is faster. Before the last resort two backends are asked again:
+    On GPUs but Hopper triton, flex and sdpa take each other's places: in the order of a profile, else in the usual one.
+    Two backends are asked twice:
 
-    * Cuda on Hopper, without its preferences. Most of these leave a call to triton because that is faster, but triton
-      may be disabled or not work.
+    * Cuda on Hopper, before sdpa and the last resort without its preferences. Most of these leave a call to triton
+      because that is faster, but triton may be disabled or not work.
 
-    * Triton on GPUs where nobody has measured it. Its kernels were compiled for that GPU. They serve calls that flex
-      refuses, with dropout or pages, better than eager PyTorch. With sequences triton is asked before flex, which
-      copies them into rows of its own.
+    * Triton on GPUs where nobody has measured it. Its kernels were compiled for that GPU. In its usual place it serves
+      calls that the backends before it refuse, with dropout or pages, better than eager PyTorch.
     """
     table = BACKENDS.table  # once: it may be replaced meanwhile
     judged = judgement(problem)
-    by_profile = goes_by_profile(problem)
-    is_waiting = judged is None and triton.name in table and by_profile
     names = list(table)
-    if judged is not None and not judged.before_flex and triton.name in table and flex.name in table:
-        names.remove(triton.name)
-        names.insert(names.index(flex.name) + 1, triton.name)
+    is_unmeasured = False
+    if problem.device == "cuda" and (problem.arch != "sm_90" or goes_by_profile(problem)):
+        is_unmeasured = judged is None
+        order = usual_order(problem) if judged is None else judged.order
+        places = [place for place, name in enumerate(names) if name in order]
+        for place, name in zip(places, (name for name in order if name in table), strict=True):
+            names[place] = name
+    asks_cuda_again = problem.arch == "sm_90" and not goes_by_profile(problem) and cuda.name in table
     asked: list[tuple[Backend, tuple[Rule, ...]]] = []
     for name in names:
         backend = table[name]
-        if backend.is_fallback and problem.arch == "sm_90" and not by_profile and cuda.name in table:
+        if asks_cuda_again and (backend.is_fallback or name == sdpa.name):
             asked.append((table[cuda.name], ()))
-        if is_waiting and (backend.is_fallback or (name == flex.name and problem.sequences is not None)):
-            asked.append((table[triton.name], _preferences_but_measured(table[triton.name])))
-            is_waiting = False
+            asks_cuda_again = False
         asked.append((backend, auto_rules(backend, problem, judged)))
+        if is_unmeasured and name == triton.name:
+            asked.append((backend, _preferences_but_measured(backend)))
     return asked
 
 
@@ -239,19 +242,17 @@ def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | 
     if not goes_by_profile(problem):
         return stated
     if name == triton.name:
-        others = _preferences_but_measured(backend)
-        if judged is None:
-            return (*others, _UNMEASURED)
-        return others if judged.takes_triton else (*others, _refusal(name, f"measured on this GPU: {judged.why}"))
-    if name == flex.name and judged is not None and judged.flex_failed:
-        return (*stated, _refusal(name, f"on this GPU it failed: {judged.flex_failed}"))
+        stated = _preferences_but_measured(backend)
+        if judged is None and problem.device == "cuda":
+            return (*stated, _UNMEASURED)
     if name == cuda.name and process.rules == "profile":
         return (*stated, _NO_FIGURES)
-    return stated
+    refused = () if judged is None else judged.refused
+    return (*stated, *(_refusal(name, why, passes) for refused_name, why, passes in refused if refused_name == name))
 
 
-def _refusal(name: str, why: str) -> Rule:
-    return Rule("profile", lambda p: False, lambda p: why, f'backend="{name}" runs it all the same')
+def _refusal(name: str, why: str, passes: tuple[Direction, ...] = ("forward", "backward")) -> Rule:
+    return Rule("profile", lambda p: False, lambda p: why, f'backend="{name}" runs it all the same', passes)
 
 
 _UNMEASURED = Rule(

@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn calibrate`: check the backends on a GPU, time them on classes of calls, write the profile."""
+"""`python -m flash_dmattn calibrate`: check backends on a device, time them on classes of calls, write the profile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, NamedTuple, TextIO
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -17,18 +18,20 @@ from torch import Tensor
 from ..api import attention
 from ..dispatch import profiles
 from ..dispatch.config import disabled, process
-from ..dispatch.profiles import MEASURED, NUM_HEADS, ROWS, Figures, Profile, Row, judge, write
+from ..dispatch.profiles import NUM_HEADS, ROWS, Figures, Profile, ProfileError, Row, judge, measured_on, read, write
 from ..explanation import explain
 from ..problem import device_arch
 from .info import find_driver
 from .verify import CASES, Outcome, verify_on
 
 # eager first: it is the yardstick of the others, and compiles nothing. flex last: it compiles longest.
-ORDER = ("eager", "triton", "flex")
+ORDER = ("eager", "sdpa", "triton", "flex")
 CHECK_SHARE = 0.35  # of the time, after which no further check starts
 ROW_SECONDS = 0.6  # of repetitions, for each backend and row
 LEAST, MOST = 3, 50  # repetitions
 _BAR = 24  # characters
+# On a CPU the lengths of all rows are divided by it.
+_CPU_SHRINK = 4
 # A buffer that fills the caches of any GPU, written before each run, which then reads memory.
 _FLUSH_BYTES = 1 << 28
 _MOST_FLUSHES = 200
@@ -44,7 +47,7 @@ class Instruments(NamedTuple):
         check: check(has_time) -> outcomes of the checks against the formula, none started once has_time() is False.
         measure: measure(row, backend, seconds) -> its figures.
         clock: seconds that only grow.
-        gpu, arch, driver: names of the measured GPU.
+        gpu, arch, driver: names of the measured GPU, or of the CPU, whose arch is "cpu".
     """
 
     check: Callable[[Callable[[], bool]], list[Outcome]]
@@ -55,49 +58,132 @@ class Instruments(NamedTuple):
     driver: str
 
 
-def run(index: int, seconds: float) -> int:
-    """Calibrate the GPU of an index; return 1 where it cannot be measured or the profile cannot be written, else 0."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        return _fail(
-            "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch"
-        )
-    if index >= count:
-        return _fail(f"--device is {index}, and torch sees {count} GPU{'s' * (count > 1)}: give 0 to {count - 1}")
-    device = torch.device("cuda", index)
-    arch = device_arch(device)
-    if not profiles.is_profiled(arch):
-        return _fail(f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_{profiles.LEAST_ARCH} on")
-    off = [name for name in MEASURED if name in disabled()]
+def run(chosen: int | Literal["cpu"], seconds: float) -> int:
+    """Calibrate the GPU of an index, or the CPU.
+
+    Returns:
+        1 where the device cannot be measured or the profile cannot be written, else 0.
+    """
+    arch = "cpu"
+    if chosen != "cpu":
+        device, why = device_of(chosen)
+        if device is None:
+            return fail(why)
+        arch = device_arch(device)
+    off = [name for name in measured_on(arch) if name in disabled()]
     if off:
-        return _fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(MEASURED)}")
+        return fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(measured_on(arch))}")
+    return calibrate(
+        _cpu_instruments() if chosen == "cpu" else _gpu_instruments(chosen), seconds, sys.stdout, sys.stderr
+    )
+
+
+def _gpu_instruments(index: int) -> Instruments:
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)  # the checks compute on the current one
-    instruments = Instruments(
+    return Instruments(
         partial(verify_on, "cuda", torch.bfloat16, ORDER, sys.stdout),
         partial(measure, device=device, timer=EventTimer(device)),
         time.monotonic,
         torch.cuda.get_device_name(device),
-        arch,
+        device_arch(device),
         find_driver()[0].get("version", "unknown"),
     )
-    return calibrate(instruments, seconds, sys.stdout, sys.stderr)
+
+
+def _cpu_instruments() -> Instruments:
+    return Instruments(
+        partial(verify_on, "cpu", torch.float32, backends_of("cpu"), sys.stdout),
+        partial(measure, device=torch.device("cpu"), timer=time_on_host, shrink=_CPU_SHRINK),
+        time.monotonic,
+        profiles.cpu_name(),
+        "cpu",
+        f"{torch.get_num_threads()} threads",
+    )
+
+
+def backends_of(arch: str) -> tuple[str, ...]:
+    """Return the backends that are timed on an architecture, in the order of their turns."""
+    return tuple(name for name in ORDER if name in measured_on(arch))
+
+
+def share(chosen: int | Literal["cpu"], path: str) -> int:
+    """Write the profile of the GPU of an index to a file for others; return 1 where there is none, else 0."""
+    device, why = device_of(chosen)
+    if device is None:
+        return fail(why)
+    profile = former(torch.cuda.get_device_name(device), device_arch(device))
+    if profile is None:
+        return fail(f"this GPU has no profile of these versions to share; {profiles.COMMAND} makes one")
+    try:
+        write(profiles.shared(profile), Path(path), 0o644)
+    except OSError as error:
+        return fail(f"{path} cannot be written: {error.strerror}")
+    print(f"wrote {path}: where the GPU and the versions are the same, FLASH_DMATTN_PROFILE={path} reads it")
+    return 0
+
+
+def device_of(chosen: int | Literal["cpu"]) -> tuple[torch.device | None, str]:
+    """Return the GPU of an index; or None, and why it has no profile."""
+    if chosen == "cpu":
+        return None, "--device is cpu; tiles and shared profiles are of GPUs: give the index of one"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return None, (
+            "it times an NVIDIA GPU, and torch sees none; python -m flash_dmattn info has the driver and torch, "
+            "and --device cpu times the CPU"
+        )
+    if chosen >= count:
+        return None, f"--device is {chosen}, and torch sees {count} GPU{'s' * (count > 1)}: give 0 to {count - 1}"
+    device = torch.device("cuda", chosen)
+    arch = device_arch(device)
+    if not profiles.is_profiled(arch):
+        return None, f"the GPU is {arch}; profiles are of NVIDIA GPUs from sm_{profiles.LEAST_ARCH} on"
+    return device, ""
 
 
 def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
     """Measure with these instruments, print the table to `stream`, and write the profile to its place."""
     gpu = instruments.gpu
-    stream.write(f"{gpu}, {instruments.arch}: about {seconds:.0f} s, most of them compiling\n")
+    compiles = "" if instruments.arch == "cpu" else ", most of them compiling"
+    stream.write(f"{gpu}, {instruments.arch}: about {seconds:.0f} s{compiles}\n")
     profile = measured(instruments, seconds, progress_stream)
     stream.write(f"\n{table(profile)}\n\n")
     if not profile.rows:
-        return _fail(f"no class of calls was measured within {seconds:.0f} s; give more with --seconds")
-    path = profiles.path_of(gpu)
+        return fail(f"no class of calls was measured within {seconds:.0f} s; give more with --seconds")
+    known = former(gpu, instruments.arch)
+    status = save(profile if known is None else profile._replace(tiles=known.tiles), stream)
+    if status == 0:
+        stream.write(f"{_effect(profile, seconds)}\n")
+    return status
+
+
+def former(gpu: str, arch: str) -> Profile | None:
+    """Return the profile of this GPU made with these versions, to which a run adds; None if there is none."""
+    try:
+        profile = read(profiles.path_of(gpu))
+    except ProfileError:
+        return None
+    here = {"gpu": gpu, "arch": arch, **profiles.versions()}
+    return profile if all(getattr(profile, name) == x for name, x in here.items()) else None
+
+
+def new_profile(gpu: str, arch: str, driver: str) -> Profile:
+    """Return a profile without figures, made now with these versions."""
+    made = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    v = profiles.versions()
+    return Profile(gpu, arch, v["library"], v["torch"], v["triton"], driver, made, wrong={}, rows={})
+
+
+def save(profile: Profile, stream: TextIO) -> int:
+    """Write a profile to its place, and put it in force; return 1 where it cannot be written, else 0."""
+    path = profiles.path_of(profile.gpu)
     try:
         write(profile, path)
     except OSError as error:
-        return _fail(f"{path} cannot be written: {error.strerror}")
+        return fail(f"{path} cannot be written: {error.strerror}")
     profiles.forget()
-    stream.write(f"wrote {path}\n{_effect(profile, seconds)}\n")
+    stream.write(f"wrote {path}\n")
     return 0
 
 
@@ -105,44 +191,38 @@ def measured(instruments: Instruments, seconds: float, progress_stream: TextIO) 
     """Return the profile of checks and timings, as many as end in these seconds."""
     clock = instruments.clock
     started = clock()
-    progress = Progress(progress_stream, 1 + len(ROWS) * len(ORDER), clock)
+    backends = backends_of(instruments.arch)
+    progress = Progress(progress_stream, 1 + len(ROWS) * len(backends), clock)
     progress.step("checks against the formula")
-    wrong = failures(instruments.check(lambda: clock() - started < CHECK_SHARE * seconds))
+    outcomes = instruments.check(lambda: clock() - started < CHECK_SHARE * seconds)
+    wrong = failures(outcomes, instruments.arch)
     rows: dict[str, dict[str, Figures]] = {}
     longest = 0.0
     for row in ROWS:
         # A row that compiles as long as the longest one so far would end too late.
         begun = clock()
         if begun - started + longest > seconds:
-            progress.skip(len(ORDER))
+            progress.skip(len(backends))
             continue
         rows[row.name] = {}
-        for backend in ORDER:
+        for backend in backends:
             progress.step(f"{row.name}: {backend}")
             rows[row.name][backend] = instruments.measure(row, backend, min(ROW_SECONDS, seconds / 100))
         longest = max(longest, clock() - begun)
     progress.step("done")
     progress.close()
-    return Profile(
-        instruments.gpu,
-        instruments.arch,
-        **profiles.versions(),
-        driver=instruments.driver,
-        made=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        wrong=wrong,
-        rows=rows,
-    )
+    return new_profile(instruments.gpu, instruments.arch, instruments.driver)._replace(wrong=wrong, rows=rows)
 
 
-def failures(outcomes: list[Outcome]) -> dict[str, str]:
-    """Name by backend the first check that it failed; triton fails, too, where a case of it was not checked."""
+def failures(outcomes: list[Outcome], arch: str) -> dict[str, str]:
+    """Name by backend the first check that it failed; on a GPU triton fails, too, where a case was not checked."""
     wrong: dict[str, str] = {}
     for outcome in outcomes:
-        if not outcome.passed and outcome.backend in MEASURED:
+        if not outcome.passed and outcome.backend in measured_on(arch):
             wrong.setdefault(outcome.backend, f"it failed the check {outcome.case!r}{_cause(outcome)}")
     reached = {outcome.case for outcome in outcomes if outcome.backend == "triton" and outcome.errors}
     missing = [case.name for case in CASES if case.name not in reached]
-    if missing and "triton" not in wrong:
+    if missing and arch != "cpu" and "triton" not in wrong:
         wrong["triton"] = f"it was not checked on {missing[0]!r}"
     return wrong
 
@@ -171,7 +251,8 @@ def _effect(profile: Profile, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _fail(message: str) -> int:
+def fail(message: str) -> int:
+    """Print an error of the command; return its exit status."""
     print(f"{profiles.COMMAND}: error: {message}", file=sys.stderr)
     return 1
 
@@ -212,14 +293,14 @@ class Progress:
 
 def table(profile: Profile) -> str:
     """Tabulate by class of calls the milliseconds forward and backward of each backend, and which auto would take."""
-    lines: list[tuple[str, ...]] = [("class of calls", *MEASURED, "auto takes")]
+    lines: list[tuple[str, ...]] = [("class of calls", *measured_on(profile.arch), "auto takes")]
     for row in ROWS:
         figures = profile.rows.get(row.name)
         if figures is None:
-            lines.append((row.name, *("-" for _ in MEASURED), "not reached"))
+            lines.append((row.name, *("-" for _ in measured_on(profile.arch)), "not reached"))
             continue
         taken = dict.fromkeys(choice(profile, row.name, grad) for grad in ((False, True) if row.grad else (False,)))
-        lines.append((row.name, *(_cell(figures[backend]) for backend in MEASURED), " / ".join(taken)))
+        lines.append((row.name, *(_cell(figures[backend]) for backend in measured_on(profile.arch)), " / ".join(taken)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
     text.insert(1, "  ".join("-" * width for width in widths))
@@ -240,9 +321,22 @@ def choice(profile: Profile, row: str, with_gradients: bool) -> str:
     judged = judge(profile, (row,), with_gradients)
     if judged is None:
         return "as without"
-    if judged.takes_triton and (judged.before_flex or judged.flex_failed):
-        return "triton"
-    return "eager" if judged.flex_failed else "flex"
+    refused = {(name, direction) for name, _, passes in judged.refused for direction in passes}
+    if profile.arch == "cpu":
+        forward = "eager" if ("sdpa", "forward") in refused else "sdpa"
+        backward = "eager" if ("sdpa", "backward") in refused else "sdpa"
+        return forward if not with_gradients or forward == backward else f"{forward}, {backward}"
+    return next((name for name in judged.order if (name, "forward") not in refused), "eager")
+
+
+def time_on_host(run: Callable[[], object], seconds: float) -> float:
+    """Return the median milliseconds of as many runs as fit, by the clock of the host."""
+    times: list[float] = []
+    while len(times) < LEAST or (sum(times) < 1e3 * seconds and len(times) < MOST):
+        began = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
 
 
 class EventTimer:
@@ -282,7 +376,9 @@ class EventTimer:
 
 
 def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
-    """Make the arguments of the call of a row, random tensors in bf16, as leaves that need what the row asks for.
+    """Make the arguments of the call of a row, random tensors, as leaves that need what the row asks for.
+
+    They have bf16 on GPUs and fp32 on CPUs.
 
     Args:
         row: the class of calls.
@@ -290,10 +386,11 @@ def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
         shrink: divides the lengths, for tests.
     """
     generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     row = row._replace(seqlen_q=max(1, row.seqlen_q // shrink), seqlen_k=max(1, row.seqlen_k // shrink))
 
     def normal(*shape: int, grad: bool = row.grad) -> Tensor:
-        x = torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+        x = torch.randn(shape, generator=generator, device=device).to(dtype)
         return x.requires_grad_(grad)
 
     keys = (row.batch, row.seqlen_k, row.num_heads_k, row.head_dim)

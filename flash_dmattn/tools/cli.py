@@ -128,10 +128,11 @@ def add_calibrate(commands: Any) -> None:
     """Add `calibrate` to the parser of the command line."""
     parser = commands.add_parser(
         "calibrate",
-        help="time the backends on this machine's GPU, so that auto takes the fastest",
-        description="Check triton, flex and eager against the formula on this machine's GPU, time them on a table of "
-        "calls, and write a profile to the user's folder of caches (or to FLASH_DMATTN_PROFILE). From then on auto "
-        "takes triton where it was right and faster.",
+        help="time the backends on this machine's GPU or CPU, so that auto takes the fastest",
+        description="Check triton, flex, sdpa and eager against the formula on this machine's GPU, or sdpa and eager "
+        "on its CPU, time them on a table of calls, and write a profile to the user's folder of caches (or to "
+        "FLASH_DMATTN_PROFILE). From then on auto takes the fastest that was right. With --tiles it times tiles of the "
+        "Triton kernels instead.",
     )
     parser.add_argument(
         "--seconds",
@@ -140,7 +141,21 @@ def add_calibrate(commands: Any) -> None:
         metavar="N",
         help="about how long it may take; what is not reached is left out (default: 120)",
     )
-    parser.add_argument("--device", type=_at_least(0), default=0, metavar="N", help="index of the GPU (default: 0)")
+    parser.add_argument(
+        "--device", type=_gpu_or_cpu, default=0, metavar="N", help='index of the GPU, or "cpu" (default: 0)'
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--tiles",
+        action="store_true",
+        help="check and time up to three tiles of each Triton kernel, and add the fastest to the profile; a second run "
+        "goes on where the first one ended",
+    )
+    instead.add_argument(
+        "--share",
+        metavar="FILE",
+        help="write the profile to a file for others with such a GPU, without names of paths; nothing is measured",
+    )
     parser.set_defaults(run=_calibrate)
 
 
@@ -153,8 +168,14 @@ def _at_least(lowest: int) -> Callable[[str], int]:
     return parse
 
 
+def _gpu_or_cpu(text: str) -> int | str:
+    return text if text == "cpu" else _at_least(0)(text)
+
+
 def _calibrate(arguments: argparse.Namespace) -> int:
     require_torch("calibrate")
-    from .calibrate import run
+    from . import calibrate, calibrate_tiles
 
-    return run(arguments.device, arguments.seconds)
+    if arguments.share is not None:
+        return calibrate.share(arguments.device, arguments.share)
+    return (calibrate_tiles if arguments.tiles else calibrate).run(arguments.device, arguments.seconds)

@@ -95,7 +95,7 @@ def collect() -> Report:
 
 
 def _profiles() -> Report:
-    """Return by architecture of this machine's GPUs the profile of `calibrate`, or why none is in force."""
+    """Return by architecture of this machine's CPU and GPUs the profile of `calibrate`, or why none is in force."""
     from ..dispatch import profiles
 
     report: Report = {}
@@ -260,11 +260,12 @@ def _profile_lines(profiles: Report) -> list[str]:
     lines = []
     for arch, profile in profiles.items():
         if profile["made"] is None:
-            text = f"none: {profile['reason']}; python -m flash_dmattn calibrate makes one"
+            device = " --device cpu" if arch == "cpu" else ""
+            text = f"none: {profile['reason']}; python -m flash_dmattn calibrate{device} makes one"
         else:
             text = f"{profile['path']}, made {profile['made']}"
         lines.append(f"{arch}: {text}" + ("" if arch != "sm_90" or profile["decides"] else "; built-in rules decide"))
-    return lines or ["none: there is no NVIDIA GPU from sm_80 on"]
+    return lines
 
 
 def _backend_rows(backends: dict[str, Report]) -> list[tuple[str, str]]:

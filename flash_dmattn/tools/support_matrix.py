@@ -154,15 +154,19 @@ def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
 REFUSED_GPU = ("sm_75", "T4, RTX 20", 64)
 
 GPU_LEGEND = """\
-What is known of the kernels of this library on each GPU; `flex` and `eager` run what PyTorch has for it.
+The table says what is known of the kernels of this library on each GPU. `flex` and `eager` run what PyTorch has for it.
 
 * **measured**: tested and timed on such a GPU.
-* **compiled**: never run there. Every run of the tests compiles each kernel for it, for a sample of calls: the kernels
-  keep to the shared memory that a program may have, and spill no more registers than a bound.
+* **forced**: tested on a Hopper GPU, forward and gradients, with the tiles, instructions and shared memory of this GPU.
+  Results are known so, and speed is not: [testing.md](testing.md#kernels-of-other-gpus-on-a-hopper-gpu).
+* **compiled**: never run. Every run of the tests compiles each kernel for it, for a sample of calls. The kernels keep
+  to the shared memory of a program, use the tensor cores, and spill no more registers than a bound.
   `python tests/compile_everything.py` compiles them for all calls. `backend="triton"` runs them.
 * **refused**: an error says why.
 
-Of a GPU that is not listed nothing is known. `triton` runs there by name, with tiles that fit the smallest of them."""
+Nothing is known of a GPU that is not listed. `triton` runs there by name, with tiles that fit the smallest of them.
+On a GPU that is not measured, [`calibrate`](backends.md#calibrate) times the backends, and with `--tiles` the tiles of
+`triton`. Its profile can be shared as a file."""
 
 
 def gpu_table() -> str:

@@ -27,6 +27,7 @@ _INTERPRETED = "tests/test_triton_interpreter.py::"
 _LINES = f"{_INTERPRETED}test_lines_that_random_calls_may_miss"
 _WORKERS = "tests/test_distributed_workers.py::"
 _RARE = "tests/test_cuda_rare.py::"
+_SDPA = "tests/test_sdpa_backend.py::"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
 
 _PYTHON = (
@@ -101,6 +102,49 @@ _PYTHON = (
         "(stat.S_IWGRP | stat.S_IWOTH)",
         "stat.S_IWOTH",
         ("tests/test_profile.py::test_a_profile_counts_if_nobody_else_may_write_it",),
+    ),
+    # Torch's kernels
+    Fault(
+        "causality of torch's kernel on a CPU counts from the first key in any call",
+        "flash_dmattn/backends/sdpa/cpu.py",
+        "(left, right) == (-1, 0) and p.seqlen_q == p.seqlen_k and",
+        "(left, right) == (-1, 0) and",
+        (f"{_SDPA}test_gradients_without_lse[more keys, causal]",),
+    ),
+    Fault(
+        "rows of another stride than 1 reach torch's kernel on a CPU",
+        "flash_dmattn/backends/sdpa/cpu.py",
+        "return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()",
+        "return x",
+        (f"{_SDPA}test_a_fault_of_torch_is_none_of_a_call[rows of another stride]",),
+    ),
+    Fault(
+        "a hidden key with NaN shows in torch's kernel on a CPU",
+        "flash_dmattn/backends/sdpa/cpu.py",
+        "if lse.isnan().any():",
+        "if False:",
+        (f"{_SDPA}test_nan_in_hidden_keys_stays_hidden",),
+    ),
+    Fault(
+        "FlashAttention-2 returns an lse of +inf for rows without keys",
+        "flash_dmattn/backends/sdpa/cuda.py",
+        "if has_empty_rows:",
+        "if False:",
+        (f"{_SDPA}test_what_is_around_the_operators_of_gpus[more queries, causal]",),
+    ),
+    Fault(
+        "memory-efficient attention gets a bias in rows that it cannot read",
+        "flash_dmattn/backends/sdpa/efficient.py",
+        " or not is_aligned:",
+        ":",
+        (f"{_SDPA}test_what_is_around_the_operators_of_gpus[bias]",),
+    ),
+    Fault(
+        "auto asks triton before sdpa for plain calls on GPUs that nobody measured",
+        "flash_dmattn/dispatch/profiles.py",
+        'return "sdpa", "flex", "triton"',
+        'return "triton", "flex", "sdpa"',
+        (f"{_SDPA}test_the_order_of_auto_on_gpus_that_nobody_measured[plain-sm_80]",),
     ),
     # Formula and eager
     Fault(

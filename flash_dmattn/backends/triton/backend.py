@@ -9,7 +9,15 @@ from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Rule
 from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_dense, reads_heads_first
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+# With wider heads, tiles of fp32 would take 192 KB of shared memory in the backward pass, and most of their values
+# would spill.
+MAX_FP32_HEAD_DIM = 256
+
+
+def _has_fp32_tiles(p: AttentionProblem) -> bool:
+    return p.dtype != torch.float32 or max(p.head_dim, p.head_dim_v) <= MAX_FP32_HEAD_DIM
+
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -40,6 +48,16 @@ RULES: tuple[Rule, ...] = (
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the tiles hold at most {MAX_HEAD_DIM}",
         'use backend="eager"',
     ),
+    Rule(
+        "fp32_head_dim",
+        _has_fp32_tiles,
+        lambda p: (
+            f"dtype is float32 and head dims are {p.head_dim} and {p.head_dim_v} (v); gradients in float32 have tiles "
+            f"for at most {MAX_FP32_HEAD_DIM}"
+        ),
+        'use backend=("triton", "eager"), or 16 bits',
+        passes=("backward",),
+    ),
 )
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(
@@ -47,6 +65,15 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: p.device != "cuda" or p.arch == "sm_90",
         lambda p: f"the GPU is {p.arch}; the kernels have been tested and timed on sm_90 only",
         'backend="triton" runs it all the same',
+    ),
+    Rule(
+        "fp32_head_dim_is_slow",
+        _has_fp32_tiles,
+        lambda p: (
+            f"dtype is float32 and head dims are {p.head_dim} and {p.head_dim_v} (v); above "
+            f"{MAX_FP32_HEAD_DIM} the kernels have tiles of 16 queries"
+        ),
+        'backend="triton" runs the forward pass all the same',
     ),
 )
 

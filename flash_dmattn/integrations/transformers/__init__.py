@@ -130,8 +130,8 @@ def check(model: nn.Module, **inputs: Any) -> Check:
     >>> model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=register())
     >>> with torch.no_grad():
     ...     print(check(model, input_ids=torch.tensor([[1, 2, 3]])))
-    model.layers.0.self_attn (LlamaAttention): eager
-    model.layers.1.self_attn (LlamaAttention): eager
+    model.layers.0.self_attn (LlamaAttention): sdpa
+    model.layers.1.self_attn (LlamaAttention): sdpa
     """
     modules = {name: part for name, part in model.named_modules() if _attends(part)}
     if not any(asks_for_attention(type(part)) for part in modules.values()):

@@ -25,6 +25,7 @@ from .mask_function import LayerMask, MaskArguments
 # keys, and the outputs of a model are decided elsewhere.
 _HARMLESS = {
     "cache_position",
+    "labels",
     "logits_to_keep",
     "num_items_in_batch",
     "output_hidden_states",
@@ -375,6 +376,8 @@ def _packed_arguments(
         unfit = f"attention_mask is a tensor of shape {tuple(mask.shape)}"
     elif mask is not None and mask.used is not None:
         unfit = "the keys are those of a static cache"
+    elif mask is not None and mask.blocks is not None:
+        unfit = "attention_mask has blocks, by positions of the whole row"
     elif bias is not None:
         unfit = f"there is a bias of shape {tuple(bias.shape)}, by positions of the whole row"
     if unfit is not None:
@@ -429,7 +432,7 @@ def attend_over_ranks(
 
 
 def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:
-    unfit = [name for name in ("padding", "used") if getattr(mask, name) is not None]
+    unfit = [name for name in ("padding", "used", "blocks") if getattr(mask, name) is not None]
     if mask.documents is not None and not _are_intervals(mask.documents, layout, rank):
         unfit.append("documents")
     if unfit:

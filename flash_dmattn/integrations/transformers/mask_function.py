@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ class LayerMask(BlockMask):
         documents: (B, L), the document of each token in ascending runs, or None; Lq == Lk then.
         is_causal, window: as in `attention`, aligned to the last key in use.
         used: how many keys there are up to the last query, an int or a tensor of one; None for all Lk.
+        blocks: (B, Lk), the block of each token, for example of an image, or a negative number; None without blocks.
+            The tokens of a block are neighbours, and see each other besides the tokens before them, within the window.
+        skipped: how many queries of the forward, the first ones, the mask leaves out.
     """
 
     def __init__(
@@ -58,10 +61,12 @@ class LayerMask(BlockMask):
         window: tuple[int, int] | None = None,
         used: int | Tensor | None = None,
         device: torch.device | str | None = None,
+        blocks: Tensor | None = None,
+        skipped: int = 0,
     ) -> None:
         # Without super().__init__(), which wants the tables of FlexAttention.
         self._shape, self._device = shape, device
-        self.padding, self.documents = padding, documents
+        self.padding, self.documents, self.blocks, self.skipped = padding, documents, blocks, skipped
         self.is_causal, self.window, self.used = is_causal, window, used
         self._arguments: dict[bool, MaskArguments] = {}
 
@@ -96,16 +101,31 @@ class LayerMask(BlockMask):
         padding = None if self.padding is None else self.padding.to(device)
         documents = None if self.documents is None else self.documents.to(device)
         used = self.used.to(device) if isinstance(self.used, Tensor) else self.used
-        return LayerMask(self._shape, padding, documents, self.is_causal, self.window, used, device)
+        blocks = None if self.blocks is None else self.blocks.to(device)
+        rule = (self.is_causal, self.window, used)
+        return LayerMask(self._shape, padding, documents, *rule, device, blocks, self.skipped)
 
-    def __getitem__(self, index: object) -> NoReturn:
+    def __getitem__(self, index: object) -> LayerMask:
+        """Return the mask of the last queries, `mask[:, :, first:, :]`: layers that compute only those ask for it.
+
+        Raises:
+            TypeError: another index; the mask has no values.
+        """
+        whole = slice(None)
+        if isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice):
+            begin, stop, step = index[2].indices(self._shape[2])
+            if (*index[:2], index[3]) == (whole,) * 3 and (stop, step) == (self._shape[2], 1):
+                batch, heads, seqlen_q, seqlen_k = self._shape
+                shape, rule = (batch, heads, seqlen_q - begin, seqlen_k), (self.is_causal, self.window, self.used)
+                skipped = self.skipped + begin
+                return LayerMask(shape, self.padding, self.documents, *rule, self._device, self.blocks, skipped)
         raise TypeError(
-            "the attention mask is a flash_dmattn LayerMask, which has no values to index; a model that does so needs "
-            'attn_implementation="sdpa"'
+            "the attention mask is a flash_dmattn LayerMask, which has no values to index; a model that takes other "
+            'parts of it than its last queries needs attn_implementation="sdpa"'
         )
 
     def __repr__(self) -> str:
-        names = [name for name in ("padding", "documents", "used") if getattr(self, name) is not None]
+        names = [name for name in ("padding", "documents", "used", "blocks") if getattr(self, name) is not None]
         tensors = ", ".join(names) or "no tensors"
         return f"LayerMask({self._shape}, {tensors}, is_causal={self.is_causal}, window={self.window})"
 
@@ -122,11 +142,17 @@ class LayerMask(BlockMask):
         return self._arguments[with_bias]
 
     def _make(self, with_bias: bool) -> MaskArguments:
-        batch, _, seqlen_q, _ = self._shape
+        batch, _, seqlen_q, seqlen_k = self._shape
+        if self.blocks is not None:
+            begins = torch.where(self.blocks >= 0, _starts(self.blocks), torch.arange(seqlen_k, device=self._device))
+            return MaskArguments(self._intervals(begins, torch.full_like(begins, seqlen_k)))
         if self.documents is not None:
             # Counting documents waits for the device, and a compiled graph cannot.
-            if batch > 1 or with_bias or self.padding is not None or torch.compiler.is_compiling():
-                return MaskArguments(self._intervals(self.documents))
+            waits = batch > 1 or with_bias or self.padding is not None or self.skipped > 0
+            if waits or torch.compiler.is_compiling():
+                begins = _starts(self.documents)
+                ends = seqlen_k - _starts(self.documents.flip(1)).flip(1)
+                return MaskArguments(self._intervals(begins, ends))
             return MaskArguments(None, self.is_causal, self.window, _pack_documents(self.documents[0]))
         if self.used is not None:
             if isinstance(self.used, Tensor):
@@ -140,15 +166,13 @@ class LayerMask(BlockMask):
             return MaskArguments(PreparedMask.from_mask(self.padding, seqlen_q=seqlen_q, as_tiles=with_bias, **band))
         return MaskArguments(self.padding, self.is_causal, self.window)
 
-    def _intervals(self, documents: Tensor) -> PreparedMask:
-        """Each key is seen by the queries of its own document, which are one run of them."""
-        begins = _starts(documents)
-        ends = documents.shape[1] - _starts(documents.flip(1)).flip(1)
+    def _intervals(self, begins: Tensor, ends: Tensor) -> PreparedMask:
+        """Make the mask in which a run of queries sees each key, numbered from the first query of the forward."""
         if self.padding is not None:
             ends = ends.masked_fill(~self.padding[:, 0, 0], 0)  # an interval that ends before it begins is empty
-        return PreparedMask.from_intervals(
-            begins[:, None], ends[:, None], documents.shape[1], is_causal=self.is_causal, window_size=self.window
-        )
+        begins, ends = begins[:, None] - self.skipped, ends[:, None] - self.skipped
+        seqlen_q = self._shape[2]
+        return PreparedMask.from_intervals(begins, ends, seqlen_q, is_causal=self.is_causal, window_size=self.window)
 
 
 def _starts(documents: Tensor) -> Tensor:
@@ -166,11 +190,15 @@ def _pack_documents(documents: Tensor) -> Sequences:
 
 
 class Rule(NamedTuple):
-    """Causality, a window (left, right) around the query's own key, and the document (B, L) of each token."""
+    """Causality, a window (left, right) around the query's own key, and the document (B, L) of each token.
+
+    With `blocks` (B, L), a query sees the keys before it and those of its block, and `is_causal` is False.
+    """
 
     is_causal: bool = False
     window: tuple[int, int] | None = None
     documents: Tensor | None = None
+    blocks: Tensor | None = None
 
 
 # The variables that a function made by one of these holds in its closure.
@@ -180,6 +208,8 @@ _HELD = {
     "packed_sequence_mask_function": {"packed_sequence_mask"},
     "remap_positions_for_packed_sequence": {"mask_function", "position_ids"},
     "and_masks": {"mask_functions"},
+    "or_masks": {"mask_functions"},
+    "blockwise_overlay": {"block_sequence_ids"},
 }
 
 
@@ -207,6 +237,10 @@ def read_rule(function: Callable[..., Any]) -> Rule | None:
     if maker == "remap_positions_for_packed_sequence":
         # Within a document positions differ as indices do, and another function forbids other documents.
         return read_rule(held["mask_function"])
+    if maker == "blockwise_overlay":
+        return None  # known only beside causality
+    if maker == "or_masks":
+        return _blocks_beside_causality(held["mask_functions"])
     return _all_of([read_rule(part) for part in held["mask_functions"]])
 
 
@@ -229,6 +263,19 @@ def rule_of_flags(
     return Rule(window=(local_size, local_size)) if allow_is_bidirectional_skip else None
 
 
+def _blocks_beside_causality(functions: tuple[Callable[..., Any], ...]) -> Rule | None:
+    """Read the union of causality and of blocks, in this order; None for another union."""
+    if len(functions) != 2 or functions[0] is not masking_utils.causal_mask_function:
+        return None
+    blocks = functions[1]
+    if not isinstance(blocks, FunctionType) or blocks.__module__ != masking_utils.__name__:
+        return None
+    held = _closure(blocks)
+    if blocks.__qualname__.partition(".")[0] != "blockwise_overlay" or held.keys() != _HELD["blockwise_overlay"]:
+        return None
+    return Rule(blocks=held["block_sequence_ids"])
+
+
 def _closure(function: FunctionType) -> dict[str, Any]:
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
@@ -239,12 +286,17 @@ def _all_of(parts: list[Rule | None]) -> Rule | None:
     known = [part for part in parts if part is not None]
     windows = [part.window for part in known if part.window is not None]
     documents = [part.documents for part in known if part.documents is not None]
-    if len(known) < len(parts) or len(windows) > 1 or len(documents) > 1:
+    blocks = [part.blocks for part in known if part.blocks is not None]
+    if len(known) < len(parts) or max(len(windows), len(documents), len(blocks)) > 1:
+        return None
+    is_causal = any(part.is_causal for part in known)
+    if blocks and (is_causal or documents):
         return None
     return Rule(
-        any(part.is_causal for part in known),
+        is_causal,
         windows[0] if windows else None,
         documents[0] if documents else None,
+        blocks[0] if blocks else None,
     )
 
 
@@ -300,6 +352,10 @@ def make_mask(
     may_skip = (allow_is_causal_skip, allow_is_bidirectional_skip)
 
     rule = _rule(mask_function, use_vmap, q_length, may_skip, others)
+    if rule is not None and rule.blocks is not None:
+        is_square = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0 == kv_offset
+        if not is_square or not _are_runs(rule.blocks, (batch_size, kv_length)) or context_in_force() is not None:
+            rule = None
     used = _used_keys(rule, q_length, kv_length, q_offset, kv_offset) if rule is not None else None
     if rule is None or used is _MISALIGNED:
         # None only where Lq == Lk: otherwise a layer would have to guess how they are aligned.
@@ -309,11 +365,30 @@ def make_mask(
     if window is not None and max(window) >= kv_length - 1 and context_in_force() is None:
         window = None  # it reaches every key; under context parallelism other ranks have more keys
     padding = _padding(attention_mask, kv_length, kv_offset, used)
-    if padding is None and rule.documents is None and window is None and used is None:
+    is_plain = padding is None and rule.documents is None and rule.blocks is None and window is None and used is None
+    if is_plain and not _takes_last_queries(others.get("config")):
         if (allow_is_causal_skip and q_length == kv_length) if rule.is_causal else allow_is_bidirectional_skip:
             return None
     shape = (batch_size, 1, q_length, kv_length)
-    return LayerMask(shape, padding, rule.documents, rule.is_causal, window, used, device)
+    return LayerMask(shape, padding, rule.documents, rule.is_causal, window, used, device, rule.blocks)
+
+
+def _takes_last_queries(config: Any) -> bool:
+    """Whether some layers reuse keys and values, and may be asked for the last queries alone: they slice their mask.
+
+    None would then stand for causality of the first queries, as it does where there are fewer queries than keys.
+    """
+    return bool(getattr(config, "num_kv_shared_layers", 0))
+
+
+def _are_runs(blocks: Tensor, shape: tuple[int, int]) -> bool:
+    """Whether each block is one run of tokens, and later blocks have larger numbers; waits for the device."""
+    if torch.compiler.is_compiling() or tuple(blocks.shape) != shape:
+        return False
+    # Between two tokens of one block there is neither another block nor a token of none.
+    before = functional.pad(blocks, (1, 0), value=-1)[:, :-1]
+    largest = before.cummax(1).values
+    return not bool(((blocks >= 0) & (blocks != before) & (blocks <= largest)).any())
 
 
 def _offset_of(cache_position: Tensor, kv_length: int | None) -> int | Tensor:
@@ -327,7 +402,8 @@ def _rule(
     function: Callable[..., Any], use_vmap: bool, q_length: int, may_skip: tuple[bool, bool], others: dict[str, Any]
 ) -> Rule | None:
     if use_vmap:
-        return None
+        rule = None if torch.compiler.is_compiling() else read_rule(function)
+        return rule if rule is not None and rule.blocks is not None else None
     if torch.compiler.is_compiling():
         rule = rule_of_flags(function, others.get("config"), others.get("local_size"), *may_skip)
     else:

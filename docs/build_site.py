@@ -1,0 +1,95 @@
+"""Build the documentation as a site: `python docs/build_site.py`, then open build/site/index.html.
+
+MkDocs reads one folder. Pages link to each other as on GitHub, from README.md, docs, examples, benchmarks and csrc, so
+the folder gets a copy of these with the same paths, and a page of the reference for each module, which mkdocstrings
+fills from docstrings. A warning is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "LICENSE",
+    "docs",
+    "examples",
+    "benchmarks/results",
+    "csrc/README.md",
+    "tests/emulation/README.md",
+)
+# Modules of the reference, in the order of the menu.
+MODULES = (
+    "flash_dmattn",
+    "flash_dmattn.masks",
+    "flash_dmattn.sequences",
+    "flash_dmattn.nn",
+    "flash_dmattn.distributed",
+    "flash_dmattn.integrations.sdpa",
+    "flash_dmattn.integrations.flash_attn",
+)
+
+
+def copy_pages(folder: Path) -> None:
+    """Copy every page and picture, and the programs that pages link to."""
+    for name in PAGES:
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+
+
+def write_reference(folder: Path) -> None:
+    """Write a page for each module, with the names that it exports in the order of docs/api.md."""
+    folder.mkdir()
+    order = (ROOT / "docs" / "api.md").read_text()
+    for name in MODULES:
+        module = importlib.import_module(name)
+        lines = [f"# {name}", ""]
+        names = [x for x in module.__all__ if not x.startswith("_") and not isinstance(getattr(module, x), ModuleType)]
+        for exported in sorted(names, key=lambda x: order.index(f"`{x}")):
+            lines += [f"::: {name}.{exported}", ""]
+        (folder / f"{name}.md").write_text("\n".join(lines))
+
+
+def main() -> int:
+    """Build the site."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "site", metavar="DIR", help="where the site goes")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    pages = ROOT / "build" / "site_pages"
+    shutil.rmtree(pages, ignore_errors=True)
+    copy_pages(pages)
+    write_reference(pages / "reference")
+    command = (
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(arguments.out.resolve()),
+    )
+    # Material for MkDocs names its successor at every start; the plugin for docstrings does not serve that yet.
+    failed = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}).returncode
+    if not failed:
+        print(f"the site begins with {arguments.out / 'index.html'}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Torch's fused kernels as a backend."""

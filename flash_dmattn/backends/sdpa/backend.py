@@ -1,0 +1,273 @@
+"""Torch's fused kernels behind `F.scaled_dot_product_attention`, called as operators under this contract.
+
+On CPUs they are torch's flash kernel; on GPUs FlashAttention-2, or memory-efficient attention for calls that it lacks.
+The kernels of cuDNN have too many silent faults to be among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...problem import AttentionProblem, dtype_name, sm_number
+from ..protocol import Availability, Backend, Backward, Forward, Rule
+from . import cpu, cuda, efficient
+
+# Up to so many multiplications of q and k the kernel of a CPU beats the many small operations of eager in every class
+# of calls. It converts 16 bits row by row, which costs more.
+_LITTLE_WORK = 2**20
+_LITTLE_WORK_IN_HALF = 2**18
+_MOST_FLASH_DIM = 256
+_INT32_MAX = 2**31 - 1
+_HALF = (torch.float16, torch.bfloat16)
+# GPUs whose FlashAttention-2 has no gradients for head dims from 193 to 224.
+_SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120")
+_BY_NAME = 'backend="sdpa" runs it all the same'
+_EAGER_BACKWARD = 'backend=("sdpa", "eager") runs its forward pass and the backward pass of eager'
+_TRITON_BACKWARD = 'backend=("sdpa", "triton") runs its forward pass and the backward pass of triton'
+_TRITON = 'use backend="triton"'
+
+
+def _is_rocm(p: AttentionProblem) -> bool:
+    return p.arch.startswith("gfx")
+
+
+def runs_flash(p: AttentionProblem) -> bool:
+    """Return whether a call on a GPU is one for FlashAttention-2, and not for memory-efficient attention."""
+    is_plain = p.mask is None and p.bias is None and p.sequences is None
+    if p.device != "cuda" or not is_plain or p.dtype not in _HALF:
+        return False
+    return p.head_dim == p.head_dim_v and p.head_dim % 8 == 0 and p.head_dim <= _MOST_FLASH_DIM
+
+
+def _on_efficient(holds: Callable[[AttentionProblem], bool]) -> Callable[[AttentionProblem], bool]:
+    """Make a rule's condition bind memory-efficient attention alone."""
+    return lambda p: p.device != "cuda" or runs_flash(p) or holds(p)
+
+
+def _on_gpu(holds: Callable[[AttentionProblem], bool]) -> Callable[[AttentionProblem], bool]:
+    return lambda p: p.device != "cuda" or holds(p)
+
+
+def _on_cpu(holds: Callable[[AttentionProblem], bool]) -> Callable[[AttentionProblem], bool]:
+    return lambda p: p.device != "cpu" or holds(p)
+
+
+def _span(p: AttentionProblem) -> int:
+    return 0 if p.mask is None else p.mask.span()
+
+
+def _work(p: AttentionProblem) -> int:
+    """Count the multiplications of q and k, visited pairs only."""
+    return p.batch * p.num_heads * p.seqlen_q * p.seqlen_k * p.head_dim
+
+
+def _is_little(p: AttentionProblem) -> bool:
+    return _work(p) <= (_LITTLE_WORK_IN_HALF if p.dtype in _HALF else _LITTLE_WORK)
+
+
+def _plan_forward(p: AttentionProblem) -> Forward:
+    if p.device == "cpu":
+        return cpu.plan_forward(p)
+    return (cuda if runs_flash(p) else efficient).plan_forward(p)
+
+
+def _plan_backward(p: AttentionProblem) -> Backward:
+    if p.device == "cpu":
+        return cpu.plan_backward(p)
+    return (cuda if runs_flash(p) else efficient).plan_backward(p)
+
+
+def _notes(p: AttentionProblem) -> tuple[str, ...]:
+    """Name the kernel that a call on a GPU takes, and the mask that one on a CPU makes."""
+    if p.device == "cuda":
+        if not runs_flash(p):
+            return ("runs torch's memory-efficient attention",)
+        current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+        return (f"runs {current or 'FlashAttention-2'} of torch",)
+    if p.device != "cpu" or not (cpu.needs_band(p) or p.mask is not None):
+        return ()
+    dtype = cpu.added_dtype(p)
+    values = p.seqlen_q * p.seqlen_k if cpu.needs_band(p) or p.mask is None else p.mask.span()
+    return (f"adds the mask to the scores, as {values * dtype.itemsize / 2**20:.1f} MB of {dtype_name(dtype)}",)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "device",
+        lambda p: p.device == "cpu" or (p.device == "cuda" and ((sm_number(p.arch) or 0) >= 80 or _is_rocm(p))),
+        lambda p: (
+            f"device is {p.device} {p.arch}; it runs on CPUs, and on GPUs from sm_80 on, or of AMD"
+            if p.device == "cuda"
+            else f"device is {p.device}; it runs on CPUs and GPUs"
+        ),
+        'use backend="auto"',
+    ),
+    Rule(
+        "gpu_mask",
+        _on_gpu(lambda p: p.mask is None),
+        lambda p: f"a mask of {_span(p)} elements is set; the kernels of GPUs have none but causality",
+        _TRITON,
+    ),
+    Rule(
+        "gpu_scale",
+        _on_gpu(lambda p: p.softmax_scale > 0),
+        lambda p: f"softmax_scale is {p.softmax_scale}; FlashAttention-2 returns NaN for one that is not above 0",
+        _TRITON,
+    ),
+    Rule(
+        "rocm",
+        lambda p: (
+            not _is_rocm(p)
+            or (runs_flash(p) and (p.window == (-1, -1) or (p.window == (-1, 0) and p.seqlen_q == p.seqlen_k)))
+        ),
+        lambda p: (
+            f"the GPU is {p.arch}, where only calls in 16 bits without bias, and causality with as many keys as "
+            "queries, are known to be right"
+        ),
+        'use backend="flex"',
+    ),
+    Rule(
+        "gpu_dtype",
+        _on_efficient(
+            lambda p: (
+                p.dtype in (*_HALF, torch.float32)
+                and (p.bias is None or p.bias.dtype == p.dtype)
+                and p.head_dim * p.dtype.itemsize % 16 == p.head_dim_v * p.dtype.itemsize % 16 == 0
+            )
+        ),
+        lambda p: (
+            f"dtype is {dtype_name(p.dtype)}"
+            + ("" if p.bias is None else f", bias has {dtype_name(p.bias.dtype)}")
+            + f", and head dims are {p.head_dim} and {p.head_dim_v} (v); memory-efficient attention takes at most "
+            "float32, a bias of the same dtype, and rows of 16 bytes each"
+        ),
+        _TRITON,
+    ),
+    Rule(
+        "gpu_groups",
+        _on_efficient(lambda p: p.num_heads == p.num_heads_k),
+        lambda p: (
+            f"{p.num_heads} query heads share {p.num_heads_k} key-value heads; memory-efficient attention has no groups"
+        ),
+        _TRITON,
+    ),
+    Rule(
+        "gpu_window",
+        lambda p: p.device != "cuda" or not runs_flash(p) or cuda.is_right_for(p),
+        lambda p: (
+            f"the window is {p.window}, with {p.seqlen_q} queries and {p.seqlen_k} keys; FlashAttention-2 is wrong for "
+            "windows with more queries than keys"
+        ),
+        _TRITON,
+    ),
+    Rule(
+        "gpu_band",
+        _on_efficient(lambda p: p.window == (-1, -1) or (p.window == (-1, 0) and p.seqlen_q <= p.seqlen_k)),
+        lambda p: (
+            f"the window is {p.window}, with {p.seqlen_q} queries and {p.seqlen_k} keys; memory-efficient attention "
+            "has wrong results for windows, and for causality with more queries than keys"
+        ),
+        _TRITON,
+    ),
+    Rule(
+        "gpu_causal_dbias",
+        _on_efficient(lambda p: p.window[1] != 0 or not p.needs_grad.bias),
+        lambda p: "the gradient of bias is needed beside causality; memory-efficient attention leaves NaN in it",
+        _TRITON_BACKWARD,
+        ("backward",),
+    ),
+    Rule(
+        "gpu_bias_span",
+        _on_efficient(lambda p: p.bias is None or p.seqlen_q * efficient.padded_keys(p) <= _INT32_MAX),
+        lambda p: (
+            f"bias has {p.seqlen_q} rows of {p.seqlen_k}; memory-efficient attention indexes those of a head with 32 "
+            f"bits, so at most {_INT32_MAX} values"
+        ),
+        _TRITON,
+    ),
+    Rule(
+        "gpu_head_dim",
+        lambda p: not (runs_flash(p) and p.arch in _SMALL_SHARED_MEMORY and 192 < p.head_dim <= 224),
+        lambda p: f"head dim is {p.head_dim}; FlashAttention-2 has no gradients for 193 to 224 on {p.arch}",
+        _TRITON_BACKWARD,
+        ("backward",),
+    ),
+    Rule(
+        "gpu_lse",
+        _on_gpu(lambda p: not p.return_lse),
+        lambda p: "return_lse is set, and the kernels of GPUs take no gradient of lse",
+        _TRITON_BACKWARD,
+        ("backward",),
+    ),
+    Rule(
+        "gpu_order",
+        _on_gpu(lambda p: not p.deterministic),
+        lambda p: "deterministic is True; the kernels of GPUs add gradients up in any order",
+        _TRITON_BACKWARD,
+        ("backward",),
+    ),
+    Rule(
+        "head_dim",
+        _on_cpu(lambda p: p.head_dim == p.head_dim_v),
+        lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the kernel of CPUs takes equal ones",
+        'use backend="eager"',
+    ),
+    Rule(
+        "dbias",
+        _on_cpu(lambda p: not p.needs_grad.bias),
+        lambda p: "the gradient of bias is needed; the kernel of CPUs has none",
+        _EAGER_BACKWARD,
+        ("backward",),
+    ),
+    Rule(
+        "half_precision",
+        _on_cpu(lambda p: p.dtype not in _HALF),
+        lambda p: f"dtype is {dtype_name(p.dtype)}; the kernel of CPUs takes delta from an out rounded to it",
+        _EAGER_BACKWARD,
+        ("backward",),
+    ),
+)
+
+AUTO_RULES: tuple[Rule, ...] = (
+    Rule(
+        "unpacked_mask",
+        lambda p: p.mask_form in ("none", "dense"),
+        lambda p: f"the mask has the form {p.mask_form!r}, and would be unpacked",
+        _BY_NAME,
+        ("forward",),
+    ),
+    Rule(
+        "band_mask",
+        _on_cpu(lambda p: _is_little(p) or not cpu.needs_band(p)),
+        lambda p: f"the window {p.window} would be added as a mask, and eager visits only the keys inside it",
+        _BY_NAME,
+        ("forward",),
+    ),
+    Rule(
+        "slow_dtype",
+        _on_cpu(lambda p: p.dtype == torch.float32 or _is_little(p)),
+        lambda p: f"dtype is {dtype_name(p.dtype)}, in which the kernel is not faster than eager",
+        _BY_NAME,
+        ("forward",),
+    ),
+    Rule(
+        "causal_backward",
+        _on_cpu(lambda p: p.window == (-1, -1) or _is_little(p)),
+        lambda p: f"the backward kernel visits every pair, also those outside of the window {p.window}",
+        _BY_NAME,
+        ("backward",),
+    ),
+)
+
+BACKEND = Backend(
+    name="sdpa",
+    plan_forward=_plan_forward,
+    plan_backward=_plan_backward,
+    features=frozenset({"mask", "bias", "is_causal", "window_size", "deterministic", "return_lse"}),
+    rules=RULES,
+    auto_rules=AUTO_RULES,
+    probe=lambda: Availability(True),
+    notes=_notes,
+)

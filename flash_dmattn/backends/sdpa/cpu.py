@@ -1,0 +1,143 @@
+"""Both passes of torch's flash kernel on CPUs, which adds a mask or a bias to the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
+from ...problem import AttentionProblem, Gradients, make_band
+from ...problem.inputs import Inputs, Saved
+from ...reference.eager import LARGE_LSE
+from ..protocol import Backward, Forward
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _kernel_is_causal(p: AttentionProblem) -> bool:
+    """Whether the kernel's own causality is the band of a call: it counts from the first key.
+
+    With a scale of 0 or less the kernel returns NaN (torch 2.13): it multiplies -inf by it.
+    """
+    left, right = p.window
+    return (left, right) == (-1, 0) and p.seqlen_q == p.seqlen_k and p.softmax_scale > 0
+
+
+def needs_band(p: AttentionProblem) -> bool:
+    """Whether the band of a call is added to the scores as a mask."""
+    return make_band(p.seqlen_q, p.seqlen_k, p.window) is not None and not _kernel_is_causal(p)
+
+
+def added_dtype(p: AttentionProblem) -> torch.dtype:
+    """The dtype of what is added to the scores: the one of q where a bias fits into it, else fp32."""
+    if p.bias is None or p.bias.dtype == p.dtype or p.dtype in (torch.float32, torch.float64):
+        return p.dtype
+    return torch.float32
+
+
+def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None], Tensor] | None:
+    """Return `(mask, bias) -> what is added to the scores`, broadcast to them; None where nothing is."""
+    band = make_band(p.seqlen_q, p.seqlen_k, p.window) if needs_band(p) else None
+    if band is None and p.mask is None and p.bias is None:
+        return None
+    heads, shape = p.num_heads, (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
+    zero, hidden = (torch.tensor(x, dtype=added_dtype(p)) for x in (0.0, -torch.inf))
+
+    def by_query_head(x: Tensor) -> Tensor:
+        return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)
+
+    def added(mask: Tensor | None, bias: Tensor | None) -> Tensor:
+        x = zero if bias is None else by_query_head(bias).to(zero.dtype)
+        allowed = None if mask is None else by_query_head(mask)
+        if band is not None:
+            diagonals = torch.arange(p.seqlen_k) - torch.arange(p.seqlen_q)[:, None]
+            inside = (diagonals >= band.low) & (diagonals <= band.high)
+            allowed = inside if allowed is None else allowed & inside
+        return (x if allowed is None else torch.where(allowed, x, hidden)).expand(shape)
+
+    return added
+
+
+def plan_forward(p: AttentionProblem) -> Forward:
+    if not has_pairs(p):
+        return run_without_keys(p)
+    added, is_causal, scale = _plan_added(p), _kernel_is_causal(p), p.softmax_scale
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        mask = None if added is None else added(x.mask.dense, x.bias)
+        q, k, v = _rows(x.q), _rows(x.k), _rows(x.v)
+        out, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+        if mask is not None and not ((lse != 0) & lse.isfinite()).all():
+            is_seen = _seen(mask, is_causal)
+            if lse.isnan().any():
+                out, lse = _without_hidden_keys(out, lse, q, k, v, mask, is_causal, scale, is_seen)
+            is_empty = ~is_seen.any(-1)
+            out, lse = out.masked_fill(is_empty[..., None], 0.0), lse.masked_fill(is_empty, -torch.inf)
+        return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+    return forward
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(B, H, L, D), of rows of unit stride: the kernel reads others wrongly."""
+    x = x.transpose(1, 2)
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _seen(mask: Tensor, is_causal: bool) -> Tensor:
+    """Which keys each query sees, bool (B, H, Lq, Lk)."""
+    seen = mask > -torch.inf
+    return seen.tril() if is_causal else seen
+
+
+def _without_hidden_keys(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, is_causal: bool, scale: float, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute rows anew that see no key with NaN or inf: the kernel adds the mask, and NaN - inf is NaN."""
+    is_bad = ~k.isfinite().all(-1)
+    clean = k.masked_fill(is_bad[..., None], 0.0)
+    new_out, new_lse = _FORWARD(q, clean, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    is_bad = is_bad.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    sees_bad = (seen & is_bad[:, :, None]).any(-1)
+    return torch.where(sees_bad[..., None], out, new_out), torch.where(sees_bad, lse, new_lse)
+
+
+def plan_backward(p: AttentionProblem) -> Backward:
+    if not has_pairs(p):
+        return differentiate_without_keys(p)
+    added, is_causal, scale, needs_grad = _plan_added(p), _kernel_is_causal(p), p.softmax_scale, p.needs_grad
+    shape, dim = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k), p.head_dim
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        x, out, lse = saved
+        mask = None if added is None else added(x.mask.dense, x.bias)
+        is_empty = lse == -torch.inf
+        lse = lse.masked_fill(is_empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
+        q, k, v = _rows(x.q), _rows(x.k), _rows(x.v)
+        if lse.abs().amax() > LARGE_LSE:
+            # Its rounding would show in every p. Scores that are moved by it have a small one.
+            mask = (lse.new_zeros(()) if mask is None else mask) - lse[..., None]
+            mask = mask.expand(shape)
+            lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[1]
+            lse = lse.masked_fill(is_empty, 0.0)
+        rows = [_rows(dout), q, k, v, out.transpose(1, 2)]
+        if dlse is not None:
+            # One more column, of dlse in dout, 1 in v and 0 in out, adds dlse to dout v^T and nothing to delta.
+            dlse = dlse.to(lse.dtype).masked_fill(is_empty, 0.0)[..., None]
+            columns: tuple[Tensor | float, ...] = (dlse, 0.0, 0.0, 1.0, 0.0)
+            rows = [_with_column(t, c) for t, c in zip(rows, columns, strict=True)]
+        gradients = _BACKWARD(*rows, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+        each = zip(gradients, needs_grad[:3], strict=True)
+        return *(g[..., :dim].transpose(1, 2).contiguous() if needed else None for g, needed in each), None
+
+    return backward
+
+
+def _with_column(x: Tensor, column: Tensor | float) -> Tensor:
+    """Append a column to rows of x."""
+    if not isinstance(column, Tensor):
+        column = x.new_full((*x.shape[:3], 1), column)
+    return torch.cat((x, column), 3)

@@ -1,0 +1,88 @@
+"""Both passes of torch's FlashAttention-2 on GPUs: no mask, no bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
+from ...problem import AttentionProblem, Gradients, make_band
+from ...problem.inputs import Inputs, Saved
+from ..protocol import Backward, Forward
+
+_FORWARD = torch.ops.aten._flash_attention_forward.default
+_BACKWARD = torch.ops.aten._flash_attention_backward.default
+
+
+def visible_band(p: AttentionProblem) -> tuple[int, int]:
+    """Return the window of a call, with -1 for a side that hides no pair."""
+    left, right = p.window
+    return (-1 if left >= p.seqlen_k - 1 else left), (-1 if right >= p.seqlen_q - 1 else right)
+
+
+def is_right_for(p: AttentionProblem) -> bool:
+    """Return whether the kernel is right for the window: it takes an open side for one of Lk keys."""
+    left, right = visible_band(p)
+    return (left < 0 and right <= 0) or p.seqlen_q <= p.seqlen_k
+
+
+def _band(p: AttentionProblem) -> tuple[bool, dict[str, int | float]]:
+    """Return whether the kernel is causal, and the window that it has; both are aligned at the last key."""
+    left, right = visible_band(p)
+    numbers: dict[str, int | float] = {"scale": p.softmax_scale}
+    if left < 0 and right <= 0:
+        return right == 0, numbers
+    return False, {**numbers, "window_size_left": left, "window_size_right": right}
+
+
+def _has_empty_rows(p: AttentionProblem) -> bool:
+    """Return whether the band leaves a query without a key."""
+    band = make_band(p.seqlen_q, p.seqlen_k, p.window)
+    return band is not None and (band.high < 0 or p.seqlen_q - 1 + band.low >= p.seqlen_k)
+
+
+def plan_forward(p: AttentionProblem) -> Forward:
+    """Plan the forward pass of a class of calls."""
+    if not has_pairs(p):
+        return run_without_keys(p)
+    (is_causal, numbers), has_empty_rows = _band(p), _has_empty_rows(p)
+    lengths = (p.seqlen_q, p.seqlen_k)
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        q, k, v = rows(x.q), rows(x.k), rows(x.v)
+        out, lse, *_ = _FORWARD(q, k, v, None, None, *lengths, 0.0, is_causal, False, **numbers)
+        if has_empty_rows:  # FlashAttention-2 writes +inf to them, FlashAttention-4 -inf
+            lse = lse.masked_fill_(lse.isinf(), -torch.inf)
+        return out, lse
+
+    return forward
+
+
+def plan_backward(p: AttentionProblem) -> Backward:
+    """Plan the backward pass of a class of calls."""
+    if not has_pairs(p):
+        return differentiate_without_keys(p)
+    is_causal, numbers = _band(p)
+    lengths, needs_grad = (p.seqlen_q, p.seqlen_k), p.needs_grad
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        assert dlse is None, "a rule refuses calls that return lse"
+        x, out, lse = saved
+        q, k, v = rows(x.q), rows(x.k), rows(x.v)
+        unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the state of a generator, for dropout
+        tensors = (rows(dout), q, k, v, out.contiguous(), lse.contiguous())
+        gradients = _BACKWARD(*tensors, None, None, *lengths, 0.0, is_causal, unused, unused, **numbers)
+        each = zip(gradients, needs_grad[:3], strict=True)
+        return *(g.contiguous() if needed else None for g, needed in each), None
+
+    return backward
+
+
+def rows(x: Tensor) -> Tensor:
+    """Copy x where kernels cannot read it: its rows have no unit stride, begin off 16 bytes, or stand for several."""
+    unit = 16 // x.element_size()
+    others = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    is_read = x.stride(3) == 1 and all(stride > 0 and stride % unit == 0 for stride in others)
+    if is_read and x.data_ptr() % 16 == 0 and max(x.stride()) < 2**31:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,372 @@
+"""The functions of the package flash-attn, with its arguments and returns, computed by `flash_dmattn.attention`.
+
+Code that imports them from `flash_attn` runs here after one changed line::
+
+    from flash_dmattn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+
+Three things differ. A row without a key has lse -inf, where flash-attn has +inf. Probabilities, the third value under
+`return_attn_probs=True`, are always None. Every device, dtype and head dim that `attention` serves is served.
+
+All functions share these arguments:
+
+- `dropout_p`, `softmax_scale` (None means D ** -0.5) and `softcap`, as in `attention`;
+- `causal`: query i attends to keys j <= i + Lk - Lq;
+- `window_size`: (left, right), -1 for an unlimited side;
+- `alibi_slopes`: float32 (H,) or (B, H): adds -slope * |i + Lk - Lq - j| to the score of query i and key j. Where no
+  later key is seen, this costs one number for each key; elsewhere a float32 bias of (1 or B, H, Lq, Lk);
+- `deterministic`: True asks for gradients with equal bits from run to run; False follows torch's global setting;
+- `return_attn_probs`: return (out, lse, None) in the place of out; lse is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import Sequences, append_to_cache, attention
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+class _Batch(NamedTuple):
+    """The sequences of a call, and what ALiBi needs of them; all None in a dense call."""
+
+    sequences: Sequences | None = None
+    seqlens_q: Tensor | None = None  # (S,); None if all queries are used
+    seqlens_k: Tensor | None = None  # (S,)
+    ends_q: Tensor | None = None  # (S,): where the queries of each sequence end, if they are packed
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+
+class _Options(NamedTuple):
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
+    return_lse: bool
+
+    @property
+    def hides_later_keys(self) -> bool:
+        return self.causal or self.window_size[1] == 0
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Compute attention as `flash_attn.flash_attn_func` does.
+
+    Args:
+        q: (B, Lq, Hq, D).
+        k, v: (B, Lk, Hk, D) with Hq % Hk == 0.
+        others: see the module.
+
+    Returns:
+        out (B, Lq, Hq, D); with `return_attn_probs` (out, lse, None), lse (B, Hq, Lq).
+
+    Raises:
+        TypeError, ValueError: as `attention`, or `alibi_slopes` does not fit.
+        NotImplementedError: probabilities under dropout are asked for.
+
+    >>> import torch
+    >>> from flash_dmattn.integrations.flash_attn import flash_attn_func
+    >>> q, k, v = torch.randn(3, 2, 8, 4, 16)
+    >>> out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    >>> tuple(out.shape), tuple(lse.shape)
+    ((2, 8, 4, 16), (2, 4, 8))
+    """
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _attend(q, k, v, options, _Batch())
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **named: Any) -> Result:
+    """Compute attention as `flash_attn.flash_attn_qkvpacked_func` does: qkv is (B, L, 3, H, D).
+
+    Other arguments, returns and errors are those of `flash_attn_func`.
+
+    >>> import torch
+    >>> from flash_dmattn.integrations.flash_attn import flash_attn_qkvpacked_func
+    >>> tuple(flash_attn_qkvpacked_func(torch.randn(2, 8, 3, 4, 16), causal=True).shape)
+    (2, 8, 4, 16)
+    """
+    q, k, v = _split("qkv", qkv, 3)
+    return flash_attn_func(q, k, v, *arguments, **named)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Result:
+    """Compute attention as `flash_attn.flash_attn_kvpacked_func` does: kv is (B, Lk, 2, Hk, D).
+
+    Other arguments, returns and errors are those of `flash_attn_func`.
+    """
+    k, v = _split("kv", kv, 2)
+    return flash_attn_func(q, k, v, *arguments, **named)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Compute attention of packed sequences as `flash_attn.flash_attn_varlen_func` does.
+
+    Args:
+        q: (Tq, Hq, D).
+        k, v: (Tk, Hk, D); with `block_table` (pages, page_size, Hk, D), without gradients.
+        cu_seqlens_q, cu_seqlens_k: (S + 1,), int32: where each sequence begins, and where the last one ends.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths.
+        block_table: (S, P), int32: the pages of each sequence.
+        others: see the module.
+
+    Returns:
+        out (Tq, Hq, D); with `return_attn_probs` (out, lse, None), lse (Hq, Tq).
+
+    Raises:
+        TypeError, ValueError: as `attention` and `Sequences`, or `alibi_slopes` does not fit.
+        NotImplementedError: probabilities under dropout are asked for.
+
+    >>> import torch
+    >>> from flash_dmattn.integrations.flash_attn import flash_attn_varlen_func
+    >>> q, k, v = torch.randn(3, 8, 4, 16)
+    >>> ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    >>> tuple(flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True).shape)
+    (8, 4, 16)
+    """
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    seqlens_k = cu_seqlens_k.diff()
+    if block_table is None:
+        sequences = Sequences.packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    else:
+        sequences = Sequences.paged(
+            block_table, seqlens_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+        )
+    batch = _Batch(sequences, cu_seqlens_q.diff(), seqlens_k, cu_seqlens_q[1:], max_seqlen_q, max_seqlen_k)
+    return _attend(q, k, v, options, batch)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *arguments: Any, **named: Any
+) -> Result:
+    """Compute attention as `flash_attn.flash_attn_varlen_qkvpacked_func` does: qkv is (T, 3, H, D).
+
+    Other arguments, returns and errors are those of `flash_attn_varlen_func`.
+    """
+    q, k, v = _split("qkv", qkv, 3)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments, **named)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *arguments: Any,
+    **named: Any,
+) -> Result:
+    """Compute attention as `flash_attn.flash_attn_varlen_kvpacked_func` does: kv is (Tk, 2, Hk, D).
+
+    Other arguments, returns and errors are those of `flash_attn_varlen_func`.
+    """
+    k, v = _split("kv", kv, 2)
+    ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return flash_attn_varlen_func(q, k, v, *ends, *arguments, **named)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Write new keys and values into a cache, and attend to it, as `flash_attn.flash_attn_with_kvcache` does.
+
+    Args:
+        q: (B, Lq, Hq, D).
+        k_cache, v_cache: (B, Lc, Hk, D); with `block_table` (pages, page_size, Hk, D). They get k and v in place.
+        k, v: (B, L, Hk, D): keys and values that follow those of the cache; L is Lq for causal calls.
+        cache_seqlens: (B,), int32, or one int: how many keys each cache has before the call; None means all Lc.
+        block_table: (B, P), int32: the pages of each cache.
+        num_splits: has no effect; kernels split keys by the sizes of the call.
+        rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad: refused.
+        others: see the module.
+
+    Returns:
+        out (B, Lq, Hq, D); with `return_softmax_lse` (out, lse), lse (B, Hq, Lq). There are no gradients.
+
+    Raises:
+        TypeError, ValueError: as `attention`, `append_to_cache` and `Sequences`; only one of k and v is there; new keys
+            come without `cache_seqlens`, or a `block_table` does.
+        NotImplementedError: a refused argument is there.
+
+    >>> import torch
+    >>> from flash_dmattn.integrations.flash_attn import flash_attn_with_kvcache
+    >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 16)
+    >>> q, k, v = torch.randn(3, 2, 1, 4, 16)  # one new token
+    >>> used = torch.tensor([20, 7], dtype=torch.int32)
+    >>> tuple(flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=used, causal=True).shape)
+    (2, 1, 4, 16)
+    >>> bool(k_cache[0, 20].equal(k[0, 0]))
+    True
+    """
+    refused = {
+        "rotary_cos": (rotary_cos, "rotate q and k before the call"),
+        "rotary_sin": (rotary_sin, "rotate q and k before the call"),
+        "cache_batch_idx": (cache_batch_idx, "pass the entries of the cache in the order of q, or a block_table"),
+        "cache_leftpad": (cache_leftpad, "pass a mask to flash_dmattn.attention"),
+    }
+    for name, (value, instead) in refused.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is set; it needs to be None here: {instead}")
+    if (k is None) != (v is None):
+        raise ValueError("one of k and v is None; both need to be tensors, or None")
+    if cache_seqlens is None and (k is not None or block_table is not None):
+        raise ValueError(
+            "cache_seqlens is None; new keys and pages need it: the number of keys in each cache before the call"
+        )
+    options = _Options(
+        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic=False, return_lse=True
+    )
+    batch = _Batch()
+    with torch.no_grad():
+        if cache_seqlens is not None:
+            if isinstance(cache_seqlens, int):
+                cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+            new = 0 if k is None else k.shape[1]
+            seqlens_k = cache_seqlens + new
+            if block_table is None:
+                sequences, slots = Sequences.padded(seqlens_k), k_cache.shape[1]
+            else:
+                sequences, slots = Sequences.paged(block_table, seqlens_k), block_table.shape[1] * k_cache.shape[1]
+            if k is not None and v is not None:
+                # The same keys, as the sequences of a call whose queries are the new tokens.
+                append_to_cache(k_cache, v_cache, k, v, sequences)
+            batch = _Batch(sequences, None, seqlens_k, None, q.shape[1], slots)
+        result = _attend(q, k_cache, v_cache, options, batch)
+    return (result[0], result[1]) if return_softmax_lse else result[0]
+
+
+def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
+    if packed.dim() < 4 or packed.shape[-3] != number:
+        raise ValueError(f"{name} has shape {tuple(packed.shape)}; it needs {number} tensors in its third to last dim")
+    return packed.unbind(-3)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -> Any:
+    if options.return_lse and options.dropout_p > 0:
+        raise NotImplementedError("return_attn_probs is True beside dropout_p; dropped probabilities are never stored")
+    bias = shift = None
+    if options.alibi_slopes is not None:
+        bias, shift = _alibi(options.alibi_slopes, q, k, options, batch)
+    results = attention(
+        q,
+        k,
+        v,
+        None,
+        bias,
+        is_causal=options.causal,
+        softmax_scale=options.softmax_scale,
+        softcap=options.softcap,
+        window_size=None if tuple(options.window_size) == (-1, -1) else options.window_size,
+        deterministic=options.deterministic or None,
+        return_lse=options.return_lse,
+        sequences=batch.sequences,
+        dropout_p=options.dropout_p,
+    )
+    if isinstance(results, Tensor):
+        return results
+    out, lse = results
+    return out, lse if shift is None else lse - shift, None
+
+
+def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batch) -> tuple[Tensor, Tensor | None]:
+    """Return the bias of ALiBi, and by how much it raises each lse, in the shape of lse.
+
+    If a query sees no later key, -slope * (i - j) is slope * j less a constant of its row. Softmax takes no notice of
+    the constant, so the bias has one value for each key.
+    """
+    num_heads, entries = q.shape[-2], q.shape[0] if batch.seqlens_k is None else batch.seqlens_k.shape[0]
+    if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((num_heads,), (entries, num_heads)):
+        needs = f"({num_heads},) or ({entries}, {num_heads})"
+        raise ValueError(
+            f"alibi_slopes has dtype {slopes.dtype} and shape {tuple(slopes.shape)}; it needs float32, and {needs}"
+        )
+    slopes = slopes.view(-1, num_heads)
+    seqlen_q, seqlen_k = (
+        (q.shape[1], k.shape[1]) if batch.seqlens_k is None else (batch.max_seqlen_q, batch.max_seqlen_k)
+    )
+    keys = torch.arange(seqlen_k, device=q.device, dtype=torch.float32)
+    # Where the diagonal meets each query: (1 or S, Lq).
+    place = torch.arange(seqlen_q, device=q.device)[None] + (seqlen_k - seqlen_q)
+    if batch.seqlens_k is not None:
+        seqlens_q = seqlen_q if batch.seqlens_q is None else batch.seqlens_q[:, None]
+        place = torch.arange(seqlen_q, device=q.device)[None] + batch.seqlens_k[:, None] - seqlens_q
+    if not options.hides_later_keys:
+        return -slopes[:, :, None, None] * (place[:, None, :, None] - keys).abs(), None
+    last = seqlen_k - 1  # biases are small where keys are near to the last queries
+    bias = slopes[:, :, None, None] * (keys - last)
+    if not options.return_lse:
+        return bias, None
+    if batch.ends_q is None or batch.seqlens_k is None:
+        return bias, slopes[:, :, None] * (place - last)[:, None]
+    tokens = torch.arange(q.shape[0], device=q.device)
+    owner = torch.searchsorted(batch.ends_q, tokens, right=True).clamp(max=entries - 1)  # its sequence
+    place = tokens - batch.ends_q[owner] + batch.seqlens_k[owner]
+    return bias, slopes.expand(entries, num_heads)[owner].t() * (place - last)

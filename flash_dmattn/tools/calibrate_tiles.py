@@ -1,0 +1,370 @@
+"""`python -m flash_dmattn calibrate --tiles`: check and time tiles of the Triton kernels, and put the fastest into the
+profile.
+
+Each class of tiles is compiled and checked by a process of its own. A tile whose machine code fails then spoils the GPU
+for that process alone, and processes compile side by side. After that this process times the tiles that were right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import Any, Literal, NamedTuple, TextIO
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..dispatch import profiles
+from ..dispatch.config import process
+from ..problem import device_arch
+from ..reference.yardstick import FLOOR, RATIO
+from ..triton_kernels import preferred_tiles
+from ..triton_kernels.preferred_tiles import Sizes, class_name
+from .calibrate import EventTimer, Progress, Timer, device_of, fail, former, new_profile, save
+from .verify import error
+
+CHECK_SHARE = 0.8  # of the time; after it no process goes on checking
+CLASS_SECONDS = 0.6  # of repetitions for each class
+LEAST_GAIN = 0.02  # that a tile needs to replace the one of the table; less may be chance
+MOST_PROCESSES = 12
+_PROCESS_BYTES = 3 << 30  # of GPU memory that a process may need
+
+BATCH, NUM_HEADS, SEQLEN, SEQLEN_BIAS = 2, 8, 4096, 2048
+# The gradients that make the backward pass run a kernel, and few others. "product" needs what "keys" stores.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "forward": (),
+    "keys": ("k", "v"),
+    "queries": ("q",),
+    "product": ("q", "bias"),
+    "bias": ("bias",),
+}
+
+
+class TileClass(NamedTuple):
+    """The tiles of one kernel for the head dims of one row, with or without a bias of one value per score."""
+
+    kernel: str
+    row: int
+    has_bias: bool
+
+    @property
+    def name(self) -> str:
+        """The name that profiles have for it."""
+        return class_name(*self)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Inputs whose gradients the timed pass computes; none if it is the forward pass."""
+        needed = _NEEDED[self.kernel]
+        return (*needed, "bias") if self.kernel == "keys" and self.has_bias else needed
+
+
+def _classes() -> Iterator[TileClass]:
+    """List the classes of most programs first: where the time ends, the last ones are not reached."""
+    for rows in ((64, 128), (256,)):
+        for has_bias in (False, True):
+            kernels = ("forward", "keys", "queries", *(("product", "bias") if has_bias else ()))
+            yield from (TileClass(kernel, row, has_bias) for row in rows for kernel in kernels)
+
+
+CLASSES = {each.name: each for each in _classes()}
+
+# Why a tile is out, by its sizes; "" for one that was right. The first tile is the one of the table.
+Verdicts = dict[Sizes, str]
+
+
+class TileInstruments(NamedTuple):
+    """The functions that a run measures with; tests replace them.
+
+    Attributes:
+        check: check(classes, seconds) -> the verdicts of each class that comes in time.
+        measure: measure(class, sizes, seconds) -> milliseconds of the pass with the kernel.
+        clock: seconds that only grow.
+        gpu, arch, driver: names of the GPU.
+    """
+
+    check: Callable[[Sequence[TileClass], float], Iterator[tuple[TileClass, Verdicts]]]
+    measure: Callable[[TileClass, Sizes, float], float]
+    clock: Callable[[], float]
+    gpu: str
+    arch: str
+    driver: str
+
+
+def run(chosen: int | Literal["cpu"], seconds: float) -> int:
+    """Calibrate the tiles of the GPU of an index; return 1 where that cannot be done or written, else 0."""
+    device, why = device_of(chosen)
+    if device is None:
+        return fail(why)
+    try:
+        import triton  # noqa: F401
+    except ImportError as raised:
+        return fail(f"--tiles times kernels of Triton, which cannot be imported: {raised}")
+    torch.cuda.set_device(device)
+    from .info import find_driver
+
+    instruments = TileInstruments(
+        partial(check_in_processes, device.index),
+        Passes(device, EventTimer(device)),
+        time.monotonic,
+        torch.cuda.get_device_name(device),
+        device_arch(device),
+        find_driver()[0].get("version", "unknown"),
+    )
+    return calibrate(instruments, seconds, sys.stdout, sys.stderr)
+
+
+def calibrate(instruments: TileInstruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
+    """Measure with these instruments, print the table to `stream`, and add the fastest tiles to the profile."""
+    gpu, arch = instruments.gpu, instruments.arch
+    known = former(gpu, arch)
+    done = {} if known is None else known.tiles
+    left = [each for name, each in CLASSES.items() if name not in done] or list(CLASSES.values())
+    stream.write(f"{gpu}, {arch}: tiles of {len(left)} classes in about {seconds:.0f} s, most of them compiling\n")
+    timed = measured(instruments, left, seconds, progress_stream)
+    if not timed:
+        return fail(f"no class of tiles was checked within {seconds:.0f} s; give more with --seconds")
+    tiles = {name: fastest(times) for name, times in timed.items() if any(isinstance(x, float) for x in times.values())}
+    stream.write(f"\n{table(timed)}\n\n")
+    profile = new_profile(gpu, arch, instruments.driver)
+    if known is not None:
+        profile = profile._replace(rows=known.rows, wrong=known.wrong)
+    status = save(profile._replace(tiles={**done, **tiles}), stream)
+    missing = [each.name for each in left if each.name not in timed]
+    if status == 0:
+        stream.write(f"{_effect(arch, missing, seconds)}\n")
+    return status
+
+
+# Milliseconds of each tile of a class, or why it was not timed.
+Times = dict[Sizes, "float | str"]
+
+
+def measured(
+    instruments: TileInstruments, classes: Sequence[TileClass], seconds: float, progress_stream: TextIO
+) -> dict[str, Times]:
+    """Return the times by class, of as many classes as end in these seconds."""
+    clock = instruments.clock
+    started = clock()
+    progress = Progress(progress_stream, 2 * len(classes), clock)
+    checked: dict[TileClass, Verdicts] = {}
+    for each, verdicts in instruments.check(classes, CHECK_SHARE * seconds):
+        progress.step(f"checked {each.name}")
+        checked[each] = verdicts
+    timed: dict[str, Times] = {}
+    for each in (each for each in classes if each in checked):
+        if clock() - started > seconds:
+            break
+        progress.step(f"timing {each.name}")
+        verdicts = checked[each]
+        budget = CLASS_SECONDS / len(verdicts)
+        timed[each.name] = {
+            sizes: why if why else instruments.measure(each, sizes, budget) for sizes, why in verdicts.items()
+        }
+    progress.close()
+    return timed
+
+
+def fastest(times: Times) -> Sizes:
+    """Return the tile to take: the table's, which is the first, unless another one is clearly faster or it failed."""
+    known = {sizes: x for sizes, x in times.items() if isinstance(x, float)}
+    best, own = min(known, key=lambda sizes: known[sizes]), next(iter(times))
+    return own if known.get(own, math.inf) * (1 - LEAST_GAIN) <= known[best] else best
+
+
+def table(timed: Mapping[str, Times]) -> str:
+    """Tabulate by class the milliseconds of each tile, and which is taken; the first tile is the one of the table."""
+    lines = [("class", "tile: queries x keys, warps, stages", "ms", "")]
+    for name, times in timed.items():
+        for sizes, x in times.items():
+            tile = f"{sizes[0]} x {sizes[1]}, {sizes[2]}, {sizes[3]}"
+            if isinstance(x, float):
+                lines.append((name, tile, f"{x:.3f}", "taken" if sizes == fastest(times) else ""))
+            else:
+                lines.append((name, tile, "-", x))
+            name = ""
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    rows = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[3]]).rstrip() for line in lines]
+    return "\n".join(rows)
+
+
+def _effect(arch: str, missing: Sequence[str], seconds: float) -> str:
+    """Say what the kernels will make of a profile."""
+    lines = []
+    if missing:
+        lines.append(f"{len(missing)} classes were not reached in {seconds:.0f} s; a second run goes on with them")
+    if process.profile == "off":
+        lines.append("FLASH_DMATTN_PROFILE=off: triton does not read it in this environment")
+    elif arch == "sm_90" and process.rules != "profile":
+        lines.append("on sm_90 the built-in tiles stay in force; FLASH_DMATTN_RULES=profile lets the profile decide")
+    else:
+        lines.append(
+            "triton takes these tiles from now on; the last bits of results differ from those of other tiles, not from "
+            f"run to run. {profiles.COMMAND} times the backends with them"
+        )
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def preferring(name: str, sizes: Sizes) -> Iterator[None]:
+    """Let the kernels of a class take a tile; all others take the tile table."""
+    preferred_tiles.prefer(lambda arch: {name: sizes})
+    try:
+        yield
+    finally:
+        preferred_tiles.prefer(profiles.tiles_in_force)
+
+
+def call_of(each: TileClass, device: torch.device, shrink: int = 1) -> dict[str, Any]:
+    """Make the arguments of the call of a class: random tensors in bf16.
+
+    Args:
+        each: the class.
+        device: where.
+        shrink: divides the length, for tests.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    seqlen = (SEQLEN_BIAS if each.has_bias else SEQLEN) // shrink
+
+    def normal(name: str, *shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+        return x.requires_grad_(name in each.needed)
+
+    call: dict[str, Any] = {name: normal(name, BATCH, seqlen, NUM_HEADS, each.row) for name in ("q", "k", "v")}
+    if each.has_bias:
+        # The batch shares a bias whose gradient has a kernel of its own, beside which "queries" computes dq.
+        batch = 1 if each.kernel in ("queries", "bias") else BATCH
+        call["bias"] = normal("bias", batch, NUM_HEADS, seqlen, seqlen)
+    else:
+        call["is_causal"] = True
+    return call
+
+
+def pass_of(each: TileClass, call: Mapping[str, Any], backend: str) -> Callable[[], tuple[Tensor, ...]]:
+    """Return a function that runs the pass of a call with the kernel of a class, and returns its results."""
+
+    def forward() -> tuple[Tensor, ...]:
+        results = attention(**call, return_lse=True, backend=backend)
+        assert isinstance(results, tuple)
+        return results
+
+    if not each.needed:
+        return forward
+    out, leaves = forward()[0], [call[name] for name in each.needed]
+    # A gradient that is not the same for all rows: for one of ones, ds would be zero without the rounding of out.
+    dout = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(1), device=out.device).to(out.dtype)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def check(each: TileClass, candidates: Sequence[Sizes], device: torch.device, shrink: int = 1) -> Verdicts:
+    """Compare the results of each tile with the results of the first, by the rule of accuracy.
+
+    Errors are taken beside eager PyTorch in fp32. A tile is right if its error is at most RATIO times the error
+    of the first tile, plus FLOOR. Tiles after one that spoiled the GPU have no verdict.
+    """
+    call = call_of(each, device, shrink)
+    exact_call = {name: _in_fp32(x) for name, x in call.items()}
+    exact = [x.detach() for x in pass_of(each, exact_call, "eager")()]
+    verdicts: Verdicts = {}
+    limits: list[float] = []
+    run: Callable[[], tuple[Tensor, ...]] | None = None
+    for sizes in candidates:
+        try:
+            with preferring(each.name, sizes):
+                run = run or pass_of(each, call, "triton")
+                errors = [error(x.detach(), y) for x, y in zip(run(), exact, strict=True)]
+        except Exception as raised:  # any failure of a tile is what is asked for
+            verdicts[sizes] = " ".join(f"{type(raised).__name__}: {raised}".split())[:120]
+            if not limits or _is_broken(device):
+                break
+            continue
+        limits = limits or [RATIO * x + FLOOR for x in errors]
+        wrong = [f"{x:.1e} off, with a limit of {y:.1e}" for x, y in zip(errors, limits) if not x <= y]
+        verdicts[sizes] = f"wrong: {wrong[0]}" if wrong else ""
+    return verdicts
+
+
+def _in_fp32(x: object) -> object:
+    return x.detach().float().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _is_broken(device: torch.device) -> bool:
+    """Return whether this process can no longer use the GPU, after a kernel that failed on it."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+class Passes:
+    """Times passes: `passes(class, sizes, seconds)` returns milliseconds; it keeps the tensors of the last class."""
+
+    def __init__(self, device: torch.device, timer: Timer, shrink: int = 1) -> None:
+        self.device, self.timer, self.shrink = device, timer, shrink
+        self.each: TileClass | None = None
+        self.run: Callable[[], object] = lambda: None
+
+    def __call__(self, each: TileClass, sizes: Sizes, seconds: float) -> float:
+        with preferring(each.name, sizes):
+            if each != self.each:
+                self.run = pass_of(each, call_of(each, self.device, self.shrink), "triton")
+                self.each = each
+            self.run()
+            return self.timer(self.run, seconds)
+
+
+def check_in_processes(
+    index: int, classes: Sequence[TileClass], seconds: float
+) -> Iterator[tuple[TileClass, Verdicts]]:
+    """Check classes in processes of their own, as many at once as there are cores and memory of the GPU for."""
+    free, _ = torch.cuda.mem_get_info(index)
+    count = max(1, min(os.cpu_count() or 1, MOST_PROCESSES, free // _PROCESS_BYTES))
+    deadline = time.monotonic() + seconds
+
+    def verdicts_of(each: TileClass) -> Verdicts | None:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return None
+        command = [sys.executable, "-m", __name__, str(index), each.name]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=remaining)
+        except subprocess.TimeoutExpired:
+            return None
+        return read_verdicts(done.stdout)
+
+    with ThreadPoolExecutor(count) as pool:
+        waiting = {pool.submit(verdicts_of, each): each for each in classes}
+        for ended in as_completed(waiting):
+            verdicts = ended.result()
+            if verdicts:
+                yield waiting[ended], verdicts
+
+
+def read_verdicts(text: str) -> Verdicts | None:
+    """Return the verdicts that a process has printed; None if it ended before it knew any."""
+    lines = text.splitlines()
+    return {tuple(sizes): why for sizes, why in json.loads(lines[-1])} if lines else None
+
+
+def main(index: str, name: str) -> None:
+    """Check a class on the GPU of an index, and print the verdicts as one line of JSON."""
+    from ..triton_kernels.tile_table import candidates
+
+    each, device = CLASSES[name], torch.device("cuda", int(index))
+    torch.cuda.set_device(device)
+    tiles = candidates(each.kernel, each.row, device_arch(device), each.has_bias)
+    print(json.dumps(list(check(each, [tile[:4] for tile in tiles], device).items())))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,206 @@
+"""The functions of the package flash-attn: arguments, returns, values and gradients, against plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn.integrations.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+
+HEADS, HEADS_K, DIM = 4, 2, 16
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"softmax_scale": 0.3},
+    "causal": {"causal": True},
+    "window": {"window_size": (3, 2)},
+    "window to the left, as a list": {"window_size": [2, 0]},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "ALiBi": {"alibi_slopes": SLOPES},
+    "causal ALiBi": {"alibi_slopes": SLOPES, "causal": True},
+    "ALiBi in a window": {"alibi_slopes": SLOPES, "window_size": (3, 0)},
+    "ALiBi of each entry": {"alibi_slopes": torch.stack((SLOPES, SLOPES.flip(0))), "causal": True},
+    "ALiBi of each entry both ways": {"alibi_slopes": torch.stack((SLOPES, SLOPES.flip(0)))},
+    "deterministic": {"deterministic": True, "causal": True},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of one entry: q (Lq, H, D), k and v (Lk, Hk, D); slopes (H,)."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * (DIM**-0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(len(k)) - (torch.arange(len(q))[:, None] + len(k) - len(q))
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None].double() * distance.abs()
+    left, right = window_size
+    right = 0 if causal else right
+    hidden = (distance > right if right >= 0 else distance > len(k)) | ((distance < -left) if left >= 0 else False)
+    scores = scores.masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse[..., None]).exp().masked_fill(hidden, 0.0).nan_to_num(0.0)
+    return torch.einsum("hij,jhd->ihd", p, v), lse
+
+
+def each(options: dict[str, Any], entry: int) -> dict[str, Any]:
+    slopes = options.get("alibi_slopes")
+    return options if slopes is None or slopes.dim() == 1 else {**options, "alibi_slopes": slopes[entry]}
+
+
+def assert_same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...], leaves: tuple[Tensor, ...]) -> None:
+    """Compare out, lse and the gradients of both."""
+    weights = [torch.randn_like(x) for x in expected[:2]]
+    for x, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)  # slopes are float32
+    grads = [
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(pair, weights, strict=True)), leaves, retain_graph=True)
+        for pair in (results, expected)
+    ]
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@every_option
+@pytest.mark.parametrize("seqlen_q", (5, 9))
+def test_dense_calls(options: dict[str, Any], seqlen_q: int) -> None:
+    q, k, v = rows(2, seqlen_q, HEADS, DIM), rows(2, 9, HEADS_K, DIM), rows(2, 9, HEADS_K, DIM)
+    out, lse, probabilities = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    assert probabilities is None
+    expected = [plain(q[i], k[i], v[i], **each(options, i)) for i in range(2)]
+    assert_same((out, lse), tuple(map(torch.stack, zip(*expected, strict=True))), (q, k, v))
+    assert flash_attn_func(q, k, v, **options).equal(out)
+
+
+@every_option
+def test_packed_sequences(options: dict[str, Any]) -> None:
+    ends_q, ends_k = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, 7, 13], dtype=torch.int32)
+    q, k, v = rows(8, HEADS, DIM), rows(13, HEADS_K, DIM), rows(13, HEADS_K, DIM)
+    out, lse, _ = flash_attn_varlen_func(q, k, v, ends_q, ends_k, 5, 7, return_attn_probs=True, **options)
+    parts = [
+        plain(q[a:b], k[c:d], v[c:d], **each(options, i))
+        for i, (a, b, c, d) in enumerate(((0, 3, 0, 7), (3, 8, 7, 13)))
+    ]
+    expected = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
+    assert_same((out, lse), expected, (q, k, v))
+
+
+def test_packed_arguments() -> None:
+    q, k, v = rows(2, 6, 4, DIM), rows(2, 6, 4, DIM), rows(2, 6, 4, DIM)
+    expected = flash_attn_func(q, k, v, 0.0, None, True)
+    assert flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), 0.0, None, True).equal(expected)
+    assert flash_attn_kvpacked_func(q, torch.stack((k, v), 2), causal=True).equal(expected)
+    ends = torch.tensor([0, 6, 12], dtype=torch.int32)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    packed = flash_attn_varlen_func(*flat, ends, ends, 6, 6, causal=True)
+    torch.testing.assert_close(packed, expected.flatten(0, 1))
+    assert flash_attn_varlen_qkvpacked_func(torch.stack(flat, 1), ends, 6, causal=True).equal(packed)
+    kv = torch.stack(flat[1:], 1)
+    assert flash_attn_varlen_kvpacked_func(flat[0], kv, ends, ends, 6, 6, causal=True).equal(packed)
+
+
+@pytest.mark.parametrize("is_paged", (False, True), ids=("slots", "pages"))
+@pytest.mark.parametrize("new", (0, 1, 3))
+@pytest.mark.parametrize("name", ("plain", "causal", "window", "causal ALiBi", "ALiBi of each entry both ways"))
+def test_caches(is_paged: bool, new: int, name: str) -> None:
+    options, used = OPTIONS[name], [5, 11]
+    q = torch.randn(2, max(new, 1), HEADS, DIM)
+    k, v = torch.randn(2, 2, new, HEADS_K, DIM)
+    caches = torch.randn(2, 2, 16, HEADS_K, DIM)
+    whole = [[torch.cat((caches[x, s, : used[s]], (k, v)[x][s])) for x in range(2)] for s in range(2)]
+    table, stored = None, caches
+    if is_paged:
+        table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+        stored = torch.empty(2, 4, 8, HEADS_K, DIM)
+        stored[:, table.long()] = caches.unflatten(2, (2, 8))
+    news = (k, v) if new else (None, None)
+    lengths = torch.tensor(used, dtype=torch.int32)
+    out, lse = flash_attn_with_kvcache(
+        q, *stored, *news, cache_seqlens=lengths, block_table=table, return_softmax_lse=True, **options
+    )
+    for s in range(2):
+        expected = plain(q[s].double(), *(x.double() for x in whole[s]), **each(options, s))
+        torch.testing.assert_close((out[s].double(), lse[s].double()), expected, rtol=1e-4, atol=1e-4)
+        for x in range(2):
+            written = stored[x] if table is None else stored[x, table.long()].flatten(1, 2)
+            assert written[s, : used[s] + new].equal(whole[s][x])
+
+
+def test_a_cache_of_one_length() -> None:
+    q, (k, v) = torch.randn(2, 1, HEADS, DIM), torch.randn(2, 2, 16, HEADS_K, DIM)
+    for lengths, used in (({"cache_seqlens": 7}, 7), ({}, 16)):
+        out = flash_attn_with_kvcache(q, k, v, **lengths)
+        torch.testing.assert_close(out, flash_attn_func(q, k[:, :used], v[:, :used]))
+
+
+def test_rows_without_keys() -> None:
+    q, k = torch.randn(1, 4, 2, DIM), torch.randn(1, 2, 2, DIM)
+    out, lse, _ = flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    assert not out[:, :2].any() and (lse[..., :2] == -math.inf).all() and lse[..., 2:].isfinite().all()
+
+
+def test_dropout() -> None:
+    q = torch.randn(2, 8, HEADS, DIM)
+    torch.manual_seed(3)
+    first = flash_attn_func(q, q, q, 0.5)
+    torch.manual_seed(3)
+    assert flash_attn_func(q, q, q, dropout_p=0.5).equal(first) and not first.equal(flash_attn_func(q, q, q))
+
+
+Q, CACHE = torch.zeros(2, 1, HEADS, DIM), torch.zeros(2, 8, HEADS_K, DIM)
+
+
+@pytest.mark.parametrize(
+    "named, error, message",
+    (
+        ({"rotary_cos": Q, "rotary_sin": Q}, NotImplementedError, "rotary_cos is set; .*rotate q and k"),
+        ({"cache_batch_idx": Q}, NotImplementedError, "cache_batch_idx is set"),
+        ({"cache_leftpad": Q}, NotImplementedError, "cache_leftpad is set"),
+        ({"k": Q, "cache_seqlens": 3}, ValueError, "one of k and v is None"),
+        ({"k": Q, "v": Q}, ValueError, "cache_seqlens is None"),
+        ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, ValueError, "cache_seqlens is None"),
+        (
+            {"alibi_slopes": SLOPES[:3]},
+            ValueError,
+            r"alibi_slopes has .*\(3,\); it needs float32, and \(4,\) or \(2, 4\)",
+        ),
+        ({"alibi_slopes": SLOPES.double()}, ValueError, "alibi_slopes has dtype torch.float64"),
+    ),
+)
+def test_refusals_of_caches(named: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(Q, CACHE, CACHE, **named)
+
+
+def test_refusals() -> None:
+    with pytest.raises(NotImplementedError, match="return_attn_probs is True beside dropout_p"):
+        flash_attn_func(Q, Q, Q, 0.1, return_attn_probs=True)
+    with pytest.raises(ValueError, match=r"qkv has shape \(2, 1, 4, 16\); it needs 3 tensors in its third to last dim"):
+        flash_attn_qkvpacked_func(Q)

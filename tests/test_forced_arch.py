@@ -1,0 +1,97 @@
+"""Kernels made for another GPU and run on a Hopper one: what `forced_arch` changes, and what Triton then makes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import forced_arch
+import pytest
+import torch
+from cases import DEVICE
+
+from flash_dmattn.problem import arch, device_arch
+from flash_dmattn.triton_kernels.gpus import GPUS, KIB
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+FORCED = [gpu.arch for gpu in GPUS if gpu.standing == "forced"]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Two H100 as torch and Triton describe them."""
+    from triton.runtime import driver
+
+    utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 227 * KIB, "warpSize": 32})
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(arch, "_by_index", {0: "sm_90", 1: "sm_90"})
+    return utils
+
+
+@needs_triton
+@pytest.mark.parametrize("name", FORCED)
+def test_plans_see_the_other_gpu_and_triton_its_shared_memory(
+    name: str, hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced_arch.force_from_environment()
+    assert device_arch(torch.device("cuda", 1)) == "sm_90", "without the variable nothing is forced"
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", name.replace("_", ""))
+    forced_arch.force_from_environment()
+    assert device_arch(torch.device("cuda", 0)) == device_arch(torch.device("cuda", 1)) == name
+    room = (163 if name == "sm_80" else 99) * KIB
+    assert hopper.get_device_properties(0) == {"max_shared_mem": room, "warpSize": 32}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["sm_90", "sm_100", "gfx942"])
+def test_what_no_hopper_gpu_runs_is_refused(name: str, hopper: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match=f"names {name}; it needs to name one of sm_80, sm_86, sm_89, sm_120"):
+        forced_arch.force(name)
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels")
+@pytest.mark.parametrize("name", ["sm_80", "sm_120"])
+def test_triton_makes_the_instructions_of_the_other_gpu_for_the_card(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import compiled_triton
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", name.replace("_", ""))
+    monkeypatch.setattr(compiled_triton, "target_of", lambda arch: GPUTarget("cuda", 90, 32))
+    job = compiled_triton.jobs_of(compiled_triton.Variant(128, is_causal=True), name)[0]
+    text = job.compile().text
+    assert job.name == "forward" and ".target sm_90a" in text
+    assert "mma.sync" in text and "wgmma" not in text and "cp.async.bulk" not in text
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="it runs a module that needs no GPU")
+def test_the_command_runs_a_module(tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(
+        "import os, sys; print(__name__, os.environ['TRITON_OVERRIDE_ARCH'], sys.argv[1:])"
+    )
+    command = [sys.executable, forced_arch.__file__, "sm_86", "-m", "told", "--a", "b"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.stdout == "__main__ sm86 ['--a', 'b']\n", done.stderr
+
+
+@pytest.mark.skipif(forced_arch.VARIABLE not in os.environ, reason="no architecture is forced")
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU")
+def test_a_kernel_on_the_card_has_the_instructions_of_the_forced_gpu() -> None:
+    """It runs in the parts of `gpu_checks.py --forced`: what they tell is of these kernels."""
+    from flash_dmattn import attention
+    from flash_dmattn.triton_kernels.forward import forward_kernel
+
+    q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
+    attention(q, q, q, backend="triton")
+    device = torch.cuda.current_device()
+    texts = [kernel.asm["ptx"] for kernel in forward_kernel.device_caches[device][0].values()]
+    assert texts and all("mma.sync" in text and "wgmma" not in text for text in texts)

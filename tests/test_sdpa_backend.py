@@ -1,0 +1,374 @@
+"""Torch's kernels as backend "sdpa": gradients of calls without lse, the silent faults of these kernels, and the order.
+
+On a GPU the calls run on its kernels. On a CPU emulations of these test what is around them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accuracy import assert_accurate, run
+from cases import DEVICE, Case, Inputs
+from conftest import Runner
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn.backends.sdpa import backend, cuda, efficient
+from flash_dmattn.dispatch import selection
+from flash_dmattn.explanation import explain_problem
+from flash_dmattn.integrations.sdpa import intercept_sdpa
+from flash_dmattn.problem import NeedsGrad
+from flash_dmattn.problem.inputs import Inputs as Operands
+from flash_dmattn.problem.inputs import Saved
+from flash_dmattn.reference import formula
+
+QKV = ("q", "k", "v")
+PLAIN = Case(seqlen_q=130, seqlen_k=197, num_heads=4, num_heads_k=4, head_dim=64, dtype=torch.bfloat16, needs_grad=QKV)
+SCORES = ("B", "Hq", "Lq", "Lk")
+CASES = {
+    "plain": PLAIN,
+    "fp16": PLAIN.with_(dtype=torch.float16),
+    "more keys, causal": PLAIN.with_(is_causal=True),
+    "more queries, causal": PLAIN.with_(seqlen_q=260, is_causal=True),
+    "as many, causal": PLAIN.with_(seqlen_q=197, is_causal=True),
+    "one query": PLAIN.with_(seqlen_q=1, is_causal=True),
+    "one key": PLAIN.with_(seqlen_k=1),
+    "window": PLAIN.with_(window_size=(40, 9)),
+    "left window": PLAIN.with_(window_size=(40, -1), is_causal=True),
+    "window, empty rows": PLAIN.with_(seqlen_q=260, window_size=(20, 0)),
+    "groups": PLAIN.with_(num_heads_k=2),
+    "one key-value head": PLAIN.with_(num_heads_k=1, is_causal=True),
+    "scale": PLAIN.with_(softmax_scale=0.3),
+    **{f"head dim {dim}": PLAIN.with_(head_dim=dim, is_causal=True) for dim in (8, 40, 128, 192, 256)},
+    "fp32": PLAIN.with_(dtype=torch.float32),
+    "fp32, causal": PLAIN.with_(dtype=torch.float32, is_causal=True),
+    "head dim 20": PLAIN.with_(dtype=torch.float32, head_dim=20),
+    "head dim 512": PLAIN.with_(head_dim=512),
+    "another head dim of v": PLAIN.with_(head_dim_v=32),
+    "bias": PLAIN.with_(bias=SCORES),
+    "bias, causal": PLAIN.with_(bias=SCORES, is_causal=True),
+    "bias of minus infinity": PLAIN.with_(bias=SCORES, bias_kind="inf"),
+    **{
+        f"bias {'-'.join(shape)}, dbias": PLAIN.with_(bias=shape, needs_grad=(*QKV, "bias"))
+        for shape in (
+            SCORES,
+            ("1", "Hq", "Lq", "Lk"),
+            ("B", "1", "Lq", "Lk"),
+            ("1", "Hq", "1", "Lk"),
+            ("B", "1", "Lq", "1"),
+        )
+    },
+    "bias, dbias alone": PLAIN.with_(bias=("1", "1", "Lq", "Lk"), needs_grad=("bias",)),
+    "fp32 bias, dbias": PLAIN.with_(dtype=torch.float32, bias=SCORES, needs_grad=(*QKV, "bias")),
+}
+
+
+def without_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, **flags: Any) -> Any:
+    """(out, lse) of backend sdpa, by two calls: the first, which takes the gradients, returns no lse."""
+    call = {"mask": mask, "bias": bias, "backend": "sdpa", **flags}
+    refusal = flash_dmattn.explain(q, k, v, **call).error
+    if refusal is not None:
+        pytest.skip(refusal.partition("\n")[2])
+    out = flash_dmattn.attention(q, k, v, **call)
+    with torch.no_grad():
+        return out, flash_dmattn.attention(q, k, v, return_lse=True, **call)[1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_without_lse(name: str) -> None:
+    """On GPUs a call that returns lse takes the gradients of another backend."""
+    case = CASES[name]
+    if DEVICE == "cpu":
+        case = case.with_(dtype=torch.float32)  # in 16 bits its rules refuse all gradients there
+    inputs = case.build()
+    assert_accurate(run(without_lse, case, inputs), case, inputs)
+
+
+# Calls of ours that some kernel of torch computes wrongly, without an error.
+
+BASE = Case(num_heads=4, num_heads_k=4, head_dim=32, dtype=torch.float32)
+
+
+def expanded(inputs: Inputs) -> Inputs:
+    """The same with one key-value row for the whole batch, of stride 0."""
+    return dataclasses.replace(inputs, k=inputs.k[:1].expand_as(inputs.k), v=inputs.v[:1].expand_as(inputs.v))
+
+
+def transposed(inputs: Inputs) -> Inputs:
+    """The same with head dims of another stride than 1."""
+    return dataclasses.replace(inputs, **{name: getattr(inputs, name).mT.contiguous().mT for name in QKV})
+
+
+FAULTS: dict[str, tuple[Case, Callable[[Inputs], Inputs]]] = {
+    "fp32 mask beside bf16": (BASE.with_(dtype=torch.bfloat16, bias_dtype=torch.float32, bias=SCORES), lambda x: x),
+    "64 keys of 128, low lse": (
+        BASE.with_(seqlen_q=192, seqlen_k=192, dtype=torch.bfloat16, bias=SCORES),
+        lambda x: dataclasses.replace(x, bias=x.bias - 100),
+    ),
+    "few heads, one query": (
+        BASE.with_(seqlen_q=1, seqlen_k=40, num_heads=2, num_heads_k=2, dtype=torch.bfloat16, bias=SCORES),
+        lambda x: x,
+    ),
+    "expanded keys, one of 32": (BASE.with_(seqlen_q=33, seqlen_k=33, bias=SCORES, needs_grad=("q",)), expanded),
+    "the mask alone needs a gradient": (BASE.with_(bias=SCORES, needs_grad=("bias",)), lambda x: x),
+    "rows of another stride": (BASE.with_(bias=SCORES), transposed),
+    "more queries than keys": (BASE.with_(seqlen_q=70, seqlen_k=33, bias=SCORES), lambda x: x),
+    "keys that end in a unit": (BASE.with_(seqlen_q=197, seqlen_k=197, bias=SCORES, is_causal=True), lambda x: x),
+    "scale below 0": (BASE.with_(seqlen_q=13, softmax_scale=-0.4, is_causal=True, bias=SCORES), lambda x: x),
+    "huge scores": (BASE.with_(bias=SCORES, bias_kind="huge", needs_grad=QKV), lambda x: x),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_torch_is_none_of_a_call(name: str) -> None:
+    case, change = FAULTS[name]
+    inputs = change(case.build())
+    assert_accurate(Runner("sdpa")(case, inputs), case, inputs)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_torch_is_none_of_an_intercepted_call(name: str) -> None:
+    case, change = FAULTS[name]
+    inputs = change(case.build())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: None, bias: Tensor, **flags: Any) -> tuple[Tensor, Tensor]:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        scale = flags["softmax_scale"]
+        with intercept_sdpa(strict=True) as tally:
+            out = F.scaled_dot_product_attention(*rows, attn_mask=bias, is_causal=flags["is_causal"], scale=scale)
+        assert tally.served == 1
+        return out.transpose(1, 2), formula.attention(q, k, v, None, bias, **flags)[1]
+
+    assert_accurate(run(attend, case, inputs), case, inputs)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a mask is refused by a rule there")
+def test_nan_in_hidden_keys_stays_hidden() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
+    mask = torch.rand(1, 1, 6, 6) < 0.5
+    mask[..., 0], mask[..., 3] = True, False
+    wanted = flash_dmattn.attention(q, k, v, mask, backend="sdpa")
+    k[:, 3] = torch.nan
+    assert torch.equal(flash_dmattn.attention(q, k, v, mask, backend="sdpa"), wanted)
+    mask[..., 2, 3] = True
+    out = flash_dmattn.attention(q, k, v, mask, backend="sdpa")
+    assert out[:, 2].isnan().all() and torch.equal(out[:, 3:], wanted[:, 3:])
+
+
+# Operators of GPUs, emulated: what they return is what docs/notes/torch_kernels.md says of them.
+
+
+def _pair(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **band: Any) -> tuple[Tensor, Tensor]:
+    assert all(x.stride(3) == 1 and 0 not in x.stride() for x in (q, k, v))
+    return formula.attention(q, k, v, None, bias, **band)
+
+
+def flash_forward(
+    q: Any, k: Any, v: Any, a: Any, b: Any, lq: int, lk: int, p: float, causal: bool, debug: bool, **n: Any
+) -> Any:
+    assert (a, b, p, debug) == (None, None, 0.0, False) and (lq, lk) == (q.shape[1], k.shape[1])
+    window = (n.get("window_size_left", -1), n.get("window_size_right", -1))
+    out, lse = _pair(q, k, v, None, is_causal=causal, window_size=window, softmax_scale=n["scale"])
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf), None, None, None
+
+
+def flash_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, a: Any, b: Any, *rest: Any, **n: Any) -> Any:
+    lengths, causal = rest[:2], rest[3]
+    assert lengths == (q.shape[1], k.shape[1])
+    window = (n.get("window_size_left", -1), n.get("window_size_right", -1))
+    flags = {"is_causal": causal, "window_size": window, "softmax_scale": n["scale"]}
+    return formula.gradients(dout, None, q, k, v, None, None, **flags)[:3]
+
+
+def efficient_forward(
+    q: Any, k: Any, v: Any, bias: Any, a: Any, b: Any, c: Any, d: Any, p: float, kind: int, lse: bool, *, scale: float
+) -> Any:
+    assert (a, b, c, d, p, lse) == (None, None, None, None, 0.0, True) and q.shape[2] == k.shape[2]
+    readable(bias, q)
+    out, lse_rows = _pair(q, k, v, bias, is_causal=kind == 2, softmax_scale=scale)
+    padded = F.pad(lse_rows.masked_fill(lse_rows == -torch.inf, 0.0), (0, -q.shape[1] % 32), value=torch.inf)
+    return out, padded, None, None, None, None
+
+
+def readable(bias: Tensor | None, q: Tensor) -> None:
+    """Fail where the kernel cannot read a bias."""
+    if bias is not None:
+        assert bias.shape[:3] == (q.shape[0], q.shape[2], q.shape[1]) and bias.dtype == q.dtype
+        assert bias.stride(3) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:3])
+
+
+def efficient_backward(
+    dout: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, a: Any, b: Any, *rest: Any, scale: float
+) -> Any:
+    *lengths, lse, _, _, _, kind, _ = rest
+    assert (
+        tuple(lengths) == (q.shape[1], k.shape[1])
+        and lse.shape[2] % 32 == 0
+        and lse.isfinite()[..., : q.shape[1]].all()
+    )
+    readable(bias, q)
+    return formula.gradients(dout, None, q, k, v, None, bias, is_causal=kind == 2, softmax_scale=scale)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, forward, backward in (
+        (cuda, flash_forward, flash_backward),
+        (efficient, efficient_forward, efficient_backward),
+    ):
+        monkeypatch.setattr(module, "_FORWARD", forward)
+        monkeypatch.setattr(module, "_BACKWARD", backward)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_around_the_operators_of_gpus(name: str, emulated: None) -> None:
+    case = CASES[name]
+    inputs = case.build("cpu")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: None, bias: Tensor | None, **flags: Any) -> Any:
+        problem = flash_dmattn.explain(q, k, v, bias=bias, device="sm_80", **flags).problem
+        refused = backend.BACKEND.broken_rules(problem, ("forward", "backward"))
+        if refused:
+            pytest.skip(str(refused[0]))
+        return OnEmulation.apply(problem, q, k, v, bias)
+
+    assert_accurate(run(attend, case, inputs), case, inputs)
+
+
+class OnEmulation(torch.autograd.Function):
+    """Both passes of a problem of a GPU, on tensors of the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Any, *tensors: Tensor | None) -> Any:
+        x = Operands(*(None if t is None else t.detach() for t in tensors[:3]), bias=tensors[3])
+        ctx.problem, ctx.saved = problem, x
+        out, lse = backend.BACKEND.plan_forward(problem._replace(needs_grad=NeedsGrad()))(x)
+        ctx.out, ctx.lse = out, lse
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Any) -> Any:
+        run_backward = backend.BACKEND.plan_backward(ctx.problem)
+        return None, *run_backward(Saved(ctx.saved, ctx.out, ctx.lse), dout, None)
+
+
+@pytest.mark.parametrize("module", [cuda, efficient])
+def test_the_operators_have_these_arguments(module: Any) -> None:
+    """They are those of torch 2.9 and later."""
+    wanted = {
+        cuda: ({"scale", "window_size_left", "window_size_right"}, 10, 14),
+        efficient: ({"scale"}, 11, 16),
+    }
+    keywords, forward, backward_arguments = wanted[module]
+    for operator, positional in ((module._FORWARD, forward), (module._BACKWARD, backward_arguments)):
+        arguments = operator._schema.arguments
+        assert sum(not x.kwarg_only for x in arguments) == positional
+        assert keywords <= {x.name for x in arguments if x.kwarg_only}
+
+
+# Rules and order
+
+CALL: dict[str, Any] = {"q": (2, 1024, 16, 64), "dtype": "bf16"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "head dim 200 on sm_89": ({"q": (2, 1024, 4, 200), "device": "sm_89", "grad": True}, "gpu_head_dim"),
+    "lse": ({"device": "sm_80", "return_lse": True, "grad": True}, "gpu_lse"),
+    "fixed order": ({"device": "sm_80", "deterministic": True, "grad": True}, "gpu_order"),
+    "mask": ({"device": "sm_80", "mask": (1, 1, 1024, 1024)}, "gpu_mask"),
+    "more queries in a window": ({"device": "sm_80", "seqlen_k": 512, "window_size": (64, -1)}, "gpu_window"),
+    "scale 0": ({"device": "sm_80", "softmax_scale": 0.0}, "gpu_scale"),
+    "groups beside a bias": ({"device": "sm_80", "kv_heads": 4, "bias": (1, 16, 1024, 1024)}, "gpu_groups"),
+    "more queries, causal, bias": (
+        {"device": "sm_80", "seqlen_k": 512, "is_causal": True, "bias": (1, 16, 1024, 512)},
+        "gpu_band",
+    ),
+    "window beside a bias": ({"device": "sm_80", "window_size": (9, 9), "bias": (1, 16, 1024, 1024)}, "gpu_band"),
+    "causal dbias": (
+        {"device": "sm_80", "is_causal": True, "bias": (1, 16, 1024, 1024), "bias_grad": True},
+        "gpu_causal_dbias",
+    ),
+    "bias in another dtype": ({"device": "sm_80", "bias": (1, 16, 1024, 1024), "bias_dtype": "fp32"}, "gpu_dtype"),
+    "bias of 2^31 elements": (
+        {"q": (1, 46344, 1, 64), "device": "sm_80", "bias": (1, 1, 46344, 46344)},
+        "gpu_bias_span",
+    ),
+    "AMD, more keys, causal": ({"device": "gfx942", "seqlen_k": 2048, "is_causal": True}, "rocm"),
+    "AMD, window": ({"device": "gfx942", "window_size": (9, 9)}, "rocm"),
+    "AMD, bias": ({"device": "gfx942", "bias": (1, 16, 1024, 1024)}, "rocm"),
+    "Turing": ({"device": "sm_75"}, "device"),
+    "head dims on a CPU": ({"device": "cpu", "head_dim_v": 32}, "head_dim"),
+    "dbias on a CPU": ({"device": "cpu", "dtype": "fp32", "bias": (1, 16, 1, 1024), "bias_grad": True}, "dbias"),
+    "bf16 gradients on a CPU": ({"device": "cpu", "grad": True}, "half_precision"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_fault_or_a_lack_is_a_rule(name: str) -> None:
+    call, code = REFUSED[name]
+    (verdict,) = (x for x in explain_problem(**CALL | call).verdicts if x.backend == "sdpa")
+    assert [reason.code for reason in verdict.reasons] == [code]
+
+
+MASK, BIAS = {"mask": (1, 1, 1024, 1024)}, {"bias": (1, 16, 1024, 1024)}
+ORDERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "plain": ({}, ["sdpa", "flex", "triton"]),
+    "causal, groups, gradients": ({"is_causal": True, "kv_heads": 4, "grad": True}, ["sdpa", "flex", "triton"]),
+    "mask": (MASK, ["flex", "triton", "sdpa"]),
+    "bias": (BIAS, ["flex", "triton", "sdpa"]),
+    "dbias": (BIAS | {"bias_grad": True}, ["triton", "flex", "sdpa"]),
+    "fp32": ({"dtype": "fp32"}, ["flex", "triton", "sdpa"]),
+}
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_89", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order_of_auto_on_gpus_that_nobody_measured(name: str, device: str) -> None:
+    call, order = ORDERS[name]
+    explanation = explain_problem(**CALL | call | {"device": device})
+    asked = [each.name for each, rules in selection.candidates(explanation.problem)]
+    assert list(dict.fromkeys(x for x in asked if x in order)) == order
+    assert asked[0] == "cuda" and asked[-2:] == ["eager", "reference"]
+    if device != "gfx942":
+        assert explanation.profile is not None and f"auto asks {', '.join(order)} in this order" in explanation.profile
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_on_hopper_sdpa_comes_after_all_kernels(name: str) -> None:
+    problem = explain_problem(**CALL | ORDERS[name][0] | {"device": "sm_90"}).problem
+    asked = [each.name for each, _ in selection.candidates(problem)]
+    assert asked == ["cuda", "triton", "flex", "cuda", "sdpa", "eager", "reference"]
+
+
+def chosen(**call: Any) -> tuple[str | None, str | None]:
+    explanation = explain_problem(**CALL | {"device": "cpu", "dtype": "fp32", "grad": True} | call)
+    return explanation.forward, explanation.backward
+
+
+def test_the_choice_of_each_pass_on_a_cpu() -> None:
+    small = (1, 8, 2, 16)
+    assert chosen() == chosen(**MASK) == chosen(**BIAS) == ("sdpa", "sdpa")
+    assert chosen(is_causal=True) == chosen(**BIAS, bias_grad=True) == ("sdpa", "eager")
+    assert chosen(window_size=(9, 0)) == chosen(seqlen_k=2048, is_causal=True) == ("eager", "eager")
+    assert chosen(q=small, window_size=(3, 0)) == chosen(q=small, is_causal=True) == ("sdpa", "sdpa")
+    assert chosen(dtype="fp64") == chosen(dtype="bf16") == chosen(**MASK, mask_prepared=True) == ("eager", "eager")
+    assert chosen(q=small, dtype="fp64") == ("sdpa", "sdpa") and chosen(q=small, dtype="bf16") == ("sdpa", "eager")
+
+
+def test_explain_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(**call: Any) -> tuple[str, ...]:
+        (verdict,) = (x for x in explain_problem(**CALL | call).verdicts if x.backend == "sdpa")
+        return verdict.notes
+
+    impl = "current_flash_attention_impl"
+    monkeypatch.setattr(torch.nn.attention, impl, lambda: None, raising=False)
+    assert notes(device="sm_80") == ("runs FlashAttention-2 of torch",)
+    monkeypatch.setattr(torch.nn.attention, impl, lambda: "FA4", raising=False)
+    assert notes(device="sm_90") == ("runs FA4 of torch",)
+    assert notes(device="sm_80", dtype="fp32") == ("runs torch's memory-efficient attention",)
+    assert notes(device="cpu", **MASK) == ("adds the mask to the scores, as 2.0 MB of bfloat16",)

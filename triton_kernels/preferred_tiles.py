@@ -1,0 +1,66 @@
+"""Tiles that a profile of the GPU prefers to the rows of the tile table. This does not import Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from .gpus import shared_bytes
+
+# Queries and keys of a tile, warps of a program, and stages of its pipeline.
+Sizes = tuple[int, int, int, int]
+
+# The largest padded head dims of the rows that a profile may have, and the kernels.
+ROWS = (64, 128, 256)
+KERNELS = ("forward", "keys", "queries", "product", "bias")
+# Keys of a call that fit in one tile of every kernel: `plan.MOST_FEW_KEYS`, without Triton.
+LEAST_KEYS = 32
+_POWERS = {16, 32, 64, 128, 256}
+
+# Tables of launch plans add their `clear` here, because a plan keeps its tiles.
+on_change: list[Callable[[], None]] = []
+
+
+def class_name(kernel: str, row: int, has_bias: bool) -> str:
+    """Name a class of tiles as profiles do: the kernel, the row of its head dims, its mask, and its bias.
+
+    Masks other than a band, and biases of one value per query or key, keep the tiles of the table.
+    """
+    return f"{kernel}|{row}|band|{'score' if has_bias else 'none'}"
+
+
+def is_usable(name: str, sizes: Sizes, arch: str) -> bool:
+    """Return whether a class may run on a tile: sizes that kernels are made for, whose blocks fit in shared memory."""
+    kernel, row = name.split("|")[:2]
+    block_m, block_n, num_warps, num_stages = sizes
+    if not (block_m in _POWERS and block_n in _POWERS and block_n >= LEAST_KEYS):
+        return False
+    if num_warps not in (1, 2, 4, 8, 16) or not 1 <= num_stages <= 8:
+        return False
+    # The rows of one operand, in 16 bits, that the loop of the kernel loads ahead.
+    loaded = block_m if kernel in ("keys", "bias") else block_n
+    return 2 * num_stages * loaded * int(row) <= shared_bytes(arch)
+
+
+def _nothing(arch: str) -> Mapping[str, Sizes]:
+    return {}
+
+
+_tiles_of: Callable[[str], Mapping[str, Sizes]] = _nothing
+
+
+def prefer(tiles_of: Callable[[str], Mapping[str, Sizes]]) -> None:
+    """Take the preferred tiles of an architecture, by the names of their classes, from this function from now on."""
+    global _tiles_of
+    _tiles_of = tiles_of
+    for notify in on_change:
+        notify()
+
+
+def preferred(kernel: str, block_d: int, arch: str, has_bias: bool) -> Sizes | None:
+    """Return the tile that a profile prefers for a kernel whose mask is a band; None if it names no usable one."""
+    row = next((row for row in ROWS if block_d <= row), None)
+    if row is None:
+        return None
+    name = class_name(kernel, row, has_bias)
+    sizes = _tiles_of(arch).get(name)
+    return sizes if sizes is not None and is_usable(name, sizes, arch) else None
