@@ -60,7 +60,7 @@ def served(backend: Runner, case: Case) -> Inputs:
     return inputs
 
 
-def in_form(form: str, case: Case, inputs: Inputs) -> Inputs:
+def of_form(form: str, case: Case, inputs: Inputs) -> Inputs:
     """The inputs with their mask as the form has it: prepared beforehand, or as it is."""
     return placed(Drawn(case, prepared=form.startswith("prepared")), inputs)
 

@@ -131,8 +131,10 @@ def transformed_calls() -> Iterator[str | None]:
     masks = torch.stack((mask, ~mask))
     for dims in ((0, 0), (None, 0), (0, None)):
         many = q.detach().expand(2, *q.shape) if dims[0] == 0 else q.detach()
-        given = masks if dims[1] == 0 else mask
-        results = torch.func.vmap(lambda x, m: call(x, k.detach(), v.detach(), m, sequences), in_dims=dims)(many, given)
+        allowed = masks if dims[1] == 0 else mask
+        results = torch.func.vmap(lambda x, m: call(x, k.detach(), v.detach(), m, sequences), in_dims=dims)(
+            many, allowed
+        )
         wanted = torch.stack([call(q, k, v, masks[n] if dims[1] == 0 else mask, sequences, "eager") for n in range(2)])
         yield None if torch.allclose(results, wanted, atol=1e-5) else f"mapped {dims}: other results"
 

@@ -411,7 +411,7 @@ def place(inputs: Inputs, how: str) -> Inputs:
 
 
 def call(case: Case, how: str, calls: str) -> tuple[Results, Inputs]:
-    """What the kernels return for a case of some calls, and its inputs, both on the CPU."""
+    """Run a case of some calls; return the results of the kernels and the inputs, both on the CPU."""
     inputs = case.build("cpu")
     attention = partial(
         flash_dmattn.attention,

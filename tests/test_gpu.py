@@ -20,8 +20,8 @@ from gpu_calls import (
     captured,
     every_form,
     fill,
-    in_form,
     leaves_of,
+    of_form,
     on_a_busy_stream,
     on_kernels,
     results,
@@ -50,8 +50,8 @@ RACES = {
 @every_form
 def test_a_captured_graph_replays_new_values(backend: Runner, form: str) -> None:
     case = FORMS[form]
-    first, second = (in_form(form, c, served(backend, c)) for c in (case, case.with_(seed=1)))
-    static = in_form(form, case, case.build())
+    first, second = (of_form(form, c, served(backend, c)) for c in (case, case.with_(seed=1)))
+    static = of_form(form, case, case.build())
     expected = [results(backend, case, inputs, deterministic=True) for inputs in (first, second)]
     graph, found = captured(lambda: results(backend, case, static, deterministic=True))
     for inputs, of_inputs in zip((second, first), reversed(expected)):
@@ -82,7 +82,7 @@ def test_compiled_calls(backend: Runner, form: str, dynamic: bool) -> None:
     compilations = []
     for seqlen_k in (case.seqlen_k, case.seqlen_k + 64):
         other = case.with_(seqlen_k=seqlen_k)
-        inputs = in_form(form, other, served(backend, other))
+        inputs = of_form(form, other, served(backend, other))
         leaves = leaves_of(inputs)
         q, k, v, bias, sink = leaves
         found = with_gradients(compiled(q, k, v, inputs.mask, bias, sink), leaves, inputs)
@@ -97,8 +97,8 @@ def test_compiled_calls(backend: Runner, form: str, dynamic: bool) -> None:
 def test_a_busy_stream(backend: Runner, form: str) -> None:
     """The kernels run on the current stream, behind what is on it, and the host does not wait for them."""
     case = FORMS[form]
-    inputs = in_form(form, case, served(backend, case))
-    late = in_form(form, case, case.build())
+    inputs = of_form(form, case, served(backend, case))
+    late = of_form(form, case, case.build())
     expected = results(backend, case, inputs, deterministic=True)
     found = on_a_busy_stream(lambda given: results(backend, case, given, deterministic=True), late, inputs)
     assert_equal(found, expected, "on a busy stream")
@@ -109,10 +109,10 @@ def test_torch_never_waits_for_the_device(backend: Runner, form: str) -> None:
     """With a mask that is packed inside the call, or prepared there and then."""
     case = FORMS[form]
     inputs = served(backend, case)
-    expected = results(backend, case, in_form(form, case, inputs), deterministic=True)
+    expected = results(backend, case, of_form(form, case, inputs), deterministic=True)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        found = results(backend, case, in_form(form, case, inputs), deterministic=True)
+        found = results(backend, case, of_form(form, case, inputs), deterministic=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_equal(found, expected)
@@ -124,8 +124,8 @@ def test_a_device_that_is_not_the_current_one(backend: Runner, form: str) -> Non
     inputs = served(backend, case)
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs and finds {torch.cuda.device_count()}")
-    expected = results(backend, case, in_form(form, case, inputs), deterministic=True)
-    there = in_form(form, case, case.build("cuda:1"))
+    expected = results(backend, case, of_form(form, case, inputs), deterministic=True)
+    there = of_form(form, case, case.build("cuda:1"))
     assert torch.cuda.current_device() == 0
     found = results(backend, case, there, deterministic=True)
     assert torch.cuda.current_device() == 0
@@ -137,7 +137,7 @@ def test_a_device_that_is_not_the_current_one(backend: Runner, form: str) -> Non
 def test_repeats_are_bitwise_equal(backend: Runner, form: str) -> None:
     """A hundred runs, while products on another stream move the order in which programs start and end."""
     case = FORMS[form]
-    inputs = in_form(form, case, served(backend, case))
+    inputs = of_form(form, case, served(backend, case))
     first = results(backend, case, inputs, deterministic=True)
     products = Products(4096)
     for repeat in range(100):
@@ -169,10 +169,10 @@ def test_nothing_is_read_before_it_is_written(backend: Runner, form: str) -> Non
     """Under deterministic algorithms torch fills every new tensor with NaN, or with the largest integer."""
     case = FORMS[form]
     inputs = served(backend, case)
-    expected = results(backend, case, in_form(form, case, inputs), deterministic=True)
+    expected = results(backend, case, of_form(form, case, inputs), deterministic=True)
     try:
         torch.use_deterministic_algorithms(True)
-        found = results(backend, case, in_form(form, case, inputs))
+        found = results(backend, case, of_form(form, case, inputs))
     finally:
         torch.use_deterministic_algorithms(False)
     assert_equal(found, expected, "with memory that was filled")
@@ -182,7 +182,7 @@ def test_nothing_is_read_before_it_is_written(backend: Runner, form: str) -> Non
 def test_autocast(backend: Runner, form: str) -> None:
     """fp32 leaves of values that bf16 holds: the same numbers as in bf16, gradients in fp32."""
     case = FORMS[form].with_(bias_dtype=torch.float32)
-    low = in_form(form, case, served(backend, case))
+    low = of_form(form, case, served(backend, case))
     high = replace(low, q=low.q.float(), k=low.k.float(), v=low.v.float())
     with torch.autocast("cuda", torch.bfloat16):
         found = results(backend, case, high, deterministic=True)
@@ -194,7 +194,7 @@ def test_autocast(backend: Runner, form: str) -> None:
 @pytest.mark.parametrize("use_reentrant", (False, True), ids=("plain", "reentrant"))
 def test_checkpoint(backend: Runner, form: str, use_reentrant: bool) -> None:
     case = FORMS[form]
-    inputs = in_form(form, case, served(backend, case))
+    inputs = of_form(form, case, served(backend, case))
     leaves = leaves_of(inputs)
     outputs = checkpoint(
         lambda *given: attend(backend, case, inputs, given, deterministic=True), *leaves, use_reentrant=use_reentrant
@@ -208,7 +208,7 @@ def test_checkpoint(backend: Runner, form: str, use_reentrant: bool) -> None:
 def test_a_checkpointed_region_is_recomputed_on_its_backends(backend: Runner) -> None:
     """The engine runs it in a thread of its own, here behind the end of the block around its forward pass."""
     case = FORMS["bias"]
-    inputs = in_form("bias", case, served(backend, case))
+    inputs = of_form("bias", case, served(backend, case))
     q, k, v, bias, _ = leaves = leaves_of(inputs)
     flags = {**case.flags(), "return_lse": True, "deterministic": True}
     with flash_dmattn.config(backend=backend.choice(case, inputs, deterministic=True)):
@@ -222,7 +222,7 @@ def test_a_checkpointed_region_is_recomputed_on_its_backends(backend: Runner) ->
 def test_an_exported_program(backend: Runner, form: str) -> None:
     """It keeps operators alone, and has the gradients of the call."""
     case = FORMS[form]
-    inputs = in_form(form, case, served(backend, case))
+    inputs = of_form(form, case, served(backend, case))
     leaves = leaves_of(inputs)
     choice = backend.choice(case, inputs, deterministic=True)
     flags = {**case.flags(), "return_lse": True, "deterministic": True, "backend": choice}

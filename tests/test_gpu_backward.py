@@ -20,8 +20,8 @@ from gpu_calls import (
     attend,
     captured,
     fill,
-    in_form,
     leaves_of,
+    of_form,
     on_a_busy_stream,
     results,
     served,
@@ -58,7 +58,7 @@ IN_ANY_ORDER = {"deterministic": False}
 def differentiated(backend: Runner, form: str, seed: int = 0, **flags: Any) -> tuple[Case, Inputs]:
     """A case and its tensors, of which cuda alone makes the gradients."""
     case = FORMS[form].with_(seed=seed)
-    inputs = in_form(form, case, served(backend, case))
+    inputs = of_form(form, case, served(backend, case))
     assert backend.choice(case, inputs, **flags) == "cuda", "its rules refuse the gradients"
     return case, inputs
 
@@ -72,7 +72,7 @@ def summed(case: Case) -> tuple[str, ...]:
 def test_a_captured_graph_replays_new_values(backend: Runner, form: str) -> None:
     case, first = differentiated(backend, form, **IN_ANY_ORDER)
     _, second = differentiated(backend, form, seed=1)
-    static = in_form(form, case, case.build())
+    static = of_form(form, case, case.build())
     graph, found = captured(lambda: results(backend, case, static, **IN_ANY_ORDER))
     for inputs in (second, first):
         fill(static, inputs)
@@ -103,7 +103,7 @@ def test_a_compiled_call(backend: Runner, form: str) -> None:
 @every_form
 def test_a_busy_stream(backend: Runner, form: str) -> None:
     case, inputs = differentiated(backend, form, **IN_ANY_ORDER)
-    late = in_form(form, case, case.build())
+    late = of_form(form, case, case.build())
     expected = results(backend, case, inputs, **IN_ANY_ORDER)
     found = on_a_busy_stream(lambda given: results(backend, case, given, **IN_ANY_ORDER), late, inputs)
     assert_equal(found, expected, "on a busy stream", summed(case))
