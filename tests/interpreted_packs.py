@@ -131,7 +131,7 @@ def transformed_calls() -> Iterator[str | None]:
     masks = torch.stack((mask, ~mask))
     for dims in ((0, 0), (None, 0), (0, None)):
         many = q.detach().expand(2, *q.shape) if dims[0] == 0 else q.detach()
-        allowed = masks if dims[1] == 0 else mask
+        chosen = masks if dims[1] == 0 else mask
         results = torch.func.vmap(lambda x, m: call(x, k.detach(), v.detach(), m, sequences), in_dims=dims)(
             many, allowed
         )
