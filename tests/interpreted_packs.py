@@ -133,7 +133,7 @@ def transformed_calls() -> Iterator[str | None]:
         many = q.detach().expand(2, *q.shape) if dims[0] == 0 else q.detach()
         chosen = masks if dims[1] == 0 else mask
         results = torch.func.vmap(lambda x, m: call(x, k.detach(), v.detach(), m, sequences), in_dims=dims)(
-            many, allowed
+            many, chosen
         )
         wanted = torch.stack([call(q, k, v, masks[n] if dims[1] == 0 else mask, sequences, "eager") for n in range(2)])
         yield None if torch.allclose(results, wanted, atol=1e-5) else f"mapped {dims}: other results"
