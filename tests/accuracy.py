@@ -262,43 +262,78 @@ def error(x: Tensor, exact: Tensor, size: Tensor | None = None) -> float:
     return difference / norm if norm > 0 else difference
 
 
+def failures_of(
+    got: Results,
+    exact: Results,
+    in_dtype: Results,
+    like: Results,
+    told: str,
+    *,
+    sizes: Results | None = None,
+    spread: Results | None = None,
+    by_chance: Callable[[str], float] = lambda name: 0.0,
+) -> dict[str, str]:
+    """By name, what is further off than 1.5x the error of plain PyTorch in that dtype, plus 1e-5.
+
+    Args:
+        got: the results; a name that starts with d is a gradient.
+        exact: the results in fp64, None for a gradient that nobody needs.
+        in_dtype: the results of plain PyTorch.
+        like: by name, a tensor of the dtype of a result, and of the shape of a gradient.
+        told: the call, in words.
+        sizes: how large the terms are that cancel in a gradient.
+        spread: standard deviations of what rounding leaves in a result.
+        by_chance: the size of what rounding may leave in a gradient at bad luck, for one that nothing else allows.
+    """
+    sizes, spread = sizes or {}, spread or {}
+    largest = exact["lse"].abs().nan_to_num(posinf=0.0).max().item() if exact["lse"].numel() else 0.0
+    gradient_floor = min(max(FLOOR, LSE_ROUNDING * largest), 1e-2)
+    failures = {}
+    for name, x in got.items():
+        reference, size, is_gradient = exact[name], sizes.get(name), name.startswith("d")
+        if reference is None:
+            assert x is None, f"{told}: {name} was computed though nothing asks for it"
+            continue
+        assert x is not None, f"{told}: {name} is missing"
+        if name in like:
+            assert x.dtype == like[name].dtype, f"{told}: {name} has dtype {x.dtype}"
+        if is_gradient:
+            assert x.shape == like[name].shape, f"{told}: {name} has shape {tuple(x.shape)}"
+        off = error(x, reference, size)
+        if x.dtype == like["out"].dtype == torch.float64:
+            limit = FLOOR_FP64 + rounding_of_oracle(reference, size)
+        else:
+            floor = gradient_floor if is_gradient else FLOOR
+            norm = max(norm_of(reference, size), 1e-300)
+            allowed = RATIO * error(in_dtype[name], reference, size)
+            if name in spread:
+                allowed = max(allowed, DEVIATIONS * spread[name].norm().item() / norm)
+            limit = allowed + floor
+            if is_gradient and name != "dsink" and name not in spread and not off <= limit:
+                limit = max(limit, by_chance(name) / norm + floor)
+        if not off <= limit:
+            failures[name] = f"{name}: error {off:.3e}, limit {limit:.3e}"
+    return failures
+
+
 def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | None = None) -> None:
     """Every result within 1.5x the error of plain PyTorch in that dtype, plus 1e-5; shapes and dtypes as promised."""
     exact = oracle(case, inputs) if exact is None else exact
     in_dtype = yardstick(case, inputs)
-    sizes = gross(case, inputs) if case.needs_grad else {}
-    spread = deviations(case, inputs, exact, in_dtype)
-    largest = exact["lse"].abs().nan_to_num(posinf=0.0).max().item() if exact["lse"].numel() else 0.0
-    gradient_floor = min(max(FLOOR, LSE_ROUNDING * largest), 1e-2)
     like = dict(zip(("out", *GRADIENTS), (inputs.q, inputs.q, inputs.k, inputs.v, inputs.bias), strict=True))
-    gradients = GRADIENTS if inputs.sink is None else (*GRADIENTS, "dsink")
-    if inputs.sink is not None:
-        like["dsink"] = inputs.sink
-    failures = []
-    for name, x in got.items():
-        reference = exact[name]
-        if reference is None:
-            assert x is None, f"{case}: {name} was computed though nothing asks for it"
-            continue
-        assert x is not None, f"{case}: {name} is missing"
-        if name in like:
-            assert x.dtype == like[name].dtype, f"{case}: {name} has dtype {x.dtype}"
-        if name in gradients:
-            assert x.shape == like[name].shape, f"{case}: {name} has shape {tuple(x.shape)}"
-        found = error(x, reference, sizes.get(name))
-        if x.dtype == case.dtype == torch.float64:
-            limit = FLOOR_FP64 + rounding_of_oracle(reference, sizes.get(name))
-        else:
-            floor = gradient_floor if name in gradients else FLOOR
-            allowed = RATIO * error(in_dtype[name], reference, sizes.get(name))
-            if name in spread:
-                by_chance = DEVIATIONS * spread[name].norm().item()
-                allowed = max(allowed, by_chance / max(norm_of(reference, sizes.get(name)), 1e-300))
-            limit = allowed + floor
-            if name in GRADIENTS and name not in spread and not found <= limit:
-                outs = exact["out"], in_dtype["out"]
-                by_chance = chance(name, inputs, case.flags(), outs, case.dropout(inputs.q.device), case.dtype)
-                limit = max(limit, by_chance / max(norm_of(reference, sizes.get(name)), 1e-300) + floor)
-        if not found <= limit:
-            failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")
-    assert not failures, f"{case.repro()}\n  " + "\n  ".join(failures)
+
+    def by_chance(name: str) -> float:
+        outs = exact["out"], in_dtype["out"]
+        return chance(name, inputs, case.flags(), outs, case.dropout(inputs.q.device), case.dtype)
+
+    failures = failures_of(
+        got,
+        exact,
+        in_dtype,
+        like if inputs.sink is None else {**like, "dsink": inputs.sink},
+        str(case),
+        sizes=gross(case, inputs) if case.needs_grad else {},
+        spread=deviations(case, inputs, exact, in_dtype),
+        by_chance=by_chance,
+    )
+    assert not failures, f"{case.repro()}\n  " + "\n  ".join(failures.values())

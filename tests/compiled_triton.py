@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -268,31 +268,33 @@ class Job:
 
 
 def target_of(arch: str) -> GPUTarget:
-    """What Triton compiles for, of "sm_90" or "gfx942"."""
+    """The target of Triton's compiler for "sm_90" or "gfx942"."""
     return GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
 
 
-def jobs_of(variant: Variant, arch: str) -> list[Job]:
-    """What both passes of a call launch on a GPU."""
-    found: list[Job] = []
+def recorder(arch: str) -> tuple[list[Job], Callable[..., None]]:
+    """A list of jobs, and what stands in the place of a launch to fill it."""
+    jobs: list[Job] = []
 
     def record(launch: Launch, *tensors: Tensor | None) -> None:
-        found.append(job_of(launch, tensors, arch))
+        jobs.append(job_of(launch, tensors, arch))
 
+    return jobs, record
+
+
+def jobs_of(variant: Variant, arch: str) -> list[Job]:
+    """The kernels that both passes of a call launch on a GPU."""
+    jobs, record = recorder(arch)
     if isinstance(variant, SequenceVariant):
         run_sequence_plans(variant, arch, record)
     else:
         run_plans(variant.call(arch), record)
-    return found
+    return jobs
 
 
-def packing_jobs(arch: str) -> Iterator[Job]:
+def packing_jobs(arch: str) -> list[Job]:
     """The kernels that prepare masks: rows that loads of 16, 4 and 1 bytes may read, with and without a band."""
-    found: list[Job] = []
-
-    def record(launch: Launch, *tensors: Tensor | None) -> None:
-        found.append(job_of(launch, tensors, arch))
-
+    jobs, record = recorder(arch)
     with mock.patch.object(Launch, "__call__", record):
         for seqlen_k in (2048, 2044, 2047):
             mask = torch.empty(2, 4, 2048, seqlen_k, dtype=torch.bool, device="meta")
@@ -312,7 +314,7 @@ def packing_jobs(arch: str) -> Iterator[Job]:
             scores = torch.empty(2, 4, 1, 2048, dtype=dtype, device="meta")
             key_pack.score_keys(scores, None)
             key_pack.score_keys(scores, torch.empty(2, 1, 1, 2048, dtype=torch.bool, device="meta"))
-    yield from found
+    return jobs
 
 
 # The masks beside sequences that are packed in the catalogue, by what decides a kernel; rows of 16, 4 and 1 bytes.
@@ -331,13 +333,9 @@ PACKED_SEQUENCES: tuple[tuple[Layout, MaskPacking, tuple[int, ...], tuple[int, i
 )  # type: ignore[assignment]
 
 
-def sequence_packing_jobs(arch: str) -> Iterator[Job]:
+def sequence_packing_jobs(arch: str) -> list[Job]:
     """The kernels that pack masks beside sequences."""
-    found: list[Job] = []
-
-    def record(launch: Launch, *tensors: Tensor | None) -> None:
-        found.append(job_of(launch, tensors, arch))
-
+    jobs, record = recorder(arch)
     with mock.patch.object(Launch, "__call__", record):
         for layout, packing, shape, window in PACKED_SEQUENCES:
             packs_q, packs_k = layout in ("packed", "paged_packed"), layout == "packed"
@@ -346,15 +344,12 @@ def sequence_packing_jobs(arch: str) -> Iterator[Job]:
             mask = torch.empty(shape, dtype=torch.bool, device="meta")
             bounds = torch.empty(8, 4, dtype=torch.int32, device="meta")
             sequence_pack.pack_sequences(mask, bounds, packing, SequenceSpec(layout, 8, *rows, most_q, most_k), window)
-    yield from found
+    return jobs
 
 
-def append_jobs(arch: str) -> Iterator[Job]:
+def append_jobs(arch: str) -> list[Job]:
     """The kernel that writes to caches: of each layout, of few and of many tokens."""
-    found: list[Job] = []
-
-    def record(launch: Launch, *tensors: Tensor | None) -> None:
-        found.append(job_of(launch, tensors, arch))
+    jobs, record = recorder(arch)
 
     def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
@@ -368,7 +363,7 @@ def append_jobs(arch: str) -> Iterator[Job]:
                 cache = meta(*((1, 65536) if layout == "packed" else (4, 16384)), 8, 128)
                 in_pages = table if layout.startswith("paged") else None
                 append.write(CacheWrite(cache, cache, new, new, bounds, in_pages, layout))
-    yield from found
+    return jobs
 
 
 def kernels_of(variant: Variant, arch: str) -> list[Kernel]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from cases import DEVICE, Case, Inputs
 from conftest import Runner
+from draws import Drawn, placed
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.masks import PreparedMask
 
 # A backend that does not work here skips in the fixture, one that refuses a call in `served`, each with its reason.
 on_kernels = pytest.mark.parametrize("backend", ("triton", "cuda"), indirect=True)
@@ -62,12 +62,7 @@ def served(backend: Runner, case: Case) -> Inputs:
 
 def of_form(form: str, case: Case, inputs: Inputs) -> Inputs:
     """The inputs with their mask as the form has it: prepared beforehand, or as it is."""
-    if not form.startswith("prepared"):
-        return inputs
-    band = {"is_causal": case.is_causal, "window_size": case.window_size}
-    return replace(
-        inputs, mask=PreparedMask.from_mask(inputs.mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k, **band)
-    )
+    return placed(Drawn(case, prepared=form.startswith("prepared")), inputs)
 
 
 def buffers(inputs: Inputs) -> list[Tensor]:

@@ -35,21 +35,18 @@ TOOLS = ("memcheck", "initcheck", "racecheck")
 SANITIZED = {"triton": 44, "cuda": 69, "cuda-backward": 205}  # calls of each
 SANITIZED_AT_ONCE = 8
 SECONDS_TO_REPORT = 10
-# Random calls with interval masks: the first of each process, and how many; Triton compiles most of its calls anew.
-INTERVALS = {"cuda": ((1000, 250), (2000, 250), (3000, 250), (4000, 250)), "triton": ((5000, 50), (6000, 50))}
+# Random calls of `run_calls.py`: the first of each process, and how many; Triton compiles most of its calls anew.
+CALLS = {
+    ("intervals", "cuda"): (range(1000, 5000, 1000), 250),
+    ("intervals", "triton"): (range(5000, 7000, 1000), 50),
+    ("short", "cuda"): (range(0, 8000, 1000), 100),
+    ("short", "triton"): (range(20000, 32000, 1000), 25),
+    ("sequences", "cuda"): (range(0, 8000, 1000), 250),
+    ("sequences", "triton"): (range(10000, 30000, 1000), 100),
+    ("trees", "triton"): (range(0, 8000, 1000), 60),
+    ("trees", "eager"): (range(0, 2000, 1000), 200),
+}
 SANITIZED_INTERVALS = 5
-# The same of random calls of short rows.
-SHORT_ROWS = {
-    "cuda": tuple((first, 100) for first in range(0, 8000, 1000)),
-    "triton": tuple((first, 25) for first in range(20000, 32000, 1000)),
-}
-# The same of random calls with sequences, and with trees of tokens.
-SEQUENCES = {
-    ("sequences", "cuda"): tuple((first, 250) for first in range(0, 8000, 1000)),
-    ("sequences", "triton"): tuple((first, 100) for first in range(10000, 30000, 1000)),
-    ("trees", "triton"): tuple((first, 60) for first in range(0, 8000, 1000)),
-    ("trees", "eager"): ((0, 200), (1000, 200)),
-}
 SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("forward", "edges", "properties", "backward"))
 # Files that run whole, with their workers and seconds; of random calls a part, for Triton compiles most of them anew.
 GROUPS = {
@@ -93,7 +90,7 @@ def sanitizer_parts() -> list[Part]:
     parts = []
     for tool in TOOLS:
         for backend, first in (("cuda", 0), ("cuda", 100), ("cuda", 200), ("triton", 300)):
-            script = ("tests/interval_calls.py", backend, str(first), str(SANITIZED_INTERVALS), "cpu")
+            script = ("tests/run_calls.py", backend, "intervals", str(first), str(SANITIZED_INTERVALS), "cpu")
             parts.append(_sanitized(f"{tool}-intervals-{backend}-{first}", tool, backend, script))
         found = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_find_intervals.py")
         parts.append(_sanitized(f"{tool}-found", tool, "triton", found))
@@ -132,22 +129,10 @@ def all_parts() -> list[Part]:
         ),
         pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),
         *(
-            Part(f"intervals-{backend}-{first}", (sys.executable, *script), 1, 120)
-            for backend, calls in INTERVALS.items()
-            for first, count in calls
-            for script in [("tests/interval_calls.py", backend, str(first), str(count))]
-        ),
-        *(
-            Part(f"short-{backend}-{first}", (sys.executable, *script), 1, 150)
-            for backend, calls in SHORT_ROWS.items()
-            for first, count in calls
-            for script in [("tests/short_row_calls.py", backend, str(first), str(count))]
-        ),
-        *(
-            Part(f"{kind}-{backend}-{first}", (sys.executable, *script), 1, 150)
-            for (kind, backend), calls in SEQUENCES.items()
-            for first, count in calls
-            for script in [("tests/gpu_sequence_calls.py", kind, backend, str(first), str(count))]
+            Part(f"{features}-{backend}-{first}", (sys.executable, *script), 1, 150)
+            for (features, backend), (firsts, count) in CALLS.items()
+            for first in firsts
+            for script in [("tests/run_calls.py", backend, features, str(first), str(count))]
         ),
         Part("verify", (*command, "info", "--verify"), 1, 200),
         Part("demo", (*command, "demo", "--quick"), 1, 100),

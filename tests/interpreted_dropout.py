@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 
-import interpreted_triton as base
+import interpreter
 import torch
 import triton
 import triton.language as tl
@@ -78,17 +78,17 @@ def calls() -> Iterator[str | None]:
     walking, short = (), (torch.float16,)
     ordered = PreparedMask.from_mask(row, seqlen_q=33, reorder=True)
     for tile, sms, dtypes, (seqlen_q, seqlen_k), mask in (
-        (base.Tile(16, 32, 4, 1), 1, walking, (33, 60), None),
-        (base.Tile(32, 16, 4, 1), 1, walking, (33, 60), None),
-        (base.Tile(64, 64, 4, 1), 1, walking, (33, 60), None),
-        (base.Tile(16, 32, 4, 1), 64, walking, (20, 150), None),  # programs share the keys
-        (base.Tile(32, 32, 4, 1), 1, walking, (33, 60), ordered),  # intervals, in an order that is not followed
-        (base.Tile(32, 32, 4, 1), 1, walking, (9, 60), row),  # a set of keys
-        (base.Tile(32, 32, 4, 1), 1, walking, (33, 60), row.expand(33, 60).clone()),  # tiles of bits
-        (base.Tile(16, 32, 4, 1), 1, short, (33, 60), None),
+        (interpreter.Tile(16, 32, 4, 1), 1, walking, (33, 60), None),
+        (interpreter.Tile(32, 16, 4, 1), 1, walking, (33, 60), None),
+        (interpreter.Tile(64, 64, 4, 1), 1, walking, (33, 60), None),
+        (interpreter.Tile(16, 32, 4, 1), 64, walking, (20, 150), None),  # programs share the keys
+        (interpreter.Tile(32, 32, 4, 1), 1, walking, (33, 60), ordered),  # intervals, in an order that is not followed
+        (interpreter.Tile(32, 32, 4, 1), 1, walking, (9, 60), row),  # a set of keys
+        (interpreter.Tile(32, 32, 4, 1), 1, walking, (33, 60), row.expand(33, 60).clone()),  # tiles of bits
+        (interpreter.Tile(16, 32, 4, 1), 1, short, (33, 60), None),
     ):
         short_calls.DTYPES = dtypes
-        base.set_up(tile, sms, 0)
+        interpreter.set_up(tile, sms, 0)
         case = dropped_case(seqlen_q, seqlen_k, num_heads_k=4 if dtypes else 2)
         dtype = torch.float16 if dtypes else torch.float32
         wanted = case_mask(case) if mask is None else case_mask(case) & row
@@ -105,5 +105,5 @@ def outcomes() -> Iterator[str | None]:
 
 
 if __name__ == "__main__":
-    base.admit_cpu()
+    interpreter.admit_cpu()
     sys.exit(report(outcomes()))

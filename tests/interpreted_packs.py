@@ -1,23 +1,21 @@
-"""Masks beside sequences in Triton's interpreter: `python interpreted_packs.py <what> [<first> <calls>]`.
-
-"packs" are random masks packed by the kernels and by PyTorch; the other words stand below, beside what they run.
-"""
+"""Calls with masks beside sequences in Triton's interpreter, and far masks: `python interpreted_packs.py WHAT`."""
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import random
 import sys
-import traceback
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import interpreted_triton as base
+import interpreter
 import torch
-from outcomes import report
+from outcomes import outcome_of, report
 from sequence_calls import SequenceCall, assert_accurate, draw, run
-from sequence_pack_calls import NAMES, PackCall, outcomes
+from sequence_pack_calls import NAMES, PackCall
 from torch import Tensor
 
 import flash_dmattn
@@ -64,24 +62,21 @@ def has_rows(call: SequenceCall) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 3 and mask.shape[1] > 1 and mask.shape[2] > 128 and longest > 16
 
 
-def attention_calls(first: int, count: int) -> Iterator[str | None]:
-    """Outcomes of calls with bool masks, which they pack by the kernels, once for both passes."""
-    number = first
-    while count:
+def attention_calls() -> Iterator[str | None]:
+    """Outcomes of eight calls with bool masks, which they pack by the kernels, once for both passes."""
+
+    def drawn(number: int) -> SequenceCall:
         layout = random.Random(number).choice(("packed", "packed", "paged_packed"))
-        call = draw(number, layout, LENGTHS, base.EVERY_DTYPE, (4, 16))
-        number += 1
-        if not has_rows(call):
-            continue
-        count -= 1
-        base.set_up(base.TILES[0], 1, 0)
-        try:
-            with packed_once():
-                results = run(call, "triton")
-            assert_accurate(results, call)
-            yield None
-        except Exception:  # the other calls still count
-            yield f"{call.told}\n{traceback.format_exc(limit=-3)}"[:3000]
+        return draw(number, layout, LENGTHS, interpreter.EVERY_DTYPE, (4, 16))
+
+    def check(call: SequenceCall) -> None:
+        with packed_once():
+            results = run(call, "triton")
+        assert_accurate(results, call)
+
+    for call in itertools.islice(filter(has_rows, map(drawn, itertools.count())), 8):
+        interpreter.set_up()
+        yield outcome_of(partial(check, call), call.told)
 
 
 class packed_once:
@@ -106,7 +101,7 @@ def example(*lengths: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Sequences]:
 
 def transformed_calls() -> Iterator[str | None]:
     """Outcomes of calls in a compiled graph, under transforms, and of a second derivative."""
-    base.set_up(base.TILES[0], 1, 0)
+    interpreter.set_up()
     operators.register(lambda tensor: operators.PYTORCH._replace(pack_sequences=sequence_pack.pack_sequences))
 
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sequences: Sequences, backend: str = "triton") -> Tensor:
@@ -126,8 +121,8 @@ def transformed_calls() -> Iterator[str | None]:
     for lengths in ((130, 20, 7), (3, 150), (64, 64, 20)):
         q, k, v, mask, sequences = example(*lengths)
         wanted = call(q, k, v, mask, sequences, "eager")
-        found = compiled(q, k, v, mask, sequences)
-        pairs = zip((found, *gradients(found, q, k, v)), (wanted, *gradients(wanted, q, k, v)), strict=True)
+        results = compiled(q, k, v, mask, sequences)
+        pairs = zip((results, *gradients(results, q, k, v)), (wanted, *gradients(wanted, q, k, v)), strict=True)
         good = all(torch.allclose(x, y, atol=1e-4, rtol=1e-4) for x, y in pairs)
         yield None if good else f"compiled {lengths}: other results"
     yield None if set(graphs) == {1} else f"masks packed in graphs: {graphs}"
@@ -136,10 +131,12 @@ def transformed_calls() -> Iterator[str | None]:
     masks = torch.stack((mask, ~mask))
     for dims in ((0, 0), (None, 0), (0, None)):
         many = q.detach().expand(2, *q.shape) if dims[0] == 0 else q.detach()
-        given = masks if dims[1] == 0 else mask
-        found = torch.func.vmap(lambda x, m: call(x, k.detach(), v.detach(), m, sequences), in_dims=dims)(many, given)
+        chosen = masks if dims[1] == 0 else mask
+        results = torch.func.vmap(lambda x, m: call(x, k.detach(), v.detach(), m, sequences), in_dims=dims)(
+            many, chosen
+        )
         wanted = torch.stack([call(q, k, v, masks[n] if dims[1] == 0 else mask, sequences, "eager") for n in range(2)])
-        yield None if torch.allclose(found, wanted, atol=1e-5) else f"mapped {dims}: other results"
+        yield None if torch.allclose(results, wanted, atol=1e-5) else f"mapped {dims}: other results"
 
     (dq,) = torch.autograd.grad(call(q, k, v, mask, sequences).sum(), q, create_graph=True)
     try:
@@ -157,14 +154,14 @@ def switched_off() -> Iterator[str | None]:
         mock.patch.object(mask_choice, "PACKS_BESIDE_SEQUENCES", False),
         mock.patch.object(operators, "pack_beside", never),
     ):
-        found = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="triton")
+        results = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="triton")
     wanted = flash_dmattn.attention(q, k, v, mask, sequences=sequences, backend="eager")
-    yield None if torch.allclose(found, wanted, atol=1e-5) else "other results"
+    yield None if torch.allclose(results, wanted, atol=1e-5) else "other results"
 
 
 def layer_calls() -> Iterator[str | None]:
     """The outcome of a layer that keeps a few keys of packed documents: its bool mask becomes tiles once a step."""
-    base.set_up(base.TILES[0], 1, 0)
+    interpreter.set_up()
     torch.manual_seed(0)
     layer = DynamicMaskAttention(32, num_heads=2, num_heads_k=1, keep_window_size=20, backend="eager")
     documents, x = Sequences.packed(torch.tensor([0, 140, 170]), max_seqlen_q=140), torch.randn(170, 32)
@@ -176,20 +173,18 @@ def layer_calls() -> Iterator[str | None]:
     wanted = step()
     layer.backend = "triton"
     with packed_once():
-        found = step()
-    good = all(torch.allclose(x, y, atol=1e-3, rtol=1e-4) for x, y in zip(found, wanted, strict=True))
+        results = step()
+    good = all(torch.allclose(x, y, atol=1e-3, rtol=1e-4) for x, y in zip(results, wanted, strict=True))
     yield None if good else "other results"
 
 
 if __name__ == "__main__":
-    base.admit_cpu()
-    what, first, count = (*sys.argv[1:], "0", "0")[:3]
-    found = {
-        "packs": lambda: outcomes(range(int(first), int(first) + int(count))),
+    interpreter.admit_cpu()
+    checks = {
         "far": far_masks,
-        "calls": lambda: attention_calls(int(first), int(count)),
+        "calls": attention_calls,
         "transformed": transformed_calls,
         "off": switched_off,
         "layer": layer_calls,
-    }[what]()
-    sys.exit(report(found))
+    }
+    sys.exit(report(checks[sys.argv[1]]()))

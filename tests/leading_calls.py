@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accuracy import error
+from accuracy import Results, failures_of
 from torch import Tensor
 
 from flash_dmattn.reference import formula
-from flash_dmattn.reference.yardstick import FLOOR, RATIO
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 LQ, LK, H, HK, D, DV = 5, 7, 4, 2, 16, 16
@@ -80,17 +79,17 @@ def results(function: Callable[..., Any], call: LeadingCall, arguments: dict[str
 
 
 def assert_accurate(actual: list[Any], call: LeadingCall, arguments: dict[str, Any]) -> None:
-    """Compare shapes and dtypes with the inputs, and errors with plain PyTorch in the dtype of the call."""
+    """The rule of `accuracy.assert_accurate` for a call with leading dims."""
+
+    def named(results: list[Any]) -> Results:
+        return dict(zip(NAMES, results, strict=True))
+
     wide = {n: x.double() if x is not None and x.is_floating_point() else x for n, x in arguments.items()}
-    exact = results(over_batches(formula.attention), replace(call, dtype=torch.float64), wide)
-    plain = exact if call.dtype == torch.float64 else results(over_batches(formula.attention), call, arguments)
-    for name, x, right, near in zip(NAMES, actual, exact, plain, strict=True):
-        if right is None:
-            assert x is None, name
-            continue
-        assert x.shape == right.shape, (name, x.shape, right.shape)
-        wanted = None if name == "lse" else arguments["q" if name == "out" else name.removeprefix("d")].dtype
-        assert wanted is None or x.dtype == wanted, name
-        allowed = 1e-11 if call.dtype == torch.float64 else RATIO * error(near, right) + FLOOR
-        size = torch.ones_like(right) if not right.any() else None
-        assert error(x, right, size) <= allowed, f"{name} of {call}: {error(x, right, size)} for {allowed}"
+    exact = named(results(over_batches(formula.attention), replace(call, dtype=torch.float64), wide))
+    plain = exact
+    if call.dtype != torch.float64:
+        plain = named(results(over_batches(formula.attention), call, arguments))
+    like = {"out": arguments["q"], **{f"d{n}": arguments[n] for n in ("q", "k", "v", "bias")}}
+    sizes = {name: torch.ones_like(x) for name, x in exact.items() if x is not None and not x.any()}
+    failures = failures_of(named(actual), exact, plain, like, str(call), sizes=sizes)
+    assert not failures, f"{call}\n  " + "\n  ".join(failures.values())

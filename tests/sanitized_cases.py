@@ -14,13 +14,14 @@ import argparse
 import itertools
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
-from accuracy import GRADIENTS, Results, assert_accurate  # noqa: E402
+from accuracy import Results, assert_accurate, run  # noqa: E402
 from cases import ALL, DEVICE, Case, Inputs  # noqa: E402
 from descriptors import descriptors_wherever_they_serve  # noqa: E402
 from layouts import LAYOUTS, rearranged  # noqa: E402
@@ -410,31 +411,22 @@ def place(inputs: Inputs, how: str) -> Inputs:
 
 
 def call(case: Case, how: str, calls: str) -> tuple[Results, Inputs]:
-    """What the kernels return for a case of some calls, and its inputs, both on the CPU."""
+    """Run a case of some calls; return the results of the kernels and the inputs, both on the CPU."""
     inputs = case.build("cpu")
-    there = place(inputs, how)
-    leaves = [x if x is None else x.requires_grad_(name in case.needs_grad) for name, x in there.floats()]
-    q, k, v, bias = leaves
-    sink = None if there.sink is None else there.sink.requires_grad_("sink" in case.needs_grad)
-    flags = {**case.flags(), "return_lse": True, "deterministic": how == "in_order", "sink": sink}
-    backend = calls.removesuffix("-backward")
+    attention = partial(
+        flash_dmattn.attention,
+        return_lse=True,
+        deterministic=how == "in_order",
+        backend=calls.removesuffix("-backward"),
+    )
     passes.NUM_KV_SPLITS = 3 if how == "parts" else 1
     few_pairs = FEW_PAIRS if how == "few_pairs" else 0  # at 0 every bool mask is packed
     if few_pairs != triton_passes.FEW_PAIRS:
         triton_passes.FEW_PAIRS = few_pairs
         choices_changed()
-    wanted = [x for x in (*leaves, sink) if x is not None and x.requires_grad]
     with descriptors_wherever_they_serve() if how == "descriptors" else nullcontext():
-        out, lse = flash_dmattn.attention(q, k, v, there.mask, bias, backend=backend, **flags)
-        pairs = [(out, there.dout)] if there.dlse is None else [(out, there.dout), (lse, there.dlse)]
-        outputs, arrived = zip(*pairs)
-        found = iter(torch.autograd.grad(outputs, wanted, arrived) if wanted else ())
-    results: Results = {"out": out.detach().cpu(), "lse": lse.detach().cpu()}
-    for name, x in zip(GRADIENTS, leaves, strict=True):
-        results[name] = next(found).cpu() if x is not None and x.requires_grad else None
-    if sink is not None:
-        results["dsink"] = next(found).cpu() if sink.requires_grad else None
-    return results, inputs
+        results = run(attention, case, place(inputs, how))
+    return {name: None if x is None else x.cpu() for name, x in results.items()}, inputs
 
 
 def main(backend: str, first: int, count: int | None) -> int:

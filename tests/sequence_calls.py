@@ -1,38 +1,36 @@
 """Calls with sequences drawn at random, and the oracle for them: one dense call of all tokens with a mask of pairs.
 
-The oracle does not loop over sequences, as the reference does: every token has the number of its sequence and its place
-in it, pairs of different sequences are masked, and a mask or a bias is gathered by these.
+The oracle does not loop over sequences, as the reference does. Every token has the number of its sequence and its place
+there. Pairs of different sequences are masked, and a mask or a bias is gathered by numbers and places.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from accuracy import (
-    DEVIATIONS,
-    FLOOR_FP64,
-    LSE_ROUNDING,
-    Results,
-    chance,
-    error,
-    norm_of,
-    row_variances,
-    with_rounding,
-)
+from accuracy import Results, chance, failures_of, row_variances, with_rounding
 from cases import DEVICE, Inputs
+from layouts import LAYOUTS as STRIDES
 from torch import Tensor
 
 from flash_dmattn import Sequences, attention
+from flash_dmattn.backends.protocol import Backend
+from flash_dmattn.masks.prepared.sequence_packing import pack_sequences
 from flash_dmattn.masks.prepared.storage import TreeMask
+from flash_dmattn.operators import describe_operands
+from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceView, causal_window
+from flash_dmattn.problem import inputs as operands
+from flash_dmattn.problem.checks import packing_of
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
 from flash_dmattn.reference.dropout import Dropout, draw_key
-from flash_dmattn.reference.yardstick import FLOOR, RATIO
 
 LEAVES = ("q", "k", "v", "bias", "sink")
+LAYOUTS = ("packed", "packed", "padded", "paged", "paged_packed")
 # What to draw for kernels, which have tiles of 128 rows.
 ON_GPU: dict[str, Any] = {
     "dtypes": (torch.bfloat16, torch.float16, torch.float32),
@@ -68,6 +66,20 @@ class SequenceCall:
     def packs_keys(self) -> bool:
         return self.k.dim() == 3
 
+    def queries_of(self, s: int) -> tuple[Any, ...]:
+        """The index of the queries of a sequence in q and dout, and after the heads in lse."""
+        rows = slice(self.lengths[s][0], sum(self.lengths[s][:2]))
+        return (rows,) if self.packs_queries else (s, rows)
+
+    def keys_of(self, s: int) -> tuple[Any, ...]:
+        """The index of the keys of a sequence in k and v."""
+        first, number = self.lengths[s][2:]
+        table, places = self.sequences.block_table, torch.arange(number)
+        if table is None:
+            return (slice(first, first + number),) if self.packs_keys else (s, slice(first, first + number))
+        pages, page_size = self.k.shape[:2]
+        return table[s].cpu()[places // page_size].long().clamp(0, pages - 1), places % page_size
+
     def to(self, dtype: torch.dtype) -> SequenceCall:
         """The same values in another dtype."""
         names = ("q", "k", "v", "bias", "sink", "dout", "dlse")
@@ -82,12 +94,35 @@ def draw(
     head_dims: tuple[int, ...] = (4, 8, 16),
     lengths_k: tuple[int, ...] | None = None,
     page_sizes: tuple[int, ...] = (1, 4, 16),
+    is_loose: bool = False,
 ) -> SequenceCall:
-    """The call of a number; `lengths` are of queries and of keys, unless keys have others."""
-    rng, torch_rng = random.Random(number), torch.Generator().manual_seed(number)
-    layout = layout or rng.choice(("packed", "packed", "padded", "paged", "paged_packed"))
+    """The call of a number.
+
+    Args:
+        number: of the call.
+        layout: one of `LAYOUTS`; None draws one.
+        lengths: of queries, and of keys if there are no `lengths_k`.
+        dtypes, head_dims, lengths_k, page_sizes: the choices.
+        is_loose: draw what `attention` would refuse on a CPU and `run_on` hands to a backend. Sequences begin anywhere,
+            with gaps between them; tables have wrong pages, which kernels clamp.
+    """
+    rng, torch_rng, loose = (
+        random.Random(number),
+        torch.Generator().manual_seed(number),
+        random.Random(f"loose {number}"),
+    )
+
+    def loosely(*choices: Any) -> Any:
+        return loose.choice(choices) if is_loose else choices[0]
+
+    layout = layout or rng.choice(LAYOUTS)
     count, dtype = rng.choice((0, 1, 1, 2, 3, 5, 9)), rng.choice(dtypes)
+    if is_loose:
+        count = loose.choice((*[max(count, 1)] * 6, 40))
+    if count > 9:
+        lengths = tuple(n for n in lengths if n < 40)
     heads_k, group = rng.choice((1, 2, 3)), rng.choice((1, 1, 2))
+    group = loosely(group, group, group, 3)
     heads, dim, dim_v = heads_k * group, rng.choice(head_dims), rng.choice(head_dims)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -96,13 +131,14 @@ def draw(
     used_q = [rng.choice(lengths) for _ in range(count)]
     same = layout == "packed" and rng.random() < 0.4 and lengths_k is None
     used_k = used_q if same else [rng.choice(lengths_k or lengths) for _ in range(count)]
-    spare = rng.random() < 0.5  # slots are longer than what is used of them
+    spare = rng.random() < 0.5 or is_loose  # slots are longer than what is used of them
 
     def slots(used: list[int]) -> list[int]:
-        return [n + (rng.choice((0, 0, 1, 7)) if spare else 0) for n in used]
+        return [n + (rng.choice((0, 0, 1, 7)) if spare else 0) + loosely(0, 0, 50) for n in used]
 
     def cumulative(slots: list[int]) -> list[int]:
-        return [sum(slots[:s]) for s in range(count + 1)]
+        first = loosely(0, 0, 3, 100)
+        return [first + sum(slots[:s]) for s in range(count + 1)]
 
     def table(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=rng.choice((torch.int32, torch.int64)), device=DEVICE)
@@ -112,13 +148,14 @@ def draw(
     slots_k = slots_q if same else slots(used_k)
     edges_q, edges_k = cumulative(slots_q), cumulative(slots_k)
     tokens_q = edges_q[-1] + behind_q
-    tokens_k = tokens_q if same else edges_k[-1] + behind_k
-    most_q, most_k = max(used_q, default=0) + rng.choice((0, 4)), max(used_k, default=0) + rng.choice((0, 4))
+    tokens_k = tokens_q if same and not is_loose else edges_k[-1] + behind_k
+    most_q, most_k = (max([int(is_loose), *used]) + rng.choice((0, 4)) for used in (used_q, used_k))
     page_size = rng.choice(page_sizes)
     if layout == "packed":
         named = {"max_seqlen_q": most_q, "max_seqlen_k": most_k}
         used = {"seqlens_q": table(used_q), "seqlens_k": table(used_k)} if spare else {}
-        sequences = Sequences.packed(table(edges_q), table(edges_k), **named, **used)
+        make = partial(Sequences, "packed") if is_loose else Sequences.packed
+        sequences = make(table(edges_q), table(edges_k), **named, **used)
         q_shape, k_shape = (tokens_q, heads, dim), (tokens_k, heads_k, dim)
         firsts_q, firsts_k = edges_q, edges_k
     else:
@@ -127,10 +164,10 @@ def draw(
         firsts_q = edges_q if packed_q else firsts_k
         if not packed_q:
             tokens_q = most_q
-            if layout == "paged":
+            if layout == "paged" and not is_loose:
                 used_q = [most_q] * count
         q_shape = (tokens_q, heads, dim) if packed_q else (count, tokens_q, heads, dim)
-        if packed_q:
+        if packed_q and not is_loose:
             used_q = slots_q
             most_q = max(used_q, default=0)
         if layout == "padded":
@@ -140,11 +177,18 @@ def draw(
             per_sequence = -(-most_k // page_size) + rng.choice((0, 1))
             pages = max(1, count * per_sequence)
             order = torch.randperm(pages, generator=torch_rng)[: count * per_sequence]
-            block_table = order.view(count, per_sequence).to(DEVICE)
+            block_table = order.view(count, per_sequence)
+            if is_loose and loose.random() < 0.3:
+                wrong = loose.choice((-(2**31), -1, pages, 2**31 - 1))
+                block_table[loose.randrange(count), loose.randrange(per_sequence)] = wrong
             k_shape = (pages, page_size, heads_k, dim)
             cu = {"cu_seqlens_q": table(edges_q)} if packed_q else {}
             named = {"max_seqlen_k": most_k} | ({"max_seqlen_q": most_q} if packed_q else {})
-            sequences = Sequences.paged(block_table, table(used_k), **cu, **named)
+            if is_loose:
+                tables = {"seqlens_k": table(used_k), "block_table": block_table.to(DEVICE, torch.int32), **cu}
+                sequences = Sequences(layout, **tables, **named)  # type: ignore[arg-type]
+            else:
+                sequences = Sequences.paged(block_table.to(DEVICE), table(used_k), **cu, **named)
     q, k, v = normal(*q_shape), normal(*k_shape), normal(*k_shape[:-1], dim_v)
 
     by_position = [
@@ -158,29 +202,36 @@ def draw(
         forms += 6 * [(h, 1, tokens_k) for h in (1, heads_k, heads)]
     mask = bias = None
     if rng.random() < 0.5:
-        mask = (torch.rand(rng.choice(forms), generator=torch_rng) < 0.7).to(DEVICE)
+        mask = (torch.rand(rng.choice(forms), generator=torch_rng) < loosely(0.7, 0.5, 0.05)).to(DEVICE)
     if rng.random() < 0.7:
         bias = normal(*rng.choice(forms), dtype=rng.choice((dtype, dtype, torch.float32)))
+
+    def expanded(x: Tensor | None) -> Tensor | None:
+        """The same shape, now and then with a stride of 0 on one dim."""
+        if x is None or not is_loose or loose.random() < 0.8:
+            return x
+        return x.narrow(loose.randrange(x.dim()), 0, 1).expand(x.shape)
+
     sink = normal(heads, dtype=rng.choice((dtype, torch.float32))) if rng.random() < 0.3 else None
     if sink is not None and rng.random() < 0.3:
         sink[0] = -torch.inf
     flags = {
         "is_causal": rng.random() < 0.4,
-        "window_size": rng.choice((None, None, (3, 0), (-1, 2), (6, 3))),
+        "window_size": loosely(rng.choice((None, None, (3, 0), (-1, 2), (6, 3))), (20, -1), (40, 40)),
         "softcap": rng.choice((0.0, 0.0, 2.0)),
-        "softmax_scale": rng.choice((None, 0.3)),
+        "softmax_scale": loosely(rng.choice((None, 0.3)), -0.2),
     }
     flags["dropout_p"] = random.Random(f"dropout {number}").choice((0.0, 0.0, 0.0, 0.3, 0.7))
     needs = rng.choice((LEAVES, LEAVES, LEAVES[:4], LEAVES[:3], ("bias",), ("q",), ("v", "sink"), ()))
-    needs = () if layout.startswith("paged") else needs
+    needs = loosely(needs, needs, needs, ("k", "sink")) if not layout.startswith("paged") else ()
     lse_shape = (heads, tokens_q) if q.dim() == 3 else (count, heads, tokens_q)
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     call = SequenceCall(
         q,
         k,
         v,
-        mask,
-        bias,
+        expanded(mask),
+        expanded(bias),
         sink,
         sequences,
         tuple(zip(firsts_q[:count], used_q, firsts_k[:count], used_k, strict=True)),
@@ -188,38 +239,81 @@ def draw(
         normal(*q_shape[:-1], dim_v),
         normal(*lse_shape, dtype=lse_dtype) if rng.random() < 0.5 else None,
         tuple(name for name in needs if {"bias": bias, "sink": sink}.get(name, q) is not None),
-        f"draw({number}, {layout!r})",
+        f"draw({number}, {layout!r}, is_loose={is_loose})",
         number,
     )
     return call
 
 
-def spoiled(call: SequenceCall) -> SequenceCall:
-    """The call with NaN in every row of q, k, v and dout that is of no sequence."""
+# As the CUDA kernels take them: queries for blocks of three consumers, beside few keys, and any length.
+CUDA_LENGTHS = (0, 1, 31, 32, 33, 64, 127, 128, 129, 200, 300)
+MANY_QUERIES, FEW_KEYS = (1024, 1100), (1, 40, 129)
+
+
+def draw_cuda(number: int) -> SequenceCall:
+    """The call of a number, most of them as the CUDA kernels of sequences take one."""
+    rng = random.Random(number)
+    lengths, lengths_k = (MANY_QUERIES, FEW_KEYS) if number % 16 == 15 else (CUDA_LENGTHS, None)
+    call = draw(number, rng.choice(LAYOUTS), lengths, (torch.bfloat16,), (16, 64), lengths_k, (16, 32, 64, 128, 256))
+    flags = dict(call.flags)
+    if flags["window_size"] is not None and rng.random() < 0.6:
+        flags["window_size"] = tuple(20 * side if side > 0 else side for side in flags["window_size"])
+    if rng.random() < 0.8:
+        flags["softcap"] = 0.0
+    return replace(call, mask=None if rng.random() < 0.9 else call.mask, flags=flags)
+
+
+def spoiled(call: SequenceCall, *, scores: bool = False, only: int | None = None) -> SequenceCall:
+    """Put NaN in every row of q, k, v and dout that no sequence has.
+
+    Args:
+        call: the call.
+        scores: also spoil dlse, and what no pair reads: NaN in a bias, True in a mask.
+        only: the number of a sequence that alone keeps its rows.
+    """
     used_q = torch.zeros(call.q.shape[:-2], dtype=torch.bool, device=call.q.device)
     used_k = torch.zeros(call.k.shape[:-2], dtype=torch.bool, device=call.k.device)
-    table = call.sequences.block_table
-    for s, (first_q, len_q, first_k, len_k) in enumerate(call.lengths):
-        (used_q if call.packs_queries else used_q[s])[first_q : first_q + len_q] = True
-        if table is None:
-            (used_k if call.packs_keys else used_k[s])[first_k : first_k + len_k] = True
-        for j in range(len_k if table is not None else 0):
-            used_k[table[s, j // call.k.shape[1]], j % call.k.shape[1]] = True
+    for s in range(len(call.lengths)) if only is None else (only,):
+        used_q[call.queries_of(s)] = used_k[call.keys_of(s)] = True
 
     def bad(x: Tensor, used: Tensor) -> Tensor:
         return x.masked_fill(~used[..., None, None], torch.nan)
 
     q, dout = bad(call.q, used_q), bad(call.dout, used_q)
-    return replace(call, q=q, dout=dout, k=bad(call.k, used_k), v=bad(call.v, used_k))
+    call = replace(call, q=q, dout=dout, k=bad(call.k, used_k), v=bad(call.v, used_k))
+    if not scores:
+        return call
+    dlse = call.dlse
+    if dlse is not None:
+        dlse = dlse.masked_fill(~used_q if call.packs_queries else ~used_q[:, None], torch.nan)
+    assert not isinstance(call.mask, TreeMask)
+
+    def bad_scores(x: Tensor | None) -> Tensor | None:
+        # Dims of stride 0 hold what a sequence reads, and stay as they are.
+        if x is None or 0 in x.stride() or x.numel() == 0:
+            return x
+        return x.masked_fill(unread(call, x, only), True if x.dtype == torch.bool else torch.nan)
+
+    return replace(call, dlse=dlse, mask=bad_scores(call.mask), bias=bad_scores(call.bias))
+
+
+def unread(call: SequenceCall, x: Tensor, only: int | None = None) -> Tensor:
+    """Mark the values of a mask or a bias that no pair of a sequence, or of one sequence alone, has."""
+    tokens, ones = Tokens(call), torch.ones(x.shape, requires_grad=True)
+    pairs, number = tokens.scores(ones), tokens.q[:, :1]
+    assert pairs is not None
+    same = (number == tokens.k[:, 0]) & (number >= 0) & (True if only is None else number == only)
+    (read,) = torch.autograd.grad((pairs * same).sum(), ones)
+    return (read == 0).to(x.device)
 
 
 def run(call: SequenceCall, backend: str | tuple[str, str]) -> Results:
-    """out, lse and the gradients of a call, None of those that it does not need."""
+    """Run a call of `attention`: out, lse and gradients, None for a gradient that the call does not need."""
     leaves = {n: None if (x := getattr(call, n)) is None else x.detach().clone() for n in LEAVES}
     for name in call.needs_grad:
         leaves[name].requires_grad_()
     torch.manual_seed(call.seed)
-    found = attention(
+    out, lse = attention(
         *(leaves[n] for n in "qkv"),
         call.mask,
         leaves["bias"],
@@ -229,7 +323,6 @@ def run(call: SequenceCall, backend: str | tuple[str, str]) -> Results:
         backend=backend,
         **call.flags,
     )
-    out, lse = found
     results: Results = {"out": out.detach(), "lse": lse.detach()}
     if call.needs_grad:
         pairs = [(out, call.dout)] + ([] if call.dlse is None else [(lse, call.dlse)])
@@ -237,6 +330,66 @@ def run(call: SequenceCall, backend: str | tuple[str, str]) -> Results:
     for name in LEAVES:
         results[f"d{name}"] = None if leaves[name] is None else leaves[name].grad
     return results
+
+
+def run_on(
+    call: SequenceCall,
+    backend: Backend,
+    *,
+    strides: str | None = None,
+    tiles: bool = False,
+    deterministic: bool = False,
+) -> Results:
+    """`run` of the passes of a backend, on what `attention` would hand them; nothing checks the call.
+
+    Args:
+        call: the call.
+        backend: the backend.
+        strides: of q, k, v, dout, dlse, mask and bias, a name of `layouts.LAYOUTS`.
+        tiles: hand it the mask as tiles.
+        deterministic: as in `attention`.
+    """
+    spec, f = call.sequences.spec(call.q, call.k, call.v), call.flags
+    packing = {n: "none" if (x := getattr(call, n)) is None else packing_of(n, x.shape, spec) for n in ("mask", "bias")}
+    left, right = causal_window(f["is_causal"], f["window_size"] or (-1, -1))
+    scale = call.q.shape[-1] ** -0.5 if f["softmax_scale"] is None else f["softmax_scale"]
+    sizes = (spec.layout, spec.max_seqlen_q, spec.max_seqlen_k, packing["mask"], packing["bias"], f["dropout_p"])
+    flags = Flags(left, right, scale, f["softcap"], deterministic, 1, 1, *sizes)
+
+    def laid(name: str) -> Tensor | None:
+        x = getattr(call, name)
+        if x is None:
+            return None
+        is_packed = x.dim() == (2 if name == "dlse" else 3)
+        x = x[None] if is_packed else x
+        return x if strides is None or 0 in x.stride() else STRIDES[strides](x)
+
+    bounds = torch.tensor(call.lengths, dtype=torch.int32, device=call.q.device).view(-1, 4)
+    mask, view = laid("mask"), MaskView()
+    if mask is not None:
+        packed = pack_sequences(mask, bounds, packing["mask"], spec, flags.window) if tiles else (mask,)
+        view = MaskView("sequence_tiles" if tiles else "dense", tuple(packed))
+    torch.manual_seed(call.seed)
+    key = draw_key(call.q.device) if f["dropout_p"] else None
+    q, k, v = (laid(n) for n in "qkv")
+    sequences = SequenceView(bounds, call.sequences.block_table)
+    x = operands.Inputs(q, k, v, view, laid("bias"), call.sink, sequences, key)
+    needs = NeedsGrad(*(name in call.needs_grad for name in LEAVES))
+    problem = describe_operands(x, flags, needs)
+    out, lse = backend.plan_forward(problem)(x)
+    gradients: list[Tensor | None] = [None] * len(LEAVES)
+    if any(needs):
+        assert backend.plan_backward is not None
+        saved = operands.Saved(x, out, lse)
+        gradients = list(backend.plan_backward(problem)(saved, laid("dout"), laid("dlse")))
+
+    def unlaid(name: str, result: Tensor | None) -> Tensor | None:
+        like = {"out": call.dout, "lse": None}.get(name, getattr(call, name[1:], None))
+        is_packed = call.packs_queries if like is None else like.dim() == 3
+        return result[0] if is_packed and result is not None else result
+
+    named = {"out": out, "lse": lse, **dict(zip((f"d{name}" for name in LEAVES), gradients, strict=False))}
+    return {name: result if name == "dsink" else unlaid(name, result) for name, result in named.items()}
 
 
 class PairDropout(NamedTuple):
@@ -251,25 +404,20 @@ class PairDropout(NamedTuple):
 
 
 class Tokens:
-    """The sequence and the place in it of every query and every key of a call, -1 of those that have none."""
+    """The number of the sequence of each query and each key of a call, and its place there; -1 without a sequence."""
 
     def __init__(self, call: SequenceCall) -> None:
         self.call = call
         rows = call.q.shape[-3]
         number_q = rows if call.packs_queries else call.q.shape[0] * rows
         self.q = torch.full((number_q, 2), -1)
+        numbers_k = torch.arange(call.k[..., 0, 0].numel()).view(call.k.shape[:-2])
         keys = []
-        slots = call.k.shape[-3]
-        table, page_size = call.sequences.block_table, call.k.shape[1]
-        for s, (first_q, len_q, first_k, len_k) in enumerate(call.lengths):
+        for s, (first_q, len_q, _, len_k) in enumerate(call.lengths):
             start = first_q if call.packs_queries else s * rows
             self.q[start : start + len_q, 0], self.q[start : start + len_q, 1] = s, torch.arange(len_q)
-            for j in range(len_k):
-                if table is not None:
-                    keys.append((int(table[s, j // page_size]) * page_size + j % page_size, s, j))
-                else:
-                    keys.append(((first_k if call.packs_keys else s * slots) + j, s, j))
-        places = torch.tensor(keys, dtype=torch.long).view(-1, 3)
+            keys.append(torch.stack((numbers_k[call.keys_of(s)], torch.full((len_k,), s), torch.arange(len_k)), 1))
+        places = torch.cat(keys) if keys else torch.empty(0, 3, dtype=torch.long)
         self.k_at, self.k = places[:, 0], places[:, 1:]
 
     def scores(self, x: Tensor | None) -> Tensor | None:
@@ -397,35 +545,21 @@ def expected(call: SequenceCall) -> tuple[Results, Results, Inputs]:
 def assert_accurate(results: Results, call: SequenceCall) -> None:
     """The rule of `accuracy.assert_accurate` for a call with sequences."""
     exact, in_dtype, dense = expected(call)
-    largest = exact["lse"].abs().nan_to_num(posinf=0.0).max().item() if exact["lse"].numel() else 0.0
-    floor_of_gradients = min(max(FLOOR, LSE_ROUNDING * largest), 1e-2)
-    failures = []
     spread = _spread(call, exact, in_dtype, dense) if call.sink is not None and call.needs_grad else {}
-    for name, x in results.items():
-        if name.startswith("d") and name[1:] not in call.needs_grad:
-            assert x is None, f"{call.told}: {name} was computed though nothing asks for it"
-            continue
-        assert x is not None, f"{call.told}: {name} is missing"
-        reference = exact[name]
-        if name.startswith("d"):
-            assert x.dtype == getattr(call, name[1:]).dtype, f"{call.told}: {name} has dtype {x.dtype}"
-        found = error(x, reference)
-        limit = FLOOR_FP64
-        if not x.dtype == call.q.dtype == torch.float64:
-            floor = floor_of_gradients if name.startswith("d") else FLOOR
-            allowed = RATIO * error(in_dtype[name], reference)
-            if name in spread:
-                allowed = max(allowed, DEVIATIONS * spread[name].norm().item() / max(norm_of(reference, None), 1e-300))
-            limit = allowed + floor
-            if name in ("dq", "dk", "dv") and not found <= limit:
-                numbers = {k: y for k, y in call.flags.items() if k in ("softcap", "softmax_scale")}
-                before, after = (y["out"].reshape(dense.dout.shape).double() for y in (exact, in_dtype))
-                dropout = Tokens(call).dropout()
-                by_chance = chance(name, dense, numbers, (before, after), dropout, call.q.dtype)
-                limit = max(limit, by_chance / max(norm_of(reference, None), 1e-300) + floor)
-        if not found <= limit and not _is_nothing(x, reference):
-            failures.append(f"{name}: error {found:.3e}, limit {limit:.3e}")
-    assert not failures, f"{call.told}\n  " + "\n  ".join(failures)
+    unasked = {f"d{name}" for name in LEAVES if name not in call.needs_grad}
+    wanted = {**exact, **dict.fromkeys(unasked)}
+    like = {"out": call.dout, **{f"d{name}": getattr(call, name) for name in LEAVES}}
+
+    def by_chance(name: str) -> float:
+        if name not in ("dq", "dk", "dv"):
+            return 0.0
+        numbers = {k: y for k, y in call.flags.items() if k in ("softcap", "softmax_scale")}
+        before, after = (y["out"].reshape(dense.dout.shape).double() for y in (exact, in_dtype))
+        return chance(name, dense, numbers, (before, after), Tokens(call).dropout(), call.q.dtype)
+
+    failures = failures_of(results, wanted, in_dtype, like, call.told, spread=spread, by_chance=by_chance)
+    failures = {name: text for name, text in failures.items() if not _is_nothing(results[name], exact[name])}
+    assert not failures, f"{call.told}\n  " + "\n  ".join(failures.values())
 
 
 def _spread(call: SequenceCall, exact: Results, in_dtype: Results, dense: Inputs) -> Results:

@@ -56,7 +56,7 @@ def test_wrong_tables_write_nowhere_else() -> None:
 def test_random_writes_of_the_kernel() -> None:
     from forked import interpret
 
-    assert " 0 failed" in interpret("interpreted_appends.py", "0", "60")
+    assert " 0 failed" in interpret("run_calls.py", "interpreter", "appends", "0", "50")
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CPU interprets the kernel")

@@ -94,16 +94,18 @@ def test_kernels_that_are_not_built_here_are_read(built: Built) -> None:
 
 @pytest.mark.parametrize("first", range(0, 16000, 4000))
 def test_random_calls(built: Built, first: int) -> None:
-    said = forked.run_script("emulated_cuda.py", str(built.extension), str(first), str(CASES))
-    assert f"{CASES} passed, 0 failed" in said
+    run_calls(built, "dense", first, CASES)
 
 
-def test_sequences(built: Built) -> None:
-    assert "120 passed, 0 failed" in forked.run_script("emulated_sequences.py", str(built.extension), "0", "120")
+def run_calls(built: Built, features: str, first: int, count: int) -> None:
+    """Run random calls with these features."""
+    said = forked.run_script("run_calls.py", str(built.extension), features, str(first), str(count))
+    assert f"{count} passed, 0 failed" in said
 
 
-def test_interval_masks(built: Built) -> None:
-    assert "60 passed, 0 failed" in forked.run_script("interval_calls.py", str(built.extension), "0", "60")
+@pytest.mark.parametrize(("features", "count"), (("sequences", 120), ("intervals", 60)))
+def test_random_calls_of_other_features(built: Built, features: str, count: int) -> None:
+    run_calls(built, features, 0, count)
 
 
 # Tests that run on a GPU in all of their cases; here as many cases of each as take less than half a minute together.

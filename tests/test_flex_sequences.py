@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import DEVICE
 from flex_fixture import ROUNDED, ROUNDS_GRADIENTS, compiled_on_cpu, eager_flex
-from sequence_calls import SequenceCall, Tokens, assert_accurate, draw, run, spoiled
+from sequence_calls import SequenceCall, Tokens, assert_accurate, draw, run, spoiled, unread
 from test_flex_graph import Counter
 from torch import Tensor
 
@@ -80,15 +80,6 @@ def test_every_form_of_a_bias_and_of_a_mask(name: str) -> None:
             assert_accurate(run(spoiled(call), "flex"), call)
 
 
-def unread(call: SequenceCall) -> Tensor:
-    """Mark the values of a bias that no pair of a sequence has."""
-    tokens, ones = Tokens(call), torch.ones_like(call.bias).requires_grad_()
-    pairs = tokens.scores(ones)
-    same = tokens.q[:, :1] == tokens.k[:, 0]
-    (read,) = torch.autograd.grad((pairs * same).sum(), ones)
-    return read == 0
-
-
 @pytest.mark.parametrize(
     "shape", [(3, 2, 140, 130), (1, 1, 140, 130), (3, 4, 1, 130), (2, 301, 130), (4, 1, 171)], ids=str
 )
@@ -96,7 +87,7 @@ def test_nothing_is_read_where_there_is_no_pair(shape: tuple[int, ...]) -> None:
     """NaN in rows of no sequence, in what arrives there, and in values of a bias of no pair, changes no bit."""
     call = call_with(shape, None, is_causal=True)
     bad = spoiled(call)
-    none = unread(call)
+    none = unread(call, call.bias)
     is_empty = Tokens(call).q[:, 0] < 0
     assert is_empty.any() and (none.any() or shape[0] == 1)
     bad = replace(bad, bias=call.bias.masked_fill(none, torch.nan), dlse=call.dlse.masked_fill(is_empty, torch.nan))

@@ -122,8 +122,7 @@ def test_every_file_it_names_is_there() -> None:
     assert len({each.name for each in parts}) == len(parts)
     named = {word for each in parts for word in each.command if word.startswith("tests/")}
     assert {
-        "tests/interval_calls.py",
-        "tests/gpu_sequence_calls.py",
+        "tests/run_calls.py",
         "tests/sanitized_cases.py",
         "tests/test_gpu_sizes.py",
         "tests/test_cuda_backward.py",

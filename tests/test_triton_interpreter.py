@@ -17,47 +17,43 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_calls(seed: int) -> None:
-    assert f"{CASES} passed, 0 failed" in interpret("interpreted_triton.py", str(seed), str(CASES))
+def run_calls(features: str, first: int, count: int) -> None:
+    """Run random calls with these features."""
+    assert f"{count} passed, 0 failed" in interpret("run_calls.py", "interpreter", features, str(first), str(count))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_short_rows(seed: int) -> None:
-    assert "30 passed, 0 failed" in interpret("interpreted_triton.py", "short", str(seed), "30")
+@pytest.mark.parametrize("first", range(0, 4000, 1000))
+def test_random_calls(first: int) -> None:
+    run_calls("dense", first, CASES)
+
+
+@pytest.mark.parametrize("first", (0, 1000))
+def test_short_rows(first: int) -> None:
+    run_calls("short", first, 30)
 
 
 def test_dropout_bit_for_bit() -> None:
     assert "31 passed, 0 failed" in interpret("interpreted_dropout.py")
 
 
-def test_walks_of_several_heads() -> None:
-    assert "3 passed, 0 failed" in interpret("interpreted_triton.py", "walks")
-
-
 def test_interval_masks() -> None:
-    assert "20 passed, 0 failed" in interpret("interval_calls.py", "interpreter", "0", "20")
+    run_calls("intervals", 0, 20)
 
 
-def test_bugs_of_the_predecessor() -> None:
-    number = sum(1 + (case.mask is not None) for case in CALLS.values())
-    assert f"{number} passed, 0 failed" in interpret("interpreted_triton.py", "bugs")
-
-
-def test_the_lse_of_an_empty_row_takes_no_gradient() -> None:
-    assert "3 passed, 0 failed" in interpret("interpreted_triton.py", "empty rows")
-
-
-def test_windows_beyond_int32() -> None:
-    assert "15 passed, 0 failed" in interpret("interpreted_triton.py", "wide windows")
-
-
-def test_remembered_plans_hold_no_tensor() -> None:
-    assert "20 passed, 0 failed" in interpret("interpreted_triton.py", "freed")
-
-
-def test_few_keys_do_not_feel_the_rounding_of_out_and_lse() -> None:
-    assert "45 passed, 0 failed" in interpret("interpreted_triton.py", "few keys")
+@pytest.mark.parametrize(
+    "what, count",
+    (
+        ("walks", 3),
+        ("wide heads", 39),
+        ("bugs", sum(1 + (case.mask is not None) for case in CALLS.values())),
+        ("empty rows", 3),
+        ("wide windows", 15),
+        ("freed", 20),
+        ("few keys", 45),
+    ),
+)
+def test_calls_written_by_hand(what: str, count: int) -> None:
+    assert f"{count} passed, 0 failed" in interpret("interpreted_triton.py", what)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +71,6 @@ def test_entries_that_a_part_of_the_batch_shares(name: str) -> None:
     assert "2 passed, 0 failed" in interpret("interpreted_triton.py", "leading", name)
 
 
-def test_head_dims_above_256() -> None:
-    assert "39 passed, 0 failed" in interpret("interpreted_triton.py", "wide heads")
-
-
 @pytest.mark.parametrize("what", ("strides", "entries"))
 def test_offsets_beyond_int32(what: str) -> None:
     interpret("interpreted_far.py", what)
@@ -86,4 +78,4 @@ def test_offsets_beyond_int32(what: str) -> None:
 
 @pytest.mark.parametrize("first", (0, 1000))
 def test_sequences(first: int) -> None:
-    assert "40 passed, 0 failed" in interpret("interpreted_sequences.py", str(first), "40")
+    run_calls("sequences", first, 40)

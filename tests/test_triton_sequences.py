@@ -12,7 +12,9 @@ import os
 import pytest
 import torch
 from cases import DEVICE
-from sequence_views import draw
+from sequence_calls import draw
+
+from flash_dmattn.problem.checks import packing_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -52,17 +54,22 @@ def test_compiled_for_sm_90(name: str) -> None:
 
 
 def test_calls_are_drawn_from_all_that_kernels_tell_apart() -> None:
-    """What decides a kernel is drawn at all: a draw that lost a form would pass every check."""
+    """Draws reach all that decides a kernel, because a draw that lost a form would pass every check."""
     seen: set[object] = set()
     for number in range(400):
-        call = draw(number, (0, 1, 31, 33, 65), (torch.float32,))
-        f = call.flags
-        seen |= {f.layout, ("mask", f.mask_packing), ("bias", f.bias_packing)}
-        seen.add(("wrong page", call.table is not None and bool((call.table >= call.k.shape[0]).any())))
-        if call.bounds[0][0] > 64:
+        call = draw(number, None, (0, 1, 31, 33, 65), (torch.float32,), is_loose=True)
+        spec = call.sequences.spec(call.q, call.k, call.v)
+        seen.add(spec.layout)
+        for name in ("mask", "bias"):
+            x = getattr(call, name)
+            seen.add((name, "none" if x is None else packing_of(name, x.shape, spec)))
+        table = call.sequences.block_table
+        seen.add(("wrong page", table is not None and bool((table >= call.k.shape[0]).any())))
+        if call.lengths[0][0] > 64:
             seen.add("late")
         if call.bias is not None:
-            seen.add(("head of bias", call.bias.shape[1] == call.q.shape[2], call.bias.shape[1] == call.k.shape[2]))
+            heads = call.bias.shape[-3]
+            seen.add(("head of bias", heads == call.q.shape[-2], heads == call.k.shape[-2]))
             seen.add(("expanded", 0 in call.bias.stride()))
     layouts = {"packed", "padded", "paged", "paged_packed"}
     packings = {(name, kind) for name in ("mask", "bias") for kind in ("none", "queries", "keys")}

@@ -1,0 +1,108 @@
+"""Triton's interpreter in this process: the Triton kernels run on CPU tensors, on outputs that tell what was written.
+
+The first import of this module decides it, because Triton decides at its own import whether it interprets. So programs
+that import it are processes of their own; an access far out of bounds ends one by a segmentation fault. Kernels
+write into NaN, between margins of NaN.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ.pop("FLASH_DMATTN_TEST_DTYPE", None)  # bf16 products are wrong here
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from out_of_tree import replace_backend, rules_without  # noqa: E402
+from quick_interpreter import make_quick  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from flash_dmattn.backends.triton import passes  # noqa: E402
+from flash_dmattn.dispatch.registry import choices_changed  # noqa: E402
+from flash_dmattn.triton_kernels import launch, plan_backward, plan_sequences, plan_slots, tile_table  # noqa: E402
+from flash_dmattn.triton_kernels.plan import Call  # noqa: E402
+from flash_dmattn.triton_kernels.tile_table import Tile  # noqa: E402
+
+EVERY_DTYPE = (torch.float32, torch.float16)
+# The interpreter takes the same time for a step of any size, and a few steps show every edge.
+TILES = (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 64, 4, 1))
+# More SMs than programs: loops over blocks are shared among programs.
+NUM_SMS = (1, 64)
+# At 0, a key mask whose programs need no parts does without them.
+PARTS_BYTES = (plan_backward.MAX_PARTS_BYTES, plan_backward.MAX_PARTS_BYTES, 0)
+FEW_PAIRS = (0, passes.FEW_PAIRS)
+
+WIDE_TABLE = tile_table._wide_table
+
+MARGIN = 64
+_allocated: list[tuple[Tensor, int]] = []
+
+
+def admit_cpu() -> None:
+    """Lift the rule on the device, which the interpreter does not need."""
+    make_quick()
+    replace_backend("triton", rules=rules_without("triton", "device"))
+
+
+def guard_outputs() -> None:
+    """Have the backend allocate NaN between margins of NaN; modules and compilers of torch do not work then."""
+    torch.empty, torch.empty_like = guarded_empty, lambda x: guarded_empty(x.shape, dtype=x.dtype)
+
+
+def set_up(
+    tile: Tile = TILES[0],
+    num_sms: int = 1,
+    parts_bytes: int = plan_backward.MAX_PARTS_BYTES,
+    few_pairs: int = 0,
+    arch: str = "cpu",
+) -> None:
+    """Make the plans of the next calls with these tiles, and as on a GPU of so many SMs.
+
+    Args:
+        tile: of all kernels.
+        num_sms: of the GPU.
+        parts_bytes: as `plan_backward.MAX_PARTS_BYTES`.
+        few_pairs: as `passes.FEW_PAIRS`; at 0 every bool mask is packed.
+        arch: "sm_90" loads tiles by descriptors, where these pay.
+    """
+
+    def call(*arguments: Any) -> Call:
+        made = Call(*arguments)
+        made.num_sms, made.arch = num_sms, arch
+        return made
+
+    tile_table._FP32 = tile_table._SMALL = {256: tile}
+    tile_table._wide_table = WIDE_TABLE if arch == "sm_90" else lambda *_: {512: tile}
+    plan_backward.MAX_PARTS_BYTES = parts_bytes
+    launch.Call = call
+    plan_sequences.chunks_of = lambda members, programs, _, slots: plan_slots.chunks_of(
+        members, programs, num_sms, slots
+    )
+    launch.plans.clear()
+    _allocated.clear()
+    if few_pairs != passes.FEW_PAIRS:
+        passes.FEW_PAIRS = few_pairs
+        choices_changed()
+
+
+def guarded_empty(*shape: Any, dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
+    """`torch.empty`, of NaN and between margins of NaN: what a kernel leaves out or writes beside its output shows."""
+    sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
+    if not dtype.is_floating_point:
+        return torch.full(sizes, 77, dtype=dtype)
+    room = torch.full((sizes.numel() + 2 * MARGIN,), torch.nan, dtype=dtype)
+    _allocated.append((room, sizes.numel()))
+    return room[MARGIN : MARGIN + sizes.numel()].view(sizes)
+
+
+def assert_margins() -> None:
+    """Nothing was written beside what was allocated since `set_up`."""
+    for room, size in _allocated:
+        assert bool(room[:MARGIN].isnan().all()), "written before an output"
+        assert bool(room[MARGIN + size :].isnan().all()), "written behind an output"
+    _allocated.clear()

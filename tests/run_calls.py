@@ -1,0 +1,348 @@
+"""Run random calls in one place, against the fp64 formula: `run_calls.py PLACE FEATURES FIRST COUNT [cpu]`.
+
+PLACE is a backend, and its kernels run on a GPU. "interpreter" is Triton's interpreter with the Triton kernels. A file
+that `emulation/build.py` has written is the emulated GPU with the CUDA kernels. FEATURES is a key of `FEATURES`. COUNT
+calls run from number FIRST on; a call that a rule refuses does not count. With "cpu" results are compared on the CPU,
+so that a sanitizer watches little but the kernels. This is a process of its own, because places change the backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+if __name__ == "__main__" and sys.argv[1:2] == ["interpreter"]:
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton decides at its import
+
+import cache_write_calls  # noqa: E402
+import draws  # noqa: E402
+import sequence_calls  # noqa: E402
+import sequence_pack_calls  # noqa: E402
+import torch  # noqa: E402
+import tree_calls  # noqa: E402
+from accuracy import assert_accurate, run  # noqa: E402
+from cases import DEVICE, Case, Inputs  # noqa: E402
+from descriptors import descriptors_wherever_they_serve  # noqa: E402
+from draws import Drawn, placed, with_dead_keys_nan  # noqa: E402
+from layouts import rearranged  # noqa: E402
+from outcomes import outcome_of, report  # noqa: E402
+from sequence_calls import SequenceCall, spoiled  # noqa: E402
+
+import flash_dmattn  # noqa: E402
+from flash_dmattn.backends.cuda import passes  # noqa: E402
+from flash_dmattn.dispatch.registry import BACKENDS  # noqa: E402
+from flash_dmattn.masks.prepared.storage import IntervalMask  # noqa: E402
+
+# A call in words, and its check.
+Check = tuple[str, Callable[[], object]]
+
+
+class Place:
+    """A backend on the device of the tests. `kind` decides the sizes of calls."""
+
+    kind = "gpu"
+
+    def __init__(self, backend: str, device: str = DEVICE) -> None:
+        self.backend, self.device, self.compares_on = backend, device, device
+
+    def prepare(self, features: str, number: int) -> str:
+        """Set up the machine for a call; in words, what it is."""
+        return ""
+
+    def finish(self) -> None:
+        """Check what a call has left behind."""
+
+    def repeats(self, drawn: Drawn) -> bool:
+        """Whether a call runs a second time, maybe in another order of blocks."""
+        return drawn.deterministic
+
+
+class Interpreter(Place):
+    """Triton's interpreter, on tiles of several shapes, and as if the GPU had more SMs than the call has programs."""
+
+    kind = "interpreter"
+
+    def __init__(self) -> None:
+        super().__init__("triton", "cpu")
+        import interpreter
+
+        self.machine = interpreter
+        interpreter.admit_cpu()
+        interpreter.guard_outputs()
+
+    def prepare(self, features: str, number: int) -> str:
+        from flash_dmattn.triton_kernels import plan_slots, short_calls
+
+        machine, rng = self.machine, random.Random(f"machine {number}")
+        short_calls.DTYPES = machine.EVERY_DTYPE if features == "short" else ()
+        short_calls.TWO_RUNS_FROM = rng.choice((1, 1, 1024))
+        plan_slots.PROGRAMS_PER_SM = plan_slots.PROGRAMS_WITH_SLOTS = rng.choice((1, 4, 8))
+        settings = [rng.choice(machine.TILES), rng.choice(machine.NUM_SMS)]
+        if features == "intervals":
+            # Whole tiles of a mask are 128 x 128, and small blocks of them take the interpreter too long.
+            settings = [machine.Tile(128, 64, 4, 1), 1]
+        elif features == "dense":
+            settings += [rng.choice(machine.PARTS_BYTES), rng.choice(machine.FEW_PAIRS)]
+        machine.set_up(*settings)
+        return f"set_up{tuple(settings)}, {plan_slots.PROGRAMS_PER_SM} programs"
+
+    def finish(self) -> None:
+        self.machine.assert_margins()
+
+
+class EmulatedGpu(Place):
+    """The emulated GPU of `emulation/`: of some number of SMs, and with its warps in some order."""
+
+    kind = "emulated"
+
+    def __init__(self, file: Path) -> None:
+        super().__init__("cuda", "cpu")
+        import emulated_cuda
+
+        self.machine = emulated_cuda
+        emulated_cuda.admit_cpu(file)
+
+    def prepare(self, features: str, number: int) -> str:
+        machine, self._rng = self.machine, random.Random(f"machine {number}")
+        passes.NUM_KV_SPLITS = self._rng.choice(machine.NUM_KV_SPLITS)
+        passes.NUM_DBIAS_CHUNKS = self._rng.choice(machine.NUM_DBIAS_CHUNKS)
+        self._num_sms = self._rng.choice(machine.NUM_SMS)
+        self._reorder()
+        return f"{self._num_sms} SMs, {passes.NUM_KV_SPLITS} parts, {passes.NUM_DBIAS_CHUNKS} chunks"
+
+    def repeats(self, drawn: Drawn) -> bool:
+        self._reorder()
+        return self._rng.random() < 0.3
+
+    def _reorder(self) -> None:
+        self.machine.configure(self._num_sms, self._rng.randrange(2**30))
+
+
+def place_of(name: str) -> Place:
+    """The place that a word or a file names."""
+    if name == "interpreter":
+        return Interpreter()
+    if name in BACKENDS:
+        return Place(name)
+    return EmulatedGpu(Path(name))
+
+
+def check_case(place: Place, drawn: Drawn, mask: IntervalMask | None = None, *, inputs: Inputs | None = None) -> Check:
+    """Every result right and nothing written beside it; what is promised to repeat has the same bits again.
+
+    Args:
+        place: of the call.
+        drawn: the call.
+        mask: an interval mask for it; dead keys hold NaN if k and v follow the order of the mask.
+        inputs: its tensors, by default from its case.
+    """
+    case = drawn.case
+
+    def check() -> None:
+        x = case.build(place.device) if inputs is None else inputs
+        if mask is None:
+            operands = placed(drawn, x)
+        else:
+            x = replace(x, mask=mask.unpacked().to(place.device))
+            operands = replace(with_dead_keys_nan(case, mask, x, place.backend), mask=mask.to(place.device))
+        attention = partial(
+            flash_dmattn.attention, return_lse=True, backend=place.backend, deterministic=drawn.deterministic
+        )
+        with descriptors_wherever_they_serve() if drawn.descriptors else nullcontext():
+            results = run(attention, case, operands)
+            place.finish()
+            there = {name: None if x is None else x.to(place.compares_on) for name, x in results.items()}
+            assert_accurate(there, case, on(place.compares_on, x))
+            if not place.repeats(drawn):
+                return
+            again = run(attention, case, operands)
+        # In one order whatever is asked for, if no atomics sum it.
+        summed = ("dbias",) if mask is None and case.bias in draws.PER_SCORE else ()
+        for name, x in results.items():
+            if x is not None and (drawn.deterministic or name in ("out", "lse", *summed)):
+                assert torch.equal(x, again[name]), f"{name} moves"
+
+    return f"{case.repro()}\n  {drawn[1:]}, {mask}", check
+
+
+def on(device: str, inputs: Inputs) -> Inputs:
+    """The inputs on a device."""
+    return rearranged(inputs, lambda x: x.to(device))
+
+
+def dense(place: Place, number: int) -> Check | None:
+    """A mask and a bias of any form, in any memory layout."""
+    if place.kind == "interpreter":
+        return check_case(place, draws.draw_interpreted(number))
+    drawn = draws.DRAWS[place.backend](number)
+    if place.kind == "gpu":
+        return check_case(place, drawn)
+    drawn = drawn._replace(case=smaller(drawn.case))
+    return check_case(place, drawn) if place.machine.is_built(drawn.case) else None
+
+
+MOST_SCORES = 200_000  # of a call on the emulated GPU; they take half a second
+
+
+def smaller(case: Case) -> Case:
+    """The case with fewer heads, and where that is not enough fewer queries and keys."""
+    heads_k = min(case.num_heads_k, 2)
+    heads = heads_k * min(case.num_heads // case.num_heads_k, 3)
+    case = case.with_(batch=min(case.batch, 2), num_heads_k=heads_k, num_heads=heads)
+    while case.batch * heads * case.seqlen_q * case.seqlen_k > MOST_SCORES:
+        if case.seqlen_q >= case.seqlen_k:
+            case = case.with_(seqlen_q=case.seqlen_q // 2)
+        else:
+            case = case.with_(seqlen_k=case.seqlen_k // 16 * 8 + case.seqlen_k % 8)
+    return case
+
+
+def short(place: Place, number: int) -> Check:
+    """Many entries with short rows, and biases that entries or heads share."""
+    draw = draws.draw_short_interpreted if place.kind == "interpreter" else draws.draw_short
+    return check_case(place, draw(number))
+
+
+def intervals(place: Place, number: int) -> Check:
+    """An interval mask."""
+    return check_case(place, *draws.draw_intervals(number, draws.INTERVAL_SIZES[place.kind]))
+
+
+INTERPRETED_LENGTHS = (0, 1, 5, 16, 17, 31, 32, 33, 40, 70)
+SKEWED = (1, 1, 1, 1, 2, 2, 5, 100)  # so that a tile of packed rows is searched for
+INTERPRETED_DIMS = (4, 16, 20)
+
+
+def sequences(place: Place, number: int) -> Check:
+    """Sequences in any layout, with NaN in all rows of none."""
+    if place.backend == "cuda":
+        call = sequence_calls.draw_cuda(number)
+    elif place.kind == "interpreter":
+        layout = random.Random(number).choice(sequence_calls.LAYOUTS)
+        lengths = SKEWED if layout == "packed" and number % 2 else INTERPRETED_LENGTHS
+        is_wide = number % 10 == 7
+        dtypes = (torch.float16,) if is_wide else place.machine.EVERY_DTYPE
+        call = sequence_calls.draw(number, layout, lengths, dtypes, (264, 512) if is_wide else INTERPRETED_DIMS)
+    else:
+        call = sequence_calls.draw(number, **by_backend(place, number, sequence_calls.ON_GPU))
+    return check_sequences(place, call)
+
+
+def by_backend(place: Place, number: int, on_gpu: dict[str, Any]) -> dict[str, Any]:
+    """The choices of a draw: PyTorch has no tiles, so short rows will do, in fp64 too; triton has wide head dims."""
+    if place.backend in ("eager", "reference"):
+        return {}
+    is_wide = place.backend == "triton" and number % 8 == 7
+    return on_gpu | ({"head_dims": (320, 512), "dtypes": (torch.bfloat16, torch.float16)} if is_wide else {})
+
+
+def check_sequences(place: Place, call: SequenceCall) -> Check:
+    """Every result right, and nothing written beside it."""
+
+    def check() -> None:
+        results = sequence_calls.run(spoiled(call), place.backend)
+        place.finish()
+        sequence_calls.assert_accurate(results, call)
+
+    return f"{call.told}, {call.flags}, gradients of {call.needs_grad}", check
+
+
+def trees(place: Place, number: int) -> Check:
+    """Sequences with trees of new tokens; in the interpreter a chain has the bits of causality, too."""
+    if place.kind != "interpreter":
+        return check_sequences(place, tree_calls.draw(number, **by_backend(place, number, tree_calls.ON_GPU)))
+    layout = random.Random(number).choice(("packed", "padded", "paged", "paged", "paged_packed"))
+    call = tree_calls.draw(
+        number,
+        layout,
+        # Every other one has a draft behind many keys, whose parts programs share.
+        lengths=(1, 3, 5) if number % 2 else (0, 1, 5, 17, 33),
+        lengths_k=(0, 1, 17, 32, 33, 70, 130),
+        dtypes=place.machine.EVERY_DTYPE,
+        head_dims=INTERPRETED_DIMS,
+    )
+    told, is_accurate = check_sequences(place, call)
+
+    def check() -> None:
+        is_accurate()
+        pair = (replace(each, needs_grad=()) for each in tree_calls.as_chain(spoiled(call)))
+        chain, causal = (sequence_calls.run(each, "triton") for each in pair)
+        for name in ("out", "lse"):
+            assert torch.equal(chain[name], causal[name]), f"{name} of a chain is not that of causality"
+
+    return told, check
+
+
+def appends(place: Place, number: int) -> Check | None:
+    """Writes to caches, every third by wrong tables."""
+    from flash_dmattn.triton_kernels import append
+
+    call = cache_write_calls.draw(number, number % 3 == 2)
+    if call.write.is_empty:
+        return None
+    return call.told, lambda: cache_write_calls.assert_written(call, append.write)
+
+
+def packs(place: Place, number: int) -> Check:
+    """Masks beside sequences, packed by kernels and by PyTorch."""
+    return sequence_pack_calls.check_of(number)
+
+
+FEATURES: dict[str, Callable[[Any, int], Check | None]] = {
+    "dense": dense,
+    "short": short,
+    "intervals": intervals,
+    "sequences": sequences,
+    "trees": trees,
+    "appends": appends,
+    "packs": packs,
+}
+
+
+def outcomes(place: Place, features: str, first: int, count: int) -> Iterator[str | None]:
+    """Run calls from a number on until so many were served, and yield their outcomes."""
+    for number in itertools.count(first):
+        if count == 0:
+            return
+        checked = FEATURES[features](place, number)
+        if checked is None:
+            continue
+        told, check = checked
+        machine = place.prepare(features, number)
+        try:
+            outcome = outcome_of(check, f"number {number}: {told}, {machine}")
+        except flash_dmattn.BackendUnsupportedError:
+            continue
+        yield outcome
+        count -= 1
+
+
+def main() -> int:
+    """Run the calls of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("place")
+    parser.add_argument("features", choices=FEATURES)
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("compares_on", nargs="?", choices=("cpu",))
+    options = parser.parse_args()
+    place = place_of(options.place)
+    if place.kind == "gpu" and place.backend in ("cuda", "triton") and DEVICE == "cpu":
+        parser.error(f"{place.backend} needs a GPU, and torch finds none")  # its rules would refuse every call
+    place.compares_on = options.compares_on or place.compares_on
+    return report(outcomes(place, options.features, options.first, options.count))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
