@@ -209,7 +209,7 @@ class BiasGradient:
             return
         ds = block.by_group(ds, self._group)
         if isinstance(keys, Tensor):
-            rows = block.pick(self._sum, slice(None), self._repeat)
+            rows = block.pick(self._sum, slice(0, self._sum.shape[4]), self._repeat)
             sums = rows.index_select(4, keys)
             rows.index_copy_(4, keys, sums.add_(ds.sum_to_size(sums.shape)))
             return
