@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,23 +20,6 @@ ON_CPU = ["--only", "heads-1", "--passes", "forward", "--rounds", "1", "--system
 
 
 # Builds of the extension
-
-
-def test_the_table_has_medians_and_their_ratios() -> None:
-    times = {
-        ("old", "dense", "forward"): [1.0, 9.0, 2.0],
-        ("new", "dense", "forward"): [1.0, 1.0, 5.0],
-        ("old", "dense", "backward"): [4.0],
-        ("new", "dense", "backward"): [6.0],
-    }
-    assert builds.printed(times, ["old", "new"]) == [
-        "| case | pass | old | new | new / old |",
-        "| --- | --- | --- | --- | --- |",
-        "| dense | forward | 2.00 | 1.00 | 0.500 |",
-        "| dense | backward | 4.00 | 6.00 | 1.500 |",
-    ]
-    times["new", "wide", "forward"] = [3.0]  # for a head dim that the old build does not have
-    assert builds.printed(times, ["old", "new"])[-1] == "| wide | forward | - | 3.00 | - |"
 
 
 def test_a_copy_has_the_file_as_its_extension(tmp_path: Path) -> None:
@@ -59,35 +40,6 @@ def test_a_run_of_a_build(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert said[4].startswith("| heads-1 | forward | ")
 
 
-@pytest.mark.parametrize(("status", "said"), [(1, "No module named benchmarks"), (0, "eager served none of the cases")])
-def test_a_run_that_fails_or_serves_nothing(
-    status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        out = Path(command[command.index("--out") + 1])
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "performance.json").write_text('{"rows": []}')
-        return subprocess.CompletedProcess(command, status, "No module named benchmarks" if status else "")
-
-    monkeypatch.setattr(builds, "copy_with", lambda extension, folder: tmp_path)
-    monkeypatch.setattr(builds.subprocess, "run", run)
-    (tmp_path / "old.so").touch()
-    assert builds.main([str(tmp_path / "old.so"), *ON_CPU]) == 1
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [(["a/x.so", "b/x.so"], "two builds have one name, and the table would mix them: x, x"), (["x.so"], "is no file")],
-)
-def test_builds_that_are_refused(
-    files: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        builds.main([str(tmp_path / file) for file in files])
-    assert message in capsys.readouterr().err
-
-
 # Long contexts
 
 
@@ -102,19 +54,6 @@ def test_errors_of_sampled_rows_are_those_of_the_formula() -> None:
         assert long_context.error_of_rows(inputs, other, out) > long_context.MOST_ERROR
 
 
-def test_table_tells_of_times_errors_and_failures() -> None:
-    rows = [
-        {"length": 64, "system": "cuda", "making": 0.0791, "forward": 0.5, "backward": 1.25, "peak_mib": 7},
-        {"length": 64, "system": "flexattention", "failed": "RuntimeError: no"},
-    ]
-    rows[0] |= {"error_of_rows": 2e-3, "gradients_off": None}
-    lines = long_context.table(rows).splitlines()
-    assert lines[2:] == [
-        "| 64 | cuda | 0.0791 | 0.5 | 1.25 | 7 | 2e-03, - |",
-        "| 64 | flexattention | - | - | - | - | RuntimeError: no |",
-    ]
-
-
 def test_plot_of_the_published_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (copied := tmp_path / "cells.json").write_text(PUBLISHED.read_text(encoding="utf-8"), encoding="utf-8")
@@ -123,12 +62,6 @@ def test_plot_of_the_published_results(tmp_path: Path) -> None:
     assert "<svg" in drawn and (tmp_path / "cells.png").stat().st_size > 1000
     rows = json.loads(copied.read_text(encoding="utf-8"))["rows"]
     assert {row["system"] for row in rows} == set(long_context.LABELS) and not any("wrong" in row for row in rows)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["long_context"])
-    assert long_context.main() == 2 and "torch finds no GPU" in capsys.readouterr().err
 
 
 # Serving
@@ -152,35 +85,6 @@ def test_rows_check_their_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
             assert row.check is not None and row.check() and row.bytes > 0
 
 
-def test_the_peer_is_planned_with_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer as its interface has it; the library is not needed."""
-    monkeypatch.setattr(serving, "LENGTHS", (20, 32, 5))
-    planned: list[tuple[object, ...]] = []
-
-    class Wrapper:
-        def __init__(self, workspace: Tensor, layout: str, use_tensor_cores: bool) -> None:
-            assert layout == "NHD"
-
-        def plan(self, *arguments: object, **dtypes: torch.dtype) -> None:
-            planned.append(arguments)
-
-        def run(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
-            return q
-
-    monkeypatch.setitem(
-        sys.modules,
-        "flashinfer",
-        SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper),  # type: ignore[arg-type]
-    )
-    pool = serving.Pool(16, "cpu")
-    run = serving.flashinfer_run(pool, torch.zeros(3, 1, 32, 128, dtype=torch.bfloat16))
-    assert run().shape == (3, 1, 32, 128)
-    edges, order, last, *sizes = planned[0]
-    assert isinstance(edges, Tensor) and isinstance(order, Tensor) and isinstance(last, Tensor)
-    assert edges.tolist() == [0, 2, 4, 5] and last.tolist() == [4, 16, 5] and sizes == [32, 8, 128, 16]
-    assert sorted(order.tolist()) == list(range(5))
-
-
 def test_a_peer_that_fails_has_a_row_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,12 +104,6 @@ def test_a_peer_that_fails_has_a_row_with_the_reason(
             row = serving.Row("1 query", run, 1, lambda: pytest.fail("it has no output"), is_peer=is_peer)
             assert serving.run_rows([row], torch.device("cpu"), 1.0) is is_peer
             assert f"| 1 query | {reason}" in capsys.readouterr().out
-
-
-def test_a_peer_that_is_wrong_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
-    row = serving.Row("1 query", lambda: None, 1, lambda: False, is_peer=True)
-    assert not serving.run_rows([row], torch.device("cpu"), 1.0)
-    assert "| NO |" in capsys.readouterr().out
 
 
 # Training steps
@@ -244,17 +142,3 @@ def test_a_loss_that_differs_is_told(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(training, "LOSS_ERROR", -1.0)
     assert training.main(["--quick", "--device", "cpu", "--steps", "1", "--models", "swin"]) == 1
     assert "WRONG" in capsys.readouterr().out
-
-
-def test_lengths_of_a_padded_batch() -> None:
-    training = pytest.importorskip("benchmarks.training", exc_type=ImportError)
-    assert training.spread(512, 2048, 4) == [2048, 1536, 1024, 512]
-    inputs = training.padded([3, 1], training.torch.device("cpu"))
-    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert inputs["labels"][1, 1:].tolist() == [-100, -100]
-
-
-def test_a_cpu_needs_quick() -> None:
-    training = pytest.importorskip("benchmarks.training", exc_type=ImportError)
-    with pytest.raises(SystemExit):
-        training.main(["--device", "cpu"])

@@ -30,17 +30,15 @@ from benchmark_systems import (
     named,
     times,
 )
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import cli, compiling, dispatch, machine, pages, results, runner, systems, tiles
 from benchmarks.cases import Case, cases_of
 from benchmarks.decoder import Decoder, without_attention
 from benchmarks.floors import Rates
-from benchmarks.inputs import Inputs, layer_mask, make_inputs
+from benchmarks.inputs import Inputs, layer_mask
 from benchmarks.report import plots, tables, text
-from benchmarks.suites import equivalence, memory, model, performance, trial
-from benchmarks.systems import Attend, Mode, Needs, System, flexattention, ours
+from benchmarks.suites import equivalence, memory, model, performance
+from benchmarks.systems import Attend, Mode, ours
 from benchmarks.truth import errors, plain_attention
 from flash_dmattn.reference import formula
 
@@ -177,31 +175,6 @@ def test_a_lost_device_ends_the_case(suite: Any, monkeypatch: pytest.MonkeyPatch
     assert reason == "not run: broken left the GPU unusable"
 
 
-def test_a_device_lost_while_timing_ends_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(performance, "device_is_lost", lambda device: True)
-    row = performance.row(
-        named("causal-gqa").reduced(64),
-        [LATE, EAGER],
-        CPU,
-        passes=("forward", "backward", "step"),
-        effort=performance.Effort(1.0, 2, 3),
-        rates=Rates(1e12, 1e11, "known"),
-    )
-    assert row["lost"] == "late" and times(row, "eager")["step"] is None
-
-
-def test_trial_says_what_does_not_run() -> None:
-    case = named("causal-gqa").reduced(64)
-    inputs = make_inputs(case, CPU)
-    forward_only = System("f", EAGER.bind, lambda case, device: Needs("", "not here"), lambda device: "")
-    computed = trial.attempt(forward_only, Mode(), case, inputs)
-    assert computed.reason == "backward: not here" and not computed.failed and list(computed.results) == ["out"]
-    no_lse = System("l", EAGER.bind, lambda case, device: Needs(lse_refusal="none"), lambda device: "")
-    assert "lse" not in trial.attempt(no_lse, Mode(with_lse=True), case, inputs).results
-    assert "lse" in trial.attempt(EAGER, Mode(with_lse=True), case, inputs).results
-    assert trial.attempt(systems.by_name("cuda"), Mode(), case, inputs).needs.refusal
-
-
 # The model
 
 
@@ -256,45 +229,6 @@ def test_layers(name: str, small: Case, decoder: Decoder, monkeypatch: pytest.Mo
     computed = errors(model.Step.of(decoder, layers(small, decoder.biases)).first(), exact)
     assert list(computed) == ["loss", "dwq", "dbias"] and computed["loss"] < 1e-4
     assert max(computed.values()) < 0.03
-
-
-def test_ours_make_no_mask_of_all_pairs() -> None:
-    class Largest(TorchDispatchMode):
-        """The most bytes that a result of an operator has; results on meta describe a call."""
-
-        most = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            computed = func(*args, **(kwargs or {}))
-            for x in computed if isinstance(computed, (tuple, list)) else [computed]:
-                if isinstance(x, Tensor) and x.device.type == "cpu":
-                    self.most = max(self.most, x.untyped_storage().nbytes())
-            return computed
-
-    case = MODEL.reduced(1024)
-    for name, is_dense in (("eager", False), ("sdpa-math", True)):
-        layers = systems.by_name(name).layers
-        assert layers is not None
-        with Largest() as largest:
-            layers(case, [torch.randn(case.shape_of("bkj"))])
-        assert (largest.most >= case.seqlen**2 // 4) == is_dense, (name, largest.most)
-
-
-def test_flexattention_compiles_one_graph(small: Case, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks that differ by layer, and the trial before the first, share it."""
-    import torch.nn.attention.flex_attention as torch_flex
-    from torch._dynamo.testing import CompileCounter
-
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda query, key, value: None)
-    counter = CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    attention = flexattention.attention
-    always = lambda shape, heads, group, compiles, *rest: attention(shape, heads, group, True, *rest)
-    monkeypatch.setattr(flexattention, "attention", always)
-    step = model.Step.of(decoder, flexattention.layers(small, decoder.biases))
-    step()
-    step()
-    assert counter.frame_count == 1
 
 
 def test_gradients_of_the_bias_are_asked_of_ours(small: Case) -> None:
@@ -540,15 +474,6 @@ def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
 
 QUICK = [case.reduced(64) for case in cases_of("performance", None, True)][:3]
 JOBS = [compiling.Job(case, (("eager", (Mode(),)),), CPU) for case in QUICK]
-
-
-@pytest.mark.parametrize(("jobs", "cores"), [(JOBS[:2], 4), (JOBS, 2)])
-def test_few_jobs_or_cores_are_not_worth_processes(
-    jobs: list[compiling.Job], cores: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    compiling.compile_ahead("memory", jobs, None)
-    assert capsys.readouterr().out == ""
 
 
 def test_jobs_are_compiled_until_the_deadline(

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.scale import __main__ as scale
 from benchmarks.scale import report
-from benchmarks.scale.measure import Group
 from benchmarks.scale.predict import Machine, read_machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,24 +78,6 @@ def test_report_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "| torch, cudnn, alltoall | failed | RuntimeError: a / b |" in page
     assert "| causal, 131072, 32 on 32 | one GPU | failed | OutOfMemoryError: too long |" in page
     assert "| 64 | all_gather | 0.300 | 211.0 |" in page
-
-
-def test_a_case_that_one_gpu_cannot_do_is_a_row() -> None:
-    class TooLong:
-        name, length, heads, kv_heads = "causal", 1, 2, 2
-
-        def on_one_gpu(self, group: Group) -> None:
-            raise MemoryError("too long")
-
-    rows = list(scale.rows_of(Group(0, 2, torch.device("cpu")), TooLong(), True))
-    assert [(row["system"], row["failed"]) for row in rows] == [("one GPU", "MemoryError: too long")]
-    assert report.line(rows[0]) == "one GPU: MemoryError: too long"
-
-
-def test_what_differs_is_said() -> None:
-    row = {**content()["rows"][0], "right": False}
-    assert "DIFFERS" in report.line(row)
-    assert "**differs**" in report.page(content(rows=[row]))
 
 
 def test_the_predictor_reads_what_was_measured(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -110,24 +109,6 @@ def test_graphs_where_a_run_is_short(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert short.summary()["ms"] == pytest.approx(0.04)  # without what the launches cost
     assert busy.how == "events" and busy.summary()["ms"] == pytest.approx(0.4)
     assert "not capturable, timed by events: operation not permitted" in capsys.readouterr().out
-
-
-def test_a_run_that_fails_ends_alone() -> None:
-    calls = iter(range(6))
-
-    def fails() -> None:
-        if next(calls, None) is None:
-            raise RuntimeError("a call too many")
-
-    good, bad = timing.Runner(lambda: time.sleep(0.001)), timing.Runner(fails)
-    timing.measure([bad, good], CPU, rep_ms=1e4, least=5, most=5)
-    assert str(bad.error) == "a call too many" and good.error is None and len(good.ms) == 5
-
-
-def test_summary_of_samples() -> None:
-    runner = timing.Runner(lambda: None, ms=[5.0, 1.0, 3.0, 2.0, 4.0, 100.0])
-    summary = runner.summary()
-    assert [summary[name] for name in ("ms", "p20", "p80", "min", "runs")] == [3.5, 2.0, 5.0, 1.0, 6]
 
 
 def test_peaks_count_what_is_held_at_once() -> None:

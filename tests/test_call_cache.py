@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_dmattn
 from flash_dmattn import call
 from flash_dmattn.call import Call
-from flash_dmattn.dispatch import config, selection
+from flash_dmattn.dispatch import selection
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import Numbers, Repeats, SequenceSpec
 
@@ -30,9 +30,7 @@ Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 
 
 @pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
+def as_in_a_new_process(untouched_settings: None) -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -264,25 +262,6 @@ def test_settings_outside_of_the_call_are_noticed(described: list[int]) -> None:
     assert attend().dtype == torch.float32
 
 
-def test_a_remembered_call_follows_what_is_set_around_it(described: list[int]) -> None:
-    attend()
-    for backend in ("cuda", "triton"):  # neither serves tensors on a CPU
-        with pytest.raises(flash_dmattn.BackendError, match=backend), flash_dmattn.config(backend=backend):
-            attend()
-    assert len(described) == 3
-    flash_dmattn.config.set(backend="reference")
-    attend()
-    assert len(described) == 4
-    flash_dmattn.config.set(backend="auto")
-    attend()
-    assert len(described) == 4
-    torch.use_deterministic_algorithms(True)
-    attend()
-    assert len(described) == 5
-    remembered = [call.plans.get(key) for key in call.plans]
-    assert [x is not None and x.described.deterministic for x in remembered] == [False, False, True]
-
-
 def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
     attend(backend="auto")
     ours = KernelPair("ours")
@@ -291,15 +270,6 @@ def test_what_is_remembered_runs_on_the_backend_of_its_time() -> None:
         attend()
     attend()
     assert ours.ran == ["forward", "forward"]
-
-
-def test_every_call_is_recorded(described: list[int]) -> None:
-    attend()
-    with flash_dmattn.config(record=(decisions := [])):
-        attend()
-        attend()
-    assert [d.forward for d in decisions] == ["sdpa", "sdpa"]
-    assert len(described) == 1
 
 
 @pytest.mark.parametrize(
@@ -347,12 +317,6 @@ def test_what_may_not_be_looked_up_is_described(described: list[int]) -> None:
     assert not len(call.plans)
 
 
-def test_a_list_is_a_tuple(described: list[int]) -> None:
-    given = [attend(window_size=window) for window in ((1, 2), [1, 2], [1, 2])]
-    assert len(described) == 1
-    assert torch.equal(given[0], given[1]) and torch.equal(given[0], given[2])
-
-
 def flops_counted() -> FlopCounterMode:
     return FlopCounterMode(display=False)
 
@@ -393,17 +357,6 @@ def test_calls_with_prepared_masks_are_remembered_by_the_form_of_the_mask(change
     torch.testing.assert_close(found, attend(mask=prepare(mask), backend="reference"))
 
 
-def test_a_backend_that_is_taken_out_no_longer_runs_remembered_calls() -> None:
-    pair = KernelPair("ours")
-    flash_dmattn.register_backend(pair.backend, before="sdpa")
-    attend()
-    attend()
-    assert pair.ran == ["forward"] * 2
-    flash_dmattn.unregister_backend("ours")
-    torch.testing.assert_close(attend(), attend(backend="reference"))
-    assert pair.ran == ["forward"] * 2 and "ours" not in flash_dmattn.available_backends()
-
-
 def test_no_tensor_is_held() -> None:
     given = inputs()
     given["bias"].requires_grad_()
@@ -428,26 +381,6 @@ def test_a_fallback_is_reported_as_the_policy_says_at_the_time_of_a_call(
     with pytest.raises(flash_dmattn.BackendUnsupportedError), flash_dmattn.config(fallback="error"):
         attend()
     assert len(described) == 1
-
-
-def test_as_many_classes_as_may_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call.plans, "most", 3)
-    for length in range(1, 9):
-        x = torch.randn(1, length, 1, 4)
-        flash_dmattn.attention(x, x, x)
-        assert 1 <= len(call.plans) <= 3
-
-
-def test_a_class_in_use_outlasts_lengths_that_come_once(monkeypatch: pytest.MonkeyPatch, described: list[int]) -> None:
-    monkeypatch.setattr(call.plans, "most", 4)
-    attend()
-    q = torch.randn(1, 1, 1, 4)
-    for length in range(1, 13):
-        k = torch.randn(1, length, 1, 4)
-        flash_dmattn.attention(q, k, k)
-        if length % 3 == 0:
-            attend()
-    assert len(described) == 1 + 12
 
 
 @pytest.mark.parametrize("form", ["dense", "sequence_tiles", "tree"])

@@ -161,24 +161,6 @@ PREPARED = {
 }
 
 
-def assert_same_mask(found: Any, want: Any) -> None:
-    assert type(found) is type(want) and repr(found) == repr(want)
-    for x, y in zip(found.tensors, want.tensors, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("form", PREPARED)
-def test_a_prepared_mask_is_saved_and_loaded(form: str, tmp_path: Path) -> None:
-    mask = PREPARED[form]()
-    q, k, v = torch.randn(2, mask.seqlen_q, 2, 8), torch.randn(2, 140, 2, 8), torch.randn(2, 140, 2, 8)
-    want = flash_dmattn.attention(q, k, v, mask)
-    torch.save({"mask": mask}, tmp_path / "mask.pt")
-    loaded = torch.load(tmp_path / "mask.pt", weights_only=True)["mask"]
-    assert_same_mask(loaded, mask)
-    torch.testing.assert_close(flash_dmattn.attention(q, k, v, loaded), want, rtol=0, atol=0)
-    assert_same_mask(copy.deepcopy(mask), mask)
-
-
 def test_a_loaded_mask_follows_map_location(tmp_path: Path) -> None:
     mask = PREPARED["tiles"]()
     assert torch.device("cpu") in mask.call_key[-1]  # what is cached belongs to this device
@@ -195,6 +177,7 @@ def test_a_mask_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> 
 
 LAYOUT = SequenceLayout.zigzag(16, 2)
 SAVED: dict[str, Callable[[], Any]] = {
+    **PREPARED,
     "Padding": lambda: flash_dmattn.sequences.Padding(torch.tensor([[1, 1, 0], [0, 1, 1]])),
     "Sequences.packed": lambda: flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8])),
     "Sequences.padded": lambda: flash_dmattn.Sequences.padded(torch.tensor([3, 8])),
@@ -235,12 +218,9 @@ def test_what_a_program_keeps_beside_its_tensors_is_saved_and_loaded(name: str, 
     assert type(got) is type(want)
     for x, y in zip(fields_of(got), fields_of(want), strict=True):
         assert torch.equal(x, y) if isinstance(y, torch.Tensor) else x == y
-
-
-def test_padding_is_loaded_where_only_the_package_is_imported(tmp_path: Path) -> None:
-    torch.save(SAVED["Padding"](), tmp_path / "padding.pt")
-    code = f"import torch, flash_dmattn; print(torch.load({str(tmp_path / 'padding.pt')!r}).unpad(torch.ones(2, 3)))"
-    assert python(code) == "tensor([1., 1., 1., 1.])"
+    if name in PREPARED:
+        q, k = torch.randn(2, want.seqlen_q, 2, 8), torch.randn(2, 140, 2, 8)
+        assert torch.equal(*(flash_dmattn.attention(q, k, k, mask) for mask in (got, want)))
 
 
 def test_a_saved_mask_of_another_form_is_refused() -> None:
@@ -300,22 +280,6 @@ def test_flop_of_both_passes(band: str, needed: str) -> None:
     assert counter.get_total_flops() - forward == pairs * per_pair
     names = {str(name) for name in counter.get_flop_counts()["Global"]}
     assert names == {"flash_dmattn.attention_forward", "flash_dmattn.attention_backward"}
-
-
-def test_backward_takes_two_and_a_half_times_the_flop_of_forward() -> None:
-    q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
-    with FlopCounterMode(display=False) as counter:
-        flash_dmattn.attention(q, k, v).sum().backward()
-    counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
-    assert counts["flash_dmattn.attention_forward"] == 4 * 16 * 2 * 8 * 8
-    assert counts["flash_dmattn.attention_backward"] == 2.5 * counts["flash_dmattn.attention_forward"]
-
-
-def test_flop_of_meta_tensors_are_counted_too() -> None:
-    q, k, v = (torch.empty(2, 4096, 16, 64, device="meta") for _ in range(3))
-    with FlopCounterMode(display=False) as counter:
-        flash_dmattn.attention(q, k, v, is_causal=True)
-    assert counter.get_total_flops() == 4 * 64 * 2 * 16 * (4096 * 4097 // 2)
 
 
 def test_both_operators_have_their_formulas() -> None:

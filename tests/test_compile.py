@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn import nn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch import config, selection
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import Flags
 
@@ -29,10 +28,7 @@ OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per 
 
 
 @pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(selection, "_warned", set())
+def as_in_a_new_process(untouched_settings: None) -> None:
     torch._dynamo.reset()
 
 
@@ -239,40 +235,6 @@ def test_one_tensor_may_be_several_arguments(name: str) -> None:
     assert counter.frame_count == 1
 
 
-def test_triangle_attention_of_one_tensor() -> None:
-    """As README has it: q, k and v are one tensor, rows share a mask of keys, and a bias has a gradient."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 5, 2, 8)
-    pair_bias = torch.randn(2, 1, 2, 5, 5, requires_grad=True)
-    row_mask = (torch.rand(2, 3, 5) < 0.9)[:, :, None, None, :]
-
-    def triangle(x: Tensor, bias: Tensor) -> Tensor:
-        return flash_dmattn.attention(x, x, x, row_mask, bias)
-
-    run, counter = compiled(triangle)
-    for needs_grad in (False, True):
-        leaves = [pair_bias, x.requires_grad_()] if needs_grad else [pair_bias]
-        expected, compiled_ones = (torch.autograd.grad(f(x, pair_bias).square().sum(), leaves) for f in (triangle, run))
-        torch.testing.assert_close(compiled_ones, expected)
-    assert counter.frame_count == 2
-
-
-def test_any_subset_of_gradients() -> None:
-    run, counter = compiled(call)
-    for needs_grad in ((3,), (0,), (1, 2), (0, 1, 2, 3)):
-        given = [x.detach().requires_grad_(i in needs_grad) for i, x in enumerate(inputs())]
-        assert_same(all_results(run, given, some_mask()), all_results(call, given, some_mask()))
-    assert counter.frame_count == 4
-
-
-def test_other_tensors_of_the_same_kind_compile_nothing() -> None:
-    run, counter = compiled(call)
-    for seed in range(10):
-        given, mask = inputs(), some_mask(seed=seed)
-        assert_same(all_results(run, given, mask), all_results(call, given, mask))
-    assert counter.frame_count == 1
-
-
 def test_mask_and_bias_may_come_and_go() -> None:
     run, counter = compiled(call)
     q, k, v, bias = (x.detach() for x in inputs())
@@ -416,21 +378,6 @@ def test_settings_of_threads_and_tasks_take_effect(ours: Counting) -> None:
         assert contextvars.copy_context().run(forward_of_ours) == 0
     assert forward_of_ours() == 1
     assert counter.frame_count == 2
-
-
-def test_setting_inside_the_compiled_function_compiles_once_whatever_is_around(ours: Counting) -> None:
-    def switched(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        with flash_dmattn.config(backend="eager"):
-            return call(*tensors)
-
-    q, k, v, bias = (x.detach() for x in inputs())
-    run, counter = compiled(switched)
-    for _ in range(3):
-        with flash_dmattn.config(backend="reference"):
-            run(q, k, v, None, bias)
-            assert config.blocks.now.backend == "reference"
-    assert config.blocks.now.backend is None
-    assert counter.frame_count == 1
 
 
 def test_setting_inside_the_compiled_function(ours: Counting) -> None:

@@ -1,12 +1,12 @@
 """The gradients of cuda against fp64, at one to three tiles: every bias with every mask, needs, lengths, layouts.
 
-What cuda does not differentiate itself runs as the pair with triton, whose backward kernels read the same lse and mask.
+Calls that cuda does not differentiate run as the pair with triton, whose backward kernels read the same lse and mask.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,9 +42,13 @@ SUBSETS = tuple(s for n in range(1, 5) for s in itertools.combinations(ALL, n))
 # Around the edges of a tile, and of the 64 queries of a step from head dim 128 on, or the 64 keys of a block above it.
 LENGTHS = (63, 64, 65, 127, 128, 129, 191, 193)
 
-# Of the GPU, or of the emulated one.
+# The GPU or the emulated one has so many.
 NUM_SMS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 3
 
+# Biases that heads or batch entries share, and what a case with one has besides.
+SHARED = {f"{b}-{h}": (b, h, "Lq", "Lk") for b, h in itertools.product(("1", "B"), ("1", "Hk", "Hq"))}
+del SHARED["B-Hq"]
+GROUPS = {"num_heads": 8, "num_heads_k": 2}
 every_bias = pytest.mark.parametrize("bias", BIASES)
 both_orders = pytest.mark.parametrize("deterministic", (False, True), ids=("any order", "fixed order"))
 
@@ -90,18 +94,27 @@ MASKS: dict[str, tuple[dict[str, Any], Callable[[Tensor], None] | None]] = {
 every_mask = pytest.mark.parametrize("form", MASKS)
 
 
-def check(backend: Runner, case: Case, inputs: Inputs, given: Inputs | None = None, **flags: Any) -> None:
-    """Everything that a case returns against fp64; `given`: the same tensors in another form."""
-    given = inputs if given is None else given
-    refusal = backend.refusal(case, given)
+def check(backend: Runner, case: Case, inputs: Inputs, call: Inputs | None = None, **flags: Any) -> None:
+    """Compare all results of a case with fp64; `call` has the same tensors in another form."""
+    call = inputs if call is None else call
+    refusal = backend.refusal(case, call)
     if refusal is not None:
         pytest.skip(refusal)
-    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend.choice(case, given, **flags), **flags)
-    assert_accurate(run(attention, case, given), case, inputs)
+    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend.choice(case, call, **flags), **flags)
+    assert_accurate(run(attention, case, call), case, inputs)
+
+
+def check_alone(backend: Runner, case: Case, inputs: Inputs) -> None:
+    """`check` of a case whose gradients are all of cuda."""
+    if backend.refusal(case, inputs) is None:
+        assert backend.choice(case, inputs) == "cuda"
+    check(backend, case, inputs)
 
 
 def check_again(backend: Runner, case: Case, inputs: Inputs, *, deterministic: bool) -> None:
     """Six times the same bits: in a fixed order of everything, else of dbias, which is summed in one."""
+    if not deterministic and case.bias is None:
+        return
     choice = backend.choice(case, inputs, deterministic=deterministic)
     attention = partial(flash_dmattn.attention, return_lse=True, deterministic=deterministic, backend=choice)
     first = run(attention, case, inputs)
@@ -116,24 +129,52 @@ def check_masked(backend: Runner, case: Case, form: str, **flags: Any) -> None:
     """The same of a case with a mask of that form."""
     changes, leave_out = MASKS[form]
     case = case.with_(**changes)
-    inputs = given = case.build()
+    inputs = call = case.build()
     if leave_out is not None:
         leave_out(inputs.mask)
     if form == "prepared":
         sizes = {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k, "is_causal": case.is_causal}
-        given = replace(inputs, mask=PreparedMask.from_mask(inputs.mask, **sizes))
-    check(backend, case, inputs, given, **flags)
+        call = replace(inputs, mask=PreparedMask.from_mask(inputs.mask, **sizes))
+    check(backend, case, inputs, call, **flags)
+
+
+CAPPED = {"softcap": 2.0, "logits": 3.0}  # from where tanh is a line to where it is flat
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": CAPPED,
+    "fp16 in a fixed order": {"dtype": torch.float16, "deterministic": True},
+    "softcap in fp16": {**CAPPED, "dtype": torch.float16},
+    "bias without its gradient": {"needs_grad": ("q", "k", "v")},
+    "softcap, bias without its gradient": {**CAPPED, "needs_grad": ("q", "k", "v")},
+    "gradient of the bias alone": {"needs_grad": ("bias",)},
+    "softcap, bias of infinities": {**CAPPED, "bias_kind": "inf"},
+    "softcap, huge bias": {**CAPPED, "bias_kind": "huge"},
+}
+SHAPES = {**BIASES, **SHARED, **{"-".join(shape): shape for shape in BIAS_SHAPES}}
+ALL_HEADS: tuple[tuple[int, ...], ...] = (*HEADS, (4, 2, 192, 128))
+
+
+def settings() -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name a setting, a bias and heads: in plain calls every bias with all heads, else some biases with two of them."""
+    for bias, heads in itertools.product(("no bias", *map("-".join, BIAS_SHAPES)), ALL_HEADS):
+        yield "plain", bias, heads
+    for i, (setting, bias) in enumerate(itertools.product(list(SETTINGS)[1:], (*BIASES, *SHARED))):
+        yield setting, bias, ALL_HEADS[i % 7]
+        yield setting, bias, ALL_HEADS[(i + 3) % 7]
 
 
 @every_mask
-@pytest.mark.parametrize("shape", BIAS_SHAPES, ids="-".join)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_dbias(
-    backend: Runner, heads: tuple[int, int, int], shape: tuple[str, ...], form: str, unwritten_is_nan: None
+@pytest.mark.parametrize(("setting", "bias", "heads"), list(settings()), ids=str)
+def test_every_mask_and_bias(
+    backend: Runner, setting: str, bias: str, heads: tuple[int, ...], form: str, unwritten_is_nan: None
 ) -> None:
-    num_heads, num_heads_k, head_dim = heads
-    case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=shape)
-    check_masked(backend, case, form)
+    changes, shape = dict(SETTINGS[setting]), SHAPES[bias]
+    if shape is None and changes.get("needs_grad") == ("bias",):
+        pytest.skip("there is no bias, and nothing to compute")
+    deterministic = changes.pop("deterministic", False)
+    num_heads, num_heads_k, head_dim, *other = heads
+    case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=shape, **changes)
+    check_masked(backend, case.with_(head_dim_v=other[0] if other else 0), form, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +195,6 @@ def test_dbias_beyond_a_band(backend: Runner, head_dim: int, changes: dict[str, 
     check(backend, case, case.build())
 
 
-@every_mask
-@every_bias
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_sums_in_a_fixed_order(backend: Runner, heads: tuple[int, int, int], bias: str, form: str) -> None:
-    num_heads, num_heads_k, head_dim = heads
-    case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=BIASES[bias])
-    check_masked(backend, case.with_(dtype=torch.float16), form, deterministic=True)
-
-
 @pytest.mark.parametrize(
     "changes",
     (
@@ -175,19 +207,31 @@ def test_sums_in_a_fixed_order(backend: Runner, heads: tuple[int, int, int], bia
         {"window_size": (150, 260)},
         {"seqlen_q": 700, "window_size": (-1, 40)},
         {},
+        CAPPED,
+        {**CAPPED, "bias": PER_KEY},
+        {**CAPPED, "bias": FULL, "window_size": (300, 0)},
+        {"num_heads_k": 2, "bias": ("1", "Hq", "Lq", "Lk")},
+        {"num_heads_k": 2, "bias": ("1", "1", "Lq", "Lk"), "is_causal": True},
+        {"num_heads_k": 2, "bias": ("1", "Hk", "Lq", "Lk"), "mask": FULL},
     ),
     ids=str,
 )
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_turns_of_many_tiles(backend: Runner, head_dim: int, changes: dict[str, Any]) -> None:
-    """Tiles of keys that add to the same queries: all at once, in bands, and in lists of full and partial tiles."""
+@both_orders
+def test_many_tiles(
+    backend: Runner, deterministic: bool, head_dim: int, changes: dict[str, Any], unwritten_is_nan: None
+) -> None:
+    """Add to the same queries from many tiles of keys: all at once, in bands, in lists of full and partial tiles.
+
+    Rings of stages go round, and SMs take one tile after the other.
+    """
     sizes = {"seqlen_q": 1190, "seqlen_k": 1096, "num_heads": 8, "head_dim": head_dim}
     case = BASE.with_(**{**sizes, **changes})
     inputs = case.build()
     if inputs.mask is not None:
         tiles_of_every_kind(inputs.mask)
-    check(backend, case, inputs, deterministic=True)
-    check_again(backend, case, inputs, deterministic=True)
+    check(backend, case, inputs, deterministic=deterministic)
+    check_again(backend, case, inputs, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("needs_grad", (ALL, ("bias",), ("k", "bias"), ("q", "v", "bias")), ids="-".join)
@@ -253,50 +297,57 @@ def test_dbias_per_key_is_summed_before_it_is_rounded(backend: Runner, head_dim:
     assert error(dbias, oracle(case, inputs)["dbias"]) < 1e-5
 
 
-@every_mask
-@pytest.mark.parametrize("shape", (("1", "1", "Lq", "Lk"), ("1", "Hk", "Lq", "Lk"), FULL), ids="-".join)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_bias_that_takes_no_gradient(backend: Runner, head_dim: int, shape: tuple[str, ...], form: str) -> None:
-    check_masked(backend, BASE.with_(head_dim=head_dim, bias=shape, needs_grad=("q", "k", "v")), form)
-
-
 @pytest.mark.parametrize("needs_grad", SUBSETS, ids="-".join)
 @every_bias
-@pytest.mark.parametrize("dlse", (False, True), ids=("out alone", "out and lse"))
+@pytest.mark.parametrize(
+    "changes", ({"dlse": False}, {"dlse": True}, CAPPED, {**CAPPED, "head_dim": 192}), ids=("out", "lse", "cap", "192")
+)
 @both_orders
 def test_only_what_is_asked_for(
-    backend: Runner, deterministic: bool, dlse: bool, bias: str, needs_grad: tuple[str, ...]
+    backend: Runner, deterministic: bool, changes: dict[str, Any], bias: str, needs_grad: tuple[str, ...]
 ) -> None:
-    case = BASE.with_(needs_grad=needs_grad, dlse=dlse, bias=BIASES[bias], mask=FULL, is_causal=True)
+    case = BASE.with_(needs_grad=needs_grad, bias=BIASES[bias], mask=FULL, is_causal=True, **changes)
     check(backend, case, case.build(), deterministic=deterministic)
 
 
+AT_LENGTHS: dict[str, dict[str, Any]] = {
+    "per key": {"bias": PER_KEY},
+    "per key, in a fixed order": {"bias": PER_KEY, "deterministic": True},
+    "stored": {"bias": FULL, "is_causal": False, "mask": TILES},
+    "softcap": CAPPED,
+    "softcap, per key": {**CAPPED, "bias": PER_KEY},
+    "softcap, stored": {**CAPPED, "bias": FULL},
+    **{f"shared {name}": {"bias": shape, **GROUPS} for name, shape in SHARED.items()},
+}
+
+
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
-@pytest.mark.parametrize("seqlen_k", LENGTHS)
+@pytest.mark.parametrize("seqlen_k", (63, 64, 128, 129, 136))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@both_orders
-def test_lengths(backend: Runner, deterministic: bool, head_dim: int, seqlen_k: int, seqlen_q: int) -> None:
-    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=PER_KEY, is_causal=True)
+@pytest.mark.parametrize("form", AT_LENGTHS)
+def test_lengths(
+    backend: Runner, form: str, head_dim: int, seqlen_k: int, seqlen_q: int, unwritten_is_nan: None
+) -> None:
+    changes = {"is_causal": True, **AT_LENGTHS[form]}
+    deterministic = changes.pop("deterministic", False)
+    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, **changes)
     check(backend, case, case.build(), deterministic=deterministic)
-
-
-@pytest.mark.parametrize("seqlen_q", LENGTHS)
-@pytest.mark.parametrize("seqlen_k", (64, 128, 136, 192))
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_lengths_with_a_stored_gradient(backend: Runner, head_dim: int, seqlen_k: int, seqlen_q: int) -> None:
-    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=FULL, mask=TILES)
-    check(backend, case, case.build())
 
 
 @pytest.mark.parametrize("window_size", ((32, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
 @pytest.mark.parametrize("lengths", ((193, 264), (264, 200), (65, 520)), ids=str)
-@every_bias
+@pytest.mark.parametrize("bias", (*BIASES, *SHARED))
 @both_orders
 def test_windows(
-    backend: Runner, deterministic: bool, bias: str, lengths: tuple[int, int], window_size: tuple[int, int]
+    backend: Runner,
+    deterministic: bool,
+    bias: str,
+    lengths: tuple[int, int],
+    window_size: tuple[int, int],
+    unwritten_is_nan: None,
 ) -> None:
-    seqlen_q, seqlen_k = lengths
-    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, bias=BIASES[bias])
+    case = BASE.with_(seqlen_q=lengths[0], seqlen_k=lengths[1], window_size=window_size)
+    case = case.with_(bias=BIASES[bias]) if bias in BIASES else case.with_(bias=SHARED[bias], **GROUPS)
     check(backend, case, case.build(), deterministic=deterministic)
 
 
@@ -335,19 +386,25 @@ def test_head_dims(backend: Runner, bias: str, dims: tuple[int, int]) -> None:
     check(backend, case, case.build())
 
 
-@pytest.mark.parametrize("bias_kind", ("inf", "huge"))
+@pytest.mark.parametrize("bias_kind", ("normal", "inf", "huge"))
+@pytest.mark.parametrize("softcap", (0.0, 0.02, 30.0, 1000.0))
 @pytest.mark.parametrize("softmax_scale", (None, 0.0, -0.3))
-@pytest.mark.parametrize("bias", ("per query", "per key", "per score"))
-def test_extreme_scores(backend: Runner, bias: str, softmax_scale: float | None, bias_kind: str) -> None:
-    case = BASE.with_(bias=BIASES[bias], bias_kind=bias_kind, softmax_scale=softmax_scale, logits=30.0)
+@pytest.mark.parametrize("bias", (*BIASES, "1-Hk"))
+@pytest.mark.parametrize("head_dim", (64, 192))
+def test_extreme_scores(
+    backend: Runner, head_dim: int, bias: str, softmax_scale: float | None, softcap: float, bias_kind: str
+) -> None:
+    case = BASE.with_(softcap=softcap, softmax_scale=softmax_scale, logits=30.0, head_dim=head_dim, bias_kind=bias_kind)
+    case = case.with_(bias=BIASES[bias]) if bias in BIASES else case.with_(bias=SHARED[bias], **GROUPS)
     check(backend, case, case.build())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@every_bias
+@pytest.mark.parametrize("bias", (*BIASES, "1-Hk"))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_layouts(backend: Runner, head_dim: int, bias: str, layout: str) -> None:
-    case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], mask=TILES, is_causal=True)
+def test_layouts(backend: Runner, head_dim: int, bias: str, layout: str, unwritten_is_nan: None) -> None:
+    case = BASE.with_(head_dim=head_dim, mask=TILES, is_causal=True)
+    case = case.with_(bias=BIASES[bias]) if bias in BIASES else case.with_(bias=SHARED[bias], **GROUPS)
     inputs = case.build()
     check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
 
@@ -441,80 +498,11 @@ def test_groups_first_of_two_tiles_of_keys(
     check(backend, case, case.build())
 
 
-# A softcap, whose slope dq and dk have and the gradients of a bias have not
-
-CAPPED = BASE.with_(softcap=2.0, logits=3.0)  # from where tanh is a line to where it is flat
-
-
-def check_capped(backend: Runner, case: Case, **flags: Any) -> None:
-    """`check` of a case whose gradients are all of cuda."""
-    inputs = case.build()
-    if backend.refusal(case, inputs) is None:
-        assert backend.choice(case, inputs, **flags) == "cuda"
-    check(backend, case, inputs, **flags)
-
-
-@every_mask
-@every_bias
-@pytest.mark.parametrize("heads", (*HEADS, (4, 2, 192, 128)), ids=str)
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
-def test_softcap(backend: Runner, dtype: torch.dtype, heads: tuple[int, ...], bias: str, form: str) -> None:
-    num_heads, num_heads_k, head_dim, *other = heads
-    case = CAPPED.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, dtype=dtype)
-    check_masked(backend, case.with_(head_dim_v=other[0] if other else 0, bias=BIASES[bias]), form)
-
-
-@every_mask
-@pytest.mark.parametrize("shape", (("1", "1", "Lq", "Lk"), ("1", "Hk", "Lq", "Lk"), FULL), ids="-".join)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_softcap_with_a_bias_that_takes_no_gradient(
-    backend: Runner, head_dim: int, shape: tuple[str, ...], form: str
-) -> None:
-    check_masked(backend, CAPPED.with_(head_dim=head_dim, bias=shape, needs_grad=("q", "k", "v")), form)
-
-
-@pytest.mark.parametrize("needs_grad", SUBSETS, ids="-".join)
-@every_bias
-@pytest.mark.parametrize("head_dim", (64, 192))
-@both_orders
-def test_softcap_of_what_is_asked_for(
-    backend: Runner, deterministic: bool, head_dim: int, bias: str, needs_grad: tuple[str, ...]
-) -> None:
-    case = CAPPED.with_(head_dim=head_dim, needs_grad=needs_grad, bias=BIASES[bias], mask=FULL, is_causal=True)
-    check(backend, case, case.build(), deterministic=deterministic)
-
-
-@pytest.mark.parametrize("seqlen_q", LENGTHS)
-@pytest.mark.parametrize("seqlen_k", (64, 128, 136, 192))
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@every_bias
-def test_softcap_at_lengths(backend: Runner, bias: str, head_dim: int, seqlen_k: int, seqlen_q: int) -> None:
-    case = CAPPED.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=BIASES[bias], is_causal=True)
-    check_capped(backend, case)
-
-
-@pytest.mark.parametrize("softcap", (0.02, 0.5, 30.0, 1000.0))
-@pytest.mark.parametrize("softmax_scale", (None, 0.0, -0.3))
-@every_bias
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_softcaps(backend: Runner, head_dim: int, bias: str, softmax_scale: float | None, softcap: float) -> None:
-    case = CAPPED.with_(softcap=softcap, softmax_scale=softmax_scale, logits=30.0, head_dim=head_dim)
-    check_capped(backend, case.with_(bias=BIASES[bias]))
-
-
-@pytest.mark.parametrize("bias_kind", ("inf", "min", "huge"))
-@every_mask
-@pytest.mark.parametrize("bias", ("per query", "per key", "per score"))
-@pytest.mark.parametrize("head_dim", (64, 192))
-def test_softcap_with_extreme_biases(backend: Runner, head_dim: int, bias: str, form: str, bias_kind: str) -> None:
-    check_masked(backend, CAPPED.with_(head_dim=head_dim, bias=BIASES[bias], bias_kind=bias_kind), form)
-
-
 @pytest.mark.parametrize("shape", (("B", "Hq", "1", "Lk"), ("1", "Hq", "Lq", "Lk"), FULL), ids="-".join)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_softcap_with_a_great_bias_of_keys_left_out(backend: Runner, head_dim: int, shape: tuple[str, ...]) -> None:
-    """Such a bias over log 2 is inf, and what marks a key left out is -inf."""
-    case = CAPPED.with_(bias=shape, head_dim=head_dim, mask=("B", "1", "Lq", "Lk"), mask_kind="all_allowed")
+    """A bias of finfo.max over log 2 is inf, and a key that is left out is marked by -inf."""
+    case = BASE.with_(bias=shape, head_dim=head_dim, mask=("B", "1", "Lq", "Lk"), mask_kind="all_allowed", **CAPPED)
     inputs = case.build()
     assert inputs.bias is not None and inputs.mask is not None
     inputs.mask[..., ::3] = False
@@ -522,28 +510,9 @@ def test_softcap_with_a_great_bias_of_keys_left_out(backend: Runner, head_dim: i
     check(backend, case, inputs)
 
 
-@every_bias
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@both_orders
-def test_softcap_of_many_tiles(backend: Runner, deterministic: bool, head_dim: int, bias: str) -> None:
-    """Rings of stages go round, and SMs take one tile of keys after the other."""
-    case = CAPPED.with_(seqlen_q=1190, seqlen_k=1096, num_heads=8, head_dim=head_dim, bias=BIASES[bias])
-    for window_size in (None, (300, 0)):
-        check_capped(backend, case.with_(window_size=window_size), deterministic=deterministic)
-
-
 # The gradient of a bias that heads or batch entries share
 
-SHARED = tuple((batch, heads, "Lq", "Lk") for batch in ("1", "B") for heads in ("1", "Hk", "Hq"))[:-1]
-every_shared = pytest.mark.parametrize("shape", SHARED, ids="-".join)
-GROUPED = BASE.with_(num_heads=8, num_heads_k=2)
-
-
-def check_shared(backend: Runner, case: Case, inputs: Inputs, given: Inputs | None = None) -> None:
-    """`check` of a case whose gradients are all of cuda."""
-    if backend.refusal(case, inputs if given is None else given) is None:
-        assert backend.choice(case, inputs if given is None else given) == "cuda"
-    check(backend, case, inputs, given)
+GROUPED = BASE.with_(**GROUPS)
 
 
 def other_tiles_of_each_head(mask: Tensor) -> None:
@@ -554,66 +523,19 @@ def other_tiles_of_each_head(mask: Tensor) -> None:
                 mask[b, h, i : i + TILE, j : j + TILE] = False
 
 
-@every_mask
-@every_shared
-@pytest.mark.parametrize("head_dim", (64, 80, 128, 192, 256))
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
-def test_shared_dbias(
-    backend: Runner, dtype: torch.dtype, head_dim: int, shape: tuple[str, ...], form: str, unwritten_is_nan: None
-) -> None:
-    check_masked(backend, GROUPED.with_(head_dim=head_dim, dtype=dtype, bias=shape, needs_grad=("bias",)), form)
-
-
-@every_shared
-@pytest.mark.parametrize("seqlen_q", LENGTHS)
-@pytest.mark.parametrize("seqlen_k", (64, 128, 136, 192))
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_lengths_with_a_shared_gradient(
-    backend: Runner, head_dim: int, seqlen_k: int, seqlen_q: int, shape: tuple[str, ...], unwritten_is_nan: None
-) -> None:
-    case = GROUPED.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=shape, is_causal=True)
-    check_shared(backend, case, case.build())
-
-
-@pytest.mark.parametrize("window_size", ((32, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
-@pytest.mark.parametrize("lengths", ((193, 264), (264, 200), (65, 520)), ids=str)
-@every_shared
-def test_windows_with_a_shared_gradient(
-    backend: Runner,
-    shape: tuple[str, ...],
-    lengths: tuple[int, int],
-    window_size: tuple[int, int],
-    unwritten_is_nan: None,
-) -> None:
-    seqlen_q, seqlen_k = lengths
-    case = GROUPED.with_(
-        seqlen_q=seqlen_q, seqlen_k=seqlen_k, window_size=window_size, bias=shape, needs_grad=("k", "bias")
-    )
-    check_shared(backend, case, case.build())
-
-
-@every_shared
+@pytest.mark.parametrize("shape", SHARED.values(), ids=SHARED)
 @pytest.mark.parametrize("masked", (False, True))
 def test_more_heads_that_share_than_a_warp_has_lanes(
     backend: Runner, masked: bool, shape: tuple[str, ...], unwritten_is_nan: None
 ) -> None:
-    """80 and 40 of them, of which a tile leaves others out, also all of a warp's."""
+    """Share a bias among 80 and 40 heads; each tile leaves other heads out, also all heads of a warp."""
     case = GROUPED.with_(batch=5, num_heads=80, num_heads_k=2, bias=shape, mask=FULL if masked else None)
     inputs = case.with_(mask_kind="all_allowed").build()
     if masked:
         other_tiles_of_each_head(inputs.mask)
         inputs.mask[:2, :, :TILE, :TILE] = False
         inputs.mask[3:, :, TILE:] = False
-    check_shared(backend, case, inputs)
-
-
-@pytest.mark.parametrize("form", ("none", "causal", "full"))
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_more_tiles_of_a_shared_gradient_than_sms(
-    backend: Runner, head_dim: int, form: str, unwritten_is_nan: None
-) -> None:
-    case = GROUPED.with_(seqlen_q=1100, seqlen_k=1048, head_dim=head_dim, bias=("1", "Hq", "Lq", "Lk"))
-    check_masked(backend, case, form)
+    check_alone(backend, case, inputs)
 
 
 @pytest.mark.parametrize("heads", ("1", "Hk"))
@@ -622,35 +544,7 @@ def test_a_shared_gradient_of_a_bias_that_is_expanded(backend: Runner, heads: st
     case = GROUPED.with_(bias=("B", heads, "Lq", "Lk"))
     inputs = case.build()
     assert inputs.bias is not None
-    check_shared(backend, case, replace(inputs, bias=inputs.bias[:1, :1].expand_as(inputs.bias)))
-
-
-@pytest.mark.parametrize("bias_kind", ("inf", "huge"))
-@pytest.mark.parametrize("softmax_scale", (None, 0.0, -0.3))
-def test_extreme_scores_with_a_shared_gradient(
-    backend: Runner, softmax_scale: float | None, bias_kind: str, unwritten_is_nan: None
-) -> None:
-    case = GROUPED.with_(bias=("1", "Hk", "Lq", "Lk"), bias_kind=bias_kind, softmax_scale=softmax_scale, logits=30.0)
-    check_shared(backend, case, case.build())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_layouts_with_a_shared_gradient(backend: Runner, head_dim: int, layout: str, unwritten_is_nan: None) -> None:
-    case = GROUPED.with_(head_dim=head_dim, bias=("1", "Hk", "Lq", "Lk"), mask=TILES, is_causal=True)
-    inputs = case.build()
-    check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
-
-
-@every_mask
-@pytest.mark.parametrize("shape", (*SHARED, FULL), ids="-".join)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_softcap_with_a_shared_gradient(
-    backend: Runner, head_dim: int, shape: tuple[str, ...], form: str, unwritten_is_nan: None
-) -> None:
-    """Above head dim 128 the same kernel stores one that nobody shares."""
-    case = GROUPED.with_(head_dim=head_dim, bias=shape, softcap=2.0, logits=3.0)
-    check_masked(backend, case, form)
+    check_alone(backend, case, replace(inputs, bias=inputs.bias[:1, :1].expand_as(inputs.bias)))
 
 
 @pytest.mark.parametrize("form", ("none", "causal", "of all entries", "first tiles empty"))
@@ -703,15 +597,6 @@ def test_what_clusters_are_asked_for(
     check(backend, case, case.build(), deterministic=deterministic)
 
 
-@pytest.mark.parametrize("lengths", ((1100, 1048), (197, 197)), ids=str)
-def test_a_shared_gradient_is_the_same_every_time(backend: Runner, lengths: tuple[int, int]) -> None:
-    seqlen_q, seqlen_k = lengths
-    case = GROUPED.with_(batch=5, seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=("1", "1", "Lq", "Lk"), is_causal=True)
-    inputs = case.build()
-    first, *others = (backend(case, inputs)["dbias"] for _ in range(20))
-    assert all(torch.equal(first, other) for other in others)
-
-
 MASKS_OF_KEYS: dict[str, Callable[[Tensor], None] | None] = {"random keys": None, "padding": padding}
 
 
@@ -761,4 +646,4 @@ def test_thousands_of_entries_that_share_a_bias(backend: Runner, unwritten_is_na
     """More heads in a chunk than a warp has lanes, on any GPU."""
     case = BASE.with_(batch=4096, num_heads=6, num_heads_k=6, head_dim=32, seqlen_q=49, seqlen_k=49)
     case = case.with_(bias=("1", "1", "Lq", "Lk"), needs_grad=("bias",), dlse=False)
-    check_shared(backend, case, case.build())
+    check_alone(backend, case, case.build())

@@ -109,7 +109,6 @@ def test_interval_masks(built: Built) -> None:
 # Tests that run on a GPU in all of their cases; here as many cases of each as take less than half a minute together.
 EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     "sequences": (0, ("test_cuda_sequences.py",)),
-    "pages": (0, ("test_cuda_pages.py",)),
     "decoding": (30, ("test_cuda_decoding.py",)),
     "parts of a batch": (8, ("test_cuda_parts.py",)),
     "masks of one row": (12, ("test_cuda_one_mask_row.py",)),
@@ -129,6 +128,7 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
     "clusters": (4, ("test_cuda_backward.py::test_what_clusters_are_asked_for",)),
+    "layouts": (6, ("test_cuda_backward.py::test_layouts", "test_cuda_backward.py::test_dout_in_a_layout_of_its_own")),
     "long walks": (2, ("test_cuda_backward.py::test_long_walks",)),
 }
 

@@ -10,7 +10,7 @@ import ctypes
 import itertools
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import emulated_cuda
 import pytest
@@ -26,7 +26,6 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.backends.cuda import passes
 
-ROOT = Path(__file__).resolve().parent.parent
 on_cuda = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
 TILE = 128
@@ -72,20 +71,20 @@ def attend(case: Case, inputs: Inputs) -> Results:
     return run(partial(flash_dmattn.attention, return_lse=True, backend="cuda"), case, inputs)
 
 
-def check(backend: Runner, case: Case, inputs: Inputs, given: Inputs | None = None) -> None:
-    """What cuda returns is what fp64 says, and the same again; `given`: the same tensors in another form."""
-    given = inputs if given is None else given
-    refusal = backend.refusal(case, given)
+def check(backend: Runner, case: Case, inputs: Inputs, call: Inputs | None = None) -> None:
+    """Compare the results of cuda with fp64 and with a second run; `call`: the same tensors in another form."""
+    call = inputs if call is None else call
+    refusal = backend.refusal(case, call)
     if refusal is not None:
         pytest.skip(refusal)
-    results, again = attend(case, given), attend(case, given)
+    results, again = attend(case, call), attend(case, call)
     for name in ("out", "lse"):
         assert torch.equal(results[name], again[name]), name
     assert_accurate(results, case, inputs)
 
 
 def more_than_sms(case: Case) -> Case:
-    """The case with so many heads that some pieces of work stay whole, and those of the last round do not."""
+    """Return the case with so many heads that only pieces of the last round are split."""
     rows = -(-case.seqlen_q // TILE)
     return case.with_(num_heads=2 * (-(-4 * NUM_SMS // (3 * rows)) // 2) + 2)
 
@@ -94,27 +93,15 @@ def more_than_sms(case: Case) -> Case:
 @every_number
 @both_dims
 @every_bias
-@pytest.mark.parametrize("is_causal", (False, True))
-def test_few_pieces(
-    backend: Runner, is_causal: bool, bias: str, head_dim: int, num_kv_splits: int, share_keys: Callable[[int], None]
-) -> None:
-    share_keys(num_kv_splits)
-    case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], is_causal=is_causal)
-    check(backend, case, case.build())
-
-
-@on_cuda
-@every_number
-@both_dims
-@every_bias
-@pytest.mark.parametrize("form", MASKS)
-def test_masks(
+@pytest.mark.parametrize("form", ("none", "causal", *MASKS))
+def test_every_mask(
     backend: Runner, form: str, bias: str, head_dim: int, num_kv_splits: int, share_keys: Callable[[int], None]
 ) -> None:
     share_keys(num_kv_splits)
-    case = BASE.with_(seqlen_q=400, head_dim=head_dim, bias=BIASES[bias], mask=TILES)
+    case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], is_causal=form == "causal")
+    case = case.with_(seqlen_q=400, mask=TILES) if form in MASKS else case
     inputs = case.build()
-    leave_out = MASKS[form]
+    leave_out = MASKS.get(form)
     if leave_out is not None:
         leave_out(inputs.mask)
     check(backend, case, inputs)
@@ -145,31 +132,33 @@ def test_few_rows(backend: Runner, head_dim: int, seqlen_q: int, share_keys: Cal
         check(backend, case, case.build())
 
 
-@on_cuda
-@pytest.mark.parametrize("window_size", ((0, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
-@pytest.mark.parametrize("lengths", ((193, 520), (520, 200), (65, 1030)), ids=str)
-def test_windows(
-    backend: Runner, lengths: tuple[int, int], window_size: tuple[int, int], share_keys: Callable[[int], None]
-) -> None:
-    """Parts without a block of keys, and rows without a key."""
-    share_keys(3)
-    case = BASE.with_(seqlen_q=lengths[0], seqlen_k=lengths[1], window_size=window_size)
-    for bias in BIASES.values():
-        check(backend, case.with_(bias=bias), case.with_(bias=bias).build())
+WINDOWS = ((0, 0), (70, -1), (-1, 2), (130, 65))
+EXTREMES = itertools.product(("inf", "huge"), (None, 0.0, -0.3), (0.0, 5.0))
+OTHERS: dict[str, dict[str, Any]] = {
+    # Parts without a block of keys, and rows without a key.
+    **{
+        f"{lengths}, window {window}": {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "window_size": window}
+        for lengths, window in itertools.product(((193, 520), (520, 200), (65, 1030)), WINDOWS)
+    },
+    # Parts whose maxima lie far apart, and rows that a bias of -inf leaves empty in some parts or in all.
+    **{
+        f"{kind}, scale {scale}, softcap {cap}": {
+            **{"bias_kind": kind, "softmax_scale": scale, "softcap": cap, "logits": 30.0}
+        }
+        for kind, scale, cap in EXTREMES
+    },
+    # Head dims over 128 have no kernels that share keys: pieces stay whole.
+    **{f"head dim {n}": {"head_dim": n, "dtype": torch.float16} for n in (96, 192, 256)},
+}
 
 
 @on_cuda
-@pytest.mark.parametrize("bias_kind", ("inf", "huge"))
-@pytest.mark.parametrize("softmax_scale", (None, 0.0, -0.3))
+@pytest.mark.parametrize("name", OTHERS)
 @every_bias
-def test_extreme_scores(
-    backend: Runner, bias: str, softmax_scale: float | None, bias_kind: str, share_keys: Callable[[int], None]
-) -> None:
-    """Parts whose maxima lie far apart, and rows that a bias of -inf leaves empty in some parts or in all."""
+def test_everything_else(backend: Runner, bias: str, name: str, share_keys: Callable[[int], None]) -> None:
     share_keys(3)
-    for softcap in (0.0, 5.0):
-        case = BASE.with_(bias=BIASES[bias], bias_kind=bias_kind, softmax_scale=softmax_scale, softcap=softcap)
-        check(backend, case.with_(logits=30.0), case.with_(logits=30.0).build())
+    case = BASE.with_(bias=BIASES[bias], **OTHERS[name])
+    check(backend, case, case.build())
 
 
 @on_cuda
@@ -182,15 +171,6 @@ def test_layouts(backend: Runner, layout: str, bias: str, head_dim: int, share_k
     case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], mask=TILES)
     inputs = case.build()
     check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
-
-
-@on_cuda
-@pytest.mark.parametrize("head_dim", (96, 192, 256))
-def test_other_head_dims(backend: Runner, head_dim: int, share_keys: Callable[[int], None]) -> None:
-    """Those over 128 have no kernels for it, and pieces stay whole."""
-    share_keys(3)
-    case = BASE.with_(head_dim=head_dim, dtype=torch.float16)
-    check(backend, case, case.build())
 
 
 @on_cuda

@@ -8,22 +8,18 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch
 from cuda_forms import schedule_of
 from hypothesis import given
 from hypothesis import strategies as st
 from out_of_tree import replaced
 
 import flash_dmattn
-from flash_dmattn.backends.cuda import kernels as cuda_kernels
-from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as cuda
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.dispatch import config, selection
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import SequenceSpec
-from flash_dmattn.problem.inputs import Inputs
 
 Q = (2, 4096, 16, 64)
 KEY_MASK = (2, 1, 1, 4096)
@@ -289,22 +285,6 @@ def test_what_it_differentiates(call: dict[str, Any]) -> None:
     assert (explanation.forward, explanation.backward, explanation.error) == ("cuda", "cuda", None)
 
 
-@pytest.mark.parametrize(
-    "call",
-    (
-        GRADIENTS,
-        DBIAS,
-        {"mask": (1, 1, 4096, 4096), **GRADIENTS},
-        {"bias": (1, 16, 4096, 4096), "bias_grad": True, "is_causal": True, **GRADIENTS},
-        {"q": (2, 4096, 16, 128), **DBIAS, "is_causal": True, **GRADIENTS},
-    ),
-    ids=str,
-)
-def test_auto_takes_both_passes(call: dict[str, Any]) -> None:
-    explanation = explained(**call)
-    assert (explanation.forward, explanation.backward) == ("cuda", "cuda")
-
-
 def test_auto_takes_triangle_attention_of_several_examples() -> None:
     """Each example is a part, with a bias of its own; one that all examples share has its gradient by triton."""
     triangle: dict[str, Any] = {"q": (2, 256, 256, 4, 32), "mask": (2, 256, 1, 1, 256), "grad": True}
@@ -323,42 +303,6 @@ def test_its_backward_pass_completes_the_forward_pass_of_another(call: dict[str,
     for other in ("triton", "eager"):
         explanation = explained(**call, backend=(other, "cuda"))
         assert (explanation.forward, explanation.backward) == (other, "cuda")
-
-
-@pytest.mark.parametrize(
-    ("call", "forward", "backward"),
-    (
-        ({}, "triton", None),
-        ({"q": (32, 64, 16, 64), "grad": True}, "cuda", "cuda"),
-        ({"bias": (8, 16, 64, 4096)}, "cuda", None),
-        ({"bias": (8, 16, 64, 4096), "bias_grad": True, "grad": True}, "cuda", "cuda"),
-        ({"mask": (8, 1, 1, 4096)}, "cuda", None),
-        ({"q": (8, 63, 16, 64), "grad": True}, "triton", "triton"),
-        ({"q": (8, 64, 16, 64), "seqlen_k": 128, "grad": True}, "triton", "triton"),
-    ),
-    ids=str,
-)
-def test_who_takes_half_a_tile_of_queries(call: dict[str, Any], forward: str, backward: str | None) -> None:
-    explanation = explained(**{"q": (8, 64, 16, 64), "seqlen_k": 4096, **call})
-    assert (explanation.forward, explanation.backward) == (forward, backward)
-
-
-@pytest.mark.parametrize(
-    ("call", "backend"),
-    (
-        ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256)}, "cuda"),
-        ({"q": (512, 128, 4, 32), "bias": (1, 4, 128, 128)}, "triton"),
-        ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256), "bias_grad": True, "grad": True}, "cuda"),
-        ({"q": (128, 200, 8, 32), "bias": (1, 8, 200, 200)}, "cuda"),
-        ({"q": (2048, 49, 6, 32), "bias": (1, 6, 49, 49), "bias_grad": True, "grad": True}, "triton"),
-        ({"q": (128, 128, 12, 64), "mask": (128, 1, 1, 128), "grad": True}, "triton"),
-        ({"q": (128, 128, 12, 64), "mask": (128, 1, 1, 128), "mask_prepared": True}, "cuda"),
-    ),
-    ids=str,
-)
-def test_who_takes_short_rows(call: dict[str, Any], backend: str) -> None:
-    explanation = explained(**call)
-    assert explanation.forward == backend and explanation.backward in (None, backend)
 
 
 def test_without_triton_gradients_are_those_of_eager() -> None:
@@ -387,94 +331,11 @@ def test_what_auto_leaves_to_triton(code: str) -> None:
     assert explained(**call, backend="cuda").forward == "cuda"
 
 
-@pytest.mark.parametrize(
-    ("call", "chosen"),
-    (
-        # Of few tiles, those whose keys blocks share: not with few keys, a mask, a window or wide heads.
-        ({"q": (1, 256, 8, 64), "seqlen_k": 4096, "bias": (1, 8, 256, 4096)}, "cuda"),
-        ({"q": (1, 256, 8, 64), "seqlen_k": 4088, "bias": (1, 8, 256, 4088)}, "triton"),
-        ({"q": (1, 256, 8, 64), "seqlen_k": 4096, "bias": (1, 8, 256, 4096), "window_size": (9, 0)}, "triton"),
-        ({"q": (1, 256, 8, 256), "seqlen_k": 4096, "bias": (1, 8, 256, 4096)}, "triton"),
-        ({"q": (1, 128, 4, 128), "seqlen_k": 8192}, "cuda"),
-        ({"q": (1, 128, 4, 128), "seqlen_k": 8192, "mask": (1, 1, 128, 8192)}, "triton"),
-        ({"q": (1, 128, 3, 128), "seqlen_k": 8192}, "triton"),
-        ({"q": (1, 128, 4, 64), "seqlen_k": 8192}, "triton"),
-        # Of long rows half as many are work enough.
-        ({"q": (1, 2048, 16, 64), "seqlen_k": 2048}, "cuda"),
-        ({"q": (1, 2048, 15, 64), "seqlen_k": 2048}, "triton"),
-        ({"q": (1, 2048, 16, 64), "seqlen_k": 2047}, "triton"),
-    ),
-    ids=str,
-)
-def test_few_tiles(call: dict[str, Any], chosen: str) -> None:
-    assert explained(**call).forward == chosen
-
-
-# What was timed on an H100, forward alone and causal: batch, heads, key heads, keys and head dim, and who was faster by
-# more than 3 %, or neither. Figures: docs/notes/cuda.md, "Few queries".
-CUDA, TRITON, EITHER = ("cuda",), ("triton",), ("cuda", "triton")
-Sizes = tuple[int, int, int, int, int]
-FASTER_BY_QUERIES: dict[Sizes, dict[int, tuple[str, ...]]] = {
-    (8, 32, 8, 8192, 128): {1: TRITON, 2: CUDA, 4: CUDA, 8: CUDA, 16: CUDA, 32: TRITON},
-    (1, 32, 8, 32768, 128): {2: CUDA, 4: CUDA, 8: CUDA, 16: CUDA, 32: EITHER},
-    (32, 32, 8, 2048, 128): {2: CUDA, 4: CUDA, 8: CUDA, 16: CUDA, 32: TRITON},
-    (16, 32, 8, 8192, 64): {1: EITHER, 2: EITHER, 4: EITHER, 8: EITHER, 16: TRITON, 32: TRITON},
-    (8, 16, 16, 4096, 128): dict.fromkeys((2, 4, 8, 16, 32), EITHER),
-    (4, 64, 8, 4096, 128): {2: CUDA, 4: CUDA, 8: CUDA, 16: EITHER, 32: TRITON},
-    (12, 32, 8, 8192, 128): {1: TRITON},
-    (1, 32, 8, 8192, 128): {1: TRITON},
-    (1, 32, 8, 65536, 128): {1: TRITON},
-    (8, 32, 8, 65536, 128): {1: TRITON},
-}
-FASTER_BY_WINDOW: dict[Sizes, dict[int, tuple[str, ...]]] = {  # one query
-    (1, 32, 8, 8192, 128): {128: TRITON, 1024: TRITON, 4096: CUDA},
-    (1, 64, 8, 8192, 64): {128: TRITON, 1024: TRITON, 4096: CUDA},
-    (1, 16, 16, 8192, 128): dict.fromkeys((128, 1024, 4096), TRITON),
-    (8, 32, 8, 8192, 128): {128: TRITON, 1024: CUDA, 4096: CUDA},
-    (8, 64, 8, 8192, 64): dict.fromkeys((128, 1024, 4096), CUDA),
-    (8, 16, 16, 8192, 128): {128: TRITON, 1024: TRITON, 4096: TRITON},
-    (64, 32, 8, 8192, 128): dict.fromkeys((128, 1024, 4096), CUDA),
-    (64, 64, 8, 8192, 64): dict.fromkeys((128, 1024, 4096), CUDA),
-    (64, 16, 16, 8192, 128): {128: TRITON, 1024: EITHER, 4096: EITHER},
-}
-TIMED = [
-    *((sizes, queries, None, best) for sizes, found in FASTER_BY_QUERIES.items() for queries, best in found.items()),
-    *((sizes, 1, window, best) for sizes, found in FASTER_BY_WINDOW.items() for window, best in found.items()),
-]
-
-
-def few_queries(sizes: Sizes, queries: int, window: int | None) -> dict[str, Any]:
-    """A call; a window holds so many keys."""
+def few_queries(sizes: tuple[int, int, int, int, int], queries: int, window: int | None) -> dict[str, Any]:
+    """A causal call of (batch, heads, key heads, keys, head dim); a window holds so many keys."""
     batch, heads, heads_k, keys, dim = sizes
     of_band = {"is_causal": True, "window_size": (-1 if window is None else window - 1, -1)}
     return {"q": (batch, queries, heads, dim), "kv_heads": heads_k, "seqlen_k": keys, **of_band}
-
-
-@pytest.mark.parametrize(("sizes", "queries", "window", "faster"), TIMED, ids=str)
-def test_of_few_queries_auto_takes_who_was_faster(
-    sizes: Sizes, queries: int, window: int | None, faster: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch, heads, heads_k, keys, dim = sizes
-    explanation = explained(**few_queries(sizes, queries, window))
-    assert explanation.forward in faster
-    if heads == heads_k or (dim == 64 and window is None):
-        assert explanation.forward == "triton"
-    codes = [reason.code for reason in explanation.verdicts[0].preferences]
-    assert (explanation.forward == "cuda") is (not codes) and set(codes) <= {"few_rows", "few_tiles"}
-    if explanation.forward == "cuda" and queries == 1:
-        seen: list[Any] = []
-        kernels = cuda_kernels.Kernels(lambda *x: seen.extend(x), never, never, never, never)
-        monkeypatch.setattr(passes, "kernels", lambda: kernels)
-        monkeypatch.setattr(cuda_kernels, "readable_rows", never)
-        q, k = (torch.empty(batch, n, h, dim, device="meta") for n, h in ((1, heads), (keys, heads_k)))
-        cuda.plan_forward(explanation.problem)(Inputs(q, k, k))
-        group = heads // heads_k  # heads are rows of one tile, of the keys of the window alone and without a band
-        assert seen[0].shape == (batch, group, heads_k, dim) and seen[1].shape[1] == window
-        assert seen[8:10] == [-group, window]
-
-
-def never(*tensors: torch.Tensor) -> Any:
-    raise AssertionError("TMA reads it as it is")
 
 
 SEVERAL = few_queries((8, 32, 8, 8192, 128), 4, None)
@@ -513,54 +374,128 @@ def test_few_queries_go_to_cuda_for_no_more_than_was_timed(
     assert explained(**call).forward == chosen
 
 
-@pytest.mark.parametrize(
-    ("call", "chosen"),
-    (
-        # Several queries: of wide heads, without a window on the left, of all keys.
-        ({**SEVERAL, "q": (8, 4, 32, 64)}, "triton"),
-        ({**SEVERAL, "window_size": (4096, 0)}, "triton"),
-        ({**SEVERAL, "window_size": (-1, 3), "is_causal": False}, "cuda"),
-        ({**SEVERAL, "seqlen_k": 4096}, "cuda"),
-        ({**SEVERAL, "seqlen_k": 4095}, "triton"),
-        # One: what is in sight counts, not what a window could hold.
-        ({**WINDOWED, "window_size": (1022, -1)}, "triton"),
-        ({**WINDOWED, "window_size": (1022, 500), "is_causal": False}, "triton"),
-        ({**WINDOWED, "window_size": (4096, 0), "seqlen_k": 1000}, "triton"),
-        ({**WINDOWED, "window_size": (126, 0), "q": (64, 1, 32, 128)}, "triton"),
-        ({**WINDOWED, "window_size": (4095, 0), "q": (1, 1, 24, 128), "kv_heads": 4}, "triton"),
+ORDERED = {**DBIAS, **GRADIENTS, "deterministic": True}
+ODD = {**ORDERED, "q": (64, 300, 16, 64), "seqlen_k": 384, "bias": (64, 16, 300, 384)}
+FEW_TILES = {"q": (1, 256, 8, 64), "seqlen_k": 4096, "bias": (1, 8, 256, 4096)}
+HALF_TILE = {"q": (8, 64, 16, 64), "seqlen_k": 4096}
+GROUPED_SUMS = {"is_causal": True, "kv_heads": 4, **GRADIENTS}
+Taken = tuple[dict[str, Any], str, str | None]
+# A call, and the backends that auto takes for its two passes. Figures: docs/notes/cuda.md.
+WHOM_AUTO_TAKES: dict[str, tuple[Taken, ...]] = {
+    "large calls": (
+        (GRADIENTS, "cuda", "cuda"),
+        (DBIAS, "cuda", "cuda"),
+        ({"mask": (1, 1, 4096, 4096), **GRADIENTS}, "cuda", "cuda"),
+        ({"bias": (1, 16, 4096, 4096), "bias_grad": True, "is_causal": True, **GRADIENTS}, "cuda", "cuda"),
+        ({"q": (2, 4096, 16, 128), **DBIAS, "is_causal": True, **GRADIENTS}, "cuda", "cuda"),
+        ({"q": (2, 4096, 16, 256), **DBIAS, **GRADIENTS, "is_causal": True}, "cuda", "cuda"),
+        ({"softcap": 30.0, **DBIAS, **GRADIENTS, "deterministic": True}, "cuda", "cuda"),
+        ({"q": (2, 4096, 16, 256), "softcap": 30.0, **ORDERED}, "cuda", "cuda"),
     ),
-    ids=str,
-)
-def test_keys_of_few_queries(call: dict[str, Any], chosen: str) -> None:
-    assert explained(**call).forward == chosen
-
-
-WIDE = {"q": (2, 4096, 16, 256)}
-
-
-@pytest.mark.parametrize("wide", (WIDE, {"softcap": 30.0}, {**WIDE, "softcap": 30.0}), ids=str)
-@pytest.mark.parametrize("flags", ({}, {"deterministic": True}, {"is_causal": True}), ids=str)
-def test_wide_heads_and_softcap_train_on_cuda(wide: dict[str, Any], flags: dict[str, Any]) -> None:
-    explanation = explained(**wide, **flags, **DBIAS, **GRADIENTS)
-    assert (explanation.forward, explanation.backward) == ("cuda", "cuda")
+    "half a tile of queries": (
+        (HALF_TILE, "triton", None),
+        ({**HALF_TILE, "q": (32, 64, 16, 64), **GRADIENTS}, "cuda", "cuda"),
+        ({**HALF_TILE, "bias": (8, 16, 64, 4096)}, "cuda", None),
+        ({**HALF_TILE, "bias": (8, 16, 64, 4096), "bias_grad": True, **GRADIENTS}, "cuda", "cuda"),
+        ({**HALF_TILE, "mask": (8, 1, 1, 4096)}, "cuda", None),
+        ({**HALF_TILE, "q": (8, 63, 16, 64), **GRADIENTS}, "triton", "triton"),
+        ({**HALF_TILE, "seqlen_k": 128, **GRADIENTS}, "triton", "triton"),
+    ),
+    "short rows": (
+        ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256)}, "cuda", None),
+        ({"q": (512, 128, 4, 32), "bias": (1, 4, 128, 128)}, "triton", None),
+        ({"q": (256, 256, 4, 32), "bias": (1, 4, 256, 256), "bias_grad": True, **GRADIENTS}, "cuda", "cuda"),
+        ({"q": (128, 200, 8, 32), "bias": (1, 8, 200, 200)}, "cuda", None),
+        ({"q": (2048, 49, 6, 32), "bias": (1, 6, 49, 49), "bias_grad": True, **GRADIENTS}, "triton", "triton"),
+        ({"q": (128, 128, 12, 64), "mask": (128, 1, 1, 128), **GRADIENTS}, "triton", "triton"),
+        ({"q": (128, 128, 12, 64), "mask": (128, 1, 1, 128), "mask_prepared": True}, "cuda", None),
+    ),
+    # Blocks share the keys of few tiles: not with few keys, a mask, a window or wide heads.
+    "few tiles": (
+        (FEW_TILES, "cuda", None),
+        ({**FEW_TILES, "seqlen_k": 4088, "bias": (1, 8, 256, 4088)}, "triton", None),
+        ({**FEW_TILES, "window_size": (9, 0)}, "triton", None),
+        ({**FEW_TILES, "q": (1, 256, 8, 256)}, "triton", None),
+        ({"q": (1, 128, 4, 128), "seqlen_k": 8192}, "cuda", None),
+        ({"q": (1, 128, 4, 128), "seqlen_k": 8192, "mask": (1, 1, 128, 8192)}, "triton", None),
+        ({"q": (1, 128, 3, 128), "seqlen_k": 8192}, "triton", None),
+        ({"q": (1, 128, 4, 64), "seqlen_k": 8192}, "triton", None),
+    ),
+    # Half as many long rows are work enough.
+    "long rows": (
+        ({"q": (1, 2048, 16, 64)}, "cuda", None),
+        ({"q": (1, 2048, 15, 64)}, "triton", None),
+        ({"q": (1, 2048, 16, 64), "seqlen_k": 2047}, "triton", None),
+    ),
+    # Several queries: of wide heads, without a window on the left, of all keys.
+    "several queries": (
+        ({**SEVERAL, "q": (8, 4, 32, 64)}, "triton", None),
+        ({**SEVERAL, "window_size": (4096, 0)}, "triton", None),
+        ({**SEVERAL, "window_size": (-1, 3), "is_causal": False}, "cuda", None),
+        ({**SEVERAL, "seqlen_k": 4096}, "cuda", None),
+        ({**SEVERAL, "seqlen_k": 4095}, "triton", None),
+        (few_queries((32, 32, 8, 2048, 128), 16, None), "cuda", None),
+        (few_queries((4, 64, 8, 4096, 128), 8, None), "cuda", None),
+        (few_queries((16, 32, 8, 8192, 64), 16, None), "triton", None),
+    ),
+    # One query: what is in sight counts, not what a window could hold.
+    "one query": (
+        ({**WINDOWED, "window_size": (1022, -1)}, "triton", None),
+        ({**WINDOWED, "window_size": (1022, 500), "is_causal": False}, "triton", None),
+        ({**WINDOWED, "window_size": (4096, 0), "seqlen_k": 1000}, "triton", None),
+        ({**WINDOWED, "window_size": (126, 0), "q": (64, 1, 32, 128)}, "triton", None),
+        ({**WINDOWED, "window_size": (4095, 0), "q": (1, 1, 24, 128), "kv_heads": 4}, "triton", None),
+        (few_queries((8, 32, 8, 8192, 128), 1, None), "triton", None),
+        (few_queries((1, 32, 8, 8192, 128), 1, 4096), "cuda", None),
+        (few_queries((1, 32, 8, 8192, 128), 1, 1024), "triton", None),
+        (few_queries((64, 64, 8, 8192, 64), 1, 128), "cuda", None),
+        (few_queries((8, 16, 16, 8192, 128), 1, 4096), "triton", None),
+    ),
+    # delta is taken from out in 16 bits, whose rounding few keys do not average out.
+    "windows of few keys": (
+        ({"window_size": (31, 0), **GRADIENTS}, "cuda", "triton"),
+        ({"window_size": (32, 0), **GRADIENTS}, "cuda", "cuda"),
+        ({"window_size": (16, 15), **GRADIENTS}, "cuda", "triton"),
+        ({"window_size": (16, 16), **GRADIENTS}, "cuda", "cuda"),
+        ({"window_size": (31, 9), "is_causal": True, **GRADIENTS}, "cuda", "triton"),
+        ({"window_size": (3, -1), **GRADIENTS}, "cuda", "cuda"),
+        ({"window_size": (-1, 3), **GRADIENTS}, "cuda", "cuda"),
+    ),
+    # The forward pass of cuda, and the backward pass of triton where it is faster: both read the same lse.
+    "sums of few keys": (
+        ({"q": (64, 256, 16, 128), **GRADIENTS}, "cuda", "triton"),
+        ({"q": (64, 256, 16, 96), **GRADIENTS}, "cuda", "cuda"),
+        ({"q": (32, 256, 16, 128), **GRADIENTS}, "cuda", "cuda"),  # 1024 tiles
+        ({"q": (16, 4096, 16, 128), "seqlen_k": 256, **GRADIENTS}, "cuda", "cuda"),  # not timed
+        ({"q": (64, 256, 16, 128), "softcap": 30.0, **GRADIENTS}, "cuda", "cuda"),
+        ({"q": (64, 256, 16, 128), "window_size": (200, -1), **GRADIENTS}, "cuda", "cuda"),
+        ({"q": (64, 256, 16, 128), "mask": (64, 1, 256, 256), **GRADIENTS}, "cuda", "cuda"),
+        ({"q": (64, 256, 16, 128), "bias": (1, 16, 256, 256), **GRADIENTS}, "cuda", "cuda"),
+        ({"q": (40, 384, 16, 128), **GRADIENTS}, "cuda", "cuda"),
+        ({"q": (40, 384, 16, 128), **GROUPED_SUMS}, "cuda", "triton"),
+        ({"q": (40, 640, 16, 128), **GROUPED_SUMS}, "cuda", "cuda"),
+        ({"q": (16, 512, 16, 128), **DBIAS, "bias": (16, 16, 512, 512), **GRADIENTS}, "cuda", "triton"),
+        ({"q": (16, 512, 16, 128), **DBIAS, "bias": (1, 16, 512, 512), **GRADIENTS}, "cuda", "cuda"),
+        ({"q": (4, 4096, 16, 128), **DBIAS, "bias": (4, 16, 4096, 4096), **GRADIENTS}, "cuda", "cuda"),
+    ),
+    # At head dim 64 by pairs of tiles of keys, where there are enough of them, it is faster than triton.
+    "a whole dbias in a fixed order": (
+        (ORDERED, "cuda", "cuda"),
+        ({**ORDERED, "q": (2, 4096, 16, 128)}, "cuda", "triton"),
+        ({**ORDERED, "kv_heads": 8}, "cuda", "triton"),  # works are of key-value heads
+        (ODD, "cuda", "triton"),  # the last block has one tile, and takes as long
+        ({**ODD, "seqlen_k": 512, "bias": (64, 16, 300, 512)}, "cuda", "cuda"),
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("flags", "chosen"),
-    (
-        ({"window_size": (31, 0)}, "triton"),
-        ({"window_size": (32, 0)}, "cuda"),
-        ({"window_size": (16, 15)}, "triton"),
-        ({"window_size": (16, 16)}, "cuda"),
-        ({"window_size": (31, 9), "is_causal": True}, "triton"),
-        ({"window_size": (3, -1)}, "cuda"),
-        ({"window_size": (-1, 3)}, "cuda"),
-    ),
-    ids=str,
+    ("call", "forward", "backward"),
+    [pytest.param(*one, id=f"{subject}: {one[0]}") for subject, calls in WHOM_AUTO_TAKES.items() for one in calls],
 )
-def test_windows_of_few_keys_train_on_triton(flags: dict[str, Any], chosen: str) -> None:
-    """delta is taken from out in 16 bits, whose rounding few keys do not average out."""
-    assert explained(**flags, **GRADIENTS).backward == chosen
+def test_whom_auto_takes(call: dict[str, Any], forward: str, backward: str | None) -> None:
+    explanation = explained(**call)
+    assert (explanation.forward, explanation.backward) == (forward, backward)
 
 
 def test_triton_says_where_it_computes_out_once_more() -> None:
@@ -573,32 +508,6 @@ def test_triton_says_where_it_computes_out_once_more() -> None:
         notes(window_size=(32, 0), **GRADIENTS) == notes(window_size=(31, 0)) == notes(seqlen_k=32, **GRADIENTS) == [()]
     )
     assert notes(window_size=(31, 0), dtype="fp32", **GRADIENTS) == [()]
-
-
-@pytest.mark.parametrize(
-    ("size", "call", "chosen"),
-    (
-        ((64, 256, 16, 128), {}, "triton"),
-        ((64, 256, 16, 96), {}, "cuda"),
-        ((32, 256, 16, 128), {}, "cuda"),  # 1024 tiles
-        ((16, 4096, 16, 128), {"seqlen_k": 256}, "cuda"),  # not timed
-        ((64, 256, 16, 128), {"softcap": 30.0}, "cuda"),
-        ((64, 256, 16, 128), {"window_size": (200, -1)}, "cuda"),
-        ((64, 256, 16, 128), {"mask": (64, 1, 256, 256)}, "cuda"),
-        ((64, 256, 16, 128), {"bias": (1, 16, 256, 256)}, "cuda"),
-        ((40, 384, 16, 128), {}, "cuda"),
-        ((40, 384, 16, 128), {"is_causal": True, "kv_heads": 4}, "triton"),
-        ((40, 640, 16, 128), {"is_causal": True, "kv_heads": 4}, "cuda"),
-        ((16, 512, 16, 128), {"bias": (16, 16, 512, 512), "bias_grad": True}, "triton"),
-        ((16, 512, 16, 128), {"bias": (1, 16, 512, 512), "bias_grad": True}, "cuda"),
-        ((16, 512, 16, 128), {"bias": (16, 16, 512, 512), "bias_grad": True, "is_causal": True}, "cuda"),
-        ((4, 4096, 16, 128), {"bias": (4, 16, 4096, 4096), "bias_grad": True}, "cuda"),
-    ),
-)
-def test_sums_for_few_keys_are_left_to_triton(size: tuple[int, ...], call: dict[str, Any], chosen: str) -> None:
-    """Where it was the faster: the forward pass is cuda's, and both read the same lse."""
-    found = explained(**{"q": size, "seqlen_k": size[1], **call}, grad=True)
-    assert (found.forward, found.backward) == ("cuda", chosen)
 
 
 @pytest.mark.parametrize("is_disabled", (False, True), ids=("triton does not work", "triton is disabled"))
@@ -617,17 +526,6 @@ def test_what_is_left_to_triton_is_cudas_without_it(is_disabled: bool, monkeypat
             assert (found.forward, found.backward) == ("cuda", "eager" if refused else "cuda"), call
             assert ("auto finds no other here, and else passes it over: " in str(found)) is not bool(refused)
         assert explained(device="sm_80").forward == "eager"
-
-
-def test_fixed_order_of_a_whole_dbias() -> None:
-    """At head dim 64 by pairs of tiles of keys, where there are enough of them, it is faster than triton."""
-    call = {**DBIAS, **GRADIENTS, "deterministic": True}
-    assert explained(**call).backward == "cuda"
-    assert explained(**call, q=(2, 4096, 16, 128)).backward == "triton"
-    assert explained(**call, kv_heads=8).backward == "triton"  # works are of key-value heads
-    odd = {**call, "q": (64, 300, 16, 64), "seqlen_k": 384, "bias": (64, 16, 300, 384)}
-    assert explained(**odd).backward == "triton"  # the last block has one tile, and takes as long
-    assert explained(**{**odd, "seqlen_k": 512, "bias": (64, 16, 300, 512)}).backward == "cuda"
 
 
 def test_a_build_of_some_instances(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Packed and padded sequences on cuda, each form of bias with its gradient: on a GPU or the emulated one.
+"""Packed, padded and paged sequences on cuda, each form of bias with its gradient: on a GPU or the emulated one.
 
 Random calls reach a bias of one value per score rarely; `mutants/csrc.py` plants its faults of sequences here.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accuracy import Results
 from cases import DEVICE
 from conftest import Runner
 from sequence_calls import LEAVES, SequenceCall, assert_accurate, run, spoiled
@@ -41,25 +42,34 @@ BIASES: dict[str, tuple[int, ...] | None] = {
 }
 
 
-def made(bias: tuple[int, ...] | None = None, padded: bool = False, **flags: Any) -> SequenceCall:
-    """A call of `LENGTHS`, with gradients of everything and a sink."""
-    rng = torch.Generator().manual_seed(0)
+def made(
+    bias: tuple[int, ...] | None = None, padded: bool = False, page_size: int | None = None, **flags: Any
+) -> SequenceCall:
+    """A call of `LENGTHS` with a sink, and gradients of everything, or keys in pages that lie in any order."""
+    rng = torch.Generator().manual_seed(page_size or 0)
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(shape, generator=rng).to(DEVICE, dtype)
 
+    number = len(LENGTHS)
     used = [[pair[side] for pair in LENGTHS] for side in (0, 1)]
     edges = [[0, *accumulate(lengths)] for lengths in used]
-    tables = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (*edges, *used)]
-    if padded:
-        sequences = Sequences.padded(tables[3], tables[2])
-        rows_q, rows_k = (len(LENGTHS), MOST_Q), (len(LENGTHS), MOST_K)
-        firsts = [[0] * len(LENGTHS)] * 2
+    rows_q, rows_k = ((number, MOST_Q), (number, MOST_K)) if padded else ((TOKENS_Q,), (TOKENS_K,))
+    firsts = [[0] * number] * 2 if padded else edges
+    cu_q, cu_k, used_q, used_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (*edges, *used))
+    if page_size is not None:
+        columns = -(-MOST_K // page_size) + 1
+        rows_k, firsts = (number * columns + 2, page_size), [firsts[0], [0] * number]
+        table = torch.randperm(rows_k[0], generator=rng)[: number * columns].view(number, columns).int().to(DEVICE)
+        queries: dict[str, Any] = {} if padded else {"cu_seqlens_q": cu_q, "max_seqlen_q": MOST_Q}
+        used[0] = [MOST_Q] * number if padded else used[0]  # of every slot
+        sequences = Sequences.paged(table, used_k, max_seqlen_k=MOST_K, **queries)
+    elif padded:
+        sequences = Sequences.padded(used_k, used_q)
     else:
-        sequences = Sequences.packed(tables[0], tables[1], max_seqlen_q=MOST_Q, max_seqlen_k=MOST_K)
-        rows_q, rows_k, firsts = (TOKENS_Q,), (TOKENS_K,), edges
-    lse_shape = (len(LENGTHS), HEADS, MOST_Q) if padded else (HEADS, TOKENS_Q)
+        sequences = Sequences.packed(cu_q, cu_k, max_seqlen_q=MOST_Q, max_seqlen_k=MOST_K)
     standard = {"is_causal": False, "window_size": None, "softcap": 0.0, "softmax_scale": None, "dropout_p": 0.0}
+    needs_grad = () if page_size else tuple(name for name in LEAVES if name != "bias" or bias is not None)
     return SequenceCall(
         q=normal(*rows_q, HEADS, HEAD_DIM),
         k=normal(*rows_k, HEADS_K, HEAD_DIM),
@@ -68,13 +78,21 @@ def made(bias: tuple[int, ...] | None = None, padded: bool = False, **flags: Any
         bias=None if bias is None else normal(*bias),
         sink=normal(HEADS, dtype=torch.float32),
         sequences=sequences,
-        lengths=tuple((first_q, n, first_k, m) for first_q, first_k, (n, m) in zip(*firsts, LENGTHS, strict=False)),
+        lengths=tuple(zip(firsts[0], used[0], firsts[1], used[1], strict=False)),
         flags=standard | flags,
         dout=normal(*rows_q, HEADS, HEAD_DIM),
-        dlse=normal(*lse_shape, dtype=torch.float32),
-        needs_grad=tuple(name for name in LEAVES if name != "bias" or bias is not None),
-        told=f"made({bias}, {padded}, {flags})",
+        dlse=normal(*rows_q[:-1], HEADS, rows_q[-1], dtype=torch.float32) if needs_grad else None,
+        needs_grad=needs_grad,
+        told=f"made({bias}, {padded}, {page_size}, {flags})",
     )
+
+
+def attend(call: SequenceCall, backend: str = "cuda") -> Results:
+    """out and lse, of k and v where they lie: `run` would copy them."""
+    tensors = (call.q, call.k, call.v, call.mask, call.bias)
+    flags = {"sink": call.sink, "sequences": call.sequences, "return_lse": True, "backend": backend, **call.flags}
+    out, lse = flash_dmattn.attention(*tensors, **flags)
+    return {"out": out, "lse": lse}
 
 
 def check(call: SequenceCall) -> None:
@@ -129,11 +147,11 @@ def test_entries_that_do_not_follow_each_other(backend: Runner) -> None:
 
 
 def test_some_gradients(backend: Runner) -> None:
-    whole = run(made(BIASES["packed rows"]), "cuda")
+    together = run(made(BIASES["packed rows"]), "cuda")
     for needs in (("q",), ("k",), ("v", "sink"), ("bias",), ("sink",)):
-        found = run(replace(made(BIASES["packed rows"]), needs_grad=needs), "cuda")
+        actual = run(replace(made(BIASES["packed rows"]), needs_grad=needs), "cuda")
         for name in needs:
-            x, y = found[f"d{name}"], whole[f"d{name}"]
+            x, y = actual[f"d{name}"], together[f"d{name}"]
             assert x is not None and y is not None
             torch.testing.assert_close(x, y, rtol=2**-7, atol=2**-7)
 
@@ -153,6 +171,13 @@ def test_wrong_tables_stay_inside(backend: Runner) -> None:
     results = run(replace(call, sequences=sequences), "cuda")
     torch.cuda.synchronize()
     assert all(x is None or x.isfinite().all() or name == "lse" for name, x in results.items())
+    call = made(page_size=64, is_causal=True)
+    table = torch.tensor([[10**9, -7, 3, 2**31 - 1, -(2**31), 0]] * len(LENGTHS), dtype=torch.int32, device=DEVICE)
+    sequences = Sequences.paged(table, torch.full((len(LENGTHS),), 10**6, device=DEVICE), max_seqlen_k=MOST_K)
+    q = torch.randn(len(LENGTHS), MOST_Q, HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    out = flash_dmattn.attention(q, call.k, call.v, sequences=sequences, backend="cuda")
+    torch.cuda.synchronize()
+    assert out.isfinite().all()
 
 
 def test_explain_says_what_cuda_takes(backend: Runner) -> None:
@@ -164,5 +189,98 @@ def test_explain_says_what_cuda_takes(backend: Runner) -> None:
     call = made()
     assert not any("copies" in note for note in notes(call.k))
     call = made(padded=True)
-    found = [note for note in notes(torch.cat((call.k, call.k), 1)[:, : call.k.shape[1]]) if "copies" in note]
-    assert len(found) == 1 and found[0].startswith("copies k, of strides")
+    actual = [note for note in notes(torch.cat((call.k, call.k), 1)[:, : call.k.shape[1]]) if "copies" in note]
+    assert len(actual) == 1 and actual[0].startswith("copies k, of strides")
+
+
+# Keys in pages
+
+
+def check_pages(call: SequenceCall) -> None:
+    """Both results of the call against fp64, with NaN in all slots of no key."""
+    assert_accurate(attend(spoiled(call)), call)
+
+
+@pytest.mark.parametrize("page_size", (16, 32, 64, 128, 256))
+def test_every_size_of_a_page(backend: Runner, page_size: int) -> None:
+    check_pages(made(page_size=page_size, is_causal=True))
+    check_pages(made(page_size=page_size, padded=True, window_size=(100, 30)))
+
+
+@pytest.mark.parametrize("form", ("none", "packed rows", "of each sequence", "keys by position"))
+def test_every_bias_beside_pages(backend: Runner, form: str) -> None:
+    check_pages(made(BIASES[form], page_size=32, is_causal=form == "packed rows"))
+
+
+def interleaved(x: Tensor, other: Tensor) -> Tensor:
+    """Lay the pages of x before the pages of another tensor, in turn in one pool."""
+    return torch.stack((x, other), 1)[:, 0]
+
+
+def by_heads(x: Tensor, other: Tensor) -> Tensor:
+    """x as it lies in pages whose heads have their rows side by side."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def shifted(x: Tensor, other: Tensor) -> Tensor:
+    """x as it lies one element behind 16 bytes, which TMA does not read."""
+    return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("place", (interleaved, by_heads, shifted))
+def test_pools_lie_anyhow(backend: Runner, place: Any) -> None:
+    call = spoiled(made(page_size=32, is_causal=True))
+    tensors = replace(call, k=place(call.k, call.v), v=place(call.v, call.k))
+    assert_accurate(attend(tensors), made(page_size=32, is_causal=True))
+
+
+def with_table(call: SequenceCall, table: Tensor) -> SequenceCall:
+    """The call with another table of pages."""
+    x = call.sequences
+    queries = {"cu_seqlens_q": x.cu_seqlens_q, "max_seqlen_q": MOST_Q, "max_seqlen_k": MOST_K}
+    return replace(call, sequences=Sequences.paged(table, x.seqlens_k, **queries))
+
+
+def test_tables_and_pages_lie_anyhow(backend: Runner) -> None:
+    """Rows of a table have a stride, and shuffled pages change no bit."""
+    call = made(page_size=32, is_causal=True)
+    table, wanted = call.sequences.block_table, attend(call)
+    assert table is not None
+    wide = torch.cat((table, torch.full_like(table, -1)), 1)[:, : table.shape[1]]
+    moved = torch.randperm(len(call.k), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    shuffled = replace(with_table(call, torch.argsort(moved)[table.long()]), k=call.k[moved], v=call.v[moved])
+    for tensors in (with_table(call, wide), shuffled):
+        actual = attend(tensors)
+        assert all(torch.equal(actual[name], wanted[name]) for name in actual)
+
+
+@pytest.mark.parametrize("pages, columns", ((0, 3), (4, 0)))
+def test_no_page_is_no_key(backend: Runner, pages: int, columns: int) -> None:
+    q = torch.randn(2, 5, HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    k = torch.randn(pages, 16, HEADS_K, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    table = torch.zeros(2, columns, dtype=torch.int32, device=DEVICE)
+    none = Sequences.paged(table, torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    out, lse = flash_dmattn.attention(q, k, k, sequences=none, backend="cuda", return_lse=True)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    "page_size, place, said",
+    (
+        (48, None, "pages have 48 keys; the kernels take 16, 32, 64 or a multiple of 128"),
+        (32, "columns", "TMA reads pages whose stride is a multiple of the stride of rows"),
+        (32, "apart", "TMA reads pages whose stride is a multiple of the stride of rows"),
+    ),
+)
+def test_pages_that_are_refused(backend: Runner, page_size: int, place: str | None, said: str) -> None:
+    call = made(page_size=page_size)
+    if place == "columns":
+        call = replace(call, v=call.v.transpose(1, 3).contiguous().transpose(1, 3))
+    if place == "apart":
+        rows = call.k.flatten(1)
+        spread = torch.cat((rows, rows.new_zeros(len(rows), 8)), 1)[:, : rows.shape[1]]
+        call = replace(call, k=spread.unflatten(1, call.k.shape[1:]))
+    with pytest.raises(flash_dmattn.BackendUnsupportedError, match=said):
+        attend(call)
+    told = flash_dmattn.explain(call.q, call.k, call.v, sequences=call.sequences)
+    assert told.forward != "cuda" and said in str(told)

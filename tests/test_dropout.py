@@ -17,9 +17,7 @@ from sequence_calls import assert_accurate as assert_sequences_accurate
 from sequence_calls import draw as draw_sequences
 from sequence_calls import run as run_sequences
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.func import grad, jacrev, jvp, vmap
-from torch.utils.checkpoint import checkpoint
+from torch.func import grad, vmap
 
 import flash_dmattn
 from flash_dmattn.explanation import explain_problem
@@ -211,100 +209,6 @@ def test_no_dropout_draws_nothing() -> None:
     assert not call(1).any()
 
 
-@pytest.mark.parametrize("form", ("dense", "packed", "padded"))
-def test_second_derivatives_drop_the_same(form: str) -> None:
-    """Each entry, and each sequence by its number, as in the first derivative of the formula."""
-    lengths = torch.tensor([5, 4], device=DEVICE)
-    sequences = {
-        "dense": None,
-        "packed": flash_dmattn.Sequences.packed(torch.tensor([0, 5, 9], device=DEVICE), max_seqlen_q=5),
-        "padded": flash_dmattn.Sequences.padded(lengths, seqlens_q=lengths),
-    }[form]
-    shape = (9, 2, 8) if form == "packed" else (2, 5, 2, 8)
-    inputs = [rows(*shape, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    inputs += [rows(2, 2, 5, 5, dtype=torch.float64).requires_grad_(), rows(2, dtype=torch.float64).requires_grad_()]
-
-    def second(backend: str) -> tuple[Tensor, ...]:
-        torch.manual_seed(0)
-        q, k, v, bias, sink = inputs
-        numbers = {"dropout_p": 0.4, "sequences": sequences, "backend": backend}
-        out = flash_dmattn.attention(q, k, v, bias=bias, sink=sink, is_causal=True, **numbers)
-        first = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
-        return torch.autograd.grad(sum(x.sin().sum() for x in first), inputs)
-
-    for x, y in zip(second("eager"), second("reference"), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("use_reentrant", (False, True))
-def test_a_checkpoint_drops_the_same_again(use_reentrant: bool) -> None:
-    q, k, v = (rows(1, 20, 2, 8).requires_grad_() for _ in range(3))
-
-    def found(wrap: bool) -> tuple[Tensor, ...]:
-        torch.manual_seed(0)
-        function = lambda *x: flash_dmattn.attention(*x, dropout_p=0.5)
-        out = checkpoint(function, q, k, v, use_reentrant=use_reentrant) if wrap else function(q, k, v)
-        for x in (q, k, v):
-            x.grad = None
-        out.square().sum().backward()
-        return out, q.grad, k.grad, v.grad  # type: ignore[return-value]
-
-    for x, y in zip(found(True), found(False), strict=True):
-        assert torch.equal(x, y)
-
-
-def test_a_compiled_call_is_one_graph() -> None:
-    q, k, v = (rows(1, 20, 2, 8).requires_grad_() for _ in range(3))
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = flash_dmattn.attention(q, k, v, dropout_p=0.5)
-        return out
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(function, backend=counter, fullgraph=True)
-    results = []
-    for run in (compiled, function):
-        torch.manual_seed(0)
-        outs = run(q, k, v), run(q, k, v)
-        results.append((*outs, *torch.autograd.grad(sum(x.square().sum() for x in outs), (q, k, v))))
-    assert counter.frame_count == 1
-    for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y)
-    assert not torch.equal(*results[0][:2])
-
-
-def fp64(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
-@pytest.mark.parametrize("shape", ((2, 4, 2, 1), (1, 2, 1, 3), (1, 4, 2, 3)), ids=str)
-def test_gradcheck_and_gradgradcheck(shape: tuple[int, ...]) -> None:
-    mask = torch.rand(2, 4, 2, 3) < 0.7
-    mask[0, 1, 1] = False
-
-    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(5)
-        out, lse = flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, dropout_p=0.4, backend="eager")
-        return out, lse.masked_fill(lse == -torch.inf, 0.0)
-
-    given = (fp64(2, 2, 4, 2), fp64(2, 3, 2, 2), fp64(2, 3, 2, 3), fp64(*shape))
-    assert torch.autograd.gradcheck(function, given)
-    assert torch.autograd.gradgradcheck(function, given, fast_mode=True)
-
-
-def test_forward_mode() -> None:
-    q, k = fp64(1, 3, 2, 4).detach(), fp64(1, 5, 2, 4).detach()
-
-    def function(x: Tensor, backend: str = "reference") -> Any:
-        torch.manual_seed(1)
-        return flash_dmattn.attention(x, k, k, dropout_p=0.4, backend=backend)
-
-    _, found = jvp(function, (q,), (torch.ones_like(q),))
-    step = 1e-6
-    numeric = (function(q + step, "eager") - function(q - step, "eager")) / (2 * step)
-    torch.testing.assert_close(found, numeric, rtol=1e-7, atol=1e-9)
-
-
 @pytest.mark.parametrize("backend", ("eager", "reference"))
 def test_a_map_drops_as_its_randomness_says(backend: str) -> None:
     """As `F.dropout` under `torch.vmap`: the same in each, another in each, or an error."""
@@ -325,16 +229,6 @@ def test_a_map_drops_as_its_randomness_says(backend: str) -> None:
         assert not any(torch.equal(x, y) for x, y in itertools.combinations(different, 2))
         with pytest.raises(RuntimeError, match="called random operation while in randomness error mode"):
             vmap(function)(many)
-
-
-def test_a_mapped_backward_pass_drops_what_the_forward_pass_did() -> None:
-    q, k = torch.randn(1, 3, 2, 4, dtype=torch.float64), torch.randn(1, 5, 2, 4, dtype=torch.float64)
-
-    def function(q: Tensor, backend: str = "eager") -> Any:
-        torch.manual_seed(1)
-        return flash_dmattn.attention(q, k, k, dropout_p=0.4, backend=backend)
-
-    torch.testing.assert_close(jacrev(function)(q), jacrev(lambda x: function(x, "reference"))(q))
 
 
 def test_leading_dims_are_entries_in_their_order() -> None:

@@ -166,23 +166,6 @@ def test_shapes_of_masks() -> None:
         assert isinstance(empty, IntervalMask) and empty.dense().shape == shape
 
 
-@pytest.mark.parametrize("reorder", [False, True])
-def test_in_a_call(reorder: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 60, 4, 16, generator=generator, dtype=torch.float64) for _ in range(3))
-    bias = torch.randn(2, 2, 1, 60, generator=generator, dtype=torch.float64)
-    mask = topk_mask(bias, 9, is_causal=True)
-    inputs = [x.requires_grad_() for x in (q, k[:, :, :2], v[:, :, :2], bias)]
-    prepared = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=reorder)
-    assert isinstance(prepared, IntervalMask)
-    results = []
-    for argument, backend in ((prepared, "eager"), (mask, "reference")):
-        out = flash_dmattn.attention(*inputs[:3], argument, inputs[3], is_causal=True, backend=backend)
-        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for actual, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(actual, wanted)
-
-
 # An order of keys
 
 

@@ -120,14 +120,6 @@ def test_a_bias_of_16_bits_has_its_gradient_summed_in_32(dtype: torch.dtype, sha
         assert_accurate(run(spoiled(call), "flex"), call)
 
 
-@pytest.mark.parametrize("needs_grad", [("q",), ("v", "sink"), ("bias",), ("sink",), ()])
-def test_any_subset_of_gradients(needs_grad: tuple[str, ...]) -> None:
-    with eager_flex():
-        for shape in ((2, 301, 130), (4, 1, 171), (1, 2, 140, 1)):
-            call = replace(call_with(shape, None), needs_grad=needs_grad)
-            assert_accurate(run(call, "flex"), call)
-
-
 @pytest.mark.parametrize("lengths", [((0, 0), (0, 0)), ((0, 2), (0, 0)), ((0, 0), (0, 3)), ((2, 0), (0, 3))], ids=str)
 @pytest.mark.parametrize("spare", [0, 2])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -243,33 +235,6 @@ def test_compiled_padded_slots_with_a_mask() -> None:
     results = attention(q, k, v, mask, is_causal=True, sequences=sequences, backend="flex")
     exact = attention(q, k, v, mask, is_causal=True, sequences=sequences, backend="eager")
     torch.testing.assert_close(results, exact, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("form", [None, (1, 4, 24, 24), (2, 30, 24), (4, 1, 30)], ids=str)
-def test_inside_a_callers_graph(form: tuple[int, ...] | None) -> None:
-    """Sequences made in the graph, a bias computed there, both passes."""
-    generator = torch.Generator().manual_seed(10)
-    q, k, v = (torch.randn(30, h, 16, generator=generator).requires_grad_() for h in (4, 2, 2))
-    scores = None if form is None else torch.randn(form, generator=generator).requires_grad_()
-
-    def layer(edges: Tensor, *leaves: Tensor | None) -> Tensor:
-        q, k, v, scores = leaves
-        sequences = Sequences.packed(edges, max_seqlen_q=24)
-        bias = None if scores is None else scores.exp()
-        return 2 * attention(q + 1, k, v, None, bias, is_causal=True, sequences=sequences, backend=backend)
-
-    leaves = [x for x in (q, k, v, scores) if x is not None]
-    with eager_flex():
-        compiled = torch.compile(layer, fullgraph=True, backend="eager")
-        for edges in ([0, 12, 30], [0, 20, 25]):
-            backend, results = "flex", []
-            for function in (compiled, layer):
-                out = function(torch.tensor(edges), q, k, v, scores)
-                results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-                backend = "eager"
-            for x, y in zip(*results, strict=True):
-                assert (x - y).norm() <= 1e-4 * y.norm()
-    torch._dynamo.reset()
 
 
 @compiled_on_cpu

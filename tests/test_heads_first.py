@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +12,6 @@ from cases import DEVICE
 from ready_backend import Ready, ready_pair
 from test_plans import Launched, Watch, launched, profiled
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
@@ -196,26 +194,6 @@ def check(found: list[Tensor]) -> None:
     torch.testing.assert_close(found, WANTED)
 
 
-def test_passes_that_are_ready_run_from_the_first_call_on(ready: Ready) -> None:
-    for _ in range(2):
-        check(results(ours, leaves({})))
-    assert ready.ways == ["forward", "backward"] * 2
-
-
-@pytest.mark.parametrize("watch", [Watch, profiled], ids=["dispatch mode", "profiler"])
-def test_what_watches_is_shown_operators(watch: Callable[[], Any], ready: Ready) -> None:
-    with watch():
-        check(results(ours, leaves({})))
-    check(results(ours, leaves({})))
-    given = leaves({})
-    out = ours(**given)
-    with watch():
-        found = torch.autograd.grad(out, [given[name] for name in "qkv"], drawn(*out.shape))
-    check([out.detach(), *found])
-    assert ready.ways == ["forward", "backward"] * 3
-    assert ready.shown == ["forward", "backward", "backward"]
-
-
 def recorded() -> AbstractContextManager[Any]:
     return flash_dmattn.config(record=[])
 
@@ -229,43 +207,6 @@ def test_a_layer_that_is_checkpointed_saves_the_same_twice(watch: Callable[[], A
     with watch():
         out = checkpoint(lambda q, k, v: ours(q, k, v, **DEFAULTS), *tensors, use_reentrant=False)
     check([out.detach(), *torch.autograd.grad(out, tensors, drawn(*out.shape))])
-
-
-def test_records_have_a_decision_for_each_call() -> None:
-    with flash_dmattn.config(record=(decisions := [])):
-        for _ in range(2):
-            results(ours, leaves({}))
-    assert len(decisions) == 2
-
-
-@pytest.mark.parametrize("which", range(4))
-def test_saved_tensors_that_come_back_in_another_layout(which: int, ready: Ready) -> None:
-    given, counter = leaves({}), itertools.count()
-
-    def unpack(x: Tensor) -> Tensor:
-        place = next(counter)
-        return x.contiguous() if place == which else x.clone() if which == 3 else x
-
-    with saved_tensors_hooks(lambda x: x, unpack):
-        check(results(ours, given))
-    assert ready.ways == ["forward", "backward"]
-
-
-def test_second_derivatives() -> None:
-    given = {name: x.detach().double().requires_grad_() if name in "qkv" else x for name, x in leaves({}).items()}
-    with flash_dmattn.config(backend="eager"):
-        assert torch.autograd.gradgradcheck(
-            lambda q, k, v: ours(q, k, v, **DEFAULTS), [given[name] for name in "qkv"], fast_mode=True
-        )
-
-
-def test_a_gradient_with_a_graph_runs_the_same_pass(ready: Ready) -> None:
-    given = leaves({})
-    tensors = [given[name] for name in "qkv"]
-    found = torch.autograd.grad(ours(**given).sum(), tensors, create_graph=True)
-    assert ready.ways == ["forward", "backward"]
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        found[0].sum().backward()
 
 
 class Wrapped(Tensor):
@@ -289,19 +230,3 @@ def test_transforms_subclasses_and_tangents() -> None:
         dual = torch.autograd.forward_ad.make_dual(q, q)
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             attend(dual)
-
-
-def test_a_tensor_that_a_transform_has_left_behind() -> None:
-    left: list[Tensor] = []
-    q, k, v = (leaves({})[name].detach() for name in "qkv")
-    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(q)
-    torch.testing.assert_close(ours(left[0], k, v, **DEFAULTS), WANTED[0])
-
-
-def test_a_backend_that_is_registered_or_disabled_is_chosen_anew(ready: Ready) -> None:
-    check(results(ours, leaves({})))
-    with flash_dmattn.config(backend="eager"):
-        check(results(ours, leaves({})))
-    assert ready.ways == ["forward", "backward"]
-    with flash_dmattn.config(disabled="ready"), pytest.raises(flash_dmattn.BackendUnavailableError):
-        ours(**leaves({}))

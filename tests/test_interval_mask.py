@@ -83,25 +83,6 @@ def test_the_earliest_of_a_tie_stays_and_the_two_zeros_tie() -> None:
     assert prepared.stop.tolist() == [[[4, 2, 4, 0]]]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_stops_by_their_definition(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    length, k = 3 + 5 * seed, 1 + seed
-    keys = torch.randint(6, (3, length), generator=generator)
-    for row, stops in zip(keys.tolist(), topk_stops(keys, k).tolist(), strict=True):
-        for j, stop in enumerate(stops):
-            better = [i for i in range(length) if (-row[i], i) < (-row[j], j)]
-            assert stop == (max(j, better[k - 1]) if len(better) >= k else length)
-
-
-def test_scores_per_group_meet_a_mask_per_head() -> None:
-    scores = torch.randn(1, 2, 1, 40, generator=torch.Generator().manual_seed(0))
-    mask = torch.rand(2, 6, 1, 40, generator=torch.Generator().manual_seed(1)) < 0.7
-    prepared = PreparedMask.from_topk(scores, 5, is_causal=True, mask=mask)
-    assert prepared.shape == (2, 6, 40, 40)
-    assert torch.equal(prepared.dense(), topk_mask(scores, 5, is_causal=True, mask=mask))
-
-
 def test_expanded_scores_count_once_and_none_is_kept_alive() -> None:
     scores = torch.randn(1, 1, 1, 40).requires_grad_()
     prepared = PreparedMask.from_topk(scores.expand(3, 4, 40, 40), 5, is_causal=True)
@@ -323,17 +304,6 @@ def test_no_places_are_left_out_where_most_keys_are_live() -> None:
         empty = PreparedMask.from_topk(torch.zeros(shape), 3, is_causal=True, seqlen_q=seqlen_q, compact=True)
         assert empty.dense().shape == (*shape[:2], seqlen_q, shape[3]) and empty.is_reordered
         check_fields(empty)
-
-
-def test_lists_of_few_places_take_memory_by_live_keys() -> None:
-    """A seventh of the keys of independent scores are live here, and the lists are a seventh too."""
-    scores = torch.randn(1, 1, 1, 16384, generator=torch.Generator().manual_seed(0))
-    every_key, compact = (
-        PreparedMask.from_topk(scores, 512, is_causal=True, reorder=True, compact=few) for few in (False, True)
-    )
-    lists = [mask.row_lists.nbytes + mask.col_lists.nbytes for mask in (every_key, compact)]
-    assert lists[0] == 2 * 4 * 128 * 130 and lists[1] == 4 * (128 * (2 + 18) + 18 * 130)
-    assert compact.num_places == 18 * 128
 
 
 # Statistics

@@ -260,14 +260,6 @@ def test_autocast_and_probabilities() -> None:
     torch.testing.assert_close(out, torch.einsum("abhij,abjhd->abihd", probs, k.repeat_interleave(2, -2)))
 
 
-def test_one_graph() -> None:
-    compiled = torch.compile(run("eager"), backend="aot_eager", fullgraph=True)
-    for size in (3, 5):
-        call = LeadingCall((2, size), (1, size, 1, 1, LK), (2, 1, H, LQ, LK))
-        arguments = call.build()
-        assert_accurate(results(compiled, call, arguments), call, arguments)
-
-
 def test_vmap_in_a_graph() -> None:
     call = LeadingCall((2, 3), None, (1, 1, 1, LQ, LK))
     q, k, v, bias = (call.build()[name] for name in ("q", "k", "v", "bias"))
@@ -279,18 +271,6 @@ def test_vmap_in_a_graph() -> None:
 
     compiled = torch.compile(mapped, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), over_batches(formula.attention)(q, k, v, None, bias)[0])
-
-
-def test_second_derivative() -> None:
-    call = LeadingCall((2, 3), (2, 1, 1, LQ, LK), (1, 3, HK, LQ, LK))
-    arguments = call.build()
-    leaves = [arguments[name].requires_grad_() for name in ("q", "k", "v", "bias")]
-    actual = []
-    for backend in ("eager", "reference"):
-        out = flash_dmattn.attention(*leaves[:3], arguments["mask"], leaves[3], backend=backend)
-        first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
-        actual.append(torch.autograd.grad(sum(x.sin().sum() for x in first), leaves))
-    torch.testing.assert_close(actual[0], actual[1], rtol=1e-9, atol=1e-11)
 
 
 # vmap
@@ -447,10 +427,3 @@ def test_vmap_unpacks_a_mask_that_was_prepared_for_another_backend() -> None:
     assert pair.ran == []
     wanted = torch.vmap(torch.func.grad(loss("reference"), (0, 1, 2, 3)), dims)(*tensors)
     torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-11)
-
-
-def test_vmap_of_a_prepared_mask() -> None:
-    tensors, dims = inputs("q k v")
-    prepared = PreparedMask.from_mask(tensors[4])
-    actual = torch.vmap(lambda *arguments: loss("eager")(*arguments, prepared), dims[:4])(*tensors[:4])
-    torch.testing.assert_close(actual, torch.vmap(loss("reference"), dims)(*tensors))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flash_dmattn
 from flash_dmattn import masks
 from flash_dmattn.backends.mask_choice import prepared_form
-from flash_dmattn.dispatch import config, selection
-from flash_dmattn.explanation import explain_problem
+from flash_dmattn.dispatch import selection
+from flash_dmattn.explanation import explain_description, explain_problem
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.operators import prepared_view
 from flash_dmattn.masks.prepared.storage import unpack_view
@@ -42,10 +43,7 @@ from flash_dmattn.problem import MaskChoice
 
 
 @pytest.fixture(autouse=True)
-def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn")):
-        monkeypatch.setattr(config.process, name, value)
-    monkeypatch.setattr(selection, "_warned", set())
+def as_in_a_new_process(untouched_settings: None) -> Iterator[None]:
     with both_registered():
         yield
 
@@ -77,21 +75,62 @@ def test_prepared_mask_gives_what_the_dense_mask_gives(form: str, band: dict[str
         assert_same(results(leaves(), prepared, backend=backend, **band), expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", PREPARED.backend.name])
-def test_masks_made_from_what_defines_them(backend: str) -> None:
-    blocks = random_mask(1, HK, 2, 2)
-    ids_q, ids_k = masks.document_ids([40, 100]), masks.document_ids([70, 80])
-    made = {
-        "blocks": (PreparedMask.from_blocks(blocks, 128, LQ, LK), masks.expand_blocks(blocks, 128, LQ, LK)),
-        "window": (
-            PreparedMask.from_window(LQ, LK, window_size=(9, -1)),
-            masks.sliding_window_mask(LQ, LK, (9, -1)),
-        ),
-        "documents": (PreparedMask.from_documents(ids_q, ids_k), masks.document_mask(ids_q, ids_k)),
-        "lengths": (PreparedMask.from_lengths([30, 150], LQ, LK), masks.padding_mask([30, 150], LK)),
-    }
-    for prepared, dense in made.values():
-        assert_same(results(leaves(), prepared, backend=backend), results(leaves(), dense, backend="reference"))
+def scores_of(*shape: int) -> Tensor:
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(2)).round(decimals=1)
+    scores[..., ::9] = -torch.inf
+    return scores
+
+
+TOPK = scores_of(1, HK, 1, LK)
+START = torch.arange(LK).expand(B, HQ, LK) % 97
+ROWS = torch.arange(LQ)[:, None]
+# Interval masks, with the dense mask that each stands for.
+INTERVALS: dict[str, tuple[PreparedMask, Tensor]] = {
+    "top-k, a head each": (
+        PreparedMask.from_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True),
+        masks.topk_mask(TOPK, 20, is_causal=True, seqlen_q=LQ),
+    ),
+    "top-k without causality": (
+        PreparedMask.from_topk(TOPK, 20, seqlen_q=LQ),
+        masks.topk_mask(TOPK, 20, seqlen_q=LQ).expand(-1, -1, LQ, -1),
+    ),
+    "intervals of a batch": (
+        PreparedMask.from_intervals(START, START + 40, LQ),
+        (START[..., None, :] <= ROWS) & (START[..., None, :] + 40 > ROWS),
+    ),
+    "a window": (
+        PreparedMask.from_intervals([0], torch.full((LK,), LQ), LQ, window_size=(30, 2)),
+        masks.sliding_window_mask(LQ, LK, (30, 2)),
+    ),
+    "none allowed": (PreparedMask.from_intervals([0] * LK, [0], LQ), torch.zeros(1, 1, LQ, LK, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("kind", INTERVALS)
+def test_interval_mask_gives_what_the_dense_mask_gives(kind: str, backend: Any) -> None:
+    prepared, dense = INTERVALS[kind]
+    dtype, near = (torch.float32, 1e-4) if backend == "flex" else (torch.float64, 1e-9)
+    with eager_flex() if backend == "flex" else nullcontext():
+        actual = results(leaves(dtype), prepared, backend=backend)
+    assert_same(actual, results(leaves(dtype), dense, backend="reference"), rtol=near, atol=near)
+    if backend == "eager":
+        assert all(torch.equal(x, y) for x, y in zip(actual, results(leaves(), dense, backend="eager"), strict=True))
+
+
+def test_a_graph_of_any_length_makes_an_interval_mask() -> None:
+    """Whether an order pays is decided by sizes, which are symbols here."""
+    torch._dynamo.reset()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        mask = PreparedMask.from_topk(bias, 20, is_causal=True, mask=bias > -1)
+        return flash_dmattn.attention(q, k, v, mask, bias)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (130, 200, 33):
+        q, k, v = torch.randn(3, 2, length, 4, 16).unbind()
+        arguments = q, k, v, torch.randn(2, 4, 1, length)
+        assert_same([compiled(*arguments)], [call(*arguments)], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -149,23 +188,6 @@ def test_one_query_and_none() -> None:
                 assert_same(results(arguments, prepared, backend=backend), expected)
 
 
-def test_two_layers_share_one_mask() -> None:
-    prepared = PreparedMask.from_mask(FORMS["full"], is_causal=True)
-    before = [x.clone() for x in prepared.tensors]
-
-    def layers(mask: Tensor | PreparedMask, backend: str, **band: Any) -> list[Tensor]:
-        q, k, v, bias = arguments = leaves()
-        x = flash_dmattn.attention(q, k, v, mask, bias, backend=backend, **band)
-        x = flash_dmattn.attention(x, k, v, mask, 2 * bias, softcap=3.0, backend=backend, **band)
-        return [x, *torch.autograd.grad(x.sin().sum(), arguments)]
-
-    expected = layers(FORMS["full"], "reference", is_causal=True)
-    for backend in ("eager", PREPARED.backend.name):
-        assert_same(layers(prepared, backend), expected)
-    assert PREPARED.received == ["tiles"] * 4
-    assert all(torch.equal(x, y) for x, y in zip(prepared.tensors, before))
-
-
 # The views that backends receive, and how often a mask is packed
 
 
@@ -191,6 +213,8 @@ class Seen(TorchDispatchMode):
         (PREPARED.backend.name, "expanded queries", False, ["intervals", "intervals"]),
         (PREPARED.backend.name, "full", True, ["tiles", "tiles"]),
         (PREPARED.backend.name, "per key", True, ["intervals", "intervals"]),
+        (PREPARED.backend.name, "top-k, a head each", True, ["intervals", "intervals"]),
+        ((PREPARED.backend.name, DENSE.backend.name), "top-k, a head each", True, ["tiles", "dense"]),
         (DENSE.backend.name, "full", False, ["dense", "dense"]),
         (DENSE.backend.name, "full", True, ["dense", "dense"]),
         ((PREPARED.backend.name, DENSE.backend.name), "full", False, ["tiles", "dense"]),
@@ -198,7 +222,10 @@ class Seen(TorchDispatchMode):
     ],
 )
 def test_what_a_forward_and_its_backward_receive(backend: Any, form: str, prepared: bool, received: list[str]) -> None:
-    mask = PreparedMask.from_mask(FORMS[form], seqlen_q=LQ) if prepared else FORMS[form]
+    if form in INTERVALS:
+        mask: Any = INTERVALS[form][0]
+    else:
+        mask = PreparedMask.from_mask(FORMS[form], seqlen_q=LQ) if prepared else FORMS[form]
     with Seen() as seen:
         results(leaves(), mask, backend=backend)
     assert PREPARED.received + DENSE.received == received
@@ -255,6 +282,11 @@ OF_CALL = prepared_for()
 @pytest.mark.parametrize(
     ("mask", "text"),
     [
+        (
+            PreparedMask.from_topk(TOPK, 3, is_causal=True),
+            "mask was prepared for seqlen_q 150; it needs that of the call",
+        ),
+        (PreparedMask.from_topk(TOPK[..., 1:], 3, seqlen_q=LQ), "mask was prepared for seqlen_k 149; it needs that of"),
         (prepared_for(seqlen_q=LQ - 1), "mask was prepared for seqlen_q 139; it needs that of the call, 140"),
         (prepared_for(seqlen_k=1), "mask was prepared for seqlen_k 1; it needs that of the call, 150"),
         (PreparedMask.from_mask(torch.ones(1, LK, dtype=torch.bool), seqlen_q=7), "mask was prepared for seqlen_q 7"),
@@ -344,6 +376,24 @@ def test_flex_notes_what_it_unpacks() -> None:
     )
     (flex,) = (verdict for verdict in explanation.verdicts if verdict.backend == "flex")
     assert flex.notes == ("unpacks the prepared mask to a dense bool tensor of 1024.0 MB",)
+
+
+@pytest.mark.parametrize("bias", [None, (1, 4, 1, 16384), (1, 16, 16384, 16384)], ids=str)
+@pytest.mark.parametrize(("seqlen_q", "unpacked"), [(16384, "1024.0"), (1, "0.1")])
+def test_explain_of_an_interval_mask_on_a_gpu(seqlen_q: int, unpacked: str, bias: tuple[int, ...] | None) -> None:
+    """A call with an interval mask of key-value heads, as `explain` describes it."""
+    if bias is not None:
+        bias = (*bias[:2], min(bias[2], seqlen_q), bias[3])
+    shape = {"mask": (1, 4, seqlen_q, 16384), "seqlen_k": 16384, "kv_heads": 4, "device": "sm_90", "bias": bias}
+    problem = explain_problem((1, seqlen_q, 16, 64), mask_prepared=True, **shape).problem
+    verdicts = explain_description(problem._replace(mask_form="intervals"), "auto").verdicts
+    notes = {verdict.backend: verdict.notes[:1] for verdict in verdicts if not verdict.reasons}
+    assert notes["reference"] == (f"unpacks the prepared mask to a dense bool tensor of {unpacked} MB",)
+    assert notes["eager"] == ()
+    for backend in {"cuda", "triton"} & notes.keys():
+        follows = bias is None or bias[2] == 1
+        assert follows == notes[backend][0].startswith("in a mask's order of keys, if it has one, copies k and v")
+        assert follows != notes[backend][0].startswith("takes keys in their own order: a bias of one value per query")
 
 
 @pytest.mark.parametrize("form", ["full", "one key for all", "per key", "per key and head"])

@@ -90,33 +90,6 @@ def test_a_window_leaves_a_share_of_the_wire_by_hand() -> None:
     assert model.density_of(8, 3) == pytest.approx((1 + 2 + 3 + 4 * 5) / 64) and model.density_of(8, 99) == 36 / 64
 
 
-def test_groups_hide_the_wire_by_hand() -> None:
-    x = model.predict(PLAIN, LAYER, 2, groups=2)
-    # Each of two stages has half of everything and 2 waves; one SM of 100 is lent while the second group is gathered.
-    compute, gathered = 1.6384e-3 * 2.25 / 2, 0.064e-3
-    stage = compute * (1 + 0.01 * gathered / compute)
-    assert x is not None and x.forward == pytest.approx(gathered + stage + compute, rel=1e-5)
-    assert x.transient == pytest.approx(3 * 25.6e6)
-
-
-def test_a_slow_network_is_what_counts_by_hand() -> None:
-    slow = Layer(25600, heads=4, kv_heads=4, head_dim=125, density=1e-4)
-    x = model.predict(Machine(**{**vars(PLAIN), "node": 1}), slow, 2, groups=4)
-    # 51.2 MB of K and V, half over 10 GB/s, in four stages that compute nearly nothing
-    assert x is not None and x.forward == pytest.approx(2.56e-3, rel=1e-2)
-    assert x.backward == pytest.approx(2 * 2.56e-3, rel=1e-2)
-
-
-def test_ulysses_by_hand() -> None:
-    x = model.predict(PLAIN, LAYER, 2, inner=2)
-    # Half of the heads of 12800 rows go: q 4, k and v 2 each, out 4, then 3 x 4 + 2 x 2 twice, 1.6 MB a head
-    traded = 12800 * 125 / 100e9  # seconds a head: half of 2 bytes go
-    forward, backward = 12 * traded + 3.2768e-3 * 4.25 / 4, 2 * 16 * traded + 8.192e-3 * 4.25 / 4
-    assert x is not None
-    assert (x.forward, x.backward) == pytest.approx((forward, backward), rel=1e-5)
-    assert x.transient == pytest.approx(12 * 1.6e6)
-
-
 @pytest.mark.parametrize(
     ("layer", "gpus", "way"),
     [

@@ -28,7 +28,7 @@ from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import FEATURES, SequenceSpec
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.sequences import Batch
-from flash_dmattn.sequences import append_to_cache, layout
+from flash_dmattn.sequences import append_to_cache
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
@@ -270,27 +270,6 @@ def test_one_sequence_is_a_dense_call() -> None:
     torch.testing.assert_close(attention(q, k, v, is_causal=True, sequences=padded), dense, rtol=1e-12, atol=1e-12)
 
 
-def test_gradcheck_and_gradgradcheck() -> None:
-    sequences = Sequences.packed(
-        torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 4, 6]), max_seqlen_q=3, max_seqlen_k=3,
-        seqlens_q=torch.tensor([2, 0, 2]), seqlens_k=torch.tensor([3, 1, 1]),
-    )  # fmt: skip
-    mask = torch.tensor([True, False, True, True, True, False])[None, None]
-
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-        result = attention(q, k, v, mask, bias, sink=sink, sequences=sequences, return_lse=True, backend="eager")
-        out, lse = result
-        return out, lse.masked_fill(lse == -torch.inf, 0.0)
-
-    def fp64(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-    for bias in (fp64(2, 6, 3), fp64(1, 1, 6), fp64(3, 1, 3, 3), fp64(2, 6, 1)):
-        arguments = (fp64(6, 2, 2), fp64(6, 1, 2), fp64(6, 1, 3), bias, fp64(2))
-        assert torch.autograd.gradcheck(call, arguments)
-        assert torch.autograd.gradgradcheck(call, arguments)
-
-
 def test_a_compiled_call_follows_lengths_and_bounds() -> None:
     """One graph, whatever the number of sequences, their lengths and the bounds on them."""
     counter = CompileCounterWithBackend("eager")
@@ -389,18 +368,6 @@ def test_builders_of_masks_read_no_value_of_fake_tensors() -> None:
             attention(*torch.zeros(3, 8, 2, 16), sequences=packed, backend="reference")
 
 
-def test_calls_are_mapped_one_by_one() -> None:
-    sequences = Sequences.packed(torch.tensor([0, 3, 7]))
-    q, k, v = torch.randn(3, 5, 7, 2, 8)
-
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, sequences=sequences, backend="eager").square().sum()
-
-    result = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
-    each = [torch.func.grad(loss, argnums=(0, 1, 2))(*x) for x in zip(q, k, v, strict=True)]
-    torch.testing.assert_close(result, tuple(torch.stack(x) for x in zip(*each, strict=True)))
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_what_changes_in_place_counts_from_the_next_call_on(dtype: torch.dtype) -> None:
     cu = torch.tensor([0, 3, 7], dtype=dtype)
@@ -457,56 +424,6 @@ def test_each_table_alone_is_followed(kind: str, name: str, dtype: torch.dtype, 
         anew = replace(sequences).view(spec, len(k))
         assert all(torch.equal(x, y) for x, y in zip(view.tensors, anew.tensors, strict=True))
         assert not all(torch.equal(x, y) for x, y in zip(view.tensors, before, strict=True))
-
-
-@pytest.mark.parametrize("name", SequenceSpec._fields)
-def test_each_size_alone_has_a_layout_of_its_own(name: str) -> None:
-    sequences = Sequences.paged(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 4]))
-    spec = sequences.spec_of(4, 9, 3)
-    other = spec._replace(**{name: {"layout": "paged_packed", "names_max": (False, False)}.get(name, 7)})
-    kept = sequences.view(spec, 5)
-    if name not in ("layout", "number", "page_size"):  # with which these sequences do not go
-        assert sequences.view(other, 5) is not kept
-    assert sequences._views.keys() >= {(spec, 5, False)}
-    assert other != spec and hash(other) != hash(spec)
-    assert sequences.view(spec, 5) is kept
-
-
-def test_pages_and_inference_mode_have_layouts_of_their_own() -> None:
-    sequences = Sequences.paged(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 4]))
-    spec = sequences.spec_of(4, 9, 3)
-    kept = sequences.view(spec, 5)
-    assert sequences.view(spec, 6) is not kept
-    with pytest.raises(ValueError, match="k has 0 pages"):
-        sequences.view(spec, 0)
-    with torch.inference_mode():
-        inside = sequences.view(spec, 5)
-        assert inside is not kept and inside.bounds.is_inference()
-    assert sequences.view(spec, 5) is kept
-
-
-def test_caches_of_several_lengths_keep_their_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[SequenceSpec] = []
-
-    make_bounds = Sequences.bounds_of
-
-    def counted(self: Sequences, spec: SequenceSpec) -> Tensor:
-        made.append(spec)
-        return make_bounds(self, spec)
-
-    monkeypatch.setattr(Sequences, "bounds_of", counted)
-    sequences = Sequences.padded(torch.tensor([9, 4]))
-    specs = [sequences.spec_of(1, rows) for rows in range(9, 9 + layout._MOST_VIEWS)]
-    for _ in range(3):
-        for spec in specs:
-            sequences.view(spec)
-    assert made == specs
-    for rows in range(40, 60):  # of many, the last ones are kept
-        sequences.view(sequences.spec_of(1, rows))
-    assert len(sequences._views) == layout._MOST_VIEWS
-    made.clear()
-    sequences.view(sequences.spec_of(1, 59))
-    assert not made
 
 
 def test_packed_keys_may_have_used_lengths_alone() -> None:
@@ -571,140 +488,84 @@ def paged(table: list[list[int]], lengths: list[int]) -> Sequences:
     return Sequences.paged(torch.tensor(table), torch.tensor(lengths))
 
 
-BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no tensor": (
-        lambda: Sequences.packed([0, 3]),
-        TypeError,
-        "cu_seqlens_q is a list; it needs to be an int32 or int64",
+# The error that each call raises.
+BAD: dict[str, Callable[[], Any]] = {
+    "TypeError: cu_seqlens_q is a list; it needs to be an int32 or int64": lambda: Sequences.packed([0, 3]),
+    "TypeError: cu_seqlens_q is a NoneType": lambda: Sequences.packed(None),
+    "TypeError: cu_seqlens_q has dtype float32; it needs int32 or int64": lambda: Sequences.packed(cu(0, 3).float()),
+    "ValueError: cu_seqlens_q has shape (1, 2); it needs 1 dimension": lambda: Sequences.packed(cu(0, 3)[None]),
+    "ValueError: cu_seqlens_q has shape (0,); it needs one entry more": lambda: Sequences.packed(cu()),
+    "TypeError: max_seqlen_q is a Tensor; it needs to be an int": lambda: Sequences.packed(
+        cu(0, 3), max_seqlen_q=torch.tensor(3)
     ),
-    "none": (lambda: Sequences.packed(None), TypeError, "cu_seqlens_q is a NoneType"),
-    "dtype": (
-        lambda: Sequences.packed(cu(0, 3).float()),
-        TypeError,
-        "cu_seqlens_q has dtype float32; it needs int32 or int64",
+    "ValueError: max_seqlen_k is -1; it needs to be at least 0": lambda: Sequences.packed(cu(0, 3), max_seqlen_k=-1),
+    "ValueError: cu_seqlens_k has 3 entries; of 1 sequences it needs 2": lambda: Sequences.packed(
+        cu(0, 3), cu(0, 1, 2)
     ),
-    "rank": (
-        lambda: Sequences.packed(cu(0, 3)[None]),
-        ValueError,
-        r"cu_seqlens_q has shape (1, 2); it needs 1 dimension",
+    "ValueError: cu_seqlens_q begins with 1; it needs to begin with 0": lambda: Sequences.packed(cu(1, 3)),
+    "ValueError: cu_seqlens_q falls from 3 to 2 at sequence 1; it needs to ascend": lambda: Sequences.packed(
+        cu(0, 3, 2)
     ),
-    "empty": (lambda: Sequences.packed(cu()), ValueError, "cu_seqlens_q has shape (0,); it needs one entry more"),
-    "tensor as bound": (
-        lambda: Sequences.packed(cu(0, 3), max_seqlen_q=torch.tensor(3)),
-        TypeError,
-        "max_seqlen_q is a Tensor; it needs to be an int",
+    "ValueError: seqlens_q is 4 for sequence 0; it needs at least 0, and at most the 3 of its slot": lambda: (
+        Sequences.packed(cu(0, 3), seqlens_q=cu(4))
     ),
-    "negative bound": (
-        lambda: Sequences.packed(cu(0, 3), max_seqlen_k=-1),
-        ValueError,
-        "max_seqlen_k is -1; it needs to be at least 0",
+    "ValueError: sequence 0 has 3 queries; max_seqlen_q says at most 2": lambda: Sequences.packed(
+        cu(0, 3), max_seqlen_q=2
     ),
-    "numbers": (
-        lambda: Sequences.packed(cu(0, 3), cu(0, 1, 2)),
-        ValueError,
-        "cu_seqlens_k has 3 entries; of 1 sequences it needs 2",
+    "ValueError: cu_seqlens_q ends with 8; q has 7 tokens": lambda: attention(X[:7], X[:7], X[:7], sequences=TWO),
+    "ValueError: seqlens_k is 6 for sequence 1; it needs at least 0, and at most the 5 of its slot": lambda: attention(
+        ONE_Q, CACHE, CACHE, sequences=Sequences.padded(cu(5, 6))
     ),
-    "first": (lambda: Sequences.packed(cu(1, 3)), ValueError, "cu_seqlens_q begins with 1; it needs to begin with 0"),
-    "falls": (
-        lambda: Sequences.packed(cu(0, 3, 2)),
-        ValueError,
-        "cu_seqlens_q falls from 3 to 2 at sequence 1; it needs to ascend",
+    "ValueError: block_table names page 3 for sequence 0; k has 3 pages": lambda: attention(
+        ONE_Q, POOL, POOL, sequences=paged([[0, 3], [1, 9]], [5, 4])
     ),
-    "used": (
-        lambda: Sequences.packed(cu(0, 3), seqlens_q=cu(4)),
-        ValueError,
-        "seqlens_q is 4 for sequence 0; it needs at least 0, and at most the 3 of its slot",
+    "TypeError: sequences is a Tensor; it needs to be a flash_dmattn.Sequences": lambda: attention(
+        X, X, X, sequences=cu(0, 8)
     ),
-    "bound": (
-        lambda: Sequences.packed(cu(0, 3), max_seqlen_q=2),
-        ValueError,
-        "sequence 0 has 3 queries; max_seqlen_q says at most 2",
+    "ValueError: q has 4 dimensions, shape (1, 8, 2, 4); beside packed sequences it needs 3, (queries of all": lambda: (
+        attention(X[None], X, X, sequences=TWO)
     ),
-    "beyond": (
-        lambda: attention(X[:7], X[:7], X[:7], sequences=TWO),
-        ValueError,
-        "cu_seqlens_q ends with 8; q has 7 tokens",
+    "ValueError: v has 4 dimensions": lambda: attention(X, X, X[None], sequences=TWO),
+    "ValueError: q has 1 entries; it needs one for each sequence, 2": lambda: attention(
+        CACHE[:1], CACHE[:1], CACHE[:1], sequences=Sequences.padded(cu(5, 5))
     ),
-    "slot": (
-        lambda: attention(ONE_Q, CACHE, CACHE, sequences=Sequences.padded(cu(5, 6))),
-        ValueError,
-        "seqlens_k is 6 for sequence 1; it needs at least 0, and at most the 5 of its slot",
+    "ValueError: return_probs is True; calls with sequences have no tensor of all": lambda: attention(
+        X, X, X, sequences=TWO, return_probs=True
     ),
-    "page": (
-        lambda: attention(ONE_Q, POOL, POOL, sequences=paged([[0, 3], [1, 9]], [5, 4])),
-        ValueError,
-        "block_table names page 3 for sequence 0; k has 3 pages",
+    "ValueError: q requires grad; keys in pages have no gradients": lambda: attention(
+        ONE_Q.clone().requires_grad_(), POOL, POOL, sequences=paged([[0], [1]], [1, 2])
     ),
-    "no sequences": (
-        lambda: attention(X, X, X, sequences=cu(0, 8)),
-        TypeError,
-        "sequences is a Tensor; it needs to be a flash_dmattn.Sequences",
+    "ValueError: mask has 2 dimensions, shape (8, 8); beside sequences it needs 4 dimensions": lambda: attention(
+        X, X, X, torch.ones(8, 8, dtype=torch.bool), sequences=TWO
     ),
-    "rank of q": (
-        lambda: attention(X[None], X, X, sequences=TWO),
-        ValueError,
-        "q has 4 dimensions, shape (1, 8, 2, 4); beside packed sequences it needs 3, (queries of all",
-    ),
-    "rank of v": (lambda: attention(X, X, X[None], sequences=TWO), ValueError, "v has 4 dimensions"),
-    "entries": (
-        lambda: attention(CACHE[:1], CACHE[:1], CACHE[:1], sequences=Sequences.padded(cu(5, 5))),
-        ValueError,
-        "q has 1 entries; it needs one for each sequence, 2",
-    ),
-    "probabilities": (
-        lambda: attention(X, X, X, sequences=TWO, return_probs=True),
-        ValueError,
-        "return_probs is True; calls with sequences have no tensor of all",
-    ),
-    "gradients of pages": (
-        lambda: attention(ONE_Q.clone().requires_grad_(), POOL, POOL, sequences=paged([[0], [1]], [1, 2])),
-        ValueError,
-        "q requires grad; keys in pages have no gradients",
-    ),
-    "rank 2 mask": (
-        lambda: attention(X, X, X, torch.ones(8, 8, dtype=torch.bool), sequences=TWO),
-        ValueError,
-        "mask has 2 dimensions, shape (8, 8); beside sequences it needs 4 dimensions",
-    ),
-    "rank 3 beside slots": (
-        lambda: attention(CACHE, CACHE, CACHE, bias=torch.zeros(2, 5, 5), sequences=Sequences.padded(cu(5, 5))),
-        ValueError,
-        "bias has 3 dimensions, shape (2, 5, 5); beside sequences it needs 4 dimensions, (sequences, heads, "
-        "max_seqlen_q, max_seqlen_k)",
-    ),
-    "shape by position": (
-        lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 5), sequences=TWO),
-        ValueError,
-        "bias has shape (2, 2, 8, 5), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it needs sequences in "
-        "{1, 2}, heads in {1, 2}, max_seqlen_q in {1, 5} and max_seqlen_k in {1, 5}",
-    ),
-    "packed keys": (
-        lambda: attention(X, X, X, bias=torch.zeros(2, 1, 5), sequences=TWO),
-        ValueError,
-        "bias has shape (2, 1, 5), read as (heads, 1, keys of all sequences); it needs heads in {1, 2} and "
-        "keys of all sequences in {1, 8}",
-    ),
-    "unnamed bound": (
-        lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 8), sequences=Sequences.packed(cu(0, 3, 8))),
-        ValueError,
-        "bias has shape (2, 2, 8, 8), by position; it needs max_seqlen_q, which the sequences do not name "
-        "(Sequences.packed(..., max_seqlen_q=8))",
-    ),
-    "prepared mask": (
-        lambda: attention(
-            X, X, X, flash_dmattn.masks.PreparedMask.from_mask(torch.ones(8, 8, dtype=torch.bool)), sequences=TWO
-        ),
-        TypeError,
-        "mask is a TileMask; beside sequences it needs to be a bool torch.Tensor",
+    (
+        "ValueError: bias has 3 dimensions, shape (2, 5, 5); beside sequences it needs 4 dimensions, "
+        "(sequences, heads, max_seqlen_q, max_seqlen_k)"
+    ): lambda: attention(CACHE, CACHE, CACHE, bias=torch.zeros(2, 5, 5), sequences=Sequences.padded(cu(5, 5))),
+    (
+        "ValueError: bias has shape (2, 2, 8, 5), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it "
+        "needs sequences in {1, 2}, heads in {1, 2}, max_seqlen_q in {1, 5} and max_seqlen_k in {1, 5}"
+    ): lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 5), sequences=TWO),
+    (
+        "ValueError: bias has shape (2, 1, 5), read as (heads, 1, keys of all sequences); it needs heads in "
+        "{1, 2} and keys of all sequences in {1, 8}"
+    ): lambda: attention(X, X, X, bias=torch.zeros(2, 1, 5), sequences=TWO),
+    (
+        "ValueError: bias has shape (2, 2, 8, 8), by position; it needs max_seqlen_q, which the sequences do "
+        "not name (Sequences.packed(..., max_seqlen_q=8))"
+    ): lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 8), sequences=Sequences.packed(cu(0, 3, 8))),
+    "TypeError: mask is a TileMask; beside sequences it needs to be a bool torch.Tensor": lambda: attention(
+        X, X, X, flash_dmattn.masks.PreparedMask.from_mask(torch.ones(8, 8, dtype=torch.bool)), sequences=TWO
     ),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_by_name(name: str) -> None:
-    call, kind, message = BAD[name]
-    good = lambda: attention(X, X, X, sequences=TWO)
-    assert message in str(refusal_of(call, good, kind, inference=name != "gradients of pages"))
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_by_name(message: str) -> None:
+    error = refusal_of(
+        BAD[message], lambda: attention(X, X, X, sequences=TWO), inference="requires grad" not in message
+    )
+    assert f"{type(error).__name__}: {error}".startswith(message)
 
 
 def test_check_reads_the_values() -> None:

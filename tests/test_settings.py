@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import threading
 import warnings
@@ -269,17 +268,6 @@ def test_tasks_have_blocks_of_their_own_and_inherit_those_around_their_start(blo
 
     assert asyncio.run(everything()) == ([True, False], True, True)
     assert not is_in_force()
-
-
-def test_a_thread_inherits_in_a_copy_of_the_context_alone(block: Block) -> None:
-    context, is_in_force = block
-    actual: list[bool] = []
-    with context:
-        copied = contextvars.copy_context()
-        run_thread(lambda: actual.append(is_in_force()))
-        run_thread(lambda: actual.append(copied.run(is_in_force)))
-    run_thread(lambda: actual.append(copied.run(is_in_force)))
-    assert actual == [False, True, True]
 
 
 UNKNOWN = r"backend '(nope|auto)' is unknown; it needs to be one of 'cuda', "

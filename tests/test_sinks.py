@@ -12,8 +12,6 @@ from cases import ALL, DEVICE, Case
 from conftest import Runner
 from out_of_tree import KernelPair, OutOfTree, flags_of, registered
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.func import grad, jvp, vmap
 
 import flash_dmattn
 from flash_dmattn.backends.protocol import Forward
@@ -106,41 +104,6 @@ def test_minus_infinity_is_no_sink(backend: Runner, bias: tuple[str, ...] | None
         assert (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y)), name
 
 
-def fp64(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
-@pytest.mark.parametrize("shape", ((2, 4, 2, 1), (1, 2, 1, 3), (2, 1, 2, 3)), ids=str)
-def test_gradcheck_and_gradgradcheck(shape: tuple[int, ...]) -> None:
-    """With rows that no key is allowed to, a head without a sink, and the gradient of lse."""
-    mask = torch.rand(2, 4, 2, 3) < 0.7
-    mask[0, 1, 1] = mask[1, :, 0] = False
-
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        sink = torch.cat([logits, torch.full_like(logits[:1], -torch.inf)])
-        out, lse = flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, sink=sink, backend="eager")
-        return out, lse.masked_fill(lse == -torch.inf, 0.0)
-
-    given = (fp64(2, 2, 4, 2), fp64(2, 3, 2, 2), fp64(2, 3, 2, 3), fp64(*shape), fp64(3))
-    assert torch.autograd.gradcheck(call, given)
-    assert torch.autograd.gradgradcheck(call, given, fast_mode=True)
-
-
-def test_forward_mode() -> None:
-    q, k, v, sink = (x.detach() for x in (fp64(1, 3, 2, 4), fp64(1, 5, 2, 4), fp64(1, 5, 2, 4), fp64(2)))
-
-    def call(backend: str) -> Any:
-        return lambda s: flash_dmattn.attention(q, k, v, sink=s, backend=backend)
-
-    tangent = torch.ones_like(sink)
-    _, found = jvp(call("reference"), (sink,), (tangent,))
-    step = 1e-6
-    numeric = (call("eager")(sink + step * tangent) - call("eager")(sink - step * tangent)) / (2 * step)
-    torch.testing.assert_close(found, numeric, rtol=1e-7, atol=1e-9)
-    with pytest.raises(NotImplementedError, match="'eager' has no forward-mode derivative"):
-        jvp(call("eager"), (sink,), (tangent,))
-
-
 def call_of(**changes: Any) -> Any:
     q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8)
     return flash_dmattn.attention(q, k, k, **changes)
@@ -194,53 +157,6 @@ def test_autocast_leaves_a_sink_its_dtype() -> None:
         out = flash_dmattn.attention(q, q, q, sink=sink)
     out.sum().backward()
     assert out.dtype == torch.bfloat16 and sink.grad is not None and sink.grad.dtype == torch.float32
-
-
-def test_compiled_whole_and_once() -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
-        return flash_dmattn.attention(q, k, v, is_causal=True, sink=sink)
-
-    compiled = torch.compile(call, backend=counter, fullgraph=True)
-    for dtype, frames in ((torch.float32, 1), (torch.float32, 1), (torch.bfloat16, 2)):
-        given = [*(torch.randn(2, n, h, 8) for n, h in ((3, 4), (5, 2), (5, 2))), torch.randn(4, dtype=dtype)]
-        leaves = [[x.clone().requires_grad_() for x in given] for _ in range(2)]
-        for f, xs in zip((compiled, call), leaves, strict=True):
-            f(*xs).square().sum().backward()
-        torch.testing.assert_close([x.grad for x in leaves[0]], [x.grad for x in leaves[1]])
-        assert counter.frame_count == frames
-
-
-def test_mapped_calls() -> None:
-    """Calls that share a sink have each a gradient of it; calls with one each run one by one."""
-    torch.manual_seed(0)
-    many, k = torch.randn(3, 2, 3, 4, 8), torch.randn(2, 5, 2, 8)
-    sinks, bias = torch.randn(3, 4), torch.randn(4, 1, 5)
-
-    def loss(q: Tensor, sink: Tensor, bias: Tensor) -> Tensor:
-        out, lse = flash_dmattn.attention(q, k, k, None, bias, is_causal=True, sink=sink, return_lse=True)
-        return out.square().sum() + lse.cos().sum()
-
-    for sink, dim in ((sinks[0], None), (sinks, 0)):
-        one = [sink if dim is None else sink[i] for i in range(3)]
-        argnums = (0, 1, 2)
-        found = vmap(grad(loss, argnums), (0, dim, None))(many, sink, bias)
-        each = [grad(loss, argnums)(q, s, bias) for q, s in zip(many, one, strict=True)]
-        torch.testing.assert_close(found, tuple(torch.stack(x) for x in zip(*each, strict=True)))
-        outs = vmap(lambda q, s: flash_dmattn.attention(q, k, k, sink=s), (0, dim))(many, sink)
-        torch.testing.assert_close(
-            outs, torch.stack([flash_dmattn.attention(q, k, k, sink=s) for q, s in zip(many, one, strict=True)])
-        )
-        mask = torch.rand(3, 2, 1, 3, 5) < 0.6
-        found = vmap(lambda q, s, m: flash_dmattn.attention(q, k, k, m, sink=s), (0, dim, 0))(many, sink, mask)
-        each_out = [flash_dmattn.attention(q, k, k, m, sink=s) for q, s, m in zip(many, one, mask, strict=True)]
-        torch.testing.assert_close(found, torch.stack(each_out))
-        leaf = sink.clone().requires_grad_()  # the gradient from outside of the map
-        vmap(lambda q, s: loss(q, s, bias), (0, dim))(many, leaf).sum().backward()
-        of_each = torch.stack([x[1] for x in each])
-        torch.testing.assert_close(leaf.grad, of_each.sum(0) if dim is None else of_each)
 
 
 def test_more_batch_dims_share_a_sink() -> None:

@@ -1,17 +1,19 @@
-"""Private names of torch: each that the library uses is listed here, with the reason, and does what it is used for."""
+"""Private names of torch that the library uses: each is listed here with the reason, and exists.
+
+Tests of the features that need a name show that it does what it is used for.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad, profiler
 
 # Each with what it is for, and the public one that is missing.
 NAMES = {
@@ -166,150 +168,11 @@ def is_there(name: str) -> bool:
     return any(hasattr(place, name[1:]) for place in places)
 
 
-# Names that are tried below, or that the library sets.
-TRIED = {"._forward_cls", "._dynamo_marked_constant"}
-TRIED |= {"._maybe_max_seqlen", "._ragged_idx", "._timeout"}
+# Attributes of objects that a test would have to make, or that the library sets.
+ON_INSTANCES = {"._forward_cls", "._dynamo_marked_constant"}
+ON_INSTANCES |= {"._maybe_max_seqlen", "._ragged_idx", "._timeout"}
 
 
-@pytest.mark.parametrize("name", sorted(NAMES.keys() - TRIED))
+@pytest.mark.parametrize("name", sorted(NAMES.keys() - ON_INSTANCES))
 def test_it_exists(name: str) -> None:
     assert is_there(name)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None: ...
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 2 * gradient
-
-
-def modes_are_counted() -> None:
-    from torch._subclasses import FakeTensorMode
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-    from torch.utils.flop_counter import FlopCounterMode
-
-    def on() -> tuple[int, bool]:
-        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        return torch._C._len_torch_dispatch_stack(), fake is not None
-
-    assert on() == (0, False)
-    with FlopCounterMode(display=False) as counter:
-        assert on() == (1, False) and _get_current_dispatch_mode_stack()[0].counter is counter
-    with FakeTensorMode():
-        assert on()[1]
-    assert on() == (0, False)
-
-
-def transforms_wrap() -> None:
-    functorch, seen = torch._C._functorch, []
-
-    def look(x: torch.Tensor) -> torch.Tensor:
-        inner = functorch.get_unwrapped(x)
-        on = functorch.peek_interpreter_stack() is not None
-        seen.append((on, functorch.is_functorch_wrapped_tensor(x), functorch.is_functorch_wrapped_tensor(inner)))
-        return x.sum()
-
-    look_outside = torch.ones(2)
-    assert functorch.peek_interpreter_stack() is None and not functorch.is_functorch_wrapped_tensor(look_outside)
-    torch.func.vmap(look)(torch.ones(2, 3))
-    assert seen == [(True, True, False)]
-
-
-def batched_gradients_are_known() -> None:
-    seen: list[bool] = []
-    x = torch.ones(2, requires_grad=True)
-    y = 2 * x
-    y.register_hook(lambda gradient: seen.append(torch._C._functorch.is_legacy_batchedtensor(gradient)))
-    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
-    torch.autograd.grad(y, x, torch.ones(2))
-    assert seen == [True, False]
-
-
-def forward_mode_has_a_level() -> None:
-    assert forward_ad._current_level < 0
-    with forward_ad.dual_level():
-        assert forward_ad._current_level >= 0
-
-
-def profilers_are_known() -> None:
-    assert not profiler._is_profiler_enabled
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert profiler._is_profiler_enabled
-
-
-def constants_have_no_guard() -> None:
-    values = [1]
-
-    def value() -> int:
-        return values[-1]
-
-    setattr(value, "_dynamo_marked_constant", True)  # noqa: B010
-    torch._dynamo.reset()
-    run = torch.compile(lambda x: x * value(), backend="eager", fullgraph=True)
-    assert run(torch.ones(1)).item() == 1
-    values.append(2)  # no guard looks at it
-    assert run(torch.ones(1)).item() == 1
-
-
-def graphs_reuse_no_buffer() -> None:
-    """A graph that is compiled without reuse says None of it, in the metadata of its Function."""
-    torch._dynamo.reset()
-    make = torch._dynamo.lookup_backend("aot_eager")
-
-    def without_reuse(graph: Any, inputs: Any) -> Any:
-        with torch._functorch.config.patch(donated_buffer=False):
-            return make(graph, inputs)
-
-    before = torch._functorch.config.donated_buffer
-    x = torch.ones(3, requires_grad=True)
-    out = torch.compile(lambda x: x.sin().exp(), backend=without_reuse, fullgraph=True)(x)
-    assert torch._functorch.config.donated_buffer == before
-    assert type(out.grad_fn)._forward_cls.metadata.bw_donated_idxs is None
-
-
-def changes_are_counted() -> None:
-    x = torch.ones(2)
-    before = x._version
-    x.add_(1)
-    assert x._version > before
-    with torch.inference_mode(), pytest.raises(RuntimeError):
-        _ = torch.ones(2)._version
-
-
-def nested_tensors_are_described() -> None:
-    x = torch.nested.nested_tensor_from_jagged(torch.ones(5, 2, 3), torch.tensor([0, 2, 5]), max_seqlen=3)
-    unknown = torch.nested.nested_tensor_from_jagged(torch.ones(5, 2, 3), torch.tensor([0, 2, 5]))
-    assert x._ragged_idx == 1 and x._maybe_max_seqlen == 3 and unknown._maybe_max_seqlen is None
-    assert x.transpose(1, 2)._ragged_idx == 2
-
-
-def softmax_is_differentiated_in_place() -> None:
-    p, dp = torch.rand(2, 3).softmax(-1), torch.rand(2, 3)
-    expected = p * (dp - (p * dp).sum(-1, keepdim=True))
-    torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=dp)
-    torch.testing.assert_close(dp, expected)
-
-
-CHECKS = (
-    modes_are_counted,
-    transforms_wrap,
-    batched_gradients_are_known,
-    forward_mode_has_a_level,
-    profilers_are_known,
-    constants_have_no_guard,
-    graphs_reuse_no_buffer,
-    changes_are_counted,
-    nested_tensors_are_described,
-    softmax_is_differentiated_in_place,
-)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_it_does_what_it_is_used_for(check: Callable[[], None]) -> None:
-    check()

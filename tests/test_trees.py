@@ -6,7 +6,6 @@ import importlib.util
 import io
 import os
 import pickle
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -32,7 +31,7 @@ EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
 def draw_options(backend: Runner) -> dict[str, Any]:
     """The draws for a backend that has trees; skip a backend without them, or on another device."""
-    if backend.name in ("cuda", "flex"):
+    if backend.name in ("cuda", "flex", "sdpa"):
         pytest.skip(f"{backend.name}: its rules refuse trees")
     if backend.name == "triton" and DEVICE == "cpu":
         pytest.skip("triton: it runs on GPUs")
@@ -204,80 +203,56 @@ def test_compiled_with_a_tree_made_inside_or_outside() -> None:
                 torch.testing.assert_close(compiled(*arguments, each), step(*arguments, each))
 
 
-def test_second_derivative() -> None:
-    sequences, tree = Sequences.padded(torch.tensor([5, 2])), PreparedMask.from_tree(torch.rand(2, 3, 3) < 0.6)
-    q, k = (torch.randn(2, n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (3, 5))
-
-    def call(q: Tensor, k: Tensor) -> Any:
-        return attention(q, k, k, tree, sequences=sequences, backend="eager")
-
-    assert torch.autograd.gradcheck(call, (q, k)) and torch.autograd.gradgradcheck(call, (q, k))
-
-
 Q, POOL = torch.zeros(2, 3, 2, 8), torch.zeros(4, 4, 2, 8)
 PAGES = Sequences.paged(torch.tensor([[0, 1], [2, 3]]), torch.tensor([8, 4]))
 TREE = PreparedMask.from_tree(torch.ones(2, 3, 3) > 0)
 CU = torch.tensor([0, 3, 6])
 
 from_tree = PreparedMask.from_tree
-BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no tensor": (lambda: from_tree([[True]]), TypeError, "tree is a list; it needs to be a torch.bool tensor"),
-    "dtype": (lambda: from_tree(torch.ones(1, 2, 2)), TypeError, "tree has dtype torch.float32; it needs to be"),
-    "rank": (
-        lambda: from_tree(torch.ones(2, 2) > 0),
-        ValueError,
-        "tree has shape (2, 2); it needs to be (sequences or 1, new tokens, new tokens)",
+# The error that each call raises.
+BAD: dict[str, Callable[[], Any]] = {
+    "TypeError: tree is a list; it needs to be a torch.bool tensor": lambda: from_tree([[True]]),
+    "TypeError: tree has dtype torch.float32; it needs to be": lambda: from_tree(torch.ones(1, 2, 2)),
+    "ValueError: tree has shape (2, 2); it needs to be (sequences or 1, new tokens, new tokens)": lambda: from_tree(
+        torch.ones(2, 2) > 0
     ),
-    "not square": (lambda: from_tree(torch.ones(1, 2, 3) > 0), ValueError, "tree has shape (1, 2, 3); it needs to be"),
-    "no sequences": (
-        lambda: attention(Q, Q, Q, TREE),
-        ValueError,
-        "mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it",
+    "ValueError: tree has shape (1, 2, 3); it needs to be": lambda: from_tree(torch.ones(1, 2, 3) > 0),
+    "ValueError: mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it": lambda: attention(
+        Q, Q, Q, TREE
     ),
-    "tokens": (
-        lambda: attention(Q[:, :2], POOL, POOL, TREE, sequences=PAGES),
-        ValueError,
-        "mask is a TreeMask of 3 new tokens; it needs max_seqlen_q of them, 2",
+    "ValueError: mask is a TreeMask of 3 new tokens; it needs max_seqlen_q of them, 2": lambda: attention(
+        Q[:, :2], POOL, POOL, TREE, sequences=PAGES
     ),
-    "entries": (
-        lambda: attention(Q, POOL, POOL, from_tree(torch.ones(5, 3, 3) > 0), sequences=PAGES),
-        ValueError,
-        "mask is a TreeMask of 5 sequences; it needs 1 or 2",
+    "ValueError: mask is a TreeMask of 5 sequences; it needs 1 or 2": lambda: attention(
+        Q, POOL, POOL, from_tree(torch.ones(5, 3, 3) > 0), sequences=PAGES
     ),
-    "bound": (
-        lambda: attention(
-            Q.flatten(0, 1), POOL, POOL, TREE,
+    "ValueError: mask is a TreeMask of 3 new tokens; it needs max_seqlen_q, which the sequences do not name": lambda: (
+        attention(
+            Q.flatten(0, 1),
+            POOL,
+            POOL,
+            TREE,
             sequences=Sequences.paged(PAGES.block_table, PAGES.seqlens_k, cu_seqlens_q=CU),
-        ),
-        ValueError,
-        "it needs max_seqlen_q, which the sequences do not name (Sequences.paged(..., max_seqlen_q=3))",
+        )
     ),
-    "device": (
-        lambda: attention(Q, POOL, POOL, TREE.to("meta"), sequences=PAGES),
-        ValueError,
-        "mask is on meta; it needs to be on the device of q, cpu",
+    "ValueError: mask is on meta; it needs to be on the device of q, cpu": lambda: attention(
+        Q, POOL, POOL, TREE.to("meta"), sequences=PAGES
     ),
-    "causal": (
-        lambda: attention(Q, POOL, POOL, TREE, is_causal=True, sequences=PAGES),
-        ValueError,
-        "is_causal is True, but mask is a TreeMask, which says itself what of the new tokens is seen",
+    "ValueError: is_causal is True, but mask is a TreeMask, which says itself what of the new tokens is seen": lambda: (
+        attention(Q, POOL, POOL, TREE, is_causal=True, sequences=PAGES)
     ),
-    "right window": (
-        lambda: attention(Q, POOL, POOL, TREE, window_size=(3, 0), sequences=PAGES),
-        ValueError,
-        "window_size is (3, 0), but mask is a TreeMask",
+    "ValueError: window_size is (3, 0), but mask is a TreeMask": lambda: attention(
+        Q, POOL, POOL, TREE, window_size=(3, 0), sequences=PAGES
     ),
-    "another prepared mask": (
-        lambda: attention(Q, POOL, POOL, PreparedMask.from_mask(torch.ones(3, 8) > 0), sequences=PAGES),
-        TypeError,
-        "mask is a TileMask; beside sequences it needs to be a bool torch.Tensor, what "
-        "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask",
-    ),
-}  # fmt: skip
+    (
+        "TypeError: mask is a TileMask; beside sequences it needs to be a bool torch.Tensor, what "
+        "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask"
+    ): lambda: attention(Q, POOL, POOL, PreparedMask.from_mask(torch.ones(3, 8) > 0), sequences=PAGES),
+}
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_by_name(name: str) -> None:
-    call, kind, message = BAD[name]
-    with pytest.raises(kind, match=re.escape(message)):
-        call()
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_by_name(message: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        BAD[message]()
+    assert f"{caught.typename}: {caught.value}".startswith(message)

@@ -443,7 +443,7 @@ _CSRC = (
         "csrc/sm90/sequences/sequence.h",
         "min(column, p.table_columns - 1)",
         "min(first_column, p.table_columns - 1)",
-        ("tests/test_cuda_pages.py::test_every_size_of_a_page[16-cuda]",),
+        ("tests/test_cuda_sequences.py::test_every_size_of_a_page[16-cuda]",),
     ),
     Fault(
         "TMA reads beyond the end of a sequence",

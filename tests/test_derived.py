@@ -1,0 +1,227 @@
+"""Derivatives and compilers through every form of a call: each way that torch has, against plain autograd."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import needs_inductor
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import flash_dmattn
+from flash_dmattn import Sequences
+from flash_dmattn.masks import PreparedMask
+
+SHAPES = {"q": (2, 2, 4, 2), "k": (2, 3, 2, 2), "v": (2, 3, 2, 3)}
+ROWS = {"q": (5, 4, 2), "k": (6, 2, 2), "v": (6, 2, 3)}
+MASK = torch.tensor([[True, False, True], [False, True, True]]).repeat(2, 4, 1, 1)
+MASK[0, 1, 1] = MASK[1, :, 0] = False  # rows that no key is allowed to
+PACKED = Sequences.packed(
+    torch.tensor([0, 2, 2, 5]),
+    torch.tensor([0, 3, 4, 6]),
+    max_seqlen_q=3,
+    max_seqlen_k=3,
+    seqlens_q=torch.tensor([2, 0, 2]),
+    seqlens_k=torch.tensor([3, 1, 1]),
+)
+PADDED = Sequences.padded(torch.tensor([3, 1]), torch.tensor([1, 2]))
+KEYS = torch.rand(1, 2, 1, 3, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.rand(1, 5, 3, generator=torch.Generator().manual_seed(2)) < 0.7
+TREE = torch.rand(2, 2, 2, generator=torch.Generator().manual_seed(1)) < 0.6
+
+
+class Form(NamedTuple):
+    """A call: the shapes of what takes a gradient, and all else that it is called with."""
+
+    shapes: dict[str, tuple[int, ...]]
+    flags: dict[str, Any] = {}
+
+    def leaves(self, seed: int = 0) -> list[Tensor]:
+        random = torch.Generator().manual_seed(seed)
+        return [torch.randn(x, dtype=torch.float64, generator=random).requires_grad_() for x in self.shapes.values()]
+
+    def call(self, *leaves: Tensor, backend: str = "eager") -> tuple[Tensor, Tensor]:
+        """out, and lse with 0 for rows without a key."""
+        named = dict(zip(self.shapes, leaves, strict=True))
+        out, lse = flash_dmattn.attention(**named, **self.flags, return_lse=True, backend=backend)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    def loss(self, *leaves: Tensor, backend: str = "eager") -> Tensor:
+        out, lse = self.call(*leaves, backend=backend)
+        return out.sin().sum() + lse.cos().sum()
+
+
+FORMS = {
+    "bias of scores": Form({**SHAPES, "bias": (2, 4, 2, 3)}, {"mask": MASK}),
+    "bias of keys": Form({**SHAPES, "bias": (1, 2, 1, 3)}, {"mask": MASK, "is_causal": True, "softcap": 2.0}),
+    "numbers": Form(SHAPES, {"mask": MASK, "softmax_scale": -1.3, "softcap": 1.5, "window_size": (0, 1)}),
+    "no scale": Form(SHAPES, {"softmax_scale": 0.0}),
+    "sink": Form({**SHAPES, "bias": (2, 4, 2, 1), "sink": (4,)}, {"mask": MASK}),
+    "dropout": Form({**SHAPES, "bias": (1, 4, 2, 3), "sink": (4,)}, {"mask": MASK, "dropout_p": 0.4}),
+    "leading dims": Form(
+        {"q": (2, 1, 2, 4, 2), "k": (2, 1, 3, 2, 2), "v": (2, 1, 3, 2, 3), "bias": (2, 1, 1, 2, 3)},
+        {"mask": MASK[:, None, :1]},
+    ),
+    "packed": Form({**ROWS, "bias": (2, 5, 3), "sink": (4,)}, {"sequences": PACKED, "mask": TOKENS[..., :1]}),
+    "packed, bias of keys": Form({**ROWS, "bias": (2, 1, 6)}, {"sequences": PACKED, "is_causal": True}),
+    "packed, dropout": Form({**ROWS, "bias": (3, 1, 3, 3)}, {"sequences": PACKED, "dropout_p": 0.4}),
+    "padded": Form({**SHAPES, "bias": (2, 2, 2, 3), "sink": (4,)}, {"sequences": PADDED, "dropout_p": 0.3}),
+    "tree": Form(SHAPES, {"sequences": PADDED, "mask": PreparedMask.from_tree(TREE)}),
+    "tiles": Form({**SHAPES, "bias": (1, 2, 2, 3)}, {"mask": PreparedMask.from_mask(MASK, is_causal=True)}),
+    "keys": Form(SHAPES, {"mask": PreparedMask.from_mask(KEYS < 0.7, seqlen_q=2)}),
+    "intervals": Form({**SHAPES, "bias": (2, 2, 1, 3)}, {"mask": PreparedMask.from_topk(KEYS, 1, seqlen_q=2)}),
+    "tiles of sequences": Form(
+        ROWS,
+        {
+            "mask": PreparedMask.from_mask(TOKENS, sequences=PACKED, seqlen_q=5, seqlen_k=6),
+            "sequences": PACKED,
+        },
+    ),
+}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def seeded(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that drops the same probabilities each time."""
+    torch.manual_seed(5)
+    return function(*arguments)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@every_form
+def test_gradcheck_and_gradgradcheck(form: Form) -> None:
+    call = lambda *leaves: seeded(form.call, *leaves)
+    assert torch.autograd.gradcheck(call, form.leaves())
+    assert torch.autograd.gradgradcheck(call, form.leaves(), fast_mode=True)
+
+
+@every_form
+def test_second_derivatives_are_those_of_the_reference(form: Form) -> None:
+    results = []
+    for backend in ("eager", "reference"):
+        leaves = form.leaves()
+        value = seeded(lambda *x, backend=backend: form.loss(*x, backend=backend), *leaves)
+        first = torch.autograd.grad(value, leaves, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(x.sin().sum() for x in first), leaves)])
+    assert_same(*results)
+
+
+@every_form
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_computes_the_same_again(use_reentrant: bool, form: Form) -> None:
+    leaves, again = form.leaves(), form.leaves()
+    seeded(lambda: checkpoint(form.loss, *leaves, use_reentrant=use_reentrant)).backward()
+    seeded(form.loss, *again).backward()
+    assert_same([x.grad for x in leaves], [x.grad for x in again])
+
+
+@every_form
+def test_functional_gradients_alone_and_mapped(form: Form) -> None:
+    """Calls that are mapped share what is not mapped, and each has its own gradient of it."""
+    samples, argnums = [form.leaves(seed) for seed in range(3)], tuple(range(len(form.shapes)))
+    gradient = torch.func.grad(form.loss, argnums)
+    for mapped in {3, len(argnums)}:  # q, k and v, or everything
+        expected, inputs = [], [[*leaves[:mapped], *samples[0][mapped:]] for leaves in samples]
+        for leaves in inputs:
+            expected.append(torch.autograd.grad(seeded(form.loss, *leaves), leaves))
+        plain = [[x.detach() for x in leaves] for leaves in inputs]
+        assert_same(seeded(gradient, *plain[1]), expected[1])
+        dims = tuple(0 if i < mapped else None for i in argnums)
+        many = [torch.stack(x) if dim == 0 else x[0] for x, dim in zip(zip(*plain, strict=True), dims, strict=True)]
+        actual = seeded(torch.func.vmap(gradient, dims, randomness="same"), *many)
+        assert_same(actual, tuple(torch.stack(x) for x in zip(*expected, strict=True)))
+
+
+@every_form
+def test_forward_mode_is_right_or_refused(form: Form) -> None:
+    """A tangent is never dropped."""
+    leaves = tuple(x.detach() for x in form.leaves())
+    tangents = tuple(x.detach() for x in form.leaves(1))
+    _, tangent = seeded(lambda: torch.func.jvp(lambda *x: form.loss(*x, backend="reference"), leaves, tangents))
+    values = [seeded(form.loss, *(x + step * t for x, t in zip(leaves, tangents))) for step in (1e-6, -1e-6)]
+    torch.testing.assert_close(tangent, (values[0] - values[1]) / 2e-6, rtol=1e-6, atol=1e-8)
+    with pytest.raises(NotImplementedError, match="'eager' has no forward-mode derivative"):
+        torch.func.jvp(form.loss, leaves, tangents)
+
+
+@every_form
+def test_a_compiled_call_is_one_graph(form: Form) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(form.call, backend=counter, fullgraph=True)
+    for seed in range(2):
+        results = []
+        for function in (compiled, form.call):
+            leaves = form.leaves(seed)
+            out, lse = seeded(function, *leaves)
+            results.append([out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)])
+        assert_same(*results)
+    assert counter.frame_count == 1
+
+
+@every_form
+def test_an_exported_program_has_the_gradients_of_the_call(form: Form) -> None:
+    class Call(torch.nn.Module):
+        def forward(self, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+            return form.call(*leaves)
+
+    leaves = form.leaves()
+    exported = torch.export.export(Call(), tuple(leaves), strict=False)
+    results = []
+    for program in (form.call, exported.module(), exported.run_decompositions().module()):
+        out, lse = seeded(program, *leaves)
+        results.append([out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)])
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+# Masks that are made in a graph, or arrive there
+
+
+@pytest.mark.parametrize("rows", [1, 20], ids=["keys", "tiles"])
+def test_masks_prepared_inside_and_outside_of_one_graph(rows: int) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(x: Tensor, mask: Any) -> Tensor:
+        if isinstance(mask, Tensor):
+            mask = PreparedMask.from_mask(mask, seqlen_q=20, is_causal=True)
+        return flash_dmattn.attention(x, x, x, mask)
+
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    for seed, is_inside in itertools.product(range(3), (True, False)):
+        x = torch.randn(2, 20, 2, 8, requires_grad=True)
+        mask = torch.rand(2, 1, rows, 20, generator=torch.Generator().manual_seed(seed)) < 0.6
+        wanted = flash_dmattn.attention(x, x, x, mask, is_causal=True, backend="reference")
+        argument = mask if is_inside else PreparedMask.from_mask(mask, seqlen_q=20, is_causal=True)
+        out = compiled(x, argument)
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))
+    assert counter.frame_count == 2  # another mask of its form compiles nothing
+
+
+@needs_inductor
+@pytest.mark.parametrize("rows", [1, 20], ids=["keys", "tiles"])
+def test_inductor_relies_on_the_fakes_of_masks(rows: int) -> None:
+    """A mask is prepared inside the graph from an expression, for both passes, beside fused kernels."""
+
+    def among_others(scores: Tensor, x: Tensor) -> Tensor:
+        out = flash_dmattn.attention(x, x, x, scores > 0.5, is_causal=True, backend="eager")
+        prepared = PreparedMask.from_mask(scores > 0.5, seqlen_q=20, window_size=(9, -1))
+        return torch.relu(out) + flash_dmattn.attention(x, x, x, prepared, backend="eager")
+
+    torch._dynamo.reset()
+    scores, x = torch.rand(2, 1, rows, 20), torch.randn(2, 20, 2, 8, requires_grad=True)
+    results = []
+    for function in (torch.compile(among_others, fullgraph=True), among_others):
+        out = function(scores, x)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), x)])
+    torch.testing.assert_close(*results)
