@@ -113,6 +113,18 @@ def test_prepared_masks_cost_what_is_seen(name: str, bias_shape: tuple[int, ...]
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("bias_shape", [(1, HK, 1, 256), (1, HQ, 256, 256), (1, 1, 256, 1)], ids=str)
+def test_a_call_of_one_chunk_sums_dbias_of_gathered_keys(bias_shape: tuple[int, ...]) -> None:
+    torch.manual_seed(7)
+    inputs, bias = leaves(256), torch.randn(bias_shape, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(1, 1, 256, 256) < 0.5
+    mask[..., torch.rand(256) < 0.6] = False
+    results, counted = count(inputs, mask, bias)
+    assert counted.products == 7, "two of the forward pass, five of the backward pass"
+    for x, y in zip(results, expected(inputs, mask, bias), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+
+
 @pytest.mark.parametrize("kept", [1, 64, 700])
 def test_one_row_for_all_queries_gathers_its_kept_keys(kept: int) -> None:
     torch.manual_seed(1)
