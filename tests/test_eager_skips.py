@@ -104,9 +104,9 @@ def test_prepared_masks_cost_what_is_seen(name: str, bias_shape: tuple[int, ...]
     torch.manual_seed(0)
     inputs, mask = leaves(), prepared(name)
     bias = None if bias_shape is None else torch.randn(bias_shape, dtype=torch.float64, requires_grad=True)
-    _, whole = count(inputs, None, bias)
+    _, every = count(inputs, None, bias)
     results, counted = count(inputs, mask, bias)
-    assert counted.work < {"window": 0.2, "documents": 0.25, "top-k": 0.25, "scattered": 0.03}[name] * whole.work
+    assert counted.work < {"window": 0.2, "documents": 0.25, "top-k": 0.25, "scattered": 0.03}[name] * every.work
     if bias_shape is None:
         assert counted.largest < LENGTH * LENGTH / 2, "no tensor of one element for each pair"
     for x, y in zip(results, expected(inputs, mask.dense(), bias), strict=True):
@@ -131,10 +131,10 @@ def test_one_row_for_all_queries_gathers_its_kept_keys(kept: int) -> None:
     inputs = leaves()
     mask = torch.zeros(1, 1, 1, LENGTH, dtype=torch.bool)
     mask[..., torch.randperm(LENGTH)[:kept]] = True
-    _, whole = count(inputs, None)
+    _, every = count(inputs, None)
     for form in (mask, PreparedMask.from_mask(mask, seqlen_q=LENGTH)):
         results, counted = count(inputs, form)
-        assert counted.work == kept / LENGTH * whole.work
+        assert counted.work == kept / LENGTH * every.work
         for x, y in zip(results, expected(inputs, mask), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
 
