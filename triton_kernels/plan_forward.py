@@ -29,20 +29,19 @@ def plan_forward(call: Call) -> Callable[..., None]:
     """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
     shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
-    parts = call.column_parts(tile)
-    tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile, parts)
+    tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile)
     rows_tma = tma and call.has_wide_heads and call.tma(call.q)
     if rows_tma:
         descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
     programs = triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads
     blocks = triton.cdiv(shape.seqlen_k, tile.block_n)
-    splits = num_kv_splits(programs * parts, blocks, call.num_sms)
+    splits = num_kv_splits(programs, blocks, call.num_sms)
     if few:  # two programs to an SM if a program has to read the places of keys before the keys
         splits = num_key_shares(programs, blocks, call.num_sms * (2 if call.mask_kind in _LISTS else 1))
     edges = call.edges(shape.seqlen_k % tile.block_n)
     launch = call.launch(
         forward_kernel,
-        programs * splits * parts,
+        programs * splits,
         tile,
         descriptors,
         **forward_values(call, tile, splits),
@@ -92,8 +91,6 @@ def forward_values(call: Call, tile: Tile, splits: int) -> dict[str, Any]:
         "EDGE_STAGES": tile.edge_stages or tile.num_stages,
         "HAS_SINK": call.has_sink and splits == 1,
         "OVERLAP": call.overlaps and splits > 1,
-        "COLUMN_PARTS": call.column_parts(tile),
-        "BLOCK_DV": call.block_dv // call.column_parts(tile),
     }
 
 
