@@ -177,7 +177,7 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
     It is None for a watched call, whose sizes may be symbols. It is also None if q, k or v is None or a tensor has no
     strides, so that validation names the error.
     """
-    q, k, v, mask, bias, sink, numbers, *layout = call
+    q, k, v, mask, bias, sink, numbers, heads_first, repeats, leading, spec, *_ = call
     is_prepared = not (mask is None or isinstance(mask, Tensor))
     if (
         q is None
@@ -203,7 +203,10 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
             None if sink is None else tensor_key(sink),
             numbers,
             tuple(map(type, numbers if window is None else (*numbers, *window))),  # True == 1 == 1.0
-            *layout[:4],
+            heads_first,
+            repeats,
+            leading,
+            spec,
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             # The settings themselves, and not the choice that follows from them, which takes longer to compute.

@@ -190,7 +190,7 @@ def test_its_operator_receives_the_whole_mask_and_the_band(
     shape: tuple[int, ...], is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask = torch.rand(shape) < 0.4
-    wanted = preparation.prepare(mask, 150, 300, -1, 0 if is_causal else -1, "tiles", False)
+    wanted = preparation._prepare_mask(mask, 150, 300, -1, 0 if is_causal else -1, "tiles", False)
 
     def pack(dense: Tensor, low: int, high: int, has_band: bool) -> list[Tensor]:
         assert dense.shape == (*shape[:2], 150, 300)
@@ -201,5 +201,5 @@ def test_its_operator_receives_the_whole_mask_and_the_band(
     names = ("cuda_pack_mask", "cuda_interval_tiles", "cuda_topk_intervals", "cuda_key_order")
     extension = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace(default=pack)))
     monkeypatch.setattr(packers, "_extension_packer", lambda: packers.around_extension(extension))
-    found = preparation.prepare(mask, 150, 300, -1, 0 if is_causal else -1, "tiles", False)
+    found = preparation._prepare_mask(mask, 150, 300, -1, 0 if is_causal else -1, "tiles", False)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))

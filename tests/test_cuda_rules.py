@@ -305,10 +305,10 @@ def test_its_backward_pass_completes_the_forward_pass_of_another(call: dict[str,
         assert (explanation.forward, explanation.backward) == (other, "cuda")
 
 
-def test_without_triton_gradients_are_those_of_eager() -> None:
+def test_without_triton_gradients_are_those_of_torch() -> None:
     with flash_dmattn.config(disabled="triton"):
         explanation = explained(**GRADIENTS, seqlen_k=32)
-    assert (explanation.forward, explanation.backward) == ("cuda", "eager")
+    assert (explanation.forward, explanation.backward) == ("cuda", "sdpa")
 
 
 @pytest.mark.parametrize("call", [call for code, (call, _) in BROKEN.items() if code in ("dtype", "head_dim")])
@@ -525,7 +525,7 @@ def test_what_is_left_to_triton_is_cudas_without_it(is_disabled: bool, monkeypat
             refused = cuda.broken_rules(found.problem, ("backward",))
             assert (found.forward, found.backward) == ("cuda", "eager" if refused else "cuda"), call
             assert ("auto finds no other here, and else passes it over: " in str(found)) is not bool(refused)
-        assert explained(device="sm_80").forward == "eager"
+        assert explained(device="sm_80").forward == "sdpa"
 
 
 def test_a_build_of_some_instances(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ def test_what_no_rule_describes_is_evaluated(name: str, side: str | None) -> Non
     mask = None if side is None else padding(8, side).bool()
     options = {**arguments(PLACES["training"], UNKNOWN[name], mask), "use_vmap": name == "vmap"}
     assert read_rule(UNKNOWN[name]) is None
-    result = make_mask(**options, local_size=1, allow_is_bidirectional_skip=True)  # causality alone is not all
+    result = make_mask(**options, local_size=1)  # says that causality alone is not all
     assert isinstance(result, Tensor) and torch.equal(result, dense(options))
 
 

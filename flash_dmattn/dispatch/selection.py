@@ -45,7 +45,7 @@ class BackendUnsupportedError(BackendError):
 
 
 class BackendUnavailableError(BackendError):
-    """The backend does not work on this machine at all; `__cause__` is the exception met when it was probed."""
+    """The backend is disabled, or does not work on this machine; `__cause__` is then the exception of its probe."""
 
 
 class FallbackWarning(UserWarning):

@@ -62,8 +62,9 @@ class Sequences:
             cu_seqlens_q: (S + 1,), int32 or int64, ascending: sequence s has the queries from cu_seqlens_q[s] up to
                 cu_seqlens_q[s + 1].
             cu_seqlens_k: the same for the keys; by default cu_seqlens_q.
-            max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints. They change no result. A mask or a bias
-                by position needs them; max_seqlen_k is max_seqlen_q where neither it nor cu_seqlens_k is given.
+            max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints. Without a mask they change no bit of a
+                result. A mask or a bias by position needs them, for they are its sizes; max_seqlen_k is max_seqlen_q
+                where neither it nor cu_seqlens_k is given.
             seqlens_q, seqlens_k: (S,), how many tokens of each sequence are used, from its first on; the others are
                 ignored.
 

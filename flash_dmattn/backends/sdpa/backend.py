@@ -59,7 +59,7 @@ def _span(p: AttentionProblem) -> int:
 
 
 def _work(p: AttentionProblem) -> int:
-    """Count the multiplications of q and k, visited pairs only."""
+    """Count the multiplications of q and k; the kernel visits pairs outside of the band, too."""
     return p.batch * p.num_heads * p.seqlen_q * p.seqlen_k * p.head_dim
 
 
@@ -107,13 +107,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gpu_mask",
         _on_gpu(lambda p: p.mask is None),
-        lambda p: f"a mask of {_span(p)} elements is set; the kernels of GPUs have none but causality",
+        lambda p: f"a mask of {_span(p)} elements is set; the kernels of GPUs take no mask, but causality and windows",
         _TRITON,
     ),
     Rule(
         "gpu_scale",
         _on_gpu(lambda p: p.softmax_scale > 0),
-        lambda p: f"softmax_scale is {p.softmax_scale}; FlashAttention-2 returns NaN for one that is not above 0",
+        lambda p: (
+            f"softmax_scale is {p.softmax_scale}; it needs to be above 0, where FlashAttention-2 does not return NaN"
+        ),
         _TRITON,
     ),
     Rule(

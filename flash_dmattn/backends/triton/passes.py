@@ -69,7 +69,9 @@ def has_few_pairs(p: AttentionProblem) -> bool:
 
 
 def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass of a call takes a bool mask as it is."""
+    """Return whether a pass of a call takes a bool mask as it is; beside sequences `packs_beside_sequences` decides."""
+    if p.sequences is not None:
+        return False
     return is_short(p, direction) or has_few_pairs(p) or (direction == "forward" and has_group_rows(p))
 
 
