@@ -1,4 +1,4 @@
-"""What MkDocs needs to read docstrings as Markdown: an extension of griffe, which mkdocstrings loads."""
+"""Prepare docstrings for MkDocs, which reads Markdown: an extension of griffe, which mkdocstrings loads."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def flash_attn_func(
 def flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **named: Any) -> Result:
     """Compute attention as `flash_attn.flash_attn_qkvpacked_func` does: qkv is (B, L, 3, H, D).
 
-    Other arguments, returns and errors are those of `flash_attn_func`.
+    See `flash_attn_func` for the other arguments, returns and errors.
 
     >>> import torch
     >>> from flash_dmattn.integrations.flash_attn import flash_attn_qkvpacked_func
@@ -123,7 +123,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **named: Any) -> Res
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Result:
     """Compute attention as `flash_attn.flash_attn_kvpacked_func` does: kv is (B, Lk, 2, Hk, D).
 
-    Other arguments, returns and errors are those of `flash_attn_func`.
+    See `flash_attn_func` for the other arguments, returns and errors.
     """
     k, v = _split("kv", kv, 2)
     return flash_attn_func(q, k, v, *arguments, **named)
@@ -190,7 +190,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """Compute attention as `flash_attn.flash_attn_varlen_qkvpacked_func` does: qkv is (T, 3, H, D).
 
-    Other arguments, returns and errors are those of `flash_attn_varlen_func`.
+    See `flash_attn_varlen_func` for the other arguments, returns and errors.
     """
     q, k, v = _split("qkv", qkv, 3)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments, **named)
@@ -208,7 +208,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """Compute attention as `flash_attn.flash_attn_varlen_kvpacked_func` does: kv is (Tk, 2, Hk, D).
 
-    Other arguments, returns and errors are those of `flash_attn_varlen_func`.
+    See `flash_attn_varlen_func` for the other arguments, returns and errors.
     """
     k, v = _split("kv", kv, 2)
     ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
