@@ -1,8 +1,8 @@
 """Build the documentation as a site: `python docs/build_site.py`, then open build/site/index.html.
 
-MkDocs reads one folder. Pages link to each other as on GitHub, from README.md, docs, examples, benchmarks and csrc, so
-the folder gets a copy of these with the same paths, and a page of the reference for each module, which mkdocstrings
-fills from docstrings. A warning is an error.
+MkDocs reads one folder. Pages of README.md, docs, examples, benchmarks and csrc link to each other by their paths, so
+the folder gets copies with the same paths. It also gets a page for each module, which mkdocstrings fills from
+docstrings. A warning is an error.
 """
 
 from __future__ import annotations

@@ -134,14 +134,7 @@ def plan_keys(
     run(read, mask, sink, dropout)."""
     makes_ds = need_k or dbias_kind != NO_DBIAS.value
     if call.has_wide_heads and makes_ds and need_v:
-        plan_of_dk = plan_keys(call, dout, need_k, False, dbias_kind)
-        plan_of_dv = plan_keys(call, dout, False, True, NO_DBIAS.value)
-
-        def run_both(*operands: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-            dk, _, dbias = plan_of_dk(*operands)
-            return dk, plan_of_dv(*operands)[1], dbias
-
-        return run_both
+        return plan_apart(lambda *which: plan_keys(call, dout, *which), need_k, dbias_kind)
     tile = call.tile(keys_row(call, makes_ds))
     shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat = call.flags.bias_repeat
@@ -233,6 +226,17 @@ def plan_keys(
         if sums is not None:
             dbias = key_gradient(bias, sums, num_heads_k, repeat)
         return dk, dv, dbias
+
+    return run
+
+
+def plan_apart(plan: Callable[..., Callable[..., Any]], need_k: bool, dbias_kind: int) -> Callable[..., Any]:
+    """Plan dk and dbias in one launch and dv in another, from `plan(need_k, need_v, dbias_kind)`: (dk, dv, dbias)."""
+    run_dk, run_dv = plan(need_k, False, dbias_kind), plan(False, True, NO_DBIAS.value)
+
+    def run(*operands: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dk, _, dbias = run_dk(*operands)
+        return dk, run_dv(*operands)[1], dbias
 
     return run
 

@@ -17,7 +17,7 @@ from .fill_gaps import fill_gaps_kernel
 from .forward import forward_kernel
 from .kernel_launch import Launch, by_name
 from .plan import MOST_FEW_KEYS, Call, read_of, row_strides
-from .plan_backward import keys_row, plan_bias, plan_delta, plan_queries
+from .plan_backward import keys_row, plan_apart, plan_bias, plan_delta, plan_queries
 from .plan_forward import empty_parts, forward_values, plan_combine
 from .tile_ops import (
     PACKED,
@@ -368,14 +368,7 @@ def _plan_keys(
     dq: run(operands, mask, bounds, dropout, dq)."""
     flags, makes_ds = call.flags, need_k or dbias_kind != NO_DBIAS.value
     if call.has_wide_heads and makes_ds and need_v:
-        plan_of_dk = _plan_keys(call, dout, need_k, False, dbias_kind, owners, one_pass)
-        plan_of_dv = _plan_keys(call, dout, False, True, NO_DBIAS.value, owners, one_pass)
-
-        def run_both(*operands: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-            dk, _, dbias = plan_of_dk(*operands)
-            return dk, plan_of_dv(*operands)[1], dbias
-
-        return run_both
+        return plan_apart(lambda *which: _plan_keys(call, dout, *which, owners, one_pass), need_k, dbias_kind)
     tile = call.tile(keys_row(call, makes_ds))
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
     tiles, search = call.tiles_of_keys(tile.block_n)

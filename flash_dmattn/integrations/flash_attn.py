@@ -281,9 +281,7 @@ def flash_attn_with_kvcache(
         raise ValueError(
             "cache_seqlens is None; new keys and pages need it: the number of keys in each cache before the call"
         )
-    options = _Options(
-        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic=False, return_lse=True
-    )
+    options = _Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax_lse)
     batch = _Batch()
     with torch.no_grad():
         if cache_seqlens is not None:
@@ -300,7 +298,7 @@ def flash_attn_with_kvcache(
                 append_to_cache(k_cache, v_cache, k, v, sequences)
             batch = _Batch(sequences, None, seqlens_k, None, q.shape[1], slots)
         result = _attend(q, k_cache, v_cache, options, batch)
-    return (result[0], result[1]) if return_softmax_lse else result[0]
+    return result[:2] if return_softmax_lse else result
 
 
 def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
@@ -348,16 +346,15 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batc
         raise ValueError(
             f"alibi_slopes has dtype {slopes.dtype} and shape {tuple(slopes.shape)}; it needs float32, and {needs}"
         )
-    slopes = slopes.view(-1, num_heads)
-    seqlen_q, seqlen_k = (
-        (q.shape[1], k.shape[1]) if batch.seqlens_k is None else (batch.max_seqlen_q, batch.max_seqlen_k)
-    )
+    slopes = slopes.reshape(-1, num_heads)
+    if batch.seqlens_k is None:
+        seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+        offset: int | Tensor = seqlen_k - seqlen_q
+    else:
+        seqlen_q, seqlen_k = batch.max_seqlen_q, batch.max_seqlen_k
+        offset = (batch.seqlens_k - (seqlen_q if batch.seqlens_q is None else batch.seqlens_q))[:, None]
     keys = torch.arange(seqlen_k, device=q.device, dtype=torch.float32)
-    # Where the diagonal meets each query: (1 or S, Lq).
-    place = torch.arange(seqlen_q, device=q.device)[None] + (seqlen_k - seqlen_q)
-    if batch.seqlens_k is not None:
-        seqlens_q = seqlen_q if batch.seqlens_q is None else batch.seqlens_q[:, None]
-        place = torch.arange(seqlen_q, device=q.device)[None] + batch.seqlens_k[:, None] - seqlens_q
+    place = torch.arange(seqlen_q, device=q.device)[None] + offset  # where the diagonal meets each query: (1 or S, Lq)
     if not options.hides_later_keys:
         return -slopes[:, :, None, None] * (place[:, None, :, None] - keys).abs(), None
     last = seqlen_k - 1  # biases are small where keys are near to the last queries

@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
         "gpu_scale",
         _on_gpu(lambda p: p.softmax_scale > 0),
         lambda p: (
-            f"softmax_scale is {p.softmax_scale}; it needs to be above 0, where FlashAttention-2 does not return NaN"
+            f"softmax_scale is {p.softmax_scale}; it needs to be above 0: FlashAttention-2 returns NaN for others"
         ),
         _TRITON,
     ),

@@ -11,6 +11,7 @@ from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
 from ...problem import AttentionProblem, Gradients, make_band
 from ...problem.inputs import Inputs, Saved
 from ...reference.eager import LARGE_LSE
+from ..entries import by_query_head
 from ..protocol import Backward, Forward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -18,7 +19,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 def _kernel_is_causal(p: AttentionProblem) -> bool:
-    """Whether the kernel's own causality is the band of a call: it counts from the first key.
+    """Return whether the kernel's own causality, which counts from the first key, is the band of a call.
 
     With a scale of 0 or less the kernel returns NaN (torch 2.13): it multiplies -inf by it.
     """
@@ -27,12 +28,12 @@ def _kernel_is_causal(p: AttentionProblem) -> bool:
 
 
 def needs_band(p: AttentionProblem) -> bool:
-    """Whether the band of a call is added to the scores as a mask."""
+    """Return whether the band of a call is added to the scores as a mask."""
     return make_band(p.seqlen_q, p.seqlen_k, p.window) is not None and not _kernel_is_causal(p)
 
 
 def added_dtype(p: AttentionProblem) -> torch.dtype:
-    """The dtype of what is added to the scores: the one of q where a bias fits into it, else fp32."""
+    """Return the dtype of what is added to the scores: that of q if a bias fits into it, else fp32."""
     if p.bias is None or p.bias.dtype == p.dtype or p.dtype in (torch.float32, torch.float64):
         return p.dtype
     return torch.float32
@@ -46,12 +47,9 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None],
     heads, shape = p.num_heads, (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
     zero, hidden = (torch.tensor(x, dtype=added_dtype(p)) for x in (0.0, -torch.inf))
 
-    def by_query_head(x: Tensor) -> Tensor:
-        return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)
-
     def added(mask: Tensor | None, bias: Tensor | None) -> Tensor:
-        x = zero if bias is None else by_query_head(bias).to(zero.dtype)
-        allowed = None if mask is None else by_query_head(mask)
+        x = zero if bias is None else by_query_head(bias, heads).to(zero.dtype)
+        allowed = None if mask is None else by_query_head(mask, heads)
         if band is not None:
             diagonals = torch.arange(p.seqlen_k) - torch.arange(p.seqlen_q)[:, None]
             inside = (diagonals >= band.low) & (diagonals <= band.high)
@@ -62,6 +60,7 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None],
 
 
 def plan_forward(p: AttentionProblem) -> Forward:
+    """Plan the forward pass of a class of calls."""
     if not has_pairs(p):
         return run_without_keys(p)
     added, is_causal, scale = _plan_added(p), _kernel_is_causal(p), p.softmax_scale
@@ -82,13 +81,13 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, H, L, D), of rows of unit stride: the kernel reads others wrongly."""
+    """Return x as (B, H, L, D) with rows of unit stride: the kernel reads others wrongly."""
     x = x.transpose(1, 2)
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
 def _seen(mask: Tensor, is_causal: bool) -> Tensor:
-    """Which keys each query sees, bool (B, H, Lq, Lk)."""
+    """Return which keys each query sees, bool (B, H, Lq, Lk)."""
     seen = mask > -torch.inf
     return seen.tril() if is_causal else seen
 
@@ -100,12 +99,12 @@ def _without_hidden_keys(
     is_bad = ~k.isfinite().all(-1)
     clean = k.masked_fill(is_bad[..., None], 0.0)
     new_out, new_lse = _FORWARD(q, clean, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-    is_bad = is_bad.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    sees_bad = (seen & is_bad[:, :, None]).any(-1)
+    sees_bad = (seen & by_query_head(is_bad, q.shape[1])[:, :, None]).any(-1)
     return torch.where(sees_bad[..., None], out, new_out), torch.where(sees_bad, lse, new_lse)
 
 
 def plan_backward(p: AttentionProblem) -> Backward:
+    """Plan the backward pass of a class of calls."""
     if not has_pairs(p):
         return differentiate_without_keys(p)
     added, is_causal, scale, needs_grad = _plan_added(p), _kernel_is_causal(p), p.softmax_scale, p.needs_grad
