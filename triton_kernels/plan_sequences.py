@@ -232,7 +232,7 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     bias_tma = not grouped and call.bias_tma()
     launch = call.launch(
         forward_kernel,
-        tiles * heads * splits,
+        tiles * heads * splits * call.column_parts(tile),
         tile,
         [call.bias_descriptor(3, call.bias, tile)] if bias_tma and call.bias is not None else [],
         **forward_values(call, tile, splits),

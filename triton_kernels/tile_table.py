@@ -241,10 +241,14 @@ _OTHERS_SM100 = {
 
 # Head dims from 257 to 512, chosen by what the compiler makes of them (docs/notes/triton.md) and not timed. The sums of
 # dk and dv together would fill the registers, so "keys" makes dk, and dbias, and "values" is a second launch of the
-# same kernel that makes dv.
+# same kernel that makes dv. "biased forward" is with a bias of one value per score. With 128 queries a program of the
+# forward kernel has half of the columns of v.
 _SM90_WIDE = {
     "forward": {
-        512: Tile(64, 32, 8, 2),
+        512: Tile(128, 32, 8, 2),
+    },
+    "biased forward": {
+        512: Tile(64, 32, 8, 2),  # with 128 queries 232 KB of shared memory
     },
     "keys": {
         512: Tile(32, 64, 8, 1),
@@ -264,6 +268,9 @@ _SM90_WIDE = {
 }
 _SM80_WIDE = {
     "forward": {
+        512: Tile(64, 32, 8, 2),
+    },
+    "biased forward": {
         512: Tile(64, 32, 8, 2),
     },
     "keys": {
@@ -286,6 +293,9 @@ _SMALL_WIDE = {
     "forward": {
         512: Tile(32, 32, 4, 1),
     },
+    "biased forward": {
+        512: Tile(32, 32, 4, 1),
+    },
     "keys": {
         512: Tile(16, 32, 8, 1),
     },
@@ -304,6 +314,9 @@ _SMALL_WIDE = {
 }
 _GFX_WIDE = {
     "forward": {
+        512: Tile(32, 32, 4, 1),
+    },
+    "biased forward": {
         512: Tile(32, 32, 4, 1),
     },
     "keys": {
@@ -349,7 +362,7 @@ def _wide_table(kernel: str, dtype: torch.dtype, arch: str, has_few_rows: bool) 
         return _FP32_WIDE
     if arch.startswith("gfx"):
         return _GFX_WIDE[kernel]
-    if has_few_rows and kernel == "forward":
+    if has_few_rows and kernel in ("forward", "biased forward"):
         return _SM_WIDE_FEW_ROWS
     if arch == "sm_90":
         return _SM90_WIDE[kernel]
