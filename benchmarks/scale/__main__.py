@@ -137,6 +137,8 @@ def rows_of(group: Group, work: Work, with_peers: bool) -> Iterator[Row]:
     systems: list[tuple[str, int | None, Callable[[], Bound]]] = [
         ("ours", groups, partial(work.shared, group, groups)) for groups in work.head_groups
     ]
+    if work.is_plain and work.heads % group.size == 0:
+        systems.append(("ours, heads traded", None, partial(work.shared, group, None, strategy="ulysses")))
     if work.window_size is not None:
         systems.append(("ours, all keys sent", None, partial(work.shared, group, None, all_keys=True)))
     if with_peers and work.is_plain:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .calls import Bound, Work, names_of
+from .calls import PEERS_IN_FULL, Bound, Work, names_of
 from .measure import Group
 
 Bind = Callable[[Group, Work], Bound]
@@ -21,6 +21,8 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENT
 def peers(device: torch.device, work: Work) -> list[tuple[str, Bind]]:
     """Each kernel that can run on the device, with each way of passing keys on; groups as they are or repeated."""
     kernels = KERNELS if device.type == "cuda" else {"flash": KERNELS["flash"]}
+    if work.length > PEERS_IN_FULL:
+        return [("torch, cudnn, allgather", partial(bind, "cudnn", "allgather", work.heads != work.kv_heads))]
     forms = {"": False} if work.heads == work.kv_heads else {", grouped heads": True, ", repeated heads": False}
     return [
         (f"torch, {kernel}, {method}{form}", partial(bind, kernel, method, grouped))
