@@ -171,6 +171,10 @@ class Call:
         """Return the number of tiles of queries of one head, and whether a program searches for its sequence."""
         return triton.cdiv(self.shape.seqlen_q, block) * self.shape.batch, False
 
+    def tiles_of_keys(self, block: int) -> tuple[int, bool]:
+        """Return the number of tiles of keys of one head, and whether a program searches for its sequence."""
+        return triton.cdiv(self.shape.seqlen_k, block), False
+
     @property
     def overlaps(self) -> bool:
         """Return whether a kernel may start before the kernel that it reads from has ended; only sm_90 was measured."""

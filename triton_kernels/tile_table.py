@@ -239,28 +239,14 @@ _OTHERS_SM100 = {
 }
 
 
-# Head dims from 257 to 512, chosen by what the compiler makes of them (docs/notes/triton.md) and not timed. The sums of
-# dk and dv together would fill the registers, so "keys" makes dk, and dbias, and "values" is a second launch of the
-# same kernel that makes dv. "biased forward" is with a bias of one value per score. With 128 queries a program of the
-# forward kernel has half of the columns of v.
+# Head dims from 257 to 512 (docs/notes/triton.md). "biased forward" is with a bias of one value per score. With 128
+# queries a program of the forward kernel has half of the columns of v. `pair_tiles` has the tiles of gradients.
 _SM90_WIDE = {
     "forward": {
-        512: Tile(128, 32, 8, 2),
+        512: Tile(128, 64, 8, 1),  # d512 7.07; 7.92 for 128x32 with two stages, 10.1 for 64x32 with all columns of v
     },
     "biased forward": {
         512: Tile(64, 32, 8, 2),  # with 128 queries 232 KB of shared memory
-    },
-    "keys": {
-        512: Tile(32, 64, 8, 1),
-    },
-    "values": {
-        512: Tile(32, 64, 8, 2),
-    },
-    "queries": {
-        512: Tile(64, 32, 8, 1),
-    },
-    "product": {
-        512: Tile(64, 64, 8, 2),
     },
     "bias": {
         512: Tile(64, 32, 8, 1),
@@ -271,18 +257,6 @@ _SM80_WIDE = {
         512: Tile(64, 32, 8, 2),
     },
     "biased forward": {
-        512: Tile(64, 32, 8, 2),
-    },
-    "keys": {
-        512: Tile(32, 32, 8, 1),
-    },
-    "values": {
-        512: Tile(32, 64, 8, 1),
-    },
-    "queries": {
-        512: Tile(32, 32, 8, 1),
-    },
-    "product": {
         512: Tile(64, 32, 8, 2),
     },
     "bias": {
@@ -296,18 +270,6 @@ _SMALL_WIDE = {
     "biased forward": {
         512: Tile(32, 32, 4, 1),
     },
-    "keys": {
-        512: Tile(16, 32, 8, 1),
-    },
-    "values": {
-        512: Tile(32, 32, 8, 1),
-    },
-    "queries": {
-        512: Tile(16, 32, 8, 1),
-    },
-    "product": {
-        512: Tile(64, 32, 8, 1),
-    },
     "bias": {
         512: Tile(16, 32, 8, 1),
     },
@@ -319,22 +281,33 @@ _GFX_WIDE = {
     "biased forward": {
         512: Tile(32, 32, 4, 1),
     },
-    "keys": {
-        512: Tile(16, 32, 4, 1),
-    },
-    "values": {
-        512: Tile(16, 32, 4, 1),
-    },
-    "queries": {
-        512: Tile(16, 32, 4, 1),
-    },
-    "product": {
-        512: Tile(32, 32, 4, 1),
-    },
     "bias": {
         512: Tile(16, 32, 4, 1),
     },
 }
+
+
+class PairTiles(NamedTuple):
+    """The tiles of the gradients of wide heads.
+
+    Attributes:
+        pairs: queries and keys of a tile of p and ds.
+        depth: how many values of the head dim one step of their products takes.
+        product: rows of a tile of a gradient, which are as many as `pairs` has, and pairs of a step.
+        columns: columns of a tile of a gradient.
+    """
+
+    pairs: Tile
+    depth: int
+    product: Tile
+    columns: int
+
+
+# d512 10.6 ms; 10.7 for pairs of 128x256, whose two products are two loops, and 12.3 for 128x128 at 4 warps.
+_SM90_PAIRS = PairTiles(Tile(128, 128, 8, 3), 64, Tile(128, 64, 8, 3), 256)
+_SM80_PAIRS = PairTiles(Tile(128, 128, 8, 2), 32, Tile(128, 32, 8, 3), 128)
+_GFX_PAIRS = PairTiles(Tile(128, 128, 8, 1), 32, Tile(128, 32, 8, 1), 128)
+
 # The forward kernel for at most MOST_FEW_ROWS queries of a head; two programs fit on an SM.
 _SM_WIDE_FEW_ROWS = {512: Tile(MOST_FEW_ROWS, 32, 8, 2)}
 # Only the forward kernel fits. A rule of the backend refuses the backward pass.
@@ -369,6 +342,11 @@ def _wide_table(kernel: str, dtype: torch.dtype, arch: str, has_few_rows: bool) 
     return (_SM80_WIDE if shared_bytes(arch) > ROOM_OF_SMALL else _SMALL_WIDE)[kernel]
 
 
+def pair_tiles(arch: str) -> PairTiles:
+    """Return the tiles of the gradients of wide heads."""
+    return _SM90_PAIRS if arch == "sm_90" else _SM80_PAIRS if arch.startswith("sm_") else _GFX_PAIRS
+
+
 def tf32_fits(kernel: str, block_d: int, arch: str) -> bool:
     """Return whether TF32 products of an fp32 kernel fit in shared memory: "keys" at 256 takes 114 KB, 98 without."""
     return kernel != "keys" or block_d <= 128 or shared_bytes(arch) > ROOM_OF_SMALL
@@ -387,8 +365,8 @@ def tile_of(
 ) -> Tile:
     """Return the tile of a kernel: of a profile, else of the table.
 
-    Its name is "forward", "keys", "queries", "product" or "bias"; with head dims above 256 also "values" and "biased
-    forward".
+    Its name is "forward", "keys", "queries", "product" or "bias"; with head dims above 256 "forward", "biased forward"
+    or "bias".
 
     Args:
         block_d: the larger of the padded head dims.
