@@ -266,15 +266,14 @@ def pair_columns_kernel(
                         BLOCK_M, COLUMNS, TMA, WIDE, True, PAD, column,
                     )  # fmt: skip
                     acc = tl.dot(tl.trans(tile), x_tile, acc)
-        acc = acc * factor
         stored = (keys < shape.seqlen_k)[:, None] & (dims < width)[None, :]
         if ADD:
             at = dx + (own_owner.to(tl.int64) * key_rows + first_key_row + keys)[:, None] * width + dims[None, :]
-            acc += tl.load(at, mask=stored, other=0.0)
+            tl.store(at, tl.load(at, mask=stored, other=0.0) + acc * factor, mask=stored)
         else:
             heads_k = shape.num_heads // shape.group
             at = dx + ((first_key_row + keys) * heads_k + h_k)[:, None] * width + dims[None, :]
-        tl.store(at, acc.to(dx.dtype.element_ty), mask=stored)
+            tl.store(at, (acc * factor).to(dx.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=PLACE)

@@ -305,7 +305,7 @@ class PairTiles(NamedTuple):
 
 # d512 10.6 ms; 10.7 for pairs of 128x256, whose two products are two loops, and 12.3 for 128x128 at 4 warps.
 _SM90_PAIRS = PairTiles(Tile(128, 128, 8, 3), 64, Tile(128, 64, 8, 3), 256)
-_SM80_PAIRS = PairTiles(Tile(128, 128, 8, 2), 32, Tile(128, 32, 8, 3), 128)
+_SM80_PAIRS = PairTiles(Tile(128, 128, 8, 4), 16, Tile(128, 64, 8, 2), 128)  # 48 KB; a depth of 32 spills
 _GFX_PAIRS = PairTiles(Tile(128, 128, 8, 1), 32, Tile(128, 32, 8, 1), 128)
 
 # The forward kernel for at most MOST_FEW_ROWS queries of a head; two programs fit on an SM.
