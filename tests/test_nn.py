@@ -177,7 +177,8 @@ def test_scores_are_ranked_by_the_nearest_step(seqlen_q):
 
     def kept(first: float, second: float) -> list[bool]:
         scores = torch.tensor([0.0, first, second, 0.0])[None, :, None].expand(2, 4, HEADS_K)
-        mask = layer._select_keys(scores.transpose(1, 2).unsqueeze(2), seqlen_q, None)
+        mask = layer._kept_keys(scores.transpose(1, 2).unsqueeze(2), seqlen_q, None)
+        mask = mask if isinstance(mask, torch.Tensor) else mask.dense()
         assert mask.shape == (2, HEADS_K, seqlen_q, 4) and torch.equal(mask, mask[:1, :1].expand_as(mask))
         return mask[0, 0, -1].tolist()
 

@@ -53,7 +53,7 @@ class DynamicMaskAttention(nn.Module):
         out = logits.masked_fill(~keep, -inf).softmax(-1) @ v
         return out @ Wo
 
-    The choice of keys is learned through the bias: the score that decides whether a key is kept is also added to the
+    The choice of keys is learned through the bias. The score that decides whether a key is kept is also added to the
     logits of kept keys, so that W and A get gradients. Scores are ranked by their nearest multiple of 2**-12, the
     earliest key first among equals, so that decoding keeps the keys that a full forward keeps.
     ``keep_window_size=None`` removes score, bias and mask: the same class is then plain causal attention.
@@ -253,7 +253,8 @@ class DynamicMaskAttention(nn.Module):
         if scores is None:
             return AttentionArguments(q, k, v, padding, None)
         bias = scores.transpose(1, 2).unsqueeze(2)
-        return AttentionArguments(q, k, v, self._select_keys(bias.detach(), x.shape[1], padding), bias)
+        mask = self._kept_keys(bias.detach(), x.shape[1], padding)
+        return AttentionArguments(q, k, v, mask.dense() if isinstance(mask, PreparedMask) else mask, bias)
 
     def _inputs(
         self, x: torch.Tensor, attention_mask: torch.Tensor | None, cache: KVCache | None
@@ -341,17 +342,27 @@ class DynamicMaskAttention(nn.Module):
         padding: torch.Tensor | None,
         query_index: torch.Tensor | None = None,
     ) -> torch.Tensor | PreparedMask | None:
-        """Make the mask of `_select_keys`, as intervals where there is more than one query."""
+        """Make the mask of the kept keys for the last seqlen_q positions: intervals, or for one query a row of keys."""
         assert self.keep_window_size is not None
-        if seqlen_q == 1 or self.keep_window_size >= scores.shape[-1]:
-            return self._select_keys(scores, seqlen_q, padding, query_index)
         batch, _, _, seqlen_k = scores.shape
+        if self.keep_window_size >= seqlen_k:
+            return padding
+        scores = ranked(scores)
+        if seqlen_q == 1:
+            # A single query sees every key, so that there are no prefixes to sort.
+            keep = topk_mask(scores, self.keep_window_size, mask=padding)
+            if self.local_window_size == 0:
+                return keep
+            query = seqlen_k - 1 if query_index is None else query_index
+            key = torch.arange(seqlen_k, device=scores.device)
+            local = (key <= query) & (key > query - self.local_window_size)
+            return keep | (local if padding is None else local & padding)
         kept = self.keep_window_size + self.local_window_size
         pays = reorder_pays(
             batch * self.num_heads, seqlen_q, seqlen_k, kept, is_causal=True, has_backward=torch.is_grad_enabled()
         )
         return PreparedMask.from_topk(
-            ranked(scores),
+            scores,
             self.keep_window_size,
             is_causal=True,
             mask=padding,
@@ -359,33 +370,6 @@ class DynamicMaskAttention(nn.Module):
             local=self.local_window_size,
             reorder=pays,
         )
-
-    def _select_keys(
-        self,
-        scores: torch.Tensor,
-        seqlen_q: int,
-        padding: torch.Tensor | None,
-        query_index: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Make the mask (B, Hk, L, Lk) of the kept keys for the last seqlen_q of the Lk positions."""
-        assert self.keep_window_size is not None
-        seqlen_k = scores.shape[-1]
-        if self.keep_window_size >= seqlen_k:
-            return padding
-        scores = ranked(scores)
-        # A single query is the last one and sees every key: one row of all queries then, and no prefixes to sort.
-        if seqlen_q == 1:
-            keep = topk_mask(scores, self.keep_window_size, mask=padding)
-        else:
-            keep = topk_mask(scores, self.keep_window_size, is_causal=True, mask=padding, seqlen_q=seqlen_q)
-        if self.local_window_size:
-            if query_index is None:
-                query_index = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=scores.device)
-            query = query_index[:, None]
-            key = torch.arange(seqlen_k, device=scores.device)
-            local = (key <= query) & (key > query - self.local_window_size)
-            keep = keep | (local if padding is None else local & padding)
-        return keep
 
     def _select_packed_keys(
         self, scores: torch.Tensor, bounds: torch.Tensor, own: torch.Tensor, positions: torch.Tensor, longest: int
