@@ -329,10 +329,10 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
-    """Whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention.
+    """Tell whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention.
 
-    Attributes say where they may be, and the values whether they are: once for all layers that share the tensor, since
-    reading waits for the device. A bias stays one where it has a gradient, and where it cannot be read or watched.
+    Attributes say where they may be. Then its values are read, once for all layers that share the tensor, because
+    reading waits for the device. A bias that has a gradient, or that cannot be read or watched, stays one.
     """
     no_table = getattr(module, "has_relative_attention_bias", None) is False
     if not no_table or not getattr(module, "is_decoder", False) or getattr(module, "is_causal", True):
@@ -443,7 +443,7 @@ def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:
 
 
 def _are_intervals(documents: Tensor, layout: SequenceLayout, rank: int) -> bool:
-    """Whether the documents are the intervals of a rank: transformers takes a gap in positions for a new document."""
+    """Tell whether documents are the intervals of a rank: transformers takes a gap in positions for a new document."""
     lengths = torch.tensor([stop - start for start, stop in layout.intervals[rank]], device=documents.device)
     number = torch.repeat_interleave(torch.arange(len(lengths), device=documents.device), lengths)
     return documents.shape[1] == len(number) and bool((documents - documents[:, :1] == number).all())
