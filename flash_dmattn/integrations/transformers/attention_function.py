@@ -132,18 +132,17 @@ def attend(
         query, key, value = follow_autocast(query, key, value)
     if bias is not None:
         bias = in_dtype(bias, query.dtype)
-    call: dict[str, Any] | None = None
-    if _observers:
+    is_plain = context is None and arguments.sequences is None
+    call: dict[str, Any] = {}
+    if _observers or not is_plain:
         call = _call(query, key, value, arguments, bias, scaling, softcap, s_aux, dropout, deterministic)
         show_observers(module, call)
-    if context is None and arguments.sequences is None:
+    if is_plain:
         mask, is_causal, window, _ = arguments
         sink = None if s_aux is None else s_aux.reshape(-1)
         numbers = Numbers(is_causal, scaling, softcap or 0.0, window, deterministic or None, dropout_p=dropout)
         layer = prepare_call(query, key, value, mask, bias, sink, None, numbers, heads_first=True)
         return run_call(layer, "auto")[0].contiguous(), None
-    if call is None:
-        call = _call(query, key, value, arguments, bias, scaling, softcap, s_aux, dropout, deterministic)
     if context is None:
         out = attention(**call)
     else:
