@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc"))  # a build backend runs this file without its folder on the path
 
 import build_cuda  # noqa: E402
+from build_cuda import say  # noqa: E402
 
 # The two folders are at the top of the tree to be easy to find, and are imported only below flash_dmattn: their bare
 # names belong to other packages on PyPI.
@@ -25,11 +26,6 @@ PACKAGE_DIR = {
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}
 # Why there is no extension, and below that line the last that a compiler said; backends/cuda/extension.py reads it.
 NOT_BUILT = "_C.not_built.txt"
-
-
-def say(text: str) -> None:
-    """Print a line of the build at once, between those of ninja."""
-    print(f"flash_dmattn: {text}", flush=True)
 
 
 class BuildCuda(build_ext):
@@ -50,8 +46,6 @@ class BuildCuda(build_ext):
             say(f"the CUDA extension is not built: {error}{above}.")
             KeepReason.reason, KeepReason.output = str(error), error.output
             return
-        for kernel in kernels:
-            say(str(kernel))
         allowed = build_cuda.SPILLED_BYTES_ALLOWED
         refused = [kernel.name for kernel in kernels if kernel.spilled_bytes > allowed]
         if refused and not ext.optional:
@@ -71,7 +65,7 @@ class BuildCuda(build_ext):
         if spilled:
             say(
                 f"warning: {len(spilled)} of {len(kernels)} kernels spill registers, up to {max(spilled)} bytes, and "
-                "may be slower for it; they are named above."
+                f"may be slower for it; the end of {build_cuda.LOG} names them."
             )
 
     def copy_extensions_to_source(self) -> None:
