@@ -475,8 +475,8 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         print(output_of_ninja, flush=True)
         tools = f"nvcc {info['nvcc']}, torch {torch_version}"
         raise BuildError(f"a command of the build failed ({tools})", output_of_ninja)
-    of_units = [folder / f"{unit.object}.log" for unit in units if unit.source.endswith(".cu")]
-    kernels = [kernel for path in of_units for kernel in parse_ptxas(path.read_text())]
+    unit_logs = [folder / f"{unit.object}.log" for unit in units if unit.source.endswith(".cu")]
+    kernels = [kernel for path in unit_logs for kernel in parse_ptxas(path.read_text())]
     with log.open("a") as file:
         file.writelines(f"{kernel}\n" for kernel in kernels)
     say(f"the CUDA extension has {len(kernels)} kernels and took {_duration(time.monotonic() - started)}")
