@@ -26,6 +26,9 @@ PACKAGE_DIR = {
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}
 # Why there is no extension, and below that line the last that a compiler said; backends/cuda/extension.py reads it.
 NOT_BUILT = "_C.not_built.txt"
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "flash_dmattn" / "_version.py").read_text())[1]
+# A link to a file of the repository, or a picture that is there.
+LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^]]*)\]\((?P<path>(?!\w+:|#)[^)]+)\)")
 
 
 class BuildCuda(build_ext):
@@ -34,10 +37,9 @@ class BuildCuda(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build the one extension; `ext.optional` is FLASH_DMATTN_BUILD_CUDA=auto, which goes on without it."""
         output = Path(self.get_ext_fullpath(ext.name))
-        version = re.search(r'__version__ = "(.+)"', (ROOT / "flash_dmattn" / "_version.py").read_text())[1]
         try:
             # Not self.build_temp: an editable installation removes that, and would compile everything each time.
-            kernels = build_cuda.build(output, ROOT / "build" / "cuda", version)
+            kernels = build_cuda.build(output, ROOT / "build" / "cuda", VERSION)
         except build_cuda.BuildError as error:
             output.unlink(missing_ok=True)  # what an earlier build left does not go into this wheel
             above = ", and what it said is above" if error.output else ""
@@ -145,10 +147,31 @@ def cuda_extensions(building: bool) -> list[Extension]:
     return [Extension("flash_dmattn._C", sources=[], py_limited_api=True, optional=wish == "auto")]
 
 
+def readme_for_index() -> str:
+    """Return README with links that work on a package index, which has no other file of the repository.
+
+    They begin with the URL of the repository in pyproject.toml. If there is none yet, the text of links stays alone.
+    """
+    url = re.search(r'^Repository = "(.+?)/?"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+
+    def outside(link: re.Match[str]) -> str:
+        if url is None:
+            return "" if link["picture"] else link["text"]
+        view = "raw" if link["picture"] else "blob"
+        return f"{link['picture']}[{link['text']}]({url[1]}/{view}/v{VERSION}/{link['path']})"
+
+    return LINK.sub(outside, (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
 setup(
     packages=[*find_packages(include=["flash_dmattn", "flash_dmattn.*"]), *list(PACKAGE_DIR)[1:]],
     package_dir=PACKAGE_DIR,
     ext_modules=cuda_extensions(building=not BUILDING.isdisjoint(sys.argv)),
     cmdclass={"build": Build, "build_ext": BuildCuda, "keep_reason": KeepReason},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},  # of no effect on a wheel without an extension
+    long_description=readme_for_index(),
+    long_description_content_type="text/markdown",
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},  # of no effect on a wheel without an extension
+        "global": {"verbose": "0"},  # or a line for each file that is copied
+    },
 )

@@ -52,7 +52,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 config = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=50)
-model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
 tokens, padding = torch.randint(50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
 padding[1, :4] = 0
 logits = model(tokens, attention_mask=padding).logits

@@ -24,7 +24,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "flash_dmattn" / "_version.py").read_text())[1]
 SOURCES = ("flash_dmattn", "reference", "triton_kernels", "csrc")
 # The tests, and what they read and import besides.
-TESTED = ("tests", "docs", "examples", "benchmarks")
+TESTED = ("tests", "docs", "examples", "benchmarks", "release")
 # Where each folder of the checkout is found after an installation.
 PACKAGES = {
     "flash_dmattn": "flash_dmattn",
@@ -146,6 +146,27 @@ def test_wheel_metadata(wheel: Path) -> None:
         assert line in metadata.splitlines()
     required = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, re.MULTILINE)
     assert sorted(required) == ["einops", "packaging", "torch>=2.9"]
+
+
+LINK = re.compile(r"\]\((?!https?:|#)([^)]*)\)")
+
+
+@builds
+@pytest.mark.parametrize("url", ["", "https://example.org/owner/repository"])
+def test_links_of_the_readme_work_on_an_index(url: str, tree: Path, tmp_path: Path) -> None:
+    """They are absolute, or not there while the project has no URL."""
+    if url:
+        with (tree / "pyproject.toml").open("a") as file:
+            file.write(f'\n[project.urls]\nRepository = "{url}"\n')
+    build("build_sdist", tree, tmp_path)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path)
+    description = (tmp_path / f"flash_dmattn-{VERSION}" / "PKG-INFO").read_text().partition("\n\n")[2]
+    assert not LINK.findall(description)
+    relative = LINK.findall((ROOT / "README.md").read_text())
+    absolute = re.findall(rf"{re.escape(url)}/(?:blob|raw)/v{VERSION}/([^)]*)\)", description) if url else []
+    assert absolute == (relative if url else []) and len(relative) > 20
+    assert "how it is measured" in description
 
 
 @builds
