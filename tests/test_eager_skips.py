@@ -10,13 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+from dispatched import Dispatched
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import chunks, eager, formula
-from flash_dmattn.reference.dropout import Dropout
 from flash_dmattn.reference.masks import Intervals, TileBits
 from flash_dmattn.sequences import Sequences
 
@@ -24,21 +23,19 @@ HK, HQ, D, LENGTH = 2, 4, 16, 1024
 SCALE = {"softmax_scale": 0.3}
 
 
-class Count(TorchDispatchMode):
+class Count(Dispatched):
     """Count matrix products, their work, and the elements of the largest tensor that is made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._count)
         self.products = self.work = self.largest = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if "bmm" in function.__name__:
+    def _count(self, operator: Any, arguments: Any, result: Any) -> None:
+        if "bmm" in operator.__name__:
             self.products += 1
-            self.work += result.numel() * args[1].shape[2]
+            self.work += result.numel() * arguments[1].shape[2]
         if isinstance(result, Tensor):
             self.largest = max(self.largest, result.numel())
-        return result
 
 
 @contextmanager
@@ -198,26 +195,6 @@ def test_every_kind_of_mask_by_gathered_keys(
                 assert (x is None) <= (y is None or bias is None)
                 if x is not None:
                     torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("chunk_bytes", [6000, 10**8])
-def test_dropout_drops_the_same_probabilities_of_gathered_keys(
-    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(4)
-    monkeypatch.setattr(chunks, "FEW_SCORES", 0)
-    q, dout = torch.randn(2, 2, 11, HQ, D, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 90, HK, D, dtype=torch.float64)
-    mask = torch.rand(2, 1, 11, 90) < 0.05
-    mask[..., 80] = True
-    numbers: dict[str, Any] = {**SCALE, "dropout": Dropout(0.4, torch.tensor([1, 2]))}
-    exact = formula.attention(q, k, v, mask, None, **numbers)
-    out, lse = eager.forward(q, k, v, mask, chunk_bytes=chunk_bytes, **numbers)
-    torch.testing.assert_close((out, lse), exact, rtol=1e-11, atol=1e-12)
-    got = eager.backward(dout, None, q, k, v, mask, None, out, lse, chunk_bytes=chunk_bytes, **numbers)
-    wanted = formula.gradients(dout, None, q, k, v, mask, None, **numbers)
-    for x, y in zip(got[:3], wanted[:3], strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
 
 
 def test_keys_that_nobody_sees_may_hold_anything() -> None:

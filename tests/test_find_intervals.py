@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from cases import DEVICE
+from dispatched import Dispatched
 from interval_fields import check_fields
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
@@ -137,15 +137,6 @@ def test_known_masks() -> None:
     assert isinstance(PreparedMask.from_mask(by_query, find_intervals=True), TileMask)
 
 
-def test_top_k_is_that_of_its_builder() -> None:
-    scores = torch.randn(2, 3, 1, 500, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    for reorder in (False, True):
-        wanted = PreparedMask.from_topk(scores, 50, is_causal=True, reorder=reorder)
-        actual = PreparedMask.from_mask(wanted.dense(), is_causal=True, find_intervals=True, reorder=reorder)
-        assert actual.is_causal and actual.call_key == wanted.call_key
-        assert all(torch.equal(x, y) for x, y in zip(actual.tensors, wanted.tensors, strict=True))
-
-
 def test_shapes_of_masks() -> None:
     """Expanded dims stay of size 1, leading ones fold, and a mask of one row becomes what it does without."""
     mask = runs(40, 50, batch=4, heads=2)
@@ -196,20 +187,13 @@ def test_an_order_is_made_where_its_tiles_pay() -> None:
 # Reads that wait, and errors
 
 
-class Reads(TorchDispatchMode):
-    """How often a value is read, and what of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.numbers.append(str(args[0].dtype))
-        return func(*args, **(kwargs or {}))
-
-
 def test_it_waits_once_and_only_if_it_is_asked_to() -> None:
+    reads: list[torch.dtype] = []
+
+    def show(operator: Any, arguments: Any, result: Any) -> None:
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            reads.append(arguments[0].dtype)
+
     mask = runs(40, 50)
     for argument, reorder, number in ((mask, None, 1), (mask, True, 1), (mask ^ (torch.rand(40, 50) < 0.3), False, 1)):
         copies, copy = [], Tensor.tolist
@@ -218,16 +202,17 @@ def test_it_waits_once_and_only_if_it_is_asked_to() -> None:
             copies.append(x)
             return copy(x)
 
-        with mock.patch.object(Tensor, "tolist", tolist), Reads() as reads:
+        reads.clear()
+        with mock.patch.object(Tensor, "tolist", tolist), Dispatched(show):
             PreparedMask.from_mask(argument, find_intervals=True, reorder=reorder)
-        assert len(copies) + len(reads.numbers) == number
-    with Reads() as reads:
+        assert len(copies) + len(reads) == number
+    reads.clear()
+    with Dispatched(show):
         PreparedMask.from_mask(mask, reorder=True)
         PreparedMask.from_topk(torch.randn(300), 5, is_causal=True, reorder=True)
-    assert not reads.numbers
-    with Reads() as reads:
+        assert not reads
         PreparedMask.from_topk(torch.randn(300), 5, is_causal=True, compact=True)
-    assert reads.numbers == ["torch.int64"]
+    assert reads == [torch.int64]
 
 
 def test_errors() -> None:
@@ -252,26 +237,13 @@ def test_the_operators_and_their_fakes() -> None:
             torch.library.opcheck(operators.first_places.default, (made.start, made.stop, made.order, places))
 
 
-class Names(TorchDispatchMode):
-    """The names of the library's operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flash_dmattn":
-            self.found.append(func.name().partition("::")[2])
-        return func(*args, **(kwargs or {}))
-
-
 def test_steps_are_operators_where_something_watches() -> None:
     """As in a graph; and what nothing watches comes out the same."""
     scores = torch.randn(1, 2, 1, 2048, generator=torch.Generator().manual_seed(0))
     mask = topk_mask(scores, 40, is_causal=True)
-    with Names() as names:
+    with Dispatched() as seen:
         watched = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True)
-    assert names.found == ["prepare_mask", "mask_intervals", "key_order", "first_places", "interval_tiles"]
+    assert seen.names == ["prepare_mask", "mask_intervals", "key_order", "first_places", "interval_tiles"]
     with mock.patch.object(torch._ops.OpOverload, "__call__", side_effect=AssertionError("an operator ran")):
         other = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True)
     assert all(torch.equal(x, y) for x, y in zip(watched.tensors, other.tensors, strict=True))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from interval_fields import check_fields
+from interval_fields import by_place, check_fields, check_stats
 from key_parts import check_told_apart, parts, tensor_changes
 
 from flash_dmattn import Sequences, masks
@@ -115,18 +115,6 @@ def same(one, other):
     return type(one) is type(other) and all(torch.equal(getattr(one, n), getattr(other, n)) for n in names)
 
 
-def check_stats(prepared, allowed):
-    actual, want = prepared.stats(), masks.mask_stats(allowed)
-    last = allowed.size(3) % 128 != 0
-    every = masks.mask_stats(allowed[..., : allowed.size(3) // 128 * 128])
-    tiles_k = max(1, -(-allowed.size(3) // 128))
-    # A last tile with fewer than 128 keys is never full.
-    full = every.full_tile_fraction * (tiles_k - last) / tiles_k
-    assert actual.full_tile_fraction == pytest.approx(full)
-    for name in ("shape", "block_size", "density", "active_tile_fraction", "empty_rows"):
-        assert getattr(actual, name) == getattr(want, name), name
-
-
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), SIZES)
 def test_tile_mask_against_loops(seqlen_q, seqlen_k, band):
@@ -145,41 +133,42 @@ def test_tile_mask_against_loops(seqlen_q, seqlen_k, band):
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 4), (4, 0), (1, 7), (15, 300), (15, 9), (7, 256)])
-def test_key_mask_against_loops(seqlen_q, seqlen_k, band):
-    keys = torch.rand(2, 3, 1, seqlen_k, generator=torch.Generator().manual_seed(1)) < 0.7
-    keys[0, :, :, 128:256] = True
-    keys[1, 1] = False
-    prepared = PreparedMask.from_mask(keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **band)
-    assert isinstance(prepared, KeyMask)
-    check_key_mask(prepared, keys[:, :, 0])
-    allowed = allowed_positions(keys, seqlen_q, seqlen_k, **band)
-    assert torch.equal(prepared.dense(), allowed)
-    assert torch.equal(prepared.dense(2, 5), allowed[:, :, 2:5])
-    check_stats(prepared, allowed)
-    low, high = prepared.band or (-seqlen_q, seqlen_k)
-    for i in range(0, seqlen_q, 5):
-        ends = prepared.prefix[0, 0, max(i + low, 0) :][:1], prepared.prefix[0, 0, max(0, min(i + high + 1, seqlen_k))]
-        first, last = (int(x) for x in ends) if ends[0].numel() else (0, 0)
-        assert prepared.kept[0, 0, first:last].tolist() == allowed[0, 0, i].nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(16, 0), (16, 7), (200, 300), (300, 200), (140, 256)])
-def test_one_row_for_many_queries_becomes_intervals(seqlen_q, seqlen_k, band):
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [
+        *((0, 4), (4, 0), (1, 7), (15, 300), (15, 9), (7, 256)),
+        *((16, 0), (16, 7), (200, 300), (300, 200), (140, 256)),
+    ],
+)
+def test_one_row_for_all_queries_against_loops(seqlen_q, seqlen_k, band):
+    """Keys of few queries, intervals of many."""
     keys = torch.rand(2, 3, 1, seqlen_k, generator=torch.Generator().manual_seed(1)) < 0.7
     keys[0, :, :, 128:256] = True
     keys[1, 1] = False
     allowed = allowed_positions(keys, seqlen_q, seqlen_k, **band)
     for reorder in (None, False, True):
         prepared = PreparedMask.from_mask(keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k, reorder=reorder, **band)
-        assert isinstance(prepared, IntervalMask)
-        assert prepared.order.shape == (2, 3, seqlen_k if reorder else 0)
-        check_fields(prepared)
         assert torch.equal(prepared.dense(), allowed)
         assert torch.equal(prepared.dense(2, 5), allowed[:, :, 2:5])
-        if not reorder:  # else tiles are of places
+        if seqlen_q < 16:
+            assert isinstance(prepared, KeyMask)
+            check_key_mask(prepared, keys[:, :, 0])
             check_stats(prepared, allowed)
+        else:
+            assert isinstance(prepared, IntervalMask)
+            assert prepared.order.shape == (2, 3, seqlen_k if reorder else 0)
+            check_fields(prepared)
+            check_stats(prepared, by_place(prepared))
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_the_band_of_a_query_is_a_run_of_kept_keys(band):
+    keys = torch.rand(1, 1, 1, 300, generator=torch.Generator().manual_seed(1)) < 0.7
+    prepared = PreparedMask.from_mask(keys, seqlen_q=15, **band)
+    low, high = prepared.band or (-15, 300)
+    for i, row in enumerate(prepared.dense()[0, 0]):
+        first, last = (int(prepared.prefix[0, 0, max(0, min(n, 300))]) for n in (i + low, i + high + 1))
+        assert prepared.kept[0, 0, first:last].tolist() == row.nonzero().flatten().tolist()
 
 
 def test_keys_of_many_queries_are_put_in_order_unasked():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -39,9 +41,11 @@ from draws import (
 from layouts import LAYOUTS, offset
 from torch import Tensor
 
+from flash_dmattn.backends import eager
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as CUDA
 from flash_dmattn.problem import AttentionProblem, NeedsGrad, TensorSpec
+from flash_dmattn.reference import chunks
 
 EXAMPLES = {"eager": 1200, "flex": 120}
 SHARDS = 6  # so that pytest-xdist can share them out
@@ -52,9 +56,25 @@ def check(backend: Runner, drawn: Drawn) -> None:
     """Every result of a call as fp64 has it; pytest shows the line that rebuilds the call beside whatever fails."""
     print(f"{drawn.case.repro()} {drawn[1:]}")
     inputs = drawn.case.build()
-    with descriptors_wherever_they_serve() if drawn.descriptors else nullcontext():
+    with ExitStack() as ways:
+        if drawn.descriptors:
+            ways.enter_context(descriptors_wherever_they_serve())
+        if backend.name == "eager":
+            ways.enter_context(small_chunks(drawn.case.seed))
         results = backend(drawn.case, placed(drawn, inputs))
     assert_accurate(results, drawn.case, inputs)
+
+
+@contextmanager
+def small_chunks(number: int) -> Iterator[None]:
+    """Chunks of some size, and for every other number keys gathered wherever a mask leaves some out."""
+    eager.set_chunk_bytes((chunks.DEFAULT_CHUNK_BYTES, 6000, 60_000)[number % 3])
+    always = {"FEW_SCORES": 0, "GOOD_SCORES": 0} if number % 2 else {}
+    try:
+        with mock.patch.multiple(chunks, **always) if always else nullcontext():
+            yield
+    finally:
+        eager.set_chunk_bytes(chunks.DEFAULT_CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("backend", EXAMPLES, indirect=True)
@@ -81,7 +101,7 @@ def test_small_calls_meet_every_form() -> None:
     assert {case.mask for case in cases} == {case.bias for case in cases} == {None, *FORMS}
     assert {case.bias for case in cases if "bias" in case.needs_grad} == {None, *FORMS}
     assert {case.bias_kind for case in cases} == {"normal", "inf", "min"}
-    assert {x.layout for x in drawn} == {None, *LAYOUTS}
+    assert {(x.layout, x.prepared) for x in drawn} == set(itertools.product((None, *LAYOUTS), (False, True)))
     assert {0, 1, 32, 33, 100} <= {case.seqlen_q for case in cases} & {case.seqlen_k for case in cases}
 
 
