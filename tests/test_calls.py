@@ -8,14 +8,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from accuracy import GRADIENTS, assert_accurate
+from accuracy import GRADIENTS, assert_accurate, run
 from cases import ALL, DEVICE, Case, Inputs
 from conftest import Runner
 from draws import BF16, FORMS, FP16, FP32, FP64
 
+import flash_dmattn
 from flash_dmattn.masks import PreparedMask
 
 FULL, ROWS, KEYS = ("B", "Hq", "Lq", "Lk"), ("1", "Hk", "Lq", "1"), ("B", "1", "1", "Lk")
@@ -131,6 +133,14 @@ def check(backend: Runner, case: Case, inputs: Inputs | None = None, like: Input
 @pytest.mark.parametrize("name", CALLS)
 def test_call(backend: Runner, name: str) -> None:
     check(backend, CALLS[name])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_reference_computes_the_formula(name: str) -> None:
+    case = CALLS[name]
+    inputs = case.build("cpu")
+    results = run(partial(flash_dmattn.attention, return_lse=True, backend="reference"), case, inputs)
+    assert_accurate(results, case, inputs)
 
 
 # Everything that a call may have, two by two.
