@@ -93,14 +93,10 @@ def decoded(backend: str, device: str, steps: tuple[tuple[int, ...], ...]) -> tu
     return torch.cat(out), torch.cat(rows)
 
 
-def test_what_was_appended_is_attended_to(backend: Runner) -> None:
+def test_what_was_appended_is_attended_to(serving: Runner) -> None:
     """A prompt in chunks, then tokens one by one, beside texts that rest: as the whole texts in dense calls."""
-    if backend.name not in ("eager", "triton"):
-        pytest.skip(f"{backend.name}: it refuses pages")
-    if backend.name == "triton" and DEVICE == "cpu":
-        pytest.skip("triton: it runs on GPUs")
     with torch.no_grad():
-        result, wanted = decoded(backend.name, DEVICE, ((5, 1, 9), (4, 0, 1), (1, 1, 1), (1, 1, 0)))
+        result, wanted = decoded(serving.name, DEVICE, ((5, 1, 9), (4, 0, 1), (1, 1, 1), (1, 1, 0)))
     torch.testing.assert_close(result, wanted)
 
 

@@ -68,7 +68,7 @@ def check(backend: Runner, drawn: Drawn) -> None:
 @contextmanager
 def small_chunks(number: int) -> Iterator[None]:
     """Chunks of some size, and for every other number keys gathered wherever a mask leaves some out."""
-    eager.set_chunk_bytes((chunks.DEFAULT_CHUNK_BYTES, 6000, 60_000)[number % 3])
+    eager.set_chunk_bytes((chunks.DEFAULT_CHUNK_BYTES, 24_000, 100_000)[number % 3])
     always = {"FEW_SCORES": 0, "GOOD_SCORES": 0} if number % 2 else {}
     try:
         with mock.patch.multiple(chunks, **always) if always else nullcontext():

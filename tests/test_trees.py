@@ -30,20 +30,15 @@ EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
 
 def draw_options(backend: Runner) -> dict[str, Any]:
-    """The draws for a backend that has trees; skip a backend without them, or on another device."""
-    if backend.name in ("cuda", "flex", "sdpa"):
-        pytest.skip(f"{backend.name}: its rules refuse trees")
-    if backend.name == "triton" and DEVICE == "cpu":
-        pytest.skip("triton: it runs on GPUs")
+    """The draws for a backend."""
     return ON_GPU if backend.name == "triton" else {}
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
-    arguments = draw_options(backend)
+def test_random_calls_beside_one_dense_call(serving: Runner, part: int) -> None:
     for number in range(part, EXAMPLES, 3):
-        call = draw(number, **arguments)
-        assert_accurate(run(call, backend.name), call)
+        call = draw(number, **draw_options(serving))
+        assert_accurate(run(call, serving.name), call)
 
 
 def test_the_reference_reads_trees() -> None:
@@ -60,13 +55,12 @@ def test_random_calls_of_the_kernels() -> None:
     assert "40 passed, 0 failed" in interpret("run_calls.py", "interpreter", "trees", "0", "40")
 
 
-def test_a_chain_is_causal_bit_for_bit(backend: Runner) -> None:
-    arguments = draw_options(backend)
+def test_a_chain_is_causal_bit_for_bit(serving: Runner) -> None:
     for number in range(40):
-        call = draw(number, **arguments)
-        if backend.name == "triton":
+        call = draw(number, **draw_options(serving))
+        if serving.name == "triton":
             call = replace(call, needs_grad=())  # gradients of chains go by tiles, of causality by a band
-        chain, causal = (run(each, backend.name) for each in as_chain(call))
+        chain, causal = (run(each, serving.name) for each in as_chain(call))
         for name, x in causal.items():
             assert x is None or torch.equal(x, chain[name]), (number, name)
 
