@@ -137,7 +137,7 @@ def draw(
         return [n + (rng.choice((0, 0, 1, 7)) if spare else 0) + loosely(0, 0, 50) for n in used]
 
     def cumulative(slots: list[int]) -> list[int]:
-        first = loosely(0, 0, 3, 100)
+        first = loosely(0, 0, 3, 130)
         return [first + sum(slots[:s]) for s in range(count + 1)]
 
     def table(values: list[int]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dispatched import Dispatched
-from interval_fields import by_place, check_fields, check_stats
+from mask_checks import BANDS, by_place, check_fields, check_stats, in_band, same
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -102,16 +102,6 @@ def test_local_keys_are_those_that_are_allowed() -> None:
 # Intervals
 
 
-BANDS: list[dict[str, Any]] = [
-    {},
-    {"is_causal": True},
-    {"window_size": (7, 3)},
-    {"window_size": (0, 0)},
-    {"window_size": (-1, 2), "is_causal": True},
-    {"window_size": (2**40, 0)},
-]
-
-
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"),
@@ -126,12 +116,8 @@ def test_intervals_by_comparison(seqlen_q: int, seqlen_k: int, band: dict[str, A
     start[0, 0], stop[0, 0], stop[0, 1] = 0, seqlen_q, 0  # every pair, and none
     start[1, 0, : seqlen_k // 2], stop[1, 0] = seqlen_q // 3, seqlen_q - seqlen_q // 3
     stop[0, 2], start[1, 2] = seqlen_q, 0  # of tiles that would be full each a row or more of some key is missing
-    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
-    p = i + seqlen_k - seqlen_q
-    left, right = band.get("window_size", (-1, -1))
-    allowed = (i >= start[..., None, :]) & (i < stop[..., None, :])
-    allowed &= (j <= p) | (not band.get("is_causal", False))
-    allowed &= ((j >= p - left) | (left < 0)) & ((j <= p + right) | (right < 0))
+    i = torch.arange(seqlen_q)[:, None]
+    allowed = (i >= start[..., None, :]) & (i < stop[..., None, :]) & in_band(seqlen_q, seqlen_k, **band)
     for reorder in (False, True):
         prepared = PreparedMask.from_intervals(start, stop, seqlen_q, reorder=reorder, **band)
         assert torch.equal(prepared.dense(), allowed) and torch.equal(prepared.unpacked(), allowed)
@@ -140,7 +126,8 @@ def test_intervals_by_comparison(seqlen_q: int, seqlen_k: int, band: dict[str, A
         check_fields(prepared)
         check_stats(prepared, by_place(prepared))
         assert prepared.is_reordered == (reorder or seqlen_k == 0)
-        assert (prepared.is_causal, prepared.window_size) == (band.get("is_causal", False), (left, right))
+        wanted = band.get("is_causal", False), band.get("window_size", (-1, -1))
+        assert (prepared.is_causal, prepared.window_size) == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
@@ -297,14 +284,14 @@ def test_places_of_live_keys(seqlen_q: int, is_causal: bool) -> None:
     assert torch.equal(compact.start, every_key.start) and torch.equal(compact.stop, every_key.stop)
     assert compact.stats() == every_key.stats() and torch.equal(compact.dense(), every_key.dense())
     again = pickle.loads(pickle.dumps(compact))
-    assert all(torch.equal(x, y) for x, y in zip(again.tensors, compact.tensors, strict=True))
+    assert same(again, compact)
     start, stop = every_key.start, every_key.stop
     other = PreparedMask.from_intervals(start, stop, seqlen_q, is_causal=is_causal, reorder=True, compact=True)
-    assert all(torch.equal(x, y) for x, y in zip(other.tensors, compact.tensors, strict=True))
+    assert same(other, compact)
     # Intervals that are recognised in a dense mask have been counted already.
     if seqlen_q > 1:
         actual = PreparedMask.from_mask(every_key.dense(), is_causal=is_causal, find_intervals=True, reorder=True)
-        assert all(torch.equal(x, y) for x, y in zip(actual.tensors, compact.tensors, strict=True))
+        assert same(actual, compact)
 
 
 def test_no_places_are_left_out_where_most_keys_are_live() -> None:
@@ -312,7 +299,7 @@ def test_no_places_are_left_out_where_most_keys_are_live() -> None:
     every_key, compact = (
         PreparedMask.from_topk(scores, 30, is_causal=True, reorder=True, compact=few) for few in (False, True)
     )
-    assert all(torch.equal(x, y) for x, y in zip(every_key.tensors, compact.tensors, strict=True))
+    assert same(every_key, compact)
     for shape, seqlen_q in (((1, 2, 1, 500), 0), ((0, 2, 1, 500), 5)):
         check_fields(PreparedMask.from_topk(torch.zeros(shape), 3, is_causal=True, seqlen_q=seqlen_q, compact=True))
 

@@ -19,6 +19,7 @@ from unittest import mock
 import forked
 import pytest
 import torch
+from mask_checks import runs, tiled_mask
 
 from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.prepared import operators, packing
@@ -38,16 +39,6 @@ SHAPES = [
     (2, 2, 130, 33), (1, 1, 128, 516), (1, 1, 257, 640), (2, 1, 100, 1040), (1, 1, 300, 261),
 ]  # fmt: skip
 WINDOWS = [(False, (-1, -1)), (True, (-1, -1)), (False, (40, 9)), (False, (0, 0)), (True, (200, -1)), (False, (-1, 3))]
-
-
-def tiled_mask(*shape: int) -> torch.Tensor:
-    """Random bools with two of three tiles full or empty."""
-    mask = torch.rand(shape) < 0.5
-    for row in range(0, shape[2], 128):
-        for col in range(0, shape[3], 128):
-            if (row + col) // 128 % 3:
-                mask[:, :, row : row + 128, col : col + 128] = (row + col) // 128 % 3 == 1
-    return mask
 
 
 def equal(actual: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: object) -> None:
@@ -146,14 +137,6 @@ def check_keys() -> None:
             band = make_band(seqlen_q, seqlen_k, (-1, 0))
             arguments = (*key_intervals(mask, seqlen_q, band, has_order), seqlen_q)
             equal(key_pack.interval_tiles(*arguments), list_intervals(*arguments), (seqlen_q, seqlen_k))
-
-
-def runs(*shape: int) -> torch.Tensor:
-    """A random mask of one run of queries for each key, or none."""
-    batch, heads, seqlen_q, seqlen_k = shape
-    start, stop = (torch.randint(-5, seqlen_q + 6, (batch, heads, 1, seqlen_k)) for _ in range(2))
-    rows = torch.arange(seqlen_q)[:, None]
-    return (rows >= start) & (rows < stop)
 
 
 def bits_of(mask: torch.Tensor, band: Band | None = None) -> tuple[torch.Tensor, torch.Tensor, int]:

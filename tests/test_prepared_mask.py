@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-from interval_fields import by_place, check_fields, check_stats
 from key_parts import check_told_apart, parts, tensor_changes
+from mask_checks import BANDS, by_place, check_fields, check_stats, in_band, same, tiled_mask
 
 from flash_dmattn import Sequences, masks
 from flash_dmattn.masks import PreparedMask
@@ -16,44 +16,11 @@ from flash_dmattn.masks.prepared.storage import IntervalMask, KeyMask, TileMask
 from flash_dmattn.problem import SequenceSpec, make_band
 
 SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (7, 1), (1, 130), (2, 33), (129, 31), (130, 300), (260, 128), (128, 257)]
-BANDS = [
-    {},
-    {"is_causal": True},
-    {"window_size": (40, 3)},
-    {"window_size": (0, 0)},
-    {"window_size": (-1, 9)},
-    {"window_size": (60, -1), "is_causal": True},
-    {"window_size": (10**15, 10**15)},
-    {"window_size": (2**40, 0)},
-    {"window_size": (0, 2**40)},
-]
 
 
-def allowed_positions(mask, seqlen_q, seqlen_k, is_causal=False, window_size=(-1, -1)):
-    """The formula of the contract on the whole square: bool (Bm, Hm, Lq, Lk)."""
-    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
-    p = i + seqlen_k - seqlen_q
-    allowed = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    if is_causal:
-        allowed &= j <= p
-    if window_size[0] >= 0:
-        allowed &= j >= p - window_size[0]
-    if window_size[1] >= 0:
-        allowed &= j <= p + window_size[1]
-    return mask.broadcast_to(*mask.shape[:2], seqlen_q, seqlen_k) & allowed
-
-
-def tiled_mask(*shape, seed=0):
-    """Random bools with some tiles full, some empty, and some full but for one key or empty but for one."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(shape, generator=generator) < 0.5
-    for number, (row, col) in enumerate(itertools.product(range(0, shape[-2], 128), range(0, shape[-1], 128))):
-        tile = mask[..., row : row + 128, col : col + 128]
-        if number % 5 < 4:
-            tile[:] = number % 2 == 0
-        if number % 5 in (2, 3):
-            tile[..., -1, -1] ^= True
-    return mask
+def allowed_positions(mask, seqlen_q, seqlen_k, **band):
+    """The formula of the contract: bool (Bm, Hm, Lq, Lk)."""
+    return mask.broadcast_to(*mask.shape[:2], seqlen_q, seqlen_k) & in_band(seqlen_q, seqlen_k, **band)
 
 
 def check_tile_mask(prepared, allowed):
@@ -81,9 +48,8 @@ def check_tile_mask(prepared, allowed):
                 for line in table
             ]
             assert getattr(prepared, f"{name}_lists")[b, h].tolist() == want
-    dtypes = {"bits": torch.int32, "classes": torch.uint8}
-    for name, tensor in tensors_of(prepared):
-        assert tensor.is_contiguous() and tensor.dtype == dtypes.get(name, torch.int32)
+    assert [x.dtype for x in prepared.tensors] == [torch.int32, torch.uint8, torch.int32, torch.int32]
+    assert all(x.is_contiguous() for x in prepared.tensors)
 
 
 def tile_class(allowed, row, col):
@@ -101,18 +67,6 @@ def check_key_mask(prepared, keys):
         assert prepared.count[b, h] == len(kept)
         assert prepared.prefix[b, h].tolist() == [sum(j < n for j in kept) for n in range(seqlen_k + 1)]
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in (prepared.kept, prepared.count, prepared.prefix))
-
-
-def tensors_of(prepared):
-    """The fields of a prepared mask that are tensors, with their names."""
-    values = ((field.name, getattr(prepared, field.name)) for field in dataclasses.fields(prepared))
-    return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
-
-
-def same(one, other):
-    """Whether two prepared masks are of one class and equal in every tensor."""
-    names = [name for name, _ in tensors_of(one)]
-    return type(one) is type(other) and all(torch.equal(getattr(one, n), getattr(other, n)) for n in names)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
@@ -185,8 +139,7 @@ def test_a_mask_of_one_row_as_tiles() -> None:
         dense = PreparedMask.from_mask(keys.repeat(1, 1, seqlen_q, 1), is_causal=True)
         assert isinstance(dense, TileMask) and isinstance(prepared, TileMask if seqlen_q >= 16 else KeyMask)
         assert torch.equal(prepared.dense(), dense.dense())
-        if isinstance(prepared, TileMask):
-            assert all(torch.equal(x, y) for x, y in zip(prepared.tensors, dense.tensors))
+        assert isinstance(prepared, KeyMask) or same(prepared, dense)
 
 
 @pytest.mark.parametrize("seqlen_q", [2, 127, 128, 129, 300])
@@ -238,7 +191,7 @@ FORMS = {name: (mask, plain) for name, mask, plain in strided_forms()}
 def test_layouts_and_broadcast_dims(mask, plain):
     prepared = PreparedMask.from_mask(mask, seqlen_k=384, is_causal=True)
     assert prepared.shape == tuple(plain.shape)
-    check_tile_mask(prepared, allowed_positions(plain, 150, 384, True))
+    check_tile_mask(prepared, allowed_positions(plain, 150, 384, is_causal=True))
 
 
 def test_rows_that_start_between_words():

@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -31,9 +32,11 @@ from draws import (
     DRAWS,
     FORMS,
     HEAD_DIMS,
+    INTERVAL_SIZES,
     TILE_EDGES,
     Drawn,
     draw_cuda,
+    draw_intervals,
     draw_small,
     draw_triton,
     placed,
@@ -41,7 +44,7 @@ from draws import (
 from layouts import LAYOUTS, offset
 from torch import Tensor
 
-from flash_dmattn.backends import eager
+from flash_dmattn.backends import eager as eager_backend
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as CUDA
 from flash_dmattn.problem import AttentionProblem, NeedsGrad, TensorSpec
@@ -68,13 +71,13 @@ def check(backend: Runner, drawn: Drawn) -> None:
 @contextmanager
 def small_chunks(number: int) -> Iterator[None]:
     """Chunks of some size, and for every other number keys gathered wherever a mask leaves some out."""
-    eager.set_chunk_bytes((chunks.DEFAULT_CHUNK_BYTES, 24_000, 100_000)[number % 3])
+    eager_backend.set_chunk_bytes((chunks.DEFAULT_CHUNK_BYTES, 24_000, 100_000)[number % 3])
     always = {"FEW_SCORES": 0, "GOOD_SCORES": 0} if number % 2 else {}
     try:
         with mock.patch.multiple(chunks, **always) if always else nullcontext():
             yield
     finally:
-        eager.set_chunk_bytes(chunks.DEFAULT_CHUNK_BYTES)
+        eager_backend.set_chunk_bytes(chunks.DEFAULT_CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("backend", EXAMPLES, indirect=True)
@@ -92,6 +95,17 @@ def test_random_configurations(backend: Runner, shard: int) -> None:
 @pytest.mark.parametrize("number", range(KERNEL_EXAMPLES) if DEVICE == "cuda" else range(1))
 def test_random_configurations_of_kernels(backend: Runner, number: int) -> None:
     check(backend, DRAWS[backend.name](number))
+
+
+def test_random_interval_masks_of_eager(eager: Runner) -> None:
+    for number in range(int(os.environ.get("FLASH_DMATTN_EXAMPLES", 60))):
+        drawn, mask = draw_intervals(number, INTERVAL_SIZES["interpreter"])
+        print(f"{drawn.case.repro()} {mask}")
+        inputs = drawn.case.build()
+        dense = replace(inputs, mask=mask.unpacked().to(DEVICE))
+        with small_chunks(number):
+            results = eager(drawn.case, replace(inputs, mask=mask.to(DEVICE)))
+        assert_accurate(results, drawn.case, dense)
 
 
 def test_small_calls_meet_every_form() -> None:

@@ -55,11 +55,10 @@ def draw_options(name: str) -> dict[str, Any]:
     return {} if name in ("eager", "reference") else ON_GPU
 
 
+@pytest.mark.parametrize("backend", ("eager", "triton", "cuda"), indirect=True)
 @pytest.mark.parametrize("part", range(6))
 def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
-    """With NaN in all rows of no sequence."""
-    if backend.name == "flex" and DEVICE == "cuda":
-        pytest.skip("flex: nearly each of these would compile for a minute; tests/flex_check.py has classes of them")
+    """With NaN in all rows of no sequence; those of flex are in test_flex_sequences.py."""
     ran = 0
     for number in range(part, EXAMPLES, 6):
         call = draw(number, **draw_options(backend.name))

@@ -1,6 +1,9 @@
-"""Checks of the fields of interval masks, and of the statistics of all prepared masks."""
+"""Masks that tests of prepared masks share, and checks of what is made of them."""
 
 from __future__ import annotations
+
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,46 @@ from flash_dmattn import masks
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.storage import IntervalMask
+
+# Limits of a band, as `PreparedMask` takes them.
+BANDS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True},
+    {"window_size": (7, 3)},
+    {"window_size": (0, 0)},
+    {"window_size": (-1, 2), "is_causal": True},
+    {"window_size": (60, -1), "is_causal": True},
+    {"window_size": (2**40, 0)},
+    {"window_size": (10**15, 10**15)},
+]
+
+
+def in_band(seqlen_q: int, seqlen_k: int, is_causal: bool = False, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+    """The band of the contract on the whole square: bool (Lq, Lk)."""
+    gap = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
+    left, right = window_size
+    right = 0 if is_causal else right
+    return ((gap >= -left) | (left < 0)) & ((gap <= right) | (right < 0))
+
+
+def tiled_mask(*shape: int, seed: int = 0) -> Tensor:
+    """Random bools with some tiles full, some empty, and some full but for one key or empty but for one."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    for number, (row, col) in enumerate(itertools.product(range(0, shape[-2], 128), range(0, shape[-1], 128))):
+        tile = mask[..., row : row + 128, col : col + 128]
+        if number % 5 < 4:
+            tile[:] = number % 2 == 0
+        if number % 5 in (2, 3):
+            tile[..., -1, -1] ^= True
+    return mask
+
+
+def runs(batch: int, heads: int, seqlen_q: int, seqlen_k: int, seed: int = 0) -> Tensor:
+    """A random mask of one run of queries for each key, or none."""
+    generator = torch.Generator().manual_seed(seed)
+    start, stop = torch.randint(-5, seqlen_q + 6, (2, batch, heads, 1, seqlen_k), generator=generator)
+    rows = torch.arange(seqlen_q)[:, None]
+    return (rows >= start) & (rows < stop)
 
 
 def by_place(mask: IntervalMask) -> Tensor:
@@ -57,3 +100,8 @@ def check_stats(prepared: PreparedMask, dense: Tensor) -> None:
     whole, tiles = dense.shape[3] // 128, max(1, -(-dense.shape[3] // 128))
     full = masks.mask_stats(dense[..., : whole * 128]).full_tile_fraction  # a last tile of fewer keys is never full
     assert actual.full_tile_fraction == pytest.approx(full * whole / tiles)
+
+
+def same(one: PreparedMask, other: PreparedMask) -> bool:
+    """Whether two prepared masks are of one class and equal in every tensor."""
+    return type(one) is type(other) and all(map(torch.equal, one.tensors, other.tensors))
