@@ -48,7 +48,7 @@ CALLS = {
     ("trees", "eager"): (range(0, 2000, 1000), 200),
 }
 SANITIZED_INTERVALS = 5
-SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("forward", "edges", "properties", "backward"))
+SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("calls", "edges"))
 # Files that run whole, with their workers and seconds; of random calls a part, for Triton compiles most of them anew.
 GROUPS = {
     "serving": (4, 180, ("append", "trees", "nn_sequences", "sequence_pack")),
