@@ -63,27 +63,35 @@ def dense(bias: Distances, seqlen_q: int, seqlen_k: int) -> Tensor:
               [1, 2, 3, 3],
               [1, 1, 2, 3]]]])
     """
-    values, zero, clamps = bias
-    batch, heads, _, n = values.shape
+    values = bias.values
     if seqlen_q == 0 or seqlen_k == 0:
-        return values.new_zeros(batch, heads, seqlen_q, seqlen_k) + values.flatten()[:0].sum()
-    # One value for each distance of the call, from the last query to the first key up to the first query to the last.
+        return values.new_zeros(*values.shape[:2], seqlen_q, seqlen_k) + values.flatten()[:0].sum()
+    strip = by_distance(bias, seqlen_q, seqlen_k)
+    if seqlen_q == 1:
+        return strip
+    # Rows of `count` values, read as rows that are one shorter, move on by one value a row.
+    count = seqlen_q + seqlen_k - 1
+    repeated = strip.expand(-1, -1, seqlen_q, -1).flatten(2)
+    moved = repeated[..., seqlen_q - 1 :][..., : seqlen_q * (count - 1)]
+    return moved.unflatten(2, (seqlen_q, count - 1))[..., :seqlen_k]
+
+
+def by_distance(bias: Distances, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the bias of each distance of a call, (Bv, Hv, 1 or Lq, Lq + Lk - 1); of a call with a score.
+
+    Distances ascend, from that of the last query and the first key to that of the first query and the last key.
+    """
+    values, zero, clamps = bias
+    n = values.shape[-1]
     count, first = seqlen_q + seqlen_k - 1, zero - (seqlen_k - 1)
     before = min(max(-first, 0), count)
     start = min(max(first, 0), n)
     stop = max(min(first + count, n), start)
     after = count - before - (stop - start)
-    if clamps:
-        parts = (values[..., :1].expand(-1, -1, -1, before), values[..., start:stop])
-        strip = torch.cat((*parts, values[..., -1:].expand(-1, -1, -1, after)), -1)
-    else:
-        strip = F.pad(values[..., start:stop], (before, after))
-    if seqlen_q == 1:
-        return strip
-    # Rows of `count` values, read as rows that are one shorter, move on by one value a row.
-    repeated = strip.expand(-1, -1, seqlen_q, -1).flatten(2)
-    moved = repeated[..., seqlen_q - 1 :][..., : seqlen_q * (count - 1)]
-    return moved.unflatten(2, (seqlen_q, count - 1))[..., :seqlen_k]
+    if not clamps:
+        return F.pad(values[..., start:stop], (before, after))
+    ends = (values[..., :1].expand(-1, -1, -1, before), values[..., -1:].expand(-1, -1, -1, after))
+    return torch.cat((ends[0], values[..., start:stop], ends[1]), -1)
 
 
 def distance_sums(ds: Tensor, bias: Distances) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from conftest import refusal_of
+from flex_fixture import eager_flex
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -140,6 +142,36 @@ def test_masks_that_eager_reads_in_place_gather_keys(bias: Any, chunk_bytes: int
     )
     for option in options:
         assert_as_dense(inputs, bias, backend="eager", **option)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_flex_reads_a_value_for_each_distance(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 1, 4, 9, generator=random, dtype=F64).to(dtype).requires_grad_()
+    q, k, v = (x.detach().float().requires_grad_() for x in tensors(2, 3, 40, 150, 4, 2, 16))
+    for outside in ("clamp", "zero"):
+        bias = Relative(values, 3, outside)  # type: ignore[arg-type]
+
+        def call(backend: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any = bias) -> Any:
+            return attention(q, k, v, bias=bias, is_causal=True, return_lse=True, backend=backend)
+
+        with eager_flex():
+            made = results_of(partial(call, "flex"), (q, k, v), values)
+        for x, y in zip(made, results_of(partial(call, "eager"), (q, k, v), values), strict=True):
+            rounding = 0.0 if x.dtype == torch.float32 else 2**-7
+            torch.testing.assert_close(x, y, rtol=1e-5 + rounding, atol=1e-5)
+
+
+def test_flex_refuses_what_it_does_not_read() -> None:
+    q, k, v = (x.detach().float() for x in tensors(2, 5, 8, 4, 2, 16))
+    sequences = Sequences.padded(torch.tensor([8, 3]))
+    for options, code in (
+        ({"bias": Band(torch.ones(4, 5, 9), 4)}, "band_bias"),
+        ({"bias": Relative(torch.ones(4, 9), 4, "clamp"), "sequences": sequences}, "relative_sequences"),
+    ):
+        with pytest.raises(flash_dmattn.BackendUnsupportedError) as caught:
+            attention(q, k, v, backend="flex", **options)  # type: ignore[arg-type]
+        assert [reason.code for reason in caught.value.reasons] == [code]
 
 
 def ragged(lengths: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
