@@ -112,7 +112,7 @@ def _sanitized(name: str, tool: str, backend: str, script: Sequence[str]) -> Par
 def all_parts() -> list[Part]:
     """Everything docs/testing.md names, in the order in which it starts: the longest first."""
     kernels = "triton or cuda"
-    # cuda has no fp32 kernels, and those of triton differ between fp16 and bf16 in a type alone, as random calls draw it.
+    # cuda has no fp32 kernels. triton's differ between fp16 and bf16 in a type alone; random calls draw both.
     dtypes = {
         "fp32": ("float32", "triton", 440),
         "bf16": ("bfloat16", kernels, 440),
