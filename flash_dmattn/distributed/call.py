@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Direction
+from ..biases import refuse_by_distance
 from ..dispatch.config import BackendChoice, Decision, blocks, disabled
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, report_fallback, select_pair
@@ -172,6 +173,7 @@ class Request(NamedTuple):
         if self.numbers.dropout_p != 0:
             raise ValueError(f"dropout_p is {self.numbers.dropout_p!r}; context_parallel_attention has no dropout")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
+        refuse_by_distance(self.bias, "of ranks that share a sequence")
         if is_nested(q):
             raise ValueError(
                 "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
