@@ -709,7 +709,7 @@ class PreparedMask(ABC):
         >>> import torch
         >>> from flash_dmattn.masks import PreparedMask
         >>> PreparedMask.from_mask(torch.ones(8, 8, dtype=torch.bool), is_causal=True).to("cpu")
-        TileMask(shape=(1, 1, 8, 8), is_causal=True, window_size=(-1, -1), seqlen_q=8, device='cpu')
+        PreparedMask(form='tiles', shape=(1, 1, 8, 8), is_causal=True, window_size=(-1, -1), seqlen_q=8, device='cpu')
         """
         moved = [x.to(device, non_blocking=non_blocking) for x in self.tensors]
         if all(x is own for x, own in zip(moved, self.tensors, strict=True)):
@@ -746,7 +746,8 @@ class PreparedMask(ABC):
         # Not the values of tensors: printing them waits for the device, and there may be millions.
         values = {field.name: getattr(self, field.name) for field in _fields(self) if field.repr}
         shown = [f"{n}={x}" for n, x in values.items() if x is not None and not isinstance(x, torch.Tensor)]
-        return f"{type(self).__name__}({', '.join([f'shape={self.shape}', *shown, f'device={str(self.device)!r}'])})"
+        first, last = f"form={self.form!r}, shape={self.shape}", f"device={str(self.device)!r}"
+        return f"PreparedMask({', '.join([first, *shown, last])})"
 
 
 def _fields(mask: PreparedMask) -> list[Any]:
