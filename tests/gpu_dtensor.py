@@ -78,9 +78,9 @@ def judge(case: Case, mesh: DeviceMesh, device: str, placed: dict[str, str]) -> 
     out.backward(distribute_tensor(x.dout, mesh, parse(placed["q"])))
     gradients = {f"d{name}": y.grad for name, y in leaves.items()}
     wrong = [name for name, y in gradients.items() if spell(y.placements) != placed[name[1:]]]
-    whole = {name: y.detach().full_tensor() for name, y in {"out": out, "lse": lse, **gradients}.items()}
+    results = {name: y.detach().full_tensor() for name, y in {"out": out, "lse": lse, **gradients}.items()}
     try:
-        assert_accurate({**dict.fromkeys(GRADIENTS), **whole}, case, x)
+        assert_accurate({**dict.fromkeys(GRADIENTS), **results}, case, x)
     except AssertionError as error:
         return str(error)
     return f"placements of {wrong}" if wrong else ""

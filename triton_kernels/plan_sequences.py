@@ -48,7 +48,7 @@ _FEW_ROWS, _FEW_ROWS_PAGED, _FEW_ROWS_SMALL = (64, 4, 3), (64, 4, 5), (32, 4, 2)
 # The same with head dims above 256, where two warpgroups hold the sums of at most MOST_GROUP_ROWS_WIDE rows.
 MOST_GROUP_ROWS_WIDE = 32
 _FEW_ROWS_WIDE, _FEW_ROWS_WIDE_GFX = (32, 8, 2), (32, 4, 1)
-# The tile with which the kernel of dk and dv also makes dq, for sequences whose keys fit in one tile, in 16 bits up to
+# With this tile the kernel of dk and dv also makes dq. It serves sequences whose keys fit in one tile, in 16 bits up to
 # head dim 128 (docs/notes/sequences.md).
 _ONE_PASS = Tile(16, 64, 4, 1)
 # Split-KV of a few queries: a share has at least LEAST_PART keys, and about PART keys of the longest sequence.

@@ -299,7 +299,7 @@ def _without_memory(like: Tensor, *shape: int) -> Tensor:
 
 
 def is_sharded_by_keys(x: Any, layout_k: SequenceLayout) -> bool:
-    """Tell whether a mask or a bias has one row for all queries, and of the keys those of this rank."""
+    """Tell whether a mask or a bias has one row for all queries, and only the keys of this rank."""
     if not isinstance(x, Tensor) or not 2 <= x.dim() <= 4:
         return False
     rows, keys = as_scores(x).shape[2:]

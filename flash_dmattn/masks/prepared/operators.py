@@ -202,7 +202,7 @@ torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_mapped, lib=L
 def pack_beside(
     mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
 ) -> list[torch.Tensor]:
-    """Pack a mask beside sequences by the operator; arguments and result are those of `pack_sequences`."""
+    """Pack a mask beside sequences by the operator, with the arguments and the result of `pack_sequences`."""
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
     tensors: list[torch.Tensor] = _PACK_BESIDE(collapse(mask), bounds, mask_packing, *sizes, *window)
