@@ -379,7 +379,7 @@ def cached_call(x: Tensor | None = None, **options: Any) -> Any:
 
 BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     TypeError: [
-        ("sequences is a list; it must be a flash_dmattn.Seq", layer_call(ROWS, sequences=[0, 8])),
+        ("sequences is a list; it needs to be a flash_dmattn.Seq", layer_call(ROWS, sequences=[0, 8])),
     ],
     RuntimeError: [
         (
@@ -388,39 +388,42 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ),
     ],
     ValueError: [
-        ("num_heads is 4; it must be a multiple of num_heads_k, which is 3", lambda: DynamicMaskAttention(24, 4, 3)),
+        (
+            "num_heads is 4; it needs to be a multiple of num_heads_k, 3",
+            lambda: DynamicMaskAttention(24, 4, 3),
+        ),
         ("head_dim is 5; rotary positions need an even number", lambda: DynamicMaskAttention(24, 4, 2, 5)),
-        ("keep_window_size is 0; it must be at least 1 key, or None", lambda: make_layer(keep_window_size=0)),
-        ("local_window_size is -1; it must be 0 or more", lambda: make_layer(local_window_size=-1)),
-        ("x has shape (2, 17, 23); it must be (batch, length, 24)", layer_call(make_x()[..., 1:])),
-        ("attention_mask has shape (2, 16); it must be", layer_call(make_x(), attention_mask=torch.ones(2, 16))),
+        ("keep_window_size is 0; it needs to be at least 1 key, or None", lambda: make_layer(keep_window_size=0)),
+        ("local_window_size is -1; it needs to be >= 0", lambda: make_layer(local_window_size=-1)),
+        ("x has shape (2, 17, 23); it needs to be (batch, length, 24)", layer_call(make_x()[..., 1:])),
+        ("attention_mask has shape (2, 16); it needs to be", layer_call(make_x(), attention_mask=torch.ones(2, 16))),
         ("head_dim is 3", lambda: rotary_angles(torch.arange(2), 3)),
         ("k has shape (1, 17, 2, 6); the cache holds (2, 17, 2, 6)", lambda: cached_call(make_x()[:1])),
         ("scores is None; this cache was filled with a tensor: use", lambda: cached_call(keep_window_size=None)),
-        ("length is 1; it must be 0 to 0", lambda: KVCache().truncate(1)),
+        ("length is 1; it needs to be 0 to 0", lambda: KVCache().truncate(1)),
         ("max_length is 0", lambda: KVCache(0)),
         (
-            "attention_mask is a tensor; beside sequences it must be None",
+            "attention_mask is a tensor; beside sequences it needs to be None",
             layer_call(ROWS, attention_mask=torch.ones(1, 8), sequences=PACKED),
         ),
         (
-            "sequences are padded; they must be packed (pass attention_mask for padding;",
+            "sequences are padded; they need to be packed (pass attention_mask for padding;",
             layer_call(ROWS, sequences=Sequences.padded(torch.tensor([1, 1]))),
         ),
         (
-            "sequences are paged; they must be packed (pass attention_mask for padding; examples/paged_decoding.py",
+            "sequences are paged; they need to be packed (pass attention_mask for padding; examples/paged_decoding.py",
             layer_call(ROWS, sequences=Sequences.paged(torch.tensor([[0, 1]]), torch.tensor([5]))),
         ),
         (
-            "cache is a KVCache; beside packed sequences it must be None",
+            "cache is a KVCache; beside packed sequences it needs to be None",
             layer_call(ROWS, cache=KVCache(), sequences=PACKED),
         ),
         (
-            "x has shape (1, 8, 24); beside these sequences it must be (tokens, 24)",
+            "x has shape (1, 8, 24); beside these sequences it needs to be (tokens, 24)",
             layer_call(ROWS[None], sequences=PACKED),
         ),
         (
-            "cu_seqlens_k differ from cu_seqlens_q; in self-attention they must be the same",
+            "cu_seqlens_k differ from cu_seqlens_q; in self-attention they need to be the same",
             layer_call(ROWS, sequences=Sequences.packed(torch.tensor([0, 3]), torch.tensor([0, 4]), max_seqlen_k=4)),
         ),
         ("cu_seqlens_q ends with 8; x has 7 tokens", layer_call(ROWS[:7], sequences=PACKED)),

@@ -139,8 +139,8 @@ def context_parallel_attention(
         layout: of the queries, and of the keys where `layout_k` is None.
         layout_k: of the keys.
         strategy: "gather" gathers keys and values, under a window only the ones that a rank reads; rows of masks and
-            biases stay. "ulysses" trades heads for positions; it serves calls without rows of masks or biases, whose heads the
-            ranks divide. "auto" takes the one that sends less.
+            biases stay. "ulysses" trades heads for positions; it serves calls without rows of masks or biases, whose
+            heads the ranks divide. "auto" takes the one that sends less.
         reduce_bias_grad: sum gradients of a bias with i = 1, and of the sink, over the ranks here, in their order.
         exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
         head_groups: in how many groups of key-value heads "gather" goes, None for 1. Each is on its way while the one
