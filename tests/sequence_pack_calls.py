@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 from unittest import mock
 
 import sequence_calls
@@ -112,25 +113,32 @@ def laid_out(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
     return given.as_strided(given.shape, strides), how
 
 
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Have `torch.empty` and `torch.zeros` allocate between margins, which have to keep their value."""
+    made: list[tuple[Tensor, int]] = []
+
+    def empty(*shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
+        unpadded = torch.full((sizes.numel() + 2 * MARGIN,), 77, dtype=dtype, device=device)
+        made.append((unpadded, sizes.numel()))
+        return unpadded[MARGIN : MARGIN + sizes.numel()].view(sizes)
+
+    with mock.patch.multiple(torch, empty=empty, zeros=lambda *shape, **how: empty(*shape, **how).zero_()):
+        yield
+    for unpadded, size in made:
+        outside = torch.cat((unpadded[:MARGIN], unpadded[MARGIN + size :]))
+        assert bool((outside == 77).all()), "written beside a tensor"
+
+
 def assert_same(call: PackCall, pack: Callable[..., list[Tensor]]) -> None:
     """All tensors have every bit of PyTorch's; every place is written, and none beside them."""
-    wanted, made, empty = call.wanted(), [], torch.empty
-
-    def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        size = torch.Size(shape).numel()
-        unpadded = torch.full((size + 2 * MARGIN,), 77, dtype=dtype, device=device)
-        made.append((unpadded, size))
-        return unpadded[MARGIN : MARGIN + size].view(shape)
-
-    with mock.patch.object(torch, "empty", guarded if call.spec.number and call.given.numel() else empty):
+    wanted = call.wanted()
+    with guarded() if call.spec.number and call.given.numel() else nullcontext():
         actual = call.packed_by(pack)
     for name, x, y in zip(NAMES, actual, wanted, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous(), f"{name}: {x.shape}, not {y.shape}"
         assert torch.equal(x, y), f"{name} differs in {int((x != y).sum())} of {x.numel()} places"
-    for unpadded, size in made:
-        assert bool((unpadded[:MARGIN] == 77).all() and (unpadded[MARGIN + size :] == 77).all()), (
-            "written beside a tensor"
-        )
 
 
 def check_of(number: int) -> tuple[str, Callable[[], None]]:
