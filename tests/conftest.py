@@ -122,7 +122,7 @@ class Runner:
         q, k, v, bias = grads
         sink = None if x.sink is None else x.sink.detach().requires_grad_("sink" in case.needs_grad)
         flags = {**case.flags(), **case.dropping(), "return_lse": True, "backend": choice, "sink": sink, **flags}
-        return flash_dmattn.explain(q, k, v, x.mask, bias, **flags).error
+        return flash_dmattn.explain(q, k, v, x.mask, case.passed(bias), **flags).error
 
     def __call__(self, case: Case, inputs: Inputs | None = None) -> Results:
         """(out, lse, gradients) of a case."""

@@ -32,9 +32,11 @@ USES = {
         "sequences": flash_dmattn.Sequences.padded(torch.tensor([5])),
         "mask": flash_dmattn.masks.PreparedMask.from_tree(torch.ones(1, 3, 3, dtype=torch.bool)),
     },
+    "relative_bias": {"bias": flash_dmattn.biases.Relative(torch.zeros(2, 3), 1, "clamp")},
+    "band_bias": {"bias": flash_dmattn.biases.Band(torch.zeros(2, 3, 4), 1)},
 }
-# What no argument names alone: pages are of sequences, and a tree is a mask beside them.
-PARTS = {"paged": {"sequences"}, "tree": {"sequences", "mask"}}
+# No argument names these alone: pages are of sequences, a tree is a mask beside them, and a bias may be by distance.
+PARTS = {"paged": {"sequences"}, "tree": {"sequences", "mask"}, "relative_bias": {"bias"}, "band_bias": {"bias"}}
 # Every backend takes these: tensors, a factor that every call has, and the choice itself.
 IN_EVERY_CALL = {"q", "k", "v", "softmax_scale", "backend"}
 

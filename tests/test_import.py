@@ -113,6 +113,21 @@ def test_the_package_has_two_folders_of_a_checkout_and_no_finder() -> None:
     run(OTHERS)
 
 
+def test_a_folder_shared_with_the_predecessor_is_refused(tmp_path: Path) -> None:
+    """flash-dmattn 1.x has the same import name, and an installation into the same folder leaves its modules there."""
+    package = tmp_path / "flash_dmattn"
+    (package / "dispatch").mkdir(parents=True)
+    for name in ("__init__.py", "_version.py"):
+        (package / name).write_text((ROOT / "flash_dmattn" / name).read_text())
+    (package / "flash_dmattn_interface.py").touch()
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flash_dmattn"]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: {package} has files of flash-dmattn 1.x"), done.stderr
+    assert last.endswith("run `python -m pip uninstall flash-dmattn`, then install flash_dmattn again")
+
+
 PACKAGES = ("triton", "torch.nn.attention.flex_attention", "matplotlib", "rich", "numpy")
 
 
