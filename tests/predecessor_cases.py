@@ -1,4 +1,4 @@
-"""Calls that the predecessor answered wrongly, by what was wrong: those that test_calls.py has no call like.
+"""Calls that the predecessor answered wrongly, named by their fault; test_calls.py has none like them.
 
 Every backend runs them, the interpreted one included.
 """

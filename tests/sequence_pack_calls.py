@@ -88,29 +88,27 @@ def laid_out(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
         ("contiguous", "contiguous", "shifted", "odd rows", "wide rows", "transposed", "thirds", "expanded")
     )
     mask = mask.to(DEVICE)
-    given = mask.to(torch.uint8) * rng.choice((1, 1, 2, 128, 255))
+    laid = mask.to(torch.uint8) * rng.choice((1, 1, 2, 128, 255))
     if mask.numel() == 0:
-        return given, "empty"
+        return laid, "empty"
     entries, heads, rows, keys = mask.shape
     if how in ("shifted", "odd rows", "wide rows"):
         width = keys + {"shifted": 0, "odd rows": 1, "wide rows": 16 + -keys % 16}[how]
         start = rng.choice((1, 4, 16)) if how == "shifted" else 16
         storage = torch.ones(start + entries * heads * rows * width + 64, dtype=torch.uint8, device=mask.device)
         inside = storage[start : start + entries * heads * rows * width].view(entries, heads, rows, width)[..., :keys]
-        given = inside.copy_(given)
+        laid = inside.copy_(laid)
     elif how == "transposed":
-        given = given.mT.contiguous().mT
+        laid = laid.mT.contiguous().mT
     elif how == "thirds":
-        given = given.repeat_interleave(3, dim=3)[..., ::3]
+        laid = laid.repeat_interleave(3, dim=3)[..., ::3]
     elif how == "expanded":
         dim = rng.randrange(4)
-        given = given.narrow(dim, 0, 1).expand(given.shape)
-    given = collapse(given)
+        laid = laid.narrow(dim, 0, 1).expand(laid.shape)
+    laid = collapse(laid)
     # A dim of size 1 may have any stride.
-    strides = [
-        rng.choice((s, 7, 10**12 + 1)) if n == 1 else s for n, s in zip(given.shape, given.stride(), strict=True)
-    ]
-    return given.as_strided(given.shape, strides), how
+    strides = [rng.choice((s, 7, 10**12 + 1)) if n == 1 else s for n, s in zip(laid.shape, laid.stride(), strict=True)]
+    return laid.as_strided(laid.shape, strides), how
 
 
 @contextmanager

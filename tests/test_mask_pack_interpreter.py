@@ -1,7 +1,7 @@
 """The kernels that pack masks, interpreted against the plain PyTorch version, and compiled for three GPUs.
 
-Triton reads TRITON_INTERPRET when it is imported, and an interpreted kernel that reads far out of bounds ends its
-process: so every group of checks runs in a process of its own. By hand: TRITON_INTERPRET=1 python
+Triton reads TRITON_INTERPRET when it is imported. An interpreted kernel that reads far out of bounds ends its process,
+so every group of checks runs in a process of its own. By hand: TRITON_INTERPRET=1 python
 tests/test_mask_pack_interpreter.py layouts
 """
 
@@ -57,27 +57,27 @@ def check_random() -> None:
 
     for number, (shape, flags) in enumerate(itertools.product(SHAPES, WINDOWS)):
         rows, band = shape[2], make_band(*shape[2:], causal_window(*flags))
-        given, how = laid_out(tiled_mask(*shape, seed=number), random.Random(number))
-        given = given.expand(shape)
-        mask, bools = given.view(torch.bool), given != 0
+        laid, how = laid_out(tiled_mask(*shape, seed=number), random.Random(number))
+        laid = laid.expand(shape)
+        mask, bools = laid.view(torch.bool), laid != 0
         row, flags_of_keys = (x[:, :, :1] if rows else x.new_ones(*shape[:2], 1, shape[3]) for x in (mask, bools))
         bits, places = bits_of(runs(*shape, seed=number)), (shape[3] + 1) // 2
-        with guarded() if given.numel() else nullcontext(), mock.patch.multiple(key_pack, CHUNK=64, SHORT_CHUNK=32):
+        with guarded() if laid.numel() else nullcontext(), mock.patch.multiple(key_pack, CHUNK=64, SHORT_CHUNK=32):
             packed = mask_pack.pack_mask(mask, band)
             lists = mask_pack.list_tiles(packed[1])
             keys = key_pack.key_set(row)
-            found = key_pack.key_intervals(row, rows, band, True)
-            tiles = key_pack.interval_tiles(*found, rows)
+            limits = key_pack.key_intervals(row, rows, band, True)
+            tiles = key_pack.interval_tiles(*limits, rows)
             begins = interval_pack.mask_intervals(*bits)
-            few = key_pack.first_places(*found[:3], places)
+            few = key_pack.first_places(*limits[:3], places)
         what = (shape, how, flags)
         equal(packed, packing.pack_mask(bools, band), what)
         equal(lists, packing.list_tiles(packed[1]), what)
         equal(keys, packing.key_set(flags_of_keys), what)
-        equal(found, key_intervals(flags_of_keys, rows, band, True), what)
-        equal(tiles, list_intervals(*found, rows), what)
+        equal(limits, key_intervals(flags_of_keys, rows, band, True), what)
+        equal(tiles, list_intervals(*limits, rows), what)
         same_runs(begins, mask_intervals(*bits), what)
-        equal(few, first_places(*found[:3], places), what)
+        equal(few, first_places(*limits[:3], places), what)
 
 
 def layouts() -> dict[str, tuple[int, torch.Tensor]]:
