@@ -114,8 +114,8 @@ def check_layouts() -> None:
 
     for name, (vector, mask) in layouts().items():
         assert mask_pack.vector_bytes(mask) == vector, (name, mask_pack.vector_bytes(mask))
-        for band in (None, make_band(140, mask.size(3), (150, 0))):
-            equal(mask_pack.pack_mask(mask, band), packing.pack_mask(mask, band), name)
+        band = make_band(140, mask.size(3), (150, 0))
+        equal(mask_pack.pack_mask(mask, band), packing.pack_mask(mask, band), name)
     mask, band = tiled_mask(1, 2, 130, 1040), make_band(130, 1040, (400, 300))
     for part in (mask, mask[..., 4:1032], mask[..., 3:1030]):
         for strip in ((128, 4), (256, 4), (1024, 8)):
@@ -185,7 +185,7 @@ def check_runs() -> None:
 
     intervals = 0
     for shape in (*SHAPES, (1, 1, 520, 48), (2, 1, 300, 516), (1, 1, 32, 4200), (1, 2, 33, 31)):
-        for is_causal, window_size in WINDOWS[::2]:
+        for is_causal, window_size in WINDOWS[::3]:
             band = make_band(*shape[2:], causal_window(is_causal, window_size))
             mask = runs(*shape)
             for given in (mask, mask ^ (torch.rand(shape) < 1e-3)):
@@ -198,7 +198,7 @@ def check_runs() -> None:
                     ):
                         same_runs(interval_pack.mask_intervals(*bits), wanted, (shape, band, counted))
                 intervals += not wanted[2][0]
-    assert 25 < intervals < 95, intervals
+    assert 16 < intervals < 64, intervals
     with mock.patch.object(interval_pack, "COUNTED", 32):  # more rows of tiles than keys
         numbers = interval_pack.mask_intervals(*bits_of(torch.ones(1, 1, 4300, 5, dtype=torch.bool)))[2]
     assert numbers.tolist() == [0, 5, 5 * 4300, 34]
