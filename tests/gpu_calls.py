@@ -65,9 +65,7 @@ def served(backend: Runner, case: Case) -> Inputs:
         if refusal is not None:
             pytest.skip(refusal)
     inputs = case.build()
-    refusal = backend.refusal(case, inputs)
-    if refusal is not None:
-        pytest.skip(refusal)
+    backend.attention(case, inputs)  # or a skip
     return inputs
 
 

@@ -37,6 +37,7 @@ SANITIZED_AT_ONCE = 10
 SECONDS_TO_REPORT = 10
 # Random calls of `run_calls.py`: the first of each process, and how many; Triton compiles most of its calls anew.
 CALLS = {
+    ("dense", "cuda"): (range(10000, 18000, 1000), 250),
     ("intervals", "cuda"): (range(1000, 5000, 1000), 250),
     ("intervals", "triton"): (range(5000, 7000, 1000), 50),
     ("short", "cuda"): (range(0, 8000, 1000), 100),

@@ -1,7 +1,7 @@
 """Kernel backends on a GPU: graphs, torch.compile, streams, devices, repeats, autocast and checkpoint.
 
-Every result here is compared bit for bit with the plain call, whose accuracy is for the other tests; sums that blocks of
-cuda add in any order, up to that order.
+Every result here is compared bit for bit with the plain call, whose accuracy is for the other tests. Sums that blocks
+of cuda add in any order are compared up to that order.
 """
 
 from __future__ import annotations
