@@ -13,7 +13,7 @@ import functools
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import draws
@@ -56,10 +56,11 @@ class Sanitized(NamedTuple):
             yield
 
 
+T = TypeVar("T")
 Reached = set[tuple[Any, ...]]
 
 
-def chosen(reached: Iterable[tuple[Sanitized, Reached]]) -> list[tuple[Sanitized, Reached]]:
+def chosen(reached: Iterable[tuple[T, Reached]]) -> list[tuple[T, Reached]]:
     """Choose calls, each the first of those that reach the most that none before it does, until nothing is left."""
     left, done, calls = list(reached), Reached(), []
     while left:
