@@ -16,8 +16,8 @@ from .dispatch.config import BackendChoice, Decision, blocks, process
 from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, report_fallback, selected_names
-from .problem import Numbers, Repeats, SequenceSpec, SequenceView, as_scores, fold_call
-from .problem.inputs import Inputs
+from .problem import Arrival, AttentionProblem, Numbers, Repeats, SequenceSpec, SequenceView, as_scores, fold_call
+from .problem.inputs import Inputs, in_rows
 from .reference.dropout import draw_key
 from .remembered import Remembered
 from .sequences import Sequences
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     """The arguments of a call in one form.
 
     Attributes:
-        q, k, v: 4-D, in the dtype of autocast; (B, H, L, D) with `heads_first`.
+        q, k, v: in the dtype of autocast, as `arrival` says.
         mask, bias, sink: as the caller passed them, with leading dims folded.
         numbers: see `Numbers`.
         repeats, leading: if leading dims were folded: the repeats of mask and bias, and the dims.
@@ -55,7 +55,7 @@ class Call(NamedTuple):
     bias: Tensor | None
     sink: Tensor | None
     numbers: Numbers
-    heads_first: bool = False
+    arrival: Arrival = "rows"
     repeats: Repeats | None = None
     leading: tuple[int, ...] | None = None
     spec: SequenceSpec | None = None
@@ -63,13 +63,12 @@ class Call(NamedTuple):
     jagged: Jagged | None = None
     copies: tuple[str, ...] = ()
 
-    def describe(self) -> tuple[Any, Mask, Tensor | None]:
+    def describe(self) -> tuple[AttentionProblem, Mask, Tensor | None]:
         """Validate the call; return its problem, and mask and bias as 4-D views."""
         q, k, v = self.q, self.k, self.v
-        if self.heads_first:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        problem, mask, bias = describe(q, k, v, self.mask, self.bias, self.sink, self.numbers, self.repeats, self.spec)
-        return problem._replace(heads_first=True) if self.heads_first else problem, mask, bias
+        if self.arrival != "rows":
+            q, k, v = (in_rows(x, self.arrival) for x in (q, k, v))
+        return describe(q, k, v, self.mask, self.bias, self.sink, self.numbers, self.repeats, self.spec)
 
 
 def prepare_call(
@@ -93,17 +92,26 @@ def prepare_call(
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
     if sequences is not None:
-        q, k, v, spec, where = lay_out(sequences, q, k, v, mask)
+        spec, where = lay_out(sequences, q, k, v, mask)
         q, k, v = follow_autocast(q, k, v)
-        return Call(q, k, v, mask, bias, sink, numbers, False, None, None, spec, where, jagged)
+        arrival: Arrival = "tokens" if spec.packs_queries else "rows"
+        return _recorded(Call(q, k, v, mask, bias, sink, numbers, arrival, None, None, spec, where, jagged))
     if isinstance(q, Tensor) and q.dim() > 4:
         q, k, v, mask, bias, leading, repeats, copies = fold_call(q, k, v, mask, bias)
         q, k, v = follow_autocast(q, k, v)
-        return Call(q, k, v, mask, bias, sink, numbers, False, repeats, leading, copies=copies)
+        return Call(q, k, v, mask, bias, sink, numbers, "rows", repeats, leading, copies=copies)
     q, k, v = follow_autocast(q, k, v)
-    if heads_first and (torch.compiler.is_compiling() or is_transformed()):
-        q, k, v, heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), False
-    return Call(q, k, v, mask, bias, sink, numbers, heads_first)
+    call = Call(q, k, v, mask, bias, sink, numbers, "heads_first" if heads_first else "rows")
+    return _recorded(call) if heads_first else call
+
+
+def _recorded(call: Call) -> Call:
+    """Make the views (B, L, H, D) of q, k and v steps of the graph, for compilers and transforms."""
+    arrival = call.arrival
+    if arrival == "rows" or not (torch.compiler.is_compiling() or is_transformed()):
+        return call
+    q, k, v = (in_rows(x, arrival) for x in (call.q, call.k, call.v))
+    return call._replace(q=q, k=k, v=v, arrival="rows")
 
 
 def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
@@ -131,11 +139,9 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
         results = attend(plan, inputs)
     if call.leading is not None:
         return tuple(x.view(*call.leading, *x.shape[1:]) for x in results)
-    if call.spec is not None and call.spec.packs_queries:
+    if call.spec is not None and call.spec.packs_queries and call.arrival == "rows":
         results = tuple(x.squeeze(0) for x in results)
-        if call.jagged is not None:
-            results = call.jagged.wrap(results)
-    return results
+    return results if call.jagged is None else call.jagged.wrap(results)
 
 
 def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | None]:
@@ -161,6 +167,7 @@ def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | 
         problem,
         *selection,
         requested,
+        arrival=call.arrival,
         sequences=call.sequences,
         has_dropout=problem.flags.dropout_p > 0,
         falls_back=falls_back(problem, requested, selection),
@@ -177,7 +184,7 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
     It is None for a watched call, whose sizes may be symbols. It is also None if q, k or v is None or a tensor has no
     strides, so that validation names the error.
     """
-    q, k, v, mask, bias, sink, numbers, heads_first, repeats, leading, spec, *_ = call
+    q, k, v, mask, bias, sink, numbers, arrival, repeats, leading, spec, *_ = call
     is_prepared = not (mask is None or isinstance(mask, Tensor))
     if (
         q is None
@@ -203,7 +210,7 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
             None if sink is None else tensor_key(sink),
             numbers,
             tuple(map(type, numbers if window is None else (*numbers, *window))),  # True == 1 == 1.0
-            heads_first,
+            arrival,
             repeats,
             leading,
             spec,
