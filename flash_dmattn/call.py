@@ -10,6 +10,7 @@ from torch.autograd import forward_ad, profiler
 
 from .autograd import attend
 from .backends.mask_choice import forward_of, view_of
+from .biases import Bias, ByDistance, split
 from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Decision, blocks, process
@@ -46,6 +47,7 @@ class Call(NamedTuple):
         spec, sequences: the layout of the sequences, and the tensors that locate them.
         jagged: wraps results as nested tensors, if q, k and v were nested.
         copies: sentences about tensors that were copied because their leading dims do not fold.
+        by_distance: the numbers of a bias by distance, whose values are `bias`.
     """
 
     q: Tensor
@@ -62,13 +64,15 @@ class Call(NamedTuple):
     sequences: SequenceView | None = None
     jagged: Jagged | None = None
     copies: tuple[str, ...] = ()
+    by_distance: ByDistance | None = None
 
     def describe(self) -> tuple[AttentionProblem, Mask, Tensor | None]:
         """Validate the call; return its problem, and mask and bias as 4-D views."""
         q, k, v = self.q, self.k, self.v
         if self.arrival != "rows":
             q, k, v = (in_rows(x, self.arrival) for x in (q, k, v))
-        return describe(q, k, v, self.mask, self.bias, self.sink, self.numbers, self.repeats, self.spec)
+        rest = (self.sink, self.numbers, self.repeats, self.spec, self.by_distance)
+        return describe(q, k, v, self.mask, self.bias, *rest)
 
 
 def prepare_call(
@@ -76,7 +80,7 @@ def prepare_call(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    bias: Tensor | None,
+    bias: Bias | None,
     sink: Tensor | None,
     sequences: Sequences | None,
     numbers: Numbers,
@@ -85,8 +89,12 @@ def prepare_call(
     """Bring the arguments of `attention` into one form; with `heads_first` q, k and v are (B, H, L, D).
 
     Raises:
-        TypeError, ValueError: sequences, nested tensors or leading dims do not fit.
+        TypeError, ValueError: sequences, nested tensors, leading dims or a bias by distance do not fit.
     """
+    by_distance = None
+    values: Any = bias
+    if bias is not None and not isinstance(bias, Tensor):
+        values, by_distance = split(bias)
     jagged = None
     if is_nested(q) and sequences is None:
         jagged = Jagged(q, k, v)
@@ -95,13 +103,19 @@ def prepare_call(
         spec, where = lay_out(sequences, q, k, v, mask)
         q, k, v = follow_autocast(q, k, v)
         arrival: Arrival = "tokens" if spec.packs_queries else "rows"
-        return _recorded(Call(q, k, v, mask, bias, sink, numbers, arrival, None, None, spec, where, jagged))
+        call = Call(
+            q, k, v, mask, values, sink, numbers, arrival, None, None, spec, where, jagged, by_distance=by_distance
+        )
+        return _recorded(call)
     if isinstance(q, Tensor) and q.dim() > 4:
-        q, k, v, mask, bias, leading, repeats, copies = fold_call(q, k, v, mask, bias)
+        has_rows = None if by_distance is None else by_distance.has_rows
+        q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows)
         q, k, v = follow_autocast(q, k, v)
-        return Call(q, k, v, mask, bias, sink, numbers, "rows", repeats, leading, copies=copies)
+        return Call(
+            q, k, v, mask, values, sink, numbers, "rows", repeats, leading, copies=copies, by_distance=by_distance
+        )
     q, k, v = follow_autocast(q, k, v)
-    call = Call(q, k, v, mask, bias, sink, numbers, "heads_first" if heads_first else "rows")
+    call = Call(q, k, v, mask, values, sink, numbers, "heads_first" if heads_first else "rows", by_distance=by_distance)
     return _recorded(call) if heads_first else call
 
 
@@ -214,6 +228,7 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
             repeats,
             leading,
             spec,
+            call.by_distance,
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             # The settings themselves, and not the choice that follows from them, which takes longer to compute.

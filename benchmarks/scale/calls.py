@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn.distributed import SequenceLayout, ShardedMask, context_parallel_attention
 from flash_dmattn.distributed import call as parallel_call
-from flash_dmattn.masks import PreparedMask, topk_mask
+from flash_dmattn.masks import PreparedMask, document_mask, topk_mask
 
 from .measure import Group
 
@@ -25,6 +25,7 @@ class Sizes:
     """Sizes of the cases."""
 
     lengths: tuple[int, ...] = (16384, 32768, 65536, 131072)
+    long: tuple[int, ...] = (262144, 524288)  # grouped heads alone: one GPU takes 13 s for both passes of the last
     heads: tuple[tuple[int, int], ...] = ((32, 8), (32, 32))
     head_dim: int = 128
     head_groups: tuple[int | None, ...] = (1, 2, 4)
@@ -33,10 +34,27 @@ class Sizes:
     kept: int = 2048
     windowed: tuple[int, int, int] = (131072, 32, 8)
     window: int = 4096
+    packed: tuple[int, int, int] = (65536, 32, 8)
+    document: int = 4096  # mean length of a document
     dtype: torch.dtype = torch.bfloat16
 
 
-QUICK = Sizes((256,), ((4, 2), (4, 4)), 16, (1, 2), (128, 4, 2), (256, 4, 2), 32, (1024, 4, 2), 64, torch.float32)
+QUICK = Sizes(
+    lengths=(256,),
+    long=(),
+    heads=((4, 2), (4, 4)),
+    head_dim=16,
+    head_groups=(1, 2),
+    biased=(128, 4, 2),
+    sparse=(256, 4, 2),
+    kept=32,
+    windowed=(1024, 4, 2),
+    window=64,
+    packed=(256, 4, 2),
+    document=32,
+    dtype=torch.float32,
+)
+PEERS_IN_FULL = 65536  # longer calls run beside the fastest form of a peer alone
 
 
 class Bound(NamedTuple):
@@ -60,7 +78,12 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """One case. `kind`: "plain", "window", "bias" (B, Hq, L, L) with its gradient, "topk" with a bias of the keys."""
+    """One case.
+
+    Attributes:
+        kind: "plain", "window", "bias" (B, Hq, L, L) with its gradient, "topk" with a bias of the keys, or "packed",
+            documents in one sequence. All are causal.
+    """
 
     kind: str
     length: int
@@ -70,6 +93,7 @@ class Work:
     head_groups: tuple[int | None, ...]
     kept: int
     window: int
+    document: int
     dtype: torch.dtype
 
     @property
@@ -80,6 +104,7 @@ class Work:
             "bias": "causal, bias (B,Hq,L,L)",
             "topk": f"top-{self.kept}, bias (B,Hq,1,L)",
             "window": f"window {self.window}",
+            "packed": f"documents of {self.document}",
         }
         return f"{names[self.kind]}, {self.length}, {self.heads} on {self.kv_heads}"
 
@@ -87,6 +112,11 @@ class Work:
     def is_plain(self) -> bool:
         """Whether peers can do it."""
         return self.kind == "plain"
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether it has a mask, which is prepared with causality in it."""
+        return self.kind in ("topk", "packed")
 
     @property
     def window_size(self) -> tuple[int, int] | None:
@@ -114,16 +144,23 @@ class Work:
             tensors["bias"] = normal(1, self.heads, 1, self.length)
         return tensors
 
-    def kept_keys(self, group: Group) -> Tensor:
-        """The mask of top-k: (1, Hk, L, L)."""
+    def mask_rows(self, group: Group, rows: Tensor | None = None) -> Tensor:
+        """The mask of a whole call, (1, 1 or Hk, L, L), or some rows of it."""
+        if self.kind == "packed":
+            # Ends of documents at random places, so that lengths differ as they do in a corpus.
+            draw = torch.Generator().manual_seed(1)
+            ends = torch.randperm(self.length, generator=draw)[: self.length // self.document]
+            ids = torch.zeros(self.length, dtype=torch.int64).index_fill_(0, ends, 1).cumsum(0).to(group.device)
+            return document_mask(ids if rows is None else ids[rows], ids)
         generator = torch.Generator(group.device).manual_seed(1)
         scores = torch.randn(self.kv_heads, 1, self.length, device=group.device, generator=generator)
-        return topk_mask(scores, self.kept, is_causal=True)
+        mask = topk_mask(scores, self.kept, is_causal=True)
+        return mask if rows is None else mask.index_select(2, rows)
 
     def on_one_gpu(self, group: Group) -> Bound:
         """The call of one GPU."""
         x = self.tensors(group)
-        mask = PreparedMask.from_mask(self.kept_keys(group), is_causal=True) if self.kind == "topk" else None
+        mask = PreparedMask.from_mask(self.mask_rows(group), is_causal=True) if self.is_masked else None
         leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
         q, k, v, *bias = leaves
 
@@ -134,13 +171,20 @@ class Work:
 
         return Bound(call, leaves, x["dout"], names_of(leaves))
 
-    def shared(self, group: Group, head_groups: int | None, all_keys: bool = False) -> Bound:
-        """The call of this rank, by gathered keys; of all of them, or as the library chooses."""
+    def shared(
+        self,
+        group: Group,
+        head_groups: int | None,
+        *,
+        strategy: Literal["gather", "ulysses"] = "gather",
+        all_keys: bool = False,
+    ) -> Bound:
+        """The call of this rank; with `all_keys` under a window too, where the library sends those that it reads."""
         layout, x = self.layout(group), self.tensors(group)
         x = {name: self._share(layout, name, tensor, group.rank) for name, tensor in x.items()}
         mask = None
-        if self.kind == "topk":
-            rows = layout.shard(self.kept_keys(group), 2, group.rank)
+        if self.is_masked:
+            rows = self.mask_rows(group, layout.positions(group.rank).to(group.device))
             mask = ShardedMask.from_mask(rows, layout, group.rank, is_causal=True)
         leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
         q, k, v, *bias = leaves
@@ -156,7 +200,7 @@ class Work:
                 *bias,
                 group=world,
                 layout=layout,
-                strategy="gather",
+                strategy=strategy,
                 head_groups=head_groups,
                 is_causal=mask is None,
                 window_size=self.window_size,
@@ -186,10 +230,13 @@ def names_of(leaves: Sequence[Tensor]) -> tuple[str, ...]:
 def cases(group: Group, sizes: Sizes) -> Iterator[Work]:
     """Every case; those whose bias or mask takes long to make come last."""
     rest: dict[str, Any] = {"head_dim": sizes.head_dim, "kept": sizes.kept, "window": sizes.window}
-    rest["dtype"] = sizes.dtype
+    rest |= {"document": sizes.document, "dtype": sizes.dtype}
     for length in sizes.lengths:
         for heads, kv_heads in sizes.heads:
             yield Work("plain", length, heads, kv_heads, head_groups=sizes.head_groups, **rest)
+    for length in sizes.long:
+        yield Work("plain", length, *sizes.heads[0], head_groups=(1,), **rest)
     yield Work("window", *sizes.windowed, head_groups=(None,), **rest)
     yield Work("bias", *sizes.biased, head_groups=(None,), **rest)
     yield Work("topk", *sizes.sparse, head_groups=(None,), **rest)
+    yield Work("packed", *sizes.packed, head_groups=(None,), **rest)

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Runs of one pass: as many as fit about this time within these limits, after WARM runs that do not count.
-LEAST, MOST, MILLISECONDS, WARM = 3, 20, 500.0, 2
+# Runs of one pass: as many as fit about this time within these limits, after WARM runs that do not count. A run of more
+# than SLOW milliseconds gains nothing from further ones.
+LEAST, MOST, MILLISECONDS, WARM, SLOW = 3, 20, 500.0, 2, 1000.0
 # The largest error of 16 bit results: rounding alone, here and on one GPU, makes 4e-3.
 MOST_ERROR = 1.5e-2
 SIZES = tuple(1 << n for n in range(20, 30))  # bytes of a rank: 1 MB to 512 MB
@@ -50,7 +51,10 @@ def time_passes(group: Group, call: Callable[[], Tensor], leaves: Sequence[Tenso
 
 def timed(group: Group, run: Callable[[], Any]) -> float:
     """Milliseconds of a run on the slowest rank, the median of several."""
-    for _ in range(WARM):
+    once = _slowest(group, [_once(group, run)])[0]
+    if once > SLOW:
+        return _slowest(group, [_once(group, run)])[0]
+    for _ in range(WARM - 1):
         run()
     once = _slowest(group, [_once(group, run)])[0]
     count = int(min(max(MILLISECONDS / max(once, 1e-3), LEAST), MOST))

@@ -118,7 +118,7 @@ def planned(plan: Plan) -> Plan:
         run_forward=forward_pass(plan.forward, p),
         run_backward=None if plan.backward is None else backward_pass(plan.backward, p),
         pack=plan_packing(plan.described, plan.choice),
-        strides=(*strides, None if p.bias is None else p.bias.strides, dense),
+        strides=(*strides, None if p.bias_tensor is None else p.bias_tensor.strides, dense),
     )
 
 
@@ -153,12 +153,15 @@ def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem
     """Describe saved tensors whose strides are not the planned ones; return also these, with a mask made contiguous."""
     x = saved.inputs
     q, k, v = (in_rows(t, problem.arrival).stride() for t in x[:3])
-    mask, bias = problem.mask, problem.bias
+    mask, bias, relative = problem.mask, problem.bias, problem.relative
     if problem.mask_form == "dense":
         mask = spec_of(x.mask.tensors[0])
     elif x.mask.tensors:
         x = x._replace(mask=x.mask._replace(tensors=tuple(t.contiguous() for t in x.mask.tensors)))
     if bias is not None and x.bias is not None:
         bias = spec_of(x.bias)
-    anew = problem._replace(q_strides=q, k_strides=k, v_strides=v, mask=mask, bias=bias)  # type: ignore[arg-type]
+    if relative is not None and x.bias is not None:
+        relative = spec_of(x.bias)
+    strides: dict[str, Any] = {"q_strides": q, "k_strides": k, "v_strides": v}
+    anew = problem._replace(**strides, mask=mask, bias=bias, relative=relative)
     return anew, saved._replace(inputs=x)

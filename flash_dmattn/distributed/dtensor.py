@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import api, explanation
+from ..biases import refuse_by_distance
 from ..dtensors import is_dtensor
 from ..gradients import contiguous_strides
 from ..problem import Numbers, Repeats, fold_call
@@ -137,6 +138,8 @@ class ShardedCall:
                     "same on every rank, or to be a bool DTensor"
                 )
             return
+        if name == "bias":
+            refuse_by_distance(x, "beside DTensors")
         if not is_dtensor(x):
             raise TypeError(
                 f"{name} is a {type(x).__name__}, and q is a DTensor; {name} needs to be one, too, on the mesh of q "
