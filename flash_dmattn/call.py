@@ -13,12 +13,12 @@ from .backends.mask_choice import forward_of, view_of
 from .biases import Bias, ByDistance, split
 from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
-from .dispatch.config import BackendChoice, Decision, blocks, process
+from .dispatch.config import BackendChoice, Blocks, Decision, blocks, process
 from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, report_fallback, selected_names
 from .problem import Arrival, AttentionProblem, Numbers, Repeats, SequenceSpec, SequenceView, as_scores, fold_call
-from .problem.inputs import Inputs, in_rows
+from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
 from .remembered import Remembered
 from .sequences import Sequences
@@ -130,23 +130,26 @@ def _recorded(call: Call) -> Call:
 
 def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     """Return (out, lse), and probabilities if the call asks for them, in the shapes that `attention` documents."""
-    plan, mask, bias = _plan_for(call, backend)
+    follow_checkpoints()
+    around = blocks.now
+    plan, mask, bias = _plan_for(call, backend, around)
     problem = plan.described
     if plan.falls_back:
         report_fallback(problem)
-    records = blocks.now.records
-    if records is not None and not torch.compiler.is_compiling():
-        records.append(Decision(problem, plan.requested, *selected_names(problem, plan)))
+    if around.records is not None and not torch.compiler.is_compiling():
+        around.records.append(Decision(problem, plan.requested, *selected_names(problem, plan)))
     if forward_ad._current_level >= 0 and not plan.forward.has_forward_ad:
         _refuse_tangents(plan.forward.name, call.q, call.k, call.v, bias, call.sink)
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
-    if plan.pack is not None and isinstance(mask, Tensor) and not profiler._is_profiler_enabled:
+    if mask is None:
+        view = NO_MASK
+    elif plan.pack is not None and isinstance(mask, Tensor) and not profiler._is_profiler_enabled:
         view = plan.pack(mask)
     else:
         view = view_of(problem, plan.choice, mask, call.sequences)
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
     results: tuple[Tensor, ...]
-    if plan.forward.is_differentiable:
+    if plan.is_differentiable:
         # A plan has no passes if sizes may be symbols. Then the pass is planned for this call only.
         results = (plan.run_forward or forward_of(plan.forward, plan.problem))(inputs)
     else:
@@ -158,10 +161,9 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     return results if call.jagged is None else call.jagged.wrap(results)
 
 
-def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | None]:
-    """Return the plan of a call, and its mask and bias as 4-D views."""
-    follow_checkpoints()
-    key = _key(call, backend)
+def _plan_for(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Plan, Mask, Tensor | None]:
+    """Return the plan of a call inside of these blocks, and its mask and bias as 4-D views."""
+    key = _key(call, backend, around)
     try:
         plan = None if key is None else plans.get(key)
     except TypeError:  # the key has no hash, because a list was passed for a number or a name
@@ -192,7 +194,7 @@ def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | 
     return plan, mask, bias
 
 
-def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
+def _key(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Any, ...] | None:
     """Return everything that decides a plan, or None if the plan of this call must not be reused.
 
     It is None for a watched call, whose sizes may be symbols. It is also None if q, k or v is None or a tensor has no
@@ -213,7 +215,6 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
             return None
         window = tuple(window)
         numbers = numbers._replace(window_size=window)
-    around = blocks.now
     try:
         return (
             tensor_key(q),

@@ -173,7 +173,7 @@ def whole_call() -> Call:
 
 
 def key_of(one: Call, backend: Any = "auto") -> Any:
-    key = call._key(one, backend)
+    key = call._key(one, backend, call.blocks.now)
     assert key is not None
     return key
 

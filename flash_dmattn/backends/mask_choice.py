@@ -14,8 +14,6 @@ from .protocol import Backend, Backward, Direction, Forward
 if TYPE_CHECKING:
     from ..masks import PreparedMask
 
-_NONE = MaskView()
-
 # A switch: with False the bool mask of a call with sequences is never packed.
 PACKS_BESIDE_SEQUENCES = True
 # Up to so many queries or keys have few tiles, and skipping some of them saves less than packing the mask costs.
@@ -94,7 +92,7 @@ def packs_beside_sequences(problem: AttentionProblem) -> bool:
 def view_of(
     problem: AttentionProblem,
     choice: MaskChoice,
-    mask: Tensor | PreparedMask | None,
+    mask: Tensor | PreparedMask,
     sequences: SequenceView | None = None,
 ) -> MaskView:
     """Convert the user's mask to the form that was chosen; nothing else packs or unpacks the mask of a call.
@@ -105,8 +103,6 @@ def view_of(
         mask: the mask as `validation.describe` returns it.
         sequences: the sequences of the call.
     """
-    if mask is None:
-        return _NONE
     if not isinstance(mask, Tensor):
         if mask.form == choice.form:
             return mask.view

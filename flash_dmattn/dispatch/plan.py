@@ -36,6 +36,7 @@ class Plan(NamedTuple):
         requested: the choice in force: "auto", a name or a pair.
         choice: the form of the mask that both passes read.
         parts: how the tensors of a call become `Inputs`.
+        is_differentiable: whether PyTorch differentiates the forward pass.
         falls_back: whether "auto" falls back to eager PyTorch on an accelerator.
         run_forward, run_backward: the passes. They are None if sizes may be symbols or tensors have no values; calls
             then go through the operators.
@@ -51,6 +52,7 @@ class Plan(NamedTuple):
     requested: BackendChoice
     choice: MaskChoice
     parts: Parts
+    is_differentiable: bool = False
     falls_back: bool = False
     run_forward: Forward | None = None
     run_backward: Backward | None = None
@@ -101,7 +103,7 @@ def make_plan(
     choice = choose_form(problem, forward, backward)
     parts = Parts(choice.form, 0 if sequences is None else len(sequences.tensors), has_dropout)
     read = problem._replace(mask_form=choice.form, arrival=arrival)
-    plan = Plan(problem, read, forward, backward, requested, choice, parts, falls_back)
+    plan = Plan(problem, read, forward, backward, requested, choice, parts, forward.is_differentiable, falls_back)
     return planned(plan) if with_passes else plan
 
 

@@ -69,7 +69,7 @@ class SequenceView(NamedTuple):
         return (self.bounds,) if self.block_table is None else (self.bounds, self.block_table)
 
 
-_NO_MASK = MaskView()
+NO_MASK = MaskView()
 
 
 def in_rows(x: Tensor, arrival: Arrival) -> Tensor:
@@ -109,7 +109,7 @@ class Inputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: MaskView = _NO_MASK
+    mask: MaskView = NO_MASK
     bias: Tensor | None = None
     sink: Tensor | None = None
     sequences: SequenceView | None = None
@@ -175,10 +175,10 @@ class Parts(NamedTuple):
     ) -> Inputs:
         """Put the tensors of a call together again."""
         if not others:
-            return Inputs(q, k, v, _NO_MASK, bias, sink)
+            return Inputs(q, k, v, NO_MASK, bias, sink)
         last = len(others) - self.has_dropout
         first = last - self.num_sequence_tensors
-        mask = MaskView(self.mask_form, others[:first]) if first else _NO_MASK
+        mask = MaskView(self.mask_form, others[:first]) if first else NO_MASK
         sequences = SequenceView(*others[first:last]) if first < last else None
         return Inputs(q, k, v, mask, bias, sink, sequences, others[last] if self.has_dropout else None)
 
