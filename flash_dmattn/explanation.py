@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
+from .biases import Bias
 from .call import prepare_call
 from .dispatch.config import BackendChoice, fallback
 from .dispatch.profiles import cite, gpu_names
@@ -167,7 +168,7 @@ def explain(
     k: Tensor,
     v: Tensor,
     mask: Tensor | PreparedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     is_causal: bool = False,
     softmax_scale: float | None = None,
