@@ -318,7 +318,9 @@ def draw_wide(number: int, sizes: Features, dtypes: Sequence[torch.dtype]) -> Dr
     chosen = {name: (None, *2 * (form,)) for name, form in forms.items()}
     features = {"head_dim": (head_dim,), "head_dim_v": (head_dim_v,), "dtype": dtypes, "batch": (1, 2), **chosen}
     layout = rng.choice((None, None, "nan_margins", *LAYOUTS))
-    return Drawn(draw(rng, {**sizes, **features}, number), layout, number % 2 == 1, rng.random() < 0.5, deterministic=True)
+    return Drawn(
+        draw(rng, {**sizes, **features}, number), layout, number % 2 == 1, rng.random() < 0.5, deterministic=True
+    )
 
 
 MOST_SCORES = 200_000  # of a call on the emulated GPU or under a sanitizer, where they take a second

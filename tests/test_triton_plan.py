@@ -239,9 +239,7 @@ def test_one_launch_for_dk_and_dv_up_to_256_and_pairs_above() -> None:
         (4, 1, 20000 // 128 * 128, False, (1, 1, 6656)),
     ],
 )
-def test_pairs_in_chunks(
-    owners: int, group: int, lines: int, is_split: bool, chunks: tuple[int, int, int]
-) -> None:
+def test_pairs_in_chunks(owners: int, group: int, lines: int, is_split: bool, chunks: tuple[int, int, int]) -> None:
     """A chunk never takes more memory than it may."""
     from flash_dmattn.triton_kernels.plan_pairs import SPACE, chunks_of
 

@@ -84,7 +84,8 @@ def by_name(kernel: Any, shared: Mapping[str, Any], **own: Any) -> tuple[Any, ..
 class Launch:
     """One kernel with everything decided except its tensors: `launch(*tensors)`, in the order of its arguments.
 
-    A kernel may take numbers behind its tensors that differ from launch to launch; it names them in `do_not_specialize`.
+    A kernel may also take numbers that differ from launch to launch, behind its tensors. Its `do_not_specialize` names
+    them.
     It belongs to one device, which must be the current one at every call.
 
     From the second call on it calls the compiled kernel directly, for two reasons. Triton's look-up by type, alignment

@@ -213,9 +213,7 @@ def pair_columns_kernel(
         first_line_row = b_row * layout.rows_q + first_q
         x += first_q.to(tl.int64) * x_strides.row
         if MASK == TILES:
-            mask_data, mask_index = tiles_from(
-                mask_data, mask_index, mask_strides, first_line_row, first_key_row, own
-            )
+            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, first_line_row, first_key_row, own)
     count = shape.seqlen_k
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h_first + first_member, MASK)
     if MASK == KEYS:

@@ -4,8 +4,8 @@
 
 The sums of dq, dk and dv of a tile of such heads leave no room for the products that make p and ds, and one would make
 these once for each gradient. So a program makes one tile of pairs, in steps over the head dim, and stores it;
-pair_products.py multiplies what is stored. The pairs of a whole call may be many, so that a launch makes a chunk of
-them: those of some heads, and where one head has too many, of some lines of it.
+pair_products.py multiplies what is stored. A call may have many pairs, so a launch makes a
+chunk of them: those of some heads, or where one head has too many, those of some of its lines.
 
 A chunk has `members` query heads of each of its owners, from `first_member` on. An owner is a key-value head: of one
 entry of the batch, numbered over all entries, or beside sequences of all of them. Its slots, one for each query head,
@@ -121,8 +121,8 @@ def pairs_kernel(
 ):
     """Store p, after dropout, and ds, behind the softcap, of one tile of pairs of a chunk.
 
-    A tile where no query may see a key is not written, and pair_products.py does not read it. Of other tiles values
-    beyond the last query or key are zeros; beside sequences only lines of the sequence are written.
+    A tile where no query may see a key is not written, and pair_products.py does not read it. Values beyond the last
+    query or key are zeros in every other tile, but lines of no sequence are not written.
 
     With STORE ds also goes to dbias as `backward_keys_kernel` stores it. Under KEY_SUM key_parts, fp32 (slots, parts,
     Lk), gets the sum over the queries of each tile. The caller zeroes both.

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_dmattn.gradients import key_gradient
 from flash_dmattn.problem import MaskView
 
-from .backward_keys import KEY_SUM, NO_DBIAS, STORE
+from .backward_keys import KEY_SUM, STORE
 from .kernel_launch import Descriptor, Launch, by_name
 from .pair_products import pair_columns_kernel, pair_rows_kernel, pair_sums_kernel
 from .pairs import pairs_kernel
@@ -50,11 +50,11 @@ def chunks_of(owners: int, group: int, lines: int, line_bytes: int, enough: int,
     """Choose the chunks of a call.
 
     Args:
-        owners: the key-value heads, of all entries of the batch.
-        group: the query heads of each.
-        lines: the lines of a query head, a multiple of `tile`.
-        line_bytes: the memory that the pairs of a line take.
-        enough: so many owners have programs for all SMs where one program sums all members of an owner.
+        owners: key-value heads of all entries of the batch.
+        group: query heads of an owner.
+        lines: lines of a query head, a multiple of `tile`.
+        line_bytes: bytes of the pairs of a line.
+        enough: owners whose programs keep all SMs busy.
         split: whether members of an owner must not share a sum.
     """
     fit = SPACE // max(1, lines * line_bytes)
@@ -74,7 +74,7 @@ def plan_pairs(
     """Plan dq, dk, dv, and the gradient of a bias of one value per key, or per score of every head:
     run(read, mask, sink, bounds, dropout).
 
-    Beside sequences the rows of no sequence are left as they are.
+    The rows of no sequence are left as they are.
     """
     shape, values, num_heads_k = call.shape, call.values(), call.num_heads_k
     tiles = pair_tiles(call.arch)
@@ -90,8 +90,8 @@ def plan_pairs(
     pitch = triton.cdiv(shape.seqlen_k, block_n) * block_n
     owners = entries * num_heads_k
 
-    # What a chunk holds. Where owners have programs of their own for each member, as with kept keys of each query head,
-    # or where a chunk has some lines or members of an owner, the parts of dk and dv are added in fp32.
+    # A chunk may have some of the lines or of the members of an owner. Then parts of dk and dv are added in fp32. So
+    # they are with kept keys of each query head, because members then have other keys.
     needs_ds = need_q or need_k
     line_bytes = pitch * (call.q.element_size() * (int(need_v) + int(needs_ds)) + (1 if per_key else 0))
     tiles_of_key_head, search_k = call.tiles_of_keys(tiles.product.block_m)
@@ -196,9 +196,7 @@ def plan_pairs(
     sums_launch = Launch(
         pair_sums_kernel,
         chunks.slots * number * triton.cdiv(shape.seqlen_k, _KEYS_OF_SUMS),
-        by_name(
-            pair_sums_kernel, values, members=chunks.members, parts=parts, BLOCK_M=block_m, BLOCK=_KEYS_OF_SUMS
-        ),
+        by_name(pair_sums_kernel, values, members=chunks.members, parts=parts, BLOCK_M=block_m, BLOCK=_KEYS_OF_SUMS),
     )
     num_pairs = chunks.slots * chunks.lines * pitch
     size_parts = chunks.slots * parts * shape.seqlen_k

@@ -292,8 +292,8 @@ class PairTiles(NamedTuple):
 
     Attributes:
         pairs: queries and keys of a tile of p and ds.
-        depth: how many values of the head dim one step of their products takes.
-        product: rows of a tile of a gradient, which are as many as `pairs` has, and pairs of a step.
+        depth: values of the head dim in a step.
+        product: rows of a tile of a gradient, as many as `pairs` has, and pairs of a step.
         columns: columns of a tile of a gradient.
     """
 
