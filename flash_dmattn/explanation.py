@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -118,10 +119,21 @@ class Explanation:
         }
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Return what is printed; reasons that would end past a width continue on the next line."""
         elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
         lines = [elsewhere] if self.problem.elsewhere else []
         lines += [] if self.profile is None else [f"profile: {self.profile}"]
-        return "\n".join([f"attention: {self.problem}", self.chosen, *lines, *self.copies, "", *self.table])
+        gpu = (
+            ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
+            if self.problem.arch == "cpu"
+            else []
+        )
+        return "\n".join(
+            [f"attention: {self.problem}", self.chosen, *lines, *self.copies, "", *self._table(width), *gpu]
+        )
 
     @property
     def chosen(self) -> str:
@@ -132,12 +144,13 @@ class Explanation:
             return f"backend={self.requested!r} runs {self.forward}"
         return f"backend={self.requested!r} runs {self.forward} forward, {self.backward} backward"
 
-    @property
-    def table(self) -> list[str]:
-        """List the lines of the verdicts."""
+    def _table(self, width: int | None = None) -> list[str]:
         header = ("backend", "forward", "backward", "why")
         rows = [header, *(row for verdict in self.verdicts for row in self._rows(verdict))]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        if width is not None:
+            room = max(30, width - sum(widths) - 2 * len(widths))
+            rows = [line for row in rows for line in _wrapped(row, room)]
         table = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
             for row in rows
@@ -161,6 +174,11 @@ class Explanation:
         return [cells, *(("", "", "", line) for line in more)]
 
     __repr__ = __str__
+
+
+def _wrapped(row: tuple[str, str, str, str], room: int) -> list[tuple[str, str, str, str]]:
+    first, *more = textwrap.wrap(row[3], room, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    return [(*row[:3], first), *(("", "", "", line) for line in more)]
 
 
 def explain(
