@@ -34,10 +34,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dtype",
-        lambda p: p.dtype != torch.float64 and (p.bias is None or p.bias.dtype != torch.float64),
+        lambda p: p.dtype != torch.float64 and (p.bias_tensor is None or p.bias_tensor.dtype != torch.float64),
         lambda p: (
             f"dtype is {dtype_name(p.dtype)}"
-            + ("" if p.bias is None else f" and bias has {dtype_name(p.bias.dtype)}")
+            + ("" if p.bias_tensor is None else f" and bias has {dtype_name(p.bias_tensor.dtype)}")
             + "; the kernels compute in at most float32"
         ),
         'cast, or use backend="eager"',
@@ -47,6 +47,18 @@ RULES: tuple[Rule, ...] = (
         lambda p: max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the tiles hold at most {MAX_HEAD_DIM}",
         'use backend="eager"',
+    ),
+    Rule(
+        "relative_sequences",
+        lambda p: p.relative is None or p.sequences is None,
+        lambda p: "the bias is by distance, and there are sequences; the kernels of sequences read no such bias",
+        'use backend="eager"',
+    ),
+    Rule(
+        "values_span",
+        lambda p: p.relative is None or p.relative.shape[3] * p.relative.strides[3] < 2**31,
+        lambda p: "the values of one head of a bias by distance span 2**31 elements or more; the kernels count in 32 bits",
+        "make them contiguous",
     ),
     Rule(
         "fp32_head_dim",
@@ -121,7 +133,7 @@ BACKEND = Backend(
     plan_forward=plan_forward,
     plan_backward=plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,
