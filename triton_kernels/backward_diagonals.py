@@ -113,7 +113,7 @@ def backward_diagonals_kernel(
             line = (place // mask_strides.list_row + first // TILE) * (mask_strides.list_row - 2)
             visit = tl.load(classes + line + first_key // TILE) != 0
         if MASK == KEYS:
-            _, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
+            index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[1]
             before = tl.load(index + keys, mask=keys < shape.seqlen_k, other=0)
             kept = tl.load(index + keys + 1, mask=keys < shape.seqlen_k, other=0) > before
             visit = tl.max(kept.to(tl.int32)) > 0
@@ -132,17 +132,17 @@ def backward_diagonals_kernel(
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s = scaled(s, scale_log2, softcap, SOFTCAP)[0]
-            bias_head, _ = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
+            bias_head = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)[0]
             s = add_bias(
                 s, bias, bias_head, 0.0, bias_strides, b, h, first, first_key, rows, keys, shape, distances,
                 BLOCK, BLOCK, BIAS, 1, False, WIDE, False, False,
             )  # fmt: skip
             allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
             if MASK == TILES:
-                data, _ = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
+                data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
                 allowed &= bits_of(data, first_key, rows, shape.seqlen_q, mask_strides.row, BLOCK, BLOCK, 1)
             elif MASK == DENSE:
-                data, _ = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
+                data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
                 allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], shape)
             elif MASK == KEYS:
                 allowed &= kept[None, :]
