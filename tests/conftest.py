@@ -46,6 +46,7 @@ if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build
 flex._availability = Availability(True)
 
 BACKENDS = ("eager", "sdpa", "flex", "triton", "cuda")
+GPU = "NVIDIA A100-SXM4-80GB"
 # A test takes the backward pass of the second where rules refuse it to the first: all share the layout of lse.
 PAIRED = {"cuda": "triton", "sdpa": "eager"}
 
@@ -64,6 +65,18 @@ def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("default_backend", "auto"), ("disabled", ()), ("fallback", "warn"), ("rules", "built-in")):
         monkeypatch.setattr(config.process, name, value)
     monkeypatch.setattr(selection, "_warned", set())
+
+
+@pytest.fixture
+def caches(untouched_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The user's folder of profiles, empty, on a machine with an A100."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(config.process, "profile", "")
+    monkeypatch.setattr(profiles, "gpu_names", lambda arch: [GPU])
+    profiles.forget()
+    yield tmp_path / "flash_dmattn"
+    monkeypatch.undo()
+    profiles.forget()
 
 
 # Inductor of torch 2.13 writes vector code there, and its own headers refuse it.
@@ -160,6 +173,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
             yield Runner(name)
     else:
         yield Runner(name)
+
+
+@pytest.fixture(params=("eager", "triton"))
+def serving(request: pytest.FixtureRequest) -> Runner:
+    """The backends that read pages, trees and masks prepared beside sequences."""
+    if request.param == "triton" and DEVICE == "cpu":
+        pytest.skip("triton: it runs on GPUs")
+    return Runner(request.param)
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ SMALL: Features = {
 def draw_small(number: int) -> Drawn:
     """The call of a number, of a backend without tiles."""
     rng = random.Random(number)
-    return Drawn(draw(rng, SMALL, number), rng.choice((None, *LAYOUTS)))
+    return Drawn(draw(rng, SMALL, number), rng.choice((None, *LAYOUTS)), number % 4 == 3)
 
 
 # A step of a kernel takes 32 to 128 of them, and a tile of a prepared mask 128; from 512 on programs share a row.

@@ -1,7 +1,4 @@
-"""Masks beside sequences drawn at random, to be packed by kernels and by PyTorch, which have to agree in every bit.
-
-Bounds are written by hand: any two sequences may have a gap between them.
-"""
+"""Masks beside sequences drawn at random, to be packed by kernels and by PyTorch, which have to agree in every bit."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
+import sequence_calls
 import torch
 from cases import DEVICE
 from torch import Tensor
@@ -44,47 +42,31 @@ class PackCall(NamedTuple):
 
 
 def draw(number: int) -> PackCall:
-    """The call of a number."""
+    """The call of a number: sequences of `sequence_calls`, mostly with gaps that `attention` would refuse."""
     rng, generator = random.Random(f"pack {number}"), torch.Generator().manual_seed(number)
-    layout = rng.choice(LAYOUTS)
-    packs_q, packs_k = layout in ("packed", "paged_packed"), layout == "packed"
-    count = rng.choice((0, 1, 1, 2, 3, 3, 7, 7, 40, 300) if number % 10 == 0 else (1, 2, 3, 3, 7))
-    lengths = LENGTHS if count < 40 else (0, 1, 5, 32)
-
-    def side(is_packed: bool) -> tuple[list[int], list[int], int]:
-        """Firsts, lengths, and rows of the tensor."""
-        used = [rng.choice(lengths) for _ in range(count)]
-        if not is_packed:
-            return [0] * count, used, max(used, default=0) + rng.choice((0, 0, 5))
-        gaps = rng.choice(((0,), (0, 0, 1, 50, 129)))
-        at, firsts = rng.choice((0, 0, 3, 127, 128, 300)), []
-        for n in used:
-            firsts.append(at)
-            at += n + rng.choice(gaps)
-        return firsts, used, at + rng.choice((0, 0, 9, 140))
-
-    (first_q, len_q, rows_q), (first_k, len_k, rows_k) = side(packs_q), side(packs_k)
-    max_q = max(len_q, default=0) + rng.choice((0, 3, 130)) if packs_q else rows_q
-    max_k = max(len_k, default=0) + rng.choice((0, 3, 130)) if packs_k else rows_k
+    is_loose = number % 10 > 0
+    call = sequence_calls.draw(number, rng.choice(LAYOUTS), LENGTHS, (torch.float32,), (1,), is_loose=is_loose)
+    spec, bounds = (
+        call.sequences.spec(call.q, call.k, call.v),
+        torch.tensor(call.lengths, dtype=torch.int32).view(-1, 4),
+    )
+    max_q, max_k, count = spec.max_seqlen_q, spec.max_seqlen_k, spec.number
     if rng.random() < 0.6:  # rows that loads of several bytes may read
         width = rng.choice((4, 16, 16))
         max_k = -(-max_k // width) * width
-        rows_k = rows_k if packs_k else max_k
-    rows = list(zip(first_q, len_q, first_k, len_k, strict=True))
-    bounds = torch.tensor(rows, dtype=torch.int32).view(-1, 4)
-    spec = SequenceSpec(layout, count, rows_q, rows_k, max_q, max_k)
+        spec = spec._replace(max_seqlen_k=max_k, rows_k=spec.rows_k if spec.packs_keys else max_k)
 
     packings: list[MaskPacking] = ["none", "none", "ragged", "tree"]
-    packings += packs_q * ["queries"] * 5 + packs_k * ["keys"] * 2  # type: ignore[assignment]
-    packing, heads = rng.choice(packings), rng.choice((1, 1, 2, 3)) if count < 40 else 1
+    packings += spec.packs_queries * ["queries"] * 5 + spec.packs_keys * ["keys"] * 2  # type: ignore[assignment]
+    packing, heads = rng.choice(packings), rng.choice((1, 1, 2, 3))
     entries, i, j = rng.choice((1, max(count, 1))), rng.choice((1, max_q, max_q)), rng.choice((1, max_k, max_k))
     shape = (entries, heads, i, j)
     if packing == "queries":
-        shape = (1, heads, rng.choice((1, rows_q, rows_q)), j)
+        shape = (1, heads, rng.choice((1, spec.rows_q, spec.rows_q)), j)
     elif packing == "keys":
-        shape = (1, heads, 1, rows_k)
+        shape = (1, heads, 1, spec.rows_k)
     elif packing == "ragged":
-        pairs = sum(n * m for _, n, _, m in rows)
+        pairs = sum(n * m for _, n, _, m in call.lengths)
         shape = (1, heads, 1, max(pairs - rng.choice((0, 0, 0, 40)), rng.choice((0, 1))))  # some may be missing
     elif packing == "tree":
         heads = 1

@@ -109,7 +109,7 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             lambda: attend(group=mesh_of(2), strategy="gather"),
         ),
         (
-            "layout is for 2 ranks; it needs the 1 of the mesh",
+            "layout is for 2 ranks; it needs the 1 of the group",
             lambda: attend(group=mesh_of(2), layout=SequenceLayout.zigzag(16, 2)),
         ),
         (

@@ -15,7 +15,7 @@ from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.protocol import Backend, Backward, Forward
 from flash_dmattn.distributed import SequenceLayout, ShardedMask
 from flash_dmattn.distributed.exchange import places_in, runs_read
-from flash_dmattn.distributed.rows import KeySum, RankRows, Sums
+from flash_dmattn.distributed.operators import KeySum, RankRows, Sums
 from flash_dmattn.distributed.slices import HeadGroup, plan
 from flash_dmattn.gradients import with_dbias
 from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, causal_window

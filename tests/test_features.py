@@ -79,10 +79,3 @@ def test_what_a_backend_does_not_list_is_refused(name: str) -> None:
 
 def test_only_the_reference_returns_probabilities() -> None:
     assert [name for name, backend in BACKENDS.items() if "return_probs" in backend.features] == ["reference"]
-
-
-def test_what_auto_falls_back_to_stays() -> None:
-    with pytest.raises(ValueError, match="backend 'eager' is what \"auto\" falls back to"):
-        flash_dmattn.unregister_backend("eager")
-    with pytest.raises(ValueError, match="backend 'nope' is unknown; it needs to be one of 'cuda'"):
-        flash_dmattn.unregister_backend("nope")

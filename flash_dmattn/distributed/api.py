@@ -11,13 +11,12 @@ from ..call import prepare_call, run_call
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
 from ..problem import Numbers, refuse_keywords
-from .call import ParallelCall, Request, choose_backends
-from .exchange import sum_dtype
+from .call import ParallelCall, Request, Strategy, choose_backends
+from .exchange import gather_keys, sum_dtype, sum_gradient
 from .group import Group, agree, groups_of, next_number, refuse_together
 from .layout import SequenceLayout
 from .operators import attend_gathered
 from .slices import ShardedMask
-from .transfers import Strategy, gather_keys, sum_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

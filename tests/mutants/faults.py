@@ -299,7 +299,7 @@ _PYTHON = (
     ),
     Fault(
         "the gradient of a bias is not written left of its slice",
-        "flash_dmattn/distributed/rows.py",
+        "flash_dmattn/distributed/operators.py",
         "    rows[..., : part.start] = 0\n",
         "",
         ("tests/test_distributed_slices.py::test_gradients_of_pairs_that_no_slice_has_are_zero",),
