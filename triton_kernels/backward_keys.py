@@ -168,8 +168,9 @@ def backward_keys_kernel(
     An owner is a key-value head, or a query head where query heads of a group cannot share their sums.
 
     dk, dv (B, Lk, Hk, D) and dbias (B, Hq, Lq, Lk) are contiguous. With PARTS, dk and dv are fp32
-    (B, owners, grid_tiles, BLOCK_N, D), and dbias under KEY_SUM has the same shape without D. Under ENDS it always has,
-    twice, and the caller zeroes it. `grid_tiles` programs then share the key blocks of an owner, equally many programs to a block, and each takes a share of its queries.
+    (B, owners, grid_tiles, BLOCK_N, D), and dbias under KEY_SUM has the same shape without D. `grid_tiles` programs
+    then share the key blocks of an owner, equally many programs to a block, and each takes a share of its queries.
+    Under ENDS dbias is fp32 (2, B, owners, grid_tiles, BLOCK_N), and the caller zeroes it.
 
     With SEQUENCES each owner has `grid_tiles` tiles, each with keys of one sequence; `bounds` says where sequences lie.
     dk and dv are shaped as k and v, and the caller zeroes dbias. With ONE_PASS the kernel also writes the rows of dq,

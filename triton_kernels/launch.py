@@ -84,9 +84,9 @@ GROUP_ROWS_FROM = 512
 def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool:
     """Return whether the heads of a group, with one query each, become rows of one tile, which reads k and v once.
 
-    Dropout forbids it, because its random numbers go by tiles of queries of one head; a bias by distance, because rows of
-    one query have one place. A mask that is already packed
-    for one query forbids it too, so this is decided before a bool mask is packed.
+    Dropout forbids it, because its random numbers go by tiles of queries of one head. A bias by distance forbids it,
+    because rows of one query have one distance to a key. A mask that is already packed for one query forbids it too, so
+    this is decided before a bool mask is packed.
     """
     if q.shape[1] != 1 or q.shape[2] == k.shape[2] or k.shape[1] < GROUP_ROWS_FROM:
         return False

@@ -15,8 +15,8 @@ from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 
 from .backward_bias import backward_bias_kernel
 from .backward_delta import delta_kernel
-from .backward_gather import backward_gather_kernel
 from .backward_diagonals import backward_diagonals_kernel
+from .backward_gather import backward_gather_kernel
 from .backward_keys import ENDS, KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
@@ -139,8 +139,11 @@ def plan_delta(
 def plan_keys(
     call: Call, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head, or the sums of both ends
-    of a bias by distance, fp32 (B, owners, 2): run(read, mask, sink, dropout)."""
+    """Plan dk, dv, and a gradient of the bias: run(read, mask, sink, dropout).
+
+    It is that of one value per key, or per score of every head, or the sums of both ends of a bias by distance, fp32
+    (B, owners, 2).
+    """
     makes_ds = need_k or dbias_kind != NO_DBIAS.value
     if call.has_wide_heads and makes_ds and need_v:
         return plan_apart(lambda *which: plan_keys(call, dout, *which), need_k, dbias_kind)
@@ -384,7 +387,10 @@ def plan_diagonals(call: Call, dout: Tensor, values: Tensor) -> Callable[..., Te
     block = max(_LEAST_DIAGONAL, min(tile.block_m, tile.block_n))
     number, shift, has_ends = values.shape[3], shape.seqlen_k - shape.seqlen_q, call.bias_kind == CLAMPED.value
     low, high = (1, number - 2) if has_ends else (0, number - 1)
-    first, last = (max(low - flags.zero + shift, 1 - shape.seqlen_q), min(high - flags.zero + shift, shape.seqlen_k - 1))
+    first, last = (
+        max(low - flags.zero + shift, 1 - shape.seqlen_q),
+        min(high - flags.zero + shift, shape.seqlen_k - 1),
+    )
     first = max(first, shift - shape.left) if call.band[0] else first
     last = min(last, shift + shape.right) if call.band[1] else last
     # Tile m of the queries and tile m + diagonal of the keys have key - query from block * diagonal - (block - 1) on.
@@ -401,20 +407,20 @@ def plan_diagonals(call: Call, dout: Tensor, values: Tensor) -> Callable[..., Te
         descriptors.append(call.rows_descriptor(1, call.k, block, call.block_d))
         descriptors.append(call.rows_descriptor(2, call.v, block, call.block_dv))
         descriptors.append(call.rows_descriptor(4, dout, block, call.block_dv))
-    rest = by_name(
+    launch = call.launch(
         backward_diagonals_kernel,
-        call.values(),
+        owners * diagonals * parts,
+        tile._replace(block_m=block, block_n=block),
+        descriptors,
         **row_strides(dout=dout),
         bias_batch=values.shape[0],
         bias_heads=values.shape[1],
         first_diagonal=first_diagonal,
         diagonals=diagonals,
         parts=parts,
-        BLOCK=block,
         TMA=tma,
         WIDE=call.wide(call.q, call.k, call.v, dout),
     )
-    launch = Launch(backward_diagonals_kernel, owners * diagonals * parts, rest, tile.options, descriptors)
     begin = flags.zero - shift + first_diagonal * block - (block - 1)  # the place of the first sum among the values
     start, stop = max(begin, low), min(begin + (diagonals + 1) * block, high + 1)
 
@@ -424,7 +430,9 @@ def plan_diagonals(call: Call, dout: Tensor, values: Tensor) -> Callable[..., Te
         values = read[3]
         total = torch.zeros((*values.shape[:2], 1, number), dtype=torch.float32, device=values.device)
         if diagonals > 0:
-            sums = torch.empty((parts, *values.shape[:2], diagonals, 2 * block), dtype=torch.float32, device=values.device)
+            sums = torch.empty(
+                (parts, *values.shape[:2], diagonals, 2 * block), dtype=torch.float32, device=values.device
+            )
             launch(*read, *read_of(mask), classes_of(mask), sums, sink, dropout)
             rows = sums.sum(0)
             # Each distance is in the right half of one diagonal of tiles and in the left half of the next.

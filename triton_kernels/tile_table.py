@@ -181,6 +181,8 @@ _SM100 = {
     "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
     "bias": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
 }
+# Of "keys" beside a bias by distance; with the tile above it spills 340 registers.
+_SM100_DISTANCES = {64: Tile(64, 32, 4, 2)}
 # Tiles that `calibrate --tiles` times beside the one of the table: the rest of what the compiler makes good code of.
 # Where one does not fit a GPU it is left out there.
 _OTHERS_SM80 = {
@@ -408,6 +410,8 @@ def _tile_of_table(
         return _row(_fp32_table(kernel, block_d, arch), block_d)
     if not arch.startswith("sm_"):
         return _row(_SMALL, block_d)
+    if arch == "sm_100" and kernel == "keys" and bias in _BY_DISTANCE and block_d <= 64:
+        return _row(_SM100_DISTANCES, block_d)
     if arch != "sm_90":
         return _row((_SM100 if arch == "sm_100" else _SM80)[kernel], block_d)
     if few_rows is not None and kernel == "forward":

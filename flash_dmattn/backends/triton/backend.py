@@ -57,7 +57,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "values_span",
         lambda p: p.relative is None or p.relative.shape[3] * p.relative.strides[3] < 2**31,
-        lambda p: "the values of one head of a bias by distance span 2**31 elements or more; the kernels count in 32 bits",
+        lambda p: (
+            "the values of one head of a bias by distance span 2**31 elements or more; the kernels count in 32 bits"
+        ),
         "make them contiguous",
     ),
     Rule(
