@@ -28,6 +28,7 @@ from run_calls import Interpreter, check_case
 from torch import Tensor
 
 import flash_dmattn
+from flash_dmattn import Sequences
 from flash_dmattn.biases import Relative
 from flash_dmattn.dispatch.registry import choices_changed
 from flash_dmattn.masks import PreparedMask
@@ -311,7 +312,7 @@ RELATIVE_CALLS = (
     CLAMPED.with_(seqlen_k=20, logits=10.0),
     CLAMPED.with_(seqlen_q=1, seqlen_k=600, needs_grad=()),  # not a row for each head
     CLAMPED.with_(dtype=torch.float16, bias_dtype=torch.float32, needs_grad=("q", "bias")),
-    WIDE.with_(relative=T5, num_heads=1),
+    WIDE.with_(relative=T5, num_heads=1, needs_grad=("q", "k", "v")),
 )
 
 
@@ -327,6 +328,9 @@ def relative_calls() -> Iterator[str | None]:
     choices_changed()
     set_up(SMALL)
     yield outcome_of(shares_values, "values of (2, 1) entries beside a batch of (2, 3)")
+    for layout in ("packed", "padded", "paged"):
+        for entries in (1, 4):
+            yield outcome_of(partial(reads_distances_of_sequences, layout, entries), f"{layout}, {entries} entries")
 
 
 def shares_values() -> None:
@@ -339,6 +343,37 @@ def shares_values() -> None:
         sent = out.cos().sum() + lse.sin().sum()
         results.append([out, lse, *torch.autograd.grad(sent, (q, k, v, values))])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def reads_distances_of_sequences(layout: str, entries: int) -> None:
+    """Each sequence has distances of its own; of few queries and of many, dq, dk and dv included."""
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([[5, 40], [33, 33], [0, 7], [17, 2]], dtype=torch.int32)
+    ends = torch.cat((torch.zeros(1, 2, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)))
+    values = torch.randn(entries, 4, 9, generator=random)
+    for most in (33, 2):
+        used = lengths.clamp(max=most) if layout != "packed" else lengths
+        if layout == "packed":
+            shapes, sequences = [(55,), (82,)], Sequences.packed(*ends.unbind(1))
+        elif layout == "padded":
+            shapes, sequences = [(4, most), (4, 40)], Sequences.padded(lengths[:, 1], used[:, 0])
+        else:
+            pages = torch.arange(20, dtype=torch.int32).view(4, 5)
+            shapes, sequences = [(4, most), (20, 8)], Sequences.paged(pages, lengths[:, 1])
+        needs_grad = layout != "paged"
+        q, k, v = (
+            torch.randn(*shapes[n > 0], heads, 8, generator=random).requires_grad_(needs_grad)
+            for n, heads in enumerate((4, 2, 2))
+        )
+        results = []
+        for backend in ("triton", "eager"):
+            bias = Relative(values, 4, "clamp")
+            out, lse = flash_dmattn.attention(
+                q, k, v, bias=bias, sequences=sequences, is_causal=True, return_lse=True, backend=backend
+            )
+            sent = out.cos().sum() + lse.clamp(min=-30.0).sin().sum()
+            results.append([out, lse, *(torch.autograd.grad(sent, (q, k, v)) if needs_grad else ())])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def main(what: str, *name: str) -> int:

@@ -13,6 +13,7 @@ from out_of_tree import replaced
 
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Backend, Rule
+from flash_dmattn.biases import ByDistance
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.dispatch.selection import BackendError, choose, passes_of, reasons_against, selected_names
 from flash_dmattn.explanation import explain_problem
@@ -43,7 +44,15 @@ def described(seed: int) -> dict[str, Any]:
         shape = (pick.choice((1, batch)), heads, pick.choice((1, seqlen_q)), pick.choice((1, seqlen_k)))
         return pick.choice((None, shape, shape[2:]))
 
-    bias = broadcast()
+    bias, by_distance = broadcast(), None
+    own = random.Random(f"relative {seed}")
+    if own.random() < 0.2:
+        has_rows, heads = own.random() < 0.2, own.choice((1, num_heads_k, num_heads))
+        by_distance = ByDistance(
+            own.choice((-3, 0, 5)), "zero" if has_rows else own.choice(("clamp", "zero")), has_rows
+        )
+        number = own.choice((1, 9, 2**31))
+        bias = (heads, seqlen_q, number) if has_rows else (heads, number)
     return {
         "q": (batch, seqlen_q, num_heads, pick.choice((1, 8, 16, 64, 96, 256, 512, 520))),
         "kv_heads": num_heads_k,
@@ -53,6 +62,7 @@ def described(seed: int) -> dict[str, Any]:
         "device": "gfx942" if seed % 10 == 0 else pick.choice(("cpu", "sm_75", "sm_80", "sm_90", "sm_100")),
         "mask": broadcast(),
         "bias": bias,
+        "by_distance": by_distance,
         "bias_dtype": pick.choice((None, "fp16", "fp32", "fp64")),
         "grad": pick.random() < 0.5,
         "bias_grad": bias is not None and pick.random() < 0.5,
@@ -84,6 +94,9 @@ def described_sequences(seed: int) -> dict[str, Any]:
     tokens = number * most + pick.choice((0, 5))
     by_position = (pick.choice((1, number)), pick.choice((1, heads)), most, most)
     bias = pick.choice((None, by_position, (pick.choice((1, heads)), tokens, most), (heads, 1, tokens)))
+    by_distance = None
+    if random.Random(f"relative {seed}").random() < 0.2:
+        bias, by_distance = (heads, 9), ByDistance(4, "clamp", False)
     tree = random.Random(f"tree {seed}").random() < 0.1
     mask: dict[str, Any] = {"mask": pick.choice((None, None, by_position))}
     if tree:
@@ -95,6 +108,7 @@ def described_sequences(seed: int) -> dict[str, Any]:
         "device": pick.choice(("cpu", "sm_80", "sm_90", "sm_90")),
         **mask,
         "bias": bias,
+        "by_distance": by_distance,
         "bias_dtype": pick.choice((None, "fp32")),
         "grad": pick.random() < 0.6,
         "bias_grad": bias is not None and pick.random() < 0.5,
@@ -170,6 +184,8 @@ def values(problem: AttentionProblem) -> set[str]:
     actual |= {flag for flag in flags if getattr(problem, flag)}
     actual |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}
     actual |= {str(spec.span()) for spec in (problem.mask, problem.bias) if spec is not None}
+    if problem.relative is not None:
+        actual |= {str(problem.relative.shape[3])}
     heads = (
         (problem.q_strides, problem.seqlen_q, problem.head_dim),
         (problem.k_strides, problem.seqlen_k, problem.head_dim),

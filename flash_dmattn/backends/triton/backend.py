@@ -19,6 +19,11 @@ def _has_fp32_tiles(p: AttentionProblem) -> bool:
     return p.dtype != torch.float32 or max(p.head_dim, p.head_dim_v) <= MAX_FP32_HEAD_DIM
 
 
+def _span_of_values(p: AttentionProblem) -> int:
+    """Return the elements from the first to the last value of a head of a bias by distance; 0 without one."""
+    return 0 if p.relative is None else 1 + (p.relative.shape[3] - 1) * p.relative.strides[3]
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "device",
@@ -50,17 +55,29 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "relative_sequences",
-        lambda p: p.relative is None or p.sequences is None,
-        lambda p: "the bias is by distance, and there are sequences; the kernels of sequences read no such bias",
-        'use backend="eager"',
+        lambda p: p.relative is None or p.sequences is None or not p.needs_grad.bias,
+        lambda p: (
+            f"the gradient of a bias by distance is needed beside {p.batch} sequences; the kernel that sums it takes "
+            "whole batches"
+        ),
+        'use backend=("triton", "eager")',
+        ("backward",),
+    ),
+    Rule(
+        "relative_head_dim",
+        lambda p: p.relative is None or not p.needs_grad.bias or max(p.head_dim, p.head_dim_v) <= 256,
+        lambda p: (
+            f"the gradient of a bias by distance is needed and head dims are {p.head_dim} and {p.head_dim_v} (v); the "
+            "kernel that sums it has tiles for at most 256"
+        ),
+        'use backend=("triton", "eager")',
+        ("backward",),
     ),
     Rule(
         "values_span",
-        lambda p: p.relative is None or p.relative.shape[3] * p.relative.strides[3] < 2**31,
-        lambda p: (
-            "the values of one head of a bias by distance span 2**31 elements or more; the kernels count in 32 bits"
-        ),
-        "make them contiguous",
+        lambda p: _span_of_values(p) < 2**31,
+        lambda p: f"the values of a head of bias span {_span_of_values(p)} elements; the kernels count them in 32 bits",
+        "pass fewer values, contiguous",
     ),
     Rule(
         "fp32_head_dim",
