@@ -3,8 +3,8 @@
 The student sees the teacher's output alone. Its bias is a value for each head and distance, so that no tensor of
 queries times keys exists in either pass, at any length.
 
-The output: for each length, the bytes of the values beside those of the tensor that they stand for, the student's loss
-before and after, and the largest difference of a learned value.
+The output is a table. Each length has the bytes of the values, and of a tensor with one value for each score. Then come
+the student's loss before and after, and the largest difference of a learned value.
 
     python examples/learned_distances.py                  # a CPU, or a GPU where there is one
     python examples/learned_distances.py --quick --device cpu

@@ -1,8 +1,8 @@
 """The diagonal-stationary backward kernel: the gradient of a bias of one value per distance.
 
-The tiles of a diagonal of tiles all have the same distances, so each program adds up ds of the tiles of one diagonal in
-place, and sums along the diagonals of that tile once, in the end. It visits heads, batch entries and tiles one after
-the other; where there are few programs, several share a diagonal. Every sum is in fp32 and has a fixed order.
+The tiles of a diagonal of tiles all have the same distances. So each program adds up ds of the tiles of one diagonal in
+place. In the end it sums once along the diagonals of that sum. It visits heads, batch entries and tiles one after the
+other; where there are few programs, several share a diagonal. Every sum is in fp32 and has a fixed order.
 """
 
 from __future__ import annotations

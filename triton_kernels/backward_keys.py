@@ -44,8 +44,8 @@ from .tile_ops import (
     tiles_from,
 )
 
-# Which gradient of a bias this kernel makes: none, sums over the queries of each key, ds of every head, or the sums of
-# the scores at or beyond the first value of a clamped bias by distance, and of those at or beyond the last.
+# Which gradient of a bias this kernel makes: none, sums over the queries of each key, or ds of every head. With ENDS it
+# sums the scores at either end of the values of a clamped bias by distance, and beyond that end.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)

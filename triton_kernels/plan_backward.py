@@ -141,8 +141,8 @@ def plan_keys(
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Plan dk, dv, and a gradient of the bias: run(read, mask, sink, dropout).
 
-    It is that of one value per key, or per score of every head, or the sums of both ends of a bias by distance, fp32
-    (B, owners, 2).
+    The bias has one value per key, or per score of every head. A bias by distance gets the sums of its two ends alone,
+    fp32 (B, owners, 2).
     """
     makes_ds = need_k or dbias_kind != NO_DBIAS.value
     if call.has_wide_heads and makes_ds and need_v:

@@ -106,7 +106,7 @@ class BiasStrides(NamedTuple):
 
 
 class Distances(NamedTuple):
-    """Of a bias by distance: the place of distance 0 among its values, and how many values it has."""
+    """The place of distance 0 among the values of a bias by distance, and how many values it has."""
 
     zero: int
     number: int

@@ -181,7 +181,7 @@ _SM100 = {
     "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
     "bias": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
 }
-# Of "keys" beside a bias by distance; with the tile above it spills 340 registers.
+# The kernel of dk and dv beside a bias by distance; with the tile above it spills 340 registers.
 _SM100_DISTANCES = {64: Tile(64, 32, 4, 2)}
 # Tiles that `calibrate --tiles` times beside the one of the table: the rest of what the compiler makes good code of.
 # Where one does not fit a GPU it is left out there.
