@@ -254,10 +254,9 @@ def interval_walk(problem: AttentionProblem, mask: MaskView) -> IntervalWalk:
         return IntervalWalk(bounds, row_lists, col_lists, None)
     if follows_order(problem, mask):
         return IntervalWalk(bounds, row_lists, col_lists, order)
-    from ..masks.prepared.operators import run_interval_tiles  # importing flash_dmattn does not need it
+    from ..masks.prepared import operators  # importing flash_dmattn does not need it
 
-    own_order = order[:, :, :0].contiguous()
-    bounds, row_lists, col_lists = run_interval_tiles(start, stop, own_order, problem.seqlen_q)
+    _, bounds, row_lists, col_lists = operators.interval_walk(start, stop, problem.seqlen_q, reorder=False)
     return IntervalWalk(bounds, row_lists, col_lists, None)
 
 

@@ -13,8 +13,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Shape4 = tuple[int, int, int, int]
 # One value per query, per key, or per score (query and key); a bias of one value per head counts as one per query.
 BiasClass = Literal["query", "key", "score"]
-# No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask, beside sequences a
-# SequenceTileMask or a TreeMask.
+# No mask, a bool tensor, or one of the forms of a prepared mask, which `masks/prepared/storage.py` describes.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree"]
 # How the sequences of a batch lie. Each is an entry of the batch, of full length ("dense") or used in part ("padded");
 # or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also beside
