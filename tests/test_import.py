@@ -1,4 +1,4 @@
-"""What `import flash_dmattn` loads, and that it survives each optional package being broken."""
+"""Modules that `import flash_dmattn` loads, and its import with each optional package broken."""
 
 from __future__ import annotations
 

@@ -304,34 +304,6 @@ def test_no_places_are_left_out_where_most_keys_are_live() -> None:
         check_fields(PreparedMask.from_topk(torch.zeros(shape), 3, is_causal=True, seqlen_q=seqlen_q, compact=True))
 
 
-# A picture
-
-
-def test_picture() -> None:
-    pytest.importorskip("matplotlib")
-    scores = torch.randn(2, 2, 1, 50, generator=torch.Generator().manual_seed(0))
-    kinds: list[PreparedMask] = [
-        PreparedMask.from_topk(scores, 5, is_causal=True, reorder=True),
-        PreparedMask.from_mask(topk_mask(scores, 5, is_causal=True)),
-        PreparedMask.from_lengths([20, 50], 50, 50, is_causal=True),
-    ]
-    for prepared in kinds:
-        head = min(1, prepared.shape[1] - 1)
-        actual, expected = (
-            masks.show(mask, block_size=16, batch=1, head=head).axes[0] for mask in (prepared, prepared.dense())
-        )
-        assert actual.get_title() == expected.get_title()
-        pictures = (torch.tensor(axes.images[0].get_array()) for axes in (actual, expected))
-        assert torch.equal(*pictures)
-        with pytest.raises(ValueError, match="batch is 2 and mask has 2"):
-            masks.show(prepared, batch=2)
-        with pytest.raises(ValueError, match=r"mask has seqlen_q = 50 .* needs 49 or 1"):
-            masks.show(prepared, seqlen_q=49)
-    for nothing in (PreparedMask.from_intervals([0], [1], 0), PreparedMask.from_lengths([3], 0, 5)):
-        with pytest.raises(ValueError, match="there is nothing to draw"):
-            masks.show(nothing)
-
-
 # Memory, and what it waits for
 
 

@@ -21,6 +21,8 @@ MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tile
 Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
 # Layouts with q in a row of tokens, (1, Tq, Hq, D) for a backend; "packed" has k and v so, too.
 PACKED_QUERIES: tuple[Layout, ...] = ("packed", "paged_packed")
+# How q, k and v of a call arrive, and their gradients leave: (B, L, H, D), (B, H, L, D), or packed ones as (T, H, D).
+Arrival = Literal["rows", "heads_first", "tokens"]
 # The packed dim of a mask or a bias: none, the queries, (1, H, Tq, max_k or 1), or the keys, (1, H, 1, Tk).
 Packing = Literal["none", "queries", "keys"]
 # The bias of distances for which a bias by distance has no value: an error, its first or last value, or 0.
@@ -210,7 +212,7 @@ class AttentionProblem(NamedTuple):
         sink: the dtype of the sink.
         sequences: how they lie.
         elsewhere: whether no GPU of this machine has the architecture, so that installed libraries decide nothing.
-        heads_first: whether q, k and v arrive as (B, H, L, D), and their gradients leave so.
+        arrival: see `Arrival`.
     """
 
     device: str
@@ -238,7 +240,7 @@ class AttentionProblem(NamedTuple):
     sink: torch.dtype | None = None
     sequences: SequenceSpec | None = None
     elsewhere: bool = False
-    heads_first: bool = False
+    arrival: Arrival = "rows"
     relative: TensorSpec | None = None
 
     @property

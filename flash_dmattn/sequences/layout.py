@@ -330,10 +330,8 @@ def restore_sequences(layout: Layout, *tables: Any) -> Sequences:
 torch.serialization.add_safe_globals([restore_sequences])
 
 
-def lay_out(
-    sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object
-) -> tuple[Tensor, Tensor, Tensor, SequenceSpec, SequenceView]:
-    """Make q, k and v of a call with sequences 4-D, and describe and lay out the sequences.
+def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object) -> tuple[SequenceSpec, SequenceView]:
+    """Check q, k and v of a call with sequences, and describe and lay out the sequences.
 
     Raises:
         TypeError, ValueError: not `Sequences`, tensors do not fit them, or the mask was prepared for others.
@@ -350,12 +348,7 @@ def lay_out(
         if type(x) is not Tensor or x.layout is not torch.strided:
             check_strided(name, x)
     spec = sequences.spec(q, k, v)
-    view = sequences.view(spec, k.shape[0])
-    if spec.packs_queries:
-        q = q.unsqueeze(0)
-    if spec.packs_keys:
-        k, v = k.unsqueeze(0), v.unsqueeze(0)
-    return q, k, v, spec, view
+    return spec, sequences.view(spec, k.shape[0])
 
 
 _SLOTS, _TOKENS = "(sequences, {}, heads, head_dim)", "({} of all sequences, heads, head_dim)"
