@@ -260,14 +260,7 @@ def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
 def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
     """Remove the arguments that describe packed sequences from the others, and return the sequences, or None.
 
-    A data collator passes them, or a vision tower.
-
-    Args:
-        arguments: of the attention function, changed in place.
-        batch: the batch size of q.
-
-    Raises:
-        ValueError: the batch has more rows than one, or keys have limits and queries none.
+    A data collator passes them, or a vision tower. `batch` is the batch size of q.
     """
     limits_q, limits_k, longest_q, longest_k = (arguments.pop(name, None) for name in PACKED)
     if limits_q is None:
@@ -286,7 +279,7 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
         return _packed(*values)
 
     def made() -> Sequences:
-        # Of aliases, because a kept value must not keep the caller's tensors alive.
+        # Aliases, because a kept value must not keep the caller's tensors alive.
         alias = limits_q.detach()
         return _packed(alias, alias if limits_k is limits_q else limits_k.detach(), longest_q, longest_k)
 
