@@ -47,7 +47,7 @@ except Exception as _error:
         ) from _torch_error
 
 else:
-    from . import masks, sequences
+    from . import biases, masks, sequences
     from .api import attention
     from .backends.protocol import Backend
     from .dispatch.config import config
@@ -96,6 +96,7 @@ __all__ = [
     "append_to_cache",
     "attention",
     "available_backends",
+    "biases",
     "config",
     "distributed",
     "explain",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
+from .biases import Band, Bias, ByDistance, Relative
 from .call import prepare_call
 from .dispatch.config import BackendChoice, fallback
 from .dispatch.profiles import cite, gpu_names
@@ -185,7 +186,7 @@ def explain(
     k: Tensor,
     v: Tensor,
     mask: Tensor | PreparedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     is_causal: bool = False,
     softmax_scale: float | None = None,
@@ -294,6 +295,7 @@ def explain_problem(
     backend: BackendChoice = "auto",
     sink: bool = False,
     sequences: SequenceSpec | None = None,
+    by_distance: ByDistance | None = None,
     **numbers: Any,
 ) -> Explanation:
     """Explain a call by its shapes, for the command line and for tables of calls.
@@ -309,6 +311,8 @@ def explain_problem(
         bias_grad: whether dbias is needed.
         sequences: how they lie. q is 4-D then, (1, Tq, Hq, D) where it is packed, and keys in pages have seqlen_k keys
             a page.
+        by_distance: the numbers of a bias by distance; `bias` is the shape of its values, (H, n), or (H, Lq, n), with
+            batch dims in front.
         numbers: fields of `Numbers`.
 
     Raises:
@@ -330,6 +334,10 @@ def explain_problem(
     def meta(shape: tuple[int, ...], dtype: torch.dtype = q_dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    added: Tensor | Relative | Band | None = None if bias is None else meta(bias, own_dtype)
+    if by_distance is not None and isinstance(added, Tensor):
+        zero, outside, has_rows = by_distance
+        added = Band(added, zero) if has_rows else Relative(added, zero, outside)
     mask_meta: Tensor | PreparedMask | None = None if mask is None else meta(mask, torch.bool)
     if sequences is not None and mask_prepared and isinstance(mask_meta, Tensor) and mask_meta.dim() == 3:
         from .masks import PreparedMask  # importing flash_dmattn does not need it
@@ -340,7 +348,7 @@ def explain_problem(
         meta((*batch, seqlen_k, kv_heads, head_dim)),
         meta((*batch, seqlen_k, kv_heads, head_dim_v)),
         mask_meta,
-        None if bias is None else meta(bias, own_dtype),
+        added,
         meta((num_heads,)) if sink else None,
         None,
         Numbers(**numbers),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..masks import PreparedMask
 from ..masks.arguments import bool_mask
-from ..problem import causal_window, check_flag, check_window
+from ..problem import AttentionProblem, TensorSpec, causal_window, check_flag, check_window, unpacked_spec
 from .layout import SequenceLayout
 
 # Slices of keys start on a multiple of it, so that rows of masks and biases stay on the alignment that kernels need.
@@ -117,6 +117,36 @@ def plan(layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, in
     return tuple(slices)
 
 
+def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: int) -> AttentionProblem:
+    """Describe one slice and one group of heads of a rank's rows, whose tensors of keys have `held` of them."""
+    left, right = part.window
+    causal = right == 0
+    num_heads_k = max(1, rank.num_heads_k // heads.number)
+    return rank._replace(
+        seqlen_q=part.seqlen_q,
+        seqlen_k=part.seqlen_k,
+        num_heads=rank.num_heads // heads.number,
+        num_heads_k=num_heads_k,
+        # The strides of all keys of the group that have arrived: a slice of them is a view.
+        k_strides=unpacked_spec((rank.batch, held, num_heads_k, rank.head_dim)).strides,
+        v_strides=unpacked_spec((rank.batch, held, num_heads_k, rank.head_dim_v)).strides,
+        mask=_cut_spec(rank.mask, part, heads),
+        bias=_cut_spec(rank.bias, part, heads),
+        is_causal=causal,
+        window_size=(left, -1 if causal else right),
+        flags=rank.flags._replace(left=left, right=right),
+    )
+
+
+def _cut_spec(spec: TensorSpec | None, part: Slice, heads: HeadGroup) -> TensorSpec | None:
+    if spec is None:
+        return None
+    b, h, i, j = spec.shape
+    own = heads.of(h)
+    shape = (b, own.stop - own.start, part.seqlen_q if i > 1 else i, part.seqlen_k if j > 1 else j)
+    return spec._replace(shape=shape)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ShardedMask:
     """The rows of a mask that one rank has, prepared once for any number of calls; `from_mask` makes it.
@@ -154,8 +184,8 @@ class ShardedMask:
     ) -> ShardedMask:
         """Prepare the rows of a mask that one rank has, for any number of calls; nothing is sent.
 
-        For W ranks, Lq and Lk positions in all: the result stands for the rank's rows of
-        `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, as its method `dense` returns them.
+        For W ranks, with Lq and Lk positions in all, the result stands for the rank's rows of
+        `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`. Its method `dense` returns them.
 
         Args:
             mask: bool, read from the right as (Bm, Hm, Lq / W or 1, Lk or 1): the rank's own rows, as

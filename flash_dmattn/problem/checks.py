@@ -145,6 +145,23 @@ def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_h
     raise ValueError(_misfit(name, shape, names, allowed) + advice)
 
 
+def check_values(shape: Sequence[int], sizes: Sequence[int], num_heads_k: int, rows: int | None) -> None:
+    """Refuse values of a bias by distance, (*batch, heads, rows, distances), that do not fit the call.
+
+    Args:
+        sizes: (*batch, heads) of the call.
+        num_heads_k: heads of k.
+        rows: the queries that have values each; None where all share them.
+    """
+    *batch, num_heads = sizes
+    names: tuple[str, ...] = (*batch_names(len(batch)), "heads", "seqlen_q", "distances")
+    allowed: tuple[tuple[int, ...], ...] = (*[(1, n) for n in batch], (1, num_heads_k, num_heads), (rows or 0,), ())
+    if rows is None:  # a dim that the caller did not pass
+        shape, names, allowed = ((*x[:-2], x[-1]) for x in (shape, names, allowed))
+    if not _fits(shape, allowed):
+        raise ValueError(_misfit("bias.values", shape, names, allowed))
+
+
 def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
     """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows.
 
