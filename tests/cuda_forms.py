@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from cases import NAMES, Case
@@ -26,8 +26,8 @@ SUMMED = "summed tile"  # of head dims up to 128
 NUM_SMS = 132  # of an H200
 
 
-def described(case: Case, prepared: bool = False) -> AttentionProblem:
-    """The forward pass of a case, contiguous and on sm_90."""
+def described(case: Case, prepared: bool = False, **more: Any) -> AttentionProblem:
+    """The forward pass of a case, contiguous and on sm_90, or what more arguments of `explain_problem` say."""
     q = (case.batch, case.seqlen_q, case.num_heads, case.head_dim)
     mask, bias = (None if letters is None else case.sizes(letters) for letters in (case.mask, case.bias))
     return explain_problem(
@@ -40,9 +40,8 @@ def described(case: Case, prepared: bool = False) -> AttentionProblem:
         mask_prepared=prepared and mask is not None,
         bias=bias,
         bias_dtype=case.bias_dtype,
-        return_lse=True,
         sink=case.sink is not None,
-        **case.flags(),
+        **{"return_lse": True, **case.flags(), **more},
     ).problem
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.masks.prepared.builders import interval_walk
-from flash_dmattn.masks.prepared.operators import FEW_QUERIES
+from flash_dmattn.masks.prepared.operators import FEW_QUERIES, interval_walk
 from flash_dmattn.masks.prepared.storage import IntervalMask
 
 # The choices for each field of a `Case`, and for "group", the query heads of a key-value head. A choice that stands

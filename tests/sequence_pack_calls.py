@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 from unittest import mock
 
 import sequence_calls
@@ -87,50 +88,55 @@ def laid_out(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
         ("contiguous", "contiguous", "shifted", "odd rows", "wide rows", "transposed", "thirds", "expanded")
     )
     mask = mask.to(DEVICE)
-    given = mask.to(torch.uint8) * rng.choice((1, 1, 2, 128, 255))
+    laid = mask.to(torch.uint8) * rng.choice((1, 1, 2, 128, 255))
     if mask.numel() == 0:
-        return given, "empty"
+        return laid, "empty"
     entries, heads, rows, keys = mask.shape
     if how in ("shifted", "odd rows", "wide rows"):
         width = keys + {"shifted": 0, "odd rows": 1, "wide rows": 16 + -keys % 16}[how]
         start = rng.choice((1, 4, 16)) if how == "shifted" else 16
         storage = torch.ones(start + entries * heads * rows * width + 64, dtype=torch.uint8, device=mask.device)
         inside = storage[start : start + entries * heads * rows * width].view(entries, heads, rows, width)[..., :keys]
-        given = inside.copy_(given)
+        laid = inside.copy_(laid)
     elif how == "transposed":
-        given = given.mT.contiguous().mT
+        laid = laid.mT.contiguous().mT
     elif how == "thirds":
-        given = given.repeat_interleave(3, dim=3)[..., ::3]
+        laid = laid.repeat_interleave(3, dim=3)[..., ::3]
     elif how == "expanded":
         dim = rng.randrange(4)
-        given = given.narrow(dim, 0, 1).expand(given.shape)
-    given = collapse(given)
+        laid = laid.narrow(dim, 0, 1).expand(laid.shape)
+    laid = collapse(laid)
     # A dim of size 1 may have any stride.
-    strides = [
-        rng.choice((s, 7, 10**12 + 1)) if n == 1 else s for n, s in zip(given.shape, given.stride(), strict=True)
-    ]
-    return given.as_strided(given.shape, strides), how
+    strides = [rng.choice((s, 7, 10**12 + 1)) if n == 1 else s for n, s in zip(laid.shape, laid.stride(), strict=True)]
+    return laid.as_strided(laid.shape, strides), how
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Have `torch.empty` and `torch.zeros` allocate between margins, which have to keep their value."""
+    made: list[tuple[Tensor, int]] = []
+
+    def empty(*shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
+        unpadded = torch.full((sizes.numel() + 2 * MARGIN,), 77, dtype=dtype, device=device)
+        made.append((unpadded, sizes.numel()))
+        return unpadded[MARGIN : MARGIN + sizes.numel()].view(sizes)
+
+    with mock.patch.multiple(torch, empty=empty, zeros=lambda *shape, **how: empty(*shape, **how).zero_()):
+        yield
+    for unpadded, size in made:
+        outside = torch.cat((unpadded[:MARGIN], unpadded[MARGIN + size :]))
+        assert bool((outside == 77).all()), "written beside a tensor"
 
 
 def assert_same(call: PackCall, pack: Callable[..., list[Tensor]]) -> None:
     """All tensors have every bit of PyTorch's; every place is written, and none beside them."""
-    wanted, made, empty = call.wanted(), [], torch.empty
-
-    def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        size = torch.Size(shape).numel()
-        unpadded = torch.full((size + 2 * MARGIN,), 77, dtype=dtype, device=device)
-        made.append((unpadded, size))
-        return unpadded[MARGIN : MARGIN + size].view(shape)
-
-    with mock.patch.object(torch, "empty", guarded if call.spec.number and call.given.numel() else empty):
+    wanted = call.wanted()
+    with guarded() if call.spec.number and call.given.numel() else nullcontext():
         actual = call.packed_by(pack)
     for name, x, y in zip(NAMES, actual, wanted, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous(), f"{name}: {x.shape}, not {y.shape}"
         assert torch.equal(x, y), f"{name} differs in {int((x != y).sum())} of {x.numel()} places"
-    for unpadded, size in made:
-        assert bool((unpadded[:MARGIN] == 77).all() and (unpadded[MARGIN + size :] == 77).all()), (
-            "written beside a tensor"
-        )
 
 
 def check_of(number: int) -> tuple[str, Callable[[], None]]:

@@ -101,7 +101,7 @@ def test_what_was_appended_is_attended_to(serving: Runner) -> None:
 
 
 def test_opcheck() -> None:
-    for number in (0, 3, 5, 8, 12, 20):
+    for number in (0, 1, 2, 5):  # each layout
         call = draw(number, number % 2 == 1)
         # It has no gradients, and the front end refuses them.
         checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

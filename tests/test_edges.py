@@ -78,6 +78,7 @@ def test_the_lse_of_an_empty_row_takes_no_gradient(backend: Runner, bias: tuple)
 HIDING: dict[str, tuple[dict[str, Any], str]] = {
     "mask per key": ({"mask": ("B", "1", "1", "Lk")}, "bool"),
     "mask of all": ({"mask": FULL}, "bool"),
+    "mask of few scores, which are all computed": ({"mask": FULL, "batch": 1}, "bool"),
     "mask beside a bias": ({"mask": FULL, "bias": ("1", "Hk", "1", "Lk")}, "bool"),
     "mask beside a softcap": ({"mask": FULL, "softcap": 2.0}, "bool"),
     "mask in 16 bits": ({"mask": FULL, "dtype": torch.float16}, "bool"),

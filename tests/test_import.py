@@ -1,8 +1,9 @@
-"""What `import flash_dmattn` loads, and that it survives each optional package being broken."""
+"""Modules that `import flash_dmattn` loads, and its import with each optional package broken."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,7 +32,7 @@ LAZY = (
     "flash_dmattn.distributed",
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
-    "flash_dmattn.masks.prepared.builders",
+    "flash_dmattn.masks.prepared.mask",
     "flash_dmattn.tools.demo",
     "flash_dmattn.tools.cli",
     "flash_dmattn.__main__",

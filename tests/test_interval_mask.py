@@ -304,34 +304,6 @@ def test_no_places_are_left_out_where_most_keys_are_live() -> None:
         check_fields(PreparedMask.from_topk(torch.zeros(shape), 3, is_causal=True, seqlen_q=seqlen_q, compact=True))
 
 
-# A picture
-
-
-def test_picture() -> None:
-    pytest.importorskip("matplotlib")
-    scores = torch.randn(2, 2, 1, 50, generator=torch.Generator().manual_seed(0))
-    kinds: list[PreparedMask] = [
-        PreparedMask.from_topk(scores, 5, is_causal=True, reorder=True),
-        PreparedMask.from_mask(topk_mask(scores, 5, is_causal=True)),
-        PreparedMask.from_lengths([20, 50], 50, 50, is_causal=True),
-    ]
-    for prepared in kinds:
-        head = min(1, prepared.shape[1] - 1)
-        actual, expected = (
-            masks.show(mask, block_size=16, batch=1, head=head).axes[0] for mask in (prepared, prepared.dense())
-        )
-        assert actual.get_title() == expected.get_title()
-        pictures = (torch.tensor(axes.images[0].get_array()) for axes in (actual, expected))
-        assert torch.equal(*pictures)
-        with pytest.raises(ValueError, match="batch is 2 and mask has 2"):
-            masks.show(prepared, batch=2)
-        with pytest.raises(ValueError, match=r"mask has seqlen_q = 50 .* needs 49 or 1"):
-            masks.show(prepared, seqlen_q=49)
-    for nothing in (PreparedMask.from_intervals([0], [1], 0), PreparedMask.from_lengths([3], 0, 5)):
-        with pytest.raises(ValueError, match="there is nothing to draw"):
-            masks.show(nothing)
-
-
 # Memory, and what it waits for
 
 
@@ -437,8 +409,7 @@ def test_operators_and_their_fakes(length: int) -> None:
     torch.library.opcheck(operators.topk_intervals.default, (keys[None], 5, length + 3, 2))
     start, stop = operators.topk_intervals(keys[None], 5, length, 0)
     assert torch.equal(stop, stops[None].to(torch.int32).masked_fill(stops <= torch.arange(length), 0))
-    torch.library.opcheck(operators.key_order.default, (start, stop, length))
-    order = operators.key_order(start, stop, length)
+    for reorder in (True, False):
+        torch.library.opcheck(operators.interval_walk.default, (start, stop, length, reorder, length))
+    order, *_ = operators.interval_walk(start, stop, length, True, length)
     assert torch.equal(order, key_order(start, stop, length))
-    for keywords in (order, order[:, :, :0].contiguous()):
-        torch.library.opcheck(operators.interval_tiles.default, (start, stop, keywords, length))

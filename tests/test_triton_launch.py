@@ -298,11 +298,12 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 FLAGS = Flags(3, 4, 0.5, 2.0, False)
 OTHER_FLAGS = {
-    **{name: 7 for name in ("left", "right", "mask_repeat", "bias_repeat", "max_seqlen_q", "max_seqlen_k")},
+    **{name: 7 for name in ("left", "right", "mask_repeat", "bias_repeat", "max_seqlen_q", "max_seqlen_k", "zero")},
     **{name: 0.25 for name in ("softmax_scale", "softcap", "dropout_p")},
     **{name: True for name in ("deterministic", "one_mask_row")},
     **{name: "queries" for name in ("mask_packing", "bias_packing")},
     "layout": "packed",
+    "outside": "clamp",
 }
 
 
