@@ -23,6 +23,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flash_dmattn/backends/flex/", ("test_flex*",)),
     ("flash_dmattn/backends/triton/", ("test_triton_*",)),
     ("flash_dmattn/distributed/", ("test_distributed_*",)),
+    ("flash_dmattn/integrations/flash_attn", ("test_flash_attn*",)),
     ("flash_dmattn/integrations/sdpa", ("test_sdpa*",)),
     ("flash_dmattn/integrations/transformers", ("test_transformers_*",)),
     ("flash_dmattn/masks/", ("test_mask*", "test_interval*", "test_prepared_mask*", "test_tree*")),
