@@ -115,6 +115,12 @@ class Runner:
         lines = [line for line in error.splitlines()[1:] if not line.startswith("  backends that accept it")]
         return f"{self.name}: {' '.join(lines).strip().removeprefix('- ')}"
 
+    def require(self, case: Case, inputs: Inputs) -> None:
+        """Skip the test of a case that the backend refuses, with its reasons."""
+        refusal = self.refusal(case, inputs)
+        if refusal is not None:
+            pytest.skip(refusal)
+
     @staticmethod
     def _error(choice: Any, case: Case, inputs: Inputs, **flags: Any) -> str | None:
         x = inputs
@@ -127,9 +133,7 @@ class Runner:
     def __call__(self, case: Case, inputs: Inputs | None = None) -> Results:
         """(out, lse, gradients) of a case."""
         inputs = case.build() if inputs is None else inputs
-        refusal = self.refusal(case, inputs)
-        if refusal is not None:
-            pytest.skip(refusal)
+        self.require(case, inputs)
         attention = partial(flash_dmattn.attention, return_lse=True, backend=self.choice(case, inputs))
         return run(attention, case, inputs)
 

@@ -50,13 +50,9 @@ def served(backend: Runner, case: Case) -> Inputs:
     """The tensors of a case, or a skip with the reasons for which the backend refuses it."""
     if DEVICE == "cpu":  # which refuses the small call as well, without seconds for large tensors
         small = BASE.with_(seqlen_q=1, seqlen_k=1)
-        refusal = backend.refusal(small, small.build())
-        if refusal is not None:
-            pytest.skip(refusal)
+        backend.require(small, small.build())
     inputs = case.build()
-    refusal = backend.refusal(case, inputs)
-    if refusal is not None:
-        pytest.skip(refusal)
+    backend.require(case, inputs)
     return inputs
 
 
