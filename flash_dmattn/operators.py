@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import flops
+from .backends.mask_choice import through_rows
 from .dispatch.plan import backward_pass, forward_pass
 from .dispatch.registry import BACKENDS
 from .gradients import empty_gradients, empty_outputs, spread
@@ -71,23 +72,23 @@ def read_inputs(arguments: Sequence[Any]) -> Inputs:
 
 
 def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Call the operator of the forward pass; it gets transposed views of head-first tensors."""
-    x = inputs.turned() if problem.heads_first else inputs
-    out, lse = _forward_operator(*_flat(x), *problem.flags, backend, "" if backward == backend else backward)
-    return out, lse
+    """Call the operator of the forward pass; it gets views (B, L, H, D) of q, k and v, however they arrive."""
+    x, named = inputs.in_rows(problem.arrival), "" if backward == backend else backward
+    out, lse = _forward_operator(*_flat(x), *problem.flags, backend, named)
+    return (out.squeeze_(0), lse.squeeze_(0)) if problem.arrival == "tokens" else (out, lse)
 
 
 def backward(
     problem: AttentionProblem, backend: str, saved: Saved, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Call the operator of the backward pass; return the five gradients, None for each that is not needed."""
-    x, out, lse = saved
-    x = x.turned() if problem.heads_first else x
     numbers = (*problem.flags, backend, list(problem.needs_grad))
-    gradients = spread(_backward_operator(dout, dlse, *_flat(x), out, lse, *numbers), problem.needs_grad)
-    if problem.heads_first:
-        return *(None if g is None else g.transpose(1, 2) for g in gradients[:3]), *gradients[3:]
-    return gradients
+
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None, **_: Any) -> Gradients:
+        x, out, lse = saved
+        return spread(_backward_operator(dout, dlse, *_flat(x), out, lse, *numbers), problem.needs_grad)
+
+    return through_rows(problem, run)(saved, dout, dlse)
 
 
 def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:

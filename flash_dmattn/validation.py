@@ -358,7 +358,7 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
         if getattr(mask, "form", None) == "sequence_tiles":
             raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
         if getattr(mask, "form", None) == "tree":
-            raise ValueError("mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it")
+            raise ValueError("mask is a tree, of the new tokens of sequences; it needs sequences= beside it")
         raise TypeError(
             f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
             "or a prepared mask"
@@ -386,9 +386,11 @@ def _describe_beside_sequences(
     spec = sizes.sequences
     assert spec is not None
     if not isinstance(mask, (SequenceTileMask, TreeMask)):
+        form = getattr(mask, "form", None)
+        has = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
         raise TypeError(
-            f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor, what "
-            "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask"
+            f"mask is a {has}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
+            "PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree"
         )
     sizes.check_device("mask", mask.device)
     if isinstance(mask, SequenceTileMask):
@@ -404,20 +406,18 @@ def _describe_beside_sequences(
     number, tokens, _ = mask.shape
     if not spec.names_max[0]:
         raise ValueError(
-            f"mask is a TreeMask of {tokens} new tokens; it needs max_seqlen_q, which the sequences do not name "
+            f"mask is a tree of {tokens} new tokens; it needs max_seqlen_q, which the sequences do not name "
             f"(Sequences.{spec.layout.removesuffix('_packed')}(..., max_seqlen_q={tokens}))"
         )
     if tokens != spec.max_seqlen_q:
-        raise ValueError(
-            f"mask is a TreeMask of {tokens} new tokens; it needs max_seqlen_q of them, {spec.max_seqlen_q}"
-        )
+        raise ValueError(f"mask is a tree of {tokens} new tokens; it needs max_seqlen_q of them, {spec.max_seqlen_q}")
     if number not in (1, spec.number):
-        raise ValueError(f"mask is a TreeMask of {number} sequences; it needs 1 or {spec.number}")
+        raise ValueError(f"mask is a tree of {number} sequences; it needs 1 or {spec.number}")
     window = check_window(window_size)
     if is_causal or window[1] != -1:
         limit = "is_causal is True" if is_causal else f"window_size is {window_size}"
         raise ValueError(
-            f"{limit}, but mask is a TreeMask, which says itself what of the new tokens is seen; "
+            f"{limit}, but mask is a tree, which says itself what of the new tokens is seen; "
             "beside it only window_size=(left, -1) limits anything"
         )
     return unpacked_spec((number, 1, tokens, tokens)), is_causal, window

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import Results, run
+from accuracy import Results, assert_accurate, run
 from cases import DEVICE, Case, Inputs
 from flex_fixture import ROUNDED, ROUNDS_GRADIENTS
 from hypothesis import HealthCheck
@@ -115,12 +115,6 @@ class Runner:
         lines = [line for line in error.splitlines()[1:] if not line.startswith("  backends that accept it")]
         return f"{self.name}: {' '.join(lines).strip().removeprefix('- ')}"
 
-    def require(self, case: Case, inputs: Inputs) -> None:
-        """Skip the test of a case that the backend refuses, with its reasons."""
-        refusal = self.refusal(case, inputs)
-        if refusal is not None:
-            pytest.skip(refusal)
-
     @staticmethod
     def _error(choice: Any, case: Case, inputs: Inputs, **flags: Any) -> str | None:
         x = inputs
@@ -133,9 +127,31 @@ class Runner:
     def __call__(self, case: Case, inputs: Inputs | None = None) -> Results:
         """(out, lse, gradients) of a case."""
         inputs = case.build() if inputs is None else inputs
-        self.require(case, inputs)
-        attention = partial(flash_dmattn.attention, return_lse=True, backend=self.choice(case, inputs))
-        return run(attention, case, inputs)
+        return run(self.attention(case, inputs), case, inputs)
+
+    def attention(self, case: Case, inputs: Inputs, *, alone: bool = False, **flags: Any) -> Callable[..., Any]:
+        """`attention` on the backend, or a skip with the reasons for which it refuses the case.
+
+        Args:
+            case: the call.
+            inputs: its tensors.
+            alone: no other backend may make its gradients.
+            flags: more arguments of every call.
+        """
+        refusal = self.refusal(case, inputs)
+        if refusal is not None:
+            pytest.skip(refusal)
+        choice = self.choice(case, inputs, **flags)
+        assert not alone or choice == self.name, f"{self.name} does not make the gradients of {case.repro()}"
+        return partial(flash_dmattn.attention, return_lse=True, backend=choice, **flags)
+
+    def check(self, case: Case, inputs: Inputs | None = None, call: Inputs | None = None, **how: Any) -> Results:
+        """Compare every result of a case with fp64; `call`: the same tensors in another form, `how`: of `attention`."""
+        inputs = case.build() if inputs is None else inputs
+        call = inputs if call is None else call
+        results = run(self.attention(case, call, **how), case, call)
+        assert_accurate(results, case, inputs)
+        return results
 
 
 def refusal_of(

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from cases import NAMES, Case
 from compiled_header import compiled
+from draws import Drawn
+from layouts import LAYOUTS, offset
 from torch import Tensor
 
 from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.explanation import explain_problem
-from flash_dmattn.problem import AttentionProblem, NeedsGrad, make_band
+from flash_dmattn.problem import AttentionProblem, NeedsGrad, TensorSpec, make_band
 
 ALL_INSTANCES = tuple((*dims, dtype) for dims in INSTANCES for dtype in (torch.float16, torch.bfloat16))
 # An instance has a kernel for each of these, with a mask and without. A bias per query is "none": it moves lse alone.
@@ -48,6 +50,19 @@ def differentiated(case: Case, deterministic: bool = False) -> AttentionProblem:
     needs_grad = NeedsGrad(*(name in case.needs_grad for name in NAMES))
     problem = described(case)
     return problem._replace(needs_grad=needs_grad, flags=problem.flags._replace(deterministic=deterministic))
+
+
+def laid_out(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
+    """The description of a drawn call of cuda, gradients included, its bias as it lies in memory, and the bias."""
+    case, bias = drawn.case, None
+    problem = described(case, drawn.prepared)._replace(
+        needs_grad=NeedsGrad(*(name in case.needs_grad for name in NAMES))
+    )
+    if case.bias is not None:
+        bias = torch.empty(case.sizes(case.bias), dtype=case.bias_dtype or case.dtype, device="meta")
+        bias = offset(bias, drawn.offset) if drawn.layout is None else LAYOUTS[drawn.layout](bias)
+        problem = problem._replace(bias=TensorSpec(bias.shape, bias.stride(), bias.dtype))
+    return problem, bias
 
 
 def instance_of(case: Case) -> tuple[int, int, torch.dtype]:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.masks.prepared.builders import interval_walk
-from flash_dmattn.masks.prepared.operators import FEW_QUERIES
+from flash_dmattn.masks.prepared.operators import FEW_QUERIES, interval_walk
 from flash_dmattn.masks.prepared.storage import IntervalMask
 
 # The choices for each field of a `Case`, and for "group", the query heads of a key-value head. A choice that stands
@@ -305,6 +304,22 @@ def draw_short_interpreted(number: int) -> Drawn:
     elif kind < 0.1:
         features |= {"seqlen_q": (130,), "seqlen_k": (20,)}
     return Drawn(draw(rng, features, number), rng.choice((None, None, *LAYOUTS)), number % 3 == 0)
+
+
+MOST_SCORES = 200_000  # of a call on the emulated GPU or under a sanitizer, where they take a second
+
+
+def smaller(case: Case) -> Case:
+    """The case with fewer heads, and where that is not enough fewer queries and keys."""
+    heads_k = min(case.num_heads_k, 2)
+    heads = heads_k * min(case.num_heads // case.num_heads_k, 3)
+    case = case.with_(batch=min(case.batch, 2), num_heads_k=heads_k, num_heads=heads)
+    while case.batch * heads * case.seqlen_q * case.seqlen_k > MOST_SCORES:
+        if case.seqlen_q >= case.seqlen_k:
+            case = case.with_(seqlen_q=case.seqlen_q // 2)
+        else:
+            case = case.with_(seqlen_k=case.seqlen_k // 16 * 8 + case.seqlen_k % 8)
+    return case
 
 
 DRAWS: dict[str, Callable[[int], Drawn]] = {

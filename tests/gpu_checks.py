@@ -32,12 +32,13 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
-SANITIZED = {"triton": 44, "cuda": 69, "cuda-backward": 205}  # calls of each
-SANITIZED_AT_ONCE = 8
+SANITIZED = {"triton": 40, "cuda": 180}  # at least as many as there are calls in kernel_calls.py
+SANITIZED_AT_ONCE = 10
 SECONDS_TO_REPORT = 10
 # Random calls of `run_calls.py`: the first of each process, and how many. Triton compiles most of its calls anew, some
 # six seconds each, so the numbers of triton are what 64 cores do in about as long as the suites take.
 CALLS = {
+    ("dense", "cuda"): (range(10000, 18000, 1000), 250),
     ("intervals", "cuda"): (range(1000, 5000, 1000), 250),
     ("intervals", "triton"): (range(5000, 9000, 1000), 25),
     ("short", "cuda"): (range(0, 8000, 1000), 60),
@@ -87,7 +88,7 @@ def pytest_part(name: str, files: Sequence[str], slots: int, seconds: int, chose
 
 
 def sanitizer_parts() -> list[Part]:
-    """A part for each tool and eight of the calls of a backend, and some for random calls with interval masks."""
+    """A part for each tool and ten of the calls of a backend, and some for random calls with interval masks."""
     parts = []
     for tool in TOOLS:
         for backend, first in (("cuda", 0), ("cuda", 100), ("cuda", 200), ("triton", 300)):
@@ -97,7 +98,7 @@ def sanitizer_parts() -> list[Part]:
         parts.append(_sanitized(f"{tool}-found", tool, "triton", found))
         for backend, calls in SANITIZED.items():
             for first in range(0, calls, SANITIZED_AT_ONCE):
-                script = ("tests/sanitized_cases.py", str(first), str(SANITIZED_AT_ONCE), "--backend", backend)
+                script = ("tests/run_calls.py", backend, "kernels", str(first), str(SANITIZED_AT_ONCE), "cpu")
                 parts.append(_sanitized(f"{tool}-{backend}-{first}", tool, backend, script))
     return parts
 
@@ -127,7 +128,7 @@ def all_parts() -> list[Part]:
         ),
         pytest_part("gradients", ["tests/test_cuda_backward.py"], 14, 300),
         pytest_part("parts", ["tests/test_cuda_kv_splits.py", "tests/test_cuda_rare.py"], 2, 40),
-        pytest_part("gpu", ["tests/test_gpu.py", "tests/test_gpu_backward.py"], 4, 120, kernels),
+        pytest_part("gpu", ["tests/test_gpu.py"], 4, 160, kernels),
         pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
         *(
             pytest_part(name, [f"tests/test_{each}.py" for each in files], slots, seconds, FLASH_DMATTN_EXAMPLES="24")

@@ -148,7 +148,7 @@ OTHER_NUMBERS: dict[str, tuple[Any, ...]] = {
     "dropout_p": (0.5, 1),
 }
 OTHER_LAYOUTS: dict[str, tuple[Any, ...]] = {
-    "heads_first": (True,),
+    "arrival": ("heads_first",),
     "repeats": (*(Repeats()._replace(**{name: 7}) for name in Repeats._fields), None),
     "leading": ((2, 2), (4, 1), None),
     "spec": (
@@ -169,11 +169,11 @@ def whole_call() -> Call:
     """A call in one form with all that a call may have."""
     q, k, v = torch.randn(Q), torch.randn(K), torch.randn(K)
     mask, bias = torch.ones(1, 4, 6, 9) > 0, torch.randn(1, 4, 6, 9)
-    return Call(q, k, v, mask, bias, torch.zeros(4), NUMBERS, False, Repeats(), (2, 1), SPEC, by_distance=BY_DISTANCE)
+    return Call(q, k, v, mask, bias, torch.zeros(4), NUMBERS, "rows", Repeats(), (2, 1), SPEC, by_distance=BY_DISTANCE)
 
 
 def key_of(one: Call, backend: Any = "auto") -> Any:
-    key = call._key(one, backend)
+    key = call._key(one, backend, call.blocks.now)
     assert key is not None
     return key
 

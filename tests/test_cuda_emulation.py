@@ -132,7 +132,7 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
     "clusters": (4, ("test_cuda_backward.py::test_what_clusters_are_asked_for",)),
-    "layouts": (6, ("test_cuda_backward.py::test_layouts", "test_cuda_backward.py::test_dout_in_a_layout_of_its_own")),
+    "layouts": (6, ("test_cuda_backward.py::test_dout_in_a_layout_of_its_own",)),
     "long walks": (2, ("test_cuda_backward.py::test_long_walks",)),
 }
 

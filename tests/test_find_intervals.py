@@ -161,7 +161,7 @@ def test_an_order_is_made_where_its_tiles_pay() -> None:
 
     mask = topk_mask(torch.randn(1, 1, 1, 300, generator=generator), 30, is_causal=True)
     for pays in (False, True):
-        with mock.patch("flash_dmattn.masks.prepared.builders.order_saves", return_value=pays) as asked:
+        with mock.patch("flash_dmattn.masks.prepared.mask.order_saves", return_value=pays) as asked:
             actual = PreparedMask.from_mask(mask, find_intervals=True)
         assert isinstance(actual, IntervalMask) and actual.is_reordered is pays
         ((active, pairs, kept), argument) = asked.call_args
@@ -219,7 +219,7 @@ def test_the_operators_and_their_fakes() -> None:
         made = PreparedMask.from_mask(mask, find_intervals=True, reorder=True)
         assert isinstance(made, IntervalMask)
         for places in (1, 20):
-            torch.library.opcheck(operators.first_places.default, (made.start, made.stop, made.order, places))
+            torch.library.opcheck(operators.interval_walk.default, (made.start, made.stop, made.seqlen_q, True, places))
 
 
 def test_steps_are_operators_where_something_watches() -> None:
@@ -228,7 +228,7 @@ def test_steps_are_operators_where_something_watches() -> None:
     mask = topk_mask(scores, 40, is_causal=True)
     with Dispatched() as seen:
         watched = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True)
-    assert seen.names == ["prepare_mask", "mask_intervals", "key_order", "first_places", "interval_tiles"]
+    assert seen.names == ["prepare_mask", "mask_intervals", "interval_walk"]
     with mock.patch.object(torch._ops.OpOverload, "__call__", side_effect=AssertionError("an operator ran")):
         other = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True)
     assert same(watched, other)

@@ -80,7 +80,9 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_two_builds_and_the_package_work_in_one_process(layouts: list[Path]) -> None:
     command = [sys.executable, "-c", LOADS, *map(str, layouts)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -32,7 +32,7 @@ LAZY = (
     "flash_dmattn.distributed",
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
-    "flash_dmattn.masks.prepared.builders",
+    "flash_dmattn.masks.prepared.mask",
     "flash_dmattn.tools.demo",
     "flash_dmattn.tools.cli",
     "flash_dmattn.__main__",

@@ -409,8 +409,7 @@ def test_operators_and_their_fakes(length: int) -> None:
     torch.library.opcheck(operators.topk_intervals.default, (keys[None], 5, length + 3, 2))
     start, stop = operators.topk_intervals(keys[None], 5, length, 0)
     assert torch.equal(stop, stops[None].to(torch.int32).masked_fill(stops <= torch.arange(length), 0))
-    torch.library.opcheck(operators.key_order.default, (start, stop, length))
-    order = operators.key_order(start, stop, length)
+    for reorder in (True, False):
+        torch.library.opcheck(operators.interval_walk.default, (start, stop, length, reorder, length))
+    order, *_ = operators.interval_walk(start, stop, length, True, length)
     assert torch.equal(order, key_order(start, stop, length))
-    for keywords in (order, order[:, :, :0].contiguous()):
-        torch.library.opcheck(operators.interval_tiles.default, (start, stop, keywords, length))

@@ -230,12 +230,12 @@ def test_to_another_device(rows, seqlen_q, device):
 def test_printing_shows_no_values():
     band = "is_causal=False, window_size=(-1, -1)"
     for rows, seqlen_q, start in (
-        (70, 70, "TileMask(shape=(1, 2, 70, 50)"),
-        (1, 70, "IntervalMask(shape=(1, 2, 70, 50)"),
-        (1, 7, "KeyMask(shape=(1, 2, 1, 50)"),
+        (70, 70, "tiles', shape=(1, 2, 70, 50)"),
+        (1, 70, "intervals', shape=(1, 2, 70, 50)"),
+        (1, 7, "keys', shape=(1, 2, 1, 50)"),
     ):
         prepared = PreparedMask.from_mask(torch.ones(1, 2, rows, 50, dtype=torch.bool), seqlen_q=seqlen_q)
-        assert repr(prepared) == f"{start}, {band}, seqlen_q={seqlen_q}, device='cpu')"
+        assert repr(prepared) == f"PreparedMask(form='{start}, {band}, seqlen_q={seqlen_q}, device='cpu')"
 
 
 @pytest.mark.parametrize("chunk", [1000, 77_000])

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from accuracy import assert_accurate
-from cases import DEVICE, NAMES
+from cases import DEVICE
 from conftest import Runner
 from cuda_forms import (
     ALL_INSTANCES,
@@ -24,6 +24,7 @@ from cuda_forms import (
     bias_form,
     described,
     instance_of,
+    laid_out,
 )
 from descriptors import descriptors_wherever_they_serve
 from draws import (
@@ -41,13 +42,11 @@ from draws import (
     draw_triton,
     placed,
 )
-from layouts import LAYOUTS, offset
-from torch import Tensor
+from layouts import LAYOUTS
 
 from flash_dmattn.backends import eager as eager_backend
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as CUDA
-from flash_dmattn.problem import AttentionProblem, NeedsGrad, TensorSpec
 from flash_dmattn.reference import chunks
 
 EXAMPLES = {"eager": 1200, "flex": 120}
@@ -64,8 +63,7 @@ def check(backend: Runner, drawn: Drawn) -> None:
             ways.enter_context(descriptors_wherever_they_serve())
         if backend.name == "eager":
             ways.enter_context(small_chunks(drawn.case.seed))
-        results = backend(drawn.case, placed(drawn, inputs))
-    assert_accurate(results, drawn.case, inputs)
+        backend.check(drawn.case, inputs, placed(drawn, inputs))
 
 
 @contextmanager
@@ -149,19 +147,6 @@ def test_cuda_meets_every_form() -> None:
     assert {case.bias_dtype for case in cases} == {None, torch.float32, torch.float16, torch.bfloat16}
     assert {x.layout for x in drawn} == {None, *LAYOUTS} and {x.offset for x in drawn} == set(range(8))
     assert {case.seqlen_q for case in cases} == {case.seqlen_k for case in cases} == set(TILE_EDGES + CUDA_EDGES)
-
-
-def laid_out(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
-    """The description of a drawn call of cuda, gradients included, its bias as it lies in memory, and the bias."""
-    case, bias = drawn.case, None
-    problem = described(case, drawn.prepared)._replace(
-        needs_grad=NeedsGrad(*(name in case.needs_grad for name in NAMES))
-    )
-    if case.bias is not None:
-        bias = torch.empty(case.sizes(case.bias), dtype=case.bias_dtype or case.dtype, device="meta")
-        bias = offset(bias, drawn.offset) if drawn.layout is None else LAYOUTS[drawn.layout](bias)
-        problem = problem._replace(bias=TensorSpec(bias.shape, bias.stride(), bias.dtype))
-    return problem, bias
 
 
 @pytest.mark.usefixtures("every_unit")

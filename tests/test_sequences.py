@@ -458,7 +458,7 @@ BAD: dict[str, Callable[[], Any]] = {
         "ValueError: bias has shape (2, 2, 8, 8), by position; it needs max_seqlen_q, which the sequences do "
         "not name (Sequences.packed(..., max_seqlen_q=8))"
     ): lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 8), sequences=Sequences.packed(cu(0, 3, 8))),
-    "TypeError: mask is a TileMask; beside sequences it needs to be a bool torch.Tensor": lambda: attention(
+    "TypeError: mask is a PreparedMask of the form 'tiles'; beside sequences it needs to be a bool": lambda: attention(
         X, X, X, flash_dmattn.masks.PreparedMask.from_mask(torch.ones(8, 8, dtype=torch.bool)), sequences=TWO
     ),
 }

@@ -182,16 +182,16 @@ BAD: dict[str, Callable[[], Any]] = {
         torch.ones(2, 2) > 0
     ),
     "ValueError: tree has shape (1, 2, 3); it needs to be": lambda: from_tree(torch.ones(1, 2, 3) > 0),
-    "ValueError: mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it": lambda: attention(
+    "ValueError: mask is a tree, of the new tokens of sequences; it needs sequences= beside it": lambda: attention(
         Q, Q, Q, TREE
     ),
-    "ValueError: mask is a TreeMask of 3 new tokens; it needs max_seqlen_q of them, 2": lambda: attention(
+    "ValueError: mask is a tree of 3 new tokens; it needs max_seqlen_q of them, 2": lambda: attention(
         Q[:, :2], POOL, POOL, TREE, sequences=PAGES
     ),
-    "ValueError: mask is a TreeMask of 5 sequences; it needs 1 or 2": lambda: attention(
+    "ValueError: mask is a tree of 5 sequences; it needs 1 or 2": lambda: attention(
         Q, POOL, POOL, from_tree(torch.ones(5, 3, 3) > 0), sequences=PAGES
     ),
-    "ValueError: mask is a TreeMask of 3 new tokens; it needs max_seqlen_q, which the sequences do not name": lambda: (
+    "ValueError: mask is a tree of 3 new tokens; it needs max_seqlen_q, which the sequences do not name": lambda: (
         attention(
             Q.flatten(0, 1),
             POOL,
@@ -203,15 +203,15 @@ BAD: dict[str, Callable[[], Any]] = {
     "ValueError: mask is on meta; it needs to be on the device of q, cpu": lambda: attention(
         Q, POOL, POOL, TREE.to("meta"), sequences=PAGES
     ),
-    "ValueError: is_causal is True, but mask is a TreeMask, which says itself what of the new tokens is seen": lambda: (
+    "ValueError: is_causal is True, but mask is a tree, which says itself what of the new tokens is seen": lambda: (
         attention(Q, POOL, POOL, TREE, is_causal=True, sequences=PAGES)
     ),
-    "ValueError: window_size is (3, 0), but mask is a TreeMask": lambda: attention(
+    "ValueError: window_size is (3, 0), but mask is a tree": lambda: attention(
         Q, POOL, POOL, TREE, window_size=(3, 0), sequences=PAGES
     ),
     (
-        "TypeError: mask is a TileMask; beside sequences it needs to be a bool torch.Tensor, what "
-        "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask"
+        "TypeError: mask is a PreparedMask of the form 'tiles'; beside sequences it needs to be a bool torch.Tensor, "
+        "or a prepared mask of PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree"
     ): lambda: attention(Q, POOL, POOL, PreparedMask.from_mask(torch.ones(3, 8) > 0), sequences=PAGES),
 }
 

@@ -241,7 +241,7 @@ class Request(NamedTuple):
             every_mask = _without_memory(no_mask, mask.batch, mask.heads, layout.local_length, layout_k.length)
         elif isinstance(mask, PreparedMask):
             raise TypeError(
-                f"mask is a {type(mask).__name__}, of whole rows; context parallelism needs one of "
+                "mask is a PreparedMask, of whole rows; context parallelism needs one of "
                 "flash_dmattn.distributed.ShardedMask.from_mask, or a bool tensor of this rank's rows"
             )
         every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
@@ -299,7 +299,7 @@ def _without_memory(like: Tensor, *shape: int) -> Tensor:
 
 
 def is_sharded_by_keys(x: Any, layout_k: SequenceLayout) -> bool:
-    """Tell whether a mask or a bias has one row for all queries, and of the keys those of this rank."""
+    """Tell whether a mask or a bias has one row for all queries, and only the keys of this rank."""
     if not isinstance(x, Tensor) or not 2 <= x.dim() <= 4:
         return False
     rows, keys = as_scores(x).shape[2:]

@@ -163,7 +163,7 @@ class ShardedCall:
         )
 
     def _check_heads(self, q: DTensor, k: DTensor) -> None:
-        """Each rank needs whole groups: the same number of key-value heads, and the query heads that read them."""
+        """Refuse heads that ranks cannot share by groups: a key-value head and the query heads that read it."""
         sizes = [self._mesh.size(dim) for dim, place in enumerate(self._q_dims) if place == q.dim() - 2]
         if k.shape[-2] % math.prod(sizes) != 0:
             raise ValueError(
@@ -173,7 +173,7 @@ class ShardedCall:
             )
 
     def _check_rows(self, q: Any, mesh_dims: int) -> None:
-        """Ranks have as many positions each, and more than one: a row of a mask is else like one for all queries."""
+        """Refuse lengths that leave a rank a single position, because one row of a mask stands for all queries."""
         if mesh_dims > 1:
             raise ValueError(
                 f"q has placements {q.placements}, which share its sequence over {mesh_dims} mesh dims; it needs one: "

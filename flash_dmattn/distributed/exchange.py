@@ -112,7 +112,7 @@ def common(first: Runs, second: Runs) -> Runs:
 def moves_of(
     layout: tuple[int, ...], layout_k: tuple[int, ...], rank: int, window: tuple[int, int], all_held: bool = False
 ) -> Moves:
-    """Return the moves of a rank; with `all_held` its tensor has room for all keys, also for those that it skips.
+    """Return the moves of a rank; with `all_held` its tensor has room for all keys, read or not.
 
     Layouts are `SequenceLayout.flat`, and the window has causality folded in.
     """

@@ -66,7 +66,7 @@ class ParallelExplanation(Explanation):
     remarks: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for json.dumps."""
+        """Return plain data, ready for json.dumps."""
         return super().to_dict() | {
             "strategy": self.strategy,
             "why": self.why,

@@ -43,7 +43,7 @@ _calls: WeakKeyDictionary[ProcessGroup, Counter[tuple[str, ...]]] = WeakKeyDicti
 
 
 class Members(NamedTuple):
-    """A process group as operators know it: its name, its number of ranks, and which of them this process is."""
+    """A process group as operators know it: its name, its number of ranks, and the rank of this process."""
 
     name: str
     size: int

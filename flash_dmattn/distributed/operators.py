@@ -409,7 +409,7 @@ class GatherGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Refuse."""
+        """Refuse a second derivative."""
         raise NotImplementedError(
             "context_parallel_attention has no second derivative; "
             'flash_dmattn.attention(..., backend="eager") has one on one device'

@@ -184,8 +184,8 @@ class ShardedMask:
     ) -> ShardedMask:
         """Prepare the rows of a mask that one rank has, for any number of calls; nothing is sent.
 
-        For W ranks, Lq and Lk positions in all: the result stands for the rank's rows of
-        `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, as its method `dense` returns them.
+        For W ranks, with Lq and Lk positions in all, the result stands for the rank's rows of
+        `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`. Its method `dense` returns them.
 
         Args:
             mask: bool, read from the right as (Bm, Hm, Lq / W or 1, Lk or 1): the rank's own rows, as

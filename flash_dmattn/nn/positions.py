@@ -223,7 +223,7 @@ def rotary_angles(positions: torch.Tensor, head_dim: int, theta: float = 10000.0
             [2.0000, 0.2000]], dtype=torch.float64)
     """
     if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; rotary positions turn channels in pairs, so it must be even")
+        raise ValueError(f"head_dim is {head_dim}; rotary positions turn channels in pairs, so it needs to be even")
     channel = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
     return positions.to(torch.float64)[..., None] * theta ** (-2 * channel / head_dim)
 

@@ -18,6 +18,7 @@ from .checks import values_can_be_read as values_can_be_read
 from .description import FEATURES as FEATURES
 from .description import FLOAT_DTYPES as FLOAT_DTYPES
 from .description import PACKED_QUERIES as PACKED_QUERIES
+from .description import Arrival as Arrival
 from .description import AttentionProblem as AttentionProblem
 from .description import Band as Band
 from .description import BiasClass as BiasClass

@@ -13,8 +13,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Shape4 = tuple[int, int, int, int]
 # One value per query, per key, or per score (query and key); a bias of one value per head counts as one per query.
 BiasClass = Literal["query", "key", "score"]
-# No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask, beside sequences a
-# SequenceTileMask or a TreeMask.
+# No mask, a bool tensor, or one of the forms of a prepared mask, which `masks/prepared/storage.py` describes.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree"]
 # How the sequences of a batch lie. Each is an entry of the batch, of full length ("dense") or used in part ("padded");
 # or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also beside
@@ -22,6 +21,8 @@ MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tile
 Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
 # Layouts with q in a row of tokens, (1, Tq, Hq, D) for a backend; "packed" has k and v so, too.
 PACKED_QUERIES: tuple[Layout, ...] = ("packed", "paged_packed")
+# How q, k and v of a call arrive, and their gradients leave: (B, L, H, D), (B, H, L, D), or packed ones as (T, H, D).
+Arrival = Literal["rows", "heads_first", "tokens"]
 # The packed dim of a mask or a bias: none, the queries, (1, H, Tq, max_k or 1), or the keys, (1, H, 1, Tk).
 Packing = Literal["none", "queries", "keys"]
 # The bias of distances for which a bias by distance has no value: an error, its first or last value, or 0.
@@ -211,7 +212,7 @@ class AttentionProblem(NamedTuple):
         sink: the dtype of the sink.
         sequences: how they lie.
         elsewhere: whether no GPU of this machine has the architecture, so that installed libraries decide nothing.
-        heads_first: whether q, k and v arrive as (B, H, L, D), and their gradients leave so.
+        arrival: see `Arrival`.
     """
 
     device: str
@@ -239,7 +240,7 @@ class AttentionProblem(NamedTuple):
     sink: torch.dtype | None = None
     sequences: SequenceSpec | None = None
     elsewhere: bool = False
-    heads_first: bool = False
+    arrival: Arrival = "rows"
     relative: TensorSpec | None = None
 
     @property

@@ -108,7 +108,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     short = is_short(p, "forward")
     has_bounds = p.mask_form == "intervals" and not short
     copies, packs = not _has_unit_rows(p), p.mask_form == "dense" and not short and has_group_rows(p)
-    heads_first, unit_rows, plans = p.heads_first, launch.unit_rows, launch.plans
+    heads_first, unit_rows, plans = p.arrival == "heads_first", launch.unit_rows, launch.plans
     takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
         return differentiate_without_keys(p)
     launch, flags, needs_grad, dtype = kernels(), p.flags, p.needs_grad, p.dtype
     has_bounds = p.mask_form == "intervals" and not is_short(p, "backward")
-    copies, is_column, heads_first = not _has_unit_rows(p), p.head_dim_v == 1, p.heads_first
+    copies, is_column, heads_first = not _has_unit_rows(p), p.head_dim_v == 1, p.arrival == "heads_first"
     unit_rows, plans = launch.unit_rows, launch.plans
     takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
 

@@ -132,18 +132,17 @@ def attend(
         query, key, value = follow_autocast(query, key, value)
     if bias is not None:
         bias = in_dtype(bias, query.dtype)
-    call: dict[str, Any] | None = None
-    if _observers:
+    is_plain = context is None and arguments.sequences is None
+    call: dict[str, Any] = {}
+    if _observers or not is_plain:
         call = _call(query, key, value, arguments, bias, scaling, softcap, s_aux, dropout, deterministic)
         show_observers(module, call)
-    if context is None and arguments.sequences is None:
+    if is_plain:
         mask, is_causal, window, _ = arguments
         sink = None if s_aux is None else s_aux.reshape(-1)
         numbers = Numbers(is_causal, scaling, softcap or 0.0, window, deterministic or None, dropout_p=dropout)
         layer = prepare_call(query, key, value, mask, bias, sink, None, numbers, heads_first=True)
         return run_call(layer, "auto")[0].contiguous(), None
-    if call is None:
-        call = _call(query, key, value, arguments, bias, scaling, softcap, s_aux, dropout, deterministic)
     if context is None:
         out = attention(**call)
     else:
@@ -329,10 +328,10 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
-    """Whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention.
+    """Tell whether the bias is the zeros (1, H, Lq, Lk) that T5 and its kin make for cross attention.
 
-    Attributes say where they may be, and the values whether they are: once for all layers that share the tensor, since
-    reading waits for the device. A bias stays one where it has a gradient, and where it cannot be read or watched.
+    Attributes say where they may be. Then its values are read, once for all layers that share the tensor, because
+    reading waits for the device. A bias that has a gradient, or that cannot be read or watched, stays one.
     """
     no_table = getattr(module, "has_relative_attention_bias", None) is False
     if not no_table or not getattr(module, "is_decoder", False) or getattr(module, "is_causal", True):
@@ -443,7 +442,7 @@ def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:
 
 
 def _are_intervals(documents: Tensor, layout: SequenceLayout, rank: int) -> bool:
-    """Whether the documents are the intervals of a rank: transformers takes a gap in positions for a new document."""
+    """Tell whether documents are the intervals of a rank: transformers takes a gap in positions for a new document."""
     lengths = torch.tensor([stop - start for start, stop in layout.intervals[rank]], device=documents.device)
     number = torch.repeat_interleave(torch.arange(len(lengths), device=documents.device), lengths)
     return documents.shape[1] == len(number) and bool((documents - documents[:, :1] == number).all())

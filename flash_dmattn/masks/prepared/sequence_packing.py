@@ -26,10 +26,7 @@ MaskPacking = Literal["none", "queries", "keys", "ragged", "tree"]
 class Side(NamedTuple):
     """The queries or the keys of all sequences, numbered in one row; slots of padded ones stand behind one another.
 
-    Attributes:
-        first: int64 (S,), the first of each sequence, ascending.
-        lengths: int64 (S,), how many it has.
-        rows: how many there are in all, rows of no sequence included.
+    `first` and `lengths`, int64 (S,), are in ascending order. `rows` counts rows of no sequence, too.
     """
 
     first: torch.Tensor
