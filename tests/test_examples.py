@@ -105,6 +105,14 @@ def test_paged_decoding(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row[:4] for row in rows] == [["0", "20", "24", "2"], ["1", "5", "9", "1"], ["2", "33", "37", "3"]]
 
 
+def test_learned_distances(capsys: pytest.CaptureFixture[str]) -> None:
+    result = load("learned_distances").main(["--quick", "--device", "cpu"])
+    for x in result.values():
+        assert x["losses"][-1] < x["losses"][0] / 100 and x["off"] < 0.3 and x["bytes"] == 4 * 4 * 17
+    rows = table_of(capsys.readouterr().out, "A bias by distance")
+    assert [row[:3] for row in rows] == [["32", "272", "16,384"], ["64", "272", "65,536"]]
+
+
 def test_every_example_is_listed_and_says_how_it_is_run() -> None:
     """On the page and in its own docstring; a user's command line prints the options."""
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
