@@ -232,7 +232,7 @@ class AttentionBackward(torch.autograd.Function):
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             rest: Iterator[Any] = iter(tensors)
-            dout, dlse, *own = [next(rest) if x is not None else x for x in inputs]
+            dout, dlse, *own = (next(rest) if x is not None else x for x in inputs)
             x = plan.parts.inputs(*own, *others).in_rows(arrival)
             gradients = formula(problem, x, result_in_rows(dout, arrival), result_in_rows(dlse, arrival))
             pairs = zip(as_arrived(gradients, arrival), problem.needs_grad, strict=False)
