@@ -90,6 +90,7 @@ def pairs_kernel(
     shape,
     scale_log2,
     softcap,
+    distances,
     layout,
     dropout,
     members,
@@ -239,7 +240,7 @@ def pairs_kernel(
         bias_head, row_bias = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
         s = add_bias(
             s, bias, bias_head, row_bias, bias_strides, b, h, first, first_place, rows, keys, shape,
-            BLOCK_M, BLOCK_N, BIAS, 1, False, WIDE, False,
+            distances, BLOCK_M, BLOCK_N, BIAS, 1, False, WIDE, False, MASK == KEYS,
         )  # fmt: skip
         if EDGES:
             s = masked_scores(

@@ -156,8 +156,13 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
             return lambda inputs: run(inputs.in_rows(arrival))
         if backend.is_differentiable:
             return lambda inputs: tuple(x.squeeze(0) for x in run(inputs.in_rows(arrival)))
-        # In place, because users may write to an output of an autograd function only if it is no view.
-        return lambda inputs: tuple(x.squeeze_(0) for x in run(inputs.in_rows(arrival)))
+
+        def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+            out, lse = run(inputs.in_rows(arrival))
+            # In place, because users may write to an output of an autograd function only if it is no view.
+            return out.squeeze_(0), lse.squeeze_(0)
+
+        return forward
     choice = _choose(problem, ((backend, "forward"),))
     if choice.form == problem.mask_form:
         return backend.plan_forward(problem)
@@ -214,7 +219,7 @@ def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
     if p.mask_form == "intervals":
         if p.dropout_p > 0:
             return ("takes keys in their own order: dropout cannot follow a mask's order",)
-        if p.bias_class == "score":
+        if p.bias_class == "score" or p.relative is not None:
             return (
                 "takes keys in their own order: a bias of one value per query and key cannot follow a mask's order",
             )
@@ -272,5 +277,5 @@ def follows_order(problem: AttentionProblem, mask: MaskView) -> bool:
 
 
 def reads_scores(problem: AttentionProblem) -> bool:
-    """Return whether a call has a bias of one value per score, or needs a gradient of that shape."""
-    return "score" in (problem.bias_class, problem.dbias_class)
+    """Return whether a call has a bias that is read by query and key, or needs a gradient of one value per score."""
+    return problem.relative is not None or "score" in (problem.bias_class, problem.dbias_class)

@@ -28,8 +28,9 @@ def tiles_of_bounds(p: AttentionProblem, mask: MaskView) -> MaskView:
 
 
 def _reads_classes(p: AttentionProblem) -> bool:
-    # The gradients of a shared bias and of head dims above 256 do. The mask does not hold classes of tiles.
-    return p.dbias_class == "score" or (any(p.needs_grad) and max(p.head_dim, p.head_dim_v) > 256)
+    # The gradients of a shared bias, of one by distance and of head dims above 256 do. The mask does not hold classes.
+    is_shared = p.dbias_class == "score" or (p.relative is not None and p.needs_grad.bias)
+    return is_shared or (any(p.needs_grad) and max(p.head_dim, p.head_dim_v) > 256)
 
 
 class Ordered:
