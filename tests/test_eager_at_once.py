@@ -1,4 +1,4 @@
-"""Small calls of eager on a CPU, which take all scores at once: results are the oracle's, and others take the chunks."""
+"""Small calls of eager on a CPU take all scores at once, with the oracle's results; other calls take the chunks."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class LayerMask(BlockMask):
         return self._arguments[with_bias]
 
     def first_keys(self) -> tuple[MaskArguments, int] | None:
-        """Return the arguments for the first keys of a static cache, and how many a layer passes; None if it passes all."""
+        """Return the arguments for the keys of a static cache that a layer passes, and how many; None for all keys."""
         if self.used is None or torch.compiler.is_compiling() or torch.device(self._device or "cpu").type != "cpu":
             return None
         if self._first_keys is None:
