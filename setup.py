@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc"))  # a build backend runs this file without its folder on the path
 
 import build_cuda  # noqa: E402
+from build_cuda import say  # noqa: E402
 
 # The two folders are at the top of the tree to be easy to find, and are imported only below flash_dmattn: their bare
 # names belong to other packages on PyPI.
@@ -25,11 +26,9 @@ PACKAGE_DIR = {
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}
 # Why there is no extension, and below that line the last that a compiler said; backends/cuda/extension.py reads it.
 NOT_BUILT = "_C.not_built.txt"
-
-
-def say(text: str) -> None:
-    """Print a line of the build at once, between those of ninja."""
-    print(f"flash_dmattn: {text}", flush=True)
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "flash_dmattn" / "_version.py").read_text())[1]
+# A link to a file of the repository, or a picture that is there.
+LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^]]*)\]\((?P<path>(?!\w+:|#)[^)]+)\)")
 
 
 class BuildCuda(build_ext):
@@ -38,10 +37,9 @@ class BuildCuda(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build the one extension; `ext.optional` is FLASH_DMATTN_BUILD_CUDA=auto, which goes on without it."""
         output = Path(self.get_ext_fullpath(ext.name))
-        version = re.search(r'__version__ = "(.+)"', (ROOT / "flash_dmattn" / "_version.py").read_text())[1]
         try:
             # Not self.build_temp: an editable installation removes that, and would compile everything each time.
-            kernels = build_cuda.build(output, ROOT / "build" / "cuda", version)
+            kernels = build_cuda.build(output, ROOT / "build" / "cuda", VERSION)
         except build_cuda.BuildError as error:
             output.unlink(missing_ok=True)  # what an earlier build left does not go into this wheel
             above = ", and what it said is above" if error.output else ""
@@ -50,8 +48,6 @@ class BuildCuda(build_ext):
             say(f"the CUDA extension is not built: {error}{above}.")
             KeepReason.reason, KeepReason.output = str(error), error.output
             return
-        for kernel in kernels:
-            say(str(kernel))
         allowed = build_cuda.SPILLED_BYTES_ALLOWED
         refused = [kernel.name for kernel in kernels if kernel.spilled_bytes > allowed]
         if refused and not ext.optional:
@@ -71,7 +67,7 @@ class BuildCuda(build_ext):
         if spilled:
             say(
                 f"warning: {len(spilled)} of {len(kernels)} kernels spill registers, up to {max(spilled)} bytes, and "
-                "may be slower for it; they are named above."
+                f"may be slower for it; the end of {build_cuda.LOG} names them."
             )
 
     def copy_extensions_to_source(self) -> None:
@@ -151,10 +147,31 @@ def cuda_extensions(building: bool) -> list[Extension]:
     return [Extension("flash_dmattn._C", sources=[], py_limited_api=True, optional=wish == "auto")]
 
 
+def readme_for_index() -> str:
+    """Return README with links that work on a package index, which has no other file of the repository.
+
+    They begin with the URL of the repository in pyproject.toml. If there is none yet, the text of links stays alone.
+    """
+    url = re.search(r'^Repository = "(.+?)/?"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+
+    def outside(link: re.Match[str]) -> str:
+        if url is None:
+            return "" if link["picture"] else link["text"]
+        view = "raw" if link["picture"] else "blob"
+        return f"{link['picture']}[{link['text']}]({url[1]}/{view}/v{VERSION}/{link['path']})"
+
+    return LINK.sub(outside, (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
 setup(
     packages=[*find_packages(include=["flash_dmattn", "flash_dmattn.*"]), *list(PACKAGE_DIR)[1:]],
     package_dir=PACKAGE_DIR,
     ext_modules=cuda_extensions(building=not BUILDING.isdisjoint(sys.argv)),
     cmdclass={"build": Build, "build_ext": BuildCuda, "keep_reason": KeepReason},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},  # of no effect on a wheel without an extension
+    long_description=readme_for_index(),
+    long_description_content_type="text/markdown",
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},  # of no effect on a wheel without an extension
+        "global": {"verbose": "0"},  # or a line for each file that is copied
+    },
 )

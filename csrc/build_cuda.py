@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,9 @@ FLAGS = (
 # Not compute_90: ptxas refuses the matrix instructions for that, because they are inline assembly behind no condition.
 GENCODE = f"-gencode arch=compute_{ARCH[3:]},code={ARCH}"
 DEVICE_FLAGS = (GENCODE, "-Xptxas -v")
+# Kernels are alike, so that compressed they take an eighth. An older runtime runs on drivers that cannot unpack them.
+COMPRESS_FLAG = "--compress-mode=size"
+COMPRESSING_NVCC = (13, 0)
 # For compute-sanitizer --tool racecheck alone: see barrier_arrive_of_warp in device/ptx.h.
 RACECHECK_FLAG = "-DFLASH_DMATTN_RACECHECK"
 
@@ -126,6 +130,10 @@ rule link
 # How much of a compiler's output is kept: an error in a header of torch takes five lines, and command lines are long.
 KEPT_LINES = 20
 KEPT_COLUMNS = 240
+
+# In the folder of the build: every line of ninja and of the compilers, then the registers and spills of each kernel.
+LOG = "build.log"
+SECONDS_PER_LINE = 60  # of progress
 
 
 class BuildError(Exception):
@@ -163,6 +171,11 @@ class Kernel(NamedTuple):
         spills = f"{self.spilled_bytes} bytes spilled" if self.spilled_bytes else "no spills"
         serialized = ", matrix products serialized" if self.is_serialized else ""
         return f"{self.name}: {self.registers} registers, {spills}{serialized}"
+
+
+def say(text: str) -> None:
+    """Print a line of the build at once."""
+    print(f"flash_dmattn: {text}", flush=True)
 
 
 def find_nvcc() -> str | None:
@@ -410,7 +423,11 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     release = nvcc_version(nvcc)
     assert release is not None
     attention = attention_units()
-    device_flags = [*DEVICE_FLAGS, RACECHECK_FLAG] if _for_racecheck() else DEVICE_FLAGS
+    device_flags = list(DEVICE_FLAGS)
+    if release >= COMPRESSING_NVCC:
+        device_flags.append(COMPRESS_FLAG)
+    if _for_racecheck():
+        device_flags.append(RACECHECK_FLAG)
     units = [*(Unit(source, source) for source in SOURCES), *attention]
     info = {
         "version": version,
@@ -449,20 +466,30 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
     edges.append(f"build {_escaped(output)}: link {objects} | libtorch_cuda.so\n  objects = {objects}")
     write_if_changed(folder / "build.ninja", "\n".join([rules, *edges, ""]))
 
-    is_done, output_of_ninja = _run_ninja([*ninja, "-C", str(folder), "-j", str(jobs())])
+    log = folder / LOG
+    at_once = jobs()
+    say(f"compiling the CUDA extension, {at_once} files at once; every line of the build goes to {log}")
+    started = time.monotonic()
+    is_done, output_of_ninja = _run_ninja([*ninja, "-C", str(folder), "-j", str(at_once)], log)
     if not is_done:
+        print(output_of_ninja, flush=True)
         tools = f"nvcc {info['nvcc']}, torch {torch_version}"
         raise BuildError(f"a command of the build failed ({tools})", output_of_ninja)
-    logs = [folder / f"{unit.object}.log" for unit in units if unit.source.endswith(".cu")]
-    return [kernel for log in logs for kernel in parse_ptxas(log.read_text())]
+    unit_logs = [folder / f"{unit.object}.log" for unit in units if unit.source.endswith(".cu")]
+    kernels = [kernel for path in unit_logs for kernel in parse_ptxas(path.read_text())]
+    with log.open("a") as file:
+        file.writelines(f"{kernel}\n" for kernel in kernels)
+    say(f"the CUDA extension has {len(kernels)} kernels and took {_duration(time.monotonic() - started)}")
+    return kernels
 
 
-def _run_ninja(command: list[str]) -> tuple[bool, str]:
+def _run_ninja(command: list[str], log: Path) -> tuple[bool, str]:
     """Run it, and return whether it ended well, and its last lines, lines of progress left out.
 
-    Its output is printed at once, so that the lines [n/m] appear as units are done.
+    Its output goes to the log. Of a long build, a line a minute tells how many files are done.
     """
     last: deque[str] = deque(maxlen=KEPT_LINES)
+    started = said = time.monotonic()
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -470,13 +497,23 @@ def _run_ninja(command: list[str]) -> tuple[bool, str]:
         env=os.environ | {"LC_ALL": "C"},  # compilers then speak English, in characters that every terminal can print
         encoding="ascii",
         errors="backslashreplace",
-    ) as process:
+    ) as process, log.open("w") as file:  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="", flush=True)
-            if not re.match(r"\[\d+/\d+\] |ninja: Entering ", line):
+            file.write(line)
+            file.flush()
+            progress = re.match(r"\[(\d+)/(\d+)\] ", line)
+            if progress is None and not line.startswith("ninja: Entering "):
                 last.append(line.rstrip()[:KEPT_COLUMNS])
+            if progress is not None and time.monotonic() - said > SECONDS_PER_LINE:
+                said = time.monotonic()
+                say(f"{progress[1]} of {progress[2]} files after {_duration(said - started)}")
     return process.returncode == 0, "\n".join(last)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def parse_ptxas(log: str) -> list[Kernel]:

@@ -8,6 +8,14 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ._version import __version__
+
+# A module of flash-dmattn 1.x, which has this import name, too.
+if (_Path(__file__).parent / "flash_dmattn_interface.py").is_file():
+    raise ImportError(
+        f"{_Path(__file__).parent} has files of flash-dmattn 1.x beside those of flash_dmattn {__version__}, which has "
+        "the same import name; run `python -m pip uninstall flash-dmattn`, then install flash_dmattn again"
+    )
+
 from .dispatch.config import process as _process
 
 # `python -m flash_dmattn info` must start, because it shows the error. sys.argv[0] is "-m" while Python looks for the
@@ -39,7 +47,7 @@ except Exception as _error:
         ) from _torch_error
 
 else:
-    from . import masks, sequences
+    from . import biases, masks, sequences
     from .api import attention
     from .backends.protocol import Backend
     from .dispatch.config import config
@@ -88,6 +96,7 @@ __all__ = [
     "append_to_cache",
     "attention",
     "available_backends",
+    "biases",
     "config",
     "distributed",
     "explain",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 from torch import Tensor
 
+from .biases import Bias
 from .call import prepare_call, run_call
 from .dispatch.config import BackendChoice
 from .dtensors import above, is_dtensor
@@ -38,7 +39,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | PreparedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     return_lse: Literal[False] = False,
     return_probs: Literal[False] = False,
@@ -52,7 +53,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | PreparedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     return_lse: Literal[True],
     return_probs: Literal[False] = False,
@@ -66,7 +67,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | PreparedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     return_lse: Literal[False] = False,
     return_probs: Literal[True],
@@ -80,7 +81,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | PreparedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     return_lse: Literal[True],
     return_probs: Literal[True],
@@ -94,7 +95,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | PreparedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     return_lse: bool = False,
     return_probs: bool = False,
@@ -107,7 +108,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | PreparedMask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     *,
     is_causal: bool = False,
     softmax_scale: float | None = None,
@@ -155,7 +156,8 @@ def attention(
             A hidden key may be anything, even NaN. A hidden value may not be NaN or inf, because 0 * NaN is NaN, as in
             torch. With `sequences` nothing beyond their lengths is read: see docs/masks.md.
         bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
-            Its gradient has its shape and dtype, is accumulated in fp32 and rounded once.
+            Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. A `biases.Relative` or
+            `biases.Band` has values by the distance of query and key, and no tensor of one for each score is made.
         is_causal: query i attends to keys j <= i + Lk - Lq (aligned bottom-right).
         softmax_scale: factor on q @ k^T; None means D ** -0.5. 0.0 is a valid value.
         softcap: if positive, scaled scores become softcap * tanh(scores / softcap), before the bias.

@@ -10,14 +10,15 @@ from torch.autograd import forward_ad, profiler
 
 from .autograd import attend
 from .backends.mask_choice import forward_of, view_of
+from .biases import Bias, ByDistance, split
 from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
-from .dispatch.config import BackendChoice, Decision, blocks, process
+from .dispatch.config import BackendChoice, Blocks, Decision, blocks, process
 from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, report_fallback, selected_names
-from .problem import Numbers, Repeats, SequenceSpec, SequenceView, as_scores, fold_call
-from .problem.inputs import Inputs
+from .problem import Arrival, AttentionProblem, Numbers, Repeats, SequenceSpec, SequenceView, as_scores, fold_call
+from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
 from .remembered import Remembered
 from .sequences import Sequences
@@ -39,13 +40,14 @@ class Call(NamedTuple):
     """The arguments of a call in one form.
 
     Attributes:
-        q, k, v: 4-D, in the dtype of autocast; (B, H, L, D) with `heads_first`.
+        q, k, v: in the dtype of autocast, as `arrival` says.
         mask, bias, sink: as the caller passed them, with leading dims folded.
         numbers: see `Numbers`.
         repeats, leading: if leading dims were folded: the repeats of mask and bias, and the dims.
         spec, sequences: the layout of the sequences, and the tensors that locate them.
         jagged: wraps results as nested tensors, if q, k and v were nested.
         copies: sentences about tensors that were copied because their leading dims do not fold.
+        by_distance: the numbers of a bias by distance, whose values are `bias`.
     """
 
     q: Tensor
@@ -55,21 +57,22 @@ class Call(NamedTuple):
     bias: Tensor | None
     sink: Tensor | None
     numbers: Numbers
-    heads_first: bool = False
+    arrival: Arrival = "rows"
     repeats: Repeats | None = None
     leading: tuple[int, ...] | None = None
     spec: SequenceSpec | None = None
     sequences: SequenceView | None = None
     jagged: Jagged | None = None
     copies: tuple[str, ...] = ()
+    by_distance: ByDistance | None = None
 
-    def describe(self) -> tuple[Any, Mask, Tensor | None]:
+    def describe(self) -> tuple[AttentionProblem, Mask, Tensor | None]:
         """Validate the call; return its problem, and mask and bias as 4-D views."""
         q, k, v = self.q, self.k, self.v
-        if self.heads_first:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        problem, mask, bias = describe(q, k, v, self.mask, self.bias, self.sink, self.numbers, self.repeats, self.spec)
-        return problem._replace(heads_first=True) if self.heads_first else problem, mask, bias
+        if self.arrival != "rows":
+            q, k, v = (in_rows(x, self.arrival) for x in (q, k, v))
+        rest = (self.sink, self.numbers, self.repeats, self.spec, self.by_distance)
+        return describe(q, k, v, self.mask, self.bias, *rest)
 
 
 def prepare_call(
@@ -77,7 +80,7 @@ def prepare_call(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    bias: Tensor | None,
+    bias: Bias | None,
     sink: Tensor | None,
     sequences: Sequences | None,
     numbers: Numbers,
@@ -86,62 +89,81 @@ def prepare_call(
     """Bring the arguments of `attention` into one form; with `heads_first` q, k and v are (B, H, L, D).
 
     Raises:
-        TypeError, ValueError: sequences, nested tensors or leading dims do not fit.
+        TypeError, ValueError: sequences, nested tensors, leading dims or a bias by distance do not fit.
     """
+    by_distance = None
+    values: Any = bias
+    if bias is not None and not isinstance(bias, Tensor):
+        values, by_distance = split(bias)
     jagged = None
     if is_nested(q) and sequences is None:
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
     if sequences is not None:
-        q, k, v, spec, where = lay_out(sequences, q, k, v, mask)
+        spec, where = lay_out(sequences, q, k, v, mask)
         q, k, v = follow_autocast(q, k, v)
-        return Call(q, k, v, mask, bias, sink, numbers, False, None, None, spec, where, jagged)
+        arrival: Arrival = "tokens" if spec.packs_queries else "rows"
+        call = Call(
+            q, k, v, mask, values, sink, numbers, arrival, None, None, spec, where, jagged, by_distance=by_distance
+        )
+        return _recorded(call)
     if isinstance(q, Tensor) and q.dim() > 4:
-        q, k, v, mask, bias, leading, repeats, copies = fold_call(q, k, v, mask, bias)
+        has_rows = None if by_distance is None else by_distance.has_rows
+        q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows)
         q, k, v = follow_autocast(q, k, v)
-        return Call(q, k, v, mask, bias, sink, numbers, False, repeats, leading, copies=copies)
+        return Call(
+            q, k, v, mask, values, sink, numbers, "rows", repeats, leading, copies=copies, by_distance=by_distance
+        )
     q, k, v = follow_autocast(q, k, v)
-    if heads_first and (torch.compiler.is_compiling() or is_transformed()):
-        q, k, v, heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), False
-    return Call(q, k, v, mask, bias, sink, numbers, heads_first)
+    call = Call(q, k, v, mask, values, sink, numbers, "heads_first" if heads_first else "rows", by_distance=by_distance)
+    return _recorded(call) if heads_first else call
+
+
+def _recorded(call: Call) -> Call:
+    """Make the views (B, L, H, D) of q, k and v steps of the graph, for compilers and transforms."""
+    arrival = call.arrival
+    if arrival == "rows" or not (torch.compiler.is_compiling() or is_transformed()):
+        return call
+    q, k, v = (in_rows(x, arrival) for x in (call.q, call.k, call.v))
+    return call._replace(q=q, k=k, v=v, arrival="rows")
 
 
 def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     """Return (out, lse), and probabilities if the call asks for them, in the shapes that `attention` documents."""
-    plan, mask, bias = _plan_for(call, backend)
+    follow_checkpoints()
+    around = blocks.now
+    plan, mask, bias = _plan_for(call, backend, around)
     problem = plan.described
     if plan.falls_back:
         report_fallback(problem)
-    records = blocks.now.records
-    if records is not None and not torch.compiler.is_compiling():
-        records.append(Decision(problem, plan.requested, *selected_names(problem, plan)))
+    if around.records is not None and not torch.compiler.is_compiling():
+        around.records.append(Decision(problem, plan.requested, *selected_names(problem, plan)))
     if forward_ad._current_level >= 0 and not plan.forward.has_forward_ad:
         _refuse_tangents(plan.forward.name, call.q, call.k, call.v, bias, call.sink)
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
-    if plan.pack is not None and isinstance(mask, Tensor) and not profiler._is_profiler_enabled:
+    if mask is None:
+        view = NO_MASK
+    elif plan.pack is not None and isinstance(mask, Tensor) and not profiler._is_profiler_enabled:
         view = plan.pack(mask)
     else:
         view = view_of(problem, plan.choice, mask, call.sequences)
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
     results: tuple[Tensor, ...]
-    if plan.forward.is_differentiable:
+    if plan.is_differentiable:
         # A plan has no passes if sizes may be symbols. Then the pass is planned for this call only.
         results = (plan.run_forward or forward_of(plan.forward, plan.problem))(inputs)
     else:
         results = attend(plan, inputs)
     if call.leading is not None:
         return tuple(x.view(*call.leading, *x.shape[1:]) for x in results)
-    if call.spec is not None and call.spec.packs_queries:
+    if call.spec is not None and call.spec.packs_queries and call.arrival == "rows":
         results = tuple(x.squeeze(0) for x in results)
-        if call.jagged is not None:
-            results = call.jagged.wrap(results)
-    return results
+    return results if call.jagged is None else call.jagged.wrap(results)
 
 
-def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | None]:
-    """Return the plan of a call, and its mask and bias as 4-D views."""
-    follow_checkpoints()
-    key = _key(call, backend)
+def _plan_for(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Plan, Mask, Tensor | None]:
+    """Return the plan of a call inside of these blocks, and its mask and bias as 4-D views."""
+    key = _key(call, backend, around)
     try:
         plan = None if key is None else plans.get(key)
     except TypeError:  # the key has no hash, because a list was passed for a number or a name
@@ -161,6 +183,7 @@ def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | 
         problem,
         *selection,
         requested,
+        arrival=call.arrival,
         sequences=call.sequences,
         has_dropout=problem.flags.dropout_p > 0,
         falls_back=falls_back(problem, requested, selection),
@@ -171,13 +194,13 @@ def _plan_for(call: Call, backend: BackendChoice) -> tuple[Plan, Mask, Tensor | 
     return plan, mask, bias
 
 
-def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
+def _key(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Any, ...] | None:
     """Return everything that decides a plan, or None if the plan of this call must not be reused.
 
     It is None for a watched call, whose sizes may be symbols. It is also None if q, k or v is None or a tensor has no
     strides, so that validation names the error.
     """
-    q, k, v, mask, bias, sink, numbers, heads_first, repeats, leading, spec, *_ = call
+    q, k, v, mask, bias, sink, numbers, arrival, repeats, leading, spec, *_ = call
     is_prepared = not (mask is None or isinstance(mask, Tensor))
     if (
         q is None
@@ -192,7 +215,6 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
             return None
         window = tuple(window)
         numbers = numbers._replace(window_size=window)
-    around = blocks.now
     try:
         return (
             tensor_key(q),
@@ -203,10 +225,11 @@ def _key(call: Call, backend: BackendChoice) -> tuple[Any, ...] | None:
             None if sink is None else tensor_key(sink),
             numbers,
             tuple(map(type, numbers if window is None else (*numbers, *window))),  # True == 1 == 1.0
-            heads_first,
+            arrival,
             repeats,
             leading,
             spec,
+            call.by_distance,
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             # The settings themselves, and not the choice that follows from them, which takes longer to compute.

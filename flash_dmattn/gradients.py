@@ -54,7 +54,7 @@ def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Te
     """
     sizes, rows = (p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), (p.batch, p.num_heads, p.seqlen_q)
     empty, float32, dtype = torch.empty, torch.float32, p.dtype
-    if not p.heads_first and p.head_dim == p.head_dim_v and tuple(p.q_strides) == contiguous_strides(sizes):
+    if p.arrival != "heads_first" and p.head_dim == p.head_dim_v and tuple(p.q_strides) == contiguous_strides(sizes):
         empty_like = torch.empty_like  # takes half as long as torch.empty with sizes
         return lambda q: (empty_like(q), empty(*rows, dtype=float32, device=q.device))
     return lambda q: (empty(*sizes, dtype=dtype, device=q.device), empty(*rows, dtype=float32, device=q.device))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import flops
+from .backends.mask_choice import through_rows
 from .dispatch.plan import backward_pass, forward_pass
 from .dispatch.registry import BACKENDS
 from .gradients import empty_gradients, empty_outputs, spread
@@ -46,7 +47,7 @@ _INPUTS = (
 _FLAGS = (
     "int left, int right, float softmax_scale, float softcap, bool deterministic, "
     "SymInt mask_repeat, SymInt bias_repeat, str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "str mask_packing, str bias_packing, float dropout_p, bool one_mask_row"
+    "str mask_packing, str bias_packing, float dropout_p, bool one_mask_row, SymInt zero, str outside"
 )
 # `backend` runs the pass. `backward` names the backend of the backward pass in exported programs, "" for the same one.
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}, str backend, str backward) -> (Tensor out, Tensor lse)"
@@ -71,23 +72,23 @@ def read_inputs(arguments: Sequence[Any]) -> Inputs:
 
 
 def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Call the operator of the forward pass; it gets transposed views of head-first tensors."""
-    x = inputs.turned() if problem.heads_first else inputs
-    out, lse = _forward_operator(*_flat(x), *problem.flags, backend, "" if backward == backend else backward)
-    return out, lse
+    """Call the operator of the forward pass; it gets views (B, L, H, D) of q, k and v, however they arrive."""
+    x, named = inputs.in_rows(problem.arrival), "" if backward == backend else backward
+    out, lse = _forward_operator(*_flat(x), *problem.flags, backend, named)
+    return (out.squeeze_(0), lse.squeeze_(0)) if problem.arrival == "tokens" else (out, lse)
 
 
 def backward(
     problem: AttentionProblem, backend: str, saved: Saved, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Call the operator of the backward pass; return the five gradients, None for each that is not needed."""
-    x, out, lse = saved
-    x = x.turned() if problem.heads_first else x
     numbers = (*problem.flags, backend, list(problem.needs_grad))
-    gradients = spread(_backward_operator(dout, dlse, *_flat(x), out, lse, *numbers), problem.needs_grad)
-    if problem.heads_first:
-        return *(None if g is None else g.transpose(1, 2) for g in gradients[:3]), *gradients[3:]
-    return gradients
+
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None, **_: Any) -> Gradients:
+        x, out, lse = saved
+        return spread(_backward_operator(dout, dlse, *_flat(x), out, lse, *numbers), problem.needs_grad)
+
+    return through_rows(problem, run)(saved, dout, dlse)
 
 
 def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -173,7 +174,7 @@ def describe_operands(x: Inputs, flags: Flags, needs_grad: NeedsGrad = NeedsGrad
         x.v.stride(),  # type: ignore[arg-type]
         _describe_mask(x.mask, seqlen_q, seqlen_k, spec),
         x.mask.form,
-        None if x.bias is None else spec_of(x.bias),
+        None if x.bias is None or flags.outside else spec_of(x.bias),
         is_causal,
         (left, -1 if is_causal else right),
         flags,
@@ -182,6 +183,7 @@ def describe_operands(x: Inputs, flags: Flags, needs_grad: NeedsGrad = NeedsGrad
         needs_grad,
         None if x.sink is None else x.sink.dtype,
         spec,
+        relative=spec_of(x.bias) if x.bias is not None and flags.outside else None,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .biases import ByDistance, check_covered
 from .definition import is_transformed
 from .dtensors import is_dtensor
 from .problem import (
@@ -28,6 +29,7 @@ from .problem import (
     check_number,
     check_scores,
     check_strided,
+    check_values,
     check_window,
     device_arch,
     dtype_name,
@@ -119,6 +121,7 @@ def describe(
     numbers: Numbers,
     repeats: Repeats | None = None,
     sequences: SequenceSpec | None = None,
+    by_distance: ByDistance | None = None,
 ) -> tuple[AttentionProblem, Mask, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
 
@@ -126,6 +129,7 @@ def describe(
         q, k, v, mask, bias, sink, numbers: as for `flash_dmattn.attention`.
         repeats: given if leading dims were folded, which has checked mask and bias.
         sequences: how they lie; packed q, k and v have a batch dim of 1.
+        by_distance: the numbers of a bias by distance, whose values are `bias`.
 
     Raises:
         TypeError: an argument is not a tensor, or its dtype is not what the call needs.
@@ -156,9 +160,12 @@ def describe(
         mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
         if mask_form == "sequence_tiles" and sequences is not None and sequences.packs_queries:
             mask_packing = "queries"
-    if bias is not None:
+    if bias is not None and by_distance is None:
         _check_float("bias", bias)
         bias, bias_spec, bias_packing = _describe_scores("bias", bias, sizes)
+    elif bias is not None and by_distance is not None:
+        _check_float("bias.values", bias)
+        bias, bias_packing = _check_values(bias, by_distance, sizes)
     if sink is not None:
         _check_sink(sink, sizes)
 
@@ -180,7 +187,14 @@ def describe(
         bias_packing=bias_packing,
         dropout_p=check_number("dropout_p", numbers.dropout_p),
         one_mask_row=one_mask_row,
+        zero=0 if by_distance is None else by_distance.zero,
+        outside="" if by_distance is None else by_distance.outside,
     )
+    if by_distance is not None and by_distance.outside == "error" and bias is not None:
+        low, high = 1 - sizes.seqlen_k, sizes.seqlen_q - 1
+        low = low if flags.left < 0 else max(low, -flags.left)
+        high = high if flags.right < 0 else min(high, flags.right)
+        check_covered(bias.shape[-1], by_distance.zero, (low, high), sizes.seqlen_q > 0 and sizes.seqlen_k > 0)
     needs_grad = NeedsGrad()
     if torch.is_grad_enabled():
         needs_grad = NeedsGrad(
@@ -221,6 +235,7 @@ def describe(
         needs_grad,
         None if sink is None else sink.dtype,
         sequences,
+        relative=None if by_distance is None or bias is None else spec_of(bias),
     )
     return problem, mask, bias
 
@@ -261,9 +276,11 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: Sequ
     if head_dim == 0 or head_dim_v == 0:
         raise ValueError(f"q, k and v have head dims {head_dim} and {head_dim_v} (v); they need at least 1")
     if num_heads_k == 0 or num_heads % num_heads_k != 0:
+        is_heads_first = seqlen_k > 0 and seqlen_q % seqlen_k == 0
+        advice = "; if heads come first in q, k and v, pass q.transpose(1, 2), and so k and v" if is_heads_first else ""
         raise ValueError(
             f"q has {num_heads} heads and k has {num_heads_k}; "
-            "the heads of q need to be a multiple of the heads of k (grouped-query attention)"
+            f"the heads of q need to be a multiple of the heads of k (grouped-query attention){advice}"
         )
     if sequences is None:
         return sizes
@@ -310,6 +327,26 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
     return x, spec_of(x), _UNPACKED
 
 
+def _check_values(x: Tensor, by_distance: ByDistance, sizes: _Sizes) -> tuple[Tensor, Packing]:
+    """Validate the values of a bias by distance; return them as a 4-D view, and their packed dim."""
+    sizes.check_device("bias.values", x.device)
+    if x.dim() > 4:
+        raise ValueError(f"bias.values has {x.dim() - 3} batch dims; it needs at most that of q")
+    packing, batch, rows, spec = _UNPACKED, sizes.batch, sizes.seqlen_q, sizes.sequences
+    if spec is not None and by_distance.has_rows:
+        if spec.packs_queries and x.dim() == 3:
+            packing, batch, rows = "queries", 1, spec.rows_q
+        elif not spec.names_max[0]:
+            raise ValueError(
+                f"bias.values has shape {tuple(x.shape)}, by position; it needs max_seqlen_q, which the sequences do "
+                f"not name (Sequences.{spec.layout.removesuffix('_packed')}(..., max_seqlen_q={x.shape[-2]}))"
+            )
+    x = as_scores(x)
+    if not sizes.is_folded:
+        check_values(x.shape, (batch, sizes.num_heads), sizes.num_heads_k, rows if by_distance.has_rows else None)
+    return x, packing
+
+
 # The description of a mask that is no tensor, and the band of its call.
 _Prepared = tuple[TensorSpec, bool, tuple[int, int]]
 
@@ -323,7 +360,7 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
         if getattr(mask, "form", None) == "sequence_tiles":
             raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
         if getattr(mask, "form", None) == "tree":
-            raise ValueError("mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it")
+            raise ValueError("mask is a tree, of the new tokens of sequences; it needs sequences= beside it")
         raise TypeError(
             f"mask is a {type(mask).__name__}; it needs to be a bool torch.Tensor, True where q attends, "
             "or a prepared mask"
@@ -351,9 +388,11 @@ def _describe_beside_sequences(
     spec = sizes.sequences
     assert spec is not None
     if not isinstance(mask, (SequenceTileMask, TreeMask)):
+        form = getattr(mask, "form", None)
+        kind = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
         raise TypeError(
-            f"mask is a {type(mask).__name__}; beside sequences it needs to be a bool torch.Tensor, what "
-            "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask"
+            f"mask is a {kind}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
+            "PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree"
         )
     sizes.check_device("mask", mask.device)
     if isinstance(mask, SequenceTileMask):
@@ -369,20 +408,18 @@ def _describe_beside_sequences(
     number, tokens, _ = mask.shape
     if not spec.names_max[0]:
         raise ValueError(
-            f"mask is a TreeMask of {tokens} new tokens; it needs max_seqlen_q, which the sequences do not name "
+            f"mask is a tree of {tokens} new tokens; it needs max_seqlen_q, which the sequences do not name "
             f"(Sequences.{spec.layout.removesuffix('_packed')}(..., max_seqlen_q={tokens}))"
         )
     if tokens != spec.max_seqlen_q:
-        raise ValueError(
-            f"mask is a TreeMask of {tokens} new tokens; it needs max_seqlen_q of them, {spec.max_seqlen_q}"
-        )
+        raise ValueError(f"mask is a tree of {tokens} new tokens; it needs max_seqlen_q of them, {spec.max_seqlen_q}")
     if number not in (1, spec.number):
-        raise ValueError(f"mask is a TreeMask of {number} sequences; it needs 1 or {spec.number}")
+        raise ValueError(f"mask is a tree of {number} sequences; it needs 1 or {spec.number}")
     window = check_window(window_size)
     if is_causal or window[1] != -1:
         limit = "is_causal is True" if is_causal else f"window_size is {window_size}"
         raise ValueError(
-            f"{limit}, but mask is a TreeMask, which says itself what of the new tokens is seen; "
+            f"{limit}, but mask is a tree, which says itself what of the new tokens is seen; "
             "beside it only window_size=(left, -1) limits anything"
         )
     return unpacked_spec((number, 1, tokens, tokens)), is_causal, window

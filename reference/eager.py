@@ -21,10 +21,11 @@ from . import formula
 from .at_once import attend_at_once, fits_at_once
 from .blocks import Block
 from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
+from .distances import AnyBias, Distances, values_of
 from .dropout import Dropout
 from .masks import AnyMask, MaskReader, read_mask
 from .sinks import row_delta, sink_gradient, sink_probability, through_lse
-from .tiles import BiasGradient, Keys, KeySums, Rows, Scores, exponential, multiply, softmax_backward
+from .tiles import BiasGradient, DistanceGradient, Keys, KeySums, Rows, Scores, exponential, multiply, softmax_backward
 
 # (dq, dk, dv, dbias), and dsink where there is a sink.
 Gradients = tuple[Tensor | None, ...]
@@ -40,7 +41,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None = None,
-    bias: Tensor | None = None,
+    bias: AnyBias | None = None,
     *,
     is_causal: bool = False,
     softmax_scale: float,
@@ -58,7 +59,7 @@ def forward(
         k: (B, Lk, Hk, D), q's dtype.
         v: (B, Lk, Hk, Dv), q's dtype.
         mask: bool, True = attend; 4-D, each dim 1 or full (or Hk, or expanded with stride 0). Or bits or intervals.
-        bias: any float dtype, shaped as mask.
+        bias: any float dtype, shaped as mask; or a bias by distance.
         is_causal, softmax_scale, softcap, window_size: as for :func:`formula.attention`.
         chunk_bytes: the most bytes that all temporaries of one chunk may take.
         repeats: of mask and bias, for a batch dim that is neither 1 nor B: entry b reads entry b // repeat % Bm.
@@ -90,10 +91,10 @@ def forward(
         lse.copy_(sink[:, None])  # for rows that no chunk visits
     if out.numel() == 0 or k.shape[1] == 0:
         return out, lse
-    bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
-    sizes = (chunk_bytes, 1 + (softcap > 0) + _buffers_of(dropout), 0)
+    buffers = 1 + (softcap > 0) + _buffers_of(dropout) + _buffers_of_bias(bias)
+    sizes = (chunk_bytes, buffers, 0, _entries(bias, repeats[1]))
     reader = _reader(mask, q, k, repeats[0])
-    chunks = Chunks(q, k, v, reader, is_causal, window_size, *sizes, bias_entries, scatters=dropout is None)
+    chunks = Chunks(q, k, v, reader, is_causal, window_size, *sizes, scatters=_scatters(bias, dropout))
     scores = Scores(chunks, bias, softmax_scale, softcap, bias_repeat=repeats[1])
     q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
@@ -142,7 +143,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: Tensor | None,
+    bias: AnyBias | None,
     out: Tensor,
     lse: Tensor,
     *,
@@ -190,10 +191,10 @@ def backward(
     need_q, need_k, need_v, need_bias, *need_sink = needs_grad
     dq, dk, dv = (x.new_zeros(x.shape) if needed else None for x, needed in zip((q, k, v), needs_grad))
     sums_per_key = need_k * q.shape[3] + need_v * v.shape[3]
-    bias_entries = (1 if bias is None else bias.shape[0], repeats[1])
-    sizes = (chunk_bytes, 2 + (softcap > 0) + _buffers_of(dropout), sums_per_key)
+    buffers = 2 + (softcap > 0) + _buffers_of(dropout) + _buffers_of_bias(bias)
+    sizes = (chunk_bytes, buffers, sums_per_key, _entries(bias, repeats[1]))
     reader = _reader(mask, q, k, repeats[0])
-    chunks = Chunks(q, k, v, reader, is_causal, window_size, *sizes, bias_entries, scatters=dropout is None)
+    chunks = Chunks(q, k, v, reader, is_causal, window_size, *sizes, scatters=_scatters(bias, dropout))
     scale = 1.0 if dropout is None else dropout.scale
     empty = lse == -math.inf
     finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is 0, but exp(-inf - -inf) is NaN
@@ -201,13 +202,18 @@ def backward(
     per_row, dsink = finite_dlse, None
     sink_gradients: tuple[Tensor | None, ...] = ()
     if sink is not None:
-        is_row_bias = need_bias and bias is not None and bias.shape[3] == 1
+        is_row_bias = need_bias and isinstance(bias, Tensor) and bias.shape[3] == 1
         if any(need_sink) or is_row_bias:
             delta_rows = row_delta(dout, out, dlse, lse)
             dsink = sink_gradient(sink, lse, delta_rows) if any(need_sink) else None
             per_row = through_lse(finite_dlse, sink, lse, delta_rows)
         sink_gradients = (dsink,)
-    dbias = None if bias is None or not need_bias else BiasGradient(bias, per_row, chunks, repeats[1])
+    dbias: BiasGradient | None = None
+    if bias is not None and need_bias:
+        if isinstance(bias, Distances):
+            dbias = DistanceGradient(bias, chunks, repeats[1])
+        else:
+            dbias = BiasGradient(bias, per_row, chunks, repeats[1])
     need_ds = need_q or need_k or (dbias is not None and dbias.needs_scores)
     if out.numel() == 0 or k.shape[1] == 0 or not (need_ds or need_v):
         return dq, dk, dv, None if dbias is None else dbias.result(), *sink_gradients
@@ -295,6 +301,22 @@ def backward(
 def _buffers_of(dropout: Dropout | None) -> int:
     """Return the memory of dropout, as a number of score buffers: words of Philox, and p in addition to dropped p."""
     return 0 if dropout is None else 4
+
+
+def _buffers_of_bias(bias: AnyBias | None) -> int:
+    """Return the memory of the rows that move against each other, as a number of score buffers."""
+    return 2 if isinstance(bias, Distances) else 0
+
+
+def _entries(bias: AnyBias | None, repeat: int) -> tuple[int, int]:
+    """Return the entries of a bias, and how many consecutive ones of the batch share one."""
+    values = values_of(bias)
+    return 1 if values is None else values.shape[0], repeat
+
+
+def _scatters(bias: AnyBias | None, dropout: Dropout | None) -> bool:
+    """Return whether the keys of a chunk may lie further apart than a chunk is long."""
+    return dropout is None and not isinstance(bias, Distances)
 
 
 def _reader(mask: AnyMask | None, q: Tensor, k: Tensor, repeat: int) -> MaskReader | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .distances import AnyBias, Distances, dense, distance_sums
 from .dropout import Dropout
 from .sinks import sink_gradient
 
@@ -14,7 +15,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: AnyBias | None = None,
     *,
     is_causal: bool = False,
     softmax_scale: float | None = None,
@@ -43,7 +44,8 @@ def attention(
         k: (B, Lk, Hk, D), q's dtype; query head h reads key-value head h // (Hq // Hk).
         v: (B, Lk, Hk, Dv), q's dtype.
         mask: bool, True = attend; broadcastable to (B, Hq, Lq, Lk), its head dim may be Hk.
-        bias: float, added to the scaled scores; shaped as mask. -inf masks, any finite number is just a number.
+        bias: float, added to the scaled scores; shaped as mask, or a bias by distance. -inf masks, any finite number is
+            just a number.
         is_causal: allow key j for query i only where j <= i + Lk - Lq (bottom-right aligned).
         softmax_scale: factor of the scores; None means D ** -0.5.
         softcap: if positive, scores become softcap * tanh(scores / softcap) before the bias.
@@ -82,7 +84,7 @@ def gradients(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: AnyBias | None = None,
     *,
     is_causal: bool = False,
     softmax_scale: float | None = None,
@@ -102,7 +104,8 @@ def gradients(
         the rest: as for :func:`attention`.
 
     Returns:
-        ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, bias; dbias is None without a bias. With a sink
+        ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, and bias or its values; dbias is None without a
+        bias. With a sink
         ``(dq, dk, dv, dbias, dsink)``.
 
     Source: the softmax derivative of FlashAttention (arXiv:2205.14135, appendix B.2), with dlse subtracted from delta.
@@ -136,7 +139,7 @@ def gradients(
     dv = torch.einsum("bhgij,bihgd->bjhd", weights, dout_g)
     dbias = None
     if bias is not None:
-        dbias = ds.sum_to_size(grouped(bias, num_heads_k, q.shape[2]).shape).reshape(bias.shape).to(bias.dtype)
+        dbias = bias_gradient(ds, bias, q.shape[2])
     gradients = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
     if sink is None:
         return gradients
@@ -147,7 +150,7 @@ def scores(
     q: Tensor,
     k: Tensor,
     mask: Tensor | None,
-    bias: Tensor | None,
+    bias: AnyBias | None,
     is_causal: bool,
     softmax_scale: float | None,
     softcap: float,
@@ -162,11 +165,23 @@ def scores(
         t = torch.tanh(s / softcap)
         s, slope = softcap * t, 1 - t * t
     if bias is not None:
+        if isinstance(bias, Distances):  # in the dtype of s, so that gradients of values are rounded once
+            bias = dense(bias._replace(values=bias.values.to(s.dtype)), seqlen_q, seqlen_k)
         s = s + grouped(bias, num_heads_k, num_heads).to(s.dtype)
     keep = allowed(mask, seqlen_q, seqlen_k, is_causal, window_size, q.device)
     if keep is not None:
         s = s.masked_fill(~grouped(keep, num_heads_k, num_heads), -torch.inf)
     return s, slope
+
+
+def bias_gradient(ds: Tensor, bias: AnyBias, num_heads: int) -> Tensor:
+    """Return the gradient of a bias, or of its values, from the gradient of the scores, (B, Hk, G, Lq, Lk)."""
+    if isinstance(bias, Tensor):
+        return ds.sum_to_size(grouped(bias, ds.shape[1], num_heads).shape).reshape(bias.shape).to(bias.dtype)
+    values = bias.values
+    shared = grouped(values, ds.shape[1], num_heads).shape[:3]
+    sums = distance_sums(ds.sum_to_size((*shared, *ds.shape[3:])), bias)
+    return sums.reshape(values.shape).to(values.dtype)
 
 
 def softmax(s: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:

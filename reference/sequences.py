@@ -7,6 +7,7 @@ wait for the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from . import eager, formula
 from .chunks import is_capturing
+from .distances import AnyBias, Distances, values_of, with_values
 from .dropout import Dropout
 from .masks import AnyMask, TileBits
 
@@ -145,6 +147,17 @@ class Batch:
             return _unpacked(x[0], 1, s.first_q, s.how_many, s.seqlen_q).transpose(0, 1)[..., keys]
         return _unpacked(x[0], 2, s.first_k, s.how_many, s.seqlen_k).permute(2, 0, 1, 3) if x.shape[3] > 1 else x
 
+    def bias(self, x: AnyBias, s: Sequence) -> AnyBias:
+        """Return the part of a bias that sequences read."""
+        return self.scores("bias", x, s) if isinstance(x, Tensor) else x._replace(values=self.values(x.values, s))
+
+    def values(self, x: Tensor, s: Sequence) -> Tensor:
+        """Return the values of a bias by distance that sequences read, (S or 1, H, 1 or queries, n)."""
+        if self.packing["bias"] == "queries":
+            return _unpacked(x[0], 1, s.first_q, s.how_many, s.seqlen_q).transpose(0, 1) if x.shape[2] > 1 else x
+        entries = s.entries if x.shape[0] > 1 else slice(None)
+        return x[entries, :, : s.seqlen_q if x.shape[2] > 1 else None]
+
     @staticmethod
     def _tree(x: Tensor, s: Sequence) -> Tensor:
         own = x[s.entries] if x.shape[0] > 1 else x
@@ -154,15 +167,15 @@ class Batch:
         return allowed
 
     def inputs(
-        self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Any, Tensor | None]:
+        self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None, bias: AnyBias | None
+    ) -> tuple[Tensor, Tensor, Tensor, Any, Any]:
         """Return the inputs of the call for one sequence."""
         return (
             self.queries(q, s),
             self.keys(k, s),
             self.keys(v, s),
             None if mask is None else self.mask(mask, s),
-            None if bias is None else self.scores("bias", bias, s),
+            None if bias is None else self.bias(bias, s),
         )
 
 
@@ -173,7 +186,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: Tensor | None,
+    bias: AnyBias | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
     **flags: Any,
@@ -183,7 +196,7 @@ def forward(
     Args:
         batch: where the sequences lie.
         q, k, v: 4-D, packed or padded as `batch` says.
-        mask, bias: 4-D, each by position or packed, as `batch` says.
+        mask, bias: 4-D, each by position or packed, as `batch` says; or a bias by distance within each sequence.
         sink, dropout, flags: as for :func:`eager.forward`. Dropout counts a sequence as an entry of the batch.
     """
 
@@ -209,7 +222,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: Tensor | None,
+    bias: AnyBias | None,
     out: Tensor,
     lse: Tensor,
     sink: Tensor | None = None,
@@ -223,7 +236,7 @@ def backward(
     Sequences share bias and sink, whose gradients are summed in the dtype of the softmax and rounded once.
     """
 
-    def gradients_of(s: Sequence, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients_of(s: Sequence, bias: AnyBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
         own_dlse = None if dlse is None else batch.rows(dlse, s)
         inputs, results = batch.inputs(s, q, k, v, mask, bias), (batch.queries(out, s), batch.rows(lse, s))
         numbers = {"sink": sink, "dropout": _dropout_of(s, dropout), "needs_grad": needs_grad, **flags}
@@ -238,7 +251,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: Tensor | None,
+    bias: AnyBias | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
     **flags: Any,
@@ -250,7 +263,7 @@ def attention(
     """
     out, lse = _empty(q, v)
     # Add sums of empty tensors, so that results depend on the inputs for autograd even without sequences.
-    nothing = sum(x.flatten()[:0].sum() for x in (q, k, v, bias, sink) if x is not None)
+    nothing = sum(x.flatten()[:0].sum() for x in (q, k, v, values_of(bias), sink) if x is not None)
     out, lse = out + nothing, lse + nothing
 
     def results_of(s: Sequence) -> tuple[Tensor, ...]:
@@ -269,7 +282,7 @@ def gradients(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: Tensor | None,
+    bias: AnyBias | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
     **flags: Any,
@@ -279,7 +292,7 @@ def gradients(
     Arguments are as for :func:`attention`.
     """
 
-    def gradients_of(s: Sequence, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients_of(s: Sequence, bias: AnyBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
         own_dlse = None if dlse is None else batch.rows(dlse, s)
         inputs = batch.inputs(s, q, k, v, mask, bias)
         own_dropout = _dropout_of(s, dropout)
@@ -315,28 +328,31 @@ def _write(
 def _summed(
     batch: Batch,
     sequences: Iterable[Sequence],
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor, AnyBias | None, Tensor | None],
     needs_grad: tuple[bool, ...],
-    gradients_of: Callable[[Sequence, Tensor | None, Tensor | None], tuple[Tensor | None, ...]],
+    gradients_of: Callable[[Sequence, AnyBias | None, Tensor | None], tuple[Tensor | None, ...]],
 ) -> tuple[Tensor | None, ...]:
     """Add up the requested gradients of (q, k, v, bias, sink) over sequences; without a sink the last is left out.
 
     Each row of q and k belongs to one sequence. Bias and sink are shared, so `gradients_of` gets them in the dtype of
     the softmax; their gradients are then summed in that dtype and rounded once.
     """
-    q, k, v, *shared = inputs
-    bias, sink = (None if x is None else x.to(formula.softmax_dtype(q)) for x in shared)
+    q, k, v, bias, sink = inputs
+    passed = (q, k, v, values_of(bias), sink)
+    values, sink = (None if x is None else x.to(formula.softmax_dtype(q)) for x in passed[3:])
     sums = [
         x.new_zeros(x.shape) if x is not None and needed else None
-        for x, needed in zip((q, k, v, bias, sink), needs_grad, strict=True)
+        for x, needed in zip((q, k, v, values, sink), needs_grad, strict=True)
     ]
-    parts = (batch.queries, batch.keys, batch.keys, lambda x, s: batch.scores("bias", x, s), lambda x, s: x)
+    bias = with_values(bias, values)
+    bias_part = batch.values if isinstance(bias, Distances) else functools.partial(batch.scores, "bias")
+    parts = (batch.queries, batch.keys, batch.keys, bias_part, lambda x, s: x)
     for s in sequences:
         if s.seqlen_q > 0:
             for total, x, part in zip(sums, gradients_of(s, bias, sink), parts, strict=False):
                 if total is not None and x is not None:
                     part(total, s).add_(x)
-    results = [None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, inputs, strict=True)]
+    results = [None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, passed, strict=True)]
     return tuple(results if sink is not None else results[:4])
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import formula
 from .blocks import Block, grouped_own
 from .chunks import Chunks, Span
+from .distances import AnyBias, Distances, dense, distance_sums
 
 _LOG2_E = math.log2(math.e)
 
@@ -109,21 +110,64 @@ class KeySums:
         self._view.copy_(self._sums.view(self._view.shape))
 
 
+class BiasReader:
+    """A bias, read block by block."""
+
+    def __init__(self, bias: Tensor, chunks: Chunks, repeat: int) -> None:
+        self._bias = grouped_own(bias, chunks.num_heads_k, chunks.num_heads)
+        self._repeat = repeat
+
+    def part(self, block: Block, keys: slice | Tensor) -> Tensor:
+        """Return the bias of a chunk, (batch, heads, G, rows, keys); a dim is 1 where all agree."""
+        return block.pick(self._bias, keys, self._repeat)
+
+
+class DistanceReader(BiasReader):
+    """A bias by distance, read block by block."""
+
+    def __init__(self, bias: Distances, chunks: Chunks, repeat: int) -> None:
+        self._bias = formula.grouped(bias.values, chunks.num_heads_k, chunks.num_heads)
+        self._distances, self._chunks, self._repeat = bias, chunks, repeat
+
+    def part(self, block: Block, keys: slice | Tensor) -> Tensor:
+        run = run_of(keys)
+        values = block.pick(self._bias, slice(0, self._bias.shape[4]), self._repeat)
+        own = moved(self._distances, self._chunks, block, run)._replace(values=values.flatten(0, 1))
+        part = dense(own, block.rows.stop - block.rows.start, run.stop - run.start).unflatten(0, values.shape[:2])
+        return part if isinstance(keys, slice) else part.index_select(4, keys - run.start)
+
+
+def _bias_reader(bias: AnyBias, chunks: Chunks, repeat: int) -> BiasReader:
+    if isinstance(bias, Tensor):
+        return BiasReader(bias, chunks, repeat)
+    return DistanceReader(bias, chunks, repeat)
+
+
+def run_of(keys: slice | Tensor) -> slice:
+    """Return the run of keys from the first to the last one of a chunk."""
+    return keys if isinstance(keys, slice) else slice(int(keys[0]), int(keys[-1]) + 1)
+
+
+def moved(bias: Distances, chunks: Chunks, block: Block, run: slice) -> Distances:
+    """Return the bias of the scores of a block and a run of keys."""
+    sizes = (block.rows.stop - block.rows.start, run.stop - run.start)
+    return bias.moved(block.rows.start, run.start, *sizes, (chunks.seqlen_q, chunks.seqlen_k))
+
+
 class Scores:
     """The scores of one chunk after another, in one buffer; -inf where the mask or the band forbids them."""
 
     def __init__(
         self,
         chunks: Chunks,
-        bias: Tensor | None,
+        bias: AnyBias | None,
         softmax_scale: float,
         softcap: float,
         keep_slope: bool = False,
         bias_repeat: int = 1,
     ) -> None:
         self._chunks = chunks
-        self._bias = None if bias is None else grouped_own(bias, chunks.num_heads_k, chunks.num_heads)
-        self._bias_repeat = bias_repeat
+        self._bias = None if bias is None else _bias_reader(bias, chunks, bias_repeat)
         self._scale, self._softcap, self._keep_slope = softmax_scale, softcap, keep_slope
         self.slope: Tensor | None = None  # of the softcap at the scores last computed
 
@@ -161,7 +205,7 @@ class Scores:
         Return False, with s unwritten, if nothing is added.
         """
         s = block.by_group(s, self._chunks.group)
-        bias = None if self._bias is None else block.pick(self._bias, keys, self._bias_repeat)
+        bias = None if self._bias is None else self._bias.part(block, keys)
         if allowed is not None and _adds_mask(s.device):
             _merge_by_minimum(s, allowed, bias)
             return True
@@ -222,3 +266,24 @@ class BiasGradient:
     def result(self) -> Tensor:
         """Return the gradient in bias's shape and dtype."""
         return self._sum.view(self._shape).to(self._dtype)
+
+
+class DistanceGradient(BiasGradient):
+    """The gradient of a bias by distance, summed chunk by chunk in the shape of its values."""
+
+    def __init__(self, bias: Distances, chunks: Chunks, repeat: int) -> None:
+        values = bias.values
+        self._shape, self._dtype, self._group, self._repeat = values.shape, values.dtype, chunks.group, repeat
+        self._bias, self._chunks, self.needs_scores = bias, chunks, True
+        own = formula.grouped(values, chunks.num_heads_k, chunks.num_heads).shape
+        self._sum = values.new_zeros(own, dtype=chunks.dtype)
+
+    def add(self, block: Block, keys: slice | Tensor, ds: Tensor) -> None:
+        run = run_of(keys)
+        total = block.pick(self._sum, slice(0, self._sum.shape[4]), self._repeat)
+        ds = block.by_group(ds, self._group)
+        ds = ds.sum_to_size((*total.shape[:3], *ds.shape[3:]))
+        if isinstance(keys, Tensor):
+            spread = ds.new_zeros((*ds.shape[:4], run.stop - run.start))
+            ds = spread.index_copy_(4, keys - run.start, ds)
+        total += distance_sums(ds, moved(self._bias, self._chunks, block, run)._replace(values=total))

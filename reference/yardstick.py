@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from . import formula
+from .distances import AnyBias
 from .dropout import Dropout
 
 RATIO, FLOOR = 1.5, 1e-5
@@ -23,7 +24,7 @@ def gradients(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    bias: Tensor | None,
+    bias: AnyBias | None,
     *,
     is_causal: bool = False,
     softmax_scale: float | None = None,
@@ -53,9 +54,7 @@ def gradients(
     dq = torch.einsum("bhgij,bjhd->bihgd", ds_product, k).flatten(2, 3).to(p.dtype) * scale
     dk = torch.einsum("bhgij,bihgd->bjhd", ds_product, qg).to(p.dtype) * scale
     dv = torch.einsum("bhgij,bihgd->bjhd", weights.to(dtype), dout)
-    dbias = None
-    if bias is not None:
-        dbias = ds.sum_to_size(formula.grouped(bias, heads_k, q.shape[2]).shape).reshape(bias.shape).to(bias.dtype)
+    dbias = None if bias is None else formula.bias_gradient(ds, bias, q.shape[2])
     gradients = dq.to(dtype), dk.to(dtype), dv, dbias
     if sink is None:
         return gradients

@@ -10,8 +10,10 @@ import torch
 from cases import Case, Inputs
 from torch import Tensor
 
+from flash_dmattn.biases import split
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
+from flash_dmattn.reference.distances import Distances, distance_sums, values_of
 from flash_dmattn.reference.yardstick import FLOOR, RATIO
 
 Results = dict[str, Tensor | None]
@@ -42,7 +44,7 @@ def run(
     torch.manual_seed(case.seed)  # which decides what is dropped
     if inputs.sink is not None:
         sink = given["sink"] = inputs.sink.detach().requires_grad_("sink" in case.needs_grad)
-    out, lse = function(q, k, v, inputs.mask, bias, **case.flags(), **given)[:2]
+    out, lse = function(q, k, v, inputs.mask, case.passed(bias), **case.flags(), **given)[:2]
     results: Results = {"out": out.detach(), "lse": lse.detach(), **dict.fromkeys(GRADIENTS)}
     wanted = [x for x in (*leaves, given.get("sink")) if x is not None and x.requires_grad]
     if wanted:
@@ -74,12 +76,19 @@ def assert_empty_rows_ignore_dlse(function: Callable[..., tuple[Tensor, ...]], c
 
 def oracle(case: Case, inputs: Inputs) -> Results:
     """The formula in fp64."""
-    return run(formula.attention, case, inputs.to(torch.float64), {"dropout": case.dropout(inputs.q.device)})
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, **flags: Any) -> tuple[Tensor, ...]:
+        values, numbers = split(bias)
+        if numbers is not None:
+            bias = Distances(values, numbers.zero, numbers.outside == "clamp")
+        return formula.attention(q, k, v, mask, bias, **flags)
+
+    return run(attention, case, inputs.to(torch.float64), {"dropout": case.dropout(inputs.q.device)})
 
 
 def yardstick(case: Case, inputs: Inputs) -> Results:
     """What plain PyTorch makes of the formulas in the case's own dtype, softmax in fp32."""
-    x, flags = inputs, case.flags()
+    x, flags = case.in_formula(inputs), case.flags()
     shared = {"sink": x.sink, "dropout": case.dropout(x.q.device)}
     out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **flags, **shared)
     gradients = plain.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, x.bias, **flags, **shared)
@@ -88,7 +97,7 @@ def yardstick(case: Case, inputs: Inputs) -> Results:
 
 def gross(case: Case, inputs: Inputs) -> Results:
     """The gradients with every term taken by its size: how large the parts are that cancel in a gradient of zero."""
-    x = inputs.to(torch.float64)
+    x = case.in_formula(inputs.to(torch.float64))
     heads_k = x.k.shape[2]
     f = case.flags()
     scale = formula.default_scale(x.q, f["softmax_scale"])
@@ -108,8 +117,7 @@ def gross(case: Case, inputs: Inputs) -> Results:
         "dv": torch.einsum("bhgij,bihgd->bjhd", weights, dout),
     }
     if x.bias is not None:
-        own = formula.grouped(x.bias, heads_k, x.q.shape[2]).shape
-        sizes["dbias"] = ds.sum_to_size(own)
+        sizes["dbias"] = formula.bias_gradient(ds, x.bias, x.q.shape[2])
     if x.sink is not None:
         rows = (p * dp).sum(-1).flatten(1, 2)
         rows = rows if x.dlse is None else rows + x.dlse.abs()
@@ -153,7 +161,7 @@ def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) ->
         return found
     rows = row_variances(inputs.to(torch.float64), exact, in_dtype)
     found["dsink"] = with_rounding(rows.sum((0, 2)), exact["dsink"], inputs.sink.dtype)
-    if inputs.bias is not None and inputs.bias.shape[3] == 1:
+    if inputs.bias is not None and case.relative is None and inputs.bias.shape[3] == 1:
         groups = rows.unflatten(1, (inputs.k.shape[2], -1)).unsqueeze(-1)
         own = formula.grouped(inputs.bias, inputs.k.shape[2], inputs.q.shape[2]).shape
         summed = groups.sum_to_size(own).view(inputs.bias.shape)
@@ -192,15 +200,19 @@ def chance_by_delta(name: str, x: Inputs, flags: dict[str, Any], out: Tensor, in
     p = formula.default_scale(x.q, flags.get("softmax_scale")) * (weights if slope is None else weights * slope)
     if name == "dbias":
         assert x.bias is not None
-        of_row = weights.sum(-1, keepdim=True) if x.bias.shape[3] == 1 else weights
-        along = torch.einsum("bhgij->bihg", of_row.square()).flatten(2)
+        if isinstance(x.bias, Distances):
+            rows = x.bias.values.new_empty(()).expand(weights.shape[-2], x.bias.values.shape[-1])
+            moved = distance_sums(weights, x.bias._replace(values=rows))
+        else:
+            moved = weights.sum(-1, keepdim=True) if x.bias.shape[3] == 1 else weights
+        along = torch.einsum("bhgij->bihg", moved.square()).flatten(2)
     elif name == "dq":
         along = torch.einsum("bhgij,bjhd->bihgd", p, x.k).square().sum(-1).flatten(2)
     else:
         along = torch.einsum("bhgij->bihg", p.square()).flatten(2) * x.q.square().sum(-1)
     variances = (x.dout * (in_dtype.double() - out)).square().sum(-1) * along
     if name == "dbias":
-        own = formula.grouped(x.bias, x.k.shape[2], x.q.shape[2]).shape
+        own = formula.grouped(values_of(x.bias), x.k.shape[2], x.q.shape[2]).shape
         variances = variances.mT.unflatten(1, (x.k.shape[2], -1)).unsqueeze(-1).sum_to_size((*own[:-1], 1))
     found = (variances.sum().sqrt() * (1 + DEVIATIONS / (2 * independent(variances)).sqrt())).item()
     assert math.isfinite(found), "nothing is allowed by a limit that is no number"
@@ -324,7 +336,7 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
 
     def by_chance(name: str) -> float:
         outs = exact["out"], in_dtype["out"]
-        return chance(name, inputs, case.flags(), outs, case.dropout(inputs.q.device), case.dtype)
+        return chance(name, case.in_formula(inputs), case.flags(), outs, case.dropout(inputs.q.device), case.dtype)
 
     failures = failures_of(
         got,

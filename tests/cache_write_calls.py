@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+import sequence_calls
 import torch
 from cases import DEVICE
 from layouts import LAYOUTS as STRIDES
 from torch import Tensor
 
 from flash_dmattn import Sequences
-from flash_dmattn.problem import RANKS, Layout
 from flash_dmattn.sequences.cache_writes import CacheWrite, Writer
 
 LENGTHS = (0, 1, 2, 5, 17, 33)
@@ -19,71 +19,43 @@ DTYPES = (torch.float32, torch.float16)
 
 
 class WriteCall(NamedTuple):
-    """One write as a writer receives it, and the sequences that a caller has, None where no caller could."""
+    """One write as a writer receives it, and the sequences of a caller."""
 
     write: CacheWrite
-    sequences: Sequences | None
+    sequences: Sequences
     told: str
 
 
 def draw(number: int, is_wrong: bool = False, dtypes: tuple[torch.dtype, ...] = DTYPES) -> WriteCall:
-    """The write of a number; where it is wrong, of tables that a call on a CPU refuses."""
+    """The write of a number, to the keys of a call of `sequence_calls`; wrong ones have tables that a CPU refuses."""
     rng, torch_rng = random.Random(number), torch.Generator().manual_seed(number)
-    layout: Layout = rng.choice(("packed", "padded", "paged", "paged_packed"))
-    packs_tokens, packs_keys = (rank == 3 for rank in RANKS[layout])
-    count, dtype = rng.choice((0, 1, 2, 3, 9)), rng.choice(dtypes)
-    heads, dims = rng.choice((1, 2, 3)), (rng.choice((1, 8, 20)), rng.choice((1, 8, 20)))
-    spare, page_size = rng.choice((0, 3)), rng.choice((1, 4, 16))
-    tokens = [rng.choice(LENGTHS) for _ in range(count)]
-    if layout == "paged":  # the only one that has no numbers of used queries
-        tokens = tokens[:1] * count
-    keys = [n + rng.choice((0, 1, 30)) for n in tokens]
-    most_keys = max(keys, default=0) + spare
-    # Gaps between packed tokens and packed keys, and spare rows behind padded ones, where the layout knows them.
-    slots = [n + (spare if layout == "packed" else 0) for n in tokens]
-    firsts = [sum(slots[:s]) if packs_tokens else 0 for s in range(count + 1)]
-    firsts_k = [sum(keys[:s]) + s * spare if packs_keys else 0 for s in range(count + 1)]
-    rows = firsts[-1] + spare if packs_tokens else max(tokens, default=0) + (spare if layout == "padded" else 0)
-    pages_each = -(-most_keys // page_size)
-    pages = count * pages_each + rng.choice((0, 2))
-    table = torch.randperm(pages, generator=torch_rng)[: count * pages_each].view(count, pages_each).int()
-    entries, entry_rows = (1, firsts_k[-1]) if packs_keys else (count, most_keys)
-    if layout.startswith("paged"):
-        entries, entry_rows = pages, page_size
+    layout, longest = rng.choice(("packed", "padded", "paged", "paged_packed")), rng.choice(LENGTHS)
+    # Keys count the new tokens, which may be 7 more where the layout does not know how many of a slot are used.
+    fewest = longest + 7 * layout.startswith("paged")
+    lengths_k = LENGTHS if is_wrong else (fewest, fewest + 1, fewest + 30)
+    lengths = tuple(n for n in LENGTHS if n <= longest)
+    call = sequence_calls.draw(number, layout, lengths, dtypes, (1, 8, 20), lengths_k, is_loose=is_wrong)
+    table = call.sequences.block_table
+    if table is not None:
+        table = table.int().contiguous()
+        if is_wrong:
+            table = table + torch.randint(-3, 4, table.shape, generator=torch_rng).to(table) * rng.choice((1, 10**8))
 
-    def integers(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=rng.choice((torch.int32, torch.int64)), device=DEVICE)
-
-    sequences = None
-    if is_wrong:
-        tokens = [min(n + rng.choice((0, 9)), slots[s] if packs_tokens else rows) for s, n in enumerate(tokens)]
-        keys = [min(n, rng.choice((0, 3, 40))) for n in keys]
-        table = table + torch.randint(-3, 4, table.shape, generator=torch_rng).int() * rng.choice((1, 10**8))
-    elif layout == "packed":
-        used = {"seqlens_q": integers(tokens), "seqlens_k": integers(keys)}
-        sequences = Sequences.packed(integers(firsts), integers(firsts_k), **used)
-    elif layout == "padded":
-        sequences = Sequences.padded(integers(keys), integers(tokens))
-    else:
-        given = {"cu_seqlens_q": integers(firsts)} if packs_tokens else {}
-        sequences = Sequences.paged(table.to(DEVICE), integers(keys), **given)
-    bounds = [(firsts[s], tokens[s], firsts_k[s], keys[s]) for s in range(count)]
-
-    def values(shape: tuple[int, ...]) -> Tensor:
-        x = torch.randn(shape, generator=torch_rng).to(DEVICE, dtype)
+    def laid(x: Tensor, is_packed: bool) -> Tensor:
+        x = x[None] if is_packed else x
         return STRIDES[rng.choice(tuple(STRIDES))](x) if x.numel() else x
 
-    new = (1, rows) if packs_tokens else (count, rows)
-    caches: list[Tensor | None] = [values((entries, entry_rows, heads, d)) for d in dims]
-    for x in caches:
-        assert x is not None
-        x.masked_fill_(torch.rand(x.shape, generator=torch_rng).to(DEVICE) < 0.3, torch.nan)
-    k, v = (values((*new, heads, d)) for d in dims)
-    if rng.random() < 0.15:  # a cache of one kind
-        caches, v = [caches[0], None], None
-    in_pages = table.to(DEVICE) if layout.startswith("paged") else None
-    of_device = torch.tensor(bounds, dtype=torch.int32, device=DEVICE).view(count, 4)
-    return WriteCall(CacheWrite(*caches, k, v, of_device, in_pages, layout), sequences, f"draw({number}, {is_wrong})")
+    def random_like(x: Tensor) -> Tensor:
+        return torch.randn(*call.q.shape[:-2], *x.shape[-2:], generator=torch_rng).to(x)
+
+    keys = [
+        x.masked_fill(torch.rand(x.shape, generator=torch_rng).to(DEVICE) < 0.3, torch.nan) for x in (call.k, call.v)
+    ]
+    k_cache, v_cache = (laid(x, call.packs_keys) for x in keys)
+    k, v = (laid(random_like(x), call.packs_queries) for x in keys)
+    bounds = torch.tensor(call.lengths, dtype=torch.int32, device=DEVICE).view(-1, 4)
+    of_both = (k_cache, v_cache, k, v) if rng.random() > 0.15 else (k_cache, None, k, None)  # a cache of one kind
+    return WriteCall(CacheWrite(*of_both, bounds, table, layout), call.sequences, f"draw({number}, {is_wrong})")
 
 
 def targets(write: CacheWrite) -> dict[tuple[int, int], list[tuple[int, int]]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from forced_arch import force_from_environment
 from torch import Tensor
 
+from flash_dmattn.biases import Band, Relative
+from flash_dmattn.reference.distances import Distances
 from flash_dmattn.reference.dropout import Dropout, draw_key
 
 NAMES = ("q", "k", "v", "bias")
@@ -31,9 +33,15 @@ def default_dtype(name: str) -> torch.dtype:
 DTYPE = default_dtype(os.environ.get("FLASH_DMATTN_TEST_DTYPE") or "float32")
 
 
+def _converted(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, Distances):
+        return x._replace(values=x.values.detach().to(dtype))
+    return x if x is None or x.dtype == torch.bool else x.detach().to(dtype)
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one call and the gradients that arrive at its outputs."""
+    """The tensors of one call and the gradients that arrive at its outputs; `bias` may be values of distances."""
 
     q: Tensor
     k: Tensor
@@ -50,13 +58,16 @@ class Inputs:
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in another dtype; the mask stays bool."""
-        return Inputs(
-            **{
-                f.name: x if x is None or x.dtype == torch.bool else x.detach().to(dtype)
-                for f in fields(self)
-                for x in [getattr(self, f.name)]
-            }
-        )
+        return Inputs(**{f.name: _converted(x, dtype) for f in fields(self) for x in [getattr(self, f.name)]})
+
+
+class Numbers(NamedTuple):
+    """A bias by distance: `letters` of its batch, heads and rows; "Lq" rows make a `Band`."""
+
+    letters: tuple[str, str, str]
+    number: int
+    zero: int
+    outside: str
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,7 @@ class Case:
     sink: str | None = None
     sink_dtype: torch.dtype | None = None
     dropout_p: float = 0.0  # of a key drawn after `torch.manual_seed(seed)`
+    relative: Numbers | None = None  # in the place of `bias`
 
     def flags(self) -> dict[str, Any]:
         """The keyword arguments that every implementation of the formula takes."""
@@ -102,6 +114,22 @@ class Case:
             "softcap": self.softcap,
             "window_size": self.window_size,
         }
+
+    def passed(self, bias: Tensor | None) -> Tensor | Relative | Band | None:
+        """The bias as `attention` takes it, from its tensor."""
+        if bias is None or self.relative is None:
+            return bias
+        numbers: Any = self.relative
+        if numbers.letters[2] == "Lq":
+            return Band(bias, numbers.zero)
+        return Relative(bias.squeeze(2), numbers.zero, numbers.outside)
+
+    def in_formula(self, inputs: Inputs) -> Any:
+        """The inputs with the bias as the formula takes it."""
+        if self.relative is None or not isinstance(inputs.bias, Tensor):
+            return inputs
+        bias = Distances(inputs.bias, self.relative.zero, self.relative.outside == "clamp")
+        return replace(inputs, bias=bias)  # type: ignore[arg-type]
 
     def dropping(self) -> dict[str, Any]:
         """What `attention` takes besides, where probabilities are dropped."""
@@ -150,9 +178,11 @@ class Case:
         dout = normal(self.batch, self.seqlen_q, self.num_heads, head_dim_v)
         lse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         dlse = normal(self.batch, self.num_heads, self.seqlen_q, dtype=lse_dtype) if self.dlse else None
-        bias = None
-        if self.bias is not None:
-            bias = normal(*self.sizes(self.bias), dtype=self.bias_dtype or self.dtype)
+        bias, shape = None, None if self.bias is None else self.sizes(self.bias)
+        if self.relative is not None:
+            shape = (*self.sizes(self.relative.letters), self.relative.number)
+        if shape is not None:
+            bias = normal(*shape, dtype=self.bias_dtype or self.dtype)
             if self.bias_kind in ("inf", "min"):
                 value = -torch.inf if self.bias_kind == "inf" else torch.finfo(bias.dtype).min
                 chosen = torch.rand(bias.shape, generator=random) < 1 / 3

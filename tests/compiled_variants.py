@@ -7,17 +7,19 @@ from typing import Any
 import torch
 
 FULL, SHARED_BIAS, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("1", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")
+T5 = ("1", "Hq", "1", "257")
 HALF = {"dtype": torch.float16}
+
+
+def sizes(batch: int, seqlen_q: int, seqlen_k: int | None = None, heads: int | None = None) -> dict[str, int]:
+    """The sizes of a call with as many keys as queries, and as many heads of keys, unless more is said."""
+    lengths = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_q if seqlen_k is None else seqlen_k}
+    return lengths if heads is None else {**lengths, "num_heads": heads, "num_heads_k": heads}
+
+
 FEW_QUERIES: dict[str, Any] = {"head_dim": 128, "seqlen_q": 4, "seqlen_k": 8192, "num_heads": 8, "num_heads_k": 8}
-FEW_PAIRS: dict[str, Any] = {**HALF, "mask": "dense", "batch": 2, "seqlen_q": 256, "seqlen_k": 256}
-WIDE: dict[str, Any] = {
-    "head_dim": 512,
-    "batch": 1,
-    "num_heads": 32,
-    "num_heads_k": 8,
-    "seqlen_q": 4096,
-    "seqlen_k": 4096,
-}
+FEW_PAIRS: dict[str, Any] = {**HALF, "mask": "dense", **sizes(2, 256)}
+WIDE: dict[str, Any] = {"head_dim": 512, **sizes(1, 4096, heads=32), "num_heads_k": 8}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -32,11 +34,22 @@ FORMS: dict[str, dict[str, Any]] = {
     "keys, per key": {"mask": "keys", "bias": PER_KEY, "is_causal": True},
     "keys, full": {"mask": "keys", "bias": FULL},
     "keys, shared": {"mask": "keys", "bias": SHARED_BIAS, "is_causal": True},
+    "relative": {"bias": T5, "outside": "clamp"},
+    "tiles, relative": {
+        "mask": "tiles",
+        "bias": ("1", "1", "1", "300"),
+        "outside": "zero",
+        "bias_dtype": torch.float32,
+    },
+    "keys, relative": {"mask": "keys", "bias": T5, "outside": "clamp", "is_causal": True},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     **{f"64 {form}": {"head_dim": 64, **given} for form, given in FORMS.items()},
     **{f"128 {form}": {"head_dim": 128, **given} for form, given in FORMS.items()},
-    **{f"256 {form}": {"head_dim": 256, **FORMS[form]} for form in ("plain", "full", "shared", "tiles", "keys")},
+    **{
+        f"256 {form}": {"head_dim": 256, **FORMS[form]}
+        for form in ("plain", "full", "shared", "tiles", "keys", "relative")
+    },
     **{f"512 {form}": {**WIDE, **FORMS[form]} for form in ("causal", "full", "tiles, per key", "keys")},
     "512 shared": {**WIDE, "batch": 2, "bias": SHARED_BIAS},
     "512 small": {**WIDE, "seqlen_q": 500, "seqlen_k": 500, "num_heads": 2, "num_heads_k": 2, "is_causal": True},
@@ -58,54 +71,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "128 few queries, wide": {**FEW_QUERIES, "batch": 64, "is_causal": True},
     "64 few keys": {"head_dim": 64, "seqlen_q": 65536, "seqlen_k": 64, "num_heads": 2, "num_heads_k": 1},
     # Not through the tensor memory accelerator, which small calls do not pay for either, and with offsets of 64 bits.
-    "64 short": {"head_dim": 64, "batch": 1, "seqlen_q": 500, "seqlen_k": 500, "num_heads": 2, "num_heads_k": 2},
+    "64 short": {"head_dim": 64, **sizes(1, 500, heads=2)},
     "64 small, full": {"head_dim": 64, "batch": 1, "bias": FULL, "is_causal": True},
     # A bool mask of few pairs is read as it is.
     "64 few pairs, full": {**FEW_PAIRS, "head_dim": 64, "bias": FULL},
     "128 few pairs, shared": {**FEW_PAIRS, "head_dim": 128, "bias": SHARED_BIAS, "is_causal": True},
     "256 few pairs": {**FEW_PAIRS, "head_dim": 256},
     **{
-        f"{d} unaligned, {form}": {"head_dim": d, "batch": 2, "seqlen_q": 1023, "seqlen_k": 1023, **FORMS[form]}
+        f"{d} unaligned, {form}": {"head_dim": d, **sizes(2, 1023), **FORMS[form]}
         for d in (64, 128, 256)
         for form in ("full", "shared")
     },
     # Rows of one tile: a bool mask as it is, intervals of queries, and a bias whose gradient is summed in slots.
-    "32 window": {
-        "head_dim": 32,
-        "batch": 64,
-        "seqlen_q": 49,
-        "seqlen_k": 49,
-        "mask": "dense",
-        "bias": SHARED_BIAS,
-        **HALF,
-    },
-    "64 one tile": {
-        "head_dim": 64,
-        "batch": 64,
-        "seqlen_q": 64,
-        "seqlen_k": 64,
-        "mask": "intervals",
-        "bias": FULL,
-        **HALF,
-    },
-    "64 two runs": {"head_dim": 64, "batch": 128, "seqlen_q": 128, "seqlen_k": 128, "bias": SHARED_BIAS},
+    "32 window": {"head_dim": 32, **sizes(64, 49), "mask": "dense", "bias": SHARED_BIAS, **HALF},
+    "64 one tile": {"head_dim": 64, **sizes(64, 64), "mask": "intervals", "bias": FULL, **HALF},
+    "64 two runs": {"head_dim": 64, **sizes(128, 128), "bias": SHARED_BIAS},
     # Sinks, whose rows the backward kernels sum up again; batch 1, which Triton makes a constant.
     "64 sink": {"head_dim": 64, "is_causal": True, "sink": True},
     "64 one tile, sink": {"head_dim": 64, "batch": 1, "num_heads": 128, "seqlen_q": 64, "seqlen_k": 50, "sink": True},
-    "64 two runs, sink": {
-        "head_dim": 64,
-        "batch": 1,
-        "num_heads": 1024,
-        "num_heads_k": 1024,
-        "seqlen_q": 128,
-        "seqlen_k": 128,
-        "bias": ("1", "1", "Lq", "Lk"),
-        "sink": True,
-    },
+    "64 two runs, sink": {"head_dim": 64, **sizes(1, 128, heads=1024), "bias": ("1", "1", "Lq", "Lk"), "sink": True},
     "64 dropout, keys, shared": {"head_dim": 64, **FORMS["keys, shared"], "dropout_p": 0.1},
     "64 dropout, shared": {"head_dim": 64, "bias": SHARED_BIAS, "dropout_p": 0.1},
-    "64 one tile, dropout": {"head_dim": 64, "batch": 64, "seqlen_q": 64, "seqlen_k": 50, "dropout_p": 0.1},
-    "128 one tile": {"head_dim": 128, "batch": 64, "seqlen_q": 64, "seqlen_k": 50, "is_causal": True},
+    "64 one tile, dropout": {"head_dim": 64, **sizes(64, 64, 50), "dropout_p": 0.1},
+    "128 one tile": {"head_dim": 128, **sizes(64, 64, 50), "is_causal": True},
     "64 odd rows": {"head_dim": 64, "row_stride": 16 * 64 + 1, "is_causal": True},
     "64 far rows": {"head_dim": 64, "row_stride": 2**21 + 1},
     **{f"{d} fp32": {"head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS} for d in (64, 128, 256, 512)},
@@ -114,6 +102,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # Calls with sequences: each layout, each form of a bias, and a head dim whose tiles are the largest.
 ROWS = {"bias": ("1", "Hq", "T", "Lk"), "bias_packing": "queries"}
+SHARED_ROWS = {**ROWS, "batch": 16, "bias": ("1", "1", "T", "Lk")}
+PAGED = {"layout": "paged", "batch": 16}
+SHORT = sizes(512, 48)
 SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
     "64 packed": {"head_dim": 64, "batch": 16, "is_causal": True},
     "128 packed, grouped": {"head_dim": 128, "batch": 16, "num_heads_k": 4, "is_causal": True, "sink": True},
@@ -121,36 +112,24 @@ SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
     "512 packed, grouped": {"head_dim": 512, "batch": 16, "num_heads_k": 2, "is_causal": True},
     "512 paged": {"head_dim": 512, "layout": "paged", "batch": 64, "num_heads_k": 2, "seqlen_q": 2, "seqlen_k": 8192},
     "512 paged, packed": {"head_dim": 512, "layout": "paged_packed", "batch": 4, "num_heads_k": 4, "is_causal": True},
-    "512 packed, short": {"head_dim": 512, "batch": 512, "seqlen_q": 48, "seqlen_k": 48},
+    "512 packed, short": {"head_dim": 512, **SHORT},
     "512 packed, mask": {"head_dim": 512, "batch": 8, "mask": "sequence_tiles", "bias": ("1", "Hk", "Lq", "Lk")},
     "64 packed, rows": {"head_dim": 64, "batch": 16, **ROWS},
     "128 packed, rows": {"head_dim": 128, "batch": 16, **ROWS},
-    "64 packed, shared rows": {"head_dim": 64, "batch": 16, **ROWS, "bias": ("1", "1", "T", "Lk")},
+    "64 packed, shared rows": {"head_dim": 64, **SHARED_ROWS},
     "64 packed, by position": {"head_dim": 64, "batch": 16, "bias": SHARED_BIAS},
     "128 packed, keys": {"head_dim": 128, "batch": 16, "bias": ("1", "Hk", "1", "T"), "bias_packing": "keys"},
     "64 packed, mask": {"head_dim": 64, "batch": 8, "mask": "dense", "bias": FULL, "is_causal": True},
-    "64 packed, short": {"head_dim": 64, "batch": 512, "seqlen_q": 48, "seqlen_k": 48},
-    "128 packed, short": {
-        **{"head_dim": 128, "batch": 512, "seqlen_q": 48, "seqlen_k": 48, "num_heads_k": 4, "is_causal": True},
-        **{"bias": ("1", "Hq", "T", "Lk"), "bias_packing": "queries"},
-    },
+    "64 packed, short": {"head_dim": 64, **SHORT},
+    "128 packed, short": {"head_dim": 128, **SHORT, "num_heads_k": 4, "is_causal": True, **ROWS},
     "64 padded": {"head_dim": 64, "layout": "padded", "is_causal": True},
     "128 paged": {"head_dim": 128, "layout": "paged", "batch": 64, "num_heads_k": 4, "seqlen_q": 1, "seqlen_k": 8192},
-    "128 paged, tree": {
-        **{"head_dim": 128, "layout": "paged", "batch": 64, "num_heads_k": 4, "mask": "tree"},
-        **{"seqlen_q": 16, "seqlen_k": 8192},
-    },
-    "64 packed, tiles": {
-        **{"head_dim": 64, "batch": 8, "mask": "sequence_tiles", "bias": ("1", "Hk", "Lq", "Lk")},
-    },
+    "128 paged, tree": {"head_dim": 128, "layout": "paged", **sizes(64, 16, 8192), "num_heads_k": 4, "mask": "tree"},
+    "64 packed, tiles": {"head_dim": 64, "batch": 8, "mask": "sequence_tiles", "bias": ("1", "Hk", "Lq", "Lk")},
     "128 packed, tiles, rows": {"head_dim": 128, "batch": 16, "mask": "sequence_tiles", **ROWS},
-    "64 packed, tiles, shared rows": {
-        **{"head_dim": 64, "batch": 16, "mask": "sequence_tiles", **ROWS, "bias": ("1", "1", "T", "Lk")},
-    },
-    "128 paged, few queries, tiles": {
-        **{"head_dim": 128, "batch": 16, "layout": "paged", "seqlen_q": 4, "mask": "sequence_tiles"},
-    },
+    "64 packed, tiles, shared rows": {"head_dim": 64, **SHARED_ROWS, "mask": "sequence_tiles"},
+    "128 paged, few queries, tiles": {"head_dim": 128, **PAGED, "seqlen_q": 4, "mask": "sequence_tiles"},
     "64 packed, tree": {"head_dim": 64, "batch": 16, "mask": "tree"},
-    "64 pages of 128": {"head_dim": 64, "layout": "paged", "batch": 16, "page_size": 128, "is_causal": True},
+    "64 pages of 128": {"head_dim": 64, **PAGED, "page_size": 128, "is_causal": True},
     "128 paged, packed": {"head_dim": 128, "layout": "paged_packed", "batch": 4, "num_heads_k": 4, "is_causal": True},
 }

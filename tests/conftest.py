@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import random
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import Results, run
+from accuracy import Results, assert_accurate, run
 from cases import DEVICE, Case, Inputs
 from flex_fixture import ROUNDED, ROUNDS_GRADIENTS
 from hypothesis import HealthCheck
@@ -46,6 +47,7 @@ if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build
 flex._availability = Availability(True)
 
 BACKENDS = ("eager", "sdpa", "flex", "triton", "cuda")
+GPU = "NVIDIA A100-SXM4-80GB"
 # A test takes the backward pass of the second where rules refuse it to the first: all share the layout of lse.
 PAIRED = {"cuda": "triton", "sdpa": "eager"}
 
@@ -66,6 +68,19 @@ def untouched_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_warned", set())
 
 
+@pytest.fixture
+def caches(untouched_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The user's folder of profiles, empty, on a machine with an A100."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(config.process, "profile", "")
+    monkeypatch.setattr(profiles, "gpu_names", lambda arch: [GPU])
+    profiles.forget()
+    yield tmp_path / "flash_dmattn"
+    monkeypatch.undo()
+    profiles.forget()
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 # Inductor of torch 2.13 writes vector code there, and its own headers refuse it.
 needs_inductor = pytest.mark.skipif(
     os.environ.get("ATEN_CPU_CAPABILITY") == "default",
@@ -109,16 +124,36 @@ class Runner:
         q, k, v, bias = grads
         sink = None if x.sink is None else x.sink.detach().requires_grad_("sink" in case.needs_grad)
         flags = {**case.flags(), **case.dropping(), "return_lse": True, "backend": choice, "sink": sink, **flags}
-        return flash_dmattn.explain(q, k, v, x.mask, bias, **flags).error
+        return flash_dmattn.explain(q, k, v, x.mask, case.passed(bias), **flags).error
 
     def __call__(self, case: Case, inputs: Inputs | None = None) -> Results:
         """(out, lse, gradients) of a case."""
         inputs = case.build() if inputs is None else inputs
+        return run(self.attention(case, inputs), case, inputs)
+
+    def attention(self, case: Case, inputs: Inputs, *, alone: bool = False, **flags: Any) -> Callable[..., Any]:
+        """`attention` on the backend, or a skip with the reasons for which it refuses the case.
+
+        Args:
+            case: the call.
+            inputs: its tensors.
+            alone: no other backend may make its gradients.
+            flags: more arguments of every call.
+        """
         refusal = self.refusal(case, inputs)
         if refusal is not None:
             pytest.skip(refusal)
-        attention = partial(flash_dmattn.attention, return_lse=True, backend=self.choice(case, inputs))
-        return run(attention, case, inputs)
+        choice = self.choice(case, inputs, **flags)
+        assert not alone or choice == self.name, f"{self.name} does not make the gradients of {case.repro()}"
+        return partial(flash_dmattn.attention, return_lse=True, backend=choice, **flags)
+
+    def check(self, case: Case, inputs: Inputs | None = None, call: Inputs | None = None, **how: Any) -> Results:
+        """Compare every result of a case with fp64; `call`: the same tensors in another form, `how`: of `attention`."""
+        inputs = case.build() if inputs is None else inputs
+        call = inputs if call is None else call
+        results = run(self.attention(case, call, **how), case, call)
+        assert_accurate(results, case, inputs)
+        return results
 
 
 def refusal_of(
@@ -160,6 +195,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Runner]:
             yield Runner(name)
     else:
         yield Runner(name)
+
+
+@pytest.fixture(params=("eager", "triton"))
+def serving(request: pytest.FixtureRequest) -> Runner:
+    """The backends that read pages, trees and masks prepared beside sequences."""
+    if request.param == "triton" and DEVICE == "cpu":
+        pytest.skip("triton: it runs on GPUs")
+    return Runner(request.param)
 
 
 @pytest.fixture

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from cases import NAMES, Case
 from compiled_header import compiled
+from draws import Drawn
+from layouts import LAYOUTS, offset
 from torch import Tensor
 
 from flash_dmattn.backends.cuda.rules import INSTANCES
+from flash_dmattn.biases import ByDistance
 from flash_dmattn.explanation import explain_problem
-from flash_dmattn.problem import AttentionProblem, NeedsGrad, make_band
+from flash_dmattn.problem import AttentionProblem, NeedsGrad, TensorSpec, make_band
 
 ALL_INSTANCES = tuple((*dims, dtype) for dims in INSTANCES for dtype in (torch.float16, torch.bfloat16))
 # An instance has a kernel for each of these, with a mask and without. A bias per query is "none": it moves lse alone.
@@ -24,10 +27,16 @@ SUMMED = "summed tile"  # of head dims up to 128
 NUM_SMS = 132  # of an H200
 
 
-def described(case: Case, prepared: bool = False) -> AttentionProblem:
-    """The forward pass of a case, contiguous and on sm_90."""
+def described(case: Case, prepared: bool = False, **more: Any) -> AttentionProblem:
+    """The forward pass of a case, contiguous and on sm_90, or what more arguments of `explain_problem` say."""
     q = (case.batch, case.seqlen_q, case.num_heads, case.head_dim)
     mask, bias = (None if letters is None else case.sizes(letters) for letters in (case.mask, case.bias))
+    by_distance = None
+    if case.relative is not None:
+        letters, number, zero, outside = case.relative
+        sizes = case.sizes(letters)
+        has_rows = letters[2] == "Lq"
+        bias, by_distance = (*sizes[: 2 + has_rows], number), ByDistance(zero, outside, has_rows)
     return explain_problem(
         q,
         kv_heads=case.num_heads_k,
@@ -38,9 +47,9 @@ def described(case: Case, prepared: bool = False) -> AttentionProblem:
         mask_prepared=prepared and mask is not None,
         bias=bias,
         bias_dtype=case.bias_dtype,
-        return_lse=True,
         sink=case.sink is not None,
-        **case.flags(),
+        by_distance=by_distance,
+        **{"return_lse": True, **case.flags(), **more},
     ).problem
 
 
@@ -49,6 +58,19 @@ def differentiated(case: Case, deterministic: bool = False) -> AttentionProblem:
     needs_grad = NeedsGrad(*(name in case.needs_grad for name in NAMES))
     problem = described(case)
     return problem._replace(needs_grad=needs_grad, flags=problem.flags._replace(deterministic=deterministic))
+
+
+def laid_out(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
+    """The description of a drawn call of cuda, gradients included, its bias as it lies in memory, and the bias."""
+    case, bias = drawn.case, None
+    problem = described(case, drawn.prepared)._replace(
+        needs_grad=NeedsGrad(*(name in case.needs_grad for name in NAMES))
+    )
+    if case.bias is not None:
+        bias = torch.empty(case.sizes(case.bias), dtype=case.bias_dtype or case.dtype, device="meta")
+        bias = offset(bias, drawn.offset) if drawn.layout is None else LAYOUTS[drawn.layout](bias)
+        problem = problem._replace(bias=TensorSpec(bias.shape, bias.stride(), bias.dtype))
+    return problem, bias
 
 
 def instance_of(case: Case) -> tuple[int, int, torch.dtype]:

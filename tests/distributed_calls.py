@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from accuracy import run
+from cases import Case, Inputs
+from draws import Features
+from draws import draw as draw_case
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,81 +36,85 @@ from flash_dmattn.distributed.group import agree, groups_of
 from flash_dmattn.masks import topk_mask
 from flash_dmattn.masks.prepared.storage import unpack_view
 from flash_dmattn.problem import AttentionProblem, Gradients, MaskView
-from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.problem.inputs import Inputs as Operands
+from flash_dmattn.problem.inputs import Saved
 
-# Which dims of (B, H, Lq, Lk) a bias has, heads "q" or "k"; and whether a rank has its rows, or its keys, alone.
-BIASES = {
+Letters = tuple[str, ...]
+
+# The sizes of a bias by name. "Ls": a rank has its own keys alone; with "Lq" it always has its own rows.
+BIASES: dict[str, Letters | None] = {
     "none": None,
-    "full": ("b", "q", "i", "j"),
-    "shared": ("", "q", "i", "j"),
-    "group": ("b", "k", "i", "j"),
-    "one_head": ("b", "", "i", "j"),
-    "query": ("b", "q", "i", ""),
-    "keys": ("b", "k", "", "j"),
-    "keys_of_q": ("", "q", "", "j"),
-    "head": ("", "q", "", ""),
-    "sharded": ("b", "k", "", "s"),
-    "sharded_one": ("b", "", "", "s"),
+    "full": ("B", "Hq", "Lq", "Lk"),
+    "shared": ("1", "Hq", "Lq", "Lk"),
+    "group": ("B", "Hk", "Lq", "Lk"),
+    "one_head": ("B", "1", "Lq", "Lk"),
+    "query": ("B", "Hq", "Lq", "1"),
+    "keys": ("B", "Hk", "1", "Lk"),
+    "keys_of_q": ("1", "Hq", "1", "Lk"),
+    "head": ("1", "Hq", "1", "1"),
+    "sharded": ("B", "Hk", "1", "Ls"),
+    "sharded_one": ("B", "1", "1", "Ls"),
 }
-MASKS = {
-    **BIASES,
-    "prepared": ("b", "q", "i", "j"),
-    "prepared_group": ("", "k", "i", "j"),
-    "prepared_keys": ("b", "", "", "j"),
-    "topk": ("b", "k", "i", "j"),  # the largest of the bias, which has keys
-    "prepared_topk": ("b", "k", "i", "j"),
+FULL = BIASES["full"]
+# The fields of a case for a mask by name.
+MASKS: dict[str, dict[str, Any]] = {
+    **{name: {"mask": letters} for name, letters in BIASES.items()},
+    "prepared": {"mask": FULL, "prepared": True},
+    "prepared_group": {"mask": ("1", "Hk", "Lq", "Lk"), "prepared": True},
+    "prepared_keys": {"mask": ("B", "1", "1", "Lk"), "prepared": True},
+    "topk": {"mask": BIASES["group"], "topk": True},
+    "prepared_topk": {"mask": BIASES["group"], "topk": True, "prepared": True},
 }
-
 # Masks of a rank that makes a mistake.
-MISTAKEN = {"wrong": lambda mask: mask[..., 1:], "numbers": lambda mask: mask.to(torch.float64)}
+MISTAKEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "wrong": lambda mask: mask[..., 1:],
+    "numbers": lambda mask: mask.to(torch.float64),
+}
 
 
 @dataclass(frozen=True)
-class ParallelCase:
-    """One call; `bias` and `mask` are names of `BIASES` and `MASKS`."""
+class ParallelCase(Case):
+    """A call whose sequence ranks share: of small sizes and in fp64, if nothing else is said.
 
-    layout: str = "zigzag"
-    bias: str = "none"
-    mask: str = "none"
-    causal: bool = False
-    window: tuple[int, int] | None = None
+    `prepared`: the mask is a `ShardedMask`. `topk`: it keeps the largest values of the bias. `mistake`: a name of
+    `MISTAKEN`. The others are arguments of `context_parallel_attention`.
+    """
+
     seqlen_q: int = 32
     seqlen_k: int = 32
-    batch: int = 2
-    heads: int = 4
-    heads_k: int = 2
-    dim: int = 4
-    dim_v: int = 4
-    needs: tuple[str, ...] = ("q", "k", "v", "bias", "sink")
-    lse: bool = False
-    softcap: float = 0.0
-    scale: float | None = None
-    sink: bool = False
-    empty: bool = False
+    head_dim: int = 4
+    dtype: torch.dtype = torch.float64
+    needs_grad: Letters = ("q", "k", "v", "bias", "sink")
+    layout: str = "zigzag"
+    prepared: bool = False
+    topk: bool = False
+    mistake: str = ""
     strategy: str = "gather"
     reduce: bool = False
     groups: int | None = None
     exchange: torch.dtype | None = None
-    dtype: torch.dtype = torch.float64
-    bias_dtype: torch.dtype | None = None
     backend: Any = "auto"
     mesh: tuple[int, int] | None = None
     device: str = "cpu"
-    seed: int = 0
 
-    @property
-    def bias_dims(self) -> tuple[str, ...]:
-        """The dims of the bias, empty without one."""
-        return BIASES[self.bias] or ()
+    def with_(self, **changes: Any) -> ParallelCase:
+        """Change some fields; mask and bias may be names."""
+        if isinstance(changes.get("bias"), str):
+            changes["bias"] = BIASES[changes["bias"]]
+        if isinstance(name := changes.get("mask"), str):
+            plain = {"prepared": False, "topk": False}
+            changes |= {"mask": FULL, "mistake": name} if name in MISTAKEN else plain | MASKS[name]
+        return replace(self, **changes)
 
-    @property
-    def mask_dims(self) -> tuple[str, ...]:
-        """The dims of the mask, also of one that a rank gets wrong; empty without one."""
-        return MASKS["full" if self.mask in MISTAKEN else self.mask] or ()
+    def sizes(self, letters: Letters) -> tuple[int, ...]:
+        return super().sizes(tuple("Lk" if letter == "Ls" else letter for letter in letters))
 
     def layouts(self, size: int) -> tuple[SequenceLayout, SequenceLayout]:
         """The layouts of the queries and of the keys."""
         return layout_of(self.layout, self.seqlen_q, size), layout_of(self.layout, self.seqlen_k, size)
+
+
+P = ParallelCase().with_
 
 
 def layout_of(name: str, length: int, size: int) -> SequenceLayout:
@@ -116,141 +125,97 @@ def layout_of(name: str, length: int, size: int) -> SequenceLayout:
     return getattr(SequenceLayout, name)(length, size)  # type: ignore[no-any-return]
 
 
-@dataclass
-class WholeCall:
-    """The tensors of the whole sequence, the same on every rank: leaves of the reference."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    sink: Tensor | None
-    dout: Tensor
-    dlse: Tensor
-    flags: dict[str, Any] = field(default_factory=dict)
-
-    def floats(self) -> dict[str, Tensor]:
-        named = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias, "sink": self.sink}
-        return {name: x for name, x in named.items() if x is not None}
-
-
-def draw(case: ParallelCase) -> WholeCall:
-    """Draw the call from the case's seed."""
-    generator = torch.Generator().manual_seed(case.seed)
-    sizes = {"b": case.batch, "q": case.heads, "k": case.heads_k, "i": case.seqlen_q, "j": case.seqlen_k}
-
-    def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(case.device, dtype)
-
-    def shape_of(dims: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(sizes.get("j" if name == "s" else name, 1) for name in dims)
-
-    q = normal(case.batch, case.seqlen_q, case.heads, case.dim)
-    k = normal(case.batch, case.seqlen_k, case.heads_k, case.dim)
-    v = normal(case.batch, case.seqlen_k, case.heads_k, case.dim_v)
-    bias = normal(*shape_of(case.bias_dims), dtype=case.bias_dtype or case.dtype) if case.bias_dims else None
-    mask = None
-    if case.mask_dims:
-        mask = torch.rand(*shape_of(case.mask_dims), generator=generator) > 0.25
-        if case.mask.endswith("topk"):
-            assert bias is not None
-            mask = topk_mask(bias.cpu(), max(2, case.seqlen_k // 8), is_causal=case.causal)
-        if case.empty:
-            mask[..., : mask.shape[2] // 2, :] = False
-        mask = mask.to(case.device)
-    sink = normal(case.heads) if case.sink else None
-    dout = normal(case.batch, case.seqlen_q, case.heads, case.dim_v)
-    dlse = normal(case.batch, case.heads, case.seqlen_q).to(torch.promote_types(case.dtype, torch.float32))
-    flags = {"is_causal": case.causal, "window_size": case.window, "softcap": case.softcap, "softmax_scale": case.scale}
-    return WholeCall(q, k, v, mask, bias, sink, dout, dlse, flags)
+# Features of random calls. All positions of 4 ranks in zigzag are multiples of 8.
+SMALL: Features = {
+    "batch": (1, 2),
+    "seqlen_q": (8, 16, 32, 48),
+    "seqlen_k": (8, 16, 32, 48),
+    "num_heads_k": (1, 2, 4),
+    "group": (1, 2),
+    "head_dim": (4, 8),
+    "head_dim_v": (0, 0, 3),
+    "dtype": (torch.float64,),
+    "bias_dtype": (None,),
+    "mask": tuple(BIASES.values()),
+    "mask_kind": ("random", "random", "empty_rows", "none_allowed"),
+    "bias": tuple(BIASES.values()),
+    "bias_kind": ("normal", "normal", "inf"),
+    "window_size": (None, None, (5, 3), (6, -1), (-1, 2), (0, 0)),
+    "logits": (1.0,),
+    "sink": (None, None, "normal"),
+    "sink_dtype": (None,),
+    "dropout_p": (0.0,),
+}
 
 
-def leaves(case: ParallelCase, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to leaves, which require gradients where the case needs them."""
-    return {name: x.detach().clone().requires_grad_(name in case.needs) for name, x in tensors.items()}
-
-
-def results_of(
-    inputs: dict[str, Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> dict[str, Any]:
-    """Go backward from out, and from lse where it is used; return results and gradients."""
-    if any(x.requires_grad for x in inputs.values()):
-        total = (out * dout).sum()
-        if dlse is not None:  # the lse of an empty row is -inf whatever the inputs are
-            total = total + torch.where(lse > -torch.inf, lse * dlse, torch.zeros_like(lse)).sum()
-        total.backward()
-    gradients = {f"d{name}": x.grad for name, x in inputs.items() if x.grad is not None}
-    return {"out": out.detach(), "lse": lse.detach(), **gradients}
-
-
-def one_process(case: ParallelCase, x: WholeCall, backend: Any) -> dict[str, Tensor]:
-    """Results and gradients of one call in this process."""
-    inputs = leaves(case, x.floats())
-    out, lse = flash_dmattn.attention(
-        inputs["q"],
-        inputs["k"],
-        inputs["v"],
-        x.mask,
-        inputs.get("bias"),
-        sink=inputs.get("sink"),
-        return_lse=True,
-        backend=backend,
-        **x.flags,
+def draw_parallel(number: int, features: Features = SMALL) -> ParallelCase:
+    """The call of a number."""
+    rng = random.Random(number)
+    case = draw_case(rng, features, number)
+    shares_heads = case.bias is not None and case.bias[1] == "1" and case.bias[2] == "Lq"
+    return ParallelCase(
+        **vars(case),
+        layout=rng.choice(("zigzag", "contiguous", "balanced")),
+        prepared=case.mask is not None and case.mask[3] != "Ls" and rng.random() < 0.3,
+        reduce=rng.random() < 0.5,
+        groups=None if shares_heads else rng.choice((None, 1, case.num_heads_k)),
+        exchange=rng.choice((None, None, torch.promote_types(case.dtype, torch.float32))),
     )
-    return results_of(inputs, out, lse, x.dout, x.dlse if case.lse else None)
 
 
-def shard_scores(dims: tuple[str, ...], x: Tensor, layouts: tuple[SequenceLayout, SequenceLayout], rank: int) -> Tensor:
+def draw(case: ParallelCase) -> Inputs:
+    """The tensors of the whole sequence, the same on every rank."""
+    x = case.build(case.device)
+    if not case.topk:
+        return x
+    assert x.bias is not None
+    mask = topk_mask(x.bias.cpu(), max(2, case.seqlen_k // 8), is_causal=case.is_causal)
+    return replace(x, mask=mask.to(case.device))
+
+
+def results_of(function: Callable[..., Any], case: ParallelCase, x: Inputs) -> dict[str, Tensor]:
+    """Results of a function with the call's signature, and the gradients that the case needs."""
+    return {name: y for name, y in run(function, case, x).items() if y is not None}
+
+
+def one_process(case: ParallelCase, x: Inputs, backend: Any = "eager") -> dict[str, Tensor]:
+    """Results and gradients of one call in this process."""
+    return results_of(partial(flash_dmattn.attention, return_lse=True, backend=backend), case, x)
+
+
+def shard_scores(letters: Letters, x: Tensor, layouts: tuple[SequenceLayout, SequenceLayout], rank: int) -> Tensor:
     """Take a rank's part of a mask or bias."""
-    if dims[2]:
+    if letters[2] == "Lq":
         x = layouts[0].shard(x, 2, rank)
-    return layouts[1].shard(x, 3, rank) if dims[3] == "s" else x
+    return layouts[1].shard(x, 3, rank) if letters[3] == "Ls" else x
 
 
 def parallel(
-    case: ParallelCase, x: WholeCall, run: Callable[..., Any] = context_parallel_attention, **more: Any
+    case: ParallelCase, x: Inputs, function: Callable[..., Any] = context_parallel_attention, **more: Any
 ) -> dict[str, Tensor]:
     """Results and gradients of this rank, of its own part."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    layout, layout_k = case.layouts(size)
+    rank = dist.get_rank()
+    layout, layout_k = case.layouts(dist.get_world_size())
     layouts, place = row_layouts(case)
-    own = {"q": layout.shard(x.q, 1, rank), "k": layout_k.shard(x.k, 1, rank), "v": layout_k.shard(x.v, 1, rank)}
-    if x.bias is not None:
-        own["bias"] = shard_scores(case.bias_dims, x.bias, layouts, place)
-    if x.sink is not None:
-        own["sink"] = x.sink
-    mask: Any = None if x.mask is None else shard_scores(case.mask_dims, x.mask, layouts, place)
-    if case.mask in MISTAKEN:
-        mask = MISTAKEN[case.mask](mask)
-    flags = dict(x.flags)
-    if case.mask.startswith("prepared"):
-        band = {"is_causal": flags.pop("is_causal"), "window_size": flags.pop("window_size")}
-        mask = ShardedMask.from_mask(mask, layouts[0], place, layout_k=layouts[1], **band)
-    inputs = leaves(case, own)
-    out, lse = run(
-        inputs["q"],
-        inputs["k"],
-        inputs["v"],
-        mask,
-        inputs.get("bias"),
-        sink=inputs.get("sink"),
-        group=dist.group.WORLD if case.mesh is None else mesh_of(case.mesh, case.device),
-        **{
-            **flags,
-            "layout": layout,
-            "layout_k": layout_k,
-            "return_lse": True,
-            "strategy": case.strategy,
-            "reduce_bias_grad": case.reduce,
-            "head_groups": case.groups,
-            "exchange_dtype": case.exchange,
-            "backend": case.backend,
-            **more,
-        },
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, **flags: Any) -> Any:
+        if case.prepared:
+            band = {name: flags.pop(name) for name in ("is_causal", "window_size")}
+            mask = ShardedMask.from_mask(mask, layouts[0], place, layout_k=layouts[1], **band)
+        flags |= {"group": dist.group.WORLD if case.mesh is None else mesh_of(case.mesh, case.device)}
+        flags |= {"layout": layout, "layout_k": layout_k, "return_lse": True, "strategy": case.strategy}
+        flags |= {"reduce_bias_grad": case.reduce, "head_groups": case.groups, "exchange_dtype": case.exchange}
+        return function(q, k, v, mask, bias, **{**flags, "backend": case.backend, **more})
+
+    mask, bias = (
+        None if y is None or letters is None else shard_scores(letters, y, layouts, place)
+        for y, letters in ((x.mask, case.mask), (x.bias, case.bias))
     )
-    dlse = layout.shard(x.dlse, 2, rank) if case.lse else None
-    return results_of(inputs, out, lse, layout.shard(x.dout, 1, rank), dlse)
+    if case.mistake and mask is not None:
+        mask = MISTAKEN[case.mistake](mask)
+    dlse = None if x.dlse is None else layout.shard(x.dlse, 2, rank)
+    q, k, v = layout.shard(x.q, 1, rank), layout_k.shard(x.k, 1, rank), layout_k.shard(x.v, 1, rank)
+    return results_of(call, case, Inputs(q, k, v, mask, bias, layout.shard(x.dout, 1, rank), dlse, x.sink))
 
 
 @lru_cache
@@ -271,31 +236,28 @@ def row_layouts(case: ParallelCase) -> tuple[tuple[SequenceLayout, SequenceLayou
 def shard_result(case: ParallelCase, name: str, x: Tensor) -> Tensor:
     """Take a rank's part of a result of one process."""
     layouts, rank = case.layouts(dist.get_world_size()), dist.get_rank()
-    if name in ("out", "dq"):
-        return layouts[0].shard(x, 1, rank)
-    if name == "lse":
-        return layouts[0].shard(x, 2, rank)
+    if name in ("out", "dq", "lse"):
+        return layouts[0].shard(x, 2 if name == "lse" else 1, rank)
     if name in ("dk", "dv"):
         return layouts[1].shard(x, 1, rank)
-    return shard_scores(case.bias_dims, x, *row_layouts(case)) if name == "dbias" else x
+    return x if name == "dsink" or case.bias is None else shard_scores(case.bias, x, *row_layouts(case))
 
 
 def is_partial(case: ParallelCase, name: str) -> bool:
     """Whether a rank's gradient counts its own rows alone, so that the gradient of the call is their sum."""
-    dims = case.bias_dims or ("",) * 4
-    shared = name == "dsink" or (name == "dbias" and not dims[2] and dims[3] != "s")
-    return shared and not case.reduce
+    is_shared = case.bias is not None and case.bias[2] != "Lq" and case.bias[3] != "Ls"
+    return (name == "dsink" or (name == "dbias" and is_shared)) and not case.reduce
 
 
-def errors_of(case: ParallelCase, x: WholeCall, results: dict[str, Tensor]) -> dict[str, float]:
+def errors_of(case: ParallelCase, x: Inputs, results: dict[str, Tensor]) -> dict[str, float]:
     """The largest difference of each result between this rank and one process."""
-    wanted = one_process(case, x, "eager")
+    wanted, has_rows = one_process(case, x), case.bias is not None and case.bias[2] == "Lq"
     assert results.keys() == wanted.keys(), (results.keys(), wanted.keys())
     errors = {}
     for name, y in results.items():
         if is_partial(case, name):
             dist.all_reduce(y)
-        elif case.mesh is not None and name == "dbias" and case.bias_dims[2]:  # it counts the rank's heads alone
+        elif case.mesh is not None and name == "dbias" and has_rows:  # it counts the rank's heads alone
             dist.all_reduce(y, group=mesh_of(case.mesh, case.device).get_group(1))
         z = shard_result(case, name, wanted[name])
         assert y.shape == z.shape and y.dtype == z.dtype, (name, y.shape, z.shape, y.dtype, z.dtype)
@@ -321,7 +283,7 @@ def compared_in_parts(case: ParallelCase) -> tuple[dict[str, float], dict[str, b
     return errors_of(case, x, results), equal
 
 
-def counted(case: ParallelCase, x: WholeCall) -> tuple[dict[str, Tensor], set[str]]:
+def counted(case: ParallelCase, x: Inputs) -> tuple[dict[str, Tensor], set[str]]:
     """Results of a call whose collectives are handed the bytes that were announced, and what brings keys."""
     counts = {"forward": (0, 0), "backward": (0, 0)}
     step, announced, collectives = "forward", {}, set()
@@ -359,9 +321,9 @@ def counted(case: ParallelCase, x: WholeCall) -> tuple[dict[str, Tensor], set[st
         patch.object(exchange, "_all_gather", counting(exchange._all_gather)),
         patch.object(dist, "all_to_all_single", counting(dist.all_to_all_single)),
     ):
-        results = parallel(case, x, run=call)
+        results = parallel(case, x, call)
     # Where heads are traded a gradient of lse is announced, which a loss without lse never sends.
-    passes = counts if case.lse or case.strategy == "gather" else ("forward",)
+    passes = counts if case.dlse or case.strategy == "gather" else ("forward",)
     assert all(counts[name] == announced[name] for name in passes), (counts, announced)
     return results, collectives
 
@@ -405,7 +367,7 @@ class Unpacking:
 
         return backward
 
-    def _dense(self, problem: AttentionProblem, x: Inputs) -> Inputs:
+    def _dense(self, problem: AttentionProblem, x: Operands) -> Operands:
         """The same inputs with a bool mask."""
         mask = x.mask
         assert (problem.k_strides, problem.v_strides) == (x.k.stride(), x.v.stride())
@@ -440,7 +402,7 @@ def compared_by_unpacking(case: ParallelCase) -> tuple[dict[str, float], set[str
     """`compared` on the backend that reads prepared masks, and the forms in which masks came."""
     backend = registered()
     backend.forms.clear()
-    return compared(replace(case, backend="unpacking")), set(backend.forms)
+    return compared(case.with_(backend="unpacking")), set(backend.forms)
 
 
 def mistaken(
@@ -458,7 +420,7 @@ def mistaken(
     """
     registered()  # so that there are two pairs to choose from
     is_wrong = dist.get_rank() == rank
-    mine, more = (replace(case, **change), keywords) if is_wrong else (case, {})
+    mine, more = (case.with_(**change), keywords) if is_wrong else (case, {})
     raised_errors, errors = set(), []
     for _ in range(2):
         raised_errors.add(raised(lambda: parallel(mine, draw(mine), **more)))
@@ -487,7 +449,7 @@ def mistaken_after_many(case: ParallelCase, number: int) -> tuple[str, str]:
     x = draw(case)
     for _ in range(number):
         parallel(case, x)
-    mine = replace(case, causal=False) if dist.get_rank() == dist.get_world_size() - 1 else case
+    mine = case.with_(is_causal=False) if dist.get_rank() == dist.get_world_size() - 1 else case
     return raised(lambda: parallel(mine, draw(mine)))
 
 
@@ -502,11 +464,13 @@ def mistaken_in_backward(case: ParallelCase, mistake: str) -> tuple[tuple[str, s
 
     def layer(*arguments: Any, **keywords: Any) -> Any:
         results = context_parallel_attention(*arguments, **keywords)
-        layers.append((results[0], [t for t in (*arguments, keywords["sink"]) if t is not None and t.requires_grad]))
+        layers.append(
+            (results[0], [t for t in (*arguments, keywords.get("sink")) if t is not None and t.requires_grad])
+        )
         return results[0].detach().requires_grad_(), results[1].detach()
 
     for _ in range(2):
-        parallel(case, x, run=layer)
+        parallel(case, x, layer)
 
     def back(number: int, inputs: slice = slice(None)) -> None:
         out, needed = layers[number]
@@ -527,10 +491,10 @@ def mistaken_in_backward(case: ParallelCase, mistake: str) -> tuple[tuple[str, s
 
 def mistaken_when_compiled(case: ParallelCase, change: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what a compiled call raises where the last rank differs, when it is traced and when it runs again."""
-    mine = replace(case, **change) if dist.get_rank() == dist.get_world_size() - 1 else case
+    mine = case.with_(**change) if dist.get_rank() == dist.get_world_size() - 1 else case
     torch._dynamo.reset()
     compiled_call = torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager")
-    return [raised(lambda: parallel(mine, draw(mine), run=compiled_call)) for _ in range(2)]
+    return [raised(lambda: parallel(mine, draw(mine), compiled_call)) for _ in range(2)]
 
 
 def compared_on_a_device_group() -> tuple[list[str], int, int]:
@@ -575,7 +539,7 @@ def compiled(case: ParallelCase) -> float:
     torch._dynamo.reset()
     x = draw(case)
     wanted = parallel(case, x)
-    results = parallel(case, x, run=torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager"))
+    results = parallel(case, x, torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager"))
     assert results.keys() == wanted.keys()
     return max(float((results[name] - y).abs().max()) for name, y in wanted.items())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +20,23 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent
 SECONDS = 120  # a call that takes longer hangs
 SECONDS_LEFT = 10  # for the others, once a rank has failed
+
+
+def torchrun(ranks: int, *arguments: str) -> str:
+    """Run a program of this repository on so many ranks, without a GPU, and return what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *arguments,
+    ]
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 class WorkerError(AssertionError):

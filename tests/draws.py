@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from cases import ALL, DEVICE, Case, Inputs
+from cases import ALL, DEVICE, Case, Inputs, Numbers
 from layouts import LAYOUTS, offset, rearranged
 from torch import Tensor
 
 from flash_dmattn.backends.cuda.rules import INSTANCES
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.masks.prepared.builders import interval_walk
-from flash_dmattn.masks.prepared.operators import FEW_QUERIES
+from flash_dmattn.masks.prepared.operators import FEW_QUERIES, interval_walk
 from flash_dmattn.masks.prepared.storage import IntervalMask
 
 # The choices for each field of a `Case`, and for "group", the query heads of a key-value head. A choice that stands
@@ -57,14 +56,33 @@ ANY: Features = {
 
 def draw(rng: random.Random, features: Features, seed: int) -> Case:
     """A call of these features; each field that they leave out has the choices of `ANY`."""
-    values = {name: rng.choice(choices) for name, choices in {**ANY, **features}.items()}
+    values = {name: rng.choice(choices) for name, choices in {**ANY, **features}.items() if name != "relative"}
     values["num_heads"] = values["num_heads_k"] * values.pop("group")
+    if values["bias"] is None and "relative" in features:  # its own numbers, so that all else is drawn as without it
+        values["relative"] = draw_relative(random.Random(f"relative {seed}"), values, features["relative"])
     has_gradient, is_alone = rng.random() < 0.7, rng.random() < 0.1
     if values["sink"] is not None and is_alone and "q" in values["needs_grad"]:
         values["needs_grad"] = ("sink",)
     elif values["sink"] is not None and has_gradient:
         values["needs_grad"] = (*values["needs_grad"], "sink")
     return Case(**values, seed=seed)
+
+
+def draw_relative(rng: random.Random, values: Mapping[str, Any], rows: Sequence[str]) -> Numbers | None:
+    """A bias by distance, or for one call of four none; `rows` are the choices for its dim of queries."""
+    if rng.random() < 0.25:
+        return None
+    letters = rng.choice(("1", "B")), rng.choice(("1", "Hk", "Hq")), rng.choice(rows)
+    outside = "zero" if letters[2] == "Lq" else rng.choice(("error", "clamp", "clamp", "zero"))
+    if outside != "error":
+        number = rng.choice((1, 2, 5, 17, 33, 64, 150))
+        return Numbers(letters, number, rng.choice((number // 2, number // 2, number - 1, 0, -3, number + 4)), outside)
+    low, high = 1 - values["seqlen_k"], values["seqlen_q"] - 1
+    left, right = values["window_size"] or (-1, -1)
+    right = 0 if values["is_causal"] else right
+    low, high = low if left < 0 else max(low, -left), high if right < 0 else min(high, right)
+    more = rng.choice((0, 0, 3))  # values of distances that the call has not
+    return Numbers(letters, max(high - low, 0) + 1 + more, more - low, outside)
 
 
 class Drawn(NamedTuple):
@@ -107,13 +125,14 @@ SMALL: Features = {
     "dtype": (FP32, BF16, FP16) + ((FP64,) if DEVICE == "cpu" else ()),
     "bias_kind": ("normal", "normal", "inf", "min"),
     "window_size": (None, None, *itertools.product((-1, 0, 1, 5, 20, 50), repeat=2)),
+    "relative": ("1", "1", "Lq"),
 }
 
 
 def draw_small(number: int) -> Drawn:
     """The call of a number, of a backend without tiles."""
     rng = random.Random(number)
-    return Drawn(draw(rng, SMALL, number), rng.choice((None, *LAYOUTS)))
+    return Drawn(draw(rng, SMALL, number), rng.choice((None, *LAYOUTS)), number % 4 == 3)
 
 
 # A step of a kernel takes 32 to 128 of them, and a tile of a prepared mask 128; from 512 on programs share a row.
@@ -135,7 +154,7 @@ def draw_triton(number: int) -> Drawn:
     forms = {"mask": FORMS[number // 2 % len(FORMS)], "bias": FORMS[number // 3 % len(FORMS)]}
     chosen = {name: (None, *4 * (form,)) for name, form in forms.items()}
     head_dims = {"head_dim": dims, "head_dim_v": (0,) * 2 * len(dims) + dims}
-    case = draw(rng, {**KERNELS, **head_dims, **chosen, "dtype": (dtype,)}, number)
+    case = draw(rng, {**KERNELS, **head_dims, **chosen, "dtype": (dtype,), "relative": ("1",)}, number)
     layout = rng.choice((None, None, None, *("nan_margins",) * 4, *LAYOUTS))
     return Drawn(case, layout, number % 2 == 1, rng.random() < 0.5)
 
@@ -257,6 +276,7 @@ INTERPRETED: Features = {
     "softmax_scale": (None, None, 0.0, 0.7, -0.2),
     "needs_grad": (ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",)),
     "logits": (1.0,),
+    "relative": ("1",),
 }
 SEVERAL_TILES = ((130, 17), (33, 140), (130, 140))  # of a packed mask
 MANY_BLOCKS = ((1, 300), (17, 290), (150, 20), (200, 33), (140, 70))  # which programs share
@@ -285,6 +305,22 @@ def draw_short_interpreted(number: int) -> Drawn:
     elif kind < 0.1:
         features |= {"seqlen_q": (130,), "seqlen_k": (20,)}
     return Drawn(draw(rng, features, number), rng.choice((None, None, *LAYOUTS)), number % 3 == 0)
+
+
+MOST_SCORES = 200_000  # of a call on the emulated GPU or under a sanitizer, where they take a second
+
+
+def smaller(case: Case) -> Case:
+    """The case with fewer heads, and where that is not enough fewer queries and keys."""
+    heads_k = min(case.num_heads_k, 2)
+    heads = heads_k * min(case.num_heads // case.num_heads_k, 3)
+    case = case.with_(batch=min(case.batch, 2), num_heads_k=heads_k, num_heads=heads)
+    while case.batch * heads * case.seqlen_q * case.seqlen_k > MOST_SCORES:
+        if case.seqlen_q >= case.seqlen_k:
+            case = case.with_(seqlen_q=case.seqlen_q // 2)
+        else:
+            case = case.with_(seqlen_k=case.seqlen_k // 16 * 8 + case.seqlen_k % 8)
+    return case
 
 
 DRAWS: dict[str, Callable[[int], Drawn]] = {

@@ -9,8 +9,7 @@ from torch import Tensor
 from flash_dmattn import attention
 
 # Queries and keys: of one tile and of several, whole ones and not; one of the two is the head dim of v.
-FORWARD = ((33, 60), (100, 128), (300, 40), (16, 16), (1, 70))
-BACKWARD = ((60, 33), (128, 100), (40, 300), (16, 16), (70, 1))
+SIZES = ((33, 60), (100, 128), (300, 40), (16, 16), (1, 70))
 
 
 def dropped_case(seqlen_q: int, seqlen_k: int, num_heads_k: int = 2, p: float = 0.4) -> Case:

@@ -37,8 +37,19 @@ FORMS = {
     # Large enough to pay for tensor descriptors.
     "large": LARGE.with_(bias=("B", "Hq", "Lq", "Lk"), is_causal=True, sink="normal"),
     "large mask": LARGE.with_(bias=("1", "1", "Lq", "Lk"), mask=("1", "Hk", "Lq", "Lk"), mask_kind="empty_tiles"),
+    # Blocks of cuda add their parts of dk and dv of groups, of dq alone where each head has its own, and store dbias.
+    "groups": BASE.with_(seqlen_k=600, is_causal=True),
+    "mask and bias per key": BASE.with_(
+        head_dim=128, mask=("B", "Hk", "Lq", "Lk"), mask_kind="empty_tiles", bias=("1", "Hk", "1", "Lk")
+    ),
+    "bias and its gradient": BASE.with_(seqlen_k=600, num_heads_k=4, bias=("B", "Hq", "Lq", "Lk")),
+    "large mask of each head": LARGE.with_(
+        **{"head_dim": 128, "num_heads_k": 16, "mask": ("B", "Hk", "Lq", "Lk"), "mask_kind": "empty_tiles"},
+        bias=("1", "Hk", "1", "Lk"),
+    ),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
+both_orders = pytest.mark.parametrize("deterministic", (True, False), ids=("fixed order", "any order"))
 # Half a second of an H200, many times what the host needs for a call that it has made before.
 SLEEP_CYCLES = 10**9
 # Of the norm of a gradient. 18 normal terms, added in fp32 in two orders and rounded to bf16, differ by 2^-15 of it,
@@ -54,15 +65,29 @@ def served(backend: Runner, case: Case) -> Inputs:
         if refusal is not None:
             pytest.skip(refusal)
     inputs = case.build()
-    refusal = backend.refusal(case, inputs)
-    if refusal is not None:
-        pytest.skip(refusal)
+    backend.attention(case, inputs)  # or a skip
     return inputs
 
 
 def of_form(form: str, case: Case, inputs: Inputs) -> Inputs:
     """The inputs with their mask as the form has it: prepared beforehand, or as it is."""
     return placed(Drawn(case, prepared=form.startswith("prepared")), inputs)
+
+
+def made(backend: Runner, form: str, deterministic: bool, seed: int = 0) -> tuple[Case, Inputs]:
+    """A case and its tensors, or a skip: sums in any order are those of the gradients of cuda."""
+    case = FORMS[form].with_(seed=seed)
+    inputs = served(backend, case)
+    if not deterministic and backend.choice(case, inputs, deterministic=False) != "cuda":
+        pytest.skip("its gradients are summed in one order")
+    return case, of_form(form, case, inputs)
+
+
+def summed(case: Case, deterministic: bool) -> tuple[str, ...]:
+    """The gradients that several blocks add to in any order."""
+    if deterministic:
+        return ()
+    return ("dq",) if case.num_heads == case.num_heads_k else ("dq", "dk", "dv")
 
 
 def buffers(inputs: Inputs) -> list[Tensor]:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,10 +25,18 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from accuracy import assert_accurate  # noqa: E402
-from cases import Case  # noqa: E402
-from cases import Inputs as WholeInputs  # noqa: E402
-from distributed_calls import BIASES, ParallelCase, draw, is_partial, mistaken, parallel  # noqa: E402
+from accuracy import GRADIENTS, assert_accurate  # noqa: E402
+from distributed_calls import (  # noqa: E402
+    SMALL,
+    P,
+    ParallelCase,
+    draw,
+    draw_parallel,
+    is_partial,
+    mistaken,
+    parallel,
+)
+from draws import Features  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from flash_dmattn import BackendUnsupportedError  # noqa: E402
@@ -50,77 +56,66 @@ def missing_of(environment: Mapping[str, str]) -> list[str]:
 def named_cases(large: bool, size: int) -> dict[str, ParallelCase]:
     """The calls that the library is about, causal, in bf16, for `size` ranks."""
     length, dim = (2048, 128) if large else (64, 16)
-    base = ParallelCase(causal=True, lse=True, dtype=torch.bfloat16, seqlen_q=length, seqlen_k=length, batch=1, heads=8)
-    base = replace(base, dim=dim, dim_v=dim)
+    base = P(is_causal=True, dlse=True, dtype=torch.bfloat16, seqlen_q=length, seqlen_k=length, batch=1, num_heads=8)
+    base = base.with_(head_dim=dim)
     return {
         "causal": base,
-        "top-k mask, bias of keys": replace(base, mask="topk", bias="keys", reduce=True),
-        "top-k mask, bias sharded": replace(base, mask="topk", bias="sharded"),
-        "prepared top-k mask": replace(base, mask="prepared_topk", bias="keys", groups=2, reduce=True),
-        "bias of pairs": replace(base, bias="full"),
-        "bias of pairs, groups": replace(base, bias="full", groups=2),
-        "bias shared by the batch": replace(base, bias="shared", batch=2),
-        "bias shared by heads": replace(base, bias="one_head", causal=False),
-        "mask of keys": replace(base, mask="keys", batch=2),
-        "prepared mask of keys": replace(base, mask="prepared_keys", batch=2, layout="contiguous"),
-        "empty rows": replace(base, mask="full", empty=True, causal=False),
-        "window": replace(base, window=(length // 4, -1)),
-        "window, keys of neighbours": replace(base, window=(length // 16, -1), bias="sharded", mask="sharded", batch=2),
-        "window, layout of neighbours": replace(base, window=(length // 16, 3), layout="contiguous", groups=2),
-        "window, balanced": replace(base, window=(length // 8, -1), layout="balanced", mask="prepared", bias="full"),
-        "window, mesh": replace(base, window=(length // 16, -1), strategy="auto", mesh=(size, 1)),
-        "fp32 exchange": replace(base, exchange=torch.float32),
-        "head slopes, summed": replace(base, bias="keys_of_q", reduce=True),
-        "more keys": replace(base, seqlen_k=2 * length, bias="full"),
-        "sink": replace(base, sink=True, reduce=True),
-        "ulysses": replace(base, strategy="ulysses", bias="keys", reduce=True),
-        "ulysses, shared heads": replace(base, strategy="ulysses", heads_k=1, mask="keys"),
-        "mesh, heads": replace(base, strategy="auto", mesh=(1, size), mask="keys"),
-        "mesh, keys": replace(base, strategy="auto", mesh=(size, 1), mask="prepared_keys", sink=True, reduce=True),
-        "balanced": replace(base, layout="balanced", mask="prepared", bias="full"),
+        "top-k mask, bias of keys": base.with_(mask="topk", bias="keys", reduce=True),
+        "top-k mask, bias sharded": base.with_(mask="topk", bias="sharded"),
+        "prepared top-k mask": base.with_(mask="prepared_topk", bias="keys", groups=2, reduce=True),
+        "bias of pairs": base.with_(bias="full"),
+        "bias of pairs, groups": base.with_(bias="full", groups=2),
+        "bias shared by the batch": base.with_(bias="shared", batch=2),
+        "bias shared by heads": base.with_(bias="one_head", is_causal=False),
+        "mask of keys": base.with_(mask="keys", batch=2),
+        "prepared mask of keys": base.with_(mask="prepared_keys", batch=2, layout="contiguous"),
+        "empty rows": base.with_(mask="full", mask_kind="empty_rows", is_causal=False),
+        "window": base.with_(window_size=(length // 4, -1)),
+        "window, keys of neighbours": base.with_(
+            window_size=(length // 16, -1), bias="sharded", mask="sharded", batch=2
+        ),
+        "window, layout of neighbours": base.with_(window_size=(length // 16, 3), layout="contiguous", groups=2),
+        "window, balanced": base.with_(window_size=(length // 8, -1), layout="balanced", mask="prepared", bias="full"),
+        "window, mesh": base.with_(window_size=(length // 16, -1), strategy="auto", mesh=(size, 1)),
+        "fp32 exchange": base.with_(exchange=torch.float32),
+        "head slopes, summed": base.with_(bias="keys_of_q", reduce=True),
+        "more keys": base.with_(seqlen_k=2 * length, bias="full"),
+        "sink": base.with_(sink="normal", reduce=True),
+        "ulysses": base.with_(strategy="ulysses", bias="keys", reduce=True),
+        "ulysses, shared heads": base.with_(strategy="ulysses", num_heads_k=1, mask="keys"),
+        "mesh, heads": base.with_(strategy="auto", mesh=(1, size), mask="keys"),
+        "mesh, keys": base.with_(strategy="auto", mesh=(size, 1), mask="prepared_keys", sink="normal", reduce=True),
+        "balanced": base.with_(layout="balanced", mask="prepared", bias="full"),
     }
 
 
 def random_case(seed: int, large: bool) -> ParallelCase:
     """A call drawn from its number."""
-    r = random.Random(seed)
     unit = 256 if large else 16
-    seqlen_q = unit * r.randint(1, 5)
-    bias = r.choice(list(BIASES))
-    heads_k = r.choice((1, 2, 4))
-    sink = r.random() < 0.2
-    reduce = sink or r.random() < 0.5
-    shared = BIASES[bias] is not None and not BIASES[bias][2]
-    return ParallelCase(
-        layout=r.choice(("zigzag", "contiguous", "balanced")),
-        bias=bias,
-        mask=r.choice(("none", "full", "group", "keys", "sharded", "prepared", "prepared_keys")),
-        causal=r.random() < 0.5,
-        window=r.choice((None, None, (unit, 3), (-1, 5), (2 * unit, -1))),
-        seqlen_q=seqlen_q,
-        seqlen_k=r.choice((seqlen_q, seqlen_q + unit, max(unit, seqlen_q - unit))),
-        batch=r.choice((1, 2)),
-        heads=heads_k * r.choice((1, 2, 4)),
-        heads_k=heads_k,
-        dim=r.choice((64, 128)) if large else 16,
-        dim_v=0,
-        lse=True,  # without it gradients of one value per query are zeros, and no error relative to zero is small
-        softcap=r.choice((0.0, 0.0, 4.0)),
-        sink=sink,
-        reduce=reduce,
-        bias_dtype=torch.float32 if shared and not reduce else None,  # partial gradients are each rounded to it
-        groups=r.choice((None, 1, heads_k)) if bias != "one_head" else None,
-        exchange=r.choice((None, torch.float32)),
-        dtype=torch.bfloat16,
-        seed=seed,
-    )
+    lengths = tuple(unit * n for n in range(1, 6))
+    features: Features = {
+        "seqlen_q": lengths,
+        "seqlen_k": lengths,
+        "head_dim": (64, 128) if large else (16,),
+        "head_dim_v": (0,),
+        "group": (1, 2, 4),
+        "dtype": (torch.bfloat16,),
+        "mask_kind": ("random",),
+        "bias_kind": ("normal",),
+        "window_size": (None, None, (unit, 3), (-1, 5), (2 * unit, -1)),
+        "needs_grad": (("q", "k", "v", "bias"),),
+        "dlse": (True,),  # without it gradients of one value per query are zeros, and no relative error is small
+    }
+    case = draw_parallel(seed, {**SMALL, **features})
+    case = case.with_(reduce=case.reduce or case.sink is not None)
+    # A partial gradient of a bias is rounded to its dtype on each rank.
+    return case.with_(bias_dtype=torch.float32) if is_partial(case, "dbias") else case
 
 
 def put_together(case: ParallelCase, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Put the results of all ranks together."""
     layout, layout_k = case.layouts(dist.get_world_size())
-    dims = case.bias_dims or ("",) * 4
-    gathered = {}
+    bias, gathered = case.bias or ("1",) * 4, {}
     for name, x in results.items():
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x.contiguous())
@@ -128,9 +123,9 @@ def put_together(case: ParallelCase, results: Mapping[str, Tensor]) -> dict[str,
             gathered[name] = layout.unshard(parts, 2 if name == "lse" else 1)
         elif name in ("dk", "dv"):
             gathered[name] = layout_k.unshard(parts, 1)
-        elif name == "dbias" and dims[2]:
+        elif name == "dbias" and bias[2] == "Lq":
             gathered[name] = layout.unshard(parts, 2)
-        elif name == "dbias" and dims[3] == "s":
+        elif name == "dbias" and bias[3] == "Ls":
             gathered[name] = layout_k.unshard(parts, 3)
         elif is_partial(case, name):
             gathered[name] = torch.stack(parts).double().sum(0).to(x.dtype)
@@ -144,13 +139,9 @@ def judge(case: ParallelCase) -> tuple[str, str]:
     """Say what is wrong with a call, or nothing; and which checks were left out."""
     x = draw(case)
     got = put_together(case, parallel(case, x))
-    needs = tuple(name for name in ("q", "k", "v", "bias", "sink") if name in x.floats())
-    flags = {name: value for name, value in x.flags.items() if value is not None}
-    described = Case(dtype=case.dtype, needs_grad=needs, dlse=True, **flags)
-    inputs = WholeInputs(x.q, x.k, x.v, x.mask, x.bias, x.dout, x.dlse, x.sink)
-    names = ("out", "lse", "dq", "dk", "dv", "dbias", *(("dsink",) if case.sink else ()))
+    names = ("out", "lse", *GRADIENTS, *(("dsink",) if case.sink else ()))
     try:
-        assert_accurate({name: got.get(name) for name in names}, described, inputs)
+        assert_accurate({name: got.get(name) for name in names}, case, x)
     except AssertionError as error:
         return " ".join(str(error).split("\n")[1:]).strip() or str(error), ""
     try:
@@ -175,7 +166,7 @@ def outcome(case: ParallelCase, backend: Any) -> tuple[str, str]:
     for choice in choices:
         note = ""
         try:
-            said, note = judge(replace(case, backend=choice))
+            said, note = judge(case.with_(backend=choice))
         except BackendUnsupportedError as error:
             refusal = next(line.strip() for line in str(error).splitlines() if line.startswith("  - "))
             continue
@@ -192,7 +183,7 @@ def outcome(case: ParallelCase, backend: Any) -> tuple[str, str]:
 def failed_together(case: ParallelCase) -> tuple[str, str]:
     """Judge whether each mistake of the last rank raises the same error on all ranks, before and after good calls."""
     rank = dist.get_world_size() - 1
-    for change in ({"causal": not case.causal}, {"batch": case.batch + 1}, {"backend": "unknown"}):
+    for change in ({"is_causal": not case.is_causal}, {"batch": case.batch + 1}, {"backend": "unknown"}):
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, mistaken(case, rank, change, {})[0])
         if len(everywhere[0]) != 1 or any(said != everywhere[0] for said in everywhere):
@@ -227,8 +218,7 @@ def main() -> int:
         dist.init_process_group("gloo")
     cases = named_cases(on_gpus, dist.get_world_size())
     for seed in range(options.first, options.first + options.random):
-        case = random_case(seed, on_gpus)
-        cases[f"random {seed}"] = replace(case, dim_v=case.dim)
+        cases[f"random {seed}"] = random_case(seed, on_gpus)
     backends = options.backends or (("cuda", "triton") if on_gpus else ("eager",))
     counts: Counter[tuple[str, str]] = Counter()
     left = -1
@@ -241,7 +231,7 @@ def main() -> int:
             left = number
             break
         for backend in backends:
-            here = replace(case, device=f"cuda:{torch.cuda.current_device()}" if on_gpus else "cpu")
+            here = case.with_(device=f"cuda:{torch.cuda.current_device()}" if on_gpus else "cpu")
             verdict, text = outcome(here, backend)
             counts[backend, verdict] += 1
             if dist.get_rank() == 0:
@@ -250,9 +240,7 @@ def main() -> int:
                     print(f"         {here}", flush=True)
     if options.match in MISTAKES and left < 0 and dist.get_world_size() > 1:
         device = f"cuda:{torch.cuda.current_device()}" if on_gpus else "cpu"
-        verdict, text = failed_together(
-            ParallelCase(causal=True, dtype=torch.bfloat16, dim=64, dim_v=64, device=device)
-        )
+        verdict, text = failed_together(P(is_causal=True, dtype=torch.bfloat16, head_dim=64, device=device))
         counts[MISTAKES, verdict] += 1
         if dist.get_rank() == 0:
             print(f"{verdict:8} {MISTAKES}: {text}", flush=True)

@@ -1,4 +1,4 @@
-"""DTensors on GPUs (NCCL), or on a CPU (gloo): results and gradients no further from fp64 than on one GPU.
+"""DTensors on GPUs (NCCL), or on a CPU (gloo): results and gradients under the rule of accuracy, and their placements.
 
     NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 \\
         torchrun --nproc-per-node 2 tests/gpu_dtensor.py
@@ -18,32 +18,32 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from accuracy import GRADIENTS, assert_accurate  # noqa: E402
+from cases import ALL, Case  # noqa: E402
 from dtensor_calls import parse, spell  # noqa: E402
 from gpu_distributed import missing_of  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import distribute_tensor  # noqa: E402
 
 import flash_dmattn  # noqa: E402
 
-# Placements of q, k and v; sizes of the bias as letters, and its placements.
+# Placements of q, k and v; sizes of the bias, and its placements.
 CASES = (
     ("S0", None, ""),
-    ("S0", ("1", "Hk", "1", "L"), "R"),
-    ("S0", ("1", "H", "L", "L"), "R"),
-    ("S0", ("B", "H", "L", "L"), "S0"),
-    ("S2", ("1", "H", "1", "L"), "S1"),
-    ("S2", ("B", "H", "L", "L"), "S1"),
-    ("S2", ("1", "1", "L", "L"), "R"),
-    ("S1", ("1", "H", "L", "L"), "S2"),
-    ("S1", ("1", "H", "1", "L"), "S3"),
-    ("R", ("1", "H", "L", "L"), "R"),
+    ("S0", ("1", "Hk", "1", "Lk"), "R"),
+    ("S0", ("1", "Hq", "Lq", "Lk"), "R"),
+    ("S0", ("B", "Hq", "Lq", "Lk"), "S0"),
+    ("S2", ("1", "Hq", "1", "Lk"), "S1"),
+    ("S2", ("B", "Hq", "Lq", "Lk"), "S1"),
+    ("S2", ("1", "1", "Lq", "Lk"), "R"),
+    ("S1", ("1", "Hq", "Lq", "Lk"), "S2"),
+    ("S1", ("1", "Hq", "1", "Lk"), "S3"),
+    ("R", ("1", "Hq", "Lq", "Lk"), "R"),
 )
-GENEROSITY, SLACK = 1.5, 1e-5  # of the rule of accuracy
 
 
 def main() -> int:
-    """Every case on every rank."""
+    """Run every case on every rank."""
     on_gpu = torch.cuda.is_available()
     missing = missing_of(os.environ) if on_gpu else []
     if missing or "RANK" not in os.environ:
@@ -53,48 +53,37 @@ def main() -> int:
     if on_gpu:
         torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
-    sizes = {"B": 2 * mesh.size(), "L": 1024 if on_gpu else 64, "H": 8, "Hk": 4, "D": 64 if on_gpu else 16, "1": 1}
+    length, head_dim = (1024, 64) if on_gpu else (64, 16)
+    sizes = {"batch": 2 * mesh.size(), "seqlen_q": length, "seqlen_k": length, "head_dim": head_dim}
     failed = 0
-    for number, (q_on, bias_shape, bias_on) in enumerate(CASES):
-        torch.manual_seed(number)
-        shapes = {"q": ("B", "L", "H", "D"), "k": ("B", "L", "Hk", "D"), "v": ("B", "L", "Hk", "D")}
-        shapes |= {} if bias_shape is None else {"bias": bias_shape}
-        tensors = {
-            name: torch.randn([sizes[x] for x in shape], device=device, dtype=torch.bfloat16)
-            for name, shape in shapes.items()
-        }
-        dout = torch.randn_like(tensors["q"])
-        written = {name: bias_on if name == "bias" else q_on for name in tensors}
-        shared = {name: distribute_tensor(x, mesh, parse(written[name])) for name, x in tensors.items()}
-        exact = results({name: x.double() for name, x in tensors.items()}, dout.double(), "reference")
-        alone = results(tensors, dout, "auto")
-        sharded = results(shared, distribute_tensor(dout, mesh, parse(q_on)), "auto")
-        wrong = [name for name in tensors if spell(sharded[f"d{name}"].placements) != written[name]]
-        ratios = {}
-        for name, x in sharded.items():
-            error, least = (distance(y, exact[name]) for y in (x.full_tensor(), alone[name]))
-            ratios[name] = error / (GENEROSITY * least + SLACK)
-        passed = not wrong and max(ratios.values()) <= 1
-        failed += not passed
+    for number, (q_on, bias, bias_on) in enumerate(CASES):
+        case = Case(**sizes, num_heads=8, num_heads_k=4, dtype=torch.bfloat16, bias=bias, is_causal=True, seed=number)
+        said = judge(case, mesh, str(device), {**dict.fromkeys("qkv", q_on), "bias": bias_on})
+        failed += bool(said)
         if mesh.get_rank() == 0:
-            worst = max(ratios, key=lambda name: ratios[name])
-            said = f"q {q_on}, bias {bias_shape} {bias_on}: {worst} has {ratios[worst]:.2f} of the error allowed"
-            print("passed" if passed else "FAILED", said, f"placements of {wrong}" if wrong else "", flush=True)
+            print("FAILED" if said else "passed", f"q {q_on}, bias {bias} {bias_on}", said, flush=True)
     dist.destroy_process_group()
     return 1 if failed else 0
 
 
-def results(tensors: dict[str, Tensor], dout: Tensor, backend: str) -> dict[str, Tensor]:
-    """out and the gradients of a causal call."""
-    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-    out = flash_dmattn.attention(**leaves, is_causal=True, backend=backend)
-    out.backward(dout)
-    return {"out": out.detach(), **{f"d{name}": x.grad for name, x in leaves.items()}}
-
-
-def distance(x: Tensor, exact: Tensor) -> float:
-    """||x - exact|| / ||exact||."""
-    return ((x.double() - exact).norm() / exact.norm()).item()
+def judge(case: Case, mesh: DeviceMesh, device: str, placed: dict[str, str]) -> str:
+    """Say what is wrong with results, gradients and placements of a call with DTensors; nothing if all is well."""
+    x = case.build(device)
+    leaves = {
+        name: distribute_tensor(y, mesh, parse(placed[name])).requires_grad_()
+        for name, y in zip(ALL, (x.q, x.k, x.v, x.bias), strict=True)
+        if y is not None
+    }
+    out, lse = flash_dmattn.attention(**leaves, is_causal=True, return_lse=True)
+    out.backward(distribute_tensor(x.dout, mesh, parse(placed["q"])))
+    gradients = {f"d{name}": y.grad for name, y in leaves.items()}
+    wrong = [name for name, y in gradients.items() if spell(y.placements) != placed[name[1:]]]
+    results = {name: y.detach().full_tensor() for name, y in {"out": out, "lse": lse, **gradients}.items()}
+    try:
+        assert_accurate({**dict.fromkeys(GRADIENTS), **results}, case, x)
+    except AssertionError as error:
+        return str(error)
+    return f"placements of {wrong}" if wrong else ""
 
 
 if __name__ == "__main__":

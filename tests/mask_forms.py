@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from out_of_tree import Counting, registered
+from out_of_tree import KernelPair, registered
 from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.masks import PreparedMask
 
 # Operators are defined once per process.
-PREPARED = Counting("reads_prepared_masks", mask_forms=("tiles", "intervals"))
-DENSE = Counting("reads_dense_masks")
+PREPARED = KernelPair("reads_prepared_masks", mask_forms=frozenset({"tiles", "intervals"}))
+DENSE = KernelPair("reads_dense_masks")
 B, LQ, LK, HQ, HK, D = 2, 140, 150, 4, 2, 8
 Leaves = list[Tensor]
 

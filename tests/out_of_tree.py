@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,8 @@ from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference import formula
 
-# The passes below have no arguments for these.
-_LACKING = {"sink", "sequences", "paged", "tree"}
+# What the passes below do not have unless a test says so; they never have sequences.
+LACKING = {"sink", "sequences", "paged", "tree"}
 USABLE = Availability(True)
 
 
@@ -75,6 +75,7 @@ class OutOfTree:
         rules: tuple[Rule, ...] = (),
         auto_rules: tuple[Rule, ...] = (),
         availability: Availability = USABLE,
+        lacks: Collection[str] = LACKING,
         **more: Any,
     ) -> None:
         self.ran: list[str] = []
@@ -82,7 +83,7 @@ class OutOfTree:
             name=name,
             plan_forward=self.plan_forward,
             plan_backward=self.plan_backward,
-            features=frozenset(FEATURES) - _LACKING,
+            features=frozenset(FEATURES).difference(lacks),
             rules=rules,
             auto_rules=auto_rules,
             probe=lambda: availability,
@@ -97,23 +98,39 @@ class OutOfTree:
 
 
 class KernelPair(OutOfTree):
-    """A backend with a backward pass of its own, without a second derivative."""
+    """A backend with a backward pass of its own, without a second derivative.
+
+    It counts its passes in `count`, and `received` has the form of the mask of each.
+    """
+
+    def __init__(self, name: str, **more: Any) -> None:
+        super().__init__(name, **more)
+        self.count: Counter[str] = Counter()
+        self.received: list[str] = []
+
+    def _received(self, direction: str, x: Inputs) -> tuple[Tensor | None, ...]:
+        """The tensors of a pass, which has begun."""
+        self.ran.append(direction)
+        self.count[direction] += 1
+        self.received.append(x.mask.form)
+        return x.q, x.k, x.v, unpacked(x.mask, x.q.shape[1], x.k.shape[1]), x.bias
 
     def plan_forward(self, problem: AttentionProblem) -> Forward:
         def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-            self.ran.append("forward")
-            out, lse = formula.attention(x.q, x.k, x.v, x.mask.dense, x.bias, **flags_of(problem))
+            out, lse = formula.attention(*self._received("forward", x), **flags_of(problem), sink=x.sink)
             return out.contiguous(), lse.contiguous()
 
         return forward
 
     def plan_backward(self, problem: AttentionProblem) -> Backward:
         def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-            self.ran.append("backward")
             x = saved.inputs
-            gradients = formula.gradients(dout, dlse, x.q, x.k, x.v, x.mask.dense, x.bias, **flags_of(problem))
-            dq, dk, dv, dbias = (g if needed else None for g, needed in zip(gradients, problem.needs_grad))
-            return dq, dk, dv, dbias
+            gradients = formula.gradients(dout, dlse, *self._received("backward", x), **flags_of(problem), sink=x.sink)
+            dq, dk, dv, dbias, dsink = (
+                torch.empty(g.shape, dtype=g.dtype, device=g.device).copy_(g) if needed and g is not None else None
+                for g, needed in zip((*gradients, None)[:5], problem.needs_grad, strict=True)
+            )
+            return dq, dk, dv, dbias, dsink
 
         return backward
 
@@ -139,43 +156,6 @@ def unpacked(mask: MaskView, seqlen_q: int, seqlen_k: int) -> Tensor | None:
     if mask.form in ("none", "dense"):
         return mask.dense
     return unpack_view(mask, seqlen_q, seqlen_k)
-
-
-class Counting(OutOfTree):
-    """A backend with a backward pass of its own, which counts its passes, in compiled graphs, too.
-
-    `received` holds the form of the mask that each pass received.
-    """
-
-    def __init__(self, name: str, *, mask_forms: tuple[str, ...] = ("dense",), **more: Any) -> None:
-        super().__init__(name, mask_forms=frozenset(mask_forms), **more)
-        self.count: Counter[str] = Counter()
-        self.received: list[str] = []
-
-    def plan_forward(self, problem: AttentionProblem) -> Forward:
-        def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-            self.count["forward"] += 1
-            self.received.append(x.mask.form)
-            dense = unpacked(x.mask, x.q.shape[1], x.k.shape[1])
-            out, lse = formula.attention(x.q, x.k, x.v, dense, x.bias, **flags_of(problem))
-            return out.contiguous(), lse.contiguous()
-
-        return forward
-
-    def plan_backward(self, problem: AttentionProblem) -> Backward:
-        def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-            self.count["backward"] += 1
-            x = saved.inputs
-            self.received.append(x.mask.form)
-            dense = unpacked(x.mask, x.q.shape[1], x.k.shape[1])
-            gradients = formula.gradients(dout, dlse, x.q, x.k, x.v, dense, x.bias, **flags_of(problem))
-            dq, dk, dv, dbias = (
-                torch.empty(g.shape, dtype=g.dtype, device=g.device).copy_(g) if needed and g is not None else None
-                for g, needed in zip(gradients, problem.needs_grad)
-            )
-            return dq, dk, dv, dbias
-
-        return backward
 
 
 # docs/compile_and_export.md says what holds there.

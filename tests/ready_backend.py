@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from out_of_tree import Counting, registered
+from out_of_tree import KernelPair, registered
 from torch import Tensor
 
 from flash_dmattn import operators
@@ -16,7 +16,7 @@ from flash_dmattn.problem import AttentionProblem, Gradients
 from flash_dmattn.problem.inputs import Inputs, Saved
 
 
-class Ready(Counting):
+class Ready(KernelPair):
     """`ways` says which passes ran, `shown` which operators were called for them.
 
     `planned` has the direction and the problem of each pass that was planned, `runs` those of each that ran.

@@ -27,12 +27,13 @@ if __name__ == "__main__" and sys.argv[1:2] == ["interpreter"]:
 
 import cache_write_calls  # noqa: E402
 import draws  # noqa: E402
+import kernel_calls  # noqa: E402
 import sequence_calls  # noqa: E402
 import sequence_pack_calls  # noqa: E402
 import torch  # noqa: E402
 import tree_calls  # noqa: E402
 from accuracy import assert_accurate, run  # noqa: E402
-from cases import DEVICE, Case, Inputs  # noqa: E402
+from cases import DEVICE, Inputs  # noqa: E402
 from descriptors import descriptors_wherever_they_serve  # noqa: E402
 from draws import Drawn, placed, with_dead_keys_nan  # noqa: E402
 from layouts import rearranged  # noqa: E402
@@ -188,30 +189,27 @@ def dense(place: Place, number: int) -> Check | None:
     drawn = draws.DRAWS[place.backend](number)
     if place.kind == "gpu":
         return check_case(place, drawn)
-    drawn = drawn._replace(case=smaller(drawn.case))
+    drawn = drawn._replace(case=draws.smaller(drawn.case))
     return check_case(place, drawn) if place.machine.is_built(drawn.case) else None
-
-
-MOST_SCORES = 200_000  # of a call on the emulated GPU; they take half a second
-
-
-def smaller(case: Case) -> Case:
-    """The case with fewer heads, and where that is not enough fewer queries and keys."""
-    heads_k = min(case.num_heads_k, 2)
-    heads = heads_k * min(case.num_heads // case.num_heads_k, 3)
-    case = case.with_(batch=min(case.batch, 2), num_heads_k=heads_k, num_heads=heads)
-    while case.batch * heads * case.seqlen_q * case.seqlen_k > MOST_SCORES:
-        if case.seqlen_q >= case.seqlen_k:
-            case = case.with_(seqlen_q=case.seqlen_q // 2)
-        else:
-            case = case.with_(seqlen_k=case.seqlen_k // 16 * 8 + case.seqlen_k % 8)
-    return case
 
 
 def short(place: Place, number: int) -> Check:
     """Many entries with short rows, and biases that entries or heads share."""
     draw = draws.draw_short_interpreted if place.kind == "interpreter" else draws.draw_short
     return check_case(place, draw(number))
+
+
+def kernels(place: Place, number: int) -> Check:
+    """One of the few calls that reach every kernel."""
+    calls = kernel_calls.calls_of(place.backend)
+    call, _ = calls[number % len(calls)]
+    told, check = check_case(place, call.drawn)
+
+    def check_with_settings() -> None:
+        with call.settings():
+            check()
+
+    return f"{told}, {call[1:]}", check_with_settings
 
 
 def intervals(place: Place, number: int) -> Check:
@@ -302,6 +300,7 @@ def packs(place: Place, number: int) -> Check:
 FEATURES: dict[str, Callable[[Any, int], Check | None]] = {
     "dense": dense,
     "short": short,
+    "kernels": kernels,
     "intervals": intervals,
     "sequences": sequences,
     "trees": trees,

@@ -137,7 +137,7 @@ def draw(
         return [n + (rng.choice((0, 0, 1, 7)) if spare else 0) + loosely(0, 0, 50) for n in used]
 
     def cumulative(slots: list[int]) -> list[int]:
-        first = loosely(0, 0, 3, 100)
+        first = loosely(0, 0, 3, 130)
         return [first + sum(slots[:s]) for s in range(count + 1)]
 
     def table(values: list[int]) -> Tensor:
@@ -178,6 +178,8 @@ def draw(
             pages = max(1, count * per_sequence)
             order = torch.randperm(pages, generator=torch_rng)[: count * per_sequence]
             block_table = order.view(count, per_sequence)
+            if number % 3 == 0 and not is_loose:  # any strides will do
+                block_table = block_table.t().contiguous().t()
             if is_loose and loose.random() < 0.3:
                 wrong = loose.choice((-(2**31), -1, pages, 2**31 - 1))
                 block_table[loose.randrange(count), loose.randrange(per_sequence)] = wrong

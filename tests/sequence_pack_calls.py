@@ -1,15 +1,14 @@
-"""Masks beside sequences drawn at random, to be packed by kernels and by PyTorch, which have to agree in every bit.
-
-Bounds are written by hand: any two sequences may have a gap between them.
-"""
+"""Masks beside sequences drawn at random, to be packed by kernels and by PyTorch, which have to agree in every bit."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 from unittest import mock
 
+import sequence_calls
 import torch
 from cases import DEVICE
 from torch import Tensor
@@ -44,47 +43,31 @@ class PackCall(NamedTuple):
 
 
 def draw(number: int) -> PackCall:
-    """The call of a number."""
+    """The call of a number: sequences of `sequence_calls`, mostly with gaps that `attention` would refuse."""
     rng, generator = random.Random(f"pack {number}"), torch.Generator().manual_seed(number)
-    layout = rng.choice(LAYOUTS)
-    packs_q, packs_k = layout in ("packed", "paged_packed"), layout == "packed"
-    count = rng.choice((0, 1, 1, 2, 3, 3, 7, 7, 40, 300) if number % 10 == 0 else (1, 2, 3, 3, 7))
-    lengths = LENGTHS if count < 40 else (0, 1, 5, 32)
-
-    def side(is_packed: bool) -> tuple[list[int], list[int], int]:
-        """Firsts, lengths, and rows of the tensor."""
-        used = [rng.choice(lengths) for _ in range(count)]
-        if not is_packed:
-            return [0] * count, used, max(used, default=0) + rng.choice((0, 0, 5))
-        gaps = rng.choice(((0,), (0, 0, 1, 50, 129)))
-        at, firsts = rng.choice((0, 0, 3, 127, 128, 300)), []
-        for n in used:
-            firsts.append(at)
-            at += n + rng.choice(gaps)
-        return firsts, used, at + rng.choice((0, 0, 9, 140))
-
-    (first_q, len_q, rows_q), (first_k, len_k, rows_k) = side(packs_q), side(packs_k)
-    max_q = max(len_q, default=0) + rng.choice((0, 3, 130)) if packs_q else rows_q
-    max_k = max(len_k, default=0) + rng.choice((0, 3, 130)) if packs_k else rows_k
+    is_loose = number % 10 > 0
+    call = sequence_calls.draw(number, rng.choice(LAYOUTS), LENGTHS, (torch.float32,), (1,), is_loose=is_loose)
+    spec, bounds = (
+        call.sequences.spec(call.q, call.k, call.v),
+        torch.tensor(call.lengths, dtype=torch.int32).view(-1, 4),
+    )
+    max_q, max_k, count = spec.max_seqlen_q, spec.max_seqlen_k, spec.number
     if rng.random() < 0.6:  # rows that loads of several bytes may read
         width = rng.choice((4, 16, 16))
         max_k = -(-max_k // width) * width
-        rows_k = rows_k if packs_k else max_k
-    rows = list(zip(first_q, len_q, first_k, len_k, strict=True))
-    bounds = torch.tensor(rows, dtype=torch.int32).view(-1, 4)
-    spec = SequenceSpec(layout, count, rows_q, rows_k, max_q, max_k)
+        spec = spec._replace(max_seqlen_k=max_k, rows_k=spec.rows_k if spec.packs_keys else max_k)
 
     packings: list[MaskPacking] = ["none", "none", "ragged", "tree"]
-    packings += packs_q * ["queries"] * 5 + packs_k * ["keys"] * 2  # type: ignore[assignment]
-    packing, heads = rng.choice(packings), rng.choice((1, 1, 2, 3)) if count < 40 else 1
+    packings += spec.packs_queries * ["queries"] * 5 + spec.packs_keys * ["keys"] * 2  # type: ignore[assignment]
+    packing, heads = rng.choice(packings), rng.choice((1, 1, 2, 3))
     entries, i, j = rng.choice((1, max(count, 1))), rng.choice((1, max_q, max_q)), rng.choice((1, max_k, max_k))
     shape = (entries, heads, i, j)
     if packing == "queries":
-        shape = (1, heads, rng.choice((1, rows_q, rows_q)), j)
+        shape = (1, heads, rng.choice((1, spec.rows_q, spec.rows_q)), j)
     elif packing == "keys":
-        shape = (1, heads, 1, rows_k)
+        shape = (1, heads, 1, spec.rows_k)
     elif packing == "ragged":
-        pairs = sum(n * m for _, n, _, m in rows)
+        pairs = sum(n * m for _, n, _, m in call.lengths)
         shape = (1, heads, 1, max(pairs - rng.choice((0, 0, 0, 40)), rng.choice((0, 1))))  # some may be missing
     elif packing == "tree":
         heads = 1
@@ -105,50 +88,55 @@ def laid_out(mask: Tensor, rng: random.Random) -> tuple[Tensor, str]:
         ("contiguous", "contiguous", "shifted", "odd rows", "wide rows", "transposed", "thirds", "expanded")
     )
     mask = mask.to(DEVICE)
-    given = mask.to(torch.uint8) * rng.choice((1, 1, 2, 128, 255))
+    laid = mask.to(torch.uint8) * rng.choice((1, 1, 2, 128, 255))
     if mask.numel() == 0:
-        return given, "empty"
+        return laid, "empty"
     entries, heads, rows, keys = mask.shape
     if how in ("shifted", "odd rows", "wide rows"):
         width = keys + {"shifted": 0, "odd rows": 1, "wide rows": 16 + -keys % 16}[how]
         start = rng.choice((1, 4, 16)) if how == "shifted" else 16
         storage = torch.ones(start + entries * heads * rows * width + 64, dtype=torch.uint8, device=mask.device)
         inside = storage[start : start + entries * heads * rows * width].view(entries, heads, rows, width)[..., :keys]
-        given = inside.copy_(given)
+        laid = inside.copy_(laid)
     elif how == "transposed":
-        given = given.mT.contiguous().mT
+        laid = laid.mT.contiguous().mT
     elif how == "thirds":
-        given = given.repeat_interleave(3, dim=3)[..., ::3]
+        laid = laid.repeat_interleave(3, dim=3)[..., ::3]
     elif how == "expanded":
         dim = rng.randrange(4)
-        given = given.narrow(dim, 0, 1).expand(given.shape)
-    given = collapse(given)
+        laid = laid.narrow(dim, 0, 1).expand(laid.shape)
+    laid = collapse(laid)
     # A dim of size 1 may have any stride.
-    strides = [
-        rng.choice((s, 7, 10**12 + 1)) if n == 1 else s for n, s in zip(given.shape, given.stride(), strict=True)
-    ]
-    return given.as_strided(given.shape, strides), how
+    strides = [rng.choice((s, 7, 10**12 + 1)) if n == 1 else s for n, s in zip(laid.shape, laid.stride(), strict=True)]
+    return laid.as_strided(laid.shape, strides), how
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Have `torch.empty` and `torch.zeros` allocate between margins, which have to keep their value."""
+    made: list[tuple[Tensor, int]] = []
+
+    def empty(*shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        sizes = torch.Size(shape if isinstance(shape[0], int) else shape[0])
+        unpadded = torch.full((sizes.numel() + 2 * MARGIN,), 77, dtype=dtype, device=device)
+        made.append((unpadded, sizes.numel()))
+        return unpadded[MARGIN : MARGIN + sizes.numel()].view(sizes)
+
+    with mock.patch.multiple(torch, empty=empty, zeros=lambda *shape, **how: empty(*shape, **how).zero_()):
+        yield
+    for unpadded, size in made:
+        outside = torch.cat((unpadded[:MARGIN], unpadded[MARGIN + size :]))
+        assert bool((outside == 77).all()), "written beside a tensor"
 
 
 def assert_same(call: PackCall, pack: Callable[..., list[Tensor]]) -> None:
     """All tensors have every bit of PyTorch's; every place is written, and none beside them."""
-    wanted, made, empty = call.wanted(), [], torch.empty
-
-    def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        size = torch.Size(shape).numel()
-        unpadded = torch.full((size + 2 * MARGIN,), 77, dtype=dtype, device=device)
-        made.append((unpadded, size))
-        return unpadded[MARGIN : MARGIN + size].view(shape)
-
-    with mock.patch.object(torch, "empty", guarded if call.spec.number and call.given.numel() else empty):
+    wanted = call.wanted()
+    with guarded() if call.spec.number and call.given.numel() else nullcontext():
         actual = call.packed_by(pack)
     for name, x, y in zip(NAMES, actual, wanted, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous(), f"{name}: {x.shape}, not {y.shape}"
         assert torch.equal(x, y), f"{name} differs in {int((x != y).sum())} of {x.numel()} places"
-    for unpadded, size in made:
-        assert bool((unpadded[:MARGIN] == 77).all() and (unpadded[MARGIN + size :] == 77).all()), (
-            "written beside a tensor"
-        )
 
 
 def check_of(number: int) -> tuple[str, Callable[[], None]]:

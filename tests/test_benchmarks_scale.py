@@ -29,11 +29,13 @@ def test_a_quick_run_of_two_processes(tmp_path: Path) -> None:
     ours = [row for row in content["rows"] if row["system"].startswith("ours")]
     windowed = [row["system"] for row in ours if row["case"] == "window 64, 1024, 4 on 2"]
     assert windowed == ["ours", "ours, all keys sent"]
-    assert [row["case"] for row in ours] == ["causal, 256, 4 on 2"] * 2 + [
+    assert [row["system"] for row in ours[:3]] == ["ours", "ours", "ours, heads traded"]
+    assert [row["case"] for row in ours] == ["causal, 256, 4 on 2"] * 3 + [
         "window 64, 1024, 4 on 2",
         "window 64, 1024, 4 on 2",
         "causal, bias (B,Hq,L,L), 128, 4 on 2",
         "top-32, bias (B,Hq,1,L), 256, 4 on 2",
+        "documents of 32, 256, 4 on 2",
     ]
     for row in ours:
         names = ["out", "dq", "dk", "dv"] + (["dbias"] if "bias" in row["case"] else [])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import GPU
 from out_of_tree import replaced
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from flash_dmattn.tools import info, verify
 from flash_dmattn.tools.calibrate import Progress
 from flash_dmattn.tools.verify import CASES, Outcome
 
-GPU = "NVIDIA A100-SXM4-80GB"
+pytestmark = pytest.mark.usefixtures("caches")
 CPU = torch.device("cpu")
 NO = Figures(error="it refuses: no")
 LONG_MS = {"eager": Figures(9.0, 20.0), "triton": Figures(1.0, 2.0), "flex": Figures(1.5, 3.0), "sdpa": NO}
@@ -77,16 +78,6 @@ def instruments(
     return tool.Instruments(check, measure, clock, GPU, arch, "570.1")
 
 
-@pytest.fixture(autouse=True)
-def caches(untouched_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(config.process, "profile", "")
-    monkeypatch.setattr(profiles, "gpu_names", lambda arch: [GPU])
-    profiles.forget()
-    yield tmp_path / "flash_dmattn"
-    profiles.forget()
-
-
 def calibrate(made: tool.Instruments, seconds: float = 120) -> tuple[int, str, str]:
     stream, bar = io.StringIO(), io.StringIO()
     return tool.calibrate(made, seconds, stream, bar), stream.getvalue(), bar.getvalue()
@@ -126,26 +117,11 @@ def test_the_table() -> None:
         return LONG_MS[backend]
 
     _, printed, _ = calibrate(instruments(figures=figures))
-    lines = {line[:23].strip(): line.split() for line in printed.splitlines()}
-    assert lines["class of calls"] == ["class", "of", "calls", "triton", "flex", "sdpa", "eager", "auto", "takes"]
-    assert lines["long"] == ["long", "1", "/", "2", "1.5", "/", "3", "failed", "9", "/", "20", "triton"]
-    assert lines["short"] == [
-        "short",
-        "1",
-        "/",
-        "9",
-        "2",
-        "/",
-        "2",
-        "failed",
-        "12.3",
-        "/",
-        "67.9",
-        "triton",
-        "/",
-        "flex",
-    ]
-    assert lines["decode"] == ["decode", "0.1", "failed", "failed", "0.1", "eager"]
+    lines = {line[:23].strip(): " ".join(line.split()) for line in printed.splitlines()}
+    assert lines["class of calls"] == "class of calls triton flex sdpa eager auto takes"
+    assert lines["long"] == "long 1 / 2 1.5 / 3 failed 9 / 20 triton"
+    assert lines["short"] == "short 1 / 9 2 / 2 failed 12.3 / 67.9 triton / flex"
+    assert lines["decode"] == "decode 0.1 failed failed 0.1 eager"
     assert "flex, decode: NoValidChoicesError: nothing fits" in printed
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import GPU
 from torch import Tensor
 
 from flash_dmattn.__main__ import main
@@ -27,23 +28,12 @@ from flash_dmattn.triton_kernels.preferred_tiles import Sizes, is_usable, prefer
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-GPU = "NVIDIA A100-SXM4-80GB"
+pytestmark = pytest.mark.usefixtures("caches")
 CPU = torch.device("cpu")
 NVIDIA = [gpu.arch for gpu in GPUS if gpu.arch.startswith("sm_")]
 PLAIN = "forward|128|band|none"
 SCORES = ("B", "Hq", "Lq", "Lk")
 OWN, OTHER, THIRD = (64, 64, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2)
-
-
-@pytest.fixture(autouse=True)
-def caches(untouched_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(config.process, "profile", "")
-    monkeypatch.setattr(profiles, "gpu_names", lambda arch: [GPU])
-    profiles.forget()
-    yield tmp_path / "flash_dmattn"
-    monkeypatch.undo()
-    profiles.forget()
 
 
 def right(*sizes: Sizes) -> Verdicts:

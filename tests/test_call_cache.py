@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flash_dmattn
 from flash_dmattn import call
+from flash_dmattn.biases import ByDistance
 from flash_dmattn.call import Call
 from flash_dmattn.dispatch import selection
 from flash_dmattn.masks import PreparedMask
@@ -134,6 +135,7 @@ def test_every_argument_of_attention_is_changed_by_some_change() -> None:
 
 
 SPEC = SequenceSpec("padded", 2, 6, 9, 6, 9)
+BY_DISTANCE = ByDistance(2, "clamp", False)
 NUMBERS = Numbers(False, 0.5, 1.0, (3, 4), False, False, False, 0.25)
 OTHER_NUMBERS: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, 0),
@@ -146,7 +148,7 @@ OTHER_NUMBERS: dict[str, tuple[Any, ...]] = {
     "dropout_p": (0.5, 1),
 }
 OTHER_LAYOUTS: dict[str, tuple[Any, ...]] = {
-    "heads_first": (True,),
+    "arrival": ("heads_first",),
     "repeats": (*(Repeats()._replace(**{name: 7}) for name in Repeats._fields), None),
     "leading": ((2, 2), (4, 1), None),
     "spec": (
@@ -156,6 +158,7 @@ OTHER_LAYOUTS: dict[str, tuple[Any, ...]] = {
         SPEC._replace(page_size=3),
         None,
     ),
+    "by_distance": (ByDistance(1, "clamp", False), ByDistance(2, "zero", False), ByDistance(2, "clamp", True), None),
 }
 TENSORS = ("q", "k", "v", "mask", "bias", "sink")
 # The tensors of sequences are those that `spec` describes; the others say how results are handed over, not what runs.
@@ -166,11 +169,11 @@ def whole_call() -> Call:
     """A call in one form with all that a call may have."""
     q, k, v = torch.randn(Q), torch.randn(K), torch.randn(K)
     mask, bias = torch.ones(1, 4, 6, 9) > 0, torch.randn(1, 4, 6, 9)
-    return Call(q, k, v, mask, bias, torch.zeros(4), NUMBERS, False, Repeats(), (2, 1), SPEC)
+    return Call(q, k, v, mask, bias, torch.zeros(4), NUMBERS, "rows", Repeats(), (2, 1), SPEC, by_distance=BY_DISTANCE)
 
 
 def key_of(one: Call, backend: Any = "auto") -> Any:
-    key = call._key(one, backend)
+    key = call._key(one, backend, call.blocks.now)
     assert key is not None
     return key
 

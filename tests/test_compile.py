@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_inductor
-from out_of_tree import Counting, needs_hints, registered, replaced
+from out_of_tree import KernelPair, needs_hints, registered, replaced
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +24,7 @@ from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import Flags
 
-OURS = Counting("out_of_tree_under_compile")  # an operator is defined once per process
+OURS = KernelPair("out_of_tree_under_compile")  # an operator is defined once per process
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def as_in_a_new_process(untouched_settings: None) -> None:
 
 
 @pytest.fixture
-def ours() -> Iterator[Counting]:
+def ours() -> Iterator[KernelPair]:
     with registered(OURS, before="sdpa"):
         OURS.count = Counter()
         yield OURS
@@ -245,7 +245,7 @@ def test_mask_and_bias_may_come_and_go() -> None:
     assert counter.frame_count == 6
 
 
-def test_no_grad_leaves_the_backward_out(ours: Counting) -> None:
+def test_no_grad_leaves_the_backward_out(ours: KernelPair) -> None:
     run, counter = compiled(call)
     q, k, v, bias = inputs()
     with torch.no_grad():
@@ -306,7 +306,7 @@ def test_lengths_that_decide_nothing_compile_nothing(backend: str, with_gradient
 
 
 @needs_hints
-def test_lengths_decide_where_a_rule_of_the_backend_that_is_taken_asks(ours: Counting) -> None:
+def test_lengths_decide_where_a_rule_of_the_backend_that_is_taken_asks(ours: KernelPair) -> None:
     """A rule holds for all lengths of a graph, a preference of auto for the length that is compiled."""
     few = Rule("length", lambda p: p.seqlen_q <= 64, lambda p: f"there are {p.seqlen_q} queries")
     for name, compilations in (("rules", 3), ("auto_rules", 2)):
@@ -323,7 +323,7 @@ def test_lengths_decide_where_a_rule_of_the_backend_that_is_taken_asks(ours: Cou
 # Settings changed between calls take effect: counted inside the operators, where no trace can hide it.
 
 
-def test_settings_changed_between_calls_take_effect(ours: Counting) -> None:
+def test_settings_changed_between_calls_take_effect(ours: KernelPair) -> None:
     run, counter = compiled(call)
     given = inputs()
     with flash_dmattn.config(backend="reference"):
@@ -362,7 +362,7 @@ def test_backend_registered_between_calls_takes_effect() -> None:
     assert OURS.count == {"forward": 1, "backward": 1}
 
 
-def test_settings_of_threads_and_tasks_take_effect(ours: Counting) -> None:
+def test_settings_of_threads_and_tasks_take_effect(ours: KernelPair) -> None:
     """Guards read the context of the call, in which others may have blocks of their own."""
     run, counter = compiled(call)
     given = [x.detach() for x in inputs()]
@@ -380,7 +380,7 @@ def test_settings_of_threads_and_tasks_take_effect(ours: Counting) -> None:
     assert counter.frame_count == 2
 
 
-def test_setting_inside_the_compiled_function(ours: Counting) -> None:
+def test_setting_inside_the_compiled_function(ours: KernelPair) -> None:
     def switched(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         with flash_dmattn.config(backend="eager", disabled=("flex", "triton"), fallback="error", record=[]):
             first = call(*tensors)
@@ -413,7 +413,7 @@ def test_deterministic_follows_the_global_switch() -> None:
     assert seen == [False, True]
 
 
-def test_first_call_of_all_may_be_a_compiled_one(ours: Counting) -> None:
+def test_first_call_of_all_may_be_a_compiled_one(ours: KernelPair) -> None:
     """A first probe imports a library, which no trace may run through."""
     found: list[Availability] = []
 

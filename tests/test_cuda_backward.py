@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_accurate, error, oracle, run
+from accuracy import error, oracle, run
 from cases import ALL, Case, Inputs
 from conftest import Runner
 from cuda_forms import differentiated, schedule_of
-from layouts import LAYOUTS, rearranged
+from layouts import LAYOUTS
 from torch import Tensor
 
 import flash_dmattn
@@ -64,14 +64,6 @@ def first_tiles(mask: Tensor) -> None:
     mask[:, :, :, :TILE] = False
 
 
-def padding(mask: Tensor) -> None:
-    """Every entry keeps some of the first keys, one all, and every third none."""
-    lengths = torch.randint(1, mask.shape[3], (mask.shape[0],), generator=torch.Generator().manual_seed(2))
-    lengths[0], lengths[2::3] = mask.shape[3], 0
-    keeps = torch.arange(mask.shape[3]) < lengths[:, None, None, None]
-    mask.copy_(keeps)
-
-
 def tiles_of_every_kind(mask: Tensor) -> None:
     """Rows and columns of tiles in which full, empty and partial ones follow each other without a pattern of bands."""
     kinds = torch.randint(3, (mask.shape[0], mask.shape[1], 16, 16), generator=torch.Generator().manual_seed(1))
@@ -92,23 +84,6 @@ MASKS: dict[str, tuple[dict[str, Any], Callable[[Tensor], None] | None]] = {
     "all empty": ({"mask": ("B", "1", "Lq", "Lk"), "mask_kind": "none_allowed"}, None),
 }
 every_mask = pytest.mark.parametrize("form", MASKS)
-
-
-def check(backend: Runner, case: Case, inputs: Inputs, call: Inputs | None = None, **flags: Any) -> None:
-    """Compare all results of a case with fp64; `call` has the same tensors in another form."""
-    call = inputs if call is None else call
-    refusal = backend.refusal(case, call)
-    if refusal is not None:
-        pytest.skip(refusal)
-    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend.choice(case, call, **flags), **flags)
-    assert_accurate(run(attention, case, call), case, inputs)
-
-
-def check_alone(backend: Runner, case: Case, inputs: Inputs) -> None:
-    """`check` of a case whose gradients are all of cuda."""
-    if backend.refusal(case, inputs) is None:
-        assert backend.choice(case, inputs) == "cuda"
-    check(backend, case, inputs)
 
 
 def check_again(backend: Runner, case: Case, inputs: Inputs, *, deterministic: bool) -> None:
@@ -135,7 +110,7 @@ def check_masked(backend: Runner, case: Case, form: str, **flags: Any) -> None:
     if form == "prepared":
         sizes = {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k, "is_causal": case.is_causal}
         call = replace(inputs, mask=PreparedMask.from_mask(inputs.mask, **sizes))
-    check(backend, case, inputs, call, **flags)
+    backend.check(case, inputs, call, **flags)
 
 
 CAPPED = {"softcap": 2.0, "logits": 3.0}  # from where tanh is a line to where it is flat
@@ -192,7 +167,7 @@ def test_every_mask_and_bias(
 def test_dbias_beyond_a_band(backend: Runner, head_dim: int, changes: dict[str, Any], unwritten_is_nan: None) -> None:
     """A gradient that is stored tile by tile is zero where the band has no tile."""
     case = BASE.with_(head_dim=head_dim, bias=FULL, **changes)
-    check(backend, case, case.build())
+    backend.check(case)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +205,7 @@ def test_many_tiles(
     inputs = case.build()
     if inputs.mask is not None:
         tiles_of_every_kind(inputs.mask)
-    check(backend, case, inputs, deterministic=deterministic)
+    backend.check(case, inputs, deterministic=deterministic)
     check_again(backend, case, inputs, deterministic=deterministic)
 
 
@@ -252,7 +227,7 @@ def test_two_tiles_of_keys_at_a_time(
     )
     case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     assert schedule_of(differentiated(case, deterministic)).has_two_key_tiles
-    check(backend, case, case.build(), deterministic=deterministic)
+    backend.check(case, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("needs_grad", (ALL, ("q",), ("q", "k"), ("q", "bias")), ids="-".join)
@@ -276,7 +251,7 @@ def test_dq_that_a_block_completes(
     schedule = schedule_of(differentiated(case, True))
     assert schedule.completes_dq and schedule.has_two_key_tiles and not schedule.is_ordered
     inputs = case.build()
-    check(backend, case, inputs, deterministic=True)
+    backend.check(case, inputs, deterministic=True)
     check_again(backend, case, inputs, deterministic=True)
 
 
@@ -307,7 +282,7 @@ def test_only_what_is_asked_for(
     backend: Runner, deterministic: bool, changes: dict[str, Any], bias: str, needs_grad: tuple[str, ...]
 ) -> None:
     case = BASE.with_(needs_grad=needs_grad, bias=BIASES[bias], mask=FULL, is_causal=True, **changes)
-    check(backend, case, case.build(), deterministic=deterministic)
+    backend.check(case, deterministic=deterministic)
 
 
 AT_LENGTHS: dict[str, dict[str, Any]] = {
@@ -331,7 +306,7 @@ def test_lengths(
     changes = {"is_causal": True, **AT_LENGTHS[form]}
     deterministic = changes.pop("deterministic", False)
     case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, **changes)
-    check(backend, case, case.build(), deterministic=deterministic)
+    backend.check(case, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("window_size", ((32, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
@@ -348,7 +323,7 @@ def test_windows(
 ) -> None:
     case = BASE.with_(seqlen_q=lengths[0], seqlen_k=lengths[1], window_size=window_size)
     case = case.with_(bias=BIASES[bias]) if bias in BIASES else case.with_(bias=SHARED[bias], **GROUPS)
-    check(backend, case, case.build(), deterministic=deterministic)
+    backend.check(case, deterministic=deterministic)
 
 
 # Queries of a step of long walks, whose dq is computed turned; such walks begin at 4096 queries.
@@ -371,19 +346,7 @@ def test_long_walks(
         case = BASE.with_(
             seqlen_q=lengths[0], seqlen_k=lengths[1], window_size=window_size, needs_grad=needs_grad, **sizes
         )
-        check(backend, case, case.build())
-
-
-@pytest.mark.parametrize(
-    "dims",
-    ((8, 8), (40, 64), (64, 24), (72, 72), (104, 128), (128, 40), (136, 64), (192, 128), (40, 192), (200, 256)),
-    ids=str,
-)
-@every_bias
-def test_head_dims(backend: Runner, bias: str, dims: tuple[int, int]) -> None:
-    head_dim, head_dim_v = dims
-    case = BASE.with_(head_dim=head_dim, head_dim_v=head_dim_v, bias=BIASES[bias], is_causal=True)
-    check(backend, case, case.build())
+        backend.check(case)
 
 
 @pytest.mark.parametrize("bias_kind", ("normal", "inf", "huge"))
@@ -396,17 +359,7 @@ def test_extreme_scores(
 ) -> None:
     case = BASE.with_(softcap=softcap, softmax_scale=softmax_scale, logits=30.0, head_dim=head_dim, bias_kind=bias_kind)
     case = case.with_(bias=BIASES[bias]) if bias in BIASES else case.with_(bias=SHARED[bias], **GROUPS)
-    check(backend, case, case.build())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bias", (*BIASES, "1-Hk"))
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_layouts(backend: Runner, head_dim: int, bias: str, layout: str, unwritten_is_nan: None) -> None:
-    case = BASE.with_(head_dim=head_dim, mask=TILES, is_causal=True)
-    case = case.with_(bias=BIASES[bias]) if bias in BIASES else case.with_(bias=SHARED[bias], **GROUPS)
-    inputs = case.build()
-    check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
+    backend.check(case)
 
 
 @every_bias
@@ -414,9 +367,9 @@ def test_dout_in_a_layout_of_its_own(backend: Runner, bias: str) -> None:
     case = BASE.with_(bias=BIASES[bias])
     inputs = case.build()
     for layout in LAYOUTS.values():
-        check(backend, case, inputs, replace(inputs, dout=layout(inputs.dout)))
+        backend.check(case, inputs, replace(inputs, dout=layout(inputs.dout)))
     expanded = replace(inputs, dout=inputs.dout[:, :, :1, :1].expand_as(inputs.dout))
-    check(backend, case, expanded)
+    backend.check(case, expanded)
 
 
 @pytest.mark.parametrize("seqlen_k", (72, 129))
@@ -427,7 +380,7 @@ def test_more_work_than_sms(backend: Runner, deterministic: bool, is_causal: boo
     few = BASE.with_(seqlen_q=65, seqlen_k=seqlen_k, num_heads=200, num_heads_k=100, is_causal=is_causal)
     many = few.with_(batch=6, seqlen_q=9, num_heads_k=200, num_heads=400)
     for case in (few, many):
-        check(backend, case, case.build(), deterministic=deterministic)
+        backend.check(case, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("needs_grad", (("q",), ("k",), ("v", "bias"), ALL), ids="-".join)
@@ -447,7 +400,7 @@ def test_groups_first_and_then_heads(
     case = BASE.with_(batch=2, num_heads=15, num_heads_k=5, seqlen_q=seqlen_q, seqlen_k=tiles * TILE - 31)
     case = case.with_(head_dim=head_dim, needs_grad=needs_grad, mask=mask, mask_kind="empty_tiles", bias=PER_KEY)
     assert 0 < schedule_of(differentiated(case, False), NUM_SMS).full_group_pairs < 10
-    check(backend, case, case.build())
+    backend.check(case)
 
 
 @pytest.mark.parametrize("needs_grad", (("q",), ("k",), ("v", "bias"), ALL), ids="-".join)
@@ -481,7 +434,7 @@ def test_key_blocks_of_whole_groups_under_a_mask(
         for tile in range(-(-case.seqlen_k // TILE)):
             stop = (1 if tile else 10) if has_sink else (1, 0, 1, 10, 2)[(i + tile) % 5]
             inputs.mask[entry, head, stop * TILE :, tile * TILE : (tile + 1) * TILE] = False
-    check(backend, case, inputs)
+    backend.check(case, inputs)
 
 
 @pytest.mark.parametrize("needs_grad", (("v", "bias"), ALL), ids="-".join)
@@ -495,7 +448,7 @@ def test_groups_first_of_two_tiles_of_keys(
     case = case.with_(bias=FULL, needs_grad=needs_grad)
     schedule = schedule_of(differentiated(case, False), NUM_SMS)
     assert schedule.has_two_key_tiles and 0 < schedule.full_group_pairs < 7
-    check(backend, case, case.build())
+    backend.check(case)
 
 
 @pytest.mark.parametrize("shape", (("B", "Hq", "1", "Lk"), ("1", "Hq", "Lq", "Lk"), FULL), ids="-".join)
@@ -507,7 +460,7 @@ def test_softcap_with_a_great_bias_of_keys_left_out(backend: Runner, head_dim: i
     assert inputs.bias is not None and inputs.mask is not None
     inputs.mask[..., ::3] = False
     inputs.bias[..., ::3] = torch.finfo(inputs.bias.dtype).max
-    check(backend, case, inputs)
+    backend.check(case, inputs)
 
 
 # The gradient of a bias that heads or batch entries share
@@ -535,7 +488,7 @@ def test_more_heads_that_share_than_a_warp_has_lanes(
         other_tiles_of_each_head(inputs.mask)
         inputs.mask[:2, :, :TILE, :TILE] = False
         inputs.mask[3:, :, TILE:] = False
-    check_alone(backend, case, inputs)
+    backend.check(case, inputs, alone=True)
 
 
 @pytest.mark.parametrize("heads", ("1", "Hk"))
@@ -544,7 +497,8 @@ def test_a_shared_gradient_of_a_bias_that_is_expanded(backend: Runner, heads: st
     case = GROUPED.with_(bias=("B", heads, "Lq", "Lk"))
     inputs = case.build()
     assert inputs.bias is not None
-    check_alone(backend, case, replace(inputs, bias=inputs.bias[:1, :1].expand_as(inputs.bias)))
+    expanded = replace(inputs, bias=inputs.bias[:1, :1].expand_as(inputs.bias))
+    backend.check(case, expanded, alone=True)
 
 
 @pytest.mark.parametrize("form", ("none", "causal", "of all entries", "first tiles empty"))
@@ -584,7 +538,7 @@ def test_more_works_than_clusters(
     inputs = case.build()
     if inputs.mask is not None:
         tiles_of_every_kind(inputs.mask)
-    check(backend, case, inputs, deterministic=deterministic)
+    backend.check(case, inputs, deterministic=deterministic)
     check_again(backend, case, inputs, deterministic=deterministic)
 
 
@@ -594,30 +548,7 @@ def test_what_clusters_are_asked_for(
     backend: Runner, deterministic: bool, needs_grad: tuple[str, ...], unwritten_is_nan: None
 ) -> None:
     case = GROUPED.with_(batch=4, seqlen_k=264, bias=("1", "Hq", "Lq", "Lk"), needs_grad=needs_grad, dlse=True)
-    check(backend, case, case.build(), deterministic=deterministic)
-
-
-MASKS_OF_KEYS: dict[str, Callable[[Tensor], None] | None] = {"random keys": None, "padding": padding}
-
-
-@pytest.mark.parametrize("form", ("none", "causal", "prepared", "empty rows", *MASKS_OF_KEYS))
-@pytest.mark.parametrize("heads", ("1", "Hq"))
-@pytest.mark.parametrize("lengths", ((1, 49), (7, 130), (49, 49), (130, 136), (197, 197)), ids=str)
-@pytest.mark.parametrize("batch", (1, 2, 3, 7, 70))
-def test_entries_that_share_a_bias(
-    backend: Runner, batch: int, lengths: tuple[int, int], heads: str, form: str, unwritten_is_nan: None
-) -> None:
-    """One chunk of them and several, of rows of any length; triton differentiates where cuda refuses to copy."""
-    seqlen_q, seqlen_k = lengths
-    case = GROUPED.with_(batch=batch, num_heads=4, seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=("1", heads, "Lq", "Lk"))
-    if form in MASKS:
-        check_masked(backend, case, form)
-        return
-    case, leave_out = case.with_(mask=("B", "1", "1", "Lk")), MASKS_OF_KEYS[form]
-    inputs = case.build()
-    if leave_out is not None:
-        leave_out(inputs.mask)
-    check(backend, case, inputs)
+    backend.check(case, deterministic=deterministic)
 
 
 @every_mask
@@ -646,4 +577,4 @@ def test_thousands_of_entries_that_share_a_bias(backend: Runner, unwritten_is_na
     """More heads in a chunk than a warp has lanes, on any GPU."""
     case = BASE.with_(batch=4096, num_heads=6, num_heads_k=6, head_dim=32, seqlen_q=49, seqlen_k=49)
     case = case.with_(bias=("1", "1", "Lq", "Lk"), needs_grad=("bias",), dlse=False)
-    check_alone(backend, case, case.build())
+    backend.check(case, alone=True)

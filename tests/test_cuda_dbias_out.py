@@ -49,9 +49,7 @@ def built(backend: Runner, case: Case, form: str = "none") -> tuple[Case, Inputs
     inputs = case.build()
     if leave_out is not None:
         leave_out(inputs.mask)
-    refusal = backend.refusal(case, inputs)
-    if refusal is not None:
-        pytest.skip(refusal)
+    backend.attention(case, inputs)  # or a skip
     if backend.choice(case, inputs) != "cuda":
         pytest.skip("the backward kernels of this case are not built")
     return case, inputs

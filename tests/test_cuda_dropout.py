@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accuracy import assert_accurate
 from cases import ALL, DEVICE, Case
 from conftest import Runner
 from torch import Tensor
@@ -64,9 +63,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_form(backend: Runner, name: str) -> None:
-    case = CASES[name]
-    inputs = case.build()
-    assert_accurate(backend(case, inputs), case, inputs)
+    backend.check(CASES[name])
 
 
 def lengths(scores: Tensor) -> PreparedMask:
@@ -86,7 +83,7 @@ def test_interval_masks(backend: Runner, make: Callable[[Tensor], PreparedMask],
     case = BASE.with_(bias=bias, mask=("B", "Hk", "Lq", "Lk"))
     inputs = replace(case.build(), mask=prepared.dense().expand(2, 2, -1, -1).contiguous())
     given = replace(inputs, mask=prepared)  # type: ignore[arg-type]
-    assert_accurate(backend(case, given), case, inputs)
+    backend.check(case, inputs, given)
 
 
 def test_it_drops_what_eager_drops(backend: Runner) -> None:

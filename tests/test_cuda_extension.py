@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from by_path import load
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
@@ -71,25 +72,18 @@ OTHERS = {
 }
 
 
-def load_build_cuda() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_cuda", ROOT / "csrc" / "build_cuda.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-build_cuda = load_build_cuda()
+build_cuda = load(ROOT / "csrc" / "build_cuda.py")
 REASONS = "; ".join(build_cuda.reasons_not_to_build())
 builds = pytest.mark.skipif(bool(REASONS), reason=f"the CUDA extension cannot be built here: {REASONS}")
 
 
 class Built(NamedTuple):
-    """A wheel with the extension, what its build and a second one printed, their tree and the wheel unpacked."""
+    """A wheel with the extension, the logs of its build and of a second one, their tree and the wheel unpacked."""
 
     wheel: Path
-    printed: str
-    printed_again: str
+    printed: str  # by the first build
+    log: str
+    log_again: str
     spilled_bytes: dict[str, int]  # of each kernel, as ptxas says
     tree: Path
     site: Path
@@ -157,14 +151,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     copy_compiled(tree)
     done = build(tree, out)
     assert done.returncode == 0, done.stdout
+    log = tree / "build" / "cuda" / build_cuda.LOG
+    first = log.read_text()
     again = build(tree, tmp_path_factory.mktemp("cuda_wheel_again"))
     assert again.returncode == 0, again.stdout
-    logs = "".join(log.read_text() for log in (tree / "build" / "cuda").glob("*.log"))
+    logs = "".join(path.read_text() for path in (tree / "build" / "cuda").glob("*.o.log"))
     spilled_bytes = {kernel.symbol: kernel.spilled_bytes for kernel in build_cuda.parse_ptxas(logs)}
     (wheel,) = out.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(out / "site")
-    return Built(wheel, done.stdout, again.stdout, spilled_bytes, tree, out / "site")
+    return Built(wheel, done.stdout, first, log.read_text(), spilled_bytes, tree, out / "site")
 
 
 @pytest.fixture
@@ -204,18 +200,28 @@ def test_wheel_holds_one_file_for_every_python(built: Built) -> None:
 
 
 @builds
-def test_build_shows_progress_and_every_kernel(built: Built) -> None:
+def test_build_prints_a_few_lines(built: Built) -> None:
+    said = [line for line in built.printed.splitlines() if line.startswith("flash_dmattn: ")]
+    said = [line for line in said if not re.search(r": \d+ of \d+ files after \d+ ", line)]  # one a minute
+    assert re.search(r"^flash_dmattn: compiling .*build\.log$", said[0]), built.printed
+    assert re.search(r"^flash_dmattn: the CUDA extension has \d+ kernels and took \d+ ", said[1]), built.printed
+    assert len(said) <= 3, built.printed
+    assert not re.search(r"^\[\d+/\d+\]", built.printed, re.MULTILINE), built.printed
+
+
+@builds
+def test_log_of_the_build_names_every_kernel(built: Built) -> None:
     for unit in COMPILED:
-        assert re.search(rf"\[\d+/\d+\] {re.escape(unit)}$", built.printed, re.MULTILINE), built.printed
-    row = r"^flash_dmattn: (.+): \d+ registers, (?:no spills|\d+ bytes spilled)$"
-    kernels = re.findall(row, built.printed, re.MULTILINE)
+        assert re.search(rf"\[\d+/\d+\] {re.escape(unit)}$", built.log, re.MULTILINE), built.log
+    row = r"^(\S.*): \d+ registers, (?:no spills|\d+ bytes spilled)$"
+    kernels = re.findall(row, built.log, re.MULTILINE)
     # CUB's sort has kernels of its own, which differ by release.
     found = Counter(re.split("[<:]", name)[0] for name in kernels if not name.startswith("cub::"))
     # Four forms of a bias, with a mask and without; of a shared bias there is one. Gradients are with a softcap or
     # without, and without one of a fifth form, which clusters sum; at this head dim there are kernels of two tiles of
     # keys: without a bias, with one per score, and where dbias is stored. Beside intervals there is no bias or one per
     # key. Of what TMA or nothing supplies, the forward pass has three consumers or two, beside a mask of one row too.
-    assert len(set(kernels)) == len(kernels), built.printed
+    assert len(set(kernels)) == len(kernels), built.log
     of_passes = {"forward_kernel": 8 + 2 + 2 * 3, "backward_kernel": 2 * (8 + 2) + 2 + 3, "shared_dbias_kernel": 2 * 2}
     # Of sequences there are three forms of a bias, with two consumers or three, and with two beside pages; in the
     # backward pass four.
@@ -223,17 +229,17 @@ def test_build_shows_progress_and_every_kernel(built: Built) -> None:
     # With dropout, at this head dim alone, as without a softcap.
     of_dropout = {"forward_kernel": 6 + 2, "backward_kernel": 8 + 2, "shared_dbias_kernel": 2}
     of_passes = {name: count + of_sequences[name] + of_dropout[name] for name, count in of_passes.items()}
-    assert found == {**of_passes, **OTHERS}, built.printed
+    assert found == {**of_passes, **OTHERS}, built.log
 
 
 @builds
 def test_second_build_compiles_nothing_and_reports_the_same(built: Built) -> None:
-    assert "ninja: no work to do" in built.printed_again, built.printed_again
+    assert "ninja: no work to do" in built.log_again, built.log_again
 
-    def report(printed: str) -> list[str]:
-        return [line for line in printed.splitlines() if line.startswith("flash_dmattn: ")]
+    def report(log: str) -> list[str]:
+        return [line for line in log.splitlines() if re.search(r": \d+ registers, ", line)]
 
-    assert report(built.printed_again) == report(built.printed)
+    assert report(built.log_again) == report(built.log)
 
 
 @builds
@@ -257,7 +263,8 @@ def test_headers_that_change_compile_what_includes_them(built: Built, result: st
 def test_editable_install_puts_it_into_the_checkout(built: Built, tmp_path: Path) -> None:
     done = build(built.tree, tmp_path, hook="build_editable")
     assert done.returncode == 0, done.stdout
-    assert not re.search(r"\] \w+_d64_bf16", done.stdout), "it compiled what the wheel had compiled"
+    log = (built.folder / build_cuda.LOG).read_text()
+    assert not re.search(r"\] \w+_d64_bf16", log), "it compiled what the wheel had compiled"
     done = call("from flash_dmattn.backends.cuda import extension; print(extension.find())", built.tree)
     assert done.stdout.strip() == str(built.tree / "flash_dmattn" / "_C.abi3.so")
 
@@ -297,9 +304,8 @@ def test_spills_warn_and_many_stop_force(count: int, built: Built, small_unit: P
     allowed = build_cuda.SPILLED_BYTES_ALLOWED
     for wish in ("force", "auto"):  # the second finds everything compiled
         done = build(built.tree, tmp_path / wish, wish=wish)
-        spilled = re.search(
-            r"^flash_dmattn: spilling\S*: \d+ registers, (\d+) bytes spilled$", done.stdout, re.MULTILINE
-        )
+        log = (built.folder / build_cuda.LOG).read_text()
+        spilled = re.search(r"^spilling\S*: \d+ registers, (\d+) bytes spilled$", log, re.MULTILINE)
         assert spilled is not None and (int(spilled[1]) > allowed) == (count == 64), done.stdout
         stops = count == 64 and wish == "force"
         refusal = f"force refuses kernels that spill more than {allowed} bytes of registers: spilling"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from accuracy import assert_accurate, error, run
 from cases import DEVICE, Case, Inputs
 from conftest import Runner
-
-import flash_dmattn
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -38,10 +34,7 @@ def check(backend: Runner, case: Case, more: int = 1) -> None:
     """
     case = case.with_(batch=least_batch(case.num_heads, case.seqlen_q) + more)
     inputs = case.build()
-    refusal = backend.refusal(case, inputs)
-    if refusal is not None:
-        pytest.skip(refusal)
-    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
+    attention = backend.attention(case, inputs)
     found = run(attention, case, inputs)
     every = slice(None, None, -(-case.batch // 24))
     assert_accurate({name: x if x is None else x[every] for name, x in found.items()}, case, some(inputs, every))

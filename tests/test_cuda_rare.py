@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import emulated_cuda
@@ -17,7 +16,6 @@ from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, run
 from cases import ALL, DEVICE, Case, Inputs
 from conftest import Runner
 
-import flash_dmattn
 from flash_dmattn.backends.cuda import passes
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.storage import IntervalMask
@@ -33,20 +31,9 @@ BIASES = {"no bias": None, "per key": PER_KEY, "per score": FULL, "shared": SHAR
 every_bias = pytest.mark.parametrize("bias", BIASES)
 
 
-def served(backend: Runner, case: Case, inputs: Inputs, **flags: Any) -> Any:
-    """Attention on cuda alone, or a skip with the reasons for which it refuses the call."""
-    refusal = backend.refusal(case, inputs)
-    if refusal is not None:
-        pytest.skip(refusal)
-    assert backend.choice(case, inputs, **flags) == "cuda"
-    return partial(flash_dmattn.attention, return_lse=True, backend="cuda", **flags)
-
-
 def check(backend: Runner, case: Case, inputs: Inputs | None = None, given: Inputs | None = None) -> None:
-    """Everything that a case returns against fp64; `given`: the same tensors in another form."""
-    inputs = case.build() if inputs is None else inputs
-    given = inputs if given is None else given
-    assert_accurate(run(served(backend, case, given), case, given), case, inputs)
+    """Everything that cuda alone returns against fp64; `given`: the same tensors in another form."""
+    backend.check(case, inputs, given, alone=True)
 
 
 # Scores
@@ -167,7 +154,7 @@ def test_chunks_are_added_in_their_order(backend: Runner, monkeypatch: pytest.Mo
     signs = torch.tensor([1, -1, 1, -1, 1, -1], device=DEVICE)[:, None, None, None]
     great, none = inputs.dout.clone(), inputs.dout.clone()
     great[:6], none[:6] = inputs.dout[:1] * signs * 2**24, 0
-    attention = served(backend, case, inputs)
+    attention = backend.attention(case, inputs, alone=True)
     found, wanted = (run(attention, case, replace(inputs, dout=dout))["dbias"] for dout in (great, none))
     assert wanted is not None and wanted.any() and torch.equal(found, wanted)
 
@@ -180,7 +167,10 @@ def test_a_bias_of_rows_that_end_between_16_bytes(backend: Runner) -> None:
     padded = rows[..., :49].copy_(inputs.bias)
     unpadded = torch.full((*inputs.bias.shape[:3], 51), torch.nan, dtype=MANY.dtype, device=DEVICE)
     other = unpadded[..., 1:50].copy_(inputs.bias)
-    results = [run(served(backend, MANY, inputs), MANY, replace(inputs, bias=x)) for x in (padded, other, inputs.bias)]
+    results = [
+        run(backend.attention(MANY, inputs, alone=True), MANY, replace(inputs, bias=x))
+        for x in (padded, other, inputs.bias)
+    ]
     assert_accurate(results[0], MANY, inputs)
     for result in results[1:]:
         for name in ("out", "lse", "dk", "dv", "dbias"):
@@ -219,7 +209,7 @@ def test_a_mask_of_each_head(backend: Runner, bias: str) -> None:
 def test_the_lse_of_an_empty_row_takes_no_gradient(backend: Runner) -> None:
     case = BASE.with_(mask=TILES, mask_kind="empty_rows", bias=PER_KEY)
     inputs = case.build()
-    assert_empty_rows_ignore_dlse(served(backend, case, inputs, deterministic=True), case, inputs)
+    assert_empty_rows_ignore_dlse(backend.attention(case, inputs, alone=True, deterministic=True), case, inputs)
 
 
 # Blocks and warps in many orders
@@ -248,7 +238,7 @@ def test_heads_of_a_group_are_summed_in_their_order(backend: Runner) -> None:
     inputs.q.zero_()  # p is 1/64 everywhere
     for head, value in enumerate((2.0**20, -(2.0**20), 2.0**20, -(2.0**20), 0.0, 2.0**-8)):
         inputs.dout[:, :, head] = value
-    attention = served(backend, case, inputs, deterministic=True)
+    attention = backend.attention(case, inputs, alone=True, deterministic=True)
     for seed in range(6):
         if DEVICE == "cpu":
             emulated_cuda.configure(6, seed)
@@ -265,6 +255,12 @@ def scattered(case: Case, **flags: Any) -> IntervalMask:
     return PreparedMask.from_topk(scores, 9, is_causal=True, seqlen_q=case.seqlen_q, **flags).to(DEVICE)
 
 
+def check_intervals(backend: Runner, case: Case, mask: IntervalMask) -> None:
+    """`check` of a case with this mask."""
+    inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
+    check(backend, case, inputs, replace(inputs, mask=mask.to(DEVICE)))
+
+
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("reorder", (False, True))
 @every_bias
@@ -277,8 +273,7 @@ def test_an_interval_mask(backend: Runner, bias: str, reorder: bool, determinist
     if reorder and bias in ("no bias", "per key"):
         dead = (mask.start == mask.stop).transpose(1, 2)[..., None]
         given = replace(given, k=inputs.k.masked_fill(dead, torch.nan), v=inputs.v.masked_fill(dead, torch.nan))
-    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda", deterministic=deterministic)
-    assert_accurate(run(attention, case, given), case, inputs)
+    backend.check(case, inputs, given, alone=True, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("deterministic", (False, True))
@@ -291,9 +286,8 @@ def test_an_order_of_few_places(backend: Runner, bias: str, deterministic: bool)
     inputs = replace(case.build(), mask=mask.unpacked())
     dead = (mask.start == mask.stop).transpose(1, 2)[..., None]
     k, v = (x.masked_fill(dead, torch.nan) for x in (inputs.k, inputs.v))
-    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda", deterministic=deterministic)
-    found = run(attention, case, replace(inputs, mask=mask, k=k, v=v))
-    assert_accurate(found, case, inputs)
+    given = replace(inputs, mask=mask, k=k, v=v)
+    found = backend.check(case, inputs, given, alone=True, deterministic=deterministic)
     for name in ("dk", "dv"):
         gradient = found[name]
         assert gradient is not None and not gradient.masked_select(dead).any(), name
@@ -306,9 +300,7 @@ def test_walks_of_an_interval_mask_that_several_blocks_share(backend: Runner) ->
     mask = PreparedMask.from_intervals(
         start, start + torch.where(torch.arange(136) < 70, 900, 4000), 4300, reorder=True
     )
-    inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
-    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
-    assert_accurate(run(attention, case, replace(inputs, mask=mask.to(DEVICE))), case, inputs)
+    check_intervals(backend, case, mask)
 
 
 @pytest.mark.parametrize("live", ((100, 300), (0, 700), (400, 1)), ids=str)
@@ -319,19 +311,14 @@ def test_heads_end_where_their_live_keys_do(backend: Runner, live: tuple[int, in
     rank = torch.stack([torch.randperm(700, generator=numbers) for _ in live])
     stop = torch.randint(1, 301, (2, 700), generator=numbers).where(rank < torch.tensor(live)[:, None], 0)
     mask = PreparedMask.from_intervals(torch.zeros_like(stop)[None], stop[None], 300, reorder=True)
-    inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
-    attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
     for seed in range(3):
         if DEVICE == "cpu":
             emulated_cuda.configure(seed + 1, seed)
-        assert_accurate(run(attention, case, replace(inputs, mask=mask.to(DEVICE))), case, inputs)
+        check_intervals(backend, case, mask)
 
 
 def test_entries_and_heads_with_intervals_of_their_own(backend: Runner) -> None:
     case = BASE.with_(batch=2, num_heads=4, bias=("B", "Hq", "1", "Lk"))
     start = torch.randint(0, 140, (2, 2, 200), generator=torch.Generator().manual_seed(4))
     for heads in (start, start[:1], start[:, :1]):
-        mask = PreparedMask.from_intervals(heads, heads + 30, 140, reorder=True)
-        inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
-        attention = partial(flash_dmattn.attention, return_lse=True, backend="cuda")
-        assert_accurate(run(attention, case, replace(inputs, mask=mask.to(DEVICE))), case, inputs)
+        check_intervals(backend, case, PreparedMask.from_intervals(heads, heads + 30, 140, reorder=True))

@@ -6,7 +6,6 @@ Random calls reach a bias of one value per score rarely; `mutants/csrc.py` plant
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ import torch
 from accuracy import Results
 from cases import DEVICE
 from conftest import Runner
-from sequence_calls import LEAVES, SequenceCall, assert_accurate, run, spoiled
+from sequence_calls import SequenceCall, assert_accurate, run, spoiled
+from sequence_cases import SequenceCase
 from torch import Tensor
 
 import flash_dmattn
@@ -26,65 +26,29 @@ pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 HEADS, HEADS_K, HEAD_DIM = 4, 2, 64
 LENGTHS = ((130, 130), (0, 40), (64, 200), (129, 0), (1, 65), (40, 33))  # queries and keys of each sequence
 MOST_Q, MOST_K = 136, 200
-TOKENS_Q, TOKENS_K = (sum(pair[side] for pair in LENGTHS) + 5 for side in (0, 1))
-BIASES: dict[str, tuple[int, ...] | None] = {
+BASE = SequenceCase(LENGTHS, most=(MOST_Q, MOST_K))
+BIASES: dict[str, tuple[str, ...] | None] = {
     "none": None,
-    "packed rows": (HEADS, TOKENS_Q, MOST_K),
-    "packed keys": (HEADS, 1, TOKENS_K),
-    "packed keys of groups": (HEADS_K, 1, TOKENS_K),
-    "packed queries": (1, TOKENS_Q, 1),
-    "of each sequence": (len(LENGTHS), HEADS, MOST_Q, MOST_K),
-    "shared by sequences": (1, HEADS, MOST_Q, MOST_K),
-    "shared by heads": (len(LENGTHS), 1, MOST_Q, MOST_K),
-    "shared by all": (1, 1, MOST_Q, MOST_K),
-    "keys by position": (1, HEADS, 1, MOST_K),
-    "queries by position": (len(LENGTHS), 1, MOST_Q, 1),
+    "packed rows": ("Hq", "Tq", "Lk"),
+    "packed keys": ("Hq", "1", "Tk"),
+    "packed keys of groups": ("Hk", "1", "Tk"),
+    "packed queries": ("1", "Tq", "1"),
+    "of each sequence": ("B", "Hq", "Lq", "Lk"),
+    "shared by sequences": ("1", "Hq", "Lq", "Lk"),
+    "shared by heads": ("B", "1", "Lq", "Lk"),
+    "shared by all": ("1", "1", "Lq", "Lk"),
+    "keys by position": ("1", "Hq", "1", "Lk"),
+    "queries by position": ("B", "1", "Lq", "1"),
 }
 
 
 def made(
-    bias: tuple[int, ...] | None = None, padded: bool = False, page_size: int | None = None, **flags: Any
+    bias: tuple[str, ...] | None = None, padded: bool = False, page_size: int | None = None, **flags: Any
 ) -> SequenceCall:
     """A call of `LENGTHS` with a sink, and gradients of everything, or keys in pages that lie in any order."""
-    rng = torch.Generator().manual_seed(page_size or 0)
-
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(shape, generator=rng).to(DEVICE, dtype)
-
-    number = len(LENGTHS)
-    used = [[pair[side] for pair in LENGTHS] for side in (0, 1)]
-    edges = [[0, *accumulate(lengths)] for lengths in used]
-    rows_q, rows_k = ((number, MOST_Q), (number, MOST_K)) if padded else ((TOKENS_Q,), (TOKENS_K,))
-    firsts = [[0] * number] * 2 if padded else edges
-    cu_q, cu_k, used_q, used_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (*edges, *used))
-    if page_size is not None:
-        columns = -(-MOST_K // page_size) + 1
-        rows_k, firsts = (number * columns + 2, page_size), [firsts[0], [0] * number]
-        table = torch.randperm(rows_k[0], generator=rng)[: number * columns].view(number, columns).int().to(DEVICE)
-        queries: dict[str, Any] = {} if padded else {"cu_seqlens_q": cu_q, "max_seqlen_q": MOST_Q}
-        used[0] = [MOST_Q] * number if padded else used[0]  # of every slot
-        sequences = Sequences.paged(table, used_k, max_seqlen_k=MOST_K, **queries)
-    elif padded:
-        sequences = Sequences.padded(used_k, used_q)
-    else:
-        sequences = Sequences.packed(cu_q, cu_k, max_seqlen_q=MOST_Q, max_seqlen_k=MOST_K)
-    standard = {"is_causal": False, "window_size": None, "softcap": 0.0, "softmax_scale": None, "dropout_p": 0.0}
-    needs_grad = () if page_size else tuple(name for name in LEAVES if name != "bias" or bias is not None)
-    return SequenceCall(
-        q=normal(*rows_q, HEADS, HEAD_DIM),
-        k=normal(*rows_k, HEADS_K, HEAD_DIM),
-        v=normal(*rows_k, HEADS_K, HEAD_DIM),
-        mask=None,
-        bias=None if bias is None else normal(*bias),
-        sink=normal(HEADS, dtype=torch.float32),
-        sequences=sequences,
-        lengths=tuple(zip(firsts[0], used[0], firsts[1], used[1], strict=False)),
-        flags=standard | flags,
-        dout=normal(*rows_q, HEADS, HEAD_DIM),
-        dlse=normal(*rows_q[:-1], HEADS, rows_q[-1], dtype=torch.float32) if needs_grad else None,
-        needs_grad=needs_grad,
-        told=f"made({bias}, {padded}, {page_size}, {flags})",
-    )
+    if page_size is None:
+        return BASE.with_(bias=bias, layout="padded" if padded else "packed").build(**flags)
+    return BASE.with_(bias=bias, layout="paged" if padded else "paged_packed", page_size=page_size).build(**flags)
 
 
 def attend(call: SequenceCall, backend: str = "cuda") -> Results:

@@ -109,7 +109,7 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             lambda: attend(group=mesh_of(2), strategy="gather"),
         ),
         (
-            "layout is for 2 ranks; it needs the 1 of the mesh",
+            "layout is for 2 ranks; it needs the 1 of the group",
             lambda: attend(group=mesh_of(2), layout=SequenceLayout.zigzag(16, 2)),
         ),
         (
@@ -134,7 +134,7 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("group is a NoneType; it needs to be a torch.distributed", lambda: attend(group=None)),
         ("layout is a int; it needs to be a SequenceLayout", lambda: attend(layout=16)),
         ("layout_k is a int", lambda: attend(layout_k=16)),
-        ("mask is a TileMask, of whole", lambda: attend(*tensors(), PreparedMask.from_window(16, 16))),
+        ("mask is a PreparedMask, of whole", lambda: attend(*tensors(), PreparedMask.from_window(16, 16))),
         ("mask has dtype float32; it needs bool", lambda: attend(*tensors(), torch.ones(16, 16))),
         ("head_groups is 1.0", lambda: attend(head_groups=1.0)),
         ("reduce_bias_grad is 1; it needs to be True or False", lambda: attend(reduce_bias_grad=1)),

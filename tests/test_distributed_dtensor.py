@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from distributed_workers import Workers, workers
+from distributed_workers import Workers, torchrun, workers
 from dtensor_calls import Call
 
 import flash_dmattn
 
-ROOT = Path(__file__).resolve().parent.parent
 LSE = (("return_lse", True),)
 EIGHT: dict[str, Any] = {"seqlen_q": 8, "seqlen_k": 8}
 
@@ -242,13 +238,8 @@ def test_explain_speaks_of_the_call_of_the_rank(four: Workers) -> None:
 
 
 def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "tests/gpu_dtensor.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed q S") == 9 and "FAILED" not in done.stdout
+    printed = torchrun(2, "tests/gpu_dtensor.py")
+    assert printed.count("passed q S") == 9 and "FAILED" not in printed
 
 
 def test_plain_calls_ask_nothing_of_dtensors() -> None:

@@ -13,6 +13,7 @@ import torch
 from distributed_calls import layout_of
 
 from flash_dmattn.distributed import SequenceLayout
+from flash_dmattn.distributed.call import choose_strategy
 from flash_dmattn.distributed.exchange import (
     CLEAR_SHARE,
     Moves,
@@ -27,7 +28,6 @@ from flash_dmattn.distributed.exchange import (
 )
 from flash_dmattn.distributed.layout import from_flat
 from flash_dmattn.distributed.slices import plan, slice_keys
-from flash_dmattn.distributed.transfers import choose_strategy
 from flash_dmattn.problem import causal_window
 
 LAYOUTS = [
@@ -106,7 +106,7 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     ValueError: [
         ("length is 12; it needs to be a multiple of 8", lambda: SequenceLayout.zigzag(12, 4)),
         ("length is 5; it needs to be a multiple of 2", lambda: SequenceLayout.contiguous(5, 2)),
-        ("world_size is 0; it needs to be 1 or more", lambda: SequenceLayout.zigzag(8, 0)),
+        ("world_size is 0; it needs to be >= 1", lambda: SequenceLayout.zigzag(8, 0)),
         ("each rank needs one interval", lambda: SequenceLayout(4, ((), ((0, 4),)))),
         ("position 1 comes next", lambda: SequenceLayout(4, (((0, 1),), ((2, 3),)))),
         ("position 3 comes next", lambda: SequenceLayout(4, (((0, 3),), ((2, 4),)))),
@@ -120,7 +120,7 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("a piece has size 7 along dim 0", lambda: LAYOUTS[1].unshard([torch.ones(7)], 0)),
     ],
     TypeError: [
-        ("length is 8.0; it needs to be an int", lambda: SequenceLayout.zigzag(8.0, 2)),
+        (r"length is 8.0 \(float\); it needs to be an int", lambda: SequenceLayout.zigzag(8.0, 2)),
         ("layout has True among", lambda: SequenceLayout(2, (((0, True),), ((1, 2),)))),
     ],
 }

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_calls import BIASES, ParallelCase, draw, one_process, shard_scores
+from distributed_calls import BIASES, P, ParallelCase, draw, one_process, shard_scores
 
 from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.protocol import Backend, Backward, Forward
 from flash_dmattn.distributed import SequenceLayout, ShardedMask
 from flash_dmattn.distributed.exchange import places_in, runs_read
-from flash_dmattn.distributed.rows import KeySum, RankRows, Sums
+from flash_dmattn.distributed.operators import KeySum, RankRows, Sums
 from flash_dmattn.distributed.slices import HeadGroup, plan
 from flash_dmattn.gradients import with_dbias
 from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, causal_window
@@ -28,15 +28,16 @@ def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[s
     """Compute what ranks do between gathering keys and sending gradients back, and put it together."""
     x = draw(case)
     layout, layout_k = layouts = case.layouts(size)
-    window = causal_window(case.causal, (-1, -1) if case.window is None else case.window)
+    window = causal_window(case.is_causal, (-1, -1) if case.window_size is None else case.window_size)
     pieces: dict[str, list[torch.Tensor]] = {}
     dk, dv = torch.zeros_like(x.k), torch.zeros_like(x.v)
-    shared_bias = x.bias is not None and not case.bias_dims[2]
+    shared_bias = case.bias is not None and case.bias[2] != "Lq"
     for rank in range(size):
-        q, dout, dlse = layout.shard(x.q, 1, rank), layout.shard(x.dout, 1, rank), layout.shard(x.dlse, 2, rank)
-        bias = None if x.bias is None else shard_scores(case.bias_dims, x.bias, layouts, rank)
+        q, dout = layout.shard(x.q, 1, rank), layout.shard(x.dout, 1, rank)
+        dlse = None if x.dlse is None else layout.shard(x.dlse, 2, rank)
+        bias = None if x.bias is None or case.bias is None else shard_scores(case.bias, x.bias, layouts, rank)
         needs = NeedsGrad(True, True, True, bias is not None, False)
-        scale = case.dim**-0.5 if case.scale is None else case.scale
+        scale = case.head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale
         flags = Flags(*window, scale, case.softcap, False)
         parts = plan(layout, rank, layout_k.length, window)
         views = [MaskView() for _ in parts]
@@ -47,16 +48,16 @@ def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[s
         held = runs_read(layout, rank, layout_k.length, window) if case.seed % 2 else ((0, layout_k.length),)
         kept = torch.cat([torch.arange(0), *(torch.arange(*run) for run in held)])
         rows = RankRows(parts, places_in(held, parts), views, q, bias, None, flags, needs)
-        out, lse = torch.empty_like(dout), torch.empty(dlse.shape, dtype=dlse.dtype, device=dlse.device)
+        out, lse = torch.empty_like(dout), torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=q.dtype)
         sums = Sums.of(rows)
         groups = case.groups or 1
         for heads in [HeadGroup(place, groups) for place in range(groups)]:
-            k, v = (y[:, kept, heads.of(case.heads_k)] for y in (x.k, x.v))
+            k, v = (y[:, kept, heads.of(case.num_heads_k)] for y in (x.k, x.v))
             rows.forward(backend, heads, k, v, out, lse)
-            finite = dlse.masked_fill(lse == -torch.inf, 0)
+            finite = None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0)
             dk_part, dv_part = rows.backward(backend, heads, k, v, out, lse, dout, finite, sums, q.dtype)
-            dk[:, kept, heads.of(case.heads_k)] += dk_part
-            dv[:, kept, heads.of(case.heads_k)] += dv_part
+            dk[:, kept, heads.of(case.num_heads_k)] += dk_part
+            dv[:, kept, heads.of(case.num_heads_k)] += dv_part
         for name, y in (("out", out), ("lse", lse), ("dq", sums.q), ("dbias", sums.bias)):
             if y is not None:
                 pieces.setdefault(name, []).append(y)
@@ -82,20 +83,20 @@ def test_slices_together_are_the_whole_call(bias: str, layout: str) -> None:
     drawn = itertools.product((16, 24), (8, 16, 32), (False, True), WINDOWS)
     for number, (seqlen_q, seqlen_k, causal, window) in enumerate(drawn):
         size = (1, 2, 4)[number % 3]
-        case = ParallelCase(
-            layout,
-            bias,
-            ("none", "full", "shared")[number // 3 % 3],
-            causal,
-            window,
-            seqlen_q,
-            seqlen_k,
+        case = P(
+            layout=layout,
+            bias=bias,
+            mask=("none", "full", "shared")[number // 3 % 3],
+            is_causal=causal,
+            window_size=window,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
             groups=1 + number % 2 if bias != "one_head" else 1,
-            lse=True,
+            dlse=True,
             softcap=1.5 * (number % 5 == 0),
             seed=number,
         )
-        wanted, results = one_process(case, draw(case), "eager"), simulated(case, size)
+        wanted, results = one_process(case, draw(case)), simulated(case, size)
         assert wanted.keys() == results.keys()
         for name, x in wanted.items():
             assert torch.equal(x == -torch.inf, results[name] == -torch.inf)
@@ -147,10 +148,10 @@ def bits_of(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[str
 
 @pytest.mark.usefixtures("starts")
 def test_gradients_of_pairs_that_no_slice_has_are_zero() -> None:
-    case = ParallelCase(bias="full", window=(3, 1), seqlen_q=32, seqlen_k=32, lse=True)
+    case = P(bias="full", window_size=(3, 1), dlse=True)
     parts = plan(case.layouts(2)[0], 0, 32, (3, 1))
     assert any(part.start > 0 for part in parts) and any(part.stop < 32 for part in parts)
-    results, wanted = bits_of(case, 2), one_process(case, draw(case), "eager")
+    results, wanted = bits_of(case, 2), one_process(case, draw(case))
     assert float((results["dbias"] - wanted["dbias"]).abs().max()) < TOLERANCE
 
 
@@ -182,8 +183,8 @@ def placing(does: bool = True) -> tuple[Backend, list[torch.Tensor]]:
 def test_the_place_of_a_slice_is_handed_to_a_backend_that_stores_there(bias: str, groups: int) -> None:
     drawn: Iterator[Any] = itertools.product(("zigzag", "balanced"), (16, 32), (False, True), (None, (3, -1), (5, 9)))
     for layout, seqlen_k, causal, window in drawn:  # of 16 keys some slices have none
-        case = ParallelCase(layout, bias, causal=causal, window=window, seqlen_k=seqlen_k)
-        case = replace(case, groups=1 if bias == "one_head" else groups)
+        case = P(layout=layout, bias=bias, is_causal=causal, window_size=window, seqlen_k=seqlen_k)
+        case = case.with_(groups=1 if bias == "one_head" else groups)
         (storing, places), (copying, ignored) = placing(), placing(does=False)
         wanted, results = bits_of(case, 2), bits_of(case, 2, storing)
         assert wanted.keys() == results.keys() and "dbias" in wanted
@@ -199,7 +200,7 @@ def test_the_place_of_a_slice_is_handed_to_a_backend_that_stores_there(bias: str
 @pytest.mark.parametrize("bias", ["query", "keys", "head"])
 def test_gradients_without_a_place_are_not_asked_for_in_one(bias: str) -> None:
     storing, places = placing()
-    case = ParallelCase(bias=bias, causal=True)
+    case = P(bias=bias, is_causal=True)
     assert torch.equal(simulated(case, 2, storing)["dbias"], simulated(case, 2)["dbias"])
     assert not places
 
@@ -212,7 +213,7 @@ def test_the_largest_slice_is_the_first_of_a_forward_pass() -> None:
         return lambda inputs: sizes.append(problem.seqlen_q * problem.seqlen_k) or run(inputs)  # type: ignore[func-returns-value]
 
     watched = replace(EAGER, plan_forward=plan_forward)
-    case = ParallelCase(causal=True, seqlen_q=64, seqlen_k=64)
-    results, wanted = simulated(case, 2, watched), one_process(case, draw(case), "eager")
+    case = P(is_causal=True, seqlen_q=64, seqlen_k=64)
+    results, wanted = simulated(case, 2, watched), one_process(case, draw(case))
     assert sizes == [16 * 64, 16 * 16, 32 * 48]  # of rank 0, then of rank 1, whose chunks are neighbours
     assert float((results["out"] - wanted["out"]).abs().max()) < TOLERANCE

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from distributed_workers import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = "examples/distributed_training.py"
@@ -16,12 +14,8 @@ EXAMPLE = "examples/distributed_training.py"
 
 @pytest.mark.parametrize(("ranks", "dp"), [(2, 1), (4, 2)], ids=["sequence", "batch and sequence"])
 def test_losses_are_those_of_one_process(ranks: int, dp: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["tests/run_and_exit.py", EXAMPLE, "--steps", "6", "--dp", str(dp)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    head, _, *table = done.stdout.splitlines()
+    printed = torchrun(ranks, "tests/run_and_exit.py", EXAMPLE, "--steps", "6", "--dp", str(dp))
+    head, _, *table = printed.splitlines()
     assert head == f"{dp} x {ranks // dp} ranks: batch x sequence of 128"
     rows = [[float(cell) for cell in line.split()] for line in table]
     assert [row[0] for row in rows] == list(range(6))

@@ -2,75 +2,48 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from distributed_calls import BIASES, MASKS, ParallelCase, Unlucky
-from distributed_workers import workers
+from distributed_calls import BIASES, MASKS, P, ParallelCase, Unlucky, draw_parallel
+from distributed_workers import torchrun, workers
 
 from flash_dmattn.distributed import SequenceLayout
 
-ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-10
-P = ParallelCase
+
+U, OVER = partial(P, strategy="ulysses"), partial(P, mesh=(2, 2), strategy="auto")
 
 CASES = {
-    **{f"bias {name}": P(bias=name, causal=True, lse=True, seed=i) for i, name in enumerate(BIASES)},
+    **{f"bias {name}": P(bias=name, is_causal=True, dlse=True, seed=i) for i, name in enumerate(BIASES)},
     **{
-        f"mask {name}": P(mask=name, bias="keys" if "topk" in name else "none", causal=True, lse=True, seed=20 + i)
+        f"mask {name}": P(mask=name, bias="keys" if "topk" in name else "none", is_causal=True, dlse=True, seed=20 + i)
         for i, name in enumerate(MASKS)
     },
-    "window": P(window=(5, 3), bias="full", lse=True),
-    "left window, groups": P(window=(6, -1), bias="group", groups=2),
-    "right window": P(window=(-1, 2), bias="keys", mask="prepared"),
-    "narrow window": P(window=(0, 0), mask="full", bias="shared"),
-    "far window": P(window=(20, 3), bias="full", mask="prepared", seqlen_q=1024, seqlen_k=1024, heads=2, batch=1),
-    "far window, keys": P(window=(20, 3), bias="sharded", seqlen_q=1024, seqlen_k=1024, heads=2, batch=1, groups=2),
-    "softcap, scale": P(softcap=2.0, scale=0.7, causal=True, bias="full", lse=True),
-    "sink": P(sink=True, causal=True, bias="full", lse=True),
-    "sink, reduced": P(sink=True, mask="full", reduce=True, groups=2),
-    "reduced bias": P(bias="head", causal=True, reduce=True, lse=True),
-    "reduced keys": P(bias="keys", causal=True, reduce=True, groups=2, lse=True),
-    "sharded, groups": P(bias="sharded", mask="sharded", groups=2, lse=True),
-    "empty rows": P(mask="full", empty=True, bias="full", lse=True),
-    "empty rows, sink": P(mask="full", empty=True, sink=True, lse=True),
-    "more keys": P(seqlen_q=16, seqlen_k=48, causal=True, bias="full", lse=True),
-    "fewer keys, rows without": P(seqlen_q=48, seqlen_k=16, causal=True, bias="full", lse=True, sink=True),
-    "cross, sharded": P(seqlen_q=16, seqlen_k=32, bias="sharded", mask="prepared", layout="contiguous"),
-    "contiguous": P(layout="contiguous", causal=True, bias="full"),
-    "balanced": P(layout="balanced", mask="prepared", bias="full", lse=True),
-    "balanced, keys": P(layout="balanced", mask="keys", bias="sharded", causal=True),
-    "dims": P(dim=8, dim_v=3, causal=True, bias="query", lse=True),
-    "one key-value head": P(heads=4, heads_k=1, causal=True, bias="keys"),
-    "heads alike": P(heads=4, heads_k=4, groups=4, causal=True, bias="full", mask="group"),
-    "only dbias": P(needs=("bias",), causal=True, bias="full"),
-    "only dq": P(needs=("q",), causal=True, bias="keys"),
-    "only dk": P(needs=("k",), causal=True, bias="full", groups=2),
-    "only dv, sharded": P(needs=("v", "bias"), bias="sharded"),
-    "no gradient": P(needs=(), causal=True, bias="sharded", mask="prepared"),
-    "exchange": P(exchange=torch.float64, causal=True),
-    "prepared, groups": P(causal=True, lse=True, groups=2, bias="full", mask="prepared"),
-    "only dbias, sharded": P(needs=("bias",), bias="sharded"),
-    "ulysses, only dv": P(strategy="ulysses", heads=4, heads_k=4, needs=("v",), lse=True),
-    "ulysses, shared head, sums": P(
-        strategy="ulysses", heads=4, heads_k=1, bias="sharded", sink=True, reduce=True, lse=True
+    **{f"drawn {number}": draw_parallel(number) for number in range(24)},
+    "far window": P(
+        window_size=(20, 3), bias="full", mask="prepared", seqlen_q=1024, seqlen_k=1024, num_heads=2, batch=1
     ),
-    "ulysses": P(strategy="ulysses", causal=True, lse=True, heads=8, heads_k=4, bias="keys"),
-    "ulysses, window": P(strategy="ulysses", window=(4, 1), heads=8, heads_k=8, bias="keys_of_q", mask="keys"),
-    "ulysses, shared heads": P(strategy="ulysses", causal=True, heads=8, heads_k=2, bias="keys", lse=True),
-    "ulysses, one head": P(strategy="ulysses", causal=True, heads=4, heads_k=1, bias="head", reduce=True, lse=True),
-    "ulysses, sharded": P(strategy="ulysses", causal=True, heads=4, heads_k=4, bias="sharded", mask="sharded"),
-    "ulysses, sink": P(strategy="ulysses", heads=4, heads_k=4, sink=True, lse=True, softcap=3.0),
-    "ulysses, cross": P(strategy="ulysses", heads=4, heads_k=4, seqlen_q=16, seqlen_k=48, causal=True),
-    "auto": P(strategy="auto", heads=8, heads_k=8, causal=True, bias="head", lse=True),
-    "auto, rows": P(strategy="auto", heads=8, heads_k=8, causal=True, bias="full"),
+    "far window, keys": P(
+        window_size=(20, 3), bias="sharded", seqlen_q=1024, seqlen_k=1024, num_heads=2, batch=1, groups=2
+    ),
+    "rows without keys": P(seqlen_q=48, seqlen_k=16, is_causal=True, bias="full", dlse=True, sink="normal"),
+    "only dbias, sharded": P(needs_grad=("bias",), bias="sharded"),
+    "no gradient": P(needs_grad=(), is_causal=True, bias="sharded", mask="prepared"),
+    "ulysses, only dv": U(num_heads_k=4, needs_grad=("v",), dlse=True),
+    "ulysses, shared head, sums": U(num_heads_k=1, bias="sharded", sink="normal", reduce=True, dlse=True),
+    "ulysses": U(is_causal=True, dlse=True, num_heads=8, num_heads_k=4, bias="keys"),
+    "ulysses, window": U(window_size=(4, 1), num_heads=8, num_heads_k=8, bias="keys_of_q", mask="keys"),
+    "ulysses, shared heads": U(is_causal=True, num_heads=8, num_heads_k=2, bias="keys", dlse=True),
+    "ulysses, one head": U(is_causal=True, num_heads_k=1, bias="head", reduce=True, dlse=True),
+    "ulysses, sharded": U(is_causal=True, num_heads_k=4, bias="sharded", mask="sharded"),
+    "ulysses, sink": U(num_heads_k=4, sink="normal", dlse=True, softcap=3.0),
+    "ulysses, cross": U(num_heads_k=4, seqlen_q=16, seqlen_k=48, is_causal=True),
+    "auto": P(strategy="auto", num_heads=8, num_heads_k=8, is_causal=True, bias="head", dlse=True),
+    "auto, rows": P(strategy="auto", num_heads=8, num_heads_k=8, is_causal=True, bias="full"),
 }
 
 
@@ -81,31 +54,31 @@ def test_a_call_over_processes_equals_one_call(name: str, size: int) -> None:
         assert max(errors.values()) < TOLERANCE, (rank, errors)
 
 
-WINDOWED = P(window=(20, 0), seqlen_q=1024, seqlen_k=1024, heads=2, heads_k=2, lse=True)
+WINDOWED = P(window_size=(20, 0), seqlen_q=1024, seqlen_k=1024, num_heads=2, num_heads_k=2, dlse=True)
 # Calls in which ranks send each other the keys that are read, and no others.
 IN_PARTS: dict[str, ParallelCase] = {
-    "plain": replace(WINDOWED, causal=True),
-    "contiguous": replace(WINDOWED, layout="contiguous", window=(100, 7)),
-    "balanced": replace(WINDOWED, layout="balanced", bias="keys"),
-    "bias of pairs": replace(WINDOWED, bias="full", mask="full", batch=1),
-    "groups of heads": replace(WINDOWED, heads=4, heads_k=2, groups=2, bias="group", batch=1),
-    "sharded": replace(WINDOWED, bias="sharded", mask="sharded"),
-    "sharded, contiguous": replace(WINDOWED, bias="sharded_one", layout="contiguous", window=(200, 1)),
-    "mask, prepared": replace(WINDOWED, mask="prepared", batch=1),
-    "sharded and summed": replace(WINDOWED, bias="sharded", reduce=True, sink=True),
-    "bias of heads, summed": replace(WINDOWED, bias="head", reduce=True),
-    "empty rows": replace(WINDOWED, mask="shared", empty=True, batch=1),
-    "more keys": replace(WINDOWED, seqlen_q=512, seqlen_k=2048, batch=1),
-    "fewer keys, rows without": replace(WINDOWED, seqlen_q=1536, seqlen_k=1024, batch=1),
-    "other keys": replace(WINDOWED, seqlen_q=768, seqlen_k=1024, layout="contiguous", window=(0, 0)),
-    "only dv": replace(WINDOWED, needs=("v",), dim_v=8),
-    "only dk": replace(WINDOWED, needs=("k",)),
-    "no gradient": replace(WINDOWED, needs=()),
-    "wide exchange": replace(WINDOWED, exchange=torch.float64, dim=8, dim_v=3),
+    "plain": WINDOWED.with_(is_causal=True),
+    "contiguous": WINDOWED.with_(layout="contiguous", window_size=(100, 7)),
+    "balanced": WINDOWED.with_(layout="balanced", bias="keys"),
+    "bias of pairs": WINDOWED.with_(bias="full", mask="full", batch=1),
+    "groups of heads": WINDOWED.with_(num_heads_k=2, groups=2, bias="group", batch=1),
+    "sharded": WINDOWED.with_(bias="sharded", mask="sharded"),
+    "sharded, contiguous": WINDOWED.with_(bias="sharded_one", layout="contiguous", window_size=(200, 1)),
+    "mask, prepared": WINDOWED.with_(mask="prepared", batch=1),
+    "sharded and summed": WINDOWED.with_(bias="sharded", reduce=True, sink="normal"),
+    "bias of heads, summed": WINDOWED.with_(bias="head", reduce=True),
+    "empty rows": WINDOWED.with_(mask="shared", mask_kind="empty_rows", batch=1),
+    "more keys": WINDOWED.with_(seqlen_q=512, seqlen_k=2048, batch=1),
+    "fewer keys, rows without": WINDOWED.with_(seqlen_q=1536, seqlen_k=1024, batch=1),
+    "other keys": WINDOWED.with_(seqlen_q=768, seqlen_k=1024, layout="contiguous", window_size=(0, 0)),
+    "only dv": WINDOWED.with_(needs_grad=("v",), head_dim_v=8),
+    "only dk": WINDOWED.with_(needs_grad=("k",)),
+    "no gradient": WINDOWED.with_(needs_grad=()),
+    "wide exchange": WINDOWED.with_(exchange=torch.float64, head_dim=8, head_dim_v=3),
 }
-OVER_A_MESH = {"mesh": (2, 2), "strategy": "auto", "heads": 4, "heads_k": 2, "groups": None, "reduce": True}
+OVER_A_MESH = {"mesh": (2, 2), "strategy": "auto", "num_heads": 4, "num_heads_k": 2, "groups": None, "reduce": True}
 IN_PARTS_OVER_A_MESH = {
-    f"{name}, mesh": replace(IN_PARTS[name], **OVER_A_MESH)  # type: ignore[arg-type]
+    f"{name}, mesh": IN_PARTS[name].with_(**OVER_A_MESH)
     for name in ("plain", "sharded", "bias of pairs", "groups of heads")
 }
 
@@ -123,21 +96,20 @@ def test_parts_give_the_results_of_one_process_and_the_bits_of_all_keys(case: Pa
         assert all(equal.values()), (rank, equal)
 
 
-M = (2, 2)
 ON_A_MESH = {
-    "plain": P(mesh=M, strategy="auto", causal=True, lse=True),
-    "bias of pairs": P(mesh=M, strategy="auto", causal=True, bias="full", mask="full", lse=True, reduce=True),
-    "bias of groups": P(mesh=M, strategy="auto", bias="group", mask="shared", heads=8, heads_k=4, groups=2),
-    "bias of keys": P(mesh=M, strategy="auto", causal=True, bias="keys", mask="keys", lse=True),
-    "bias sharded": P(mesh=M, strategy="auto", bias="sharded", mask="sharded", reduce=True),
-    "bias of one head": P(mesh=M, strategy="auto", bias="one_head", window=(9, 4)),
-    "summed": P(mesh=M, strategy="auto", bias="keys_of_q", reduce=True, sink=True, lse=True),
-    "sink": P(mesh=M, strategy="auto", sink=True, lse=True, causal=True),
-    "shared heads": P(mesh=M, strategy="auto", heads=4, heads_k=1, causal=True, dim=8, dim_v=4, lse=True),
-    "prepared": P(mesh=M, strategy="auto", mask="prepared_keys", causal=True, seqlen_q=16, seqlen_k=48),
-    "outer of one": P(mesh=(1, 4), strategy="auto", heads=8, heads_k=8, bias="head", causal=True, lse=True),
-    "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", causal=True),
-    "contiguous": P(mesh=M, strategy="auto", layout="contiguous", bias="query", lse=True),
+    "plain": OVER(is_causal=True, dlse=True),
+    "bias of pairs": OVER(is_causal=True, bias="full", mask="full", dlse=True, reduce=True),
+    "bias of groups": OVER(bias="group", mask="shared", num_heads=8, num_heads_k=4, groups=2),
+    "bias of keys": OVER(is_causal=True, bias="keys", mask="keys", dlse=True),
+    "bias sharded": OVER(bias="sharded", mask="sharded", reduce=True),
+    "bias of one head": OVER(bias="one_head", window_size=(9, 4)),
+    "summed": OVER(bias="keys_of_q", reduce=True, sink="normal", dlse=True),
+    "sink": OVER(sink="normal", dlse=True, is_causal=True),
+    "shared heads": OVER(num_heads_k=1, is_causal=True, head_dim=8, head_dim_v=4, dlse=True),
+    "prepared": OVER(mask="prepared_keys", is_causal=True, seqlen_q=16, seqlen_k=48),
+    "outer of one": P(mesh=(1, 4), strategy="auto", num_heads=8, num_heads_k=8, bias="head", is_causal=True, dlse=True),
+    "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", is_causal=True),
+    "contiguous": OVER(layout="contiguous", bias="query", dlse=True),
 }
 
 
@@ -149,21 +121,21 @@ def test_a_call_over_a_mesh_of_two_dims_equals_one_call(name: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_mistake_of_one_rank_of_a_mesh_raises_on_all(rank: int) -> None:
-    case = P(mesh=M, strategy="auto", mask="full")
+    case = OVER(mask="full")
     assert_all_raise(case, rank, 4, {"mask": "wrong"}, {}, "ValueError", f"rank {rank}: mask has shape")
     message = differing("softmax_scale", "0.5", "0.1", rank, 4)
-    assert_all_raise(case, rank, 4, {"scale": 0.1}, {}, "ValueError", message)
+    assert_all_raise(case, rank, 4, {"softmax_scale": 0.1}, {}, "ValueError", message)
 
 
 FORMS = {
-    "tiles": P(mask="prepared", causal=True, bias="full", lse=True),
-    "tiles of key-value heads": P(mask="prepared_group", causal=True, groups=2),
-    "tiles made in the call": P(mask="full", groups=2, window=(9, 2)),
-    "intervals": P(mask="prepared_keys", causal=True, seqlen_q=128, seqlen_k=128),
-    "intervals made in the call": P(mask="keys", causal=True, seqlen_q=128, seqlen_k=128, groups=2, bias="keys"),
-    "keys": P(mask="prepared_keys", causal=True),
-    "keys, sharded": P(mask="sharded", causal=True, window=(7, 0)),
-    "tiles, sent in parts": replace(WINDOWED, mask="prepared", heads=4, groups=2),
+    "tiles": P(mask="prepared", is_causal=True, bias="full", dlse=True),
+    "tiles of key-value heads": P(mask="prepared_group", is_causal=True, groups=2),
+    "tiles made in the call": P(mask="full", groups=2, window_size=(9, 2)),
+    "intervals": P(mask="prepared_keys", is_causal=True, seqlen_q=128, seqlen_k=128),
+    "intervals made in the call": P(mask="keys", is_causal=True, seqlen_q=128, seqlen_k=128, groups=2, bias="keys"),
+    "keys": P(mask="prepared_keys", is_causal=True),
+    "keys, sharded": P(mask="sharded", is_causal=True, window_size=(7, 0)),
+    "tiles, sent in parts": WINDOWED.with_(mask="prepared", num_heads=4, groups=2),
 }
 
 
@@ -176,18 +148,27 @@ def test_a_backend_that_reads_prepared_masks_gets_those_of_its_slices(name: str,
     assert forms <= {"tiles", "intervals", "keys"} and name.split()[0].strip(",") in forms, forms
 
 
-NARROW = {"dtype": torch.bfloat16, "dim": 16, "dim_v": 16}
+NARROW = {"dtype": torch.bfloat16, "head_dim": 16}
 REPEATED = {
-    "parts": replace(WINDOWED, **NARROW),  # type: ignore[arg-type]
-    "parts, sharded": replace(WINDOWED, layout="balanced", bias="sharded", **NARROW),  # type: ignore[arg-type]
-    "parts, fp32 exchange": replace(WINDOWED, exchange=torch.float32, **NARROW),  # type: ignore[arg-type]
+    "parts": WINDOWED.with_(**NARROW),
+    "parts, sharded": WINDOWED.with_(layout="balanced", bias="sharded", **NARROW),
+    "parts, fp32 exchange": WINDOWED.with_(exchange=torch.float32, **NARROW),
     "fp32 exchange": P(dtype=torch.bfloat16, exchange=torch.float32),
     "bias in 16 bits": P(dtype=torch.bfloat16, bias="sharded"),
-    "bias in 16 bits, no gradient": P(needs=(), bias="sharded", dtype=torch.bfloat16),
-    "groups": P(causal=True, bias="full", groups=2, dtype=torch.bfloat16, seqlen_q=128, seqlen_k=128, dim=16, dim_v=16),
-    "summed": P(bias="head", reduce=True, sink=True, dtype=torch.float32, lse=True),
+    "bias in 16 bits, no gradient": P(needs_grad=(), bias="sharded", dtype=torch.bfloat16),
+    "groups": P(
+        is_causal=True,
+        bias="full",
+        groups=2,
+        dtype=torch.bfloat16,
+        seqlen_q=128,
+        seqlen_k=128,
+        head_dim=16,
+        head_dim_v=16,
+    ),
+    "summed": P(bias="head", reduce=True, sink="normal", dtype=torch.float32, dlse=True),
     "sharded": P(bias="sharded", mask="prepared", dtype=torch.float32, layout="balanced"),
-    "ulysses": P(strategy="ulysses", heads=4, heads_k=4, dtype=torch.float16, causal=True),
+    "ulysses": U(num_heads_k=4, dtype=torch.float16, is_causal=True),
 }
 
 
@@ -197,7 +178,7 @@ def test_results_are_equal_bit_by_bit_from_run_to_run(name: str) -> None:
 
 
 def test_every_rank_has_the_same_bits_of_a_summed_gradient() -> None:
-    case = P(bias="head", reduce=True, causal=True, dtype=torch.float32, lse=True)
+    case = P(bias="head", reduce=True, is_causal=True, dtype=torch.float32, dlse=True)
     first, *others = workers(4).run("distributed_calls.gradient_of_bias", case)
     assert all(torch.equal(first, x) for x in others)
 
@@ -207,24 +188,24 @@ D = "float64"
 # the other ranks have, and what that rank has.
 MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "batch": ({"batch": 3}, ("q", D + " (2, {rows}, 4, 4)", D + " (3, {rows}, 4, 4)")),
-    "query heads": ({"heads": 8}, ("q", D + " (2, {rows}, 4, 4)", D + " (2, {rows}, 8, 4)")),
-    "key-value heads": ({"heads_k": 1}, ("k", "(2, {rows}, 2, 4)", "(2, {rows}, 1, 4)")),
-    "dim of values": ({"dim_v": 5}, ("v", "(2, {rows}, 2, 4)", "(2, {rows}, 2, 5)")),
+    "query heads": ({"num_heads": 8}, ("q", D + " (2, {rows}, 4, 4)", D + " (2, {rows}, 8, 4)")),
+    "key-value heads": ({"num_heads_k": 1}, ("k", "(2, {rows}, 2, 4)", "(2, {rows}, 1, 4)")),
+    "dim of values": ({"head_dim_v": 5}, ("v", "(2, {rows}, 2, 4)", "(2, {rows}, 2, 5)")),
     "dtype": ({"dtype": torch.float32}, ("q", D + " (2, {rows}, 4, 4)", "float32 (2, {rows}, 4, 4)")),
     "length": ({"seqlen_q": 64}, ("q", D + " (2, {rows}, 4, 4)", D + " (2, {twice}, 4, 4)")),
     "order of positions": ({"layout": "contiguous"}, ("layout", "{zigzag}", "{contiguous}")),
-    "causality": ({"causal": False}, ("is_causal", "True", "False")),
-    "window": ({"window": (3, -1)}, ("window_size", "(-1, -1)", "(3, -1)")),
+    "causality": ({"is_causal": False}, ("is_causal", "True", "False")),
+    "window": ({"window_size": (3, -1)}, ("window_size", "(-1, -1)", "(3, -1)")),
     "no mask": ({"mask": "none"}, ("mask", "(2, 4, {rows}, 32)", "None")),
     "prepared mask": ({"mask": "prepared"}, ("mask", "(2, 4, {rows}, 32)", "prepared")),
     "no bias": ({"bias": "none"}, ("bias", D + " (1, 4, 1, 1)", "None")),
     "dtype of bias": ({"bias_dtype": torch.float32}, ("bias", D + " (1, 4, 1, 1)", "float32 (1, 4, 1, 1)")),
-    "sink": ({"sink": True}, ("sink", "None", D)),
-    "gradients": ({"needs": ("q",)}, ("requires_grad", "q, k, v, bias", "q")),
-    "no gradient": ({"needs": ()}, ("requires_grad", "q, k, v, bias", "nothing")),
+    "sink": ({"sink": "normal"}, ("sink", "None", D)),
+    "gradients": ({"needs_grad": ("q",)}, ("requires_grad", "q, k, v, bias", "q")),
+    "no gradient": ({"needs_grad": ()}, ("requires_grad", "q, k, v, bias", "nothing")),
     "lse": ({"return_lse": False}, ("return_lse", "True", "False")),
     "softcap": ({"softcap": 9.0}, ("softcap", "1.0", "9.0")),
-    "scale": ({"scale": 0.1}, ("softmax_scale", "0.5", "0.1")),
+    "scale": ({"softmax_scale": 0.1}, ("softmax_scale", "0.5", "0.1")),
     "deterministic": ({"deterministic": True}, ("deterministic", "False", "True")),
     "head groups": ({"groups": 2}, ("head_groups", "1", "2")),
     "sums": ({"reduce": True}, ("reduce_bias_grad", "False", "True")),
@@ -264,7 +245,7 @@ def assert_all_raise(
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_one_rank_raises_on_all(name: str, size: int) -> None:
     mistake, (what, *values) = MISTAKES[name]
-    case, rank = P(mask="full", bias="head", causal=True, softcap=1.0, backend="eager"), size // 2
+    case, rank = P(mask="full", bias="head", is_causal=True, softcap=1.0, backend="eager"), size // 2
     fields = {key: value for key, value in mistake.items() if key in vars(case) and not key == "layout" == name}
     keywords = {key: value for key, value in mistake.items() if key not in fields}
     if len(values) == 1:
@@ -278,10 +259,10 @@ def test_a_mistake_of_one_rank_raises_on_all(name: str, size: int) -> None:
 
 def test_another_strategy_and_another_order_of_keys_raise_on_all() -> None:
     message = differing("strategy", "gather", "ulysses", 1, 2)
-    assert_all_raise(P(heads_k=4), 1, 2, {"strategy": "ulysses"}, {}, "ValueError", message)
+    assert_all_raise(P(num_heads_k=4), 1, 2, {"strategy": "ulysses"}, {}, "ValueError", message)
     zigzag, contiguous = SequenceLayout.zigzag(32, 2), SequenceLayout.contiguous(32, 2)
     message = differing("layout_k", str(zigzag), str(contiguous), 1, 2)
-    assert_all_raise(P(causal=True), 1, 2, {}, {"layout_k": contiguous}, "ValueError", message)
+    assert_all_raise(P(is_causal=True), 1, 2, {}, {"layout_k": contiguous}, "ValueError", message)
 
 
 def test_nothing_is_compared_under_fake_tensors() -> None:
@@ -289,17 +270,17 @@ def test_nothing_is_compared_under_fake_tensors() -> None:
 
 
 def test_a_mistake_after_many_good_calls_raises_on_all() -> None:
-    case = P(causal=True, needs=(), seqlen_q=8, seqlen_k=8, batch=1, heads=2)
+    case = P(is_causal=True, needs_grad=(), seqlen_q=8, seqlen_k=8, batch=1, num_heads=2)
     message = differing("is_causal", "True", "False", 1, 2)
     assert workers(2).run("distributed_calls.mistaken_after_many", case, 1000) == [("ValueError", message)] * 2
 
 
 IN_BACKWARD = {
-    "gather": (P(causal=True, bias="full"), ("order", "forward")),
-    "sharded": (P(bias="sharded", sink=True, reduce=True), ("order", "forward", "gradients")),
-    "window": (P(bias="sharded", window=(20, 3), seqlen_q=1024, seqlen_k=1024), ("order", "forward", "gradients")),
+    "gather": (P(is_causal=True, bias="full"), ("order", "forward")),
+    "sharded": (P(bias="sharded", sink="normal", reduce=True), ("order", "forward", "gradients")),
+    "window": (P(bias="sharded", window_size=(20, 3), seqlen_q=1024, seqlen_k=1024), ("order", "forward", "gradients")),
     "summed": (P(bias="head", reduce=True), ("order", "gradients")),
-    "ulysses": (P(strategy="ulysses", heads_k=4), ("order", "forward", "gradients")),
+    "ulysses": (P(strategy="ulysses", num_heads_k=4), ("order", "forward", "gradients")),
 }
 
 
@@ -329,7 +310,7 @@ def test_another_backward_pass_on_one_rank_raises_on_all(name: str, mistake: str
     ids=["gather", "ulysses", "sharded"],
 )
 def test_a_mistake_in_a_compiled_call_raises_on_all(name: str, bias: str, shapes: tuple[str, str, str]) -> None:
-    case = P(strategy="ulysses" if name == "ulysses" else "gather", heads_k=4, causal=True, bias=bias)
+    case = P(strategy="ulysses" if name == "ulysses" else "gather", num_heads_k=4, is_causal=True, bias=bias)
     answers = workers(2).run("distributed_calls.mistaken_when_compiled", case, {"batch": 3})
     what, *values = shapes
     message = differing(what, *(f"float64 {shape}" for shape in values), 1, 2)
@@ -342,11 +323,11 @@ def test_a_group_without_a_cpu_backend_compares_on_the_host_and_keeps_nothing() 
 
 COMPILED = {
     **{f"parts, {name}": IN_PARTS[name] for name in ("plain", "sharded", "groups of heads")},
-    "mesh": P(mesh=M, strategy="auto", causal=True, bias="full", lse=True),
-    "gather": P(causal=True, bias="full", mask="full", groups=2, lse=True),
-    "summed": P(bias="head", reduce=True, mask="prepared", sink=True, lse=True),
-    "sharded": P(bias="sharded", mask="sharded", window=(5, 2)),
-    "ulysses": P(strategy="ulysses", heads=4, heads_k=2, bias="keys", causal=True, lse=True),
+    "mesh": OVER(is_causal=True, bias="full", dlse=True),
+    "gather": P(is_causal=True, bias="full", mask="full", groups=2, dlse=True),
+    "summed": P(bias="head", reduce=True, mask="prepared", sink="normal", dlse=True),
+    "sharded": P(bias="sharded", mask="sharded", window_size=(5, 2)),
+    "ulysses": P(strategy="ulysses", num_heads=4, num_heads_k=2, bias="keys", is_causal=True, dlse=True),
 }
 
 
@@ -367,18 +348,14 @@ def test_operators_are_what_they_say() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_ranks_together_have_the_flop_of_one_call(causal: bool) -> None:
     counts = workers(2).run(
-        "distributed_calls.counted_flop", P(causal=causal, dim=8, dim_v=4, seqlen_k=48, bias="full")
+        "distributed_calls.counted_flop", P(is_causal=causal, head_dim=8, head_dim_v=4, seqlen_k=48, bias="full")
     )
     pairs = 2 * 4 * (sum(48 - 32 + i + 1 for i in range(32)) if causal else 32 * 48)
     assert counts[0] == counts[1] and sum(counts) == pairs * 2 * ((8 + 4) + (8 + 4 + 4 + 8 + 8))
 
 
 def test_the_program_of_gpu_tests_runs_on_a_cpu() -> None:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["tests/gpu_distributed.py", "--random", "2", "--match", "o"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed   eager   top-k mask, bias of keys: eager" in done.stdout and "random 1" in done.stdout
-    assert done.stdout.splitlines()[-1] == "| mistakes of one rank | 1 | 0 | 0 |"
-    assert done.stdout.splitlines()[-2].endswith("| 0 | 0 |")
+    printed = torchrun(2, "tests/gpu_distributed.py", "--random", "2", "--match", "o")
+    assert "passed   eager   top-k mask, bias of keys: eager" in printed and "random 1" in printed
+    assert printed.splitlines()[-1] == "| mistakes of one rank | 1 | 0 | 0 |"
+    assert printed.splitlines()[-2].endswith("| 0 | 0 |")

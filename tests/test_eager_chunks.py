@@ -17,7 +17,6 @@ from flash_dmattn.reference.dropout import Dropout
 
 INF = math.inf
 B, HK, HQ, LQ, LK, D, DV = 2, 2, 4, 11, 13, 4, 3
-BIAS_SHAPES = list(product((1, B), (1, HK, HQ), (1, LQ), (1, LK)))
 SCALE = {"softmax_scale": 0.6}
 SMALL = 6000  # bytes: a few rows and keys of one head
 
@@ -93,20 +92,6 @@ class Watch(TorchDispatchMode):
             self.alive -= size
 
 
-@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
-@pytest.mark.parametrize("flags", [{}, {"is_causal": True, "softcap": 0.9}, {"window_size": (3, 2)}], ids=str)
-def test_every_bias_shape_with_every_mask_form(shape, flags):
-    torch.manual_seed(0)
-    inputs = tensors()
-    bias = torch.randn(shape, dtype=torch.float64)
-    bias[torch.rand(shape) < 0.1] = -INF
-    for mask_shape in (None, (B, 1, LQ, LK), (1, HK, 1, LK), (1, 1, LQ, 1), (B, HQ, LQ, LK)):
-        mask = None if mask_shape is None else torch.rand(mask_shape) < 0.6
-        if mask is not None:
-            mask[-1, -1, 0] = False
-        assert_same(pair(*inputs, mask, bias, **SCALE, **flags), exact(*inputs, mask, bias, **SCALE, **flags))
-
-
 @pytest.mark.parametrize("chunk_bytes", [1, 3000, 40_000, 10**8])
 @pytest.mark.parametrize("with_lse", [True, False])
 def test_any_chunk_size(chunk_bytes, with_lse):
@@ -119,66 +104,22 @@ def test_any_chunk_size(chunk_bytes, with_lse):
         assert_same(got, exact(*inputs, mask, bias, **flags))
 
 
-@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0), (1, 1), (1, 9), (9, 1), (9, 4), (4, 9)], ids=str)
-@pytest.mark.parametrize("batch", [0, 2])
-def test_lengths(lengths, batch):
-    torch.manual_seed(2)
-    inputs = tensors(seqlen_q=lengths[0], seqlen_k=lengths[1], batch=batch)
-    for shape in ((1, 1, 1, 1), (batch, HQ, *lengths), (1, HK, 1, lengths[1])):
-        mask, bias = torch.rand(shape) < 0.7, torch.randn(shape, dtype=torch.float64)
-        for flags in ({}, {"is_causal": True}, {"window_size": (1, 0)}):
-            assert_same(pair(*inputs, mask, bias, **SCALE, **flags), exact(*inputs, mask, bias, **SCALE, **flags))
-
-
 @pytest.mark.parametrize("needs_grad", list(product((False, True), repeat=4)), ids=str)
+@pytest.mark.parametrize("flags", [SCALE, {**SCALE, "softcap": 0.8}], ids=str)
 @pytest.mark.parametrize("shape", [(1, HQ, LQ, LK), (1, 1, LQ, 1)], ids=str)
-def test_only_what_is_needed_is_computed(needs_grad, shape):
+def test_only_what_is_needed_is_computed(needs_grad, shape, flags):
     torch.manual_seed(3)
     inputs = tensors()
     bias = torch.randn(shape, dtype=torch.float64)
-    expected = exact(*inputs, None, bias, **SCALE)
-    out, lse = eager.forward(*inputs[:3], None, bias, **SCALE)
+    expected = exact(*inputs, None, bias, **flags)
+    out, lse = eager.forward(*inputs[:3], None, bias, **flags)
     with Watch() as watch:
-        got = eager.backward(inputs[3], inputs[4], *inputs[:3], None, bias, out, lse, needs_grad=needs_grad, **SCALE)
+        got = eager.backward(inputs[3], inputs[4], *inputs[:3], None, bias, out, lse, needs_grad=needs_grad, **flags)
     assert_same(got, [x if needed else None for x, needed in zip(expected[2:], needs_grad)])
     need_q, need_k, need_v, need_bias = needs_grad
     need_ds = need_q or need_k or (need_bias and shape[3] > 1)
     # One chunk: the scores, dout @ v^T, and one product for each of dq, dk, dv.
     assert watch.products == (need_ds or need_v) + need_ds + need_q + need_k + need_v
-
-
-def test_any_strides():
-    torch.manual_seed(4)
-    inputs = tensors()
-    mask, bias = torch.rand(B, HK, LQ, LK) < 0.6, torch.randn(1, HQ, LQ, LK, dtype=torch.float64)
-    expected = exact(*inputs, mask, bias, **SCALE)
-    for order in ((0, 2, 1, 3), (3, 2, 1, 0), (1, 0, 3, 2)):
-        back = [order.index(n) for n in range(4)]
-        permuted = [x.permute(order).contiguous().permute(back) for x in inputs[:4]]
-        others = [x.permute(order).contiguous().permute(back) for x in (mask, bias)]
-        dlse = inputs[4].mT.contiguous().mT
-        for chunk_bytes in (SMALL, 10**8):
-            assert_same(pair(*permuted, dlse, *others, chunk_bytes=chunk_bytes, **SCALE), expected)
-    # One key-value head seen as two, one row of dout seen as all, size-1 dims with strides that reach nowhere.
-    q, k, v, dout, dlse = inputs
-    shared = [x[:, :, :1].expand_as(x) for x in (k, v)]
-    dout = dout[:, :1, :, :1].expand_as(dout)
-    odd = bias.as_strided(bias.shape, (10**9, *bias.stride()[1:]))
-    expected = exact(q, *(x.contiguous() for x in shared), dout.contiguous(), dlse, mask, bias, **SCALE)
-    assert_same(pair(q, *shared, dout, dlse, mask, odd, **SCALE), expected)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, LK), (B, 1, 1, 1), (1, HQ, 1, LK), (1, 1, LQ, LK)], ids=str)
-def test_expanded_mask_and_bias_equal_their_small_forms(shape):
-    torch.manual_seed(5)
-    inputs = tensors()
-    mask, bias = torch.rand(shape) < 0.8, torch.randn(shape, dtype=torch.float64)
-    full = (B, HQ, LQ, LK)
-    expected = exact(*inputs, mask, bias, **SCALE)
-    *others, dbias = pair(*inputs, mask.expand(full), bias.expand(full), **SCALE)
-    assert_same(others, expected[:-1])
-    assert dbias.shape == full, "each place has its own gradient, though the values are shared"
-    torch.testing.assert_close(dbias.sum_to_size(shape), expected[-1], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("flags", [{}, {"is_causal": True}, {"window_size": (30, 0)}, {"softcap": 1.0}], ids=str)
@@ -230,21 +171,6 @@ def test_empty_chunks_are_skipped():
     assert work["window"] < 0.25 * work["all"]
     # 256 x 512 twice of 1024 x 1024, and a few columns by one grain of 256 keys by 124 rows.
     assert 0.25 * work["all"] < work["mask"] < 0.33 * work["all"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("bias_shape", [(B, HQ, LQ, LK), (1, HK, 1, LK), (1, 1, LQ, LK), (1, 1, LQ, 1)], ids=str)
-def test_low_precision_keeps_the_accuracy_rule(dtype, bias_shape):
-    torch.manual_seed(8)
-    inputs = tensors(dtype)
-    mask, bias = torch.rand(B, 1, LQ, LK) < 0.7, torch.randn(bias_shape).to(dtype)
-    for flags in ({}, {"is_causal": True, "softcap": 2.0}):
-        got = pair(*inputs, mask, bias, **SCALE, **flags)
-        oracle = exact(*inputs, mask, bias, **SCALE, **flags)
-        plain = exact(*inputs, mask, bias, dtype=dtype, **SCALE, **flags)
-        for x, y, z in zip(got, oracle, plain, strict=True):
-            assert x.dtype == z.dtype
-            assert error(x, y) <= RATIO * error(z, y) + FLOOR
 
 
 @pytest.mark.parametrize("of", ["dropout", "sink", "dropout and sink", "dropout, sink and softcap"])
@@ -400,17 +326,6 @@ def test_places_of_bias_that_no_chunk_reaches_have_a_gradient_of_zero():
             torch.testing.assert_close(dbias.double(), expected, rtol=1e-4, atol=1e-6)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("needs_grad", list(product((False, True), repeat=3)), ids=str)
-def test_any_subset_of_gradients_with_a_softcap(needs_grad):
-    torch.manual_seed(15)
-    inputs, bias = tensors(), torch.randn(1, HQ, LQ, LK, dtype=torch.float64)
-    expected = exact(*inputs, None, bias, **SCALE, softcap=0.8)
-    need_q, need_k, need_bias = needs_grad
-    got = pair(*inputs, None, bias, needs_grad=(need_q, need_k, False, need_bias), **SCALE, softcap=0.8)
-    wanted = (need_q, need_k, False, need_bias)
-    assert_same(got[2:], [x if needed else None for x, needed in zip(expected[2:], wanted)])
 
 
 def test_chunks_of_long_calls_keep_good_shapes():

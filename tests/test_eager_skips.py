@@ -10,35 +10,30 @@ from unittest import mock
 
 import pytest
 import torch
+from dispatched import Dispatched
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.reference import chunks, eager, formula
-from flash_dmattn.reference.dropout import Dropout
-from flash_dmattn.reference.masks import Intervals, TileBits
+from flash_dmattn.reference import eager, formula
 from flash_dmattn.sequences import Sequences
 
 HK, HQ, D, LENGTH = 2, 4, 16, 1024
-SCALE = {"softmax_scale": 0.3}
 
 
-class Count(TorchDispatchMode):
+class Count(Dispatched):
     """Count matrix products, their work, and the elements of the largest tensor that is made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._count)
         self.products = self.work = self.largest = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if "bmm" in function.__name__:
+    def _count(self, operator: Any, arguments: Any, result: Any) -> None:
+        if "bmm" in operator.__name__:
             self.products += 1
-            self.work += result.numel() * args[1].shape[2]
+            self.work += result.numel() * arguments[1].shape[2]
         if isinstance(result, Tensor):
             self.largest = max(self.largest, result.numel())
-        return result
 
 
 @contextmanager
@@ -152,72 +147,6 @@ def test_one_query_of_a_long_cache_computes_its_kept_keys() -> None:
     assert counted.work == 2 * HQ * D * (50 + 41)
     exact, _ = formula.attention(q, *(x.nan_to_num() for x in (k, v)), mask, softmax_scale=D**-0.5)
     torch.testing.assert_close(out, exact)
-
-
-def masks_of(length_q: int, length_k: int) -> dict[str, tuple[Any, Tensor]]:
-    """Masks in all kinds that eager reads, and each as a bool tensor."""
-    start = torch.randint(0, length_q, (1, HK, length_k), dtype=torch.int32)
-    stop = (start + torch.randint(0, 9, start.shape, dtype=torch.int32)).clamp(max=length_q)
-    stop[:, :, ::3] = start[:, :, ::3] = 0
-    rows = torch.arange(length_q)[:, None]
-    seen = (rows >= start[:, :, None]) & (rows < stop[:, :, None])
-    sparse = torch.rand(2, HQ, length_q, length_k) < 0.08
-    sparse[:, :, 3] = False
-    bits = PreparedMask.from_mask(sparse).bits
-    row = torch.rand(2, 1, 1, length_k) < 0.3
-    queries = torch.rand(1, HQ, length_q, 1) < 0.6
-    masks = {"intervals": (Intervals(start, stop), seen), "bits": (TileBits(bits), sparse)}
-    return masks | {str(tuple(x.shape)): (x, x) for x in (sparse, row, queries)}
-
-
-@pytest.mark.parametrize("chunk_bytes", [1, 6000, 10**8])
-@pytest.mark.parametrize("flags", [{}, {"is_causal": True, "softcap": 0.9}, {"window_size": (3, 2)}], ids=str)
-@pytest.mark.parametrize("with_sink", [False, True])
-def test_every_kind_of_mask_by_gathered_keys(
-    flags: dict[str, Any], chunk_bytes: int, with_sink: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(3)
-    monkeypatch.setattr(chunks, "FEW_SCORES", 0)
-    monkeypatch.setattr(chunks, "GOOD_SCORES", 0)
-    length_q, length_k = 11, 37
-    q, dout = torch.randn(2, 2, length_q, HQ, D, dtype=torch.float64)
-    k, v = torch.randn(2, 2, length_k, HK, D, dtype=torch.float64)
-    dlse = torch.randn(2, HQ, length_q, dtype=torch.float64)
-    sink = torch.randn(HQ, dtype=torch.float64) if with_sink else None
-    numbers: dict[str, Any] = {**SCALE, **flags, "sink": sink}
-    for mask, dense in masks_of(length_q, length_k).values():
-        for shape in (None, (1, HQ, 1, length_k), (2, HK, length_q, length_k), (1, 1, length_q, 1)):
-            bias = None if shape is None else torch.randn(shape, dtype=torch.float64)
-            exact = formula.attention(q, k, v, dense, bias, **numbers)
-            out, lse = eager.forward(q, k, v, mask, bias, chunk_bytes=chunk_bytes, **numbers)
-            torch.testing.assert_close((out, lse), exact, rtol=1e-11, atol=1e-12)
-            given = (dout, dlse, q, k, v, mask, bias, out, lse)
-            got = eager.backward(*given, chunk_bytes=chunk_bytes, **numbers)
-            wanted = formula.gradients(dout, dlse, q, k, v, dense, bias, **numbers)
-            for x, y in zip(got, wanted, strict=True):
-                assert (x is None) <= (y is None or bias is None)
-                if x is not None:
-                    torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("chunk_bytes", [6000, 10**8])
-def test_dropout_drops_the_same_probabilities_of_gathered_keys(
-    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(4)
-    monkeypatch.setattr(chunks, "FEW_SCORES", 0)
-    q, dout = torch.randn(2, 2, 11, HQ, D, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 90, HK, D, dtype=torch.float64)
-    mask = torch.rand(2, 1, 11, 90) < 0.05
-    mask[..., 80] = True
-    numbers: dict[str, Any] = {**SCALE, "dropout": Dropout(0.4, torch.tensor([1, 2]))}
-    exact = formula.attention(q, k, v, mask, None, **numbers)
-    out, lse = eager.forward(q, k, v, mask, chunk_bytes=chunk_bytes, **numbers)
-    torch.testing.assert_close((out, lse), exact, rtol=1e-11, atol=1e-12)
-    got = eager.backward(dout, None, q, k, v, mask, None, out, lse, chunk_bytes=chunk_bytes, **numbers)
-    wanted = formula.gradients(dout, None, q, k, v, mask, None, **numbers)
-    for x, y in zip(got[:3], wanted[:3], strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
 
 
 def test_keys_that_nobody_sees_may_hold_anything() -> None:

@@ -1,4 +1,4 @@
-"""Corners of the contract on every backend: lengths of 0, 1 and odd, and every layout in memory."""
+"""Corners of the contract on every backend that take more than a case: layouts in memory, hidden keys, repeats."""
 
 from __future__ import annotations
 
@@ -8,88 +8,73 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_accurate, assert_empty_rows_ignore_dlse
-from cases import DEVICE, Case
+from accuracy import GRADIENTS, assert_accurate, assert_empty_rows_ignore_dlse, run
+from cases import Case
 from conftest import Runner
 from layouts import LAYOUTS, rearranged
+from test_calls import check
 
 import flash_dmattn
+from flash_dmattn.backends import eager
 from flash_dmattn.masks import PreparedMask
+from flash_dmattn.reference import chunks
 
-FULL = ("B", "Hq", "Lq", "Lk")
+FULL, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")
+RESULTS = ("out", "lse", *GRADIENTS)
 
 
-@pytest.mark.parametrize("seqlen_q", (1, 2, 63, 65))
-@pytest.mark.parametrize("seqlen_k", (1, 2, 63, 65))
-@pytest.mark.parametrize("is_causal", (False, True))
-def test_lengths(backend: Runner, seqlen_q: int, seqlen_k: int, is_causal: bool) -> None:
-    case = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, bias=("1", "Hk", "1", "Lk"), dlse=True)
+CASE = Case(mask=FULL, bias=FULL, dlse=True, seqlen_q=13, seqlen_k=19)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "case",
+    (
+        CASE.with_(mask=None, bias=None),
+        CASE.with_(is_causal=True),
+        CASE.with_(mask=("1", "Hk", "1", "Lk"), bias=("B", "1", "Lq", "1")),
+        CASE.with_(mask=("Lq", "Lk"), bias=("Hq", "1", "Lk")),
+        CASE.with_(batch=1, num_heads=1, num_heads_k=1),
+    ),
+    ids=("no mask", "mask", "rows", "fewer dims", "one head"),
+)
+def test_layouts(backend: Runner, layout: str, case: Case) -> None:
     inputs = case.build()
-    assert_accurate(backend(case, inputs), case, inputs)
+    check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
+    check(backend, case, inputs, replace(inputs, dout=LAYOUTS[layout](inputs.dout)))
 
 
-@pytest.mark.parametrize("empty", ("batch", "seqlen_q", "seqlen_k"))
-@pytest.mark.parametrize("is_causal", (False, True))
-@pytest.mark.parametrize("forms", ((None, None), (FULL, FULL), (("1", "1", "1", "Lk"), ("1", "Hq", "Lq", "1"))))
-def test_sizes_of_zero(backend: Runner, empty: str, is_causal: bool, forms: tuple) -> None:
-    mask, bias = forms
-    case = Case(is_causal=is_causal, mask=mask, bias=bias, dlse=True, **{empty: 0})
-    inputs = case.build()
-    results = backend(case, inputs)
-    assert_accurate(results, case, inputs)
-    if empty == "seqlen_k":
-        assert (results["out"] == 0).all() and (results["lse"] == -torch.inf).all()
-    for name in ("dq", "dk", "dv", "dbias"):
-        assert results[name] is None or (results[name] == 0).all()
+@pytest.mark.parametrize("small", (("1", "Hq", "1", "Lk"), ("1", "1", "Lq", "Lk"), ("B", "1", "1", "1")), ids="-".join)
+def test_expanded_tensors_equal_their_copies(backend: Runner, small: tuple[str, ...]) -> None:
+    x = CASE.with_(mask=small, bias=small).build()
+    shape = CASE.sizes(FULL)
+    expanded = {"mask": x.mask.expand(shape), "bias": x.bias.expand(shape)}
+    expanded |= {"k": x.k[:1].expand_as(x.k), "v": x.v[:, :, :1].expand_as(x.v)}
+    expanded |= {"dout": x.dout[:, :, :1, :1].expand_as(x.dout)}
+    copied = {name: y.contiguous() for name, y in expanded.items()}
+    check(backend, CASE, replace(x, **copied), replace(x, **expanded))
+
+
+def test_rows_of_minus_infinity_and_a_dout_of_zero(backend: Runner) -> None:
+    x = CASE.build()
+    x.bias[:, :, 2:5] = -torch.inf
+    check(backend, CASE, x)
+    case = CASE.with_(dlse=False)
+    results = backend(case, replace(case.build(), dout=torch.zeros_like(x.dout)))
+    assert not any(results[name].any() for name in GRADIENTS)
 
 
 @pytest.mark.parametrize("bias", (("1", "Hk", "Lq", "1"), ("B", "1", "1", "Lk"), FULL))
 def test_the_lse_of_an_empty_row_takes_no_gradient(backend: Runner, bias: tuple) -> None:
     case = Case(mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=bias)
     inputs = case.build()
-    refusal = backend.refusal(case, inputs)
-    if refusal is not None:
-        pytest.skip(refusal)
-    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend.choice(case, inputs))
-    assert_empty_rows_ignore_dlse(attention, case, inputs)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "forms",
-    ((None, None), (FULL, FULL), (("1", "Hk", "1", "Lk"), ("B", "1", "Lq", "1")), (("Lq", "Lk"), ("Hq", "1", "Lk"))),
-)
-def test_layouts(backend: Runner, layout: str, forms: tuple) -> None:
-    mask, bias = forms
-    case = Case(mask=mask, bias=bias, dlse=True, is_causal=True, seqlen_q=13, seqlen_k=19)
-    inputs = case.build()
-    moved = rearranged(inputs, LAYOUTS[layout])
-    assert_accurate(backend(case, moved), case, inputs)
-
-
-@pytest.mark.parametrize("is_batch_1", (False, True))
-def test_absurd_strides_on_sizes_of_one(backend: Runner, is_batch_1: bool) -> None:
-    case = Case(batch=1 if is_batch_1 else 2, num_heads=1, num_heads_k=1, mask=FULL, bias=FULL)
-    inputs = case.build()
-    assert_accurate(backend(case, rearranged(inputs, LAYOUTS["absurd_strides"])), case, inputs)
-
-
-@pytest.mark.parametrize("small", (("1", "Hq", "1", "Lk"), ("1", "1", "Lq", "Lk"), ("B", "1", "1", "1")))
-def test_expanded_mask_and_bias_equal_their_copies(backend: Runner, small: tuple[str, ...]) -> None:
-    case = Case(mask=small, bias=small)
-    inputs = case.build()
-    shape = case.sizes(FULL)
-    expanded = replace(inputs, mask=inputs.mask.expand(shape), bias=inputs.bias.expand(shape))
-    copied = replace(inputs, mask=expanded.mask.contiguous(), bias=expanded.bias.contiguous())
-    exact = case.with_(mask=FULL, bias=FULL)
-    results = backend(exact, expanded)
-    assert results["dbias"].shape == shape
-    assert_accurate(results, exact, copied)
+    assert_empty_rows_ignore_dlse(backend.attention(case, inputs), case, inputs)
 
 
 HIDING: dict[str, tuple[dict[str, Any], str]] = {
     "mask per key": ({"mask": ("B", "1", "1", "Lk")}, "bool"),
     "mask of all": ({"mask": FULL}, "bool"),
+    "mask of few scores, which are all computed": ({"mask": FULL, "batch": 1}, "bool"),
     "mask beside a bias": ({"mask": FULL, "bias": ("1", "Hk", "1", "Lk")}, "bool"),
     "mask beside a softcap": ({"mask": FULL, "softcap": 2.0}, "bool"),
     "mask in 16 bits": ({"mask": FULL, "dtype": torch.float16}, "bool"),
@@ -119,10 +104,7 @@ def test_a_key_that_is_not_allowed_may_hold_anything(backend: Runner, name: str,
     hidden = slice(first, None)
     spoiled = inputs.k.clone()
     spoiled[:, hidden] = value
-    refusal = backend.refusal(case, inputs)
-    if refusal is not None:
-        pytest.skip(refusal)
-    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend.choice(case, inputs), **case.flags())
+    attention = partial(backend.attention(case, inputs), **case.flags())
     # The causal limit and the window hide the last 10 keys from all rows but the last 10; a mask from all.
     seen = slice(None) if inputs.mask is not None else slice(0, 160)
     expected, expected_lse = attention(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias)
@@ -131,37 +113,46 @@ def test_a_key_that_is_not_allowed_may_hold_anything(backend: Runner, name: str,
     assert torch.equal(lse[:, :, seen], expected_lse[:, :, seen])
 
 
-def test_expanded_keys_and_values(backend: Runner) -> None:
-    case = Case(mask=FULL)
-    inputs = case.build()
-    shape = inputs.k.shape
-    expanded = replace(inputs, k=inputs.k[:1].expand(shape), v=inputs.v[:, :, :1].expand(shape))
-    copied = replace(expanded, k=expanded.k.contiguous(), v=expanded.v.contiguous())
-    assert_accurate(backend(case, expanded), case, copied)
+def test_values_of_hidden_keys_have_no_say(backend: Runner) -> None:
+    case = CASE.with_(mask=("B", "1", "1", "Lk"))
+    x = case.build()
+    hidden = ~x.mask[:, 0, 0]
+    loud = {name: getattr(x, name).masked_fill(hidden[..., None, None], 1e4) for name in "kv"}
+    results = backend.check(case, x, replace(x, **loud))
+    assert not results["dk"][hidden].any() and not results["dv"][hidden].any()
 
 
-def test_dout_in_a_layout_of_its_own(backend: Runner) -> None:
-    case = Case(bias=FULL)
-    inputs = case.build()
-    for layout in LAYOUTS.values():
-        assert_accurate(backend(case, replace(inputs, dout=layout(inputs.dout))), case, inputs)
-    expanded = replace(inputs, dout=inputs.dout[:, :, :1, :1].expand_as(inputs.dout))
-    assert_accurate(backend(case, expanded), case, replace(expanded, dout=expanded.dout.contiguous()))
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="bfloat16 at realistic sizes is what a GPU is for")
-@pytest.mark.parametrize("seqlen", (127, 128, 129, 1000, 1024))
-@pytest.mark.parametrize("form", (None, FULL))
-def test_gpu_sizes(backend: Runner, seqlen: int, form: tuple[str, ...] | None) -> None:
-    case = Case(
-        seqlen_q=seqlen,
-        seqlen_k=seqlen + 40,
-        head_dim=64,
-        dtype=torch.bfloat16,
-        is_causal=True,
-        mask=form,
-        mask_kind="empty_tiles",
-        bias=("1", "Hk", "1", "Lk"),
+@pytest.mark.parametrize("asked", ["argument", "torch"])
+@pytest.mark.parametrize("chunk_bytes", [chunks.DEFAULT_CHUNK_BYTES, 60_000], ids=["whole rows", "split rows"])
+def test_repeats_of_a_deterministic_call_on_eager_are_equal_bit_by_bit(asked: str, chunk_bytes: int) -> None:
+    small = {"batch": 1, "num_heads": 2, "num_heads_k": 1, "dtype": torch.bfloat16}
+    case = CASE.with_(bias=PER_KEY, seqlen_q=70, seqlen_k=300, **small)
+    x = case.build()
+    attention = partial(
+        flash_dmattn.attention, return_lse=True, deterministic=True if asked == "argument" else None, backend="eager"
     )
-    inputs = case.build()
-    assert_accurate(backend(case, inputs), case, inputs)
+    torch.use_deterministic_algorithms(asked == "torch")
+    torch.set_num_threads(2)  # sums that several threads add to are what would differ
+    eager.set_chunk_bytes(chunk_bytes)
+    try:
+        with flash_dmattn.config(record=(decisions := [])):
+            first, *others = [run(attention, case, x) for _ in range(3)]
+    finally:
+        eager.set_chunk_bytes(chunks.DEFAULT_CHUNK_BYTES)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+    assert all(decision.problem.deterministic for decision in decisions)
+    assert_accurate(first, case, x)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in RESULTS)
+
+
+def test_the_same_call_gives_the_same_bits(backend: Runner) -> None:
+    case = CASE.with_(bias=PER_KEY, dtype=torch.bfloat16)
+    x = case.build()
+    torch.use_deterministic_algorithms(True)
+    try:
+        a, b = backend(case, x), backend(case, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a[name], b[name]) for name in RESULTS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from out_of_tree import Counting, needs_hints, registered, replaced
+from out_of_tree import KernelPair, needs_hints, registered, replaced
 from torch import Tensor
 from torch.export import Dim
 
@@ -31,12 +31,12 @@ from flash_dmattn.masks import (
 )
 from flash_dmattn.nn import RelativePositionBias
 
-OURS = Counting("out_of_tree_exported", mask_forms=("tiles", "intervals"))
+OURS = KernelPair("out_of_tree_exported", mask_forms=frozenset({"tiles", "intervals"}))
 LENGTHS = (3, 17, 63, 64, 130, 2048)
 
 
 @pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelPair]:
     monkeypatch.setattr(OURS, "count", Counter())
     with registered(OURS, before="sdpa"):
         yield OURS
@@ -153,7 +153,7 @@ class Plain(torch.nn.Module):
     ],
     ids=str,
 )
-def test_both_passes_of_a_pair_are_kept(backend: Any, passes: dict[str, int], strict: bool, ours: Counting) -> None:
+def test_both_passes_of_a_pair_are_kept(backend: Any, passes: dict[str, int], strict: bool, ours: KernelPair) -> None:
     def call(m: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return attention(q, k, v, mask, m.bias, is_causal=True, backend=backend)
 
@@ -165,7 +165,7 @@ def test_both_passes_of_a_pair_are_kept(backend: Any, passes: dict[str, int], st
     assert ours.count == passes
 
 
-def test_another_backend_where_that_of_the_operator_has_no_backward_pass(ours: Counting) -> None:
+def test_another_backend_where_that_of_the_operator_has_no_backward_pass(ours: KernelPair) -> None:
     """It receives a mask that it reads, though the operator had one prepared for both passes."""
 
     def call(m: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def test_another_backend_where_that_of_the_operator_has_no_backward_pass(ours: C
     assert ours.count == {"forward": 1}
 
 
-def test_second_derivatives_of_a_program(ours: Counting) -> None:
+def test_second_derivatives_of_a_program(ours: KernelPair) -> None:
     sample = [x.requires_grad_() for x in inputs(torch.float64)]
 
     def second(run: Any) -> tuple[Tensor, ...]:
@@ -224,7 +224,7 @@ def at_most(limit: int) -> Rule:
 
 @needs_hints
 @pytest.mark.parametrize("limit", [10, 100], ids=["refused", "taken"])
-def test_preferences_of_auto_bind_nothing(limit: int, ours: Counting) -> None:
+def test_preferences_of_auto_bind_nothing(limit: int, ours: KernelPair) -> None:
     """They choose by the length of the sample, and decide speed alone."""
     with replaced(OURS.backend.name, auto_rules=(at_most(limit),)):
         program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)
@@ -234,7 +234,7 @@ def test_preferences_of_auto_bind_nothing(limit: int, ours: Counting) -> None:
 
 @needs_hints
 @pytest.mark.parametrize("works", [False, True])
-def test_rules_of_a_backend_that_works_bind_and_no_others(works: bool, ours: Counting) -> None:
+def test_rules_of_a_backend_that_works_bind_and_no_others(works: bool, ours: KernelPair) -> None:
     availability = Availability(works, "" if works else "it is not installed")
     with replaced(OURS.backend.name, rules=(at_most(100),), probe=lambda: availability):
         program = torch.export.export(Plain("auto"), tuple(inputs()), dynamic_shapes=({1: Dim.AUTO},) * 3)

@@ -32,9 +32,11 @@ USES = {
         "sequences": flash_dmattn.Sequences.padded(torch.tensor([5])),
         "mask": flash_dmattn.masks.PreparedMask.from_tree(torch.ones(1, 3, 3, dtype=torch.bool)),
     },
+    "relative_bias": {"bias": flash_dmattn.biases.Relative(torch.zeros(2, 3), 1, "clamp")},
+    "band_bias": {"bias": flash_dmattn.biases.Band(torch.zeros(2, 3, 4), 1)},
 }
-# What no argument names alone: pages are of sequences, and a tree is a mask beside them.
-PARTS = {"paged": {"sequences"}, "tree": {"sequences", "mask"}}
+# No argument names these alone: pages are of sequences, a tree is a mask beside them, and a bias may be by distance.
+PARTS = {"paged": {"sequences"}, "tree": {"sequences", "mask"}, "relative_bias": {"bias"}, "band_bias": {"bias"}}
 # Every backend takes these: tensors, a factor that every call has, and the choice itself.
 IN_EVERY_CALL = {"q", "k", "v", "softmax_scale", "backend"}
 
@@ -77,10 +79,3 @@ def test_what_a_backend_does_not_list_is_refused(name: str) -> None:
 
 def test_only_the_reference_returns_probabilities() -> None:
     assert [name for name, backend in BACKENDS.items() if "return_probs" in backend.features] == ["reference"]
-
-
-def test_what_auto_falls_back_to_stays() -> None:
-    with pytest.raises(ValueError, match="backend 'eager' is what \"auto\" falls back to"):
-        flash_dmattn.unregister_backend("eager")
-    with pytest.raises(ValueError, match="backend 'nope' is unknown; it needs to be one of 'cuda'"):
-        flash_dmattn.unregister_backend("nope")

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from cases import DEVICE
-from interval_fields import check_fields
+from dispatched import Dispatched
+from mask_checks import BANDS, check_fields, runs, same
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
@@ -21,22 +21,7 @@ from flash_dmattn.masks.prepared.intervals import mask_intervals, order_saves
 from flash_dmattn.masks.prepared.storage import IntervalMask, KeyMask, TileMask
 from flash_dmattn.problem import Band, causal_window, make_band
 
-BANDS: list[dict[str, Any]] = [
-    {},
-    {"is_causal": True},
-    {"window_size": (7, 3)},
-    {"window_size": (0, 0)},
-    {"window_size": (-1, 2), "is_causal": True},
-]
 SIZES = [(2, 3), (2, 1), (2, 9), (9, 2), (20, 20), (14, 31), (31, 14), (130, 260), (260, 130)]
-
-
-def runs(seqlen_q: int, seqlen_k: int, seed: int = 0, batch: int = 2, heads: int = 3) -> Tensor:
-    """A random mask of one run of queries for each key, or none."""
-    generator = torch.Generator().manual_seed(seed)
-    start, stop = (torch.randint(-5, seqlen_q + 6, (batch, heads, 1, seqlen_k), generator=generator) for _ in range(2))
-    rows = torch.arange(seqlen_q)[:, None]
-    return (rows >= start) & (rows < stop)
 
 
 def intervals_in(mask: Tensor, band: Band | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +50,7 @@ def test_runs_against_loops(seqlen_q: int, seqlen_k: int, band: dict[str, Any]) 
     )
     generator = torch.Generator().manual_seed(1)
     for flipped in (0.0, 0.002, 0.3):
-        mask = runs(seqlen_q, seqlen_k)
+        mask = runs(2, 3, seqlen_q, seqlen_k)
         mask ^= torch.rand(mask.shape, generator=generator) < flipped
         with mock.patch.object(packing, "CHUNK_ELEMENTS", 6 * seqlen_k * 7):  # seven rows at a time
             start, stop, numbers = intervals_in(mask, limits)
@@ -137,18 +122,9 @@ def test_known_masks() -> None:
     assert isinstance(PreparedMask.from_mask(by_query, find_intervals=True), TileMask)
 
 
-def test_top_k_is_that_of_its_builder() -> None:
-    scores = torch.randn(2, 3, 1, 500, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    for reorder in (False, True):
-        wanted = PreparedMask.from_topk(scores, 50, is_causal=True, reorder=reorder)
-        actual = PreparedMask.from_mask(wanted.dense(), is_causal=True, find_intervals=True, reorder=reorder)
-        assert actual.is_causal and actual.call_key == wanted.call_key
-        assert all(torch.equal(x, y) for x, y in zip(actual.tensors, wanted.tensors, strict=True))
-
-
 def test_shapes_of_masks() -> None:
     """Expanded dims stay of size 1, leading ones fold, and a mask of one row becomes what it does without."""
-    mask = runs(40, 50, batch=4, heads=2)
+    mask = runs(4, 2, 40, 50)
     assert PreparedMask.from_mask(mask[:1, :1].expand(3, 5, -1, -1), find_intervals=True).shape == (1, 1, 40, 50)
     folded = PreparedMask.from_mask(mask.view(2, 2, 2, 40, 50), find_intervals=True)
     assert isinstance(folded, IntervalMask) and folded.batch_dims == (2, 2)
@@ -160,7 +136,7 @@ def test_shapes_of_masks() -> None:
     row = mask[:, :, :1]
     assert isinstance(PreparedMask.from_mask(row, seqlen_q=3, find_intervals=True), KeyMask)
     one, other = (PreparedMask.from_mask(row, seqlen_q=40, find_intervals=find) for find in (False, True))
-    assert all(torch.equal(x, y) for x, y in zip(one.tensors, other.tensors, strict=True))
+    assert same(one, other)
     for shape in ((1, 2, 0, 5), (1, 2, 5, 0), (0, 2, 5, 5)):
         empty = PreparedMask.from_mask(torch.ones(shape, dtype=torch.bool), find_intervals=True)
         assert isinstance(empty, IntervalMask) and empty.dense().shape == shape
@@ -185,7 +161,7 @@ def test_an_order_is_made_where_its_tiles_pay() -> None:
 
     mask = topk_mask(torch.randn(1, 1, 1, 300, generator=generator), 30, is_causal=True)
     for pays in (False, True):
-        with mock.patch("flash_dmattn.masks.prepared.builders.order_saves", return_value=pays) as asked:
+        with mock.patch("flash_dmattn.masks.prepared.mask.order_saves", return_value=pays) as asked:
             actual = PreparedMask.from_mask(mask, find_intervals=True)
         assert isinstance(actual, IntervalMask) and actual.is_reordered is pays
         ((active, pairs, kept), argument) = asked.call_args
@@ -196,21 +172,14 @@ def test_an_order_is_made_where_its_tiles_pay() -> None:
 # Reads that wait, and errors
 
 
-class Reads(TorchDispatchMode):
-    """How often a value is read, and what of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.numbers.append(str(args[0].dtype))
-        return func(*args, **(kwargs or {}))
-
-
 def test_it_waits_once_and_only_if_it_is_asked_to() -> None:
-    mask = runs(40, 50)
+    reads: list[torch.dtype] = []
+
+    def show(operator: Any, arguments: Any, result: Any) -> None:
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            reads.append(arguments[0].dtype)
+
+    mask = runs(2, 3, 40, 50)
     for argument, reorder, number in ((mask, None, 1), (mask, True, 1), (mask ^ (torch.rand(40, 50) < 0.3), False, 1)):
         copies, copy = [], Tensor.tolist
 
@@ -218,16 +187,17 @@ def test_it_waits_once_and_only_if_it_is_asked_to() -> None:
             copies.append(x)
             return copy(x)
 
-        with mock.patch.object(Tensor, "tolist", tolist), Reads() as reads:
+        reads.clear()
+        with mock.patch.object(Tensor, "tolist", tolist), Dispatched(show):
             PreparedMask.from_mask(argument, find_intervals=True, reorder=reorder)
-        assert len(copies) + len(reads.numbers) == number
-    with Reads() as reads:
+        assert len(copies) + len(reads) == number
+    reads.clear()
+    with Dispatched(show):
         PreparedMask.from_mask(mask, reorder=True)
         PreparedMask.from_topk(torch.randn(300), 5, is_causal=True, reorder=True)
-    assert not reads.numbers
-    with Reads() as reads:
+        assert not reads
         PreparedMask.from_topk(torch.randn(300), 5, is_causal=True, compact=True)
-    assert reads.numbers == ["torch.int64"]
+    assert reads == [torch.int64]
 
 
 def test_errors() -> None:
@@ -243,38 +213,25 @@ def test_errors() -> None:
 
 def test_the_operators_and_their_fakes() -> None:
     operators = torch.ops.flash_dmattn
-    for mask in (runs(20, 30), runs(150, 300)):
+    for mask in (runs(2, 3, 20, 30), runs(2, 3, 150, 300)):
         bits, classes = packing.pack_mask(mask, None)
         torch.library.opcheck(operators.mask_intervals.default, (bits, packing.list_tiles(classes)[0], mask.size(3)))
         made = PreparedMask.from_mask(mask, find_intervals=True, reorder=True)
         assert isinstance(made, IntervalMask)
         for places in (1, 20):
-            torch.library.opcheck(operators.first_places.default, (made.start, made.stop, made.order, places))
-
-
-class Names(TorchDispatchMode):
-    """The names of the library's operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flash_dmattn":
-            self.found.append(func.name().partition("::")[2])
-        return func(*args, **(kwargs or {}))
+            torch.library.opcheck(operators.interval_walk.default, (made.start, made.stop, made.seqlen_q, True, places))
 
 
 def test_steps_are_operators_where_something_watches() -> None:
     """As in a graph; and what nothing watches comes out the same."""
     scores = torch.randn(1, 2, 1, 2048, generator=torch.Generator().manual_seed(0))
     mask = topk_mask(scores, 40, is_causal=True)
-    with Names() as names:
+    with Dispatched() as seen:
         watched = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True)
-    assert names.found == ["prepare_mask", "mask_intervals", "key_order", "first_places", "interval_tiles"]
+    assert seen.names == ["prepare_mask", "mask_intervals", "interval_walk"]
     with mock.patch.object(torch._ops.OpOverload, "__call__", side_effect=AssertionError("an operator ran")):
         other = PreparedMask.from_mask(mask, is_causal=True, find_intervals=True, reorder=True)
-    assert all(torch.equal(x, y) for x, y in zip(watched.tensors, other.tensors, strict=True))
+    assert same(watched, other)
 
 
 def test_a_compiled_caller_goes_on_behind_the_answer() -> None:
@@ -283,7 +240,7 @@ def test_a_compiled_caller_goes_on_behind_the_answer() -> None:
         return torch.stack((made.dense().sum(), made.tensors[3].long().sum())) + 1
 
     compiled = torch.compile(masked, backend="aot_eager")
-    mask = runs(20, 30)
+    mask = runs(2, 3, 20, 30)
     assert compiled(mask).tolist()[0] == int(mask.sum()) + 1
     few = topk_mask(torch.randn(1, 1, 1, 1500, generator=torch.Generator().manual_seed(0)), 20, is_causal=True)
     assert PreparedMask.from_mask(few, find_intervals=True, reorder=True).tensors[2].size(2) < 750
@@ -294,7 +251,7 @@ def test_a_compiled_caller_goes_on_behind_the_answer() -> None:
 @pytest.mark.parametrize("width", [1040, 1036, 1035])
 def test_on_a_gpu(width: int) -> None:
     for flipped in (0.0, 1e-6, 0.5):
-        mask = runs(1000, width)
+        mask = runs(2, 3, 1000, width)
         mask ^= torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)) < flipped
         one, other = (
             PreparedMask.from_mask(x, is_causal=True, find_intervals=True, reorder=True)

@@ -18,6 +18,7 @@ from flash_dmattn.integrations.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from flash_dmattn.reference import formula
 
 HEADS, HEADS_K, DIM = 4, 2, 16
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -54,20 +55,13 @@ def plain(
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of one entry: q (Lq, H, D), k and v (Lk, Hk, D); slopes (H,)."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) * (DIM**-0.5 if softmax_scale is None else softmax_scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(len(k)) - (torch.arange(len(q))[:, None] + len(k) - len(q))
+    bias = None
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes[:, None, None].double() * distance.abs()
-    left, right = window_size
-    right = 0 if causal else right
-    hidden = (distance > right if right >= 0 else distance > len(k)) | ((distance < -left) if left >= 0 else False)
-    scores = scores.masked_fill(hidden, -math.inf)
-    lse = scores.logsumexp(-1)
-    p = (scores - lse[..., None]).exp().masked_fill(hidden, 0.0).nan_to_num(0.0)
-    return torch.einsum("hij,jhd->ihd", p, v), lse
+        distance = torch.arange(len(k)) - (torch.arange(len(q))[:, None] + len(k) - len(q))
+        bias = -alibi_slopes[:, None, None].double() * distance.abs()
+    flags = {"is_causal": causal, "softmax_scale": softmax_scale, "softcap": softcap, "window_size": tuple(window_size)}
+    out, lse = formula.attention(q[None], k[None], v[None], None, bias, **flags)
+    return out[0], lse[0]
 
 
 def each(options: dict[str, Any], entry: int) -> dict[str, Any]:

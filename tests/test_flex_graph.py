@@ -259,13 +259,14 @@ def test_each_thing_that_torch_compiles_anew_for_makes_another_graph() -> None:
     def key(
         problem: AttentionProblem = problem,
         limits: tuple[Tensor | None, Tensor | None] = (scalar, scalar),
+        origin: Tensor | None = scalar,
         is_static: bool = False,
         **changes: Any,
     ) -> Any:
         tensors = {"q": q, "k": k, "v": k, "mask": mask, "bias": bias} | changes
         x = Inputs(**tensors | {"mask": MaskView("dense", (tensors["mask"],))})
         places = Places(rows, rows, rows, rows) if is_static else None
-        return flex_call.specialisation(problem, x, x.bias, Blocks(None, *limits, places), is_static)
+        return flex_call.specialisation(problem, x, x.bias, Blocks(None, *limits, places, origin), is_static)
 
     fields = {
         "device": "cuda",
@@ -283,6 +284,7 @@ def test_each_thing_that_torch_compiles_anew_for_makes_another_graph() -> None:
     ]
     changed += [key(bias=None), key(bias=bias.half())]
     changed += [key(limits=limits) for other in (None, rows) for limits in ((other, scalar), (scalar, other))]
+    changed += [key(origin=other) for other in (None, rows)]
     with torch.no_grad():
         changed.append(key())
     for other in changed:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from cases import DEVICE
+from draws import FORMS as DENSE_FORMS
 from flex_fixture import ROUNDED, ROUNDS_GRADIENTS, compiled_on_cpu, eager_flex
 from sequence_calls import SequenceCall, Tokens, assert_accurate, draw, run, spoiled, unread
+from sequence_cases import SequenceCase
 from test_flex_graph import Counter
 from torch import Tensor
 
@@ -42,31 +44,25 @@ def test_random_calls_with_nan_in_all_rows_of_no_sequence(part: int) -> None:
             assert_accurate(run(spoiled(call), "flex"), call)
 
 
+HEADS = ("1", "Hk", "Hq")
 FORMS = {
-    **{f"by position {form}": form for form in itertools.product((1, 3), (1, 2, 4), (1, 140), (1, 130))},
-    **{f"packed rows {form}": form for form in itertools.product((1, 2, 4), (301,), (1, 130))},
-    **{f"packed keys {form}": form for form in ((1, 1, 171), (2, 1, 171), (4, 1, 171))},
+    "-".join(form): form
+    for form in (
+        *DENSE_FORMS,
+        *itertools.product(HEADS, ("Tq",), ("1", "Lk")),
+        *itertools.product(HEADS, ("1",), ("Tk",)),
+    )
 }
+# One sequence has no queries, and rows of none lie between and behind.
+THREE = SequenceCase(
+    **{"lengths": ((139, 120), (0, 9), (133, 30)), "spare": (2, 0, 7), "most": (140, 130), "head_dims": (16, 24)},
+    dtype=torch.float32,
+)
 
 
-def call_with(bias: tuple[int, ...], mask: tuple[int, ...] | None, **flags: Any) -> SequenceCall:
-    """Three sequences, one without queries, with rows of none between and behind, a bias and a mask of these shapes."""
-    generator = torch.Generator().manual_seed(sum(bias))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    lengths = ((0, 139, 0, 120), (141, 0, 128, 9), (141, 133, 140, 30))
-    sequences = Sequences.packed(
-        torch.tensor([0, 141, 141, 280]), torch.tensor([0, 128, 140, 171]), max_seqlen_q=140, max_seqlen_k=130,
-        seqlens_q=torch.tensor([139, 0, 133]), seqlens_k=torch.tensor([120, 9, 30]),
-    )  # fmt: skip
-    allowed = None if mask is None else torch.rand(mask, generator=generator) < 0.7
-    numbers = {"is_causal": False, "window_size": None, "softcap": 0.0, "softmax_scale": None, "dropout_p": 0.0} | flags
-    q, k, v = normal(301, 4, 16), normal(171, 2, 16), normal(171, 2, 24)
-    tensors = (q, k, v, allowed, normal(*bias), normal(4))
-    upstream, needs_grad = (normal(301, 4, 24), normal(4, 301)), ("q", "k", "v", "bias", "sink")
-    return SequenceCall(*tensors, sequences, lengths, numbers, *upstream, needs_grad, f"call_with({bias}, {mask})")
+def call_with(bias: tuple[str, ...], mask: tuple[str, ...] | None, **flags: Any) -> SequenceCall:
+    """A call of `THREE` with a bias and a mask of these shapes."""
+    return THREE.with_(bias=bias, mask=mask).build(**flags)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -80,16 +76,14 @@ def test_every_form_of_a_bias_and_of_a_mask(name: str) -> None:
             assert_accurate(run(spoiled(call), "flex"), call)
 
 
-@pytest.mark.parametrize(
-    "shape", [(3, 2, 140, 130), (1, 1, 140, 130), (3, 4, 1, 130), (2, 301, 130), (4, 1, 171)], ids=str
-)
-def test_nothing_is_read_where_there_is_no_pair(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", ["B-Hk-Lq-Lk", "1-1-Lq-Lk", "B-Hq-1-Lk", "Hk-Tq-Lk", "Hq-1-Tk"])
+def test_nothing_is_read_where_there_is_no_pair(shape: str) -> None:
     """NaN in rows of no sequence, in what arrives there, and in values of a bias of no pair, changes no bit."""
-    call = call_with(shape, None, is_causal=True)
+    call = call_with(FORMS[shape], None, is_causal=True)
     bad = spoiled(call)
     none = unread(call, call.bias)
     is_empty = Tokens(call).q[:, 0] < 0
-    assert is_empty.any() and (none.any() or shape[0] == 1)
+    assert is_empty.any() and (none.any() or shape.startswith("1"))
     bad = replace(bad, bias=call.bias.masked_fill(none, torch.nan), dlse=call.dlse.masked_fill(is_empty, torch.nan))
     with eager_flex():
         wanted, results = run(call, "flex"), run(bad, "flex")
@@ -101,44 +95,23 @@ def test_nothing_is_read_where_there_is_no_pair(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.skipif(ROUNDS_GRADIENTS, reason=ROUNDED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "shape", [(1, 4, 140, 130), (2, 301, 130), (1, 2, 1, 130), (4, 1, 171), (3, 1, 140, 1)], ids=str
-)
-def test_a_bias_of_16_bits_has_its_gradient_summed_in_32(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    call = replace(call_with(shape, None), sink=None, needs_grad=("q", "k", "v", "bias")).to(dtype)
-    call = replace(call, dlse=call.dlse.float())
+@pytest.mark.parametrize("shape", ["1-Hq-Lq-Lk", "Hk-Tq-Lk", "1-Hk-1-Lk", "Hq-1-Tk", "B-1-Lq-1"])
+def test_a_bias_of_16_bits_has_its_gradient_summed_in_32(dtype: torch.dtype, shape: str) -> None:
+    call = THREE.with_(bias=FORMS[shape], sink=None, dtype=dtype).build()
     with eager_flex():
         assert_accurate(run(spoiled(call), "flex"), call)
 
 
-@pytest.mark.parametrize("lengths", [((0, 0), (0, 0)), ((0, 2), (0, 0)), ((0, 0), (0, 3)), ((2, 0), (0, 3))], ids=str)
+@pytest.mark.parametrize("lengths", [((0, 0), (0, 0)), ((0, 0), (2, 0)), ((0, 0), (0, 3)), ((2, 0), (0, 3))], ids=str)
 @pytest.mark.parametrize("spare", [0, 2])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_calls_without_a_pair(lengths: tuple[tuple[int, int], ...], spare: int, layout: str) -> None:
+def test_calls_without_a_pair(lengths: tuple[tuple[int, int], ...], spare: int, layout: Any) -> None:
     """No query, no key, or none in one sequence; with a sink, and a bias that may have no elements."""
-    used_q, used_k = (torch.tensor(n) for n in lengths)
-    most_q, most_k = (int(n.max()) for n in (used_q, used_k))
-    if layout == "packed":
-        edges = [torch.nn.functional.pad(n.cumsum(0), (1, 0)) for n in (used_q, used_k)]
-        sequences = Sequences.packed(*edges, max_seqlen_q=most_q, max_seqlen_k=most_k)
-        shape_q, shape_k, shape_lse = (int(used_q.sum()) + spare,), (int(used_k.sum()) + spare,), ()
-    else:
-        sequences = Sequences.padded(used_k, used_q)
-        most_q, most_k = most_q + spare, most_k + spare
-        shape_q, shape_k, shape_lse = (2, most_q), (2, most_k), (2,)
-    q = torch.randn(*shape_q, 4, 16, requires_grad=True)
-    k, v = (torch.randn(*shape_k, 2, 16, requires_grad=True) for _ in range(2))
-    bias, sink = (torch.randn(shape, requires_grad=True) for shape in ((1, 1, most_q, most_k), (4,)))
-    leaves = (q, k, v, bias, sink)
-    dout, dlse = torch.randn(q.shape), torch.randn(*shape_lse, 4, shape_q[-1])
-    results = []
-    for backend in ("flex", "eager"):
-        with eager_flex():
-            out, lse = attention(q, k, v, None, bias, sink=sink, sequences=sequences, return_lse=True, backend=backend)
-            upstream = (dout, dlse.masked_fill(lse == -torch.inf, 0.0))
-            results.append((out, lse, *torch.autograd.grad((out, lse), leaves, upstream)))
-    for x, y in zip(*results, strict=True):
-        torch.testing.assert_close(x, y)
+    most = tuple(max(n) + (spare if layout == "padded" else 0) for n in zip(*lengths, strict=True))
+    case = THREE.with_(lengths=lengths, layout=layout, spare=(), behind=(spare, spare), most=most)
+    call = case.with_(bias=("1", "1", "Lq", "Lk")).build()
+    with eager_flex():
+        assert_accurate(run(spoiled(call), "flex"), call)
 
 
 def test_no_sequences_at_all() -> None:
@@ -154,35 +127,20 @@ def test_no_sequences_at_all() -> None:
 # Compilations.
 
 
-def one_class(seed: int, bias: str, mask: str) -> None:
+def one_class(seed: int, bias: str, mask: str | None) -> None:
     """A packed call, both passes, of lengths and a number of sequences that go by the seed."""
     rng = random.Random(seed)
-    number = rng.randint(2, 7)
-    used_q, used_k = ([rng.choice((0, 1, 5, 130, 260)) for _ in range(number)] + [3] for _ in range(2))
-    edges = [torch.tensor([0, *itertools.accumulate(n)]) for n in (used_q, used_k)]
-    most_q, most_k = max(used_q) + rng.choice((0, 3)), max(used_k) + rng.choice((0, 4))
-    sequences = Sequences.packed(*edges, max_seqlen_q=most_q, max_seqlen_k=most_k)
-    tokens_q, tokens_k = (int(edge[-1]) for edge in edges)
-    shapes = {
-        "shared": (1, 4, most_q, most_k),
-        "by position": (number + 1, 1, most_q, most_k),
-        "rows": (2, tokens_q, most_k),
-        "keys": (4, 1, tokens_k),
-    }
-    q = torch.randn(tokens_q, 4, 16, requires_grad=True)
-    k, v = (torch.randn(tokens_k, 2, 16, requires_grad=True) for _ in range(2))
-    added = torch.randn(shapes[bias], requires_grad=True)
-    allowed = None if mask == "none" else torch.rand(shapes[mask]) < 0.7
-    call = {"is_causal": True, "sequences": sequences}
-    results, wanted = (attention(q, k, v, allowed, added, **call, backend=name) for name in ("flex", "eager"))
-    leaves = (q, k, v, added)
-    tensors = ((out, *torch.autograd.grad(out.square().sum(), leaves)) for out in (results, wanted))
-    for x, y in zip(*tensors, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    lengths = [[rng.choice((0, 1, 5, 130, 260)) for _ in range(2)] for _ in range(rng.randint(2, 7))]
+    pairs = (*((seqlen_q, seqlen_k) for seqlen_q, seqlen_k in lengths), (3, 3))
+    most_q, most_k = (max(side) for side in zip(*pairs, strict=True))
+    case = THREE.with_(lengths=pairs, spare=(), behind=(0, 0), sink=None, dlse=False)
+    case = case.with_(most=(most_q + rng.choice((0, 3)), most_k + rng.choice((0, 4))))
+    call = case.with_(bias=FORMS[bias], mask=FORMS.get(mask or ""), seed=seed).build(is_causal=True)
+    assert_accurate(run(call, "flex"), call)
 
 
-@pytest.mark.parametrize(("bias", "mask"), [("shared", "rows"), ("rows", "by position"), ("keys", "none")])
-def test_new_lengths_and_numbers_of_sequences_settle_after_two_compilations(bias: str, mask: str) -> None:
+@pytest.mark.parametrize(("bias", "mask"), [("1-Hq-Lq-Lk", "Hk-Tq-Lk"), ("Hk-Tq-Lk", "B-1-Lq-Lk"), ("Hq-1-Tk", None)])
+def test_new_lengths_and_numbers_of_sequences_settle_after_two_compilations(bias: str, mask: str | None) -> None:
     compilations = Counter()
     with eager_flex():
         for seed in range(12):

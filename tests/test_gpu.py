@@ -1,6 +1,7 @@
-"""Kernel backends on a GPU: graphs, torch.compile, streams, devices, bitwise repeats, autocast and checkpoint.
+"""Kernel backends on a GPU: graphs, torch.compile, streams, devices, repeats, autocast and checkpoint.
 
-Every result here is compared bit for bit with the plain call, whose accuracy is for the other tests.
+Every result here is compared bit for bit with the plain call, whose accuracy is for the other tests. Sums that blocks
+of cuda add in any order are compared up to that order.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Case, Inputs
 from conftest import Runner
 from gpu_calls import (
     BASE,
@@ -17,15 +19,18 @@ from gpu_calls import (
     Products,
     assert_equal,
     attend,
+    both_orders,
     captured,
     every_form,
     fill,
     leaves_of,
+    made,
     of_form,
     on_a_busy_stream,
     on_kernels,
     results,
     served,
+    summed,
     with_gradients,
 )
 from torch import Tensor
@@ -37,44 +42,50 @@ import flash_dmattn
 pytestmark = on_kernels
 
 # Several pieces of work for each SM of an H200, handed out as they finish.
-RACY = BASE.with_(batch=4, seqlen_q=1000, num_heads=16, num_heads_k=4, needs_grad=(), dlse=False, is_causal=True)
-FULL = ("B", "Hq", "Lq", "Lk")
+RACY = BASE.with_(batch=4, seqlen_q=1000, num_heads=16, num_heads_k=4)
+FORWARD = RACY.with_(needs_grad=(), dlse=False, is_causal=True)
+FULL, TILES, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("B", "Hk", "Lq", "Lk"), ("1", "Hk", "1", "Lk")
 RACES = {
-    "mask and bias": RACY.with_(seqlen_k=1104, head_dim=128, mask=("B", "Hk", "Lq", "Lk"), bias=FULL),
-    "bias of odd rows": RACY.with_(seqlen_k=1101, head_dim=128, mask=("1", "1", "Lq", "Lk"), bias=FULL),
-    "no mask": RACY.with_(batch=8, seqlen_k=1100),
-    "bias per key": RACY.with_(batch=8, seqlen_k=1100, bias=("1", "Hk", "1", "Lk")),
+    "mask and bias": FORWARD.with_(seqlen_k=1104, head_dim=128, mask=TILES, bias=FULL),
+    "bias of odd rows": FORWARD.with_(seqlen_k=1101, head_dim=128, mask=("1", "1", "Lq", "Lk"), bias=FULL),
+    "no mask": FORWARD.with_(batch=8, seqlen_k=1100),
+    "bias per key": FORWARD.with_(batch=8, seqlen_k=1100, bias=PER_KEY),
+    "gradients, mask and bias per key": RACY.with_(seqlen_k=1101, head_dim=128, mask=TILES, bias=PER_KEY),
+    "gradients, groups": RACY.with_(batch=8, seqlen_k=1100, is_causal=True),
+    "gradients, bias": RACY.with_(seqlen_k=1104, bias=FULL),
 }
 
 
 @every_form
-def test_a_captured_graph_replays_new_values(backend: Runner, form: str) -> None:
-    case = FORMS[form]
-    first, second = (of_form(form, c, served(backend, c)) for c in (case, case.with_(seed=1)))
+@both_orders
+def test_a_captured_graph_replays_new_values(backend: Runner, deterministic: bool, form: str) -> None:
+    case, first = made(backend, form, deterministic)
+    _, second = made(backend, form, deterministic, seed=1)
     static = of_form(form, case, case.build())
-    expected = [results(backend, case, inputs, deterministic=True) for inputs in (first, second)]
-    graph, found = captured(lambda: results(backend, case, static, deterministic=True))
-    for inputs, of_inputs in zip((second, first), reversed(expected)):
+    graph, found = captured(lambda: results(backend, case, static, deterministic=deterministic))
+    for inputs in (second, first):
         fill(static, inputs)
         for x in found:
             x.zero_()
         graph.replay()
-        assert_equal(found, of_inputs, "of a replay")
+        expected = results(backend, case, inputs, deterministic=deterministic)
+        assert_equal(found, expected, "of a replay", summed(case, deterministic))
 
 
 @every_form
+@both_orders
 @pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
-def test_compiled_calls(backend: Runner, form: str, dynamic: bool) -> None:
+def test_compiled_calls(backend: Runner, dynamic: bool, deterministic: bool, form: str) -> None:
     """One graph without breaks; with dynamic shapes it serves other lengths as well."""
     torch._dynamo.reset()
-    case = FORMS[form]
-
-    choice = backend.choice(case, served(backend, case), deterministic=True)
+    case, inputs = made(backend, form, deterministic)
+    order = {"deterministic": deterministic}
+    choice = backend.choice(case, inputs, **order)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        flags = {**case.flags(), "return_lse": True, "deterministic": True, "backend": choice}
+        flags = {**case.flags(), "return_lse": True, "backend": choice, **order}
         return flash_dmattn.attention(q, k, v, mask, bias, sink=sink, **flags)
 
     counter = CompileCounterWithBackend("inductor")
@@ -86,7 +97,8 @@ def test_compiled_calls(backend: Runner, form: str, dynamic: bool) -> None:
         leaves = leaves_of(inputs)
         q, k, v, bias, sink = leaves
         found = with_gradients(compiled(q, k, v, inputs.mask, bias, sink), leaves, inputs)
-        assert_equal(found, results(backend, other, inputs, deterministic=True), f"compiled, {seqlen_k} keys")
+        expected = results(backend, other, inputs, **order)
+        assert_equal(found, expected, f"compiled, {seqlen_k} keys", summed(case, deterministic))
         compilations.append(counter.frame_count)
     # The lengths of a mask that was prepared outside are constants of its graph.
     if dynamic and not form.startswith("prepared"):
@@ -94,14 +106,14 @@ def test_compiled_calls(backend: Runner, form: str, dynamic: bool) -> None:
 
 
 @every_form
-def test_a_busy_stream(backend: Runner, form: str) -> None:
+@both_orders
+def test_a_busy_stream(backend: Runner, deterministic: bool, form: str) -> None:
     """The kernels run on the current stream, behind what is on it, and the host does not wait for them."""
-    case = FORMS[form]
-    inputs = of_form(form, case, served(backend, case))
+    case, inputs = made(backend, form, deterministic)
     late = of_form(form, case, case.build())
-    expected = results(backend, case, inputs, deterministic=True)
-    found = on_a_busy_stream(lambda given: results(backend, case, given, deterministic=True), late, inputs)
-    assert_equal(found, expected, "on a busy stream")
+    expected = results(backend, case, inputs, deterministic=deterministic)
+    found = on_a_busy_stream(lambda given: results(backend, case, given, deterministic=deterministic), late, inputs)
+    assert_equal(found, expected, "on a busy stream", summed(case, deterministic))
 
 
 @every_form
@@ -134,48 +146,88 @@ def test_a_device_that_is_not_the_current_one(backend: Runner, form: str) -> Non
 
 
 @every_form
-def test_repeats_are_bitwise_equal(backend: Runner, form: str) -> None:
+@both_orders
+def test_repeats_are_equal(backend: Runner, deterministic: bool, form: str) -> None:
     """A hundred runs, while products on another stream move the order in which programs start and end."""
-    case = FORMS[form]
-    inputs = of_form(form, case, served(backend, case))
-    first = results(backend, case, inputs, deterministic=True)
+    case, inputs = made(backend, form, deterministic)
+    first = results(backend, case, inputs, deterministic=deterministic)
     products = Products(4096)
     for repeat in range(100):
         products.start(1 + repeat % 3)
-        assert_equal(results(backend, case, inputs, deterministic=True), first, f"in repeat {repeat}")
+        again = results(backend, case, inputs, deterministic=deterministic)
+        assert_equal(again, first, f"in repeat {repeat}", summed(case, deterministic))
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("race", RACES)
-def test_a_thousand_forward_passes_are_bitwise_equal(backend: Runner, race: str) -> None:
-    """One behind the other on the device, now and then beside a product; the host looks at the end alone."""
+@every_form
+def test_both_orders_agree(backend: Runner, form: str) -> None:
+    case, inputs = made(backend, form, False)
+    ordered, unordered = (results(backend, case, inputs, deterministic=x) for x in (True, False))
+    assert_equal(unordered, ordered, "in any order", summed(case, False))
+
+
+def racing(backend: Runner, race: str) -> tuple[Case, Inputs]:
+    """A case and its tensors; gradients are those of cuda, whose blocks take turns."""
     case = RACES[race]
     inputs = served(backend, case)
-    given = [*(x for _, x in inputs.floats()), inputs.sink]
-    first = attend(backend, case, inputs, given)
+    if case.needs_grad and backend.choice(case, inputs, deterministic=True) != "cuda":
+        pytest.skip("no blocks take turns")
+    return case, inputs
+
+
+@pytest.mark.parametrize("race", RACES)
+def test_a_thousand_passes_are_bitwise_equal(backend: Runner, race: str) -> None:
+    """One behind the other on the device, now and then beside a product; the host looks at the end alone."""
+    case, inputs = racing(backend, race)
+    leaves = leaves_of(inputs) if case.needs_grad else [*(x for _, x in inputs.floats()), inputs.sink]
+    outputs = attend(backend, case, inputs, leaves, deterministic=True)
+
+    def once() -> tuple[Tensor, ...]:
+        if not case.needs_grad:
+            return attend(backend, case, inputs, leaves)
+        wanted = [x for x in leaves if x is not None]
+        return torch.autograd.grad(outputs, wanted, (inputs.dout, inputs.dlse), retain_graph=True)
+
+    first = once()
     differs = torch.zeros(1000, dtype=torch.bool, device="cuda")
     products = Products(2048)
     for repeat in range(len(differs)):
         if repeat % 3 == 0:
             products.start()
-        out, lse = attend(backend, case, inputs, given)
-        differs[repeat] = (out != first[0]).any() | (lse != first[1]).any()
+        differs[repeat] = torch.stack([(x != y).any() for x, y in zip(once(), first)]).any()
     wrong = differs.nonzero().flatten().tolist()
     assert not wrong, f"{len(wrong)} of {len(differs)} differ from the first, from repeat {wrong[0]} on"
 
 
+@pytest.mark.parametrize("race", [name for name, case in RACES.items() if case.needs_grad])
+def test_two_kernels_that_take_turns_end(backend: Runner, race: str) -> None:
+    """Their blocks wait for one another and share the SMs, one of them with priority."""
+    case, inputs = racing(backend, race)
+    first = results(backend, case, inputs, deterministic=True)
+    torch.cuda.synchronize()
+    found = []
+    # autograd runs a backward pass on the stream of its forward pass.
+    for stream in (torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)) * 20:
+        with torch.cuda.stream(stream):
+            found.append(results(backend, case, inputs, deterministic=True))
+    torch.cuda.synchronize()
+    for each in found:
+        assert_equal(each, first, "of two kernels")
+
+
 @every_form
-def test_nothing_is_read_before_it_is_written(backend: Runner, form: str) -> None:
+@both_orders
+def test_nothing_is_read_before_it_is_written(backend: Runner, deterministic: bool, form: str) -> None:
     """Under deterministic algorithms torch fills every new tensor with NaN, or with the largest integer."""
-    case = FORMS[form]
+    case, _ = made(backend, form, deterministic)
     inputs = served(backend, case)
-    expected = results(backend, case, of_form(form, case, inputs), deterministic=True)
+    expected = results(backend, case, of_form(form, case, inputs), deterministic=deterministic)
     try:
         torch.use_deterministic_algorithms(True)
-        found = results(backend, case, of_form(form, case, inputs))
+        found = results(backend, case, of_form(form, case, inputs), deterministic=deterministic)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert_equal(found, expected, "with memory that was filled")
+    assert_equal(found, expected, "with memory that was filled", summed(case, deterministic))
 
 
 @every_form

@@ -1,9 +1,8 @@
-"""What `import flash_dmattn` loads, and that it survives each optional package being broken."""
+"""Modules that `import flash_dmattn` loads, and its import with each optional package broken."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +32,7 @@ LAZY = (
     "flash_dmattn.distributed",
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
-    "flash_dmattn.masks.prepared.builders",
+    "flash_dmattn.masks.prepared.mask",
     "flash_dmattn.tools.demo",
     "flash_dmattn.tools.cli",
     "flash_dmattn.__main__",
@@ -84,19 +83,15 @@ else:
 """
 
 
-def run(code: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
-    environment["PYTHONPATH"] = str(ROOT)
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # users do not compile the package at every import
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run(code: str) -> forked.Done:
+    """Run a program in a process that has imported torch alone."""
+    (done,) = forked.run([({}, code)])
+    assert done.status == 0, done.said
+    return done
 
 
 def test_import_loads_nothing_heavy() -> None:
-    loaded = json.loads(run(LOADED))
+    loaded = json.loads(run(LOADED).said)
     assert "flash_dmattn" in loaded
     heavy = [name for name in loaded if any(name == lazy or name.startswith(lazy + ".") for lazy in LAZY)]
     assert not heavy, f"import flash_dmattn also loads {heavy}"
@@ -117,6 +112,21 @@ assert importlib.util.find_spec("flash_dmattn.reference.eager") and importlib.ut
 
 def test_the_package_has_two_folders_of_a_checkout_and_no_finder() -> None:
     run(OTHERS)
+
+
+def test_a_folder_shared_with_the_predecessor_is_refused(tmp_path: Path) -> None:
+    """flash-dmattn 1.x has the same import name, and an installation into the same folder leaves its modules there."""
+    package = tmp_path / "flash_dmattn"
+    (package / "dispatch").mkdir(parents=True)
+    for name in ("__init__.py", "_version.py"):
+        (package / name).write_text((ROOT / "flash_dmattn" / name).read_text())
+    (package / "flash_dmattn_interface.py").touch()
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flash_dmattn"]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: {package} has files of flash-dmattn 1.x"), done.stderr
+    assert last.endswith("run `python -m pip uninstall flash-dmattn`, then install flash_dmattn again")
 
 
 PACKAGES = ("triton", "torch.nn.attention.flex_attention", "matplotlib", "rich", "numpy")

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from interval_fields import check_fields
+from dispatched import Dispatched
+from mask_checks import BANDS, by_place, check_fields, check_stats, in_band, same
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flash_dmattn import masks
 from flash_dmattn.masks import PreparedMask, topk_mask
@@ -31,7 +32,7 @@ VALUES = torch.tensor([-INF, -2.5, -1.0, -0.0, 0.0, 0.0, 1.0, 1.0, 2.5, INF, NAN
 
 def random_scores(rng: random.Random, seqlen_k: int) -> Tensor:
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    shape = (rng.randint(1, 2), rng.randint(1, 2), 1, seqlen_k)
+    shape = (rng.choice([0, 1, 1, 2, 2]), rng.randint(1, 2), 1, seqlen_k)
     dtype = rng.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])
     if rng.random() < 0.3:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -56,7 +57,9 @@ def test_top_k_is_that_of_the_dense_mask(seed: int, is_causal: bool) -> None:
         mask = random_mask(rng, scores)
         local = rng.choice([0, 0, 1, 2, 7, 50]) if is_causal else 0
         keywords: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q}
-        prepared = PreparedMask.from_topk(scores, k, local=local, reorder=rng.choice([None, False, True]), **keywords)
+        reorder = rng.choice([None, False, True])
+        compact = reorder is True and rng.random() < 0.5
+        prepared = PreparedMask.from_topk(scores, k, local=local, reorder=reorder, compact=compact, **keywords)
         expected = topk_mask(scores, k, **keywords)
         if local:
             allowed = scores != -INF
@@ -99,35 +102,32 @@ def test_local_keys_are_those_that_are_allowed() -> None:
 # Intervals
 
 
-BANDS: list[dict[str, Any]] = [
-    {},
-    {"is_causal": True},
-    {"window_size": (7, 3)},
-    {"window_size": (0, 0)},
-    {"window_size": (-1, 2), "is_causal": True},
-    {"window_size": (2**40, 0)},
-]
-
-
 @pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 3), (3, 0), (1, 9), (9, 1), (20, 20), (14, 31), (31, 14)])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [
+        *((0, 3), (3, 0), (1, 9), (9, 1), (20, 20), (14, 31), (31, 14)),
+        *((1, 130), (127, 129), (128, 128), (129, 127), (300, 256), (256, 300), (500, 700)),
+    ],
+)
 def test_intervals_by_comparison(seqlen_q: int, seqlen_k: int, band: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seqlen_q)
-    start, stop = (torch.randint(-5, seqlen_q + 6, (2, 3, seqlen_k), generator=generator) for _ in range(2))
-    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
-    p = i + seqlen_k - seqlen_q
-    left, right = band.get("window_size", (-1, -1))
-    allowed = (i >= start[..., None, :]) & (i < stop[..., None, :])
-    allowed &= (j <= p) | (not band.get("is_causal", False))
-    allowed &= ((j >= p - left) | (left < 0)) & ((j <= p + right) | (right < 0))
+    start, stop = torch.randint(-5, seqlen_q + 6, (2, 2, 3, seqlen_k), generator=generator)
+    start[0, 0], stop[0, 0], stop[0, 1] = 0, seqlen_q, 0  # every pair, and none
+    start[1, 0, : seqlen_k // 2], stop[1, 0] = seqlen_q // 3, seqlen_q - seqlen_q // 3
+    stop[0, 2], start[1, 2] = seqlen_q, 0  # of tiles that would be full each a row or more of some key is missing
+    i = torch.arange(seqlen_q)[:, None]
+    allowed = (i >= start[..., None, :]) & (i < stop[..., None, :]) & in_band(seqlen_q, seqlen_k, **band)
     for reorder in (False, True):
         prepared = PreparedMask.from_intervals(start, stop, seqlen_q, reorder=reorder, **band)
         assert torch.equal(prepared.dense(), allowed) and torch.equal(prepared.unpacked(), allowed)
         assert torch.equal(prepared.dense(2, 7), allowed[:, :, 2:7])
         assert torch.equal(prepared.dense(-3), allowed[:, :, -3:])
         check_fields(prepared)
+        check_stats(prepared, by_place(prepared))
         assert prepared.is_reordered == (reorder or seqlen_k == 0)
-        assert (prepared.is_causal, prepared.window_size) == (band.get("is_causal", False), (left, right))
+        wanted = band.get("is_causal", False), band.get("window_size", (-1, -1))
+        assert (prepared.is_causal, prepared.window_size) == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
@@ -284,14 +284,14 @@ def test_places_of_live_keys(seqlen_q: int, is_causal: bool) -> None:
     assert torch.equal(compact.start, every_key.start) and torch.equal(compact.stop, every_key.stop)
     assert compact.stats() == every_key.stats() and torch.equal(compact.dense(), every_key.dense())
     again = pickle.loads(pickle.dumps(compact))
-    assert all(torch.equal(x, y) for x, y in zip(again.tensors, compact.tensors, strict=True))
+    assert same(again, compact)
     start, stop = every_key.start, every_key.stop
     other = PreparedMask.from_intervals(start, stop, seqlen_q, is_causal=is_causal, reorder=True, compact=True)
-    assert all(torch.equal(x, y) for x, y in zip(other.tensors, compact.tensors, strict=True))
+    assert same(other, compact)
     # Intervals that are recognised in a dense mask have been counted already.
     if seqlen_q > 1:
         actual = PreparedMask.from_mask(every_key.dense(), is_causal=is_causal, find_intervals=True, reorder=True)
-        assert all(torch.equal(x, y) for x, y in zip(actual.tensors, compact.tensors, strict=True))
+        assert same(actual, compact)
 
 
 def test_no_places_are_left_out_where_most_keys_are_live() -> None:
@@ -299,102 +299,12 @@ def test_no_places_are_left_out_where_most_keys_are_live() -> None:
     every_key, compact = (
         PreparedMask.from_topk(scores, 30, is_causal=True, reorder=True, compact=few) for few in (False, True)
     )
-    assert all(torch.equal(x, y) for x, y in zip(every_key.tensors, compact.tensors, strict=True))
-    for shape, seqlen_q in (((1, 2, 1, 0), 5), ((1, 2, 1, 500), 0), ((0, 2, 1, 500), 5)):
-        empty = PreparedMask.from_topk(torch.zeros(shape), 3, is_causal=True, seqlen_q=seqlen_q, compact=True)
-        assert empty.dense().shape == (*shape[:2], seqlen_q, shape[3]) and empty.is_reordered
-        check_fields(empty)
-
-
-# Statistics
-
-
-@pytest.mark.parametrize("reorder", [False, True])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (1, 130), (300, 256), (256, 300), (500, 700)])
-def test_stats_are_those_of_the_tiles_of_places(seqlen_q: int, seqlen_k: int, reorder: bool) -> None:
-    generator = torch.Generator().manual_seed(seqlen_q)
-    start, stop = (torch.randint(0, seqlen_q + 1, (2, 2, seqlen_k), generator=generator) for _ in range(2))
-    start[0, 0], stop[0, 0] = 0, seqlen_q  # every tile full
-    start[1, 1, : seqlen_k // 2], stop[1, 1, : seqlen_k // 2] = seqlen_q // 3, seqlen_q  # full in part, rows empty
-    stop[1, 1, seqlen_k // 2 :] = 0
-    prepared = PreparedMask.from_intervals(start, stop, seqlen_q, reorder=reorder)
-    dense = prepared.dense()
-    if reorder:
-        dense = dense.gather(3, prepared.order.long()[:, :, None].expand_as(dense))
-    actual, expected = prepared.stats(), masks.mask_stats(dense)
-    for name in ("shape", "block_size", "density", "active_tile_fraction", "empty_rows"):
-        assert getattr(actual, name) == getattr(expected, name), name
-    every_key = masks.mask_stats(dense[..., : seqlen_k // 128 * 128])  # a last tile with fewer keys is never full
-    tiles = max(1, -(-seqlen_k // 128))
-    assert actual.full_tile_fraction == pytest.approx(every_key.full_tile_fraction * (seqlen_k // 128) / tiles)
-
-
-# Tiles of places
-
-
-@pytest.mark.parametrize("reorder", [False, True])
-@pytest.mark.parametrize("seqlen_k", [1, 127, 128, 129, 300])
-@pytest.mark.parametrize("seqlen_q", [1, 127, 128, 129, 300])
-def test_tiles_are_those_of_the_dense_mask_by_place(seqlen_q: int, seqlen_k: int, reorder: bool) -> None:
-    generator = torch.Generator().manual_seed(seqlen_q + 1000 * seqlen_k)
-    start, stop = torch.randint(-9, seqlen_q + 9, (2, 2, 3, seqlen_k), generator=generator)
-    start[0, 0], stop[0, 0] = 0, seqlen_q  # every pair
-    stop[0, 1] = 0  # none
-    start[1, 0], stop[1, 0] = seqlen_q // 3, seqlen_q - seqlen_q // 3
-    stop[0, 2], start[1, 2] = seqlen_q, 0  # of tiles that would be full each a row or more of some key is missing
-    check_fields(PreparedMask.from_intervals(start, stop, seqlen_q, reorder=reorder))
-    scores = torch.randn(2, 1, 1, seqlen_k, generator=generator).round(decimals=1)
-    mask = torch.rand(1, 2, 1, seqlen_k, generator=generator) < 0.7
-    for is_causal in (False, True):
-        flags: dict[str, Any] = {"is_causal": is_causal, "mask": mask, "seqlen_q": seqlen_q, "reorder": reorder}
-        check_fields(PreparedMask.from_topk(scores, 20, **flags))
-
-
-# A picture
-
-
-def test_picture() -> None:
-    pytest.importorskip("matplotlib")
-    scores = torch.randn(2, 2, 1, 50, generator=torch.Generator().manual_seed(0))
-    kinds: list[PreparedMask] = [
-        PreparedMask.from_topk(scores, 5, is_causal=True, reorder=True),
-        PreparedMask.from_mask(topk_mask(scores, 5, is_causal=True)),
-        PreparedMask.from_lengths([20, 50], 50, 50, is_causal=True),
-    ]
-    for prepared in kinds:
-        head = min(1, prepared.shape[1] - 1)
-        actual, expected = (
-            masks.show(mask, block_size=16, batch=1, head=head).axes[0] for mask in (prepared, prepared.dense())
-        )
-        assert actual.get_title() == expected.get_title()
-        pictures = (torch.tensor(axes.images[0].get_array()) for axes in (actual, expected))
-        assert torch.equal(*pictures)
-        with pytest.raises(ValueError, match="batch is 2 and mask has 2"):
-            masks.show(prepared, batch=2)
-        with pytest.raises(ValueError, match=r"mask has seqlen_q = 50 .* needs 49 or 1"):
-            masks.show(prepared, seqlen_q=49)
-    for nothing in (PreparedMask.from_intervals([0], [1], 0), PreparedMask.from_lengths([3], 0, 5)):
-        with pytest.raises(ValueError, match="there is nothing to draw"):
-            masks.show(nothing)
+    assert same(every_key, compact)
+    for shape, seqlen_q in (((1, 2, 1, 500), 0), ((0, 2, 1, 500), 5)):
+        check_fields(PreparedMask.from_topk(torch.zeros(shape), 3, is_causal=True, seqlen_q=seqlen_q, compact=True))
 
 
 # Memory, and what it waits for
-
-
-class Largest(TorchDispatchMode):
-    """The most elements that a tensor has occupied, and how many operators ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel, self.count = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        actual = func(*args, **(kwargs or {}))
-        self.count += 1
-        for x in actual if isinstance(actual, (tuple, list)) else (actual,):
-            if isinstance(x, Tensor):
-                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
-        return actual
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -402,13 +312,19 @@ def test_nothing_of_queries_times_keys_is_made(is_causal: bool) -> None:
     scores = torch.randn(1, 2, 1, 4096, generator=torch.Generator().manual_seed(0))
     mask = torch.rand(1, 2, 1, 4096) < 0.9
     every_key = scores[0, :, 0].view(torch.int32)
-    with Largest() as seen:
+    sizes: list[int] = []
+
+    def show(operator: Any, arguments: Any, result: Any) -> None:
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        sizes.extend(x.untyped_storage().nbytes() // x.element_size() for x in tensors)
+
+    with Dispatched(show):
         local = 10 * is_causal
         # The mode does not see into operators.
         key_order(torch.zeros_like(every_key)[None], topk_stops(every_key, 64)[None], 4096)
         prepared = PreparedMask.from_topk(scores, 64, is_causal=is_causal, mask=mask, local=local, reorder=True)
         PreparedMask.from_intervals(prepared.start, prepared.stop, 4096, window_size=(100, 0), reorder=True)
-    assert seen.count > 50 and seen.numel <= 2 * 2 * 4096  # two heads, a start and a stop for each key
+    assert len(sizes) > 50 and max(sizes) <= 2 * 2 * 4096  # two heads, a start and a stop for each key
 
 
 def test_building_reads_no_value() -> None:
@@ -423,14 +339,6 @@ def test_building_reads_no_value() -> None:
         assert (
             PreparedMask.from_intervals(prepared.start, prepared.stop, 200, window_size=(9, 9)).shape == prepared.shape
         )
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_without_keys_or_queries_or_heads(is_causal: bool) -> None:
-    for shape, seqlen_q in (((1, 2, 1, 0), 5), ((1, 2, 1, 5), 0), ((0, 2, 1, 5), 5), ((1, 2, 1, 0), 0)):
-        prepared = PreparedMask.from_topk(torch.zeros(shape), 3, is_causal=is_causal, seqlen_q=seqlen_q, reorder=True)
-        assert prepared.dense().shape == (*shape[:2], seqlen_q, shape[3])
-        check_fields(prepared)
 
 
 # Errors
@@ -501,8 +409,7 @@ def test_operators_and_their_fakes(length: int) -> None:
     torch.library.opcheck(operators.topk_intervals.default, (keys[None], 5, length + 3, 2))
     start, stop = operators.topk_intervals(keys[None], 5, length, 0)
     assert torch.equal(stop, stops[None].to(torch.int32).masked_fill(stops <= torch.arange(length), 0))
-    torch.library.opcheck(operators.key_order.default, (start, stop, length))
-    order = operators.key_order(start, stop, length)
+    for reorder in (True, False):
+        torch.library.opcheck(operators.interval_walk.default, (start, stop, length, reorder, length))
+    order, *_ = operators.interval_walk(start, stop, length, True, length)
     assert torch.equal(order, key_order(start, stop, length))
-    for keywords in (order, order[:, :, :0].contiguous()):
-        torch.library.opcheck(operators.interval_tiles.default, (start, stop, keywords, length))

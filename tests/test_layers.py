@@ -16,7 +16,7 @@ LAYERS = (
     ("problem", "reference"),
     ("flops", "sequences"),
     ("masks",),
-    ("gradients",),
+    ("gradients", "biases"),
     ("triton_kernels",),
     ("backends",),
     ("dispatch",),

@@ -31,6 +31,11 @@ def run(backend: Any) -> Any:
     return lambda *tensors, **flags: flash_dmattn.attention(*tensors, return_lse=True, backend=backend, **flags)
 
 
+def check(call: LeadingCall, backend: Any = "eager") -> None:
+    arguments = call.build()
+    assert_accurate(results(run(backend), call, arguments), call, arguments)
+
+
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 @pytest.mark.parametrize(("batch", "dims"), CASES, ids=str)
 def test_every_sharing_of_mask_and_bias(batch: tuple[int, ...], dims: tuple[int, ...], backend: str) -> None:
@@ -38,16 +43,12 @@ def test_every_sharing_of_mask_and_bias(batch: tuple[int, ...], dims: tuple[int,
     for seed, ((mask_dims, scores), is_causal) in enumerate(
         zip(itertools.product(others, SCORES), itertools.cycle((False, True)))
     ):
-        call = LeadingCall(batch, (*mask_dims, 1, LQ, LK), (*dims, *scores), is_causal=is_causal, seed=seed)
-        arguments = call.build()
-        assert_accurate(results(run(backend), call, arguments), call, arguments)
+        check(LeadingCall(batch, (*mask_dims, 1, LQ, LK), (*dims, *scores), is_causal=is_causal, seed=seed), backend)
 
 
 @pytest.mark.parametrize("shape", [(LQ, LK), (H, LQ, LK), (3, 1, LQ, LK), (1, 3, H, 1, LK)], ids=str)
 def test_a_mask_and_a_bias_of_fewer_dims_are_read_from_the_right(shape: tuple[int, ...]) -> None:
-    call = LeadingCall((2, 3), shape, shape)
-    arguments = call.build()
-    assert_accurate(results(run("eager"), call, arguments), call, arguments)
+    check(LeadingCall((2, 3), shape, shape))
 
 
 @pytest.mark.parametrize(("batch", "dims"), CASES, ids=str)
@@ -86,10 +87,8 @@ def test_a_prepared_mask_beside_other_leading_dims_is_refused() -> None:
     ids=str,
 )
 def test_flex(mask: tuple[int, ...], bias: tuple[int, ...]) -> None:
-    call = LeadingCall((2, 3), mask, bias, dtype=torch.float32)
-    arguments = call.build()
     with eager_flex():
-        assert_accurate(results(run("flex"), call, arguments), call, arguments)
+        check(LeadingCall((2, 3), mask, bias, dtype=torch.float32), "flex")
 
 
 @pytest.mark.parametrize("nbytes", [6_000, 30_000, 10**6])
@@ -209,9 +208,7 @@ def test_calls_alike_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None
     describe = calls.describe
     monkeypatch.setattr(calls, "describe", lambda *x, **more: (described.append(1), describe(*x, **more))[1])
     for seed in range(3):
-        call = LeadingCall((2, 3), None, (2, 1, 1, LQ, LK), seed=seed)
-        arguments = call.build()
-        assert_accurate(results(run("eager"), call, arguments), call, arguments)
+        check(LeadingCall((2, 3), None, (2, 1, 1, LQ, LK), seed=seed))
     assert len(described) == 1
     # One bias entry for each three in a row, then one for each third: alike but for the repeat.
     q, k = torch.randn(3, 3, LQ, H, D, dtype=torch.float64), torch.randn(3, 3, LK, HK, D, dtype=torch.float64)

@@ -10,6 +10,7 @@ from flash_dmattn.masks import drawing
 
 pytest.importorskip("matplotlib")
 
+SCORES = torch.randn(2, 2, 1, 50, generator=torch.Generator().manual_seed(0))
 LONE_KEY = tuple(m + (a - m) / 3 for m, a in zip(drawing.PARTIAL_MASKED, drawing.PARTIAL_ATTENDS, strict=True))
 
 
@@ -104,6 +105,32 @@ def test_of_a_mask_beside_sequences_one_is_drawn(layout):
     ):
         with pytest.raises(ValueError, match=message):
             masks.show(prepared, **arguments)
+
+
+PREPARED = {
+    "intervals": masks.PreparedMask.from_topk(SCORES, 5, is_causal=True, reorder=True),
+    "tiles": masks.PreparedMask.from_mask(masks.topk_mask(SCORES, 5, is_causal=True)),
+    "lengths": masks.PreparedMask.from_lengths([20, 50], 50, 50, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("kind", PREPARED)
+def test_a_prepared_mask_is_drawn_as_its_dense_mask(kind):
+    prepared = PREPARED[kind]
+    head = min(1, prepared.shape[1] - 1)
+    actual, expected = (masks.show(x, block_size=16, batch=1, head=head) for x in (prepared, prepared.dense()))
+    assert actual.axes[0].get_title() == expected.axes[0].get_title()
+    assert torch.equal(pixels(actual), pixels(expected))
+    with pytest.raises(ValueError, match="batch is 2 and mask has 2"):
+        masks.show(prepared, batch=2)
+    with pytest.raises(ValueError, match=r"mask has seqlen_q = 50 .* needs 49 or 1"):
+        masks.show(prepared, seqlen_q=49)
+
+
+def test_nothing_to_draw():
+    for nothing in (masks.PreparedMask.from_intervals([0], [1], 0), masks.PreparedMask.from_lengths([3], 0, 5)):
+        with pytest.raises(ValueError, match="there is nothing to draw"):
+            masks.show(nothing)
 
 
 def test_saves_a_png_and_draws_in_given_axes(tmp_path):

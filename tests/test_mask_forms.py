@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from accuracy import assert_accurate, run
 from conftest import refusal_of
+from dispatched import Dispatched
+from draws import INTERVAL_SIZES, draw_intervals
 from flex_fixture import eager_flex
 from mask_forms import (
     DENSE,
@@ -29,7 +34,6 @@ from mask_forms import (
 )
 from out_of_tree import KernelPair, registered, replaced
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import masks
@@ -52,7 +56,6 @@ BANDS: list[dict[str, Any]] = [{}, {"is_causal": True}, {"window_size": (20, 3)}
 BACKENDS = (
     "eager",
     "reference",
-    "flex",
     PREPARED.backend.name,
     (PREPARED.backend.name, "eager"),
     ("eager", PREPARED.backend.name),
@@ -64,58 +67,24 @@ BACKENDS = (
 @pytest.mark.parametrize("form", FORMS)
 def test_prepared_mask_gives_what_the_dense_mask_gives(form: str, band: dict[str, Any], backend: Any) -> None:
     prepared = PreparedMask.from_mask(FORMS[form], seqlen_q=LQ, seqlen_k=LK, **band)
-    if backend == "flex":
-        arguments = leaves(torch.float32)
-        with eager_flex():
-            actual = results(arguments, prepared, backend=backend)
-        assert_same(actual, results(arguments, FORMS[form], backend="reference", **band), rtol=1e-4, atol=1e-4)
-    else:
-        expected = results(leaves(), FORMS[form], backend="reference", **band)
-        assert_same(results(leaves(), prepared, backend=backend), expected)
-        assert_same(results(leaves(), prepared, backend=backend, **band), expected)
+    expected = results(leaves(), FORMS[form], backend="reference", **band)
+    assert_same(results(leaves(), prepared, backend=backend), expected)
+    assert_same(results(leaves(), prepared, backend=backend, **band), expected)
 
 
-def scores_of(*shape: int) -> Tensor:
-    scores = torch.randn(shape, generator=torch.Generator().manual_seed(2)).round(decimals=1)
-    scores[..., ::9] = -torch.inf
-    return scores
-
-
-TOPK = scores_of(1, HK, 1, LK)
-START = torch.arange(LK).expand(B, HQ, LK) % 97
-ROWS = torch.arange(LQ)[:, None]
-# Interval masks, with the dense mask that each stands for.
-INTERVALS: dict[str, tuple[PreparedMask, Tensor]] = {
-    "top-k, a head each": (
-        PreparedMask.from_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True),
-        masks.topk_mask(TOPK, 20, is_causal=True, seqlen_q=LQ),
-    ),
-    "top-k without causality": (
-        PreparedMask.from_topk(TOPK, 20, seqlen_q=LQ),
-        masks.topk_mask(TOPK, 20, seqlen_q=LQ).expand(-1, -1, LQ, -1),
-    ),
-    "intervals of a batch": (
-        PreparedMask.from_intervals(START, START + 40, LQ),
-        (START[..., None, :] <= ROWS) & (START[..., None, :] + 40 > ROWS),
-    ),
-    "a window": (
-        PreparedMask.from_intervals([0], torch.full((LK,), LQ), LQ, window_size=(30, 2)),
-        masks.sliding_window_mask(LQ, LK, (30, 2)),
-    ),
-    "none allowed": (PreparedMask.from_intervals([0] * LK, [0], LQ), torch.zeros(1, 1, LQ, LK, dtype=torch.bool)),
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS, ids=str)
-@pytest.mark.parametrize("kind", INTERVALS)
-def test_interval_mask_gives_what_the_dense_mask_gives(kind: str, backend: Any) -> None:
-    prepared, dense = INTERVALS[kind]
-    dtype, near = (torch.float32, 1e-4) if backend == "flex" else (torch.float64, 1e-9)
+@pytest.mark.parametrize("backend", (*BACKENDS[1:], "flex"), ids=str)
+@pytest.mark.parametrize("number", range(8))
+def test_interval_masks_give_what_the_dense_mask_gives(number: int, backend: Any) -> None:
+    drawn, mask = draw_intervals(number, INTERVAL_SIZES["interpreter"])
+    case = drawn.case.with_(sink=None, needs_grad=tuple(name for name in drawn.case.needs_grad if name != "sink"))
+    inputs = case.build("cpu")
+    attention = partial(flash_dmattn.attention, return_lse=True, backend=backend)
     with eager_flex() if backend == "flex" else nullcontext():
-        actual = results(leaves(dtype), prepared, backend=backend)
-    assert_same(actual, results(leaves(dtype), dense, backend="reference"), rtol=near, atol=near)
-    if backend == "eager":
-        assert all(torch.equal(x, y) for x, y in zip(actual, results(leaves(), dense, backend="eager"), strict=True))
+        actual = run(attention, case, replace(inputs, mask=mask))
+    assert_accurate(actual, case, replace(inputs, mask=mask.unpacked()))
+
+
+TOPK = torch.randn(1, HK, 1, LK, generator=torch.Generator().manual_seed(2))
 
 
 def test_a_graph_of_any_length_makes_an_interval_mask() -> None:
@@ -191,20 +160,6 @@ def test_one_query_and_none() -> None:
 # The views that backends receive, and how often a mask is packed
 
 
-class Seen(TorchDispatchMode):
-    """The operators of the package that ran; operators of passes have the names of their backends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flash_dmattn":
-            name = func._schema.name.removeprefix("flash_dmattn::")
-            self.names.append(f"{args[-2]}: {name}" if name.startswith("attention_") else name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("backend", "form", "prepared", "received"),
     [
@@ -213,8 +168,8 @@ class Seen(TorchDispatchMode):
         (PREPARED.backend.name, "expanded queries", False, ["intervals", "intervals"]),
         (PREPARED.backend.name, "full", True, ["tiles", "tiles"]),
         (PREPARED.backend.name, "per key", True, ["intervals", "intervals"]),
-        (PREPARED.backend.name, "top-k, a head each", True, ["intervals", "intervals"]),
-        ((PREPARED.backend.name, DENSE.backend.name), "top-k, a head each", True, ["tiles", "dense"]),
+        (PREPARED.backend.name, "top-k", True, ["intervals", "intervals"]),
+        ((PREPARED.backend.name, DENSE.backend.name), "top-k", True, ["tiles", "dense"]),
         (DENSE.backend.name, "full", False, ["dense", "dense"]),
         (DENSE.backend.name, "full", True, ["dense", "dense"]),
         ((PREPARED.backend.name, DENSE.backend.name), "full", False, ["tiles", "dense"]),
@@ -222,16 +177,22 @@ class Seen(TorchDispatchMode):
     ],
 )
 def test_what_a_forward_and_its_backward_receive(backend: Any, form: str, prepared: bool, received: list[str]) -> None:
-    if form in INTERVALS:
-        mask: Any = INTERVALS[form][0]
+    if form == "top-k":
+        mask: Any = PreparedMask.from_topk(TOPK, 20, is_causal=True, seqlen_q=LQ, reorder=True)
     else:
         mask = PreparedMask.from_mask(FORMS[form], seqlen_q=LQ) if prepared else FORMS[form]
-    with Seen() as seen:
+    passes: list[str] = []  # of the operators of passes, and their backends
+
+    def show(operator: Any, arguments: Any, result: Any) -> None:
+        if "attention_" in operator.name():
+            passes.append(arguments[-2])
+
+    with Dispatched(show) as seen:
         results(leaves(), mask, backend=backend)
     assert PREPARED.received + DENSE.received == received
-    names = (backend, backend) if isinstance(backend, str) else backend
+    assert tuple(passes) == ((backend, backend) if isinstance(backend, str) else backend)
     packed = ["prepare_mask"] if "dense" not in received and not prepared else []  # once for both passes
-    assert seen.names == [*packed, f"{names[0]}: attention_forward", f"{names[1]}: attention_backward"]
+    assert seen.names == [*packed, "attention_forward", "attention_backward"]
 
 
 @pytest.mark.parametrize("needs_grad", (False, True))

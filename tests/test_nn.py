@@ -1,21 +1,33 @@
-"""The dynamic-mask attention layer against its formula in fp64, its gradients, its cache, its causality and padding."""
+"""The dynamic-mask attention layer against its formula in fp64: gradients, cache, padding, packed sequences, pages."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import DEVICE
+from test_examples import load
+from torch import Tensor
 
 import flash_dmattn
+from flash_dmattn import Sequences
 from flash_dmattn.masks import topk_mask
 from flash_dmattn.nn import DynamicMaskAttention, KVCache
 from flash_dmattn.nn.positions import apply_rotary, rotary_angles
 
 HIDDEN, HEADS, HEADS_K, HEAD_DIM, LENGTH, KEEP = 24, 4, 2, 6, 17, 5
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def id_of(options: dict[str, Any]) -> str:
+    return "-".join(options) or "plain"
 
 
 def make_layer(**options: object) -> DynamicMaskAttention:
@@ -77,7 +89,7 @@ def by_hand(layer: DynamicMaskAttention, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "options",
     [{}, {"qk_norm": True}, {"softmax_scale": 0.3}, {"local_window_size": 3}, {"keep_window_size": 100}],
-    ids=lambda options: "-".join(options) or "plain",
+    ids=id_of,
 )
 def test_output_and_every_gradient_equal_the_formula(options):
     layer, x = make_layer(**options), make_x().requires_grad_()
@@ -121,12 +133,18 @@ def test_full_attention_is_sdpa_and_has_no_score_parameters():
 
 @pytest.mark.parametrize("options", [{}, {"keep_window_size": None}, {"local_window_size": 2}, {"qk_norm": True}])
 @pytest.mark.parametrize("pieces", [[1] * LENGTH, [7] + [1] * 10, [3, 8, 1, 5], [LENGTH]], ids=str)
-def test_decoding_from_the_cache_equals_the_full_forward(options, pieces):
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_decoding_from_the_cache_equals_the_full_forward(options, pieces, is_padded):
     layer, x = make_layer(**options).requires_grad_(False), make_x()
     cache = KVCache(max_length=4)  # smaller than the text: it has to grow, more than once
-    out = torch.cat([layer(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
+    real = torch.ones(2, LENGTH, dtype=torch.bool)
+    real[0, : 4 * is_padded] = False
+    steps = []
+    for piece in x.split(pieces, dim=1):
+        seen = cache.length + piece.shape[1]
+        steps.append(layer(piece, real[:, :seen] if is_padded else None, cache))
     assert cache.length == LENGTH
-    torch.testing.assert_close(out, layer(x), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat(steps, dim=1), layer(x, real if is_padded else None), rtol=1e-10, atol=1e-12)
 
 
 def test_decoding_keeps_the_same_keys_where_equal_tokens_tie():
@@ -152,23 +170,6 @@ def test_a_cache_emptied_by_truncate_takes_another_batch_and_dtype(dtype):
     torch.testing.assert_close(torch.cat(steps, dim=1), layer(other), **tolerance)
 
 
-def test_the_cache_returns_what_was_appended_and_keeps_it_when_it_grows():
-    cache = KVCache(max_length=2)
-    generator = torch.Generator().manual_seed(3)
-    pieces = [
-        [torch.randn(shape, generator=generator) for shape in ((2, length, 3, 4), (2, length, 3, 5), (2, length, 3))]
-        for length in (1, 3, 1, 8)
-    ]
-    for number, new in enumerate(pieces, 1):
-        result = cache.append(*new)
-        for got, parts in zip(result, zip(*pieces[:number], strict=True), strict=True):
-            assert torch.equal(got, torch.cat(parts, dim=1))
-    cache.truncate(4)
-    again = cache.append(*pieces[0])
-    for got, parts in zip(again, zip(pieces[0], pieces[1], pieces[0], strict=True), strict=True):
-        assert torch.equal(got, torch.cat(parts, dim=1))
-
-
 @pytest.mark.parametrize("seqlen_q", [1, 4])
 def test_scores_are_ranked_by_the_nearest_step(seqlen_q):
     """The last bits of a score may decide a product, but not the mask."""
@@ -177,7 +178,8 @@ def test_scores_are_ranked_by_the_nearest_step(seqlen_q):
 
     def kept(first: float, second: float) -> list[bool]:
         scores = torch.tensor([0.0, first, second, 0.0])[None, :, None].expand(2, 4, HEADS_K)
-        mask = layer._select_keys(scores.transpose(1, 2).unsqueeze(2), seqlen_q, None)
+        mask = layer._kept_keys(scores.transpose(1, 2).unsqueeze(2), seqlen_q, None)
+        mask = mask if isinstance(mask, torch.Tensor) else mask.dense()
         assert mask.shape == (2, HEADS_K, seqlen_q, 4) and torch.equal(mask, mask[:1, :1].expand_as(mask))
         return mask[0, 0, -1].tolist()
 
@@ -195,7 +197,7 @@ def test_scores_are_ranked_by_the_nearest_step(seqlen_q):
 OPTIONS = [{}, {"qk_norm": True, "projection_bias": True}, {"keep_window_size": None}, {"local_window_size": 3}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("options", OPTIONS, ids=id_of)
 @pytest.mark.parametrize("way", ["state_dict", "deepcopy", "torch.save"])
 def test_a_copy_of_a_layer_does_what_the_layer_does(way, options):
     layer, x = make_layer(**options), make_x()
@@ -262,18 +264,6 @@ def test_the_arguments_that_it_tells_of_give_its_output(local_window_size, padde
     torch.testing.assert_close(layer.o_proj(out.flatten(2)), layer(x, attention_mask), rtol=1e-10, atol=1e-12)
 
 
-def test_decoding_with_left_padding_equals_the_full_forward():
-    layer, x = make_layer().requires_grad_(False), make_x()
-    attention_mask = torch.ones(2, LENGTH, dtype=torch.bool)
-    attention_mask[0, :4] = False
-    full, cache = layer(x, attention_mask), KVCache()
-    steps = [
-        layer(x[:, start:stop], attention_mask[:, :stop], cache)
-        for start, stop in [(0, 8), *((i, i + 1) for i in range(8, LENGTH))]
-    ]
-    torch.testing.assert_close(torch.cat(steps, dim=1), full, rtol=1e-10, atol=1e-12)
-
-
 def test_rotary_scores_depend_on_distance_alone_and_keep_lengths():
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind(0)
 
@@ -296,43 +286,156 @@ def test_autocast_keeps_the_score_in_fp32_and_the_backend_is_passed_on():
     assert [decision.forward for decision in decisions] == ["reference"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "says"),
-    [
-        ((24, 4, 3), {}, "num_heads is 4; it must be a multiple of num_heads_k, which is 3"),
-        ((24, 4, 2, 5), {}, "head_dim is 5; rotary positions need an even number"),
-        ((24, 4), {"keep_window_size": 0}, "keep_window_size is 0; it must be at least 1 key, or None"),
-        ((24, 4), {"local_window_size": -1}, "local_window_size is -1; it must be 0 or more"),
-    ],
+PACKED_OPTIONS: tuple[dict[str, Any], ...] = (
+    *({}, {"keep_window_size": None}, {"local_window_size": 2}, {"keep_window_size": 99}, {"qk_norm": True}),
 )
-def test_construction_says_what_is_wrong(arguments, options, says):
-    with pytest.raises(ValueError, match=says):
-        DynamicMaskAttention(*arguments, **options)
+LENGTHS = (7, 0, 17, 1)
 
 
-def test_calls_say_what_is_wrong():
-    layer, x = make_layer(), make_x()
-    with pytest.raises(ValueError, match=r"x has shape \(2, 17, 23\); it must be \(batch, length, 24\)"):
-        layer(x[..., 1:])
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 16\); it must be .* \(2, 17\)"):
-        layer(x, torch.ones(2, 16))
-    with pytest.raises(RuntimeError, match=r"would lose the gradient .* torch.no_grad\(\)"):
-        layer(x, cache=KVCache())
-    with pytest.raises(ValueError, match="head_dim is 3"):
-        rotary_angles(torch.arange(2), 3)
+def make_tokens(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(count, HIDDEN, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
-def test_a_cache_says_when_it_is_used_for_something_else():
-    layer, x = make_layer().requires_grad_(False), make_x()
+@pytest.mark.parametrize("options", PACKED_OPTIONS, ids=id_of)
+def test_packed_sequences_are_each_alone(options: dict[str, Any]) -> None:
+    """Outputs, and every gradient; two tokens of no sequence follow the last one."""
+    layer, tokens = make_layer(**options), sum(LENGTHS)
+    x = make_tokens(tokens + 2).requires_grad_()
+    edges = torch.tensor([0, *LENGTHS]).cumsum(0)
+    out = layer(x, sequences=Sequences.packed(edges, max_seqlen_q=20))
+    alone = torch.cat([layer(part[None])[0] for part in x[:tokens].split(LENGTHS) if len(part)])
+    assert not out[tokens:].any()
+    torch.testing.assert_close(out[:tokens], alone, **EXACT)
+    leaves, dout = (x, *layer.parameters()), torch.randn_like(alone)
+    gradients = torch.autograd.grad(out[:tokens], leaves, dout)
+    torch.testing.assert_close(gradients, torch.autograd.grad(alone, leaves, dout), rtol=1e-8, atol=1e-10)
+
+
+def test_slots_of_packed_sequences_are_used_in_part() -> None:
+    layer, x = make_layer(), make_tokens(20)
+    x[5:9] = x[17:] = torch.nan
+    used = torch.tensor([5, 8])
+    out = layer(x, sequences=Sequences.packed(torch.tensor([0, 9, 20]), max_seqlen_q=11, seqlens_q=used))
+    for first, count in ((0, 5), (9, 8)):
+        torch.testing.assert_close(out[first : first + count], layer(x[None, first : first + count])[0], **EXACT)
+
+
+@pytest.mark.parametrize("options", PACKED_OPTIONS, ids=id_of)
+def test_decoding_from_pages_equals_the_full_forward(options: dict[str, Any]) -> None:
+    """The example of a server: a pool of NaN beforehand, and a draft that is rejected and written over."""
+    layer = make_layer(**options).requires_grad_(False).to(DEVICE)
+    cache = load("paged_decoding").PagedCache(layer, pages=14, page_size=4)
+    for pool in (cache.k, cache.v, cache.scores):
+        pool.fill_(torch.nan)
+    table = torch.randperm(14, generator=torch.Generator().manual_seed(0))[:12].view(2, 6).to(DEVICE)
+    texts = make_tokens(2 * 17).view(2, 17, HIDDEN).to(DEVICE)
+
+    def step(x: Tensor, *lengths: int) -> Tensor:
+        return cache.attend(layer, x, table[: len(x)], torch.tensor(lengths, device=DEVICE))
+
+    step(texts[:1, :9], 9)
+    step(texts[:, :4], 4, 4)
+    step(10 * texts[:, 4:10], 10, 10)
+    out = torch.cat([step(texts[:, n : n + new], n + new, n + new) for n, new in ((4, 1), (5, 6), (11, 6))], dim=1)
+    torch.testing.assert_close(out, layer(texts)[:, 4:], **EXACT)
+
+
+def test_no_sequences_and_no_tokens() -> None:
+    layer = make_layer()
+    none = Sequences.packed(torch.tensor([0]), max_seqlen_q=9)
+    assert layer(make_tokens(0), sequences=none).shape == (0, HIDDEN)
+    assert not layer(make_tokens(3), sequences=none).any()
+    assert layer(make_tokens(0), sequences=Sequences.packed(torch.tensor([0, 0, 0]), max_seqlen_q=9)).shape == (
+        0,
+        HIDDEN,
+    )
+
+
+def test_compiled_training_step() -> None:
+    layer = make_layer(dtype=torch.float32)
+    compiled = torch.compile(
+        lambda x, cu: layer(x, sequences=Sequences.packed(cu, max_seqlen_q=12)), backend="aot_eager", fullgraph=True
+    )
+    x, edges = make_tokens(20, torch.float32).requires_grad_(), torch.tensor([0, 8, 20])
+    out, expected = compiled(x, edges), layer(x, sequences=Sequences.packed(edges, max_seqlen_q=12))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)))
+
+
+ROWS = torch.zeros(8, HIDDEN, dtype=torch.float64)
+PACKED = Sequences.packed(torch.tensor([0, 3, 8]), max_seqlen_q=8)
+
+
+def layer_call(x: Tensor, **arguments: Any) -> Callable[[], Any]:
+    return lambda: make_layer().requires_grad_(False)(x, **arguments)
+
+
+def cached_call(x: Tensor | None = None, **options: Any) -> Any:
+    """Append x to the cache of a layer with other options, in which a text lies."""
     cache = KVCache()
-    layer(x, cache=cache)
-    with pytest.raises(ValueError, match=r"k has shape \(1, 17, 2, 6\); the cache holds \(2, 17, 2, 6\)"):
-        layer(x[:1], cache=cache)
-    with pytest.raises(
-        ValueError, match="scores is None; this cache was filled with a tensor: use one cache per layer"
-    ):
-        make_layer(keep_window_size=None).requires_grad_(False)(x, cache=cache)
-    with pytest.raises(ValueError, match="length is 18; it must be 0 to 17"):
-        cache.truncate(18)
-    with pytest.raises(ValueError, match="max_length is 0"):
-        KVCache(0)
+    make_layer().requires_grad_(False)(make_x(), cache=cache)
+    return make_layer(**options).requires_grad_(False)(make_x() if x is None else x, cache=cache)
+
+
+BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
+    TypeError: [
+        ("sequences is a list; it needs to be a flash_dmattn.Seq", layer_call(ROWS, sequences=[0, 8])),
+    ],
+    RuntimeError: [
+        (
+            "would lose the gradient of k, v or scores; decode under torch.no_grad()",
+            lambda: make_layer()(make_x(), cache=KVCache()),
+        ),
+    ],
+    ValueError: [
+        (
+            "num_heads is 4; it needs to be a multiple of num_heads_k, 3",
+            lambda: DynamicMaskAttention(24, 4, 3),
+        ),
+        ("head_dim is 5; rotary positions need an even number", lambda: DynamicMaskAttention(24, 4, 2, 5)),
+        ("keep_window_size is 0; it needs to be at least 1 key, or None", lambda: make_layer(keep_window_size=0)),
+        ("local_window_size is -1; it needs to be >= 0", lambda: make_layer(local_window_size=-1)),
+        ("x has shape (2, 17, 23); it needs to be (batch, length, 24)", layer_call(make_x()[..., 1:])),
+        ("attention_mask has shape (2, 16); it needs to be", layer_call(make_x(), attention_mask=torch.ones(2, 16))),
+        ("head_dim is 3", lambda: rotary_angles(torch.arange(2), 3)),
+        ("k has shape (1, 17, 2, 6); the cache holds (2, 17, 2, 6)", lambda: cached_call(make_x()[:1])),
+        ("scores is None; this cache was filled with a tensor: use", lambda: cached_call(keep_window_size=None)),
+        ("length is 1; it needs to be 0 to 0", lambda: KVCache().truncate(1)),
+        ("max_length is 0", lambda: KVCache(0)),
+        (
+            "attention_mask is a tensor; beside sequences it needs to be None",
+            layer_call(ROWS, attention_mask=torch.ones(1, 8), sequences=PACKED),
+        ),
+        (
+            "sequences are padded; they need to be packed (pass attention_mask for padding;",
+            layer_call(ROWS, sequences=Sequences.padded(torch.tensor([1, 1]))),
+        ),
+        (
+            "sequences are paged; they need to be packed (pass attention_mask for padding; examples/paged_decoding.py",
+            layer_call(ROWS, sequences=Sequences.paged(torch.tensor([[0, 1]]), torch.tensor([5]))),
+        ),
+        (
+            "cache is a KVCache; beside packed sequences it needs to be None",
+            layer_call(ROWS, cache=KVCache(), sequences=PACKED),
+        ),
+        (
+            "x has shape (1, 8, 24); beside these sequences it needs to be (tokens, 24)",
+            layer_call(ROWS[None], sequences=PACKED),
+        ),
+        (
+            "cu_seqlens_k differ from cu_seqlens_q; in self-attention they need to be the same",
+            layer_call(ROWS, sequences=Sequences.packed(torch.tensor([0, 3]), torch.tensor([0, 4]), max_seqlen_k=4)),
+        ),
+        ("cu_seqlens_q ends with 8; x has 7 tokens", layer_call(ROWS[:7], sequences=PACKED)),
+        (
+            "sequences name no max_seqlen_k; a layer that keeps 5 keys needs it (Sequences.packed(..., max_seqlen",
+            layer_call(ROWS, sequences=Sequences.packed(torch.tensor([0, 8]))),
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind, message, call", [(kind, *row) for kind, rows in BAD.items() for row in rows])
+def test_bad_input_is_refused_by_name(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        call()

@@ -64,6 +64,7 @@ def test_relative_position_bias(seqlen_q: int, seqlen_k: int, is_bidirectional: 
     dbias = torch.randn(bias.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     computed, expected = torch.autograd.grad(bias, module.weight, dbias), torch.autograd.grad(wanted, table, dbias)
     torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(module().dense(seqlen_q, seqlen_k), wanted[0])
 
 
 def test_one_length_is_both_and_none_is_empty() -> None:
@@ -107,9 +108,11 @@ def test_a_table_learns_through_attention() -> None:
         filled(module)
         computed = []
         for backend in ("eager", "reference"):
-            out = flash_dmattn.attention(q, k, v, bias=module(5, 9), softmax_scale=1.0, is_causal=True, backend=backend)
-            computed.append(torch.autograd.grad(out.sin().sum(), module.weight)[0])
-        torch.testing.assert_close(*computed, rtol=1e-10, atol=1e-12)
+            for bias in (module(5, 9), module()):
+                out = flash_dmattn.attention(q, k, v, bias=bias, softmax_scale=1.0, is_causal=True, backend=backend)
+                computed.append(torch.autograd.grad(out.sin().sum(), module.weight)[0])
+        for other in computed[1:]:
+            torch.testing.assert_close(computed[0], other, rtol=1e-10, atol=1e-12)
         assert computed[0].abs().sum() > 0
 
 
@@ -224,6 +227,7 @@ ERRORS: list[tuple[str, Callable[[], object]]] = [
     ("num_buckets is 7; with is_bidirectional", lambda: RelativePositionBias(2, num_buckets=7)),
     ("max_distance is 8; it needs to be >= 9", lambda: RelativePositionBias(2, max_distance=8)),
     ("seqlen_q is -1", lambda: RelativePositionBias(2)(-1)),
+    ("seqlen_k is 4 without seqlen_q", lambda: RelativePositionBias(2)(seqlen_k=4)),
     ("height is 0", lambda: WindowPositionBias(0, 3, 2)),
     ("num_heads is 0", lambda: alibi_slopes(0)),
 ]

@@ -24,7 +24,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "flash_dmattn" / "_version.py").read_text())[1]
 SOURCES = ("flash_dmattn", "reference", "triton_kernels", "csrc")
 # The tests, and what they read and import besides.
-TESTED = ("tests", "docs", "examples", "benchmarks")
+TESTED = ("tests", "docs", "examples", "benchmarks", "release")
 # Where each folder of the checkout is found after an installation.
 PACKAGES = {
     "flash_dmattn": "flash_dmattn",
@@ -146,6 +146,27 @@ def test_wheel_metadata(wheel: Path) -> None:
         assert line in metadata.splitlines()
     required = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, re.MULTILINE)
     assert sorted(required) == ["einops", "packaging", "torch>=2.9"]
+
+
+LINK = re.compile(r"\]\((?!https?:|#)([^)]*)\)")
+
+
+@builds
+@pytest.mark.parametrize("url", ["", "https://example.org/owner/repository"])
+def test_links_of_the_readme_work_on_an_index(url: str, tree: Path, tmp_path: Path) -> None:
+    """They are absolute, or not there while the project has no URL."""
+    if url:
+        with (tree / "pyproject.toml").open("a") as file:
+            file.write(f'\n[project.urls]\nRepository = "{url}"\n')
+    build("build_sdist", tree, tmp_path)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path)
+    description = (tmp_path / f"flash_dmattn-{VERSION}" / "PKG-INFO").read_text().partition("\n\n")[2]
+    assert not LINK.findall(description)
+    relative = LINK.findall((ROOT / "README.md").read_text())
+    absolute = re.findall(rf"{re.escape(url)}/(?:blob|raw)/v{VERSION}/([^)]*)\)", description) if url else []
+    assert absolute == (relative if url else []) and len(relative) > 20
+    assert "how it is measured" in description
 
 
 @builds
@@ -328,7 +349,8 @@ def test_a_wheel_with_the_extension_keeps_no_reason(
     done = Machine(tmp_path / "machine", programs).build_wheel(tree, tmp_path, wish)
     assert done.returncode == 0, done.stdout
     assert wheel_text(tmp_path, EXTENSION) is not None and wheel_text(tmp_path, NOT_BUILT) is None
-    assert re.search(r"^\[\d+/\d+\] forward_d128_bf16$", done.stdout, re.MULTILINE), done.stdout
+    log = (tree / "build" / "cuda" / "build.log").read_text()
+    assert re.search(r"^\[\d+/\d+\] forward_d128_bf16$", log, re.MULTILINE), log
 
 
 @builds
@@ -350,7 +372,8 @@ def test_a_compiler_that_fails_is_quoted_in_the_wheel(tree: Path, tmp_path: Path
     assert re.fullmatch(r"a command of the build failed \(nvcc 13\.0, torch 2\.\S+\)", reason)
     assert ERROR in output and not any(line.startswith("[") for line in output), kept
     # No kernel is compiled before what a torch that does not fit would break.
-    assert not re.search(r"\] (forward|backward)_d", done.stdout), done.stdout
+    log = (tree / "build" / "cuda" / "build.log").read_text()
+    assert not re.search(r"\] (forward|backward)_d", log), log
     (tmp_path / "force").mkdir()
     forced = machine.build_wheel(tree, tmp_path / "force", "force")
     assert forced.returncode != 0 and not list((tmp_path / "force").iterdir())

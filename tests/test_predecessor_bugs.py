@@ -11,15 +11,14 @@ import torch
 from accuracy import assert_accurate
 from cases import Case
 from conftest import Runner
+from dispatched import Dispatched
 from predecessor_cases import CALLS, build
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @pytest.mark.parametrize("bug", CALLS)
 def test_answer(backend: Runner, bug: str) -> None:
-    case, inputs = build(bug)
-    assert_accurate(backend(case, inputs), case, inputs)
+    backend.check(*build(bug))
 
 
 @pytest.mark.parametrize("name", ("out", "dq", "dk", "dv", "dbias"))
@@ -35,24 +34,18 @@ def test_almost_right_is_refused(name: str, spoilt: Callable[[Tensor], Tensor], 
         assert_accurate({**results, name: spoilt(results[name])}, case, case.build())
 
 
-class Allocations(TorchDispatchMode):
-    """The bytes of all memory that operators return."""
+def bytes_of(operation: Callable[[], object], *given: Tensor | None) -> int:
+    """The bytes of all memory that operators return, without that of some tensors."""
+    storages: dict[int, torch.UntypedStorage] = {}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, torch.UntypedStorage] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+    def show(operator: Any, arguments: Any, result: Any) -> None:
         if isinstance(result, Tensor):
-            storage = result.untyped_storage()
-            self.storages[storage._cdata] = storage
-        return result
+            storages[result.untyped_storage()._cdata] = result.untyped_storage()
 
-    def bytes(self, *given: Tensor | None) -> int:
-        """Without that of some tensors."""
-        known = {x.untyped_storage()._cdata for x in given if x is not None}
-        return sum(storage.nbytes() for key, storage in self.storages.items() if key not in known)
+    with Dispatched(show):
+        operation()
+    known = {x.untyped_storage()._cdata for x in given if x is not None}
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in known)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -67,12 +60,11 @@ def test_memory_of_the_triton_plans(bias: str, mask: str) -> None:
     variant = Variant(64, mask=mask, bias=tuple(bias.split()), seqlen_k=2047, num_heads_k=8)
     call = variant.call("sm_90")
     given = (call.q, call.k, call.v, call.bias, *call.mask.tensors)
-    with Allocations() as allocations:
-        run_plans(call, lambda *_: None)
+    allocated = bytes_of(lambda: run_plans(call, lambda *_: None), *given)
     assert call.bias is not None
     # out and dout, which are made here; dq, dk, dv, dbias.
     outputs = 3 * call.q.nbytes + call.k.nbytes + call.v.nbytes + call.bias.nbytes
     if mask == "keys" or bias == "B Hq 1 Lk":  # dk and dv of each owner in fp32, before they are gathered
         owners = variant.num_heads if bias == "B Hq 1 Lk" else variant.num_heads_k
         outputs += 2 * variant.batch * owners * 2048 * 64 * 4
-    assert outputs <= allocations.bytes(*given) <= 1.1 * outputs
+    assert outputs <= allocated <= 1.1 * outputs

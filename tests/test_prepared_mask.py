@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
-from interval_fields import check_fields
 from key_parts import check_told_apart, parts, tensor_changes
+from mask_checks import BANDS, by_place, check_fields, check_stats, in_band, same, tiled_mask
+from torch.nn.attention.flex_attention import create_mask
 
 from flash_dmattn import Sequences, masks
 from flash_dmattn.masks import PreparedMask
@@ -16,44 +17,11 @@ from flash_dmattn.masks.prepared.storage import IntervalMask, KeyMask, TileMask
 from flash_dmattn.problem import SequenceSpec, make_band
 
 SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (7, 1), (1, 130), (2, 33), (129, 31), (130, 300), (260, 128), (128, 257)]
-BANDS = [
-    {},
-    {"is_causal": True},
-    {"window_size": (40, 3)},
-    {"window_size": (0, 0)},
-    {"window_size": (-1, 9)},
-    {"window_size": (60, -1), "is_causal": True},
-    {"window_size": (10**15, 10**15)},
-    {"window_size": (2**40, 0)},
-    {"window_size": (0, 2**40)},
-]
 
 
-def allowed_positions(mask, seqlen_q, seqlen_k, is_causal=False, window_size=(-1, -1)):
-    """The formula of the contract on the whole square: bool (Bm, Hm, Lq, Lk)."""
-    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
-    p = i + seqlen_k - seqlen_q
-    allowed = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    if is_causal:
-        allowed &= j <= p
-    if window_size[0] >= 0:
-        allowed &= j >= p - window_size[0]
-    if window_size[1] >= 0:
-        allowed &= j <= p + window_size[1]
-    return mask.broadcast_to(*mask.shape[:2], seqlen_q, seqlen_k) & allowed
-
-
-def tiled_mask(*shape, seed=0):
-    """Random bools with some tiles full, some empty, and some full but for one key or empty but for one."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(shape, generator=generator) < 0.5
-    for number, (row, col) in enumerate(itertools.product(range(0, shape[-2], 128), range(0, shape[-1], 128))):
-        tile = mask[..., row : row + 128, col : col + 128]
-        if number % 5 < 4:
-            tile[:] = number % 2 == 0
-        if number % 5 in (2, 3):
-            tile[..., -1, -1] ^= True
-    return mask
+def allowed_positions(mask, seqlen_q, seqlen_k, **band):
+    """The formula of the contract: bool (Bm, Hm, Lq, Lk)."""
+    return mask.broadcast_to(*mask.shape[:2], seqlen_q, seqlen_k) & in_band(seqlen_q, seqlen_k, **band)
 
 
 def check_tile_mask(prepared, allowed):
@@ -81,9 +49,8 @@ def check_tile_mask(prepared, allowed):
                 for line in table
             ]
             assert getattr(prepared, f"{name}_lists")[b, h].tolist() == want
-    dtypes = {"bits": torch.int32, "classes": torch.uint8}
-    for name, tensor in tensors_of(prepared):
-        assert tensor.is_contiguous() and tensor.dtype == dtypes.get(name, torch.int32)
+    assert [x.dtype for x in prepared.tensors] == [torch.int32, torch.uint8, torch.int32, torch.int32]
+    assert all(x.is_contiguous() for x in prepared.tensors)
 
 
 def tile_class(allowed, row, col):
@@ -101,30 +68,6 @@ def check_key_mask(prepared, keys):
         assert prepared.count[b, h] == len(kept)
         assert prepared.prefix[b, h].tolist() == [sum(j < n for j in kept) for n in range(seqlen_k + 1)]
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in (prepared.kept, prepared.count, prepared.prefix))
-
-
-def tensors_of(prepared):
-    """The fields of a prepared mask that are tensors, with their names."""
-    values = ((field.name, getattr(prepared, field.name)) for field in dataclasses.fields(prepared))
-    return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
-
-
-def same(one, other):
-    """Whether two prepared masks are of one class and equal in every tensor."""
-    names = [name for name, _ in tensors_of(one)]
-    return type(one) is type(other) and all(torch.equal(getattr(one, n), getattr(other, n)) for n in names)
-
-
-def check_stats(prepared, allowed):
-    actual, want = prepared.stats(), masks.mask_stats(allowed)
-    last = allowed.size(3) % 128 != 0
-    every = masks.mask_stats(allowed[..., : allowed.size(3) // 128 * 128])
-    tiles_k = max(1, -(-allowed.size(3) // 128))
-    # A last tile with fewer than 128 keys is never full.
-    full = every.full_tile_fraction * (tiles_k - last) / tiles_k
-    assert actual.full_tile_fraction == pytest.approx(full)
-    for name in ("shape", "block_size", "density", "active_tile_fraction", "empty_rows"):
-        assert getattr(actual, name) == getattr(want, name), name
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
@@ -145,41 +88,42 @@ def test_tile_mask_against_loops(seqlen_q, seqlen_k, band):
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 4), (4, 0), (1, 7), (15, 300), (15, 9), (7, 256)])
-def test_key_mask_against_loops(seqlen_q, seqlen_k, band):
-    keys = torch.rand(2, 3, 1, seqlen_k, generator=torch.Generator().manual_seed(1)) < 0.7
-    keys[0, :, :, 128:256] = True
-    keys[1, 1] = False
-    prepared = PreparedMask.from_mask(keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **band)
-    assert isinstance(prepared, KeyMask)
-    check_key_mask(prepared, keys[:, :, 0])
-    allowed = allowed_positions(keys, seqlen_q, seqlen_k, **band)
-    assert torch.equal(prepared.dense(), allowed)
-    assert torch.equal(prepared.dense(2, 5), allowed[:, :, 2:5])
-    check_stats(prepared, allowed)
-    low, high = prepared.band or (-seqlen_q, seqlen_k)
-    for i in range(0, seqlen_q, 5):
-        ends = prepared.prefix[0, 0, max(i + low, 0) :][:1], prepared.prefix[0, 0, max(0, min(i + high + 1, seqlen_k))]
-        first, last = (int(x) for x in ends) if ends[0].numel() else (0, 0)
-        assert prepared.kept[0, 0, first:last].tolist() == allowed[0, 0, i].nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(16, 0), (16, 7), (200, 300), (300, 200), (140, 256)])
-def test_one_row_for_many_queries_becomes_intervals(seqlen_q, seqlen_k, band):
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [
+        *((0, 4), (4, 0), (1, 7), (15, 300), (15, 9), (7, 256)),
+        *((16, 0), (16, 7), (200, 300), (300, 200), (140, 256)),
+    ],
+)
+def test_one_row_for_all_queries_against_loops(seqlen_q, seqlen_k, band):
+    """Keys of few queries, intervals of many."""
     keys = torch.rand(2, 3, 1, seqlen_k, generator=torch.Generator().manual_seed(1)) < 0.7
     keys[0, :, :, 128:256] = True
     keys[1, 1] = False
     allowed = allowed_positions(keys, seqlen_q, seqlen_k, **band)
     for reorder in (None, False, True):
         prepared = PreparedMask.from_mask(keys, seqlen_q=seqlen_q, seqlen_k=seqlen_k, reorder=reorder, **band)
-        assert isinstance(prepared, IntervalMask)
-        assert prepared.order.shape == (2, 3, seqlen_k if reorder else 0)
-        check_fields(prepared)
         assert torch.equal(prepared.dense(), allowed)
         assert torch.equal(prepared.dense(2, 5), allowed[:, :, 2:5])
-        if not reorder:  # else tiles are of places
+        if seqlen_q < 16:
+            assert isinstance(prepared, KeyMask)
+            check_key_mask(prepared, keys[:, :, 0])
             check_stats(prepared, allowed)
+        else:
+            assert isinstance(prepared, IntervalMask)
+            assert prepared.order.shape == (2, 3, seqlen_k if reorder else 0)
+            check_fields(prepared)
+            check_stats(prepared, by_place(prepared))
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_the_band_of_a_query_is_a_run_of_kept_keys(band):
+    keys = torch.rand(1, 1, 1, 300, generator=torch.Generator().manual_seed(1)) < 0.7
+    prepared = PreparedMask.from_mask(keys, seqlen_q=15, **band)
+    low, high = prepared.band or (-15, 300)
+    for i, row in enumerate(prepared.dense()[0, 0]):
+        first, last = (int(prepared.prefix[0, 0, max(0, min(n, 300))]) for n in (i + low, i + high + 1))
+        assert prepared.kept[0, 0, first:last].tolist() == row.nonzero().flatten().tolist()
 
 
 def test_keys_of_many_queries_are_put_in_order_unasked():
@@ -196,8 +140,7 @@ def test_a_mask_of_one_row_as_tiles() -> None:
         dense = PreparedMask.from_mask(keys.repeat(1, 1, seqlen_q, 1), is_causal=True)
         assert isinstance(dense, TileMask) and isinstance(prepared, TileMask if seqlen_q >= 16 else KeyMask)
         assert torch.equal(prepared.dense(), dense.dense())
-        if isinstance(prepared, TileMask):
-            assert all(torch.equal(x, y) for x, y in zip(prepared.tensors, dense.tensors))
+        assert isinstance(prepared, KeyMask) or same(prepared, dense)
 
 
 @pytest.mark.parametrize("seqlen_q", [2, 127, 128, 129, 300])
@@ -249,7 +192,7 @@ FORMS = {name: (mask, plain) for name, mask, plain in strided_forms()}
 def test_layouts_and_broadcast_dims(mask, plain):
     prepared = PreparedMask.from_mask(mask, seqlen_k=384, is_causal=True)
     assert prepared.shape == tuple(plain.shape)
-    check_tile_mask(prepared, allowed_positions(plain, 150, 384, True))
+    check_tile_mask(prepared, allowed_positions(plain, 150, 384, is_causal=True))
 
 
 def test_rows_that_start_between_words():
@@ -288,12 +231,12 @@ def test_to_another_device(rows, seqlen_q, device):
 def test_printing_shows_no_values():
     band = "is_causal=False, window_size=(-1, -1)"
     for rows, seqlen_q, start in (
-        (70, 70, "TileMask(shape=(1, 2, 70, 50)"),
-        (1, 70, "IntervalMask(shape=(1, 2, 70, 50)"),
-        (1, 7, "KeyMask(shape=(1, 2, 1, 50)"),
+        (70, 70, "tiles', shape=(1, 2, 70, 50)"),
+        (1, 70, "intervals', shape=(1, 2, 70, 50)"),
+        (1, 7, "keys', shape=(1, 2, 1, 50)"),
     ):
         prepared = PreparedMask.from_mask(torch.ones(1, 2, rows, 50, dtype=torch.bool), seqlen_q=seqlen_q)
-        assert repr(prepared) == f"{start}, {band}, seqlen_q={seqlen_q}, device='cpu')"
+        assert repr(prepared) == f"PreparedMask(form='{start}, {band}, seqlen_q={seqlen_q}, device='cpu')"
 
 
 @pytest.mark.parametrize("chunk", [1000, 77_000])
@@ -332,6 +275,40 @@ def test_builders_give_what_the_dense_builders_give(band):
         for seqlen_q in (15, 20):
             want = PreparedMask.from_mask(masks.padding_mask([0, 3, 9], 9, side=side), seqlen_q=seqlen_q, **band)
             assert same(PreparedMask.from_lengths([0, 3, 9], seqlen_q, 9, side=side, **band), want)
+
+
+IDS = torch.randint(0, 5, (2, 300), generator=torch.Generator().manual_seed(4)).sort().values
+MASK_MODS = {
+    "documents": lambda b, h, q_idx, kv_idx: IDS[b, q_idx] == IDS[b, kv_idx],
+    "window of each head": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < (h + 1) * 20,
+    "causal": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    "padding": lambda b, h, q_idx, kv_idx: kv_idx < 100 + b * 50,
+    "rows": lambda b, h, q_idx, kv_idx: q_idx % 3 > 0,
+    "all": lambda b, h, q_idx, kv_idx: torch.tensor(True),
+}
+
+
+@pytest.mark.parametrize("chunk", [packing.CHUNK_ELEMENTS, 20_000])
+@pytest.mark.parametrize("name", MASK_MODS)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_a_function_of_flex_attention_gives_what_its_tensor_gives(name, band, chunk, monkeypatch):
+    monkeypatch.setattr(packing, "CHUNK_ELEMENTS", chunk)
+    dense = create_mask(MASK_MODS[name], 2, 3, 260, 300, device="cpu")
+    lengths = {"seqlen_q": 260, "seqlen_k": 300}
+    got = PreparedMask.from_mask_mod(MASK_MODS[name], **lengths, batch_size=2, num_heads=3, **band)
+    assert same(got, PreparedMask.from_mask(dense, **lengths, **band))
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "message"),
+    [
+        (torch.ones(3, 3), "mask_mod is a Tensor; it needs to be a function"),
+        (lambda b, h, q_idx, kv_idx: q_idx - kv_idx, "mask_mod returns torch.int64; it needs to return bool"),
+    ],
+)
+def test_a_function_that_gives_no_bool_is_refused(mask_mod, message):
+    with pytest.raises(TypeError, match=message):
+        PreparedMask.from_mask_mod(mask_mod, 3, 3)
 
 
 @pytest.mark.parametrize(

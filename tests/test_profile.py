@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import GPU
 from out_of_tree import replace_backend
 
 import flash_dmattn
@@ -35,7 +36,7 @@ from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import SequenceSpec
 
-GPU, VERSIONS = "NVIDIA A100-SXM4-80GB", {"library": flash_dmattn.__version__, "torch": "2.11.0", "triton": "3.6.0"}
+VERSIONS = {"library": flash_dmattn.__version__, "torch": "2.11.0", "triton": "3.6.0"}
 FAST, MIDDLE, SLOW = Figures(1.0, 2.0), Figures(1.5, 3.0), Figures(9.0, 20.0)
 NO = Figures(error="OutOfMemoryError: no memory")
 CALL: dict[str, Any] = {"q": (2, 4096, 16, 64), "dtype": "bf16", "device": "sm_80"}
@@ -57,13 +58,11 @@ def profile_of(
 
 
 @pytest.fixture(autouse=True)
-def machine(untouched_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+def machine(caches: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine with one GPU, both compiled backends, and a user's folder of caches that is empty."""
     here = SimpleNamespace(gpus={"sm_80": [GPU], "sm_90": ["NVIDIA H200"]}, versions=dict(VERSIONS))
     monkeypatch.setattr(profiles, "gpu_names", lambda arch: here.gpus.get(arch, []))
     monkeypatch.setattr(profiles, "versions", lambda: here.versions)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setattr(config.process, "profile", "")
     monkeypatch.setattr(BACKENDS, "table", BACKENDS.table)  # for it to be put back
     for backend in ("triton", "flex"):
         replace_backend(backend, probe=lambda: Availability(True))

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from accuracy import assert_accurate
-from cases import DEVICE, NAMES
+from cases import DEVICE
 from conftest import Runner
 from cuda_forms import (
     ALL_INSTANCES,
@@ -21,6 +24,7 @@ from cuda_forms import (
     bias_form,
     described,
     instance_of,
+    laid_out,
 )
 from descriptors import descriptors_wherever_they_serve
 from draws import (
@@ -29,19 +33,21 @@ from draws import (
     DRAWS,
     FORMS,
     HEAD_DIMS,
+    INTERVAL_SIZES,
     TILE_EDGES,
     Drawn,
     draw_cuda,
+    draw_intervals,
     draw_small,
     draw_triton,
     placed,
 )
-from layouts import LAYOUTS, offset
-from torch import Tensor
+from layouts import LAYOUTS
 
+from flash_dmattn.backends import eager as eager_backend
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as CUDA
-from flash_dmattn.problem import AttentionProblem, NeedsGrad, TensorSpec
+from flash_dmattn.reference import chunks
 
 EXAMPLES = {"eager": 1200, "flex": 120}
 SHARDS = 6  # so that pytest-xdist can share them out
@@ -52,9 +58,24 @@ def check(backend: Runner, drawn: Drawn) -> None:
     """Every result of a call as fp64 has it; pytest shows the line that rebuilds the call beside whatever fails."""
     print(f"{drawn.case.repro()} {drawn[1:]}")
     inputs = drawn.case.build()
-    with descriptors_wherever_they_serve() if drawn.descriptors else nullcontext():
-        results = backend(drawn.case, placed(drawn, inputs))
-    assert_accurate(results, drawn.case, inputs)
+    with ExitStack() as ways:
+        if drawn.descriptors:
+            ways.enter_context(descriptors_wherever_they_serve())
+        if backend.name == "eager":
+            ways.enter_context(small_chunks(drawn.case.seed))
+        backend.check(drawn.case, inputs, placed(drawn, inputs))
+
+
+@contextmanager
+def small_chunks(number: int) -> Iterator[None]:
+    """Chunks of some size, and for every other number keys gathered wherever a mask leaves some out."""
+    eager_backend.set_chunk_bytes((chunks.DEFAULT_CHUNK_BYTES, 24_000, 100_000)[number % 3])
+    always = {"FEW_SCORES": 0, "GOOD_SCORES": 0} if number % 2 else {}
+    try:
+        with mock.patch.multiple(chunks, **always) if always else nullcontext():
+            yield
+    finally:
+        eager_backend.set_chunk_bytes(chunks.DEFAULT_CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("backend", EXAMPLES, indirect=True)
@@ -74,6 +95,17 @@ def test_random_configurations_of_kernels(backend: Runner, number: int) -> None:
     check(backend, DRAWS[backend.name](number))
 
 
+def test_random_interval_masks_of_eager(eager: Runner) -> None:
+    for number in range(int(os.environ.get("FLASH_DMATTN_EXAMPLES", 60))):
+        drawn, mask = draw_intervals(number, INTERVAL_SIZES["interpreter"])
+        print(f"{drawn.case.repro()} {mask}")
+        inputs = drawn.case.build()
+        dense = replace(inputs, mask=mask.unpacked().to(DEVICE))
+        with small_chunks(number):
+            results = eager(drawn.case, replace(inputs, mask=mask.to(DEVICE)))
+        assert_accurate(results, drawn.case, dense)
+
+
 def test_small_calls_meet_every_form() -> None:
     """In the cases that 1200 numbers stand for, with and without a gradient of the bias."""
     drawn = [draw_small(number) for number in range(EXAMPLES["eager"])]
@@ -81,7 +113,7 @@ def test_small_calls_meet_every_form() -> None:
     assert {case.mask for case in cases} == {case.bias for case in cases} == {None, *FORMS}
     assert {case.bias for case in cases if "bias" in case.needs_grad} == {None, *FORMS}
     assert {case.bias_kind for case in cases} == {"normal", "inf", "min"}
-    assert {x.layout for x in drawn} == {None, *LAYOUTS}
+    assert {(x.layout, x.prepared) for x in drawn} == set(itertools.product((None, *LAYOUTS), (False, True)))
     assert {0, 1, 32, 33, 100} <= {case.seqlen_q for case in cases} & {case.seqlen_k for case in cases}
 
 
@@ -115,19 +147,6 @@ def test_cuda_meets_every_form() -> None:
     assert {case.bias_dtype for case in cases} == {None, torch.float32, torch.float16, torch.bfloat16}
     assert {x.layout for x in drawn} == {None, *LAYOUTS} and {x.offset for x in drawn} == set(range(8))
     assert {case.seqlen_q for case in cases} == {case.seqlen_k for case in cases} == set(TILE_EDGES + CUDA_EDGES)
-
-
-def laid_out(drawn: Drawn) -> tuple[AttentionProblem, Tensor | None]:
-    """The description of a drawn call of cuda, gradients included, its bias as it lies in memory, and the bias."""
-    case, bias = drawn.case, None
-    problem = described(case, drawn.prepared)._replace(
-        needs_grad=NeedsGrad(*(name in case.needs_grad for name in NAMES))
-    )
-    if case.bias is not None:
-        bias = torch.empty(case.sizes(case.bias), dtype=case.bias_dtype or case.dtype, device="meta")
-        bias = offset(bias, drawn.offset) if drawn.layout is None else LAYOUTS[drawn.layout](bias)
-        problem = problem._replace(bias=TensorSpec(bias.shape, bias.stride(), bias.dtype))
-    return problem, bias
 
 
 @pytest.mark.usefixtures("every_unit")

@@ -73,11 +73,15 @@ def draw(shapes: Shapes, form: str, dtype: torch.dtype = torch.float64) -> list[
     return [*qkv, allowed if form == "bool" else added]
 
 
+def weighted(out: Tensor) -> Tensor:
+    """A loss of a result."""
+    return (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)).sum()
+
+
 def run(tensors: list[Tensor], **more: Any) -> list[Tensor]:
     """The result, then the gradients of whatever has one."""
     out = F.scaled_dot_product_attention(*tensors, **more)
-    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
-    return [out, *torch.autograd.grad((out * weight).sum(), [x for x in tensors if x.requires_grad])]
+    return [out, *torch.autograd.grad(weighted(out), [x for x in tensors if x.requires_grad])]
 
 
 def by_formula(tensors: list[Tensor], is_causal: bool = False, **more: Any) -> list[Tensor]:
@@ -93,15 +97,15 @@ def by_formula(tensors: list[Tensor], is_causal: bool = False, **more: Any) -> l
     more.pop("enable_gqa", None)
     with sdpa_kernel(SDPBackend.MATH):
         out = F.scaled_dot_product_attention(*full, mask, **more)
-    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    return [out, *torch.autograd.grad((out * weight).sum(), [x for x in tensors if x.requires_grad])]
+    return [out, *torch.autograd.grad(weighted(out), [x for x in tensors if x.requires_grad])]
 
 
-def agree(outcomes: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
+def agree(outcomes: list[Tensor], wanted: list[Tensor], norm: float = 0.0) -> None:
+    """Every result within 1e-12 of its norm, or of `norm` if that is larger."""
     assert len(outcomes) == len(wanted)
     for x, y in zip(outcomes, wanted):
         assert x.shape == y.shape and x.dtype == y.dtype
-        assert (x - y).norm() <= tolerance * y.norm() + 1e-14
+        assert (x - y).norm() <= 1e-12 * max(float(y.norm()), norm) + 1e-14
 
 
 @pytest.mark.parametrize("form", ["bool", "float", "-inf"])
@@ -271,6 +275,13 @@ def call_once() -> None:
     F.scaled_dot_product_attention(q, k, v, mask)
 
 
+def call_of_a_module() -> Callable[[], object]:
+    """A call of a module of torch, with padding."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool)
+    return lambda: attention(x, x, x, key_padding_mask=padding, need_weights=False)
+
+
 def test_an_import_changes_nothing() -> None:
     """And in a process whose first compilation happens inside of a context, that one is ours all the same."""
     code = (
@@ -298,8 +309,7 @@ def test_contexts_nest_and_end() -> None:
             call_once()
             F.scaled_dot_product_attention(*torch.zeros(3, 1, 2, 4, 8))
             raise ZeroDivisionError
-        attention, x = nn.MultiheadAttention(8, 2), torch.randn(4, 2, 8)
-        attention(x, x, x, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool), need_weights=False)
+        call_of_a_module()()
         assert not torch.backends.mha.get_fastpath_enabled()
     call_once()
     assert (outer.served, inner.served) == (2, 2)
@@ -346,15 +356,13 @@ def test_contexts_may_end_in_any_order() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_tasks_have_contexts_of_their_own(shared: bool) -> None:
     """Tasks of one thread that take turns: each counts its own calls, and one without a context counts for nobody."""
-    one = intercept_sdpa()
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool)
+    one, module_call = intercept_sdpa(), call_of_a_module()
 
     async def inside(calls: int) -> int:
         with one if shared else intercept_sdpa() as tally:
             for _ in range(calls):
                 call_once()
-                attention(x, x, x, key_padding_mask=padding, need_weights=False)
+                module_call()
                 await asyncio.sleep(0)
         await asyncio.sleep(0)
         call_once()
@@ -439,10 +447,9 @@ def test_modes_of_others_see_what_they_saw() -> None:
                 seen.append((self.name, func))
             return func(*args, **(kwargs or {}))
 
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool)
+    module_call, x = call_of_a_module(), torch.randn(2, 4, 8)
     with Watching("outside"), intercept_sdpa() as tally, Watching("inside"):
-        attention(x, x, x, key_padding_mask=padding, need_weights=False)
+        module_call()
         F.scaled_dot_product_attention(x, x, x)
     assert tally.passed_on == {"no mask": 1}
     assert ("inside", F.multi_head_attention_forward) in seen and ("inside", imported_earlier) in seen
@@ -453,14 +460,10 @@ def test_modes_of_others_see_what_they_saw() -> None:
 @pytest.mark.parametrize("way", ["direct", "attention module"])
 def test_other_threads_are_left_alone(way: str) -> None:
     """Two threads that overlap have a context each, and a third has none."""
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool)
+    call = call_once if way == "direct" else call_of_a_module()
     meet = threading.Barrier(3, timeout=60)
     served_in: dict[str, int] = {}
     same: list[bool] = []
-
-    def call() -> None:
-        call_once() if way == "direct" else attention(x, x, x, key_padding_mask=padding, need_weights=False)
 
     def worker(name: str, calls: int) -> None:
         with intercept_sdpa() if name != "none" else contextlib.nullcontext() as tally:
@@ -554,9 +557,8 @@ def test_modules_of_torch(name: str, mode: str) -> None:
             outcomes = outcome(module, lambda x: call(module, x), x)
     assert tally.served == (2 if name == "encoder" else 1) and not tally.passed_on
     assert len(outcomes) == (1 if mode == "no_grad" else 1 + len(list(module.parameters())))
-    largest = max(float(y.norm()) for y in wanted)  # gradients of key biases are zero but for rounding
-    for x, y in zip(outcomes, wanted):
-        assert (x - y).norm() <= 1e-12 * max(float(y.norm()), largest)
+    # Gradients of key biases are zero but for rounding.
+    agree(outcomes, wanted, norm=max(float(y.norm()) for y in wanted))
 
 
 BACKWARDS = ["Tensor.backward", "autograd.backward", "autograd.grad"]
@@ -571,8 +573,7 @@ def test_checkpoints_recompute_with_it(way: str, reentrant: bool) -> None:
     tensors = draw(SERVED["each score"], "float")
     wanted = run(tensors)[1:]
     with intercept_sdpa() as tally:
-        out = checkpoint(lambda *options: imported_earlier(*options), *tensors, use_reentrant=reentrant)
-        loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+        loss = weighted(checkpoint(lambda *options: imported_earlier(*options), *tensors, use_reentrant=reentrant))
         outcomes: Any = None
         if way == "autograd.grad":
             outcomes = torch.autograd.grad(loss, tensors)
@@ -629,8 +630,7 @@ def test_compiled(name: str, mode: str) -> None:
                 outcomes = outcome(module, compiled, x)
             assert backend.operators == (1 if inside else 0)
             assert tally is None or tally.served == 0  # a graph counts nothing
-            for x_, y in zip(outcomes, wanted):
-                assert (x_ - y).norm() <= 1e-12 * max(float(y.norm()), largest)
+            agree(outcomes, wanted, norm=largest)
 
 
 @pytest.mark.parametrize(("name", "backend"), [("call", "aot"), ("module", "aot"), ("module", "eager")])

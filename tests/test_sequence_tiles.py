@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import DEVICE
 from conftest import Runner, refusal_of
-from sequence_calls import SequenceCall, assert_accurate, draw, run
+from sequence_calls import ON_GPU, SequenceCall, assert_accurate, draw, run
 from torch import Tensor
 
 import flash_dmattn
@@ -164,21 +164,11 @@ def test_a_mask_that_is_expanded_is_read_once() -> None:
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
-    if backend.name == "cuda":
-        pytest.skip("cuda: its rules refuse masks beside sequences")
-    if backend.name == "sdpa":
-        pytest.skip("sdpa: its rules refuse sequences")
-    if backend.name == "flex":
-        pytest.skip("flex: it reads bool masks, and tests/test_flex_sequences.py has those")
-    if backend.name == "triton" and DEVICE == "cpu":
-        pytest.skip("triton: it runs on GPUs")
-    drawn: dict[str, Any] = {}
-    if backend.name == "triton":
-        drawn = {"dtypes": (torch.bfloat16, torch.float16, torch.float32), "head_dims": (16, 64, 128), "lengths": LONG}
+def test_calls_beside_one_dense_call(serving: Runner, part: int) -> None:
+    drawn = ON_GPU | {"lengths": LONG} if serving.name == "triton" else {}
     for number in range(part, EXAMPLES, 3):
         call = with_mask(number, **drawn)
-        assert_accurate(run(prepared(call), backend.name), call)
+        assert_accurate(run(prepared(call), serving.name), call)
 
 
 def test_results_have_the_bits_of_the_bool_mask() -> None:

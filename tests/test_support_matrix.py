@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import cuda_forms
 import pytest
 import torch
+from draws import BF16, FORMS, FP16, FP32, FP64, Features, draw
 from out_of_tree import replaced
 
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Backend, Rule
+from flash_dmattn.biases import ByDistance
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.dispatch.selection import BackendError, choose, passes_of, reasons_against, selected_names
 from flash_dmattn.explanation import explain_problem
@@ -25,54 +28,50 @@ PASSES = ("forward", "backward")
 MANY = 1_000_000  # enough for every rule that counts elements
 # Rules that no description by shapes (without strides) and compute capability can break.
 UNREACHED = {
-    "flex": {"device", "tile_lists"},
+    "flex": {"device", "tile_lists", "relative_sequences"},  # tests/test_relative.py breaks the last
     "cuda": {"expanded_dbias", "page_strides"},
+    "triton": {"values_span"},  # tests/test_relative.py breaks it
     "sdpa": {"gpu_head_dim", "gpu_window"},  # tests/test_sdpa_backend.py breaks them
 }
 
 
-def described(seed: int) -> dict[str, Any]:
-    """Arguments of `explain_problem` for one random call; the seed is the whole repro."""
-    pick = random.Random(seed)
-    batch, seqlen_q, seqlen_k = (pick.choice(sizes) for sizes in ((0, 1, 2), (0, 1, 4095, MANY), (0, 1, 33, MANY)))
-    num_heads_k, group = pick.choice((1, 2, 3)), pick.choice((1, 1, 4))
-    num_heads = num_heads_k * group
-
-    def broadcast() -> tuple[int, ...] | None:
-        heads = pick.choice((1, num_heads_k, num_heads))
-        shape = (pick.choice((1, batch)), heads, pick.choice((1, seqlen_q)), pick.choice((1, seqlen_k)))
-        return pick.choice((None, shape, shape[2:]))
-
-    bias = broadcast()
-    return {
-        "q": (batch, seqlen_q, num_heads, pick.choice((1, 8, 16, 64, 96, 256, 512, 520))),
-        "kv_heads": num_heads_k,
-        "seqlen_k": seqlen_k,
-        "head_dim_v": pick.choice((None, 8, 128, 300, 600)),
-        "dtype": pick.choice(("fp16", "bf16", "fp32", "fp64")),
-        "device": "gfx942" if seed % 10 == 0 else pick.choice(("cpu", "sm_75", "sm_80", "sm_90", "sm_100")),
-        "mask": broadcast(),
-        "bias": bias,
-        "bias_dtype": pick.choice((None, "fp16", "fp32", "fp64")),
-        "grad": pick.random() < 0.5,
-        "bias_grad": bias is not None and pick.random() < 0.5,
-        "is_causal": pick.random() < 0.5,
-        "softmax_scale": pick.choice((None, 0.0, 0.3)),
-        "softcap": pick.choice((0.0, 30.0)),
-        "window_size": pick.choice((None, (-1, 0), (16, 4))),
-        "deterministic": pick.random() < 0.5,
-        "return_lse": pick.random() < 0.5,
-        "return_probs": pick.random() < 0.2,
-        "dropout_p": pick.choice((0.0, 0.0, 0.1)),
-    }
+CALLS: Features = {
+    "batch": (0, 1, 2),
+    "seqlen_q": (0, 1, 4095, MANY),
+    "seqlen_k": (0, 1, 33, MANY),
+    "group": (1, 1, 4),
+    "head_dim": (1, 8, 16, 64, 96, 256, 512, 520),
+    "head_dim_v": (0, 8, 128, 300, 600),
+    "dtype": (FP16, BF16, FP32, FP64),
+    "mask": (None, *FORMS),
+    "bias": (None, *FORMS),
+    "bias_dtype": (None, FP16, FP32, FP64),
+    "is_causal": (True, False),
+    "softmax_scale": (None, 0.0, 0.3),
+    "softcap": (0.0, 30.0),
+    "window_size": (None, (-1, 0), (16, 4)),
+    "sink": (None,),
+    "dropout_p": (0.0, 0.0, 0.1),
+    "relative": ("1", "1", "Lq"),
+}
 
 
-def described_sequences(seed: int) -> dict[str, Any]:
+def described(seed: int) -> AttentionProblem:
+    """One random call; the seed is the whole repro."""
+    rng = random.Random(seed)
+    case = draw(rng, CALLS, seed)
+    device = "gfx942" if seed % 10 == 0 else rng.choice(("cpu", "sm_75", "sm_80", "sm_90", "sm_100"))
+    flags = {name: rng.random() < 0.5 for name in ("grad", "bias_grad", "deterministic", "return_lse")}
+    flags["bias_grad"] &= case.bias is not None or case.relative is not None
+    return cuda_forms.described(case, device=device, return_probs=rng.random() < 0.2, **case.dropping(), **flags)
+
+
+def described_sequences(seed: int) -> AttentionProblem:
     """The same of a call with packed sequences, or with pages."""
     pick = random.Random(seed)
     if seed % 4 == 0:
         page, heads = pick.choice((1, 16, 48, 64, 256)), pick.choice((1, 4))
-        return {
+        paged = {
             "q": (1, 300, heads, pick.choice((8, 64, 100))),
             "seqlen_k": page,
             "sequences": SequenceSpec("paged_packed", 3, 300, 4 * page, 200, 4 * page, page_size=page),
@@ -80,21 +79,26 @@ def described_sequences(seed: int) -> dict[str, Any]:
             "device": pick.choice(("cpu", "sm_80", "sm_90", "sm_90")),
             "is_causal": pick.random() < 0.5,
         }
+        return explain_problem(**paged).problem
     number, most, heads = pick.choice((1, 3)), pick.choice((1, 64, 2048)), pick.choice((1, 4))
     tokens = number * most + pick.choice((0, 5))
     by_position = (pick.choice((1, number)), pick.choice((1, heads)), most, most)
     bias = pick.choice((None, by_position, (pick.choice((1, heads)), tokens, most), (heads, 1, tokens)))
+    by_distance = None
+    if random.Random(f"relative {seed}").random() < 0.2:
+        bias, by_distance = (heads, 9), ByDistance(4, "clamp", False)
     tree = random.Random(f"tree {seed}").random() < 0.1
     mask: dict[str, Any] = {"mask": pick.choice((None, None, by_position))}
     if tree:
         mask = {"mask": (pick.choice((1, number)), most, most), "mask_prepared": True}
-    return {
+    packed = {
         "q": (1, tokens, heads, pick.choice((8, 64, 100, 256))),
         "sequences": SequenceSpec("packed", number, tokens, tokens, most, most),
         "dtype": pick.choice(("fp16", "bf16", "fp32")),
         "device": pick.choice(("cpu", "sm_80", "sm_90", "sm_90")),
         **mask,
         "bias": bias,
+        "by_distance": by_distance,
         "bias_dtype": pick.choice((None, "fp32")),
         "grad": pick.random() < 0.6,
         "bias_grad": bias is not None and pick.random() < 0.5,
@@ -103,13 +107,15 @@ def described_sequences(seed: int) -> dict[str, Any]:
         "window_size": None if tree else pick.choice((None, (-1, 0), (16, 4))),
         "deterministic": pick.random() < 0.5,
     }
+    return explain_problem(**packed).problem
 
 
 @pytest.fixture(scope="module")
 def problems() -> list[tuple[int, AttentionProblem]]:
-    calls = [(seed, described(seed)) for seed in range(1000)]
-    calls += [(seed, described_sequences(seed)) for seed in range(1000, 1300)]
-    return [(seed, explain_problem(**call).problem) for seed, call in calls]
+    return [
+        *((seed, described(seed)) for seed in range(1000)),
+        *((seed, described_sequences(seed)) for seed in range(1000, 1300)),
+    ]
 
 
 def all_rules(backend: Backend) -> tuple[Rule, ...]:
@@ -170,6 +176,8 @@ def values(problem: AttentionProblem) -> set[str]:
     actual |= {flag for flag in flags if getattr(problem, flag)}
     actual |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}
     actual |= {str(spec.span()) for spec in (problem.mask, problem.bias) if spec is not None}
+    if problem.relative is not None:
+        actual |= {str(problem.relative.shape[3])}
     heads = (
         (problem.q_strides, problem.seqlen_q, problem.head_dim),
         (problem.k_strides, problem.seqlen_k, problem.head_dim),

@@ -30,20 +30,15 @@ EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
 
 def draw_options(backend: Runner) -> dict[str, Any]:
-    """The draws for a backend that has trees; skip a backend without them, or on another device."""
-    if backend.name in ("cuda", "flex", "sdpa"):
-        pytest.skip(f"{backend.name}: its rules refuse trees")
-    if backend.name == "triton" and DEVICE == "cpu":
-        pytest.skip("triton: it runs on GPUs")
+    """The draws for a backend."""
     return ON_GPU if backend.name == "triton" else {}
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
-    arguments = draw_options(backend)
+def test_random_calls_beside_one_dense_call(serving: Runner, part: int) -> None:
     for number in range(part, EXAMPLES, 3):
-        call = draw(number, **arguments)
-        assert_accurate(run(call, backend.name), call)
+        call = draw(number, **draw_options(serving))
+        assert_accurate(run(call, serving.name), call)
 
 
 def test_the_reference_reads_trees() -> None:
@@ -60,28 +55,14 @@ def test_random_calls_of_the_kernels() -> None:
     assert "40 passed, 0 failed" in interpret("run_calls.py", "interpreter", "trees", "0", "40")
 
 
-def test_a_chain_is_causal_bit_for_bit(backend: Runner) -> None:
-    arguments = draw_options(backend)
+def test_a_chain_is_causal_bit_for_bit(serving: Runner) -> None:
     for number in range(40):
-        call = draw(number, **arguments)
-        if backend.name == "triton":
+        call = draw(number, **draw_options(serving))
+        if serving.name == "triton":
             call = replace(call, needs_grad=())  # gradients of chains go by tiles, of causality by a band
-        chain, causal = (run(each, backend.name) for each in as_chain(call))
+        chain, causal = (run(each, serving.name) for each in as_chain(call))
         for name, x in causal.items():
             assert x is None or torch.equal(x, chain[name]), (number, name)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_a_chain_has_the_tiles_of_causality() -> None:
-    """Also the rules of a GPU that is not here: other tiles would have other bits."""
-    from compiled_triton import SequenceVariant
-
-    for layout, dim in (("packed", 64), ("paged", 128), ("paged_packed", 256)):
-        arguments: dict[str, Any] = {"head_dim": dim, "layout": layout, "batch": 16, "seqlen_q": 512}
-        tree, causal = (
-            SequenceVariant(**arguments, **more).call("sm_90") for more in ({"mask": "tree"}, {"is_causal": True})
-        )
-        assert tree.tile("forward") == causal.tile("forward")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -120,22 +101,6 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
             assert chain == causal, number
             shared += any(name == "combine_kernel" for name, *_ in chain)
     assert shared > 0
-
-
-def test_a_tree_is_a_mask_of_all_keys() -> None:
-    """Sequences have up to 5 new tokens after 0 to 9 keys: by position, all earlier keys are seen."""
-    lengths_q, lengths_k = torch.tensor([5, 2, 4, 3]), torch.tensor([14, 2, 3, 9])
-    tree = torch.rand(4, 5, 5) < 0.5
-    mask = torch.ones(4, 1, 5, 14, dtype=torch.bool)
-    for s, (n, m) in enumerate(zip(lengths_q.tolist(), lengths_k.tolist(), strict=True)):
-        for i in range(n):
-            for t in range(max(0, n - m), n):
-                mask[s, 0, i, m - n + t] = tree[s, i, t]
-    q, k, v = torch.randn(4, 5, 2, 8), torch.randn(4, 14, 2, 8), torch.randn(4, 14, 2, 8)
-    sequences = Sequences.padded(lengths_k, lengths_q)
-    for window in (None, (2, -1)):
-        actual = attention(q, k, v, PreparedMask.from_tree(tree), window_size=window, sequences=sequences)
-        torch.testing.assert_close(actual, attention(q, k, v, mask, window_size=window, sequences=sequences))
 
 
 @pytest.mark.parametrize("tokens", (0, 1, 31, 32, 33, 65))
@@ -217,16 +182,16 @@ BAD: dict[str, Callable[[], Any]] = {
         torch.ones(2, 2) > 0
     ),
     "ValueError: tree has shape (1, 2, 3); it needs to be": lambda: from_tree(torch.ones(1, 2, 3) > 0),
-    "ValueError: mask is a TreeMask, of the new tokens of sequences; it needs sequences= beside it": lambda: attention(
+    "ValueError: mask is a tree, of the new tokens of sequences; it needs sequences= beside it": lambda: attention(
         Q, Q, Q, TREE
     ),
-    "ValueError: mask is a TreeMask of 3 new tokens; it needs max_seqlen_q of them, 2": lambda: attention(
+    "ValueError: mask is a tree of 3 new tokens; it needs max_seqlen_q of them, 2": lambda: attention(
         Q[:, :2], POOL, POOL, TREE, sequences=PAGES
     ),
-    "ValueError: mask is a TreeMask of 5 sequences; it needs 1 or 2": lambda: attention(
+    "ValueError: mask is a tree of 5 sequences; it needs 1 or 2": lambda: attention(
         Q, POOL, POOL, from_tree(torch.ones(5, 3, 3) > 0), sequences=PAGES
     ),
-    "ValueError: mask is a TreeMask of 3 new tokens; it needs max_seqlen_q, which the sequences do not name": lambda: (
+    "ValueError: mask is a tree of 3 new tokens; it needs max_seqlen_q, which the sequences do not name": lambda: (
         attention(
             Q.flatten(0, 1),
             POOL,
@@ -238,15 +203,15 @@ BAD: dict[str, Callable[[], Any]] = {
     "ValueError: mask is on meta; it needs to be on the device of q, cpu": lambda: attention(
         Q, POOL, POOL, TREE.to("meta"), sequences=PAGES
     ),
-    "ValueError: is_causal is True, but mask is a TreeMask, which says itself what of the new tokens is seen": lambda: (
+    "ValueError: is_causal is True, but mask is a tree, which says itself what of the new tokens is seen": lambda: (
         attention(Q, POOL, POOL, TREE, is_causal=True, sequences=PAGES)
     ),
-    "ValueError: window_size is (3, 0), but mask is a TreeMask": lambda: attention(
+    "ValueError: window_size is (3, 0), but mask is a tree": lambda: attention(
         Q, POOL, POOL, TREE, window_size=(3, 0), sequences=PAGES
     ),
     (
-        "TypeError: mask is a TileMask; beside sequences it needs to be a bool torch.Tensor, what "
-        "PreparedMask.from_mask(mask, sequences=...) makes of one, or a TreeMask"
+        "TypeError: mask is a PreparedMask of the form 'tiles'; beside sequences it needs to be a bool torch.Tensor, "
+        "or a prepared mask of PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree"
     ): lambda: attention(Q, POOL, POOL, PreparedMask.from_mask(torch.ones(3, 8) > 0), sequences=PAGES),
 }
 

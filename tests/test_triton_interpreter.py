@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from cases import DEVICE
+from conftest import needs_triton
 from forked import interpret
 from predecessor_cases import CALLS
 
 CASES = 54
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    needs_triton,
     pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves"),
 ]
 
@@ -50,6 +49,7 @@ def test_interval_masks() -> None:
         ("wide windows", 15),
         ("freed", 20),
         ("few keys", 45),
+        ("relative", 32),
     ),
 )
 def test_calls_written_by_hand(what: str, count: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_triton
 from key_parts import check_covered, check_told_apart
 from out_of_tree import replaced, rules_without
 from torch import Tensor
@@ -20,7 +20,7 @@ import flash_dmattn
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceView
 from flash_dmattn.remembered import Remembered
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = needs_triton
 
 
 class Compiled:
@@ -298,11 +298,12 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 FLAGS = Flags(3, 4, 0.5, 2.0, False)
 OTHER_FLAGS = {
-    **{name: 7 for name in ("left", "right", "mask_repeat", "bias_repeat", "max_seqlen_q", "max_seqlen_k")},
+    **{name: 7 for name in ("left", "right", "mask_repeat", "bias_repeat", "max_seqlen_q", "max_seqlen_k", "zero")},
     **{name: 0.25 for name in ("softmax_scale", "softcap", "dropout_p")},
     **{name: True for name in ("deterministic", "one_mask_row")},
     **{name: "queries" for name in ("mask_packing", "bias_packing")},
     "layout": "packed",
+    "outside": "clamp",
 }
 
 

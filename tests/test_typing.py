@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import flash_dmattn
-from flash_dmattn import attention, masks, nn
+from flash_dmattn import attention, biases, masks, nn
 from flash_dmattn.api import Options
 from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
 from flash_dmattn.distributed.api import Options as ParallelOptions
@@ -74,6 +74,7 @@ def test_what_else_a_user_has_a_type_of() -> None:
     assert_type(flash_dmattn.available_backends(), tuple[str, ...])
     assert_type(flash_dmattn.Sequences.packed(torch.tensor([0, 6])), flash_dmattn.Sequences)
     assert_type(nn.RelativePositionBias(2).forward(6), Tensor)
+    assert_type(nn.RelativePositionBias(2).forward(), biases.Relative)
     layer = nn.PairBiasAttention(8, 4, 2)
     assert_type(layer.forward(torch.randn(1, 6, 8), torch.randn(1, 6, 6, 4)), Tensor)
 

@@ -40,20 +40,16 @@ _LAYOUTS = {
 # Sequences of at most so many queries and keys, on average, take the tiles for small GPUs; larger ones would be empty.
 SHORT = 64
 # In 16 bits, a sequence whose queries times the heads of a group are at most so many rows is one tile. The tuples are
-# keys per step, warps and stages. _FEW_ROWS and _FEW_ROWS_PAGED serve head dims up to 128 on sm_90; _FEW_ROWS_SMALL
-# fits the shared memory of other GPUs, and wider heads.
+# keys per step, warps and stages. _FEW_ROWS and _FEW_ROWS_PAGED serve head dims up to 128 on sm_90. _FEW_ROWS_SMALL
+# fits into the shared memory of other GPUs, and serves wider heads.
 MOST_GROUP_ROWS = 64
 # With pages more stages: Triton prefetches the page table before the tiles, which leaves (stages - 1) / 2 to them.
 _FEW_ROWS, _FEW_ROWS_PAGED, _FEW_ROWS_SMALL = (64, 4, 3), (64, 4, 5), (32, 4, 2)
 # The same with head dims above 256, where two warpgroups hold the sums of at most MOST_GROUP_ROWS_WIDE rows.
 MOST_GROUP_ROWS_WIDE = 32
 _FEW_ROWS_WIDE, _FEW_ROWS_WIDE_GFX = (32, 8, 2), (32, 4, 1)
-# The tile with which the kernel of dk and dv also makes dq, for sequences whose keys fit in one tile, in 16 bits up to
-# head dim 128. Times on an H100:
-#
-#     sequences        16x64     64x64
-#     8192 of 16       1.70 ms   2.71 ms
-#     4096 of 48       1.84 ms   1.84 ms
+# With this tile the kernel of dk and dv also makes dq. It serves sequences whose keys fit in one tile, in 16 bits up to
+# head dim 128 (docs/notes/sequences.md).
 _ONE_PASS = Tile(16, 64, 4, 1)
 # Split-KV of a few queries: a share has at least LEAST_PART keys, and about PART keys of the longest sequence.
 LEAST_PART, PART = 256, 4096
@@ -216,8 +212,8 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     # The heads of a group cannot share a tile if each has its own lists of tiles.
     is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
     # Not packed sequences: the bound on lengths that the caller states would change the order of their sums. Not
-    # dropout: its random numbers go by tiles of queries of one head.
-    if is_few and flags.layout != "packed" and not call.has_dropout:
+    # dropout: its random numbers go by tiles of queries of one head. Not a bias by distance, which counts by rows.
+    if is_few and flags.layout != "packed" and not call.has_dropout and call.distances is None:
         # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
         has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
         step = _FEW_ROWS_SMALL

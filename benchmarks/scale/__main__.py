@@ -1,7 +1,7 @@
 """Context-parallel attention on the GPUs of one host, beside the same call on one GPU, and torch's context_parallel.
 
     export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
-    torchrun --nproc-per-node 2 -m benchmarks.scale --out DIR            # under five minutes on two H200
+    torchrun --nproc-per-node 2 -m benchmarks.scale --out DIR            # four minutes on four H200, some six on two
     torchrun --nproc-per-node 2 -m benchmarks.scale --out DIR --quick    # tiny sizes, on CPU with gloo
     python -m benchmarks.scale --report DIR                              # table and plot of what is there
 

@@ -6,21 +6,25 @@
 A prediction, not a measurement: it knows no congestion, no stragglers and no rounding of clocks.
 
 It is of one layer, forward and backward. W GPUs are `inner` x `outer`: the inner ones, in a node, trade heads
-(Ulysses); the outer ones gather keys and values in `groups` of key-value heads, one group on the wire while the one
-before is computed, each cut into `segments` of keys where rows may be computed in parts that are merged by lse.
-Seconds, bytes, FLOP; n = B L, and e = 2 bytes a value:
+(Ulysses); the outer ones gather keys and values, of all heads at once. Seconds, bytes, FLOP; n = B L, and e = 2 bytes a
+value:
 
     FLOP      forward 4 n L Hq D density, backward 2.5 times that; each GPU does 1 / W of it, at the rate of one GPU,
               stretched by the last wave: (tiles / SMs + 1/4) / (tiles / SMs), 128 rows of a head to a tile
     wire      bytes / bandwidth + latency + per_peer x peers, per collective
     traded    (inner - 1) / inner (n / W) heads D e: q, k, v and out forward; those, dout and gradients backward
-    gathered  (outer - 1) / outer n 2 (Hk / inner) D e / stages, stages = groups x segments; and as much again, of dK
-              and dV, out of each stage of the backward pass; of a window the share that a rank of a zigzag layout reads
-    stage     the longer of computing, slowed by the SMs that NCCL holds, and of the wire
-    pass      the first stage's wire + (stages - 1) stages + the last one's computing and wire
+    gathered  (outer - 1) / outer n 2 (Hk / inner) D e; and as much again, of dK and dV, out of the backward pass; of a
+              window the share that a rank of a zigzag layout reads
+    order     copies of these keys: 1 forward, to the order of positions; 6 backward, of keys and of fp32 sums
+    forward   host_forward + wires + computing + order, one after the other: gathering a group of heads while the one
+              before is computed has gained nothing wherever it was measured
+    backward  the same without its host, and at least host_backward
 
-Efficiency is the time of one GPU over W times the time of W. Sources: Williams et al., Roofline (2009), for the stage;
-Hockney (1994) for the wire.
+The host's times are those of a call that begins when every rank is idle. Where the host runs ahead of the GPU, as in a
+step of many layers, both are about 0.
+
+Efficiency is the time of one GPU over W times the time of W. Source of the wire:
+Hockney, The communication challenge for MPP (1994).
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ STRATEGIES: tuple[Strategy, ...] = ("gather", "ulysses", "2d")
 _BYTES = 2  # of a value in 16 bits
 _TILE = 128  # rows of a head that a block computes at a time
 _BACKWARD = 2.5  # FLOP of the backward pass over FLOP of the forward pass
-_COUNTS = (1, 2, 4, 8, 16, 32)
+_ORDER_BACKWARD = 6.0  # copies of all gathered keys, measured on two H100 and on four H200
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class Machine:
         copy_gbs: GB/s of memory, read and written.
         latency_us, per_peer_us: microseconds of a collective, and for each peer in it.
         launch_us: of an attention call.
+        host_forward_us, host_backward_us: microseconds of the host as above; as measured on four H200.
         sms: multiprocessors of a GPU.
-        comm_sms: of these, those that NCCL holds while it runs.
         node: GPUs of a node.
     """
 
@@ -69,8 +73,9 @@ class Machine:
     latency_us: float = 25.0
     per_peer_us: float = 1.5
     launch_us: float = 12.0
+    host_forward_us: float = 1700.0
+    host_backward_us: float = 5000.0
     sms: int = 132
-    comm_sms: int = 8
     node: int = 8
 
 
@@ -110,15 +115,13 @@ class Prediction(NamedTuple):
     """Time and memory of a layer on `gpus` GPUs.
 
     Attributes:
-        inner, groups, segments: how it is shared, see above.
+        inner: how many GPUs trade heads.
         forward, backward: seconds.
         efficiency: the time of one GPU, over `gpus` times the time of both passes.
         transient: bytes of gathered and traded tensors at once.
     """
 
     inner: int
-    groups: int
-    segments: int
     forward: float
     backward: float
     efficiency: float
@@ -147,25 +150,21 @@ def wire(machine: Machine, volume: float, peers: int, gbs: float) -> float:
     return volume / (gbs * 1e9) + (machine.latency_us + machine.per_peer_us * peers) * 1e-6
 
 
-def predict(
-    machine: Machine, layer: Layer, gpus: int, inner: int = 1, groups: int = 1, segments: int = 1
-) -> Prediction | None:
+def predict(machine: Machine, layer: Layer, gpus: int, inner: int = 1) -> Prediction | None:
     """The prediction for one way of sharing a layer; None where its sizes do not allow that.
 
     Args:
         machine, layer: as they are.
         gpus: W.
         inner: ranks of a node that trade heads; the W / inner others gather keys and values.
-        groups: of key-value heads, gathered one after the other; they divide the heads of an inner rank.
-        segments: of keys, each with a call of its own. The library computes whole rows, so 1 is what it does.
     """
     if gpus % inner or layer.length % (2 * _TILE * (gpus // inner)) or inner > machine.node:
         return None
     outer, kv_heads = gpus // inner, max(1, layer.kv_heads // inner)
     shares = layer.kv_heads % inner == 0 or inner % layer.kv_heads == 0
-    if layer.heads % inner or not shares or kv_heads % groups:
+    if layer.heads % inner or not shares:
         return None
-    n, stages, dim = layer.batch * layer.length, groups * segments, layer.head_dim
+    n, dim = layer.batch * layer.length, layer.head_dim
     copy = machine.copy_gbs * 1e9
 
     def traded(heads: int) -> float:
@@ -181,61 +180,48 @@ def predict(
     every_key = 2 * n * kv_heads * dim * _BYTES  # K and V of one inner rank
     moved = layer.share(outer) * (outer - 1) / outer * every_key
     keys = moved + every_key / outer  # what a rank holds
-    part = wire(
-        machine,
-        moved / stages,
-        outer,
-        machine.nvlink_gbs if gpus <= machine.node else machine.network_gbs,
-    )
-    order = 2 * keys / stages / copy if outer > 1 else 0.0  # one copy, to the order of positions
-    merge = 0.0 if segments == 1 else 3 * n / gpus * layer.heads * dim * 4 / copy / stages * segments
-    tiles = layer.batch * (layer.length / outer / _TILE) * (layer.heads / inner / groups)
+    link = machine.nvlink_gbs if gpus <= machine.node else machine.network_gbs
+    gather = wire(machine, moved, outer, link)
+    order = 2 * keys / copy if outer > 1 else 0.0
+    tiles = layer.batch * (layer.length / outer / _TILE) * (layer.heads / inner)
     last_wave = (tiles / machine.sms + 0.25) / (tiles / machine.sms)
-    alone = [seconds / gpus / stages * last_wave + 2 * machine.launch_us * 1e-6 for seconds in one_gpu(machine, layer)]
-
-    def overlapped(compute: float, wire_in: float, wire_out: float) -> float:
-        held = machine.comm_sms / machine.sms * min(1.0, (wire_in + wire_out) / compute) if outer > 1 else 0.0
-        stage = max(compute * (1 + held), wire_in + wire_out)
-        return wire_in + (stages - 1) * stage + compute + wire_out
-
-    forward += overlapped(alone[0] + order + merge, part, 0.0)
-    backward += overlapped(alone[1] + 2.5 * order, part, part)
-    transient = (6 * keys / stages if outer > 1 else 0.0) + (volume_in + volume_out if inner > 1 else 0.0)
+    alone = [seconds / gpus * last_wave + 2 * machine.launch_us * 1e-6 for seconds in one_gpu(machine, layer)]
+    host_forward, host_backward = machine.host_forward_us * 1e-6, machine.host_backward_us * 1e-6
+    if gpus == 1:
+        host_forward = host_backward = 0.0  # an ordinary call
+    forward += host_forward + gather + alone[0] + order
+    backward = max(backward + 2 * gather + alone[1] + _ORDER_BACKWARD * order, host_backward)
+    transient = (6 * keys if outer > 1 else 0.0) + (volume_in + volume_out if inner > 1 else 0.0)
     efficiency = sum(one_gpu(machine, layer)) / gpus / (forward + backward)
-    return Prediction(inner, groups, segments, forward, backward, efficiency, transient)
+    return Prediction(inner, forward, backward, efficiency, transient)
 
 
-def best(
-    machine: Machine, layer: Layer, gpus: int, strategy: Strategy, partial_rows: bool = False
-) -> Prediction | None:
+def best(machine: Machine, layer: Layer, gpus: int, strategy: Strategy) -> Prediction | None:
     """The fastest way that a strategy allows; None where no way fits the sizes of the layer.
 
     Args:
         strategy: "gather" keys and values; "ulysses", heads only; or "2d", heads within a node and keys between them.
-        partial_rows: whether a row may be computed in segments, which the library does not.
     """
     inners: Iterable[int] = {"gather": (1,), "ulysses": (gpus,), "2d": (1, 2, 4, 8, 16)}[strategy]
-    ways = itertools.product(inners, _COUNTS, _COUNTS[:5] if partial_rows else (1,))
-    predictions = [prediction for way in ways if (prediction := predict(machine, layer, gpus, *way)) is not None]
+    predictions = [x for inner in inners if (x := predict(machine, layer, gpus, inner)) is not None]
     return min(predictions, key=lambda x: (x.forward + x.backward, *x), default=None)
 
 
-def table(machine: Machine, layers: Sequence[Layer], gpus: Sequence[int], partial_rows: bool = False) -> str:
+def table(machine: Machine, layers: Sequence[Layer], gpus: Sequence[int]) -> str:
     """A markdown table with a row for each layer, number of GPUs and strategy that is possible."""
-    header: tuple[str, ...] = ("length", "heads", "GPUs", "strategy", "inner x outer", "head groups", "segments")
-    header += ("forward ms", "backward ms", "efficiency", "transient GB")
+    header: tuple[str, ...] = ("length", "heads", "GPUs", "strategy", "inner x outer", "forward ms", "backward ms")
+    header += ("efficiency", "transient GB")
     rows = [header, ("---",) * len(header)]
     for layer, count, strategy in itertools.product(layers, gpus, STRATEGIES):
         if strategy == "2d" and count <= machine.node:
             continue  # in one node it is one of the other two, or slower
-        x = best(machine, layer, count, strategy, partial_rows)
+        x = best(machine, layer, count, strategy)
         where = (str(layer.length), f"{layer.heads} on {layer.kv_heads}", str(count), strategy)
         if x is None:
-            rows.append((*where, "does not divide", *("",) * 6))
+            rows.append((*where, "does not divide", *("",) * 4))
             continue
-        ways = (f"{x.inner} x {count // x.inner}", str(x.groups), str(x.segments))
         times = (f"{x.forward * 1e3:.2f}", f"{x.backward * 1e3:.2f}", f"{x.efficiency:.1%}")
-        rows.append((*where, *ways, *times, f"{x.transient / 1e9:.2f}"))
+        rows.append((*where, f"{x.inner} x {count // x.inner}", *times, f"{x.transient / 1e9:.2f}"))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -271,9 +257,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", default=1, help="sequences", **integers)
     parser.add_argument("--density", default=0.5, type=float, help="of allowed scores; 0.5 is causal")
     parser.add_argument("--window", default=0, help="keys before its own that a query sees, 0: all", **integers)
-    parser.add_argument(
-        "--partial-rows", action="store_true", help="also rows in segments, which nothing here computes"
-    )
     parser.add_argument("--machine", metavar="FILE", help="JSON with measured fields of Machine")
     for field in fields(Machine):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, metavar="X", help=argparse.SUPPRESS)
@@ -306,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for kv_heads in options.kv_heads
     ]
     print(", ".join(f"{field.name} {getattr(machine, field.name):g}" for field in fields(Machine)), end="\n\n")
-    print(table(machine, layers, options.gpus, options.partial_rows))
+    print(table(machine, layers, options.gpus))
 
 
 if __name__ == "__main__":

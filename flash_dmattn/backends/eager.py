@@ -11,7 +11,7 @@ from ..reference import eager as chunked
 from ..reference import formula
 from ..reference import sequences as loop
 from ..reference.masks import AnyMask, Intervals, TileBits
-from .entries import batch_of, bool_mask, dropout_of, formula_numbers, whole_batch
+from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, whole_batch
 from .mask_choice import MaskChoice, convert
 from .protocol import Backend, Backward, Forward
 
@@ -58,10 +58,10 @@ def _plan_forward(problem: AttentionProblem) -> Forward:
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         mask, shared = _readable(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
-        sizes = {**numbers, "chunk_bytes": _chunk_bytes}
+        sizes, bias = {**numbers, "chunk_bytes": _chunk_bytes}, bias_of(problem, x)
         if x.sequences is not None:
-            return loop.forward(batch_of(problem, x), x.q, x.k, x.v, mask, x.bias, **shared, **sizes)
-        return chunked.forward(x.q, x.k, x.v, mask, x.bias, repeats=repeats, **shared, **sizes)
+            return loop.forward(batch_of(problem, x), x.q, x.k, x.v, mask, bias, **shared, **sizes)
+        return chunked.forward(x.q, x.k, x.v, mask, bias, repeats=repeats, **shared, **sizes)
 
     return forward
 
@@ -73,7 +73,7 @@ def _plan_backward(problem: AttentionProblem) -> Backward:
         x, out, lse = saved
         mask, shared = _readable(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
         sizes = {**numbers, "chunk_bytes": _chunk_bytes, "needs_grad": problem.needs_grad}
-        tensors = (dout, dlse, x.q, x.k, x.v, mask, x.bias, out, lse)
+        tensors = (dout, dlse, x.q, x.k, x.v, mask, bias_of(problem, x), out, lse)
         if x.sequences is not None:
             return loop.backward(batch_of(problem, x), *tensors, **shared, **sizes)
         return chunked.backward(*tensors, repeats=repeats, **shared, **sizes)
@@ -83,13 +83,13 @@ def _plan_backward(problem: AttentionProblem) -> Backward:
 
 def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
-    numbers, dropout = formula_numbers(problem), dropout_of(problem, x)
+    numbers, dropout, bias = formula_numbers(problem), dropout_of(problem, x), bias_of(problem, x)
     is_prepared = x.mask.form not in ("none", "dense", "tree")
     mask = bool_mask(convert(problem, MaskChoice("dense"), x.mask, x.sequences) if is_prepared else x.mask)
     tensors = (dout, dlse, x.q, x.k, x.v)
     if x.sequences is not None:
-        return loop.gradients(batch_of(problem, x), *tensors, mask, x.bias, x.sink, dropout, **numbers)
-    mask, bias = whole_batch(problem, mask, x.bias)
+        return loop.gradients(batch_of(problem, x), *tensors, mask, bias, x.sink, dropout, **numbers)
+    mask, bias = whole_batch(problem, mask, bias)
     dq, dk, dv, dbias, *dsink = formula.gradients(*tensors, mask, bias, sink=x.sink, dropout=dropout, **numbers)
     if dbias is not None and x.bias is not None:
         dbias = formula.sum_entries(dbias, x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
@@ -101,7 +101,7 @@ BACKEND = Backend(
     plan_forward=_plan_forward,
     plan_backward=_plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias"},
     notes=_notes,
     mask_forms=frozenset({"dense", "tiles", "intervals", "sequence_tiles", "tree"}),
     reads_dense=lambda problem, direction: True,

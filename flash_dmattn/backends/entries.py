@@ -9,13 +9,14 @@ from torch import Tensor
 from ..problem import AttentionProblem, MaskView
 from ..problem.inputs import Inputs
 from ..reference import formula
+from ..reference.distances import AnyBias, Distances, values_of, with_values
 from ..reference.dropout import Dropout
 from ..reference.sequences import Batch
 
 
 def whole_batch(
-    problem: AttentionProblem, mask: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+    problem: AttentionProblem, mask: Tensor | None, bias: AnyBias | None
+) -> tuple[Tensor | None, AnyBias | None]:
     """Return mask and bias with 1 entry or one for each of the batch; one that has another number is copied.
 
     It is differentiable. A copied bias has the dtype of the softmax, so that its gradient is rounded once.
@@ -23,10 +24,19 @@ def whole_batch(
     flags = problem.flags
     if mask is not None:
         mask = formula.spread_entries(mask, problem.batch, flags.mask_repeat)
-    if bias is not None and "bias" in problem.partly_shared:
-        wide = bias.double() if bias.element_size() == 8 else bias.float()
-        bias = formula.spread_entries(wide, problem.batch, flags.bias_repeat)
+    values = values_of(bias)
+    if values is not None and "bias" in problem.partly_shared:
+        wide = values.double() if values.element_size() == 8 else values.float()
+        bias = with_values(bias, formula.spread_entries(wide, problem.batch, flags.bias_repeat))
     return mask, bias
+
+
+def bias_of(problem: AttentionProblem, inputs: Inputs) -> AnyBias | None:
+    """Return the bias of a call, in the form that `flash_dmattn.reference` takes."""
+    flags = problem.flags
+    if inputs.bias is None or not flags.outside:
+        return inputs.bias
+    return Distances(inputs.bias, flags.zero, flags.outside == "clamp")
 
 
 def by_query_head(x: Tensor, num_heads: int) -> Tensor:

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, MaskChoice, MaskForm, MaskView, SequenceView, hinted
-from ..problem.inputs import Inputs, Saved
+from ..problem import AttentionProblem, Gradients, MaskChoice, MaskForm, MaskView, SequenceView, hinted
+from ..problem.inputs import Inputs, Saved, as_arrived, result_in_rows
 from .protocol import Backend, Backward, Direction, Forward
 
 if TYPE_CHECKING:
     from ..masks import PreparedMask
-
-_NONE = MaskView()
 
 # A switch: with False the bool mask of a call with sequences is never packed.
 PACKS_BESIDE_SEQUENCES = True
@@ -94,7 +92,7 @@ def packs_beside_sequences(problem: AttentionProblem) -> bool:
 def view_of(
     problem: AttentionProblem,
     choice: MaskChoice,
-    mask: Tensor | PreparedMask | None,
+    mask: Tensor | PreparedMask,
     sequences: SequenceView | None = None,
 ) -> MaskView:
     """Convert the user's mask to the form that was chosen; nothing else packs or unpacks the mask of a call.
@@ -105,8 +103,6 @@ def view_of(
         mask: the mask as `validation.describe` returns it.
         sequences: the sequences of the call.
     """
-    if mask is None:
-        return _NONE
     if not isinstance(mask, Tensor):
         if mask.form == choice.form:
             return mask.view
@@ -152,10 +148,16 @@ def convert(
 
 
 def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
-    """Return the forward pass of a backend for a class of calls; masks and head-first tensors are converted for it."""
-    if problem.heads_first and not backend.reads_heads_first(problem, "forward"):
-        run = forward_of(backend, problem._replace(heads_first=False))
-        return lambda inputs: run(inputs.turned())
+    """Return the forward pass of a backend for a class of calls; masks are converted for it, and q, k and v viewed."""
+    arrival = problem.arrival
+    if not _reads(backend, problem, "forward"):
+        run = forward_of(backend, problem._replace(arrival="rows"))
+        if arrival == "heads_first":
+            return lambda inputs: run(inputs.in_rows(arrival))
+        if backend.is_differentiable:
+            return lambda inputs: tuple(x.squeeze(0) for x in run(inputs.in_rows(arrival)))
+        # In place, because users may write to an output of an autograd function only if it is no view.
+        return lambda inputs: tuple(x.squeeze_(0) for x in run(inputs.in_rows(arrival)))
     choice = _choose(problem, ((backend, "forward"),))
     if choice.form == problem.mask_form:
         return backend.plan_forward(problem)
@@ -164,10 +166,10 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
 
 
 def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
-    """Return the backward pass, with the same conversions; gradients have the layout of q, k and v."""
+    """Return the backward pass, with the same conversions; gradients lie as q, k and v arrived."""
     assert backend.plan_backward is not None
-    if problem.heads_first and not backend.reads_heads_first(problem, "backward"):
-        return _turned_back(backward_of(backend, problem._replace(heads_first=False)))
+    if not _reads(backend, problem, "backward"):
+        return through_rows(problem, backward_of(backend, problem._replace(arrival="rows")))
     choice = _choose(problem, ((backend, "backward"),))
     if choice.form == problem.mask_form:
         return backend.plan_backward(problem)
@@ -181,12 +183,21 @@ def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
     return converted
 
 
-def _turned_back(run: Backward) -> Backward:
-    def turned(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Tensor | None) -> tuple[Tensor | None, ...]:
-        dq, dk, dv, *rest = run(saved._replace(inputs=saved.inputs.turned()), dout, dlse, **more)
-        return *(None if x is None else x.transpose(1, 2) for x in (dq, dk, dv)), *rest
+def _reads(backend: Backend, problem: AttentionProblem, direction: Direction) -> bool:
+    """Return whether a pass takes q, k and v as they arrive."""
+    arrival = problem.arrival
+    return arrival == "rows" or (arrival == "heads_first" and backend.reads_heads_first(problem, direction))
 
-    return turned
+
+def through_rows(problem: AttentionProblem, run: Backward) -> Backward:
+    """Return a backward pass of tensors as they arrive that runs one of rows (B, L, H, D)."""
+    arrival = problem.arrival
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, **more: Tensor | None) -> Gradients:
+        dout, dlse = result_in_rows(dout, arrival), result_in_rows(dlse, arrival)
+        return as_arrived(run(saved.in_rows(arrival), dout, dlse, **more), arrival)
+
+    return backward
 
 
 def unpacking_note(problem: AttentionProblem, backend: Backend) -> str | None:
@@ -203,7 +214,7 @@ def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
     if p.mask_form == "intervals":
         if p.dropout_p > 0:
             return ("takes keys in their own order: dropout cannot follow a mask's order",)
-        if p.bias_class == "score":
+        if p.bias_class == "score" or p.relative is not None:
             return (
                 "takes keys in their own order: a bias of one value per query and key cannot follow a mask's order",
             )
@@ -243,10 +254,9 @@ def interval_walk(problem: AttentionProblem, mask: MaskView) -> IntervalWalk:
         return IntervalWalk(bounds, row_lists, col_lists, None)
     if follows_order(problem, mask):
         return IntervalWalk(bounds, row_lists, col_lists, order)
-    from ..masks.prepared.operators import run_interval_tiles  # importing flash_dmattn does not need it
+    from ..masks.prepared import operators  # importing flash_dmattn does not need it
 
-    own_order = order[:, :, :0].contiguous()
-    bounds, row_lists, col_lists = run_interval_tiles(start, stop, own_order, problem.seqlen_q)
+    _, bounds, row_lists, col_lists = operators.interval_walk(start, stop, problem.seqlen_q, reorder=False)
     return IntervalWalk(bounds, row_lists, col_lists, None)
 
 
@@ -262,5 +272,5 @@ def follows_order(problem: AttentionProblem, mask: MaskView) -> bool:
 
 
 def reads_scores(problem: AttentionProblem) -> bool:
-    """Return whether a call has a bias of one value per score, or needs a gradient of that shape."""
-    return "score" in (problem.bias_class, problem.dbias_class)
+    """Return whether a call has a bias that is read by query and key, or needs a gradient of one value per score."""
+    return problem.relative is not None or "score" in (problem.bias_class, problem.dbias_class)

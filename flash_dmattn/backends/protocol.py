@@ -13,6 +13,9 @@ from ..problem.inputs import Inputs, Saved
 
 Direction = Literal["forward", "backward"]
 
+# The hint of a refusal, by the feature that a backend lacks.
+_HINTS = dict.fromkeys(("relative_bias", "band_bias"), "bias.dense(seqlen_q, seqlen_k) is a tensor that it takes")
+
 # forward(inputs) -> (out, lse). A forward pass that PyTorch differentiates also returns probabilities if the problem
 # asks for them, and may return (out,) if the problem does not ask for lse.
 Forward = Callable[[Inputs], tuple[Tensor, ...]]
@@ -151,7 +154,10 @@ class Backend:
         """Return why it refuses these passes of a call: features that it lacks, and rules that the call breaks."""
         missing = [name for name in FEATURES if name in problem.features - self.features]
         return (
-            *(Reason(self.name, name, f"{name} is set; this backend does not have it") for name in missing),
+            *(
+                Reason(self.name, name, f"{name} is set; this backend does not have it", _HINTS.get(name, ""))
+                for name in missing
+            ),
             *self._partly_shared(problem, passes),
             *self.unmet(self.rules, problem, passes),
         )
@@ -170,7 +176,7 @@ class Backend:
         if self.repeats_entries or not problem.partly_shared:
             return ()
         said = next((said for each in passes if (said := self.refuses_entries(problem, each))), "")
-        specs = {"mask": problem.mask, "bias": problem.bias}
+        specs = {"mask": problem.mask, "bias": problem.bias_tensor}
         return tuple(
             Reason(
                 self.name,

@@ -8,7 +8,7 @@ from ..problem import FEATURES, AttentionProblem
 from ..problem.inputs import Inputs
 from ..reference import formula
 from ..reference import sequences as loop
-from .entries import batch_of, bool_mask, dropout_of, formula_numbers, whole_batch
+from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, whole_batch
 from .protocol import Backend, Forward, Rule
 
 
@@ -17,10 +17,10 @@ def plan_forward(problem: AttentionProblem) -> Forward:
     numbers = formula_numbers(problem)
 
     def forward(x: Inputs) -> tuple[Tensor, ...]:
-        mask, dropout = bool_mask(x.mask), dropout_of(problem, x)
+        mask, bias, dropout = bool_mask(x.mask), bias_of(problem, x), dropout_of(problem, x)
         if x.sequences is not None:
-            return loop.attention(batch_of(problem, x), x.q, x.k, x.v, mask, x.bias, x.sink, dropout, **numbers)
-        mask, bias = whole_batch(problem, mask, x.bias)
+            return loop.attention(batch_of(problem, x), x.q, x.k, x.v, mask, bias, x.sink, dropout, **numbers)
+        mask, bias = whole_batch(problem, mask, bias)
         others = {"return_probs": problem.return_probs, "sink": x.sink, "dropout": dropout}
         return formula.attention(x.q, x.k, x.v, mask, bias, **others, **numbers)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_packing
 from ..backends.protocol import Backend, Backward, Forward
-from ..problem import AttentionProblem, MaskChoice, MaskView, NeedsGrad, SequenceView, spec_of
-from ..problem.inputs import Parts, Saved
+from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, SequenceView, spec_of
+from ..problem.inputs import Parts, Saved, in_rows
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 from .config import BackendChoice
@@ -29,12 +29,14 @@ class Plan(NamedTuple):
 
     Attributes:
         described: the problem as validation describes it.
-        problem: the problem as passes receive it: its mask has the form that they read.
+        problem: the problem as passes receive it: its mask has the form that they read, and its q, k and v lie as they
+            arrive.
         forward, backward: the backend of each pass. backward is None if no gradient is needed, or if PyTorch
             differentiates the forward pass.
         requested: the choice in force: "auto", a name or a pair.
         choice: the form of the mask that both passes read.
         parts: how the tensors of a call become `Inputs`.
+        is_differentiable: whether PyTorch differentiates the forward pass.
         falls_back: whether "auto" falls back to eager PyTorch on an accelerator.
         run_forward, run_backward: the passes. They are None if sizes may be symbols or tensors have no values; calls
             then go through the operators.
@@ -50,6 +52,7 @@ class Plan(NamedTuple):
     requested: BackendChoice
     choice: MaskChoice
     parts: Parts
+    is_differentiable: bool = False
     falls_back: bool = False
     run_forward: Forward | None = None
     run_backward: Backward | None = None
@@ -81,6 +84,7 @@ def make_plan(
     backward: Backend | None,
     requested: BackendChoice,
     *,
+    arrival: Arrival = "rows",
     sequences: SequenceView | None = None,
     has_dropout: bool = False,
     falls_back: bool = False,
@@ -91,14 +95,15 @@ def make_plan(
     Args:
         problem: the problem as validation describes it.
         forward, backward, requested, falls_back: see `Plan`.
+        arrival: how q, k and v arrive.
         sequences: the sequences of one of the calls.
         has_dropout: whether the calls have a dropout key.
         with_passes: whether to plan the passes, too.
     """
     choice = choose_form(problem, forward, backward)
     parts = Parts(choice.form, 0 if sequences is None else len(sequences.tensors), has_dropout)
-    read = problem if problem.mask_form == choice.form else problem._replace(mask_form=choice.form)
-    plan = Plan(problem, read, forward, backward, requested, choice, parts, falls_back)
+    read = problem._replace(mask_form=choice.form, arrival=arrival)
+    plan = Plan(problem, read, forward, backward, requested, choice, parts, forward.is_differentiable, falls_back)
     return planned(plan) if with_passes else plan
 
 
@@ -106,14 +111,16 @@ def planned(plan: Plan) -> Plan:
     """Plan the passes of a plan."""
     p = plan.problem
     strides: list[tuple[int, ...]] = [p.q_strides, p.k_strides, p.v_strides]
-    if p.heads_first:
+    if p.arrival == "heads_first":
         strides = [(x[0], x[2], x[1], x[3]) for x in strides]
+    elif p.arrival == "tokens":
+        strides = [x[1:] for x in strides]
     dense = p.mask.strides if p.mask_form == "dense" and p.mask is not None else None
     return plan._replace(
         run_forward=forward_pass(plan.forward, p),
         run_backward=None if plan.backward is None else backward_pass(plan.backward, p),
         pack=plan_packing(plan.described, plan.choice),
-        strides=(*strides, None if p.bias is None else p.bias.strides, dense),
+        strides=(*strides, None if p.bias_tensor is None else p.bias_tensor.strides, dense),
     )
 
 
@@ -147,18 +154,16 @@ def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
 def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
     """Describe saved tensors whose strides are not the planned ones; return also these, with a mask made contiguous."""
     x = saved.inputs
-    q, k, v = (_rows(t, problem.heads_first) for t in x[:3])
-    mask, bias = problem.mask, problem.bias
+    q, k, v = (in_rows(t, problem.arrival).stride() for t in x[:3])
+    mask, bias, relative = problem.mask, problem.bias, problem.relative
     if problem.mask_form == "dense":
         mask = spec_of(x.mask.tensors[0])
     elif x.mask.tensors:
         x = x._replace(mask=x.mask._replace(tensors=tuple(t.contiguous() for t in x.mask.tensors)))
     if bias is not None and x.bias is not None:
         bias = spec_of(x.bias)
-    anew = problem._replace(q_strides=q, k_strides=k, v_strides=v, mask=mask, bias=bias)
+    if relative is not None and x.bias is not None:
+        relative = spec_of(x.bias)
+    strides: dict[str, Any] = {"q_strides": q, "k_strides": k, "v_strides": v}
+    anew = problem._replace(**strides, mask=mask, bias=bias, relative=relative)
     return anew, saved._replace(inputs=x)
-
-
-def _rows(x: Tensor, heads_first: bool) -> Any:
-    """Return the strides in the order (B, L, H, D)."""
-    return x.transpose(1, 2).stride() if heads_first else x.stride()

@@ -11,13 +11,12 @@ from ..call import prepare_call, run_call
 from ..dispatch.config import BackendChoice
 from ..dispatch.selection import Selection
 from ..problem import Numbers, refuse_keywords
-from .call import ParallelCall, Request, choose_backends
-from .exchange import sum_dtype
+from .call import ParallelCall, Request, Strategy, choose_backends
+from .exchange import gather_keys, sum_dtype, sum_gradient
 from .group import Group, agree, groups_of, next_number, refuse_together
 from .layout import SequenceLayout
 from .operators import attend_gathered
 from .slices import ShardedMask
-from .transfers import Strategy, gather_keys, sum_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -113,7 +112,7 @@ def context_parallel_attention(
     dropout_p: float = 0.0,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of one sequence whose positions are shared among the ranks of a group.
+    """Compute `attention` of one sequence whose positions are shared among the ranks of a group.
 
     Equivalent to, with W ranks and everything of the whole sequence on each::
 
@@ -131,21 +130,21 @@ def context_parallel_attention(
             rank; j is 1, Lk in global order, or with i = 1 also Lk / W, sharded as the keys. Or a `ShardedMask`, for
             any number of calls. Rows are never sent.
         bias: of the same shapes, any float dtype. Its gradient has its shape. With rows of this rank, or sharded by
-            keys, that gradient is exact and complete. With i = 1 and otherwise it counts this rank's rows alone, like
-            the gradient of any weight: what sums gradients over ranks (DDP, FSDP) sums it too.
+            keys, the gradient is exact and complete. Otherwise it counts this rank's rows alone, like the gradient of
+            any weight: DDP and FSDP, which sum gradients over ranks, sum it too.
         group: a `ProcessGroup`, or a `DeviceMesh` of one dim; or of two, (outer, inner): heads are traded for positions
             over the inner dim, keys gathered over the outer one. `layout` counts all ranks, the inner dim first. Masks
             and biases have the rows that an inner group has together, of `layout.joined(inner size)[0]`:
-            (B, H, Lq / outer size, ·). Gradients of a bias then count this rank's heads alone.
+            (B, H, Lq / outer size, ·). The gradient of a bias then counts this rank's heads alone.
         layout: of the queries, and of the keys where `layout_k` is None.
         layout_k: of the keys.
-        strategy: "gather": keys and values are gathered, of a window those that a rank reads; rows of masks and biases
-            stay. "ulysses": heads are traded for positions, for calls without rows of their own and heads that the
-            ranks divide. "auto": which sends less.
+        strategy: "gather" gathers keys and values, under a window only the ones that a rank reads; rows of masks and
+            biases stay. "ulysses" trades heads for positions; it serves calls without rows of masks or biases, whose
+            heads the ranks divide. "auto" takes the one that sends less.
         reduce_bias_grad: sum gradients of a bias with i = 1, and of the sink, over the ranks here, in their order.
         exchange_dtype: in which gradients of k and v are sent, their own by default; torch.float32 rounds them later.
         head_groups: in how many groups of key-value heads "gather" goes, None for 1. Each is on its way while the one
-            before it is computed. More of them take less memory, and more time where it was measured.
+            before it is computed. More groups take less memory, and more time.
         is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, backend: as in `attention`, of the
             whole call.
         sink: (Hq,), as in `attention`, the same on every rank; its gradient counts this rank's rows alone.

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Direction
+from ..biases import refuse_by_distance
 from ..dispatch.config import BackendChoice, Decision, blocks, disabled
 from ..dispatch.registry import BACKENDS, on_change, works
 from ..dispatch.selection import Selection, choice_in_force, choose, falls_back, report_fallback, select_pair
 from ..masks import PreparedMask
-from ..problem import AttentionProblem, NeedsGrad, Numbers, TensorSpec, as_scores, check_flag, dtype_name, unpacked_spec
+from ..masks.arguments import integer
+from ..problem import AttentionProblem, NeedsGrad, Numbers, as_scores, check_flag, dtype_name, unpacked_spec
 from ..remembered import Remembered
 from ..sequences.padding import is_nested
 from ..validation import describe, follow_autocast
-from .exchange import CLEAR_SHARE, Route, length_of, runs_read, share_moved, sum_dtype
+from .exchange import CLEAR_SHARE, HeadTrade, Route, length_of, runs_read, share_moved, sum_dtype, sum_gradient
 from .group import Members, Shared, check_layout
 from .layout import SequenceLayout
-from .rows import slice_problem
-from .slices import HeadGroup, ShardedMask, Slice, plan
-from .transfers import HeadTrade, check_heads, choose_strategy, sum_gradient
+from .slices import HeadGroup, ShardedMask, Slice, plan, slice_problem
+
+Strategy = Literal["auto", "gather", "ulysses"]
 
 
 class ParallelCall(NamedTuple):
@@ -32,12 +34,9 @@ class ParallelCall(NamedTuple):
         problem: the rank's rows over all keys, as one ordinary call; the strides of k and v have no meaning.
         request: the arguments, with q, k and v in the dtype of autocast.
         members, layout, layout_k: of the group that gathers keys or, for "ulysses" over one group, trades heads.
-        mask: None, 4-D bool, or sharded by rows and prepared. Over a mesh of two dims mask, bias and sink have this
-            rank's heads.
-        bias: None or 4-D.
-        sink: None or (Hq,).
-        mask_needs_keys, bias_needs_keys: whether each has one row for all queries, sharded by keys.
-        strategy: "gather" or "ulysses"; and why, in words.
+        mask: None, 4-D bool, or a `ShardedMask`.
+        bias, sink: None, or (b, h, i, j) and (Hq,). Over a mesh of two dims all three have this rank's heads.
+        why: the reason for the strategy, in words.
         head_groups: in how many groups of key-value heads "gather" goes, one after the other.
         sends_parts: whether ranks of "gather" send each other the keys that are read; else all get all of them.
         trade: how heads are traded for positions: with "ulysses", and over the inner dim of a mesh of two; else None.
@@ -51,13 +50,21 @@ class ParallelCall(NamedTuple):
     mask: Tensor | ShardedMask | None
     bias: Tensor | None
     sink: Tensor | None
-    mask_needs_keys: bool
-    bias_needs_keys: bool
     strategy: str
     why: str
     head_groups: int
     sends_parts: bool
     trade: HeadTrade | None
+
+    @property
+    def mask_needs_keys(self) -> bool:
+        """Whether the mask is sharded by keys."""
+        return is_sharded_by_keys(self.mask, self.layout_k)
+
+    @property
+    def bias_needs_keys(self) -> bool:
+        """Whether the bias is sharded by keys."""
+        return is_sharded_by_keys(self.bias, self.layout_k)
 
     @property
     def route(self) -> Route:
@@ -129,12 +136,8 @@ class ParallelCall(NamedTuple):
 class Request(NamedTuple):
     """The arguments of a call as one rank has them, not checked yet.
 
-    Attributes:
-        groups: the one group, or the inner one and the outer one of a mesh of two dims.
-        numbers: the arguments that are as in `attention`.
-        has_sequences: whether sequences were passed.
-        number: of the call over the groups, 0 in a compiled graph.
-        The others: as the caller passed them.
+    `groups` has one group, or the inner and the outer one of a mesh of two dims. `number` counts the calls over them;
+    it is 0 in a compiled graph.
     """
 
     q: Tensor
@@ -160,8 +163,7 @@ class Request(NamedTuple):
         Raises:
             TypeError, ValueError: as `attention`, of the rank's rows over all keys; and what does not fit the layouts.
         """
-        is_mesh = len(self.groups) == 2
-        check_layout(self.layout, math.prod([one.size for one in self.groups]), "mesh" if is_mesh else "group")
+        check_layout(self.layout, math.prod([one.size for one in self.groups]))
         q, k, v = follow_autocast(self.q, self.k, self.v)
         if self.has_sequences:
             raise ValueError(
@@ -171,6 +173,7 @@ class Request(NamedTuple):
         if self.numbers.dropout_p != 0:
             raise ValueError(f"dropout_p is {self.numbers.dropout_p!r}; context_parallel_attention has no dropout")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
+        refuse_by_distance(self.bias, "of ranks that share a sequence")
         if is_nested(q):
             raise ValueError(
                 "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
@@ -178,7 +181,7 @@ class Request(NamedTuple):
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
             describe(q, k, v, None, None, None, self.numbers)  # it says what is wrong
         request = self._replace(q=q, k=k, v=v)
-        call = request._over_mesh() if is_mesh else request._over_group(request)
+        call = request._over_mesh() if len(self.groups) == 2 else request._over_group(request)
         dtype = call.problem.dtype
         if self.exchange_dtype not in (None, dtype, sum_dtype(dtype)):
             raise ValueError(
@@ -230,8 +233,7 @@ class Request(NamedTuple):
         q, k, v, mask, bias, sink = self[:6]
         (members,) = self.groups
         layout, layout_k = self.layout, self._check_layouts(members.size)
-        mask_needs_keys, every_mask = _with_all_keys(mask, layout_k)
-        bias_needs_keys, every_bias = _with_all_keys(bias, layout_k)
+        every_mask, every_bias = (_with_all_keys(x, layout_k) for x in (mask, bias))
         numbers = self.numbers
         if isinstance(mask, ShardedMask):
             numbers = _check_sharded(mask, numbers, members, layout, layout_k)
@@ -239,7 +241,7 @@ class Request(NamedTuple):
             every_mask = _without_memory(no_mask, mask.batch, mask.heads, layout.local_length, layout_k.length)
         elif isinstance(mask, PreparedMask):
             raise TypeError(
-                f"mask is a {type(mask).__name__}, of whole rows; context parallelism needs one of "
+                "mask is a PreparedMask, of whole rows; context parallelism needs one of "
                 "flash_dmattn.distributed.ShardedMask.from_mask, or a bool tensor of this rank's rows"
             )
         every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
@@ -249,9 +251,7 @@ class Request(NamedTuple):
             problem = problem._replace(needs_grad=NeedsGrad(*needs))
         mask = as_scores(mask) if isinstance(mask, Tensor) else mask
         bias = None if bias is None else as_scores(bias)
-        problem = problem._replace(
-            **_mask_as_read(problem, mask, mask_needs_keys), bias=_bias_as_read(problem, bias, bias_needs_keys)
-        )
+        problem = _as_read(problem, mask, bias, layout_k)
         share = share_moved(layout, layout_k, problem.window)
         share = share if share <= CLEAR_SHARE else 1.0
         has_rows = isinstance(mask, ShardedMask) or any(isinstance(x, Tensor) and x.shape[2] > 1 for x in (mask, bias))
@@ -266,8 +266,6 @@ class Request(NamedTuple):
             mask,
             bias,
             sink,
-            mask_needs_keys,
-            bias_needs_keys,
             strategy,
             why,
             _check_head_groups(self.head_groups, problem, bias),
@@ -285,10 +283,7 @@ class Request(NamedTuple):
                     "None"
                 )
             layout_k = layout
-        if not isinstance(layout_k, SequenceLayout):
-            raise TypeError(f"layout_k is a {type(layout_k).__name__}; it needs to be a SequenceLayout")
-        if layout_k.world_size != size:
-            raise ValueError(f"layout_k is for {layout_k.world_size} ranks; it needs the {size} of the group")
+        check_layout(layout_k, size, "layout_k")
         for name, x, own in (("q", q, layout), ("k", k, layout_k), ("v", v, layout_k)):
             if x.shape[1] != own.local_length:
                 raise ValueError(
@@ -303,16 +298,19 @@ def _without_memory(like: Tensor, *shape: int) -> Tensor:
     return like.detach().new_empty((1, 1, 1, 1)).expand(shape)
 
 
-def _with_all_keys(x: Any, layout_k: SequenceLayout) -> tuple[bool, Any]:
-    """Return whether a mask or bias is sharded by keys, and a tensor of all keys in its place, without memory.
+def is_sharded_by_keys(x: Any, layout_k: SequenceLayout) -> bool:
+    """Tell whether a mask or a bias has one row for all queries, and only the keys of this rank."""
+    if not isinstance(x, Tensor) or not 2 <= x.dim() <= 4:
+        return False
+    rows, keys = as_scores(x).shape[2:]
+    return rows == 1 and keys == layout_k.local_length and 1 < keys < layout_k.length
 
-    A tensor that is sharded by keys has one row for all queries.
-    """
-    if isinstance(x, Tensor) and 2 <= x.dim() <= 4:
-        b, h, i, j = as_scores(x).shape
-        if i == 1 and j == layout_k.local_length and 1 < j < layout_k.length:
-            return True, _without_memory(x, b, h, i, layout_k.length)
-    return False, x
+
+def _with_all_keys(x: Any, layout_k: SequenceLayout) -> Any:
+    """Return a mask or a bias with all keys: in the place of one that is sharded by keys a tensor without memory."""
+    if is_sharded_by_keys(x, layout_k):
+        return _without_memory(x, *as_scores(x).shape[:3], layout_k.length)
+    return x
 
 
 def _check_sharded(
@@ -332,31 +330,28 @@ def _check_sharded(
     return numbers._replace(is_causal=mask.is_causal, window_size=mask.window_size)
 
 
-def _mask_as_read(problem: AttentionProblem, mask: Tensor | ShardedMask | None, needs_keys: bool) -> dict[str, Any]:
-    """Return the fields of the mask as slices read it: a sharded one is prepared, or gathered."""
+def _as_read(
+    problem: AttentionProblem, mask: Tensor | ShardedMask | None, bias: Tensor | None, layout_k: SequenceLayout
+) -> AttentionProblem:
+    """Describe mask and bias as slices read them: prepared, gathered, or in the dtype of the sum of its gradients."""
     if isinstance(mask, ShardedMask):
         form = mask.masks[0].form
         rows = 1 if form == "keys" else problem.seqlen_q
-        return {"mask": unpacked_spec((mask.batch, mask.heads, rows, problem.seqlen_k)), "mask_form": form}
-    if needs_keys and problem.mask is not None:
-        return {"mask": unpacked_spec(problem.mask.shape)._replace(dtype=torch.bool)}
-    return {}
-
-
-def _bias_as_read(problem: AttentionProblem, bias: Tensor | None, needs_keys: bool) -> TensorSpec | None:
-    """Return the bias as slices read it: it is gathered, or in the dtype of the sum of its gradients."""
+        prepared = unpacked_spec((mask.batch, mask.heads, rows, problem.seqlen_k))
+        problem = problem._replace(mask=prepared, mask_form=form)
+    elif is_sharded_by_keys(mask, layout_k) and problem.mask is not None:
+        problem = problem._replace(mask=unpacked_spec(problem.mask.shape)._replace(dtype=torch.bool))
     if problem.bias is None or bias is None or bias.shape[2] > 1:
-        return problem.bias
-    spec = unpacked_spec(problem.bias.shape) if needs_keys else problem.bias
-    return spec._replace(dtype=sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype)
+        return problem
+    spec = unpacked_spec(problem.bias.shape) if is_sharded_by_keys(bias, layout_k) else problem.bias
+    dtype = sum_dtype(bias.dtype) if problem.needs_grad.bias else bias.dtype
+    return problem._replace(bias=spec._replace(dtype=dtype))
 
 
 def _check_head_groups(number: int | None, problem: AttentionProblem, bias: Tensor | None) -> int:
     if number is None:
         return 1  # the fastest from 16384 to 65536 tokens (docs/scale.md)
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"head_groups is {number!r}; it needs to be an int or None")
-    if number < 1 or problem.num_heads_k % number:
+    if problem.num_heads_k % integer("head_groups", number, 1):
         raise ValueError(f"head_groups is {number}; it needs to divide the {problem.num_heads_k} key-value heads")
     if number > 1 and bias is not None and bias.shape[1] == 1 and bias.shape[2] > 1 and problem.needs_grad.bias:
         raise ValueError(
@@ -429,3 +424,48 @@ def _first_for_all(preferred: list[str], problems: list[AttentionProblem], direc
         if all(backend.accepts(problem, direction) for problem in problems):
             return backend
     raise AssertionError("eager serves every call")
+
+
+def choose_strategy(
+    requested: str, num_heads: int, num_heads_k: int, size: int, has_rows: bool, share: float
+) -> tuple[str, str]:
+    """Return "gather" or "ulysses" for a group of `size` ranks, called W in the reason that is returned with it.
+
+    `has_rows` says whether each rank has rows of a mask or bias, `share` which share of all keys gather would move.
+    """
+    if requested not in ("auto", "gather", "ulysses"):
+        raise ValueError(f"strategy is {requested!r}; it needs to be one of 'auto', 'gather', 'ulysses'")
+    if requested == "ulysses":
+        if has_rows:
+            raise ValueError(
+                "strategy is 'ulysses', and a mask or bias has rows of this rank, which would have to move with the "
+                "queries; strategy='gather' leaves them where they are"
+            )
+        check_heads(num_heads, num_heads_k, size)
+    if requested != "auto":
+        return requested, "it was asked for"
+    if has_rows:
+        return "gather", "a mask or bias has rows of this rank, which stay where they are"
+    if not _heads_divide(num_heads, num_heads_k, size):
+        return "gather", "the ranks do not divide the heads, as ulysses needs"
+    # Gather moves 1.5 W / (G + 1) times the bytes of Ulysses, or a share of that.
+    even = (num_heads // num_heads_k + 1) / 1.5
+    if size * share > even:
+        return "ulysses", "it sends less than gather: W > (Hq / Hk + 1) / 1.5"
+    if size > even:
+        return "gather", "ranks read so few keys of others that it sends less than ulysses"
+    return "gather", "ulysses would send no less: W <= (Hq / Hk + 1) / 1.5"
+
+
+def _heads_divide(num_heads: int, num_heads_k: int, size: int) -> bool:
+    return num_heads % size == 0 and (num_heads_k % size == 0 or size % num_heads_k == 0)
+
+
+def check_heads(num_heads: int, num_heads_k: int, size: int) -> None:
+    """Refuse heads that `size` ranks cannot trade for positions."""
+    if not _heads_divide(num_heads, num_heads_k, size):
+        raise ValueError(
+            f"q has {num_heads} heads on {num_heads_k} key-value heads, and {size} ranks trade them; it needs heads of "
+            "q that are a multiple of the ranks, and key-value heads that divide them or are divided by them: "
+            "strategy='gather' over one dim needs nothing of the kind"
+        )

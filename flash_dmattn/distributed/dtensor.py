@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import api, explanation
+from ..biases import refuse_by_distance
 from ..dtensors import is_dtensor
 from ..gradients import contiguous_strides
 from ..problem import Numbers, Repeats, fold_call
@@ -33,13 +34,7 @@ Dims = tuple[int | None, ...]
 def attention(q: Any, *others: Any, sink: Any, sequences: object, dropout_p: float, **flags: Any) -> Any:
     """Run `flash_dmattn.attention` where q is a DTensor: the call of this rank, and its results as DTensors.
 
-    Args:
-        q: a DTensor; it decides for the others.
-        others: k, v, mask and bias; they and the rest are as passed to `flash_dmattn.attention`.
-
-    Raises:
-        TypeError: a plain tensor is beside q, or what `attention` itself refuses.
-        ValueError: a placement that needs communication, another mesh, or what `attention` itself refuses.
+    q decides for the others, which are as passed to `flash_dmattn.attention`: k, v, mask and bias in order.
     """
     return_lse, return_probs = flags["return_lse"], flags.pop("return_probs")
     try:
@@ -137,6 +132,8 @@ class ShardedCall:
                     "same on every rank, or to be a bool DTensor"
                 )
             return
+        if name == "bias":
+            refuse_by_distance(x, "beside DTensors")
         if not is_dtensor(x):
             raise TypeError(
                 f"{name} is a {type(x).__name__}, and q is a DTensor; {name} needs to be one, too, on the mesh of q "
@@ -160,7 +157,7 @@ class ShardedCall:
         )
 
     def _check_heads(self, q: DTensor, k: DTensor) -> None:
-        """Each rank needs whole groups: the same number of key-value heads, and the query heads that read them."""
+        """Refuse heads that ranks cannot share by groups: a key-value head and the query heads that read it."""
         sizes = [self._mesh.size(dim) for dim, place in enumerate(self._q_dims) if place == q.dim() - 2]
         if k.shape[-2] % math.prod(sizes) != 0:
             raise ValueError(
@@ -170,7 +167,7 @@ class ShardedCall:
             )
 
     def _check_rows(self, q: Any, mesh_dims: int) -> None:
-        """Ranks have as many positions each, and more than one: a row of a mask is else like one for all queries."""
+        """Refuse lengths that leave a rank a single position, because one row of a mask stands for all queries."""
         if mesh_dims > 1:
             raise ValueError(
                 f"q has placements {q.placements}, which share its sequence over {mesh_dims} mesh dims; it needs one: "

@@ -1,7 +1,8 @@
-"""Which keys each rank reads, and the collectives that bring them there and send their gradients back.
+"""Which keys each rank reads, and the collectives that move tensors between ranks and send their gradients back.
 
 Only copies of bytes travel. Sums are made here, in the order of ranks, so that they are equal bit by bit from run to
-run, whatever the network does.
+run, whatever the network does. Three operators move one tensor each: a mask or a bias that is sharded by keys, the
+gradient of a tensor that ranks share, and heads that are traded for positions.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import agree_within, process_group
+from ..definition import define
+from .group import Members, agree_within, process_group
 from .layout import Interval, SequenceLayout, from_flat
-from .slices import Slice, plan
+from .slices import HeadGroup, Slice, plan
 
-# The largest share of the positions of an all_gather for which ranks send each other parts instead: an all_gather of as
-# many bytes is faster, and half is a clear margin.
+# Ranks send each other parts of the keys if these are at most this share of what an all_gather would move. An
+# all_gather of as many bytes is faster, and half is a clear margin.
 CLEAR_SHARE = 0.5
 
 # Positions in runs [start, stop), ascending, none touching the next.
@@ -33,7 +35,6 @@ class Moves(NamedTuple):
     """Positions that one rank sends and receives, counted in the whole sequence of keys.
 
     Attributes:
-        rank: which one.
         own: positions that it has.
         held: positions that its tensor has afterwards, in this order.
         to: for each rank the positions of this one that it reads.
@@ -111,9 +112,9 @@ def common(first: Runs, second: Runs) -> Runs:
 def moves_of(
     layout: tuple[int, ...], layout_k: tuple[int, ...], rank: int, window: tuple[int, int], all_held: bool = False
 ) -> Moves:
-    """Return what a rank sends and receives; layouts are `SequenceLayout.flat`, and the window has causality folded in.
+    """Return the moves of a rank; with `all_held` its tensor has room for all keys, read or not.
 
-    With `all_held` the rank's tensor has room for all keys, also for the ones that it does not read.
+    Layouts are `SequenceLayout.flat`, and the window has causality folded in.
     """
     rows, keys = from_flat(layout), from_flat(layout_k)
     reads = [runs_read(rows, r, keys.length, window) for r in range(rows.world_size)]
@@ -165,13 +166,7 @@ def _share_moved(layout: tuple[int, ...], layout_k: tuple[int, ...], window: tup
 
 
 class Pending(NamedTuple):
-    """A collective on its way.
-
-    Attributes:
-        work: torch's handle of it.
-        sent, received: its buffers; they stay referenced until `wait`, since the network still reads and writes them.
-        unpack: makes the tensors that were asked for from `received`.
-    """
+    """A collective on its way; its buffers stay referenced until `wait`, since the network reads and writes them."""
 
     work: Any
     sent: Tensor
@@ -205,7 +200,7 @@ def gather(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, group: s
 def scatter(tensors: Sequence[Tensor], dim: int, layout: SequenceLayout, rank: int, group: str) -> Pending:
     """Send gradients of what `gather` brought to the ranks that have the rows, and bring the sums of own rows.
 
-    The gradients have the dtype of the exchange; the sums over all ranks are in fp32, fp64 for fp64.
+    The sums over all ranks are in fp32, fp64 for fp64.
     """
     runs = [run for intervals in layout.intervals for run in intervals]
     sent = _joined([x.narrow(dim, start, stop - start) for start, stop in runs for x in tensors])
@@ -242,10 +237,7 @@ def fetch(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pend
 
 
 def give_back(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pending:
-    """Send gradients of what `fetch` brought to the ranks that have it, and bring the sums of own rows.
-
-    The gradients have the dtype of the exchange; the sums over all ranks are in fp32, fp64 for fp64.
-    """
+    """Send gradients of what `fetch` brought to the ranks that have it, and bring the sums of own rows as `scatter`."""
 
     def add(ranks: list[list[Tensor]]) -> list[Tensor]:
         rows, dtype = length_of(moves.own), sum_dtype(tensors[0].dtype)
@@ -310,8 +302,7 @@ class Route(NamedTuple):
     """Which keys travel, and between which ranks: numbers that operators receive, in the order of `ROUTE`.
 
     Attributes:
-        group, rank: name of the process group, and this process's place in it.
-        layout, layout_k: of queries and keys, `SequenceLayout.flat`.
+        layout, layout_k: `SequenceLayout.flat`.
         left, right: the window of the whole call, causality folded in.
         sends_parts: whether ranks send each other the keys that are read; else every rank gets all of them.
         number: of the call, so that ranks know each other's backward passes; 0 in a compiled graph.
@@ -364,14 +355,6 @@ class Route(NamedTuple):
         return scatter(gradients, dim, from_flat(self.layout_k), self.rank, self.group)
 
 
-def sum_over(x: Tensor, size: int, group: str) -> Tensor:
-    """Sum one tensor over all ranks, the same bits on each: fp32, fp64 for fp64."""
-    sent = x.contiguous()
-    received = sent.new_empty((size, *sent.shape))
-    _all_gather(_bytes(received), _bytes(sent), process_group(group), False)
-    return summed(received.unbind())
-
-
 def trade(x: Tensor, group: str) -> Tensor:
     """Send x[i] to rank i, and return what every rank has sent this one: (W, ...), contiguous."""
     sent = x.contiguous()
@@ -405,3 +388,138 @@ def _resized(x: Tensor, dim: int, size: int) -> torch.Size:
 def _bytes(x: Tensor) -> Tensor:
     # Not every transport knows every dtype.
     return x.view(-1).view(torch.uint8)
+
+
+def _move_keys(x: Tensor, back: bool, *numbers: Any) -> Tensor:
+    route, dim = Route.of(*numbers), x.dim() - 1
+    if back or route.number == 0:  # else the call was compared
+        route.compare("backward" if back else "forward", **{"mask or bias of keys": x})
+    if back:
+        return route.send_back((x,), dim, all_held=True).wait()[0]
+    (keys,) = route.bring((x.view(torch.uint8) if x.dtype == torch.bool else x,), dim, all_held=True).wait()
+    return keys.view(torch.bool) if x.dtype == torch.bool else keys
+
+
+def _move_keys_fake(x: Tensor, back: bool, *numbers: Any) -> Tensor:
+    layout_k = from_flat(Route.of(*numbers).layout_k)
+    return x.new_empty((*x.shape[:-1], layout_k.local_length if back else layout_k.length))
+
+
+def _sum(x: Tensor, group: str, size: int, number: int) -> Tensor:
+    agree_within(group, "backward", number, {"bias or sink with a summed gradient": x})
+    sent = x.contiguous()
+    received = sent.new_empty((size, *sent.shape))
+    _all_gather(_bytes(received), _bytes(sent), process_group(group), False)
+    return summed(received.unbind())
+
+
+def _sum_fake(x: Tensor, group: str, size: int, number: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _trade(x: Tensor, group: str, layout: list[int], to_heads: bool, direction: str, name: str, number: int) -> Tensor:
+    where = from_flat(tuple(layout))
+    if direction == "backward" or number == 0:  # else the call was compared
+        agree_within(group, direction, number, {"traded": name, name: x, "layout": layout})
+    if to_heads:
+        received = trade(torch.stack(x.chunk(where.world_size, 2)), group)
+        return where.unshard(list(received.unbind()), 1)
+    sent = torch.stack([where.shard(x, 1, rank) for rank in range(where.world_size)])
+    return torch.cat(list(trade(sent, group).unbind()), 2)
+
+
+def _trade_fake(x: Tensor, group: str, layout: list[int], to_heads: bool, *others: Any) -> Tensor:
+    batch, _, heads, dim = x.shape
+    where = from_flat(tuple(layout))
+    size = where.world_size
+    if to_heads:
+        return x.new_empty(batch, layout[0], heads // size, dim)
+    return x.new_empty(batch, where.local_length, heads * size, dim)
+
+
+_TRADE = "(Tensor x, str group, int[] layout, bool to_heads, str direction, str name, int number) -> Tensor"
+_keys_op = define("move_keys", f"(Tensor x, bool back, {ROUTE}) -> Tensor", _move_keys, _move_keys_fake)
+_sum_op = define("sum_over_ranks", "(Tensor x, str group, int size, int number) -> Tensor", _sum, _sum_fake)
+_trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
+
+
+class _Exchange(torch.autograd.Function):
+    """Run one function on a tensor, and another one on its gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        return there(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, ctx.back = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def _exchanged(x: Tensor, there: Callable[[Tensor], Any], back: Callable[[Tensor], Any]) -> Tensor:
+    result: Tensor = _Exchange.apply(x, there, back)
+    return result
+
+
+def gather_keys(x: Tensor, route: Route) -> Tensor:
+    """Return a mask or bias (..., Lk / W), sharded as the keys are, with all keys in global order; differentiable.
+
+    Keys that no slice of this rank reads may be zero. The gradient is the sum of what all ranks send for own keys.
+    """
+    return _exchanged(x, lambda x: _keys_op(x, False, *route), lambda gradient: _keys_op(gradient, True, *route))
+
+
+def sum_gradient(x: Tensor, members: Members, number: int) -> Tensor:
+    """Return the same values; the gradient is summed over the ranks, the same bits on each, in the call `number`."""
+    return _exchanged(x, lambda x: x.view_as(x), lambda gradient: _sum_op(gradient, members.name, members.size, number))
+
+
+class HeadTrade(NamedTuple):
+    """How the ranks of a group trade their positions of all heads for all positions of their heads, and back.
+
+    `num_heads_k` belongs to the whole call; ranks share key-value heads that are fewer than they.
+    """
+
+    members: Members
+    layout: SequenceLayout
+    layout_k: SequenceLayout
+    num_heads_k: int
+    number: int
+
+    @property
+    def heads(self) -> HeadGroup:
+        """The heads of this rank."""
+        return HeadGroup(self.members.rank, self.members.size)
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Trade q, k and v of this rank's rows for q, k and v of its heads; differentiable."""
+        traded = self._trade(q, "q", self.layout, to_heads=True)
+        repeats = self.members.size // self.num_heads_k
+        keys = [x if repeats <= 1 else x.repeat_interleave(repeats, 2) for x in (k, v)]
+        k, v = (self._trade(x, name, self.layout_k, to_heads=True) for name, x in zip("kv", keys))
+        return traded, k, v
+
+    def to_rows(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Trade out and lse of this rank's heads for out and lse of its rows; differentiable."""
+        own = self._trade(out, "out", self.layout, to_heads=False)
+        if lse is None:
+            return own, None
+        columns = self._trade(lse.transpose(1, 2)[..., None], "lse", self.layout, to_heads=False)
+        return own, columns.squeeze(-1).transpose(1, 2)
+
+    def _trade(
+        self, x: Tensor, name: str, layout: SequenceLayout, *, to_heads: bool, direction: str = "forward"
+    ) -> Tensor:
+        """Trade (B, L / W, H, D) of this rank's rows for (B, L, H / W, D) of its heads, or back.
+
+        Each way is the gradient of the other. `name` is the tensor's name in the call.
+        """
+        group, flat = self.members.name, list(layout.flat)
+        return _exchanged(
+            x,
+            lambda x: _trade_op(x, group, flat, to_heads, direction, name, self.number),
+            lambda gradient: self._trade(gradient, name, layout, to_heads=not to_heads, direction="backward"),
+        )

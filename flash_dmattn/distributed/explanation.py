@@ -16,12 +16,11 @@ from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import BackendError, choice_in_force, falls_back, refuse_fallback, selected_names
 from ..explanation import Explanation, Verdict, verdict_of
 from ..problem import AttentionProblem, Numbers, as_scores, dtype_name, refuse_keywords
-from .call import ParallelCall, Request, find_backends
+from .call import ParallelCall, Request, Strategy, find_backends
 from .exchange import share_moved, sum_dtype
 from .group import Group, groups_of
 from .layout import SequenceLayout
 from .slices import ShardedMask, Slice
-from .transfers import Strategy
 
 
 class Transfer(NamedTuple):
@@ -67,7 +66,7 @@ class ParallelExplanation(Explanation):
     remarks: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for json.dumps."""
+        """Return plain data, ready for json.dumps."""
         return super().to_dict() | {
             "strategy": self.strategy,
             "why": self.why,
@@ -98,7 +97,7 @@ class ParallelExplanation(Explanation):
         lines += [f"about {_size(self.transient_bytes)} of memory for what is gathered or traded", ""]
         profile = [] if self.profile is None else [f"profile: {self.profile}"]
         error = [] if self.error is None else self.error.split("\n")[:1]
-        return "\n".join([*lines, *self.remarks, self.chosen, *error, *profile, "", *self.table])
+        return "\n".join([*lines, *self.remarks, self.chosen, *error, *profile, "", *self._table()])
 
     __repr__ = __str__
 

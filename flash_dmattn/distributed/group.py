@@ -43,13 +43,7 @@ _calls: WeakKeyDictionary[ProcessGroup, Counter[tuple[str, ...]]] = WeakKeyDicti
 
 
 class Members(NamedTuple):
-    """A process group as operators know it.
-
-    Attributes:
-        name: which `process_group` finds it by.
-        size: number of ranks.
-        rank: this process among them.
-    """
+    """A process group as operators know it: its name, its number of ranks, and the rank of this process."""
 
     name: str
     size: int
@@ -82,12 +76,12 @@ def groups_of(group: Group) -> tuple[Members, ...]:
     return (members_of(group),)
 
 
-def check_layout(layout: SequenceLayout, size: int, kind: str = "group") -> None:
+def check_layout(layout: SequenceLayout, size: int, name: str = "layout") -> None:
     """Refuse anything but a layout of as many ranks."""
     if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout is a {type(layout).__name__}; it needs to be a SequenceLayout")
+        raise TypeError(f"{name} is a {type(layout).__name__}; it needs to be a SequenceLayout")
     if layout.world_size != size:
-        raise ValueError(f"layout is for {layout.world_size} ranks; it needs the {size} of the {kind}")
+        raise ValueError(f"{name} is for {layout.world_size} ranks; it needs the {size} of the group")
 
 
 def process_group(name: str) -> ProcessGroup:
@@ -159,11 +153,7 @@ def agree(groups: tuple[Members, ...], shared: Shared) -> None:
 def agree_within(group: str, direction: str, number: int, values: Mapping[str, object]) -> None:
     """Compare one operator, in a backward pass or in a compiled graph, with the operators of all other ranks.
 
-    Args:
-        group: name of the process group.
-        direction: "forward" or "backward".
-        number: of the call, 0 in a compiled graph.
-        values: numbers to compare, and tensors whose dtype and shape are compared.
+    `number` counts the calls; it is 0 in a compiled graph. `values` are numbers, and tensors for their dtype and shape.
     """
     ranks = process_group(group)
     step = f"{direction} of call {number}" if number else f"{direction} of a compiled call"

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from ..masks.arguments import integer
 
 Interval = tuple[int, int]
 
@@ -73,7 +76,7 @@ class SequenceLayout:
         Raises:
             ValueError: `length` is no multiple of 2 * world_size.
         """
-        chunk = _share(length, 2 * _positive("world_size", world_size))
+        chunk = _share(length, 2 * integer("world_size", world_size, 1))
         ends = [(i * chunk, (i + 1) * chunk) for i in range(2 * world_size)]
         return cls(length, tuple((ends[r], ends[-1 - r]) for r in range(world_size)))
 
@@ -84,7 +87,7 @@ class SequenceLayout:
         Raises:
             ValueError: `length` is no multiple of `world_size`.
         """
-        rows = _share(length, _positive("world_size", world_size))
+        rows = _share(length, integer("world_size", world_size, 1))
         return cls(length, tuple(((r * rows, (r + 1) * rows),) for r in range(world_size)))
 
     @classmethod
@@ -110,14 +113,12 @@ class SequenceLayout:
         >>> SequenceLayout.balanced([9, 1, 1, 1], length=8, world_size=2, pieces=2).intervals
         (((0, 2), (6, 8)), ((2, 6),))
         """
-        world_size, pieces = _positive("world_size", world_size), _positive("pieces", pieces)
-        chunk = _share(length, world_size * pieces)
+        chunk = _share(length, integer("world_size", world_size, 1) * integer("pieces", pieces, 1))
         if not 0 < len(work) <= length:
             raise ValueError(f"work has {len(work)} entries; it needs 1 to {length}, one for each run of rows")
         run = -(-length // len(work))
-        sums = [0.0]
-        for row in range(length):  # a prefix sum over rows: chunks need not end where runs do
-            sums.append(sums[-1] + work[row // run] / run)
+        # Sums over rows, because chunks need not end where runs do.
+        sums = list(accumulate((work[row // run] / run for row in range(length)), initial=0.0))
         chunks = [(i * chunk, (i + 1) * chunk) for i in range(world_size * pieces)]
         weights = {interval: sums[interval[1]] - sums[interval[0]] for interval in chunks}
         loads = [0.0] * world_size
@@ -139,7 +140,7 @@ class SequenceLayout:
         >>> outer.intervals, inner[0].intervals
         ((((0, 4), (12, 16)), ((4, 12),)), (((0, 2), (6, 8)), ((2, 6),)))
         """
-        if self.world_size % _positive("number", number):
+        if self.world_size % integer("number", number, 1):
             raise ValueError(f"number is {number}; it needs to divide the {self.world_size} ranks of the layout")
         outer, inner = [], []
         for first in range(0, self.world_size, number):
@@ -231,7 +232,7 @@ def from_flat(flat: tuple[int, ...]) -> SequenceLayout:
 
 
 def _merged(runs: Sequence[Interval]) -> tuple[Interval, ...]:
-    """Runs with neighbours joined; their order is checked, since rows of a rank's tensors are in it."""
+    """Join neighbours; refuse another order, because rows of a rank's tensors are in it."""
     merged: list[Interval] = []
     for start, stop in runs:
         if merged and start < merged[-1][1]:
@@ -243,15 +244,7 @@ def _merged(runs: Sequence[Interval]) -> tuple[Interval, ...]:
     return tuple(merged)
 
 
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it needs to be an int")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; it needs to be 1 or more")
-    return value
-
-
 def _share(length: int, parts: int) -> int:
-    if _positive("length", length) % parts:
+    if integer("length", length, 1) % parts:
         raise ValueError(f"length is {length}; it needs to be a multiple of {parts}")
     return length // parts

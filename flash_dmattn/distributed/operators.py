@@ -1,4 +1,7 @@
-"""The strategy "gather": each pass is one operator, a node of a graph, with the collectives inside."""
+"""The strategy "gather": each pass is one operator, a node of a graph, with the collectives inside.
+
+`RankRows` makes the calls of one rank over one group of heads, once the keys and values of that group are there.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,214 @@ import torch
 from torch import Tensor
 
 from ..backends.mask_choice import choose_form, view_of
+from ..backends.protocol import Backend
 from ..definition import define, distinct, is_transformed
+from ..dispatch.plan import backward_pass, forward_pass
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import Selection
 from ..flops import backward_flop_of, forward_flop_of, register
-from ..gradients import empty_gradient, empty_gradients, empty_outputs, spread
-from ..problem import Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
+from ..gradients import empty_gradient, empty_gradients, empty_outputs, spread, with_dbias
+from ..operators import describe_operands
+from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
+from ..problem.inputs import Inputs, Saved
 from .call import ParallelCall
-from .exchange import ROUTE, Pending, Route, places_in
-from .rows import RankRows, Sums, slice_problem, views_of
-from .slices import HeadGroup, ShardedMask
+from .exchange import ROUTE, Pending, Route, places_in, sum_dtype
+from .slices import HeadGroup, ShardedMask, Slice, slice_problem
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink"
 _NUMBERS = (
     f"{ROUTE}, str[] mask_forms, float softmax_scale, float softcap, bool deterministic, str forward, str backward, "
     "int head_groups, ScalarType exchange_dtype, bool[5] needs_grad"
 )
+
+
+NUMBER_OF_TENSORS = {"none": 0, "dense": 1, "tiles": 4, "keys": 3, "intervals": 6}
+
+
+def views_of(forms: Sequence[str], tensors: Sequence[Tensor]) -> list[MaskView]:
+    """Return the masks of a rank's slices, from their forms and all their tensors in a row."""
+    views, place = [], 0
+    for form in forms:
+        number = NUMBER_OF_TENSORS[form]
+        views.append(MaskView(form, tuple(tensors[place : place + number])))  # type: ignore[arg-type]
+        place += number
+    return views
+
+
+def view_of_heads(view: MaskView, heads: HeadGroup) -> MaskView:
+    """Return the part of a mask that a group of heads reads; it may have one head, or a head for each of k or q."""
+    if heads.number == 1 or not view.tensors or view.tensors[0].shape[1] == 1:
+        return view
+    # Kernels read prepared masks as contiguous tensors.
+    parts = [x[:, heads.of(x.shape[1])] for x in view.tensors]
+    return MaskView(view.form, tuple(parts if view.form == "dense" else [x.contiguous() for x in parts]))
+
+
+class RankRows(NamedTuple):
+    """All that the calls of a rank share: its slices, where the keys of each are in k and v, and the mask of each.
+
+    q is (B, Lq / W, Hq, D). The bias has the rank's rows or one row, and all keys or one. `flags` belong to all rows
+    over all keys.
+    """
+
+    parts: tuple[Slice, ...]
+    places: tuple[slice, ...]
+    views: list[MaskView]
+    q: Tensor
+    bias: Tensor | None
+    sink: Tensor | None
+    flags: Flags
+    needs_grad: NeedsGrad
+
+    def forward(self, backend: Backend, heads: HeadGroup, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Fill out and lse of a group of heads, whose k and v have the keys that the rank holds, in global order."""
+        query_heads = heads.of(self.q.shape[2])
+        slices = zip(self.parts, self.places, self.views)
+        # The largest first: while it is computed the host gets the others ready.
+        for part, keys, view in sorted(slices, key=lambda one: -one[0].seqlen_q * one[0].seqlen_k):
+            problem, inputs = self._slice(part, heads, view, k, v, keys)
+            out[:, part.rows, query_heads], lse[:, query_heads, part.rows] = forward_pass(backend, problem)(inputs)
+
+    def backward(
+        self,
+        backend: Backend,
+        heads: HeadGroup,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sums: Sums,
+        exchange_dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """Add this group's gradients of q, bias and sink to `sums`; return the needed ones of dk and dv.
+
+        dk and dv are sums over this rank's rows, rounded once to the dtype of the exchange.
+        """
+        query_heads = heads.of(self.q.shape[2])
+        dk, dv = (
+            KeySum(x, len(self.parts), exchange_dtype) if needed else None
+            for x, needed in zip((k, v), self.needs_grad[1:])
+        )
+        for part, keys, view in zip(self.parts, self.places, self.views):
+            problem, inputs = self._slice(part, heads, view, k, v, keys)
+            rest: dict[str, Tensor] = {}
+            group_dbias = None if sums.bias is None else heads.cut(sums.bias)
+            place = None if group_dbias is None else _cleared_around(group_dbias, part)
+            if place is not None and backend.stores_dbias:
+                rest["dbias_out"] = place
+            # out and lse lie as every backend has written them.
+            saved = Saved(
+                inputs, out[:, part.rows, query_heads].contiguous(), lse[:, query_heads, part.rows].contiguous()
+            )
+            dlse_rows = None if dlse is None else dlse[:, query_heads, part.rows]
+            gradients = backward_pass(backend, problem)(saved, dout[:, part.rows, query_heads], dlse_rows, **rest)
+            if place is not None:
+                gradients = with_dbias(gradients, place)
+            dq, dk_part, dv_part, dbias, *dsink = gradients
+            if dq is not None and sums.q is not None:
+                sums.q[:, part.rows, query_heads] = dq
+            for total, term in ((dk, dk_part), (dv, dv_part)):
+                if total is not None and term is not None:
+                    total.add(keys, term)
+            if dbias is not None and group_dbias is not None and place is None:
+                if group_dbias.shape[2] == 1:  # one row for all queries, which each slice has a term of
+                    group_dbias[..., part.keys if group_dbias.shape[3] > 1 else slice(None)] += dbias
+                else:
+                    group_dbias[:, :, part.rows] = dbias
+            if dsink and dsink[0] is not None and sums.sink is not None:
+                sums.sink[query_heads] += dsink[0]
+        return [x.total() for x in (dk, dv) if x is not None]
+
+    def _slice(
+        self, part: Slice, heads: HeadGroup, view: MaskView, k: Tensor, v: Tensor, keys: slice
+    ) -> tuple[AttentionProblem, Inputs]:
+        """Return the call of one slice and one group of heads."""
+        query_heads = heads.of(self.q.shape[2])
+        inputs = Inputs(
+            self.q[:, part.rows, query_heads],
+            k[:, keys],
+            v[:, keys],
+            view_of_heads(view, heads),
+            None if self.bias is None else heads.cut(part.cut(self.bias)),
+            None if self.sink is None else self.sink[query_heads],
+        )
+        left, right = part.window
+        return describe_operands(inputs, self.flags._replace(left=left, right=right), self.needs_grad), inputs
+
+
+class KeySum:
+    """The gradient of all keys or values that a rank holds: a sum of one term for each slice, in the end of `dtype`."""
+
+    def __init__(self, like: Tensor, number: int, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._largest: tuple[slice, Tensor] | None = None
+        # Two terms are added in fp32 and rounded once by one addition, so they need no sum of a wider dtype.
+        self._is_narrow = number <= 2 and dtype == like.dtype
+        self._sum: Tensor | None = None
+
+    def add(self, keys: slice, gradient: Tensor) -> None:
+        """Add the gradient of the keys of one slice, which are there; it may be written to."""
+        if not self._is_narrow:
+            if self._sum is None:
+                self._sum = torch.zeros_like(self._like, dtype=sum_dtype(self._like.dtype))
+            self._sum[:, keys] += gradient
+        elif self._largest is None:
+            self._largest = (keys, gradient)
+        else:
+            first = self._largest
+            (keys, gradient), self._largest = sorted((first, (keys, gradient)), key=lambda term: term[1].shape[1])
+            self._sum = self._padded(self._largest)
+            self._sum[:, keys] += gradient
+
+    def total(self) -> Tensor:
+        """Return the sum over all slices."""
+        if self._sum is None:
+            assert self._largest is not None
+            return self._padded(self._largest)
+        return self._sum.to(self._dtype)
+
+    def _padded(self, term: tuple[slice, Tensor]) -> Tensor:
+        keys, gradient = term
+        if gradient.shape[1] == self._like.shape[1]:
+            return gradient
+        padded = torch.zeros_like(self._like)
+        padded[:, keys] = gradient
+        return padded
+
+
+class Sums(NamedTuple):
+    """The gradients that stay with a rank, filled slice by slice; None where not needed."""
+
+    q: Tensor | None
+    bias: Tensor | None
+    sink: Tensor | None
+
+    @classmethod
+    def of(cls, rows: RankRows) -> Sums:
+        """Allocate the gradients that the call needs, zero where slices add to them; these are in fp32 at least."""
+        needs, dbias = rows.needs_grad, None
+        if needs.bias and rows.bias is not None:
+            dbias = empty_gradient(rows.bias) if rows.bias.shape[2] > 1 else rows.bias.new_zeros(rows.bias.shape)
+        return cls(
+            empty_gradient(rows.q) if needs.q else None,
+            dbias,
+            rows.sink.new_zeros(rows.sink.shape) if needs.sink and rows.sink is not None else None,
+        )
+
+
+def _cleared_around(dbias: Tensor, part: Slice) -> Tensor | None:
+    """Return the place of a slice in the gradient of the bias, after zeroing the keys that the slice does not have.
+
+    None where the bias has not both rows and keys of its own.
+    """
+    if dbias.shape[2] == 1 or dbias.shape[3] == 1:
+        return None
+    rows = dbias[:, :, part.rows]
+    rows[..., : part.start] = 0
+    rows[..., part.stop :] = 0
+    return rows[..., part.keys]
 
 
 class Operands(NamedTuple):
@@ -41,12 +236,7 @@ class Operands(NamedTuple):
 class GatherSettings(NamedTuple):
     """All that both operators receive beside tensors; `flat` and `of` have it in the order of their schemas.
 
-    Attributes:
-        route: how keys travel.
-        mask_forms: the form of each slice's mask.
-        forward, backward: names of the backends.
-        head_groups: how many groups of key-value heads are gathered one after the other.
-        exchange_dtype: in which gradients of k and v are sent.
+    `mask_forms` has the form of each slice's mask; `forward` and `backward` are names of backends.
     """
 
     route: Route
@@ -219,7 +409,7 @@ class GatherGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Refuse."""
+        """Refuse a second derivative."""
         raise NotImplementedError(
             "context_parallel_attention has no second derivative; "
             'flash_dmattn.attention(..., backend="eager") has one on one device'
@@ -242,10 +432,7 @@ def attend_gathered(
     bias: Tensor | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of this rank's rows, or over a mesh of two dims of its heads of its inner group's rows.
-
-    `mask` and `bias` have all keys, or one.
-    """
+    """Return out and lse of this rank's rows; over a mesh of two dims, of its heads of the rows of its inner group."""
     problem, flags = call.problem, call.problem.flags
     views = _views(call, pair, mask)
     settings = GatherSettings(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..masks import PreparedMask
 from ..masks.arguments import bool_mask
-from ..problem import causal_window, check_flag, check_window
+from ..problem import AttentionProblem, TensorSpec, causal_window, check_flag, check_window, unpacked_spec
 from .layout import SequenceLayout
 
 # Slices of keys start on a multiple of it, so that rows of masks and biases stay on the alignment that kernels need.
@@ -19,12 +19,9 @@ ALIGNMENT = 128
 
 
 class Slice(NamedTuple):
-    """One ordinary call: a run of a rank's rows over a run of keys.
+    """One ordinary call: rows `row` to `row_stop` of a rank's tensors over keys `start` to `stop` in global order.
 
-    Attributes:
-        row, row_stop: among the rows of the rank's tensors.
-        start, stop: keys, in global order; none where they are equal.
-        window: (left, right) of this call, -1 for an unlimited side. Causality is a right of 0.
+    `window` is (left, right) of this call, -1 for an unlimited side. Causality is a right of 0.
     """
 
     row: int
@@ -86,17 +83,10 @@ class HeadGroup(NamedTuple):
 def slice_keys(
     a: int, b: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int], alignment: int
 ) -> tuple[int, int, tuple[int, int]]:
-    """Return the keys that rows [a, b) of a call need, and their window in a call of their own.
+    """Return (start, stop, window): the keys that rows [a, b) of a call need, and their window in a call of their own.
 
-    Args:
-        a, b: rows of the whole call, a < b.
-        seqlen_q, seqlen_k: of the whole call, which aligns rows and keys at their ends.
-        window: of the whole call with causality folded in, -1 for an unlimited side.
-        alignment: the first key is rounded down to a multiple of it.
-
-    Returns:
-        (start, stop, window). None of the rows sees a key before `start` or past `stop`. The call of rows [a, b) on
-        keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative.
+    None of the rows sees a key before `start`, a multiple of `alignment`, or past `stop`. The call of rows [a, b) on
+    keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative.
     """
     left, right = window
     offset = seqlen_k - seqlen_q
@@ -115,6 +105,36 @@ def plan(layout: SequenceLayout, rank: int, seqlen_k: int, window: tuple[int, in
         slices.append(Slice(row, row + b - a, *slice_keys(a, b, layout.length, seqlen_k, window, ALIGNMENT)))
         row += b - a
     return tuple(slices)
+
+
+def slice_problem(rank: AttentionProblem, part: Slice, heads: HeadGroup, held: int) -> AttentionProblem:
+    """Describe one slice and one group of heads of a rank's rows, whose tensors of keys have `held` of them."""
+    left, right = part.window
+    causal = right == 0
+    num_heads_k = max(1, rank.num_heads_k // heads.number)
+    return rank._replace(
+        seqlen_q=part.seqlen_q,
+        seqlen_k=part.seqlen_k,
+        num_heads=rank.num_heads // heads.number,
+        num_heads_k=num_heads_k,
+        # The strides of all keys of the group that have arrived: a slice of them is a view.
+        k_strides=unpacked_spec((rank.batch, held, num_heads_k, rank.head_dim)).strides,
+        v_strides=unpacked_spec((rank.batch, held, num_heads_k, rank.head_dim_v)).strides,
+        mask=_cut_spec(rank.mask, part, heads),
+        bias=_cut_spec(rank.bias, part, heads),
+        is_causal=causal,
+        window_size=(left, -1 if causal else right),
+        flags=rank.flags._replace(left=left, right=right),
+    )
+
+
+def _cut_spec(spec: TensorSpec | None, part: Slice, heads: HeadGroup) -> TensorSpec | None:
+    if spec is None:
+        return None
+    b, h, i, j = spec.shape
+    own = heads.of(h)
+    shape = (b, own.stop - own.start, part.seqlen_q if i > 1 else i, part.seqlen_k if j > 1 else j)
+    return spec._replace(shape=shape)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -154,8 +174,8 @@ class ShardedMask:
     ) -> ShardedMask:
         """Prepare the rows of a mask that one rank has, for any number of calls; nothing is sent.
 
-        For W ranks, Lq and Lk positions in all: the result stands for the rank's rows of
-        `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`, as its method `dense` returns them.
+        For W ranks, with Lq and Lk positions in all, the result stands for the rank's rows of
+        `mask & causal_mask(Lq, Lk) & sliding_window_mask(Lq, Lk, window_size)`. Its method `dense` returns them.
 
         Args:
             mask: bool, read from the right as (Bm, Hm, Lq / W or 1, Lk or 1): the rank's own rows, as

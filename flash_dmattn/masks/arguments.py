@@ -122,7 +122,7 @@ def common_shape(tensors: list[torch.Tensor], names: list[str]) -> tuple[int, in
 
 
 def pad(x: torch.Tensor, counts: tuple[int, ...], value: int = 0) -> torch.Tensor:
-    """Pad as `F.pad(x, counts, value=value)` does, also a tensor with an empty dim, which PyTorch 2.9 refuses to pad.
+    """Pad as `F.pad(x, counts, value=value)` does, also a tensor with an empty dim, which PyTorch 2.9 refuses.
 
     >>> pad(torch.ones(2, 0, dtype=torch.bool), (0, 3)).tolist()
     [[False, False, False], [False, False, False]]

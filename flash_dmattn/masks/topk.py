@@ -88,22 +88,13 @@ def _selected(
 def topk_arguments(
     scores: torch.Tensor, mask: torch.Tensor | None, seqlen_q: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Check the arguments of a selection by scores; return scores and mask in four dims that broadcast, and Lq.
+    """Check the arguments of `topk_mask`; return scores and mask, 4-D, and the number of queries.
 
-    Args:
-        scores, mask, seqlen_q: as in `topk_mask`.
-
-    Returns:
-        scores (B or 1, H or 1, Lq or 1, Lk) and mask (the same, or 1 key) without a gradient, their heads aligned and
-        expanded dims cut to size 1, and the number of queries.
-
-    Raises:
-        TypeError, ValueError: as in `topk_mask`.
+    Scores have no gradient. Heads of both are aligned, and dims that were expanded are cut to size 1.
     """
-    values = float_scores(scores)
-    if scores.dim() == 0:
+    if isinstance(scores, torch.Tensor) and scores.dim() == 0:
         raise ValueError("scores is 0-D; it needs a dim of keys, the last one.")
-    scores = values
+    scores = float_scores(scores)
     allowed = None if mask is None else bool_mask("mask", mask)
     if allowed is not None and allowed.device != scores.device:
         raise ValueError(f"mask is on {allowed.device} and scores on {scores.device}; they need to be on one device.")
@@ -136,8 +127,8 @@ def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int 
 def sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
     """Return integers in the order of the scores: the lowest for what is not allowed, the next for NaN.
 
-    IEEE floats of one sign compare as their bits do; flipping the lower bits of negative ones puts those in
-    order too. Integers make NaN and -inf ordinary values and tie exactly where floats are equal.
+    IEEE floats of one sign compare as their bits do. Flipping the lower bits of negative ones puts these in order, too.
+    Integers make NaN and -inf ordinary values, and tie exactly where floats are equal.
     """
     wide = scores.double() if scores.dtype == torch.float64 else scores.float()
     integers = torch.int64 if wide.dtype == torch.float64 else torch.int32
@@ -218,9 +209,9 @@ def ranks(keys: torch.Tensor) -> torch.Tensor:
 def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -> torch.Tensor:
     """Find the k-th smallest (or else the largest) of the first `prefix` entries of each row of `rank`.
 
-    A wavelet matrix: the answers are inside bit by bit, highest first, for all prefixes at once. At each bit the
-    row is partitioned stably into zeros and ones, a query keeps the range of entries that share its higher
-    bits, and whether that range holds enough zeros decides its bit.
+    A wavelet matrix finds the answers bit by bit, highest first, for all prefixes at once. At each bit the row is
+    partitioned stably into zeros and ones. A query keeps the range of entries that share its higher bits; whether that
+    range holds enough zeros decides its bit.
 
     Args:
         rank: int64 (N, L), each row a permutation of 0 to L - 1.
@@ -267,17 +258,7 @@ def topk_stops(keys: torch.Tensor, k: int) -> torch.Tensor:
         k: how many are kept, from 1.
 
     Returns:
-        int64 (N, L), from j to L; L where a key stays to the end, j where it is never kept.
-
-    Equivalent, for a row without ties::
-
-        better = keys[None, :] > keys[:, None]
-        met = better.cumsum(1) >= k
-        stop = where(met.any(1), met.int().argmax(1), L).maximum(arange(L))
-
-    Example:
-        >>> topk_stops(torch.tensor([[3, 1, 2, 2]]), 2).tolist()
-        [[4, 2, 4, 3]]
+        int64 (N, L), from j to L; L if a key stays to the end, j if it is never kept.
     """
     rows, length = keys.shape
     rank = ranks(keys)
@@ -300,11 +281,7 @@ def topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tup
         local: a query also sees so many of the last keys up to its own.
 
     Returns:
-        (start, stop) int32 (B, H, Lk), contiguous, from 0 to `seqlen_q`; both 0 for a key that nobody keeps.
-
-    Example:
-        >>> topk_intervals(torch.tensor([[[3, 1, 2, 2]]]), 2, 3, 0)
-        (tensor([[[0, 0, 1, 0]]], dtype=torch.int32), tensor([[[3, 1, 3, 0]]], dtype=torch.int32))
+        (start, stop) int32 (B, H, Lk), contiguous, from 0 to `seqlen_q`; both 0 for a key that no query keeps.
     """
     seqlen_k = keys.size(2)
     position = torch.arange(seqlen_k, device=keys.device)

@@ -10,6 +10,7 @@ from torch import nn
 
 import flash_dmattn
 from flash_dmattn.masks import PreparedMask, topk_mask
+from flash_dmattn.masks.arguments import integer
 from flash_dmattn.masks.prepared.intervals import reorder_pays
 from flash_dmattn.masks.prepared.operators import run_score_keys, run_topk_intervals
 from flash_dmattn.problem import values_can_be_read
@@ -53,7 +54,7 @@ class DynamicMaskAttention(nn.Module):
         out = logits.masked_fill(~keep, -inf).softmax(-1) @ v
         return out @ Wo
 
-    The choice of keys is learned through the bias: the score that decides whether a key is kept is also added to the
+    The choice of keys is learned through the bias. The score that decides whether a key is kept is also added to the
     logits of kept keys, so that W and A get gradients. Scores are ranked by their nearest multiple of 2**-12, the
     earliest key first among equals, so that decoding keeps the keys that a full forward keeps.
     ``keep_window_size=None`` removes score, bias and mask: the same class is then plain causal attention.
@@ -111,15 +112,14 @@ class DynamicMaskAttention(nn.Module):
         num_heads_k = num_heads if num_heads_k is None else num_heads_k
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
         if num_heads_k < 1 or num_heads % num_heads_k:
-            raise ValueError(f"num_heads is {num_heads}; it must be a multiple of num_heads_k, which is {num_heads_k}")
+            raise ValueError(f"num_heads is {num_heads}; it needs to be a multiple of num_heads_k, {num_heads_k}")
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number of at least 2")
         if keep_window_size is not None and keep_window_size < 1:
             raise ValueError(
-                f"keep_window_size is {keep_window_size}; it must be at least 1 key, or None for full attention"
+                f"keep_window_size is {keep_window_size}; it needs to be at least 1 key, or None for full attention"
             )
-        if local_window_size < 0:
-            raise ValueError(f"local_window_size is {local_window_size}; it must be 0 or more keys")
+        integer("local_window_size", local_window_size)
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_heads_k = num_heads_k
@@ -253,14 +253,15 @@ class DynamicMaskAttention(nn.Module):
         if scores is None:
             return AttentionArguments(q, k, v, padding, None)
         bias = scores.transpose(1, 2).unsqueeze(2)
-        return AttentionArguments(q, k, v, self._select_keys(bias.detach(), x.shape[1], padding), bias)
+        mask = self._kept_keys(bias.detach(), x.shape[1], padding)
+        return AttentionArguments(q, k, v, mask.dense() if isinstance(mask, PreparedMask) else mask, bias)
 
     def _inputs(
         self, x: torch.Tensor, attention_mask: torch.Tensor | None, cache: KVCache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Compute the arguments of `attention_call`; no scores with full attention."""
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x has shape {tuple(x.shape)}; it must be (batch, length, {self.hidden_size})")
+            raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (batch, length, {self.hidden_size})")
         past = 0 if cache is None else cache.length
         positions = torch.arange(past, past + x.shape[1], device=x.device)
         q, k, v = self.project(x, rotary_angles(positions, self.head_dim, self.rope_theta))
@@ -278,7 +279,7 @@ class DynamicMaskAttention(nn.Module):
         spec = sequences.spec(like, like, like)
         bounds = sequences.view(spec, x.shape[0], names=("x", "x")).bounds
         if values_can_be_read(bounds) and not torch.equal(bounds[:, :2], bounds[:, 2:]):
-            raise ValueError("cu_seqlens_k differ from cu_seqlens_q; in self-attention they must be the same")
+            raise ValueError("cu_seqlens_k differ from cu_seqlens_q; in self-attention they need to be the same")
         is_empty = len(bounds) == 0 or x.numel() == 0
         own = positions = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         if not is_empty:
@@ -341,17 +342,27 @@ class DynamicMaskAttention(nn.Module):
         padding: torch.Tensor | None,
         query_index: torch.Tensor | None = None,
     ) -> torch.Tensor | PreparedMask | None:
-        """Make the mask of `_select_keys`, as intervals where there is more than one query."""
+        """Make the mask of the kept keys for the last seqlen_q positions: intervals, or for one query a row of keys."""
         assert self.keep_window_size is not None
-        if seqlen_q == 1 or self.keep_window_size >= scores.shape[-1]:
-            return self._select_keys(scores, seqlen_q, padding, query_index)
         batch, _, _, seqlen_k = scores.shape
+        if self.keep_window_size >= seqlen_k:
+            return padding
+        scores = ranked(scores)
+        if seqlen_q == 1:
+            # A single query sees every key, so that there are no prefixes to sort.
+            keep = topk_mask(scores, self.keep_window_size, mask=padding)
+            if self.local_window_size == 0:
+                return keep
+            query = seqlen_k - 1 if query_index is None else query_index
+            key = torch.arange(seqlen_k, device=scores.device)
+            local = (key <= query) & (key > query - self.local_window_size)
+            return keep | (local if padding is None else local & padding)
         kept = self.keep_window_size + self.local_window_size
         pays = reorder_pays(
             batch * self.num_heads, seqlen_q, seqlen_k, kept, is_causal=True, has_backward=torch.is_grad_enabled()
         )
         return PreparedMask.from_topk(
-            ranked(scores),
+            scores,
             self.keep_window_size,
             is_causal=True,
             mask=padding,
@@ -360,43 +371,12 @@ class DynamicMaskAttention(nn.Module):
             reorder=pays,
         )
 
-    def _select_keys(
-        self,
-        scores: torch.Tensor,
-        seqlen_q: int,
-        padding: torch.Tensor | None,
-        query_index: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Make the mask (B, Hk, L, Lk) of the kept keys for the last seqlen_q of the Lk positions."""
-        assert self.keep_window_size is not None
-        seqlen_k = scores.shape[-1]
-        if self.keep_window_size >= seqlen_k:
-            return padding
-        scores = ranked(scores)
-        # A single query is the last one and sees every key: one row of all queries then, and no prefixes to sort.
-        if seqlen_q == 1:
-            keep = topk_mask(scores, self.keep_window_size, mask=padding)
-        else:
-            keep = topk_mask(scores, self.keep_window_size, is_causal=True, mask=padding, seqlen_q=seqlen_q)
-        if self.local_window_size:
-            if query_index is None:
-                query_index = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=scores.device)
-            query = query_index[:, None]
-            key = torch.arange(seqlen_k, device=scores.device)
-            local = (key <= query) & (key > query - self.local_window_size)
-            keep = keep | (local if padding is None else local & padding)
-        return keep
-
     def _select_packed_keys(
         self, scores: torch.Tensor, bounds: torch.Tensor, own: torch.Tensor, positions: torch.Tensor, longest: int
     ) -> torch.Tensor:
         """Make the mask (Hk, T, longest) of the kept keys, columns counted from the start of each query's sequence.
 
-        Args:
-            scores: (T, Hk).
-            bounds: where the sequences lie, as in a `SequenceView`.
-            own, positions: (T,), the sequence of each token, and its position in it.
-            longest: no sequence has more keys.
+        scores is (T, Hk). `own` and `positions`, (T,), are the sequence of each token and its position in it.
         """
         assert self.keep_window_size is not None
         keys = bounds[:, 2:3].long() + torch.arange(longest, device=scores.device)
@@ -415,7 +395,7 @@ class DynamicMaskAttention(nn.Module):
             return None
         if tuple(attention_mask.shape) != (batch, seqlen_k):
             raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, keys) = "
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it needs to be (batch, keys) = "
                 f"({batch}, {seqlen_k}), cached tokens included"
             )
         return attention_mask.bool()[:, None, None, :]
@@ -430,15 +410,15 @@ def _check_packed(
 ) -> None:
     """Refuse sequences that are not packed, and arguments that do not go with them."""
     if not isinstance(sequences, Sequences):
-        raise TypeError(f"sequences is a {type(sequences).__name__}; it must be a flash_dmattn.Sequences")
+        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
     if attention_mask is not None:
-        raise ValueError("attention_mask is a tensor; beside sequences it must be None: they have no padding")
+        raise ValueError("attention_mask is a tensor; beside sequences it needs to be None: they have no padding")
     if sequences.layout != "packed":
         raise ValueError(
-            f"sequences are {sequences.layout}; they must be packed (pass attention_mask for padding; "
+            f"sequences are {sequences.layout}; they need to be packed (pass attention_mask for padding; "
             "examples/paged_decoding.py decodes from pages)"
         )
     if cache is not None:
-        raise ValueError(f"cache is a {type(cache).__name__}; beside packed sequences it must be None")
+        raise ValueError(f"cache is a {type(cache).__name__}; beside packed sequences it needs to be None")
     if x.dim() != 2 or x.shape[-1] != hidden_size:
-        raise ValueError(f"x has shape {tuple(x.shape)}; beside these sequences it must be (tokens, {hidden_size})")
+        raise ValueError(f"x has shape {tuple(x.shape)}; beside these sequences it needs to be (tokens, {hidden_size})")

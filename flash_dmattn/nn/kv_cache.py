@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flash_dmattn.masks.arguments import integer
+
 
 class KVCache:
     """Keys, values and key scores of the tokens that one layer has seen.
@@ -22,9 +24,7 @@ class KVCache:
     """
 
     def __init__(self, max_length: int = 256) -> None:
-        if max_length < 1:
-            raise ValueError(f"max_length is {max_length}; it must be at least 1 token")
-        self.max_length = max_length
+        self.max_length = integer("max_length", max_length, 1)
         self.length = 0
         self._storage: tuple[torch.Tensor | None, ...] = (None, None, None)
 
@@ -73,7 +73,7 @@ class KVCache:
         2
         """
         if not 0 <= length <= self.length:
-            raise ValueError(f"length is {length}; it must be 0 to {self.length}, the tokens that the cache holds")
+            raise ValueError(f"length is {length}; it needs to be 0 to {self.length}, the tokens that the cache holds")
         self.length = length
 
     def _reserve(self, held: torch.Tensor | None, x: torch.Tensor, end: int) -> torch.Tensor:

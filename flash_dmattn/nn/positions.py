@@ -7,12 +7,13 @@ a fixed order: over diagonals or queries by a reduction, over equal buckets by t
 
 from __future__ import annotations
 
-import math
+from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from flash_dmattn.biases import Relative, t5, t5_buckets
 from flash_dmattn.masks.arguments import integer
 
 
@@ -44,7 +45,7 @@ class RelativePositionBias(nn.Module):
         >>> import flash_dmattn
         >>> position_bias = RelativePositionBias(num_heads=4)
         >>> q = k = v = torch.randn(2, 10, 4, 8)
-        >>> out = flash_dmattn.attention(q, k, v, bias=position_bias(10), softmax_scale=1.0)
+        >>> out = flash_dmattn.attention(q, k, v, bias=position_bias(), softmax_scale=1.0)
         >>> out.sum().backward()
         >>> position_bias.weight.grad.shape
         torch.Size([32, 4])
@@ -70,26 +71,37 @@ class RelativePositionBias(nn.Module):
         self.is_bidirectional = is_bidirectional
         self.weight = nn.Parameter(torch.zeros(num_buckets, num_heads, device=device, dtype=dtype))
 
-    def forward(self, seqlen_q: int, seqlen_k: int | None = None) -> torch.Tensor:
-        """Make the bias of a call.
+    @overload
+    def forward(self) -> Relative: ...
+
+    @overload
+    def forward(self, seqlen_q: int, seqlen_k: int | None = None) -> torch.Tensor: ...
+
+    def forward(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Relative | torch.Tensor:
+        """Make the bias of a call: without lengths by distance, for calls of any lengths; with lengths as a tensor.
 
         Args:
             seqlen_q: number of queries.
             seqlen_k: number of keys; as many as queries by default.
 
         Returns:
-            (1, num_heads, seqlen_q, seqlen_k), in the table's dtype, contiguous.
+            A `flash_dmattn.biases.Relative` of the table's dtype, whose size does not depend on lengths. With lengths
+            (1, num_heads, seqlen_q, seqlen_k), contiguous, for backends that read one value for each score alone.
         """
+        if seqlen_q is None:
+            if seqlen_k is not None:
+                raise ValueError(f"seqlen_k is {seqlen_k} without seqlen_q; a tensor needs both")
+            return t5(self.weight, is_bidirectional=self.is_bidirectional, max_distance=self.max_distance)
         seqlen_q = integer("seqlen_q", seqlen_q)
         seqlen_k = seqlen_q if seqlen_k is None else integer("seqlen_k", seqlen_k)
         if seqlen_q == 0 or seqlen_k == 0:
             return self.weight.new_zeros(1, self.num_heads, seqlen_q, seqlen_k)
-        # All distances, from the last query to the first key up to the first query to the last key.
+        # A value for each distance of these lengths: a graph of other lengths then is the same.
         distances = torch.arange(1 - seqlen_k, seqlen_q, device=self.weight.device)
-        values = F.embedding(self.buckets(distances), self.weight).T  # (H, Lq + Lk - 1)
+        values = F.embedding(self.buckets(distances), self.weight).T
         # Contiguous, because kernels copy rows that start anywhere. Inductor saves such a view for the backward pass as
         # a tensor of other strides, and takes these for constants where lengths are dynamic.
-        return _along_diagonals(values, seqlen_q, seqlen_k)[None].contiguous()
+        return Relative(values, seqlen_k - 1).dense(seqlen_q, seqlen_k)[None].contiguous()
 
     def buckets(self, distance: torch.Tensor) -> torch.Tensor:
         """Find the row of the table for each distance, the key's position minus the query's.
@@ -97,38 +109,13 @@ class RelativePositionBias(nn.Module):
         >>> RelativePositionBias(1).buckets(torch.tensor([-200, -9, -8, -7, 0, 1, 8, 200])).tolist()
         [15, 8, 8, 7, 0, 17, 24, 31]
         """
-        number, after = self.num_buckets, torch.zeros_like(distance)
-        if self.is_bidirectional:
-            number //= 2
-            after = (distance > 0).long() * number
-            distance = distance.abs()
-        else:
-            distance = (-distance).clamp(min=0)
-        exact = number // 2
-        # Up to `exact` a bucket is one distance, then their widths grow by a factor. In fp32, as in T5.
-        scale = (number - exact) / math.log(self.max_distance / exact)
-        far = exact + ((distance.float().clamp(min=1) / exact).log() * scale).long()
-        return after + torch.where(distance < exact, distance, far.clamp(max=number - 1))
+        return t5_buckets(distance, self.num_buckets, self.max_distance, self.is_bidirectional)
 
     def extra_repr(self) -> str:
         return (
             f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
             f"is_bidirectional={self.is_bidirectional}"
         )
-
-
-def _along_diagonals(values: torch.Tensor, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
-    """Make matrices (H, Lq, Lk) with one value on each diagonal: entry (i, j) is values[:, j - i + Lq - 1].
-
-    Rows of repeated values, read as rows that are one shorter, move on by one value a row. So the gradient is a sum
-    over rows, which has a fixed order; the gradient of an index has none on a GPU.
-    """
-    if seqlen_q == 1:
-        return values[:, None]
-    number = values.shape[1]  # Lq + Lk - 1
-    repeated = values[:, None].expand(-1, seqlen_q, -1).flatten(1)
-    moved = repeated[:, seqlen_q - 1 :][:, : seqlen_q * (number - 1)]
-    return moved.unflatten(1, (seqlen_q, number - 1))[..., :seqlen_k]
 
 
 class WindowPositionBias(nn.Module):
@@ -199,11 +186,9 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
     Example:
         >>> alibi_slopes(4).tolist()
         [0.25, 0.0625, 0.015625, 0.00390625]
-        >>> positions = torch.arange(6)
-        >>> distance = (positions[None, :] - positions[:, None]).abs()
-        >>> bias = -alibi_slopes(4)[:, None, None] * distance  # (H, L, L); softmax takes no notice of more
-        >>> bias.shape
-        torch.Size([4, 6, 6])
+        >>> from flash_dmattn import biases
+        >>> biases.alibi(alibi_slopes(4), 6).values.shape
+        torch.Size([4, 11])
     """
     integer("num_heads", num_heads, 1)
     lower = 1 << (num_heads.bit_length() - 1)
@@ -238,7 +223,7 @@ def rotary_angles(positions: torch.Tensor, head_dim: int, theta: float = 10000.0
             [2.0000, 0.2000]], dtype=torch.float64)
     """
     if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; rotary positions turn channels in pairs, so it must be even")
+        raise ValueError(f"head_dim is {head_dim}; rotary positions turn channels in pairs, so it needs to be even")
     channel = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
     return positions.to(torch.float64)[..., None] * theta ** (-2 * channel / head_dim)
 

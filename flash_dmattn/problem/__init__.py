@@ -10,6 +10,7 @@ from .checks import check_flag as check_flag
 from .checks import check_number as check_number
 from .checks import check_scores as check_scores
 from .checks import check_strided as check_strided
+from .checks import check_values as check_values
 from .checks import check_window as check_window
 from .checks import packing_of as packing_of
 from .checks import refuse_keywords as refuse_keywords
@@ -17,6 +18,7 @@ from .checks import values_can_be_read as values_can_be_read
 from .description import FEATURES as FEATURES
 from .description import FLOAT_DTYPES as FLOAT_DTYPES
 from .description import PACKED_QUERIES as PACKED_QUERIES
+from .description import Arrival as Arrival
 from .description import AttentionProblem as AttentionProblem
 from .description import Band as Band
 from .description import BiasClass as BiasClass
@@ -25,6 +27,7 @@ from .description import Layout as Layout
 from .description import MaskForm as MaskForm
 from .description import NeedsGrad as NeedsGrad
 from .description import Numbers as Numbers
+from .description import Outside as Outside
 from .description import Packing as Packing
 from .description import SequenceSpec as SequenceSpec
 from .description import Shape4 as Shape4

@@ -13,8 +13,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Shape4 = tuple[int, int, int, int]
 # One value per query, per key, or per score (query and key); a bias of one value per head counts as one per query.
 BiasClass = Literal["query", "key", "score"]
-# No mask, a bool tensor, or a prepared mask: a TileMask, a KeyMask or an IntervalMask, beside sequences a
-# SequenceTileMask or a TreeMask.
+# No mask, a bool tensor, or one of the forms of a prepared mask, which `masks/prepared/storage.py` describes.
 MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree"]
 # How the sequences of a batch lie. Each is an entry of the batch, of full length ("dense") or used in part ("padded");
 # or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also beside
@@ -22,8 +21,12 @@ MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tile
 Layout = Literal["dense", "packed", "padded", "paged", "paged_packed"]
 # Layouts with q in a row of tokens, (1, Tq, Hq, D) for a backend; "packed" has k and v so, too.
 PACKED_QUERIES: tuple[Layout, ...] = ("packed", "paged_packed")
+# How q, k and v of a call arrive, and their gradients leave: (B, L, H, D), (B, H, L, D), or packed ones as (T, H, D).
+Arrival = Literal["rows", "heads_first", "tokens"]
 # The packed dim of a mask or a bias: none, the queries, (1, H, Tq, max_k or 1), or the keys, (1, H, 1, Tk).
 Packing = Literal["none", "queries", "keys"]
+# The bias of distances for which a bias by distance has no value: an error, its first or last value, or 0.
+Outside = Literal["error", "clamp", "zero"]
 
 
 class NeedsGrad(NamedTuple):
@@ -61,6 +64,8 @@ class Flags(NamedTuple):
         mask_packing, bias_packing: see `Packing`; with "none" there are entries for all sequences, or one.
         dropout_p: where it is not 0 the call has a key of its dropout, too: see `flash_dmattn.reference.dropout`.
         one_mask_row: whether the mask was made of one row for all queries, as padding is. The window is no part of it.
+        zero, outside: of a bias by distance: the place of distance 0 in its values, and whether the distances of the
+            call are all there ("error") or get another value. "" without such a bias.
     """
 
     left: int
@@ -77,6 +82,8 @@ class Flags(NamedTuple):
     bias_packing: Packing = "none"
     dropout_p: float = 0.0
     one_mask_row: bool = False
+    zero: int = 0
+    outside: Outside | Literal[""] = ""
 
     @property
     def packs_queries(self) -> bool:
@@ -200,12 +207,12 @@ class AttentionProblem(NamedTuple):
         num_heads, num_heads_k, head_dim, head_dim_v: as in `attention`.
         q_strides, k_strides, v_strides: in elements, in the order (B, L, H, D) whatever the layout.
         mask, mask_form, bias: 4-D. A prepared mask is described by the bool tensor that it unpacks to, and the band of
-            the call is its own.
+            the call is its own. A bias by distance is no `bias`, but `relative`: its values, (Bv, Hv, 1 or Lq, n).
         is_causal, window_size, flags, return_lse, return_probs, needs_grad: the numbers and needs of the call.
         sink: the dtype of the sink.
         sequences: how they lie.
         elsewhere: whether no GPU of this machine has the architecture, so that installed libraries decide nothing.
-        heads_first: whether q, k and v arrive as (B, H, L, D), and their gradients leave so.
+        arrival: see `Arrival`.
     """
 
     device: str
@@ -233,7 +240,8 @@ class AttentionProblem(NamedTuple):
     sink: torch.dtype | None = None
     sequences: SequenceSpec | None = None
     elsewhere: bool = False
-    heads_first: bool = False
+    arrival: Arrival = "rows"
+    relative: TensorSpec | None = None
 
     @property
     def has_window(self) -> bool:
@@ -266,6 +274,11 @@ class AttentionProblem(NamedTuple):
         return self.flags.dropout_p
 
     @property
+    def bias_tensor(self) -> TensorSpec | None:
+        """The tensor of the bias, whether it has values by score or by distance."""
+        return self.bias if self.relative is None else self.relative
+
+    @property
     def bias_class(self) -> BiasClass | None:
         """The class of the bias, as kernels read it; None without a bias."""
         return None if self.bias is None else self.bias.bias_class
@@ -280,7 +293,7 @@ class AttentionProblem(NamedTuple):
         """Name the mask and the bias where some entries of the batch share one and others do not: see `Flags`."""
         if self.sequences is not None:
             return ()
-        specs = (("mask", self.mask), ("bias", self.bias))
+        specs = (("mask", self.mask), ("bias", self.bias_tensor))
         return tuple([name for name, spec in specs if spec is not None and spec.shape[0] not in (1, self.batch)])
 
     @property
@@ -308,6 +321,8 @@ class AttentionProblem(NamedTuple):
                     + ("" if spec.shape[0] in (1, self.batch) else f" of batch // {repeat} % {spec.shape[0]}")
                     + ("" if packing == "none" else f" of packed {packing}")
                 )
+        if self.relative is not None:
+            parts.append(self._describe_relative(self.relative))
         if self.sink is not None:
             parts.append("sink" if self.sink == self.dtype else f"sink {dtype_name(self.sink)}")
         named = [
@@ -324,12 +339,23 @@ class AttentionProblem(NamedTuple):
         parts.append("gradients " + " ".join(wanted) if wanted else "no gradient")
         return ", ".join(parts)
 
+    def _describe_relative(self, spec: TensorSpec) -> str:
+        batch, heads, rows, number = spec.shape
+        zero, repeat = self.flags.zero, self.flags.bias_repeat
+        shape = (batch, heads, number) if rows == 1 else tuple(spec.shape)
+        kind = "relative" if rows == 1 else "band"
+        beyond = {"clamp": ", clamped", "zero": ", else 0"}.get(self.flags.outside, "")
+        shared = "" if batch in (1, self.batch) else f" of batch // {repeat} % {batch}"
+        packed = "" if self.flags.bias_packing == "none" else f" of packed {self.flags.bias_packing}"
+        distances = f"(distances {-zero} to {number - 1 - zero}{beyond})"
+        return f"{kind} bias {shape} {dtype_name(spec.dtype)}{shared}{packed} {distances}"
+
 
 # The arguments of `attention` that a backend may lack, and whether a call uses them. A backend lists the ones it has,
 # and refuses a call that uses another. So no backend drops an argument that is added here.
 FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "mask": lambda p: p.mask is not None,
-    "bias": lambda p: p.bias is not None,
+    "bias": lambda p: p.bias_tensor is not None,
     "is_causal": lambda p: p.is_causal,
     "softcap": lambda p: p.softcap > 0,
     "window_size": lambda p: p.has_window,
@@ -341,6 +367,8 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "sequences": lambda p: p.sequences is not None,
     "paged": lambda p: p.sequences is not None and p.sequences.has_pages,
     "tree": lambda p: p.mask_form == "tree",
+    "relative_bias": lambda p: p.relative is not None and p.relative.shape[2] == 1,
+    "band_bias": lambda p: p.relative is not None and p.relative.shape[2] != 1,
 }
 
 
@@ -426,7 +454,8 @@ def hinted(problem: AttentionProblem) -> AttentionProblem:
     return _hints(problem, "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_k", *strides)._replace(
         mask=_hints(problem.mask, "shape", "strides"),
         bias=_hints(problem.bias, "shape", "strides"),
-        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", *lengths),
+        relative=_hints(problem.relative, "shape", "strides"),
+        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero", *lengths),
         sequences=_hints(problem.sequences, "number", "rows_q", "rows_k", *lengths, "page_size"),
     )
 

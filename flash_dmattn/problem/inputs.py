@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .description import MaskForm
+from .description import Arrival, MaskForm, NeedsGrad
 
 # (dq, dk, dv, dbias), None where a gradient is not needed; of a call with a sink (dq, dk, dv, dbias, dsink).
 Gradients = tuple[Tensor | None, ...]
@@ -69,15 +69,36 @@ class SequenceView(NamedTuple):
         return (self.bounds,) if self.block_table is None else (self.bounds, self.block_table)
 
 
-_NO_MASK = MaskView()
+NO_MASK = MaskView()
+
+
+def in_rows(x: Tensor, arrival: Arrival) -> Tensor:
+    """View q, k or v of a call as (B, L, H, D)."""
+    if arrival == "heads_first":
+        return x.transpose(1, 2)
+    return x.unsqueeze(0) if arrival == "tokens" and x.dim() == 3 else x
+
+
+def result_in_rows(x: Any, arrival: Arrival) -> Any:
+    """View out, lse or a gradient of either with a batch of 1 if tokens are packed; None stays None."""
+    return x.unsqueeze(0) if arrival == "tokens" and x is not None else x
+
+
+def as_arrived(gradients: Gradients, arrival: Arrival) -> Gradients:
+    """View the gradients of rows (B, L, H, D) as q, k and v arrived."""
+    if arrival == "rows":
+        return gradients
+    dq, dk, dv, *rest = gradients
+    back = (lambda x: x.transpose(1, 2)) if arrival == "heads_first" else (lambda x: x.squeeze(0))
+    return *(None if x is None else back(x) for x in (dq, dk, dv)), *rest
 
 
 class Inputs(NamedTuple):
     """The tensors of a call, as a pass of a backend receives them.
 
     Attributes:
-        q, k, v: (B, L, H, D), or (B, H, L, D) where `AttentionProblem.heads_first` is set. A pass receives the latter
-            only if its backend reads such tensors.
+        q, k, v: (B, L, H, D). A backend that reads such tensors receives (B, H, L, D) where `AttentionProblem.arrival`
+            is "heads_first".
         mask: in the form that the problem names.
         bias: 4-D, each dimension 1 or full, the heads also those of k; a dimension of stride 0 is a broadcast one.
         sink: (Hq,).
@@ -88,7 +109,7 @@ class Inputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: MaskView = _NO_MASK
+    mask: MaskView = NO_MASK
     bias: Tensor | None = None
     sink: Tensor | None = None
     sequences: SequenceView | None = None
@@ -102,9 +123,18 @@ class Inputs(NamedTuple):
             rest = (*rest, *self.sequences.tensors)
         return rest if self.dropout is None else (*rest, self.dropout)
 
-    def turned(self) -> Inputs:
-        """Swap heads and rows of q, k and v."""
-        return self._replace(q=self.q.transpose(1, 2), k=self.k.transpose(1, 2), v=self.v.transpose(1, 2))
+    @property
+    def needs_grad(self) -> NeedsGrad:
+        """The gradients that the tensors require."""
+        tensors = (self.q, self.k, self.v, self.bias, self.sink)
+        return NeedsGrad(*(x is not None and x.requires_grad for x in tensors))
+
+    def in_rows(self, arrival: Arrival) -> Inputs:
+        """View q, k and v as (B, L, H, D)."""
+        if arrival == "rows":
+            return self
+        q, k, v = self[:3]
+        return Inputs(in_rows(q, arrival), in_rows(k, arrival), in_rows(v, arrival), *self[3:])
 
 
 class Saved(NamedTuple):
@@ -114,12 +144,19 @@ class Saved(NamedTuple):
     out: Tensor
     lse: Tensor
 
+    def in_rows(self, arrival: Arrival) -> Saved:
+        """View q, k and v as (B, L, H, D), and the results of packed ones with a batch of 1."""
+        if arrival == "rows":
+            return self
+        x, out, lse = self
+        return Saved(x.in_rows(arrival), result_in_rows(out, arrival), result_in_rows(lse, arrival))
+
 
 class Parts(NamedTuple):
-    """How the tensors that follow q, k, v, bias and sink make `Inputs`: the same for all calls of a plan.
+    """How the tensors that autograd keeps of a call make `Inputs` and `Saved`: the same for all calls of a plan.
 
     Attributes:
-        mask_form: the form of the mask, whose tensors come first.
+        mask_form: the form of the mask, whose tensors come first among the others.
         num_sequence_tensors: the number of tensors of sequences, which come next.
         has_dropout: whether the key of dropout comes last.
     """
@@ -135,13 +172,17 @@ class Parts(NamedTuple):
         v: Tensor,
         bias: Tensor | None,
         sink: Tensor | None,
-        others: tuple[Tensor, ...],
+        *others: Tensor,
     ) -> Inputs:
         """Put the tensors of a call together again."""
         if not others:
-            return Inputs(q, k, v, _NO_MASK, bias, sink)
+            return Inputs(q, k, v, NO_MASK, bias, sink)
         last = len(others) - self.has_dropout
         first = last - self.num_sequence_tensors
-        mask = MaskView(self.mask_form, others[:first]) if first else _NO_MASK
+        mask = MaskView(self.mask_form, others[:first]) if first else NO_MASK
         sequences = SequenceView(*others[first:last]) if first < last else None
         return Inputs(q, k, v, mask, bias, sink, sequences, others[last] if self.has_dropout else None)
+
+    def saved(self, out: Tensor, lse: Tensor, *inputs: Any) -> Saved:
+        """Put what a backward pass reads together again."""
+        return Saved(self.inputs(*inputs), out, lse)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import batch_names, check_broadcast, check_strided
+from .checks import batch_names, check_broadcast, check_strided, check_values
 from .description import AttentionProblem, NeedsGrad, spec_of, unpacked_spec
 
 Dims = tuple[int, ...]
@@ -38,13 +38,14 @@ class _Folded(NamedTuple):
 
 
 def fold_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, by_distance: bool | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Dims, Repeats, tuple[str, ...]]:
     """Fold the leading dims of a call.
 
     Args:
         q: (*batch, Lq, Hq, D).
         k, v, mask, bias: as passed to `attention`; validation refuses wrong types later.
+        by_distance: for values of a bias by distance, (*batch, H, 1 or Lq, n): whether each query has its own.
 
     Returns:
         q, k, v: (B, L, H, D); views, or copies where leading dims have no one stride.
@@ -66,7 +67,11 @@ def fold_call(
     leading = len(batch)
     notes = [_copying(name, x, leading) for name, x in zip("qkv", (q, k, v)) if not has_one_stride(x, leading)]
     sizes = (*batch, q.shape[-2], q.shape[-3], k.shape[-3])
-    mask, bias = (_fold_checked(name, x, sizes, k.shape[-2]) for name, x in (("mask", mask), ("bias", bias)))
+    mask = _fold_checked("mask", mask, sizes, k.shape[-2])
+    if by_distance is None:
+        bias = _fold_checked("bias", bias, sizes, k.shape[-2])
+    else:
+        bias = _fold_values(bias, sizes, k.shape[-2], by_distance)
     notes += [folded.note for folded in (mask, bias) if folded.note is not None]
     q, k, v = (merge(x, leading) for x in (q, k, v))
     return q, k, v, mask.x, bias.x, batch, Repeats(mask.repeat, bias.repeat), tuple(notes)
@@ -110,6 +115,15 @@ def _fold_checked(name: str, x: Any, sizes: Dims, num_heads_k: int) -> _Folded:
     if expanded == dims:
         return _Folded(x, repeat, dims)
     return _Folded(x.expand_batch(expanded), repeat, expanded, _expanding(name, dims, expanded))
+
+
+def _fold_values(x: Tensor, sizes: Dims, num_heads_k: int, has_rows: bool) -> _Folded:
+    """Check and fold the values of a bias by distance."""
+    if x.dim() > len(sizes):
+        raise ValueError(f"bias.values has more leading dims than q, whose batch dims are {sizes[:-3]}")
+    x = x[(None,) * (len(sizes) - x.dim())]
+    check_values(x.shape, sizes[:-2], num_heads_k, sizes[-2] if has_rows else None)
+    return _fold_shared("bias", x, sizes[:-3], keeps_shape=x.requires_grad and torch.is_grad_enabled())
 
 
 def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeats: bool = True) -> _Folded:
@@ -285,9 +299,10 @@ class MappedCall:
             k_strides=spec_of(k).strides,
             v_strides=spec_of(v).strides,
             mask=mask_spec,
-            bias=bias_spec,
+            bias=None if flags.outside else bias_spec,
             flags=flags,
             needs_grad=needs_grad,
+            relative=bias_spec if flags.outside else None,
         )
 
     def fold(self, x: Tensor, dim: int | None) -> Tensor:

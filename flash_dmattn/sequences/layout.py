@@ -24,8 +24,8 @@ class Sequences:
     `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are on the device of q. It keeps
     the caller's tensors, int32 or int64, and no copies: changed in place, they count from the next call on.
 
-    Their layout is made once for all layers, and anew after a change that torch counts. torch counts no change of a
-    tensor made in inference mode: on a GPU each call lays such tensors out anew. A kernel of another library changes
+    Their layout is made once for all layers, and anew after a change that torch counts. On a GPU each call lays out
+    tensors of inference mode anew, because torch does not count their changes. A kernel of another library changes
     tensors uncounted, too; make new `Sequences` then.
 
     Attributes:
@@ -63,8 +63,8 @@ class Sequences:
                 cu_seqlens_q[s + 1].
             cu_seqlens_k: the same for the keys; by default cu_seqlens_q.
             max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints. Without a mask they change no bit of a
-                result. A mask or a bias by position needs them, for they are its sizes; max_seqlen_k is max_seqlen_q
-                where neither it nor cu_seqlens_k is given.
+                result. A mask or a bias by position needs them, because they are its sizes. Without cu_seqlens_k,
+                max_seqlen_k is max_seqlen_q by default.
             seqlens_q, seqlens_k: (S,), how many tokens of each sequence are used, from its first on; the others are
                 ignored.
 
@@ -330,10 +330,8 @@ def restore_sequences(layout: Layout, *tables: Any) -> Sequences:
 torch.serialization.add_safe_globals([restore_sequences])
 
 
-def lay_out(
-    sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object
-) -> tuple[Tensor, Tensor, Tensor, SequenceSpec, SequenceView]:
-    """Make q, k and v of a call with sequences 4-D, and describe and lay out the sequences.
+def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object) -> tuple[SequenceSpec, SequenceView]:
+    """Check q, k and v of a call with sequences, and describe and lay out the sequences.
 
     Raises:
         TypeError, ValueError: not `Sequences`, tensors do not fit them, or the mask was prepared for others.
@@ -350,12 +348,7 @@ def lay_out(
         if type(x) is not Tensor or x.layout is not torch.strided:
             check_strided(name, x)
     spec = sequences.spec(q, k, v)
-    view = sequences.view(spec, k.shape[0])
-    if spec.packs_queries:
-        q = q.unsqueeze(0)
-    if spec.packs_keys:
-        k, v = k.unsqueeze(0), v.unsqueeze(0)
-    return q, k, v, spec, view
+    return spec, sequences.view(spec, k.shape[0])
 
 
 _SLOTS, _TOKENS = "(sequences, {}, heads, head_dim)", "({} of all sequences, heads, head_dim)"
@@ -494,13 +487,7 @@ class TokenPlaces(NamedTuple):
 
 
 def token_places(bounds: Tensor, entries: int, rows: int, is_packed: bool) -> TokenPlaces:
-    """Find the places of the queries of a `SequenceView`, which has at least one sequence.
-
-    Args:
-        bounds: its bounds, int32 (S, 4).
-        entries, rows: the first sizes of the tensor of queries.
-        is_packed: whether it is one row of all sequences.
-    """
+    """Find the places of queries (entries, rows, ...), from the bounds (S, 4) of a `SequenceView`; S is at least 1."""
     row = torch.arange(entries * rows, device=bounds.device)
     if is_packed:
         firsts = bounds[:, 0].long()

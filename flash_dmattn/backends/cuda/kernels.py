@@ -54,15 +54,11 @@ def reader(
     shapes: Sequence[tuple[Sequence[int], Sequence[int]]], itemsize: int
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """Return a function that makes q, k and v of these shapes and strides readable for TMA, by copies if needed."""
-    q_fits, k_fits, v_fits = (fits_tma(shape, strides, itemsize) for shape, strides in shapes)
+    fits = all(fits_tma(shape, strides, itemsize) for shape, strides in shapes)
 
     def read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not (q_fits and q.data_ptr() % 16 == 0):
-            q = readable_rows(q)
-        if not (k_fits and k.data_ptr() % 16 == 0):
-            k = readable_rows(k)
-        if not (v_fits and v.data_ptr() % 16 == 0):
-            v = readable_rows(v)
-        return q, k, v
+        if fits and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
+            return q, k, v
+        return readable_rows(q), readable_rows(k), readable_rows(v)
 
     return read

@@ -9,20 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ...gradients import empty_gradient, with_dbias
+from ...gradients import empty_gradient
 from ...problem import AttentionProblem, Gradients, MaskView, TensorSpec
 from ...problem.inputs import Inputs, Saved
-from ..protocol import Direction
+from ..protocol import Backward, Direction
 
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
 Attend = Callable[[Inputs, Tensor, Tensor], None]
-# (saved, dout, dlse, dbias_out, tensors for dq, dk and dv or None) -> gradients
-Differentiate = Callable[[Saved, Tensor, Tensor | None, Tensor | None, Triple | None], Gradients]
+
+
+class Differentiate(Protocol):
+    """A backward pass that may write dq, dk and dv into tensors that its caller has allocated."""
+
+    def __call__(
+        self,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        dbias_out: Tensor | None = None,
+        into: Triple | None = None,
+    ) -> Gradients: ...
 
 
 class Part(NamedTuple):
@@ -129,14 +141,12 @@ def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
     return run
 
 
-def differentiate_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Differentiate]) -> Differentiate:
+def differentiate_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Differentiate]) -> Backward:
     """Plan a backward pass that runs part by part; `refuses_entries` must have accepted it."""
     problem, parts = _parts_of(p)
     differentiate = plan(problem)
 
-    def run(
-        saved: Saved, dout: Tensor, dlse: Tensor | None, dbias_out: Tensor | None, into: Triple | None
-    ) -> Gradients:
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         x, out, lse = saved
         dq, dk, dv = (empty_gradient(t) if needed else None for t, needed in zip(x[:3], p.needs_grad[:3], strict=True))
         dbias = None
@@ -147,9 +157,7 @@ def differentiate_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem
             first, second, third = (None if t is None else t[rows] for t in (dq, dk, dv))
             part_saved = Saved(part.inputs(x), out[rows], lse[rows])
             dlse_rows = None if dlse is None else dlse[rows]
-            gradients = differentiate(part_saved, dout[rows], dlse_rows, place, (first, second, third))
-            if place is not None:
-                with_dbias(gradients, place)
-        return (dq, dk, dv, dbias) if x.sink is None else (dq, dk, dv, dbias, None)
+            differentiate(part_saved, dout[rows], dlse_rows, dbias_out=place, into=(first, second, third))
+        return dq, dk, dv, dbias, None
 
     return run

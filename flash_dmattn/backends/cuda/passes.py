@@ -17,14 +17,13 @@ from ...gradients import (
     query_gradient,
     run_without_keys,
     sink_gradient,
-    with_dbias,
 )
 from ...problem import AttentionProblem, Gradients, MaskView, make_band
 from ...problem.inputs import Inputs, Saved
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences
-from .bias_rows import forward_bias, readable, stores_into
+from .bias_rows import bias_reader, forward_bias, stores_into
 from .group_rows import has_group_rows, plan_group_rows
 from .kernels import kernels, readable_rows, reader, shapes_of
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
@@ -59,7 +58,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
         return attend_in_parts(p, _plan_attend)
     if has_group_rows(p):
         return plan_group_rows(p, _plan_attend)
-    read_rows, read_bias, has_mask = reader(shapes_of(p), p.dtype.itemsize), forward_bias(p), p.mask_form != "none"
+    read_rows, read_bias, read_tiles = reader(shapes_of(p), p.dtype.itemsize), forward_bias(p), _tile_reader(p)
     band = make_band(p.seqlen_q, p.seqlen_k, p.window)
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
@@ -67,11 +66,11 @@ def _plan_attend(p: AttentionProblem) -> Attend:
     attend = kernels().attend
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
-        q, k, v = read_rows(x.q, x.k, x.v)
-        bias, sink = x.bias, x.sink
+        q, k, v, mask, bias, sink, _, dropout = x
+        q, k, v = read_rows(q, k, v)
         walked: Sequence[Tensor] = ()
-        if has_mask:
-            allowed, row_lists, _, order = _tiles_of(p, x.mask)
+        if read_tiles is not None:
+            allowed, row_lists, _, order = read_tiles(mask)
             walked = (allowed, row_lists)
             if order is not None:
                 k, v, bias = _in_order(p, k, v, bias, allowed, order)
@@ -79,21 +78,31 @@ def _plan_attend(p: AttentionProblem) -> Attend:
             bias = read_bias(bias)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
-        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, x.dropout, dropout_p, one_mask_row)
+        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row)
         attend(q, k, v, walked, bias, sink, out, lse, *numbers)
 
     return run
 
 
-def _tiles_of(p: AttentionProblem, mask: MaskView) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return bits or bounds, both lists of tiles, and the order that keys are to be in, or None."""
-    if mask.form == "tiles":
+def _tile_reader(p: AttentionProblem) -> Callable[[MaskView], tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
+    """Return `mask -> bits or bounds, both lists of tiles, the order of keys or None`, if p has a mask."""
+
+    def read_tiles(mask: MaskView) -> tuple[Tensor, Tensor, Tensor, None]:
         bits, _, row_lists, col_lists = mask.tensors
         return bits, row_lists, col_lists, None
-    walk = interval_walk(p, mask)
+
     # Kernels with a bias of one value per score read bits and no bounds.
-    allowed = kernels().interval_bits(walk.bounds, p.seqlen_q) if reads_scores(p) else walk.bounds
-    return allowed, walk.row_lists, walk.col_lists, walk.order
+    reads_bits = reads_scores(p)
+
+    def read_intervals(mask: MaskView) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        walk = interval_walk(p, mask)
+        if not reads_bits:
+            return walk
+        return kernels().interval_bits(walk.bounds, p.seqlen_q), *walk[1:]
+
+    if p.mask_form == "none":
+        return None
+    return read_tiles if p.mask_form == "tiles" else read_intervals
 
 
 def _in_order(
@@ -148,22 +157,14 @@ def plan_backward(p: AttentionProblem) -> Backward:
         return sequences.plan_backward(p, lambda: NUM_DBIAS_CHUNKS)
     if not has_pairs(p):
         return differentiate_without_keys(p)
-    differentiate = (
-        differentiate_in_parts(p, _plan_differentiate) if part_size(p) != p.batch else _plan_differentiate(p)
-    )
-
-    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-        gradients = differentiate(saved, dout, dlse, dbias_out, None)
-        return gradients if dbias_out is None else with_dbias(gradients, dbias_out)
-
-    return backward
+    return differentiate_in_parts(p, _plan_differentiate) if part_size(p) != p.batch else _plan_differentiate(p)
 
 
 def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     needs, dbias_class = p.needs_grad, p.dbias_class
     shapes = shapes_of(p)
-    read_rows = reader(shapes, p.dtype.itemsize)
-    allocate_qkv = [new_like(*shape) if needed else None for shape, needed in zip(shapes, needs[:3], strict=True)]
+    read_rows, read_tiles = reader(shapes, p.dtype.itemsize), _tile_reader(p)
+    new_q, new_k, new_v = (new_like(*shape) if needed else None for shape, needed in zip(shapes, needs, strict=False))
     allocate_bias = None
     if dbias_class == "score" and p.bias is not None:
         allocate_bias = new_like(p.bias.shape, p.bias.strides)
@@ -173,21 +174,27 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     # PyTorch computes dsink from delta, and with a sink also the gradient of a bias of one value per query.
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
     runs_kernel = any(needs[:3]) or dbias_class in ("key", "score")
-    has_mask, reads_tiles_of_bias = p.mask_form != "none", p.bias_class == "score"
+    read_bias = bias_reader(p)
     low, high = make_band(p.seqlen_q, p.seqlen_k, p.window) or (-p.seqlen_q, p.seqlen_k)
     numbers = (low, high, p.softmax_scale, p.softcap, p.deterministic)
     num_heads_k, repeat, dropout_p = p.num_heads_k, p.flags.bias_repeat, p.dropout_p
     differentiate = kernels().differentiate
 
     def run(
-        saved: Saved, dout: Tensor, dlse: Tensor | None, dbias_out: Tensor | None, into: Triple | None
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        dbias_out: Tensor | None = None,
+        into: Triple | None = None,
     ) -> Gradients:
-        x, out, lse = saved
-        q, k, v, mask, bias, sink, _, dropout = x
-        if into is None:
-            dq, dk, dv = (None if new is None else new(t) for new, t in zip(allocate_qkv, (q, k, v)))
-        else:
+        (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
+        if into is not None:
             dq, dk, dv = into
+        else:
+            dq = None if new_q is None else new_q(q)
+            dk = None if new_k is None else new_k(k)
+            dv = None if new_v is None else new_v(v)
         delta = torch.empty_like(lse) if needs_delta else None
         stored = sums = None
         if allocate_bias is not None and bias is not None:
@@ -205,13 +212,13 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
         if runs_kernel:
             order = by_place = None
             read = bias
-            if has_mask:
-                allowed, row_lists, col_lists, order = _tiles_of(p, mask)
+            if read_tiles is not None:
+                allowed, row_lists, col_lists, order = read_tiles(mask)
                 walked = (allowed, row_lists, col_lists)
                 if order is not None:
                     k, v, read = _in_order(p, k, v, bias, allowed, order)
-            if reads_tiles_of_bias and read is not None:
-                read = readable(read)
+            if read_bias is not None and read is not None:
+                read = read_bias(read)
             summed_q = dq
             results: tuple[Tensor | None, ...] = (order, dk, dv, sums)
             if order is not None:
@@ -233,8 +240,9 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             dbias = key_gradient(bias, sums, num_heads_k, repeat)
         elif dbias_class == "query" and bias is not None:
             dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta)
-        if sink is None:
-            return dq, dk, dv, dbias
-        return dq, dk, dv, dbias, sink_gradient(sink, lse, delta) if needs.sink and delta is not None else None
+        if dbias_out is not None and dbias is not None and dbias is not dbias_out:
+            dbias = dbias_out.copy_(dbias)
+        dsink = sink_gradient(sink, lse, delta) if needs.sink and sink is not None and delta is not None else None
+        return dq, dk, dv, dbias, dsink
 
     return run

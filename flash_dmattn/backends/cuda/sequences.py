@@ -27,23 +27,23 @@ _NO_LIMIT = 2**30
 
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
-    spec, flags, numbers, read = p.sequences, p.flags, _numbers(p.flags), _readers(p)
+    spec, softcap, numbers, (read_q, read_k, read_v) = p.sequences, p.softcap, _numbers(p.flags), _readers(p)
     assert spec is not None
+    number = spec.number
     attend = torch.ops.flash_dmattn.cuda_forward_sequences.default
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         q, k, v, _, bias, sink, sequences, _ = x
         assert sequences is not None
         out, lse = empty_outputs(q, v)
-        if spec.number == 0 or out.numel() == 0:
+        if number == 0 or out.numel() == 0:
             return fill_empty(out, lse, None)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
-        table = sequences.block_table
-        q, k, v = (ready(x) for ready, x in zip(read, (q, k, v), strict=True))
+        bounds, table = sequences
         if table is not None and table.shape[1] == 0:
             table = table.new_zeros((len(table), 1))
-        attend(q, k, v, sequences.bounds, table, bias, sink, out, lse, *numbers, flags.softcap)
+        attend(read_q(q), read_k(k), read_v(v), bounds, table, bias, sink, out, lse, *numbers, softcap)
         return out, lse
 
     return forward
@@ -58,7 +58,8 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
     """
     spec, flags, needs, dbias_class, numbers = p.sequences, p.flags, p.needs_grad, p.dbias_class, _numbers(p.flags)
     assert spec is not None
-    number, read = spec.number, _readers(p)
+    number, (read_q, read_k, read_v) = spec.number, _readers(p)
+    new_q, new_k, new_v = (empty_gradient if needed else _no_gradient for needed in needs[:3])
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
     runs_kernel = any(needs[:3]) or dbias_class in ("key", "score") or needs_delta
     differentiate = torch.ops.flash_dmattn.cuda_backward_sequences.default
@@ -71,7 +72,7 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         in_sequences = lse if sink is None else lse.masked_fill(lse == -torch.inf, torch.inf)
         if number == 0 or out.numel() == 0 or k.shape[1] == 0:
             return zero_gradients((q, k, v, bias), dout, dlse, out, in_sequences, sink, needs)
-        dq, dk, dv = (empty_gradient(x) if needed else None for x, needed in zip((q, k, v), needs[:3], strict=True))
+        dq, dk, dv = new_q(q), new_k(k), new_v(v)
         delta = torch.empty_like(lse) if needs_delta else None
         stored = sums = None
         if dbias_class == "key":
@@ -80,7 +81,7 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         elif dbias_class == "score" and bias is not None:
             stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
         if runs_kernel:
-            rows = [ready(x) for ready, x in zip(read, (q, k, v), strict=True)]
+            rows = (read_q(q), read_k(k), read_v(v))
             results = (out.contiguous(), lse.contiguous(), dq, dk, dv, stored, sums, delta)
             dout = _aligned(dout) if dout.is_contiguous() else _rows(dout)
             differentiate(dout, dlse, *rows, sequences.bounds, bias, *results, *numbers, num_dbias_chunks())
@@ -93,12 +94,16 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
             dbias = key_gradient(bias, sums, k.shape[2], 1)
         elif bias is not None and dbias_class == "query":
             dbias = sequence_query_gradient(bias, dlse, lse, k.shape[2], flags, sink, delta, sequences.bounds)
-        if sink is None:
-            return dq, dk, dv, dbias
-        dsink = sink_gradient(sink, in_sequences, delta) if needs.sink and delta is not None else None
+        dsink = None
+        if needs.sink and sink is not None and delta is not None:
+            dsink = sink_gradient(sink, in_sequences, delta)
         return dq, dk, dv, dbias, dsink
 
     return backward
+
+
+def _no_gradient(x: Tensor) -> None:
+    return None
 
 
 def _numbers(flags: Flags) -> tuple[bool, int, int, int, int, int, float]:

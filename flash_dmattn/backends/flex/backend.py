@@ -112,6 +112,12 @@ RULES: tuple[Rule, ...] = (
         "split the batch: each sequence has tiles of its own, and a list a row for each of queries, a column of keys",
     ),
     Rule(
+        "relative_sequences",
+        lambda p: p.relative is None or p.sequences is None,
+        lambda p: f"bias is by distance beside {p.batch} sequences; the graph has one distance for a row and a column",
+        'use backend="eager"',
+    ),
+    Rule(
         "deterministic",
         lambda p: not (p.deterministic and p.needs_grad.bias),
         lambda p: "deterministic is True and the gradient of bias is needed; FlexAttention adds it up with atomics",
@@ -166,6 +172,8 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
             else "FlexAttention's forward kernel is slow to read 16 bits for a key"
         )
         costs.append(f"copies bias to float32, {4 * bias.span() / 2**20:.1f} MB: {why}")
+    if problem.relative is not None:
+        costs.append("lays out the values of bias in float32, one for each distance of the call")
     if problem.sequences is not None:
         queries, keys = extents(problem.sequences)
         dims = problem.head_dim + problem.head_dim_v
@@ -176,9 +184,9 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
             f"copies q, k, v and out into rows of {BLOCK}, none of which two sequences share, {copied / 2**20:.1f} MB, "
             f"with {lists / 2**20:.1f} MB of lists"
         )
-    if needs.bias and bias is not None and not bias.broadcast()[3]:
+    if needs.bias and (problem.relative is not None or (bias is not None and not bias.broadcast()[3])):
         costs.append("the gradient of bias is added up with atomics: not bitwise repeatable")
-        if bias.broadcast()[2]:
+        if bias is None or bias.broadcast()[2]:
             costs.append("repeats bias over batch and heads, and its gradient until it is summed")
     if any(needs) and not (needs.q and needs.k and needs.v):
         costs.append("computes dq, dk and dv together, also where only some of them are needed")
@@ -209,7 +217,7 @@ BACKEND = Backend(
     name="flex",
     plan_forward=plan_forward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences"},
+    | {"sink", "sequences", "relative_bias"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,

@@ -43,12 +43,14 @@ class Blocks(NamedTuple):
         lower, upper: int32. Without a dimension they are limits on key - query. With one they are the first and the
             last key that each query may see, in rows of sequences. None is no limit.
         places: set where a mask or a bias is read through it.
+        origin: int32, of a bias by distance: the place of key - query = 0 in its values.
     """
 
     lists: Lists | None = None
     lower: Tensor | None = None
     upper: Tensor | None = None
     places: Places | None = None
+    origin: Tensor | None = None
 
 
 def limits_of(problem: AttentionProblem) -> tuple[int | None, int | None]:

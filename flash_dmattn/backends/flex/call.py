@@ -11,6 +11,8 @@ from torch import Tensor
 from ...problem import AttentionProblem, BiasClass, MaskView, Packing, bias_class
 from ...problem.inputs import Inputs
 from ...reference import formula
+from ...reference.distances import Distances, by_distance
+from ..entries import bias_of
 from .blocks import BLOCK, Blocks, dense_blocks
 
 
@@ -27,8 +29,25 @@ def attend_dense(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
     if problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
         results = nothing(problem, x)
         return results if x.sink is None else _with_sink(problem, results, x.sink)
+    origin = None
+    if problem.relative is not None:
+        x, origin = _with_each_distance(problem, x)
     x = ready(problem, x)
-    return attend(problem, x, dense_blocks(problem, x.mask.dense, x.q.device))
+    blocks = dense_blocks(problem, x.mask.dense, x.q.device)
+    return attend(problem, x, blocks._replace(origin=origin))
+
+
+def _with_each_distance(problem: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
+    """Lay out the values of a bias by distance, one for each distance of the call, and say where distance 0 lies.
+
+    So the graph has no ends to clamp, to which most pairs of a long call would add their gradient.
+    """
+    bias = bias_of(problem, x)
+    assert isinstance(bias, Distances)
+    bias = bias._replace(values=bias.values.float())  # its gradient is summed in fp32, and rounded once
+    values = by_distance(bias, problem.seqlen_q, problem.seqlen_k)
+    origin = torch.full((), problem.seqlen_q - 1, dtype=torch.int32, device=values.device)
+    return x._replace(bias=values), origin
 
 
 def nothing(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
@@ -128,7 +147,7 @@ def specialisation(
         (p.num_heads, p.num_heads_k, p.head_dim, p.head_dim_v),
         p.needs_grad[:4],
         torch.is_grad_enabled(),
-        tuple(None if limit is None else limit.dim() for limit in (blocks.lower, blocks.upper)),
+        tuple(None if limit is None else limit.dim() for limit in (blocks.lower, blocks.upper, blocks.origin)),
         (batch == 1, seqlen_q == 1, seqlen_k == 1, seqlen_q <= BLOCK, seqlen_k <= BLOCK),
         tuple((s[1] >= s[2], s[3] == 1) for s in (x.q.stride(), x.k.stride(), x.v.stride())),
     )

@@ -75,7 +75,7 @@ def run(
 
     `mask` and `bias` have 4 dims, of size 1 where `form` says that they lack one.
     """
-    lists, lower, upper, places = blocks
+    lists, lower, upper, places, origin = blocks
     # Locals, as a closure over `form` would capture every value in it, and floats cannot be captured.
     mask_shared, bias_shared = form.mask, form.bias
     softcap = None
@@ -86,7 +86,8 @@ def run(
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if bias is not None and bias_shared is not None:
-            score = score + bias[_index(bias_shared, places, b, h, i, j)]
+            place = j if origin is None else j - i + origin
+            score = score + bias[_index(bias_shared, places, b, h, i, place)]
         return score
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

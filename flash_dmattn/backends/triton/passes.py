@@ -44,6 +44,8 @@ def _sequence_kernels() -> ModuleType:
 
 def is_short(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass of a call runs the kernel of short rows, which reads a mask in any form."""
+    if p.relative is not None:
+        return False
     call = kernels().ShortCall.described(p)
     serves: bool = call.serves_forward() if direction == "forward" else call.serves_backward()
     return serves
@@ -53,7 +55,7 @@ def has_group_rows(p: AttentionProblem) -> bool:
     """Return whether the query heads of a group become rows of one tile; a bool mask is packed after that."""
     if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.seqlen_k < kernels().GROUP_ROWS_FROM:
         return False
-    return p.flags.left < 0 and p.dropout_p == 0
+    return p.flags.left < 0 and p.dropout_p == 0 and p.relative is None
 
 
 def has_few_pairs(p: AttentionProblem) -> bool:
@@ -108,7 +110,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     short = is_short(p, "forward")
     has_bounds = p.mask_form == "intervals" and not short
     copies, packs = not _has_unit_rows(p), p.mask_form == "dense" and not short and has_group_rows(p)
-    heads_first, unit_rows, plans = p.heads_first, launch.unit_rows, launch.plans
+    heads_first, unit_rows, plans = p.arrival == "heads_first", launch.unit_rows, launch.plans
     takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -164,7 +166,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
         return differentiate_without_keys(p)
     launch, flags, needs_grad, dtype = kernels(), p.flags, p.needs_grad, p.dtype
     has_bounds = p.mask_form == "intervals" and not is_short(p, "backward")
-    copies, is_column, heads_first = not _has_unit_rows(p), p.head_dim_v == 1, p.heads_first
+    copies, is_column, heads_first = not _has_unit_rows(p), p.head_dim_v == 1, p.arrival == "heads_first"
     unit_rows, plans = launch.unit_rows, launch.plans
     takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
 

@@ -193,7 +193,7 @@ class Keys:
 
 
 def is_static(cache: Any) -> bool:
-    """Whether a cache has its full length from the beginning."""
+    """Tell whether a cache has its full length from the beginning."""
     return cache is not None and bool(cache.is_compileable)
 
 
@@ -293,7 +293,7 @@ class DynamicMaskPreTrainedModel(transformers.PreTrainedModel):
             initialization.ones_(module.score_scale)
 
     def layers_run_twice(self) -> bool:
-        """Whether gradient checkpointing runs each layer again in the backward pass."""
+        """Tell whether gradient checkpointing runs each layer again in the backward pass."""
         checkpointing = any(getattr(part, "gradient_checkpointing", False) for part in self.modules())
         return checkpointing and self.training and torch.is_grad_enabled()
 

@@ -51,7 +51,7 @@ class LayerMask(BlockMask):
         is_causal, window: as in `attention`, aligned to the last key in use.
         used: how many keys there are up to the last query, an int or a tensor of one; None for all Lk.
         blocks: (B, Lk), the block of each token, for example of an image, or a negative number; None without blocks.
-            The tokens of a block are neighbours, and see each other besides the tokens before them, within the window.
+            The tokens of a block are neighbours. Within the window they see each other, and the tokens before them.
         skipped: how many queries of the forward, the first ones, the mask leaves out.
     """
 
@@ -85,15 +85,15 @@ class LayerMask(BlockMask):
         return 4
 
     def dim(self) -> int:
-        """4, as the tensor has."""
+        """Return 4, as the tensor would."""
         return 4
 
     def size(self, dim: int | None = None) -> Any:
-        """As `torch.Tensor.size`."""
+        """Return sizes as `torch.Tensor.size` does."""
         return self._shape if dim is None else self._shape[dim]
 
     def numel(self) -> int:
-        """As `torch.Tensor.numel`."""
+        """Count elements as `torch.Tensor.numel` does."""
         return self._shape[0] * self._shape[2] * self._shape[3]
 
     def contiguous(self) -> LayerMask:
@@ -102,12 +102,9 @@ class LayerMask(BlockMask):
 
     def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> LayerMask:
         """Move the tensors to a device; hooks that spread a model over devices call it."""
-        padding = None if self.padding is None else self.padding.to(device)
-        documents = None if self.documents is None else self.documents.to(device)
-        used = self.used.to(device) if isinstance(self.used, Tensor) else self.used
-        blocks = None if self.blocks is None else self.blocks.to(device)
-        rule = (self.is_causal, self.window, used)
-        return LayerMask(self._shape, padding, documents, *rule, device, blocks, self.skipped)
+        values = {name: getattr(self, name) for name in ("padding", "documents", "used", "blocks")}
+        moved = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
+        return self._with(device=device, **moved)
 
     def __getitem__(self, index: object) -> LayerMask:
         """Return the mask of the last queries, `mask[:, :, first:, :]`: layers that compute only those ask for it.
@@ -115,18 +112,20 @@ class LayerMask(BlockMask):
         Raises:
             TypeError: another index; the mask has no values.
         """
-        all_of_it = slice(None)
+        every = slice(None)
         if isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice):
             begin, stop, step = index[2].indices(self._shape[2])
-            if (*index[:2], index[3]) == (all_of_it,) * 3 and (stop, step) == (self._shape[2], 1):
+            if (*index[:2], index[3]) == (every,) * 3 and (stop, step) == (self._shape[2], 1):
                 batch, heads, seqlen_q, seqlen_k = self._shape
-                shape, rule = (batch, heads, seqlen_q - begin, seqlen_k), (self.is_causal, self.window, self.used)
-                skipped = self.skipped + begin
-                return LayerMask(shape, self.padding, self.documents, *rule, self._device, self.blocks, skipped)
+                return self._with(shape=(batch, heads, seqlen_q - begin, seqlen_k), skipped=self.skipped + begin)
         raise TypeError(
             "the attention mask is a flash_dmattn LayerMask, which has no values to index; a model that takes other "
             'parts of it than its last queries needs attn_implementation="sdpa"'
         )
+
+    def _with(self, **changes: Any) -> LayerMask:
+        names = ("shape", "padding", "documents", "is_causal", "window", "used", "blocks", "skipped")
+        return LayerMask(**{"device": self._device, **{name: getattr(self, name) for name in names}, **changes})
 
     def __repr__(self) -> str:
         names = [name for name in ("padding", "documents", "used", "blocks") if getattr(self, name) is not None]
@@ -393,7 +392,7 @@ def make_mask(
 
 
 def _takes_last_queries(config: Any) -> bool:
-    """Whether some layers reuse keys and values, and may be asked for the last queries alone: they slice their mask.
+    """Tell whether some layers reuse keys and values: they may compute the last queries alone, and slice their mask.
 
     None would then stand for causality of the first queries, as it does where there are fewer queries than keys.
     """
@@ -401,7 +400,7 @@ def _takes_last_queries(config: Any) -> bool:
 
 
 def _are_runs(blocks: Tensor, shape: tuple[int, int]) -> bool:
-    """Whether each block is one run of tokens, and later blocks have larger numbers; waits for the device."""
+    """Tell whether each block is one run of tokens, and later blocks have larger numbers; waits for the device."""
     if torch.compiler.is_compiling() or tuple(blocks.shape) != shape:
         return False
     # Between two tokens of one block there is neither another block nor a token of none.

@@ -39,14 +39,14 @@ _COMPUTES = re.compile(r"softmax\(|scaled_dot_product_attention\(")
 
 
 def asks_for_attention(kind: type) -> bool:
-    """Whether a module calls the attention function that the configuration names, or calls flash_dmattn itself."""
+    """Tell whether a module calls the attention function that the configuration names, or calls flash_dmattn itself."""
     if getattr(kind, "calls_flash_dmattn", False):
         return True
     return not issubclass(kind, transformers.PreTrainedModel) and _ASKS.search(_source(kind)) is not None
 
 
 def computes_attention(kind: type) -> bool:
-    """Whether a module takes the softmax itself, as its name and its source say."""
+    """Tell whether a module takes the softmax itself, as its name and its source say."""
     named = "attention" in kind.__name__.lower()
     return named and not asks_for_attention(kind) and _COMPUTES.search(_source(kind)) is not None
 

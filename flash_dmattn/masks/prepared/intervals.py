@@ -27,8 +27,8 @@ BITS = 8
 _DEAD = 1 << 2 * BITS
 MOST_HEADS_OF_CODES = (2**31 - 1) // (2 * _DEAD)  # whose codes fit 32 bits
 
-# The numbers of `order_saves`, measured on an H200 (132 SMs) in bf16 at head dim 128: the time that a tile of 128 x 128
-# costs an SM, and the time that making an order and walking keys in it costs a call.
+# For `order_saves`, on an H200 (132 SMs) in bf16 at head dim 128: the time that a tile of 128 x 128 takes an SM in each
+# pass, and the time that an order of keys takes a call.
 _SMS = 132
 _FORWARD_US, _BACKWARD_US = 2.0, 5.5
 _ORDER_US = 80.0
@@ -38,21 +38,9 @@ SHARES = 64
 
 
 def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> KeyIntervals:
-    """Return the queries that see each key of a mask of one row: all that the band leaves where it is kept, else none.
+    """Return start, stop and order of a bool mask (Bm, Hm, 1, Lk): a kept key is seen by all queries of the band.
 
-    Args:
-        mask: bool (Bm, Hm, 1, Lk), any strides.
-        seqlen_q: number of queries.
-        band: what is folded in.
-        reorder: whether the order has live keys first, each part ascending; else it has no places.
-
-    Returns:
-        start and stop int32 (Bm, Hm, Lk), order int32 (Bm, Hm, Lk or 0), contiguous.
-
-    Example:
-        >>> start, stop, order = key_intervals(torch.tensor([[[[True, False, True]]]]), 3, Band(-3, 0), True)
-        >>> start.tolist(), stop.tolist(), order.tolist()
-        ([[[0, 0, 2]]], [[[3, 0, 3]]], [[[0, 2, 1]]])
+    The order has live keys first, each part ascending; without `reorder` it has no places. All are contiguous.
     """
     kept = mask[:, :, 0]
     low, high = band or (-seqlen_q, kept.size(-1))
@@ -73,18 +61,11 @@ def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -
 
     Args:
         bits, row_lists: of a `TileMask`.
-        seqlen_k: number of keys.
 
     Returns:
-        start and stop int32 (Bm, Hm, Lk), contiguous, (0, 0) for a key that no query sees; numbers int64 (4,): 0 where
-        every key is seen by one run, else 1; how many keys of a head are live, at most; pairs of a query and a key that
-        it sees; tiles that some pair is in. Where the first is 1 a kernel may leave anything in the rest.
-
-    Example:
-        >>> bits, classes = packing.pack_mask(torch.tensor([[[[True, False], [True, True]]]]), None)
-        >>> start, stop, numbers = mask_intervals(bits, packing.list_tiles(classes)[0], 2)
-        >>> start.tolist(), stop.tolist(), numbers.tolist()
-        ([[[0, 1]]], [[[2, 2]]], [0, 2, 3, 1])
+        start and stop int32 (Bm, Hm, Lk), contiguous, (0, 0) for a dead key. Four numbers, int64: whether a key is seen
+        by several runs; how many keys of a head are live, at most; how many pairs attend; how many tiles are active. If
+        the first is 1, a kernel may leave anything in the rest.
     """
     batch, num_heads, seqlen_q, _ = bits.shape
     start, stop, count = (torch.zeros(batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device) for _ in "abc")
@@ -130,20 +111,9 @@ def covering(start: torch.Tensor, stop: torch.Tensor, length: int) -> torch.Tens
 
 
 def hilbert_codes(x: torch.Tensor, y: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the distance along a Hilbert curve at which it meets (x, y): points near on the curve are near.
-
-    Args:
-        x, y: integers of one shape, from 0 to 2 ** bits - 1.
-        bits: of the curve, along each axis.
-
-    Returns:
-        Integers of that shape, from 0 to 4 ** bits - 1; each is the code of one point.
+    """Return how far along a Hilbert curve of 2 ** bits x 2 ** bits points (x, y) lies: near numbers are near points.
 
     Source: Warren, "Hacker's Delight", 2nd edition, 2013, chapter 16.
-
-    Example:
-        >>> hilbert_codes(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 0]), 1).tolist()
-        [0, 1, 2, 3]
     """
     code = torch.zeros_like(x)
     for bit in reversed(range(bits)):
@@ -160,22 +130,15 @@ def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.T
     """Order keys so that neighbours have similar intervals: live ones by Hilbert code, then the dead.
 
     An interval is a point (start, stop), cut to 8 bits an axis. Keys of one code, and dead keys, stay in their order.
-    One stable sort serves all heads. Nothing waits for the device.
 
     Args:
-        start, stop: integers (Bm, Hm, Lk), the rows [start, stop) of each key, from 0 to `seqlen_q`; a key with
-            `start >= stop` is dead.
-        seqlen_q: number of queries.
+        start, stop: integers (Bm, Hm, Lk), from 0 to `seqlen_q`; a key with `start >= stop` is dead.
 
     Returns:
         int32 (Bm, Hm, Lk), contiguous: the key at each place.
-
-    Example:
-        >>> key_order(torch.tensor([[[2, 0, 3, 0]]]), torch.tensor([[[4, 0, 4, 4]]]), 4).tolist()
-        [[[3, 0, 2, 1]]]
     """
     heads, seqlen_k = start.size(0) * start.size(1), start.size(2)
-    # In 64 bits, because positions may take 31; codes take fewer, and a sort half the time for it.
+    # In 64 bits, because positions may take 31. Codes take fewer, so that one sort of all heads takes half the time.
     x, y = (position.long() * (1 << BITS) // (seqlen_q + 1) for position in (start, stop))
     code = torch.where(start < stop, hilbert_codes(x, y, BITS), _DEAD)
     head = torch.arange(heads, device=start.device)[:, None]
@@ -194,33 +157,16 @@ def live_keys(start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
 def first_places(
     start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut an order to its first places; return it with the start and stop of the keys that stand there.
-
-    Args:
-        start, stop, order: int32 (Bm, Hm, Lk), contiguous, of an `IntervalMask`.
-        places: how many, up to Lk.
-
-    Returns:
-        order, start and stop int32 (Bm, Hm, places), contiguous, with memory of their own.
-
-    Example:
-        >>> start, stop, order = torch.tensor([[[[2, 0, 3]]], [[[4, 0, 4]]], [[[0, 2, 1]]]], dtype=torch.int32)
-        >>> [x.tolist() for x in first_places(start, stop, order, 2)]
-        [[[[0, 2]]], [[[2, 3]]], [[[4, 4]]]]
-    """
+    """Cut an order to its first places; return it with the start and stop of the keys there, in memory of their own."""
     order = order[:, :, :places].clone(memory_format=torch.contiguous_format)
     keys = order.long()
     return order, start.gather(2, keys), stop.gather(2, keys)
 
 
 def places_for(live: int, seqlen_k: int) -> int:
-    """Choose how many places an order has in which so many keys, at most, of each head are live.
+    """Choose how many places an order has, in whole tiles, if a head has at most so many live keys.
 
-    Whole tiles. Where these are more than half of the keys, each key has a place: moving gradients would cost more.
-
-    Example:
-        >>> places_for(9000, 2**20), places_for(9000, 16384), places_for(1, 16384), places_for(1, 100)
-        (16384, 16384, 256, 100)
+    If these are more than half of the keys, each key has a place: moving gradients would cost more.
     """
     share = TILE * max(1, tiles(seqlen_k) // SHARES)
     places = max(1, -(-live // share)) * share
@@ -241,18 +187,10 @@ def reorder_pays(
 
     Args:
         heads: batch entries times heads.
-        seqlen_q, seqlen_k: number of queries and keys.
         keys_kept: W, how many keys a query keeps at most.
         is_causal: whether a query keeps keys of its own prefix.
-        has_backward: whether there will be a backward pass.
 
-    Source: fitted to simulations with independent scores (1.51 at W = 1024, 2.1 at 256) and to times on an H200.
-
-    Example:
-        >>> [reorder_pays(16, n, n, 1024, is_causal=True, has_backward=False) for n in (4096, 8192)]
-        [False, True]
-        >>> reorder_pays(16, 4096, 4096, 1024, is_causal=True, has_backward=True)
-        True
+    Source: fitted to simulations with independent scores, and to times on an H200 (docs/notes/intervals.md).
     """
     heads, seqlen_q, seqlen_k = hint(heads), hint(seqlen_q), hint(seqlen_k)
     kept = min(hint(keys_kept), seqlen_k)
@@ -276,10 +214,9 @@ def order_saves(natural: float, pairs: float, kept: float, *, has_backward: bool
     """Tell whether an order saves a call more time than it costs.
 
     Args:
-        natural: tiles of 128 x 128 that some pair is in, keys being in natural order; of all heads, as `pairs`.
-        pairs: pairs of a query and a key that it keeps.
+        natural: active tiles of all heads, keys being in natural order.
+        pairs: pairs of a query and a key that it keeps, over all heads.
         kept: how many keys a query keeps.
-        has_backward: whether there will be a backward pass.
     """
     saved = natural - (1 + 15 / math.sqrt(kept)) * pairs / (TILE * TILE)
     return saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from ...problem import (
-    Band,
     MaskChoice,
     MaskForm,
     MaskView,
@@ -20,6 +19,7 @@ from ...problem import (
     causal_window,
     check_flag,
     check_scores,
+    check_window,
     collapse,
     make_band,
     merge,
@@ -32,21 +32,14 @@ from ..arguments import DIMS, IntsLike, bool_mask, integer, integer_tensor, leng
 from ..blocks import MaskStats, check_blocks, expand_blocks
 from ..builders import Device, document_pair, padding_mask
 from ..topk import select, topk_arguments
-from .builders import (
-    band_fields,
-    check_compact,
-    check_same_device,
-    full_length,
-    interval_walk,
-    recognise_intervals,
-    spec_beside,
-)
-from .intervals import reorder_pays
+from .intervals import live_keys, order_saves, places_for, reorder_pays
 from .operators import (
+    interval_walk,
     one_row_form,
     pack_beside,
     packer,
     prepared_view,
+    run_mask_intervals,
     run_score_keys,
     run_topk_intervals,
 )
@@ -55,6 +48,8 @@ from .sequence_packing import MaskPacking
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -114,9 +109,9 @@ class PreparedMask(ABC):
         with the same result. Nothing waits for the device, unless `find_intervals` asks for it. Dims that were expanded
         (stride 0) count as size 1 and are never materialised.
 
-        A mask of one row for all queries is stored as intervals, or for fewer than 16 queries as keys, both of O(Lk) in
-        memory but for lists of tiles, band or no band. Any other is stored as tiles, Lq * Lk / 8 bytes for each of its
-        heads; tiles outside the band are not read.
+        A mask of one row for all queries is stored as intervals, or for fewer than 16 queries as keys. Both take O(Lk)
+        of memory, besides lists of tiles, with a band or without. Any other mask is stored as tiles, in Lq * Lk / 8
+        bytes for each of its heads; tiles outside the band are not read.
 
         With `sequences` the mask has the shapes that `attention` takes beside them: by position, packed rows or packed
         keys. The band applies to each sequence. The result takes max_seqlen_k / 8 bytes for each query and head, and is
@@ -135,14 +130,13 @@ class PreparedMask(ABC):
                 in each call. It pays where kept keys lie scattered, not for padding. By default from 4096 queries on,
                 where the copy is cheap beside the call.
             as_tiles: store a mask of one row for 16 queries or more as tiles all the same. It pays for calls with a
-                bias of one value per query and key, as kernels then read bits, and would make them of intervals in
-                each pass.
+                bias of one value per query and key: kernels then read bits, which they would make of intervals in each
+                pass.
             find_intervals: look whether, within the band, each key of a mask that depends on the query is seen by one
-                run of queries, as in causal top-k by one score per key, windows, documents or prefixes. If so it is
-                stored as intervals, and `reorder` applies: by default keys get an order where the tiles that it
-                saves pay for it in a forward pass. Any other mask is stored as without it. The answer is read
-                back: the program waits for the device, once, which a CUDA graph cannot capture and `torch.compile`
-                breaks its graph for.
+                run of queries, as in causal top-k by one score per key, windows, documents or prefixes. If so, it is
+                stored as intervals, and `reorder` applies: by default keys get an order if the tiles that it saves pay
+                for it in a forward pass. Any other mask is stored as without it. The program waits for the answer,
+                once. A CUDA graph cannot capture that, and `torch.compile` breaks its graph for it.
             sequences: where the sequences of the calls lie; `reorder` and `find_intervals` are refused beside them,
                 and tiles are what is made.
 
@@ -171,12 +165,11 @@ class PreparedMask(ABC):
         if sequences is not None:
             if reorder is not None:
                 raise ValueError(f"reorder is {reorder}; beside sequences it needs to be None.")
-            spec = spec_beside(sequences, seqlen_q, seqlen_k)
             mask4 = bool_mask("mask", mask)
-            check_same_device("mask", mask4, sequences)
+            spec = _spec_beside("mask", mask, sequences, seqlen_q, seqlen_k)
             packing = packing_of("mask", mask.shape, spec)
             check_scores("mask", mask4.shape, packing, spec, None)
-            return cls._packed(mask4, packing, sequences, spec, sequences.bounds_of(spec), is_causal, window_size)
+            return cls._packed(mask4, packing, sequences, spec, is_causal, window_size)
         leading = None
         if isinstance(mask, torch.Tensor) and mask.dim() > 4:
             mask = collapse(mask, dims=range(mask.dim() - 3))
@@ -187,16 +180,16 @@ class PreparedMask(ABC):
                 f"mask has shape {tuple(mask.shape)} ({mask.dim()}-D); it needs 2 dims or more, the last two of "
                 f"them (seqlen_q, seqlen_k); pass mask[None] for keys."
             )
-        seqlen_q = full_length("seqlen_q", "row", mask4.size(2), seqlen_q)
-        seqlen_k = full_length("seqlen_k", "column", mask4.size(3), seqlen_k)
-        limits = band_fields(is_causal, window_size)
+        seqlen_q = _full_length("seqlen_q", "row", mask4.size(2), seqlen_q)
+        seqlen_k = _full_length("seqlen_k", "column", mask4.size(3), seqlen_k)
+        limits = _band_fields(is_causal, window_size)
         choice = one_row_form(seqlen_q, None if reorder is None else check_flag("reorder", reorder))
         if check_flag("as_tiles", as_tiles) and choice.form == "intervals":
             choice = MaskChoice("tiles")
         numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **limits, "leading": leading}
         view = prepared_view(mask4, seqlen_q, seqlen_k, causal_window(**limits), choice)
         if find_intervals and view.form == "tiles":
-            tensors = recognise_intervals(view, seqlen_q, seqlen_k, reorder)
+            tensors = _recognise_intervals(view, seqlen_q, seqlen_k, reorder)
             if tensors is not None:
                 return cls._made("intervals", tensors, **numbers)
         return cls._made(view.form, view.tensors, **numbers, one_row=collapse(mask4).size(2) == 1)
@@ -251,9 +244,8 @@ class PreparedMask(ABC):
             block_of_row = torch.arange(start, stop, device=blocks.device) // block_q - start // block_q
             return pack_words(keys).index_select(2, block_of_row)
 
-        limits = band_fields(is_causal, window_size)
         shape = (blocks.size(0), blocks.size(1), seqlen_q, seqlen_k)
-        return cls._tiled(words, shape, make_band(seqlen_q, seqlen_k, causal_window(**limits)), blocks.device, limits)
+        return cls._tiled(words, shape, blocks.device, is_causal, window_size)
 
     @classmethod
     def from_window(
@@ -287,14 +279,79 @@ class PreparedMask(ABC):
             [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
         """
         shape = (1, 1, integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
-        limits = band_fields(is_causal, window_size)
-        band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
         device = torch.empty(0, device=device).device
 
         def words(start: int, stop: int) -> torch.Tensor:
-            return band_words(start, stop, seqlen_k, band, device)
+            return band_words(start, stop, seqlen_k, None, device)
 
-        return cls._tiled(words, shape, None, device, limits)
+        return cls._tiled(words, shape, device, is_causal, window_size)
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: MaskMod,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        batch_size: int = 1,
+        num_heads: int = 1,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+        device: Device = None,
+    ) -> PreparedMask:
+        """Prepare the mask that a function of FlexAttention describes, by blocks of queries.
+
+        Equivalent to `PreparedMask.from_mask(create_mask(mask_mod, batch_size, num_heads, seqlen_q, seqlen_k, device),
+        is_causal=is_causal, window_size=window_size)`, without a tensor of Lq * Lk values. The function is called now,
+        for each block, so later changes of tensors that it reads have no effect.
+
+        Args:
+            mask_mod: a function of four int64 scalars, the batch, head, query and key, whose bool scalar allows the
+                pair. It runs below `torch.vmap`, as in FlexAttention.
+            seqlen_q, seqlen_k: number of queries and keys.
+            batch_size, num_heads: of the calls, for a function that uses b or h; 1 will do for others.
+            is_causal, window_size: the band, as in `from_mask`.
+            device: where to run the function and put the result: where the tensors are that it reads.
+
+        Returns:
+            PreparedMask. It has one batch, head or row for all where the function does not use b, h or q_idx.
+
+        Raises:
+            TypeError: `mask_mod` is no function, or returns anything but a bool tensor; sizes are not integer.
+            ValueError: a size below 0.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask
+            >>> mask = PreparedMask.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 384, 384)
+            >>> mask.classes[0, 0].tolist()
+            [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
+        """
+        if not callable(mask_mod):
+            raise TypeError(
+                f"mask_mod is a {type(mask_mod).__name__}; it needs to be a function (b, h, q_idx, kv_idx)."
+            )
+        sizes = {"batch_size": batch_size, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        batches, heads, queries, keys = (
+            torch.arange(integer(name, size), device=device) for name, size in sizes.items()
+        )
+        allowed: Callable[..., torch.Tensor] = mask_mod
+        for dim in (3, 2, 1, 0):
+            allowed = torch.vmap(allowed, in_dims=tuple(0 if place == dim else None for place in range(4)))
+        corner = allowed(batches, heads, queries[:2], keys[:2])
+        if corner.dtype != torch.bool:
+            raise TypeError(f"mask_mod returns {corner.dtype}; it needs to return bool.")
+        batch, num_heads, rows, _ = collapse(corner).shape  # vmap expands the dims that the function does not depend on
+        if rows == 1:
+            one_row = allowed(batches[:batch], heads[:num_heads], queries[:1], keys)
+            lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+            return cls.from_mask(one_row, **lengths, is_causal=is_causal, window_size=window_size)
+
+        def words(start: int, stop: int) -> torch.Tensor:
+            return pack_words(allowed(batches[:batch], heads[:num_heads], queries[start:stop], keys))
+
+        limits = _band_fields(is_causal, window_size)
+        band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
+        return cls._tiled(words, (batch, num_heads, seqlen_q, seqlen_k), band, queries.device, limits)
 
     @classmethod
     def from_documents(
@@ -333,9 +390,8 @@ class PreparedMask(ABC):
             rows = ids_q[:, start:stop, None]
             return pack_words((rows == keys[:, None, :]) & (rows >= 0))[:, None]
 
-        limits = band_fields(is_causal, window_size)
         shape = (max(ids_q.size(0), keys.size(0)), 1, ids_q.size(1), keys.size(1))
-        return cls._tiled(words, shape, make_band(*shape[2:], causal_window(**limits)), ids_q.device, limits)
+        return cls._tiled(words, shape, ids_q.device, is_causal, window_size)
 
     @classmethod
     def from_lengths(
@@ -447,9 +503,9 @@ class PreparedMask(ABC):
                 )
         begins, ends = torch.broadcast_tensors(begins, ends)
         seqlen_q, seqlen_k = integer("seqlen_q", seqlen_q), begins.size(2)
-        limits = band_fields(is_causal, window_size)
+        limits = _band_fields(is_causal, window_size)
         reorder = check_flag("reorder", reorder)
-        check_compact(compact, reorder)
+        _check_compact(compact, reorder)
         # Rows outside of the band, and rows that do not exist, are cut.
         band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
         if band is not None:
@@ -458,8 +514,7 @@ class PreparedMask(ABC):
         begins, ends = begins.clamp(0, seqlen_q), ends.clamp(0, seqlen_q)
         dead = begins >= ends
         begins, ends = (x.masked_fill(dead, 0).to(torch.int32).contiguous() for x in (begins, ends))
-        tensors = begins, ends, *interval_walk(begins, ends, seqlen_q, reorder, compact=compact)
-        return cls._made("intervals", tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
+        return cls._of_intervals(begins, ends, seqlen_q, reorder, compact, limits)
 
     @classmethod
     def from_topk(
@@ -494,11 +549,11 @@ class PreparedMask(ABC):
                 that is expected to save more time than it costs: see "Order" in docs/prepared_masks.md. Sizes alone
                 decide: the heads of `scores` stand for the heads of the call, and a backward pass is expected where
                 `scores` need a gradient.
-            compact: of an order, which is made then, make places for live keys alone. With independent scores
-                few are live, about k * (1 + ln(Lk / k)): at 1M keys and k = 1024 lists of tiles take a hundredth, and
-                so do k, v and the sums of their gradients in each call. Their number is read back: the program waits
-                for the device, once, which a CUDA graph cannot capture and `torch.compile` breaks its graph for. Where
-                more than half of the keys are live, nothing changes.
+            compact: make an order with places for live keys alone. With independent scores few are live, about
+                k * (1 + ln(Lk / k)): at 1M keys and k = 1024 lists of tiles take a hundredth, and so do k, v and the
+                sums of their gradients in each call. The program waits for their number, once. A CUDA graph cannot
+                capture that, and `torch.compile` breaks its graph for it. If more than half of the keys are live,
+                nothing changes.
 
         Returns:
             PreparedMask, of intervals, with the batch size and heads of scores and mask.
@@ -522,10 +577,10 @@ class PreparedMask(ABC):
                     [1, 0, 1, 0]], dtype=torch.int32)
         """
         integer("k", k, 1)
-        limits, local = band_fields(is_causal, None), integer("local", local)
+        limits, local = _band_fields(is_causal, None), integer("local", local)
         if reorder is not None:
             check_flag("reorder", reorder)
-        check_compact(compact, reorder)
+        _check_compact(compact, reorder)
         if local and not is_causal:
             raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
         values, allowed, seqlen_q = topk_arguments(scores, mask, seqlen_q)
@@ -549,8 +604,7 @@ class PreparedMask(ABC):
         else:
             stop = (select(keys, k) * seqlen_q).to(torch.int32)
             start = torch.zeros_like(stop)
-        tensors = start, stop, *interval_walk(start, stop, seqlen_q, reorder, compact=compact)
-        return cls._made("intervals", tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
+        return cls._of_intervals(start, stop, seqlen_q, reorder, compact, limits)
 
     @classmethod
     def from_tree(cls, tree: torch.Tensor) -> PreparedMask:
@@ -632,17 +686,16 @@ class PreparedMask(ABC):
         >>> PreparedMask.from_ragged(flat, documents, seqlen_q=3, seqlen_k=3).unpacked()[0, 0].int().tolist()
         [[1, 0], [1, 0], [1, 1]]
         """
-        spec = spec_beside(sequences, seqlen_q, seqlen_k)
         mask4 = bool_mask("flat", flat)
-        check_same_device("flat", mask4, sequences)
+        spec = _spec_beside("flat", flat, sequences, seqlen_q, seqlen_k)
         if flat.dim() not in (1, 2):
             raise ValueError(f"flat has shape {tuple(flat.shape)}; it needs to be (pairs,) or (heads, pairs).")
-        bounds = sequences.bounds_of(spec)
-        if values_can_be_read(bounds):
+        if values_can_be_read(flat):
+            bounds = sequences.bounds_of(spec)
             pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
             if flat.shape[-1] != pairs:
                 raise ValueError(f"flat has {flat.shape[-1]} pairs; it needs {pairs}, queries times keys of sequences.")
-        return cls._packed(mask4.transpose(1, 2), "ragged", sequences, spec, bounds, is_causal, window_size)
+        return cls._packed(mask4.transpose(1, 2), "ragged", sequences, spec, is_causal, window_size)
 
     @classmethod
     def _made(cls, form: MaskForm, tensors: Sequence[torch.Tensor], **others: Any) -> PreparedMask:
@@ -651,16 +704,32 @@ class PreparedMask(ABC):
         return kind(**values)
 
     @classmethod
+    def _of_intervals(
+        cls,
+        start: torch.Tensor,
+        stop: torch.Tensor,
+        seqlen_q: int,
+        reorder: bool,
+        compact: bool,
+        limits: dict[str, Any],
+    ) -> PreparedMask:
+        seqlen_k = start.size(2)
+        places = places_for(int(live_keys(start, stop)), seqlen_k) if compact else None  # which waits for the device
+        tensors = start, stop, *interval_walk(start, stop, seqlen_q, reorder, places)
+        return cls._made("intervals", tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
+
+    @classmethod
     def _tiled(
         cls,
         words: Callable[[int, int], torch.Tensor],
         shape: tuple[int, int, int, int],
-        band: Band | None,
         device: torch.device,
-        limits: dict[str, Any],
+        is_causal: bool,
+        window_size: tuple[int, int] | None,
     ) -> PreparedMask:
-        """Make tiles of words, as `pack_rows` takes them; `limits` are the fields of the band, also of a folded one."""
-        bits, classes = pack_rows(words, shape, band, device)
+        """Make tiles of words, as `pack_rows` takes them, and of a band."""
+        limits = _band_fields(is_causal, window_size)
+        bits, classes = pack_rows(words, shape, make_band(*shape[2:], causal_window(**limits)), device)
         tensors = bits, classes, *packer(bits).list_tiles(classes)
         return cls._made("tiles", tensors, seqlen_q=shape[2], seqlen_k=shape[3], **limits)
 
@@ -671,12 +740,11 @@ class PreparedMask(ABC):
         packing: MaskPacking,
         sequences: Sequences,
         spec: SequenceSpec,
-        bounds: torch.Tensor,
         is_causal: bool,
         window_size: tuple[int, int] | None,
     ) -> PreparedMask:
-        limits = band_fields(is_causal, window_size)
-        tensors = pack_beside(mask, bounds, packing, spec, causal_window(**limits))
+        limits = _band_fields(is_causal, window_size)
+        tensors = pack_beside(mask, sequences.bounds_of(spec), packing, spec, causal_window(**limits))
         return cls._made("sequence_tiles", tensors, sequences=sequences, spec=spec, **limits)
 
     @property
@@ -710,7 +778,7 @@ class PreparedMask(ABC):
         >>> import torch
         >>> from flash_dmattn.masks import PreparedMask
         >>> PreparedMask.from_mask(torch.ones(8, 8, dtype=torch.bool), is_causal=True).to("cpu")
-        TileMask(shape=(1, 1, 8, 8), is_causal=True, window_size=(-1, -1), seqlen_q=8, device='cpu')
+        PreparedMask(form='tiles', shape=(1, 1, 8, 8), is_causal=True, window_size=(-1, -1), seqlen_q=8, device='cpu')
         """
         moved = [x.to(device, non_blocking=non_blocking) for x in self.tensors]
         if all(x is own for x, own in zip(moved, self.tensors, strict=True)):
@@ -747,9 +815,68 @@ class PreparedMask(ABC):
         # Not the values of tensors: printing them waits for the device, and there may be millions.
         values = {field.name: getattr(self, field.name) for field in _fields(self) if field.repr}
         shown = [f"{n}={x}" for n, x in values.items() if x is not None and not isinstance(x, torch.Tensor)]
-        return f"{type(self).__name__}({', '.join([f'shape={self.shape}', *shown, f'device={str(self.device)!r}'])})"
+        first, last = f"form={self.form!r}, shape={self.shape}", f"device={str(self.device)!r}"
+        return f"PreparedMask({', '.join([first, *shown, last])})"
 
 
 def _fields(mask: PreparedMask) -> list[Any]:
     """Return the fields that a mask is made of, without the view that follows from them."""
     return [each for each in fields(mask) if each.init]
+
+
+def _band_fields(is_causal: bool, window_size: tuple[int, int] | None) -> dict[str, Any]:
+    """Check the band; return it as fields of a mask."""
+    return {"is_causal": check_flag("is_causal", is_causal), "window_size": check_window(window_size)}
+
+
+def _full_length(name: str, what: str, size: int, length: int | None) -> int:
+    """Return the real length along a dim of a mask, from its size and from the argument."""
+    if length is None:
+        if size == 1:
+            raise ValueError(f"mask has one {what} for all; {name} is None; it needs to be their number.")
+        return size
+    if size not in (1, integer(name, length)):
+        raise ValueError(f"mask has {size} {what}s and {name} is {length}; they need to be equal, or the mask needs 1.")
+    return length
+
+
+def _check_compact(compact: bool, reorder: bool | None) -> None:
+    """Refuse `compact` without an order of keys."""
+    if check_flag("compact", compact) and reorder is False:
+        raise ValueError("compact is True and reorder is False; only an order of keys has places to leave out.")
+
+
+def _spec_beside(
+    name: str, mask: torch.Tensor, sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None
+) -> SequenceSpec:
+    """Describe the sequences of a mask, from the lengths of the tensors of its calls; check where they are."""
+    if not isinstance(sequences, Sequences):
+        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences.")
+    if seqlen_q is None:
+        raise ValueError("seqlen_q is None; beside sequences it needs to be q.shape[-3].")
+    if seqlen_k is None:
+        raise ValueError(
+            "seqlen_k is None; beside sequences it needs to be k.shape[-3], of pages block_table.shape[1] * page_size."
+        )
+    if mask.device != sequences.device:
+        raise ValueError(f"{name} is on {mask.device}; it needs to be where sequences are, on {sequences.device}.")
+    return sequences.spec_of(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
+
+
+def _recognise_intervals(
+    view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None
+) -> Sequence[torch.Tensor] | None:
+    """Return the tensors of an `IntervalMask` that allows the same as tiles; None if a key has several runs of queries.
+
+    Values decide, so it waits for the device, once. The numbers of pairs and of tiles come back with the answer. They
+    say how many places an order of keys needs, and, if `reorder` is None, whether it pays in a forward pass.
+    """
+    bits, _, row_lists, _ = view.tensors
+    start, stop, numbers = run_mask_intervals(bits, row_lists, seqlen_k)
+    has_several, live, pairs, active = numbers.tolist()
+    if has_several:
+        return None
+    if reorder is None:
+        kept = pairs / max(1, start.size(0) * start.size(1) * seqlen_q)
+        reorder = kept > 0 and order_saves(active, pairs, kept, has_backward=False)
+    return start, stop, *interval_walk(start, stop, seqlen_q, reorder, places_for(live, seqlen_k))

@@ -1,4 +1,4 @@
-"""The operators that prepare masks, compiled or not, and who packs: PyTorch, or a faster packer of the device.
+"""The operators that prepare masks, and who packs: PyTorch, or a faster packer of the device.
 
 A graph that prepares a mask has these operators in it, not the loops that they run, which take a compiler a minute.
 """
@@ -104,15 +104,9 @@ def one_row_form(seqlen_q: int, reorder: bool | None = None) -> MaskChoice:
 def prepared_view(
     mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], one_row: MaskChoice
 ) -> MaskView:
-    """Prepare a mask, as "tiles", or where it has one row for all queries in the form `one_row`.
+    """Prepare a bool mask (Bm, Hm, Lq or 1, Lk or 1) as "tiles", or if it has one row for all queries as `one_row`.
 
-    Args:
-        mask: bool (Bm, Hm, Lq or 1, Lk or 1), any strides; an expanded dim (stride 0) counts as size 1.
-        seqlen_q, seqlen_k, window: of the call, causality folded into the window.
-        one_row: "keys", "intervals" or "tiles".
-
-    Returns:
-        The tensors of a `KeyMask`, an `IntervalMask` or a `TileMask`; no two of them share memory.
+    An expanded dim (stride 0) counts as size 1. No two tensors of the result share memory.
     """
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     mask = collapse(mask)
@@ -123,13 +117,9 @@ def prepared_view(
 def plan_prepare(
     seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice
 ) -> Callable[[torch.Tensor], MaskView]:
-    """Return `mask -> MaskView` of bool masks that are alike: the band and the packer are looked up once.
+    """Return `mask -> MaskView` of bool masks that are alike and unwatched: band and packer are looked up once.
 
-    It equals `prepared_view` without the operator, for masks of plain tensors that nothing watches.
-
-    Args:
-        seqlen_q, seqlen_k, window: of the calls.
-        choice: the form, "tiles" of masks that have more than one row.
+    It equals `prepared_view` without the operator. Masks that have more than one row need the form "tiles".
     """
     band, fastest = make_band(seqlen_q, seqlen_k, window), None
 
@@ -206,12 +196,7 @@ torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_mapped, lib=L
 def pack_beside(
     mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
 ) -> list[torch.Tensor]:
-    """Pack a mask beside sequences: the tensors of a `SequenceTileMask`, by the operator.
-
-    Args:
-        mask: as `pack_sequences` takes it; an expanded dim (stride 0) counts as size 1.
-        bounds, mask_packing, spec, window: as there.
-    """
+    """Pack a mask beside sequences by the operator, with the arguments and the result of `pack_sequences`."""
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
     tensors: list[torch.Tensor] = _PACK_BESIDE(collapse(mask), bounds, mask_packing, *sizes, *window)
@@ -309,24 +294,44 @@ def run_topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) ->
     return keys.new_empty(keys.shape, dtype=torch.int32), keys.new_empty(keys.shape, dtype=torch.int32)
 
 
-@_step("(Tensor start, Tensor stop, SymInt seqlen_q) -> Tensor")
-def run_key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
-    return start.new_empty(start.shape, dtype=torch.int32)
+def _interval_walk(
+    start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, places: int
+) -> list[torch.Tensor]:
+    fastest, own_order = packer(start), start.new_empty((*start.shape[:2], 0))
+    order = fastest.key_order(start, stop, seqlen_q) if reorder else own_order
+    if order.size(2) == places or not reorder:
+        return [order, *fastest.interval_tiles(start, stop, order, seqlen_q)]
+    order, start, stop = fastest.first_places(start, stop, order, places)  # the rest is not kept alive
+    return [order, *fastest.interval_tiles(start, stop, own_order, seqlen_q)]
 
 
-@_step("(Tensor start, Tensor stop, Tensor order, SymInt seqlen_q) -> Tensor[]")
-def run_interval_tiles(
-    start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int
+def _interval_walk_fake(
+    start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, places: int
+) -> list[torch.Tensor]:
+    rows, columns = tiles(seqlen_q), tiles(places if reorder else start.size(2))
+    shapes = [(places if reorder else 0,), (columns * TILE, 2), (rows, 2 + columns), (columns, 2 + rows)]
+    return [start.new_empty((*start.shape[:2], *shape)) for shape in shapes]
+
+
+_WALK = define(
+    "interval_walk",
+    "(Tensor start, Tensor stop, SymInt seqlen_q, bool reorder, SymInt places) -> Tensor[]",
+    _interval_walk,
+    _interval_walk_fake,
+)
+_run_walk = unless_watched(_WALK, _interval_walk)
+
+
+def interval_walk(
+    start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, places: int | None = None
 ) -> Sequence[torch.Tensor]:
-    heads, rows, columns = start.shape[:2], tiles(seqlen_q), tiles(start.size(2))
-    shapes = ((*heads, columns * TILE, 2), (*heads, rows, 2 + columns), (*heads, columns, 2 + rows))
-    return [start.new_empty(shape) for shape in shapes]
+    """Return order, bounds, row_lists and col_lists of an `IntervalMask`: O(Lq * places).
 
-
-@_step("(Tensor start, Tensor stop, Tensor order, SymInt places) -> (Tensor order, Tensor start, Tensor stop)")
-def run_first_places(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int) -> ThreeTensors:
-    order, start, stop = (x.new_empty((*x.shape[:2], places)) for x in (order, start, stop))
-    return order, start, stop
+    An order of keys has `places`, by default one for each key; it has room for the live keys of each head.
+    """
+    places = start.size(2) if places is None else places
+    tensors: Sequence[torch.Tensor] = _run_walk(start, stop, seqlen_q, reorder, places)
+    return tensors
 
 
 @_step("(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)")

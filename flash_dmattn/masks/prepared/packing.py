@@ -21,8 +21,8 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 # Elements packed at once: as many bytes of dense rows, and twice that in temporaries.
 CHUNK_ELEMENTS = 1 << 24
 
-# Eight bools read as one little-endian integer, times this, have their bits in order in the top byte: byte k is
-# moved by 56 - 7k bits, and no two of the 64 partial products meet, so nothing is carried.
+# Multiplied by this, eight bools that are read as one little-endian integer have their bits in order in the top byte.
+# Byte k is moved by 56 - 7k bits. No two of the 64 partial products meet, so nothing is carried.
 GATHER_EIGHT = 0x0102040810204080
 
 
@@ -85,15 +85,10 @@ def pack_rows(
     band: Band | None,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make bits and classes of a mask that is known by rows, in chunks, so that little beside the result is allocated.
+    """Make bits (Bm, Hm, Lq, words) and classes of a mask that is known by rows, with the band folded in.
 
-    Args:
-        words_of: `words_of(start, stop)` is what `pack_words` gives for these rows, its padding bits included.
-        shape: (Bm, Hm, Lq, Lk) of the result.
-        band: what is folded in.
-
-    Returns:
-        bits int32 (Bm, Hm, Lq, words), classes uint8 (Bm, Hm, Tq, Tk).
+    `words_of(start, stop)` returns what `pack_words` makes of these rows. It is called for chunks of rows, so that
+    little beside the result is allocated.
     """
     batch, num_heads, seqlen_q, seqlen_k = shape
     bits = torch.empty(batch, num_heads, seqlen_q, tiles(seqlen_k) * TILE_WORDS, dtype=torch.int32, device=device)
@@ -108,15 +103,7 @@ def pack_rows(
 
 
 def pack_mask(mask: torch.Tensor, band: Band | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make bits and classes of a 4-D bool mask of full query and key dims, which may be expanded.
-
-    Args:
-        mask: bool (Bm, Hm, Lq, Lk), any strides, 0 included.
-        band: what is folded in.
-
-    Returns:
-        bits int32 (Bm, Hm, Lq, words), classes uint8 (Bm, Hm, Tq, Tk).
-    """
+    """Make bits and classes of a bool mask (Bm, Hm, Lq, Lk) of any strides, with the band folded in."""
     batch, num_heads, seqlen_q, seqlen_k = mask.shape
     shape = (batch, num_heads, seqlen_q, seqlen_k)
     return pack_rows(lambda start, stop: pack_words(mask[:, :, start:stop]), shape, band, mask.device)

@@ -26,10 +26,7 @@ MaskPacking = Literal["none", "queries", "keys", "ragged", "tree"]
 class Side(NamedTuple):
     """The queries or the keys of all sequences, numbered in one row; slots of padded ones stand behind one another.
 
-    Attributes:
-        first: int64 (S,), the first of each sequence, ascending.
-        lengths: int64 (S,), how many it has.
-        rows: how many there are in all, rows of no sequence included.
+    `first` and `lengths`, int64 (S,), are in ascending order. `rows` counts rows of no sequence, too.
     """
 
     first: torch.Tensor
@@ -83,11 +80,8 @@ def pack_sequences(
 ) -> list[torch.Tensor]:
     """Make the tensors of a `SequenceTileMask`: bits, classes, row_lists, col_lists.
 
-    Args:
-        mask: bool (Bm, Hm, Lq or 1, Lk or 1) as `attention` reads it beside these sequences; "ragged" is (1, Hm, 1, N),
-            "tree" (S or 1, 1, n, n).
-        bounds: of a `SequenceView`.
-        window: with causality folded in, as `causal_window` has it.
+    The mask, bool, lies as `attention` reads it beside these sequences. "ragged" is (1, Hm, 1, N), "tree"
+    (S or 1, 1, n, n). The window has causality folded in.
     """
     queries, keys = sides_of(bounds, spec)
     num_heads, columns = mask.shape[1], tiles(spec.max_seqlen_k)

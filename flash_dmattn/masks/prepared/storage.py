@@ -79,8 +79,8 @@ class TileMask(BatchMask):
             past Lk are 0. Rows are whole multiples of 16 bytes.
         classes: uint8 (Bm, Hm, Tq, Tk). 0: empty, 1: partial, 2: full. In a full tile all of its queries that exist
             attend to 128 keys; a last tile with fewer keys is partial at most.
-        row_lists: int32 (Bm, Hm, Tq, 2 + Tk). For a row of tiles the number of its full tiles, then of its partial
-            tiles, then the columns of its full, of its partial and of its empty tiles, each ascending.
+        row_lists: int32 (Bm, Hm, Tq, 2 + Tk). A row of tiles has the number of its full tiles and the number of its
+            partial tiles, then the columns of full, of partial and of empty tiles, each ascending.
         col_lists: int32 (Bm, Hm, Tk, 2 + Tq), the same for the columns of tiles.
     """
 

@@ -1,0 +1,258 @@
+"""Biases by distance: one value for each head and distance between a key and a query, in the place of a matrix.
+
+Pass a `Relative` or a `Band` as `bias=`. No tensor of queries times keys exists then, in either pass, and the gradient
+of the values is a sum in fp32, rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .masks.arguments import integer
+from .problem import Outside
+from .reference import distances
+
+_OUTSIDE = ("error", "clamp", "zero")
+
+
+class Relative(NamedTuple):
+    """A bias with one value for each head and distance.
+
+    Equivalent PyTorch, with distance 0 where the last query stands at the last key, as everywhere in `attention`::
+
+        distance = torch.arange(Lk) - (torch.arange(Lq) + Lk - Lq)[:, None]
+        bias = values[..., zero + distance]                                  # (Hv, Lq, Lk) or (Bv, Hv, Lq, Lk)
+
+    Attributes:
+        values: (Hv, n) or (*batch, Hv, n), any float dtype, any strides. Hv is 1, the heads of k or the heads of q;
+            batch dims are 1 or full. -inf masks. The gradient has its shape and dtype.
+        zero: the index of distance 0; any integer, also one beyond the values.
+        outside: what distances get that have no value. "error" refuses a call that has such distances, except where
+            causality or a window hides them; "clamp" gives them the first or the last value; "zero" gives them 0.
+
+    Example:
+        >>> from flash_dmattn import attention, biases
+        >>> q = k = v = torch.randn(2, 10, 4, 8)
+        >>> values = torch.zeros(4, 2 * 3 + 1, requires_grad=True)  # of distances from -3 to 3, and of those beyond
+        >>> out = attention(q, k, v, bias=biases.Relative(values, zero=3, outside="clamp"))
+        >>> out.sum().backward()
+        >>> values.grad.shape
+        torch.Size([4, 7])
+    """
+
+    values: Tensor
+    zero: int
+    outside: Outside = "error"
+
+    def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
+        """Make the matrix of these values, for calls that need it: (*batch, Hv, Lq, Lk); with a gradient.
+
+        >>> Relative(torch.tensor([[1, 2, 3]]), zero=1, outside="clamp").dense(2, 3)
+        tensor([[[1, 2, 3],
+                 [1, 1, 2]]])
+        """
+        return _dense(self, seqlen_q, seqlen_k)
+
+
+class Band(NamedTuple):
+    """A bias with one value for each head, query and distance, in a band of distances; it is 0 outside of the band.
+
+    Equivalent PyTorch: that of `Relative` with `outside="zero"`, and a row of values for each query.
+
+    Attributes:
+        values: (H, Lq, n) or (*batch, H, Lq, n), any float dtype, any strides; H and batch dims as for `Relative`. The
+            values of a query are in ascending order of keys.
+        zero: the index of distance 0.
+
+    Example:
+        >>> Band(torch.tensor([[[1, 2], [3, 4], [5, 6]]]), zero=1).dense(3, 3)  # its own key, and the one before
+        tensor([[[2, 0, 0],
+                 [3, 4, 0],
+                 [0, 5, 6]]])
+    """
+
+    values: Tensor
+    zero: int
+
+    def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
+        """Make the matrix of these values, for calls that need it: (*batch, H, Lq, Lk); with a gradient."""
+        return _dense(self, seqlen_q, seqlen_k)
+
+
+Bias = Tensor | Relative | Band
+
+
+class ByDistance(NamedTuple):
+    """The numbers of a bias by distance, beside its tensor."""
+
+    zero: int
+    outside: Outside
+    has_rows: bool  # whether each query has values of its own, as in a `Band`
+
+
+def split(bias: Any) -> tuple[Any, ByDistance | None]:
+    """Split a bias by distance into its values, (*batch, Hv, 1 or Lq, n), and its numbers; return any other as it is.
+
+    Raises:
+        TypeError: values are no float tensor, zero is no integer, or outside is no string of `Outside`.
+        ValueError: values have too few dims, or no distance.
+    """
+    if not isinstance(bias, (Relative, Band)):
+        return bias, None
+    is_band = isinstance(bias, Band)
+    kind, values, zero = type(bias).__name__, bias.values, bias.zero
+    if not isinstance(values, Tensor):
+        raise TypeError(f"bias.values is a {type(values).__name__}; it needs to be a floating-point torch.Tensor")
+    if isinstance(zero, bool) or not isinstance(zero, (int, torch.SymInt)):
+        raise TypeError(f"bias.zero is a {type(zero).__name__}; it needs to be an int, the index of distance 0")
+    outside: Outside = "zero" if isinstance(bias, Band) else bias.outside
+    if outside not in _OUTSIDE:
+        raise ValueError(f"bias.outside is {outside!r}; it needs to be one of {', '.join(map(repr, _OUTSIDE))}")
+    least, dims = (3, "heads, seqlen_q, distances") if is_band else (2, "heads, distances")
+    if values.dim() < least:
+        raise ValueError(
+            f"bias.values has {values.dim()} dimensions, shape {tuple(values.shape)}; a {kind} needs {least} or more, "
+            f"read from the right as (*batch, {dims})"
+        )
+    if values.shape[-1] == 0:
+        raise ValueError(f"bias.values has shape {tuple(values.shape)}, of no distance; it needs one at least")
+    return values if is_band else values.unsqueeze(-2), ByDistance(zero, outside, is_band)
+
+
+def refuse_by_distance(bias: object, where: str) -> None:
+    """Refuse a bias by distance in calls that do not serve it.
+
+    Raises:
+        TypeError: it names the tensor to pass.
+    """
+    if isinstance(bias, (Relative, Band)):
+        raise TypeError(
+            f"bias is a {type(bias).__name__} {where}; it needs to be a tensor there, the rows of this rank of "
+            "bias.dense(seqlen_q, seqlen_k)"
+        )
+
+
+def _dense(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
+    values, numbers = split(bias)
+    assert numbers is not None
+    if numbers.has_rows and values.shape[-2] != seqlen_q:
+        raise ValueError(f"bias.values has {values.shape[-2]} queries; it needs seqlen_q of them, {seqlen_q}")
+    if numbers.outside == "error":
+        check_covered(values.shape[-1], numbers.zero, (1 - seqlen_k, seqlen_q - 1), seqlen_q > 0 and seqlen_k > 0)
+    four = values.reshape(math.prod(values.shape[:-3]), *values.shape[-3:])
+    made = distances.dense(distances.Distances(four, numbers.zero, numbers.outside == "clamp"), seqlen_q, seqlen_k)
+    return made.reshape(*values.shape[:-2], seqlen_q, seqlen_k)
+
+
+def check_covered(number: int, zero: int, wanted: tuple[int, int], has_pairs: bool) -> None:
+    """Refuse distances without a value.
+
+    Args:
+        number, zero: of the values.
+        wanted: the least and the greatest distance of the call.
+        has_pairs: whether the call has a distance at all.
+    """
+    low, high = wanted
+    if has_pairs and low <= high and (zero + low < 0 or zero + high >= number):
+        raise ValueError(
+            f"bias has values for distances {-zero} to {number - 1 - zero}; it needs those of the call, {low} to "
+            f'{high} (or outside="clamp", or "zero")'
+        )
+
+
+def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128) -> Relative:
+    """Make T5's bias from its table; it has the same size for all lengths.
+
+    Args:
+        weight: (buckets, H), of any float dtype: `relative_attention_bias.weight` of T5's checkpoints.
+        is_bidirectional: whether keys after the query have buckets of their own, as in an encoder.
+        max_distance: distances from here on share the last bucket.
+
+    Returns:
+        values of (H, 2 * max_distance + 1), or (H, max_distance + 1) where later keys are not seen.
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
+
+    Example:
+        >>> weight = torch.zeros(32, 4, requires_grad=True)
+        >>> t5(weight).values.shape
+        torch.Size([4, 257])
+    """
+    integer("max_distance", max_distance, weight.shape[0] // (4 if is_bidirectional else 2) + 1)
+    reach = torch.arange(-max_distance, (max_distance if is_bidirectional else 0) + 1, device=weight.device)
+    rows = t5_buckets(reach, weight.shape[0], max_distance, is_bidirectional)
+    return Relative(F.embedding(rows, weight).T, max_distance, "clamp")
+
+
+def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int, is_bidirectional: bool = True) -> Tensor:
+    """Find the row of T5's table for each distance, the key's position minus the query's.
+
+    >>> t5_buckets(torch.tensor([-200, -9, -8, -7, 0, 1, 8, 200]), 32, 128).tolist()
+    [15, 8, 8, 7, 0, 17, 24, 31]
+    """
+    after = torch.zeros_like(distance)
+    if is_bidirectional:
+        num_buckets //= 2
+        after = (distance > 0).long() * num_buckets
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = num_buckets // 2
+    # Up to `exact` a bucket is one distance, then their widths grow by a factor. In fp32, as in T5.
+    scale = (num_buckets - exact) / math.log(max_distance / exact)
+    far = exact + ((distance.float().clamp(min=1) / exact).log() * scale).long()
+    return after + torch.where(distance < exact, distance, far.clamp(max=num_buckets - 1))
+
+
+def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int | None = None) -> Relative:
+    """Make ALiBi's bias, -slope * |distance|, with a gradient of the slopes.
+
+    Where causality hides later keys, one number for each key does the same and costs less: see docs/biases.md.
+
+    Args:
+        slopes: (H,), for example of `nn.alibi_slopes`.
+        seqlen_q: number of queries.
+        seqlen_k: number of keys; as many as queries by default.
+
+    Source: Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
+        2022.
+
+    Example:
+        >>> alibi(torch.tensor([0.5]), 2, 3).values
+        tensor([[-1.0000, -0.5000, -0.0000, -0.5000]])
+    """
+    low = 1 - max(seqlen_q if seqlen_k is None else seqlen_k, 1)
+    slopes = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
+    return from_function(lambda distance: -slopes[:, None] * distance.abs(), low, max(seqlen_q, 1) - 1, slopes.device)
+
+
+def from_function(
+    function: Callable[[Tensor], Tensor],
+    low: int,
+    high: int,
+    device: torch.device | str | None = None,
+    outside: Outside = "error",
+) -> Relative:
+    """Make a bias of what a function says of each distance, with the function's gradients.
+
+    Args:
+        function: gets the distances in fp32, (n,), ascending; returns the values, (H, n) or (n,).
+        low, high: the least and the greatest distance; at least `1 - seqlen_k` to `seqlen_q - 1` of a call, unless
+            `outside` says otherwise.
+        device: of the distances.
+        outside: see `Relative`.
+
+    Example:
+        >>> from_function(lambda distance: -distance.abs().log1p(), -1, 2).values  # KERPLE, of one head
+        tensor([[-0.6931, -0.0000, -0.6931, -1.0986]])
+    """
+    if low > high:
+        raise ValueError(f"low is {low} and high is {high}; low needs to be at most high")
+    values = function(torch.arange(low, high + 1, device=device).float())
+    return Relative(values[None] if values.dim() == 1 else values, -low, outside)

@@ -1,0 +1,119 @@
+"""A bias with one value for each distance between a key and a query, or for each query and distance.
+
+`dense` makes the matrix of such a bias, for a whole call or for a chunk of one; `distance_sums` is its transpose. Both
+move rows of a matrix against each other, so that a gradient is a sum in a fixed order, on every device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Distances(NamedTuple):
+    """A bias by distance: score (i, j) gets values[b, h, i, zero + j - i - (Lk - Lq)].
+
+    Attributes:
+        values: (Bv, Hv, 1 or Lq, n). With one row all queries share it.
+        zero: the place of distance 0; any integer.
+        clamps: whether distances beyond the values get the first or the last value; otherwise they get 0.
+    """
+
+    values: Tensor
+    zero: int
+    clamps: bool
+
+    def moved(self, row: int, key: int, seqlen_q: int, seqlen_k: int, whole: tuple[int, int]) -> Distances:
+        """Return the bias of the scores from (row, key) on, seqlen_q x seqlen_k of them, of a call of lengths `whole`.
+
+        The values of all queries stay: with a row each, the caller picks those of the scores.
+        """
+        zero = self.zero + key - row - (whole[1] - whole[0]) + (seqlen_k - seqlen_q)
+        return self._replace(zero=zero)
+
+
+# A bias of a call: a value for each score, of which dims may be shared, or for each distance.
+AnyBias = Tensor | Distances
+
+
+def values_of(bias: AnyBias | None) -> Tensor | None:
+    """Return the tensor of a bias."""
+    return bias.values if isinstance(bias, Distances) else bias
+
+
+def with_values(bias: AnyBias | None, values: Tensor | None) -> AnyBias | None:
+    """Return a bias of the same kind with another tensor."""
+    return bias._replace(values=values) if isinstance(bias, Distances) and values is not None else values
+
+
+def dense(bias: Distances, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the bias of every score, (Bv, Hv, Lq, Lk); differentiable, with sums in a fixed order.
+
+    Equivalent PyTorch::
+
+        place = zero + torch.arange(Lk) - torch.arange(Lq)[:, None] - (Lk - Lq)
+        bias = values[:, :, 0, place.clamp(0, n - 1)]  # all 0 where place is no place of values, unless it clamps
+
+    >>> import torch
+    >>> dense(Distances(torch.tensor([[[[1, 2, 3]]]]), 1, True), 3, 4)
+    tensor([[[[2, 3, 3, 3],
+              [1, 2, 3, 3],
+              [1, 1, 2, 3]]]])
+    """
+    values = bias.values
+    if seqlen_q == 0 or seqlen_k == 0:
+        return values.new_zeros(*values.shape[:2], seqlen_q, seqlen_k) + values.flatten()[:0].sum()
+    strip = by_distance(bias, seqlen_q, seqlen_k)
+    if seqlen_q == 1:
+        return strip
+    # Rows of `count` values, read as rows that are one shorter, move on by one value a row.
+    count = seqlen_q + seqlen_k - 1
+    repeated = strip.expand(-1, -1, seqlen_q, -1).flatten(2)
+    moved = repeated[..., seqlen_q - 1 :][..., : seqlen_q * (count - 1)]
+    return moved.unflatten(2, (seqlen_q, count - 1))[..., :seqlen_k]
+
+
+def by_distance(bias: Distances, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the bias of each distance of a call, (Bv, Hv, 1 or Lq, Lq + Lk - 1); of a call with a score.
+
+    Distances ascend, from that of the last query and the first key to that of the first query and the last key.
+    """
+    values, zero, clamps = bias
+    n = values.shape[-1]
+    count, first = seqlen_q + seqlen_k - 1, zero - (seqlen_k - 1)
+    before = min(max(-first, 0), count)
+    start = min(max(first, 0), n)
+    stop = max(min(first + count, n), start)
+    after = count - before - (stop - start)
+    if not clamps:
+        return F.pad(values[..., start:stop], (before, after))
+    ends = (values[..., :1].expand(-1, -1, -1, before), values[..., -1:].expand(-1, -1, -1, after))
+    return torch.cat((ends[0], values[..., start:stop], ends[1]), -1)
+
+
+def distance_sums(ds: Tensor, bias: Distances) -> Tensor:
+    """Return the gradient of the values, shaped as these, from the gradient of `dense`, (Bv, Hv, Lq, Lk).
+
+    More dims may come first, in both; of the values only the last two sizes are read. It is differentiable.
+    """
+    rows, n = bias.values.shape[-2:]
+    seqlen_q, seqlen_k = ds.shape[-2:]
+    # Rows of Lk + Lq values, read as rows that are one longer, move back by one value a row. The first column, and the
+    # last one, are of no distance.
+    padded = F.pad(F.pad(ds, (seqlen_q, 0)).flatten(-2), (0, seqlen_q))
+    strip = padded.unflatten(-1, (seqlen_q, seqlen_k + seqlen_q + 1))[..., 1 : seqlen_q + seqlen_k]
+    if rows == 1:
+        strip = strip.sum(-2, keepdim=True)
+    count, first = seqlen_q + seqlen_k - 1, bias.zero - (seqlen_k - 1)
+    start = min(max(first, 0), n)
+    stop = max(min(first + count, n), start)
+    before, after = min(max(-first, 0), count), min(max(first + count - n, 0), count)
+    sums = F.pad(strip[..., before : count - after], (start, n - stop))
+    if bias.clamps:
+        ends = (strip[..., :before], strip[..., count - after :])
+        low, high = (end.sum(-1, keepdim=True) for end in ends)
+        sums = sums + F.pad(low, (0, n - 1)) + F.pad(high, (n - 1, 0))
+    return sums

@@ -1,0 +1,24 @@
+"""Watch the operators that run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Dispatched(TorchDispatchMode):
+    """Show each operator that runs to a function: the operator, its arguments and its result."""
+
+    def __init__(self, show: Callable[[Any, Any, Any], object] = lambda operator, args, result: None) -> None:
+        super().__init__()
+        self._show = show
+        self.names: list[str] = []  # those of this library
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if operator.namespace == "flash_dmattn":
+            self.names.append(operator.name().partition("::")[2])
+        self._show(operator, args, result)
+        return result

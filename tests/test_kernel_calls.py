@@ -1,0 +1,78 @@
+"""The calls for compute-sanitizer reach every kernel, as planned for an H200; this machine launches none."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from conftest import needs_triton
+from cuda_forms import ALL_INSTANCES, BACKWARD_FORMS, BIAS_FORMS, SUMMED
+from kernel_calls import HELD_CALLS, calls_of
+
+from flash_dmattn.backends.cuda import rules as cuda_rules
+from flash_dmattn.backends.cuda.rules import INSTANCES
+
+MAIN = ("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias")
+HELPERS = ("combine", "delta", "backward_gather", "sum_slots")
+
+
+def reached(backend: str) -> dict[str, set[tuple[Any, ...]]]:
+    """What the calls of a backend reach, by its kind."""
+    found: dict[str, set[tuple[Any, ...]]] = {}
+    for _, each in calls_of(backend):
+        for kind, *what in each:
+            found.setdefault(kind, set()).add(tuple(what))
+    return found
+
+
+@needs_triton
+def test_every_kernel_of_triton_is_launched() -> None:
+    from flash_dmattn.triton_kernels.tile_ops import BAND, BOUNDS, DENSE, KEYS, TILES
+
+    launched = reached("triton")
+    masks = {name: {BAND, TILES, KEYS, DENSE} for name in MAIN} | {"backward_product": {BAND, TILES}}
+    # A mask that the backward pass has prepared comes to the forward kernel of short rows as intervals.
+    masks |= {"short_forward": {BAND, TILES, DENSE, BOUNDS}, "short_backward": {BAND, DENSE}}
+    kernels = {f"{name}_kernel": {mask.value for mask in forms} for name, forms in masks.items()}
+    assert {name for name, *_ in launched["mask"]} == {*kernels, *(f"{name}_kernel" for name in HELPERS)}
+    for name, forms in kernels.items():
+        assert {mask for each, mask, _ in launched["mask"] if each == name} >= forms, name
+    with_descriptors = {(name, flag) for name, _, flag in launched["mask"]}
+    assert {(f"{name}_kernel", flag) for name in MAIN for flag in (False, True)} <= with_descriptors
+    assert len(calls_of("triton")) < 44
+
+
+def test_every_kernel_of_cuda_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel has a call, each form has one in either order, and the work is shared in every way."""
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
+    of_kind = reached("cuda")
+    flags, dtypes = (False, True), (torch.float16, torch.bfloat16)
+    narrow = [dims for dims in INSTANCES if max(dims) <= 128]
+    assert of_kind["forward"] == set(itertools.product(INSTANCES, BIAS_FORMS, flags))
+    assert of_kind["parts"] >= set(itertools.product(narrow, ("none", "vector", "tile"), flags))
+    summed = [instance for instance in ALL_INSTANCES if instance[:2] in narrow]
+    assert of_kind["backward"] == {
+        *itertools.product(ALL_INSTANCES, BACKWARD_FORMS, flags),
+        *itertools.product(summed, [SUMMED], flags),
+    }
+    forms = [*itertools.product(INSTANCES, BACKWARD_FORMS), *itertools.product(narrow, [SUMMED])]
+    assert of_kind["order"] == {(*form, *order) for form in forms for order in itertools.product(flags, flags)}
+    assert of_kind["shared"] == set(itertools.product(ALL_INSTANCES, flags, flags))
+    assert of_kind["dtype"] == {(instance,) for instance in ALL_INSTANCES}
+    # With a softcap, which the kernel of a shared gradient has, too.
+    assert of_kind["capped"] >= set(itertools.product(INSTANCES, ("none", "vector", "tile")))
+    assert of_kind["capped"] >= set(itertools.product(narrow, BACKWARD_FORMS))
+    assert of_kind["capped sum"] == set(itertools.product(INSTANCES, flags))
+    assert of_kind["slots"] >= {(*part, True) for part in itertools.product(flags, dtypes, [True])}
+    assert {part[:3] for part in of_kind["slots"]} == set(itertools.product(flags, dtypes, flags))
+    assert of_kind["clusters"] == set(itertools.product(flags, flags)) and of_kind["cluster"] == {(2,), (4,), (8,)}
+    assert of_kind["pairs"] == set(itertools.product(flags, flags, flags))
+    heads = {(in_order, heads) for in_order, heads, _ in of_kind["works"]}
+    assert heads == {*itertools.product(flags, ("its own", "a group", "one of a group")), (False, "a group, then one")}
+    shares = {(in_order, share) for in_order, _, share in of_kind["works"]}
+    assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
+    for case in HELD_CALLS:  # 4 work tiles for each of 132 blocks
+        assert case.batch * case.num_heads * -(-case.seqlen_q // 256) >= 4 * 132
+    assert len(calls_of("cuda")) < 180

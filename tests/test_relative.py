@@ -1,0 +1,478 @@
+"""Biases by distance: their matrix, every way through a call, and their errors; test_random has random calls."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conftest import refusal_of
+from flex_fixture import eager_flex
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_dmattn
+from flash_dmattn import Sequences, attention, biases
+from flash_dmattn.backends import eager
+from flash_dmattn.biases import Band, Relative
+from flash_dmattn.masks import PreparedMask
+from flash_dmattn.reference.distances import Distances, dense, distance_sums
+
+F64 = torch.float64
+
+
+def value_at(values: Tensor, place: int, outside: str) -> Tensor:
+    n = values.shape[-1]
+    if 0 <= place < n or outside == "clamp":
+        return values[..., min(max(place, 0), n - 1)]
+    assert outside == "zero"
+    return values[..., 0] * 0
+
+
+def by_loops(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The matrix of a bias, score by score."""
+    outside = bias.outside if isinstance(bias, Relative) else "zero"
+    rows: list[Tensor] = []
+    for i in range(seqlen_q):
+        values = bias.values if isinstance(bias, Relative) else bias.values[..., i, :]
+        places = (bias.zero + j - (i + seqlen_k - seqlen_q) for j in range(seqlen_k))
+        rows.append(torch.stack([value_at(values, place, outside) for place in places], -1))
+    return torch.stack(rows, -2)
+
+
+LENGTHS = ((1, 1), (1, 6), (6, 1), (5, 8), (8, 5), (7, 7))
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+@pytest.mark.parametrize("has_rows", (False, True))
+def test_dense_is_the_matrix_of_the_values(seqlen_q: int, seqlen_k: int, has_rows: bool) -> None:
+    for number in (1, 4, 30):
+        for zero in (-9, -1, 0, number // 2, number - 1, number + 7):
+            for outside in ("zero",) if has_rows else ("zero", "clamp"):
+                shape = (2, 3, seqlen_q, number) if has_rows else (2, 3, number)
+                values = torch.randn(shape, dtype=F64, requires_grad=True)
+                bias = Band(values, zero) if has_rows else Relative(values, zero, outside)  # type: ignore[arg-type]
+                made, wanted = bias.dense(seqlen_q, seqlen_k), by_loops(bias, seqlen_q, seqlen_k)
+                assert torch.equal(made, wanted)
+                sent = torch.randn_like(made)
+                gradients = [torch.autograd.grad(x, values, sent)[0] for x in (made, wanted)]
+                torch.testing.assert_close(*gradients)
+                four = values if has_rows else values[:, :, None]
+                sums = distance_sums(sent, Distances(four, zero, outside == "clamp"))
+                torch.testing.assert_close(sums.view(shape), gradients[1])
+
+
+@pytest.mark.parametrize("lengths", ((0, 4), (4, 0), (0, 0)))
+def test_dense_without_scores_has_a_gradient_of_zeros(lengths: tuple[int, int]) -> None:
+    values = torch.ones(2, 1, 3, 5, dtype=F64, requires_grad=True)
+    made = dense(Distances(values, 2, True), *lengths)
+    assert made.shape == (2, 1, *lengths)
+    assert torch.equal(torch.autograd.grad(made.sum(), values)[0], torch.zeros_like(values))
+
+
+def tensors(*shape: int, dtype: torch.dtype = F64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of (*batch, Lq, Lk, Hq, Hk, D)."""
+    *batch, seqlen_q, seqlen_k, heads, heads_k, dim = shape
+    random = torch.Generator().manual_seed(seed)
+    sizes = ((seqlen_q, heads, dim), *2 * ((seqlen_k, heads_k, dim),))
+    q, k, v = (torch.randn(*batch, *size, generator=random, dtype=dtype).requires_grad_() for size in sizes)
+    return q, k, v
+
+
+def results_of(call: Any, inputs: tuple[Tensor, ...], values: Tensor, *, return_lse: bool = True) -> tuple[Tensor, ...]:
+    """out, lse and the gradients of inputs and values."""
+    out, lse = call(*inputs)
+    random = torch.Generator().manual_seed(1)
+    sent = [torch.randn(x.shape, generator=random, dtype=x.dtype) for x in (out, lse)]
+    lse = torch.where(lse > -torch.inf, lse, 0.0)
+    return out, lse, *torch.autograd.grad((out, lse), (*inputs, values), sent)
+
+
+def assert_as_dense(inputs: tuple[Tensor, ...], bias: Relative | Band, **options: Any) -> None:
+    """A call is as with the matrix of the bias, gradients of the values included."""
+    lengths = inputs[0].shape[-3], inputs[1].shape[-3]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, by_matrix: bool = False) -> Any:
+        torch.manual_seed(2)
+        passed = bias.dense(*lengths) if by_matrix else bias
+        return attention(q, k, v, bias=passed, return_lse=True, **options)
+
+    made = results_of(call, inputs, bias.values)
+    wanted = results_of(lambda *x: call(*x, by_matrix=True), inputs, bias.values)
+    for x, y in zip(made, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-9)
+
+
+def relative(*shape: int, zero: int, outside: Any = "clamp") -> Relative:
+    return Relative(torch.randn(shape, dtype=F64, requires_grad=True), zero, outside)
+
+
+def band(*shape: int, zero: int) -> Band:
+    return Band(torch.randn(shape, dtype=F64, requires_grad=True), zero)
+
+
+@pytest.mark.parametrize("backend", ("eager", "reference"))
+@pytest.mark.parametrize(
+    ("batch", "values"),
+    (((2, 3), (4, 9)), ((2, 3), (3, 4, 9)), ((2, 3), (2, 1, 2, 9)), ((2, 3, 2), (2, 1, 2, 1, 9)), ((3,), (3, 2, 9))),
+)
+def test_leading_dims(backend: Any, batch: tuple[int, ...], values: tuple[int, ...]) -> None:
+    inputs = tensors(*batch, 7, 10, 4, 2, 8)
+    assert_as_dense(inputs, relative(*values, zero=3), is_causal=True, backend=backend)
+    assert_as_dense(inputs, band(*values[:-1], 7, values[-1], zero=3), backend=backend)
+
+
+@pytest.mark.parametrize("bias", (relative(1, 31, zero=12), band(2, 2, 60, 31, zero=12)), ids=("relative", "band"))
+@pytest.mark.parametrize("chunk_bytes", (9_000, 60_000, 2**28))
+def test_masks_that_eager_reads_in_place_gather_keys(bias: Any, chunk_bytes: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(eager, "_chunk_bytes", chunk_bytes)
+    monkeypatch.setattr("flash_dmattn.reference.chunks.FEW_SCORES", 0)
+    inputs = tensors(2, 60, 90, 4, 2, 8)
+    random = torch.Generator().manual_seed(3)
+    few = torch.rand(2, 1, 1, 90, generator=random) < 0.3
+    tiles = torch.rand(2, 4, 60, 90, generator=random) < 0.5
+    options: tuple[dict[str, Any], ...] = (
+        {"mask": few},
+        {"mask": tiles, "softcap": 3.0},
+        {"mask": PreparedMask.from_mask(tiles, seqlen_q=60, seqlen_k=90, is_causal=True)},
+        {"mask": PreparedMask.from_mask(few, seqlen_q=60, seqlen_k=90)},
+        {"window_size": (20, 4), "sink": torch.randn(4, dtype=F64)},
+        {"mask": few, "dropout_p": 0.4},
+    )
+    for option in options:
+        assert_as_dense(inputs, bias, backend="eager", **option)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_flex_reads_a_value_for_each_distance(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 1, 4, 9, generator=random, dtype=F64).to(dtype).requires_grad_()
+    q, k, v = (x.detach().float().requires_grad_() for x in tensors(2, 3, 40, 150, 4, 2, 16))
+    for outside in ("clamp", "zero"):
+        bias = Relative(values, 3, outside)  # type: ignore[arg-type]
+
+        def call(backend: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any = bias) -> Any:
+            return attention(q, k, v, bias=bias, is_causal=True, return_lse=True, backend=backend)
+
+        with eager_flex():
+            made = results_of(partial(call, "flex"), (q, k, v), values)
+        for x, y in zip(made, results_of(partial(call, "eager"), (q, k, v), values), strict=True):
+            rounding = 0.0 if x.dtype == torch.float32 else 2**-7
+            torch.testing.assert_close(x, y, rtol=1e-5 + rounding, atol=1e-5)
+
+
+def test_triton_counts_values_in_32_bits() -> None:
+    q = torch.empty(1, 8, 2, 16, device="meta", dtype=torch.bfloat16)
+    for number in (2**31 - 1, 2**31):
+        bias = Relative(torch.empty(2, number, device="meta", dtype=torch.bfloat16), 4, "clamp")
+        verdicts = {x.backend: x for x in flash_dmattn.explain(q, q, q, bias=bias, device="sm_90").verdicts}
+        assert [reason.code for reason in verdicts["triton"].reasons] == ["values_span"] * (number == 2**31)
+
+
+def test_flex_refuses_what_it_does_not_read() -> None:
+    q, k, v = (x.detach().float() for x in tensors(2, 5, 8, 4, 2, 16))
+    sequences = Sequences.padded(torch.tensor([8, 3]))
+    for options, code in (
+        ({"bias": Band(torch.ones(4, 5, 9), 4)}, "band_bias"),
+        ({"bias": Relative(torch.ones(4, 9), 4, "clamp"), "sequences": sequences}, "relative_sequences"),
+    ):
+        with pytest.raises(flash_dmattn.BackendUnsupportedError) as caught:
+            attention(q, k, v, backend="flex", **options)  # type: ignore[arg-type]
+        assert [reason.code for reason in caught.value.reasons] == [code]
+
+
+def ragged(lengths: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Ends of the queries and of the keys of packed sequences, and their q, k and v."""
+    ends = [torch.tensor([0, *x]).cumsum(0).int() for x in zip(*lengths, strict=True)]
+    inputs = tensors(int(ends[0][-1]), int(ends[1][-1]), 4, 2, 8)
+    return ends[0], ends[1], inputs
+
+
+RAGGED = ((5, 9), (5, 9), (0, 3), (7, 7), (1, 20), (6, 2))
+
+
+@pytest.mark.parametrize("backend", ("eager", "reference"))
+@pytest.mark.parametrize(
+    "bias",
+    (relative(4, 7, zero=3), relative(6, 1, 7, zero=5), band(2, 24, 7, zero=5), band(6, 4, 7, 7, zero=3)),
+    ids=("shared", "each", "packed band", "band by position"),
+)
+def test_distances_are_within_each_sequence(backend: Any, bias: Any) -> None:
+    ends_q, ends_k, inputs = ragged(RAGGED)
+    sequences = Sequences.packed(ends_q, ends_k, max_seqlen_q=7, max_seqlen_k=20)
+    is_packed = bias.values.shape[-2] == 24
+
+    def own(s: int, rows: int) -> Any:
+        values = bias.values
+        if is_packed:
+            return bias._replace(values=values[:, int(ends_q[s]) : int(ends_q[s + 1])])
+        values = values[s] if len(values) == len(RAGGED) else values
+        return bias._replace(values=values[:, :rows] if isinstance(bias, Band) else values)
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        each = []
+        for s, (rows, keys) in enumerate(RAGGED):
+            places = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
+            part = (q[places[0]][None], k[places[1]][None], v[places[1]][None])
+            matrix = own(s, rows).dense(rows, keys)
+            each.append(attention(*part, bias=matrix, is_causal=True, return_lse=True, backend="eager"))
+        return torch.cat([x[0][0] for x in each]), torch.cat([x[1][0] for x in each], 1)
+
+    def at_once(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attention(q, k, v, bias=bias, sequences=sequences, is_causal=True, return_lse=True, backend=backend)
+
+    for x, y in zip(results_of(at_once, inputs, bias.values), results_of(one_by_one, inputs, bias.values), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_padded_sequences() -> None:
+    lengths = torch.tensor([4, 6, 1], dtype=torch.int32)
+    q, k, v = tensors(3, 6, 6, 4, 2, 8)
+    bias = relative(4, 5, zero=2)
+    out = attention(q, k, v, bias=bias, sequences=Sequences.padded(lengths, lengths))
+    for s, length in enumerate(lengths.tolist()):
+        part = [x[s : s + 1, :length] for x in (q, k, v)]
+        wanted = attention(*part, bias=bias.dense(length, length))
+        torch.testing.assert_close(out[s : s + 1, :length], wanted)
+
+
+def test_vmap_over_values_and_queries() -> None:
+    q, k, v = tensors(3, 2, 5, 6, 4, 2, 8)
+    for values, dim in ((torch.randn(3, 4, 7, dtype=F64), 0), (torch.randn(4, 7, dtype=F64), None)):
+        values.requires_grad_()
+
+        def call(q: Tensor, k: Tensor, v: Tensor, values: Tensor) -> Tensor:
+            return attention(q, k, v, bias=Relative(values, 3, "clamp"))
+
+        out = torch.vmap(call, in_dims=(0, 0, 0, dim))(q, k, v, values)
+        each = [call(q[n], k[n], v[n], values if dim is None else values[n]) for n in range(3)]
+        torch.testing.assert_close(out, torch.stack(each))
+        made, wanted = (
+            torch.autograd.grad(x.square().sum(), (q, values), retain_graph=True) for x in (out, torch.stack(each))
+        )
+        torch.testing.assert_close(made, wanted)
+
+    def loss(values: Tensor, q: Tensor) -> Tensor:
+        return attention(q, k[0], v[0], bias=Relative(values, 3, "clamp")).square().sum()
+
+    values = torch.randn(3, 4, 7, dtype=F64)
+    made = torch.vmap(torch.func.grad(loss))(values, q)
+    torch.testing.assert_close(made, torch.stack([torch.func.grad(loss)(values[n], q[n]) for n in range(3)]))
+
+
+def test_second_derivative_and_forward_mode() -> None:
+    q, k, v = tensors(1, 3, 4, 2, 1, 4)
+    values = torch.randn(2, 3, dtype=F64, requires_grad=True)
+
+    def call(values: Tensor, q: Tensor, backend: Any = "eager") -> Tensor:
+        return attention(q, k, v, bias=Relative(values, 1, "clamp"), backend=backend)
+
+    assert torch.autograd.gradcheck(call, (values, q))
+    assert torch.autograd.gradgradcheck(call, (values, q))
+    tangent = torch.randn_like(values)
+    _, made = torch.func.jvp(lambda x: call(x, q, "reference"), (values,), (tangent,))
+    small = 1e-6 * tangent
+    torch.testing.assert_close(made, (call(values + small, q) - call(values - small, q)) / 2e-6, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_compiled_calls_are_one_graph(dynamic: bool) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+        causal = attention(q, k, v, bias=Relative(weight.T, 3, "clamp"), is_causal=True)
+        longest = biases.from_function(lambda d: weight[:4, 0] * d[:, None], 1 - k.shape[1], q.shape[1] - 1)
+        return causal + attention(q, k, v, bias=longest._replace(values=longest.values.T))
+
+    weight = torch.randn(7, 4, requires_grad=True)
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic or None, backend="aot_eager")
+    for lengths in ((6, 9), (7, 11)):
+        inputs = tensors(2, *lengths, 4, 2, 8, dtype=torch.float32)
+        results = [function(*inputs, weight) for function in (compiled, call)]
+        gradients = [torch.autograd.grad(x.square().sum(), (*inputs, weight)) for x in results]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*gradients)
+
+
+class Model(torch.nn.Module):
+    """A call with a table of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(32, 4))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, bias=biases.t5(self.weight, max_distance=20))
+
+
+def test_exported_programs_take_any_length() -> None:
+    model, inputs = Model(), tensors(2, 24, 24, 4, 2, 8, dtype=torch.float32)
+    length = torch.export.Dim("length", min=2, max=512)
+    program = torch.export.export(model, inputs, dynamic_shapes=({1: length},) * 3)
+    other = tensors(2, 40, 40, 4, 2, 8, dtype=torch.float32, seed=1)
+    made, wanted = program.module()(*other), model(*other)
+    torch.testing.assert_close(made, wanted)
+    (own,) = [x for name, x in program.module().named_parameters() if name == "weight"]
+    pairs = ((program.module()(*other), own), (wanted, model.weight))
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), y)[0] for x, y in pairs))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor of any operator's result has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for x in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return results
+
+
+def test_no_tensor_has_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in either pass, also where the values are as long as the call."""
+    monkeypatch.setattr(eager, "_chunk_bytes", 200_000)
+    length = 700
+    inputs = tensors(1, length, length, 1, 1, 8, dtype=torch.float32)
+    for bias in (
+        Relative(torch.randn(1, 2 * length - 1, requires_grad=True), length - 1),
+        Band(torch.randn(1, length, 8, requires_grad=True), 7),
+    ):
+        with Largest() as largest:
+            out = attention(*inputs, bias=bias, backend="eager")
+            torch.autograd.grad(out.sum(), (*inputs, bias.values))
+        assert largest.elements < length * length / 5
+
+
+def test_gradients_repeat_bit_by_bit_and_sum_to_dlse() -> None:
+    inputs = tensors(2, 130, 140, 4, 2, 16, dtype=torch.float32)
+    bias = Relative(torch.randn(2, 33, requires_grad=True), 16, "clamp")
+
+    def gradients() -> tuple[Tensor, ...]:
+        out, lse = attention(*inputs, bias=bias, return_lse=True, deterministic=True)
+        random = torch.Generator().manual_seed(0)
+        sent = [torch.randn(x.shape, generator=random) for x in (out, lse)]
+        return sent[1], *torch.autograd.grad((out, lse), (*inputs, bias.values), sent)
+
+    first, second = gradients(), gradients()
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    # A number added to all values adds it to every lse, and changes no probability.
+    torch.testing.assert_close(first[-1].sum(), first[0].sum(), rtol=1e-4, atol=1e-3)
+
+
+def test_the_values_of_t5() -> None:
+    weight = torch.randn(32, 3, dtype=F64, requires_grad=True)
+    for is_bidirectional in (True, False):
+        made = biases.t5(weight, is_bidirectional=is_bidirectional, max_distance=50)
+        assert made.values.shape == (3, 101 if is_bidirectional else 51) and made.outside == "clamp"
+        distance = torch.arange(90) - torch.arange(80)[:, None] - 10
+        rows = biases.t5_buckets(distance, 32, 50, is_bidirectional)
+        wanted = weight[rows].permute(2, 0, 1)
+        assert torch.equal(made.dense(80, 90), wanted)
+        sent = torch.randn_like(wanted)
+        gradients = [torch.autograd.grad(x, weight, sent)[0] for x in (made.dense(80, 90), wanted)]
+        torch.testing.assert_close(*gradients)
+
+
+def test_the_values_of_functions() -> None:
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    distance = torch.arange(7) - torch.arange(5)[:, None] - 2
+    wanted = -slopes[:, None, None] * distance.abs()
+    assert torch.equal(biases.alibi(slopes, 5, 7).dense(5, 7), wanted)
+    assert biases.alibi(slopes.half(), 3).values.dtype == torch.float32
+    assert biases.alibi(slopes, 0, 0).dense(0, 0).shape == (2, 0, 0)
+    made = biases.from_function(lambda d: torch.stack([d, d.square()]), -6, 4)
+    assert torch.equal(made.dense(5, 7)[1], distance.square().float())
+    with pytest.raises(ValueError, match="low is 2 and high is 1; low needs to be at most high"):
+        biases.from_function(torch.abs, 2, 1)
+
+
+def test_distances_that_the_call_does_not_have_need_no_value() -> None:
+    q, k, v = tensors(1, 5, 8, 2, 2, 8)
+    exact = relative(2, 8, zero=7, outside="error")  # distances from -7 to 0
+    attention(q, k, v, bias=exact, is_causal=True)
+    attention(q, k, v, bias=relative(2, 6, zero=3, outside="error"), window_size=(3, 2))
+    mask = PreparedMask.from_mask(torch.ones(5, 8, dtype=torch.bool), seqlen_q=5, seqlen_k=8, is_causal=True)
+    attention(q, k, v, mask, bias=exact)
+    attention(q[:, :0], k, v, bias=relative(2, 1, zero=90, outside="error"))
+    good = lambda: attention(q, k, v, bias=exact, is_causal=True)
+    error = refusal_of(lambda: attention(q, k, v, bias=exact), good)
+    assert str(error) == (
+        'bias has values for distances -7 to 0; it needs those of the call, -7 to 4 (or outside="clamp", or "zero")'
+    )
+
+
+WRONG: tuple[tuple[Any, type[Exception], str], ...] = (
+    (Relative([[1.0]], 0), TypeError, "bias.values is a list; it needs to be a floating-point torch.Tensor"),  # type: ignore[arg-type]
+    (Relative(torch.ones(2, 3, dtype=torch.int64), 0), TypeError, "bias.values has dtype int64; it needs float16"),
+    (Relative(torch.ones(2, 3), 1.0), TypeError, "bias.zero is a float; it needs to be an int"),  # type: ignore[arg-type]
+    (Relative(torch.ones(2, 3), True), TypeError, "bias.zero is a bool; it needs to be an int"),
+    (Relative(torch.ones(2, 3), 1, "wrap"), ValueError, "bias.outside is 'wrap'; it needs to be one of 'error'"),  # type: ignore[arg-type]
+    (Relative(torch.ones(3), 1), ValueError, "bias.values has 1 dimensions, shape (3,); a Relative needs 2 or more"),
+    (Band(torch.ones(2, 3), 1), ValueError, "bias.values has 2 dimensions, shape (2, 3); a Band needs 3 or more"),
+    (Relative(torch.ones(2, 0), 1), ValueError, "bias.values has shape (2, 0), of no distance"),
+    (Relative(torch.ones(3, 9), 4, "clamp"), ValueError, "bias.values has shape (1, 3, 9), read as (batch, heads, dis"),
+    (Relative(torch.ones(2, 4, 9), 4, "clamp"), ValueError, "it needs batch in {1, 3} and heads in {1, 2, 4}"),
+    (Relative(torch.ones(1, 3, 4, 9), 4, "clamp"), ValueError, "bias.values has 2 batch dims; it needs at most that"),
+    (Band(torch.ones(4, 6, 9), 4), ValueError, "it needs batch in {1, 3}, heads in {1, 2, 4} and seqlen_q in {5}"),
+    (Relative(torch.ones(4, 9, device="meta"), 4, "clamp"), ValueError, "bias.values is on meta; it needs to be on"),
+)
+
+
+@pytest.mark.parametrize(("bias", "kind", "says"), WRONG, ids=range(len(WRONG)))
+def test_wrong_biases_are_named(bias: Any, kind: type[Exception], says: str) -> None:
+    q, k, v = tensors(3, 5, 8, 4, 2, 8)
+    good = lambda: attention(q, k, v, bias=relative(4, 9, zero=4)._replace(values=torch.ones(4, 9)))
+    assert says in str(refusal_of(lambda: attention(q, k, v, bias=bias), good, kind))
+
+
+def test_leading_dims_that_do_not_fit_are_named() -> None:
+    q, k, v = tensors(2, 3, 5, 8, 4, 2, 8)
+    for values, says in (
+        (torch.ones(3, 1, 4, 9), "read as (batch dim 0, batch dim 1, heads, distances)"),
+        (torch.ones(1, 2, 3, 4, 9), "bias.values has more leading dims than q, whose batch dims are (2, 3)"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            attention(q, k, v, bias=Relative(values, 4, "clamp"))
+        assert says in str(caught.value)
+
+
+def test_bands_beside_sequences_need_the_rows_that_they_have() -> None:
+    ends_q, ends_k, (q, k, v) = ragged(RAGGED)
+    sequences = Sequences.packed(ends_q, ends_k)
+    for values, says in (
+        (torch.ones(4, 23, 7), "seqlen_q in {24}"),
+        (torch.ones(6, 4, 7, 7), "it needs max_seqlen_q, which the sequences do not name"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            attention(q, k, v, bias=Band(values, 3), sequences=sequences)
+        assert says in str(caught.value)
+
+
+def test_explain_names_the_distances_and_who_refuses_them() -> None:
+    q, k, v = (x.detach().float() for x in tensors(2, 5, 8, 4, 2, 8))
+    explained = flash_dmattn.explain(q, k, v, bias=Relative(torch.ones(4, 9), 4, "clamp"))
+    assert "relative bias (1, 4, 9) float32 (distances -4 to 4, clamped)" in str(explained.problem)
+    assert "band bias (2, 1, 5, 9) float32 (distances -8 to 0, else 0)" in str(
+        flash_dmattn.explain(q, k, v, bias=Band(torch.ones(2, 1, 5, 9), 8)).problem
+    )
+    with pytest.raises(flash_dmattn.BackendUnsupportedError) as caught:
+        attention(q, k, v, bias=Relative(torch.ones(4, 9), 4, "clamp"), backend="sdpa")
+    assert (
+        "relative_bias is set; this backend does not have it (bias.dense(seqlen_q, seqlen_k) is a tensor that it takes)"
+        in str(caught.value)
+    )
+    with pytest.raises(ValueError, match=r"bias.values has 5 queries; it needs seqlen_q of them, 4"):
+        Band(torch.ones(1, 5, 9), 8).dense(4, 8)
+
+
+def test_calls_of_other_numbers_do_not_share_a_plan() -> None:
+    q, k, v = tensors(1, 5, 8, 2, 2, 8)
+    values = torch.randn(2, 3, dtype=F64)
+    choices = (Relative(values, 1, "clamp"), Relative(values, 2, "clamp"), Relative(values, 1, "zero"))
+    made = [attention(q, k, v, bias=bias) for _ in range(2) for bias in choices]
+    wanted = [attention(q, k, v, bias=bias.dense(5, 8)) for bias in choices]
+    for x, y in zip(made, wanted * 2, strict=True):
+        torch.testing.assert_close(x, y)
