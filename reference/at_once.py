@@ -25,10 +25,12 @@ _LEAST_SHARE = 0.5
 
 
 def fits_at_once(
-    mask: AnyMask | None, q: Tensor, k: Tensor, repeats: tuple[int, int], chunk_bytes: int
+    mask: AnyMask | None, bias: Tensor | None, q: Tensor, k: Tensor, chunk_bytes: int
 ) -> TypeGuard[Tensor | None]:
-    """Return whether a call is small enough, and its mask a bool tensor whose entries do not repeat."""
-    if q.device.type != "cpu" or repeats != (1, 1) or not (mask is None or isinstance(mask, Tensor)):
+    """Return whether a call is small enough, and mask and bias are tensors that the whole batch or no entries share."""
+    if q.device.type != "cpu" or not (mask is None or isinstance(mask, Tensor)):
+        return False
+    if any(x is not None and x.shape[0] not in (1, q.shape[0]) for x in (mask, bias)):
         return False
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
     if not 0 < scores <= _MOST_SCORES or _BUFFERS * 8 * scores > min(chunk_bytes, CPU_CHUNK_BYTES):

@@ -80,7 +80,8 @@ def forward(
     >>> torch.allclose(out, formula.attention(q, k, v, is_causal=True)[0])
     True
     """
-    if softcap == 0 and sink is None and dropout is None and fits_at_once(mask, q, k, repeats, chunk_bytes):
+    is_simple = softcap == 0 and sink is None and dropout is None
+    if is_simple and not isinstance(bias, Distances) and fits_at_once(mask, bias, q, k, chunk_bytes):
         band = (-1, -1) if window_size is None else window_size
         results = attend_at_once(q, k, v, mask, bias, (band[0], 0) if is_causal else band, softmax_scale)
         if results is not None:

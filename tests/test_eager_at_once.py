@@ -57,5 +57,16 @@ def test_a_row_without_keys_is_empty_and_a_hidden_nan_is_left_to_the_chunks() ->
 def test_a_long_mask_that_keeps_few_keys_leaves_the_others_out(kept: int, fits: bool) -> None:
     q, k, _ = draw(10, 1000, torch.float32)
     mask = (torch.arange(1000) < kept)[None, None, None]
-    assert fits_at_once(mask, q, k, (1, 1), 2**28) is fits
-    assert not fits_at_once(mask, q, k, (1, 1), 2**18)
+    assert fits_at_once(mask, None, q, k, 2**28) is fits
+    assert not fits_at_once(mask, None, q, k, 2**18)
+
+
+def test_entries_that_share_a_mask_or_a_bias_take_the_chunks() -> None:
+    """Entry b of the batch reads entry b % 2 of them."""
+    q, k, v = (x.repeat(2, 1, 1, 1) for x in draw(5, 9))
+    bias = torch.randn(2, 1, 5, 9, dtype=torch.float64)
+    mask = torch.rand(2, 1, 5, 9) > 0.3
+    assert not fits_at_once(mask, None, q, k, 2**28) and not fits_at_once(None, bias, q, k, 2**28)
+    out, _ = forward(q, k, v, mask, bias, softmax_scale=0.3)
+    wanted, _ = formula.attention(q, k, v, mask.repeat(2, 1, 1, 1), bias.repeat(2, 1, 1, 1), softmax_scale=0.3)
+    torch.testing.assert_close(out, wanted)
