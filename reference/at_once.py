@@ -20,7 +20,7 @@ from .masks import AnyMask
 _BUFFERS = 3
 # Without a mask no key can be left out, and longer calls gain nothing from this path.
 _MOST_SCORES = 2**18
-# Of the keys of a mask.
+# The share of the keys that a mask has to keep to be read whole.
 _LEAST_SHARE = 0.5
 
 
