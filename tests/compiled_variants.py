@@ -35,8 +35,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "keys, shared": {"mask": "keys", "bias": SHARED_BIAS, "is_causal": True},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{f"64 {form}": {"head_dim": 64, **given} for form, given in FORMS.items()},
-    **{f"128 {form}": {"head_dim": 128, **given} for form, given in FORMS.items()},
+    **{f"64 {form}": {"head_dim": 64, **form_of} for form, form_of in FORMS.items()},
+    **{f"128 {form}": {"head_dim": 128, **form_of} for form, form_of in FORMS.items()},
     **{f"256 {form}": {"head_dim": 256, **FORMS[form]} for form in ("plain", "full", "shared", "tiles", "keys")},
     **{f"512 {form}": {**WIDE, **FORMS[form]} for form in ("causal", "full", "tiles, per key", "keys")},
     "512 shared": {**WIDE, "batch": 2, "bias": SHARED_BIAS},
