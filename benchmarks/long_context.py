@@ -217,6 +217,8 @@ def plot(file: Path) -> list[Path]:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("milliseconds")
     panels[0].legend(frameon=False)
+    ends = "a line ends at the longest rows that were timed: FlexAttention lists all pairs, cuDNN computes them"
+    figure.supxlabel(ends, fontsize=9)
     figure.suptitle(
         f"Causal top-{KEPT} attention, {HEADS} heads on {KEY_HEADS}, head dim {HEAD_DIM}, {content['device']}"
     )

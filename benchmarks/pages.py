@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import machine as machines
+from .report.plots import KINDS, PEERS
 from .report.summary import Standing, ours, standings, time_of
 from .report.tables import MODEL_HEAD, model_rows, table
 from .report.text import label, mb, ms
@@ -20,8 +21,6 @@ from .results import SUITES, load, missing
 Record = dict[str, Any]
 README_SECTION = "## Speed"
 # One call of each kind, and the peers that a reader looks for.
-README_CASES = ("dense-d128", "causal-d128", "bias-bhll-d64", "bias-1hll-d64", "topk-8k", "blocks")
-README_PEERS = ("fa4", "sdpa-cudnn", "flexattention")
 DOCS_SECTION = "## Where we stand"
 # The first line of both, for people who open the page to edit it.
 WRITTEN_BY = "<!-- Written by `python -m benchmarks report --pages`, up to the next heading of this rank. -->"
@@ -67,7 +66,7 @@ def replace_section(page: str, heading: str, body: str) -> str:
 def readme_section(folder: Path, root: Path) -> str:
     """Make the section of README.md: one call of each kind, by "auto" and by the best known peers, and a plot."""
     content = load(folder / "performance.json")
-    rows = [row for row in content["rows"] if row["name"] in README_CASES and "error" not in row]
+    rows = [row for row in content["rows"] if row["name"] in KINDS and "error" not in row]
     where = folder.relative_to(root).as_posix()
     machine = content["machine"]
     lines = [
@@ -82,7 +81,7 @@ def readme_section(folder: Path, root: Path) -> str:
         "",
         *_peers_table(rows),
         "",
-        f"![times of the workloads, beside their floor]({where}/performance-workload.png)",
+        f"![time of each peer divided by ours, a row for each of these calls]({where}/performance-ratios.png)",
         "",
         *wrapped(
             f"More: [every case]({where}/performance.md), and [how it is measured, and where we are ahead or behind]"
@@ -178,7 +177,7 @@ def _groups_table(all_standings: list[Standing]) -> list[str]:
 
 def _peers_table(rows: list[Record]) -> list[str]:
     ran = {line["system"] for row in rows for line in row["systems"]}
-    peers = [peer for peer in README_PEERS if peer in ran]
+    peers = [peer for peer in PEERS if peer in ran]
     body = []
     for row in rows:
         passes = [name for name in ("forward", "backward") if name in row["floor_ms"]]

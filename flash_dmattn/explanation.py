@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
-from .biases import Bias
+from .biases import Band, Bias, ByDistance, Relative
 from .call import prepare_call
 from .dispatch.config import BackendChoice, fallback
 from .dispatch.profiles import cite, gpu_names
@@ -118,10 +119,21 @@ class Explanation:
         }
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Return what is printed; reasons that would end past a width continue on the next line."""
         elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
         lines = [elsewhere] if self.problem.elsewhere else []
         lines += [] if self.profile is None else [f"profile: {self.profile}"]
-        return "\n".join([f"attention: {self.problem}", self.chosen, *lines, *self.copies, "", *self.table])
+        gpu = (
+            ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
+            if self.problem.arch == "cpu"
+            else []
+        )
+        return "\n".join(
+            [f"attention: {self.problem}", self.chosen, *lines, *self.copies, "", *self._table(width), *gpu]
+        )
 
     @property
     def chosen(self) -> str:
@@ -132,12 +144,13 @@ class Explanation:
             return f"backend={self.requested!r} runs {self.forward}"
         return f"backend={self.requested!r} runs {self.forward} forward, {self.backward} backward"
 
-    @property
-    def table(self) -> list[str]:
-        """List the lines of the verdicts."""
+    def _table(self, width: int | None = None) -> list[str]:
         header = ("backend", "forward", "backward", "why")
         rows = [header, *(row for verdict in self.verdicts for row in self._rows(verdict))]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        if width is not None:
+            room = max(30, width - sum(widths) - 2 * len(widths))
+            rows = [line for row in rows for line in _wrapped(row, room)]
         table = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
             for row in rows
@@ -161,6 +174,11 @@ class Explanation:
         return [cells, *(("", "", "", line) for line in more)]
 
     __repr__ = __str__
+
+
+def _wrapped(row: tuple[str, str, str, str], room: int) -> list[tuple[str, str, str, str]]:
+    first, *more = textwrap.wrap(row[3], room, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    return [(*row[:3], first), *(("", "", "", line) for line in more)]
 
 
 def explain(
@@ -277,6 +295,7 @@ def explain_problem(
     backend: BackendChoice = "auto",
     sink: bool = False,
     sequences: SequenceSpec | None = None,
+    by_distance: ByDistance | None = None,
     **numbers: Any,
 ) -> Explanation:
     """Explain a call by its shapes, for the command line and for tables of calls.
@@ -292,6 +311,8 @@ def explain_problem(
         bias_grad: whether dbias is needed.
         sequences: how they lie. q is 4-D then, (1, Tq, Hq, D) where it is packed, and keys in pages have seqlen_k keys
             a page.
+        by_distance: the numbers of a bias by distance; `bias` is the shape of its values, (H, n), or (H, Lq, n), with
+            batch dims in front.
         numbers: fields of `Numbers`.
 
     Raises:
@@ -313,6 +334,10 @@ def explain_problem(
     def meta(shape: tuple[int, ...], dtype: torch.dtype = q_dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    added: Tensor | Relative | Band | None = None if bias is None else meta(bias, own_dtype)
+    if by_distance is not None and isinstance(added, Tensor):
+        zero, outside, has_rows = by_distance
+        added = Band(added, zero) if has_rows else Relative(added, zero, outside)
     mask_meta: Tensor | PreparedMask | None = None if mask is None else meta(mask, torch.bool)
     if sequences is not None and mask_prepared and isinstance(mask_meta, Tensor) and mask_meta.dim() == 3:
         from .masks import PreparedMask  # importing flash_dmattn does not need it
@@ -323,7 +348,7 @@ def explain_problem(
         meta((*batch, seqlen_k, kv_heads, head_dim)),
         meta((*batch, seqlen_k, kv_heads, head_dim_v)),
         mask_meta,
-        None if bias is None else meta(bias, own_dtype),
+        added,
         meta((num_heads,)) if sink else None,
         None,
         Numbers(**numbers),

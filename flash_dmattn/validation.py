@@ -276,9 +276,11 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: Sequ
     if head_dim == 0 or head_dim_v == 0:
         raise ValueError(f"q, k and v have head dims {head_dim} and {head_dim_v} (v); they need at least 1")
     if num_heads_k == 0 or num_heads % num_heads_k != 0:
+        is_heads_first = seqlen_k > 0 and seqlen_q % seqlen_k == 0
+        advice = "; if heads come first in q, k and v, pass q.transpose(1, 2), and so k and v" if is_heads_first else ""
         raise ValueError(
             f"q has {num_heads} heads and k has {num_heads_k}; "
-            "the heads of q need to be a multiple of the heads of k (grouped-query attention)"
+            f"the heads of q need to be a multiple of the heads of k (grouped-query attention){advice}"
         )
     if sequences is None:
         return sizes
@@ -387,9 +389,9 @@ def _describe_beside_sequences(
     assert spec is not None
     if not isinstance(mask, (SequenceTileMask, TreeMask)):
         form = getattr(mask, "form", None)
-        has = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
+        kind = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
         raise TypeError(
-            f"mask is a {has}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
+            f"mask is a {kind}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
             "PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree"
         )
     sizes.check_device("mask", mask.device)

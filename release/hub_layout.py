@@ -132,7 +132,9 @@ def write_layout(folder: Path, build_id: str = "") -> None:
 def main() -> None:
     """Read the command line and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "hub", metavar="DIR", help="replaced by the layout")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "hub", metavar="DIR", help="replaced by the layout"
+    )
     parser.add_argument("--build", default="", metavar="ID", help="also write build/torch-*, with this end of names")
     arguments = parser.parse_args()
     write_layout(arguments.out, arguments.build)

@@ -29,6 +29,7 @@ ARCHS = tuple(gpu.arch for gpu in GPUS)
 # Kernels that multiply matrices. The others hold little, and take a second to compile for all GPUs.
 PRODUCTS = (
     *("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias"),
+    "backward_diagonals",
     *("short_forward", "short_backward"),
 )
 # The instructions of tensor cores: in this order of sm_100, sm_90, every NVIDIA GPU and AMD's GPUs. If a tile asks for

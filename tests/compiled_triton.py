@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -66,6 +66,7 @@ class Variant:
     dropout_p: float = 0.0
     heads_first: bool = False  # as out is in memory
     row_stride: int = 0  # elements from a row of q, k, v and dout to the next; 0: contiguous
+    outside: Literal["", "clamp", "zero"] = ""  # of a bias by distance, whose last letter is a number of values
 
     def rows(self, seqlen: int, num_heads: int) -> Tensor:
         """A (B, L, H, D) tensor."""
@@ -105,7 +106,7 @@ class Variant:
         }
         bias = None
         if self.bias is not None:
-            shape = [sizes.get(letter, 1) for letter in self.bias]
+            shape = [sizes[letter] if letter in sizes else int(letter) for letter in self.bias]
             bias = torch.empty(shape, dtype=self.bias_dtype or self.dtype, device="meta")
         q, k, v = (
             self.rows(seqlen, heads)
@@ -116,7 +117,7 @@ class Variant:
             )
         )
         flags = Flags(-1, 0 if self.is_causal else -1, self.head_dim**-0.5, self.softcap, False)
-        flags = flags._replace(dropout_p=self.dropout_p)
+        flags = flags._replace(dropout_p=self.dropout_p, zero=128 if self.outside else 0, outside=self.outside)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
         call.arch, call.num_sms, call.heads_first = arch, 132, self.heads_first

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 FULL, SHARED_BIAS, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("1", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")
+T5 = ("1", "Hq", "1", "257")
 HALF = {"dtype": torch.float16}
 
 
@@ -33,11 +34,22 @@ FORMS: dict[str, dict[str, Any]] = {
     "keys, per key": {"mask": "keys", "bias": PER_KEY, "is_causal": True},
     "keys, full": {"mask": "keys", "bias": FULL},
     "keys, shared": {"mask": "keys", "bias": SHARED_BIAS, "is_causal": True},
+    "relative": {"bias": T5, "outside": "clamp"},
+    "tiles, relative": {
+        "mask": "tiles",
+        "bias": ("1", "1", "1", "300"),
+        "outside": "zero",
+        "bias_dtype": torch.float32,
+    },
+    "keys, relative": {"mask": "keys", "bias": T5, "outside": "clamp", "is_causal": True},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{f"64 {form}": {"head_dim": 64, **form_of} for form, form_of in FORMS.items()},
-    **{f"128 {form}": {"head_dim": 128, **form_of} for form, form_of in FORMS.items()},
-    **{f"256 {form}": {"head_dim": 256, **FORMS[form]} for form in ("plain", "full", "shared", "tiles", "keys")},
+    **{f"64 {form}": {"head_dim": 64, **given} for form, given in FORMS.items()},
+    **{f"128 {form}": {"head_dim": 128, **given} for form, given in FORMS.items()},
+    **{
+        f"256 {form}": {"head_dim": 256, **FORMS[form]}
+        for form in ("plain", "full", "shared", "tiles", "keys", "relative")
+    },
     **{f"512 {form}": {**WIDE, **FORMS[form]} for form in ("causal", "full", "tiles, per key", "keys")},
     "512 shared": {**WIDE, "batch": 2, "bias": SHARED_BIAS},
     "512 small": {**WIDE, "seqlen_q": 500, "seqlen_k": 500, "num_heads": 2, "num_heads_k": 2, "is_causal": True},

@@ -14,6 +14,7 @@ from layouts import LAYOUTS, offset
 from torch import Tensor
 
 from flash_dmattn.backends.cuda.rules import INSTANCES
+from flash_dmattn.biases import ByDistance
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, NeedsGrad, TensorSpec, make_band
 
@@ -30,6 +31,12 @@ def described(case: Case, prepared: bool = False, **more: Any) -> AttentionProbl
     """The forward pass of a case, contiguous and on sm_90, or what more arguments of `explain_problem` say."""
     q = (case.batch, case.seqlen_q, case.num_heads, case.head_dim)
     mask, bias = (None if letters is None else case.sizes(letters) for letters in (case.mask, case.bias))
+    by_distance = None
+    if case.relative is not None:
+        letters, number, zero, outside = case.relative
+        sizes = case.sizes(letters)
+        has_rows = letters[2] == "Lq"
+        bias, by_distance = (*sizes[: 2 + has_rows], number), ByDistance(zero, outside, has_rows)
     return explain_problem(
         q,
         kv_heads=case.num_heads_k,
@@ -41,6 +48,7 @@ def described(case: Case, prepared: bool = False, **more: Any) -> AttentionProbl
         bias=bias,
         bias_dtype=case.bias_dtype,
         sink=case.sink is not None,
+        by_distance=by_distance,
         **{"return_lse": True, **case.flags(), **more},
     ).problem
 

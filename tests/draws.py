@@ -154,7 +154,7 @@ def draw_triton(number: int) -> Drawn:
     forms = {"mask": FORMS[number // 2 % len(FORMS)], "bias": FORMS[number // 3 % len(FORMS)]}
     chosen = {name: (None, *4 * (form,)) for name, form in forms.items()}
     head_dims = {"head_dim": dims, "head_dim_v": (0,) * 2 * len(dims) + dims}
-    case = draw(rng, {**KERNELS, **head_dims, **chosen, "dtype": (dtype,)}, number)
+    case = draw(rng, {**KERNELS, **head_dims, **chosen, "dtype": (dtype,), "relative": ("1",)}, number)
     layout = rng.choice((None, None, None, *("nan_margins",) * 4, *LAYOUTS))
     return Drawn(case, layout, number % 2 == 1, rng.random() < 0.5)
 
@@ -276,6 +276,7 @@ INTERPRETED: Features = {
     "softmax_scale": (None, None, 0.0, 0.7, -0.2),
     "needs_grad": (ALL, ALL, (), ("bias",), ("q",), ("k", "bias"), ("v",)),
     "logits": (1.0,),
+    "relative": ("1",),
 }
 SEVERAL_TILES = ((130, 17), (33, 140), (130, 140))  # of a packed mask
 MANY_BLOCKS = ((1, 300), (17, 290), (150, 20), (200, 33), (140, 70))  # which programs share

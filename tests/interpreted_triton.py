@@ -16,7 +16,7 @@ from unittest import mock
 import interpreter
 import torch
 from accuracy import assert_empty_rows_ignore_dlse, error, oracle, run
-from cases import ALL, Case, Inputs
+from cases import ALL, Case, Inputs, Numbers
 from descriptors import descriptors_wherever_they_serve
 from draws import Drawn
 from interpreter import EVERY_DTYPE, NUM_SMS, Tile, set_up
@@ -28,6 +28,8 @@ from run_calls import Interpreter, check_case
 from torch import Tensor
 
 import flash_dmattn
+from flash_dmattn import Sequences
+from flash_dmattn.biases import Relative
 from flash_dmattn.dispatch.registry import choices_changed
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.triton_kernels import launch, plan, plan_forward, plan_slots, short_calls
@@ -294,6 +296,86 @@ def wide_head_calls() -> Iterator[str | None]:
                 yield failure_of(case, SMALL, num_sms, arch="sm_90")
 
 
+# Biases by distance: clamped ends inside of a tile, at its edge, and beyond all; every way that a mask is read.
+T5 = Numbers(("1", "Hq", "1"), 33, 16, "clamp")
+CLAMPED = PLAIN.with_(seqlen_q=70, seqlen_k=140, num_heads=4, num_heads_k=2, relative=T5)
+BY_KEY = ("B", "1", "1", "Lk")
+RELATIVE_CALLS = (
+    CLAMPED.with_(is_causal=True, batch=2),
+    CLAMPED.with_(relative=Numbers(("B", "Hk", "1"), 65, 1, "zero"), batch=2, window_size=(30, 9), softcap=2.0),
+    CLAMPED.with_(relative=Numbers(("1", "1", "1"), 1, 0, "clamp"), sink="normal", needs_grad=(*ALL, "sink")),
+    CLAMPED.with_(relative=Numbers(("1", "Hk", "1"), 2, -40, "clamp"), mask=FULL, mask_kind="empty_rows"),
+    CLAMPED.with_(relative=Numbers(("1", "Hq", "1"), 5, 500, "zero")),
+    CLAMPED.with_(relative=Numbers(("1", "Hq", "1"), 300, 150, "error"), dropout_p=0.4, needs_grad=("bias",)),
+    CLAMPED.with_(mask=BY_KEY, seqlen_q=9),  # keys are gathered
+    CLAMPED.with_(mask=BY_KEY, mask_kind="empty_tiles"),  # keys stay in their order
+    CLAMPED.with_(seqlen_k=20, logits=10.0),
+    CLAMPED.with_(seqlen_q=1, seqlen_k=600, needs_grad=()),  # not a row for each head
+    CLAMPED.with_(dtype=torch.float16, bias_dtype=torch.float32, needs_grad=("q", "bias")),
+    WIDE.with_(relative=T5, num_heads=1, needs_grad=("q", "k", "v")),
+)
+
+
+def relative_calls() -> Iterator[str | None]:
+    """Outcomes of biases by distance, with descriptors too, and of values that a part of the batch shares."""
+    short_calls.DTYPES = EVERY_DTYPE  # which no such call takes
+    for case in RELATIVE_CALLS:
+        for num_sms in NUM_SMS:
+            yield failure_of(case, SMALL, num_sms)
+    with descriptors_wherever_they_serve(), mock.patch.object(plan, "driver_overlaps", lambda: False):
+        choices_changed()
+        yield failure_of(CLAMPED.with_(dtype=torch.float16, head_dim=64), Tile(32, 32, 4, 1), arch="sm_90")
+    choices_changed()
+    set_up(SMALL)
+    yield outcome_of(shares_values, "values of (2, 1) entries beside a batch of (2, 3)")
+    for layout in ("packed", "padded", "paged"):
+        for entries in (1, 4):
+            yield outcome_of(partial(reads_distances_of_sequences, layout, entries), f"{layout}, {entries} entries")
+
+
+def shares_values() -> None:
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, length, 2, 8, generator=random).requires_grad_() for length in (40, 50, 50))
+    values = torch.randn(2, 1, 2, 9, generator=random).requires_grad_()
+    results = []
+    for backend in ("triton", "eager"):
+        out, lse = flash_dmattn.attention(q, k, v, bias=Relative(values, 4, "clamp"), return_lse=True, backend=backend)
+        sent = out.cos().sum() + lse.sin().sum()
+        results.append([out, lse, *torch.autograd.grad(sent, (q, k, v, values))])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def reads_distances_of_sequences(layout: str, entries: int) -> None:
+    """Each sequence has distances of its own; of few queries and of many, dq, dk and dv included."""
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([[5, 40], [33, 33], [0, 7], [17, 2]], dtype=torch.int32)
+    ends = torch.cat((torch.zeros(1, 2, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)))
+    values = torch.randn(entries, 4, 9, generator=random)
+    for most in (33, 2):
+        used = lengths.clamp(max=most) if layout != "packed" else lengths
+        if layout == "packed":
+            shapes, sequences = [(55,), (82,)], Sequences.packed(*ends.unbind(1))
+        elif layout == "padded":
+            shapes, sequences = [(4, most), (4, 40)], Sequences.padded(lengths[:, 1], used[:, 0])
+        else:
+            pages = torch.arange(20, dtype=torch.int32).view(4, 5)
+            shapes, sequences = [(4, most), (20, 8)], Sequences.paged(pages, lengths[:, 1])
+        needs_grad = layout != "paged"
+        q, k, v = (
+            torch.randn(*shapes[n > 0], heads, 8, generator=random).requires_grad_(needs_grad)
+            for n, heads in enumerate((4, 2, 2))
+        )
+        results = []
+        for backend in ("triton", "eager"):
+            bias = Relative(values, 4, "clamp")
+            out, lse = flash_dmattn.attention(
+                q, k, v, bias=bias, sequences=sequences, is_causal=True, return_lse=True, backend=backend
+            )
+            sent = out.cos().sum() + lse.clamp(min=-30.0).sin().sum()
+            results.append([out, lse, *(torch.autograd.grad(sent, (q, k, v)) if needs_grad else ())])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 def main(what: str, *name: str) -> int:
     """Run the calls that a word stands for; returns the exit status."""
     calls = {
@@ -306,6 +388,7 @@ def main(what: str, *name: str) -> int:
         "walks": walk_calls,
         "wide heads": wide_head_calls,
         "leading": leading_calls,
+        "relative": relative_calls,
     }
     return report(calls[what](*name))
 

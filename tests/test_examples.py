@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import by_path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,11 +19,7 @@ ELSEWHERE = {"distributed_training"}
 
 def load(name: str) -> Any:
     """An example as a module."""
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return by_path.load(EXAMPLES / f"{name}.py")
 
 
 def run(name: str, out: Path) -> dict[str, Any]:
@@ -107,6 +103,14 @@ def test_paged_decoding(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(result["differences"]) < 1e-5 and result["pages"] == [2, 1, 3]
     rows = table_of(capsys.readouterr().out, "Texts in one pool")
     assert [row[:4] for row in rows] == [["0", "20", "24", "2"], ["1", "5", "9", "1"], ["2", "33", "37", "3"]]
+
+
+def test_learned_distances(capsys: pytest.CaptureFixture[str]) -> None:
+    result = load("learned_distances").main(["--quick", "--device", "cpu"])
+    for x in result.values():
+        assert x["losses"][-1] < x["losses"][0] / 100 and x["off"] < 0.3 and x["bytes"] == 4 * 4 * 17
+    rows = table_of(capsys.readouterr().out, "A bias by distance")
+    assert [row[:3] for row in rows] == [["32", "272", "16,384"], ["64", "272", "65,536"]]
 
 
 def test_every_example_is_listed_and_says_how_it_is_run() -> None:

@@ -104,7 +104,8 @@ def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
     assert lines[0] == f"attention: {explanation.problem}"
     assert lines[1] == "backend='auto' runs forward_only forward, eager backward"
     assert lines[3].split() == ["backend", "forward", "backward", "why"]
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[5:] if not line.startswith(" ")}
+    assert lines[-2:] == ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[5:-2] if not line.startswith(" ")}
     assert list(rows) == ["cuda", "triton", "flex", "shy", "forward_only", "sdpa", "eager", "reference"]
     assert rows["cuda"].startswith("no no device is cpu; ")
     assert rows["shy"] == 'yes yes auto passes it over: only 7 keys (use backend="shy")'
@@ -113,6 +114,17 @@ def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
     assert rows["reference"].startswith("yes yes auto passes it over: ")
     assert all(len(set(column)) == 1 for column in zip(*(find_columns(line) for line in lines[3:5])))
     assert repr(explanation) == str(explanation)
+
+
+def test_long_reasons_continue_on_the_next_line() -> None:
+    explanation = flash_dmattn.explain(**with_bias())
+    lines = explanation.to_text(100).splitlines()
+    table = lines[lines.index("") + 1 : -2]
+    why = table[0].index("why")
+    assert max(map(len, table)) <= 100 < max(map(len, str(explanation).splitlines()))
+    # Continued lines are indented by two; joined, they are the words of the whole table.
+    assert any(line.startswith(" " * (why + 2)) for line in table)
+    assert " ".join(" ".join(table).split()) == " ".join(str(explanation).split("\n\n")[1].split())
 
 
 def find_columns(line: str) -> list[int]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from key_parts import check_told_apart, parts, tensor_changes
 from mask_checks import BANDS, by_place, check_fields, check_stats, in_band, same, tiled_mask
+from torch.nn.attention.flex_attention import create_mask
 
 from flash_dmattn import Sequences, masks
 from flash_dmattn.masks import PreparedMask
@@ -274,6 +275,40 @@ def test_builders_give_what_the_dense_builders_give(band):
         for seqlen_q in (15, 20):
             want = PreparedMask.from_mask(masks.padding_mask([0, 3, 9], 9, side=side), seqlen_q=seqlen_q, **band)
             assert same(PreparedMask.from_lengths([0, 3, 9], seqlen_q, 9, side=side, **band), want)
+
+
+IDS = torch.randint(0, 5, (2, 300), generator=torch.Generator().manual_seed(4)).sort().values
+MASK_MODS = {
+    "documents": lambda b, h, q_idx, kv_idx: IDS[b, q_idx] == IDS[b, kv_idx],
+    "window of each head": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < (h + 1) * 20,
+    "causal": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    "padding": lambda b, h, q_idx, kv_idx: kv_idx < 100 + b * 50,
+    "rows": lambda b, h, q_idx, kv_idx: q_idx % 3 > 0,
+    "all": lambda b, h, q_idx, kv_idx: torch.tensor(True),
+}
+
+
+@pytest.mark.parametrize("chunk", [packing.CHUNK_ELEMENTS, 20_000])
+@pytest.mark.parametrize("name", MASK_MODS)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_a_function_of_flex_attention_gives_what_its_tensor_gives(name, band, chunk, monkeypatch):
+    monkeypatch.setattr(packing, "CHUNK_ELEMENTS", chunk)
+    dense = create_mask(MASK_MODS[name], 2, 3, 260, 300, device="cpu")
+    lengths = {"seqlen_q": 260, "seqlen_k": 300}
+    got = PreparedMask.from_mask_mod(MASK_MODS[name], **lengths, batch_size=2, num_heads=3, **band)
+    assert same(got, PreparedMask.from_mask(dense, **lengths, **band))
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "message"),
+    [
+        (torch.ones(3, 3), "mask_mod is a Tensor; it needs to be a function"),
+        (lambda b, h, q_idx, kv_idx: q_idx - kv_idx, "mask_mod returns torch.int64; it needs to return bool"),
+    ],
+)
+def test_a_function_that_gives_no_bool_is_refused(mask_mod, message):
+    with pytest.raises(TypeError, match=message):
+        PreparedMask.from_mask_mod(mask_mod, 3, 3)
 
 
 @pytest.mark.parametrize(

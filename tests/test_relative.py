@@ -162,6 +162,14 @@ def test_flex_reads_a_value_for_each_distance(dtype: torch.dtype) -> None:
             torch.testing.assert_close(x, y, rtol=1e-5 + rounding, atol=1e-5)
 
 
+def test_triton_counts_values_in_32_bits() -> None:
+    q = torch.empty(1, 8, 2, 16, device="meta", dtype=torch.bfloat16)
+    for number in (2**31 - 1, 2**31):
+        bias = Relative(torch.empty(2, number, device="meta", dtype=torch.bfloat16), 4, "clamp")
+        verdicts = {x.backend: x for x in flash_dmattn.explain(q, q, q, bias=bias, device="sm_90").verdicts}
+        assert [reason.code for reason in verdicts["triton"].reasons] == ["values_span"] * (number == 2**31)
+
+
 def test_flex_refuses_what_it_does_not_read() -> None:
     q, k, v = (x.detach().float() for x in tensors(2, 5, 8, 4, 2, 16))
     sequences = Sequences.padded(torch.tensor([8, 3]))

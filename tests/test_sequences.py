@@ -456,8 +456,18 @@ BAD: dict[str, Callable[[], Any]] = {
     ): lambda: attention(X, X, X, bias=torch.zeros(2, 1, 5), sequences=TWO),
     (
         "ValueError: bias has shape (2, 2, 8, 8), by position; it needs max_seqlen_q, which the sequences do "
-        "not name (Sequences.packed(..., max_seqlen_q=8))"
+        "not name (Sequences.packed(..., max_seqlen_q=8, max_seqlen_k=8))"
     ): lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 8), sequences=Sequences.packed(cu(0, 3, 8))),
+    (
+        "ValueError: bias has shape (1, 2, 5, 5), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it needs "
+        "sequences in {1, 2}, heads in {1, 2}, max_seqlen_q in {1, 8} and max_seqlen_k in {1, 8}; sequences do not "
+        "name their longest, which counts as all tokens: Sequences.packed(..., max_seqlen_q=5, max_seqlen_k=5)"
+    ): lambda: attention(X, X, X, bias=torch.zeros(1, 2, 5, 5), sequences=Sequences.packed(cu(0, 3, 8))),
+    (
+        "ValueError: bias has shape (2, 5, 5), read as (heads, queries of all sequences, max_seqlen_k); it needs heads "
+        "in {1, 2}, queries of all sequences in {1, 8} and max_seqlen_k in {1, 5}; by position in each sequence it has "
+        "4 dimensions, bias[None]"
+    ): lambda: attention(X, X, X, bias=torch.zeros(2, 5, 5), sequences=TWO),
     "TypeError: mask is a PreparedMask of the form 'tiles'; beside sequences it needs to be a bool": lambda: attention(
         X, X, X, flash_dmattn.masks.PreparedMask.from_mask(torch.ones(8, 8, dtype=torch.bool)), sequences=TWO
     ),

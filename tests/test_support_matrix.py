@@ -15,6 +15,7 @@ from out_of_tree import replaced
 
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Backend, Rule
+from flash_dmattn.biases import ByDistance
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.dispatch.selection import BackendError, choose, passes_of, reasons_against, selected_names
 from flash_dmattn.explanation import explain_problem
@@ -27,8 +28,9 @@ PASSES = ("forward", "backward")
 MANY = 1_000_000  # enough for every rule that counts elements
 # Rules that no description by shapes (without strides) and compute capability can break.
 UNREACHED = {
-    "flex": {"device", "tile_lists"},
+    "flex": {"device", "tile_lists", "relative_sequences"},  # tests/test_relative.py breaks the last
     "cuda": {"expanded_dbias", "page_strides"},
+    "triton": {"values_span"},  # tests/test_relative.py breaks it
     "sdpa": {"gpu_head_dim", "gpu_window"},  # tests/test_sdpa_backend.py breaks them
 }
 
@@ -50,6 +52,7 @@ CALLS: Features = {
     "window_size": (None, (-1, 0), (16, 4)),
     "sink": (None,),
     "dropout_p": (0.0, 0.0, 0.1),
+    "relative": ("1", "1", "Lq"),
 }
 
 
@@ -59,7 +62,7 @@ def described(seed: int) -> AttentionProblem:
     case = draw(rng, CALLS, seed)
     device = "gfx942" if seed % 10 == 0 else rng.choice(("cpu", "sm_75", "sm_80", "sm_90", "sm_100"))
     flags = {name: rng.random() < 0.5 for name in ("grad", "bias_grad", "deterministic", "return_lse")}
-    flags["bias_grad"] &= case.bias is not None
+    flags["bias_grad"] &= case.bias is not None or case.relative is not None
     return cuda_forms.described(case, device=device, return_probs=rng.random() < 0.2, **case.dropping(), **flags)
 
 
@@ -81,6 +84,9 @@ def described_sequences(seed: int) -> AttentionProblem:
     tokens = number * most + pick.choice((0, 5))
     by_position = (pick.choice((1, number)), pick.choice((1, heads)), most, most)
     bias = pick.choice((None, by_position, (pick.choice((1, heads)), tokens, most), (heads, 1, tokens)))
+    by_distance = None
+    if random.Random(f"relative {seed}").random() < 0.2:
+        bias, by_distance = (heads, 9), ByDistance(4, "clamp", False)
     tree = random.Random(f"tree {seed}").random() < 0.1
     mask: dict[str, Any] = {"mask": pick.choice((None, None, by_position))}
     if tree:
@@ -92,6 +98,7 @@ def described_sequences(seed: int) -> AttentionProblem:
         "device": pick.choice(("cpu", "sm_80", "sm_90", "sm_90")),
         **mask,
         "bias": bias,
+        "by_distance": by_distance,
         "bias_dtype": pick.choice((None, "fp32")),
         "grad": pick.random() < 0.6,
         "bias_grad": bias is not None and pick.random() < 0.5,
@@ -169,6 +176,8 @@ def values(problem: AttentionProblem) -> set[str]:
     actual |= {flag for flag in flags if getattr(problem, flag)}
     actual |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}
     actual |= {str(spec.span()) for spec in (problem.mask, problem.bias) if spec is not None}
+    if problem.relative is not None:
+        actual |= {str(problem.relative.shape[3])}
     heads = (
         (problem.q_strides, problem.seqlen_q, problem.head_dim),
         (problem.k_strides, problem.seqlen_k, problem.head_dim),

@@ -25,6 +25,7 @@ ON_SM_90_ALONE = (
     "128 tiles",
     "64 keys",
     "128 keys",
+    *(f"{d} {mask}, relative" for d in (64, 128) for mask in ("tiles", "keys")),
     *FP32,
     "512 fp32",
 )
@@ -50,6 +51,7 @@ ON_SM_90 = (
     *("64 short", "64 few keys", "128 unaligned, full", "64 odd rows", "64 two runs"),
     *("64 sink", "64 one tile, sink", "64 dropout, shared", "64 one tile, dropout"),
     *("512 causal", "512 small"),
+    "64 relative",
 )
 PAIRS = [
     pytest.param(name, capability, id=f"sm_{capability} {name}")

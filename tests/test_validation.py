@@ -37,6 +37,16 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "v no tensor": ({"v": 3}, TypeError, ("v is a int", "torch.Tensor")),
     "mask no tensor": ({"mask": [[True]]}, TypeError, ("mask is a list", "bool torch.Tensor")),
     "bias no tensor": ({"bias": 0.5}, TypeError, ("bias is a float", "floating-point torch.Tensor")),
+    "heads first and a bias": (
+        {**{name: torch.randn(B, HQ, 6, D) for name in "qkv"}, "bias": torch.randn(HQ, 6, 6)},
+        ValueError,
+        ("bias has shape (1, 4, 6, 6)", "heads in {1, 6}", "it fits if heads come first", "pass q.transpose(-2, -3)"),
+    ),
+    "heads first and other lengths": (
+        {"q": torch.randn(B, HQ, 6, D), "k": torch.randn(B, HK, 7, D), "v": torch.randn(B, HK, 7, D)},
+        ValueError,
+        ("q has 6 heads and k has 7", "multiple of the heads of k", "if heads come first", "pass q.transpose(1, 2)"),
+    ),
     "q 3-D": ({"q": torch.randn(LQ, HQ, D)}, ValueError, ("q has 3 dimensions", "(3, 4, 8)", "needs 4")),
     "k 5-D": ({"k": torch.randn(1, B, LK, HK, D)}, ValueError, ("k has 5 dimensions", "needs 4")),
     "v 2-D": ({"v": torch.randn(LK, DV)}, ValueError, ("v has 2 dimensions", "needs 4")),

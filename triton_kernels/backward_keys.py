@@ -16,7 +16,16 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import add_bias, bias_vector, masked_scores, probabilities, scaled, score_gradients
+from .scores import (
+    add_bias,
+    bias_vector,
+    ends_of,
+    masked_scores,
+    places_of,
+    probabilities,
+    scaled,
+    score_gradients,
+)
 from .tile_ops import (
     DENSE,
     KEYS,
@@ -35,10 +44,12 @@ from .tile_ops import (
     tiles_from,
 )
 
-# Which gradient of a bias this kernel makes: none, sums over the queries of each key, or ds of every head.
+# Which gradient of a bias this kernel makes: none, sums over the queries of each key, or ds of every head. With ENDS it
+# sums the scores at either end of the values of a clamped bias by distance, and beyond that end.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)
+ENDS: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
@@ -74,6 +85,24 @@ def store_dq(dq, tile, first_row, rows, h, shape, dims):
 
 
 @triton.jit
+def add_ends(
+    first_sums, last_sums, ds, first, first_key, rows, keys, shape, distances,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATHERED: tl.constexpr,
+):  # fmt: skip
+    """Add ds of a (keys, queries) tile to the sums of the scores at either end of the values, or beyond it."""
+    is_before, is_beyond = ends_of(first, first_key, shape, distances, BLOCK_M, BLOCK_N, True, GATHERED)
+    if is_before:
+        first_sums += tl.sum(ds, 1)
+    elif is_beyond:
+        last_sums += tl.sum(ds, 1)
+    else:
+        place = places_of(rows, keys, shape, distances, 0)
+        first_sums += tl.sum(tl.where(place <= 0, ds, 0.0), 1)
+        last_sums += tl.sum(tl.where((place > 0) & (place >= distances.number - 1), ds, 0.0), 1)
+    return first_sums, last_sums
+
+
+@triton.jit
 def backward_keys_kernel(
     q,
     k,
@@ -105,6 +134,7 @@ def backward_keys_kernel(
     grid_tiles,
     layout,
     dropout,
+    distances,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -140,6 +170,7 @@ def backward_keys_kernel(
     dk, dv (B, Lk, Hk, D) and dbias (B, Hq, Lq, Lk) are contiguous. With PARTS, dk and dv are fp32
     (B, owners, grid_tiles, BLOCK_N, D), and dbias under KEY_SUM has the same shape without D. `grid_tiles` programs
     then share the key blocks of an owner, equally many programs to a block, and each takes a share of its queries.
+    Under ENDS dbias is fp32 (2, B, owners, grid_tiles, BLOCK_N), and the caller zeroes it.
 
     With SEQUENCES each owner has `grid_tiles` tiles, each with keys of one sequence; `bounds` says where sequences lie.
     dk and dv are shaped as k and v, and the caller zeroes dbias. With ONE_PASS the kernel also writes the rows of dq,
@@ -222,6 +253,7 @@ def backward_keys_kernel(
         acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         acc_bias = tl.zeros([BLOCK_N], tl.float32)
+        acc_last = tl.zeros([BLOCK_N], tl.float32)
         for member in range(0, members):
             h = owner * members + member
             statistics = (b_row * shape.num_heads + h) * row_pitch + first_q
@@ -253,7 +285,7 @@ def backward_keys_kernel(
                     s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
                     s = add_bias(
                         s, bias, bias_head, key_bias, bias_strides, b, h, first + bias_row, first_key, rows, keys,
-                        shape, BLOCK_M, BLOCK_N, BIAS, 0, BIAS_TMA, WIDE, False,
+                        shape, distances, BLOCK_M, BLOCK_N, BIAS, 0, BIAS_TMA, WIDE, False, MASK == KEYS,
                     )  # fmt: skip
                     if phase == 1:
                         s = masked_scores(
@@ -281,6 +313,11 @@ def backward_keys_kernel(
                         ds, _ = score_gradients(p, dp, d, few, 0, FEW_KEYS, SEQUENCES)
                         if DBIAS == KEY_SUM:
                             acc_bias += tl.sum(ds, 1)
+                        elif DBIAS == ENDS:
+                            acc_bias, acc_last = add_ends(
+                                acc_bias, acc_last, ds, first, first_key, rows, keys, shape, distances,
+                                BLOCK_M, BLOCK_N, MASK == KEYS,
+                            )  # fmt: skip
                         elif DBIAS == STORE:
                             if SEQUENCES == NO_SEQUENCES:
                                 store_tile(
@@ -336,6 +373,10 @@ def backward_keys_kernel(
                 acc_dv = acc_dv * tl.cast(dropout.scale, tl.float32)
             at = dv + place[:, None] * shape.head_dim_v + dims_v[None, :]
             tl.store(at, acc_dv.to(dv.dtype.element_ty), mask=stored)
+        if DBIAS == ENDS:
+            at = dbias + (head.to(tl.int64) * grid_tiles + slot) * BLOCK_N + tl.arange(0, BLOCK_N)
+            tl.store(at, acc_bias)
+            tl.store(at + tl.num_programs(0).to(tl.int64) * BLOCK_N, acc_last)
         if DBIAS == KEY_SUM:
             if PARTS:
                 tl.store(dbias + place, acc_bias, mask=stored_keys)

@@ -56,6 +56,7 @@ def backward_queries_kernel(
     softcap,
     layout,
     dropout,
+    distances,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -157,7 +158,7 @@ def backward_queries_kernel(
             s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
             s = add_bias(
                 s, bias, bias_head, row_bias, bias_strides, b, h, first + bias_row, place, rows, keys, shape,
-                BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False,
+                distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
             )  # fmt: skip
             if phase == 1:
                 s = masked_scores(

@@ -71,6 +71,7 @@ def forward_kernel(
     sink_of_row,
     layout,
     dropout,
+    distances,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -249,7 +250,7 @@ def forward_kernel(
                 s = scaled(s, scale, softcap, SOFTCAP)[0]
             s = add_bias(
                 s, bias, bias_head, row_bias, bias_strides, b, h, first + bias_row, place, rows, keys, shape,
-                BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED,
+                distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED, MASK == KEYS,
             )  # fmt: skip
             if phase == 1:
                 s = masked_scores(

@@ -51,13 +51,13 @@ def forward(
 
 def forward_plan(call: Call) -> Callable[..., None]:
     """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
-    is_short = ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
+    is_short = not call.flags.outside and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
     return (plan_short_forward if is_short else plan_forward)(call)
 
 
 def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
     """Plan the gradients of one class of calls: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
-    if ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():
+    if not call.flags.outside and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():
         return plan_short_backward(call, dout, dlse, needs_grad)
     plan, flags = plan_backward(call, dout, dlse, needs_grad), call.flags
     if not needs_fp32_delta(call.q.dtype, call.shape.seqlen_k, flags.window, needs_grad):
@@ -84,12 +84,13 @@ GROUP_ROWS_FROM = 512
 def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool:
     """Return whether the heads of a group, with one query each, become rows of one tile, which reads k and v once.
 
-    Dropout forbids it, because its random numbers go by tiles of queries of one head. A mask that is already packed
-    for one query forbids it too, so this is decided before a bool mask is packed.
+    Dropout forbids it, because its random numbers go by tiles of queries of one head. A bias by distance forbids it,
+    because rows of one query have one distance to a key. A mask that is already packed for one query forbids it too, so
+    this is decided before a bool mask is packed.
     """
     if q.shape[1] != 1 or q.shape[2] == k.shape[2] or k.shape[1] < GROUP_ROWS_FROM:
         return False
-    if flags.left >= 0 or flags.dropout_p > 0:
+    if flags.left >= 0 or flags.dropout_p > 0 or flags.outside:
         return False
     if mask.form == "keys":
         return mask.tensors[0].shape[1] != q.shape[2]  # rows of one tile share one set of keys

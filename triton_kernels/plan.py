@@ -18,7 +18,9 @@ from .short_calls import ShortTile
 from .tile_ops import (
     BAND,
     BOUNDS,
+    CLAMPED,
     DENSE,
+    DISTANCES,
     KEY_BIAS,
     KEYS,
     LOG2E,
@@ -29,6 +31,7 @@ from .tile_ops import (
     TILES,
     TREE,
     BiasStrides,
+    Distances,
     MaskStrides,
     Shape,
     Strides,
@@ -115,6 +118,10 @@ class Call:
         self.num_sms = 1 if properties is None else properties.multi_processor_count
         self.mask_kind = _MASK_KINDS[mask.form]
         self.bias_kind = NO_BIAS.value if bias is None else _BIAS_KINDS[bias_class(bias.shape, bias.stride())]
+        self.distances = None
+        if bias is not None and flags.outside:
+            self.bias_kind = CLAMPED.value if flags.outside == "clamp" else DISTANCES.value
+            self.distances = Distances(flags.zero, bias.shape[3])
         # Prepared masks include the band, except for masks of kept keys.
         folded = mask.form in ("tiles", "sequence_tiles", "intervals")
         self.band = (False, False) if folded else (left >= 0, right >= 0)
@@ -210,6 +217,7 @@ class Call:
             "sink_of_row": self.sink_strides[1],
             "layout": None,
             "dropout": self.dropout,
+            "distances": self.distances,
             "BLOCK_D": self.block_d,
             "BLOCK_DV": self.block_dv,
             "MASK": self.mask_kind,

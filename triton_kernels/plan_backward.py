@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -14,14 +15,15 @@ from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 
 from .backward_bias import backward_bias_kernel
 from .backward_delta import delta_kernel
+from .backward_diagonals import backward_diagonals_kernel
 from .backward_gather import backward_gather_kernel
-from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
+from .backward_keys import ENDS, KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .kernel_launch import Descriptor, Launch, by_name
 from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
-from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
-from .tile_ops import BAND, KEYS, NO_SEQUENCES, TILES, Shape
+from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
+from .tile_ops import BAND, CLAMPED, KEYS, NO_SEQUENCES, TILES, Shape
 from .tile_table import Tile
 
 # Parts of dk and dv that are optional take at most this much memory.
@@ -30,6 +32,8 @@ MAX_PARTS_BYTES = 64 * 2**20
 _DELTA_BLOCK, _FEW_KEYS_BLOCK = 32, 1024
 # Keys of a program that adds parts, and with head dims above 256.
 _GATHER_BLOCK, _GATHER_BLOCK_WIDE = 32, 16
+# A mask has words of 32 keys, so the tiles of a diagonal, which are square, have that many at least.
+_LEAST_DIAGONAL = 32
 
 
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
@@ -37,7 +41,8 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
-    if need_bias and bias is not None:
+    by_distance = need_bias and call.distances is not None
+    if need_bias and bias is not None and not by_distance:
         dbias_class = bias_class(bias.shape)
         per_row, per_key, per_score = (dbias_class == name for name in ("query", "key", "score"))
         stored = per_score and bias.shape[:2] == (shape.batch, shape.num_heads)
@@ -46,12 +51,14 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         product = stored and call.flags.softcap == 0 and bias.dtype in (call.q.dtype, torch.float32)
     delta_of = plan_delta(call, dout, dlse, call.has_few_keys)
     keys_of = None
-    if need_k or need_v or per_key or stored:
-        dbias_kind = KEY_SUM if per_key else STORE if stored else NO_DBIAS
+    has_ends = by_distance and call.bias_kind == CLAMPED.value
+    if need_k or need_v or per_key or stored or has_ends:
+        dbias_kind = KEY_SUM if per_key else STORE if stored else ENDS if has_ends else NO_DBIAS
         keys_of = plan_keys(call, dout, need_k, need_v, dbias_kind.value)
     queries_of = plan_queries(call, dout) if need_q and not product else None
     product_of = plan_product(call, bias) if need_q and product and bias is not None else None
     bias_of = plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
+    diagonals_of = plan_diagonals(call, dout, bias) if by_distance and bias is not None else None
     has_few_keys = call.has_few_keys
 
     def run(
@@ -80,7 +87,9 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
             queries_of(read, mask, read_sink, None, dropout, dq)
         elif product_of is not None:
             dq = product_of(q, k, dbias, mask)
-        if bias_of is not None:
+        if diagonals_of is not None:
+            dbias = diagonals_of(read, mask, read_sink, dropout, dbias)
+        elif bias_of is not None:
             dbias = bias_of(read, mask, read_sink, None, dropout)
         elif per_row and bias is not None:
             dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta)
@@ -130,8 +139,11 @@ def plan_delta(
 def plan_keys(
     call: Call, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head:
-    run(read, mask, sink, dropout)."""
+    """Plan dk, dv, and a gradient of the bias: run(read, mask, sink, dropout).
+
+    The bias has one value per key, or per score of every head. A bias by distance gets the sums of its two ends alone,
+    fp32 (B, owners, 2).
+    """
     makes_ds = need_k or dbias_kind != NO_DBIAS.value
     if call.has_wide_heads and makes_ds and need_v:
         return plan_apart(lambda *which: plan_keys(call, dout, *which), need_k, dbias_kind)
@@ -139,19 +151,19 @@ def plan_keys(
     shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat = call.flags.bias_repeat
     has_key_mask = call.mask_kind == KEYS.value
-    per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
+    per_key, stored, has_ends = (dbias_kind == kind.value for kind in (KEY_SUM, STORE, ENDS))
     # A bias with a head for each query head needs sums for each of them. A key mask with such heads has other keys for
     # each. Then owners are query heads.
-    apart = (bias if per_key else None, call.mask.tensors[0] if has_key_mask else None)
-    split = shape.group > 1 and any(x is not None and x.shape[1] == shape.num_heads for x in apart)
-    owners = shape.num_heads if split else num_heads_k
+    read_by_head = (bias if per_key or has_ends else None, call.mask.tensors[0] if has_key_mask else None)
+    by_query_head = shape.group > 1 and any(x is not None and x.shape[1] == shape.num_heads for x in read_by_head)
+    owners = shape.num_heads if by_query_head else num_heads_k
     tiles = triton.cdiv(shape.seqlen_k, tile.block_n)
     programs = tiles * shape.batch * owners
     grid_tiles = tiles * num_kv_splits(programs, triton.cdiv(shape.seqlen_q, tile.block_m), call.num_sms)
     num_parts = shape.batch * owners * grid_tiles * tile.block_n
     small = num_parts * (shape.head_dim + shape.head_dim_v) * 4 <= MAX_PARTS_BYTES
     # A key mask may keep few keys. With parts, programs whose keys are dropped share the queries of the kept ones.
-    parts = split or grid_tiles > tiles or (has_key_mask and small)
+    adds_parts = by_query_head or grid_tiles > tiles or (has_key_mask and small)
 
     tma = shape.seqlen_q > 2 * tile.block_m and call.tma(call.q, dout)
     bias_tma = tma and call.bias_tma()
@@ -181,7 +193,7 @@ def plan_keys(
         NEED_K=need_k,
         NEED_V=need_v,
         DBIAS=dbias_kind,
-        PARTS=parts,
+        PARTS=adds_parts,
         DBIAS_TMA=dbias_tma,
         EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
         ONE_PASS=False,
@@ -202,7 +214,7 @@ def plan_keys(
     gather = Launch(backward_gather_kernel, programs, rest)
     # Keys that a key mask drops have zero gradients. Without parts no kernel writes these, and no kernel ever writes
     # their columns of a dbias of scores, so both begin as zeros.
-    empty = torch.zeros if has_key_mask and not parts else torch.empty
+    empty = torch.zeros if has_key_mask and not adds_parts else torch.empty
     empty_scores = torch.zeros if has_key_mask else torch.empty
 
     def run(
@@ -212,17 +224,22 @@ def plan_keys(
         dk = empty(k.shape, dtype=k.dtype, device=k.device) if need_k else None
         dv = empty(v.shape, dtype=v.dtype, device=v.device) if need_v else None
         dbias = empty_scores(bias.shape, dtype=bias.dtype, device=k.device) if stored else None
-        sums = None
+        sums = ends = None
+        if has_ends:
+            ends = torch.zeros((2, shape.batch, owners, grid_tiles * tile.block_n), device=k.device)
         if per_key:
             sums = empty((shape.batch, owners, shape.seqlen_k), dtype=torch.float32, device=k.device)
-        if parts:
+        if adds_parts:
             dims = (shape.head_dim if need_k else 0, shape.head_dim_v if need_v else 0, 1 if per_key else 0)
             pieces = [torch.empty(num_parts * n, dtype=torch.float32, device=k.device) if n else None for n in dims]
-            made = (*pieces[:2], dbias if stored else pieces[2])
+            made = (*pieces[:2], dbias if stored else ends if has_ends else pieces[2])
             launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout, None)
             gather(*pieces, *read_of(mask), dk, dv, sums)
         else:
-            launch(*read, *read_of(mask, columns=True), dk, dv, dbias if stored else sums, sink, None, dropout, None)
+            made = (dk, dv, dbias if stored else ends if has_ends else sums)
+            launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout, None)
+        if ends is not None:
+            dbias = ends.sum(3).permute(1, 2, 0)
         if sums is not None:
             dbias = key_gradient(bias, sums, num_heads_k, repeat)
         return dk, dv, dbias
@@ -283,18 +300,18 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
     return lambda read, mask, sink, bounds, dropout, dq: launch(*read, *read_of(mask), dq, sink, bounds, dropout)
 
 
-def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
-    """Plan dq as a product of k and the ds that dbias holds: run(q, k, dbias, mask)."""
+def plan_product(call: Call, like: Tensor) -> Callable[..., Tensor]:
+    """Plan dq as a product of k and the ds that dbias, a tensor like `like`, holds: run(q, k, dbias, mask)."""
     shape, tile = call.shape, call.tile("product")
     # Without lists of tiles the kernel reads every block of the band: dbias is zero where a mask leaves pairs out.
     mask_kind = TILES.value if call.mask_kind == TILES.value else BAND.value
     tma = shape.seqlen_k > 2 * tile.block_n and call.tma(call.k)
-    dbias_tma = tma and _rows_fit_tma(bias)
+    dbias_tma = tma and _rows_fit_tma(like)
     descriptors = []
     if tma:
         descriptors.append(call.rows_descriptor(0, call.k, tile.block_n, call.block_d))
     if dbias_tma:
-        descriptors.append(_dbias_descriptor(1, bias, tile))
+        descriptors.append(_dbias_descriptor(1, like, tile))
     launch = call.launch(
         backward_product_kernel,
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,
@@ -357,5 +374,75 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         launch(*read, *read_of(mask), classes_of(mask), sums, sink, bounds, dropout)
         add(sums, dbias)
         return dbias
+
+    return run
+
+
+def plan_diagonals(call: Call, dout: Tensor, values: Tensor) -> Callable[..., Tensor]:
+    """Plan the gradient of a bias by distance: run(read, mask, sink, dropout, ends), `ends` as from `plan_keys`.
+
+    The kernel sums the distances between the ends of a clamped bias, and all others of one that does not clamp.
+    """
+    shape, flags, tile = call.shape, call.flags, call.tile("bias")
+    block = max(_LEAST_DIAGONAL, min(tile.block_m, tile.block_n))
+    number, shift, has_ends = values.shape[3], shape.seqlen_k - shape.seqlen_q, call.bias_kind == CLAMPED.value
+    low, high = (1, number - 2) if has_ends else (0, number - 1)
+    first, last = (
+        max(low - flags.zero + shift, 1 - shape.seqlen_q),
+        min(high - flags.zero + shift, shape.seqlen_k - 1),
+    )
+    first = max(first, shift - shape.left) if call.band[0] else first
+    last = min(last, shift + shape.right) if call.band[1] else last
+    # Tile m of the queries and tile m + diagonal of the keys have key - query from block * diagonal - (block - 1) on.
+    first_diagonal = -(-(first - (block - 1)) // block)
+    diagonals = (last + block - 1) // block - first_diagonal + 1 if first <= last else 0
+    owners = values.shape[0] * values.shape[1]
+    tiles = min(triton.cdiv(shape.seqlen_q, block), triton.cdiv(shape.seqlen_k, block))
+    steps = tiles * shape.batch * shape.num_heads // owners
+    parts = max(1, min(PROGRAMS_WITH_SLOTS * call.num_sms // max(owners * diagonals, 1), steps))
+    tma = call.tma(call.q, call.k, call.v, dout)
+    descriptors = []
+    if tma:
+        descriptors.append(call.rows_descriptor(0, call.q, block, call.block_d))
+        descriptors.append(call.rows_descriptor(1, call.k, block, call.block_d))
+        descriptors.append(call.rows_descriptor(2, call.v, block, call.block_dv))
+        descriptors.append(call.rows_descriptor(4, dout, block, call.block_dv))
+    launch = call.launch(
+        backward_diagonals_kernel,
+        owners * diagonals * parts,
+        tile._replace(block_m=block, block_n=block),
+        descriptors,
+        **row_strides(dout=dout),
+        bias_batch=values.shape[0],
+        bias_heads=values.shape[1],
+        first_diagonal=first_diagonal,
+        diagonals=diagonals,
+        parts=parts,
+        TMA=tma,
+        WIDE=call.wide(call.q, call.k, call.v, dout),
+    )
+    begin = flags.zero - shift + first_diagonal * block - (block - 1)  # the place of the first sum among the values
+    start, stop = max(begin, low), min(begin + (diagonals + 1) * block, high + 1)
+
+    def run(
+        read: tuple[Any, ...], mask: MaskView, sink: Tensor | None, dropout: Tensor | None, ends: Tensor | None
+    ) -> Tensor:
+        values = read[3]
+        total = torch.zeros((*values.shape[:2], 1, number), dtype=torch.float32, device=values.device)
+        if diagonals > 0:
+            sums = torch.empty(
+                (parts, *values.shape[:2], diagonals, 2 * block), dtype=torch.float32, device=values.device
+            )
+            launch(*read, *read_of(mask), classes_of(mask), sums, sink, dropout)
+            rows = sums.sum(0)
+            # Each distance is in the right half of one diagonal of tiles and in the left half of the next.
+            halves = (rows[..., :block].flatten(2), rows[..., block:].flatten(2))
+            strip = F.pad(halves[0], (0, block)) + F.pad(halves[1], (block, 0))
+            total[:, :, 0, start:stop] = strip[..., start - begin : stop - begin]
+        if ends is not None:
+            tails = key_gradient(total[..., :1].expand(-1, -1, -1, 2), ends, call.num_heads_k, flags.bias_repeat)
+            total[..., 0] += tails[..., 0]
+            total[..., -1] += tails[..., 1]
+        return total.to(values.dtype)
 
     return run

@@ -212,8 +212,8 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     # The heads of a group cannot share a tile if each has its own lists of tiles.
     is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
     # Not packed sequences: the bound on lengths that the caller states would change the order of their sums. Not
-    # dropout: its random numbers go by tiles of queries of one head.
-    if is_few and flags.layout != "packed" and not call.has_dropout:
+    # dropout: its random numbers go by tiles of queries of one head. Not a bias by distance, which counts by rows.
+    if is_few and flags.layout != "packed" and not call.has_dropout and call.distances is None:
         # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
         has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
         step = _FEW_ROWS_SMALL

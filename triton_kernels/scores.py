@@ -9,9 +9,12 @@ import triton
 import triton.language as tl
 
 from .tile_ops import (
+    CLAMPED,
     DENSE,
+    DISTANCES,
     KEY_BIAS,
     LOG2E,
+    NO_BIAS,
     NO_SEQUENCES,
     ROW_BIAS,
     TILE_BIAS,
@@ -47,7 +50,7 @@ def bias_vector(bias, strides, b, h, places, shape, BIAS: tl.constexpr, AXIS: tl
 
     `places` are the rows of the tile if AXIS is 1, else its keys.
     """
-    if BIAS == KEY_BIAS or BIAS == ROW_BIAS:
+    if BIAS != NO_BIAS and BIAS != TILE_BIAS:
         head = shared_head(bias, strides, b, h)
         if BIAS == ROW_BIAS and AXIS == 1:
             return head, load_vector(head, places, shape.seqlen_q, strides.row) * LOG2E
@@ -61,11 +64,14 @@ def bias_vector(bias, strides, b, h, places, shape, BIAS: tl.constexpr, AXIS: tl
 
 @triton.jit
 def add_bias(
-    s, bias, head, vector, strides, b, h, first, first_key, rows, keys, shape,
+    s, bias, head, vector, strides, b, h, first, first_key, rows, keys, shape, distances,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr, GROUPED: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr, GROUPED: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
-    """Add the bias to a tile of scores, in base 2. With GROUPED the rows belong to several heads."""
+    """Add the bias to a tile of scores, in base 2.
+
+    With GROUPED the rows belong to several heads. With GATHERED the keys of the tile are no run.
+    """
     if BIAS == TILE_BIAS:
         if GROUPED:
             tile = load_rows_of_heads(bias, strides, b, h, rows, keys, shape)
@@ -82,7 +88,59 @@ def add_bias(
         if AXIS == 0:
             vector = load_vector(head, rows, shape.seqlen_q, strides.row) * LOG2E
         s += tl.expand_dims(vector, AXIS)
+    elif BIAS == DISTANCES or BIAS == CLAMPED:
+        s = add_distances(
+            s, head, strides, first, first_key, rows, keys, shape, distances, BLOCK_M, BLOCK_N, BIAS, AXIS, GATHERED
+        )
     return s
+
+
+@triton.jit
+def add_distances(
+    s, head, strides, first, first_key, rows, keys, shape, distances,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr, GATHERED: tl.constexpr,
+):  # fmt: skip
+    """Add a bias by distance; a run of keys beyond its values has one number, or none."""
+    is_before, is_beyond = ends_of(first, first_key, shape, distances, BLOCK_M, BLOCK_N, BIAS == CLAMPED, GATHERED)
+    if is_before | is_beyond:
+        if BIAS == CLAMPED:
+            value = tl.load(head + tl.where(is_before, 0, distances.number - 1) * strides.key)
+            s += value.to(tl.float32) * LOG2E
+    else:
+        place = places_of(rows, keys, shape, distances, AXIS)
+        inside = tl.minimum(tl.maximum(place, 0), distances.number - 1)
+        tile = tl.load(head + inside * strides.key).to(tl.float32)
+        if BIAS == DISTANCES:
+            tile = tl.where(inside == place, tile, 0.0)
+        s += tile * LOG2E
+    return s
+
+
+@triton.jit
+def ends_of(
+    first, first_key, shape, distances,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CLAMPS: tl.constexpr, GATHERED: tl.constexpr,
+):  # fmt: skip
+    """Tell whether all scores of a tile are at the first value or before it, and whether all are at the last or beyond.
+
+    If the bias does not clamp, those at the first and the last value are neither.
+    """
+    if GATHERED:
+        return False, False
+    else:
+        least = distances.zero + first_key - first - (shape.seqlen_k - shape.seqlen_q) - (BLOCK_M - 1)
+        most = least + (BLOCK_M - 1) + (BLOCK_N - 1)
+        if CLAMPS:
+            return most <= 0, least >= distances.number - 1
+        else:
+            return most < 0, least >= distances.number
+
+
+@triton.jit
+def places_of(rows, keys, shape, distances, AXIS: tl.constexpr):
+    """Return the place of each score of a tile among the values of a bias by distance."""
+    steps = tl.expand_dims(keys, 1 - AXIS) - tl.expand_dims(rows, AXIS)
+    return steps + (distances.zero - (shape.seqlen_k - shape.seqlen_q))
 
 
 @triton.jit

@@ -29,11 +29,14 @@ PADDED: tl.constexpr = tl.constexpr(2)
 PAGED: tl.constexpr = tl.constexpr(3)
 PAGED_PACKED: tl.constexpr = tl.constexpr(4)
 
-# How a bias is read: not at all, one value per key, one per query, or one per score.
+# How a bias is read: not at all, one value per key, one per query, or one per score. DISTANCES and CLAMPED: one per
+# distance, 0 beyond the values, or the first or last value.
 NO_BIAS: tl.constexpr = tl.constexpr(0)
 KEY_BIAS: tl.constexpr = tl.constexpr(1)
 ROW_BIAS: tl.constexpr = tl.constexpr(2)
 TILE_BIAS: tl.constexpr = tl.constexpr(3)
+DISTANCES: tl.constexpr = tl.constexpr(4)
+CLAMPED: tl.constexpr = tl.constexpr(5)
 
 TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a tile of a packed mask
 NOWHERE: tl.constexpr = tl.constexpr(2**30)  # a row beyond all
@@ -100,6 +103,13 @@ class BiasStrides(NamedTuple):
     group: int
     repeat: int
     entries: int
+
+
+class Distances(NamedTuple):
+    """The place of distance 0 among the values of a bias by distance, and how many values it has."""
+
+    zero: int
+    number: int
 
 
 class MaskStrides(NamedTuple):

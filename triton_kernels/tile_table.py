@@ -8,7 +8,7 @@ import torch
 
 from .gpus import KIB, shared_bytes
 from .preferred_tiles import preferred
-from .tile_ops import BAND, KEYS, NO_BIAS, TILE_BIAS, TILES
+from .tile_ops import BAND, CLAMPED, DISTANCES, KEYS, NO_BIAS, TILE_BIAS, TILES
 
 
 class Tile(NamedTuple):
@@ -87,6 +87,9 @@ _SM90_BIAS_POINTERS = {
     "product": {64: Tile(128, 64, 4, 4), 128: Tile(64, 64, 8, 3), 256: Tile(64, 32, 4, 2)},
     "bias": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 1)},
 }
+# With a bias by distance and no other mask than a band, up to head dim 128. Chosen by what the compiler makes of it: at
+# 64x128 the load of a tile of such a bias spills 184 registers.
+_SM90_DISTANCES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)}
 # With lists of tiles.
 _SM90_TILES = {
     "forward": {
@@ -178,6 +181,8 @@ _SM100 = {
     "product": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
     "bias": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
 }
+# The kernel of dk and dv beside a bias by distance; with the tile above it spills 340 registers.
+_SM100_DISTANCES = {64: Tile(64, 32, 4, 2)}
 # Tiles that `calibrate --tiles` times beside the one of the table: the rest of what the compiler makes good code of.
 # Where one does not fit a GPU it is left out there.
 _OTHERS_SM80 = {
@@ -392,6 +397,10 @@ def tile_of(
     return own if sizes in (None, own[:4]) else Tile(*sizes)
 
 
+_BY_DISTANCE = (DISTANCES.value, CLAMPED.value)
+_READ_BY_SCORE = (TILE_BIAS.value, *_BY_DISTANCE)
+
+
 def _tile_of_table(
     kernel: str, dtype: torch.dtype, block_d: int, arch: str, mask: int, bias: int, bias_tma: bool, few_rows: str | None
 ) -> Tile:
@@ -401,6 +410,8 @@ def _tile_of_table(
         return _row(_fp32_table(kernel, block_d, arch), block_d)
     if not arch.startswith("sm_"):
         return _row(_SMALL, block_d)
+    if arch == "sm_100" and kernel == "keys" and bias in _BY_DISTANCE and block_d <= 64:
+        return _row(_SM100_DISTANCES, block_d)
     if arch != "sm_90":
         return _row((_SM100 if arch == "sm_100" else _SM80)[kernel], block_d)
     if few_rows is not None and kernel == "forward":
@@ -409,8 +420,10 @@ def _tile_of_table(
         return _row(_SM90_FEW_ROWS_BIAS if bias == TILE_BIAS.value else _SM90_FEW_ROWS[few_rows], block_d)
     if mask == KEYS.value and kernel in _SM90_KEYS:
         # A bias is then gathered, too, and its pointers need registers.
-        return _row(_SMALL if bias == TILE_BIAS.value else _SM90_KEYS[kernel], block_d)
-    if bias == TILE_BIAS.value and not bias_tma and kernel in _SM90_BIAS_POINTERS:
+        return _row(_SMALL if bias in _READ_BY_SCORE else _SM90_KEYS[kernel], block_d)
+    if bias in _BY_DISTANCE and mask == BAND.value and block_d <= 128:
+        return _row(_SM90_DISTANCES if kernel == "forward" else _SM90.get(kernel, _SM90_BIAS["bias"]), block_d)
+    if bias in _READ_BY_SCORE and not bias_tma and kernel in _SM90_BIAS_POINTERS:
         return _row(_SM90_BIAS_POINTERS[kernel], block_d)
     if bias == TILE_BIAS.value or kernel in ("product", "bias"):
         return _row(_SM90_BIAS[kernel], block_d)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ STYLES = {
 # Systems far behind the others would stretch the axes; the tables have them.
 IN_PLOTS = tuple(name for name in STYLES if name not in ("eager", "reference", "sdpa-math"))
 PANELS = ("forward", "backward")
+# One call of each kind, and the best known peers: the table and the plot of README.md.
+KINDS = ("dense-d128", "causal-d128", "bias-bhll-d64", "bias-1hll-d64", "topk-8k", "blocks")
+PEERS = ("fa4", "sdpa-cudnn", "flexattention")
 
 
 def write(content: Record, folder: Path) -> list[Path]:
@@ -43,6 +47,9 @@ def write(content: Record, folder: Path) -> list[Path]:
     rows = [row for row in content["rows"] if "error" not in row]
     figures: dict[str, Figure] = {}
     if content["suite"] == "performance":
+        chosen = [row for row in rows if row["name"] in KINDS]
+        if chosen:
+            figures["performance-ratios"] = ratios(chosen, content)
         for group in dict.fromkeys(row["group"] for row in rows):
             some = [row for row in rows if row["group"] == group]
             swept = len(some) > 1 and all(isinstance(row["x"], (int, float)) for row in some)
@@ -143,6 +150,45 @@ def bars(rows: list[Record], content: Record) -> Figure:
         _grid(axes)
     notes = "lower is better; black dashes: mask prepared beforehand; hatched: wrong; no bar: no kernel, or it failed"
     return _finish(figure, content, notes)
+
+
+def ratios(rows: list[Record], content: Record) -> Figure:
+    """A row for each call, a dot for each peer: its time divided by ours, a panel for each pass."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    panels = _panels(rows)
+    figure = _figure(8.0, 0.62 * len(rows) + 1.7)
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, name in zip(all_axes, panels, strict=True):
+        axes.axvline(1.0, color="black", lw=1.2)
+        mine = [summary.ours(row, name) for row in rows]
+        for peer in PEERS:
+            color, marker = STYLES[peer]
+            theirs = [summary.time_of(row, peer, name) for row in rows]
+            points = [
+                (their / our.ms, place)
+                for place, (their, our) in enumerate(zip(theirs, mine, strict=True))
+                if their is not None and our is not None
+            ]
+            axes.plot(*_split(points), linestyle="", color=color, marker=marker, ms=9, label=label(peer))
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator([0.5, 1, 2, 5, 10, 20]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        low, high = axes.get_xlim()
+        axes.set_xlim(min(0.7, low), max(2.3, high))
+        axes.set_title(name, fontsize=11)
+        axes.set_xlabel("time of the peer / time of flash_dmattn")
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+    names = [f"{textwrap.fill(row['what'], 30)}\n{row['shape']}" for row in rows]
+    all_axes[0].set_yticks(range(len(rows)), names, fontsize=8.5)
+    all_axes[0].set_ylim(len(rows) - 0.5, -0.5)
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", frameon=False, ncols=len(labels))
+    said = "right of the line flash_dmattn is faster; no dot: the peer does not serve the call, or gets it wrong"
+    figure.supxlabel(f"{content['machine']['device']}, bf16; below each call its B,Hq,Hk,L,D\n{said}", fontsize=8.5)
+    return figure
 
 
 def _floor_lines(axes: Axes, rows: list[Record], name: str) -> None:

@@ -11,11 +11,12 @@ from ..report.tables import table
 Record = dict[str, Any]
 # The lines of the plot by the beginning of a system's name: label, a colour of Okabe and Ito, and style. A line is the
 # best of its forms at each length; of ours, the form of one head group, which is the default.
+# The colour says whose it is, the line and the marker which form.
 LINES = {
-    "ours, heads traded": ("ours, heads traded", "#D55E00", "-"),
-    "ours, 1 group": ("ours, keys gathered", "#E69F00", "-"),
-    "torch, cudnn": ("torch with cuDNN, best of its forms", "#0072B2", "--"),
-    "torch, flash": ("torch with flash, best of its forms", "#56B4E9", "--"),
+    "ours, heads traded": ("flash_dmattn, heads traded", "#D55E00", "o-"),
+    "ours, 1 group": ("flash_dmattn, keys gathered", "#D55E00", "s--"),
+    "torch, cudnn": ("torch with cuDNN, best of its forms", "#0072B2", "^-"),
+    "torch, flash": ("torch with flash, best of its forms", "#0072B2", "v--"),
 }
 
 
@@ -113,8 +114,12 @@ def plot(content: Record, path: Path) -> Path:
                     best[row["length"]] = max(best.get(row["length"], 0.0), 100 * row["efficiency"])
             if best:
                 x, y = zip(*sorted(best.items()))
-                (drawn[label],) = place.plot(x, y, style, marker="o", color=color, label=label)
-        place.set(xscale="log", xlabel="tokens", title=f"{heads} heads on {kv_heads}")
+                (drawn[label],) = place.plot(x, y, style, color=color, label=label)
+        place.set(
+            xscale="log",
+            xlabel="tokens; a line ends at the longest that was timed",
+            title=f"{heads} heads on {kv_heads}",
+        )
         lengths = sorted({row["length"] for row in here})
         place.set_xticks(lengths, [f"{n >> 10}k" if n >= 1024 else str(n) for n in lengths])
         place.minorticks_off()

@@ -214,7 +214,7 @@ def interval_notes(problem: AttentionProblem, gathers: bool) -> tuple[str, ...]:
     if p.mask_form == "intervals":
         if p.dropout_p > 0:
             return ("takes keys in their own order: dropout cannot follow a mask's order",)
-        if p.bias_class == "score":
+        if p.bias_class == "score" or p.relative is not None:
             return (
                 "takes keys in their own order: a bias of one value per query and key cannot follow a mask's order",
             )
@@ -272,5 +272,5 @@ def follows_order(problem: AttentionProblem, mask: MaskView) -> bool:
 
 
 def reads_scores(problem: AttentionProblem) -> bool:
-    """Return whether a call has a bias of one value per score, or needs a gradient of that shape."""
-    return "score" in (problem.bias_class, problem.dbias_class)
+    """Return whether a call has a bias that is read by query and key, or needs a gradient of one value per score."""
+    return problem.relative is not None or "score" in (problem.bias_class, problem.dbias_class)

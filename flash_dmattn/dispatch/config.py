@@ -40,6 +40,12 @@ class Decision(NamedTuple):
     forward: str
     backward: str | None
 
+    def __str__(self) -> str:
+        passes = self.forward if self.backward is None else f"{self.forward} forward, {self.backward} backward"
+        return f"backend={self.requested!r} ran {passes}: {self.problem}"
+
+    __repr__ = __str__
+
 
 def similar(name: object, names: Iterable[str]) -> str | None:
     """Return the name that a wrong name resembles most, or None."""

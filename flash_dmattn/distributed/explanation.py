@@ -97,7 +97,7 @@ class ParallelExplanation(Explanation):
         lines += [f"about {_size(self.transient_bytes)} of memory for what is gathered or traded", ""]
         profile = [] if self.profile is None else [f"profile: {self.profile}"]
         error = [] if self.error is None else self.error.split("\n")[:1]
-        return "\n".join([*lines, *self.remarks, self.chosen, *error, *profile, "", *self.table])
+        return "\n".join([*lines, *self.remarks, self.chosen, *error, *profile, "", *self._table()])
 
     __repr__ = __str__
 

@@ -140,6 +140,8 @@ def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_h
     names = (*batch_names(len(batch)), "heads", "seqlen_q", "seqlen_k")
     is_padding = name == "mask" and tuple(shape[-2:]) == (batch[-1], seqlen_k) and all(n == 1 for n in shape[:-2])
     advice = "; padding of (batch, seqlen_k) is masks.padding_mask(mask)" if is_padding else ""
+    if _fits(shape, (*allowed[:-3], (1, seqlen_k, seqlen_q), (1, num_heads), (1, num_heads_k))):
+        advice = "; it fits if heads come first in q, k and v: pass q.transpose(-2, -3), and so k and v"
     raise ValueError(_misfit(name, shape, names, allowed) + advice)
 
 
@@ -197,14 +199,22 @@ def check_scores(
     elif packing == "keys":
         names, rows, keys = ("", "heads", "1", "keys of all sequences"), (), (1, spec.rows_k)
     allowed = ((1, spec.number) if packing == "none" else (1,), () if heads is None else (1, *heads), rows, keys)
+    unnamed = [
+        f"{dim}={size}"
+        for size, is_named, dim in zip(shape[2:], spec.names_max, names[2:], strict=True)
+        if dim in by_position and size > 1 and not is_named
+    ]
+    call = f"Sequences.{spec.layout.removesuffix('_packed')}(..., {', '.join(unnamed)})"
     if not _fits(shape, allowed):
-        raise ValueError(_misfit(name, shape[first:], names[first:], allowed[first:]))
-    for size, is_named, dim in zip(shape[2:], spec.names_max, names[2:], strict=True):
-        if dim in by_position and size > 1 and not is_named:
-            raise ValueError(
-                f"{name} has shape {tuple(shape[first:])}, by position; it needs {dim}, which the sequences do not "
-                f"name (Sequences.{spec.layout.removesuffix('_packed')}(..., {dim}={size}))"
-            )
+        advice = f"; sequences do not name their longest, which counts as all tokens: {call}" if unnamed else ""
+        if packing == "queries":
+            advice = f"; by position in each sequence it has 4 dimensions, {name}[None]"
+        raise ValueError(_misfit(name, shape[first:], names[first:], allowed[first:]) + advice)
+    if unnamed:
+        raise ValueError(
+            f"{name} has shape {tuple(shape[first:])}, by position; it needs {unnamed[0].partition('=')[0]}, which the "
+            f"sequences do not name ({call})"
+        )
 
 
 def _fits(shape: Sequence[int], allowed: Sequence[tuple[int, ...]]) -> bool:

@@ -133,7 +133,8 @@ class Inputs(NamedTuple):
         """View q, k and v as (B, L, H, D)."""
         if arrival == "rows":
             return self
-        return Inputs(*(in_rows(x, arrival) for x in self[:3]), *self[3:])
+        q, k, v = self[:3]
+        return Inputs(in_rows(q, arrival), in_rows(k, arrival), in_rows(v, arrival), *self[3:])
 
 
 class Saved(NamedTuple):

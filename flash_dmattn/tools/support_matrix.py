@@ -14,12 +14,14 @@ from unittest.mock import patch
 
 from ..backends.cuda import rules
 from ..backends.protocol import Backend, Reason
+from ..biases import ByDistance
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import passes_of
 from ..explanation import explain_problem
 from ..problem import AttentionProblem, SequenceSpec
 from ..triton_kernels.gpus import GPUS, KIB
 
+T5, BAND = ByDistance(128, "clamp", False), ByDistance(63, "zero", True)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -100,6 +102,9 @@ def rows() -> tuple[Row, ...]:
         _row("bias", "(B, Hk, 1, Lk), dbias, grouped heads", kv_heads=4, bias=(2, 4, 1, 4096)),
         _row("bias", "(B, H, Lq, 1), dbias", bias=(2, 16, 4096, 1)),
         _row("bias", "with a mask, dbias", mask=(2, 1, 4096, 4096), bias=full),
+        _row("bias", "by distance, (H, n), gradient", bias=(16, 257), by_distance=T5),
+        _row("bias", "by distance, packed sequences", bias=(16, 257), by_distance=T5, **_sequences()["packed"]),
+        _row("bias", "by query and distance, (B, H, Lq, n)", bias=(2, 16, 4096, 64), by_distance=BAND),
         _row("bias", "above 2^31 elements, dbias", q=(1, 65536, 1, 64), bias=(1, 1, 65536, 65536)),
         _row("deterministic", "forward", deterministic=True, forward_only=True),
         _row("deterministic", "dq, dk, dv", deterministic=True),

@@ -31,7 +31,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flash_dmattn/sequences/", ("test_sequence*", "test_append*")),
     ("flash_dmattn/tools/", ("test_cli*", "test_calibrate*", "test_demo*", "test_support_matrix*")),
     ("flash_dmattn/", ("test_selection*", "test_autograd*", "test_validation*", "test_settings*", "test_compile*")),
-    ("reference/", ("test_formula*", "test_eager_chunks*", "test_random*", "test_dropout*", "test_sinks*")),
+    ("reference/", ("test_formula*", "test_eager_chunks*", "test_dropout*", "test_sinks*", "test_random*")),
     ("triton_kernels/", ("test_triton_*", "test_mask_pack_interpreter*", "test_append*")),
 )
 

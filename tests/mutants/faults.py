@@ -31,6 +31,77 @@ _SDPA = "tests/test_sdpa_backend.py::"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
 
 _PYTHON = (
+    # Biases by distance
+    Fault(
+        "distance 0 of a chunk lies one place off",
+        "reference/distances.py",
+        "zero = self.zero + key - row - ",
+        "zero = self.zero + key - row + 1 - ",
+        ("tests/test_relative.py::test_masks_that_eager_reads_in_place_gather_keys",),
+    ),
+    Fault(
+        "distances are counted from the first key and the first query",
+        "reference/distances.py",
+        " - (whole[1] - whole[0]) + ",
+        " + ",
+        ("tests/test_relative.py::test_masks_that_eager_reads_in_place_gather_keys",),
+    ),
+    Fault(
+        "the gradient of the last value lacks what lies beyond it",
+        "reference/distances.py",
+        " + F.pad(high, (n - 1, 0))",
+        "",
+        ("tests/test_relative.py::test_dense_is_the_matrix_of_the_values",),
+    ),
+    Fault(
+        "a cached plan ignores where distance 0 lies",
+        "flash_dmattn/call.py",
+        "            call.by_distance,\n",
+        "",
+        ("tests/test_relative.py::test_calls_of_other_numbers_do_not_share_a_plan",),
+    ),
+    Fault(
+        "triton takes a tile that reaches the second value for one of the first value alone",
+        "triton_kernels/scores.py",
+        "return most <= 0, least",
+        "return most <= 1, least",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-32]",),
+    ),
+    Fault(
+        "triton reads a bias by distance mirrored",
+        "triton_kernels/scores.py",
+        "steps + (distances.zero",
+        "-steps + (distances.zero",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-32]",),
+    ),
+    Fault(
+        "triton sums no score at the last value or beyond",
+        "triton_kernels/backward_keys.py",
+        "tl.num_programs(0).to(tl.int64) * BLOCK_N, acc_last)",
+        "tl.num_programs(0).to(tl.int64) * BLOCK_N, acc_bias * 0.0)",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-32]",),
+    ),
+    Fault(
+        "the halves of a diagonal of tiles are added one tile off",
+        "triton_kernels/plan_backward.py",
+        "F.pad(halves[0], (0, block)) + F.pad(halves[1], (block, 0))",
+        "F.pad(halves[0], (block, 0)) + F.pad(halves[1], (0, block))",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-32]",),
+    ),
+    Fault(
+        "a program of a diagonal skips the last tile of its share",
+        "triton_kernels/backward_diagonals.py",
+        "steps * (part + 1) // parts",
+        "steps * (part + 1) // parts - 1",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-32]",),
+    ),
+    Fault(
+        "flex counts distances from the second query",
+        "flash_dmattn/backends/flex/call.py",
+        "problem.seqlen_q - 1, dtype=torch.int32",
+        "problem.seqlen_q - 2, dtype=torch.int32",
+        ("tests/test_relative.py::test_flex_reads_a_value_for_each_distance",),
+    ),
     # Keys of plans
     Fault(
         "a cached plan ignores the device of its tensors",

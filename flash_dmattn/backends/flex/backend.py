@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "relative_sequences",
         lambda p: p.relative is None or p.sequences is None,
-        lambda p: "the bias is by distance, and there are sequences; the graph reads one such bias for all rows",
+        lambda p: f"bias is by distance beside {p.batch} sequences; the graph has one distance for a row and a column",
         'use backend="eager"',
     ),
     Rule(

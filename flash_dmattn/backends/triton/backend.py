@@ -19,6 +19,11 @@ def _has_fp32_tiles(p: AttentionProblem) -> bool:
     return p.dtype != torch.float32 or max(p.head_dim, p.head_dim_v) <= MAX_FP32_HEAD_DIM
 
 
+def _span_of_values(p: AttentionProblem) -> int:
+    """Return the elements from the first to the last value of a head of a bias by distance; 0 without one."""
+    return 0 if p.relative is None else 1 + (p.relative.shape[3] - 1) * p.relative.strides[3]
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "device",
@@ -34,10 +39,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dtype",
-        lambda p: p.dtype != torch.float64 and (p.bias is None or p.bias.dtype != torch.float64),
+        lambda p: p.dtype != torch.float64 and (p.bias_tensor is None or p.bias_tensor.dtype != torch.float64),
         lambda p: (
             f"dtype is {dtype_name(p.dtype)}"
-            + ("" if p.bias is None else f" and bias has {dtype_name(p.bias.dtype)}")
+            + ("" if p.bias_tensor is None else f" and bias has {dtype_name(p.bias_tensor.dtype)}")
             + "; the kernels compute in at most float32"
         ),
         'cast, or use backend="eager"',
@@ -47,6 +52,32 @@ RULES: tuple[Rule, ...] = (
         lambda p: max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the tiles hold at most {MAX_HEAD_DIM}",
         'use backend="eager"',
+    ),
+    Rule(
+        "relative_sequences",
+        lambda p: p.relative is None or p.sequences is None or not p.needs_grad.bias,
+        lambda p: (
+            f"the gradient of a bias by distance is needed beside {p.batch} sequences; the kernel that sums it takes "
+            "whole batches"
+        ),
+        'use backend=("triton", "eager")',
+        ("backward",),
+    ),
+    Rule(
+        "relative_head_dim",
+        lambda p: p.relative is None or not p.needs_grad.bias or max(p.head_dim, p.head_dim_v) <= 256,
+        lambda p: (
+            f"the gradient of a bias by distance is needed and head dims are {p.head_dim} and {p.head_dim_v} (v); the "
+            "kernel that sums it has tiles for at most 256"
+        ),
+        'use backend=("triton", "eager")',
+        ("backward",),
+    ),
+    Rule(
+        "values_span",
+        lambda p: _span_of_values(p) < 2**31,
+        lambda p: f"the values of a head of bias span {_span_of_values(p)} elements; the kernels count them in 32 bits",
+        "pass fewer values, contiguous",
     ),
     Rule(
         "fp32_head_dim",
@@ -121,7 +152,7 @@ BACKEND = Backend(
     plan_forward=plan_forward,
     plan_backward=plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,

@@ -19,9 +19,9 @@ def has_order(p: AttentionProblem, mask: MaskView) -> bool:
 def tiles_of_bounds(p: AttentionProblem, mask: MaskView) -> MaskView:
     """Convert an interval mask for the kernels: bounds in the place of bits, an int64 a key, start in the low half."""
     walk = interval_walk(p, mask)
-    # Only the gradient of a shared bias reads classes of tiles. The mask does not hold them, so they are made here.
+    # Only gradients of a shared bias read classes of tiles. The mask does not hold them, so they are made here.
     classes = walk.row_lists
-    if p.dbias_class == "score":
+    if p.dbias_class == "score" or (p.relative is not None and p.needs_grad.bias):
         from ...masks.prepared.intervals import interval_classes  # importing flash_dmattn does not need it
 
         classes = interval_classes(walk.bounds, p.seqlen_q)

@@ -44,6 +44,8 @@ def _sequence_kernels() -> ModuleType:
 
 def is_short(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass of a call runs the kernel of short rows, which reads a mask in any form."""
+    if p.relative is not None:
+        return False
     call = kernels().ShortCall.described(p)
     serves: bool = call.serves_forward() if direction == "forward" else call.serves_backward()
     return serves
@@ -53,7 +55,7 @@ def has_group_rows(p: AttentionProblem) -> bool:
     """Return whether the query heads of a group become rows of one tile; a bool mask is packed after that."""
     if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.seqlen_k < kernels().GROUP_ROWS_FROM:
         return False
-    return p.flags.left < 0 and p.dropout_p == 0
+    return p.flags.left < 0 and p.dropout_p == 0 and p.relative is None
 
 
 def has_few_pairs(p: AttentionProblem) -> bool:

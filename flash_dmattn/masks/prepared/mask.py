@@ -49,6 +49,8 @@ from .sequence_packing import MaskPacking
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedMask(ABC):
@@ -283,6 +285,73 @@ class PreparedMask(ABC):
             return band_words(start, stop, seqlen_k, None, device)
 
         return cls._tiled(words, shape, device, is_causal, window_size)
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: MaskMod,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        batch_size: int = 1,
+        num_heads: int = 1,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+        device: Device = None,
+    ) -> PreparedMask:
+        """Prepare the mask that a function of FlexAttention describes, by blocks of queries.
+
+        Equivalent to `PreparedMask.from_mask(create_mask(mask_mod, batch_size, num_heads, seqlen_q, seqlen_k, device),
+        is_causal=is_causal, window_size=window_size)`, without a tensor of Lq * Lk values. The function is called now,
+        for each block, so later changes of tensors that it reads have no effect.
+
+        Args:
+            mask_mod: a function of four int64 scalars, the batch, head, query and key, whose bool scalar allows the
+                pair. It runs below `torch.vmap`, as in FlexAttention.
+            seqlen_q, seqlen_k: number of queries and keys.
+            batch_size, num_heads: of the calls, for a function that uses b or h; 1 will do for others.
+            is_causal, window_size: the band, as in `from_mask`.
+            device: where to run the function and put the result: where the tensors are that it reads.
+
+        Returns:
+            PreparedMask. It has one batch, head or row for all where the function does not use b, h or q_idx.
+
+        Raises:
+            TypeError: `mask_mod` is no function, or returns anything but a bool tensor; sizes are not integer.
+            ValueError: a size below 0.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask
+            >>> mask = PreparedMask.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 384, 384)
+            >>> mask.classes[0, 0].tolist()
+            [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
+        """
+        if not callable(mask_mod):
+            raise TypeError(
+                f"mask_mod is a {type(mask_mod).__name__}; it needs to be a function (b, h, q_idx, kv_idx)."
+            )
+        sizes = {"batch_size": batch_size, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        batches, heads, queries, keys = (
+            torch.arange(integer(name, size), device=device) for name, size in sizes.items()
+        )
+        allowed: Callable[..., torch.Tensor] = mask_mod
+        for dim in (3, 2, 1, 0):
+            allowed = torch.vmap(allowed, in_dims=tuple(0 if place == dim else None for place in range(4)))
+        corner = allowed(batches, heads, queries[:2], keys[:2])
+        if corner.dtype != torch.bool:
+            raise TypeError(f"mask_mod returns {corner.dtype}; it needs to return bool.")
+        batch, num_heads, rows, _ = collapse(corner).shape  # vmap expands the dims that the function does not depend on
+        if rows == 1:
+            one_row = allowed(batches[:batch], heads[:num_heads], queries[:1], keys)
+            lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+            return cls.from_mask(one_row, **lengths, is_causal=is_causal, window_size=window_size)
+
+        def words(start: int, stop: int) -> torch.Tensor:
+            return pack_words(allowed(batches[:batch], heads[:num_heads], queries[start:stop], keys))
+
+        limits = _band_fields(is_causal, window_size)
+        band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
+        return cls._tiled(words, (batch, num_heads, seqlen_q, seqlen_k), band, queries.device, limits)
 
     @classmethod
     def from_documents(

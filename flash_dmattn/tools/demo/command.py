@@ -30,6 +30,7 @@ from .training import (
     TrainingConfig,
     capture_call,
     even_windows,
+    expected_seconds,
     load_corpus,
     train,
     training_call,
@@ -207,6 +208,8 @@ def train_both(corpus: Corpus, config: ModelConfig, training: TrainingConfig, de
         f"Training: {parameters:,} parameters, {training.steps} steps of {training.batch_size} x {training.context} "
         f"bytes, {dtype_name(training.dtype)}, backend {config.backend}"
     )
+    seconds = sum(expected_seconds(model, corpus, training) for model in (dynamic, full))
+    line(f"  both models together take about {_duration(seconds)} here; the checks that follow take less")
     histories = []
     for title, model in ((f"dynamic mask, {config.keep_window_size} keys", dynamic), ("full attention", full)):
         chosen = training_call(model, training)
@@ -376,6 +379,15 @@ def _show_step(title: str, steps: int, started: float, step: int, loss: float, h
     if step % max(1, steps // PROGRESS_LINES) == 0 or step == steps:
         losses, seconds = f"loss {loss:.3f}  held-out {held_out:.3f}", time.perf_counter() - started
         line(f"  {title:<22}  {step:>{len(str(steps))}}/{steps}  {losses}  {seconds:5.1f} s")
+
+
+def _duration(seconds: float) -> str:
+    """Round a time as people say it.
+
+    >>> _duration(42.3), _duration(200)
+    ('45 s', '3.5 min')
+    """
+    return f"{max(5, 5 * round(seconds / 5))} s" if seconds < 100 else f"{round(seconds / 30) / 2:g} min"
 
 
 def _versions(device: torch.device) -> str:

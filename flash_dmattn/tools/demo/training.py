@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sysconfig
 import time
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -272,6 +273,16 @@ def train(
         on_step(step, history.train_loss[-1], history.held_out_loss[-1])
     history.seconds = time.perf_counter() - started
     return history
+
+
+def expected_seconds(model: ByteLanguageModel, corpus: Corpus, config: TrainingConfig) -> float:
+    """Return how long `train` will take, from three steps of a copy of the model; the first is not counted."""
+    ends: list[float] = []
+    few = replace(config, steps=3, evaluations=1)
+    train(copy.deepcopy(model), corpus, few, lambda *_: ends.append(time.perf_counter()))
+    step = ends[1] - ends[0]
+    evaluation = max(0.0, ends[2] - ends[1] - step)
+    return step * config.steps + evaluation * (config.evaluations + 1)
 
 
 @torch.no_grad()

@@ -1,0 +1,169 @@
+"""The diagonal-stationary backward kernel: the gradient of a bias of one value per distance.
+
+The tiles of a diagonal of tiles all have the same distances. So each program adds up ds of the tiles of one diagonal in
+place. In the end it sums once along the diagonals of that sum. It visits heads, batch entries and tiles one after the
+other; where there are few programs, several share a diagonal. Every sum is in fp32 and has a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .dropout import is_kept
+from .scores import add_bias, bias_vector, probabilities, scaled, score_gradients
+from .tile_ops import (
+    DENSE,
+    KEYS,
+    TILE,
+    TILES,
+    bits_of,
+    entry_of,
+    in_band,
+    load_bools,
+    load_tile,
+    mask_head,
+    reader_of,
+)
+
+
+@triton.jit
+def backward_diagonals_kernel(
+    q,
+    k,
+    v,
+    bias,
+    dout,
+    lse_log2,
+    delta,
+    mask_data,
+    mask_index,
+    classes,
+    sums,
+    sink,
+    dropout_key,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    bias_strides,
+    mask_strides,
+    shape,
+    scale_log2,
+    softcap,
+    bias_batch,
+    bias_heads,
+    first_diagonal,
+    diagonals,
+    parts,
+    dropout,
+    distances,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PAD_D: tl.constexpr,
+    PAD_DV: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FEW_KEYS: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """Compute the sums of one diagonal of tiles, a row of (parts, bias_batch, bias_heads, diagonals, 2 * BLOCK_N).
+
+    Place y of a row has the scores of key - query = y - (BLOCK_M - 1), counted from the corner of each tile.
+    BLOCK_M and BLOCK_N are equal. `classes` is 0 for tiles of the mask with nothing allowed.
+    """
+    scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
+    softcap = tl.cast(softcap, tl.float32)
+    program = tl.program_id(0)
+    diagonal = first_diagonal + program % diagonals
+    owner = program // diagonals % bias_heads
+    owner_b = program // diagonals // bias_heads % bias_batch
+    part = program // diagonals // bias_heads // bias_batch
+    first_tile = tl.maximum(-diagonal, 0)
+    last_tile = tl.minimum(tl.cdiv(shape.seqlen_q, BLOCK_M), tl.cdiv(shape.seqlen_k, BLOCK_N) - diagonal)
+    tiles = tl.maximum(last_tile - first_tile, 0)
+    members = shape.num_heads // bias_heads
+    steps = tiles.to(tl.int64) * (shape.batch // bias_batch * members)
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(steps * part // parts, steps * (part + 1) // parts):
+        member = (step // tiles).to(tl.int32)
+        tile_m = first_tile + (step % tiles).to(tl.int32)
+        b = reader_of(owner_b, member // members, bias_strides.repeat, bias_batch).to(tl.int64)
+        h = owner * members + member % members
+        h_k = h // shape.group
+        first = tile_m * BLOCK_M
+        first_key = (tile_m + diagonal) * BLOCK_N
+        rows = first + tl.arange(0, BLOCK_M)
+        keys = first_key + tl.arange(0, BLOCK_N)
+        visit = True
+        if MASK == TILES:
+            h_m = (h // mask_strides.group).to(tl.int64)
+            # A list is two counts and then the tiles of one row. A row of classes has as many values as tiles.
+            place = entry_of(b, mask_strides) * mask_strides.list_batch + h_m * mask_strides.list_head
+            line = (place // mask_strides.list_row + first // TILE) * (mask_strides.list_row - 2)
+            visit = tl.load(classes + line + first_key // TILE) != 0
+        if MASK == KEYS:
+            index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[1]
+            before = tl.load(index + keys, mask=keys < shape.seqlen_k, other=0)
+            kept = tl.load(index + keys + 1, mask=keys < shape.seqlen_k, other=0) > before
+            visit = tl.max(kept.to(tl.int32)) > 0
+        if visit:
+            statistics = (b * shape.num_heads + h) * shape.seqlen_q
+            row_ok = rows < shape.seqlen_q
+            lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
+            d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
+            q_tile = load_tile(
+                q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+                BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
+            )  # fmt: skip
+            k_tile = load_tile(
+                k, k_strides, b, h_k, first_key, keys, shape.seqlen_k, dims, shape.head_dim,
+                BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
+            )  # fmt: skip
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            s = scaled(s, scale_log2, softcap, SOFTCAP)[0]
+            bias_head = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)[0]
+            s = add_bias(
+                s, bias, bias_head, 0.0, bias_strides, b, h, first, first_key, rows, keys, shape, distances,
+                BLOCK_M, BLOCK_N, BIAS, 1, False, WIDE, False, False,
+            )  # fmt: skip
+            allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
+            if MASK == TILES:
+                data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
+                allowed &= bits_of(data, first_key, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N, 1)
+            elif MASK == DENSE:
+                data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
+                allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], shape)
+            elif MASK == KEYS:
+                allowed &= kept[None, :]
+            s = tl.where(allowed, s, float("-inf"))
+            p = probabilities(s, lse_rows, sink, h, 1, FEW_KEYS, HAS_SINK)
+            v_tile = load_tile(
+                v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,
+            )  # fmt: skip
+            g_tile = load_tile(
+                dout, dout_strides, b, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
+                BLOCK_M, BLOCK_DV, TMA, WIDE, True, PAD_DV,
+            )  # fmt: skip
+            dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            if DROPOUT:
+                stays = is_kept(dropout_key, dropout, b, h, first, first_key, rows, keys, BLOCK_M, BLOCK_N, False, 1)
+                dp = tl.where(stays, dp * tl.cast(dropout.scale, tl.float32), 0.0)
+            acc += score_gradients(p, dp, d, False, 1, FEW_KEYS, 0)[0]
+    steps_right = tl.arange(0, 2 * BLOCK_N)[None, :] + tl.arange(0, BLOCK_M)[:, None] - (BLOCK_M - 1)
+    inside = (steps_right >= 0) & (steps_right < BLOCK_N)
+    moved = tl.gather(acc, tl.minimum(tl.maximum(steps_right, 0), BLOCK_N - 1), 1)
+    row = tl.sum(tl.where(inside, moved, 0.0), 0)
+    tl.store(sums + program.to(tl.int64) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N), row)
