@@ -232,7 +232,8 @@ class AttentionBackward(torch.autograd.Function):
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
             rest: Iterator[Any] = iter(tensors)
-            dout, dlse, *own = [next(rest) if x is not None else x for x in inputs]
+            arrived: list[Any] = [next(rest) if x is not None else None for x in inputs]
+            dout, dlse, *own = arrived
             x = plan.parts.inputs(*own, *others).in_rows(arrival)
             gradients = formula(problem, x, result_in_rows(dout, arrival), result_in_rows(dlse, arrival))
             pairs = zip(as_arrived(gradients, arrival), problem.needs_grad, strict=False)
