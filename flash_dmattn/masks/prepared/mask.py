@@ -349,9 +349,7 @@ class PreparedMask(ABC):
         def words(start: int, stop: int) -> torch.Tensor:
             return pack_words(allowed(batches[:batch], heads[:num_heads], queries[start:stop], keys))
 
-        limits = _band_fields(is_causal, window_size)
-        band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
-        return cls._tiled(words, (batch, num_heads, seqlen_q, seqlen_k), band, queries.device, limits)
+        return cls._tiled(words, (batch, num_heads, seqlen_q, seqlen_k), queries.device, is_causal, window_size)
 
     @classmethod
     def from_documents(
