@@ -56,11 +56,13 @@ def as_relative(source: str, depth: int) -> str:
     """Return a module with imports of its own package made relative; `depth` is 1 at the top of the package."""
     lines = source.split("\n")
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "flash_dmattn":
-            place = node.module.partition(".")[2]
-            lines[node.lineno - 1] = lines[node.lineno - 1].replace(
-                f"from {node.module} import", f"from {'.' * depth}{place} import", 1
-            )
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            package, _, place = (node.module or "").partition(".")
+            if package == "flash_dmattn":
+                line = lines[node.lineno - 1]
+                lines[node.lineno - 1] = line.replace(
+                    f"from {node.module} import", f"from {'.' * depth}{place} import", 1
+                )
         elif isinstance(node, ast.Import) and any(name.name == "flash_dmattn" for name in node.names):
             line = lines[node.lineno - 1]
             indent = line[: len(line) - len(line.lstrip())]

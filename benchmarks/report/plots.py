@@ -166,7 +166,7 @@ def ratios(rows: list[Record], content: Record) -> Figure:
             color, marker = STYLES[peer]
             theirs = [summary.time_of(row, peer, name) for row in rows]
             points = [
-                (their / our.ms, place)
+                (their / our.ms, float(place))
                 for place, (their, our) in enumerate(zip(theirs, mine, strict=True))
                 if their is not None and our is not None
             ]

@@ -44,7 +44,8 @@ class Decision(NamedTuple):
         passes = self.forward if self.backward is None else f"{self.forward} forward, {self.backward} backward"
         return f"backend={self.requested!r} ran {passes}: {self.problem}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def similar(name: object, names: Iterable[str]) -> str | None:

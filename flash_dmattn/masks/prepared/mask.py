@@ -343,15 +343,14 @@ class PreparedMask(ABC):
         batch, num_heads, rows, _ = collapse(corner).shape  # vmap expands the dims that the function does not depend on
         if rows == 1:
             one_row = allowed(batches[:batch], heads[:num_heads], queries[:1], keys)
-            lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-            return cls.from_mask(one_row, **lengths, is_causal=is_causal, window_size=window_size)
+            return cls.from_mask(
+                one_row, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, window_size=window_size
+            )
 
         def words(start: int, stop: int) -> torch.Tensor:
             return pack_words(allowed(batches[:batch], heads[:num_heads], queries[start:stop], keys))
 
-        limits = band_fields(is_causal, window_size)
-        band = make_band(seqlen_q, seqlen_k, causal_window(**limits))
-        return cls._tiled(words, (batch, num_heads, seqlen_q, seqlen_k), band, queries.device, limits)
+        return cls._tiled(words, (batch, num_heads, seqlen_q, seqlen_k), queries.device, is_causal, window_size)
 
     @classmethod
     def from_documents(
