@@ -3,8 +3,9 @@
 The bare backend is its two passes, planned beforehand. Rounds of both alternate
 and the best of each counts: rounds are short, so that some of them find a busy machine idle.
 
-`--kinds` times calls with masks, biases and sequences in the place of that, (2, 256, 4, 64) each, beside SDPA: forward
-without gradients, and a step, which is forward and backward.
+`--kinds` times calls with masks, biases and sequences in the place of that, (2, 256, 4, 64) each, beside SDPA and an
+`autograd.Function` that does nothing, which is the floor of a step in Python: forward without gradients, and a step,
+which is forward and backward.
 """
 
 from __future__ import annotations
@@ -72,6 +73,21 @@ def pairs(name: str, device: torch.device) -> dict[str, list[Callable[[], object
     return functions
 
 
+class _Nothing(torch.autograd.Function):
+    """What torch takes for a function in Python that allocates its result and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Allocate the result."""
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Allocate the gradients."""
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
 def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]]:
     """By name, the inputs of a kind of call, and the call of them."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -104,6 +120,7 @@ def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Cal
             tokens,
             lambda *x: ours(*x, sequences=flash_dmattn.Sequences.packed(edges, max_seqlen_q=2 * LENGTH)),
         ),
+        "a function that does nothing": ((q, k, v), _Nothing.apply),
         "SDPA": (heads_first, sdpa),
         "SDPA, mask of keys": (heads_first, lambda q, k, v: sdpa(q, k, v, attn_mask=keys)),
     }

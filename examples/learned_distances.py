@@ -53,7 +53,7 @@ def learn(length: int, steps: int, device: str) -> dict[str, Any]:
     return {"losses": losses, "off": off.abs().max().item(), "bytes": student.numel() * student.element_size()}
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def main(arguments: Sequence[str] | None = None) -> dict[int, dict[str, Any]]:
     """Learn at each length and print; return the numbers of the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short sequences")

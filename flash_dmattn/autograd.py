@@ -20,10 +20,10 @@ from torch.autograd import profiler
 
 from . import operators
 from .definition import distinct, is_batched, is_transformed, is_watched, one_by_one
-from .dispatch.plan import Plan, backward_pass, laid_anew, make_plan
+from .dispatch.plan import Plan, backward_pass, laid_anew
 from .dispatch.selection import choice_in_force, select_backward, select_pair
-from .problem import AttentionProblem, Flags, Gradients, MappedCall, NeedsGrad
-from .problem.inputs import Inputs, as_arrived, result_in_rows
+from .problem import AttentionProblem, Flags, Gradients, MappedCall, MaskChoice, NeedsGrad
+from .problem.inputs import Inputs, Parts, as_arrived, result_in_rows
 
 
 def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -201,9 +201,8 @@ class AttentionBackward(torch.autograd.Function):
             anew = plan._replace(problem=call.problem, run_forward=None, run_backward=None)
         else:
             anew = _chosen_anew(plan, call.problem)
-        dout, dlse, out, lse = (
-            None if x is None else call.fold(x, dim) for x, dim in zip((dout, dlse, out, lse), dims[:4], strict=True)
-        )
+        dout, out, lse = (call.fold(x, dim) for x, dim in zip((dout, out, lse), (dims[0], *dims[2:4]), strict=True))
+        dlse = None if dlse is None else call.fold(dlse, dims[1])
         *gradients, _ = differentiate(anew, dout, dlse, out, lse, *call.inputs, sink, *call.mask)
         split = (call.split, call.split, call.split, call.split_bias)
         results = (*(None if x is None else back(x) for x, back in zip(gradients, split, strict=True)), None)
@@ -232,8 +231,9 @@ class AttentionBackward(torch.autograd.Function):
         present = [x for x in inputs if x is not None]
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
-            rest = iter(tensors)
-            dout, dlse, *own = (None if x is None else next(rest) for x in inputs)
+            rest: Iterator[Any] = iter(tensors)
+            arrived: list[Any] = [next(rest) if x is not None else None for x in inputs]
+            dout, dlse, *own = arrived
             x = plan.parts.inputs(*own, *others).in_rows(arrival)
             gradients = formula(problem, x, result_in_rows(dout, arrival), result_in_rows(dlse, arrival))
             pairs = zip(as_arrived(gradients, arrival), problem.needs_grad, strict=False)
@@ -285,12 +285,10 @@ def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     problem = operators.describe_operands(x, flags, x.needs_grad)
     # Nobody knows whether lse will have a gradient.
     chosen = select_backward(problem._replace(return_lse=True), inputs[-1] or inputs[-2])
-    # The forward pass has run, so its backend does not matter here.
-    plan = make_plan(
-        problem, chosen, chosen, "auto", sequences=x.sequences, has_dropout=x.dropout is not None, with_passes=False
-    )
-    # The operator received its mask in the form that its passes read.
-    plan = plan._replace(problem=problem, parts=plan.parts._replace(mask_form=x.mask.form))
+    # The forward pass has run, so its backend does not matter here. The operator received its mask in the form that its
+    # passes read.
+    parts = Parts(x.mask.form, 0 if x.sequences is None else len(x.sequences.tensors), x.dropout is not None)
+    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), parts)
     _keep(ctx, plan, x, *output)
     ctx.lists = [None if t is None else [None] * len(t) for t in (inputs[3], inputs[7])]
 

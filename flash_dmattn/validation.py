@@ -389,9 +389,9 @@ def _describe_beside_sequences(
     assert spec is not None
     if not isinstance(mask, (SequenceTileMask, TreeMask)):
         form = getattr(mask, "form", None)
-        has = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
+        kind = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
         raise TypeError(
-            f"mask is a {has}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
+            f"mask is a {kind}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
             "PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree"
         )
     sizes.check_device("mask", mask.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import random
@@ -79,6 +80,7 @@ def caches(untouched_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     profiles.forget()
 
 
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 # Inductor of torch 2.13 writes vector code there, and its own headers refuse it.
 needs_inductor = pytest.mark.skipif(
     os.environ.get("ATEN_CPU_CAPABILITY") == "default",

@@ -52,7 +52,7 @@ SANITIZED_INTERVALS = 5
 SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("calls", "edges"))
 # Files that run whole, with their workers and seconds; of random calls a part, for Triton compiles most of them anew.
 GROUPS = {
-    "serving": (4, 180, ("append", "trees", "nn_sequences", "sequence_pack")),
+    "serving": (4, 180, ("append", "trees", "nn", "sequence_pack")),
     "layouts": (8, 300, ("sequences", "cuda_sequences", "sequence_tiles", "triton_sequences")),
     "dropout": (3, 120, ("dropout", "cuda_dropout", "sinks")),
     "ways": (2, 60, ("plans", "heads_first", "cuda_dbias_out", "cuda_decoding", "cuda_parts")),

@@ -25,7 +25,7 @@ from torch import Tensor  # noqa: E402
 from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
 from flash_dmattn.masks.prepared.operators import prepared_view  # noqa: E402
-from flash_dmattn.problem import Flags, MaskChoice, MaskView, NeedsGrad  # noqa: E402
+from flash_dmattn.problem import Flags, MaskChoice, MaskForm, MaskView, NeedsGrad  # noqa: E402
 from flash_dmattn.triton_kernels import launch, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.kernel_launch import Launch  # noqa: E402
 
@@ -69,70 +69,69 @@ def assert_equal(found: Results, expected: Results, what: object) -> None:
         assert x is None or y is None or torch.equal(x, y), (what, name)
 
 
-def mask_of(form: str, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> MaskView:
-    """A random prepared mask; some of its tiles are empty."""
+def mask_of(
+    form: str, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, prepares: MaskForm = "keys"
+) -> MaskView:
+    """A random mask as it is, or prepared with some tiles empty."""
     if form == "none":
         return MaskView()
-    shape = (batch, num_heads, 1 if form == "keys" else seqlen_q, seqlen_k)
+    shape = (batch, num_heads, 1 if form in ("keys", "intervals") else seqlen_q, seqlen_k)
     mask = torch.rand(shape) < 0.6
     mask[..., :128, 128:256] = False
-    return prepared_view(mask, seqlen_q, seqlen_k, (-1, -1), MaskChoice("keys"))
+    if form == "dense":
+        return MaskView("dense", (mask,))
+    view = prepared_view(mask, seqlen_q, seqlen_k, (-1, -1), MaskChoice(prepares))
+    assert view.form == form
+    return view
+
+
+# (batch, queries, keys, heads), the shape of the bias, and the mask; three of each, for two steps along every dim.
+WALKED: tuple[tuple[tuple[int, ...], tuple[int, ...] | None, str], ...] = (
+    ((3, 20, 40, 3), (3, 3, 20, 40), "none"),
+    ((3, 20, 40, 3), (3, 1, 20, 40), "tiles"),
+    ((3, 20, 40, 3), (1, 3, 20, 40), "keys"),
+    ((3, 20, 40, 3), (3, 3, 1, 40), "keys"),
+    ((3, 20, 40, 3), (3, 3, 20, 1), "none"),
+    ((1, 260, 270, 1), (1, 1, 260, 270), "tiles"),  # three rows and columns of tiles
+)
+# Short rows, whose kernels read bool masks and the intervals of keys themselves.
+SHORT: tuple[tuple[tuple[int, ...], tuple[int, ...] | None, str], ...] = (
+    ((3, 20, 40, 3), (1, 3, 20, 40), "dense"),
+    ((3, 20, 40, 3), (3, 3, 20, 40), "tiles"),
+    ((3, 20, 40, 3), (3, 1, 1, 40), "intervals"),
+)
 
 
 def check_strides() -> None:
     """Every dim of every input far, a dim of each of them at a time."""
-    calls: list[tuple[tuple[int, ...], tuple[int, ...] | None, str]] = [
-        # (batch, queries, keys, heads), the shape of the bias, the mask; three of each, for two steps along every dim.
-        ((3, 20, 40, 3), (3, 3, 20, 40), "none"),
-        ((3, 20, 40, 3), (3, 1, 20, 40), "tiles"),
-        ((3, 20, 40, 3), (1, 3, 20, 40), "keys"),
-        ((3, 20, 40, 3), (3, 3, 1, 40), "keys"),
-        ((3, 20, 40, 3), (3, 3, 20, 1), "none"),
-        ((1, 260, 270, 1), (1, 1, 260, 270), "tiles"),  # three rows and columns of tiles
-    ]
-    for (batch, seqlen_q, seqlen_k, heads), shape, form in calls:
-        q, dout = torch.randn(batch, seqlen_q, heads, 16), torch.randn(batch, seqlen_q, heads, 16)
-        k, v = torch.randn(batch, seqlen_k, heads, 16), torch.randn(batch, seqlen_k, heads, 16)
-        bias, dlse = shape and torch.randn(shape), torch.randn(batch, heads, seqlen_q)
-        mask, flags = mask_of(form, batch, heads, seqlen_q, seqlen_k), Flags(-1, -1, 0.25, 0.0, False)
-        expected = results(q, k, v, mask, bias, dout, dlse, flags)
-        # The kernel of a shared bias finds the classes of tiles by the strides of their lists, so those stay.
-        keep = (1, 2, 3) if form == "tiles" and shape == (3, 1, 20, 40) else (1,)
-        for dim in range(4):
-            rows = [far(x, dim) if dim < 3 else x for x in (q, k, v, dout)]
-            moved = mask._replace(
-                tensors=tuple(x if i in keep or dim >= x.dim() - 1 else far(x, dim) for i, x in enumerate(mask.tensors))
-            )
-            far_dlse = far(dlse, dim) if dim < 3 else dlse
-            found = results(*rows[:3], moved, bias is not None and far(bias, dim), rows[3], far_dlse, flags)
-            assert_equal(found, expected, (shape, form, dim))
+    for is_short, calls in ((False, WALKED), (True, SHORT)):
+        for (batch, seqlen_q, seqlen_k, heads), shape, form in calls:
+            dtype = torch.float16 if is_short else torch.float32
+            q, dout = (torch.randn(batch, seqlen_q, heads, 16, dtype=dtype) for _ in range(2))
+            k, v = (torch.randn(batch, seqlen_k, heads, 16, dtype=dtype) for _ in range(2))
+            bias, dlse = shape and torch.randn(shape, dtype=dtype), torch.randn(batch, heads, seqlen_q)
+            mask = mask_of(form, batch, heads, seqlen_q, seqlen_k, "intervals" if is_short else "keys")
+            flags = Flags(-1, -1, 0.25, 0.0, False)
+            expected = results(q, k, v, mask, bias, dout, dlse, flags)
+            moves = moves_short if is_short else moves_walked
+            for dim in range(4):
+                rows = [far(x, dim) if dim < 3 else x for x in (q, k, v, dout)]
+                tensors = [far(x, dim) if moves(form, shape, i, dim, x) else x for i, x in enumerate(mask.tensors)]
+                moved = mask._replace(tensors=tuple(tensors))
+                far_dlse = far(dlse, dim) if dim < 3 else dlse
+                found = results(*rows[:3], moved, bias is not None and far(bias, dim), rows[3], far_dlse, flags)
+                assert_equal(found, expected, (shape, form, dim))
 
 
-def check_short_strides() -> None:
-    """The same of short rows, whose kernels read bool masks and the intervals of keys themselves."""
-    batch, heads, seqlen_q, seqlen_k = 3, 3, 20, 40
-    half = torch.float16
-    for shape, form in (((1, 3, 20, 40), "dense"), ((3, 3, 20, 40), "tiles"), ((3, 1, 1, 40), "intervals")):
-        q, dout = (torch.randn(batch, seqlen_q, heads, 16, dtype=half) for _ in range(2))
-        k, v = (torch.randn(batch, seqlen_k, heads, 16, dtype=half) for _ in range(2))
-        bias, dlse = torch.randn(shape, dtype=half), torch.randn(batch, heads, seqlen_q)
-        mask = torch.rand(batch, heads, 1 if form == "intervals" else seqlen_q, seqlen_k) < 0.6
-        view = MaskView("dense", (mask,))
-        if form != "dense":
-            view = prepared_view(mask, seqlen_q, seqlen_k, (-1, -1), MaskChoice("intervals"))
-        assert view.form == form
-        flags = Flags(-1, -1, 0.25, 0.0, False)
-        expected = results(q, k, v, view, bias, dout, dlse, flags)
-        for dim in range(4):
-            rows = [far(x, dim) if dim < 3 else x for x in (q, k, v, dout)]
-            # The keys of an interval and the words of a row lie side by side; the two of an interval move together.
-            read = 2 if form == "intervals" else 1
-            dims = 4 if form == "dense" else 3 if form == "tiles" else 2
-            tensors = [far(x, dim) if i < read and dim < dims else x for i, x in enumerate(view.tensors)]
-            moved = view._replace(tensors=tuple(tensors))
-            far_dlse = far(dlse, dim) if dim < 3 else dlse
-            found = results(*rows[:3], moved, far(bias, dim), rows[3], far_dlse, flags)
-            assert_equal(found, expected, (shape, form, dim))
+def moves_walked(form: str, shape: object, number: int, dim: int, x: Tensor) -> bool:
+    """Whether a dim of a tensor of a mask may be far; the kernel of a shared bias finds classes by strides of lists."""
+    keep = (1, 2, 3) if form == "tiles" and shape == (3, 1, 20, 40) else (1,)
+    return number not in keep and dim < x.dim() - 1
+
+
+def moves_short(form: str, shape: object, number: int, dim: int, x: Tensor) -> bool:
+    """The same of short rows: keys of an interval and words of a row lie side by side, its two bounds move together."""
+    return number < (2 if form == "intervals" else 1) and dim < {"dense": 4, "tiles": 3, "intervals": 2}[form]
 
 
 def check_entries() -> None:
@@ -184,6 +183,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     make_quick()
     tile_table._FP32 = tile_table._SMALL = {256: tile_table.Tile(64, 64, 4, 1)}
-    checks = {"strides": (check_strides, check_short_strides), "entries": (check_entries,)}
-    for check in checks[sys.argv[1]]:
-        check()
+    {"strides": check_strides, "entries": check_entries}[sys.argv[1]]()

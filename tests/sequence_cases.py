@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -29,8 +30,9 @@ class SequenceCase:
     lengths: tuple[tuple[int, int], ...]
     layout: Layout = "packed"
     page_size: int = 16
-    spare: tuple[int, ...] = ()  # rows of no sequence behind each, of queries and of keys
-    behind: tuple[int, int] = (5, 5)  # the same behind the last one, where they are packed
+    before: int = 0  # rows of no sequence before the first, of packed queries and of packed keys
+    spare: tuple[int, ...] = ()  # the same behind each
+    behind: tuple[int, int] = (5, 5)  # of packed queries, and of packed keys, behind the last one
     most: tuple[int, int] | None = None  # queries and keys of a sequence; by default of the longest
     heads: tuple[int, int] = (4, 2)
     head_dims: tuple[int, int] = (64, 64)
@@ -57,7 +59,8 @@ class SequenceCase:
         used = [[pair[side] for pair in self.lengths] for side in (0, 1)]
         most_q, most_k = self.most or (max(used[0], default=0), max(used[1], default=0))
         spare = self.spare or (0,) * number
-        edges = [[0, *accumulate(n + more for n, more in zip(side, spare, strict=True))] for side in used]
+        slots = [[n + more for n, more in zip(side, spare, strict=True)] for side in used]
+        edges = [list(accumulate(side, initial=self.before)) for side in slots]
         tokens = [edge[-1] + behind for edge, behind in zip(edges, self.behind, strict=True)]
         packs_q, packs_k = self.layout in ("packed", "paged_packed"), self.layout == "packed"
         rows_q, rows_k = (tokens[0],) if packs_q else (number, most_q), (tokens[1],) if packs_k else (number, most_k)
@@ -66,7 +69,9 @@ class SequenceCase:
             bounds = {"max_seqlen_q": most_q, "max_seqlen_k": most_k}
             if any(spare):
                 bounds |= {"seqlens_q": table(used[0]), "seqlens_k": table(used[1])}
-            sequences = Sequences.packed(*map(table, edges), **bounds)
+            # `packed` refuses edges that do not begin with 0; kernels are handed bounds.
+            make = partial(Sequences, "packed") if self.before else Sequences.packed
+            sequences = make(*map(table, edges), **bounds)
         elif self.layout == "padded":
             sequences = Sequences.padded(table(used[1]), table(used[0]))
         else:  # pages lie in any order
@@ -85,7 +90,8 @@ class SequenceCase:
         mask = None if self.mask is None else (torch.rand(shape(self.mask), generator=random) < self.allowed).to(device)
         bias = None if self.bias is None else normal(*shape(self.bias), dtype=self.bias_dtype)
         absent = {name for name, x in (("bias", bias), ("sink", self.sink)) if x is None}
-        needs_grad = tuple(name for name in self.needs_grad if name not in absent and packs_q == packs_k)
+        is_paged = self.layout in ("paged", "paged_packed")  # of which no kernel has gradients
+        needs_grad = () if is_paged else tuple(name for name in self.needs_grad if name not in absent)
         return SequenceCall(
             q=normal(*rows_q, heads, self.head_dims[0]),
             k=normal(*rows_k, heads_k, self.head_dims[0]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import os
 import re
 import subprocess
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import forked
 import pytest
+from by_path import load
 from cases import DEVICE
 
 TESTS = Path(__file__).parent
@@ -27,15 +27,7 @@ SKIPPED = re.compile(
 )
 
 
-def _reasons() -> str:
-    spec = importlib.util.spec_from_file_location("emulation_build", BUILD)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return "; ".join(module.reasons_not_to_build())
-
-
-REASONS = _reasons()
+REASONS = "; ".join(load(BUILD).reasons_not_to_build())
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves"),
     pytest.mark.skipif(bool(REASONS), reason=REASONS),

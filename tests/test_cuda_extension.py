@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from by_path import load
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
@@ -71,15 +72,7 @@ OTHERS = {
 }
 
 
-def load_build_cuda() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_cuda", ROOT / "csrc" / "build_cuda.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-build_cuda = load_build_cuda()
+build_cuda = load(ROOT / "csrc" / "build_cuda.py")
 REASONS = "; ".join(build_cuda.reasons_not_to_build())
 builds = pytest.mark.skipif(bool(REASONS), reason=f"the CUDA extension cannot be built here: {REASONS}")
 

@@ -48,8 +48,7 @@ def made(
     """A call of `LENGTHS` with a sink, and gradients of everything, or keys in pages that lie in any order."""
     if page_size is None:
         return BASE.with_(bias=bias, layout="padded" if padded else "packed").build(**flags)
-    paged = BASE.with_(bias=bias, layout="paged" if padded else "paged_packed", page_size=page_size, needs_grad=())
-    return paged.build(**flags)
+    return BASE.with_(bias=bias, layout="paged" if padded else "paged_packed", page_size=page_size).build(**flags)
 
 
 def attend(call: SequenceCall, backend: str = "cuda") -> Results:

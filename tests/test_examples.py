@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import by_path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,11 +19,7 @@ ELSEWHERE = {"distributed_training"}
 
 def load(name: str) -> Any:
     """An example as a module."""
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return by_path.load(EXAMPLES / f"{name}.py")
 
 
 def run(name: str, out: Path) -> dict[str, Any]:

@@ -127,35 +127,20 @@ def test_no_sequences_at_all() -> None:
 # Compilations.
 
 
-def one_class(seed: int, bias: str, mask: str) -> None:
+def one_class(seed: int, bias: str, mask: str | None) -> None:
     """A packed call, both passes, of lengths and a number of sequences that go by the seed."""
     rng = random.Random(seed)
-    number = rng.randint(2, 7)
-    used_q, used_k = ([rng.choice((0, 1, 5, 130, 260)) for _ in range(number)] + [3] for _ in range(2))
-    edges = [torch.tensor([0, *itertools.accumulate(n)]) for n in (used_q, used_k)]
-    most_q, most_k = max(used_q) + rng.choice((0, 3)), max(used_k) + rng.choice((0, 4))
-    sequences = Sequences.packed(*edges, max_seqlen_q=most_q, max_seqlen_k=most_k)
-    tokens_q, tokens_k = (int(edge[-1]) for edge in edges)
-    shapes = {
-        "shared": (1, 4, most_q, most_k),
-        "by position": (number + 1, 1, most_q, most_k),
-        "rows": (2, tokens_q, most_k),
-        "keys": (4, 1, tokens_k),
-    }
-    q = torch.randn(tokens_q, 4, 16, requires_grad=True)
-    k, v = (torch.randn(tokens_k, 2, 16, requires_grad=True) for _ in range(2))
-    added = torch.randn(shapes[bias], requires_grad=True)
-    allowed = None if mask == "none" else torch.rand(shapes[mask]) < 0.7
-    call = {"is_causal": True, "sequences": sequences}
-    results, wanted = (attention(q, k, v, allowed, added, **call, backend=name) for name in ("flex", "eager"))
-    leaves = (q, k, v, added)
-    tensors = ((out, *torch.autograd.grad(out.square().sum(), leaves)) for out in (results, wanted))
-    for x, y in zip(*tensors, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    lengths = [[rng.choice((0, 1, 5, 130, 260)) for _ in range(2)] for _ in range(rng.randint(2, 7))]
+    pairs = (*((seqlen_q, seqlen_k) for seqlen_q, seqlen_k in lengths), (3, 3))
+    most_q, most_k = (max(side) for side in zip(*pairs, strict=True))
+    case = THREE.with_(lengths=pairs, spare=(), behind=(0, 0), sink=None, dlse=False)
+    case = case.with_(most=(most_q + rng.choice((0, 3)), most_k + rng.choice((0, 4))))
+    call = case.with_(bias=FORMS[bias], mask=FORMS.get(mask or ""), seed=seed).build(is_causal=True)
+    assert_accurate(run(call, "flex"), call)
 
 
-@pytest.mark.parametrize(("bias", "mask"), [("shared", "rows"), ("rows", "by position"), ("keys", "none")])
-def test_new_lengths_and_numbers_of_sequences_settle_after_two_compilations(bias: str, mask: str) -> None:
+@pytest.mark.parametrize(("bias", "mask"), [("1-Hq-Lq-Lk", "Hk-Tq-Lk"), ("Hk-Tq-Lk", "B-1-Lq-Lk"), ("Hq-1-Tk", None)])
+def test_new_lengths_and_numbers_of_sequences_settle_after_two_compilations(bias: str, mask: str | None) -> None:
     compilations = Counter()
     with eager_flex():
         for seed in range(12):

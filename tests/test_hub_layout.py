@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from by_path import load
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -68,10 +68,7 @@ torch.testing.assert_close(model(tokens, attention_mask=padding).logits[seen], l
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    spec = importlib.util.spec_from_file_location("hub_layout", ROOT / "release" / "hub_layout.py")
-    assert spec is not None and spec.loader is not None
-    hub_layout = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hub_layout)
+    hub_layout = load(ROOT / "release" / "hub_layout.py")
     folders = [tmp_path_factory.mktemp("hub") / name for name in ("one", "two")]
     for folder in folders:
         hub_layout.write_layout(folder, folder.name)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from typing import Any
 
 import pytest
 import torch
+from conftest import needs_triton
 from cuda_forms import ALL_INSTANCES, BACKWARD_FORMS, BIAS_FORMS, SUMMED
 from kernel_calls import HELD_CALLS, calls_of
 
@@ -27,7 +27,7 @@ def reached(backend: str) -> dict[str, set[tuple[Any, ...]]]:
     return found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_every_kernel_of_triton_is_launched() -> None:
     from flash_dmattn.triton_kernels.tile_ops import BAND, BOUNDS, DENSE, KEYS, TILES
 

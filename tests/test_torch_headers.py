@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 import subprocess
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from by_path import load
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 # Folders `torch/include` of other versions, separated as in PATH: docs/building.md says where to get them.
 VARIABLE = "FLASH_DMATTN_TEST_TORCH_INCLUDES"
 
 
-def _build_cuda() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_cuda", CSRC / "build_cuda.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-build_cuda = _build_cuda()
+build_cuda = load(CSRC / "build_cuda.py")
 REASONS = "; ".join(build_cuda.reasons_not_to_build())
 pytestmark = pytest.mark.skipif(bool(REASONS), reason=f"the CUDA extension cannot be built here: {REASONS}")
 HOST_SOURCES = [source for source in build_cuda.SOURCES if source.endswith(".cpp")]

@@ -165,16 +165,18 @@ def test_what_is_known_of_limits_goes_with_them() -> None:
     """And is made anew where a tensor among them has changed in place."""
     limits, longest = LIMITS.clone(), torch.tensor(4)
     options = {"cu_seq_lens_q": limits, "max_length_q": longest, "max_length_k": longest}
-    want = call(**options)
-    first = attention_function._last_packed
-    assert first is not None and torch.equal(call(**options), want) and attention_function._last_packed is first
-    limits.copy_(torch.tensor([0, 3, 6]))
-    longest.fill_(3)
-    changed = call(**options)
-    assert attention_function._last_packed is not first
+    seen: list[Any] = []
+    with observed(lambda module, call: seen.append(call["sequences"])):
+        want = call(**options)
+        assert torch.equal(call(**options), want)
+        limits.copy_(torch.tensor([0, 3, 6]))
+        longest.fill_(3)
+        changed = call(**options)
+    assert seen[0] is seen[1] and seen[1] is not seen[2]
     torch.testing.assert_close(changed[:, :3], call(query=Q[:, :, :3], key=K[:, :, :3], value=V[:, :, :3]))
+    number = len(attention_function._limits)
     del limits, options
-    assert attention_function._last_packed is None
+    assert len(attention_function._limits) == number - 1
 
 
 def test_packed_sequences_with_padding() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from cases import DEVICE
 from compiled_variants import VARIANTS
+from conftest import needs_triton
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    needs_triton,
     pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels; the bounds are those of the pinned Triton"),
 ]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import DEVICE
+from conftest import needs_triton
 from out_of_tree import replaced
 
 from flash_dmattn.backends.protocol import all_hold
@@ -23,7 +24,6 @@ from flash_dmattn.tools.support_matrix import gpu_table
 from flash_dmattn.triton_kernels.gpus import GPUS, KIB, Gpu, gpu_of, shared_bytes
 
 ARCHS = [gpu.arch for gpu in GPUS]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 compiles = pytest.mark.skipif(
     DEVICE == "cuda", reason="a GPU runs the kernels; the bounds are those of the pinned Triton"
 )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from cases import DEVICE
+from conftest import needs_triton
 from forked import interpret
 from predecessor_cases import CALLS
 
 CASES = 54
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    needs_triton,
     pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves"),
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_triton
 from key_parts import check_covered, check_told_apart
 from out_of_tree import replaced, rules_without
 from torch import Tensor
@@ -20,7 +20,7 @@ import flash_dmattn
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceView
 from flash_dmattn.remembered import Remembered
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = needs_triton
 
 
 class Compiled:

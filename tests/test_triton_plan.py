@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
+from conftest import needs_triton
 
 import flash_dmattn
 from flash_dmattn.backends.mask_choice import choose_form
 from flash_dmattn.backends.triton.backend import BACKEND
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = needs_triton
 
 SETTINGS = {
     "unset": ("pass", "ieee"),

@@ -6,17 +6,17 @@ on a CPU. FLASH_DMATTN_EXAMPLES asks for more draws.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
 import torch
 from cases import DEVICE
+from conftest import needs_triton
 from sequence_calls import draw
 
 from flash_dmattn.problem.checks import packing_of
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = needs_triton
 
 MORE = int(os.environ.get("FLASH_DMATTN_EXAMPLES", "0"))
 

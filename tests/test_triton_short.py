@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
+from conftest import needs_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -15,7 +14,7 @@ from flash_dmattn.backends.triton.backend import BACKEND as TRITON
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import MaskView
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = needs_triton
 
 HALF = torch.bfloat16
 

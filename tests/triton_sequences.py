@@ -24,9 +24,9 @@ from accuracy import Results
 from layouts import LAYOUTS as STRIDES
 from outcomes import outcome_of, report
 from sequence_calls import SequenceCall, assert_accurate, draw, expected, run_on, spoiled
+from sequence_cases import SequenceCase
 from torch import Tensor
 
-from flash_dmattn import Sequences
 from flash_dmattn.backends.triton import passes
 from flash_dmattn.backends.triton.backend import BACKEND
 from flash_dmattn.operators import describe_operands
@@ -40,8 +40,11 @@ DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, 
 TILE_LENGTHS = (0, 1, 33, 127, 128, 129, 200, 300)
 # Elements of a margin. No tile before the first sequence reaches as far.
 FAR = 100_000
-# Shapes of biases beside two sequences in 300 queries and 300 keys, and the most keys of a sequence.
-LATE_BIASES = (((2, 300, 64), 64), ((2, 2, 300, 40), 40), ((2, 1, 300), 64), ((1, 300, 64), 64), ((1, 2, 1, 64), 64))
+# Biases beside two sequences, and the most keys of a sequence.
+LATE_BIASES = (
+    *((bias, 64) for bias in (("Hq", "Tq", "Lk"), ("Hq", "1", "Tk"), ("1", "Tq", "Lk"), ("1", "Hq", "1", "Lk"))),
+    (("B", "Hq", "Lq", "Lk"), 40),
+)
 
 
 def drawn_call(
@@ -122,50 +125,20 @@ def follows_lengths_alone(call: SequenceCall, rng: random.Random) -> None:
     assert_same(run(call), run(replace(call, sequences=replace(call.sequences, **larger))))
 
 
-def made(
-    told: str,
-    layout: Any,
-    lengths: tuple[tuple[int, int, int, int], ...],
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    bias: Tensor | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    needs_grad: tuple[str, ...] = ("q", "k", "v", "bias"),
-    table: Tensor | None = None,
-    most: tuple[int, int] = (0, 0),
-    **flags: Any,
-) -> SequenceCall:
-    """A call of two heads, head dim 16, with sequences at these places; `shapes` are of q and k, `most` bounds."""
-    normal = torch.Generator().manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(shape, generator=normal).to(DEVICE, dtype) for shape in (*shapes, shapes[1], shapes[0])
-    )
-    edges = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=DEVICE)
-    used = torch.tensor([n for *_, n in lengths], device=DEVICE)
-    packed = {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": most[0], "max_seqlen_k": most[1]}
-    sequences = Sequences(layout, seqlens_k=used, block_table=table, **(packed if layout == "packed" else {}))
-    numbers = {"is_causal": False, "window_size": None, "softcap": 0.0, "softmax_scale": 0.25, "dropout_p": 0.0} | flags
-    return SequenceCall(q, k, v, None, bias, None, sequences, lengths, numbers, dout, None, needs_grad, told)
+# Two heads of head dim 16; `run_on` hands the kernels their bounds.
+SMALL = SequenceCase(
+    **{"lengths": (), "heads": (2, 1), "head_dims": (16, 16), "behind": (0, 0), "sink": None, "dlse": False},
+    dtype=torch.float32,
+)
 
 
 def is_a_dense_call(call: SequenceCall, rng: random.Random) -> None:
     """Sequences of equal lengths, one behind the other, have the results of the entries of a batch."""
     count, (seqlen_q, seqlen_k) = 3, rng.choice(((33, 65), (16, 1), (1, 70)))
-    bias = torch.randn(count, 2, seqlen_q, seqlen_k, generator=torch.Generator().manual_seed(1)).to(
-        DEVICE, call.q.dtype
-    )
-    lengths = tuple((s * seqlen_q, seqlen_q, s * seqlen_k, seqlen_k) for s in range(count))
+    case = SMALL.with_(lengths=((seqlen_q, seqlen_k),) * count, dtype=call.q.dtype, bias=("B", "Hq", "Lq", "Lk"))
     names = ("is_causal", "window_size", "softcap")
-    packed = made(
-        "equal lengths",
-        "packed",
-        lengths,
-        ((count * seqlen_q, 2, 16), (count * seqlen_k, 1, 16)),
-        bias,
-        dtype=call.q.dtype,
-        most=(seqlen_q, seqlen_k),
-        **{name: call.flags[name] for name in names},
-    )
+    packed = case.build(softmax_scale=0.25, **{name: call.flags[name] for name in names})
+    bias = packed.bias
     q, k, v, dout = (x.unflatten(0, (count, -1)) for x in (packed.q, packed.k, packed.v, packed.dout))
     left, right = causal_window(packed.flags["is_causal"], packed.flags["window_size"] or (-1, -1))
     x = Inputs(q, k, v, bias=bias)
@@ -201,13 +174,10 @@ def few_keys() -> Iterator[str | None]:
     dbias, in fp32, feels no other rounding of 16 bits.
     """
     for seqlen_k, window in ((2, None), (32, None), (96, (3, 0))):
-        for shape in ((2, 80, seqlen_k), (1, 2, 40, seqlen_k), (2, 1, 2 * seqlen_k)):
+        for bias in (("Hq", "Tq", "Lk"), ("1", "Hq", "Lq", "Lk"), ("Hq", "1", "Tk")):
             set_up(random.Random(seqlen_k))
-            bias = torch.randn(shape, generator=torch.Generator().manual_seed(seqlen_k)).to(DEVICE)
-            lengths = ((0, 40, 0, seqlen_k), (40, 40, seqlen_k, seqlen_k))
-            shapes = ((80, 2, 16), (2 * seqlen_k, 1, 16))
-            more = {"dtype": torch.float16, "most": (40, seqlen_k), "window_size": window}
-            call = made(f"few keys {seqlen_k} {window} {shape}", "packed", lengths, shapes, bias, **more)
+            case = SMALL.with_(lengths=((40, seqlen_k),) * 2, dtype=torch.float16, bias=bias, bias_dtype=torch.float32)
+            call = case.with_(seed=seqlen_k).build(window_size=window)
             dbias, exact = run(call, deterministic=True)["dbias"].cpu().double(), expected(call)[0]["dbias"]
             off = (dbias - exact).norm().item() / max(exact.norm().item(), 1e-3)
             # Sums over the rows of a column keep the rounding of fp32 sums.
@@ -236,10 +206,9 @@ def late_calls() -> Iterator[str | None]:
         for room, size in margins:
             assert bool((room[:FAR] == 7).all() and (room[FAR + size :] == 7).all()), "written beside an output"
 
-    for shape, seqlen_k in LATE_BIASES:
-        bias = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        shapes, lengths = ((300, 2, 16), (300, 1, 16)), ((200, 33, 200, 40), (240, 20, 250, 33))
-        call = made(f"late, {shape}", "packed", lengths, shapes, bias, most=(300, seqlen_k))
+    for bias, most_k in LATE_BIASES:
+        case = SMALL.with_(lengths=((33, 40), (20, 33)), before=200, spare=(7, 0), behind=(40, 17), bias=bias)
+        call = case.with_(most=(300, most_k)).build()
         if DEVICE == "cpu":
             interpreter.set_up()
         yield outcome_of(partial(check, call), call.told)
@@ -258,19 +227,9 @@ def sinks_beside_gaps() -> Iterator[str | None]:
 
 def pages_between_blocks() -> Iterator[str | None]:
     """Outcomes of pages that are longer than a block of keys and end inside of one, with 16 and with 3 queries."""
-    keys = (193, 97, 48)
     for page_size, seqlen_q in itertools.product((48, 96, 160), (16, 3)):
-        pages_each = -(-max(keys) // page_size)
-        order = torch.randperm(3 * pages_each, generator=torch.Generator().manual_seed(0)).view(3, pages_each)
-        call = made(
-            f"{seqlen_q} queries, pages of {page_size}",
-            "paged",
-            tuple((0, seqlen_q, 0, n) for n in keys),
-            ((3, seqlen_q, 2, 16), (3 * pages_each, page_size, 1, 16)),
-            needs_grad=(),
-            table=order.to(DEVICE, torch.int32),
-            is_causal=True,
-        )
+        lengths = tuple((seqlen_q, n) for n in (193, 97, 48))
+        call = SMALL.with_(lengths=lengths, layout="paged", page_size=page_size).build(is_causal=True)
         set_up(random.Random(page_size))
         yield outcome_of(lambda call=call: assert_accurate(run(call, deterministic=True), call), call.told)
 

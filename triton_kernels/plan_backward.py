@@ -154,16 +154,16 @@ def plan_keys(
     per_key, stored, has_ends = (dbias_kind == kind.value for kind in (KEY_SUM, STORE, ENDS))
     # A bias with a head for each query head needs sums for each of them. A key mask with such heads has other keys for
     # each. Then owners are query heads.
-    apart = (bias if per_key or has_ends else None, call.mask.tensors[0] if has_key_mask else None)
-    split = shape.group > 1 and any(x is not None and x.shape[1] == shape.num_heads for x in apart)
-    owners = shape.num_heads if split else num_heads_k
+    read_by_head = (bias if per_key or has_ends else None, call.mask.tensors[0] if has_key_mask else None)
+    by_query_head = shape.group > 1 and any(x is not None and x.shape[1] == shape.num_heads for x in read_by_head)
+    owners = shape.num_heads if by_query_head else num_heads_k
     tiles = triton.cdiv(shape.seqlen_k, tile.block_n)
     programs = tiles * shape.batch * owners
     grid_tiles = tiles * num_kv_splits(programs, triton.cdiv(shape.seqlen_q, tile.block_m), call.num_sms)
     num_parts = shape.batch * owners * grid_tiles * tile.block_n
     small = num_parts * (shape.head_dim + shape.head_dim_v) * 4 <= MAX_PARTS_BYTES
     # A key mask may keep few keys. With parts, programs whose keys are dropped share the queries of the kept ones.
-    parts = split or grid_tiles > tiles or (has_key_mask and small)
+    adds_parts = by_query_head or grid_tiles > tiles or (has_key_mask and small)
 
     tma = shape.seqlen_q > 2 * tile.block_m and call.tma(call.q, dout)
     bias_tma = tma and call.bias_tma()
@@ -193,7 +193,7 @@ def plan_keys(
         NEED_K=need_k,
         NEED_V=need_v,
         DBIAS=dbias_kind,
-        PARTS=parts,
+        PARTS=adds_parts,
         DBIAS_TMA=dbias_tma,
         EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
         ONE_PASS=False,
@@ -214,7 +214,7 @@ def plan_keys(
     gather = Launch(backward_gather_kernel, programs, rest)
     # Keys that a key mask drops have zero gradients. Without parts no kernel writes these, and no kernel ever writes
     # their columns of a dbias of scores, so both begin as zeros.
-    empty = torch.zeros if has_key_mask and not parts else torch.empty
+    empty = torch.zeros if has_key_mask and not adds_parts else torch.empty
     empty_scores = torch.zeros if has_key_mask else torch.empty
 
     def run(
@@ -229,7 +229,7 @@ def plan_keys(
             ends = torch.zeros((2, shape.batch, owners, grid_tiles * tile.block_n), device=k.device)
         if per_key:
             sums = empty((shape.batch, owners, shape.seqlen_k), dtype=torch.float32, device=k.device)
-        if parts:
+        if adds_parts:
             dims = (shape.head_dim if need_k else 0, shape.head_dim_v if need_v else 0, 1 if per_key else 0)
             pieces = [torch.empty(num_parts * n, dtype=torch.float32, device=k.device) if n else None for n in dims]
             made = (*pieces[:2], dbias if stored else ends if has_ends else pieces[2])
@@ -300,18 +300,18 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
     return lambda read, mask, sink, bounds, dropout, dq: launch(*read, *read_of(mask), dq, sink, bounds, dropout)
 
 
-def plan_product(call: Call, bias: Tensor) -> Callable[..., Tensor]:
-    """Plan dq as a product of k and the ds that dbias holds: run(q, k, dbias, mask)."""
+def plan_product(call: Call, like: Tensor) -> Callable[..., Tensor]:
+    """Plan dq as a product of k and the ds that dbias, a tensor like `like`, holds: run(q, k, dbias, mask)."""
     shape, tile = call.shape, call.tile("product")
     # Without lists of tiles the kernel reads every block of the band: dbias is zero where a mask leaves pairs out.
     mask_kind = TILES.value if call.mask_kind == TILES.value else BAND.value
     tma = shape.seqlen_k > 2 * tile.block_n and call.tma(call.k)
-    dbias_tma = tma and _rows_fit_tma(bias)
+    dbias_tma = tma and _rows_fit_tma(like)
     descriptors = []
     if tma:
         descriptors.append(call.rows_descriptor(0, call.k, tile.block_n, call.block_d))
     if dbias_tma:
-        descriptors.append(_dbias_descriptor(1, bias, tile))
+        descriptors.append(_dbias_descriptor(1, like, tile))
     launch = call.launch(
         backward_product_kernel,
         triton.cdiv(shape.seqlen_q, tile.block_m) * shape.batch * shape.num_heads,

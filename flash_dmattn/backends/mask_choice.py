@@ -156,8 +156,13 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
             return lambda inputs: run(inputs.in_rows(arrival))
         if backend.is_differentiable:
             return lambda inputs: tuple(x.squeeze(0) for x in run(inputs.in_rows(arrival)))
-        # In place, because users may write to an output of an autograd function only if it is no view.
-        return lambda inputs: tuple(x.squeeze_(0) for x in run(inputs.in_rows(arrival)))
+
+        def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+            out, lse = run(inputs.in_rows(arrival))
+            # In place, because users may write to an output of an autograd function only if it is no view.
+            return out.squeeze_(0), lse.squeeze_(0)
+
+        return forward
     choice = _choose(problem, ((backend, "forward"),))
     if choice.form == problem.mask_form:
         return backend.plan_forward(problem)

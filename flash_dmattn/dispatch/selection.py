@@ -136,7 +136,7 @@ def _choose_auto(problem: AttentionProblem, pairs_only: bool = False) -> Selecti
         if not all_hold(rules, sized, "forward") or not _serves(backend, problem, "forward"):
             continue
         if backend.is_differentiable:
-            if needs_backward and not backend.accepts(problem, "backward"):
+            if needs_backward and not (all_hold(rules, sized, "backward") and backend.accepts(problem, "backward")):
                 continue
             return Selection(backend, None)
         if not needs_backward:
@@ -201,13 +201,11 @@ def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...
     """Return the backends in the order in which auto asks them, each with the preferences that bind it there.
 
     On GPUs but Hopper triton, flex and sdpa take each other's places: in the order of a profile, else in the usual one.
-    Two backends are asked twice:
+    There nobody has measured triton, but its kernels were compiled for that GPU: it serves calls that the backends
+    before it refuse, with dropout or pages, better than eager PyTorch.
 
-    * Cuda on Hopper, before sdpa and the last resort without its preferences. Most of these leave a call to triton
-      because that is faster, but triton may be disabled or not work.
-
-    * Triton on GPUs where nobody has measured it. Its kernels were compiled for that GPU. In its usual place it serves
-      calls that the backends before it refuse, with dropout or pages, better than eager PyTorch.
+    Cuda is asked twice on Hopper, before sdpa and the last resort without its preferences. Most of these leave a call
+    to triton because that is faster, but triton may be disabled or not work.
     """
     table = BACKENDS.table  # once: it may be replaced meanwhile
     judged = judgement(problem)
@@ -226,9 +224,9 @@ def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...
         if asks_cuda_again and (backend.is_fallback or name == sdpa.name):
             asked.append((table[cuda.name], ()))
             asks_cuda_again = False
-        asked.append((backend, auto_rules(backend, problem, judged)))
-        if is_unmeasured and name == triton.name:
-            asked.append((backend, _preferences_but_measured(backend)))
+        takes_it_all_the_same = is_unmeasured and name == triton.name
+        rules = _preferences_but_measured(backend) if takes_it_all_the_same else auto_rules(backend, problem, judged)
+        asked.append((backend, rules))
     return asked
 
 

@@ -34,13 +34,7 @@ Dims = tuple[int | None, ...]
 def attention(q: Any, *others: Any, sink: Any, sequences: object, dropout_p: float, **flags: Any) -> Any:
     """Run `flash_dmattn.attention` where q is a DTensor: the call of this rank, and its results as DTensors.
 
-    Args:
-        q: a DTensor; it decides for the others.
-        others: k, v, mask and bias; they and the rest are as passed to `flash_dmattn.attention`.
-
-    Raises:
-        TypeError: a plain tensor is beside q, or what `attention` itself refuses.
-        ValueError: a placement that needs communication, another mesh, or what `attention` itself refuses.
+    q decides for the others, which are as passed to `flash_dmattn.attention`: k, v, mask and bias in order.
     """
     return_lse, return_probs = flags["return_lse"], flags.pop("return_probs")
     try:

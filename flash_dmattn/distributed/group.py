@@ -153,11 +153,7 @@ def agree(groups: tuple[Members, ...], shared: Shared) -> None:
 def agree_within(group: str, direction: str, number: int, values: Mapping[str, object]) -> None:
     """Compare one operator, in a backward pass or in a compiled graph, with the operators of all other ranks.
 
-    Args:
-        group: name of the process group.
-        direction: "forward" or "backward".
-        number: number of the call, 0 in a compiled graph.
-        values: numbers, and tensors for their dtype and shape.
+    `number` counts the calls; it is 0 in a compiled graph. `values` are numbers, and tensors for their dtype and shape.
     """
     ranks = process_group(group)
     step = f"{direction} of call {number}" if number else f"{direction} of a compiled call"

@@ -19,12 +19,9 @@ ALIGNMENT = 128
 
 
 class Slice(NamedTuple):
-    """One ordinary call: a run of a rank's rows over a run of keys.
+    """One ordinary call: rows `row` to `row_stop` of a rank's tensors over keys `start` to `stop` in global order.
 
-    Attributes:
-        row, row_stop: among the rows of the rank's tensors.
-        start, stop: keys, in global order; none where they are equal.
-        window: (left, right) of this call, -1 for an unlimited side. Causality is a right of 0.
+    `window` is (left, right) of this call, -1 for an unlimited side. Causality is a right of 0.
     """
 
     row: int
@@ -86,17 +83,10 @@ class HeadGroup(NamedTuple):
 def slice_keys(
     a: int, b: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int], alignment: int
 ) -> tuple[int, int, tuple[int, int]]:
-    """Return the keys that rows [a, b) of a call need, and their window in a call of their own.
+    """Return (start, stop, window): the keys that rows [a, b) of a call need, and their window in a call of their own.
 
-    Args:
-        a, b: rows of the whole call, a < b.
-        seqlen_q, seqlen_k: of the whole call, which aligns rows and keys at their ends.
-        window: of the whole call with causality folded in, -1 for an unlimited side.
-        alignment: the first key is rounded down to a multiple of it.
-
-    Returns:
-        (start, stop, window). None of the rows sees a key before `start` or past `stop`. The call of rows [a, b) on
-        keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative.
+    None of the rows sees a key before `start`, a multiple of `alignment`, or past `stop`. The call of rows [a, b) on
+    keys [start, stop) is aligned at its own end, so the window shifts by as much, and is never negative.
     """
     left, right = window
     offset = seqlen_k - seqlen_q

@@ -376,11 +376,7 @@ class DynamicMaskAttention(nn.Module):
     ) -> torch.Tensor:
         """Make the mask (Hk, T, longest) of the kept keys, columns counted from the start of each query's sequence.
 
-        Args:
-            scores: (T, Hk).
-            bounds: where the sequences lie, as in a `SequenceView`.
-            own, positions: (T,), the sequence of each token, and its position in it.
-            longest: no sequence has more keys.
+        scores is (T, Hk). `own` and `positions`, (T,), are the sequence of each token and its position in it.
         """
         assert self.keep_window_size is not None
         keys = bounds[:, 2:3].long() + torch.arange(longest, device=scores.device)

@@ -89,8 +89,13 @@ def as_arrived(gradients: Gradients, arrival: Arrival) -> Gradients:
     if arrival == "rows":
         return gradients
     dq, dk, dv, *rest = gradients
-    back = (lambda x: x.transpose(1, 2)) if arrival == "heads_first" else (lambda x: x.squeeze(0))
-    return *(None if x is None else back(x) for x in (dq, dk, dv)), *rest
+    return _arrived(dq, arrival), _arrived(dk, arrival), _arrived(dv, arrival), *rest
+
+
+def _arrived(x: Tensor | None, arrival: Arrival) -> Tensor | None:
+    if x is None:
+        return None
+    return x.transpose(1, 2) if arrival == "heads_first" else x.squeeze(0)
 
 
 class Inputs(NamedTuple):
@@ -133,7 +138,8 @@ class Inputs(NamedTuple):
         """View q, k and v as (B, L, H, D)."""
         if arrival == "rows":
             return self
-        return Inputs(*(in_rows(x, arrival) for x in self[:3]), *self[3:])
+        q, k, v = self[:3]
+        return Inputs(in_rows(q, arrival), in_rows(k, arrival), in_rows(v, arrival), *self[3:])
 
 
 class Saved(NamedTuple):

@@ -487,13 +487,7 @@ class TokenPlaces(NamedTuple):
 
 
 def token_places(bounds: Tensor, entries: int, rows: int, is_packed: bool) -> TokenPlaces:
-    """Find the places of the queries of a `SequenceView`, which has at least one sequence.
-
-    Args:
-        bounds: its bounds, int32 (S, 4).
-        entries, rows: the first sizes of the tensor of queries.
-        is_packed: whether it is one row of all sequences.
-    """
+    """Find the places of queries (entries, rows, ...), from the bounds (S, 4) of a `SequenceView`; S is at least 1."""
     row = torch.arange(entries * rows, device=bounds.device)
     if is_packed:
         firsts = bounds[:, 0].long()

@@ -85,7 +85,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
 
 
 def _tile_reader(p: AttentionProblem) -> Callable[[MaskView], tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
-    """Return `mask -> bits or bounds, both lists of tiles, the order that keys are to be in or None`, if p has a mask."""
+    """Return `mask -> bits or bounds, both lists of tiles, the order of keys or None`, if p has a mask."""
 
     def read_tiles(mask: MaskView) -> tuple[Tensor, Tensor, Tensor, None]:
         bits, _, row_lists, col_lists = mask.tensors

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import Sequences, attention
 from ...call import prepare_call, run_call
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
-from ...problem import Numbers, dtype_name
+from ...problem import Numbers, collapse, dtype_name
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
 
@@ -201,43 +200,43 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
+class Kept:
+    """Values that were made of tensors: each is kept while its tensors live, and made anew after they have changed."""
+
+    def __init__(self) -> None:
+        self._entries: dict[object, tuple[object, Any, list[weakref.ref[Tensor]]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: object, version: object, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+        """Return what `make` has made of these tensors; `key` has their ids, `version` their versions."""
+        entry = self._entries.get(key)
+        if entry is None or entry[0] != version:
+            refs = [weakref.ref(x, lambda _: self._entries.pop(key, None)) for x in tensors]
+            entry = self._entries[key] = version, make(), refs
+        return entry[1]
+
+
+_copies, _zeros, _limits = Kept(), Kept(), Kept()
+
+
 def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a bias to the dtype of q, contiguous, once for all layers that share it.
 
     T5 hands one bias, whose last stride is not 1, to every layer of a stack. Dims that were expanded become size 1.
     """
-    global _last_copy
-    last = None if torch.compiler.is_compiling() else _last_copy
-    if last is not None and last[0]() is bias and last[1] == (bias._version, dtype, torch.is_grad_enabled()):
-        return last[2]
     if bias.dtype == dtype and bias.is_contiguous():
         return bias
-    expanded = [dim for dim in range(bias.dim()) if bias.stride(dim) == 0 and bias.shape[dim] > 1]
-    if expanded:  # without these dims the copy is small
-        for dim in expanded:
-            bias = bias.narrow(dim, 0, 1)
-        return bias.to(dtype).contiguous()
+
+    def copied() -> Tensor:
+        return collapse(bias, range(bias.dim())).to(dtype).contiguous()
+
     # A leaf that needs a gradient would be kept alive by its own copy; a compiler finds equal expressions itself.
     if torch.compiler.is_compiling() or (bias.is_leaf and bias.requires_grad) or bias.is_inference():
-        return bias.to(dtype).contiguous()
-    key = (bias._version, dtype, torch.is_grad_enabled())
-    kept = _copies.get(bias)
-    if kept is None or kept[0] != key:
-        kept = _copies[bias] = (key, bias.to(dtype).contiguous())
-    _last_copy = (weakref.ref(bias, _forget_copy), *kept)
-    return kept[1]
-
-
-# The copy of a bias goes when the bias does.
-_copies = WeakTensorKeyDictionary()
-# The copy that the layer before has used; looking here takes a tenth of the time.
-_last_copy: tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor] | None = None
-
-
-def _forget_copy(bias: weakref.ref[Tensor]) -> None:
-    global _last_copy
-    if _last_copy is not None and _last_copy[0] is bias:
-        _last_copy = None
+        return copied()
+    copy: Tensor = _copies.get((id(bias), dtype, torch.is_grad_enabled()), bias._version, [bias], copied)
+    return copy
 
 
 def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
@@ -261,14 +260,7 @@ def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
 def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
     """Remove the arguments that describe packed sequences from the others, and return the sequences, or None.
 
-    A data collator passes them, or a vision tower.
-
-    Args:
-        arguments: of the attention function, changed in place.
-        batch: the batch size of q.
-
-    Raises:
-        ValueError: the batch has more rows than one, or keys have limits and queries none.
+    A data collator passes them, or a vision tower. `batch` is the batch size of q.
     """
     limits_q, limits_k, longest_q, longest_k = (arguments.pop(name, None) for name in PACKED)
     if limits_q is None:
@@ -280,36 +272,21 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
             f"cu_seq_lens_q is given with a batch of {batch}; packed sequences need a batch of 1, one row of all tokens"
         )
     limits_k = limits_q if limits_k is None else limits_k
-    return _remembered(limits_q, limits_k, longest_q, longest_k)
-
-
-# The sequences of the last call, while its tensors live: every layer passes the same ones.
-_last_packed: tuple[list[weakref.ref[Tensor]], tuple[Any, ...], Sequences] | None = None
-
-
-def _remembered(limits_q: Tensor, limits_k: Tensor, longest_q: Any, longest_k: Any) -> Sequences:
-    global _last_packed
     values = (limits_q, limits_k, longest_q, longest_k)
     tensors = [x for x in values if isinstance(x, Tensor)]
     # Tensors of inference mode do not say when they change.
     if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
         return _packed(*values)
-    key = tuple(x._version if isinstance(x, Tensor) else x for x in values)
-    last = _last_packed
-    if last is not None and last[1] == key and len(last[0]) == len(tensors):
-        if all(ref() is x for ref, x in zip(last[0], tensors, strict=True)):
-            return last[2]
-    # Made of aliases: what is kept here must not keep the caller's tensors alive.
-    alias = limits_q.detach()
-    sequences = _packed(alias, alias if limits_k is limits_q else limits_k.detach(), longest_q, longest_k)
-    _last_packed = ([weakref.ref(x, _forget_packed) for x in tensors], key, sequences)
+
+    def made() -> Sequences:
+        # Aliases, because a kept value must not keep the caller's tensors alive.
+        alias = limits_q.detach()
+        return _packed(alias, alias if limits_k is limits_q else limits_k.detach(), longest_q, longest_k)
+
+    # Every layer passes the same ones.
+    key = tuple([id(x) if isinstance(x, Tensor) else x for x in values])
+    sequences: Sequences = _limits.get(key, [x._version for x in tensors], tensors, made)
     return sequences
-
-
-def _forget_packed(tensor: weakref.ref[Tensor]) -> None:
-    global _last_packed
-    if _last_packed is not None and any(ref is tensor for ref in _last_packed[0]):
-        _last_packed = None
 
 
 def _packed(limits_q: Tensor, limits_k: Tensor, longest_q: Any, longest_k: Any) -> Sequences:
@@ -340,14 +317,7 @@ def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
         return False
     if bias.is_meta or is_wrapped(bias) or (bias.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
-    known = _zeros.get(bias)
-    if known is None or known[0] != bias._version:
-        known = _zeros[bias] = bias._version, not bool(bias.any())
-    return known[1]
-
-
-# By bias: its version, and whether it is zeros.
-_zeros: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    return bool(_zeros.get(id(bias), bias._version, [bias], lambda: not bool(bias.any())))
 
 
 def _refuse_forgotten_window(

@@ -104,15 +104,9 @@ def one_row_form(seqlen_q: int, reorder: bool | None = None) -> MaskChoice:
 def prepared_view(
     mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], one_row: MaskChoice
 ) -> MaskView:
-    """Prepare a mask, as "tiles", or where it has one row for all queries in the form `one_row`.
+    """Prepare a bool mask (Bm, Hm, Lq or 1, Lk or 1) as "tiles", or if it has one row for all queries as `one_row`.
 
-    Args:
-        mask: bool (Bm, Hm, Lq or 1, Lk or 1), any strides; an expanded dim (stride 0) counts as size 1.
-        seqlen_q, seqlen_k, window: of the call, causality folded into the window.
-        one_row: "keys", "intervals" or "tiles".
-
-    Returns:
-        The tensors of a `KeyMask`, an `IntervalMask` or a `TileMask`; no two of them share memory.
+    An expanded dim (stride 0) counts as size 1. No two tensors of the result share memory.
     """
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     mask = collapse(mask)

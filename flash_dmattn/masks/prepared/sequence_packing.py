@@ -80,11 +80,8 @@ def pack_sequences(
 ) -> list[torch.Tensor]:
     """Make the tensors of a `SequenceTileMask`: bits, classes, row_lists, col_lists.
 
-    Args:
-        mask: bool (Bm, Hm, Lq or 1, Lk or 1) as `attention` reads it beside these sequences; "ragged" is (1, Hm, 1, N),
-            "tree" (S or 1, 1, n, n).
-        bounds: of a `SequenceView`.
-        window: with causality folded in, as `causal_window` has it.
+    The mask, bool, lies as `attention` reads it beside these sequences. "ragged" is (1, Hm, 1, N), "tree"
+    (S or 1, 1, n, n). The window has causality folded in.
     """
     queries, keys = sides_of(bounds, spec)
     num_heads, columns = mask.shape[1], tiles(spec.max_seqlen_k)
