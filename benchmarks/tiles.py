@@ -75,14 +75,14 @@ OTHERS = {
     "tiles-d256": Case("", 256, 1, 8, 4, 8192, 256, mask="blocks"),
     "keys-d256": Case("", 256, 4, 8, 8, 4096, 256, mask="keys"),
 }
-# With wide heads "keys" makes dk, and "values" is a second launch of its kernel that makes dv.
-KERNELS = ("forward", "keys", "values", "queries", "product", "bias")
+KERNELS = ("forward", "keys", "queries", "product", "bias")
 
 
 def kernels_of(case: Case) -> tuple[str, ...]:
     """The kernels that a case runs."""
-    last = {"full": ("product",), "shared": ("queries", "bias")}.get(case.bias, ("queries",))
-    return ("forward", "keys", *(("values",) if case.head_dim > 256 else ()), *last)
+    if case.head_dim > 256:  # whose gradients take the tiles of `pair_tiles`
+        return ("forward", "bias") if case.bias == "shared" else ("forward",)
+    return ("forward", "keys", *{"full": ("product",), "shared": ("queries", "bias")}.get(case.bias, ("queries",)))
 
 
 def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
@@ -92,9 +92,8 @@ def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
         threads = 32 * num_warps
         scores = block_m * block_n / threads
         is_wide = case.head_dim > 256
-        keys = block_n if is_wide else 2 * block_n
-        rows = {"keys": keys, "values": block_n, "bias": 0}.get(kernel, block_m)  # whose sums are kept
-        streamed = {"keys": block_m, "values": block_m, "bias": block_m + block_n}.get(kernel, block_n)
+        rows = {"keys": 2 * block_n, "bias": 0}.get(kernel, block_m)  # whose sums are kept
+        streamed = {"keys": block_m, "bias": block_m + block_n}.get(kernel, block_n)
         # With 128 queries each program of the forward kernel has half of the columns of v.
         columns = case.head_dim // 2 if is_wide and kernel == "forward" and block_m == 128 else case.head_dim
         shared = streamed * case.head_dim * width * (1 if kernel == "product" else 2) * num_stages
@@ -140,10 +139,9 @@ def runner(case: Case, kernel: str, tensors: Any) -> Callable[[], list[Tensor]]:
     run(q, k, v, packed, bias, None, out, lse, None)
     delta_of = plan_backward.plan_delta(call, dout, None, call.has_few_keys)
     read = (q, k, v, bias, dout, *delta_of(dout, out, None, lse, None))
-    if kernel in ("keys", "values"):
-        kind = STORE if case.bias == "full" and kernel == "keys" else NO_DBIAS
-        makes_k, makes_v = kernel == "keys", kernel == "values" or case.head_dim <= 256
-        keys = plan_backward.plan_keys(call, dout, makes_k, makes_v, kind.value)
+    if kernel == "keys":
+        kind = STORE if case.bias == "full" else NO_DBIAS
+        keys = plan_backward.plan_keys(call, dout, True, True, kind.value)
         return lambda: [x for x in keys(read, packed, None, None) if x is not None]
     if kernel == "product":
         _, _, dbias = plan_backward.plan_keys(call, dout, True, True, STORE.value)(read, packed, None, None)

@@ -29,8 +29,7 @@ ARCHS = tuple(gpu.arch for gpu in GPUS)
 # Kernels that multiply matrices. The others hold little, and take a second to compile for all GPUs.
 PRODUCTS = (
     *("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias"),
-    "backward_diagonals",
-    *("short_forward", "short_backward"),
+    *("backward_diagonals", "short_forward", "short_backward", "pairs", "pair_rows", "pair_columns"),
 )
 # The instructions of tensor cores: in this order of sm_100, sm_90, every NVIDIA GPU and AMD's GPUs. If a tile asks for
 # more than the GPU has, the compiler may make a kernel that traps, without an error.
@@ -57,8 +56,9 @@ SPILLS_SEQUENCES = {
 }
 # The bounds of 16-bit kernels with head dims above 256. Most of this stack is in epilogues and in loops at edges.
 SPILLS_WIDE = {
-    "backward_queries": {"sm_90": 2304, "sm": 320, "gfx": 320},
-    "backward_keys": {"sm_90": 1792, "sm_100": 640, "sm": 320, "gfx": 320},
+    "forward": {"sm_90": 480, "sm": 352, "gfx": 320},
+    "pairs": {"sm_8": 640, "sm_120": 640, "sm": 352, "gfx": 320},
+    "pair_columns": {"sm_90": 384, "sm": 64, "gfx": 64},
     "": {"sm": 352, "gfx": 320},
 }
 SPILLS_ELSEWHERE = 32  # no spills: the frame of a call of the 64-bit division

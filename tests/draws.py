@@ -307,6 +307,23 @@ def draw_short_interpreted(number: int) -> Drawn:
     return Drawn(draw(rng, features, number), rng.choice((None, None, *LAYOUTS)), number % 3 == 0)
 
 
+# Head dims above 256, whose gradients come from chunks of stored pairs: with masks and biases of every form.
+WIDE_DIMS = ((512, 0), (512, 0), (320, 0), (264, 0), (512, 64), (40, 512), (300, 400))
+
+
+def draw_wide(number: int, sizes: Features, dtypes: Sequence[torch.dtype]) -> Drawn:
+    """The call of a number with a head dim above 256; 72 of them go through all forms of mask and bias."""
+    rng = random.Random(f"wide {number}")
+    head_dim, head_dim_v = rng.choice(WIDE_DIMS)
+    forms = {"mask": FORMS[number % len(FORMS)], "bias": FORMS[number // 3 % len(FORMS)]}
+    chosen = {name: (None, *2 * (form,)) for name, form in forms.items()}
+    features = {"head_dim": (head_dim,), "head_dim_v": (head_dim_v,), "dtype": dtypes, "batch": (1, 2), **chosen}
+    layout = rng.choice((None, None, "nan_margins", *LAYOUTS))
+    return Drawn(
+        draw(rng, {**sizes, **features}, number), layout, number % 2 == 1, rng.random() < 0.5, deterministic=True
+    )
+
+
 MOST_SCORES = 200_000  # of a call on the emulated GPU or under a sanitizer, where they take a second
 
 

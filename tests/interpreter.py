@@ -35,6 +35,8 @@ TILES = (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 64
 NUM_SMS = (1, 64)
 # At 0, a key mask whose programs need no parts does without them.
 PARTS_BYTES = (plan_backward.MAX_PARTS_BYTES, plan_backward.MAX_PARTS_BYTES, 0)
+# Bytes for pairs: of all heads at once, of a few, of some lines of one.
+SPACES = (2**29, 400_000, 100_000)
 FEW_PAIRS = (0, passes.FEW_PAIRS)
 
 WIDE_TABLE = tile_table._wide_table

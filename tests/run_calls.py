@@ -83,7 +83,7 @@ class Interpreter(Place):
         interpreter.guard_outputs()
 
     def prepare(self, features: str, number: int) -> str:
-        from flash_dmattn.triton_kernels import plan_slots, short_calls
+        from flash_dmattn.triton_kernels import plan_pairs, plan_slots, short_calls
 
         machine, rng = self.machine, random.Random(f"machine {number}")
         short_calls.DTYPES = machine.EVERY_DTYPE if features == "short" else ()
@@ -93,10 +93,12 @@ class Interpreter(Place):
         if features == "intervals":
             # Whole tiles of a mask are 128 x 128, and small blocks of them take the interpreter too long.
             settings = [machine.Tile(128, 64, 4, 1), 1]
+        elif features == "wide":
+            plan_pairs.SPACE = machine.SPACES[number % len(machine.SPACES)]
         elif features == "dense":
             settings += [rng.choice(machine.PARTS_BYTES), rng.choice(machine.FEW_PAIRS)]
         machine.set_up(*settings)
-        return f"set_up{tuple(settings)}, {plan_slots.PROGRAMS_PER_SM} programs"
+        return f"set_up{tuple(settings)}, {plan_slots.PROGRAMS_PER_SM} programs, pairs in {plan_pairs.SPACE} bytes"
 
     def finish(self) -> None:
         self.machine.assert_margins()
@@ -217,6 +219,15 @@ def intervals(place: Place, number: int) -> Check:
     return check_case(place, *draws.draw_intervals(number, draws.INTERVAL_SIZES[place.kind]))
 
 
+def wide(place: Place, number: int) -> Check:
+    """Head dims above 256."""
+    if place.kind == "interpreter":
+        lengths = {"seqlen_q": (1, 33, 130, 200, 290), "seqlen_k": (1, 17, 40, 140, 200)}
+        sizes = {**draws.INTERPRETED, **lengths, "group": (1, 2), "num_heads_k": (1, 1, 2)}
+        return check_case(place, draws.draw_wide(number, sizes, (torch.float16,))._replace(deterministic=False))
+    return check_case(place, draws.draw_wide(number, draws.KERNELS, (torch.bfloat16, torch.float16)))
+
+
 INTERPRETED_LENGTHS = (0, 1, 5, 16, 17, 31, 32, 33, 40, 70)
 SKEWED = (1, 1, 1, 1, 2, 2, 5, 100)  # so that a tile of packed rows is searched for
 INTERPRETED_DIMS = (4, 16, 20)
@@ -302,6 +313,7 @@ FEATURES: dict[str, Callable[[Any, int], Check | None]] = {
     "short": short,
     "kernels": kernels,
     "intervals": intervals,
+    "wide": wide,
     "sequences": sequences,
     "trees": trees,
     "appends": appends,

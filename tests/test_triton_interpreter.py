@@ -31,6 +31,10 @@ def test_short_rows(first: int) -> None:
     run_calls("short", first, 30)
 
 
+def test_wide_heads() -> None:
+    run_calls("wide", 0, 24)
+
+
 def test_dropout_bit_for_bit() -> None:
     assert "31 passed, 0 failed" in interpret("interpreted_dropout.py")
 

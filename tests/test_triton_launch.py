@@ -42,6 +42,8 @@ class Compiled:
 class Kernel:
     """A kernel that is compiled at its first launch."""
 
+    do_not_specialize = ()
+
     def __init__(self) -> None:
         self.compiled, self.compilations = Compiled(), 0
 

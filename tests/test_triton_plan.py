@@ -210,27 +210,38 @@ def test_head_dims_that_the_rules_take(
     assert slow == (["fp32_head_dim_is_slow"] if head_dim == 264 else [])
 
 
-@pytest.mark.parametrize("head_dim", [256, 512])
-def test_a_launch_for_dk_and_one_for_dv_above_256(head_dim: int) -> None:
-    """dbias goes with dk, and each launch has a tile of its own."""
+def test_one_launch_for_dk_and_dv_up_to_256_and_pairs_above() -> None:
+    """Wide heads store pairs, and ds of a bias with them, and multiply them three times."""
     from compiled_triton import Variant, run_plans
 
-    from flash_dmattn.triton_kernels.backward_keys import NO_DBIAS, STORE
-    from flash_dmattn.triton_kernels.tile_table import tile_of
-
-    launched: list[dict[str, Any]] = []
+    names: list[str] = []
 
     def record(launch: Any, *tensors: Any) -> None:
-        if launch.kernel.__name__ == "backward_keys_kernel":
-            launched.append(dict(zip(launch.kernel.arg_names[-len(launch.rest) :], launch.rest, strict=True)))
+        names.append(launch.kernel.__name__.removesuffix("_kernel"))
 
     full = ("B", "Hq", "Lq", "Lk")
-    run_plans(Variant(head_dim=head_dim, bias=full, seqlen_q=512, seqlen_k=512).call("sm_90"), record)
-    made = [(x["NEED_K"], x["NEED_V"], x["DBIAS"]) for x in launched]
-    if head_dim == 256:
-        assert made == [(True, True, STORE.value)]
-        return
-    assert made == [(True, False, STORE.value), (False, True, NO_DBIAS.value)]
-    kinds = {"mask": 0, "bias": 3, "bias_tma": False}
-    rows = [tile_of(name, torch.bfloat16, 512, "sm_90", **kinds) for name in ("keys", "values")]
-    assert [(x["BLOCK_M"], x["BLOCK_N"]) for x in launched] == [(tile.block_m, tile.block_n) for tile in rows]
+    for head_dim in (256, 512):
+        run_plans(Variant(head_dim=head_dim, bias=full, seqlen_q=512, seqlen_k=512).call("sm_90"), record)
+    narrow, wide = ["backward_keys", "backward_product"], ["pairs", "pair_rows", "pair_columns", "pair_columns"]
+    assert names == ["forward", "delta", *narrow, "forward", "delta", *wide]
+
+
+@pytest.mark.parametrize(
+    ("owners", "group", "lines", "is_split", "chunks"),
+    [
+        (32, 1, 1024, False, (32, 1, 1024)),  # all at once
+        (32, 1, 8192, False, (2, 1, 8192)),
+        (4, 8, 8192, False, (2, 1, 8192)),  # one head of each of two owners keeps more programs busy
+        (4, 8, 2048, False, (4, 8, 2048)),
+        (1, 32, 8192, False, (1, 2, 8192)),
+        (4, 4, 2048, True, (3, 1, 2048)),  # members must not share a sum
+        (4, 1, 16384, False, (1, 1, 8192)),  # lines of one head
+        (4, 1, 20000 // 128 * 128, False, (1, 1, 6656)),
+    ],
+)
+def test_pairs_in_chunks(owners: int, group: int, lines: int, is_split: bool, chunks: tuple[int, int, int]) -> None:
+    """A chunk never takes more memory than it may."""
+    from flash_dmattn.triton_kernels.plan_pairs import SPACE, chunks_of
+
+    made = chunks_of(owners, group, lines, lines * 4, 3, 128, is_split)
+    assert made == chunks and made.slots * made.lines * lines * 4 <= SPACE

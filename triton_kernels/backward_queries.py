@@ -69,7 +69,6 @@ def backward_queries_kernel(
     PAD_D: tl.constexpr,
     PAD_DV: tl.constexpr,
     TMA: tl.constexpr,
-    ROWS_TMA: tl.constexpr,
     BIAS_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -129,11 +128,11 @@ def backward_queries_kernel(
     row_ok = rows < shape.seqlen_q
     q_tile = load_tile(
         q, q_strides, b_row, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
-        BLOCK_M, BLOCK_D, ROWS_TMA, True, True, PAD_D,
+        BLOCK_M, BLOCK_D, False, True, True, PAD_D,
     )  # fmt: skip
     g_tile = load_tile(
         dout, dout_strides, b_row, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
-        BLOCK_M, BLOCK_DV, ROWS_TMA, True, True, PAD_DV,
+        BLOCK_M, BLOCK_DV, False, True, True, PAD_DV,
     )  # fmt: skip
     lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
     d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)

@@ -102,6 +102,7 @@ def forward_kernel(
     HEADS_FIRST: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     OVERLAP: tl.constexpr,
+    COLUMN_PARTS: tl.constexpr,
 ):
     """Compute out and lse of one tile of queries.
 
@@ -121,12 +122,18 @@ def forward_kernel(
     With HEADS_FIRST out is (B, Hq, Lq, Dv). With ONE_LOOP all blocks go through the loop with mask code, so that there
     is no second loop that waits for its first loads. With OVERLAP the next kernel may start before this one has ended
     (programmatic dependent launch); it waits before it reads.
+
+    With COLUMN_PARTS above 1 so many programs compute the same scores, and each has BLOCK_DV columns of v and of out.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
+    column = 0
+    if COLUMN_PARTS > 1:
+        column = program % COLUMN_PARTS * BLOCK_DV
+        program = program // COLUMN_PARTS
     part = 0
     if SEQUENCES == NO_SEQUENCES:
         tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
@@ -191,7 +198,7 @@ def forward_kernel(
     else:
         last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
     dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
+    dims_v = column + tl.arange(0, BLOCK_DV)
     if GROUPED:
         q_rows = q + b_q * q_strides.batch + rows.to(tl.int64) * q_strides.row + h.to(tl.int64) * q_strides.head
         is_value = (rows < shape.seqlen_q)[:, None] & (dims < shape.head_dim)[None, :]
@@ -279,7 +286,7 @@ def forward_kernel(
             else:
                 v_tile = load_tile(
                     v, v_strides, b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                    BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
+                    BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV, column,
                 )  # fmt: skip
             acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=PRECISION)
             row_max = new_max
@@ -301,4 +308,6 @@ def forward_kernel(
         natural, share = join_sink(natural, logits.to(tl.float32))
         acc_o = acc_o * share[:, None]
     tl.store(out_rows, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    if COLUMN_PARTS > 1:
+        row_ok = row_ok & (column == 0)  # one of them stores what all have
     tl.store(lse + statistics + rows, natural, mask=row_ok)

@@ -84,6 +84,8 @@ def by_name(kernel: Any, shared: Mapping[str, Any], **own: Any) -> tuple[Any, ..
 class Launch:
     """One kernel with everything decided except its tensors: `launch(*tensors)`, in the order of its arguments.
 
+    A kernel may also take numbers that differ from launch to launch, behind its tensors. Its `do_not_specialize` names
+    them.
     It belongs to one device, which must be the current one at every call.
 
     From the second call on it calls the compiled kernel directly, for two reasons. Triton's look-up by type, alignment
@@ -108,15 +110,15 @@ class Launch:
         # The compiled kernel and the functions of the driver that a launch without descriptors calls, looked up once.
         self.at_once: tuple[Any, ...] | None = None
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Tensor | int | None) -> None:
         if self.at_once is None or _hooks_are_set():
             self._launch_by_triton(tensors)
             return
         run, stream_of, function, metadata = self.at_once
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        addresses = [None if x is None else x.data_ptr() for x in tensors]  # type: ignore[union-attr]
         run(*self.grid, stream_of(self.device), function, metadata, None, None, None, *addresses, *self.rest)
 
-    def _launch_by_triton(self, tensors: Sequence[Tensor | None]) -> None:
+    def _launch_by_triton(self, tensors: Sequence[Tensor | int | None]) -> None:
         arguments: list[Any] = [*tensors]
         for slot, shape, strides, block in self.descriptors:
             arguments[slot] = TensorDescriptor(arguments[slot], shape, strides, block)
@@ -127,7 +129,7 @@ class Launch:
         if self.compiled is not None:
             active, compiled = driver.active, self.compiled
             self.device = active.get_current_device()
-            if not self.descriptors:
+            if not self.descriptors and not self.kernel.do_not_specialize:
                 run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
                 self.at_once = run, active.get_current_stream, function, metadata
 

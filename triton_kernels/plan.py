@@ -137,6 +137,13 @@ class Call:
         """Return whether a padded head dim is 512, whose tiles take most of the registers and of the shared memory."""
         return max(self.block_d, self.block_dv) > 256
 
+    def column_parts(self, tile: Tile) -> int:
+        """Return how many programs of the forward kernel share the columns of v and of out.
+
+        A program holds the sums of 128 queries for 256 columns, or of 64 queries for 512.
+        """
+        return 2 if tile.block_m * self.block_dv > 128 * 256 else 1
+
     @property
     def has_few_rows(self) -> bool:
         """Return whether all queries of a head fit in one tile of the least size, so that reading k and v is the bound.
@@ -171,6 +178,10 @@ class Call:
         """Return the number of tiles of queries of one head, and whether a program searches for its sequence."""
         return triton.cdiv(self.shape.seqlen_q, block) * self.shape.batch, False
 
+    def tiles_of_keys(self, block: int) -> tuple[int, bool]:
+        """Return the number of tiles of keys of one head, and whether a program searches for its sequence."""
+        return triton.cdiv(self.shape.seqlen_k, block), False
+
     @property
     def overlaps(self) -> bool:
         """Return whether a kernel may start before the kernel that it reads from has ended; only sm_90 was measured."""
@@ -189,6 +200,8 @@ class Call:
         read = BAND.value if self.mask_kind == TREE.value else self.mask_kind
         few = None if not self.has_few_rows else "wide" if self._has_wide_blocks else "narrow"
         kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": few}
+        if kernel == "forward" and self.has_wide_heads and self.bias_kind == TILE_BIAS.value:
+            kernel = "biased forward"
         return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
 
     def precision_of(self, kernel: str) -> str:
@@ -292,17 +305,18 @@ class Call:
         read_in_tiles = self.bias_kind == TILE_BIAS.value and self.mask_kind != KEYS.value
         return read_in_tiles and bias is not None and bias.stride(3) == 1 and self.tma(bias)
 
-    def key_descriptors(self, tile: Tile) -> tuple[bool, bool, list[Descriptor]]:
+    def key_descriptors(self, tile: Tile, parts: int = 1) -> tuple[bool, bool, list[Descriptor]]:
         """Decide which tiles a loop over keys loads by TMA: (tiles of k and v, tiles of the bias, the descriptors).
 
-        It serves kernels whose first arguments are q, k, v and bias.
+        It serves kernels whose first arguments are q, k, v and bias. With `parts` above 1 a tile of v has one of so
+        many parts of its columns.
         """
         tma = self.mask_kind != KEYS.value and self.shape.seqlen_k > 2 * tile.block_n and self.tma(self.k, self.v)
         bias_tma = tma and self.bias_tma()
         descriptors = []
         if tma:
             descriptors.append(self.rows_descriptor(1, self.k, tile.block_n, self.block_d))
-            descriptors.append(self.rows_descriptor(2, self.v, tile.block_n, self.block_dv))
+            descriptors.append(self.rows_descriptor(2, self.v, tile.block_n, self.block_dv // parts))
         if bias_tma and self.bias is not None:
             descriptors.append(self.bias_descriptor(3, self.bias, tile))
         return tma, bias_tma, descriptors

@@ -22,6 +22,7 @@ from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .kernel_launch import Descriptor, Launch, by_name
 from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
+from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
 from .tile_ops import BAND, CLAMPED, KEYS, NO_SEQUENCES, TILES, Shape
 from .tile_table import Tile
@@ -30,8 +31,7 @@ from .tile_table import Tile
 MAX_PARTS_BYTES = 64 * 2**20
 # Rows of a program of the delta kernel; and of one that only converts lse to base 2.
 _DELTA_BLOCK, _FEW_KEYS_BLOCK = 32, 1024
-# Keys of a program that adds parts, and with head dims above 256.
-_GATHER_BLOCK, _GATHER_BLOCK_WIDE = 32, 16
+_GATHER_BLOCK = 32  # keys of a program that adds parts
 # A mask has words of 32 keys, so the tiles of a diagonal, which are square, have that many at least.
 _LEAST_DIAGONAL = 32
 
@@ -50,13 +50,17 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         # ds is stored in another 16-bit dtype than q, k and v have.
         product = stored and call.flags.softcap == 0 and bias.dtype in (call.q.dtype, torch.float32)
     delta_of = plan_delta(call, dout, dlse, call.has_few_keys)
-    keys_of = None
     has_ends = by_distance and call.bias_kind == CLAMPED.value
-    if need_k or need_v or per_key or stored or has_ends:
-        dbias_kind = KEY_SUM if per_key else STORE if stored else ENDS if has_ends else NO_DBIAS
-        keys_of = plan_keys(call, dout, need_k, need_v, dbias_kind.value)
-    queries_of = plan_queries(call, dout) if need_q and not product else None
-    product_of = plan_product(call, bias) if need_q and product and bias is not None else None
+    dbias_kind = (KEY_SUM if per_key else STORE if stored else ENDS if has_ends else NO_DBIAS).value
+    pairs_of = keys_of = queries_of = product_of = None
+    needs_keys = need_k or need_v or per_key or stored or has_ends
+    if call.has_wide_heads:  # a rule refuses the gradient of a bias by distance
+        if need_q or needs_keys:
+            pairs_of = plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind)
+    else:
+        keys_of = plan_keys(call, dout, need_k, need_v, dbias_kind) if needs_keys else None
+        queries_of = plan_queries(call, dout) if need_q and not product else None
+        product_of = plan_product(call, bias) if need_q and product and bias is not None else None
     bias_of = plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
     diagonals_of = plan_diagonals(call, dout, bias) if by_distance and bias is not None else None
     has_few_keys = call.has_few_keys
@@ -80,6 +84,8 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         if has_few_keys and sink is not None and (need_sink or per_row):
             delta = row_delta(dout, out, dlse, lse)
         dq = dk = dv = dbias = None
+        if pairs_of is not None:
+            dq, dk, dv, dbias = pairs_of(read, mask, read_sink, None, dropout)
         if keys_of is not None:
             dk, dv, dbias = keys_of(read, mask, read_sink, dropout)
         if queries_of is not None:
@@ -144,10 +150,7 @@ def plan_keys(
     The bias has one value per key, or per score of every head. A bias by distance gets the sums of its two ends alone,
     fp32 (B, owners, 2).
     """
-    makes_ds = need_k or dbias_kind != NO_DBIAS.value
-    if call.has_wide_heads and makes_ds and need_v:
-        return plan_apart(lambda *which: plan_keys(call, dout, *which), need_k, dbias_kind)
-    tile = call.tile(keys_row(call, makes_ds))
+    tile = call.tile("keys")
     shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat = call.flags.bias_repeat
     has_key_mask = call.mask_kind == KEYS.value
@@ -198,19 +201,18 @@ def plan_keys(
         EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
         ONE_PASS=False,
     )
-    gather_block = _GATHER_BLOCK_WIDE if call.has_wide_heads else _GATHER_BLOCK
     rest = by_name(
         backward_gather_kernel,
         call.values(),
         owners=owners,
         grid_tiles=grid_tiles,
-        BLOCK=gather_block,
+        BLOCK=_GATHER_BLOCK,
         BLOCK_N=tile.block_n,
         NEED_K=need_k,
         NEED_V=need_v,
         NEED_BIAS=per_key,
     )
-    programs = triton.cdiv(shape.seqlen_k, gather_block) * shape.batch * num_heads_k
+    programs = triton.cdiv(shape.seqlen_k, _GATHER_BLOCK) * shape.batch * num_heads_k
     gather = Launch(backward_gather_kernel, programs, rest)
     # Keys that a key mask drops have zero gradients. Without parts no kernel writes these, and no kernel ever writes
     # their columns of a dbias of scores, so both begin as zeros.
@@ -247,22 +249,6 @@ def plan_keys(
     return run
 
 
-def plan_apart(plan: Callable[..., Callable[..., Any]], need_k: bool, dbias_kind: int) -> Callable[..., Any]:
-    """Plan dk and dbias in one launch and dv in another, from `plan(need_k, need_v, dbias_kind)`: (dk, dv, dbias)."""
-    run_dk, run_dv = plan(need_k, False, dbias_kind), plan(False, True, NO_DBIAS.value)
-
-    def run(*operands: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        dk, _, dbias = run_dk(*operands)
-        return dk, run_dv(*operands)[1], dbias
-
-    return run
-
-
-def keys_row(call: Call, makes_ds: bool) -> str:
-    """Return the row of the tile table for the kernel of dk and dv; `makes_ds` is False if it makes dv alone."""
-    return "keys" if makes_ds or not call.has_wide_heads else "values"
-
-
 def _rows_fit_tma(dbias: Tensor) -> bool:
     # The gradient is contiguous, so only the length of its rows matters.
     return dbias.shape[3] * dbias.element_size() % 16 == 0
@@ -278,10 +264,6 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
     """Plan dq, with ds computed again, with or without sequences: run(read, mask, sink, bounds, dropout, dq)."""
     tile = call.tile("queries")
     tma, bias_tma, descriptors = call.key_descriptors(tile)
-    rows_tma = tma and call.has_wide_heads and call.tma(call.q, dout)
-    if rows_tma:
-        descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
-        descriptors.append(call.rows_descriptor(4, dout, tile.block_m, call.block_dv))
     tiles, search = call.tiles_of_queries(tile.block_m)
     launch = call.launch(
         backward_queries_kernel,
@@ -291,7 +273,6 @@ def plan_queries(call: Call, dout: Tensor) -> Callable[..., None]:
         **row_strides(dout=dout),
         bias_strides=call.bias_strides(bias_tma),
         TMA=tma,
-        ROWS_TMA=rows_tma,
         BIAS_TMA=bias_tma,
         WIDE=call.wide(call.k, call.v),
         EDGES=call.edges(call.shape.seqlen_k % tile.block_n),

@@ -29,7 +29,8 @@ def plan_forward(call: Call) -> Callable[..., None]:
     """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
     shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
-    tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile)
+    parts = call.column_parts(tile)
+    tma, bias_tma, descriptors = (False, False, []) if few else call.key_descriptors(tile, parts)
     rows_tma = tma and call.has_wide_heads and call.tma(call.q)
     if rows_tma:
         descriptors.append(call.rows_descriptor(0, call.q, tile.block_m, call.block_d))
@@ -41,7 +42,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
     edges = call.edges(shape.seqlen_k % tile.block_n)
     launch = call.launch(
         forward_kernel,
-        programs * splits,
+        programs * splits * parts,
         tile,
         descriptors,
         **forward_values(call, tile, splits),
@@ -91,6 +92,8 @@ def forward_values(call: Call, tile: Tile, splits: int) -> dict[str, Any]:
         "EDGE_STAGES": tile.edge_stages or tile.num_stages,
         "HAS_SINK": call.has_sink and splits == 1,
         "OVERLAP": call.overlaps and splits > 1,
+        "COLUMN_PARTS": call.column_parts(tile),
+        "BLOCK_DV": call.block_dv // call.column_parts(tile),
     }
 
 

@@ -17,8 +17,9 @@ from .fill_gaps import fill_gaps_kernel
 from .forward import forward_kernel
 from .kernel_launch import Launch, by_name
 from .plan import MOST_FEW_KEYS, Call, read_of, row_strides
-from .plan_backward import keys_row, plan_apart, plan_bias, plan_delta, plan_queries
+from .plan_backward import plan_bias, plan_delta, plan_queries
 from .plan_forward import empty_parts, forward_values, plan_combine
+from .plan_pairs import plan_pairs
 from .tile_ops import (
     PACKED,
     PADDED,
@@ -228,7 +229,7 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     bias_tma = not grouped and call.bias_tma()
     launch = call.launch(
         forward_kernel,
-        tiles * heads * splits,
+        tiles * heads * splits * call.column_parts(tile),
         tile,
         [call.bias_descriptor(3, call.bias, tile)] if bias_tma and call.bias is not None else [],
         **forward_values(call, tile, splits),
@@ -288,8 +289,10 @@ def plan_backward(
     # If dbias has a head for each query head of each sequence, ds is stored, and nothing is summed.
     stored = kind == "score" and bias is not None and bias.shape[1] == shape.num_heads
     stored = stored and bias is not None and (packs_rows or bias.shape[0] == call.number)
-    # A bias per key with a head for each query head needs a launch of its own: dk and dv are sums over a group.
+    # A bias per key with a head for each query head needs a launch of its own: dk and dv are sums over a group. Wide
+    # heads store pairs of each query head.
     apart = kind == "key" and bias is not None and shape.group > 1 and bias.shape[1] == shape.num_heads
+    apart = apart and not call.has_wide_heads
     shared = kind == "score" and not stored
     dbias_kind = STORE if stored else KEY_SUM if kind == "key" and not apart else NO_DBIAS
     needs_keys = need_k or need_v or dbias_kind.value != NO_DBIAS.value
@@ -302,13 +305,17 @@ def plan_backward(
     few = shape.seqlen_k <= call.layout.few_keys
     rows_q = shape._replace(batch=dout.shape[0], seqlen_q=call.rows_q) if few else None
     delta_of = plan_delta(call, dout, dlse, few, rows_q)
-    keys_of = sums_of = queries_of = None
-    if needs_keys:
-        keys_of = _plan_keys(call, dout, need_k, need_v, dbias_kind.value, call.num_heads_k, one_pass)
-    if apart:
-        sums_of = _plan_keys(call, dout, False, False, KEY_SUM.value, shape.num_heads, False)
-    if need_q and shape.seqlen_k > call.layout.one_pass_keys:
-        queries_of = plan_queries(call, dout)
+    pairs_of = keys_of = sums_of = queries_of = None
+    if call.has_wide_heads:
+        if need_q or needs_keys:
+            pairs_of = _plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind.value)
+    else:
+        if needs_keys:
+            keys_of = _plan_keys(call, dout, need_k, need_v, dbias_kind.value, call.num_heads_k, one_pass)
+        if apart:
+            sums_of = _plan_keys(call, dout, False, False, KEY_SUM.value, shape.num_heads, False)
+        if need_q and shape.seqlen_k > call.layout.one_pass_keys:
+            queries_of = plan_queries(call, dout)
     bias_of = plan_bias(call, dout, bias) if shared and bias is not None else None
     fill_q = call.plan_fill(call.q, 0)
 
@@ -329,7 +336,9 @@ def plan_backward(
         lse_log2, delta = delta_of(dout, out, dlse, lse, sequences.bounds)
         read = (q, k, v, bias, dout, lse_log2, delta)
         dq = dk = dv = dbias = None
-        if need_q:
+        if pairs_of is not None:
+            dq, dk, dv, dbias = pairs_of(read, mask, sequences.bounds, dropout)
+        elif need_q:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if keys_of is not None:
             dk, dv, dbias = keys_of(read, mask, sequences.bounds, dropout, dq if one_pass else None)
@@ -357,15 +366,32 @@ def plan_backward(
     return run
 
 
+def _plan_pairs(
+    call: SequenceCall, dout: Tensor, need_q: bool, need_k: bool, need_v: bool, dbias_kind: int
+) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]]:
+    """Plan `plan_pairs`, and what fills rows of no sequence in dk and dv: run(read, mask, bounds, dropout)."""
+    pairs_of = plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind)
+    fill_k, fill_v = call.plan_fill(call.k, 2), call.plan_fill(call.v, 2)
+
+    def run(
+        read: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        dq, dk, dv, dbias = pairs_of(read, mask, None, bounds, dropout)
+        if dk is not None:
+            fill_k(dk, None, bounds)
+        if dv is not None:
+            fill_v(dv, None, bounds)
+        return dq, dk, dv, dbias
+
+    return run
+
+
 def _plan_keys(
     call: SequenceCall, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int, owners: int, one_pass: bool
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head; with `one_pass` also
     dq: run(operands, mask, bounds, dropout, dq)."""
-    flags, makes_ds = call.flags, need_k or dbias_kind != NO_DBIAS.value
-    if call.has_wide_heads and makes_ds and need_v:
-        return plan_apart(lambda *which: _plan_keys(call, dout, *which, owners, one_pass), need_k, dbias_kind)
-    tile = call.tile(keys_row(call, makes_ds))
+    flags, tile = call.flags, call.tile("keys")
     per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
     tiles, search = call.tiles_of_keys(tile.block_n)
     launch = call.launch(

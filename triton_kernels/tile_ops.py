@@ -158,13 +158,15 @@ def load_tile(
     WIDE: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
     CHECK_DIMS: tl.constexpr,
+    column=0,
 ):
     """Load rows of one head of a (B, L, H, D) tensor as a (BLOCK, BLOCK_D) tile; zero beyond its edges.
 
-    With TMA, x is a descriptor of (B, H, L, D), and the tile begins at row `first`. Else it has the rows `rows`.
+    With TMA, x is a descriptor of (B, H, L, D), and the tile begins at row `first` and at `column`. Else it has rows
+    `rows` and columns `dims`.
     """
     if TMA:
-        return x.load([b.to(tl.int32), h, first, 0]).reshape(BLOCK, BLOCK_D)
+        return x.load([b.to(tl.int32), h, first, column]).reshape(BLOCK, BLOCK_D)
     else:
         base = x + b * strides.batch + h.to(tl.int64) * strides.head
         if WIDE:

@@ -244,24 +244,14 @@ _OTHERS_SM100 = {
 }
 
 
-# Head dims from 257 to 512, chosen by what the compiler makes of them (docs/notes/triton.md) and not timed. The sums of
-# dk and dv together would fill the registers, so "keys" makes dk, and dbias, and "values" is a second launch of the
-# same kernel that makes dv.
+# Head dims from 257 to 512 (docs/notes/triton.md). "biased forward" is with a bias of one value per score. With 128
+# queries a program of the forward kernel has half of the columns of v. `pair_tiles` has the tiles of gradients.
 _SM90_WIDE = {
     "forward": {
-        512: Tile(64, 32, 8, 2),
+        512: Tile(128, 64, 8, 1),  # d512 7.07; 7.92 for 128x32 with two stages, 10.1 for 64x32 with all columns of v
     },
-    "keys": {
-        512: Tile(32, 64, 8, 1),
-    },
-    "values": {
-        512: Tile(32, 64, 8, 2),
-    },
-    "queries": {
-        512: Tile(64, 32, 8, 1),
-    },
-    "product": {
-        512: Tile(64, 64, 8, 2),
+    "biased forward": {
+        512: Tile(64, 32, 8, 2),  # with 128 queries 232 KB of shared memory
     },
     "bias": {
         512: Tile(64, 32, 8, 1),
@@ -271,16 +261,7 @@ _SM80_WIDE = {
     "forward": {
         512: Tile(64, 32, 8, 2),
     },
-    "keys": {
-        512: Tile(32, 32, 8, 1),
-    },
-    "values": {
-        512: Tile(32, 64, 8, 1),
-    },
-    "queries": {
-        512: Tile(32, 32, 8, 1),
-    },
-    "product": {
+    "biased forward": {
         512: Tile(64, 32, 8, 2),
     },
     "bias": {
@@ -291,17 +272,8 @@ _SMALL_WIDE = {
     "forward": {
         512: Tile(32, 32, 4, 1),
     },
-    "keys": {
-        512: Tile(16, 32, 8, 1),
-    },
-    "values": {
-        512: Tile(32, 32, 8, 1),
-    },
-    "queries": {
-        512: Tile(16, 32, 8, 1),
-    },
-    "product": {
-        512: Tile(64, 32, 8, 1),
+    "biased forward": {
+        512: Tile(32, 32, 4, 1),
     },
     "bias": {
         512: Tile(16, 32, 8, 1),
@@ -311,22 +283,36 @@ _GFX_WIDE = {
     "forward": {
         512: Tile(32, 32, 4, 1),
     },
-    "keys": {
-        512: Tile(16, 32, 4, 1),
-    },
-    "values": {
-        512: Tile(16, 32, 4, 1),
-    },
-    "queries": {
-        512: Tile(16, 32, 4, 1),
-    },
-    "product": {
+    "biased forward": {
         512: Tile(32, 32, 4, 1),
     },
     "bias": {
         512: Tile(16, 32, 4, 1),
     },
 }
+
+
+class PairTiles(NamedTuple):
+    """The tiles of the gradients of wide heads.
+
+    Attributes:
+        pairs: queries and keys of a tile of p and ds.
+        depth: values of the head dim in a step.
+        product: rows of a tile of a gradient, as many as `pairs` has, and pairs of a step.
+        columns: columns of a tile of a gradient.
+    """
+
+    pairs: Tile
+    depth: int
+    product: Tile
+    columns: int
+
+
+# d512 10.6 ms; 10.7 for pairs of 128x256, whose two products are two loops, and 12.3 for 128x128 at 4 warps.
+_SM90_PAIRS = PairTiles(Tile(128, 128, 8, 3), 64, Tile(128, 64, 8, 3), 256)
+_SM80_PAIRS = PairTiles(Tile(128, 128, 8, 4), 16, Tile(128, 64, 8, 2), 128)  # 48 KB; a depth of 32 spills
+_GFX_PAIRS = PairTiles(Tile(128, 128, 8, 1), 32, Tile(128, 32, 8, 1), 128)
+
 # The forward kernel for at most MOST_FEW_ROWS queries of a head; two programs fit on an SM.
 _SM_WIDE_FEW_ROWS = {512: Tile(MOST_FEW_ROWS, 32, 8, 2)}
 # Only the forward kernel fits. A rule of the backend refuses the backward pass.
@@ -354,11 +340,16 @@ def _wide_table(kernel: str, dtype: torch.dtype, arch: str, has_few_rows: bool) 
         return _FP32_WIDE
     if arch.startswith("gfx"):
         return _GFX_WIDE[kernel]
-    if has_few_rows and kernel == "forward":
+    if has_few_rows and kernel in ("forward", "biased forward"):
         return _SM_WIDE_FEW_ROWS
     if arch == "sm_90":
         return _SM90_WIDE[kernel]
     return (_SM80_WIDE if shared_bytes(arch) > ROOM_OF_SMALL else _SMALL_WIDE)[kernel]
+
+
+def pair_tiles(arch: str) -> PairTiles:
+    """Return the tiles of the gradients of wide heads."""
+    return _SM90_PAIRS if arch == "sm_90" else _SM80_PAIRS if arch.startswith("sm_") else _GFX_PAIRS
 
 
 def tf32_fits(kernel: str, block_d: int, arch: str) -> bool:
@@ -379,8 +370,8 @@ def tile_of(
 ) -> Tile:
     """Return the tile of a kernel: of a profile, else of the table.
 
-    Its name is "forward", "keys", "queries", "product" or "bias"; with head dims above 256 also "values" and "biased
-    forward".
+    Its name is "forward", "keys", "queries", "product" or "bias"; with head dims above 256 "forward", "biased forward"
+    or "bias".
 
     Args:
         block_d: the larger of the padded head dims.

@@ -450,6 +450,27 @@ _TRITON = (
         (f"{_INTERPRETED}test_sequences[0]",),
     ),
     Fault(
+        "lines of a chunk of pairs beyond its first are taken for the first",
+        "triton_kernels/pair_products.py",
+        "        low = (first_line - first_line_row)",
+        "        low = (0 - first_line_row)",
+        (f"{_INTERPRETED}test_wide_heads",),
+    ),
+    Fault(
+        "a chunk of pairs replaces the sums of dk and dv of the chunk before",
+        "triton_kernels/pair_products.py",
+        "tl.load(at, mask=stored, other=0.0) + acc * factor",
+        "acc * factor",
+        (f"{_INTERPRETED}test_wide_heads",),
+    ),
+    Fault(
+        "stored ds of wide heads lacks the slope of the softcap",
+        "triton_kernels/pairs.py",
+        "                    ds = ds * slope\n",
+        "                    ds = ds * 1.0\n",
+        (f"{_INTERPRETED}test_wide_heads",),
+    ),
+    Fault(
         "dq reads key-value head h % Hk, not h // G",
         "triton_kernels/backward_queries.py",
         "h_k = h // shape.group",

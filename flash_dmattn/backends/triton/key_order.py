@@ -19,13 +19,18 @@ def has_order(p: AttentionProblem, mask: MaskView) -> bool:
 def tiles_of_bounds(p: AttentionProblem, mask: MaskView) -> MaskView:
     """Convert an interval mask for the kernels: bounds in the place of bits, an int64 a key, start in the low half."""
     walk = interval_walk(p, mask)
-    # Only gradients of a shared bias read classes of tiles. The mask does not hold them, so they are made here.
     classes = walk.row_lists
-    if p.dbias_class == "score" or (p.relative is not None and p.needs_grad.bias):
+    if _reads_classes(p):
         from ...masks.prepared.intervals import interval_classes  # importing flash_dmattn does not need it
 
         classes = interval_classes(walk.bounds, p.seqlen_q)
     return MaskView("tiles", (walk.bounds.view(torch.int64).squeeze(-1), classes, walk.row_lists, walk.col_lists))
+
+
+def _reads_classes(p: AttentionProblem) -> bool:
+    # The gradients of a shared bias, of one by distance and of head dims above 256 do. The mask does not hold classes.
+    is_shared = p.dbias_class == "score" or (p.relative is not None and p.needs_grad.bias)
+    return is_shared or (any(p.needs_grad) and max(p.head_dim, p.head_dim_v) > 256)
 
 
 class Ordered:
