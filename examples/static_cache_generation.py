@@ -1,7 +1,7 @@
 """Generate with a static cache, on flash_dmattn beside transformers' own attention: the same tokens, tokens per second.
 
 A static cache has room for every token that will come. Other implementations get a mask of all that room for each
-query; here the call says how many keys are used, and later ones are not read. Prompts are padded on the left.
+query; here the call says how many keys are used, and later ones are left out. Prompts are padded on the left.
 
 The output: whether all implementations choose the same tokens (in float32, greedily), how many tokens a second they
 make, how large the mask of the prompt is, and a picture of speed and size, `static_cache_generation.png`.

@@ -231,9 +231,9 @@ class AttentionBackward(torch.autograd.Function):
         present = [x for x in inputs if x is not None]
 
         def gradients_needed(*tensors: Tensor) -> tuple[Tensor, ...]:
-            rest: Iterator[Any] = iter(tensors)
-            arrived: list[Any] = [next(rest) if x is not None else None for x in inputs]
-            dout, dlse, *own = arrived
+            rest = iter(tensors)
+            arguments: list[Any] = [None if x is None else next(rest) for x in inputs]
+            dout, dlse, *own = arguments
             x = plan.parts.inputs(*own, *others).in_rows(arrival)
             gradients = formula(problem, x, result_in_rows(dout, arrival), result_in_rows(dlse, arrival))
             pairs = zip(as_arrived(gradients, arrival), problem.needs_grad, strict=False)

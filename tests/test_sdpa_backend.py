@@ -372,3 +372,26 @@ def test_explain_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes(device="sm_90") == ("runs FA4 of torch",)
     assert notes(device="sm_80", dtype="fp32") == ("runs torch's memory-efficient attention",)
     assert notes(device="cpu", **MASK) == ("adds the mask to the scores, as 2.0 MB of bfloat16",)
+
+
+@pytest.mark.parametrize("seqlen", [191, 192, 300, 1024, 1025])
+def test_causal_blocks_join_to_whole_rows(seqlen: int) -> None:
+    """Plain causal calls of 192 to 1024 queries run in blocks on a CPU."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, seqlen, heads, 16) for heads in (4, 2, 2))
+    results = flash_dmattn.attention(q, k, v, is_causal=True, return_lse=True, backend="sdpa")
+    wanted = flash_dmattn.attention(q, k, v, is_causal=True, return_lse=True, backend="eager")
+    assert all(x.is_contiguous() for x in results)
+    torch.testing.assert_close(results, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_padding_on_the_left_leaves_causal_rows_empty(rows: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 40, 2, 16) for _ in range(3))
+    mask = (torch.arange(40) >= 7).expand(2, 1, rows, 40).clone()
+    mask[1] = True
+    out, lse = flash_dmattn.attention(q, k, v, mask, is_causal=True, return_lse=True, backend="sdpa")
+    assert not out[0, :7].any() and lse[0, :, :7].isneginf().all()
+    wanted = flash_dmattn.attention(q, k, v, mask, is_causal=True, return_lse=True, backend="eager")
+    torch.testing.assert_close((out, lse), wanted, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,10 @@ from ..protocol import Backward, Forward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+# Causal calls of so many queries are cut into blocks. In longer ones the keys that the kernel visits for nothing are
+# few, and it takes more queries at a time.
+_CAUSAL_BLOCK = 128
+_CUT_FROM, _CUT_TO = 192, 1024
 
 
 def _kernel_is_causal(p: AttentionProblem) -> bool:
@@ -65,19 +70,44 @@ def plan_forward(p: AttentionProblem) -> Forward:
         return run_without_keys(p)
     added, is_causal, scale = _plan_added(p), _kernel_is_causal(p), p.softmax_scale
 
+    in_blocks = added is None and is_causal and _CUT_FROM <= p.seqlen_k <= _CUT_TO
+    in_blocks = in_blocks and p.dtype in (torch.float32, torch.float64)  # joining would round 16 bits once more
+
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        mask = None if added is None else added(x.mask.dense, x.bias)
         q, k, v = _rows(x.q), _rows(x.k), _rows(x.v)
+        if in_blocks:
+            return _attend_in_blocks(q, k, v, scale)
+        mask = None if added is None else added(x.mask.dense, x.bias)
         out, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-        if mask is not None and not ((lse != 0) & lse.isfinite()).all():
-            is_seen = _seen(mask, is_causal)
+        if mask is not None and not (lse.all() and math.isfinite(lse.sum())):
             if lse.isnan().any():
-                out, lse = _without_hidden_keys(out, lse, q, k, v, mask, is_causal, scale, is_seen)
-            is_empty = ~is_seen.any(-1)
+                out, lse = _without_hidden_keys(out, lse, q, k, v, mask, is_causal, scale)
+            is_empty = ~_sees_key(mask, is_causal)
             out, lse = out.masked_fill(is_empty[..., None], 0.0), lse.masked_fill(is_empty, -torch.inf)
         return out.transpose(1, 2).contiguous(), lse.contiguous()
 
     return forward
+
+
+def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend causally, block by block of queries: the kernel visits up to 512 keys beyond the diagonal.
+
+    Each block attends to the keys before it, and causally to its own; the two results are joined by their lse.
+    """
+    batch, heads, seqlen, _ = q.shape
+    outs, lses = q.new_empty(batch, seqlen, heads, v.shape[3]), q.new_empty(batch, heads, seqlen)
+    for first in range(0, seqlen, _CAUSAL_BLOCK):
+        rows = slice(first, min(first + _CAUSAL_BLOCK, seqlen))
+        q_block = q[:, :, rows]
+        out, lse = _FORWARD(q_block, k[:, :, rows], v[:, :, rows], 0.0, True, scale=scale)
+        if first > 0:
+            before, lse_before = _FORWARD(q_block, k[:, :, :first], v[:, :, :first], 0.0, False, scale=scale)
+            total = torch.logaddexp(lse, lse_before)
+            out = out.mul_(lse.sub(total).exp_()[..., None])
+            out.addcmul_(before, lse_before.sub(total).exp_()[..., None])
+            lse = total
+        outs[:, rows], lses[:, :, rows] = out.transpose(1, 2), lse
+    return outs, lses
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -86,19 +116,27 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def _seen(mask: Tensor, is_causal: bool) -> Tensor:
-    """Return which keys each query sees, bool (B, H, Lq, Lk)."""
+def _sees_key(mask: Tensor, is_causal: bool) -> Tensor:
+    """Return whether each query sees a key, bool (B or 1, H or 1, Lq or 1)."""
+    for dim in range(3):
+        mask = mask[(slice(None),) * dim + (slice(1),)] if mask.stride(dim) == 0 else mask
     seen = mask > -torch.inf
-    return seen.tril() if is_causal else seen
+    if not is_causal:
+        return seen.any(-1)
+    if seen.shape[2] == 1:
+        return seen[:, :, 0].cumsum(-1) > 0  # query i sees the keys up to i
+    return seen.tril().any(-1)
 
 
 def _without_hidden_keys(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, is_causal: bool, scale: float, seen: Tensor
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute rows anew that see no key with NaN or inf: the kernel adds the mask, and NaN - inf is NaN."""
     is_bad = ~k.isfinite().all(-1)
     clean = k.masked_fill(is_bad[..., None], 0.0)
     new_out, new_lse = _FORWARD(q, clean, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    seen = mask > -torch.inf
+    seen = seen.tril() if is_causal else seen
     sees_bad = (seen & by_query_head(is_bad, q.shape[1])[:, :, None]).any(-1)
     return torch.where(sees_bad[..., None], out, new_out), torch.where(sees_bad, lse, new_lse)
 

@@ -116,7 +116,12 @@ def attend(
     if sequences is not None:
         arguments = _packed_arguments(sequences, attention_mask, bias, _is_causal(module, is_causal))
     elif isinstance(attention_mask, LayerMask):
-        arguments = attention_mask.arguments(bias is not None)
+        first = attention_mask.first_keys() if context is None else None
+        if first is None:
+            arguments = attention_mask.arguments(bias is not None)
+        else:
+            arguments, keys = first
+            key, value, bias = key[:, :, :keys], value[:, :, :keys], None if bias is None else bias[..., :keys]
     elif isinstance(attention_mask, Tensor):
         arguments = MaskArguments(dense)
     else:

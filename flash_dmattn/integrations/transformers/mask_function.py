@@ -22,6 +22,9 @@ from .models import MODELS_ASK_FOR_TENSORS, masking_utils, refuse_config_without
 
 # Where kernels read prepared masks; elsewhere they would be unpacked again.
 PREPARING_DEVICES = ("cuda",)
+# On a CPU, where the host can read how many keys of a static cache are in use, layers pass no others: sequences, which
+# a GPU needs for that, cost the host more. One query gets a multiple of so many keys, since each length costs a plan.
+_KEYS_OF_A_PLAN = 128
 # Where the last query does not stand at the last key in use.
 _MISALIGNED = -1
 
@@ -69,6 +72,7 @@ class LayerMask(BlockMask):
         self.padding, self.documents, self.blocks, self.skipped = padding, documents, blocks, skipped
         self.is_causal, self.window, self.used = is_causal, window, used
         self._arguments: dict[bool, MaskArguments] = {}
+        self._first_keys: tuple[MaskArguments, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -139,6 +143,21 @@ class LayerMask(BlockMask):
         if with_bias not in self._arguments:
             self._arguments[with_bias] = self._make(with_bias)
         return self._arguments[with_bias]
+
+    def first_keys(self) -> tuple[MaskArguments, int] | None:
+        """Return the arguments for the keys of a static cache that a layer passes, and how many; None for all keys."""
+        if self.used is None or torch.compiler.is_compiling() or torch.device(self._device or "cpu").type != "cpu":
+            return None
+        if self._first_keys is None:
+            used = keys = int(self.used)
+            if self._shape[2] == 1 and self.window is None:
+                keys = min(-(-used // _KEYS_OF_A_PLAN) * _KEYS_OF_A_PLAN, self._shape[3])
+            mask = None if self.padding is None else self.padding[..., :keys]
+            if keys > used:
+                is_used = (torch.arange(keys) < used)[None, None, None]
+                mask = is_used if mask is None else mask & is_used
+            self._first_keys = MaskArguments(mask, self.is_causal, self.window), keys
+        return self._first_keys
 
     def _make(self, with_bias: bool) -> MaskArguments:
         batch, _, seqlen_q, seqlen_k = self._shape
