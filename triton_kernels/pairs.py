@@ -3,8 +3,8 @@
     p = exp2(s - lse);  ds = p * (dout @ v^T - delta)
 
 The sums of dq, dk or dv of a tile of such heads leave no room for the products that make p and ds. So a program makes
-one tile of pairs, in steps over the head dim, and stores it; pair_products.py multiplies what is stored. A launch makes a
-chunk of the pairs: those of some heads, or some of the lines of one head.
+one tile of pairs, in steps over the head dim, and stores it; pair_products.py multiplies what is stored. A launch makes
+a chunk of the pairs: those of some heads, or some of the lines of one head.
 
 A chunk has `members` query heads of each of its owners, from `first_member` on. An owner is a key-value head: of one
 entry of the batch, numbered over all entries, or beside sequences of all of them. Its slots, one for each query head,
