@@ -89,7 +89,7 @@ _SM90_BIAS_POINTERS = {
 }
 # With a bias by distance and no other mask than a band, up to head dim 128. Chosen by what the compiler makes of it: at
 # 64x128 the load of a tile of such a bias spills 184 registers.
-_SM90_DISTANCES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)}
+_SM90_DISTANCES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2)}
 # With lists of tiles.
 _SM90_TILES = {
     "forward": {
