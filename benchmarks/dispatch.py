@@ -74,7 +74,7 @@ def pairs(name: str, device: torch.device) -> dict[str, list[Callable[[], object
 
 
 class _Nothing(torch.autograd.Function):
-    """What torch takes for a function in Python that allocates its result and its gradients."""
+    """A function in Python that allocates its result and its gradients, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -486,7 +486,7 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
 def _run_ninja(command: list[str], log: Path) -> tuple[bool, str]:
     """Run it, and return whether it ended well, and its last lines, lines of progress left out.
 
-    Its output goes to the log. Of a long build, a line a minute tells how many files are done.
+    Its output goes to the log. In a long build a line each minute tells how many files are done.
     """
     last: deque[str] = deque(maxlen=KEPT_LINES)
     started = said = time.monotonic()

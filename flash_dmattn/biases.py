@@ -63,7 +63,7 @@ class Relative(NamedTuple):
 class Band(NamedTuple):
     """A bias with one value for each head, query and distance, in a band of distances; it is 0 outside of the band.
 
-    Equivalent PyTorch: that of `Relative` with `outside="zero"`, and a row of values for each query.
+    Equivalent PyTorch: as for `Relative` with `outside="zero"`, and a row of values for each query.
 
     Attributes:
         values: (H, Lq, n) or (*batch, H, Lq, n), any float dtype, any strides; H and batch dims as for `Relative`. The

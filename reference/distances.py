@@ -79,7 +79,7 @@ def dense(bias: Distances, seqlen_q: int, seqlen_k: int) -> Tensor:
 def by_distance(bias: Distances, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Return the bias of each distance of a call, (Bv, Hv, 1 or Lq, Lq + Lk - 1); of a call with a score.
 
-    Distances ascend, from that of the last query and the first key to that of the first query and the last key.
+    Distances ascend: the first is from the last query to the first key, the last from the first query to the last key.
     """
     values, zero, clamps = bias
     n = values.shape[-1]

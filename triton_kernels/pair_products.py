@@ -78,7 +78,7 @@ def pair_rows_kernel(
 ):
     """Compute COLUMNS columns of BLOCK_M rows of dq (B, Lq, Hq, D), which is contiguous.
 
-    Tiles have as many rows as those of the pairs, so that every block that is read was written.
+    Tiles have as many rows as the tiles of pairs, so that every block that is read was written.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     program = tl.program_id(0)

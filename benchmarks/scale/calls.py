@@ -179,7 +179,7 @@ class Work:
         strategy: Literal["gather", "ulysses"] = "gather",
         all_keys: bool = False,
     ) -> Bound:
-        """The call of this rank; with `all_keys` under a window too, where the library sends those that it reads."""
+        """The call of this rank; with `all_keys` every key is sent, also under a window."""
         layout, x = self.layout(group), self.tensors(group)
         x = {name: self._share(layout, name, tensor, group.rank) for name, tensor in x.items()}
         mask = None

@@ -22,7 +22,7 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENT
 def peers(device: torch.device, work: Work) -> list[tuple[str, Bind]]:
     """Each kernel that can run on the device, with each way of passing keys on; groups as they are or repeated.
 
-    Beside long calls the fastest of these runs alone.
+    Long calls run beside the fastest of these alone.
     """
     kernels = KERNELS if device.type == "cuda" else {"flash": KERNELS["flash"]}
     forms = {"": False} if work.heads == work.kv_heads else {", grouped heads": True, ", repeated heads": False}

@@ -20,7 +20,7 @@ value:
               before is computed has gained nothing wherever it was measured
     backward  the same without its host, and at least host_backward
 
-The host's times are those of a call that begins when every rank is idle. Where the host runs ahead of the GPU, as in a
+The host's times count for a call that begins when every rank is idle. Where the host runs ahead of the GPU, as in a
 step of many layers, both are about 0.
 
 Efficiency is the time of one GPU over W times the time of W. Source of the wire:
