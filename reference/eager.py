@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from . import formula
-from .at_once import attend_at_once, fits_at_once
 from .blocks import Block
 from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
 from .distances import AnyBias, Distances, values_of
@@ -80,12 +79,6 @@ def forward(
     >>> torch.allclose(out, formula.attention(q, k, v, is_causal=True)[0])
     True
     """
-    is_simple = softcap == 0 and sink is None and dropout is None
-    if is_simple and not isinstance(bias, Distances) and fits_at_once(mask, bias, q, k, chunk_bytes):
-        band = (-1, -1) if window_size is None else window_size
-        results = attend_at_once(q, k, v, mask, bias, (band[0], 0) if is_causal else band, softmax_scale)
-        if results is not None:
-            return results
     out = q.new_zeros(q.shape[:3] + v.shape[3:])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=formula.softmax_dtype(q))
     if sink is not None:
