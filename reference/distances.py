@@ -59,9 +59,9 @@ def dense(bias: Distances, seqlen_q: int, seqlen_k: int) -> Tensor:
 
     >>> import torch
     >>> dense(Distances(torch.tensor([[[[1, 2, 3]]]]), 1, True), 3, 4)
-    tensor([[[[2, 3, 3, 3],
-              [1, 2, 3, 3],
-              [1, 1, 2, 3]]]])
+    tensor([[[[1, 2, 3, 3],
+              [1, 1, 2, 3],
+              [1, 1, 1, 2]]]])
     """
     values = bias.values
     if seqlen_q == 0 or seqlen_k == 0:

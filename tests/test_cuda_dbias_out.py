@@ -243,8 +243,8 @@ def test_slices_of_ranks_store_into_the_gradient_of_all_keys(
     backend: Runner, window: tuple[int, int] | None, groups: int, stored: list[tuple[int, ...]]
 ) -> None:
     built(backend, SMALL)
-    case = ParallelCase(bias="full", causal=True, window=window, seqlen_q=640, seqlen_k=640, batch=1, groups=groups)
-    case = replace(case, dim=64, dim_v=64, dtype=torch.bfloat16, device=DEVICE)
+    case = ParallelCase(seqlen_q=640, seqlen_k=640, batch=1, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
+    case = case.with_(bias="full", is_causal=True, window_size=window, groups=groups)
     cuda = BACKENDS["cuda"]
     found = simulated(case, 2, cuda)
     assert len(stored) == 3 * groups and all(strides[1:] == (320 * 640, 640, 1) for strides in stored)

@@ -385,7 +385,7 @@ def _duration(seconds: float) -> str:
     """Round a time as people say it.
 
     >>> _duration(42.3), _duration(200)
-    ('45 s', '3.5 min')
+    ('40 s', '3.5 min')
     """
     return f"{max(5, 5 * round(seconds / 5))} s" if seconds < 100 else f"{round(seconds / 30) / 2:g} min"
 
