@@ -19,6 +19,7 @@ from flash_dmattn.distributed.operators import KeySum, RankRows, Sums
 from flash_dmattn.distributed.slices import HeadGroup, plan
 from flash_dmattn.gradients import with_dbias
 from flash_dmattn.problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, causal_window
+from flash_dmattn.reference import formula
 
 TOLERANCE = 1e-10
 WINDOWS = (None, (3, -1), (0, 0), (2, 1), (-1, 2), (5, 9))
@@ -48,7 +49,8 @@ def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[s
         held = runs_read(layout, rank, layout_k.length, window) if case.seed % 2 else ((0, layout_k.length),)
         kept = torch.cat([torch.arange(0), *(torch.arange(*run) for run in held)])
         rows = RankRows(parts, places_in(held, parts), views, q, bias, None, flags, needs)
-        out, lse = torch.empty_like(dout), torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=q.dtype)
+        dtype = formula.softmax_dtype(q)
+        out, lse = torch.empty_like(dout), torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=dtype)
         sums = Sums.of(rows)
         groups = case.groups or 1
         for heads in [HeadGroup(place, groups) for place in range(groups)]:
