@@ -12,7 +12,7 @@ value:
     FLOP      forward 4 n L Hq D density, backward 2.5 times that; each GPU does 1 / W of it, at the rate of one GPU,
               stretched by the last wave: (tiles / SMs + 1/4) / (tiles / SMs), 128 rows of a head to a tile
     wire      bytes / bandwidth + latency + per_peer x peers, per collective
-    traded    (inner - 1) / inner (n / W) heads D e: q, k, v and out forward; those, dout and gradients backward
+    traded    (inner - 1) / inner (n / W) heads D e: q, k, v, out forward; the same, dout and gradients backward
     gathered  (outer - 1) / outer n 2 (Hk / inner) D e; and as much again, of dK and dV, out of the backward pass; of a
               window the share that a rank of a zigzag layout reads
     order     copies of these keys: 1 forward, to the order of positions; 6 backward, of keys and of fp32 sums
