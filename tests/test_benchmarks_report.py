@@ -41,7 +41,14 @@ def line(system: str, call: Record, prepared: Record | None = None, backends: tu
 def row(name: str, *lines: Record, auto: tuple[str | None, ...] = ("cuda", "triton")) -> Record:
     counts = {"pairs": 1, "density": 0.25, "active_tiles": 0.5, "empty_rows": 3}
     floor = {"forward": 0.1, "backward": 0.2, "step": 0.3}
-    made = {"name": name, "group": "workload", "x": None, "shape": "1,2,1,64,16", "what": f"call {name}", "has_mask": True}
+    made = {
+        "name": name,
+        "group": "workload",
+        "x": None,
+        "shape": "1,2,1,64,16",
+        "what": f"call {name}",
+        "has_mask": True,
+    }
     made |= {"auto": list(auto), "counts": counts, "floor_ms": floor, "tile_floor_ms": floor, "limits": {"out": 5e-3}}
     return {**made, "systems": list(lines)}
 
