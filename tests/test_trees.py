@@ -68,7 +68,7 @@ def test_a_chain_is_causal_bit_for_bit(serving: Runner) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that need not be here: every call whose bits are compared there has the same kernels and programs."""
-    from flash_dmattn.triton_kernels import kernel_launch, launch, sequences
+    from flash_dmattn.triton_kernels import kernel_launch, launch
     from flash_dmattn.triton_kernels.plan_sequences import SequenceCall as Planned
 
     def on_sm_90(*arguments: Any) -> Planned:
@@ -77,7 +77,7 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
         return call
 
     launched: list[Any] = []
-    monkeypatch.setattr(sequences, "SequenceCall", on_sm_90)
+    monkeypatch.setattr(launch, "SequenceCall", on_sm_90)
     monkeypatch.setattr(launch, "plans", Remembered(4096))
     monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda self, *tensors: launched.append(self))
 
@@ -139,7 +139,7 @@ def test_explain_tells_of_trees() -> None:
 
 def test_opcheck() -> None:
     call = draw(6, "padded", dtypes=(torch.float32,))
-    view = call.sequences.view(call.sequences.spec(call.q, call.k, call.v))
+    _, view = call.sequences.lay_out(call.q, call.k, call.v)
     flags = Flags(-1, -1, 0.5, 0.0, False, layout="padded", max_seqlen_q=call.q.shape[1], max_seqlen_k=call.k.shape[1])
     inputs = (call.q, call.k, call.v, [call.mask.bits], "tree", None, None, list(view.tensors), None)
     # Lengths are read on the host: what follows shapes alone cannot run.
