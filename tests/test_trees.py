@@ -23,6 +23,7 @@ import flash_dmattn
 from flash_dmattn import Sequences, attention
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.storage import TreeMask
+from flash_dmattn.operators import flat_flags
 from flash_dmattn.problem import Flags
 from flash_dmattn.remembered import Remembered
 
@@ -139,8 +140,8 @@ def test_explain_tells_of_trees() -> None:
 
 def test_opcheck() -> None:
     call = draw(6, "padded", dtypes=(torch.float32,))
-    _, view = call.sequences.lay_out(call.q, call.k, call.v)
-    flags = Flags(-1, -1, 0.5, 0.0, False, layout="padded", max_seqlen_q=call.q.shape[1], max_seqlen_k=call.k.shape[1])
+    spec, view = call.sequences.lay_out(call.q, call.k, call.v)
+    flags = flat_flags(Flags(-1, -1, 0.5, 0.0, False, sequences=spec))
     inputs = (call.q, call.k, call.v, [call.mask.bits], "tree", None, None, list(view.tensors), None)
     # Lengths are read on the host: what follows shapes alone cannot run.
     checks = ("test_schema", "test_faketensor")
