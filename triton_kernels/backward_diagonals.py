@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import add_bias, bias_vector, probabilities, scaled, score_gradients
+from .scores import add_bias, bias_vector, probabilities, scaled, score_gradients, values_of_tile
 from .tile_ops import (
     DENSE,
     KEYS,
@@ -134,8 +134,11 @@ def backward_diagonals_kernel(
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s = scaled(s, scale_log2, softcap, SOFTCAP)[0]
             bias_head = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)[0]
+            window = values_of_tile(
+                bias_head, bias_strides, first, first_key, shape, distances, BLOCK_M, BLOCK_N, BIAS, False
+            )
             s = add_bias(
-                s, bias, bias_head, 0.0, bias_strides, b, h, first, first_key, rows, keys, shape, distances,
+                s, bias, bias_head, 0.0, window, bias_strides, b, h, first, first_key, rows, keys, shape, distances,
                 BLOCK_M, BLOCK_N, BIAS, 1, False, WIDE, False, False,
             )  # fmt: skip
             allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
