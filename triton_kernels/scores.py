@@ -93,12 +93,20 @@ def add_bias(
         if GATHERED:
             s += values_at(head, strides, places_of(rows, keys, shape, distances, AXIS), distances, BIAS)
         else:
-            # Through shared memory and into the layout of the scores: a tile of loads would take another layout, the
-            # registers of its addresses, and shared memory of its own size.
-            steps = tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) - tl.expand_dims(tl.arange(0, BLOCK_M), AXIS)
-            places = tl.reshape(steps + (BLOCK_M - 1), (BLOCK_M * BLOCK_N,))
-            s += tl.reshape(tl.gather(window, places, 0), s.shape)
+            s += spread(window, BLOCK_M, BLOCK_N, AXIS)
     return s
+
+
+@triton.jit
+def spread(window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr):
+    """Make the tile of a window of values: every score gets the value of its distance.
+
+    It goes through shared memory and into the layout of the scores. A tile of loads would take another layout, the
+    registers of its addresses, and shared memory of its own size.
+    """
+    steps = tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) - tl.expand_dims(tl.arange(0, BLOCK_M), AXIS)
+    places = tl.reshape(steps + (BLOCK_M - 1), (BLOCK_M * BLOCK_N,))
+    return tl.reshape(tl.gather(window, places, 0), steps.shape)
 
 
 @triton.jit
