@@ -151,10 +151,10 @@ def near_blocks(
     first, start, inside, shape, distances,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Find the blocks of a run that a bias by distance has values for: how many come before them, and how many they are.
+    """Count the blocks of a run that a bias by distance has values for: (blocks before these, these).
 
-    All scores of another block are beyond the same end of the values. The run has `inside` blocks of keys from block
-    `start` on, and `first` is the first query of the tile that visits them; if AXIS is 0 it is the other way round.
+    All scores of another block are beyond one end of the values. The run has `inside` blocks from block `start` on: of
+    keys, beside a tile whose first query is `first`, or with AXIS 0 of queries, beside a first key.
     """
     zero = distances.zero - (shape.seqlen_k - shape.seqlen_q)
     if AXIS == 1:
@@ -175,7 +175,7 @@ def near_blocks(
 
 @triton.jit
 def block_by_distance(step, nearest, near, IS_NEAR: tl.constexpr):
-    """Return the block of a run that a walk visits at a step of those with values, or of the others; see `near_blocks`."""
+    """Return the block of a run at a step of the blocks with values, or of all others; see `near_blocks`."""
     if IS_NEAR:
         return step + nearest
     else:
