@@ -553,7 +553,7 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
     like = {"out": call.dout, **{f"d{name}": getattr(call, name) for name in LEAVES}}
 
     def by_chance(name: str) -> float:
-        if name not in ("dq", "dk", "dv"):
+        if name not in ("out", "dq", "dk", "dv"):
             return 0.0
         numbers = {k: y for k, y in call.flags.items() if k in ("softcap", "softmax_scale")}
         before, after = (y["out"].reshape(dense.dout.shape).double() for y in (exact, in_dtype))
