@@ -3,8 +3,8 @@
     python tests/peer_tests.py CHECKOUT --sample 40          # forty of each test, the same ones every time
     python tests/peer_tests.py CHECKOUT -- -x -k varlen      # all of some, with arguments of pytest
 
-CHECKOUT is a clone of the repository flash-attention. Its package need not be built: modules of it that tests use beside
-the functions, such as `bert_padding`, are read from there. Two things cannot be expressed and are left out: tests with
+CHECKOUT is a clone of the repository flash-attention. Its package need not be built: modules that tests use beside the
+functions, such as `bert_padding`, are read from there. Two things cannot be expressed and are left out: tests with
 dropout, which read the probabilities that the function returns, and tests of its C++ entry points.
 """
 
