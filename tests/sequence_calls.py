@@ -367,8 +367,8 @@ def run_on(
     packing = {n: "none" if (x := getattr(call, n)) is None else packing_of(n, x.shape, spec) for n in ("mask", "bias")}
     left, right = causal_window(f["is_causal"], f["window_size"] or (-1, -1))
     scale = call.q.shape[-1] ** -0.5 if f["softmax_scale"] is None else f["softmax_scale"]
-    sizes = (spec.layout, spec.max_seqlen_q, spec.max_seqlen_k, packing["mask"], packing["bias"], f["dropout_p"])
-    flags = Flags(left, right, scale, f["softcap"], deterministic, 1, 1, *sizes)
+    flags = Flags(left, right, scale, f["softcap"], deterministic, 1, 1, packing["mask"], packing["bias"])
+    flags = flags._replace(dropout_p=f["dropout_p"], sequences=spec)
 
     def laid(name: str) -> Tensor | None:
         x = getattr(call, name)
