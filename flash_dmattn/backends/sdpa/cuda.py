@@ -110,8 +110,9 @@ def _is_unused(edges: Tensor, number: int) -> Tensor:
 
 def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls."""
-    is_packed = p.sequences is not None
-    if not (_has_packed_pairs(p) if is_packed else has_pairs(p)):
+    if p.sequences is not None:
+        return _plan_packed_backward(p)
+    if not has_pairs(p):
         return differentiate_without_keys(p)
     is_causal, numbers = _band(p)
     lengths, needs_grad = (p.seqlen_q, p.seqlen_k), p.needs_grad
@@ -119,17 +120,33 @@ def plan_backward(p: AttentionProblem) -> Backward:
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         assert dlse is None, "a rule refuses calls that return lse"
         x, out, lse = saved
-        tensors = (rows(dout), rows(x.q), rows(x.k), rows(x.v), out.contiguous(), lse.contiguous())
-        edges: tuple[Tensor | None, Tensor | None] = (None, None)
-        if is_packed:
-            tensors, edges = tuple(t[0] for t in tensors), _edges(x)
-        unused = torch.empty(0, dtype=torch.int64, device=out.device)  # the state of a generator, for dropout
-        gradients = _BACKWARD(*tensors, *edges, *lengths, 0.0, is_causal, unused, unused, **numbers)
-        if edges[0] is not None and edges[1] is not None:
-            side = zip(gradients, (edges[0], edges[1], edges[1]), strict=True)
-            gradients = [g.masked_fill_(_is_unused(own, len(g))[:, None, None], 0.0)[None] for g, own in side]
+        q, k, v = rows(x.q), rows(x.k), rows(x.v)
+        unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the state of a generator, for dropout
+        tensors = (rows(dout), q, k, v, out.contiguous(), lse.contiguous())
+        gradients = _BACKWARD(*tensors, None, None, *lengths, 0.0, is_causal, unused, unused, **numbers)
         each = zip(gradients, needs_grad[:3], strict=True)
         return *(g.contiguous() if needed else None for g, needed in each), None
+
+    return backward
+
+
+def _plan_packed_backward(p: AttentionProblem) -> Backward:
+    """Plan the backward pass of packed sequences."""
+    if not _has_packed_pairs(p):
+        return differentiate_without_keys(p)
+    (is_causal, numbers), longest, needs_grad = _band(p), (p.seqlen_q, p.seqlen_k), p.needs_grad
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        assert dlse is None, "a rule refuses calls that return lse"
+        x, out, lse = saved
+        edges_q, edges_k = _edges(x)
+        unused = torch.empty(0, dtype=torch.int64, device=out.device)  # the state of a generator, for dropout
+        tensors = [t[0] for t in (rows(dout), rows(x.q), rows(x.k), rows(x.v), out.contiguous(), lse.contiguous())]
+        gradients = _BACKWARD(*tensors, edges_q, edges_k, *longest, 0.0, is_causal, unused, unused, **numbers)
+        for gradient, edges in zip(gradients, (edges_q, edges_k, edges_k), strict=True):
+            gradient.masked_fill_(_is_unused(edges, len(gradient))[:, None, None], 0.0)
+        each = zip(gradients, needs_grad[:3], strict=True)
+        return *(g[None].contiguous() if needed else None for g, needed in each), None
 
     return backward
 
