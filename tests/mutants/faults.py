@@ -225,6 +225,20 @@ _PYTHON = (
         (f"{_SDPA}test_what_is_around_the_operators_of_gpus[more queries, causal]",),
     ),
     Fault(
+        "unused tokens between packed sequences belong to the sequence before",
+        "flash_dmattn/backends/sdpa/cuda.py",
+        "torch.stack((first, first + number), 1)",
+        "torch.stack((first, first), 1)",
+        (f"{_SDPA}test_packed_sequences_around_the_operators_of_gpus",),
+    ),
+    Fault(
+        "rows of no packed sequence keep what the kernel leaves there",
+        "flash_dmattn/backends/sdpa/cuda.py",
+        "out.masked_fill_(is_unused[:, None, None], 0.0)",
+        "out",
+        (f"{_SDPA}test_packed_sequences_around_the_operators_of_gpus",),
+    ),
+    Fault(
         "memory-efficient attention gets a bias in rows that it cannot read",
         "flash_dmattn/backends/sdpa/efficient.py",
         " or not is_aligned:",
