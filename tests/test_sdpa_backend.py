@@ -261,7 +261,7 @@ class OnEmulation(torch.autograd.Function):
 
 @pytest.mark.parametrize("module", [cuda, efficient])
 def test_the_operators_have_these_arguments(module: Any) -> None:
-    """They are those of torch 2.9 and later."""
+    """torch 2.9 and later have them."""
     wanted = {
         cuda: ({"scale", "window_size_left", "window_size_right"}, 10, 14),
         efficient: ({"scale"}, 11, 16),

@@ -35,12 +35,12 @@ def kernels_of_the_library() -> set[str]:
 
     import flash_dmattn.triton_kernels as package
 
-    found = set()
+    names = set()
     for path in Path(package.__path__[0]).glob("*.py"):
         module = importlib.import_module(f"flash_dmattn.triton_kernels.{path.stem}")
         kernels = [x for x in vars(module).values() if isinstance(x, JITFunction) and x.__name__.endswith("_kernel")]
-        found |= {kernel.__name__.removesuffix("_kernel").removeprefix("_") for kernel in kernels}
-    return found
+        names |= {kernel.__name__.removesuffix("_kernel").removeprefix("_") for kernel in kernels}
+    return names
 
 
 @needs_triton
