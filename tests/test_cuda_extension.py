@@ -542,38 +542,22 @@ calls = {{
     ),
 }}
 for name, arguments in calls.items():
-    operator = getattr(torch.ops.flash_dmattn, name)
-    print(operator.default._schema)
     try:
-        operator(*arguments)
+        getattr(torch.ops.flash_dmattn, name)(*arguments)
     except RuntimeError as error:
         print(str(error).splitlines()[0])
 """
-PACK_SCHEMA = "flash_dmattn::cuda_pack_mask(Tensor mask, int low, int high, bool has_band) -> Tensor[]"
-FORWARD_SCHEMA = (
-    "flash_dmattn::cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, "
-    "Tensor(a!) out, Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, "
-    "Tensor? dropout_key, float dropout_p, bool one_mask_row) -> ()"
-)
-BACKWARD_SCHEMA = (
-    "flash_dmattn::cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, "
-    "Tensor? key_order, Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, "
-    "Tensor(d!)? dbias, Tensor(e!)? dbias_sums, Tensor(f!)? delta, int low, int high, float softmax_scale, "
-    "float softcap, bool deterministic, int num_dbias_chunks, Tensor? dropout_key, float dropout_p) -> ()"
-)
 
 
 @builds
 def test_operators_are_registered_and_refuse_cpu_tensors(built: Built, tmp_path: Path) -> None:
     done = call(LOAD.format(stub=str(built.folder / "libtorch_cuda.so"), file=str(built.file)), tmp_path)
     assert done.returncode == 0, done.stdout
-    info, pack, pack_refusal, forward, forward_refusal, backward, backward_refusal = done.stdout.splitlines()
+    info, *refusals = done.stdout.splitlines()
     assert json.loads(info) == extension.build_info(built.file)
-    assert (pack, forward, backward) == (PACK_SCHEMA, FORWARD_SCHEMA, BACKWARD_SCHEMA)
-    sentence = "is not on a CUDA device; the kernel is written for sm_90a"
-    assert f"cuda_pack_mask: mask {sentence}" in pack_refusal
-    assert f"cuda_forward_kernel: q {sentence}" in forward_refusal
-    assert f"cuda_backward_kernel: q {sentence}" in backward_refusal
+    operands = ("cuda_pack_mask: mask", "cuda_forward_kernel: q", "cuda_backward_kernel: q")
+    for operand, refusal in zip(operands, refusals, strict=True):
+        assert f"{operand} is not on a CUDA device; the kernel is written for sm_90a" in refusal
 
 
 @builds

@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ALiBi": {"alibi_slopes": SLOPES},
     "causal ALiBi": {"alibi_slopes": SLOPES, "causal": True},
     "ALiBi in a window": {"alibi_slopes": SLOPES, "window_size": (3, 0)},
+    "ALiBi in a window with a later key": {"alibi_slopes": SLOPES, "window_size": (3, 1)},
     "ALiBi of each entry": {"alibi_slopes": torch.stack((SLOPES, SLOPES.flip(0))), "causal": True},
     "ALiBi of each entry both ways": {"alibi_slopes": torch.stack((SLOPES, SLOPES.flip(0)))},
     "deterministic": {"deterministic": True, "causal": True},

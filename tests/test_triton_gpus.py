@@ -129,6 +129,8 @@ def test_tiles_of_other_gpus_are_not_those_of_sm_90(monkeypatch: pytest.MonkeyPa
         table = getattr(tile_table, name)
         monkeypatch.setattr(tile_table, name, dict.fromkeys(table, nothing))
     assert tiles("sm_90") == before
+    pairs = {arch: tile_table.pair_tiles(arch) for arch in ("sm_90", "sm_80", "sm_86", "gfx942")}
+    assert len(set(pairs.values())) == 3 and pairs["sm_80"] == pairs["sm_86"]
     assert [tiles(arch) for arch in ("sm_80", "sm_86")] != others
 
 
