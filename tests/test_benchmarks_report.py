@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cli, pages
-from benchmarks.report import summary, tables, text
+from benchmarks.report import plots, summary, tables, text, write
 from benchmarks.results import SUITES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,9 +28,9 @@ def timed(ms: float) -> Record:
 
 
 def column(forward: float | None, backward: float | None = None, **rest: Any) -> Record:
-    call: Record = {"reason": "", "failed": False, "first_call_s": 1.5, "peak_mb": 12.0, "errors": {"out": 2e-3}}
+    found: Record = {"reason": "", "failed": False, "first_call_s": 1.5, "peak_mb": 12.0, "errors": {"out": 2e-3}}
     times = {"forward": forward, "backward": backward, "step": None}
-    return {**call, "wrong": [], **{name: x and timed(x) for name, x in times.items()}, **rest}
+    return {**found, "wrong": [], **{name: x and timed(x) for name, x in times.items()}, **rest}
 
 
 def line(system: str, call: Record, prepared: Record | None = None, backends: tuple[str, ...] = ()) -> Record:
@@ -38,17 +38,12 @@ def line(system: str, call: Record, prepared: Record | None = None, backends: tu
     return {"system": system, "ours": bool(backends), "backends": list(backends), "columns": columns}
 
 
-def row(name: str, *lines: Record, auto: tuple[str | None, ...] = ("cuda", "triton")) -> Record:
+def row(
+    name: str, *lines: Record, group: str = "workload", x: Any = None, auto: tuple[str, ...] = ("cuda", "triton")
+) -> Record:
     counts = {"pairs": 1, "density": 0.25, "active_tiles": 0.5, "empty_rows": 3}
     floor = {"forward": 0.1, "backward": 0.2, "step": 0.3}
-    made = {
-        "name": name,
-        "group": "workload",
-        "x": None,
-        "shape": "1,2,1,64,16",
-        "what": f"call {name}",
-        "has_mask": True,
-    }
+    made = {"name": name, "group": group, "x": x, "shape": "1,2,1,64,16", "what": f"call {name}", "has_mask": True}
     made |= {"auto": list(auto), "counts": counts, "floor_ms": floor, "tile_floor_ms": floor, "limits": {"out": 5e-3}}
     return {**made, "systems": list(lines)}
 
@@ -68,8 +63,19 @@ MIXED = row(
 )
 ALONE = row("alone", line("triton", column(1.0, 1.0), None, ("triton", "triton")), auto=("triton", "triton"))
 LEVEL = row("level", line("triton", column(1.0), None, ("triton",)), line("fa4", column(1.02)), auto=("triton", None))
+DENSITIES = [
+    row(
+        f"density-{x}",
+        line("cuda", column(x), column(x / 2), ("cuda", "cuda")),
+        line("fa4", column(2 * x)),
+        group="density",
+        x=x,
+        auto=("cuda", "cuda"),
+    )
+    for x in (0.1, 1.0)
+]
 FAILED_ROW = {"name": "none", "group": "workload", "shape": "1", "what": "w", "error": "no memory", "systems": []}
-PERFORMANCE = content(MIXED, ALONE, LEVEL, FAILED_ROW, left_out={"fa4": "not installed"})
+PERFORMANCE = content(MIXED, ALONE, LEVEL, *DENSITIES, FAILED_ROW, left_out={"fa4": "not installed"})
 
 
 def test_standings() -> None:
@@ -95,6 +101,34 @@ def test_a_page_says_what_failed_and_what_is_left() -> None:
     said = text.row("performance", MIXED)
     assert "cuda, prepared" in said and "WRONG: dq" in said and "RuntimeError: a | b" in said
     assert "SDPA" not in said and "    no memory" in text.row("performance", FAILED_ROW)
+
+
+def test_plots(tmp_path: Path) -> None:
+    """A legend with every system that has a result, right times over ours, the floor; the same file each time."""
+    pytest.importorskip("matplotlib")
+    rows = [MIXED, ALONE, LEVEL]
+    workloads = plots.ratios(rows, PERFORMANCE, plots.shown(rows), floor=True)
+    names = {label.get_text() for label in workloads.legends[0].get_texts()}
+    assert names == {"cuda", "triton", "SDPA, cuDNN", "SDPA, mem-efficient", "FlashAttention-4", "floor"}
+    assert [axes.get_title() for axes in workloads.axes] == ["forward", "backward"]
+    drawn = [{line.get_label(): list(line.get_xdata()) for line in axes.lines} for axes in workloads.axes]
+    forward, backward = (
+        {name: pytest.approx(x) for name, x in panel.items() if not name.startswith("_")} for panel in drawn
+    )
+    # Ours has its mask charged, a peer's is free where that is faster; wrong results have no dot.
+    assert forward["cuda"] == [1.0] and forward["triton"] == [0.8, 1.0, 1.0] and forward["SDPA, cuDNN"] == [1.6]
+    assert backward["SDPA, cuDNN"] == [0.5] and backward["SDPA, mem-efficient"] == []
+    assert backward["FlashAttention-4"] == [] and forward["floor"] == [0.2]
+    swept = plots.curves(DENSITIES, PERFORMANCE)
+    assert swept.axes[0].get_xlabel() == "fraction of the blocks kept"
+    curves = {line.get_label(): list(line.get_ydata()) for line in swept.axes[0].lines}
+    assert curves["cuda"] == [0.1, 1.0] and curves["FlashAttention-4"] == [0.2, 2.0] and curves["floor"] == [0.1, 0.1]
+    folder = saved(tmp_path)
+    drawn = []
+    for _ in range(2):
+        write(folder)
+        drawn.append((folder / "performance-density.svg").read_bytes())
+    assert drawn[0] == drawn[1]
 
 
 def saved(folder: Path) -> Path:

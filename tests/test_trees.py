@@ -66,7 +66,7 @@ def test_a_chain_is_causal_bit_for_bit(serving: Runner) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that need not be here: every call whose bits are compared there has the same kernels and programs."""
-    from flash_dmattn.triton_kernels import kernel_launch, launch, sequences
+    from flash_dmattn.triton_kernels import kernel_launch, launch
     from flash_dmattn.triton_kernels.plan_sequences import SequenceCall as Planned
 
     def on_sm_90(*arguments: Any) -> Planned:
@@ -75,7 +75,7 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
         return call
 
     launched: list[Any] = []
-    monkeypatch.setattr(sequences, "SequenceCall", on_sm_90)
+    monkeypatch.setattr(launch, "SequenceCall", on_sm_90)
     monkeypatch.setattr(launch, "plans", Remembered(4096))
     monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda self, *tensors: launched.append(self))
 
