@@ -174,6 +174,13 @@ def test_layouts_and_broadcast_dims(mask, plain):
     check_tile_mask(prepared, allowed_positions(plain, 150, 384, is_causal=True))
 
 
+def test_rows_that_start_between_words():
+    mask = torch.rand(2, 1, 1, 131) < 0.5
+    sliced, plain = mask[:1, ..., 3:], mask[:1, ..., 3:].clone()
+    for actual, wanted in zip(packing.pack_mask(sliced, None), packing.pack_mask(plain, None), strict=True):
+        assert torch.equal(actual, wanted)
+
+
 def test_one_row_for_all_queries_is_known_by_its_keys():
     keys = torch.rand(2, 1, 1, 50, generator=torch.Generator().manual_seed(2)) < 0.5
     want = PreparedMask.from_mask(keys, seqlen_q=70, is_causal=True)
