@@ -16,7 +16,7 @@ from out_of_tree import replaced
 import flash_dmattn
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as cuda
-from flash_dmattn.backends.protocol import Availability, Rule
+from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import config, selection
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import SequenceSpec
@@ -25,7 +25,6 @@ Q = (2, 4096, 16, 64)
 PER_SCORE = (2, 16, 4096, 4096)
 GRADIENTS = {"grad": True}
 DBIAS = {"bias": PER_SCORE, "bias_grad": True}
-ALL_RULES = (*cuda.rules, *cuda.auto_rules)
 
 
 @pytest.fixture(autouse=True)
@@ -574,67 +573,6 @@ def test_notes_tell_of_a_bias_that_is_copied(
     for gradients in ({}, GRADIENTS):
         notes = cuda.notes(explained(q=(2048, 49, 6, 32), bias=bias, bias_strides=strides, **gradients).problem)
         assert len(notes) == (said is not None) and all(note.startswith(said) for note in notes)
-
-
-SIZES = st.sampled_from((0, 1, 2, 63, 64, 4095))
-DIMS = st.sampled_from((1, 8, 64, 100, 128, 192, 256, 257, 512))
-SHAPES = st.none() | st.tuples(*[st.booleans()] * 4)
-DTYPES = st.sampled_from(("fp16", "bf16", "fp32", "fp64"))
-BUILDS = st.none() | st.frozensets(
-    st.sampled_from([*(f"forward_d{d}_bf16" for d in (32, 64, 96, 128, 192, 256)), "forward_d192_128_bf16"])
-)
-FLAGS = ("mask_prepared", "grad", "bias_grad", "return_probs", "deterministic", "softcap")
-
-
-@given(
-    q=st.tuples(SIZES, SIZES, st.sampled_from((2, 4)), DIMS),
-    seqlen_k=SIZES,
-    head_dim_v=st.none() | DIMS,
-    dtypes=st.tuples(DTYPES, DTYPES),
-    device=st.sampled_from(("cpu", "sm_75", "sm_80", "sm_90", "sm_100")),
-    mask=SHAPES,
-    bias=SHAPES,
-    flags=st.fixed_dictionaries(dict.fromkeys(FLAGS, st.booleans())),
-    built=BUILDS,
-)
-def test_a_broken_rule_is_a_sentence(
-    q: tuple[int, ...],
-    seqlen_k: int,
-    head_dim_v: int | None,
-    dtypes: tuple[str, str],
-    device: str,
-    mask: tuple[bool, ...] | None,
-    bias: tuple[bool, ...] | None,
-    flags: dict[str, bool],
-    built: frozenset[str] | None,
-) -> None:
-    sizes = (q[0], q[2], q[1], seqlen_k)
-    shapes = [None if x is None else tuple(n if full else 1 for full, n in zip(x, sizes)) for x in (mask, bias)]
-    problem = explain_problem(
-        q,
-        kv_heads=2,
-        seqlen_k=seqlen_k,
-        head_dim_v=head_dim_v,
-        dtype=dtypes[0],
-        bias_dtype=dtypes[1],
-        device=device,
-        mask=shapes[0],
-        bias=shapes[1],
-        backend="reference",
-        **{**flags, "softcap": 30.0 * flags["softcap"]},
-    ).problem
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_rules, "installed_instances", lambda: built)
-        for rule in (rule for rule in ALL_RULES if set(rule.passes) & set(selection.passes_of(problem))):
-            assert is_a_sentence(rule, problem), f"{rule.code}: {rule.says(problem)!r}"
-
-
-def is_a_sentence(rule: Rule, problem: flash_dmattn.problem.AttentionProblem) -> bool:
-    """Where the rule is broken: at least three words, none of them empty, as where a list of values is."""
-    if rule.holds(problem):
-        return True
-    words = rule.says(problem).split(" ")
-    return len(words) > 2 and all(words)
 
 
 def test_two_key_tiles_are_certain_where_a_rule_counts_on_them() -> None:
