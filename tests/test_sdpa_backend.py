@@ -340,7 +340,7 @@ def test_packed_sequences_around_the_operators_of_gpus(
 
 @pytest.mark.parametrize("module", [cuda, efficient])
 def test_the_operators_have_these_arguments(module: Any) -> None:
-    """They are those of torch 2.9 and later."""
+    """torch 2.9 and later have them."""
     wanted = {
         cuda: ({"scale", "window_size_left", "window_size_right"}, 10, 14),
         efficient: ({"scale"}, 11, 16),
