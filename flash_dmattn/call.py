@@ -166,16 +166,8 @@ def _plan_for(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Plan,
     selection = choose(problem, requested)
     # Sizes are tensors under torch.jit.trace, and symbols under compilers. Meta tensors have no values for a pass.
     is_plain = key is not None and type(problem.seqlen_q) is int
-    plan = make_plan(
-        problem,
-        *selection,
-        requested,
-        arrival=call.arrival,
-        sequences=call.sequences,
-        has_dropout=problem.flags.dropout_p > 0,
-        falls_back=falls_back(problem, requested, selection),
-        with_passes=is_plain and problem.device != "meta",
-    )
+    is_last_resort, has_values = falls_back(problem, requested, selection), problem.device != "meta"
+    plan = make_plan(problem, *selection, requested, call.arrival, is_last_resort, is_plain and has_values)
     if is_plain and key is not None:
         plans.keep(key, plan)
     return plan, mask, bias
