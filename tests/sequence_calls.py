@@ -7,6 +7,7 @@ there. Pairs of different sequences are masked, and a mask or a bias is gathered
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,6 +86,17 @@ class SequenceCall:
         """The same values in another dtype."""
         names = ("q", "k", "v", "bias", "sink", "dout", "dlse")
         return replace(self, **{n: None if (x := getattr(self, n)) is None else x.detach().to(dtype) for n in names})
+
+
+def simpler(call: SequenceCall) -> Iterator[SequenceCall]:
+    """The call with one thing less: a flag, a mask, a bias, a sink, a gradient."""
+    for name in call.flags:
+        yield replace(call, flags={key: x for key, x in call.flags.items() if key != name})
+    for name in ("mask", "bias", "sink", "dlse"):
+        if getattr(call, name) is not None:
+            yield replace(call, **{name: None}, needs_grad=tuple(x for x in call.needs_grad if x != name))
+    for name in call.needs_grad:
+        yield replace(call, needs_grad=tuple(x for x in call.needs_grad if x != name))
 
 
 def draw(

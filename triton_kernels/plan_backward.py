@@ -390,6 +390,7 @@ def plan_diagonals(call: Call, dout: Tensor, values: Tensor) -> Callable[..., Te
         first_diagonal=first_diagonal,
         diagonals=diagonals,
         parts=parts,
+        EDGES=call.edges(shape.seqlen_q % block or shape.seqlen_k % block),
         TMA=tma,
         WIDE=call.wide(call.q, call.k, call.v, dout),
     )
