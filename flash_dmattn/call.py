@@ -130,8 +130,8 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
     if mask is None:
         view = NO_MASK
-    elif plan.pack is not None and isinstance(mask, Tensor) and not profiler._is_profiler_enabled:
-        view = plan.pack(mask)
+    elif plan.view is not None and not profiler._is_profiler_enabled:  # a profiler sees the operators that pack
+        view = plan.view(mask)
     else:
         view = view_of(problem, plan.choice, mask, call.sequences)
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)

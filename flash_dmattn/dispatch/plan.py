@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_packing
+from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_view
 from ..backends.protocol import Backend, Backward, Forward
 from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, spec_of
 from ..problem.inputs import Parts, Saved, in_rows, parts_of
@@ -40,7 +38,7 @@ class Plan(NamedTuple):
         falls_back: whether "auto" falls back to eager PyTorch on an accelerator.
         run_forward, run_backward: the passes. They are None if sizes may be symbols or tensors have no values; calls
             then go through the operators.
-        pack: packs the bool mask of an unwatched call; None if it is not packed, or if an operator has to pack it.
+        view: converts the mask of an unwatched call to the chosen form; None if `view_of` has to do it.
         strides: the strides that the backward pass is planned for: of q, k, v and bias as they arrive, and of a dense
             mask.
     """
@@ -56,7 +54,7 @@ class Plan(NamedTuple):
     falls_back: bool = False
     run_forward: Forward | None = None
     run_backward: Backward | None = None
-    pack: Callable[[Tensor], MaskView] | None = None
+    view: Callable[[Any], MaskView] | None = None
     strides: Strides = ()
 
     def lies_as_planned(self, saved: Saved) -> bool:
@@ -103,7 +101,7 @@ def make_plan(
     return plan._replace(
         run_forward=forward_pass(forward, p),
         run_backward=None if backward is None else backward_pass(backward, p),
-        pack=plan_packing(described, choice),
+        view=plan_view(described, choice),
         strides=(*strides, None if p.bias_tensor is None else p.bias_tensor.strides, dense),
     )
 
