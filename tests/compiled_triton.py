@@ -202,9 +202,9 @@ class SequenceVariant(Variant):
             words = (self.batch, self.seqlen_q, -(-self.seqlen_q // 32))
             mask = MaskView("tree", (torch.empty(words, dtype=torch.int32, device="meta"),))
         right = 0 if self.is_causal else -1
-        flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, 1, 1, self.layout)
-        flags = flags._replace(max_seqlen_q=self.seqlen_q, max_seqlen_k=self.seqlen_k, bias_packing=self.bias_packing)
-        flags = flags._replace(dropout_p=self.dropout_p)
+        spec = SequenceSpec(self.layout, self.batch, q.shape[1], k.shape[1], self.seqlen_q, self.seqlen_k)
+        flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, bias_packing=self.bias_packing)
+        flags = flags._replace(dropout_p=self.dropout_p, sequences=spec)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = SequenceCall(q, k, torch.empty_like(k), mask, bias, flags, sink, self.view())
         call.arch, call.num_sms = arch, 132

@@ -18,6 +18,7 @@ from flash_dmattn import Sequences, append_to_cache, operators
 from flash_dmattn.gradients import spread
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.operators import prepared_view
+from flash_dmattn.operators import flat_flags
 from flash_dmattn.problem import Flags, MaskChoice, NeedsGrad, causal_window
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
@@ -25,7 +26,7 @@ FORWARD = torch.ops.flash_dmattn.attention_forward.default
 BACKWARD = torch.ops.flash_dmattn.attention_backward.default
 PREPARE = torch.ops.flash_dmattn.prepare_mask.default
 NO_MASK = ([], "none")
-FLAGS = Flags(2, 0, 0.3, 1.5, False)
+FLAGS = flat_flags(Flags(2, 0, 0.3, 1.5, False))
 NO_SEQUENCES: list[Tensor] = []
 SINK = torch.tensor([0.5, -torch.inf, 2.0, -1.0], dtype=torch.bfloat16)
 
@@ -166,7 +167,7 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         q, k, v = (torch.zeros(1, 1, 1, 1, dtype=dtype) for _ in range(3))
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
-        flags = Flags(-1, -1, 1.0, 0.0, False)
+        flags = flat_flags(Flags(-1, -1, 1.0, 0.0, False))
         out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, *flags, "eager", "")
         needs_grad = [True, True, True, bias is not None, False]
         arguments = (q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, query_gradient, row_delta, sink_gradient
+from flash_dmattn.gradients import key_gradient, query_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 from flash_dmattn.problem.inputs import Saved
+from flash_dmattn.reference.sinks import row_delta, sink_gradient
 
 from .backward_bias import backward_bias_kernel
 from .backward_delta import delta_kernel

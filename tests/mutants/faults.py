@@ -261,6 +261,13 @@ _PYTHON = (
         ("tests/test_edges.py::test_the_lse_of_an_empty_row_takes_no_gradient[eager-bias0]",),
     ),
     Fault(
+        "intervals of a block of queries count from the first query of the call",
+        "reference/query_blocks.py",
+        "(x.gather(3, keys) - first)",
+        "x.gather(3, keys)",
+        ("tests/test_eager_skips.py::test_blocks_of_few_keys_are_one_call",),
+    ),
+    Fault(
         "dv is overwritten by each block of queries",
         "reference/tiles.py",
         "multiply(a, b, self._sums[:, keys], scale, keep=True)",
