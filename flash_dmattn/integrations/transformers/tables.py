@@ -59,7 +59,7 @@ def read_tables(config: Any) -> None:
                 _replace(part)
 
 
-def _has_table(kind: type) -> bool:
+def _has_table(kind: type[nn.Module]) -> bool:
     compute = vars(kind).get("compute_bias")
     return (
         inspect.isfunction(compute)
