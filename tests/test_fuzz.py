@@ -64,5 +64,5 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
 def test_the_page_says_what_the_files_say() -> None:
     page = reliability.PAGE.read_text()
     assert reliability.written(page) == page
-    tables = (reliability.random_calls(), reliability.gpu_suite(), reliability.their_tests(), reliability.drawn_faults())
-    assert all(len(set(line.count("|") for line in rows)) == 1 for rows in tables)
+    for make in (reliability.random_calls, reliability.gpu_suite, reliability.their_tests, reliability.drawn_faults):
+        assert len({line.count("|") for line in make()}) == 1
