@@ -19,13 +19,14 @@ from layouts import LAYOUTS as STRIDES
 from torch import Tensor
 
 from flash_dmattn import Sequences, attention
-from flash_dmattn.backends.protocol import Backend
+from flash_dmattn.backends.protocol import Backend, Direction
 from flash_dmattn.masks.prepared.sequence_packing import pack_sequences
 from flash_dmattn.masks.prepared.storage import TreeMask
 from flash_dmattn.operators import describe_operands
-from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceView, causal_window
+from flash_dmattn.problem import AttentionProblem, Flags, MaskView, NeedsGrad, SequenceView, causal_window
 from flash_dmattn.problem import inputs as operands
 from flash_dmattn.problem.checks import packing_of
+from flash_dmattn.problem.inputs import result_in_rows
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
 from flash_dmattn.reference.dropout import Dropout, draw_key
@@ -390,12 +391,30 @@ def run_on(
     x = operands.Inputs(q, k, v, view, laid("bias"), call.sink, sequences, key)
     needs = NeedsGrad(*(name in call.needs_grad for name in LEAVES))
     problem = describe_operands(x, flags, needs)
-    out, lse = backend.plan_forward(problem)(x)
+
+    def arriving(direction: Direction) -> AttentionProblem:
+        """Packed calls of an odd number of tokens arrive as tokens, where the pass takes these."""
+        tokens = problem._replace(arrival="tokens")
+        takes = call.packs_queries and call.q.shape[0] % 2 == 1 and backend.reads_as_arrived(tokens, direction)
+        return tokens if takes else problem
+
+    def laid_out(arriving: AttentionProblem) -> operands.Inputs:
+        if arriving.arrival == "rows":
+            return x
+        return x._replace(q=q[0], k=k[0] if spec.packs_keys else k, v=v[0] if spec.packs_keys else v)
+
+    p = arriving("forward")
+    out, lse = backend.plan_forward(p)(laid_out(p))
+    out, lse = (result_in_rows(result, p.arrival) for result in (out, lse))
     gradients: list[Tensor | None] = [None] * len(LEAVES)
     if any(needs):
         assert backend.plan_backward is not None
-        saved = operands.Saved(x, out, lse)
-        gradients = list(backend.plan_backward(problem)(saved, laid("dout"), laid("dlse")))
+        p, results = arriving("backward"), (out, lse, laid("dout"), laid("dlse"))
+        if p.arrival == "tokens":
+            results = tuple(None if result is None else result[0] for result in results)  # type: ignore[assignment]
+        saved = operands.Saved(laid_out(p), *results[:2])
+        gradients = list(backend.plan_backward(p)(saved, *results[2:]))
+        gradients[:3] = [result_in_rows(gradient, p.arrival) for gradient in gradients[:3]]
 
     def unlaid(name: str, result: Tensor | None) -> Tensor | None:
         like = {"out": call.dout, "lse": None}.get(name, getattr(call, name[1:], None))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import fuzz
 import pytest
+import reliability
 from cases import Case
 from draws import Drawn, simpler
 from run_calls import Check
@@ -58,3 +59,10 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
     said = capsys.readouterr().out
     assert "python tests/run_calls.py eager dense 7 1" in said and "the simplest call that fails" in said
     assert fuzz.Tally(tally.file).of("eager", "dense")["failed"] == [7] and "| 7 |" in fuzz.table(tally)
+
+
+def test_the_page_says_what_the_files_say() -> None:
+    page = reliability.PAGE.read_text()
+    assert reliability.written(page) == page
+    for make in (reliability.random_calls, reliability.gpu_suite, reliability.their_tests, reliability.drawn_faults):
+        assert len({line.count("|") for line in make()}) == 1
