@@ -134,7 +134,7 @@ class Explanation:
     def to_text(self, width: int | None = None) -> str:
         """Return what is printed; reasons that would end past a width continue on the next line.
 
-        Of a backend that does not run on the device of the call the table has that reason alone; `verdicts` has all.
+        Where a backend does not run on the call's device, the table has that reason alone; `verdicts` has all.
         """
         elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
         lines = [elsewhere] if self.problem.elsewhere else []

@@ -90,14 +90,14 @@ def written(page: str) -> str:
         "Drawn faults": drawn_faults(),
     }
     for heading, rows in tables.items():
-        before, found, rest = page.partition(f"## {heading}\n")
-        if not found:
+        before, title, rest = page.partition(f"## {heading}\n")
+        if not title:
             raise ValueError(f"{PAGE.name} has no heading {heading!r}")
         text, mark, rest = rest.partition(BEGIN)
         if not mark:
             raise ValueError(f"{PAGE.name} has no mark for the table below {heading!r}")
         after = rest.partition("\n## ")
-        page = f"{before}{found}{text}{BEGIN}\n\n" + "\n".join(rows) + "\n" + "".join(after[1:] and ("\n## ", after[2]))
+        page = f"{before}{title}{text}{BEGIN}\n\n" + "\n".join(rows) + "\n" + "".join(after[1:] and ("\n## ", after[2]))
     return page
 
 

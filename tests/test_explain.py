@@ -97,7 +97,7 @@ def test_fallback_that_would_raise_is_explained() -> None:
 def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
     shy = Rule("small", lambda p: p.seqlen_k > 64, lambda p: f"only {p.seqlen_k} keys", 'use backend="shy"')
     half = Rule("half", lambda p: False, lambda p: "no backward yet", "", ("backward",))
-    # What auto would say of a pass that is refused is no reason.
+    # A refused pass has no reason of auto.
     slow = Rule("slow", lambda p: False, lambda p: "a slow backward pass", "", ("backward",))
     backends = (KernelPair("shy", auto_rules=(shy,)), KernelPair("forward_only", rules=(half,), auto_rules=(slow,)))
     with registered(*backends, before="sdpa"):

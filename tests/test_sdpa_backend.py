@@ -472,12 +472,12 @@ def test_few_queries_of_groups_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    "keys, of_keys, of_pairs", [(256, "sdpa", "sdpa"), (400, *["eager"] * 2), (2048, "sdpa", "eager")]
+    "keys, key_mask, pair_mask", [(256, "sdpa", "sdpa"), (400, *["eager"] * 2), (2048, "sdpa", "eager")]
 )
-def test_causality_beside_a_mask_on_a_cpu(keys: int, of_keys: str, of_pairs: str) -> None:
+def test_causality_beside_a_mask_on_a_cpu(keys: int, key_mask: str, pair_mask: str) -> None:
     call: dict[str, Any] = {"q": (1, keys, 8, 64), "is_causal": True}
-    assert chosen(**call, mask=(1, 1, 1, keys))[0] == of_keys
-    assert chosen(**call, mask=(1, 1, keys, keys))[0] == of_pairs
+    assert chosen(**call, mask=(1, 1, 1, keys))[0] == key_mask
+    assert chosen(**call, mask=(1, 1, keys, keys))[0] == pair_mask
 
 
 def test_explain_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def _edges(x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _is_unused(edges: Tensor, number: int) -> Tensor:
-    """Return which of so many packed rows are no token of a sequence; the kernel leaves some of them unwritten."""
+    """Return a mask of packed rows that belong to no sequence; the kernel leaves some of them unwritten."""
     row = torch.arange(number, dtype=torch.int32, device=edges.device)
     return torch.searchsorted(edges, row, right=True) % 2 == 0
 
