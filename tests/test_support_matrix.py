@@ -52,7 +52,7 @@ CALLS: Features = {
     "window_size": (None, (-1, 0), (16, 4)),
     "sink": (None,),
     "dropout_p": (0.0, 0.0, 0.1),
-    "relative": ("1", "1", "Lq"),
+    "relative": ("1", "Lq", "Lq"),
 }
 
 
@@ -85,7 +85,10 @@ def described_sequences(seed: int) -> AttentionProblem:
     by_position = (pick.choice((1, number)), pick.choice((1, heads)), most, most)
     bias = pick.choice((None, by_position, (pick.choice((1, heads)), tokens, most), (heads, 1, tokens)))
     by_distance = None
-    if random.Random(f"relative {seed}").random() < 0.2:
+    distances = random.Random(f"relative {seed}").random()
+    if distances < 0.1:
+        bias, by_distance = (heads, tokens, 9), ByDistance(4, "zero", True)
+    elif distances < 0.3:
         bias, by_distance = (heads, 9), ByDistance(4, "clamp", False)
     tree = random.Random(f"tree {seed}").random() < 0.1
     mask: dict[str, Any] = {"mask": pick.choice((None, None, by_position))}

@@ -255,8 +255,8 @@ _PYTHON = (
     Fault(
         "auto asks triton before sdpa for plain calls on GPUs that nobody measured",
         "flash_dmattn/dispatch/profiles.py",
-        'return "sdpa", "flex", "triton"',
-        'return "triton", "flex", "sdpa"',
+        'else ("sdpa", "flex", "triton")',
+        'else ("triton", "flex", "sdpa")',
         (f"{_SDPA}test_the_order_of_auto_on_gpus_that_nobody_measured[plain-sm_80]",),
     ),
     # Formula and eager
