@@ -93,8 +93,8 @@ _SM90_DISTANCES = {
     64: Tile(64, 128, 4, 2),  # 8 x 2048 x 16 heads, T5's values: 0.334; 0.353 for 64x64, 0.373 with three stages
     128: Tile(64, 64, 4, 2),  # 2 x 4096 x 16 heads: 0.603; 0.626 for 128x64 at 8 warps, 0.711 with three stages
 }
-# The kernel of dk and dv beside a bias of one value per query and distance. Chosen by what the compiler makes of it: with
-# the tiles of pointers above it spills 472 and 152 bytes, with these 40 and none.
+# The kernel of dk and dv beside a bias of one value per query and distance. Chosen by what the compiler makes of it:
+# with the tiles of pointers above it spills 472 and 152 bytes, with these 40 and none.
 _SM90_BANDED_KEYS = {64: Tile(64, 64, 8, 2), 128: Tile(32, 64, 8, 2)}
 # With lists of tiles.
 _SM90_TILES = {
