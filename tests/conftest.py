@@ -251,7 +251,7 @@ def eager() -> Callable[..., Results]:
 
 @pytest.fixture
 def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the backend allocates is NaN until a kernel writes it."""
+    """Fill all that a backend allocates with NaN, until a kernel writes it."""
     for name in ("empty", "empty_like"):
         make = getattr(torch, name)
 

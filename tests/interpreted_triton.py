@@ -263,8 +263,8 @@ def leading_calls(name: str) -> Iterator[str | None]:
         interpreter.assert_margins()
 
 
-# Head dims above 256. Where descriptors load tiles, as on sm_90, the tiles are those of the table; sequences and few
-# queries have plans of their own.
+# Head dims above 256. Where descriptors load tiles, as on sm_90, the table says which tiles; sequences and few queries
+# have their own plans.
 WIDE = PLAIN.with_(dtype=torch.float16, head_dim=512, seqlen_q=70, seqlen_k=140)
 WIDE_CALLS = (
     WIDE.with_(is_causal=True, num_heads=4, num_heads_k=2),

@@ -33,16 +33,16 @@ def random_mask(*shape: int) -> Tensor:
     return mask
 
 
-def results(given: Leaves, mask: Tensor | PreparedMask | None, **flags: Any) -> list[Tensor]:
+def results(inputs: Leaves, mask: Tensor | PreparedMask | None, **flags: Any) -> list[Tensor]:
     """out, lse and the four gradients."""
-    q, k, v, bias = given
+    q, k, v, bias = inputs
     out, lse = flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, **flags)
     total = out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).cos().sum()
-    return [out, lse, *torch.autograd.grad(total, given)]
+    return [out, lse, *torch.autograd.grad(total, inputs)]
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor], rtol: float = 1e-9, atol: float = 1e-11) -> None:
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+def assert_same(actual: list[Tensor], expected: list[Tensor], rtol: float = 1e-9, atol: float = 1e-11) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 FORMS = {

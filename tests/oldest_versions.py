@@ -16,7 +16,7 @@ def folder(name: str) -> Path:
 
 
 def run_with(oldest: Path, *command: str) -> str:
-    """What Python prints that finds `oldest` before what is installed; fails with its output where it does."""
+    """Run Python with the folder `oldest` before what is installed; return its output, or fail with it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (oldest, TESTS.parent, TESTS)))
     done = subprocess.run(

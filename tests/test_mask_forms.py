@@ -236,7 +236,7 @@ def prepared_for(seqlen_q: int = LQ, seqlen_k: int = LK, **band: Any) -> Prepare
     return PreparedMask.from_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **band)
 
 
-OF_CALL = prepared_for()
+FITTING = prepared_for()
 
 
 @pytest.mark.parametrize("function", [flash_dmattn.attention, flash_dmattn.explain])
@@ -261,7 +261,7 @@ OF_CALL = prepared_for()
 )
 def test_mask_of_another_call_is_refused(function: Callable[..., Any], mask: PreparedMask, text: str) -> None:
     q, k, v, bias = leaves()
-    good = lambda: flash_dmattn.attention(q, k, v, OF_CALL, bias)
+    good = lambda: flash_dmattn.attention(q, k, v, FITTING, bias)
     assert text in str(refusal_of(lambda: function(q, k, v, mask, bias), good, ValueError))
 
 

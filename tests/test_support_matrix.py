@@ -163,6 +163,7 @@ class TestRules:
             for seed, problem in problems:
                 if set(rule.passes) & set(passes_of(problem)) and not rule.holds(problem):
                     text = rule.says(problem)
+                    assert len(text.split()) > 2 and all(text.split(" ")), f"{rule.code}, described({seed}): {text!r}"
                     words = set(re.findall(r"[\w.]+", text))
                     assert words & values(problem), f"{rule.code}, described({seed}): no value of the call in {text!r}"
 

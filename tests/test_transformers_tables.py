@@ -68,7 +68,7 @@ def test_loss_and_gradient_of_the_table_are_those_of_eager(kind: str, side: str 
     biases: list[Any] = []
     with observed(lambda _, arguments: biases.append(arguments["bias"])):
         result = step(model, options, "dmattn")
-    # The encoder of LongT5 has no attention interface, and that of Switch adds a mask of floats.
+    # The encoder of LongT5 has no attention interface, and the encoder of Switch adds a mask of floats.
     layers = 2 if kind in ("LongT5", "SwitchTransformers") else 4
     assert sum(isinstance(bias, Relative) for bias in biases) == layers
     assert all(error < limit for error, limit in zip(errors(result, wanted), EXACT, strict=True))

@@ -203,6 +203,12 @@ void backward_sequences(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tenso
                         std::optional<Tensor> dbias_sums, std::optional<Tensor> delta, bool is_packed,
                         int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left, int64_t right,
                         double softmax_scale, int64_t num_dbias_chunks) {
+  if (is_packed) {
+    for (Tensor* x : {&dout, &q, &k, &v, &out}) as_entry(*x, 4);
+    for (std::optional<Tensor>* x : {&dq, &dk, &dv}) as_entry(*x, 4);
+    for (std::optional<Tensor>* x : {&dlse, &delta}) as_entry(*x, 3);
+    as_entry(lse, 3);
+  }
   const std::optional<Tensor> no_table;
   const SequenceCall sequences{bounds, no_table, is_packed, bias_packing, most_q, most_k, left, right};
   const BackwardArguments arguments{"cuda_backward_sequences", dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,

@@ -26,7 +26,7 @@ _read: set[type] = set()
 
 
 class TableBias(NamedTuple):
-    """What a module makes of its table.
+    """The bias that a module makes of its table.
 
     Attributes:
         values: (H, 2 * reach + 1), of distances from -reach to reach; farther ones have the value of that end.
