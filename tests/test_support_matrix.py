@@ -113,11 +113,24 @@ def described_sequences(seed: int) -> AttentionProblem:
     return explain_problem(**packed).problem
 
 
+def described_band(seed: int) -> AttentionProblem:
+    """The same of a bias by query and distance, whose values entries or heads may share, or beside packed sequences."""
+    pick = random.Random(seed)
+    band: dict[str, Any] = {"by_distance": ByDistance(4, "zero", True), "device": "sm_90", "dtype": "bf16"}
+    band |= {"grad": True, "bias_grad": pick.random() < 0.7}
+    heads = pick.choice((1, 4))
+    if seed % 4 == 0:
+        sequences = SequenceSpec("packed", 2, 60, 60, 40, 40)
+        return explain_problem((1, 60, 4, 64), bias=(heads, 60, 9), sequences=sequences, **band).problem
+    return explain_problem((2, 60, 4, 64), bias=(pick.choice((1, 2)), heads, 60, 9), **band).problem
+
+
 @pytest.fixture(scope="module")
 def problems() -> list[tuple[int, AttentionProblem]]:
     return [
         *((seed, described(seed)) for seed in range(1000)),
         *((seed, described_sequences(seed)) for seed in range(1000, 1300)),
+        *((seed, described_band(seed)) for seed in range(1300, 1320)),
     ]
 
 
