@@ -53,7 +53,11 @@ class Chosen(NamedTuple):
         lists = lists_beside(mask)
         slots = slot_table(lists.as_lists, lists.seqlen_q, lists.seqlen_k)
         made = dense_bias(as_scores(self.values), slots, lists.block_size[0])
-        return made if self.bias is None else made + as_scores(self.bias).to(made.dtype)
+        if self.bias is None:
+            return made
+        bias = as_scores(self.bias)
+        heads = max(made.shape[1], bias.shape[1])
+        return repeat_heads(made, heads) + repeat_heads(bias, heads)
 
     def with_bias(self, mask: Any) -> Tensor:
         """Return the values, with what the ordinary bias adds at each entry.

@@ -43,6 +43,9 @@ class MaskReader:
         repeat: entry b of the batch reads entry b // repeat % Bm.
     """
 
+    # Whether keys that no query of a block sees are never read, so that NaN in their values reaches nothing.
+    reads_only_seen = False
+
     def __init__(self, tensors: tuple[Tensor, ...], num_heads_k: int, num_heads: int, repeat: int) -> None:
         self._tensors = [grouped_own(x, num_heads_k, num_heads) for x in tensors]
         self.repeat = repeat
@@ -95,6 +98,8 @@ class IntervalReader(MaskReader):
 
 class ListReader(MaskReader):
     """The list of keys of each query, read block by block; a band is left to the call."""
+
+    reads_only_seen = True
 
     def __init__(self, lists: Lists, num_heads_k: int, num_heads: int, repeat: int) -> None:
         super().__init__((lists.keys, lists.slots), num_heads_k, num_heads, repeat)
