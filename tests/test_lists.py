@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import refusal_of
+from cases import DEVICE
+from conftest import needs_triton, refusal_of
+from forked import interpret
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -528,6 +530,12 @@ def test_other_backends_refuse_lists_by_a_rule(name: str) -> None:
         attention(q, k, k, lists, Chosen(values), backend=name)
     codes = {reason.code for reason in caught.value.reasons}
     assert {"lists", "chosen_bias"} <= codes
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+def test_triton_serves_calls_with_lists() -> None:
+    assert "21 passed, 0 failed" in interpret("interpreted_lists.py")
 
 
 def test_explain_names_the_lists() -> None:
