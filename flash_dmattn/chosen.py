@@ -31,6 +31,7 @@ class Chosen(NamedTuple):
         bias: an ordinary bias beside it, a tensor. With blocks of keys it needs to have one value per query.
 
     Example:
+        >>> import torch
         >>> from flash_dmattn import attention, biases
         >>> from flash_dmattn.masks import PreparedMask
         >>> q = k = v = torch.randn(1, 4, 1, 8)

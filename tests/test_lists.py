@@ -312,7 +312,7 @@ def test_an_index_of_any_strides_and_dtype_and_values_that_are_expanded() -> Non
 
 
 def test_chunks_that_begin_within_a_block() -> None:
-    case = Case((2, 1), (300, 300), 5, (16, 16), value_heads=2, by_query=False)
+    case = Case((2, 1), (300, 300), 5, (10, 16), value_heads=2, by_query=False)
     index, given = case.index(), leaves(case, 1)
     eager.set_chunk_bytes(40_000)
     try:
