@@ -20,6 +20,7 @@ from .launch import plans, signature
 from .list_forward import list_forward_kernel
 from .list_keys import list_keys_kernel, list_segments_kernel
 from .list_ops import NO_VALUES, OF_ENTRIES, OF_HEADS, OF_QUERIES, Lists
+from .list_product import list_product_kernel
 from .list_queries import NOTHING, PAIRS, ROWS, list_queries_kernel
 from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, list_rows_kernel
 from .list_tiles import ListKernel, list_tile, members_of_program
@@ -145,12 +146,17 @@ class ListCall:
         }
 
     @property
+    def has_wide_heads(self) -> bool:
+        """Return whether a head dim is above 256."""
+        return max(self.block_d + self.rest, self.block_dv) > 256
+
+    @property
     def takes_inverse_lists(self) -> bool:
         """Return whether a program for each block of keys computes dk and dv, and no rows are stored.
 
         It reads q and dout of every pair of a list and a block: once for `keys_each` keys.
         """
-        if self.is_latent or max(self.block_d + self.rest, self.block_dv) > 256:
+        if self.is_latent or self.has_wide_heads:
             return False
         return self.flags.keys_each >= 32 or self.members <= 4 * self.flags.keys_each
 
@@ -160,8 +166,8 @@ class ListCall:
         if kernel == "keys":
             size = max(16, next_power_of_2(self.flags.keys_each))
         else:
-            size = members_of_program(self.members, head_dim, self.dtype)
-        return list_tile(kernel, size, head_dim, self.dtype, self.arch)
+            size = members_of_program(kernel, self.members, head_dim, self.dtype)
+        return list_tile(kernel, size, head_dim, self.dtype, self.arch, self.flags.keys_each)
 
     def launch(self, kernel: Any, programs: int, tile: Tile, **own: Any) -> Launch:
         """Make the launch of a kernel: it takes its arguments by name from `values`, from the tile and from `own`."""
@@ -307,6 +313,10 @@ def plan_list_backward(
     if needs_keys and not by_inverse:
         fits = parts == 1 and max(call.block_d, call.block_dv) <= 128
         keep = ROWS.value if fits else PAIRS.value
+    # Sums of dq do not fit beside q, dout and keys, so that a kernel of their own makes them out of ds.
+    has_product = needs.q and call.has_wide_heads
+    if has_product:
+        keep = PAIRS.value
     chunks = _chunks_of(call, keep)
     makes_values = _plan_value_gradient(call, parts)
     own: dict[str, Any] = {
@@ -317,7 +327,7 @@ def plan_list_backward(
         "PARTS": parts,
         "HAS_DLSE": dlse is not None,
         "FEW_KEYS": call.lists.most * call.flags.keys_each <= min(MOST_FEW_KEYS, queries.block_n),
-        "NEED_Q": needs.q,
+        "NEED_Q": needs.q and not has_product,
         "NEED_VALUES": needs.values,
         "KEEP": keep,
         "WORDS": chunks.words,
@@ -326,8 +336,8 @@ def plan_list_backward(
     launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **own)
     if by_inverse:
         run_keys = _plan_inverse(call, dout, tiles)
-    elif needs_keys:
-        run_keys = _plan_rows(call, chunks, dout, keep, tiles)
+    elif keep != NOTHING.value:
+        run_keys = _plan_rows(call, chunks, dout, keep, needs_keys, has_product, tiles)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor | None, keys: Tensor, count: Tensor, slots: Tensor | None,
@@ -351,8 +361,8 @@ def plan_list_backward(
         if by_inverse:
             lists = inverse or inverse_lists(keys, call.blocks)
             dk, dv = run_keys(q, k, v_or_k, slots_or, values_or, bias_or, dout, lse, delta, *lists)
-        elif needs_keys:
-            dk, dv = run_keys(q, keys, count, dout, run_queries)
+        elif keep != NOTHING.value:
+            dk, dv = run_keys(q, k, keys, count, dout, dq, run_queries)
         return (
             None if dq is None else dq.transpose(1, 2),
             None if dk is None else dk.transpose(1, 2),
@@ -395,9 +405,9 @@ def _row_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _plan_rows(
-    call: ListCall, chunks: Chunks, dout: Tensor, keep: int, tiles: dict[str, Tile]
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Plan dk and dv by rows: run(q, keys, count, dout, run_queries)."""
+    call: ListCall, chunks: Chunks, dout: Tensor, keep: int, needs_keys: bool, has_product: bool, tiles: dict[str, Tile]
+) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+    """Plan dk and dv by rows, and dq out of ds: run(q, k, keys, count, dout, dq, run_queries)."""
     shape, size, keys_of_chunk = call.shape, _row_size(call), chunks.owners * call.shape.seqlen_k
     places, programs = call.lists.most * call.flags.keys_each, chunks.owners * chunks.rows
     own: dict[str, Any] = {"chunk": chunks.rows, "WORDS": chunks.words}
@@ -416,6 +426,13 @@ def _plan_rows(
         list_rows_kernel, programs * tiles_n, making._replace(block_m=min(64, max(16, next_power_of_2(call.members)))),
         dout_strides=rows_of(dout), COLUMNS=columns, DIM=shape.head_dim, DIM_V=shape.head_dim_v, TILES=tiles_n, **own,
     )  # fmt: skip
+    product = tiles.get("product") or call.tile("product")
+    parts = ceil_div(call.members, product.block_m)
+    column_parts = 2 if product.block_m * call.block_d > 128 * 256 else 1
+    product_launch = call.launch(
+        list_product_kernel, programs * parts * column_parts, product,
+        PARTS=parts, COLUMN_PARTS=column_parts, chunk=chunks.rows,
+    )  # fmt: skip
     adding = tiles.get("add") or Tile(8, 256, 2, 1)
     wide = min(adding.block_n, max(16, next_power_of_2(size)))
     add = call.launch(
@@ -425,25 +442,34 @@ def _plan_rows(
     )  # fmt: skip
 
     def run(
-        q: Tensor, keys: Tensor, count: Tensor, dout: Tensor, run_queries: Callable[..., None]
-    ) -> tuple[Tensor, Tensor | None]:
+        q: Tensor, k: Tensor, keys: Tensor, count: Tensor, dout: Tensor, dq: Tensor | None,
+        run_queries: Callable[..., None],
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         device = q.device
         words = torch.empty(keys_of_chunk, chunks.words, dtype=torch.int32, device=device)
         before, counts = torch.empty_like(words), torch.empty(keys_of_chunk, dtype=torch.int32, device=device)
-        sums = torch.zeros(call.owners, shape.seqlen_k, size, device=device)
-        rows = torch.empty(programs * places, size, dtype=_row_dtype(q.dtype), device=device)
+        offsets, used = counts, int(needs_keys)
+        sums = torch.zeros(used * call.owners, shape.seqlen_k, size, device=device)
+        rows = torch.empty(used * programs * places, size, dtype=_row_dtype(q.dtype), device=device)
         kept = (rows, q)
         if keep == PAIRS.value:
             kept = tuple(torch.empty(programs * call.members * places, dtype=q.dtype, device=device) for _ in range(2))
         for owner in range(0, call.owners, chunks.owners):
             for row in range(0, call.lists.rows, chunks.rows):
-                bits(keys, count, words.zero_(), owner, row)
-                counts_launch(words, before, counts)
-                offsets = counts.cumsum(0, dtype=torch.int32) - counts
+                if needs_keys:
+                    bits(keys, count, words.zero_(), owner, row)
+                    counts_launch(words, before, counts)
+                    offsets = counts.cumsum(0, dtype=torch.int32) - counts
                 run_queries(words, before, offsets, *kept, owner, row)
+                if has_product:
+                    product_launch(k, keys, count, kept[1], dq, owner, row)
+                if not needs_keys:
+                    continue
                 if keep == PAIRS.value:
                     rows_launch(q, keys, count, dout, words, before, offsets, rows, *kept, owner, row)
                 add(rows, offsets, counts, sums, owner)
+        if not needs_keys:
+            return None, None
         dk, dv = (
             q.new_empty(shape.batch, shape.seqlen_k, call.heads_k, dim) for dim in (shape.head_dim, shape.head_dim_v)
         )
