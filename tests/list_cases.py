@@ -45,6 +45,10 @@ class ListCase:
     strided: bool = False
     seed: int = 0
 
+    def with_(self, **changes: Any) -> ListCase:
+        """The same call but for some changes."""
+        return replace(self, **changes)
+
     @property
     def heads(self) -> int:
         """Query heads."""
@@ -229,7 +233,7 @@ def differences(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -
 def draw(number: int, dtype: torch.dtype = torch.float32, large: bool = False) -> ListCase:
     """A random call; with `large` of sizes that a GPU takes."""
     r = random.Random(number)
-    keys_each = r.choice((1, 1, 1, 16, 32, 64, 128) if large else (1, 1, 16, 32))
+    keys_each = r.choice((1, 1, 1, 16, 32, 64, 128) if large else (1, 1, 1, 16, 32, 64))
     queries = r.choice((1, 1, 1, 16, 64) if large else (1, 1, 1, 2, 16))
     latent = r.random() < 0.15
     heads_k = 1 if latent else r.choice((1, 2, 3))

@@ -20,12 +20,14 @@ from .launch import plans, signature
 from .list_forward import list_forward_kernel
 from .list_keys import list_keys_kernel, list_segments_kernel
 from .list_ops import NO_VALUES, OF_ENTRIES, OF_HEADS, OF_QUERIES, Lists
+from .list_pairs import list_pairs_kernel
 from .list_product import list_product_kernel
 from .list_queries import NOTHING, PAIRS, ROWS, list_queries_kernel
 from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, list_rows_kernel
 from .list_tiles import ListKernel, list_tile, members_of_program
+from .backward_delta import delta_kernel
 from .plan import MOST_FEW_KEYS, takes_tf32
-from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, TILE_BIAS, BiasStrides, Shape, Strides
+from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, NO_SEQUENCES, TILE_BIAS, BiasStrides, Shape, Strides
 from .tile_table import Tile
 
 # What the gradients of keys may take beside results, unless the least chunk takes more.
@@ -150,6 +152,16 @@ class ListCall:
         """Return whether a head dim is above 256."""
         return max(self.block_d + self.rest, self.block_dv) > 256
 
+    def has_few_keys(self, step: int) -> bool:
+        """Return whether a step has all keys of a list, and these are so few that kernels take delta from p and dp."""
+        most, each = self.lists.most, self.flags.keys_each
+        return min(most, self.blocks) * each <= step and min(most * each, self.shape.seqlen_k) <= MOST_FEW_KEYS
+
+    @property
+    def columns(self) -> int:
+        """Return how many columns of the head dims pass by at a time in kernels that walk along them."""
+        return min(64, max(16, next_power_of_2(self.shape.head_dim_v)))
+
     @property
     def takes_inverse_lists(self) -> bool:
         """Return whether a program for each block of keys computes dk and dv, and no rows are stored.
@@ -231,7 +243,7 @@ def list_forward(
     if v is None and not shares_rows(q.shape[3], flags.head_dim_v):
         v = k[..., : flags.head_dim_v]
     q, k, v = _unit_rows(q), _unit_rows(k), None if v is None else _unit_rows(v)
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], flags.head_dim_v)
+    out = torch.empty(q.shape[0], q.shape[2], q.shape[1], flags.head_dim_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with on_device(q):
         key = ("list forward", flags, tile, *signature(q, k, v, keys, count, slots, values, bias_key, sink))
@@ -326,7 +338,7 @@ def plan_list_backward(
         "chunk": chunks.rows,
         "PARTS": parts,
         "HAS_DLSE": dlse is not None,
-        "FEW_KEYS": call.lists.most * call.flags.keys_each <= min(MOST_FEW_KEYS, queries.block_n),
+        "FEW_KEYS": call.has_few_keys(queries.block_n),
         "NEED_Q": needs.q and not has_product,
         "NEED_VALUES": needs.values,
         "KEEP": keep,
@@ -334,6 +346,25 @@ def plan_list_backward(
     }
     programs = chunks.owners * chunks.rows
     launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **own)
+    few_keys = own["FEW_KEYS"]
+    if has_product and not few_keys:
+        pairs = tiles.get("pairs") or call.tile("pairs")
+        member_parts, places = ceil_div(call.members, pairs.block_m), call.lists.most * call.flags.keys_each
+        tiles_n = ceil_div(places, pairs.block_n)
+        launch_pairs = call.launch(
+            list_pairs_kernel, programs * member_parts * tiles_n, pairs,
+            dout_strides=rows_of(dout), chunk=chunks.rows, COLUMNS=call.columns, DIM=shape.head_dim,
+            DIM_V=shape.head_dim_v, PARTS=member_parts, TILES=tiles_n, NEED_VALUES=needs.values,
+        )  # fmt: skip
+        makes_values = _plan_value_gradient(call, member_parts)
+        block = max(16, min(64, 4096 // call.block_dv))
+        launch_delta = Launch(
+            delta_kernel, ceil_div(shape.seqlen_q, block) * shape.batch * shape.num_heads,
+            by_name(
+                delta_kernel, call.values, dout_strides=rows_of(dout), dlse_strides=own["dlse_strides"], layout=None,
+                BLOCK_M=block, HAS_DLSE=dlse is not None, FEW_KEYS=False, SEQUENCES=NO_SEQUENCES.value, SEARCH=False,
+            ),
+        )  # fmt: skip
     if by_inverse:
         run_keys = _plan_inverse(call, dout, tiles)
     elif keep != NOTHING.value:
@@ -346,14 +377,20 @@ def plan_list_backward(
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         batch, heads, seqlen_q, head_dim = q.shape
         delta = torch.empty_like(lse)
-        dq = q.new_empty(batch, seqlen_q, heads, head_dim) if needs.q else None
+        dq = torch.empty(batch, seqlen_q, heads, head_dim, dtype=q.dtype, device=q.device) if needs.q else None
         dvalues = makes_values.allocate(values) if needs.values and values is not None else None
         v_or_k, slots_or, values_or, bias_or = _or(v, k), _or(slots, keys), _or(values, q), _or(bias, q)
         read = (q, k, v_or_k, keys, count, slots_or, values_or, bias_or, _or(sink, q), dout, out, lse, _or(dlse, lse))
         written = (delta, _or(dq, q), _or(dvalues, lse))
 
         def run_queries(*rows: Tensor | int) -> None:
-            launch_queries(*read, *written, *rows)
+            if has_product and not few_keys:
+                launch_pairs(q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, *written[::2], *rows[3:])
+            else:
+                launch_queries(*read, *written, *rows)
+
+        if has_product and not few_keys:
+            launch_delta(dout, _contiguous_out(out), _or(dlse, lse), lse, torch.empty_like(lse), delta, lse)
 
         dk = dv = None
         if keep == NOTHING.value:
@@ -420,11 +457,11 @@ def _plan_rows(
         number=keys_of_chunk, BLOCK=in_block, WORDS=chunks.words,
     )  # fmt: skip
     making = tiles.get("rows") or call.tile("rows")
-    columns = min(making.block_m, max(16, next_power_of_2(min(shape.head_dim, shape.head_dim_v))))
     tiles_n = ceil_div(places, making.block_n)
     rows_launch = call.launch(
-        list_rows_kernel, programs * tiles_n, making._replace(block_m=min(64, max(16, next_power_of_2(call.members)))),
-        dout_strides=rows_of(dout), COLUMNS=columns, DIM=shape.head_dim, DIM_V=shape.head_dim_v, TILES=tiles_n, **own,
+        list_rows_kernel, programs * tiles_n, making,
+        dout_strides=rows_of(dout), COLUMNS=call.columns, DIM=shape.head_dim, DIM_V=shape.head_dim_v, TILES=tiles_n,
+        **own,
     )  # fmt: skip
     product = tiles.get("product") or call.tile("product")
     parts = ceil_div(call.members, product.block_m)
@@ -471,7 +508,7 @@ def _plan_rows(
         if not needs_keys:
             return None, None
         dk, dv = (
-            q.new_empty(shape.batch, shape.seqlen_k, call.heads_k, dim) for dim in (shape.head_dim, shape.head_dim_v)
+            torch.empty(shape.batch, shape.seqlen_k, call.heads_k, dim, dtype=q.dtype, device=q.device) for dim in (shape.head_dim, shape.head_dim_v)
         )
         sums = sums.view(shape.batch, call.heads_k, shape.seqlen_k, size).transpose(1, 2)
         dk.copy_(sums[..., : shape.head_dim])
@@ -533,7 +570,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
         segments = torch.zeros_like(offsets, dtype=torch.int32)
         torch.cumsum(number, 1, dtype=torch.int32, out=segments[:, 1:])
         parts = [torch.empty(owners, most_segments, keys_each, dim, device=q.device) for dim in head_dims]
-        sums = [q.new_empty(shape.batch, shape.seqlen_k, call.heads_k, dim) for dim in head_dims]
+        sums = [torch.empty(shape.batch, shape.seqlen_k, call.heads_k, dim, dtype=q.dtype, device=q.device) for dim in head_dims]
         for owner in range(0, call.owners, owners):
             keys_launch(
                 q, k, v, slots, values, bias, dout, lse, delta, inverse, offsets, segments, *parts, owner
@@ -581,6 +618,11 @@ def _plan_value_gradient(call: ListCall, parts: int) -> ValueGradient:
         return sums.to(values.dtype)
 
     return ValueGradient(allocate, finish)
+
+
+def _contiguous_out(out: Tensor) -> Tensor:
+    # As the forward pass made it, unless somebody else did.
+    return out.transpose(1, 2).contiguous()
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
