@@ -11,6 +11,7 @@ tokens matters to a query. A selector, two narrow heads, lists a few tokens for 
 
 Here the second loss teaches faster. Attention soon tells listed tokens apart on its own, and scores that are added to
 its own then get little gradient, while a selector that imitates it has to tell them apart, too.
+
 The output: a table of the losses, the accuracy and how often the token that matters is listed; and a picture of the
 loss curves, `train_selector.png`.
 

@@ -1,81 +1,128 @@
-"""Calls with lists through `attention` and the Triton kernels, in Triton's interpreter, beside eager in fp64.
-
-The kernels alone are tested by their own tests; here are the ways to them: forms, strides, repeats, needs, rules.
-"""
+"""The kernels of attention over lists in Triton's interpreter: `interpreted_lists.py random FIRST COUNT`, or `edges`."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
 import interpreter
 import torch
-from test_lists import CASES, Case, Chosen, assert_close, leaves, results
-from torch import Tensor
+from list_cases import ListCase, ListInputs, dense, differences, draw, run
+from outcomes import outcome_of, report
 
-import flash_dmattn
-from flash_dmattn import attention
-from flash_dmattn.masks import PreparedMask
+from flash_dmattn.triton_kernels import list_calls
+from flash_dmattn.triton_kernels.launch import plans
+from flash_dmattn.triton_kernels.list_calls import ListNeeds
+from flash_dmattn.triton_kernels.tile_table import Tile
 
-interpreter.admit_cpu()
-number = 0
-
-
-def check(lists: PreparedMask, given: list[Tensor], bias: Tensor | None = None, **flags: object) -> None:
-    """All results of triton in fp32 beside those of eager in fp64."""
-    global number
-
-    def call(q: Tensor, k: Tensor, v: Tensor, values: Tensor, sink: Tensor, backend: str) -> object:
-        added = Chosen(values) if bias is None else bias
-        return attention(q, k, v, lists, added, sink=sink, return_lse=True, backend=backend, **flags)
-
-    found = []
-    for backend, dtype in (("triton", torch.float32), ("eager", torch.float64)):
-        own = [x.detach().to(dtype).requires_grad_() for x in given]
-        if bias is None:
-            found.append(results(lambda *x, b=backend: call(*x, b), own))
-        else:
-            with torch.no_grad():
-                found.append(list(call(*own, backend)))
-    assert_close([x.double() for x in found[0]], [x.double() for x in found[1]], rtol=2e-4, atol=2e-5)
-    number += 1
+# Bytes that chunks may take, all at once or the least chunk, and rows that one program adds.
+ROOMS = ((2**30, 4096), (1, 8))
+LIMIT = 1e-5
 
 
-for case in CASES.values():
-    if case.list_heads in (1, case.heads[1]) and case.block[1] in (1, 16):
-        check(case.lists(case.index()), leaves(case), softcap=1.5 if number % 2 else 0.0)
-blocks = Case((4, 2), (21, 70), 3, (2, 16), 2, 4, by_query=False, list_batch=2)
-check(blocks.lists(blocks.index()), leaves(blocks))
-ascending = PreparedMask.from_topk_lists(torch.randn(1, 1, 20, 30), 6, is_causal=True)
-plain = Case((4, 2), (20, 30), 6)
-check(ascending, leaves(plain))
-check(ascending, leaves(plain), torch.randn(2, 2, 1, 30))
-check(ascending, leaves(plain), torch.randn(1, 1, 30).expand(1, 20, 30))
+def check(case: ListCase, x: ListInputs, room: tuple[int, int] = ROOMS[0], **more: object) -> None:
+    """Results equal those of the dense formula, twice, bit for bit."""
+    interpreter.set_up()
+    list_calls.SPACE, list_calls.MOST_ROWS = room
+    plans.clear()
+    got = run(case, x, **more)
+    interpreter.assert_margins()
+    off = differences(got, dense(case, x, torch.float64))
+    assert max(off.values()) < LIMIT, off
+    for name, again in run(case, x, **more).items():
+        first = got[name]
+        assert first is again is None or torch.equal(first, again), f"{name} differs from run to run"
 
-# Leading dims: lists of (1, 3), values of (2, 1); only some gradients; no lists of anything.
-index = torch.randint(-1, 6, (1, 3, 1, 5, 4))
-many = PreparedMask.from_lists(index, seqlen_k=6)
-q, k = torch.randn(2, 3, 5, 2, 16), torch.randn(2, 3, 6, 1, 16)
-values = torch.randn(2, 1, 1, 5, 4, requires_grad=True)
-outs = [attention(q, k, k, many, Chosen(values), backend=backend) for backend in ("triton", "eager")]
-assert_close(*([x, torch.autograd.grad(x.square().sum(), values)[0]] for x in outs), rtol=1e-4, atol=1e-5)
-for lengths, entries in (((6, 8), 0), ((6, 8), 3), ((0, 8), 3), ((6, 0), 3)):
-    empty = Case((4, 2), lengths, entries, is_causal=False)
-    nothing = torch.full((empty.rows, entries), -1)
-    check(PreparedMask.from_lists(nothing, seqlen_q=lengths[0], seqlen_k=lengths[1]), leaves(empty))
 
-refused = {
-    "list_blocks": {"mask": PreparedMask.from_lists(torch.zeros(1, 20, 2).long(), seqlen_k=30, block_size=(1, 8))},
-    "list_heads": {"mask": PreparedMask.from_lists(torch.arange(80).view(1, 4, 20, 1) % 30, seqlen_k=30)},
-    "list_dropout": {"mask": ascending, "dropout_p": 0.5},
-    "list_bias": {"mask": ascending, "bias": torch.randn(20, 30)},
-    "list_queries": {
-        "mask": PreparedMask.from_lists(torch.zeros(1, 1, 2).long(), seqlen_q=20, seqlen_k=30, block_size=(256, 1))
-    },
-}
-for code, arguments in refused.items():
-    try:
-        attention(torch.randn(1, 20, 4, 16), *torch.randn(2, 1, 30, 2, 16), backend="triton", **arguments)
-    except flash_dmattn.BackendUnsupportedError as error:
-        assert [reason.code for reason in error.reasons] == [code], error
-    else:
-        raise AssertionError(code)
-    number += 1
-print(f"{number} passed, 0 failed")
+def random_calls(first: int, count: int) -> Iterator[str | None]:
+    """Outcomes of calls drawn at random."""
+    for number in range(first, first + count):
+        case = draw(number)
+        yield outcome_of(partial(check, case, case.build(), ROOMS[number % 2]), str(case))
+
+
+def edge_calls() -> Iterator[str | None]:
+    """Outcomes of calls at an edge, which random calls may miss."""
+    small = ListCase()
+    wide = ListCase(heads_k=1, group=3, head_dim=272, head_dim_v=256, latent=True, most=20)
+    cases = {
+        "more entries than keys": small.with_(most=50),
+        "no entry": small.with_(lists="empty", sink=True),
+        "no entry anywhere, and no sink": small.with_(lists="empty"),
+        "a key of every query": small.with_(lists="one key", is_causal=False, seqlen_q=70, seqlen_k=70),
+        "a block of every query, ragged": small.with_(lists="first block", keys_each=16, seqlen_k=41, seqlen_q=70),
+        "one query": small.with_(seqlen_q=1),
+        "one key": small.with_(seqlen_k=1, is_causal=False),
+        "chunk borders": small.with_(seqlen_q=97, seqlen_k=97, batch=2, most=20, group=5),
+        "chunks of p and ds": small.with_(seqlen_q=70, seqlen_k=70, group=20, queries=2, heads_k=1, most=20),
+        "wide": wide,
+        "wide, two parts": wide.with_(group=20, queries=2, seqlen_q=70, seqlen_k=80, values=("1", "Hq", "Lq")),
+        "values of heads, over two steps of a block": small.with_(
+            group=3, keys_each=64, seqlen_k=200, is_causal=False, values=("B", "Hq", "R"), most=3
+        ),
+        "values of entries, over two steps of a block": small.with_(
+            group=3, keys_each=64, seqlen_k=200, is_causal=False, most=3, order="ascending"
+        ),
+    }
+    for told, case in cases.items():
+        for room in ROOMS:
+            yield outcome_of(partial(check, case, case.build(), room), told)
+    columns = {"product": Tile(128, 32, 4, 1)}
+    yield outcome_of(partial(check, wide.with_(head_dim_v=512, head_dim=544), wide.with_(head_dim_v=512, head_dim=544).build(), tiles=columns), "two programs share the columns of dq")
+    yield outcome_of(minus_infinity, "values of -inf")
+    yield outcome_of(unseen_nan, "NaN that nobody chose")
+    yield outcome_of(single_gradients, "one gradient alone")
+
+
+def minus_infinity() -> None:
+    """A value of -inf takes its entry away."""
+    case = ListCase(sink=True)
+    x = case.build()
+    assert x.values is not None
+    x.values[..., ::2] = -torch.inf
+    interpreter.set_up()
+    got, want = run(case, x), dense(case, x, torch.float64)
+    want["dvalues"] = want["dvalues"].nan_to_num(0.0)
+    off = differences(got, want)
+    assert max(off.values()) < LIMIT, off
+
+
+def unseen_nan() -> None:
+    """A NaN key or value reaches nothing if nobody chose it, or if causality cuts it from its block."""
+    for case, key in ((ListCase(lists="first block", most=1), 7), (ListCase(keys_each=16, seqlen_q=24, seqlen_k=24), 23)):
+        x = case.build()
+        assert x.v is not None
+        clean = run(case, x)
+        dout, dlse = x.dout.clone(), None if x.dlse is None else x.dlse.clone()
+        x.k[:, :, key], x.v[:, :, key] = torch.nan, torch.nan
+        got = run(case, replace(x, dout=dout, dlse=dlse))
+        last = case.seqlen_q - 1  # it may see the last key
+        for name in ("out", "dq"):
+            mine, other = got[name], clean[name]
+            assert mine is not None and other is not None
+            assert torch.equal(mine[:, :, :last], other[:, :, :last]), name
+
+
+def single_gradients() -> None:
+    """Each gradient that is asked for alone is that of all together."""
+    for case in (ListCase(sink=True), ListCase(keys_each=16, seqlen_k=48, sink=True), ListCase(group=20, queries=2)):
+        x = case.build()
+        every = run(case, x)
+        for number, name in enumerate(("dq", "dk", "dv", "dvalues", "dsink")):
+            needs = ListNeeds(*(n == number for n in range(5)))
+            got = run(case, x, needs)
+            mine, other = got[name], every[name]
+            assert (mine is None) == (other is None), name
+            assert mine is None or torch.equal(mine, other), name
+
+
+def main(what: str, *numbers: str) -> int:
+    """Run the calls of a word."""
+    interpreter.guard_outputs()
+    return report(edge_calls() if what == "edges" else random_calls(*map(int, numbers)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

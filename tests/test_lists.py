@@ -535,7 +535,7 @@ def test_other_backends_refuse_lists_by_a_rule(name: str) -> None:
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 def test_triton_serves_calls_with_lists() -> None:
-    assert "21 passed, 0 failed" in interpret("interpreted_lists.py")
+    assert "21 passed, 0 failed" in interpret("interpreted_list_calls.py")
 
 
 def test_explain_names_the_lists() -> None:

@@ -20,11 +20,14 @@ from .launch import plans, signature
 from .list_forward import list_forward_kernel
 from .list_keys import list_keys_kernel, list_segments_kernel
 from .list_ops import NO_VALUES, OF_ENTRIES, OF_HEADS, OF_QUERIES, Lists
+from .list_pairs import list_pairs_kernel
+from .list_product import list_product_kernel
 from .list_queries import NOTHING, PAIRS, ROWS, list_queries_kernel
 from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, list_rows_kernel
 from .list_tiles import ListKernel, list_tile, members_of_program
+from .backward_delta import delta_kernel
 from .plan import MOST_FEW_KEYS, takes_tf32
-from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, TILE_BIAS, BiasStrides, Shape, Strides
+from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, NO_SEQUENCES, TILE_BIAS, BiasStrides, Shape, Strides
 from .tile_table import Tile
 
 # What the gradients of keys may take beside results, unless the least chunk takes more.
@@ -145,12 +148,27 @@ class ListCall:
         }
 
     @property
+    def has_wide_heads(self) -> bool:
+        """Return whether a head dim is above 256."""
+        return max(self.block_d + self.rest, self.block_dv) > 256
+
+    def has_few_keys(self, step: int) -> bool:
+        """Return whether a step has all keys of a list, and these are so few that kernels take delta from p and dp."""
+        most, each = self.lists.most, self.flags.keys_each
+        return min(most, self.blocks) * each <= step and min(most * each, self.shape.seqlen_k) <= MOST_FEW_KEYS
+
+    @property
+    def columns(self) -> int:
+        """Return how many columns of the head dims pass by at a time in kernels that walk along them."""
+        return min(64, max(16, next_power_of_2(self.shape.head_dim_v)))
+
+    @property
     def takes_inverse_lists(self) -> bool:
         """Return whether a program for each block of keys computes dk and dv, and no rows are stored.
 
         It reads q and dout of every pair of a list and a block: once for `keys_each` keys.
         """
-        if self.is_latent or max(self.block_d + self.rest, self.block_dv) > 256:
+        if self.is_latent or self.has_wide_heads:
             return False
         return self.flags.keys_each >= 32 or self.members <= 4 * self.flags.keys_each
 
@@ -160,8 +178,8 @@ class ListCall:
         if kernel == "keys":
             size = max(16, next_power_of_2(self.flags.keys_each))
         else:
-            size = members_of_program(self.members, head_dim, self.dtype)
-        return list_tile(kernel, size, head_dim, self.dtype, self.arch)
+            size = members_of_program(kernel, self.members, head_dim, self.dtype)
+        return list_tile(kernel, size, head_dim, self.dtype, self.arch, self.flags.keys_each)
 
     def launch(self, kernel: Any, programs: int, tile: Tile, **own: Any) -> Launch:
         """Make the launch of a kernel: it takes its arguments by name from `values`, from the tile and from `own`."""
@@ -225,7 +243,7 @@ def list_forward(
     if v is None and not shares_rows(q.shape[3], flags.head_dim_v):
         v = k[..., : flags.head_dim_v]
     q, k, v = _unit_rows(q), _unit_rows(k), None if v is None else _unit_rows(v)
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], flags.head_dim_v)
+    out = torch.empty(q.shape[0], q.shape[2], q.shape[1], flags.head_dim_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with on_device(q):
         key = ("list forward", flags, tile, *signature(q, k, v, keys, count, slots, values, bias_key, sink))
@@ -307,6 +325,10 @@ def plan_list_backward(
     if needs_keys and not by_inverse:
         fits = parts == 1 and max(call.block_d, call.block_dv) <= 128
         keep = ROWS.value if fits else PAIRS.value
+    # Sums of dq do not fit beside q, dout and keys, so that a kernel of their own makes them out of ds.
+    has_product = needs.q and call.has_wide_heads
+    if has_product:
+        keep = PAIRS.value
     chunks = _chunks_of(call, keep)
     makes_values = _plan_value_gradient(call, parts)
     own: dict[str, Any] = {
@@ -316,18 +338,37 @@ def plan_list_backward(
         "chunk": chunks.rows,
         "PARTS": parts,
         "HAS_DLSE": dlse is not None,
-        "FEW_KEYS": call.lists.most * call.flags.keys_each <= min(MOST_FEW_KEYS, queries.block_n),
-        "NEED_Q": needs.q,
+        "FEW_KEYS": call.has_few_keys(queries.block_n),
+        "NEED_Q": needs.q and not has_product,
         "NEED_VALUES": needs.values,
         "KEEP": keep,
         "WORDS": chunks.words,
     }
     programs = chunks.owners * chunks.rows
     launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **own)
+    few_keys = own["FEW_KEYS"]
+    if has_product and not few_keys:
+        pairs = tiles.get("pairs") or call.tile("pairs")
+        member_parts, places = ceil_div(call.members, pairs.block_m), call.lists.most * call.flags.keys_each
+        tiles_n = ceil_div(places, pairs.block_n)
+        launch_pairs = call.launch(
+            list_pairs_kernel, programs * member_parts * tiles_n, pairs,
+            dout_strides=rows_of(dout), chunk=chunks.rows, COLUMNS=call.columns, DIM=shape.head_dim,
+            DIM_V=shape.head_dim_v, PARTS=member_parts, TILES=tiles_n, NEED_VALUES=needs.values,
+        )  # fmt: skip
+        makes_values = _plan_value_gradient(call, member_parts)
+        block = max(16, min(64, 4096 // call.block_dv))
+        launch_delta = Launch(
+            delta_kernel, ceil_div(shape.seqlen_q, block) * shape.batch * shape.num_heads,
+            by_name(
+                delta_kernel, call.values, dout_strides=rows_of(dout), dlse_strides=own["dlse_strides"], layout=None,
+                BLOCK_M=block, HAS_DLSE=dlse is not None, FEW_KEYS=False, SEQUENCES=NO_SEQUENCES.value, SEARCH=False,
+            ),
+        )  # fmt: skip
     if by_inverse:
         run_keys = _plan_inverse(call, dout, tiles)
-    elif needs_keys:
-        run_keys = _plan_rows(call, chunks, dout, keep, tiles)
+    elif keep != NOTHING.value:
+        run_keys = _plan_rows(call, chunks, dout, keep, needs_keys, has_product, tiles)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor | None, keys: Tensor, count: Tensor, slots: Tensor | None,
@@ -336,14 +377,20 @@ def plan_list_backward(
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         batch, heads, seqlen_q, head_dim = q.shape
         delta = torch.empty_like(lse)
-        dq = q.new_empty(batch, seqlen_q, heads, head_dim) if needs.q else None
+        dq = torch.empty(batch, seqlen_q, heads, head_dim, dtype=q.dtype, device=q.device) if needs.q else None
         dvalues = makes_values.allocate(values) if needs.values and values is not None else None
         v_or_k, slots_or, values_or, bias_or = _or(v, k), _or(slots, keys), _or(values, q), _or(bias, q)
         read = (q, k, v_or_k, keys, count, slots_or, values_or, bias_or, _or(sink, q), dout, out, lse, _or(dlse, lse))
         written = (delta, _or(dq, q), _or(dvalues, lse))
 
         def run_queries(*rows: Tensor | int) -> None:
-            launch_queries(*read, *written, *rows)
+            if has_product and not few_keys:
+                launch_pairs(q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, *written[::2], *rows[3:])
+            else:
+                launch_queries(*read, *written, *rows)
+
+        if has_product and not few_keys:
+            launch_delta(dout, _contiguous_out(out), _or(dlse, lse), lse, torch.empty_like(lse), delta, lse)
 
         dk = dv = None
         if keep == NOTHING.value:
@@ -351,8 +398,8 @@ def plan_list_backward(
         if by_inverse:
             lists = inverse or inverse_lists(keys, call.blocks)
             dk, dv = run_keys(q, k, v_or_k, slots_or, values_or, bias_or, dout, lse, delta, *lists)
-        elif needs_keys:
-            dk, dv = run_keys(q, keys, count, dout, run_queries)
+        elif keep != NOTHING.value:
+            dk, dv = run_keys(q, k, keys, count, dout, dq, run_queries)
         return (
             None if dq is None else dq.transpose(1, 2),
             None if dk is None else dk.transpose(1, 2),
@@ -395,9 +442,9 @@ def _row_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _plan_rows(
-    call: ListCall, chunks: Chunks, dout: Tensor, keep: int, tiles: dict[str, Tile]
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Plan dk and dv by rows: run(q, keys, count, dout, run_queries)."""
+    call: ListCall, chunks: Chunks, dout: Tensor, keep: int, needs_keys: bool, has_product: bool, tiles: dict[str, Tile]
+) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+    """Plan dk and dv by rows, and dq out of ds: run(q, k, keys, count, dout, dq, run_queries)."""
     shape, size, keys_of_chunk = call.shape, _row_size(call), chunks.owners * call.shape.seqlen_k
     places, programs = call.lists.most * call.flags.keys_each, chunks.owners * chunks.rows
     own: dict[str, Any] = {"chunk": chunks.rows, "WORDS": chunks.words}
@@ -410,11 +457,18 @@ def _plan_rows(
         number=keys_of_chunk, BLOCK=in_block, WORDS=chunks.words,
     )  # fmt: skip
     making = tiles.get("rows") or call.tile("rows")
-    columns = min(making.block_m, max(16, next_power_of_2(min(shape.head_dim, shape.head_dim_v))))
     tiles_n = ceil_div(places, making.block_n)
     rows_launch = call.launch(
-        list_rows_kernel, programs * tiles_n, making._replace(block_m=min(64, max(16, next_power_of_2(call.members)))),
-        dout_strides=rows_of(dout), COLUMNS=columns, DIM=shape.head_dim, DIM_V=shape.head_dim_v, TILES=tiles_n, **own,
+        list_rows_kernel, programs * tiles_n, making,
+        dout_strides=rows_of(dout), COLUMNS=call.columns, DIM=shape.head_dim, DIM_V=shape.head_dim_v, TILES=tiles_n,
+        **own,
+    )  # fmt: skip
+    product = tiles.get("product") or call.tile("product")
+    parts = ceil_div(call.members, product.block_m)
+    column_parts = 2 if product.block_m * call.block_d > 128 * 256 else 1
+    product_launch = call.launch(
+        list_product_kernel, programs * parts * column_parts, product,
+        PARTS=parts, COLUMN_PARTS=column_parts, chunk=chunks.rows,
     )  # fmt: skip
     adding = tiles.get("add") or Tile(8, 256, 2, 1)
     wide = min(adding.block_n, max(16, next_power_of_2(size)))
@@ -425,27 +479,36 @@ def _plan_rows(
     )  # fmt: skip
 
     def run(
-        q: Tensor, keys: Tensor, count: Tensor, dout: Tensor, run_queries: Callable[..., None]
-    ) -> tuple[Tensor, Tensor | None]:
+        q: Tensor, k: Tensor, keys: Tensor, count: Tensor, dout: Tensor, dq: Tensor | None,
+        run_queries: Callable[..., None],
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         device = q.device
         words = torch.empty(keys_of_chunk, chunks.words, dtype=torch.int32, device=device)
         before, counts = torch.empty_like(words), torch.empty(keys_of_chunk, dtype=torch.int32, device=device)
-        sums = torch.zeros(call.owners, shape.seqlen_k, size, device=device)
-        rows = torch.empty(programs * places, size, dtype=_row_dtype(q.dtype), device=device)
+        offsets, used = counts, int(needs_keys)
+        sums = torch.zeros(used * call.owners, shape.seqlen_k, size, device=device)
+        rows = torch.empty(used * programs * places, size, dtype=_row_dtype(q.dtype), device=device)
         kept = (rows, q)
         if keep == PAIRS.value:
             kept = tuple(torch.empty(programs * call.members * places, dtype=q.dtype, device=device) for _ in range(2))
         for owner in range(0, call.owners, chunks.owners):
             for row in range(0, call.lists.rows, chunks.rows):
-                bits(keys, count, words.zero_(), owner, row)
-                counts_launch(words, before, counts)
-                offsets = counts.cumsum(0, dtype=torch.int32) - counts
+                if needs_keys:
+                    bits(keys, count, words.zero_(), owner, row)
+                    counts_launch(words, before, counts)
+                    offsets = counts.cumsum(0, dtype=torch.int32) - counts
                 run_queries(words, before, offsets, *kept, owner, row)
+                if has_product:
+                    product_launch(k, keys, count, kept[1], dq, owner, row)
+                if not needs_keys:
+                    continue
                 if keep == PAIRS.value:
                     rows_launch(q, keys, count, dout, words, before, offsets, rows, *kept, owner, row)
                 add(rows, offsets, counts, sums, owner)
+        if not needs_keys:
+            return None, None
         dk, dv = (
-            q.new_empty(shape.batch, shape.seqlen_k, call.heads_k, dim) for dim in (shape.head_dim, shape.head_dim_v)
+            torch.empty(shape.batch, shape.seqlen_k, call.heads_k, dim, dtype=q.dtype, device=q.device) for dim in (shape.head_dim, shape.head_dim_v)
         )
         sums = sums.view(shape.batch, call.heads_k, shape.seqlen_k, size).transpose(1, 2)
         dk.copy_(sums[..., : shape.head_dim])
@@ -507,7 +570,7 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
         segments = torch.zeros_like(offsets, dtype=torch.int32)
         torch.cumsum(number, 1, dtype=torch.int32, out=segments[:, 1:])
         parts = [torch.empty(owners, most_segments, keys_each, dim, device=q.device) for dim in head_dims]
-        sums = [q.new_empty(shape.batch, shape.seqlen_k, call.heads_k, dim) for dim in head_dims]
+        sums = [torch.empty(shape.batch, shape.seqlen_k, call.heads_k, dim, dtype=q.dtype, device=q.device) for dim in head_dims]
         for owner in range(0, call.owners, owners):
             keys_launch(
                 q, k, v, slots, values, bias, dout, lse, delta, inverse, offsets, segments, *parts, owner
@@ -555,6 +618,11 @@ def _plan_value_gradient(call: ListCall, parts: int) -> ValueGradient:
         return sums.to(values.dtype)
 
     return ValueGradient(allocate, finish)
+
+
+def _contiguous_out(out: Tensor) -> Tensor:
+    # As the forward pass made it, unless somebody else did.
+    return out.transpose(1, 2).contiguous()
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:

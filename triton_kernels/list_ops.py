@@ -228,3 +228,36 @@ def store_row(at, row, dims, key_ok, num_dims, PAD: tl.constexpr):
     if PAD:
         inside = inside & (dims < num_dims)[None, :]
     tl.store(at[:, None] + dims[None, :], row.to(at.dtype.scalar.element_ty), mask=inside)
+
+
+@triton.jit
+def store_value_gradients(
+    at, sums, carried, slots, slot, start, end, key_ok, row_ok, AXIS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_EACH: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of a step's values; `sums` are those of places, of all members (AXIS 0) or of each (AXIS 1).
+
+    If an entry has places in several steps, `carried` adds them, and each step stores what there is so far.
+    """
+    if KEYS_EACH >= BLOCK_N:
+        carried = tl.where(start % KEYS_EACH == 0, 0.0, carried) + tl.sum(sums, AXIS)
+        if AXIS == 0:
+            tl.store(at + slot, carried.to(at.dtype.scalar.element_ty))
+        else:
+            tl.store(at + slot, carried.to(at.dtype.scalar.element_ty), mask=row_ok)
+    else:
+        if KEYS_EACH > 1:
+            EACH: tl.constexpr = BLOCK_N // KEYS_EACH
+            entry = start // KEYS_EACH + tl.arange(0, EACH)
+            key_ok = entry * KEYS_EACH < end
+            slot = slots_at(slots, entry, key_ok, SLOTS, EACH, 1)
+            if AXIS == 0:
+                sums = tl.sum(tl.reshape(sums, (EACH, KEYS_EACH)), 1)
+            else:
+                sums = tl.sum(tl.reshape(sums, (BLOCK_M, EACH, KEYS_EACH)), 2)
+        if AXIS == 0:
+            tl.store(at + slot, sums.to(at.dtype.scalar.element_ty), mask=key_ok)
+        else:
+            inside = row_ok[:, None] & key_ok[None, :]
+            tl.store(at[:, None] + slot[None, :], sums.to(at.dtype.scalar.element_ty), mask=inside)
+    return carried

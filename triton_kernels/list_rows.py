@@ -69,18 +69,15 @@ def list_counts_kernel(words, before, counts, number, BLOCK: tl.constexpr, WORDS
 
 
 @triton.jit
-def add_product(
-    sums, kept, x, strides, b, row, h_k, first, key_ok, dims, num_dims, pitch, shape,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
+def load_kept(
+    kept, row, block, key_ok, pitch, shape,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Add what BLOCK_M members from `first` on add to rows: kept p or ds, transposed, times their rows of x."""
-    queries, h, row_ok = members_of(first // BLOCK_M, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
-    member = first + tl.arange(0, BLOCK_M)
+    """Load kept p or ds of a block of members, with places as rows."""
+    member = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = (member < GROUP * QUERIES) & (row * QUERIES + member // GROUP < shape.seqlen_q)
     at = kept + (member.to(tl.int64) * pitch)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    tile = tl.load(at, mask=row_ok[:, None] & key_ok[None, :], other=0.0)
-    x_tile = load_members(x, strides, b, queries, h, row_ok, dims, num_dims, PAD)
-    return tl.dot(tl.trans(tile), x_tile, sums, input_precision=PRECISION)
+    return tl.trans(tl.load(at, mask=row_ok[:, None] & key_ok[None, :], other=0.0))
 
 
 @triton.jit(do_not_specialize=["first_owner", "first_row"])
@@ -117,6 +114,7 @@ def list_rows_kernel(
     PRECISION: tl.constexpr,
     WORDS: tl.constexpr,
     TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Make the rows of BLOCK_N places of one row of lists out of p and ds of all of its members."""
     scale = tl.cast(scale, tl.float32)
@@ -142,32 +140,39 @@ def list_rows_kernel(
     SIZE: tl.constexpr = DIM if LATENT else DIM + DIM_V
     pitch = lists.most * KEYS_EACH
     kept = program.to(tl.int64) * MEMBERS * pitch + start
-    for column in tl.static_range(0, DIM, COLUMNS):
+    BLOCKS: tl.constexpr = (MEMBERS + BLOCK_M - 1) // BLOCK_M
+    if BLOCKS == 1:  # one tile of p and ds serves all columns
+        ds_tile = load_kept(kept_ds + kept, row, 0, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+        p_tile = load_kept(kept_p + kept, row, 0, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+    for column in tl.range(0, DIM, COLUMNS, num_stages=STAGES):
         dims = column + tl.arange(0, COLUMNS)
-        row_k = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
-        for first in range(0, MEMBERS, BLOCK_M):
-            row_k = add_product(
-                row_k, kept_ds + kept, q, q_strides, b, row, h_k, first, key_ok, dims, DIM, pitch, shape,
-                BLOCK_M, BLOCK_N, GROUP, QUERIES, DIM % COLUMNS != 0, PRECISION,
-            )  # fmt: skip
-        row_k = row_k * scale
-        if LATENT and column < DIM_V:
-            for first in range(0, MEMBERS, BLOCK_M):
-                row_k = add_product(
-                    row_k, kept_p + kept, dout, dout_strides, b, row, h_k, first, key_ok, dims, DIM_V, pitch, shape,
-                    BLOCK_M, BLOCK_N, GROUP, QUERIES, DIM_V % COLUMNS != 0, PRECISION,
-                )  # fmt: skip
-        store_row(rows + place * SIZE, row_k, dims, key_ok, DIM, DIM % COLUMNS != 0)
+        sums = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
+        for block in tl.static_range(BLOCKS):
+            if BLOCKS > 1:
+                ds_tile = load_kept(kept_ds + kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+            queries, h, row_ok = members_of(block, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
+            x = load_members(q, q_strides, b, queries, h, row_ok, dims, DIM, DIM % COLUMNS != 0)
+            sums = tl.dot(ds_tile, x, sums, input_precision=PRECISION)
+        sums = sums * scale
+        if LATENT:
+            for block in tl.static_range(BLOCKS):
+                if BLOCKS > 1:
+                    p_tile = load_kept(kept_p + kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+                queries, h, row_ok = members_of(block, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
+                g = load_members(dout, dout_strides, b, queries, h, row_ok, dims, DIM_V, DIM != DIM_V)
+                sums = tl.dot(p_tile, g, sums, input_precision=PRECISION)
+        store_row(rows + place * SIZE, sums, dims, key_ok, DIM, DIM % COLUMNS != 0)
     if not LATENT:
-        for column in tl.static_range(0, DIM_V, COLUMNS):
+        for column in tl.range(0, DIM_V, COLUMNS, num_stages=STAGES):
             dims = column + tl.arange(0, COLUMNS)
-            row_v = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
-            for first in range(0, MEMBERS, BLOCK_M):
-                row_v = add_product(
-                    row_v, kept_p + kept, dout, dout_strides, b, row, h_k, first, key_ok, dims, DIM_V, pitch, shape,
-                    BLOCK_M, BLOCK_N, GROUP, QUERIES, DIM_V % COLUMNS != 0, PRECISION,
-                )  # fmt: skip
-            store_row(rows + place * SIZE + DIM, row_v, dims, key_ok, DIM_V, DIM_V % COLUMNS != 0)
+            sums = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
+            for block in tl.static_range(BLOCKS):
+                if BLOCKS > 1:
+                    p_tile = load_kept(kept_p + kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+                queries, h, row_ok = members_of(block, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
+                g = load_members(dout, dout_strides, b, queries, h, row_ok, dims, DIM_V, DIM_V % COLUMNS != 0)
+                sums = tl.dot(p_tile, g, sums, input_precision=PRECISION)
+            store_row(rows + place * SIZE + DIM, sums, dims, key_ok, DIM_V, DIM_V % COLUMNS != 0)
 
 
 @triton.jit(do_not_specialize=["first_owner"])
