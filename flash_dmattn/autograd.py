@@ -22,7 +22,7 @@ from . import operators
 from .definition import distinct, is_batched, is_transformed, is_watched, one_by_one
 from .dispatch.plan import Plan, backward_pass, laid_anew
 from .dispatch.selection import choice_in_force, select_backward, select_pair
-from .problem import AttentionProblem, Flags, Gradients, MappedCall, MaskChoice, NeedsGrad
+from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
 from .problem.inputs import Inputs, Parts, as_arrived, result_in_rows
 
 
@@ -281,7 +281,8 @@ def _chosen_anew(plan: Plan, problem: AttentionProblem) -> Plan:
 
 def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward pass of an exported operator reads, and choose its backend."""
-    x, flags = operators.read_inputs(inputs[: operators.NUM_INPUTS]), Flags(*inputs[operators.NUM_INPUTS : -2])
+    x = operators.read_inputs(inputs[: operators.NUM_INPUTS])
+    flags = operators.read_flags(x, inputs[operators.NUM_INPUTS : -2])
     problem = operators.describe_operands(x, flags, x.needs_grad)
     # Nobody knows whether lse will have a gradient.
     chosen = select_backward(problem._replace(return_lse=True), inputs[-1] or inputs[-2])

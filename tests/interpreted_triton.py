@@ -52,7 +52,7 @@ def failure_of(
 ) -> str | None:
     """Run a call; None where every result is as it has to be."""
     set_up(tile, num_sms, arch=arch)
-    told, check = check_case(PLACE, Drawn(case, prepared=prepared), inputs=inputs)
+    told, check, _ = check_case(PLACE, Drawn(case, prepared=prepared), inputs=inputs)
     return outcome_of(check, told)
 
 
@@ -322,6 +322,10 @@ def relative_calls() -> Iterator[str | None]:
     for case in RELATIVE_CALLS:
         for num_sms in NUM_SMS:
             yield failure_of(case, SMALL, num_sms)
+    for tile in (Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)):  # blocks with values and without, by either side of a tile
+        for case in RELATIVE_CALLS[:2]:
+            values = case.relative._replace(number=37, zero=18)  # a tile reaches the second, another the last but one
+            yield failure_of(case.with_(seqlen_q=150, seqlen_k=230, relative=values), tile)
     with descriptors_wherever_they_serve(), mock.patch.object(plan, "driver_overlaps", lambda: False):
         choices_changed()
         yield failure_of(CLAMPED.with_(dtype=torch.float16, head_dim=64), Tile(32, 32, 4, 1), arch="sm_90")

@@ -22,6 +22,7 @@ import flash_dmattn
 from flash_dmattn import nn
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.operators import NUM_FLAGS, flat_flags
 from flash_dmattn.problem import Flags
 
 OURS = KernelPair("out_of_tree_under_compile")  # an operator is defined once per process
@@ -190,7 +191,7 @@ def test_the_operator_adds_no_guards_on_fake_tensors_of_any_length() -> None:
 
     q, k = (any_length(torch.zeros(2, length, 4, 64, requires_grad=True)) for length in (100, 200))
     mask = any_length(torch.zeros(2, 1, 1, 200, dtype=torch.bool).transpose(1, 3)).transpose(1, 3)
-    problem = (None, None, None, None, *Flags(-1, -1, 0.125, 0.0, False), "triton", "")
+    problem = (None, None, None, None, *flat_flags(Flags(-1, -1, 0.125, 0.0, False)), "triton", "")
     with mode:
         out, _ = torch.ops.flash_dmattn.attention_forward(q, k, k, [mask], "dense", *problem)
     assert out.grad_fn is not None and out.shape == q.shape
@@ -397,7 +398,7 @@ def test_deterministic_follows_the_global_switch() -> None:
     seen: list[bool] = []
 
     def spy(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        at = Flags._fields.index("deterministic") - len(Flags._fields) - 2  # two names of backends are last
+        at = Flags._fields.index("deterministic") - NUM_FLAGS - 2  # two names of backends are last
         seen.extend(node.args[at] for node in graph.graph.nodes if "attention_forward" in str(node.target))
         return graph.forward
 

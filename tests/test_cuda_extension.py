@@ -520,6 +520,17 @@ def test_symbols_are_of_the_stable_abis_alone(built: Built) -> None:
     assert not {name for name in own if "cuda" in name.lower()}, "another library could bind to this CUDA runtime"
 
 
+@builds
+def test_memory_that_tells_where_to_jump_is_read_only(built: Built) -> None:
+    """Tables of addresses are resolved at the load and sealed, stacks hold no code, and overwritten stacks abort."""
+    readelf = tool("readelf")
+    segments, dynamic = output(readelf, "-lW", built.file), output(readelf, "-dW", built.file)
+    assert "GNU_RELRO" in segments and re.search(r"FLAGS_1.*NOW", dynamic)
+    (stack,) = re.findall(r"GNU_STACK.*", segments)
+    assert "RWE" not in stack and " E " not in stack
+    assert "__stack_chk_fail" in output(tool("nm"), "-D", "--undefined-only", built.file)
+
+
 # Loading it
 
 # CPU torch has no libtorch_cuda.so: the stub of the build takes its place, and the module is loaded by hand.

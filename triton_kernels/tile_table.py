@@ -87,9 +87,6 @@ _SM90_BIAS_POINTERS = {
     "product": {64: Tile(128, 64, 4, 4), 128: Tile(64, 64, 8, 3), 256: Tile(64, 32, 4, 2)},
     "bias": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 1)},
 }
-# With a bias by distance and no other mask than a band, up to head dim 128. Chosen by what the compiler makes of it: at
-# 64x128 the load of a tile of such a bias spills 184 registers.
-_SM90_DISTANCES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2)}
 # With lists of tiles.
 _SM90_TILES = {
     "forward": {
@@ -412,9 +409,9 @@ def _tile_of_table(
     if mask == KEYS.value and kernel in _SM90_KEYS:
         # A bias is then gathered, too, and its pointers need registers.
         return _row(_SMALL if bias in _READ_BY_SCORE else _SM90_KEYS[kernel], block_d)
-    if bias in _BY_DISTANCE and mask == BAND.value and block_d <= 128:
-        return _row(_SM90_DISTANCES if kernel == "forward" else _SM90.get(kernel, _SM90_BIAS["bias"]), block_d)
-    if bias in _READ_BY_SCORE and not bias_tma and kernel in _SM90_BIAS_POINTERS:
+    if kernel == "keys" and bias in _BY_DISTANCE:
+        block_d = max(block_d, 64)  # the sums of the ends take registers: 128x64 would spill 264 bytes
+    if bias == TILE_BIAS.value and not bias_tma and kernel in _SM90_BIAS_POINTERS:
         return _row(_SM90_BIAS_POINTERS[kernel], block_d)
     if bias == TILE_BIAS.value or kernel in ("product", "bias"):
         return _row(_SM90_BIAS[kernel], block_d)

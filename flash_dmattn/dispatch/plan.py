@@ -141,14 +141,11 @@ def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
 
 def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
     """Drop from a problem everything that an operator does not receive, so that watched calls run the same passes."""
-    left, right = problem.window
-    spec = problem.sequences
-    return problem._replace(
-        is_causal=right == 0,
-        window_size=(left, -1 if right == 0 else right),
-        return_lse=False,
-        sequences=None if spec is None else spec._replace(names_max=(True, True)),
-    )
+    flags = problem.flags
+    if flags.sequences is not None:
+        flags = flags._replace(sequences=flags.sequences._replace(names_max=(True, True)))
+    is_causal, window = flags.right == 0, (flags.left, -1 if flags.right == 0 else flags.right)
+    return problem._replace(is_causal=is_causal, window_size=window, return_lse=False, flags=flags)
 
 
 def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:

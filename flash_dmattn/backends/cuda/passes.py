@@ -16,10 +16,10 @@ from ...gradients import (
     new_like,
     query_gradient,
     run_without_keys,
-    sink_gradient,
 )
 from ...problem import AttentionProblem, Gradients, MaskView, make_band
 from ...problem.inputs import Inputs, Saved
+from ...reference.sinks import sink_gradient
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences

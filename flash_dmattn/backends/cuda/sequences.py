@@ -13,11 +13,11 @@ from ...gradients import (
     fill_empty,
     key_gradient,
     sequence_query_gradient,
-    sink_gradient,
     zero_gradients,
 )
-from ...problem import AttentionProblem, Flags, Gradients, Packing, fits_tma
+from ...problem import AttentionProblem, Gradients, Packing, SequenceSpec, fits_tma
 from ...problem.inputs import Inputs, Saved
+from ...reference.sinks import sink_gradient
 from ..protocol import Backward, Forward
 
 # The numbers that csrc/api/sequences.h gives them.
@@ -27,8 +27,9 @@ _NO_LIMIT = 2**30
 
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
-    spec, softcap, numbers, (read_q, read_k, read_v) = p.sequences, p.softcap, _numbers(p.flags), _readers(p)
+    spec, softcap, (read_q, read_k, read_v) = p.sequences, p.softcap, _readers(p)
     assert spec is not None
+    numbers = _numbers(p, spec)
     number = spec.number
     attend = torch.ops.flash_dmattn.cuda_forward_sequences.default
 
@@ -56,8 +57,9 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         p: the problem of the class.
         num_dbias_chunks: returns the chunks of a shared dbias, 0 if the operator chooses; asked at each call.
     """
-    spec, flags, needs, dbias_class, numbers = p.sequences, p.flags, p.needs_grad, p.dbias_class, _numbers(p.flags)
+    spec, flags, needs, dbias_class = p.sequences, p.flags, p.needs_grad, p.dbias_class
     assert spec is not None
+    numbers = _numbers(p, spec)
     number, (read_q, read_k, read_v) = spec.number, _readers(p)
     new_q, new_k, new_v = (empty_gradient if needed else _no_gradient for needed in needs[:3])
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
@@ -76,7 +78,7 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         delta = torch.empty_like(lse) if needs_delta else None
         stored = sums = None
         if dbias_class == "key":
-            columns = (1, k.shape[1]) if flags.bias_packing == "keys" else (number, min(flags.max_seqlen_k, k.shape[1]))
+            columns = (1, k.shape[1]) if flags.bias_packing == "keys" else (number, min(p.seqlen_k, k.shape[1]))
             sums = torch.zeros((columns[0], q.shape[2], columns[1]), dtype=torch.float32, device=q.device)
         elif dbias_class == "score" and bias is not None:
             stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
@@ -106,10 +108,10 @@ def _no_gradient(x: Tensor) -> None:
     return None
 
 
-def _numbers(flags: Flags) -> tuple[bool, int, int, int, int, int, float]:
-    left, right = (_NO_LIMIT if side < 0 else side for side in flags.window)
-    most_q, most_k = max(1, flags.max_seqlen_q), max(1, flags.max_seqlen_k)
-    return flags.packs_queries, _PACKING[flags.bias_packing], most_q, most_k, left, right, flags.softmax_scale
+def _numbers(p: AttentionProblem, spec: SequenceSpec) -> tuple[bool, int, int, int, int, int, float]:
+    left, right = (_NO_LIMIT if side < 0 else side for side in p.window)
+    packing, most_q, most_k = _PACKING[p.flags.bias_packing], max(1, p.seqlen_q), max(1, p.seqlen_k)
+    return spec.packs_queries, packing, most_q, most_k, left, right, p.softmax_scale
 
 
 def _readers(p: AttentionProblem) -> tuple[Callable[[Tensor], Tensor], ...]:

@@ -8,7 +8,7 @@ from ...problem import AttentionProblem, dtype_name, sm_number
 from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Rule
 from . import lists
-from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_dense, reads_heads_first
+from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_as_arrived, reads_dense
 
 MAX_HEAD_DIM = 512
 # With wider heads, tiles of fp32 would take 192 KB of shared memory in the backward pass, and most of their values
@@ -163,6 +163,6 @@ BACKEND = Backend(
     notes=_notes,
     mask_forms=frozenset({"tiles", "keys", "intervals", "sequence_tiles", "tree", "lists"}),
     reads_dense=reads_dense,
-    reads_heads_first=reads_heads_first,
+    reads_as_arrived=reads_as_arrived,
     repeats_entries=True,
 )
