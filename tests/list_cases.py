@@ -155,8 +155,19 @@ def run(case: ListCase, x: ListInputs, needs: ListNeeds = ListNeeds(), **more: A
     return dict(zip(NAMES, (out, lse, *list_backward(x.dout, x.dlse, *own, **more)), strict=True))
 
 
-def dense(case: ListCase, x: ListInputs, dtype: torch.dtype, matmul: torch.dtype | None = None) -> dict[str, Tensor | None]:
-    """All results of the dense formula by autograd, in a dtype; with `matmul` products are of that dtype."""
+def dense(
+    case: ListCase,
+    x: ListInputs,
+    dtype: torch.dtype,
+    matmul: torch.dtype | None = None,
+    rounded: Tensor | None = None,
+) -> dict[str, Tensor | None]:
+    """All results of the dense formula by autograd, in a dtype.
+
+    Args:
+        matmul: the dtype of products.
+        rounded: an out whose rounding reaches gradients by way of delta, as it does in kernels.
+    """
     matmul = matmul or dtype
 
     def leaf(t: Tensor | None) -> Tensor | None:
@@ -196,6 +207,7 @@ def dense(case: ListCase, x: ListInputs, dtype: torch.dtype, matmul: torch.dtype
         s = s + own.gather(3, slot.clamp(min=0))
     if x.bias is not None:
         s = s + x.bias.to(dtype).repeat_interleave(case.heads // x.bias.shape[1], 1)
+    scores = s
     s = s.masked_fill(~allowed, -math.inf)
     logits = s
     if sink is not None:
@@ -206,7 +218,14 @@ def dense(case: ListCase, x: ListInputs, dtype: torch.dtype, matmul: torch.dtype
     loss = (out.to(dtype) * x.dout.to(dtype)).sum()
     if x.dlse is not None:
         loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * x.dlse.to(dtype)).sum()
-    loss.backward()
+    loss.backward(retain_graph=True)
+    if rounded is not None:
+        moved = ((rounded.to(dtype) - out.detach()) * x.dout.to(dtype)).sum(-1)
+        along = (p.detach()[..., : case.seqlen_k] * -moved.unsqueeze(-1)).masked_fill(~allowed, 0.0)
+        torch.autograd.backward(scores, along)
+        if sink is not None and sink.grad is not None:
+            share = torch.exp(sink.detach()[:, None] - lse.detach())
+            sink.grad -= (share * moved).sum((0, 2))
     found = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad}
     others = {"dv": v, "dvalues": values, "dsink": sink}
     return {**found, **{name: None if t is None else t.grad for name, t in others.items()}}

@@ -470,7 +470,7 @@ def _plan_rows(
         list_product_kernel, programs * parts * column_parts, product,
         PARTS=parts, COLUMN_PARTS=column_parts, chunk=chunks.rows,
     )  # fmt: skip
-    adding = tiles.get("add") or Tile(8, 256, 2, 1)
+    adding = tiles.get("add") or (Tile(4, 256, 1, 1) if size % 256 == 0 else Tile(8, 128, 1, 1))
     wide = min(adding.block_n, max(16, next_power_of_2(size)))
     add = call.launch(
         list_add_kernel, keys_of_chunk * ceil_div(size, wide), adding,
@@ -549,8 +549,10 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
     head_dims = (shape.head_dim, shape.head_dim_v)
     owners = max(1, min(call.owners, SPACE // max(1, 4 * most_segments * keys_each * sum(head_dims))))
     own: dict[str, Any] = {"most_segments": most_segments}
+    strides = (call.values["q_strides"], rows_of(dout))
+    wide = max(shape.seqlen_q * x.row + shape.num_heads * x.head for x in strides) > 2**31 - 1
     keys_launch = call.launch(
-        list_keys_kernel, owners * most_segments, tile, cut=cut, dout_strides=rows_of(dout), **own
+        list_keys_kernel, owners * most_segments, tile, MOST=call.lists.most, WIDE_ROWS=wide, cut=cut, dout_strides=rows_of(dout), **own
     )  # fmt: skip
     block = min(1024, next_power_of_2(keys_each * max(head_dims)))
     adds = []

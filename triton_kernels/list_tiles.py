@@ -18,9 +18,9 @@ _MOST_MEMBERS = {128: 128, 256: 64, 512: 64}
 # Keys of a step, warps and stages by members of a program. Of n stages (n - 1) / 2 reach k and v, as behind every index.
 _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "forward": {
-        128: {32: (64, 4, 5), 64: (64, 4, 5), 128: (64, 8, 5)},
-        256: {32: (64, 4, 5), 64: (64, 8, 3)},
-        512: {32: (32, 4, 5), 64: (32, 8, 5)},
+        128: {32: (64, 4, 3), 64: (64, 4, 5), 128: (64, 8, 3)},
+        256: {32: (64, 4, 3), 64: (64, 8, 3)},
+        512: {32: (32, 4, 5), 64: (64, 8, 3)},
     },
     "queries": {
         128: {32: (64, 4, 5), 64: (64, 8, 5), 128: (64, 8, 3)},
@@ -30,7 +30,7 @@ _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "product": {512: {32: (64, 4, 5), 64: (64, 8, 5), 128: (64, 8, 5)}},
 }
 # Members, warps and stages by keys of a block.
-_SM90_KEYS = {128: {64: (64, 4, 3), 128: (64, 8, 3)}, 256: {64: (32, 8, 2), 128: (32, 8, 2)}}
+_SM90_KEYS = {128: {64: (64, 4, 2), 128: (64, 8, 2)}, 256: {64: (32, 8, 2), 128: (32, 8, 2)}}
 # Places of a tile, warps and stages by members; columns of the head dims pass by.
 _SM90_PAIRS = {32: (128, 4, 4), 64: (128, 4, 4), 128: (128, 8, 4)}
 _SM90_ROWS = {32: (64, 4, 3), 64: (128, 4, 3), 128: (128, 8, 3)}
