@@ -1,8 +1,8 @@
 """The key-stationary backward kernel of attention over lists: dk and dv of a block of keys by its inverse list.
 
-The inverse list of a block of keys has the entries, of all rows of lists, that name the block, in the order of the rows.
+The inverse list of a block of keys has the entries of all rows of lists that name the block, in the order of the rows.
 A program visits a segment of it, so that a block that every query names does not keep one program busy for long. It
-stores fp32 sums. `list_segments_kernel` adds those of each block, in the order of the segments.
+stores fp32 sums. `list_segments_kernel` adds the sums of a block, in the order of its segments.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def list_keys_kernel(
 ):
     """Compute dk and dv of one segment of an owner, a key-value head of an entry; owners begin with `first_owner`.
 
-    inverse (lists, rows * most) are the sorted entries; offsets (lists, blocks + 1) say where those of a block begin,
-    and segments (lists, blocks + 1) which segment is its first. A segment has `cut` entries, the last of a block may
+    inverse (lists, rows * most) has the sorted entries, offsets (lists, blocks + 1) the first entry of each block, and
+    segments (lists, blocks + 1) its first segment. A segment has `cut` entries, the last of a block may
     have fewer. parts are (owners, most_segments, KEYS_EACH, head dim) in fp32, contiguous.
     """
     scale_log2 = tl.cast(scale_log2, tl.float32)

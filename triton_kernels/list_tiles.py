@@ -15,7 +15,7 @@ ListKernel = Literal["forward", "queries", "keys", "rows", "product", "pairs"]
 
 # Most members of a program, by its largest head dim.
 _MOST_MEMBERS = {128: 128, 256: 64, 512: 64}
-# Keys of a step, warps and stages by members of a program. Of n stages (n - 1) / 2 reach k and v, as behind every index.
+# Keys of a step, warps and stages by members of a program. With n stages (n - 1) / 2 reach k and v, as behind any index.
 _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "forward": {
         128: {32: (64, 4, 3), 64: (64, 4, 5), 128: (64, 8, 3)},
@@ -44,13 +44,12 @@ def members_of_program(kernel: ListKernel, members: int, head_dim: int, dtype: t
     return min(max(16, next_power_of_2(members)), most, low)
 
 
-def list_tile(
-    kernel: ListKernel, block_m: int, head_dim: int, dtype: torch.dtype, arch: str, keys_each: int
-) -> Tile:
+def list_tile(kernel: ListKernel, block_m: int, head_dim: int, dtype: torch.dtype, arch: str, keys_each: int) -> Tile:
     """Return the tile of a kernel whose programs have `block_m` members, or, of "keys", `block_m` keys.
 
     Args:
-        kernel: "forward", "queries", "keys" (inverse lists), "rows" (rows out of p and ds), or "product" (dq out of ds).
+        kernel: "forward"; "queries"; "keys", by inverse lists; "pairs", which makes p and ds; "product", dq out of ds;
+            "rows", out of p and ds.
         block_m: of "keys" it becomes the `block_n` of the tile.
         head_dim: the larger of the padded head dims, without the rest.
         keys_each: keys of a block that an entry names. The entry of a whole step is one number, which takes no stage.
