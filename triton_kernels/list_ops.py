@@ -238,8 +238,9 @@ def store_value_gradients(
     at, sums, carried, slots, slot, start, end, key_ok, row_ok, AXIS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_EACH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of a step's values; `sums` has a sum for each place, over all members (AXIS 0), or for each member (AXIS 1).
+    """Store the gradients of a step's values.
 
+    `sums` has a gradient for each place, over all members (AXIS 0), or for each member and place (AXIS 1).
     If an entry has places in several steps, `carried` adds them, and each step stores what there is so far.
     """
     if KEYS_EACH >= BLOCK_N:

@@ -15,7 +15,7 @@ ListKernel = Literal["forward", "queries", "keys", "rows", "product", "pairs"]
 
 # Most members of a program, by its largest head dim.
 _MOST_MEMBERS = {128: 128, 256: 64, 512: 64}
-# Keys of a step, warps and stages by members of a program. With n stages (n - 1) / 2 reach k and v, as behind any index.
+# Keys of a step, warps and stages by members of a program. Of n stages, (n - 1) / 2 reach k and v.
 _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "forward": {
         128: {32: (64, 4, 3), 64: (64, 4, 5), 128: (64, 8, 3)},
