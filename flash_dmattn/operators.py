@@ -47,7 +47,8 @@ _INPUTS = (
 _FLAGS = (
     "int left, int right, float softmax_scale, float softcap, bool deterministic, "
     "SymInt mask_repeat, SymInt bias_repeat, str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "str mask_packing, str bias_packing, float dropout_p, bool one_mask_row, SymInt zero, str outside"
+    "str mask_packing, str bias_packing, float dropout_p, bool one_mask_row, SymInt zero, str outside, "
+    "int block_q, int block_k, SymInt places, bool chosen"
 )
 # `backend` runs the pass. `backward` names the backend of the backward pass in exported programs, "" for the same one.
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}, str backend, str backward) -> (Tensor out, Tensor lse)"
@@ -174,7 +175,7 @@ def describe_operands(x: Inputs, flags: Flags, needs_grad: NeedsGrad = NeedsGrad
         x.v.stride(),  # type: ignore[arg-type]
         _describe_mask(x.mask, seqlen_q, seqlen_k, spec),
         x.mask.form,
-        None if x.bias is None or flags.outside else spec_of(x.bias),
+        None,
         is_causal,
         (left, -1 if is_causal else right),
         flags,
@@ -183,8 +184,7 @@ def describe_operands(x: Inputs, flags: Flags, needs_grad: NeedsGrad = NeedsGrad
         needs_grad,
         None if x.sink is None else x.sink.dtype,
         spec,
-        relative=spec_of(x.bias) if x.bias is not None and flags.outside else None,
-    )
+    ).with_bias(x.bias)
 
 
 def _describe_sequences(x: Inputs, where: SequenceView, flags: Flags) -> SequenceSpec:

@@ -21,6 +21,7 @@ from ...gradients import (
 from ...problem import AttentionProblem, Gradients
 from ...problem.inputs import Inputs, Saved
 from ..protocol import Backward, Direction, Forward
+from . import lists
 from .key_order import Ordered, has_order, tiles_of_bounds
 from .tree_tiles import tiles_of_tree
 
@@ -104,6 +105,8 @@ def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
     if p.sequences is not None:
         return _plan_sequences_forward(p)
+    if p.mask_form == "lists":
+        return lists.plan_forward(p)
     if not has_pairs(p):
         return run_without_keys(p)
     launch, flags, outputs, dtype = kernels(), p.flags, allocate_outputs(p), p.dtype
@@ -162,6 +165,8 @@ def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls; every sum is taken in fp32, in a fixed order, and rounded once."""
     if p.sequences is not None:
         return _plan_sequences_backward(p)
+    if p.mask_form == "lists":
+        return lists.plan_backward(p)
     if not has_pairs(p):
         return differentiate_without_keys(p)
     launch, flags, needs_grad, dtype = kernels(), p.flags, p.needs_grad, p.dtype
