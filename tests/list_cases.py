@@ -12,12 +12,13 @@ from torch import Tensor
 
 from flash_dmattn.triton_kernels.list_calls import ListFlags, ListNeeds, list_backward, list_forward
 
+EVERY = ListNeeds(True, True, True, True, True)
 NAMES = ("out", "lse", "dq", "dk", "dv", "dvalues", "dsink")
 
 
 @dataclass(frozen=True)
 class ListCase:
-    """A call by what decides it. The letters of values are those of their dims, as `Case` has them; R are rows of lists."""
+    """A call by what decides it. Letters of values are those of their dims, as in `Case`; R are rows of lists."""
 
     batch: int = 1
     heads_k: int = 2
@@ -147,7 +148,7 @@ class ListInputs:
     dlse: Tensor | None
 
 
-def run(case: ListCase, x: ListInputs, needs: ListNeeds = ListNeeds(), **more: Any) -> dict[str, Tensor | None]:
+def run(case: ListCase, x: ListInputs, needs: ListNeeds = EVERY, **more: Any) -> dict[str, Tensor | None]:
     """All results of the kernels."""
     tile = more.pop("tile", None)
     out, lse = list_forward(x.q, x.k, x.v, x.keys, x.count, x.slots, x.values, x.bias, x.sink, case.flags, tile=tile)
@@ -155,8 +156,19 @@ def run(case: ListCase, x: ListInputs, needs: ListNeeds = ListNeeds(), **more: A
     return dict(zip(NAMES, (out, lse, *list_backward(x.dout, x.dlse, *own, **more)), strict=True))
 
 
-def dense(case: ListCase, x: ListInputs, dtype: torch.dtype, matmul: torch.dtype | None = None) -> dict[str, Tensor | None]:
-    """All results of the dense formula by autograd, in a dtype; with `matmul` products are of that dtype."""
+def dense(
+    case: ListCase,
+    x: ListInputs,
+    dtype: torch.dtype,
+    matmul: torch.dtype | None = None,
+    rounded: Tensor | None = None,
+) -> dict[str, Tensor | None]:
+    """All results of the dense formula by autograd, in a dtype.
+
+    Args:
+        matmul: the dtype of products.
+        rounded: an out whose rounding reaches gradients by way of delta, as it does in kernels.
+    """
     matmul = matmul or dtype
 
     def leaf(t: Tensor | None) -> Tensor | None:
@@ -196,6 +208,7 @@ def dense(case: ListCase, x: ListInputs, dtype: torch.dtype, matmul: torch.dtype
         s = s + own.gather(3, slot.clamp(min=0))
     if x.bias is not None:
         s = s + x.bias.to(dtype).repeat_interleave(case.heads // x.bias.shape[1], 1)
+    scores = s
     s = s.masked_fill(~allowed, -math.inf)
     logits = s
     if sink is not None:
@@ -206,7 +219,14 @@ def dense(case: ListCase, x: ListInputs, dtype: torch.dtype, matmul: torch.dtype
     loss = (out.to(dtype) * x.dout.to(dtype)).sum()
     if x.dlse is not None:
         loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * x.dlse.to(dtype)).sum()
-    loss.backward()
+    loss.backward(retain_graph=True)
+    if rounded is not None:
+        moved = ((rounded.to(dtype) - out.detach()) * x.dout.to(dtype)).sum(-1)
+        along = (p.detach()[..., : case.seqlen_k] * -moved.unsqueeze(-1)).masked_fill(~allowed, 0.0)
+        torch.autograd.backward(scores, along)
+        if sink is not None and sink.grad is not None:
+            share = torch.exp(sink.detach()[:, None] - lse.detach())
+            sink.grad -= (share * moved).sum((0, 2))
     found = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad}
     others = {"dv": v, "dvalues": values, "dsink": sink}
     return {**found, **{name: None if t is None else t.grad for name, t in others.items()}}
@@ -241,7 +261,9 @@ def draw(number: int, dtype: torch.dtype = torch.float32, large: bool = False) -
     head_dim = r.choice((64, 128, 128, 192, 256, 80) if large else (16, 32, 24, 48, 20))
     head_dim_v = r.choice((head_dim, head_dim, 64 if large else 16))
     if latent:
-        head_dim, head_dim_v = r.choice(((576, 512), (192, 128)) if large else ((48, 32), (24, 16), (16, 16), (20, 16), (20, 12), (272, 256)))
+        head_dim, head_dim_v = r.choice(
+            ((576, 512), (192, 128)) if large else ((48, 32), (24, 16), (16, 16), (20, 16), (20, 12), (272, 256))
+        )
     batch = r.choice((1, 1, 2))
     seqlen_q = r.choice((1, 33, 130, 257) if large else (1, 5, 24, 37))
     seqlen_k = seqlen_q + r.choice((0, 100, 700, -20) if large else (0, 13, 40, -4))
@@ -254,7 +276,9 @@ def draw(number: int, dtype: torch.dtype = torch.float32, large: bool = False) -
         seqlen_k=max(seqlen_k, 1),
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        most=r.choice((1, 5, 32, 64, 200) if large and keys_each == 1 else (1, 3, 9) if keys_each > 1 else (1, 4, 17, 40)),
+        most=r.choice(
+            (1, 5, 32, 64, 200) if large and keys_each == 1 else (1, 3, 9) if keys_each > 1 else (1, 4, 17, 40)
+        ),
         queries=queries,
         keys_each=keys_each,
         list_batch=r.choice((1, batch)),

@@ -1,7 +1,7 @@
 """The entry points of attention over lists, forward and backward, and the launches of each.
 
-The tensors are (B, H, L, D). Lists are canonical: `keys` (Bm, Hm, R, K) ascend in each row, each once, with -1 behind the
-`count` (Bm, Hm, R) that there are. `slots` has the column of `values` of each, None where it is its own place.
+The tensors are (B, H, L, D). Lists are canonical: `keys` (Bm, Hm, R, K) ascend in each row, each once, with -1 behind
+the `count` (Bm, Hm, R) that there are. `slots` has the column of `values` of each, None where it is its own place.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_dmattn.gradients import sink_gradient
 from flash_dmattn.problem import device_arch
 
+from .backward_delta import delta_kernel
 from .kernel_launch import Launch, by_name, ceil_div, next_power_of_2, on_device
 from .launch import plans, signature
 from .list_forward import list_forward_kernel
@@ -25,32 +26,31 @@ from .list_product import list_product_kernel
 from .list_queries import NOTHING, PAIRS, ROWS, list_queries_kernel
 from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, list_rows_kernel
 from .list_tiles import ListKernel, list_tile, members_of_program
-from .backward_delta import delta_kernel
 from .plan import MOST_FEW_KEYS, takes_tf32
 from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, NO_SEQUENCES, TILE_BIAS, BiasStrides, Shape, Strides
 from .tile_table import Tile
 
-# What the gradients of keys may take beside results, unless the least chunk takes more.
+# Bytes that gradients of keys may take beside results, unless the least chunk takes more.
 SPACE = 2**30
-# A program adds at most so many rows one after the other: those of a key that every query names are many.
+# A program adds at most so many rows one after the other. A key that every query names has one for each.
 MOST_ROWS = 4096
 
 
 class ListNeeds(NamedTuple):
     """Which gradients are asked for."""
 
-    q: bool = True
-    k: bool = True
-    v: bool = True
-    values: bool = True
-    sink: bool = True
+    q: bool
+    k: bool
+    v: bool
+    values: bool
+    sink: bool
 
 
 class ListFlags(NamedTuple):
     """The numbers of a call. `keys_each` keys belong to a block that an entry names, `queries` queries to a list.
 
-    Keys have their values in their first `head_dim_v` channels if there is no v. As with masks and biases, `list_repeat`
-    and `value_repeat` consecutive entries of the batch share one entry of the lists and of the values.
+    If there is no v, the values of keys are their first `head_dim_v` channels. As with masks and biases, `list_repeat`
+    and `value_repeat` consecutive entries of the batch share one entry of the lists, and of the values.
     """
 
     scale: float
@@ -199,15 +199,15 @@ def rows_of(x: Tensor) -> Strides:
 
 def _parts_of(head_dim: int) -> tuple[int, int]:
     """Split a head dim into a power of 2 and a smaller one, 0 for none: 576 into 512 and 64, 96 into 64 and 32."""
-    whole = max(16, next_power_of_2(head_dim))
-    if whole <= 16 or whole == head_dim:
-        return whole, 0
-    rest = max(16, next_power_of_2(head_dim - whole // 2))
-    return (whole // 2, rest) if rest < whole // 2 else (whole, 0)
+    padded = max(16, next_power_of_2(head_dim))
+    if padded <= 16 or padded == head_dim:
+        return padded, 0
+    rest = _rest_of(head_dim, padded // 2)
+    return (padded // 2, rest) if rest < padded // 2 else (padded, 0)
 
 
-def _rest_of(head_dim: int, whole: int) -> int:
-    return 0 if head_dim == whole else max(16, next_power_of_2(head_dim - whole))
+def _rest_of(head_dim: int, first: int) -> int:
+    return 0 if head_dim == first else max(16, next_power_of_2(head_dim - first))
 
 
 def shares_rows(head_dim: int, head_dim_v: int) -> bool:
@@ -247,7 +247,7 @@ def list_forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with on_device(q):
         key = ("list forward", flags, tile, *signature(q, k, v, keys, count, slots, values, bias_key, sink))
-        make = lambda: plan_list_forward(ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), tile)  # noqa: E731
+        make = lambda: plan_list_forward(ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), tile)
         plans.find(key, make)(q, k, v, keys, count, slots, values, bias_key, sink, out, lse)
     return out.transpose(1, 2), lse
 
@@ -282,7 +282,7 @@ def list_backward(
     out: Tensor,
     lse: Tensor,
     flags: ListFlags,
-    needs: ListNeeds = ListNeeds(),
+    needs: ListNeeds,
     *,
     inverse: tuple[Tensor, Tensor] | None = None,
     tiles: dict[str, Tile] | None = None,
@@ -306,7 +306,7 @@ def list_backward(
         own = tuple(sorted((tiles or {}).items()))
         tensors = (q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse)
         key = ("list backward", flags, needs, own, *signature(*tensors))
-        make = lambda: plan_list_backward(  # noqa: E731
+        make = lambda: plan_list_backward(
             ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), dout, out, dlse, needs, tiles or {}
         )
         return plans.find(key, make)(*tensors, inverse)
@@ -385,7 +385,9 @@ def plan_list_backward(
 
         def run_queries(*rows: Tensor | int) -> None:
             if has_product and not few_keys:
-                launch_pairs(q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, *written[::2], *rows[3:])
+                launch_pairs(
+                    q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, *written[::2], *rows[3:]
+                )
             else:
                 launch_queries(*read, *written, *rows)
 
@@ -470,7 +472,7 @@ def _plan_rows(
         list_product_kernel, programs * parts * column_parts, product,
         PARTS=parts, COLUMN_PARTS=column_parts, chunk=chunks.rows,
     )  # fmt: skip
-    adding = tiles.get("add") or Tile(8, 256, 2, 1)
+    adding = tiles.get("add") or (Tile(4, 256, 1, 1) if size % 256 == 0 else Tile(8, 128, 1, 1))
     wide = min(adding.block_n, max(16, next_power_of_2(size)))
     add = call.launch(
         list_add_kernel, keys_of_chunk * ceil_div(size, wide), adding,
@@ -508,7 +510,8 @@ def _plan_rows(
         if not needs_keys:
             return None, None
         dk, dv = (
-            torch.empty(shape.batch, shape.seqlen_k, call.heads_k, dim, dtype=q.dtype, device=q.device) for dim in (shape.head_dim, shape.head_dim_v)
+            torch.empty(shape.batch, shape.seqlen_k, call.heads_k, dim, dtype=q.dtype, device=q.device)
+            for dim in (shape.head_dim, shape.head_dim_v)
         )
         sums = sums.view(shape.batch, call.heads_k, shape.seqlen_k, size).transpose(1, 2)
         dk.copy_(sums[..., : shape.head_dim])
@@ -518,7 +521,7 @@ def _plan_rows(
 
 
 def inverse_lists(keys: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Sort the entries of each head of lists by block, those of a block by row, and say where each block begins.
+    """Sort the entries of each head of lists by block, then by row, and say where each block begins.
 
     Args:
         keys: (Bm, Hm, R, K).
@@ -549,17 +552,32 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
     head_dims = (shape.head_dim, shape.head_dim_v)
     owners = max(1, min(call.owners, SPACE // max(1, 4 * most_segments * keys_each * sum(head_dims))))
     own: dict[str, Any] = {"most_segments": most_segments}
+    strides = (call.values["q_strides"], rows_of(dout))
+    wide = max(shape.seqlen_q * x.row + shape.num_heads * x.head for x in strides) > 2**31 - 1
     keys_launch = call.launch(
-        list_keys_kernel, owners * most_segments, tile, cut=cut, dout_strides=rows_of(dout), **own
-    )  # fmt: skip
+        list_keys_kernel,
+        owners * most_segments,
+        tile,
+        MOST=call.lists.most,
+        WIDE_ROWS=wide,
+        cut=cut,
+        dout_strides=rows_of(dout),
+        **own,
+    )
     block = min(1024, next_power_of_2(keys_each * max(head_dims)))
     adds = []
     for dim in head_dims:
         parts = ceil_div(keys_each * dim, block)
         adds.append(
             call.launch(
-                list_segments_kernel, owners * blocks * parts, Tile(16, 16, 4, 1), DIM=dim, BLOCK=block, TILES=parts, **own
-            )  # fmt: skip
+                list_segments_kernel,
+                owners * blocks * parts,
+                Tile(16, 16, 4, 1),
+                DIM=dim,
+                BLOCK=block,
+                TILES=parts,
+                **own,
+            )
         )
 
     def run(
@@ -570,7 +588,10 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
         segments = torch.zeros_like(offsets, dtype=torch.int32)
         torch.cumsum(number, 1, dtype=torch.int32, out=segments[:, 1:])
         parts = [torch.empty(owners, most_segments, keys_each, dim, device=q.device) for dim in head_dims]
-        sums = [torch.empty(shape.batch, shape.seqlen_k, call.heads_k, dim, dtype=q.dtype, device=q.device) for dim in head_dims]
+        sums = [
+            torch.empty(shape.batch, shape.seqlen_k, call.heads_k, dim, dtype=q.dtype, device=q.device)
+            for dim in head_dims
+        ]
         for owner in range(0, call.owners, owners):
             keys_launch(
                 q, k, v, slots, values, bias, dout, lse, delta, inverse, offsets, segments, *parts, owner

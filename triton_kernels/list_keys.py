@@ -1,8 +1,8 @@
 """The key-stationary backward kernel of attention over lists: dk and dv of a block of keys by its inverse list.
 
-The inverse list of a block of keys has the entries, of all rows of lists, that name the block, in the order of the rows.
+The inverse list of a block of keys has the entries of all rows of lists that name the block, in the order of the rows.
 A program visits a segment of it, so that a block that every query names does not keep one program busy for long. It
-stores fp32 sums. `list_segments_kernel` adds those of each block, in the order of the segments.
+stores fp32 sums. `list_segments_kernel` adds the sums of a block, in the order of its segments.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def list_keys_kernel(
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS_EACH: tl.constexpr,
+    MOST: tl.constexpr,
     VALUES: tl.constexpr,
     SLOTS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -62,13 +63,14 @@ def list_keys_kernel(
     RIGHT: tl.constexpr,
     PAD_D: tl.constexpr,
     PAD_DV: tl.constexpr,
+    WIDE_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute dk and dv of one segment of an owner, a key-value head of an entry; owners begin with `first_owner`.
 
-    inverse (lists, rows * most) are the sorted entries; offsets (lists, blocks + 1) say where those of a block begin,
-    and segments (lists, blocks + 1) which segment is its first. A segment has `cut` entries, the last of a block may
+    inverse (lists, rows * most) has the sorted entries, offsets (lists, blocks + 1) the first entry of each block, and
+    segments (lists, blocks + 1) its first segment. A segment has `cut` entries, the last of a block may
     have fewer. parts are (owners, most_segments, KEYS_EACH, head dim) in fp32, contiguous.
     """
     scale_log2 = tl.cast(scale_log2, tl.float32)
@@ -103,7 +105,9 @@ def list_keys_kernel(
 
     inside = tl.arange(0, BLOCK_N)
     keys = low * KEYS_EACH + inside
-    key_ok = (inside < KEYS_EACH) & (keys < shape.seqlen_k)
+    key_ok = keys < shape.seqlen_k
+    if KEYS_EACH < BLOCK_N:
+        key_ok = key_ok & (inside < KEYS_EACH)
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     dims_rest = BLOCK_D + tl.arange(0, REST if REST > 0 else 1)
@@ -127,16 +131,24 @@ def list_keys_kernel(
     if REST > 0:
         acc_rest = tl.zeros([BLOCK_N, REST], tl.float32)
     members = tl.arange(0, BLOCK_M)
+    q += b * q_strides.batch
+    dout += b * dout_strides.batch
+    lse += b * shape.num_heads * shape.seqlen_q
+    delta += b * shape.num_heads * shape.seqlen_q
     for start in tl.range(0, (end - begin) * MEMBERS, BLOCK_M, num_stages=STAGES):
         place = start + members
         place_ok = place < (end - begin) * MEMBERS
         entry = tl.load(inverse + begin + place // MEMBERS, mask=place_ok, other=0)
-        row = (entry // lists.most).to(tl.int32)
+        row = (entry // MOST).to(tl.int32)
         member = place % MEMBERS
         rows = row * QUERIES + member // GROUP
         h = h_k * GROUP + member % GROUP
-        row_ok = place_ok & (rows < shape.seqlen_q)
-        at_q = q + b * q_strides.batch + h.to(tl.int64) * q_strides.head + rows.to(tl.int64) * q_strides.row
+        row_ok = place_ok
+        if QUERIES > 1:
+            row_ok = row_ok & (rows < shape.seqlen_q)
+        if WIDE_ROWS:
+            h, rows = h.to(tl.int64), rows.to(tl.int64)
+        at_q = q + (h * q_strides.head + rows * q_strides.row)
         if PAD_D and REST == 0:
             q_tile = tl.load(at_q[:, None] + dims[None, :], mask=row_ok[:, None] & ok_d, other=0.0)
         else:
@@ -148,7 +160,7 @@ def list_keys_kernel(
             s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision=PRECISION)
         s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
         if VALUES != NO_VALUES:
-            slot = entry % lists.most
+            slot = (entry % MOST).to(tl.int32)
             if SLOTS:
                 slot = tl.load(slots + entry, mask=row_ok, other=0)
             at_value = rows
@@ -163,15 +175,15 @@ def list_keys_kernel(
             at_bias = shared_head(bias, bias_strides, b, h)[None, :] + (keys.to(tl.int64) * bias_strides.key)[:, None]
             tile = tl.load(at_bias, mask=row_ok[None, :] & key_ok[:, None], other=0.0)
             s += tile.to(tl.float32) * LOG2E
-        allowed = row_ok[None, :] & key_ok[:, None]
         if LEFT or RIGHT:
-            allowed = allowed & in_band(rows[None, :], keys[:, None], shape, LEFT, RIGHT)
-        statistics = (b * shape.num_heads + h) * shape.seqlen_q + rows
-        lse_rows = in_base_2(tl.load(lse + statistics, mask=row_ok, other=float("-inf")))
+            allowed = in_band(rows[None, :], keys[:, None], shape, LEFT, RIGHT)
+        else:
+            allowed = key_ok[:, None]
+        statistics = h * shape.seqlen_q + rows
+        lse_rows = in_base_2(tl.load(lse + statistics, mask=row_ok, other=float("-inf")))  # p of no row is 0
         d = tl.load(delta + statistics, mask=row_ok, other=0.0)
         p = tl.where(allowed, tl.math.exp2(s - lse_rows[None, :]), 0.0)
-        at_g = dout + b * dout_strides.batch + h.to(tl.int64) * dout_strides.head
-        at_g += rows.to(tl.int64) * dout_strides.row
+        at_g = dout + (h * dout_strides.head + rows * dout_strides.row)
         if PAD_DV:
             g_tile = tl.load(at_g[:, None] + dims_v[None, :], mask=row_ok[:, None] & ok_dv, other=0.0)
         else:

@@ -1,9 +1,10 @@
 """Device functions of attention over lists: each query, or block of queries, names the keys or blocks of keys it sees.
 
 A row of lists has QUERIES queries of one key-value head. Its entries name blocks of KEYS_EACH keys, in ascending order,
-each once. A place is one key of one entry: place // KEYS_EACH is the entry. The rows of a tile, its members, are the
-queries of a row of lists for all heads of the group, so that the group reads its keys once: member n has query
-n // GROUP and head n % GROUP. PARTS programs share the members.
+each once. A place is one key of one entry: place // KEYS_EACH is the entry.
+
+The rows of a tile, its members, are the queries of a row of lists, each for all heads of the group. So the group reads
+its keys once. Member n has query n // GROUP and head n % GROUP. PARTS programs share the members.
 
 Numbers in slots are columns of the values, which the caller's own order of entries decides.
 """
@@ -140,7 +141,7 @@ def slots_at(
 
 @triton.jit
 def values_of(values, strides, b, h_k, row, rows, h, GROUP: tl.constexpr, VALUES: tl.constexpr):
-    """Return where the values of a row of lists begin, or those of each of its members."""
+    """Return where the values of a row of lists begin, or where each of its members has its own."""
     if VALUES == NO_VALUES:
         return 0
     elif VALUES == OF_ENTRIES:
@@ -209,7 +210,9 @@ def popcount(x):
 
 @triton.jit
 def places_in_rows(words, before, offsets, owner, keys, key_ok, local, shape, WORDS: tl.constexpr):
-    """Return which row a key of the `local`-th row of lists of a chunk has: those of a key follow each other.
+    """Return the row of dk and dv for each key of the `local`-th row of lists of a chunk.
+
+    All rows of a key follow each other.
 
     A key has WORDS words of bits, one bit for each row of lists of the chunk. `before` counts the bits of the words
     before, `offsets` the rows of the keys before.
@@ -235,8 +238,9 @@ def store_value_gradients(
     at, sums, carried, slots, slot, start, end, key_ok, row_ok, AXIS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_EACH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of a step's values; `sums` are those of places, of all members (AXIS 0) or of each (AXIS 1).
+    """Store the gradients of a step's values.
 
+    `sums` has a gradient for each place, over all members (AXIS 0), or for each member and place (AXIS 1).
     If an entry has places in several steps, `carried` adds them, and each step stores what there is so far.
     """
     if KEYS_EACH >= BLOCK_N:

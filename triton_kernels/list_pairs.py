@@ -1,7 +1,7 @@
 """p, ds and the gradients of values of attention over lists, for head dims whose rows do not fit in shared memory.
 
 A program has a tile of members and places. It walks along the head dim, so that q, dout and keys pass by in narrow
-columns, and stores p and ds for the kernels that multiply them (`list_product.py`, `list_rows.py`).
+columns. `list_product.py` and `list_rows.py` multiply the p and ds that it stores.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 p = exp2(s - lse);  ds = p * (dout @ v^T - delta);  dq += ds @ k;  a value's gradient is the sum of ds over who read it
 
-For dk and dv it also leaves what a row of lists adds to each of its keys, as rows (see `list_rows.py`), or p and ds for
-the kernel that makes those rows.
+For dk and dv it also stores, as rows, what a row of lists adds to each of its keys: see `list_rows.py`. Or it stores p
+and ds, and another kernel makes the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .list_ops import (
 from .scores import probabilities, scaled, score_gradients
 from .tile_ops import NO_SEQUENCES
 
-# What a program leaves for dk and dv: nothing, rows, or p and ds.
+# A program stores for dk and dv: nothing, rows, or p and ds.
 NOTHING: tl.constexpr = tl.constexpr(0)
 ROWS: tl.constexpr = tl.constexpr(1)
 PAIRS: tl.constexpr = tl.constexpr(2)

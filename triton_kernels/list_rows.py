@@ -2,12 +2,11 @@
 
 A chunk of rows of lists goes through four kernels:
 
-1. `list_bits_kernel` sets a bit for each pair of a key and a row of lists, in words of 32. It sets them by atomic or, whose
-   order does not matter.
-2. `list_counts_kernel` counts the bits, so that each pair has a place: the rows of a key follow each other, in the order
-   of the lists.
+1. `list_bits_kernel` sets a bit for each pair of a key and a row of lists, by atomic or, whose order does not matter.
+2. `list_counts_kernel` counts the bits, so that each pair has a place: the rows of a key follow each other, in the
+   order of the lists.
 3. `list_queries_kernel` stores [ds^T q | p^T dout] of each pair at its place, in one row. If several programs share the
-   members, or the rows of a tile do not fit, it stores p and ds, and `list_rows_kernel` makes the rows.
+   members, or the head dims are wide, p and ds are stored instead, and `list_rows_kernel` makes the rows of them.
 4. `list_add_kernel` adds the rows of each key to its sums.
 
 Sizes and lists alone decide every order of sums, so results repeat exactly.
@@ -157,7 +156,9 @@ def list_rows_kernel(
         if LATENT:
             for block in tl.static_range(BLOCKS):
                 if BLOCKS > 1:
-                    p_tile = load_kept(kept_p + kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+                    p_tile = load_kept(
+                        kept_p + kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES
+                    )
                 queries, h, row_ok = members_of(block, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
                 g = load_members(dout, dout_strides, b, queries, h, row_ok, dims, DIM_V, DIM != DIM_V)
                 sums = tl.dot(p_tile, g, sums, input_precision=PRECISION)
@@ -168,7 +169,9 @@ def list_rows_kernel(
             sums = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
             for block in tl.static_range(BLOCKS):
                 if BLOCKS > 1:
-                    p_tile = load_kept(kept_p + kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+                    p_tile = load_kept(
+                        kept_p + kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES
+                    )
                 queries, h, row_ok = members_of(block, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
                 g = load_members(dout, dout_strides, b, queries, h, row_ok, dims, DIM_V, DIM_V % COLUMNS != 0)
                 sums = tl.dot(p_tile, g, sums, input_precision=PRECISION)

@@ -15,12 +15,12 @@ ListKernel = Literal["forward", "queries", "keys", "rows", "product", "pairs"]
 
 # Most members of a program, by its largest head dim.
 _MOST_MEMBERS = {128: 128, 256: 64, 512: 64}
-# Keys of a step, warps and stages by members of a program. Of n stages (n - 1) / 2 reach k and v, as behind every index.
+# Keys of a step, warps and stages by members of a program. Of n stages, (n - 1) / 2 reach k and v.
 _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "forward": {
-        128: {32: (64, 4, 5), 64: (64, 4, 5), 128: (64, 8, 5)},
-        256: {32: (64, 4, 5), 64: (64, 8, 3)},
-        512: {32: (32, 4, 5), 64: (32, 8, 5)},
+        128: {32: (64, 4, 3), 64: (64, 4, 5), 128: (64, 8, 3)},
+        256: {32: (64, 4, 3), 64: (64, 8, 3)},
+        512: {32: (32, 4, 5), 64: (64, 8, 3)},
     },
     "queries": {
         128: {32: (64, 4, 5), 64: (64, 8, 5), 128: (64, 8, 3)},
@@ -30,7 +30,7 @@ _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "product": {512: {32: (64, 4, 5), 64: (64, 8, 5), 128: (64, 8, 5)}},
 }
 # Members, warps and stages by keys of a block.
-_SM90_KEYS = {128: {64: (64, 4, 3), 128: (64, 8, 3)}, 256: {64: (32, 8, 2), 128: (32, 8, 2)}}
+_SM90_KEYS = {128: {64: (64, 4, 2), 128: (64, 8, 2)}, 256: {64: (32, 8, 2), 128: (32, 8, 2)}}
 # Places of a tile, warps and stages by members; columns of the head dims pass by.
 _SM90_PAIRS = {32: (128, 4, 4), 64: (128, 4, 4), 128: (128, 8, 4)}
 _SM90_ROWS = {32: (64, 4, 3), 64: (128, 4, 3), 128: (128, 8, 3)}
@@ -44,13 +44,12 @@ def members_of_program(kernel: ListKernel, members: int, head_dim: int, dtype: t
     return min(max(16, next_power_of_2(members)), most, low)
 
 
-def list_tile(
-    kernel: ListKernel, block_m: int, head_dim: int, dtype: torch.dtype, arch: str, keys_each: int
-) -> Tile:
+def list_tile(kernel: ListKernel, block_m: int, head_dim: int, dtype: torch.dtype, arch: str, keys_each: int) -> Tile:
     """Return the tile of a kernel whose programs have `block_m` members, or, of "keys", `block_m` keys.
 
     Args:
-        kernel: "forward", "queries", "keys" (inverse lists), "rows" (rows out of p and ds), or "product" (dq out of ds).
+        kernel: "forward"; "queries"; "keys", by inverse lists; "pairs", which makes p and ds; "product", dq out of ds;
+            "rows", out of p and ds.
         block_m: of "keys" it becomes the `block_n` of the tile.
         head_dim: the larger of the padded head dims, without the rest.
         keys_each: keys of a block that an entry names. The entry of a whole step is one number, which takes no stage.
