@@ -11,6 +11,7 @@ from torch.autograd import forward_ad, profiler
 from .autograd import attend
 from .backends.mask_choice import forward_of, view_of
 from .biases import Bias, ByDistance, split
+from .chosen import Chosen
 from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Blocks, Decision, blocks, process
@@ -48,6 +49,7 @@ class Call(NamedTuple):
         jagged: wraps results as nested tensors, if q, k and v were nested.
         copies: sentences about tensors that were copied because their leading dims do not fold.
         by_distance: the numbers of a bias by distance, whose values are `bias`.
+        is_chosen: whether `bias` has the values of a `Chosen`.
     """
 
     q: Tensor
@@ -65,13 +67,14 @@ class Call(NamedTuple):
     jagged: Jagged | None = None
     copies: tuple[str, ...] = ()
     by_distance: ByDistance | None = None
+    is_chosen: bool = False
 
     def describe(self) -> tuple[AttentionProblem, Mask, Tensor | None]:
         """Validate the call; return its problem, and mask and bias as 4-D views."""
         q, k, v = self.q, self.k, self.v
         if self.arrival != "rows":
             q, k, v = (in_rows(x, self.arrival) for x in (q, k, v))
-        rest = (self.sink, self.numbers, self.repeats, self.spec, self.by_distance)
+        rest = (self.sink, self.numbers, self.repeats, self.spec, self.by_distance, self.is_chosen)
         return describe(q, k, v, self.mask, self.bias, *rest)
 
 
@@ -89,13 +92,16 @@ def prepare_call(
     """Bring the arguments of `attention` into one form; with `heads_first` q, k and v are (B, H, L, D).
 
     Raises:
-        TypeError, ValueError: sequences, nested tensors, leading dims or a bias by distance do not fit.
+        TypeError, ValueError: sequences, nested tensors, leading dims, a bias by distance or of lists do not fit.
     """
     by_distance = jagged = leading = repeats = spec = where = None
     copies: tuple[str, ...] = ()
     arrival: Arrival = "heads_first" if heads_first else "rows"
     values: Any = bias
-    if bias is not None and not isinstance(bias, Tensor):
+    is_chosen = isinstance(bias, Chosen)
+    if isinstance(bias, Chosen):
+        values = bias.with_bias(mask)
+    elif bias is not None and not isinstance(bias, Tensor):
         values, by_distance = split(bias)
     if is_nested(q) and sequences is None:
         jagged = Jagged(q, k, v)
@@ -105,14 +111,13 @@ def prepare_call(
         arrival = "tokens" if spec.packs_queries else "rows"
     elif isinstance(q, Tensor) and q.dim() > 4:
         has_rows = None if by_distance is None else by_distance.has_rows
-        q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows)
+        q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows, is_chosen)
     q, k, v = follow_autocast(q, k, v)
     if arrival != "rows" and (torch.compiler.is_compiling() or is_transformed()):
         # The views are steps of the graph then, which compilers and transforms see.
         q, k, v, arrival = in_rows(q, arrival), in_rows(k, arrival), in_rows(v, arrival), "rows"
-    return Call(
-        q, k, v, mask, values, sink, numbers, arrival, repeats, leading, spec, where, jagged, copies, by_distance
-    )
+    rest = (spec, where, jagged, copies, by_distance, is_chosen)
+    return Call(q, k, v, mask, values, sink, numbers, arrival, repeats, leading, *rest)
 
 
 def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
@@ -209,6 +214,7 @@ def _key(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Any, ...] 
             leading,
             spec,
             call.by_distance,
+            call.is_chosen,
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             # The settings themselves, and not the choice that follows from them, which takes longer to compute.

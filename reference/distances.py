@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .lists import Chosen
+
 
 class Distances(NamedTuple):
     """A bias by distance: score (i, j) gets values[b, h, i, zero + j - i - (Lk - Lq)].
@@ -37,11 +39,13 @@ class Distances(NamedTuple):
 
 # A bias of a call: a value for each score, of which dims may be shared, or for each distance.
 AnyBias = Tensor | Distances
+# What the chunked passes read: the formula receives a matrix in the place of the values of entries of lists.
+ChunkBias = AnyBias | Chosen
 
 
-def values_of(bias: AnyBias | None) -> Tensor | None:
+def values_of(bias: ChunkBias | None) -> Tensor | None:
     """Return the tensor of a bias."""
-    return bias.values if isinstance(bias, Distances) else bias
+    return bias if bias is None or isinstance(bias, Tensor) else bias.values
 
 
 def with_values(bias: AnyBias | None, values: Tensor | None) -> AnyBias | None:

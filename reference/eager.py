@@ -20,11 +20,23 @@ from torch import Tensor
 from . import formula
 from .blocks import Block
 from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
-from .distances import AnyBias, Distances, values_of
+from .distances import ChunkBias, Distances, values_of
 from .dropout import Dropout
+from .lists import Chosen
 from .masks import AnyMask, MaskReader, read_mask
 from .sinks import row_delta, sink_gradient, sink_probability, through_lse
-from .tiles import BiasGradient, DistanceGradient, Keys, KeySums, Rows, Scores, exponential, multiply, softmax_backward
+from .tiles import (
+    BiasGradient,
+    ChosenGradient,
+    DistanceGradient,
+    Keys,
+    KeySums,
+    Rows,
+    Scores,
+    exponential,
+    multiply,
+    softmax_backward,
+)
 
 # (dq, dk, dv, dbias), and dsink where there is a sink.
 Gradients = tuple[Tensor | None, ...]
@@ -40,7 +52,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None = None,
-    bias: AnyBias | None = None,
+    bias: ChunkBias | None = None,
     *,
     is_causal: bool = False,
     softmax_scale: float,
@@ -137,7 +149,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     out: Tensor,
     lse: Tensor,
     *,
@@ -206,6 +218,8 @@ def backward(
     if bias is not None and need_bias:
         if isinstance(bias, Distances):
             dbias = DistanceGradient(bias, chunks, repeats[1])
+        elif isinstance(bias, Chosen):
+            dbias = ChosenGradient(bias, chunks, repeats[1])
         else:
             dbias = BiasGradient(bias, per_row, chunks, repeats[1])
     need_ds = need_q or need_k or (dbias is not None and dbias.needs_scores)
@@ -297,20 +311,20 @@ def _buffers_of(dropout: Dropout | None) -> int:
     return 0 if dropout is None else 4
 
 
-def _buffers_of_bias(bias: AnyBias | None) -> int:
-    """Return the memory of the rows that move against each other, as a number of score buffers."""
-    return 2 if isinstance(bias, Distances) else 0
+def _buffers_of_bias(bias: ChunkBias | None) -> int:
+    """Return the memory of rows that move against each other, or of slots, as a number of score buffers."""
+    return 0 if bias is None or isinstance(bias, Tensor) else 2
 
 
-def _entries(bias: AnyBias | None, repeat: int) -> tuple[int, int]:
+def _entries(bias: ChunkBias | None, repeat: int) -> tuple[int, int]:
     """Return the entries of a bias, and how many consecutive ones of the batch share one."""
     values = values_of(bias)
     return 1 if values is None else values.shape[0], repeat
 
 
-def _scatters(bias: AnyBias | None, dropout: Dropout | None) -> bool:
+def _scatters(bias: ChunkBias | None, dropout: Dropout | None) -> bool:
     """Return whether the keys of a chunk may lie further apart than a chunk is long."""
-    return dropout is None and not isinstance(bias, Distances)
+    return dropout is None and not isinstance(bias, (Distances, Chosen))
 
 
 def _reader(mask: AnyMask | None, q: Tensor, k: Tensor, repeat: int) -> MaskReader | None:

@@ -42,6 +42,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "bias_dtype": torch.float32,
     },
     "keys, relative": {"mask": "keys", "bias": T5, "outside": "clamp", "is_causal": True},
+    "band": {"bias": ("B", "Hq", "Lq", "256"), "outside": "zero", "is_causal": True},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     **{f"64 {form}": {"head_dim": 64, **fields} for form, fields in FORMS.items()},

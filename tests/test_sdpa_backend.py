@@ -326,7 +326,7 @@ def test_packed_sequences_around_the_operators_of_gpus(
     call: dict[str, Any] = {"sequences": sequences, "is_causal": is_causal}
     explanation = flash_dmattn.explain(*leaves, **call, backend="sdpa", device="sm_80")
     assert (explanation.forward, explanation.backward) == ("sdpa", "sdpa")
-    view = sequences.view(sequences.spec(q, k, v))
+    _, view = sequences.lay_out(q, k, v)
     x = Operands(*(t.detach()[None] for t in leaves), sequences=view)
     problem = explanation.problem
     out, lse = backend.BACKEND.plan_forward(problem)(x)

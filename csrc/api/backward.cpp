@@ -194,9 +194,9 @@ void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k
 }
 
 // Writes the gradients that are present, all contiguous and of all rows. Arguments that the forward operator has, too,
-// mean the same. dbias: of a bias per query and key, written whole; by the main kernel if it has one for each sequence
-// and query head. dbias_sums: of a bias per key, in fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k); starts as
-// zeros. delta: in the shape of lse. Alone it takes no main kernel.
+// mean the same. dbias: of a bias per query and key, written whole. The main kernel writes it if it has one for each
+// sequence and query head. dbias_sums: of a bias per key, in fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k); starts
+// as zeros. delta: in the shape of lse. Alone it takes no main kernel.
 void backward_sequences(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, Tensor bounds,
                         std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq,
                         std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,

@@ -36,7 +36,7 @@ def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend |
 
 def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], ...]) -> MaskChoice:
     form = problem.mask_form
-    if form == "none" or form == "tree" or (form != "dense" and all(form in each.mask_forms for each, _ in passes)):
+    if form in ("none", "tree", "lists") or (form != "dense" and all(form in each.mask_forms for each, _ in passes)):
         return MaskChoice(form)
     sized = hinted(problem)  # symbolic sizes may be replaced by hints, because the form only decides speed
     needed: MaskForm = "tiles" if problem.sequences is None else "sequence_tiles"
@@ -212,7 +212,7 @@ def through_rows(problem: AttentionProblem, run: Backward) -> Backward:
 def unpacking_note(problem: AttentionProblem, backend: Backend) -> str | None:
     """Describe for `explain` that a backend unpacks a prepared mask; None if it does not."""
     mask = problem.mask
-    if mask is None or problem.mask_form in ("none", "dense", "tree") or "tiles" in backend.mask_forms:
+    if mask is None or problem.mask_form in ("none", "dense", "tree", "lists") or "tiles" in backend.mask_forms:
         return None
     return f"unpacks the prepared mask to a dense bool tensor of {mask.span() / 2**20:.1f} MB"
 

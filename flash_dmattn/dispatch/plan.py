@@ -134,15 +134,11 @@ def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem
     """Describe saved tensors whose strides are not the planned ones; return also these, with a mask made contiguous."""
     x = saved.inputs
     q, k, v = (in_rows(t, problem.arrival).stride() for t in x[:3])
-    mask, bias, relative = problem.mask, problem.bias, problem.relative
+    mask = problem.mask
     if problem.mask_form == "dense":
         mask = spec_of(x.mask.tensors[0])
     elif x.mask.tensors:
         x = x._replace(mask=x.mask._replace(tensors=tuple(t.contiguous() for t in x.mask.tensors)))
-    if bias is not None and x.bias is not None:
-        bias = spec_of(x.bias)
-    if relative is not None and x.bias is not None:
-        relative = spec_of(x.bias)
     strides: dict[str, Any] = {"q_strides": q, "k_strides": k, "v_strides": v}
-    anew = problem._replace(**strides, mask=mask, bias=bias, relative=relative)
+    anew = problem._replace(**strides, mask=mask).with_bias(x.bias)
     return anew, saved._replace(inputs=x)

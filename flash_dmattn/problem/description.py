@@ -16,7 +16,7 @@ Shape4 = tuple[int, int, int, int]
 # One value per query, per key, or per score (query and key); a bias of one value per head counts as one per query.
 BiasClass = Literal["query", "key", "score"]
 # No mask, a bool tensor, or one of the forms of a prepared mask, which `masks/prepared/storage.py` describes.
-MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree"]
+MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree", "lists"]
 # How the sequences of a batch lie. Each is an entry of the batch, of full length ("dense") or used in part ("padded");
 # or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also beside
 # packed queries ("paged_packed").
@@ -118,6 +118,9 @@ class Flags(NamedTuple):
         one_mask_row: whether the mask was made of one row for all queries, as padding is. The window is no part of it.
         zero, outside: of a bias by distance: the place of distance 0 in its values, and whether the distances of the
             call are all there ("error") or get another value. "" without such a bias.
+        block_q, block_k, places: of a mask of lists: how many queries share a list, how many keys an entry stands for,
+            and the entries of a list. 0 without lists.
+        chosen: whether the bias has a value for each entry of the lists, a `Chosen`.
         sequences: how they lie.
     """
 
@@ -134,6 +137,10 @@ class Flags(NamedTuple):
     one_mask_row: bool = False
     zero: int = 0
     outside: Outside | Literal[""] = ""
+    block_q: int = 0
+    block_k: int = 0
+    places: int = 0
+    chosen: bool = False
     sequences: SequenceSpec | None = None
 
     @property
@@ -196,7 +203,8 @@ class AttentionProblem(NamedTuple):
         num_heads, num_heads_k, head_dim, head_dim_v: as in `attention`.
         q_strides, k_strides, v_strides: in elements, in the order (B, L, H, D) whatever the layout.
         mask, mask_form, bias: 4-D. A prepared mask is described by the bool tensor that it unpacks to, and the band of
-            the call is its own. A bias by distance is no `bias`, but `relative`: its values, (Bv, Hv, 1 or Lq, n).
+            the call is its own. A bias by distance is no `bias`, but `relative`: its values, (Bv, Hv, 1 or Lq, n). Nor
+            is a bias of lists, but `chosen`: its values, (Bv, Hv, Lq or lists, places).
         is_causal, window_size, flags, return_lse, return_probs, needs_grad: the numbers and needs of the call.
         sink: the dtype of the sink.
         elsewhere: whether no GPU of this machine has the architecture, so that installed libraries decide nothing.
@@ -229,6 +237,7 @@ class AttentionProblem(NamedTuple):
     elsewhere: bool = False
     arrival: Arrival = "rows"
     relative: TensorSpec | None = None
+    chosen: TensorSpec | None = None
 
     @property
     def sequences(self) -> SequenceSpec | None:
@@ -267,8 +276,14 @@ class AttentionProblem(NamedTuple):
 
     @property
     def bias_tensor(self) -> TensorSpec | None:
-        """The tensor of the bias, whether it has values by score or by distance."""
-        return self.bias if self.relative is None else self.relative
+        """The tensor of the bias, whether it has values by score, by distance or for entries of lists."""
+        return self.bias or self.relative or self.chosen
+
+    def with_bias(self, bias: Tensor | None) -> AttentionProblem:
+        """Describe the call with this tensor of a bias, of the kind that the flags say."""
+        spec, flags = None if bias is None else spec_of(bias), self.flags
+        relative, chosen = spec if flags.outside else None, spec if flags.chosen else None
+        return self._replace(bias=None if relative or chosen else spec, relative=relative, chosen=chosen)
 
     @property
     def bias_class(self) -> BiasClass | None:
@@ -300,11 +315,13 @@ class AttentionProblem(NamedTuple):
         dim = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         batch = self.sequences or f"batch {self.batch}, {self.seqlen_q} queries x {self.seqlen_k} keys"
         parts = [f"{batch}, {heads}, head_dim {dim}", f"{dtype_name(self.dtype)} on {self.arch}"]
-        mask = {"none": "mask", "dense": "mask", "tree": "tree"}.get(self.mask_form, "prepared mask")
         flags = self.flags
+        names = {"none": "mask", "dense": "mask", "tree": "tree", "lists": _describe_lists(flags)}
+        mask = names.get(self.mask_form, "prepared mask")
         for name, spec, repeat, packing in (
             (mask, self.mask, flags.mask_repeat, flags.mask_packing),
             ("bias", self.bias, flags.bias_repeat, flags.bias_packing),
+            ("chosen bias", self.chosen, flags.bias_repeat, "none"),
         ):
             if spec is not None:
                 parts.append(
@@ -361,7 +378,15 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "tree": lambda p: p.mask_form == "tree",
     "relative_bias": lambda p: p.relative is not None and p.relative.shape[2] == 1,
     "band_bias": lambda p: p.relative is not None and p.relative.shape[2] != 1,
+    "lists": lambda p: p.mask_form == "lists",
+    "chosen_bias": lambda p: p.chosen is not None,
 }
+
+
+def _describe_lists(flags: Flags) -> str:
+    blocks = "keys" if flags.block_k == 1 else f"blocks of {flags.block_k} keys"
+    shared = "" if flags.block_q == 1 else f" for {flags.block_q} queries"
+    return f"lists of {flags.places} {blocks}{shared},"
 
 
 class Band(NamedTuple):
@@ -452,7 +477,6 @@ def describe_tensors(
     _, seqlen_k, num_heads_k, head_dim_v = v.shape
     if flags.sequences is not None:
         _, batch, _, _, seqlen_q, seqlen_k, *_ = flags.sequences
-    values = None if bias is None else spec_of(bias)
     is_causal = flags.right == 0
     return AttentionProblem(
         q.device.type,
@@ -470,7 +494,7 @@ def describe_tensors(
         v.stride(),  # type: ignore[arg-type]
         mask,
         mask_form,
-        None if flags.outside else values,
+        None,
         is_causal,
         (flags.left, -1 if is_causal else flags.right),
         flags,
@@ -478,8 +502,7 @@ def describe_tensors(
         False,
         needs_grad,
         None if sink is None else sink.dtype,
-        relative=values if flags.outside else None,
-    )
+    ).with_bias(bias)
 
 
 def hinted(problem: AttentionProblem) -> AttentionProblem:
@@ -495,7 +518,8 @@ def hinted(problem: AttentionProblem) -> AttentionProblem:
         mask=_hints(problem.mask, "shape", "strides"),
         bias=_hints(problem.bias, "shape", "strides"),
         relative=_hints(problem.relative, "shape", "strides"),
-        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero")._replace(
+        chosen=_hints(problem.chosen, "shape", "strides"),
+        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero", "places")._replace(
             sequences=_hints(
                 problem.sequences, "number", "rows_q", "rows_k", "max_seqlen_q", "max_seqlen_k", "page_size"
             )

@@ -36,6 +36,7 @@ class MaskView(NamedTuple):
     * "keys": kept, count, prefix.
     * "intervals": start, stop, order, bounds, row_lists, col_lists.
     * "tree": bits.
+    * "lists": keys, count, slots.
 
     Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
     """

@@ -30,7 +30,108 @@ _RARE = "tests/test_cuda_rare.py::"
 _SDPA = "tests/test_sdpa_backend.py::"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
 
+_LISTS = "tests/test_lists.py::"
+
 _PYTHON = (
+    # Lists of keys
+    Fault(
+        "keys that the band hides stay in lists",
+        "flash_dmattn/masks/prepared/lists.py",
+        "low, high = (first + band.low).clamp(min=0), (last + band.high).clamp(max=seqlen_k - 1)",
+        "pass",
+        (f"{_LISTS}test_topk_lists_are_the_top_k_mask",),
+    ),
+    Fault(
+        "the last of equal entries counts",
+        "flash_dmattn/masks/prepared/lists.py",
+        "again[..., 1:] = key[..., 1:] == key[..., :-1]",
+        "again[..., :-1] = key[..., 1:] == key[..., :-1]",
+        (f"{_LISTS}test_of_equal_entries_the_first_counts_and_others_have_no_gradient",),
+    ),
+    Fault(
+        "equal entries count twice",
+        "flash_dmattn/masks/prepared/lists.py",
+        "left = ~again & (key < blocks)",
+        "left = key < blocks",
+        (f"{_LISTS}test_a_mask_of_lists_is_the_mask_that_it_stands_for",),
+    ),
+    Fault(
+        "an entry of -1 is block 0",
+        "flash_dmattn/masks/prepared/lists.py",
+        "part = index[:, :, rows].long()",
+        "part = index[:, :, rows].long().clamp(min=0)",
+        (f"{_LISTS}test_lists_of_nothing",),
+    ),
+    Fault(
+        "values lie where keys lie after the sort",
+        "reference/lists.py",
+        "values = slots if slots.shape[-1] else torch.arange",
+        "values = torch.arange",
+        (f"{_LISTS}test_of_equal_entries_the_first_counts_and_others_have_no_gradient",),
+    ),
+    Fault(
+        "the last block of a run has no slot",
+        "reference/lists.py",
+        "(place >= 0) & (place < number)",
+        "(place >= 0) & (place < number - 1)",
+        (f"{_LISTS}test_lists_are_the_mask_and_the_bias_that_they_stand_for",),
+    ),
+    Fault(
+        "a run begins with the first key of its block",
+        "reference/lists.py",
+        "return x.narrow(dim, start % block, stop - start)",
+        "return x.narrow(dim, 0, stop - start)",
+        (f"{_LISTS}test_chunks_that_begin_within_a_block",),
+    ),
+    Fault(
+        "the gradient of a block is that of its first key",
+        "reference/tiles.py",
+        ".unflatten(4, (-1, step)).sum(5)",
+        ".unflatten(4, (-1, step))[..., 0]",
+        (f"{_LISTS}test_lists_are_the_mask_and_the_bias_that_they_stand_for",),
+    ),
+    Fault(
+        "keys that no query lists are read where few are missing",
+        "reference/masks.py",
+        "    reads_only_seen = True\n",
+        "    reads_only_seen = False\n",
+        (f"{_LISTS}test_a_key_that_nobody_lists_reaches_nothing",),
+    ),
+    Fault(
+        "a cached plan ignores whether values are of lists",
+        "flash_dmattn/call.py",
+        "            call.is_chosen,\n",
+        "",
+        (f"{_LISTS}test_calls_of_other_lists_do_not_share_a_plan",),
+    ),
+    Fault(
+        "of the last local blocks one is missing",
+        "flash_dmattn/masks/prepared/lists.py",
+        "(columns > high - local)",
+        "(columns > high - local + 1)",
+        (f"{_LISTS}test_topk_lists_are_the_top_k_mask",),
+    ),
+    Fault(
+        "the gradient of scores at lists reaches the key of the entry before",
+        "flash_dmattn/masks/prepared/lists.py",
+        "place = index[:, :, rows].long()\n            place = torch.where(place < 0, number, place)",
+        "place = index[:, :, rows].long().roll(1, 3)\n            place = torch.where(place < 0, number, place)",
+        (f"{_LISTS}test_a_bias_beside_chosen_values",),
+    ),
+    Fault(
+        "triton takes slots for places",
+        "flash_dmattn/backends/triton/lists.py",
+        "slots if slots.shape[3] else None",
+        "None",
+        (f"{_LISTS}test_triton_serves_calls_with_lists",),
+    ),
+    Fault(
+        "triton reads the entry of another call from values that a part of the batch shares",
+        "flash_dmattn/backends/triton/lists.py",
+        "f.mask_repeat, f.bias_repeat",
+        "f.mask_repeat, f.mask_repeat",
+        (f"{_LISTS}test_triton_serves_calls_with_lists",),
+    ),
     # Biases by distance
     Fault(
         "distance 0 of a chunk lies one place off",
@@ -93,6 +194,13 @@ _PYTHON = (
         "triton_kernels/backward_diagonals.py",
         "owner.to(tl.int64) * bias_strides.head",
         "owner_b.to(tl.int64) * bias_strides.head",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
+    ),
+    Fault(
+        "triton leaves out the last distance of a band of values",
+        "triton_kernels/scores.py",
+        "(places < distances.number)",
+        "(places < distances.number - 1)",
         (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
     ),
     Fault(
@@ -255,8 +363,8 @@ _PYTHON = (
     Fault(
         "auto asks triton before sdpa for plain calls on GPUs that nobody measured",
         "flash_dmattn/dispatch/profiles.py",
-        'return "sdpa", "flex", "triton"',
-        'return "triton", "flex", "sdpa"',
+        'else ("sdpa", "flex", "triton")',
+        'else ("triton", "flex", "sdpa")',
         (f"{_SDPA}test_the_order_of_auto_on_gpus_that_nobody_measured[plain-sm_80]",),
     ),
     # Formula and eager

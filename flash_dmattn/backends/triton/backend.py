@@ -7,6 +7,7 @@ import torch
 from ...problem import AttentionProblem, dtype_name, sm_number
 from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Rule
+from . import lists
 from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_as_arrived, reads_dense
 
 MAX_HEAD_DIM = 512
@@ -114,6 +115,7 @@ RULES: tuple[Rule, ...] = (
         'use backend=("triton", "eager"), or 16 bits',
         passes=("backward",),
     ),
+    *lists.RULES,
 )
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(
@@ -155,6 +157,8 @@ def _load() -> Availability:
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Describe the copies that a call makes."""
     p = problem
+    if p.mask_form == "lists":
+        return lists.notes(p)
     if p.sequences is not None:
         if p.mask_form == "tree" and any(p.needs_grad):
             return ("packs the tree as a mask of all keys for the gradients, a bit for each",)
@@ -177,12 +181,12 @@ BACKEND = Backend(
     plan_forward=plan_forward,
     plan_backward=plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "chosen_bias"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,
     notes=_notes,
-    mask_forms=frozenset({"tiles", "keys", "intervals", "sequence_tiles", "tree"}),
+    mask_forms=frozenset({"tiles", "keys", "intervals", "sequence_tiles", "tree", "lists"}),
     reads_dense=reads_dense,
     reads_as_arrived=reads_as_arrived,
     repeats_entries=True,

@@ -20,6 +20,7 @@ from ...gradients import (
 from ...problem import AttentionProblem, Gradients, MaskView
 from ...problem.inputs import Inputs, Saved, result_in_rows
 from ..protocol import Backward, Direction, Forward
+from . import lists
 from .key_order import Ordered, has_order, tiles_of_bounds
 
 # Calls of at most so many keys, and so many (query, key) pairs in all heads, read a bool mask as it is.
@@ -98,6 +99,8 @@ def _has_unit_rows(p: AttentionProblem) -> bool:
 
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
+    if p.mask_form == "lists":
+        return lists.plan_forward(p)
     if not has_pairs(p):
         return run_without_keys(p)
     launch, flags, arrival, outputs, dtype = kernels(), p.flags, p.arrival, allocate_outputs(p), p.dtype
@@ -137,6 +140,8 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
 def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls; every sum is taken in fp32, in a fixed order, and rounded once."""
+    if p.mask_form == "lists":
+        return lists.plan_backward(p)
     if not has_pairs(p):
         return differentiate_without_keys(p)
     launch, flags, arrival, needs_grad, dtype = kernels(), p.flags, p.arrival, p.needs_grad, p.dtype
