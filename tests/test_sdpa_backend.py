@@ -28,6 +28,7 @@ from flash_dmattn.problem.inputs import Inputs as Operands
 from flash_dmattn.problem.inputs import Saved
 from flash_dmattn.reference import formula
 from flash_dmattn.sequences import Sequences
+from flash_dmattn.sequences.layout import token_places
 
 QKV = ("q", "k", "v")
 PLAIN = Case(seqlen_q=130, seqlen_k=197, num_heads=4, num_heads_k=4, head_dim=64, dtype=torch.bfloat16, needs_grad=QKV)
@@ -336,6 +337,51 @@ def test_packed_sequences_around_the_operators_of_gpus(
     for y, z in zip((out, lse, *gradients), exact, strict=True):
         assert y is not None and y.is_contiguous()
         torch.testing.assert_close(y[0], z, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a rule refuses sequences there")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "heads_k, dim, dtype", [(4, 64, torch.bfloat16), (1, 128, torch.float16), (2, 256, torch.bfloat16)]
+)
+@pytest.mark.parametrize("has_unused", [False, True])
+def test_packed_sequences_on_a_gpu(
+    has_unused: bool, heads_k: int, dim: int, dtype: torch.dtype, is_causal: bool
+) -> None:
+    """Rows of no sequence hold NaN. Some sequences have more queries than keys, and one has no key."""
+    torch.manual_seed(0)
+    edges_q, edges_k = ([0, 300, 300, 429, 430, 700, 760], [0, 130, 131, 260, 900, 1170, 1170])
+    used: dict[str, Tensor] = {}
+    if has_unused:
+        lengths = {"seqlens_q": [290, 0, 1, 1, 200, 60], "seqlens_k": [130, 1, 64, 640, 200, 0]}
+        used = {name: torch.tensor(values, device=DEVICE) for name, values in lengths.items()}
+    cu = [torch.tensor(edges, device=DEVICE) for edges in (edges_q, edges_k)]
+    sequences = Sequences.packed(*cu, max_seqlen_q=300, max_seqlen_k=640, **used)
+    q, dout = torch.randn(2, 777, 4, dim, dtype=dtype, device=DEVICE)
+    k, v = torch.randn(2, 1200, heads_k, dim, dtype=dtype, device=DEVICE)
+    _, view = sequences.lay_out(q, k, v)
+    inside_q, inside_k = (
+        token_places(view.bounds[:, side].repeat(1, 2), 1, len(x), is_packed=True).is_used
+        for side, x in (((0, 1), q), ((2, 3), k))
+    )
+    call: dict[str, Any] = {"sequences": sequences, "is_causal": is_causal}
+
+    def run_on(name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = flash_dmattn.attention(*leaves, **call, backend=name)
+        gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype))
+        with torch.no_grad():
+            lse = flash_dmattn.attention(*leaves, **call, backend=name, return_lse=True)[1]
+        return out, lse, *gradients
+
+    exact = run_on("eager", *(x.double() for x in (q, k, v)))
+    spoilt = (
+        x.masked_fill(~inside[:, None, None], torch.nan) for x, inside in ((q, inside_q), (k, inside_k), (v, inside_k))
+    )
+    for x, wanted in zip(run_on("sdpa", *spoilt), exact, strict=True):
+        assert torch.equal(x.isneginf(), wanted.isneginf())
+        error = (x.double() - wanted).nan_to_num(0.0, 0.0, 0.0) if x.dim() == 2 else x.double() - wanted
+        assert error.norm() <= 5e-3 * wanted.masked_fill(wanted.isinf(), 0.0).norm()
 
 
 @pytest.mark.parametrize("module", [cuda, efficient])
