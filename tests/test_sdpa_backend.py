@@ -486,8 +486,7 @@ def test_the_choice_of_each_pass_on_a_cpu() -> None:
     small = (1, 8, 2, 16)
     assert chosen() == chosen(**MASK) == chosen(**BIAS) == ("sdpa", "sdpa")
     assert chosen(is_causal=True) == chosen(**BIAS, bias_grad=True) == ("sdpa", "eager")
-    assert chosen(is_causal=True, **MASK) == chosen(is_causal=True, **BIAS) == ("eager", "eager")
-    assert chosen(is_causal=True, kv_heads=4) == ("eager", "eager") and chosen(kv_heads=4) == ("sdpa", "sdpa")
+    assert chosen(is_causal=True, **MASK) == ("eager", "eager") and chosen(is_causal=True, **BIAS) == ("sdpa", "eager")
     assert chosen(window_size=(9, 0)) == chosen(seqlen_k=2048, is_causal=True) == ("eager", "eager")
     assert chosen(q=small, window_size=(3, 0)) == chosen(q=small, is_causal=True) == ("sdpa", "sdpa")
     assert chosen(dtype="fp64") == chosen(dtype="bf16") == chosen(**MASK, mask_prepared=True) == ("eager", "eager")
@@ -518,12 +517,21 @@ def test_few_queries_of_groups_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    "keys, key_mask, pair_mask", [(256, "sdpa", "sdpa"), (400, *["eager"] * 2), (2048, "sdpa", "eager")]
+    "keys, key_mask, pair_mask",
+    [(256, "sdpa", "sdpa"), (400, "eager", "eager"), (1024, "sdpa", "eager"), (4096, "sdpa", "sdpa")],
 )
 def test_causality_beside_a_mask_on_a_cpu(keys: int, key_mask: str, pair_mask: str) -> None:
     call: dict[str, Any] = {"q": (1, keys, 8, 64), "is_causal": True}
     assert chosen(**call, mask=(1, 1, 1, keys))[0] == key_mask
     assert chosen(**call, mask=(1, 1, keys, keys))[0] == pair_mask
+    assert chosen(**call, bias=(1, 8, keys, keys))[0] == key_mask
+
+
+@pytest.mark.parametrize(
+    "keys, kv_heads, backend_of_it", [(512, 2, "eager"), (256, 2, "sdpa"), (512, 8, "sdpa"), (1024, 2, "sdpa")]
+)
+def test_causality_of_groups_on_a_cpu(keys: int, kv_heads: int, backend_of_it: str) -> None:
+    assert chosen(q=(1, keys, 8, 64), kv_heads=kv_heads, is_causal=True)[0] == backend_of_it
 
 
 def test_explain_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
