@@ -9,8 +9,8 @@ tokens matters to a query. A selector, two narrow heads, lists a few tokens for 
   loss, and attention does not see its scores. DeepSeek trains its indexer so.
 * "frozen": the selector stays as it was drawn.
 
-Here the second loss teaches faster. Attention soon tells listed tokens apart on its own, and scores that are added to
-its own then get little gradient, while a selector that imitates it has to tell them apart, too.
+Both ways end at the same place. The second loss needs fewer steps here: attention soon tells listed tokens apart on its
+own, and scores that are added to its own then get little gradient, while a selector that imitates it learns on.
 
 The output: a table of the losses, the accuracy and how often the token that matters is listed; and a picture of the
 loss curves, `train_selector.png`.

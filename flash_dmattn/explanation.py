@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -53,7 +55,15 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of one backend to a call: whether it serves each pass, every reason why not, and what it would do."""
+    """The answer of one backend to a call.
+
+    Attributes:
+        backend: its name.
+        forward, backward: whether it serves each pass; None where nothing needs a gradient.
+        reasons: every reason why not.
+        preferences: why "auto" passes it over in the passes that it serves.
+        notes: what it would do with this call.
+    """
 
     backend: str
     forward: bool
@@ -70,7 +80,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The choice for one call and the verdict of every backend; prints as a table.
+    """The choice for one call and the verdict of every backend; prints as a table, as wide as the terminal.
 
     Attributes:
         problem: the call.
@@ -119,10 +129,13 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        return self.to_text()
+        return self.to_text(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
     def to_text(self, width: int | None = None) -> str:
-        """Return what is printed; reasons that would end past a width continue on the next line."""
+        """Return what is printed; reasons that would end past a width continue on the next line.
+
+        Where a backend does not run on the call's device, the table has that reason alone; `verdicts` has all.
+        """
         elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
         lines = [elsewhere] if self.problem.elsewhere else []
         lines += [] if self.profile is None else [f"profile: {self.profile}"]
@@ -164,7 +177,9 @@ class Explanation:
                 return "-"
             return ("CHOSEN" if chosen == verdict.backend else "yes") if serves else "no"
 
-        why = [str(reason) for reason in verdict.reasons]
+        # On a device that a backend does not run on, what else the call breaks is about another machine.
+        device = [reason for reason in verdict.reasons if reason.code == "device"]
+        why = [str(reason) for reason in device or verdict.reasons]
         runs_all = self.requested == "auto" and {self.forward, self.backward} <= {verdict.backend, None}
         passes = "auto finds no other here, and else passes it over" if runs_all else "auto passes it over"
         why += [f"{passes}: {reason}" for reason in verdict.preferences]
@@ -411,7 +426,8 @@ def verdict_of(backend: Backend, problem: AttentionProblem) -> Verdict:
 
     passes = passes_of(problem)
     reasons = reasons_against(backend, problem, passes)
-    preferences = tuple(r for r in reasons_against(backend, problem, passes, auto=True) if r not in reasons)
+    served = tuple(direction for direction in passes if serves(direction))
+    preferences = tuple(r for r in reasons_against(backend, problem, served, auto=True) if r not in reasons)
     notes: tuple[str, ...] = ()
     if not reasons:
         notes = tuple(backend.notes(problem))

@@ -32,7 +32,7 @@ from .problem import (
     check_strided,
     check_values,
     check_window,
-    device_arch,
+    describe_tensors,
     dtype_name,
     packing_of,
     spec_of,
@@ -175,20 +175,15 @@ def describe(
     if sink is not None:
         _check_sink(sink, sizes)
 
-    # Specialised on purpose under torch.compile: kernels are chosen and scaled by the head dims.
-    head_dim, head_dim_v = int(q.shape[3]), int(v.shape[3])
     causal, window, scale = check_flag("is_causal", is_causal), check_window(window), numbers.softmax_scale
     flags = Flags(
         *causal_window(causal, window),
-        head_dim**-0.5 if scale is None else check_number("softmax_scale", scale),
+        int(q.shape[3]) ** -0.5 if scale is None else check_number("softmax_scale", scale),
         check_number("softcap", numbers.softcap),
         torch.are_deterministic_algorithms_enabled()
         if numbers.deterministic is None
         else check_flag("deterministic", numbers.deterministic),
         *(repeats or _NO_REPEATS),
-        layout="dense" if sequences is None else sequences.layout,
-        max_seqlen_q=0 if sequences is None else sizes.seqlen_q,
-        max_seqlen_k=0 if sequences is None else sizes.seqlen_k,
         mask_packing=mask_packing,
         bias_packing=bias_packing,
         dropout_p=check_number("dropout_p", numbers.dropout_p),
@@ -196,6 +191,7 @@ def describe(
         zero=0 if by_distance is None else by_distance.zero,
         outside="" if by_distance is None else by_distance.outside,
         chosen=is_chosen,
+        sequences=sequences,
     )
     if mask is not None and mask_form == "lists":
         flags = _with_lists(flags, mask)
@@ -219,32 +215,12 @@ def describe(
         if sequences.has_pages and any(needs_grad):
             wanted = ", ".join(name for name, needed in zip(NeedsGrad._fields, needs_grad, strict=True) if needed)
             raise ValueError(f"{wanted} requires grad; keys in pages have no gradients (call under torch.no_grad())")
-    problem = AttentionProblem(
-        sizes.device.type,
-        device_arch(sizes.device),
-        q.dtype,
-        sizes.batch,
-        sizes.seqlen_q,
-        sizes.seqlen_k,
-        sizes.num_heads,
-        sizes.num_heads_k,
-        head_dim,
-        head_dim_v,
-        q.stride(),  # type: ignore[arg-type]
-        k.stride(),  # type: ignore[arg-type]
-        v.stride(),  # type: ignore[arg-type]
-        mask_spec,
-        mask_form,
-        None,
-        causal,
-        window,
-        flags,
-        check_flag("return_lse", numbers.return_lse),
-        check_flag("return_probs", numbers.return_probs),
-        needs_grad,
-        None if sink is None else sink.dtype,
-        sequences,
-    ).with_bias(bias)
+    problem = describe_tensors(q, k, v, mask_spec, mask_form, bias, sink, flags, needs_grad)._replace(
+        is_causal=causal,
+        window_size=window,
+        return_lse=check_flag("return_lse", numbers.return_lse),
+        return_probs=check_flag("return_probs", numbers.return_probs),
+    )
     return problem, mask, bias
 
 

@@ -25,7 +25,10 @@ class TileBits(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """A mask in which queries start to stop, the last not included, attend to a key: both integers (Bm, Hm, Lk)."""
+    """A mask in which queries start to stop, the last not included, attend to a key: both integers (Bm, Hm, Lk).
+
+    It holds the band of a call.
+    """
 
     start: Tensor
     stop: Tensor

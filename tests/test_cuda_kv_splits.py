@@ -10,7 +10,6 @@ import ctypes
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import emulated_cuda
 import pytest
@@ -20,7 +19,6 @@ from cases import DEVICE, Case, Inputs
 from compiled_header import compiled
 from conftest import Runner
 from gpu_calls import Products, captured
-from layouts import LAYOUTS, rearranged
 from torch import Tensor
 
 import flash_dmattn
@@ -29,7 +27,7 @@ from flash_dmattn.backends.cuda import passes
 on_cuda = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
 TILE = 128
-# Of the emulated GPU (tests/emulation/) these many, of which each that has work takes time here.
+# The emulated GPU (tests/emulation/) has this many; each that has work takes time here.
 NUM_SMS = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 20
 BASE = Case(batch=1, seqlen_q=193, seqlen_k=520, head_dim=64, dtype=torch.bfloat16, needs_grad=())
 FULL = ("B", "Hq", "Lq", "Lk")
@@ -129,47 +127,6 @@ def test_few_rows(backend: Runner, head_dim: int, seqlen_q: int, share_keys: Cal
         check(backend, case)
 
 
-WINDOWS = ((0, 0), (70, -1), (-1, 2), (130, 65))
-EXTREMES = itertools.product(("inf", "huge"), (None, 0.0, -0.3), (0.0, 5.0))
-OTHERS: dict[str, dict[str, Any]] = {
-    # Parts without a block of keys, and rows without a key.
-    **{
-        f"{lengths}, window {window}": {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "window_size": window}
-        for lengths, window in itertools.product(((193, 520), (520, 200), (65, 1030)), WINDOWS)
-    },
-    # Parts whose maxima lie far apart, and rows that a bias of -inf leaves empty in some parts or in all.
-    **{
-        f"{kind}, scale {scale}, softcap {cap}": {
-            **{"bias_kind": kind, "softmax_scale": scale, "softcap": cap, "logits": 30.0}
-        }
-        for kind, scale, cap in EXTREMES
-    },
-    # Head dims over 128 have no kernels that share keys: pieces stay whole.
-    **{f"head dim {n}": {"head_dim": n, "dtype": torch.float16} for n in (96, 192, 256)},
-}
-
-
-@on_cuda
-@pytest.mark.parametrize("name", OTHERS)
-@every_bias
-def test_everything_else(backend: Runner, bias: str, name: str, share_keys: Callable[[int], None]) -> None:
-    share_keys(3)
-    case = BASE.with_(bias=BIASES[bias], **OTHERS[name])
-    check(backend, case)
-
-
-@on_cuda
-@both_dims
-@every_bias
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(backend: Runner, layout: str, bias: str, head_dim: int, share_keys: Callable[[int], None]) -> None:
-    """A bias that is read by plain loads is shared by no blocks."""
-    share_keys(3)
-    case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], mask=TILES)
-    inputs = case.build()
-    check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
-
-
 @on_cuda
 def test_how_many_is_said_by_a_number(backend: Runner, share_keys: Callable[[int], None]) -> None:
     case = BASE.with_(seqlen_q=9)
@@ -197,15 +154,15 @@ def test_the_order_in_which_parts_end_changes_nothing(
     for repeat in range(len(differs)):
         if repeat % 3 == 0:
             products.start()
-        found = attend(case, inputs)
-        differs[repeat] = (found["out"] != first["out"]).any() | (found["lse"] != first["lse"]).any()
+        actual = attend(case, inputs)
+        differs[repeat] = (actual["out"] != first["out"]).any() | (actual["lse"] != first["lse"]).any()
     assert not differs.any(), f"{int(differs.sum())} of {len(differs)} differ from the first"
-    graph, found = captured(lambda: list(attend(case, inputs).values())[:2])
+    graph, actual = captured(lambda: list(attend(case, inputs).values())[:2])
     for _ in range(3):
-        for x in found:
+        for x in actual:
             x.zero_()
         graph.replay()
-        assert torch.equal(found[0], first["out"]) and torch.equal(found[1], first["lse"])
+        assert torch.equal(actual[0], first["out"]) and torch.equal(actual[1], first["lse"])
 
 
 # How many parts: csrc/api/num_splits.h, compiled alone
@@ -227,15 +184,15 @@ def estimate() -> Callable[..., tuple[int, int]]:
     function.argtypes = (*3 * (ctypes.c_int64,), ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
 
     def call(pieces: int, steps: int, uneven: bool = False) -> tuple[int, int]:
-        found = (ctypes.c_int64 * 2)()
-        function(pieces, steps, 132, uneven, found)
-        return found[0], found[1]
+        result = (ctypes.c_int64 * 2)()
+        function(pieces, steps, 132, uneven, result)
+        return result[0], result[1]
 
     return call
 
 
 @pytest.mark.parametrize(
-    ("pieces", "steps", "found"),
+    ("pieces", "steps", "actual"),
     (
         (704, 16, (660, 3)),  # a bias at D64, (4, 16, 2048): 44 pieces are left, and 132 parts
         (2816, 32, (2772, 3)),  # dense D64, (4, 32, 4096)
@@ -252,8 +209,8 @@ def estimate() -> Callable[..., tuple[int, int]]:
         (44, 0, (0, 1)),
     ),
 )
-def test_estimate(pieces: int, steps: int, found: tuple[int, int], estimate: Callable[..., tuple[int, int]]) -> None:
-    assert estimate(pieces, steps) == found
+def test_estimate(pieces: int, steps: int, actual: tuple[int, int], estimate: Callable[..., tuple[int, int]]) -> None:
+    assert estimate(pieces, steps) == actual
 
 
 def test_estimate_of_pieces_that_differ(estimate: Callable[..., tuple[int, int]]) -> None:
@@ -264,5 +221,5 @@ def test_estimate_of_pieces_that_differ(estimate: Callable[..., tuple[int, int]]
 
 def test_estimate_splits_no_more_than_there_is(estimate: Callable[..., tuple[int, int]]) -> None:
     for pieces, steps in itertools.product(range(1, 400, 7), (1, 2, 3, 16, 100, 1 << 23)):
-        whole, parts = estimate(pieces, steps)
-        assert whole == pieces - pieces % 132 and 1 <= parts <= min(steps, 64)
+        unsplit, parts = estimate(pieces, steps)
+        assert unsplit == pieces - pieces % 132 and 1 <= parts <= min(steps, 64)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from dispatched import Dispatched
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from flash_dmattn import operators
+import flash_dmattn
+from flash_dmattn import Sequences, append_to_cache, operators
 from flash_dmattn.gradients import spread
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.operators import prepared_view
+from flash_dmattn.operators import flat_flags
 from flash_dmattn.problem import Flags, MaskChoice, NeedsGrad, causal_window
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
@@ -21,7 +26,7 @@ FORWARD = torch.ops.flash_dmattn.attention_forward.default
 BACKWARD = torch.ops.flash_dmattn.attention_backward.default
 PREPARE = torch.ops.flash_dmattn.prepare_mask.default
 NO_MASK = ([], "none")
-FLAGS = Flags(2, 0, 0.3, 1.5, False)
+FLAGS = flat_flags(Flags(2, 0, 0.3, 1.5, False))
 NO_SEQUENCES: list[Tensor] = []
 SINK = torch.tensor([0.5, -torch.inf, 2.0, -1.0], dtype=torch.bfloat16)
 
@@ -31,7 +36,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def permuted(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of that shape, laid out (batch, heads, seqlen, dim) and from the second element of its storage on."""
+    """Draw a tensor that lies as (batch, heads, seqlen, dim), from the second element of its storage on."""
     b, s, h, d = shape
     return torch.randn(b * h * s * d + 1)[1:].to(dtype).view(b, h, s, d).transpose(1, 2)
 
@@ -89,12 +94,12 @@ def assert_fake_agrees(operator: Any, arguments: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_fakes_agree_with_what_runs(mask: str, bias: str, make: Any) -> None:
-    given = MASKS[mask], BIASES[bias]
+    inputs = MASKS[mask], BIASES[bias]
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        assert_fake_agrees(FORWARD, forward_arguments(make, *given, dtype))
-        for needs_grad in (NeedsGrad(True, True, True, given[1] is not None), NeedsGrad(k=True), NeedsGrad(v=True)):
-            assert_fake_agrees(BACKWARD, backward_arguments(make, *given, dtype, needs_grad, dlse=True))
-        assert_fake_agrees(BACKWARD, backward_arguments(make, *given, dtype, NeedsGrad(v=True, sink=True), True, SINK))
+        assert_fake_agrees(FORWARD, forward_arguments(make, *inputs, dtype))
+        for needs_grad in (NeedsGrad(True, True, True, inputs[1] is not None), NeedsGrad(k=True), NeedsGrad(v=True)):
+            assert_fake_agrees(BACKWARD, backward_arguments(make, *inputs, dtype, needs_grad, dlse=True))
+        assert_fake_agrees(BACKWARD, backward_arguments(make, *inputs, dtype, NeedsGrad(v=True, sink=True), True, SINK))
 
 
 @pytest.mark.parametrize(
@@ -104,11 +109,11 @@ def test_backward_returns_the_gradients_asked_for_in_order(needs_grad: NeedsGrad
     arguments = backward_arguments(
         permuted, MASKS["mask full"], BIASES["bias fp64 per key"], torch.float32, needs_grad, True, SINK
     )
-    found = BACKWARD(*arguments)
+    actual = BACKWARD(*arguments)
     everything = BACKWARD(*arguments[:-1], [True] * 5)
-    assert len(found) == sum(needs_grad)
-    torch.testing.assert_close(found, [g for g, needed in zip(everything, needs_grad) if needed])
-    assert tuple(g is not None for g in spread(found, needs_grad)) == needs_grad
+    assert len(actual) == sum(needs_grad)
+    torch.testing.assert_close(actual, [g for g, needed in zip(everything, needs_grad) if needed])
+    assert tuple(g is not None for g in spread(actual, needs_grad)) == needs_grad
     assert_fake_agrees(BACKWARD, arguments)
 
 
@@ -122,17 +127,17 @@ def test_backward_returns_the_gradients_asked_for_in_order(needs_grad: NeedsGrad
     ],
 )
 def test_opcheck(mask: str, bias: str, make: Any) -> None:
-    given = MASKS[mask], BIASES[bias]
-    arguments = forward_arguments(make, *given, torch.float32)
+    inputs = MASKS[mask], BIASES[bias]
+    arguments = forward_arguments(make, *inputs, torch.float32)
     torch.library.opcheck(FORWARD, arguments)
     # The mask, which takes no gradient, is in a list.
     differentiable = [x.clone().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
     torch.library.opcheck(FORWARD, tuple(differentiable))
-    for needs_grad, dlse in ((NeedsGrad(True, True, True, given[1] is not None), True), (NeedsGrad(q=True), False)):
-        torch.library.opcheck(BACKWARD, backward_arguments(make, *given, torch.float32, needs_grad, dlse))
-    torch.library.opcheck(FORWARD, forward_arguments(make, *given, torch.float32, SINK))
+    for needs_grad, dlse in ((NeedsGrad(True, True, True, inputs[1] is not None), True), (NeedsGrad(q=True), False)):
+        torch.library.opcheck(BACKWARD, backward_arguments(make, *inputs, torch.float32, needs_grad, dlse))
+    torch.library.opcheck(FORWARD, forward_arguments(make, *inputs, torch.float32, SINK))
     needs_grad = NeedsGrad(q=True, sink=True)
-    torch.library.opcheck(BACKWARD, backward_arguments(make, *given, torch.float32, needs_grad, True, SINK))
+    torch.library.opcheck(BACKWARD, backward_arguments(make, *inputs, torch.float32, needs_grad, True, SINK))
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0)], ids=["no batch", "no query", "no key"])
@@ -148,10 +153,10 @@ def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
 
 def test_schema_is_the_shared_one_and_mutates_nothing() -> None:
     for operator, schema in ((FORWARD, operators.FORWARD_SCHEMA), (BACKWARD, operators.BACKWARD_SCHEMA)):
-        found = operator._schema
-        assert str(torch._C.parse_schema(f"{found.name}{schema}")) == str(found)
-        assert not found.is_mutable
-        assert all(argument.alias_info is None for argument in (*found.arguments, *found.returns))
+        actual = operator._schema
+        assert str(torch._C.parse_schema(f"{actual.name}{schema}")) == str(actual)
+        assert not actual.is_mutable
+        assert all(argument.alias_info is None for argument in (*actual.arguments, *actual.returns))
     *names, backward = [argument.name for argument in FORWARD._schema.arguments]
     assert backward == "backward"
     assert names == [argument.name for argument in BACKWARD._schema.arguments if argument.name in names]
@@ -162,7 +167,7 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         q, k, v = (torch.zeros(1, 1, 1, 1, dtype=dtype) for _ in range(3))
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
-        flags = Flags(-1, -1, 1.0, 0.0, False)
+        flags = flat_flags(Flags(-1, -1, 1.0, 0.0, False))
         out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, *flags, "eager", "")
         needs_grad = [True, True, True, bias is not None, False]
         arguments = (q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None)
@@ -173,6 +178,72 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
 
 def random_mask(*shape: int) -> Tensor:
     return torch.rand(shape) > 0.4
+
+
+def attended(mask: Any = None, tokens: int = 8, **flags: Any) -> None:
+    """Call on one sequence of tokens, or beside sequences, and go back."""
+    leading = () if "sequences" in flags and flags["sequences"].layout == "packed" else (len(PADDED.seqlens_k),)
+    q, k = (torch.randn(*leading, tokens, heads, 16, requires_grad=True) for heads in (4, 2))
+    out, lse = flash_dmattn.attention(q, k, k, mask, return_lse=True, **flags)
+    (out.sum() + lse.sum()).backward()
+
+
+PACKED = Sequences.packed(torch.tensor([0, 3, 8]), max_seqlen_q=5)
+PADDED = Sequences.padded(torch.tensor([8, 5]))
+PAGED = Sequences.paged(torch.tensor([[0, 2], [1, 3]]), torch.tensor([5, 8]))
+
+
+def append(sequences: Sequences, cache: tuple[int, ...], new: tuple[int, ...]) -> None:
+    append_to_cache(torch.zeros(*cache, 2, 8), torch.zeros(*cache, 2, 8), *torch.randn(2, *new, 2, 8), sequences)
+
+
+# Calls that run the operators of the library; the tests above have the operators of plain calls.
+RUNS: dict[str, Callable[[], object]] = {
+    "dropout": lambda: attended(dropout_p=0.3),
+    "packed": lambda: attended(random_mask(1, 8, 5), sequences=PACKED),
+    "tree": lambda: attended(PreparedMask.from_tree(random_mask(2, 8, 8)), sequences=PADDED),
+    "tiles of packed": lambda: PreparedMask.from_mask(random_mask(2, 8, 5), sequences=PACKED, seqlen_q=8, seqlen_k=8),
+    "tiles of keys": lambda: PreparedMask.from_mask(random_mask(2, 1, 8), sequences=PACKED, seqlen_q=8, seqlen_k=8),
+    "tiles of padded": lambda: PreparedMask.from_mask(
+        random_mask(2, 1, 8, 8), sequences=PADDED, seqlen_q=8, seqlen_k=8, is_causal=True
+    ),
+    "ragged": lambda: PreparedMask.from_ragged(random_mask(34), PACKED, seqlen_q=8, seqlen_k=8, window_size=(3, 0)),
+    "top-k": lambda: PreparedMask.from_topk(normal(2, 2, 1, 300), 5, is_causal=True, reorder=True, compact=True),
+    "top-k in fp64": lambda: PreparedMask.from_topk(
+        normal(1, 2, 1, 37, dtype=torch.float64), 5, seqlen_q=40, mask=random_mask(1, 2, 1, 37), reorder=False
+    ),
+    "top-k of no keys": lambda: PreparedMask.from_topk(normal(1, 2, 1, 0), 5, seqlen_q=3),
+    "intervals in a mask": lambda: PreparedMask.from_mask(
+        random_mask(2, 3, 1, 300).expand(-1, -1, 150, -1).contiguous(), find_intervals=True, reorder=True
+    ),
+    "caches in pages": lambda: append(PAGED, (4, 4), (2, 1)),
+    "padded caches": lambda: append(PADDED, (2, 9), (2, 1)),
+    "packed caches": lambda: append(Sequences.packed(torch.tensor([0, 1, 3]), torch.tensor([0, 4, 8])), (8,), (3,)),
+}
+RUN = {
+    *("attention_forward", "attention_backward", "prepare_sequence_mask", "append_to_cache"),
+    *("score_keys", "topk_intervals", "mask_intervals", "interval_walk"),
+}
+
+
+def test_opcheck_of_everything_that_runs() -> None:
+    names: set[str] = set()
+    for run in RUNS.values():
+        calls: list[tuple[Any, Any]] = []
+
+        def record(operator: Any, arguments: Any, result: Any, calls: list[Any] = calls) -> None:
+            if operator.namespace == "flash_dmattn":
+                calls.append((operator, tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, arguments)))
+
+        with Dispatched(record) as seen:
+            run()
+        names.update(seen.names)
+        for operator, arguments in calls:
+            # Passes read lengths on the host: what follows shapes alone cannot run them.
+            reads = "attention" in operator.name()
+            checks = ("test_schema", "test_faketensor", *(() if reads else ("test_aot_dispatch_dynamic",)))
+            torch.library.opcheck(operator, arguments, test_utils=checks)
+    assert names >= RUN, RUN - names
 
 
 TO_PREPARE = {
@@ -214,6 +285,6 @@ def test_expanded_dims_are_no_dims_of_the_prepared_mask() -> None:
     made = prepared_view(one.expand(2, 3, -1, -1), 140, 270, (-1, 0), MaskChoice("keys"))
     assert [x.shape[:2] for x in made.tensors] == [(1, 1)] * 4
     row = random_mask(2, 3, 1, 270)
-    found = prepared_view(row.expand(-1, -1, 140, -1), 140, 270, (-1, 0), MaskChoice("intervals", True))
-    assert found.form == "intervals"
-    torch.testing.assert_close(found.tensors, tuple(PREPARE(row, 140, 270, -1, 0, "intervals", True)))
+    actual = prepared_view(row.expand(-1, -1, 140, -1), 140, 270, (-1, 0), MaskChoice("intervals", True))
+    assert actual.form == "intervals"
+    torch.testing.assert_close(actual.tensors, tuple(PREPARE(row, 140, 270, -1, 0, "intervals", True)))

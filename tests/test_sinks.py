@@ -56,12 +56,12 @@ def test_a_sink_is_a_key_of_zeros_whose_score_is_the_sink() -> None:
     mask = torch.cat([x.mask, torch.ones_like(x.mask[..., :1])], -1)
     scores = torch.cat([bias.expand(-1, -1, 1, -1), sink.view(1, -1, 1, 1)], -1)
     wanted = formula.attention(x.q, longer(x.k), longer(x.v), mask, scores)
-    found = formula.attention(x.q, x.k, x.v, x.mask, bias, sink=sink)
-    torch.testing.assert_close(found, wanted)
-    of_keys = torch.autograd.grad(wanted, (bias, sink), (x.dout, x.dlse))
-    torch.testing.assert_close(torch.autograd.grad(found, (bias, sink), (x.dout, x.dlse)), of_keys)
+    actual = formula.attention(x.q, x.k, x.v, x.mask, bias, sink=sink)
+    torch.testing.assert_close(actual, wanted)
+    key_gradients = torch.autograd.grad(wanted, (bias, sink), (x.dout, x.dlse))
+    torch.testing.assert_close(torch.autograd.grad(actual, (bias, sink), (x.dout, x.dlse)), key_gradients)
     _, _, _, dbias, dsink = formula.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, bias, sink=sink)
-    torch.testing.assert_close((dbias, dsink), of_keys)
+    torch.testing.assert_close((dbias, dsink), key_gradients)
 
 
 def test_rows_without_keys_have_the_lse_of_their_sink(backend: Runner) -> None:
@@ -83,10 +83,10 @@ def test_minus_infinity_is_no_sink(backend: Runner, bias: tuple[str, ...] | None
     wanted = backend(case, inputs)
     none = torch.full((case.num_heads,), -torch.inf, dtype=case.dtype, device=DEVICE)
     with_none = type(inputs)(**{**vars(inputs), "sink": none})
-    found = backend(case.with_(needs_grad=WITH_SINK), with_none)
-    dsink = found.pop("dsink")
+    actual = backend(case.with_(needs_grad=WITH_SINK), with_none)
+    dsink = actual.pop("dsink")
     assert dsink is not None and not dsink.any()
-    for name, x in found.items():
+    for name, x in actual.items():
         y = wanted[name]
         assert (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y)), name
 
@@ -118,24 +118,6 @@ def test_what_is_no_sink_is_named(name: str) -> None:
     with pytest.raises(error) as caught:  # type: ignore[call-overload]
         call_of(sink=sink)
     assert text in str(caught.value)
-
-
-def test_a_call_is_remembered_with_its_sink() -> None:
-    """Calls that differ in their sink alone are of different classes."""
-    torch.manual_seed(0)
-    q = torch.randn(1, 3, 2, 8)
-    sinks = (None, torch.zeros(2), torch.zeros(2, dtype=torch.float64), torch.zeros(2, requires_grad=True))
-    for _ in range(2):
-        with flash_dmattn.config(record=(decisions := [])):
-            for sink in sinks:
-                flash_dmattn.attention(q, q, q, sink=sink)
-        problems = [decision.problem for decision in decisions]
-        assert [p.sink for p in problems] == [None, torch.float32, torch.float64, torch.float32]
-        assert [p.needs_grad.sink for p in problems] == [False, False, False, True]
-        outs = [flash_dmattn.attention(q, q, q, sink=sink) for sink in sinks]  # remembered from the second time on
-        assert not torch.equal(outs[0], outs[1]) and outs[3].requires_grad and not outs[1].requires_grad
-        with pytest.raises(ValueError, match="sink has shape"):
-            flash_dmattn.attention(q, q, q, sink=torch.zeros(3))
 
 
 def test_autocast_leaves_a_sink_its_dtype() -> None:

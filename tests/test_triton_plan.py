@@ -1,4 +1,4 @@
-"""What plans of Triton launches decide from the process, not from the call."""
+"""Plans of Triton launches: decisions that follow from the process, not from the call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import flash_dmattn
 from flash_dmattn.backends.mask_choice import choose_form
 from flash_dmattn.backends.triton.backend import BACKEND
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad
+from flash_dmattn.problem.inputs import Inputs
 
 pytestmark = needs_triton
 
@@ -47,9 +48,9 @@ def test_shares_of_the_keys_of_few_rows_fill_the_sms(heads: int, blocks: int, sh
     assert shares == 1 or -(-blocks // (shares - 1)) > most  # fewer would each have more
 
 
-# Heads of a call on 132 SMs: blocks of few rows at head dims 64 and 128, shares of 4096 keys, those of kept keys, and
-# the rows and blocks of those at head dim 128.
-OF_HEADS: dict[int, tuple[tuple[int, int], int, int, tuple[int, int]]] = {
+# Heads of a call on 132 SMs: blocks of few rows at head dims 64 and 128, shares of 4096 keys, shares of kept keys, and
+# rows and blocks of these shares at head dim 128.
+BY_HEADS: dict[int, tuple[tuple[int, int], int, int, tuple[int, int]]] = {
     8: ((128, 64), 16, 32, (16, 64)),
     66: ((128, 64), 2, 4, (16, 64)),
     67: ((256, 128), 1, 3, (16, 64)),
@@ -60,7 +61,7 @@ OF_HEADS: dict[int, tuple[tuple[int, int], int, int, tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("heads", OF_HEADS)
+@pytest.mark.parametrize("heads", BY_HEADS)
 def test_tiles_and_shares_of_few_rows_go_by_how_many_heads_an_sm_has(
     heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +87,7 @@ def test_tiles_and_shares_of_few_rows_go_by_how_many_heads_an_sm_has(
         assert programs % heads == 0
         return block_m, block_n, programs // heads
 
-    blocks, shares, shares_of_lists, tile_of_lists = OF_HEADS[heads]
+    blocks, shares, shares_of_lists, tile_of_lists = BY_HEADS[heads]
     kept = tuple(torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((1, 1, 4096), (1, 1), (1, 1, 4097)))
     assert [planned(d, MaskView()) for d in (64, 128)] == [(16, n, min(shares, 4096 // n // 2)) for n in blocks]
     assert planned(128, MaskView("keys", kept)) == (*tile_of_lists, shares_of_lists)
@@ -118,7 +119,6 @@ def test_bounds_of_keys_know_of_one_query(reorder: bool) -> None:
     from flash_dmattn.masks import PreparedMask
     from flash_dmattn.operators import describe_operands
     from flash_dmattn.problem import Flags, MaskView
-    from flash_dmattn.problem.inputs import Inputs
     from flash_dmattn.triton_kernels.launch import takes_group_rows
 
     q, k, flags = torch.zeros(1, 1, 6, 32), torch.zeros(1, 600, 2, 32), Flags(-1, -1, 0.1, 0.0, False)
@@ -147,10 +147,11 @@ def test_a_signature_has_all_that_decides_a_launch(monkeypatch: pytest.MonkeyPat
     wide = torch.empty(2, 9, 2, 24)
     x = wide[..., :16]
     changed = (wide[..., 1:17], x.half(), x[:1], x[..., :8], x.contiguous(), None)
-    seen = {launch.signature(x, x)} | {launch.signature(x, other) for other in changed}
-    seen |= {launch.signature(other, x) for other in changed if other is not None}
+    inputs = Inputs(x, x, x)
+    seen = {launch.signature(inputs, x)} | {launch.signature(inputs, other) for other in changed}
+    seen |= {launch.signature(inputs._replace(q=other), x) for other in changed if other is not None}
     monkeypatch.setattr(launch, "takes_tf32", lambda dtype: True)
-    assert len(seen | {launch.signature(x, x)}) == 1 + 6 + 5 + 1
+    assert len(seen | {launch.signature(inputs, x)}) == 1 + 6 + 5 + 1
 
 
 def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, row_delta, sequence_query_gradient, sink_gradient
+from flash_dmattn.gradients import key_gradient, sequence_query_gradient
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView, bias_class
+from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.reference.sinks import row_delta, sink_gradient
 
 from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .fill_gaps import fill_gaps_kernel
@@ -73,16 +75,17 @@ class SequenceCall(Call):
         sequences: SequenceView,
     ) -> None:
         super().__init__(q, k, v, mask, bias, flags, sink)
-        self.number = sequences.bounds.shape[0]
-        left, right = flags.window
+        spec, (left, right) = flags.sequences, flags.window
+        assert spec is not None
+        self.spec, self.number = spec, spec.number
         self.shape = self.shape._replace(
             batch=self.number,
-            seqlen_q=flags.max_seqlen_q,
-            seqlen_k=flags.max_seqlen_k,
-            left=min(left, flags.max_seqlen_k),
-            right=min(right, flags.max_seqlen_q),
+            seqlen_q=spec.max_seqlen_q,
+            seqlen_k=spec.max_seqlen_k,
+            left=min(left, spec.max_seqlen_k),
+            right=min(right, spec.max_seqlen_q),
         )
-        self.code = _LAYOUTS[flags.layout]
+        self.code = _LAYOUTS[spec.layout]
         self.rows_q, self.rows_k = q.shape[1], k.shape[1]
         packs = flags.mask_packing, flags.bias_packing
         self.layout = SequenceLayout(
@@ -94,8 +97,8 @@ class SequenceCall(Call):
             table_row=0 if sequences.block_table is None else sequences.block_table.stride(0),
             few_keys=MOST_FEW_KEYS,
             one_pass_keys=-1,
-            dbias_rows=self.rows_q if flags.bias_packing == "queries" else flags.max_seqlen_q,
-            dbias_keys=self.rows_k if flags.bias_packing == "keys" else flags.max_seqlen_k,
+            dbias_rows=self.rows_q if flags.bias_packing == "queries" else spec.max_seqlen_q,
+            dbias_keys=self.rows_k if flags.bias_packing == "keys" else spec.max_seqlen_k,
         )
 
     def tma(self, *tensors: Tensor) -> bool:
@@ -104,11 +107,11 @@ class SequenceCall(Call):
 
     def tiles_of_queries(self, block: int) -> tuple[int, bool]:
         """Return the most tiles of queries, as `tiles_of_rows` counts, and whether programs search their sequence."""
-        return self._tiles(self.rows_q, self.shape.seqlen_q, self.flags.packs_queries, block)
+        return self._tiles(self.rows_q, self.shape.seqlen_q, self.spec.packs_queries, block)
 
     def tiles_of_keys(self, block: int) -> tuple[int, bool]:
         """Return the most tiles of keys, and whether programs search their sequence."""
-        return self._tiles(self.rows_k, self.shape.seqlen_k, self.flags.packs_keys, block)
+        return self._tiles(self.rows_k, self.shape.seqlen_k, self.spec.packs_keys, block)
 
     def _tiles(self, rows: int, most: int, is_packed: bool, block: int) -> tuple[int, bool]:
         with_bounds, with_search = max(1, triton.cdiv(most, block)) * self.number, rows // block + self.number
@@ -134,8 +137,8 @@ class SequenceCall(Call):
     def is_short(self) -> bool:
         """Return whether the average sequence is too short to fill a large tile."""
         # By mean lengths: the upper bounds that the caller states must not change a result.
-        mean_q = self.rows_q / (self.number if self.flags.packs_queries else 1)
-        mean_k = self.rows_k / (self.number if self.flags.packs_keys else 1)
+        mean_q = self.rows_q / (self.number if self.spec.packs_queries else 1)
+        mean_k = self.rows_k / (self.number if self.spec.packs_keys else 1)
         return max(mean_q, mean_k) <= SHORT and self.code in (PACKED.value, PADDED.value)
 
     def tile(self, kernel: str) -> Tile:
@@ -176,16 +179,13 @@ class SequenceCall(Call):
         """Name the numbers and constants that several kernels take."""
         return {**super().values(), "layout": self.layout, "SEQUENCES": self.code}
 
-    def plan_fill(self, like: Tensor, column: int, has_lse: bool = False) -> Launch:
-        """Plan the kernel that fills rows of no sequence in (B, L, H, D) tensors: run(x, lse, bounds).
+    def plan_fill(self, shape: Sequence[int], column: int, has_lse: bool = False) -> Launch:
+        """Plan the kernel that fills rows of no sequence in tensors of this shape, (B, L, H, D): run(x, lse, bounds).
 
-        Args:
-            like: a tensor of the shape to fill.
-            column: the column of the bounds that has the first row of each sequence, 0 for queries and 2 for keys.
-            has_lse: whether lse is filled, too.
+        `column` of the bounds has the first row of each sequence: 0 for queries, 2 for keys.
         """
-        packed = self.flags.packs_queries if column == 0 else self.flags.packs_keys
-        _, rows, heads, width = like.shape
+        packed = self.spec.packs_queries if column == 0 else self.spec.packs_keys
+        _, rows, heads, width = shape
         rest = by_name(
             fill_gaps_kernel,
             {},
@@ -202,9 +202,9 @@ class SequenceCall(Call):
         return Launch(fill_gaps_kernel, (self.number + packed) * _GAP_SHARE, rest)
 
 
-def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, sequences, dropout)."""
-    shape, flags, tile = call.shape, call.flags, call.tile("forward")
+def plan_forward(call: SequenceCall) -> Callable[..., None]:
+    """Plan out and lse of one class of calls: run(x, out, lse)."""
+    shape, tile = call.shape, call.tile("forward")
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
     most_rows = shape.seqlen_q * shape.group
@@ -214,14 +214,14 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
     is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
     # Not packed sequences: the bound on lengths that the caller states would change the order of their sums. Not
     # dropout: its random numbers go by tiles of queries of one head. Not a bias by distance, which counts by rows.
-    if is_few and flags.layout != "packed" and not call.has_dropout and call.distances is None:
+    if is_few and call.spec.layout != "packed" and not call.has_dropout and call.distances is None:
         # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
         has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
         step = _FEW_ROWS_SMALL
         if call.has_wide_heads:
             step = _FEW_ROWS_WIDE_GFX if call.arch.startswith("gfx") else _FEW_ROWS_WIDE
         if has_room:
-            step = _FEW_ROWS_PAGED if flags.layout.startswith("paged") else _FEW_ROWS
+            step = _FEW_ROWS_PAGED if call.spec.has_pages else _FEW_ROWS
         tile = Tile(max(16, triton.next_power_of_2(most_rows)), *step)
         tiles, search, heads, grouped = call.number, False, call.num_heads_k, shape.group > 1
         splits = _key_parts(call, tiles * heads)
@@ -238,26 +238,16 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         BIAS_TMA=bias_tma,
         EDGES=True,
         SEARCH=search,
-        PAGE=max(1, call.k.shape[1]) if flags.layout.startswith("paged") else 0,
+        PAGE=max(1, call.k.shape[1]) if call.spec.has_pages else 0,
         GROUPED=grouped,
         ONE_LOOP=False,
     )
-    fill = call.plan_fill(out, 0, has_lse=True)
-    batch, rows_q = out.shape[:2]
-    combine = plan_combine(call, shape._replace(batch=batch, seqlen_q=rows_q), splits)
+    fill = call.plan_fill((*call.q.shape[:3], shape.head_dim_v), 0, has_lse=True)
+    combine = plan_combine(call, shape._replace(batch=call.q.shape[0], seqlen_q=call.rows_q), splits)
 
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        sequences: SequenceView,
-        dropout: Tensor | None,
-    ) -> None:
+    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
+        q, k, v, mask, bias, sink, sequences, dropout = x
+        assert sequences is not None
         read = read_of(mask)
         if splits == 1:
             launch(q, k, v, bias, *read, out, lse, sink, *sequences, dropout)
@@ -280,8 +270,7 @@ def _key_parts(call: SequenceCall, programs: int) -> int:
 def plan_backward(
     call: SequenceCall, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
 ) -> Callable[..., Gradients]:
-    """Plan the gradients of one class of calls: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, sequences,
-    dropout)."""
+    """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, flags = call.bias, call.shape, call.flags
     kind = None if bias is None or not need_bias else bias_class(bias.shape)
@@ -317,22 +306,11 @@ def plan_backward(
         if need_q and shape.seqlen_k > call.layout.one_pass_keys:
             queries_of = plan_queries(call, dout)
     bias_of = plan_bias(call, dout, bias) if shared and bias is not None else None
-    fill_q = call.plan_fill(call.q, 0)
+    fill_q, num_heads_k = call.plan_fill(call.q.shape, 0), call.num_heads_k
 
-    def run(
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        sequences: SequenceView,
-        dropout: Tensor | None,
-    ) -> Gradients:
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+        (q, k, v, mask, bias, sink, sequences, dropout), out, lse = saved
+        assert sequences is not None
         lse_log2, delta = delta_of(dout, out, dlse, lse, sequences.bounds)
         read = (q, k, v, bias, dout, lse_log2, delta)
         dq = dk = dv = dbias = None
@@ -354,7 +332,7 @@ def plan_backward(
         if sink is not None and (need_sink or kind == "query"):
             rows = row_delta(dout, out, dlse, lse)
         if kind == "query" and bias is not None:
-            dbias = sequence_query_gradient(bias, dlse, lse, call.num_heads_k, flags, sink, rows, sequences.bounds)
+            dbias = sequence_query_gradient(bias, dlse, lse, num_heads_k, flags, sink, rows, sequences.bounds)
         if sink is None:
             return dq, dk, dv, dbias
         if not need_sink or rows is None:
@@ -371,7 +349,7 @@ def _plan_pairs(
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]]:
     """Plan `plan_pairs`, and what fills rows of no sequence in dk and dv: run(read, mask, bounds, dropout)."""
     pairs_of = plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind)
-    fill_k, fill_v = call.plan_fill(call.k, 2), call.plan_fill(call.v, 2)
+    fill_k, fill_v = call.plan_fill(call.k.shape, 2), call.plan_fill(call.v.shape, 2)
 
     def run(
         read: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None
@@ -413,8 +391,9 @@ def _plan_keys(
         SEARCH=search,
         ONE_PASS=one_pass,
     )
-    fill_k, fill_v = call.plan_fill(call.k, 2), call.plan_fill(call.v, 2)
+    fill_k, fill_v = call.plan_fill(call.k.shape, 2), call.plan_fill(call.v.shape, 2)
     entries = 1 if flags.bias_packing == "keys" else call.number
+    num_heads_k, dbias_keys = call.num_heads_k, call.layout.dbias_keys
 
     def run(
         operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None, dq: Tensor | None
@@ -425,7 +404,7 @@ def _plan_keys(
         dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_v else None
         made = None
         if per_key:
-            made = torch.zeros((entries, owners, call.layout.dbias_keys), dtype=torch.float32, device=k.device)
+            made = torch.zeros((entries, owners, dbias_keys), dtype=torch.float32, device=k.device)
         elif stored and bias is not None:
             made = torch.zeros(bias.shape, dtype=bias.dtype, device=k.device)
         launch(*operands, *read_of(mask, columns=True), dk, dv, made, None, bounds, dropout, dq)
@@ -434,7 +413,7 @@ def _plan_keys(
         if dv is not None:
             fill_v(dv, None, bounds)
         if per_key and made is not None and bias is not None:
-            made = key_gradient(bias, made, call.num_heads_k, 1)
+            made = key_gradient(bias, made, num_heads_k, 1)
         return dk, dv, made
 
     return run

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..problem import AttentionProblem, Gradients
 from ..problem.inputs import Inputs, Saved
 from ..reference import eager as chunked
-from ..reference import formula
+from ..reference import formula, query_blocks
 from ..reference import sequences as loop
 from ..reference.distances import ChunkBias
 from ..reference.lists import Chosen
@@ -73,7 +73,7 @@ def _plan_forward(problem: AttentionProblem) -> Forward:
         sizes, bias = {**numbers, "chunk_bytes": _chunk_bytes}, _readable_bias(problem, x)
         if x.sequences is not None:
             return loop.forward(batch_of(problem, x), x.q, x.k, x.v, mask, bias, **shared, **sizes)
-        return chunked.forward(x.q, x.k, x.v, mask, bias, repeats=repeats, **shared, **sizes)
+        return query_blocks.forward(x.q, x.k, x.v, mask, bias, repeats=repeats, **shared, **sizes)
 
     return forward
 
@@ -88,7 +88,7 @@ def _plan_backward(problem: AttentionProblem) -> Backward:
         tensors = (dout, dlse, x.q, x.k, x.v, mask, _readable_bias(problem, x), out, lse)
         if x.sequences is not None:
             return loop.backward(batch_of(problem, x), *tensors, **shared, **sizes)
-        return chunked.backward(*tensors, repeats=repeats, **shared, **sizes)
+        return query_blocks.backward(*tensors, repeats=repeats, **shared, **sizes)
 
     return backward
 

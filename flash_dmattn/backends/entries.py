@@ -96,8 +96,7 @@ def bool_mask(mask: MaskView) -> Tensor | None:
 
 def batch_of(problem: AttentionProblem, inputs: Inputs) -> Batch:
     """Return the sequences of a call, in the form that `reference.sequences` takes."""
-    flags, sequences = problem.flags, inputs.sequences
-    assert sequences is not None
+    flags, spec, sequences = problem.flags, problem.sequences, inputs.sequences
+    assert spec is not None and sequences is not None
     mask_packing = "tree" if inputs.mask.form == "tree" else flags.mask_packing
-    packing = (flags.packs_queries, flags.packs_keys, mask_packing, flags.bias_packing)
-    return Batch(sequences.bounds, sequences.block_table, *packing)
+    return Batch(*sequences, spec.packs_queries, spec.packs_keys, mask_packing, flags.bias_packing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -120,13 +120,23 @@ def view_of(
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, choice)
 
 
-def plan_packing(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Tensor], MaskView] | None:
-    """Return a function that packs the bool masks of a class of unwatched calls, or None if they are not packed."""
+def plan_view(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Any], MaskView] | None:
+    """Return what `view_of` does with the masks of a class of unwatched calls; None if it has to be asked each time."""
+    if problem.mask_form == choice.form:
+        return _view_dense if choice.form == "dense" else _view_prepared
     if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
         return None
     from ..masks.prepared.operators import plan_prepare  # importing flash_dmattn does not need it
 
     return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, choice)
+
+
+def _view_dense(mask: Tensor) -> MaskView:
+    return MaskView("dense", (mask,))
+
+
+def _view_prepared(mask: PreparedMask) -> MaskView:
+    return mask.view
 
 
 def convert(
@@ -150,7 +160,7 @@ def convert(
 def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
     """Return the forward pass of a backend for a class of calls; masks are converted for it, and q, k and v viewed."""
     arrival = problem.arrival
-    if not _reads(backend, problem, "forward"):
+    if problem.arrival != "rows" and not backend.reads_as_arrived(problem, "forward"):
         run = forward_of(backend, problem._replace(arrival="rows"))
         if arrival == "heads_first":
             return lambda inputs: run(inputs.in_rows(arrival))
@@ -173,7 +183,7 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
 def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
     """Return the backward pass, with the same conversions; gradients lie as q, k and v arrived."""
     assert backend.plan_backward is not None
-    if not _reads(backend, problem, "backward"):
+    if problem.arrival != "rows" and not backend.reads_as_arrived(problem, "backward"):
         return through_rows(problem, backward_of(backend, problem._replace(arrival="rows")))
     choice = _choose(problem, ((backend, "backward"),))
     if choice.form == problem.mask_form:
@@ -186,12 +196,6 @@ def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
         return run(saved._replace(inputs=inputs._replace(mask=mask)), dout, dlse, **more)
 
     return converted
-
-
-def _reads(backend: Backend, problem: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass takes q, k and v as they arrive."""
-    arrival = problem.arrival
-    return arrival == "rows" or (arrival == "heads_first" and backend.reads_heads_first(problem, direction))
 
 
 def through_rows(problem: AttentionProblem, run: Backward) -> Backward:

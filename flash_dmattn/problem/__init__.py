@@ -36,6 +36,7 @@ from .description import TensorSpec as TensorSpec
 from .description import allowed_pairs as allowed_pairs
 from .description import bias_class as bias_class
 from .description import causal_window as causal_window
+from .description import describe_tensors as describe_tensors
 from .description import dtype_name as dtype_name
 from .description import hint as hint
 from .description import hinted as hinted

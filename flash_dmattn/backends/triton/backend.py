@@ -8,7 +8,7 @@ from ...problem import AttentionProblem, dtype_name, sm_number
 from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Rule
 from . import lists
-from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_dense, reads_heads_first
+from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_as_arrived, reads_dense
 
 MAX_HEAD_DIM = 512
 # With wider heads, tiles of fp32 would take 192 KB of shared memory in the backward pass, and most of their values
@@ -23,6 +23,15 @@ def _has_fp32_tiles(p: AttentionProblem) -> bool:
 def _span_of_values(p: AttentionProblem) -> int:
     """Return the elements from the first to the last value of a head of a bias by distance; 0 without one."""
     return 0 if p.relative is None else 1 + (p.relative.shape[3] - 1) * p.relative.strides[3]
+
+
+def _is_band(p: AttentionProblem) -> bool:
+    return p.relative is not None and p.relative.shape[2] != 1
+
+
+def _has_own_values(p: AttentionProblem) -> bool:
+    """Return whether no two heads or entries share values of a bias by distance."""
+    return p.relative is not None and p.relative.shape[:2] == (p.batch, p.num_heads)
 
 
 RULES: tuple[Rule, ...] = (
@@ -72,6 +81,22 @@ RULES: tuple[Rule, ...] = (
             "kernel that sums it has tiles for at most 256"
         ),
         'use backend=("triton", "eager")',
+        ("backward",),
+    ),
+    Rule(
+        "band_sequences",
+        lambda p: not _is_band(p) or p.sequences is None,
+        lambda p: f"bias is a Band beside {p.batch} sequences; the kernels read one for whole batches",
+        'use backend="eager"',
+    ),
+    Rule(
+        "band_heads",
+        lambda p: not _is_band(p) or not p.needs_grad.bias or _has_own_values(p),
+        lambda p: (
+            f"the gradient of a Band is needed, whose values are shared by some of {p.batch} entries and {p.num_heads} "
+            "heads; the kernel stores it and does not sum"
+        ),
+        'use backend=("triton", "eager"), or expand the values',
         ("backward",),
     ),
     Rule(
@@ -156,13 +181,13 @@ BACKEND = Backend(
     plan_forward=plan_forward,
     plan_backward=plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "lists", "chosen_bias"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "chosen_bias"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,
     notes=_notes,
     mask_forms=frozenset({"tiles", "keys", "intervals", "sequence_tiles", "tree", "lists"}),
     reads_dense=reads_dense,
-    reads_heads_first=reads_heads_first,
+    reads_as_arrived=reads_as_arrived,
     repeats_entries=True,
 )
