@@ -23,7 +23,7 @@ from .definition import distinct, is_batched, is_transformed, is_watched, one_by
 from .dispatch.plan import Plan, backward_pass, laid_anew
 from .dispatch.selection import choice_in_force, select_backward, select_pair
 from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
-from .problem.inputs import Inputs, Parts, as_arrived, result_in_rows
+from .problem.inputs import Inputs, as_arrived, parts_of, result_in_rows
 
 
 def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -288,8 +288,7 @@ def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     chosen = select_backward(problem._replace(return_lse=True), inputs[-1] or inputs[-2])
     # The forward pass has run, so its backend does not matter here. The operator received its mask in the form that its
     # passes read.
-    parts = Parts(x.mask.form, 0 if x.sequences is None else len(x.sequences.tensors), x.dropout is not None)
-    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), parts)
+    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), parts_of(problem))
     _keep(ctx, plan, x, *output)
     ctx.lists = [None if t is None else [None] * len(t) for t in (inputs[3], inputs[7])]
 

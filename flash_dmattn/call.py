@@ -135,8 +135,8 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
     if mask is None:
         view = NO_MASK
-    elif plan.pack is not None and isinstance(mask, Tensor) and not profiler._is_profiler_enabled:
-        view = plan.pack(mask)
+    elif plan.view is not None and not profiler._is_profiler_enabled:  # a profiler sees the operators that pack
+        view = plan.view(mask)
     else:
         view = view_of(problem, plan.choice, mask, call.sequences)
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
@@ -171,16 +171,8 @@ def _plan_for(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Plan,
     selection = choose(problem, requested)
     # Sizes are tensors under torch.jit.trace, and symbols under compilers. Meta tensors have no values for a pass.
     is_plain = key is not None and type(problem.seqlen_q) is int
-    plan = make_plan(
-        problem,
-        *selection,
-        requested,
-        arrival=call.arrival,
-        sequences=call.sequences,
-        has_dropout=problem.flags.dropout_p > 0,
-        falls_back=falls_back(problem, requested, selection),
-        with_passes=is_plain and problem.device != "meta",
-    )
+    is_last_resort, has_values = falls_back(problem, requested, selection), problem.device != "meta"
+    plan = make_plan(problem, *selection, requested, call.arrival, is_last_resort, is_plain and has_values)
     if is_plain and key is not None:
         plans.keep(key, plan)
     return plan, mask, bias

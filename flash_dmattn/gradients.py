@@ -50,6 +50,16 @@ def has_pairs(p: AttentionProblem) -> bool:
     return bool(p.batch and p.num_heads and rows)
 
 
+def takes_tokens(p: AttentionProblem, direction: str) -> bool:
+    """Return whether a pass on kernels may take tokens (T, H, D) as they are.
+
+    A pass without kernels may not, nor a backward pass that sums over rows (B, H, L) in PyTorch: for the gradient of a
+    sink, or of a bias of one value per query.
+    """
+    sums_rows = p.needs_grad.sink or p.dbias_class == "query"
+    return has_pairs(p) and (direction == "forward" or not sums_rows)
+
+
 def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Fill the results of rows without keys: out with zeros, lse with the sink of each head, or -inf without a sink."""
     return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])

@@ -43,7 +43,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor[]? mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[]? sequences, "
     "Tensor? dropout"
 )
-# `Flags`, one by one. Three numbers stand for the `SequenceSpec`, of which the tensors tell the rest.
+# `Flags`, one by one. Three numbers stand for the `SequenceSpec`: the tensors tell the rest.
 _FLAGS = (
     "int left, int right, float softmax_scale, float softcap, bool deterministic, "
     "SymInt mask_repeat, SymInt bias_repeat, str mask_packing, str bias_packing, float dropout_p, bool one_mask_row, "

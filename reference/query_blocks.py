@@ -1,8 +1,8 @@
 """The eager passes with the blocks of queries of an interval mask as entries of a batch.
 
 Where queries keep few keys each, a block of queries takes the host longer than its products take: it asks for some
-forty small operations. Here all blocks are one call. Each is an entry with one key-value head, whose keys are copies of
-those that it sees.
+forty small operations. Here all blocks are one call, each as an entry with one key-value head, which has copies of the
+keys that the block sees.
 """
 
 from __future__ import annotations

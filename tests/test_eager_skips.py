@@ -213,11 +213,11 @@ def test_sequences_of_equal_lengths_are_one_call(layout: str, is_prepared: bool)
     else:
         sequences = Sequences.packed(torch.arange(number + 1) * length, max_seqlen_q=length)
         rows = tuple(x.flatten(0, 1) for x in (q, k, v))
-    given: Any = mask
+    inputs: Any = mask
     if is_prepared:
         sizes = {"seqlen_q": rows[0].shape[-3], "seqlen_k": rows[1].shape[-3]}
-        given = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, **sizes)
+        inputs = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, **sizes)
     with counting() as counted:
-        out = flash_dmattn.attention(*rows, given, sequences=sequences, is_causal=not is_prepared, backend="eager")
+        out = flash_dmattn.attention(*rows, inputs, sequences=sequences, is_causal=not is_prepared, backend="eager")
     assert counted.products == 2, "the scores and out of all sequences at once"
     torch.testing.assert_close(out.view(wanted.shape), wanted, rtol=1e-10, atol=1e-11)

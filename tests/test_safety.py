@@ -83,7 +83,7 @@ def test_no_module_loads_code_or_opens_connections() -> None:
 
 
 def run(program: str, folder: Path) -> str:
-    """What a program prints that has the library, a folder of its own and a home that it cannot write."""
+    """Run a program in a folder of its own, with a home that it cannot write; return what it prints."""
     environment = {
         **os.environ,
         "PYTHONDONTWRITEBYTECODE": "1",

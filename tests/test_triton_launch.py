@@ -257,13 +257,13 @@ def test_the_heads_of_a_group_are_written_to_out_itself(
 ) -> None:
     from flash_dmattn.triton_kernels import kernel_launch
 
-    given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda _, *tensors: given.append(tensors))
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda _, *tensors: launches.append(tensors))
     for dtype, mask in product((torch.float32, torch.float16), (None, torch.ones(2, 1, 1, 600, dtype=torch.bool))):
-        given.clear()
+        launches.clear()
         q, k = torch.randn(2, 1, 4, 16).to(dtype), torch.randn(2, 600, 2, 16).to(dtype)
         out = flash_dmattn.attention(q, k, k, mask, backend="triton")
-        ((*_, written, _, _, _, _, _),) = given  # one launch, and no copy behind it
+        ((*_, written, _, _, _, _, _),) = launches  # one launch, and no copy behind it
         assert written is out
 
 

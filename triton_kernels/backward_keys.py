@@ -21,6 +21,7 @@ from .scores import (
     bias_vector,
     block_by_distance,
     end_values,
+    in_values,
     masked_scores,
     near_blocks,
     places_of,
@@ -31,6 +32,7 @@ from .scores import (
 )
 from .tile_ops import (
     BAND,
+    BANDED,
     CLAMPED,
     DENSE,
     DISTANCES,
@@ -51,11 +53,13 @@ from .tile_ops import (
 )
 
 # Which gradient of a bias this kernel makes: none, sums over the queries of each key, or ds of every head. With ENDS it
-# sums the scores at either end of the values of a clamped bias by distance, and beyond that end.
+# sums the scores at either end of the values of a clamped bias by distance, and beyond that end. With BY_QUERY it
+# stores ds of the distances that a bias has values for.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)
 ENDS: tl.constexpr = tl.constexpr(3)
+BY_QUERY: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
@@ -174,7 +178,7 @@ def backward_keys_kernel(
     dk, dv (B, Lk, Hk, D) and dbias (B, Hq, Lq, Lk) are contiguous. With PARTS, dk and dv are fp32
     (B, owners, grid_tiles, BLOCK_N, D), and dbias under KEY_SUM has the same shape without D. `grid_tiles` programs
     then share the key blocks of an owner, equally many programs to a block, and each takes a share of its queries.
-    Under ENDS dbias is fp32 (2, B, owners, grid_tiles, BLOCK_N), and the caller zeroes it.
+    Under ENDS dbias is fp32 (2, B, owners, grid_tiles, BLOCK_N), under BY_QUERY (B, Hq, Lq, n). The caller zeroes both.
 
     With SEQUENCES each owner has `grid_tiles` tiles, each with keys of one sequence; `bounds` says where sequences lie.
     dk and dv are shaped as k and v, and the caller zeroes dbias. With ONE_PASS the kernel also writes the rows of dq,
@@ -269,7 +273,7 @@ def backward_keys_kernel(
                 MASK, LEFT, RIGHT, BLOCK_M,
             )  # fmt: skip
             # Blocks go by the distances that they have values for, as in the forward kernel.
-            NEAR: tl.constexpr = (BIAS == DISTANCES or BIAS == CLAMPED) and MASK == BAND
+            NEAR: tl.constexpr = (BIAS == DISTANCES or BIAS == CLAMPED or BIAS == BANDED) and MASK == BAND
             near = 0
             if NEAR:
                 nearest, near = near_blocks(first_key, start, inside, shape, distances, BLOCK_M, BLOCK_N, BIAS, 0)
@@ -345,6 +349,10 @@ def backward_keys_kernel(
                                 acc_bias, acc_last, ds, first, first_key, rows, keys, shape, distances,
                                 BLOCK_M, BLOCK_N, MASK == KEYS,
                             )  # fmt: skip
+                        elif DBIAS == BY_QUERY and not IS_FAR:
+                            line = ((b * shape.num_heads + h) * shape.seqlen_q + rows) * distances.number
+                            at, has_value = in_values(line, 1, rows, keys, shape, distances, 0)
+                            tl.store(dbias + at, ds.to(dbias.dtype.element_ty), mask=has_value)
                         elif DBIAS == STORE:
                             if SEQUENCES == NO_SEQUENCES:
                                 store_tile(

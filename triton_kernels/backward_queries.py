@@ -23,6 +23,7 @@ from .scores import (
 )
 from .tile_ops import (
     BAND,
+    BANDED,
     CLAMPED,
     DENSE,
     DISTANCES,
@@ -156,7 +157,7 @@ def backward_queries_kernel(
         first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
     )
     # Blocks go by the distances that they have values for, as in the forward kernel.
-    NEAR: tl.constexpr = (BIAS == DISTANCES or BIAS == CLAMPED) and MASK == BAND
+    NEAR: tl.constexpr = (BIAS == DISTANCES or BIAS == CLAMPED or BIAS == BANDED) and MASK == BAND
     near = 0
     if NEAR:
         nearest, near = near_blocks(first, start, inside, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1)

@@ -29,6 +29,7 @@ from .scores import (
 )
 from .tile_ops import (
     BAND,
+    BANDED,
     CLAMPED,
     DENSE,
     DISTANCES,
@@ -235,8 +236,8 @@ def forward_kernel(
         )
 
     # Lists of tiles and of keys do not follow distances.
-    BY_DISTANCE: tl.constexpr = (BIAS == DISTANCES or BIAS == CLAMPED) and (MASK == BAND or MASK == TREE)
-    NEAR: tl.constexpr = BY_DISTANCE and not ONE_LOOP
+    BY_DISTANCE: tl.constexpr = BIAS == DISTANCES or BIAS == CLAMPED or BIAS == BANDED
+    NEAR: tl.constexpr = BY_DISTANCE and (MASK == BAND or MASK == TREE) and not ONE_LOOP
     near = 0
     nearest = 0
     if NEAR:

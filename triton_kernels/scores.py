@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .tile_ops import (
+    BANDED,
     CLAMPED,
     DENSE,
     DISTANCES,
@@ -94,7 +95,23 @@ def add_bias(
             s += values_at(head, strides, places_of(rows, keys, shape, distances, AXIS), distances, BIAS)
         else:
             s += spread(window, BLOCK_M, BLOCK_N, AXIS)
+    elif BIAS == BANDED:
+        line = rows.to(tl.int64) * strides.row
+        at, inside = in_values(line, strides.key, rows, keys, shape, distances, AXIS)
+        s += tl.load(head + at, mask=inside, other=0.0).to(tl.float32) * LOG2E
     return s
+
+
+@triton.jit
+def in_values(line, stride, rows, keys, shape, distances, AXIS: tl.constexpr):
+    """Return where the values of a tile lie that has a bias of one per query and distance, and which scores have one.
+
+    `line` says where the values of each query begin, `stride` how far they lie apart.
+    """
+    places = places_of(rows, keys, shape, distances, AXIS)
+    inside = (places >= 0) & (places < distances.number)
+    inside &= tl.expand_dims(rows < shape.seqlen_q, AXIS) & tl.expand_dims(keys < shape.seqlen_k, 1 - AXIS)
+    return tl.expand_dims(line, AXIS) + places * stride, inside
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -120,13 +120,23 @@ def view_of(
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, choice)
 
 
-def plan_packing(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Tensor], MaskView] | None:
-    """Return a function that packs the bool masks of a class of unwatched calls, or None if they are not packed."""
+def plan_view(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Any], MaskView] | None:
+    """Return what `view_of` does with the masks of a class of unwatched calls; None if it has to be asked each time."""
+    if problem.mask_form == choice.form:
+        return _view_dense if choice.form == "dense" else _view_prepared
     if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
         return None
     from ..masks.prepared.operators import plan_prepare  # importing flash_dmattn does not need it
 
     return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, choice)
+
+
+def _view_dense(mask: Tensor) -> MaskView:
+    return MaskView("dense", (mask,))
+
+
+def _view_prepared(mask: PreparedMask) -> MaskView:
+    return mask.view
 
 
 def convert(

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_packing
+from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_view
 from ..backends.protocol import Backend, Backward, Forward
-from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, SequenceView, spec_of
-from ..problem.inputs import Parts, Saved, in_rows
+from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, spec_of
+from ..problem.inputs import Parts, Saved, in_rows, parts_of
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 from .config import BackendChoice
@@ -40,7 +38,7 @@ class Plan(NamedTuple):
         falls_back: whether "auto" falls back to eager PyTorch on an accelerator.
         run_forward, run_backward: the passes. They are None if sizes may be symbols or tensors have no values; calls
             then go through the operators.
-        pack: packs the bool mask of an unwatched call; None if it is not packed, or if an operator has to pack it.
+        view: converts the mask of an unwatched call to the chosen form; None if `view_of` has to do it.
         strides: the strides that the backward pass is planned for: of q, k, v and bias as they arrive, and of a dense
             mask.
     """
@@ -56,7 +54,7 @@ class Plan(NamedTuple):
     falls_back: bool = False
     run_forward: Forward | None = None
     run_backward: Backward | None = None
-    pack: Callable[[Tensor], MaskView] | None = None
+    view: Callable[[Any], MaskView] | None = None
     strides: Strides = ()
 
     def lies_as_planned(self, saved: Saved) -> bool:
@@ -79,47 +77,31 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    problem: AttentionProblem,
+    described: AttentionProblem,
     forward: Backend,
     backward: Backend | None,
     requested: BackendChoice,
-    *,
-    arrival: Arrival = "rows",
-    sequences: SequenceView | None = None,
-    has_dropout: bool = False,
-    falls_back: bool = False,
-    with_passes: bool = True,
+    arrival: Arrival,
+    falls_back: bool,
+    with_passes: bool,
 ) -> Plan:
-    """Plan the calls of a class.
-
-    Args:
-        problem: the problem as validation describes it.
-        forward, backward, requested, falls_back: see `Plan`.
-        arrival: how q, k and v arrive.
-        sequences: the sequences of one of the calls.
-        has_dropout: whether the calls have a dropout key.
-        with_passes: whether to plan the passes, too.
-    """
-    choice = choose_form(problem, forward, backward)
-    parts = Parts(choice.form, 0 if sequences is None else len(sequences.tensors), has_dropout)
-    read = problem._replace(mask_form=choice.form, arrival=arrival)
-    plan = Plan(problem, read, forward, backward, requested, choice, parts, forward.is_differentiable, falls_back)
-    return planned(plan) if with_passes else plan
-
-
-def planned(plan: Plan) -> Plan:
-    """Plan the passes of a plan."""
-    p = plan.problem
+    """Plan the calls of a class; see `Plan` for the arguments. Without passes, calls go through the operators."""
+    choice = choose_form(described, forward, backward)
+    p = described._replace(mask_form=choice.form, arrival=arrival)
+    is_differentiable = forward.is_differentiable
+    plan = Plan(described, p, forward, backward, requested, choice, parts_of(p), is_differentiable, falls_back)
+    if not with_passes:
+        return plan
     strides: list[tuple[int, ...]] = [p.q_strides, p.k_strides, p.v_strides]
-    if p.arrival == "heads_first":
+    if arrival == "heads_first":
         strides = [(x[0], x[2], x[1], x[3]) for x in strides]
-    elif p.arrival == "tokens":
+    elif arrival == "tokens":
         strides = [x[1:] for x in strides]
     dense = p.mask.strides if p.mask_form == "dense" and p.mask is not None else None
     return plan._replace(
-        run_forward=forward_pass(plan.forward, p),
-        run_backward=None if plan.backward is None else backward_pass(plan.backward, p),
-        pack=plan_packing(plan.described, plan.choice),
+        run_forward=forward_pass(forward, p),
+        run_backward=None if backward is None else backward_pass(backward, p),
+        view=plan_view(described, choice),
         strides=(*strides, None if p.bias_tensor is None else p.bias_tensor.strides, dense),
     )
 

@@ -25,6 +25,15 @@ def _span_of_values(p: AttentionProblem) -> int:
     return 0 if p.relative is None else 1 + (p.relative.shape[3] - 1) * p.relative.strides[3]
 
 
+def _is_band(p: AttentionProblem) -> bool:
+    return p.relative is not None and p.relative.shape[2] != 1
+
+
+def _has_own_values(p: AttentionProblem) -> bool:
+    """Return whether no two heads or entries share values of a bias by distance."""
+    return p.relative is not None and p.relative.shape[:2] == (p.batch, p.num_heads)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "device",
@@ -72,6 +81,22 @@ RULES: tuple[Rule, ...] = (
             "kernel that sums it has tiles for at most 256"
         ),
         'use backend=("triton", "eager")',
+        ("backward",),
+    ),
+    Rule(
+        "band_sequences",
+        lambda p: not _is_band(p) or p.sequences is None,
+        lambda p: f"bias is a Band beside {p.batch} sequences; the kernels read one for whole batches",
+        'use backend="eager"',
+    ),
+    Rule(
+        "band_heads",
+        lambda p: not _is_band(p) or not p.needs_grad.bias or _has_own_values(p),
+        lambda p: (
+            f"the gradient of a Band is needed, whose values are shared by some of {p.batch} entries and {p.num_heads} "
+            "heads; the kernel stores it and does not sum"
+        ),
+        'use backend=("triton", "eager"), or expand the values',
         ("backward",),
     ),
     Rule(
@@ -156,7 +181,7 @@ BACKEND = Backend(
     plan_forward=plan_forward,
     plan_backward=plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "lists", "chosen_bias"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "chosen_bias"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,

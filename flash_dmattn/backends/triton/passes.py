@@ -15,6 +15,7 @@ from ...gradients import (
     differentiate_without_keys,
     has_pairs,
     run_without_keys,
+    takes_tokens,
 )
 from ...problem import AttentionProblem, Gradients, MaskView
 from ...problem.inputs import Inputs, Saved, result_in_rows
@@ -75,15 +76,11 @@ def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass takes q, k and v as they arrive: kernels use strides that the plan holds, not shapes.
 
     Head-first tensors are for passes with short rows alone. Their backward pass allocates gradients like q, k and v,
-    so these must be contiguous as (B, L, H, D). Tokens (T, H, D) are for every pass that launches nothing but kernels
-    which allocate by shape.
+    so these must be contiguous as (B, L, H, D). Tokens are not for the backward pass of wide heads, which cuts rows.
     """
-    if not has_pairs(p):
-        return False
     if p.arrival == "tokens":
-        in_pytorch = p.needs_grad.sink or p.dbias_class == "query" or max(p.head_dim, p.head_dim_v) > 256
-        return direction == "forward" or not in_pytorch
-    if not _has_unit_rows(p) or not is_short(p, direction):
+        return takes_tokens(p, direction) and (direction == "forward" or max(p.head_dim, p.head_dim_v) <= 256)
+    if not has_pairs(p) or not _has_unit_rows(p) or not is_short(p, direction):
         return False
     if direction == "forward":
         return p.seqlen_q != 1 or p.num_heads == p.num_heads_k
