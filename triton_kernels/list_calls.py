@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flash_dmattn.gradients import sink_gradient
 from flash_dmattn.problem import device_arch
-from flash_dmattn.problem.inputs import Inputs
 
 from .backward_delta import delta_kernel
 from .kernel_launch import Launch, by_name, ceil_div, next_power_of_2, on_device
@@ -247,7 +246,7 @@ def list_forward(
     out = torch.empty(q.shape[0], q.shape[2], q.shape[1], flags.head_dim_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with on_device(q):
-        key = ("list forward", flags, tile, *_signature(q, k, v, keys, count, slots, values, bias_key, sink))
+        key = ("list forward", flags, tile, *signature(q, k, v, keys, count, slots, values, bias_key, sink))
         make = lambda: plan_list_forward(ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), tile)
         plans.find(key, make)(q, k, v, keys, count, slots, values, bias_key, sink, out, lse)
     return out.transpose(1, 2), lse
@@ -306,7 +305,7 @@ def list_backward(
     with on_device(q):
         own = tuple(sorted((tiles or {}).items()))
         tensors = (q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse)
-        key = ("list backward", flags, needs, own, *_signature(*tensors))
+        key = ("list backward", flags, needs, own, *signature(*tensors))
         make = lambda: plan_list_backward(
             ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), dout, out, dlse, needs, tiles or {}
         )
@@ -645,10 +644,6 @@ def _plan_value_gradient(call: ListCall, parts: int) -> ValueGradient:
 def _contiguous_out(out: Tensor) -> Tensor:
     # As the forward pass made it, unless somebody else did.
     return out.transpose(1, 2).contiguous()
-
-
-def _signature(q: Tensor, k: Tensor, v: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
-    return signature(Inputs(q, k, k if v is None else v), v, *others)
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
