@@ -21,6 +21,7 @@ LAYERS = (
     ("backends",),
     ("dispatch",),
     ("validation", "operators"),
+    ("forward_mode",),
     ("autograd",),
     ("call",),
     ("api", "explanation"),

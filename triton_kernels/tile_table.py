@@ -421,6 +421,24 @@ def _tile_of_table(
     return _row((_SM90 if mask == BAND.value else _SM90_TILES)[kernel], block_d)
 
 
+# The kernel in forward mode holds two sums of a tile of out, and q, k, v and their tangents.
+_SM90_TANGENTS = {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)}
+_SM80_TANGENTS = {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 1), 256: Tile(16, 32, 4, 1)}
+_FP32_TANGENTS = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)}
+_GFX_TANGENTS = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)}
+
+
+def tangents_tile(dtype: torch.dtype, block_d: int, arch: str) -> Tile:
+    """Return the tile of the kernel in forward mode; `block_d` is the larger of the padded head dims."""
+    if arch == "cpu":
+        return _row(_FP32 if dtype == torch.float32 else _SMALL, block_d)
+    if dtype == torch.float32:
+        return _row(_FP32_TANGENTS, block_d)
+    if not arch.startswith("sm_"):
+        return _row(_GFX_TANGENTS, block_d)
+    return _row(_SM90_TANGENTS if arch == "sm_90" else _SM80_TANGENTS, block_d)
+
+
 def tile_of_short_sequences(block_d: int) -> Tile:
     """Return the tile of every kernel for sequences that are short on average, in 16 bits."""
     return _row(_SMALL, block_d)

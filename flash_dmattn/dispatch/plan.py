@@ -7,8 +7,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_packing
-from ..backends.protocol import Backend, Backward, Forward
+from ..backends.mask_choice import (
+    backward_of,
+    choose_form,
+    forward_of,
+    plan_packing,
+    tangent_gradients_of,
+    tangents_of,
+)
+from ..backends.protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, SequenceView, spec_of
 from ..problem.inputs import Parts, Saved, in_rows
 from ..remembered import Remembered
@@ -136,6 +143,24 @@ def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
     """Return the backward pass of a backend for a class of calls, planned once."""
     problem = _as_operands_tell(problem)
     run: Backward = _passes.find((backend, "backward", problem), lambda: backward_of(backend, problem))
+    return run
+
+
+def tangents_pass(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
+    """Return the forward pass of a backend in forward mode for a class of calls, planned once."""
+    problem = _as_operands_tell(problem)._replace(needs_grad=NeedsGrad())
+    run: ForwardTangents = _passes.find((backend, "tangents", problem), lambda: tangents_of(backend, problem))
+    return run
+
+
+def tangent_gradients_pass(
+    backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]
+) -> BackwardTangents:
+    """Return the gradients of a call in forward mode for a class of calls, planned once."""
+    problem = _as_operands_tell(problem)._replace(needs_grad=NeedsGrad())
+    run: BackwardTangents = _passes.find(
+        (backend, needs_grad, problem), lambda: tangent_gradients_of(backend, problem, needs_grad)
+    )
     return run
 
 

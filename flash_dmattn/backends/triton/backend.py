@@ -7,7 +7,16 @@ import torch
 from ...problem import AttentionProblem, dtype_name, sm_number
 from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Rule
-from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_dense, reads_heads_first
+from .passes import (
+    has_few_pairs,
+    is_short,
+    kernels,
+    plan_backward,
+    plan_forward,
+    plan_tangents,
+    reads_dense,
+    reads_heads_first,
+)
 
 MAX_HEAD_DIM = 512
 # With wider heads, tiles of fp32 would take 192 KB of shared memory in the backward pass, and most of their values
@@ -22,6 +31,11 @@ def _has_fp32_tiles(p: AttentionProblem) -> bool:
 def _span_of_values(p: AttentionProblem) -> int:
     """Return the elements from the first to the last value of a head of a bias by distance; 0 without one."""
     return 0 if p.relative is None else 1 + (p.relative.shape[3] - 1) * p.relative.strides[3]
+
+
+def _most_tangents(p: AttentionProblem) -> int:
+    """Return the largest head dim in forward mode, where a tile has the tangents of q, k and v, too."""
+    return 256 if p.dtype.itemsize == 2 and not p.arch.startswith("gfx") else 128
 
 
 RULES: tuple[Rule, ...] = (
@@ -89,6 +103,15 @@ RULES: tuple[Rule, ...] = (
         'use backend=("triton", "eager"), or 16 bits',
         passes=("backward",),
     ),
+    Rule(
+        "tangents_head_dim",
+        lambda p: max(p.head_dim, p.head_dim_v) <= _most_tangents(p),
+        lambda p: (
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v); in forward mode the tiles hold at most "
+            f"{_most_tangents(p)} here"
+        ),
+        passes=("tangents",),
+    ),
 )
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(
@@ -151,6 +174,7 @@ BACKEND = Backend(
     name="triton",
     plan_forward=plan_forward,
     plan_backward=plan_backward,
+    plan_tangents=plan_tangents,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
     | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias"},
     rules=RULES,

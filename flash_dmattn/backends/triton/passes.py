@@ -20,7 +20,8 @@ from ...gradients import (
 )
 from ...problem import AttentionProblem, Gradients
 from ...problem.inputs import Inputs, Saved
-from ..protocol import Backward, Direction, Forward
+from ...reference.tangents import Tangents
+from ..protocol import Backward, Direction, Forward, ForwardTangents
 from .key_order import Ordered, has_order, tiles_of_bounds
 from .tree_tiles import tiles_of_tree
 
@@ -74,6 +75,8 @@ def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass of a call takes a bool mask as it is; beside sequences `packs_beside_sequences` decides."""
     if p.sequences is not None:
         return False
+    if direction == "tangents":
+        return has_few_pairs(p)
     return is_short(p, direction) or has_few_pairs(p) or (direction == "forward" and has_group_rows(p))
 
 
@@ -144,6 +147,29 @@ def plan_forward(p: AttentionProblem) -> Forward:
         return out, lse
 
     return forward
+
+
+def plan_tangents(p: AttentionProblem) -> ForwardTangents:
+    """Plan the forward pass of a class of calls in forward mode."""
+    launch = importlib.import_module("flash_dmattn.triton_kernels.plan_tangents")
+
+    def tangents(x: Inputs, own: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        (out, lse), (tout, tlse) = empty_outputs(x.q, x.v), empty_outputs(x.q, x.v)
+        if out.numel() == 0 or 0 in x.k.shape[:2] or (x.sequences is not None and len(x.sequences.bounds) == 0):
+            fill_empty(out, lse, None if x.sequences is not None else x.sink)
+            if x.sink is not None and own.sink is not None and x.sequences is None:
+                own_sink = own.sink.masked_fill(x.sink == -torch.inf, 0.0)
+                return out, lse, tout.zero_(), tlse.copy_(own_sink[:, None])
+            return out, lse, tout.zero_(), tlse.zero_()
+        if x.sequences is not None:  # rows of no sequence
+            fill_empty(out, lse, None)
+            tout.zero_(), tlse.zero_()
+        mask = tiles_of_bounds(p, x.mask, in_order=False) if x.mask.form == "intervals" else x.mask
+        results = (out, lse, tout, tlse)
+        launch.forward(x.q, x.k, x.v, mask, x.bias, x.sink, own, results, p.flags, x.sequences, x.dropout)
+        return results
+
+    return tangents
 
 
 def _plan_sequences_forward(p: AttentionProblem) -> Forward:
