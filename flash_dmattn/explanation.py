@@ -25,6 +25,7 @@ from .dispatch.selection import (
     passes_of,
     reasons_against,
     refuse_fallback,
+    select_tangents,
     selected_names,
 )
 from .dtensors import above, is_dtensor
@@ -83,6 +84,8 @@ class Explanation:
             built-in rules decide.
         copies: the tensors that are copied for any backend, because their leading dims do not fold into one. Another
             line says how a mask of two dims is read where it could be padding, too.
+        tangents: the backend of the call in forward mode (`torch.func.jvp`), which computes out with its tangent; None
+            where the call would raise.
     """
 
     problem: AttentionProblem
@@ -93,6 +96,7 @@ class Explanation:
     verdicts: tuple[Verdict, ...]
     profile: str | None = None
     copies: tuple[str, ...] = ()
+    tangents: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for json.dumps."""
@@ -102,6 +106,7 @@ class Explanation:
             "elsewhere": self.problem.elsewhere,
             "forward": self.forward,
             "backward": self.backward,
+            "tangents": self.tangents,
             "error": self.error,
             "profile": self.profile,
             "copies": list(self.copies),
@@ -126,6 +131,8 @@ class Explanation:
         elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
         lines = [elsewhere] if self.problem.elsewhere else []
         lines += [] if self.profile is None else [f"profile: {self.profile}"]
+        if self.tangents not in (None, self.forward):
+            lines.append(f"in forward mode (torch.func.jvp): {self.tangents}")
         gpu = (
             ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
             if self.problem.arch == "cpu"
@@ -383,14 +390,16 @@ def _parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:
 def explain_description(problem: AttentionProblem, backend: BackendChoice, copies: tuple[str, ...] = ()) -> Explanation:
     """Explain a described problem; `copies` says which tensors were copied before."""
     requested = choice_in_force(backend)
-    forward = backward = error = None
+    forward = backward = error = tangents = None
     try:
         selection = choose(problem, requested)
+        is_differentiable = selection.forward.has_forward_ad
+        tangents = (selection.forward if is_differentiable else select_tangents(problem, selection.forward)).name
         if fallback() == "error" and falls_back(problem, requested, selection):
             refuse_fallback(problem)
         forward, backward = selected_names(problem, selection)
     except BackendError as refusal:
-        error = str(refusal)
+        error, tangents = str(refusal), None
     return Explanation(
         problem,
         requested,
@@ -400,6 +409,7 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
         tuple(verdict_of(backend, problem) for backend in BACKENDS.table.values()),
         cite(problem) if requested == "auto" else None,
         copies,
+        tangents,
     )
 
 
