@@ -131,15 +131,16 @@ class Explanation:
         elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
         lines = [elsewhere] if self.problem.elsewhere else []
         lines += [] if self.profile is None else [f"profile: {self.profile}"]
-        if self.tangents not in (None, self.forward):
-            lines.append(f"in forward mode (torch.func.jvp): {self.tangents}")
         gpu = (
             ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
             if self.problem.arch == "cpu"
             else []
         )
+        dual = (
+            [] if self.tangents in (None, self.forward) else ["", f"in forward mode (torch.func.jvp): {self.tangents}"]
+        )
         return "\n".join(
-            [f"attention: {self.problem}", self.chosen, *lines, *self.copies, "", *self._table(width), *gpu]
+            [f"attention: {self.problem}", self.chosen, *lines, *self.copies, "", *self._table(width), *dual, *gpu]
         )
 
     @property
