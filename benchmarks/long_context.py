@@ -203,7 +203,7 @@ def plot(file: Path) -> list[Path]:
     from matplotlib import pyplot
 
     content = json.loads(file.read_text(encoding="utf-8"))
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, 2, figsize=(8, 4.2), sharey=True, layout="constrained")
     for axes, direction in zip(panels, ("forward", "backward"), strict=True):
         for system, name in LABELS.items():
             rows = [row for row in content["rows"] if row["system"] == system and direction in row]
@@ -212,11 +212,12 @@ def plot(file: Path) -> list[Path]:
             axes.plot([row["length"] for row in rows], times, color=color, marker=marker, label=name)
         axes.set(xscale="log", yscale="log", xlabel="queries and keys", title=direction)
         lengths = sorted({row["length"] for row in content["rows"]})
-        axes.set_xticks(lengths, [f"{n >> 10}k" if n < 1 << 20 else f"{n >> 20}M" for n in lengths])
+        axes.set_xticks(lengths, [f"{n >> 10}k" if n < 1 << 20 else f"{n >> 20}M" for n in lengths], fontsize=9)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("milliseconds")
-    panels[0].legend(frameon=False)
+    panels[0].legend(frameon=False, fontsize=8.5, loc="upper left")
     ends = "a line ends at the longest rows that were timed: FlexAttention lists all pairs, cuDNN computes them"
     figure.supxlabel(ends, fontsize=9)
     figure.suptitle(

@@ -119,7 +119,7 @@ def docs_section(folder: Path, root: Path) -> str:
         "",
         *_groups_table(all_standings),
         "",
-        f"![times of the workloads, beside their floor]({where}/performance-workload.png)",
+        f"![time of each system divided by ours, a row for each workload]({where}/performance-workload.png)",
         "",
         "### Behind",
         "",

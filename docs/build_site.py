@@ -33,11 +33,14 @@ PAGES = (
 MODULES = (
     "flash_dmattn",
     "flash_dmattn.masks",
+    "flash_dmattn.biases",
     "flash_dmattn.sequences",
     "flash_dmattn.nn",
     "flash_dmattn.distributed",
     "flash_dmattn.integrations.sdpa",
     "flash_dmattn.integrations.flash_attn",
+    "flash_dmattn.integrations.transformers",
+    "flash_dmattn.integrations.transformers.dynamic_mask",
 )
 
 

@@ -30,9 +30,13 @@ def as_markdown(docstring: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites every docstring before it is parsed."""
+    """Rewrites every docstring before it is parsed; leaves out the parameter that only catches misspelt names."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of one object."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Take `**unknown` out of the signature of one function."""
+        func.parameters = griffe.Parameters(*(p for p in func.parameters if p.name != "unknown"))

@@ -48,6 +48,7 @@ def main() -> None:
         axis.set_yticks([])
     axes[0, 0].set_ylabel("queries")
     axes[1, 0].set_xlabel("keys")
+    figure.get_layout_engine().set(h_pad=0.08, w_pad=0.06)
     path = ROOT / "docs" / "pictures" / "masks.png"
     figure.savefig(path, dpi=90)
     print(path.relative_to(ROOT))

@@ -18,6 +18,8 @@ from .masks.arguments import integer
 from .problem import Outside
 from .reference import distances
 
+__all__ = ["Band", "Relative", "alibi", "from_function", "t5", "t5_buckets"]
+
 _OUTSIDE = ("error", "clamp", "zero")
 
 

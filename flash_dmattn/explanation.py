@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -71,7 +73,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The choice for one call and the verdict of every backend; prints as a table.
+    """The choice for one call and the verdict of every backend; prints as a table, as wide as the terminal.
 
     Attributes:
         problem: the call.
@@ -124,10 +126,14 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        return self.to_text()
+        return self.to_text(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
     def to_text(self, width: int | None = None) -> str:
-        """Return what is printed; reasons that would end past a width continue on the next line."""
+        """Return what is printed; reasons that would end past a width continue on the next line.
+
+        The table leaves out what does not matter where the call is: the rest of the reasons of a backend that does not
+        run on the device, and the preferences of one that serves neither pass. `verdicts` has all.
+        """
         elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
         lines = [elsewhere] if self.problem.elsewhere else []
         lines += [] if self.profile is None else [f"profile: {self.profile}"]
@@ -172,10 +178,13 @@ class Explanation:
                 return "-"
             return ("CHOSEN" if chosen == verdict.backend else "yes") if serves else "no"
 
-        why = [str(reason) for reason in verdict.reasons]
+        # On a device that a backend does not run on, what else the call breaks is about another machine.
+        device = [reason for reason in verdict.reasons if reason.code == "device"]
+        why = [str(reason) for reason in device or verdict.reasons]
         runs_all = self.requested == "auto" and {self.forward, self.backward} <= {verdict.backend, None}
         passes = "auto finds no other here, and else passes it over" if runs_all else "auto passes it over"
-        why += [f"{passes}: {reason}" for reason in verdict.preferences]
+        if verdict.forward or verdict.backward:
+            why += [f"{passes}: {reason}" for reason in verdict.preferences]
         why += verdict.notes
         first, *more = why or [""]
         cells = (verdict.backend, cell(verdict.forward, self.forward), cell(verdict.backward, self.backward), first)

@@ -50,19 +50,26 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Return `q -> (out, lse)`, which allocates like `empty_outputs`, for a class of calls in at most 32 bits.
 
-    out is (B, L, H, Dv), also for q in head-first layout.
+    out is (B, L, H, Dv), also for q in head-first layout; of tokens it is (T, H, Dv), and lse (H, T).
     """
-    sizes, rows = (p.batch, p.seqlen_q, p.num_heads, p.head_dim_v), (p.batch, p.num_heads, p.seqlen_q)
+    entries, rows, strides = p.batch, p.seqlen_q, tuple(p.q_strides)
+    if p.sequences is not None:
+        entries, rows = (1 if p.sequences.packs_queries else p.batch), p.sequences.rows_q
+    sizes: tuple[int, ...] = (entries, rows, p.num_heads, p.head_dim_v)
+    of_rows: tuple[int, ...] = (entries, p.num_heads, rows)
+    if p.arrival == "tokens":
+        sizes, of_rows, strides = sizes[1:], of_rows[1:], strides[1:]
     empty, float32, dtype = torch.empty, torch.float32, p.dtype
-    if p.arrival != "heads_first" and p.head_dim == p.head_dim_v and tuple(p.q_strides) == contiguous_strides(sizes):
+    if p.arrival != "heads_first" and p.head_dim == p.head_dim_v and strides == contiguous_strides(sizes):
         empty_like = torch.empty_like  # takes half as long as torch.empty with sizes
-        return lambda q: (empty_like(q), empty(*rows, dtype=float32, device=q.device))
-    return lambda q: (empty(*sizes, dtype=dtype, device=q.device), empty(*rows, dtype=float32, device=q.device))
+        return lambda q: (empty_like(q), empty(*of_rows, dtype=float32, device=q.device))
+    return lambda q: (empty(*sizes, dtype=dtype, device=q.device), empty(*of_rows, dtype=float32, device=q.device))
 
 
 def has_pairs(p: AttentionProblem) -> bool:
-    """Return whether a class of calls without sequences has a pair of a query and a key, so that kernels run."""
-    return bool(p.batch and p.seqlen_q and p.num_heads and p.seqlen_k)
+    """Return whether kernels run for a class of calls: there are a query and a key, or rows of sequences to write."""
+    rows = (p.seqlen_q and p.seqlen_k) if p.sequences is None else p.sequences.rows_q
+    return bool(p.batch and p.num_heads and rows)
 
 
 def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -71,20 +78,24 @@ def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, T
 
 
 def run_without_keys(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
-    """Return the forward pass of a class of calls without any pair of a query and a key."""
+    """Return the forward pass of a class of calls for which no kernel runs: see `has_pairs`."""
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(x.q, x.v)
+        if p.sequences is not None:  # rows of no sequence have no sink either
+            return fill_empty(out, lse, None)
         return fill_empty(out, lse, x.sink) if p.seqlen_k == 0 else (out, lse)
 
     return forward
 
 
 def differentiate_without_keys(p: AttentionProblem) -> Callable[..., Gradients]:
-    """Return the backward pass of a class of calls without any pair of a query and a key."""
+    """Return the backward pass of a class of calls for which no kernel runs: see `has_pairs`."""
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         x, out, lse = saved
+        if p.sequences is not None:
+            dlse, lse = None, torch.full_like(lse, torch.inf)  # none of the rows has a sink
         gradients = zero_gradients((x.q, x.k, x.v, x.bias), dout, dlse, out, lse, x.sink, p.needs_grad)
         return gradients if dbias_out is None else with_dbias(gradients, dbias_out)
 

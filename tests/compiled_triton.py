@@ -25,8 +25,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flash_dmattn.masks.prepared.packing import TILE, tiles
 from flash_dmattn.masks.prepared.sequence_packing import MaskPacking
 from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceSpec, SequenceView
+from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.sequences.cache_writes import CacheWrite
-from flash_dmattn.triton_kernels import append, interval_pack, key_pack, mask_pack, plan_sequences, sequence_pack
+from flash_dmattn.triton_kernels import append, interval_pack, key_pack, mask_pack, sequence_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.plan import Call
@@ -135,9 +136,9 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
     out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     with mock.patch.object(Launch, "__call__", launch):
-        forward_plan(call)(q, k, v, mask, bias, sink, out, lse, key)
-        run = backward_plan(call, dout, None, needs_grad)
-        run(dout, None, q, k, v, mask, bias, sink, out, lse, key)
+        x = Inputs(q, k, v, mask, bias, sink, None, key)
+        forward_plan(call)(x, out, lse)
+        backward_plan(call, dout, None, needs_grad)(Saved(x, out, lse), dout, None)
 
 
 def key_of(call: Call) -> Tensor | None:
@@ -226,11 +227,11 @@ def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[...
     sink = torch.empty(q.shape[2], dtype=q.dtype, device=q.device) if call.has_sink else None
     out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     with mock.patch.object(Launch, "__call__", launch):
-        plan_sequences.plan_forward(call, out)(q, k, v, mask, bias, sink, out, lse, sequences, key)
+        x = Inputs(q, k, v, mask, bias, sink, sequences, key)
+        forward_plan(call)(x, out, lse)
         if sequences.block_table is None and mask.form != "tree":
             dout, needs_grad = torch.empty_like(q), NeedsGrad(True, True, True, bias is not None, call.has_sink)
-            backward = plan_sequences.plan_backward(call, dout, None, needs_grad)
-            backward(dout, None, q, k, v, mask, bias, sink, out, lse, sequences, key)
+            backward_plan(call, dout, None, needs_grad)(Saved(x, out, lse), dout, None)
 
 
 @dataclass(frozen=True)

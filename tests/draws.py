@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +127,29 @@ SMALL: Features = {
     "window_size": (None, None, *itertools.product((-1, 0, 1, 5, 20, 50), repeat=2)),
     "relative": ("1", "1", "Lq"),
 }
+
+
+def simpler(drawn: Drawn) -> Iterator[Drawn]:
+    """The call with one thing less: a plain memory layout, a field at its default, fewer gradients, a smaller size."""
+    plain, case = Drawn(drawn.case), drawn.case
+    for name in Drawn._fields[1:]:
+        if getattr(drawn, name) != getattr(plain, name):
+            yield drawn._replace(**{name: getattr(plain, name)})
+    sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_k", "head_dim", "head_dim_v", "seed")
+    for field in fields(Case):
+        if field.name not in (*sizes, "dtype", "needs_grad") and getattr(case, field.name) != field.default:
+            yield drawn._replace(case=case.with_(**{field.name: field.default}))
+    for name in case.needs_grad:
+        yield drawn._replace(case=case.with_(needs_grad=tuple(x for x in case.needs_grad if x != name)))
+    group = case.num_heads // case.num_heads_k
+    for heads_k, of_one in ((1, group), (case.num_heads_k, 1), (case.num_heads_k // 2, group)):
+        if heads_k and heads_k * of_one < case.num_heads:
+            yield drawn._replace(case=case.with_(num_heads=heads_k * of_one, num_heads_k=heads_k))
+    for name in ("batch", "seqlen_q", "seqlen_k"):
+        size = getattr(case, name)
+        for smaller_size in sorted({1, size // 2, size - 1}):
+            if 0 < smaller_size < size:
+                yield drawn._replace(case=case.with_(**{name: smaller_size}))
 
 
 def draw_small(number: int) -> Drawn:

@@ -26,6 +26,7 @@ from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
 from flash_dmattn.masks.prepared.operators import prepared_view  # noqa: E402
 from flash_dmattn.problem import Flags, MaskChoice, MaskForm, MaskView, NeedsGrad  # noqa: E402
+from flash_dmattn.problem.inputs import Inputs, Saved  # noqa: E402
 from flash_dmattn.triton_kernels import launch, short_calls, tile_table  # noqa: E402
 from flash_dmattn.triton_kernels.kernel_launch import Launch  # noqa: E402
 
@@ -58,9 +59,10 @@ def results(
     """out, lse and every gradient."""
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
-    launch.forward(q, k, v, mask, bias, out, lse, flags)
+    x = Inputs(q, k, v, mask, bias)
+    launch.forward(x, out, lse, flags)
     needs_grad = NeedsGrad(True, True, True, bias is not None)
-    return [out, lse, *launch.backward(dout, dlse, q, k, v, mask, bias, out, lse, flags, needs_grad)]
+    return [out, lse, *launch.backward(Saved(x, out, lse), dout, dlse, flags, needs_grad)]
 
 
 def assert_equal(found: Results, expected: Results, what: object) -> None:

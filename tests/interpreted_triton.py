@@ -52,7 +52,7 @@ def failure_of(
 ) -> str | None:
     """Run a call; None where every result is as it has to be."""
     set_up(tile, num_sms, arch=arch)
-    told, check = check_case(PLACE, Drawn(case, prepared=prepared), inputs=inputs)
+    told, check, _ = check_case(PLACE, Drawn(case, prepared=prepared), inputs=inputs)
     return outcome_of(check, told)
 
 

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -46,8 +46,13 @@ from flash_dmattn.backends.cuda import passes  # noqa: E402
 from flash_dmattn.dispatch.registry import BACKENDS  # noqa: E402
 from flash_dmattn.masks.prepared.storage import IntervalMask  # noqa: E402
 
-# A call in words, and its check.
-Check = tuple[str, Callable[[], object]]
+
+class Check(NamedTuple):
+    """A call in words, its check, and checks of simpler calls, one step each; see `fuzz.py`."""
+
+    told: str
+    run: Callable[[], object]
+    simpler: Callable[[], Iterator[Check]] = lambda: iter(())
 
 
 class Place:
@@ -137,6 +142,8 @@ def place_of(name: str) -> Place:
     """The place that a word or a file names."""
     if name == "interpreter":
         return Interpreter()
+    if name in ("cuda", "triton") and DEVICE == "cpu":
+        raise SystemExit(f"{name} needs a GPU, and torch finds none")  # its rules would refuse every call
     if name in BACKENDS:
         return Place(name)
     return EmulatedGpu(Path(name))
@@ -177,7 +184,11 @@ def check_case(place: Place, drawn: Drawn, mask: IntervalMask | None = None, *, 
             if x is not None and (drawn.deterministic or name in ("out", "lse", *summed)):
                 assert torch.equal(x, again[name]), f"{name} moves"
 
-    return f"{case.repro()}\n  {drawn[1:]}, {mask}", check
+    def simpler() -> Iterator[Check]:
+        if mask is None and inputs is None:
+            yield from (check_case(place, each) for each in draws.simpler(drawn))
+
+    return Check(f"{case.repro()}\n  {drawn[1:]}, {mask}", check, simpler)
 
 
 def on(device: str, inputs: Inputs) -> Inputs:
@@ -206,13 +217,13 @@ def kernels(place: Place, number: int) -> Check:
     """One of the few calls that reach every kernel."""
     calls = kernel_calls.calls_of(place.backend)
     call, _ = calls[number % len(calls)]
-    told, check = check_case(place, call.drawn)
+    told, check, _ = check_case(place, call.drawn)
 
     def check_with_settings() -> None:
         with call.settings():
             check()
 
-    return f"{told}, {call[1:]}", check_with_settings
+    return Check(f"{told}, {call[1:]}", check_with_settings)
 
 
 def intervals(place: Place, number: int) -> Check:
@@ -265,7 +276,10 @@ def check_sequences(place: Place, call: SequenceCall) -> Check:
         place.finish()
         sequence_calls.assert_accurate(results, call)
 
-    return f"{call.told}, {call.flags}, gradients of {call.needs_grad}", check
+    def simpler() -> Iterator[Check]:
+        yield from (check_sequences(place, each) for each in sequence_calls.simpler(call))
+
+    return Check(f"{call.told}, {call.flags}, gradients of {call.needs_grad}", check, simpler)
 
 
 def trees(place: Place, number: int) -> Check:
@@ -282,7 +296,7 @@ def trees(place: Place, number: int) -> Check:
         dtypes=place.machine.EVERY_DTYPE,
         head_dims=INTERPRETED_DIMS,
     )
-    told, is_accurate = check_sequences(place, call)
+    told, is_accurate, _ = check_sequences(place, call)
 
     def check() -> None:
         is_accurate()
@@ -291,11 +305,11 @@ def trees(place: Place, number: int) -> Check:
         for name in ("out", "lse"):
             assert torch.equal(chain[name], causal[name]), f"{name} of a chain is not that of causality"
 
-    return told, check
+    return Check(told, check)
 
 
 def tangents(place: Place, number: int) -> Check | None:
-    """A call in forward mode, every third with sequences; one whose tangents another backend computes does not count."""
+    """A call in forward mode, every third with sequences, unless another backend computes its tangents."""
     rng, drawn = random.Random(number), None
     if number % 3 == 2:
         layout = rng.choice(sequence_calls.LAYOUTS)
@@ -320,7 +334,7 @@ def tangents(place: Place, number: int) -> Check | None:
         place.finish()
         tangent_calls.assert_accurate(results, call)
 
-    return f"{call.told}, tangents of {list(call.tangents)}", check
+    return Check(f"{call.told}, tangents of {list(call.tangents)}", check)
 
 
 def appends(place: Place, number: int) -> Check | None:
@@ -330,12 +344,12 @@ def appends(place: Place, number: int) -> Check | None:
     call = cache_write_calls.draw(number, number % 3 == 2)
     if call.write.is_empty:
         return None
-    return call.told, lambda: cache_write_calls.assert_written(call, append.write)
+    return Check(call.told, lambda: cache_write_calls.assert_written(call, append.write))
 
 
 def packs(place: Place, number: int) -> Check:
     """Masks beside sequences, packed by kernels and by PyTorch."""
-    return sequence_pack_calls.check_of(number)
+    return Check(*sequence_pack_calls.check_of(number))
 
 
 FEATURES: dict[str, Callable[[Any, int], Check | None]] = {
@@ -360,10 +374,9 @@ def outcomes(place: Place, features: str, first: int, count: int) -> Iterator[st
         checked = FEATURES[features](place, number)
         if checked is None:
             continue
-        told, check = checked
         machine = place.prepare(features, number)
         try:
-            outcome = outcome_of(check, f"number {number}: {told}, {machine}")
+            outcome = outcome_of(checked.run, f"number {number}: {checked.told}, {machine}")
         except flash_dmattn.BackendUnsupportedError:
             continue
         yield outcome
@@ -380,8 +393,6 @@ def main() -> int:
     parser.add_argument("compares_on", nargs="?", choices=("cpu",))
     options = parser.parse_args()
     place = place_of(options.place)
-    if place.kind == "gpu" and place.backend in ("cuda", "triton") and DEVICE == "cpu":
-        parser.error(f"{place.backend} needs a GPU, and torch finds none")  # its rules would refuse every call
     place.compares_on = options.compares_on or place.compares_on
     return report(outcomes(place, options.features, options.first, options.count))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accuracy import Results, assert_accurate, chance_by_delta, error, oracle, yardstick
+from accuracy import Results, assert_accurate, chance_by_delta, error, oracle, probabilities, yardstick
 from cases import Case, Inputs
 
 from flash_dmattn.reference import formula
@@ -61,5 +61,29 @@ def test_dbias_passes_beside_a_lucky_yardstick() -> None:
             assert_accurate({"dbias": far.bfloat16()}, case, inputs)
         except AssertionError as error_of_far:
             assert "dbias: error" in str(error_of_far)
+            refused += 1
+    assert unlucky > 0 and refused > 20
+
+
+def test_out_of_equal_weights_may_be_unlucky_and_not_wrong() -> None:
+    """Weights that are rounded just above a power of two pass beside those just below; 8 times their errors do not."""
+    case = FEW.with_(seqlen_q=1, seqlen_k=257, softmax_scale=2e-6, dtype=torch.float16, needs_grad=())
+    inputs = case.build("cpu")
+    x = inputs.to(torch.float64)
+    exact, in_dtype = oracle(case, inputs)["out"], yardstick(case, inputs)["out"]
+    assert exact is not None and in_dtype is not None
+    weights, _ = probabilities(x, case.flags())
+    unlucky = refused = 0
+    for size in torch.linspace(257, 514, 30).tolist():
+        off = (weights * size).half().double() / size - weights
+        near, far = (
+            torch.einsum("bhgij,bjhd->bihgd", weights + times * off, x.v).view(exact.shape).half() for times in (1, 8)
+        )
+        unlucky += error(near, exact) > RATIO * error(in_dtype, exact) + FLOOR
+        assert_accurate({"out": near}, case, inputs)
+        try:
+            assert_accurate({"out": far}, case, inputs)
+        except AssertionError as error_of_far:
+            assert "out: error" in str(error_of_far)
             refused += 1
     assert unlucky > 0 and refused > 20

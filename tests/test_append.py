@@ -15,7 +15,6 @@ from conftest import Runner
 from torch import Tensor
 
 from flash_dmattn import Sequences, append_to_cache, attention
-from flash_dmattn.sequences import cache_writes
 from flash_dmattn.sequences.cache_writes import CacheWrite, write_by_pytorch
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 200))
@@ -98,14 +97,6 @@ def test_what_was_appended_is_attended_to(serving: Runner) -> None:
     with torch.no_grad():
         result, wanted = decoded(serving.name, DEVICE, ((5, 1, 9), (4, 0, 1), (1, 1, 1), (1, 1, 0)))
     torch.testing.assert_close(result, wanted)
-
-
-def test_opcheck() -> None:
-    for number in (0, 1, 2, 5):  # each layout
-        call = draw(number, number % 2 == 1)
-        # It has no gradients, and the front end refuses them.
-        checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(cache_writes.OPERATOR, tuple(call.write), test_utils=checks)
 
 
 def decode(pools: Tensor, table: Tensor, lengths: Tensor, x: Tensor) -> Tensor:

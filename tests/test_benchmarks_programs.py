@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,19 +12,10 @@ import flash_dmattn
 from benchmarks import builds, long_context, serving
 from flash_dmattn.masks import PreparedMask
 
-PUBLISHED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "nvidia-h200" / "long-context.json"
 ON_CPU = ["--only", "heads-1", "--passes", "forward", "--rounds", "1", "--system", "eager", "--device", "cpu"]
 
 
 # Builds of the extension
-
-
-def test_a_copy_has_the_file_as_its_extension(tmp_path: Path) -> None:
-    file = tmp_path / "new.so"
-    file.write_text("an extension")
-    tree = builds.copy_with(file, tmp_path)
-    assert (tree / "flash_dmattn" / builds.EXTENSION).read_text() == "an extension"
-    assert (tree / "benchmarks" / "cases.py").is_file() and not (tree / ".git").exists()
 
 
 def test_a_run_of_a_build(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,16 +42,6 @@ def test_errors_of_sampled_rows_are_those_of_the_formula() -> None:
         assert long_context.error_of_rows(inputs, other, out) > long_context.MOST_ERROR
 
 
-def test_plot_of_the_published_results(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    (copied := tmp_path / "cells.json").write_text(PUBLISHED.read_text(encoding="utf-8"), encoding="utf-8")
-    assert [path.name for path in long_context.plot(copied)] == ["cells.png", "cells.svg"]
-    drawn = (tmp_path / "cells.svg").read_text(encoding="utf-8")
-    assert "<svg" in drawn and (tmp_path / "cells.png").stat().st_size > 1000
-    rows = json.loads(copied.read_text(encoding="utf-8"))["rows"]
-    assert {row["system"] for row in rows} == set(long_context.LABELS) and not any("wrong" in row for row in rows)
-
-
 # Serving
 
 
@@ -83,27 +61,6 @@ def test_rows_check_their_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
         for row in serving.append_rows("cpu"):
             row.run()
             assert row.check is not None and row.check() and row.bytes > 0
-
-
-def test_a_peer_that_fails_has_a_row_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A missing library and one that cannot plan are no failure of the run; a call of ours that raises is one."""
-
-    class Wrapper:
-        def __init__(self, *_: object, use_tensor_cores: bool) -> None:
-            raise RuntimeError("no nvcc to build with")
-
-    monkeypatch.setattr(serving, "LENGTHS", (20, 32, 5))
-    pool = serving.Pool(16, "cpu")
-    broken = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
-    for module, reason in ((None, "ModuleNotFoundError: "), (broken, "RuntimeError: no nvcc to build with")):
-        monkeypatch.setitem(sys.modules, "flashinfer", module)  # type: ignore[arg-type]
-        run = serving.flashinfer_run(pool, torch.zeros(3, 1, 32, 128))
-        for is_peer in (True, False):
-            row = serving.Row("1 query", run, 1, lambda: pytest.fail("it has no output"), is_peer=is_peer)
-            assert serving.run_rows([row], torch.device("cpu"), 1.0) is is_peer
-            assert f"| 1 query | {reason}" in capsys.readouterr().out
 
 
 # Training steps

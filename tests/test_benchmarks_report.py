@@ -104,12 +104,21 @@ def test_a_page_says_what_failed_and_what_is_left() -> None:
 
 
 def test_plots(tmp_path: Path) -> None:
-    """Axes with units, a legend with every system that has a result, the floor; the same file each time."""
+    """A legend with every system that has a result, right times over ours, the floor; the same file each time."""
     pytest.importorskip("matplotlib")
-    workloads = plots.bars([MIXED, ALONE, LEVEL], PERFORMANCE)
-    assert [axes.get_ylabel() for axes in workloads.axes] == ["forward, milliseconds", "backward, milliseconds"]
+    rows = [MIXED, ALONE, LEVEL]
+    workloads = plots.ratios(rows, PERFORMANCE, plots.shown(rows), floor=True)
     names = {label.get_text() for label in workloads.legends[0].get_texts()}
     assert names == {"cuda", "triton", "SDPA, cuDNN", "SDPA, mem-efficient", "FlashAttention-4", "floor"}
+    assert [axes.get_title() for axes in workloads.axes] == ["forward", "backward"]
+    drawn = [{line.get_label(): list(line.get_xdata()) for line in axes.lines} for axes in workloads.axes]
+    forward, backward = (
+        {name: pytest.approx(x) for name, x in panel.items() if not name.startswith("_")} for panel in drawn
+    )
+    # Ours has its mask charged, a peer's is free where that is faster; wrong results have no dot.
+    assert forward["cuda"] == [1.0] and forward["triton"] == [0.8, 1.0, 1.0] and forward["SDPA, cuDNN"] == [1.6]
+    assert backward["SDPA, cuDNN"] == [0.5] and backward["SDPA, mem-efficient"] == []
+    assert backward["FlashAttention-4"] == [] and forward["floor"] == [0.2]
     swept = plots.curves(DENSITIES, PERFORMANCE)
     assert swept.axes[0].get_xlabel() == "fraction of the blocks kept"
     curves = {line.get_label(): list(line.get_ydata()) for line in swept.axes[0].lines}

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import pickle
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,6 @@ from benchmark_systems import (
     BROKEN,
     CPU,
     EAGER,
-    GPU,
     LATE,
     MACHINE,
     MATH,
@@ -27,18 +21,16 @@ from benchmark_systems import (
     PEER,
     REFUSES,
     WRONG,
-    named,
     times,
 )
 
-from benchmarks import cli, compiling, dispatch, machine, pages, results, runner, systems, tiles
+from benchmarks import cli, dispatch, pages, results, runner, systems, tiles
 from benchmarks.cases import Case, cases_of
-from benchmarks.decoder import Decoder, without_attention
+from benchmarks.decoder import Decoder
 from benchmarks.floors import Rates
 from benchmarks.inputs import Inputs, layer_mask
 from benchmarks.report import plots, tables, text
-from benchmarks.suites import equivalence, memory, model, performance
-from benchmarks.systems import Attend, Mode, ours
+from benchmarks.suites import equivalence, model, performance
 from benchmarks.truth import errors, plain_attention
 from flash_dmattn.reference import formula
 
@@ -161,20 +153,6 @@ def test_pages_and_plots_of_a_run(ran: Any, tmp_path: Path) -> None:
     assert all(len(line) <= 120 for line in lines if not line.startswith("|"))
 
 
-@pytest.mark.parametrize("suite", [performance, equivalence, memory, model], ids=lambda x: x.__name__.split(".")[-1])
-def test_a_lost_device_ends_the_case(suite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, "device_is_lost", lambda device: True)
-    effort = performance.Effort(1.0, 1, 1)
-    make = {
-        performance: partial(performance.row, passes=("forward",), effort=effort, rates=Rates(1e12, 1e11, "known")),
-        model: partial(model.row, effort=effort),
-    }.get(suite, suite.row)
-    row = make((MODEL if suite is model else named("causal-gqa")).reduced(64), [BROKEN, EAGER], CPU)
-    (after,) = (line for line in row["systems"] if line["system"] == "eager")
-    reason = after["columns"]["call"]["reason"] if suite is performance else after["reason"]
-    assert reason == "not run: broken left the GPU unusable"
-
-
 # The model
 
 
@@ -186,21 +164,6 @@ def small() -> Case:
 @pytest.fixture(scope="module")
 def decoder(small: Case) -> Decoder:
     return Decoder(small, CPU)
-
-
-def test_the_decoder(small: Case, decoder: Decoder) -> None:
-    biases = decoder.biases
-    assert len(decoder.layers) == len(biases) == 2
-    assert {str(x.dtype) for x in decoder.parameters()} == {"torch.bfloat16", "torch.float32"}
-    assert all(x.shape == (1, 1, 1, 128) and x.dtype == torch.float32 for x in biases)
-    assert not torch.equal(*biases)
-    again = Decoder(small, CPU)
-    assert all(torch.equal(x, y) for x, y in zip(decoder.parameters(), again.parameters(), strict=True))
-    # The mask of a layer is the top-k of its bias.
-    row = layer_mask(small, biases[1])[0, 0, -1]
-    assert row.sum() == 128 // 6 and biases[1][0, 0, 0][row].min() > biases[1][0, 0, 0][~row].max()
-    bare = model.Step.of(decoder, [without_attention] * 2)
-    assert set(bare.first()) == {"loss", "dwq"} and len(bare.leaves) == len(list(decoder.parameters())) - 2
 
 
 def test_plain_attention_is_the_formula() -> None:
@@ -229,26 +192,6 @@ def test_layers(name: str, small: Case, decoder: Decoder, monkeypatch: pytest.Mo
     computed = errors(model.Step.of(decoder, layers(small, decoder.biases)).first(), exact)
     assert list(computed) == ["loss", "dwq", "dbias"] and computed["loss"] < 1e-4
     assert max(computed.values()) < 0.03
-
-
-def test_gradients_of_the_bias_are_asked_of_ours(small: Case) -> None:
-    def layers(case: Case, biases: Any) -> list[Attend]:
-        attends = ours.layers("eager", case, biases)
-        return [lambda q, k, v, bias, right=right: right(q, k, v, bias.detach()) for right in attends]
-
-    for is_ours in (True, False):
-        forgets = EAGER._replace(name="forgets", layers=layers, ours=is_ours)
-        row = model.row(small, [forgets], CPU, effort=performance.Effort(1.0, 1, 1))
-        (line,) = row["systems"]
-        assert line["reason"] == "it gives no gradient of the bias" and line["wrong"] == ["dbias"] * is_ours
-        assert model.failures(row) == [f"{MODEL.name}, forgets: dbias is missing"] * is_ours
-
-
-def test_slow_systems_do_not_run_models_on_a_gpu() -> None:
-    some = [systems.by_name(name) for name in systems.DEFAULT["model"]]
-    assert all(system.layers is not None for system in some)
-    taken = [system.name for system in runner.systems_of("model", MODEL, some, GPU)]
-    assert taken == ["cuda", "triton", "sdpa-cudnn", "flexattention"]
 
 
 # Going on with a run
@@ -365,28 +308,6 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert times(row, "eager")["backward"] is None and times(row, "eager")["step"] is None
 
 
-@pytest.mark.parametrize(
-    ("command", "wanted"),
-    [
-        (["all"], dict.fromkeys(results.SUITES)),
-        (["performance", "decode"], {"performance": ["decode"]}),
-        (["all", "--only", "predecessor"], {"memory": ["predecessor"]}),
-    ],
-)
-def test_which_suites_a_command_runs(
-    command: list[str], wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: dict[str, Any] = {}
-
-    def run(suite: str, options: runner.Options) -> int:
-        asked[suite] = options.only
-        return runner.UNFINISHED if suite == "memory" else runner.FAILED
-
-    monkeypatch.setattr(cli.runner, "run", run)
-    status = cli.main([*command, "--device", "cpu", "--out", str(tmp_path)])
-    assert asked == wanted and status == (runner.UNFINISHED if "memory" in wanted else runner.FAILED)
-
-
 def test_wrong_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["memory", "--device", "cuda"]) == 2
@@ -403,15 +324,6 @@ def test_wrong_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert "topk-16k" in said and "flash-dmattn-1" in said
 
 
-def test_the_machine() -> None:
-    computed = machine.describe(CPU, "abc")
-    assert computed["kind"] == "cpu" and computed["commit"] == "abc" and computed["torch"] == torch.__version__
-    # A busy machine may compute less than it copies, so the rates have no order.
-    assert computed["rates"]["source"] == "measured" and min(computed["rates"]["flop"], computed["rates"]["bytes"]) > 0
-    assert machine.slug({"device": "NVIDIA H200"}) == "nvidia-h200"
-    assert machine.line(MACHINE) == "CPU, torch 2, commit abc"
-
-
 def test_tiles_propose_rows_of_the_table() -> None:
     tile, reason = tiles.proposal("d64", "forward", [(1.2, (64, 128, 4, 3)), (1.3, (128, 64, 4, 3))])
     assert reason == "1.200 ms, d64 of benchmarks/tiles.py; 1.300 for (128, 64, 4, 3)"
@@ -424,31 +336,6 @@ def test_tiles_propose_rows_of_the_table() -> None:
     assert all(
         list(tiles.candidates(case, kernel)) for case in tiles.CASES.values() for kernel in tiles.kernels_of(case)
     )
-
-
-def test_tiles_of_a_gpu_are_compared_with_those_that_serve_any(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    testing = pytest.importorskip("triton.testing")
-    from flash_dmattn.triton_kernels import plan
-    from flash_dmattn.triton_kernels.tile_ops import BAND, NO_BIAS, TILE_BIAS
-
-    def runner(case: tiles.Case, kernel: str, tensors: None) -> Callable[[], Any]:
-        bias = TILE_BIAS if case.bias else NO_BIAS
-        kinds = {"mask": BAND.value, "bias": bias.value, "bias_tma": False}
-        tile = plan.tile_of(kernel, case.dtype, case.head_dim, "sm_80", **kinds)
-        return lambda: tile
-
-    monkeypatch.setattr(tiles, "inputs", lambda case: None)
-    monkeypatch.setattr(tiles, "runner", runner)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(testing, "do_bench", lambda run, **_: 1.0 if run().num_warps == 8 else 2.0)
-    assert cli.main(["sweep", "tiles", "--small"]) == 0
-    lines = [tuple(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0][0] == "case" and len({line[:2] for line in lines}) == len(lines)
-    assert ("d128", "forward", "64x32", "4", "2", "2.000", "64x64", "8", "2", "1.000", "0.50") in lines
-    assert {line[0] for line in lines[1:]} >= {"d64", "causal-d256", "keys-d128", "shared-bias-d128", "tiles-d64"}
-    assert not any(line[0].startswith("fp32") or line[1] in ("product", "bias") for line in lines[1:])
 
 
 def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -468,25 +355,3 @@ def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(float(number) > 0 for line in kinds for number in line[30:].split())
     forward, bare = dispatch.pairs("eager", CPU)["forward, no grad"]
     assert forward().shape == bare()[0].shape == dispatch.SHAPE  # type: ignore[attr-defined, index]
-
-
-# Compilation ahead of a run
-
-QUICK = [case.reduced(64) for case in cases_of("performance", None, True)][:3]
-JOBS = [compiling.Job(case, (("eager", (Mode(),)),), CPU) for case in QUICK]
-
-
-def test_jobs_are_compiled_until_the_deadline(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In threads here, which start sooner than processes."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(compiling, "ProcessPoolExecutor", lambda workers, context, start: ThreadPoolExecutor(workers))
-    broken = JOBS[0]._replace(case=replace(QUICK[0], name="negative", batch=-1))
-    assert pickle.loads(pickle.dumps(JOBS)) == JOBS
-    compiling.compile_ahead("memory", [*JOBS[1:], broken], None)
-    said = capsys.readouterr().out
-    assert "[3/3]" in said and all(f"] {job.case.name}\n" in said for job in JOBS[1:])
-    assert "negative\n    RuntimeError: " in said and said.count("Error") == 1
-    compiling.compile_ahead("memory", JOBS, time.monotonic() - 1.0)
-    assert capsys.readouterr().out == "    the budget is spent\n"

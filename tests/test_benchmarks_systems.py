@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from benchmark_systems import CPU, GPU, named
+from benchmark_systems import CPU, named
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
-import flash_dmattn
 from benchmarks import systems
 from benchmarks.cases import CASES, Case
 from benchmarks.inputs import Inputs, make_inputs, shifted_windows
 from benchmarks.suites.trial import outputs
-from benchmarks.systems import Mode, Needs, cuequivariance, fa4, flexattention, ours, predecessor, sdpa
+from benchmarks.systems import Mode, flexattention, ours, sdpa
 from benchmarks.truth import errors, truth
 from flash_dmattn.dispatch.registry import BACKENDS
 
@@ -44,22 +42,6 @@ def results_agree(call: systems.Bound, inputs: Inputs, backward: bool = True) ->
     assert all(error < 1e-5 for error in computed.values()), computed
 
 
-MODES = pytest.mark.parametrize("mode", [Mode(), Mode(prepared=True), Mode(with_lse=True)], ids=str)
-
-
-@MODES
-@pytest.mark.parametrize("name", ["eager", "reference"])
-def test_ours(name: str, mode: Mode, inputs: Inputs) -> None:
-    results_agree(ours.bind(name, inputs, mode), inputs)
-
-
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("grouped_kernel", [False, True])
-def test_sdpa(inputs: Inputs, grouped_kernel: bool, prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_serves_groups", lambda *call: grouped_kernel)
-    results_agree(sdpa.bind(SDPBackend.MATH, inputs, Mode(prepared=prepared)), inputs)
-
-
 @pytest.fixture
 def backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FlexAttention's own dense formula has a backward pass on CPU, once nothing refuses it."""
@@ -72,20 +54,15 @@ def backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._functorch.config.donated_buffer = before
 
 
-@MODES
-def test_flexattention(inputs: Inputs, mode: Mode, backward_on_cpu: None) -> None:
-    results_agree(flexattention.bind(inputs, mode), inputs)
+@pytest.mark.parametrize("mode", [Mode(), Mode(prepared=True), Mode(with_lse=True)], ids=str)
+@pytest.mark.parametrize("name", ["eager", "reference", "sdpa-math", "flexattention"])
+def test_results_are_those_of_the_truth(name: str, mode: Mode, inputs: Inputs, backward_on_cpu: None) -> None:
+    results_agree(systems.by_name(name).bind(inputs, mode), inputs)
 
 
-def test_flexattention_forward_alone(inputs: Inputs) -> None:
-    with torch.no_grad():
-        results_agree(flexattention.bind(inputs, Mode(with_lse=True)), inputs, backward=False)
-
-
-def test_lengths_that_differ(backward_on_cpu: None) -> None:
-    inputs = make_inputs(named("form-few-queries"), CPU, torch.float32)
+def test_sdpa_without_a_kernel_of_grouped_heads(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "_serves_groups", lambda *call: False)
     results_agree(sdpa.bind(SDPBackend.MATH, inputs, Mode()), inputs)
-    results_agree(flexattention.bind(inputs, Mode()), inputs)
 
 
 @pytest.mark.parametrize("heads_k", [1, 2, 4])
@@ -143,47 +120,6 @@ def test_which_columns() -> None:
     assert "flexattention" not in chosen and "reference" not in chosen and {"cuda", "fa4"} <= set(chosen)
 
 
-def test_the_predecessor_is_loaded_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
-    assert predecessor.missing(gpu).startswith("FLASH_DMATTN_PREDECESSOR does not name")
-    monkeypatch.setenv(predecessor.PREDECESSOR, str(tmp_path))
-    assert "cannot be imported: FileNotFoundError" in predecessor.missing(gpu)
-    package = tmp_path / "flash_dmattn"
-    package.mkdir()
-    source = "def flash_dmattn_func(q, k, v, mask, bias, is_causal):\n    return q * 2 if is_causal else k\n"
-    (package / "flash_dmattn_interface.py").write_text(source)
-    inputs = make_inputs(named("causal-gqa").reduced(256), CPU)
-    try:
-        assert predecessor.missing(gpu) == ""
-        assert torch.equal(predecessor.bind(inputs, Mode())()[0], inputs.q * 2)
-        assert flash_dmattn.attention is not None and not hasattr(flash_dmattn, "flash_dmattn_func")
-    finally:
-        import sys
-
-        sys.modules.pop("predecessor_flash_dmattn_interface", None)
-        sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
-
-
-# FlashAttention-4
-
-
-def test_which_cases_fa4_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa4, "device_arch", lambda device: "sm_90")
-    for case in CASES:
-        computed = fa4.needs(case, GPU)
-        has_kernel = case.head_dim % 8 == 0 and case.head_dim <= 256
-        assert bool(computed.refusal) == (case.mask is not None or case.bias is not None or not has_kernel)
-        assert not computed.backward_refusal and not computed.lse_refusal
-    for head_dim in (4, 100, 264):
-        assert str(head_dim) in fa4.needs(replace(named("causal-gqa"), head_dim=head_dim), GPU).refusal
-    monkeypatch.setattr(fa4, "device_arch", lambda device: "sm_80")
-    assert "sm_80" in fa4.needs(named("causal-gqa"), GPU).backward_refusal
-    assert fa4.needs(named("decode-8k"), GPU) == systems.Needs()
-
-
-# Short rows, and cuEquivariance
-
-
 def test_shifted_windows() -> None:
     """An image of 3 x 3 windows of 4 x 4 tokens, rolled by half a window, against its definition by regions."""
     side, windows = 4, 3
@@ -202,16 +138,3 @@ def test_shifted_windows() -> None:
     odd = shifted_windows(4, 2, 49, CPU)
     assert odd[0].all() and odd.diagonal(dim1=2, dim2=3).all()
     assert odd[1, 0, 0].view(7, 7).all(0).tolist() == [True] * 4 + [False] * 3
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("causal-gqa", "it takes neither causality nor grouped heads"),
-        ("short-vit-197", "it takes calls with a bias (1,Hq,L,L)"),
-        ("bias-bhll-d64", "it takes calls with a bias (1,Hq,L,L)"),
-        ("short-shifted-256", "it takes masks (B,1,1,L)"),
-    ],
-)
-def test_what_cuequivariance_does_not_take(name: str, sentence: str) -> None:
-    assert cuequivariance.needs(named(name), GPU) == Needs(sentence)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from benchmark_systems import CPU
 
 from benchmarks import timing
-from benchmarks.peak_memory import MIB, held, peaks
+from benchmarks.peak_memory import MIB, peaks
 
 
 def test_repetitions_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,33 +130,3 @@ def test_peaks_count_what_is_held_at_once() -> None:
     assert measured.backward == pytest.approx(4.0, abs=0.1)
     assert measured.both == pytest.approx(8.0, abs=0.1)
     assert peaks(lambda: x * 2, [x], torch.ones_like(x), backward=False) == (pytest.approx(4.0, abs=0.1), None, None)
-
-
-def test_what_is_held_leaves_out_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reference cycle from before counts for nothing, wherever it is freed; nor does one made on the way."""
-
-    class Held:
-        alive = 0
-
-        def __init__(self) -> None:
-            self.myself = self
-            Held.alive += 1
-
-        def __del__(self) -> None:
-            Held.alive -= 1
-
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda: Held.alive * MIB)
-
-    def make() -> Held:
-        gc.collect()
-        Held()
-        return Held()
-
-    Held()
-    made, measured = held(make, torch.device("cuda"))
-    assert measured == 1.0 and Held.alive == 1
-    assert gc.get_freeze_count() == 0  # later garbage is measured
-    made.myself = None  # type: ignore[assignment]

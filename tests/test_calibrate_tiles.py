@@ -236,6 +236,7 @@ def test_the_pass_of_a_class_launches_its_kernel_on_the_preferred_tile(name: str
     from compiled_triton import Variant
 
     from flash_dmattn.problem import NeedsGrad
+    from flash_dmattn.problem.inputs import Inputs, Saved
     from flash_dmattn.triton_kernels.kernel_launch import Launch
     from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 
@@ -252,14 +253,14 @@ def test_the_pass_of_a_class_launches_its_kernel_on_the_preferred_tile(name: str
         launched[launch.kernel.__name__] = (values.get("BLOCK_M"), values.get("BLOCK_N"), *launch.options.values())
 
     made = variant.call("sm_80")
-    q, k, v, mask, bias_tensor = made.q, made.k, made.v, made.mask, made.bias
-    out, lse = torch.empty_like(q), torch.empty(2, 8, q.shape[1], device="meta")
+    x = Inputs(made.q, made.k, made.v, made.mask, made.bias)
+    out, lse = torch.empty_like(x.q), torch.empty(2, 8, x.q.shape[1], device="meta")
     needs = NeedsGrad(*(x in each.needed for x in ("q", "k", "v", "bias")), False)
     with tool.preferring(name, OTHER), mock.patch.object(Launch, "__call__", record):
         if each.needed:
-            backward_plan(made, out, None, needs)(out, None, q, k, v, mask, bias_tensor, None, out, lse, None)
+            backward_plan(made, out, None, needs)(Saved(x, out, lse), out, None)
         else:
-            forward_plan(made)(q, k, v, mask, bias_tensor, None, out, lse, None)
+            forward_plan(made)(x, out, lse)
     kernel = "_forward_kernel" if each.kernel == "forward" else f"backward_{each.kernel}_kernel"
     (tile,) = (tile for name, tile in launched.items() if name.strip("_") == kernel.strip("_"))
     assert tile == OTHER

@@ -1,4 +1,4 @@
-"""The gradients of cuda against fp64, at one to three tiles: every bias with every mask, needs, lengths, layouts.
+"""The gradients of cuda against fp64 where blocks share work, sums or a gradient; random calls have all the rest.
 
 Calls that cuda does not differentiate run as the pair with triton, whose backward kernels read the same lse and mask.
 """
@@ -6,7 +6,7 @@ Calls that cuda does not differentiate run as the pair with triton, whose backwa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,16 +31,10 @@ BASE = Case(seqlen_q=193, seqlen_k=264, head_dim=64, dtype=torch.bfloat16, dlse=
 FULL = ("B", "Hq", "Lq", "Lk")
 TILES = ("B", "Hk", "Lq", "Lk")
 PER_KEY = ("1", "Hk", "1", "Lk")
-BIAS_SHAPES = tuple(itertools.product(("1", "B"), ("1", "Hk", "Hq"), ("1", "Lq"), ("1", "Lk")))
 # How cuda reads a bias: not at all, by its rows, per key, and in tiles.
 BIASES = {"no bias": None, "per query": ("B", "Hq", "Lq", "1"), "per key": PER_KEY, "per score": FULL}
-# Groups of 1, 2, 4 and 8 heads: of queries, of keys, and the head dim.
-HEADS = ((2, 2, 64), (2, 2, 128), (8, 2, 128), (16, 2, 64), (4, 2, 192), (2, 2, 256))
 # One of each kernel of its own: 128 queries a step, 64, and 64 keys a block, by three stages of q and dout and by two.
 HEAD_DIMS = (64, 128, 192, 256)
-SUBSETS = tuple(s for n in range(1, 5) for s in itertools.combinations(ALL, n))
-# Around the edges of a tile, and of the 64 queries of a step from head dim 128 on, or the 64 keys of a block above it.
-LENGTHS = (63, 64, 65, 127, 128, 129, 191, 193)
 
 # The GPU or the emulated one has so many.
 NUM_SMS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 3
@@ -114,42 +108,6 @@ def check_masked(backend: Runner, case: Case, form: str, **flags: Any) -> None:
 
 
 CAPPED = {"softcap": 2.0, "logits": 3.0}  # from where tanh is a line to where it is flat
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "softcap": CAPPED,
-    "fp16 in a fixed order": {"dtype": torch.float16, "deterministic": True},
-    "softcap in fp16": {**CAPPED, "dtype": torch.float16},
-    "bias without its gradient": {"needs_grad": ("q", "k", "v")},
-    "softcap, bias without its gradient": {**CAPPED, "needs_grad": ("q", "k", "v")},
-    "gradient of the bias alone": {"needs_grad": ("bias",)},
-    "softcap, bias of infinities": {**CAPPED, "bias_kind": "inf"},
-    "softcap, huge bias": {**CAPPED, "bias_kind": "huge"},
-}
-SHAPES = {**BIASES, **SHARED, **{"-".join(shape): shape for shape in BIAS_SHAPES}}
-ALL_HEADS: tuple[tuple[int, ...], ...] = (*HEADS, (4, 2, 192, 128))
-
-
-def settings() -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name a setting, a bias and heads: in plain calls every bias with all heads, else some biases with two of them."""
-    for bias, heads in itertools.product(("no bias", *map("-".join, BIAS_SHAPES)), ALL_HEADS):
-        yield "plain", bias, heads
-    for i, (setting, bias) in enumerate(itertools.product(list(SETTINGS)[1:], (*BIASES, *SHARED))):
-        yield setting, bias, ALL_HEADS[i % 7]
-        yield setting, bias, ALL_HEADS[(i + 3) % 7]
-
-
-@every_mask
-@pytest.mark.parametrize(("setting", "bias", "heads"), list(settings()), ids=str)
-def test_every_mask_and_bias(
-    backend: Runner, setting: str, bias: str, heads: tuple[int, ...], form: str, unwritten_is_nan: None
-) -> None:
-    changes, shape = dict(SETTINGS[setting]), SHAPES[bias]
-    if shape is None and changes.get("needs_grad") == ("bias",):
-        pytest.skip("there is no bias, and nothing to compute")
-    deterministic = changes.pop("deterministic", False)
-    num_heads, num_heads_k, head_dim, *other = heads
-    case = BASE.with_(num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=shape, **changes)
-    check_masked(backend, case.with_(head_dim_v=other[0] if other else 0), form, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
@@ -270,60 +228,6 @@ def test_dbias_per_key_is_summed_before_it_is_rounded(backend: Runner, head_dim:
     dbias = run(attention, case, inputs)["dbias"]
     assert dbias is not None
     assert error(dbias, oracle(case, inputs)["dbias"]) < 1e-5
-
-
-@pytest.mark.parametrize("needs_grad", SUBSETS, ids="-".join)
-@every_bias
-@pytest.mark.parametrize(
-    "changes", ({"dlse": False}, {"dlse": True}, CAPPED, {**CAPPED, "head_dim": 192}), ids=("out", "lse", "cap", "192")
-)
-@both_orders
-def test_only_what_is_asked_for(
-    backend: Runner, deterministic: bool, changes: dict[str, Any], bias: str, needs_grad: tuple[str, ...]
-) -> None:
-    case = BASE.with_(needs_grad=needs_grad, bias=BIASES[bias], mask=FULL, is_causal=True, **changes)
-    backend.check(case, deterministic=deterministic)
-
-
-AT_LENGTHS: dict[str, dict[str, Any]] = {
-    "per key": {"bias": PER_KEY},
-    "per key, in a fixed order": {"bias": PER_KEY, "deterministic": True},
-    "stored": {"bias": FULL, "is_causal": False, "mask": TILES},
-    "softcap": CAPPED,
-    "softcap, per key": {**CAPPED, "bias": PER_KEY},
-    "softcap, stored": {**CAPPED, "bias": FULL},
-    **{f"shared {name}": {"bias": shape, **GROUPS} for name, shape in SHARED.items()},
-}
-
-
-@pytest.mark.parametrize("seqlen_q", LENGTHS)
-@pytest.mark.parametrize("seqlen_k", (63, 64, 128, 129, 136))
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("form", AT_LENGTHS)
-def test_lengths(
-    backend: Runner, form: str, head_dim: int, seqlen_k: int, seqlen_q: int, unwritten_is_nan: None
-) -> None:
-    changes = {"is_causal": True, **AT_LENGTHS[form]}
-    deterministic = changes.pop("deterministic", False)
-    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, **changes)
-    backend.check(case, deterministic=deterministic)
-
-
-@pytest.mark.parametrize("window_size", ((32, 0), (70, -1), (-1, 2), (130, 65)), ids=str)
-@pytest.mark.parametrize("lengths", ((193, 264), (264, 200), (65, 520)), ids=str)
-@pytest.mark.parametrize("bias", (*BIASES, *SHARED))
-@both_orders
-def test_windows(
-    backend: Runner,
-    deterministic: bool,
-    bias: str,
-    lengths: tuple[int, int],
-    window_size: tuple[int, int],
-    unwritten_is_nan: None,
-) -> None:
-    case = BASE.with_(seqlen_q=lengths[0], seqlen_k=lengths[1], window_size=window_size)
-    case = case.with_(bias=BIASES[bias]) if bias in BIASES else case.with_(bias=SHARED[bias], **GROUPS)
-    backend.check(case, deterministic=deterministic)
 
 
 # Queries of a step of long walks, whose dq is computed turned; such walks begin at 4096 queries.

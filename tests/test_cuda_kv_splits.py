@@ -10,7 +10,6 @@ import ctypes
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import emulated_cuda
 import pytest
@@ -20,7 +19,6 @@ from cases import DEVICE, Case, Inputs
 from compiled_header import compiled
 from conftest import Runner
 from gpu_calls import Products, captured
-from layouts import LAYOUTS, rearranged
 from torch import Tensor
 
 import flash_dmattn
@@ -127,47 +125,6 @@ def test_few_rows(backend: Runner, head_dim: int, seqlen_q: int, share_keys: Cal
     for changes in ({}, {"is_causal": True, "num_heads_k": 1}, {"bias": BIASES["per key"], "head_dim_v": head_dim - 8}):
         case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=1030, head_dim=head_dim, **changes)
         check(backend, case)
-
-
-WINDOWS = ((0, 0), (70, -1), (-1, 2), (130, 65))
-EXTREMES = itertools.product(("inf", "huge"), (None, 0.0, -0.3), (0.0, 5.0))
-OTHERS: dict[str, dict[str, Any]] = {
-    # Parts without a block of keys, and rows without a key.
-    **{
-        f"{lengths}, window {window}": {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "window_size": window}
-        for lengths, window in itertools.product(((193, 520), (520, 200), (65, 1030)), WINDOWS)
-    },
-    # Parts whose maxima lie far apart, and rows that a bias of -inf leaves empty in some parts or in all.
-    **{
-        f"{kind}, scale {scale}, softcap {cap}": {
-            **{"bias_kind": kind, "softmax_scale": scale, "softcap": cap, "logits": 30.0}
-        }
-        for kind, scale, cap in EXTREMES
-    },
-    # Head dims over 128 have no kernels that share keys: pieces stay whole.
-    **{f"head dim {n}": {"head_dim": n, "dtype": torch.float16} for n in (96, 192, 256)},
-}
-
-
-@on_cuda
-@pytest.mark.parametrize("name", OTHERS)
-@every_bias
-def test_everything_else(backend: Runner, bias: str, name: str, share_keys: Callable[[int], None]) -> None:
-    share_keys(3)
-    case = BASE.with_(bias=BIASES[bias], **OTHERS[name])
-    check(backend, case)
-
-
-@on_cuda
-@both_dims
-@every_bias
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(backend: Runner, layout: str, bias: str, head_dim: int, share_keys: Callable[[int], None]) -> None:
-    """A bias that is read by plain loads is shared by no blocks."""
-    share_keys(3)
-    case = BASE.with_(head_dim=head_dim, bias=BIASES[bias], mask=TILES)
-    inputs = case.build()
-    check(backend, case, inputs, rearranged(inputs, LAYOUTS[layout]))
 
 
 @on_cuda

@@ -186,23 +186,59 @@ def test_an_exported_program_has_the_gradients_of_the_call(form: Form) -> None:
 # Masks that are made in a graph, or arrive there
 
 
-@pytest.mark.parametrize("rows", [1, 20], ids=["keys", "tiles"])
-def test_masks_prepared_inside_and_outside_of_one_graph(rows: int) -> None:
+ALIGNED: dict[str, Any] = {"seqlen_q": 20, "is_causal": True}
+TOGETHER: dict[str, Any] = {"seqlen_q": 14, "seqlen_k": 14, "is_causal": True}
+
+
+def packed_with(edge: int) -> dict[str, Any]:
+    """Tokens of two sequences, the second of which begins at the edge."""
+    return {"x": torch.randn(14, 2, 8), "sequences": Sequences.packed(torch.tensor([0, edge, 14]), max_seqlen_q=9)}
+
+
+# The shape of a bool mask, what prepares it, and what is called beside it, which differs from call to call.
+MADE: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Any], PreparedMask], Callable[[int], dict[str, Any]]]] = {
+    "keys": (
+        (2, 1, 1, 20),
+        lambda mask, _: PreparedMask.from_mask(mask, **ALIGNED),
+        lambda n: {"x": torch.randn(2, 20, 2, 8)},
+    ),
+    "tiles": (
+        (2, 1, 20, 20),
+        lambda mask, _: PreparedMask.from_mask(mask, **ALIGNED),
+        lambda n: {"x": torch.randn(2, 20, 2, 8)},
+    ),
+    "tree": (
+        (2, 5, 5),
+        lambda mask, _: PreparedMask.from_tree(mask),
+        lambda n: {"x": torch.randn(2, 5, 2, 8), "sequences": Sequences.padded(torch.tensor([5, 4 - n]))},
+    ),
+    "tiles of sequences": (
+        (2, 14, 9),
+        lambda mask, sequences: PreparedMask.from_mask(mask, sequences=sequences, **TOGETHER),
+        lambda n: packed_with(5 + n),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_masks_prepared_inside_and_outside_of_one_graph(name: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
+    shape, prepare, make = MADE[name]
 
-    def attend(x: Tensor, mask: Any) -> Tensor:
+    def attend(x: Tensor, mask: Any, sequences: Any = None, backend: str = "auto") -> Tensor:
         if isinstance(mask, Tensor):
-            mask = PreparedMask.from_mask(mask, seqlen_q=20, is_causal=True)
-        return flash_dmattn.attention(x, x, x, mask)
+            mask = prepare(mask, sequences)
+        return flash_dmattn.attention(x, x, x, mask, sequences=sequences, backend=backend)
 
     compiled = torch.compile(attend, backend=counter, fullgraph=True)
-    for seed, is_inside in itertools.product(range(3), (True, False)):
-        x = torch.randn(2, 20, 2, 8, requires_grad=True)
-        mask = torch.rand(2, 1, rows, 20, generator=torch.Generator().manual_seed(seed)) < 0.6
-        wanted = flash_dmattn.attention(x, x, x, mask, is_causal=True, backend="reference")
-        argument = mask if is_inside else PreparedMask.from_mask(mask, seqlen_q=20, is_causal=True)
-        out = compiled(x, argument)
+    for number, is_inside in itertools.product(range(3), (True, False)):
+        call = make(number)
+        x = call["x"].requires_grad_()
+        mask = torch.rand(shape, generator=torch.Generator().manual_seed(number)) < 0.6
+        wanted = attend(**call, mask=mask, backend="reference")
+        prepared = mask if is_inside else prepare(mask, call.get("sequences"))
+        out = compiled(**call, mask=prepared)
         torch.testing.assert_close(out, wanted)
         torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))
     assert counter.frame_count == 2  # another mask of its form compiles nothing

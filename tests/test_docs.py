@@ -128,7 +128,9 @@ def test_examples_in_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 LISTED = (
     "",
+    ".biases",
     ".distributed",
+    ".integrations.flash_attn",
     ".integrations.sdpa",
     ".integrations.transformers",
     ".integrations.transformers.dynamic_mask",

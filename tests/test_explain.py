@@ -107,7 +107,9 @@ def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
     assert lines[-2:] == ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[5:-2] if not line.startswith(" ")}
     assert list(rows) == ["cuda", "triton", "flex", "shy", "forward_only", "sdpa", "eager", "reference"]
-    assert rows["cuda"].startswith("no no device is cpu; ")
+    # What else the call would need on a GPU, and what auto would prefer there, is left out.
+    assert rows["cuda"].startswith("no no device is cpu; ") and "float32" not in str(explanation).split("\n\n")[1]
+    assert {"device", "dtype"} <= {reason.code for reason in explanation.verdicts[0].reasons}
     assert rows["shy"] == 'yes yes auto passes it over: only 7 keys (use backend="shy")'
     assert rows["forward_only"] == "CHOSEN no no backward yet"
     assert rows["eager"].startswith("yes CHOSEN")
@@ -125,6 +127,14 @@ def test_long_reasons_continue_on_the_next_line() -> None:
     # Continued lines are indented by two; joined, they are the words of the whole table.
     assert any(line.startswith(" " * (why + 2)) for line in table)
     assert " ".join(" ".join(table).split()) == " ".join(str(explanation).split("\n\n")[1].split())
+
+
+def test_the_table_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    explanation = flash_dmattn.explain(**with_bias())
+    monkeypatch.setenv("COLUMNS", "90")
+    assert str(explanation) == explanation.to_text()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert str(explanation) == explanation.to_text(90) != explanation.to_text()
 
 
 def find_columns(line: str) -> list[int]:

@@ -211,17 +211,6 @@ def test_errors() -> None:
         PreparedMask.from_mask(mask, find_intervals=1)  # type: ignore[call-overload]
 
 
-def test_the_operators_and_their_fakes() -> None:
-    operators = torch.ops.flash_dmattn
-    for mask in (runs(2, 3, 20, 30), runs(2, 3, 150, 300)):
-        bits, classes = packing.pack_mask(mask, None)
-        torch.library.opcheck(operators.mask_intervals.default, (bits, packing.list_tiles(classes)[0], mask.size(3)))
-        made = PreparedMask.from_mask(mask, find_intervals=True, reorder=True)
-        assert isinstance(made, IntervalMask)
-        for places in (1, 20):
-            torch.library.opcheck(operators.interval_walk.default, (made.start, made.stop, made.seqlen_q, True, places))
-
-
 def test_steps_are_operators_where_something_watches() -> None:
     """As in a graph; and what nothing watches comes out the same."""
     scores = torch.randn(1, 2, 1, 2048, generator=torch.Generator().manual_seed(0))

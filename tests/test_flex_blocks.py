@@ -174,8 +174,8 @@ def five_sequences() -> tuple[Tensor, SequenceSpec]:
     used = {"seqlens_q": torch.tensor([300, 0, 256, 43, 257]), "seqlens_k": torch.tensor([256, 4, 129, 0, 270])}
     sequences = Sequences.packed(cu_q, cu_k, max_seqlen_q=300, max_seqlen_k=270, **used)
     q, k = torch.zeros(860, 4, 1), torch.zeros(676, 2, 1)
-    spec = sequences.spec(q, k, k)
-    return sequences.view(spec).bounds, spec
+    spec, view = sequences.lay_out(q, k, k)
+    return view.bounds, spec
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -220,8 +220,7 @@ def test_layouts_of_random_sequences(seed: int) -> None:
         sequences = Sequences.padded(torch.tensor(used[1]), torch.tensor(used[0]))
         shapes = [(number, max(1, *n), 2, 1) for n in slots]
     q, k = (torch.zeros(shape) for shape in shapes)
-    spec = sequences.spec(q, k, k)
-    bounds = sequences.view(spec).bounds
+    spec, (bounds, _) = sequences.lay_out(q, k, k)
     laid = sequence_blocks(problem_of(spec, "none", window, 2), bounds, None)
     check_sequence_lists(laid, dense_pairs(spec, bounds, None, "none", window, laid), 2)
     for side, lengths, x in ((laid.queries, used[0], q), (laid.keys, used[1], k)):
@@ -297,7 +296,7 @@ def test_layers_share_what_a_batch_needs_once(monkeypatch: pytest.MonkeyPatch) -
     spec = sequences.spec(q, q, q)
 
     def layer(sequences: Sequences, window: tuple[int, int]) -> SequenceBlocks:
-        return sequence_blocks(problem_of(spec, "none", window, 2), sequences.view(spec).bounds, None)
+        return sequence_blocks(problem_of(spec, "none", window, 2), sequences.lay_out(q, q, q)[1].bounds, None)
 
     first = layer(sequences, (-1, 0))
     assert layer(sequences, (-1, 0)) is first and len(made) == 1

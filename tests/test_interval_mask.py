@@ -394,22 +394,3 @@ def test_errors(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         getattr(PreparedMask, f"from_{kind}")(*arguments, **options)
-
-
-# Operators
-
-
-@pytest.mark.parametrize("length", [0, 1, 37])
-def test_operators_and_their_fakes(length: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randint(9, (2, length), generator=generator, dtype=torch.int32)
-    stops = topk_stops(keys, 5)
-    assert stops.dtype == torch.int64 and stops.is_contiguous()
-    operators = torch.ops.flash_dmattn
-    torch.library.opcheck(operators.topk_intervals.default, (keys[None], 5, length + 3, 2))
-    start, stop = operators.topk_intervals(keys[None], 5, length, 0)
-    assert torch.equal(stop, stops[None].to(torch.int32).masked_fill(stops <= torch.arange(length), 0))
-    for reorder in (True, False):
-        torch.library.opcheck(operators.interval_walk.default, (start, stop, length, reorder, length))
-    order, *_ = operators.interval_walk(start, stop, length, True, length)
-    assert torch.equal(order, key_order(start, stop, length))

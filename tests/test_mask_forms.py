@@ -331,14 +331,6 @@ def test_explain_says_prepared_and_what_is_unpacked() -> None:
     assert decisions[0].problem == explanation.problem
 
 
-def test_flex_notes_what_it_unpacks() -> None:
-    explanation = explain_problem(
-        q=(1, 16384, 16, 128), kv_heads=4, device="sm_80", mask=(1, 4, 16384, 16384), mask_prepared=True
-    )
-    (flex,) = (verdict for verdict in explanation.verdicts if verdict.backend == "flex")
-    assert flex.notes == ("unpacks the prepared mask to a dense bool tensor of 1024.0 MB",)
-
-
 @pytest.mark.parametrize("bias", [None, (1, 4, 1, 16384), (1, 16, 16384, 16384)], ids=str)
 @pytest.mark.parametrize(("seqlen_q", "unpacked"), [(16384, "1024.0"), (1, "0.1")])
 def test_explain_of_an_interval_mask_on_a_gpu(seqlen_q: int, unpacked: str, bias: tuple[int, ...] | None) -> None:

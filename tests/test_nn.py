@@ -351,17 +351,6 @@ def test_no_sequences_and_no_tokens() -> None:
     )
 
 
-def test_compiled_training_step() -> None:
-    layer = make_layer(dtype=torch.float32)
-    compiled = torch.compile(
-        lambda x, cu: layer(x, sequences=Sequences.packed(cu, max_seqlen_q=12)), backend="aot_eager", fullgraph=True
-    )
-    x, edges = make_tokens(20, torch.float32).requires_grad_(), torch.tensor([0, 8, 20])
-    out, expected = compiled(x, edges), layer(x, sequences=Sequences.packed(edges, max_seqlen_q=12))
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)))
-
-
 ROWS = torch.zeros(8, HIDDEN, dtype=torch.float64)
 PACKED = Sequences.packed(torch.tensor([0, 3, 8]), max_seqlen_q=8)
 

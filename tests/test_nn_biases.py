@@ -199,14 +199,6 @@ def test_pairs_that_rows_share_are_not_expanded(monkeypatch: pytest.MonkeyPatch)
     assert biases[0].shape == (2, 1, 2, 3, 3) and biases[0].is_contiguous()
 
 
-def test_pair_bias_attention_is_one_graph() -> None:
-    layer = PairBiasAttention(8, 4, 2)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for rows, length in ((2, 3), (4, 5), (4, 6)):
-        inputs = torch.randn(2, rows, length, 8), torch.randn(2, 1, length, length, 4), torch.rand(2, 1, length) < 0.8
-        torch.testing.assert_close(compiled(*inputs), layer(*inputs))
-
-
 ERRORS: list[tuple[str, Callable[[], object]]] = [
     ("dim is 10 and num_heads 3, which does not divide it", lambda: PairBiasAttention(10, 4, 3)),
     (r"x has shape \(2, 8\)", lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 8), torch.ones(2, 3, 3, 4))),

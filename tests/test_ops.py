@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from dispatched import Dispatched
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from flash_dmattn import operators
+import flash_dmattn
+from flash_dmattn import Sequences, append_to_cache, operators
 from flash_dmattn.gradients import spread
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.operators import prepared_view
 from flash_dmattn.problem import Flags, MaskChoice, NeedsGrad, causal_window
 
@@ -173,6 +177,72 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
 
 def random_mask(*shape: int) -> Tensor:
     return torch.rand(shape) > 0.4
+
+
+def attended(mask: Any = None, tokens: int = 8, **flags: Any) -> None:
+    """Call on one sequence of tokens, or beside sequences, and go back."""
+    leading = () if "sequences" in flags and flags["sequences"].layout == "packed" else (len(PADDED.seqlens_k),)
+    q, k = (torch.randn(*leading, tokens, heads, 16, requires_grad=True) for heads in (4, 2))
+    out, lse = flash_dmattn.attention(q, k, k, mask, return_lse=True, **flags)
+    (out.sum() + lse.sum()).backward()
+
+
+PACKED = Sequences.packed(torch.tensor([0, 3, 8]), max_seqlen_q=5)
+PADDED = Sequences.padded(torch.tensor([8, 5]))
+PAGED = Sequences.paged(torch.tensor([[0, 2], [1, 3]]), torch.tensor([5, 8]))
+
+
+def append(sequences: Sequences, cache: tuple[int, ...], new: tuple[int, ...]) -> None:
+    append_to_cache(torch.zeros(*cache, 2, 8), torch.zeros(*cache, 2, 8), *torch.randn(2, *new, 2, 8), sequences)
+
+
+# What runs the operators of the library, beside those of plain calls.
+RUNS: dict[str, Callable[[], object]] = {
+    "dropout": lambda: attended(dropout_p=0.3),
+    "packed": lambda: attended(random_mask(1, 8, 5), sequences=PACKED),
+    "tree": lambda: attended(PreparedMask.from_tree(random_mask(2, 8, 8)), sequences=PADDED),
+    "tiles of packed": lambda: PreparedMask.from_mask(random_mask(2, 8, 5), sequences=PACKED, seqlen_q=8, seqlen_k=8),
+    "tiles of keys": lambda: PreparedMask.from_mask(random_mask(2, 1, 8), sequences=PACKED, seqlen_q=8, seqlen_k=8),
+    "tiles of padded": lambda: PreparedMask.from_mask(
+        random_mask(2, 1, 8, 8), sequences=PADDED, seqlen_q=8, seqlen_k=8, is_causal=True
+    ),
+    "ragged": lambda: PreparedMask.from_ragged(random_mask(34), PACKED, seqlen_q=8, seqlen_k=8, window_size=(3, 0)),
+    "top-k": lambda: PreparedMask.from_topk(normal(2, 2, 1, 300), 5, is_causal=True, reorder=True, compact=True),
+    "top-k in fp64": lambda: PreparedMask.from_topk(
+        normal(1, 2, 1, 37, dtype=torch.float64), 5, seqlen_q=40, mask=random_mask(1, 2, 1, 37), reorder=False
+    ),
+    "top-k of no keys": lambda: PreparedMask.from_topk(normal(1, 2, 1, 0), 5, seqlen_q=3),
+    "intervals in a mask": lambda: PreparedMask.from_mask(
+        random_mask(2, 3, 1, 300).expand(-1, -1, 150, -1).contiguous(), find_intervals=True, reorder=True
+    ),
+    "caches in pages": lambda: append(PAGED, (4, 4), (2, 1)),
+    "padded caches": lambda: append(PADDED, (2, 9), (2, 1)),
+    "packed caches": lambda: append(Sequences.packed(torch.tensor([0, 1, 3]), torch.tensor([0, 4, 8])), (8,), (3,)),
+}
+RUN = {
+    *("attention_forward", "attention_backward", "prepare_sequence_mask", "append_to_cache"),
+    *("score_keys", "topk_intervals", "mask_intervals", "interval_walk"),
+}
+
+
+def test_opcheck_of_everything_that_runs() -> None:
+    names: set[str] = set()
+    for run in RUNS.values():
+        calls: list[tuple[Any, Any]] = []
+
+        def record(operator: Any, arguments: Any, result: Any, calls: list[Any] = calls) -> None:
+            if operator.namespace == "flash_dmattn":
+                calls.append((operator, tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, arguments)))
+
+        with Dispatched(record) as seen:
+            run()
+        names.update(seen.names)
+        for operator, arguments in calls:
+            # Passes read lengths on the host: what follows shapes alone cannot run them.
+            reads = "attention" in operator.name()
+            checks = ("test_schema", "test_faketensor", *(() if reads else ("test_aot_dispatch_dynamic",)))
+            torch.library.opcheck(operator, arguments, test_utils=checks)
+    assert names >= RUN, RUN - names
 
 
 TO_PREPARE = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,22 +79,6 @@ def test_a_window_leaves_a_share_of_the_wire_by_hand() -> None:
     assert causal.backward - x.backward == pytest.approx(0.9 * 0.256e-3, rel=1e-4)
     assert x.transient == pytest.approx(6 * 25.6e6 * 0.55)
     assert model.density_of(8, 3) == pytest.approx((1 + 2 + 3 + 4 * 5) / 64) and model.density_of(8, 99) == 36 / 64
-
-
-def test_the_host_by_hand() -> None:
-    slow = replace(PLAIN, host_forward_us=1e3, host_backward_us=20e3)
-    x, free = model.predict(slow, LAYER, 2), model.predict(PLAIN, LAYER, 2)
-    assert x is not None and free is not None
-    assert x.forward == pytest.approx(free.forward + 1e-3) and x.backward == pytest.approx(20e-3)
-    assert model.predict(slow, LAYER, 1) == model.predict(PLAIN, LAYER, 1)  # one GPU makes an ordinary call
-
-
-def test_gathered_keys_are_copied_by_hand() -> None:
-    slow, free = replace(PLAIN, copy_gbs=51.2), model.predict(PLAIN, LAYER, 2)
-    x = model.predict(slow, LAYER, 2)
-    assert x is not None and free is not None
-    # 25.6 MB read and written at 51.2 GB/s take 1 ms
-    assert x.forward - free.forward == pytest.approx(1e-3) and x.backward - free.backward == pytest.approx(6e-3)
 
 
 @pytest.mark.parametrize(

@@ -214,44 +214,6 @@ def test_explain_says_what_a_mask_costs() -> None:
     assert described.problem == found.problem
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_opcheck(number: int) -> None:
-    layout = ("packed", "padded", "paged", "paged_packed")[number]
-    call = with_mask(number, layout)
-    mask = prepared(call).mask
-    assert isinstance(mask, SequenceTileMask) and isinstance(call.mask, Tensor)
-    spec = mask.spec
-    sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
-    packed = "none" if call.mask.dim() == 4 else "queries"
-    mask_4d = call.mask if call.mask.dim() == 4 else call.mask[None]
-    arguments = (mask_4d, call.sequences.bounds_of(spec), packed, *sizes, 3, 0)
-    torch.library.opcheck(torch.ops.flash_dmattn.prepare_sequence_mask.default, arguments)
-
-
-def test_compiled_with_a_mask_made_inside_or_outside() -> None:
-    torch._dynamo.reset()
-
-    def step(q: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
-        rows = q.shape[0]
-        tiles = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, seqlen_q=rows, seqlen_k=rows)
-        return attention(q, q, q, tiles, sequences=sequences, backend="eager")
-
-    def outside(q: Tensor, tiles: SequenceTileMask) -> Tensor:
-        return attention(q, q, q, tiles, sequences=tiles.sequences, backend="eager")
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    compiled_outside = torch.compile(outside, backend="aot_eager", fullgraph=True)
-    for lengths in ((3, 40, 7), (30, 5, 2), (17, 17, 60)):
-        edges = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
-        sequences = Sequences.packed(edges, max_seqlen_q=64)
-        q = torch.randn(sum(lengths), 2, 8, device=DEVICE)
-        mask = torch.rand(1, 2, 64, 64, device=DEVICE) < 0.6
-        wanted = attention(q, q, q, mask, is_causal=True, sequences=sequences, backend="eager")
-        torch.testing.assert_close(compiled(q, mask, sequences), wanted)
-        tiles = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, seqlen_q=len(q), seqlen_k=len(q))
-        torch.testing.assert_close(compiled_outside(q, tiles), wanted)
-
-
 EDGES = Sequences.packed(torch.tensor([0, 3, 8], device=DEVICE), max_seqlen_q=5)
 OTHER = Sequences.packed(torch.tensor([0, 4, 8], device=DEVICE), max_seqlen_q=5)
 MASK = torch.ones(1, 8, 5, dtype=torch.bool, device=DEVICE)

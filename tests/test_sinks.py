@@ -120,24 +120,6 @@ def test_what_is_no_sink_is_named(name: str) -> None:
     assert text in str(caught.value)
 
 
-def test_a_call_is_remembered_with_its_sink() -> None:
-    """Calls that differ in their sink alone are of different classes."""
-    torch.manual_seed(0)
-    q = torch.randn(1, 3, 2, 8)
-    sinks = (None, torch.zeros(2), torch.zeros(2, dtype=torch.float64), torch.zeros(2, requires_grad=True))
-    for _ in range(2):
-        with flash_dmattn.config(record=(decisions := [])):
-            for sink in sinks:
-                flash_dmattn.attention(q, q, q, sink=sink)
-        problems = [decision.problem for decision in decisions]
-        assert [p.sink for p in problems] == [None, torch.float32, torch.float64, torch.float32]
-        assert [p.needs_grad.sink for p in problems] == [False, False, False, True]
-        outs = [flash_dmattn.attention(q, q, q, sink=sink) for sink in sinks]  # remembered from the second time on
-        assert not torch.equal(outs[0], outs[1]) and outs[3].requires_grad and not outs[1].requires_grad
-        with pytest.raises(ValueError, match="sink has shape"):
-            flash_dmattn.attention(q, q, q, sink=torch.zeros(3))
-
-
 def test_autocast_leaves_a_sink_its_dtype() -> None:
     q, sink = torch.randn(1, 3, 2, 8), torch.randn(2, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):

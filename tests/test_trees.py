@@ -16,14 +16,12 @@ from cases import DEVICE
 from conftest import Runner
 from out_of_tree import replaced, rules_without
 from sequence_calls import SequenceCall, assert_accurate, run
-from torch import Tensor
 from tree_calls import ON_GPU, as_chain, draw
 
 import flash_dmattn
 from flash_dmattn import Sequences, attention
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.storage import TreeMask
-from flash_dmattn.problem import Flags
 from flash_dmattn.remembered import Remembered
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
@@ -68,7 +66,7 @@ def test_a_chain_is_causal_bit_for_bit(serving: Runner) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that need not be here: every call whose bits are compared there has the same kernels and programs."""
-    from flash_dmattn.triton_kernels import kernel_launch, launch, sequences
+    from flash_dmattn.triton_kernels import kernel_launch, launch
     from flash_dmattn.triton_kernels.plan_sequences import SequenceCall as Planned
 
     def on_sm_90(*arguments: Any) -> Planned:
@@ -77,7 +75,7 @@ def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) ->
         return call
 
     launched: list[Any] = []
-    monkeypatch.setattr(sequences, "SequenceCall", on_sm_90)
+    monkeypatch.setattr(launch, "SequenceCall", on_sm_90)
     monkeypatch.setattr(launch, "plans", Remembered(4096))
     monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda self, *tensors: launched.append(self))
 
@@ -135,37 +133,6 @@ def test_explain_tells_of_trees() -> None:
     explanation = flash_dmattn.explain(x, x, x, PreparedMask.from_tree(torch.ones(1, 5, 5) > 0), sequences=padded)
     verdict = next(v for v in explanation.verdicts if v.backend == "triton")
     assert [r.code for r in verdict.reasons] == ["device"]
-
-
-def test_opcheck() -> None:
-    call = draw(6, "padded", dtypes=(torch.float32,))
-    view = call.sequences.view(call.sequences.spec(call.q, call.k, call.v))
-    flags = Flags(-1, -1, 0.5, 0.0, False, layout="padded", max_seqlen_q=call.q.shape[1], max_seqlen_k=call.k.shape[1])
-    inputs = (call.q, call.k, call.v, [call.mask.bits], "tree", None, None, list(view.tensors), None)
-    # Lengths are read on the host: what follows shapes alone cannot run.
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        torch.ops.flash_dmattn.attention_forward.default, (*inputs, *flags, "eager", ""), test_utils=checks
-    )
-
-
-def test_compiled_with_a_tree_made_inside_or_outside() -> None:
-    def step(q: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, tree: Any) -> Tensor:
-        mask = PreparedMask.from_tree(tree) if isinstance(tree, Tensor) else tree
-        out = attention(q, pool, pool, mask, sequences=Sequences.paged(table, lengths))
-        assert isinstance(out, Tensor)
-        return out
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens, lengths in ((3, [7, 9]), (5, [12, 5, 20])):
-        count = len(lengths)
-        tree = torch.rand(count, tokens, tokens, device=DEVICE) < 0.5
-        table = torch.randperm(15, device=DEVICE)[: 5 * count].view(count, 5)
-        q, pool = torch.randn(count, tokens, 2, 16, device=DEVICE), torch.randn(15, 4, 2, 16, device=DEVICE)
-        arguments = (q, pool, table, torch.tensor(lengths, device=DEVICE))
-        for each in (tree, PreparedMask.from_tree(tree)):
-            with torch.no_grad():
-                torch.testing.assert_close(compiled(*arguments, each), step(*arguments, each))
 
 
 Q, POOL = torch.zeros(2, 3, 2, 8), torch.zeros(4, 4, 2, 8)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceView
+from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.remembered import Remembered
 
 pytestmark = needs_triton
@@ -361,13 +362,18 @@ ENTRIES = ("forward", "backward", "forward sequences", "backward sequences")
 
 
 def key_of_plan(function: str, arguments: dict[str, Any]) -> Any:
-    from flash_dmattn.triton_kernels import launch, sequences
+    from flash_dmattn.triton_kernels import launch
 
-    name, _, other = function.partition(" ")
+    x = Inputs(**{name: arguments[name] for name in Inputs._fields if name in arguments})
+    out, lse, flags = (arguments[name] for name in ("out", "lse", "flags"))
     with pytest.MonkeyPatch.context() as patch:
         keys = Keys()
         patch.setattr(launch, "plans", keys)
-        getattr(sequences if other else launch, name)(**arguments)
+        if function.startswith("forward"):
+            launch.forward(x, out, lse, flags)
+        else:
+            others = (arguments[name] for name in ("dout", "dlse", "flags", "needs_grad"))
+            launch.backward(Saved(x, out, lse), *others)
     return keys.asked[-1]
 
 

@@ -12,6 +12,7 @@ import flash_dmattn
 from flash_dmattn.backends.mask_choice import choose_form
 from flash_dmattn.backends.triton.backend import BACKEND
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad
+from flash_dmattn.problem.inputs import Inputs
 
 pytestmark = needs_triton
 
@@ -118,7 +119,6 @@ def test_bounds_of_keys_know_of_one_query(reorder: bool) -> None:
     from flash_dmattn.masks import PreparedMask
     from flash_dmattn.operators import describe_operands
     from flash_dmattn.problem import Flags, MaskView
-    from flash_dmattn.problem.inputs import Inputs
     from flash_dmattn.triton_kernels.launch import takes_group_rows
 
     q, k, flags = torch.zeros(1, 1, 6, 32), torch.zeros(1, 600, 2, 32), Flags(-1, -1, 0.1, 0.0, False)
@@ -147,10 +147,11 @@ def test_a_signature_has_all_that_decides_a_launch(monkeypatch: pytest.MonkeyPat
     wide = torch.empty(2, 9, 2, 24)
     x = wide[..., :16]
     changed = (wide[..., 1:17], x.half(), x[:1], x[..., :8], x.contiguous(), None)
-    seen = {launch.signature(x, x)} | {launch.signature(x, other) for other in changed}
-    seen |= {launch.signature(other, x) for other in changed if other is not None}
+    inputs = Inputs(x, x, x)
+    seen = {launch.signature(inputs, x)} | {launch.signature(inputs, other) for other in changed}
+    seen |= {launch.signature(inputs._replace(q=other), x) for other in changed if other is not None}
     monkeypatch.setattr(launch, "takes_tf32", lambda dtype: True)
-    assert len(seen | {launch.signature(x, x)}) == 1 + 6 + 5 + 1
+    assert len(seen | {launch.signature(inputs, x)}) == 1 + 6 + 5 + 1
 
 
 def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,14 @@ def is_current_device(x: Tensor) -> bool:
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's device the current one, where it is not."""
     return contextlib.nullcontext() if is_current_device(x) else torch.cuda.device(x.device)
+
+
+def run_on(x: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with the tensor's device as the current one; without a context manager where it is already."""
+    if is_current_device(x):
+        return function(*arguments)
+    with torch.cuda.device(x.device):
+        return function(*arguments)
 
 
 # CUDA 12.3 is the first driver whose graphs may contain launches that overlap (programmatic dependent launch).

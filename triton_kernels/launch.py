@@ -1,4 +1,4 @@
-"""The two entry points of dense calls, forward and backward, and the table of launch plans for calls that are alike."""
+"""The launch plans of calls that are alike, their table, and calls whose pass is not planned."""
 
 from __future__ import annotations
 
@@ -10,61 +10,52 @@ from torch import Tensor
 
 from flash_dmattn.masks.prepared.operators import prepared_view
 from flash_dmattn.problem import Flags, Gradients, MaskChoice, MaskView, NeedsGrad, heads_as_rows, keys_of_query
+from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.remembered import Remembered
 
-from .kernel_launch import is_current_device as is_current_device
-from .kernel_launch import on_device as on_device
+from . import plan_sequences
+from .kernel_launch import on_device
+from .kernel_launch import run_on as run_on
 from .plan import MOST_FEW_KEYS, Call, takes_tf32
 from .plan_backward import plan_backward
 from .plan_forward import plan_forward
+from .plan_sequences import SequenceCall
 from .plan_short import plan_short_backward, plan_short_forward
 from .preferred_tiles import on_change
 from .short_calls import ShortCall
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    flags: Flags,
-    sink: Tensor | None = None,
-    dropout: Tensor | None = None,
-) -> None:
-    """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous.
-
-    `sink` is (Hq,). `dropout` is the dropout key, None without dropout.
-    """
-    q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
-    sink = None if sink is None else sink.contiguous()
-    with on_device(q):
-        groups = takes_group_rows(q, k, mask, flags)
-        if mask.dense is not None and not is_short_forward(q, k, v, mask):
-            mask = packed_for_forward(mask.dense, q, k, flags, groups)
-        key = ("forward", groups, mask.form, flags, *signature(q, k, v, bias, sink, dropout, *mask.tensors))
-        plan = plans.find(key, lambda: forward_plan(planned_call(q, k, v, mask, bias, flags, sink, groups)))
-        plan(q, k, v, mask, bias, sink, out, lse, dropout)
+def forward(x: Inputs, out: Tensor, lse: Tensor, flags: Flags) -> None:
+    """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous, of a call whose pass is not planned."""
+    x = readable(x)
+    with on_device(x.q):
+        groups = x.sequences is None and takes_group_rows(x.q, x.k, x.mask, flags)
+        if x.mask.dense is not None and x.sequences is None and not is_short_forward(x.q, x.k, x.v, x.mask):
+            x = x._replace(mask=packed_for_forward(x.mask.dense, x.q, x.k, flags, groups))
+        key = ("forward", groups, x.mask.form, flags, *signature(x))
+        plans.find(key, lambda: forward_plan(planned_call(x, flags, groups)))(x, out, lse)
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan out and lse of one class of calls: run(x, out, lse)."""
+    if isinstance(call, plan_sequences.SequenceCall):
+        return plan_sequences.plan_forward(call)
     is_short = not call.flags.outside and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
     return (plan_short_forward if is_short else plan_forward)(call)
 
 
 def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
-    """Plan the gradients of one class of calls: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
-    if not call.flags.outside and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():
+    """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
+    flags = call.flags
+    if isinstance(call, plan_sequences.SequenceCall):
+        plan = plan_sequences.plan_backward(call, dout, dlse, needs_grad)
+    elif not flags.outside and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_backward():
         return plan_short_backward(call, dout, dlse, needs_grad)
-    plan, flags = plan_backward(call, dout, dlse, needs_grad), call.flags
+    else:
+        plan = plan_backward(call, dout, dlse, needs_grad)
     if not needs_fp32_delta(call.q.dtype, call.shape.seqlen_k, flags.window, needs_grad):
         return plan
-    return lambda dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout: plan(
-        dout, dlse, q, k, v, mask, bias, sink, _out_in_fp32(q, k, v, mask, bias, flags, sink, dropout), lse, dropout
-    )
+    return lambda saved, dout, dlse: plan(_with_out_in_fp32(saved, flags), dout, dlse)
 
 
 def is_short_forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
@@ -97,21 +88,15 @@ def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool
     return mask.form != "tiles"
 
 
-def planned_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    flags: Flags,
-    sink: Tensor | None,
-    groups: bool,
-) -> Call:
-    """Describe the call to its forward kernels; with `groups` the G heads of a group are G queries of one head.
+def planned_call(x: Inputs, flags: Flags, groups: bool = False) -> Call:
+    """Describe a call to its kernels; with `groups` the G heads of a group are G queries of one head.
 
     The one query is the last, which causality and the right side of a window do not limit, so these are dropped. The
     plan itself runs on the tensors as the caller has them.
     """
+    q, k, v, mask, bias, sink, sequences, _ = x
+    if sequences is not None:
+        return SequenceCall(q, k, v, mask, bias, flags, sink, sequences)
     if not groups:
         return Call(q, k, v, mask, bias, flags, sink)
     rows = q.unflatten(2, (k.shape[2], -1)).squeeze(1).transpose(1, 2)
@@ -131,36 +116,16 @@ def packed_for_forward(bools: Tensor, q: Tensor, k: Tensor, flags: Flags, groups
     return _packed(rows, heads // heads_k, k.shape[1], flags._replace(left=-1, right=-1))
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    flags: Flags,
-    needs_grad: NeedsGrad,
-    sink: Tensor | None = None,
-    dropout: Tensor | None = None,
-) -> Gradients:
-    """Compute the requested gradients; every sum is taken in fp32, in a fixed order, and rounded once."""
-    sink = None if sink is None else sink.contiguous()
-    q, k, v, dout, out, lse = (*(unit_rows(x) for x in (q, k, v, dout)), out.contiguous(), lse.contiguous())
-    with on_device(q):
-        if mask.dense is not None and not is_short_backward(q, k, v, mask):
-            mask = _packed(mask.dense, q.shape[1], k.shape[1], flags)
-        key = (
-            "backward",
-            mask.form,
-            needs_grad,
-            flags,
-            *signature(q, k, v, bias, sink, dropout, dout, dlse, out, lse, *mask.tensors),
-        )
-        plan = plans.find(key, lambda: backward_plan(Call(q, k, v, mask, bias, flags, sink), dout, dlse, needs_grad))
-        return plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)
+def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, flags: Flags, needs_grad: NeedsGrad) -> Gradients:
+    """Compute the requested gradients of a call whose pass is not planned."""
+    x, out, lse = saved
+    x, dout, out, lse = readable(x), unit_rows(dout), out.contiguous(), lse.contiguous()
+    with on_device(x.q):
+        if x.mask.dense is not None and x.sequences is None and not is_short_backward(x.q, x.k, x.v, x.mask):
+            x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
+        key = ("backward", x.mask.form, needs_grad, flags, *signature(x, dout, dlse, out, lse))
+        plan = plans.find(key, lambda: backward_plan(planned_call(x, flags), dout, dlse, needs_grad))
+        return plan(Saved(x, out, lse), dout, dlse)
 
 
 def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], needs_grad: NeedsGrad) -> bool:
@@ -174,22 +139,12 @@ def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int],
     return few and dtype != torch.float32 and (needs_grad.q or needs_grad.k or needs_grad.bias)
 
 
-def _out_in_fp32(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskView,
-    bias: Tensor | None,
-    flags: Flags,
-    sink: Tensor | None,
-    dropout: Tensor | None,
-) -> Tensor:
-    q, k, v = q.float(), k.float(), v.float()
-    batch, seqlen_q, num_heads, _ = q.shape
-    out = torch.empty(batch, seqlen_q, num_heads, v.shape[3], device=q.device)
-    lse = torch.empty(batch, num_heads, seqlen_q, device=q.device)
-    forward(q, k, v, mask, bias, out, lse, flags, sink, dropout)
-    return out
+def _with_out_in_fp32(saved: Saved, flags: Flags) -> Saved:
+    x = saved.inputs
+    q, k, v = x.q.float(), x.k.float(), x.v.float()
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    forward(x._replace(q=q, k=k, v=v), out, torch.empty_like(saved.lse), flags)
+    return saved._replace(out=out)
 
 
 # Plans of calls with and without sequences, keyed by everything that decides a launch. A plan must not keep references
@@ -198,19 +153,24 @@ plans: Remembered[Callable[..., Any]] = Remembered(4096)
 on_change.append(plans.clear)
 
 
-def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+def signature(x: Inputs, *others: Tensor | None) -> tuple[Any, ...]:
     """Return all that decides a launch: device, precision, and shape, strides, dtype and alignment of every tensor."""
-    parts = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (q, *others)]
+    q, k, v, mask, bias, sink, sequences, dropout = x
+    tensors = (q, k, v, bias, sink, dropout, *others, *mask.tensors, *(sequences or ()))
+    parts = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors]
     return (q.get_device(), takes_tf32(q.dtype), *parts)
 
 
-def _has_unit_rows(x: Tensor) -> bool:
-    return x.stride()[3] == 1 or x.shape[3] == 1  # stride(3) would take twice as long
-
-
 def unit_rows(x: Tensor) -> Tensor:
-    # The kernels read rows of unit stride. Only a tensor without them is copied.
-    return x if _has_unit_rows(x) else x.contiguous()
+    """Return a tensor with rows of unit stride, which the kernels read: itself, or a copy."""
+    return x if x.stride()[-1] == 1 or x.shape[-1] == 1 else x.contiguous()  # stride(-1) would take twice as long
+
+
+def readable(x: Inputs) -> Inputs:
+    """Return a call with rows of unit stride and a contiguous sink."""
+    q, k, v, mask, bias, sink, *rest = x
+    sink = None if sink is None else sink.contiguous()
+    return Inputs(unit_rows(q), unit_rows(k), unit_rows(v), mask, bias, sink, *rest)
 
 
 def _packed(mask: Tensor, seqlen_q: int, seqlen_k: int, flags: Flags) -> MaskView:

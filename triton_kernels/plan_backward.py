@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_dmattn.gradients import key_gradient, query_gradient, row_delta, sink_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
+from flash_dmattn.problem.inputs import Saved
 
 from .backward_bias import backward_bias_kernel
 from .backward_delta import delta_kernel
@@ -37,7 +38,7 @@ _LEAST_DIAGONAL = 32
 
 
 def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad) -> Callable[..., Gradients]:
-    """Plan the gradients of one class of calls: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, num_heads_k, repeat = call.bias, call.shape, call.num_heads_k, call.flags.bias_repeat
     per_row = per_key = per_score = stored = product = False
@@ -65,19 +66,8 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     diagonals_of = plan_diagonals(call, dout, bias) if by_distance and bias is not None else None
     has_few_keys = call.has_few_keys
 
-    def run(
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        dropout: Tensor | None,
-    ) -> Gradients:
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+        (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
         lse_log2, delta = delta_of(dout, out, dlse, lse, None)
         read = (q, k, v, bias, dout, lse_log2, delta)
         read_sink = sink if has_few_keys else None

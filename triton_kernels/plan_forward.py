@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.problem import MaskView
+from flash_dmattn.problem.inputs import Inputs
 
 from .forward import forward_kernel
 from .forward_combine import combine_kernel
@@ -26,7 +26,7 @@ VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan out and lse of one class of calls: run(x, out, lse)."""
     shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
     parts = call.column_parts(tile)
@@ -57,25 +57,13 @@ def plan_forward(call: Call) -> Callable[..., None]:
     )
     if splits == 1:
         none = (None, None)
-        return lambda q, k, v, mask, bias, sink, out, lse, dropout: launch(
-            q, k, v, bias, *read_of(mask), out, lse, sink, *none, dropout
-        )
+        return lambda x, out, lse: launch(x.q, x.k, x.v, x.bias, *read_of(x.mask), out, lse, x.sink, *none, x.dropout)
     combine = plan_combine(call, shape, splits)
 
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        dropout: Tensor | None,
-    ) -> None:
+    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
         parts = empty_parts(splits, out, lse)
-        launch(q, k, v, bias, *read_of(mask), *parts, None, None, None, dropout)
-        combine(*parts, out, lse, sink)
+        launch(x.q, x.k, x.v, x.bias, *read_of(x.mask), *parts, None, None, None, x.dropout)
+        combine(*parts, out, lse, x.sink)
 
     return run
 

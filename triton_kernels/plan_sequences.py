@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_dmattn.gradients import key_gradient, row_delta, sequence_query_gradient, sink_gradient
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView, bias_class
+from flash_dmattn.problem.inputs import Inputs, Saved
 
 from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .fill_gaps import fill_gaps_kernel
@@ -176,16 +177,16 @@ class SequenceCall(Call):
         """Name the numbers and constants that several kernels take."""
         return {**super().values(), "layout": self.layout, "SEQUENCES": self.code}
 
-    def plan_fill(self, like: Tensor, column: int, has_lse: bool = False) -> Launch:
+    def plan_fill(self, shape: Sequence[int], column: int, has_lse: bool = False) -> Launch:
         """Plan the kernel that fills rows of no sequence in (B, L, H, D) tensors: run(x, lse, bounds).
 
         Args:
-            like: a tensor of the shape to fill.
+            shape: of the tensors.
             column: the column of the bounds that has the first row of each sequence, 0 for queries and 2 for keys.
             has_lse: whether lse is filled, too.
         """
         packed = self.flags.packs_queries if column == 0 else self.flags.packs_keys
-        _, rows, heads, width = like.shape
+        _, rows, heads, width = shape
         rest = by_name(
             fill_gaps_kernel,
             {},
@@ -202,8 +203,8 @@ class SequenceCall(Call):
         return Launch(fill_gaps_kernel, (self.number + packed) * _GAP_SHARE, rest)
 
 
-def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, sequences, dropout)."""
+def plan_forward(call: SequenceCall) -> Callable[..., None]:
+    """Plan out and lse of one class of calls: run(x, out, lse)."""
     shape, flags, tile = call.shape, call.flags, call.tile("forward")
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
@@ -242,22 +243,12 @@ def plan_forward(call: SequenceCall, out: Tensor) -> Callable[..., None]:
         GROUPED=grouped,
         ONE_LOOP=False,
     )
-    fill = call.plan_fill(out, 0, has_lse=True)
-    batch, rows_q = out.shape[:2]
-    combine = plan_combine(call, shape._replace(batch=batch, seqlen_q=rows_q), splits)
+    fill = call.plan_fill((*call.q.shape[:3], shape.head_dim_v), 0, has_lse=True)
+    combine = plan_combine(call, shape._replace(batch=call.q.shape[0], seqlen_q=call.rows_q), splits)
 
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        sequences: SequenceView,
-        dropout: Tensor | None,
-    ) -> None:
+    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
+        q, k, v, mask, bias, sink, sequences, dropout = x
+        assert sequences is not None
         read = read_of(mask)
         if splits == 1:
             launch(q, k, v, bias, *read, out, lse, sink, *sequences, dropout)
@@ -280,8 +271,7 @@ def _key_parts(call: SequenceCall, programs: int) -> int:
 def plan_backward(
     call: SequenceCall, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
 ) -> Callable[..., Gradients]:
-    """Plan the gradients of one class of calls: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, sequences,
-    dropout)."""
+    """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     bias, shape, flags = call.bias, call.shape, call.flags
     kind = None if bias is None or not need_bias else bias_class(bias.shape)
@@ -317,22 +307,11 @@ def plan_backward(
         if need_q and shape.seqlen_k > call.layout.one_pass_keys:
             queries_of = plan_queries(call, dout)
     bias_of = plan_bias(call, dout, bias) if shared and bias is not None else None
-    fill_q = call.plan_fill(call.q, 0)
+    fill_q, num_heads_k = call.plan_fill(call.q.shape, 0), call.num_heads_k
 
-    def run(
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        sequences: SequenceView,
-        dropout: Tensor | None,
-    ) -> Gradients:
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+        (q, k, v, mask, bias, sink, sequences, dropout), out, lse = saved
+        assert sequences is not None
         lse_log2, delta = delta_of(dout, out, dlse, lse, sequences.bounds)
         read = (q, k, v, bias, dout, lse_log2, delta)
         dq = dk = dv = dbias = None
@@ -354,7 +333,7 @@ def plan_backward(
         if sink is not None and (need_sink or kind == "query"):
             rows = row_delta(dout, out, dlse, lse)
         if kind == "query" and bias is not None:
-            dbias = sequence_query_gradient(bias, dlse, lse, call.num_heads_k, flags, sink, rows, sequences.bounds)
+            dbias = sequence_query_gradient(bias, dlse, lse, num_heads_k, flags, sink, rows, sequences.bounds)
         if sink is None:
             return dq, dk, dv, dbias
         if not need_sink or rows is None:
@@ -371,7 +350,7 @@ def _plan_pairs(
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]]:
     """Plan `plan_pairs`, and what fills rows of no sequence in dk and dv: run(read, mask, bounds, dropout)."""
     pairs_of = plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind)
-    fill_k, fill_v = call.plan_fill(call.k, 2), call.plan_fill(call.v, 2)
+    fill_k, fill_v = call.plan_fill(call.k.shape, 2), call.plan_fill(call.v.shape, 2)
 
     def run(
         read: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None
@@ -413,8 +392,9 @@ def _plan_keys(
         SEARCH=search,
         ONE_PASS=one_pass,
     )
-    fill_k, fill_v = call.plan_fill(call.k, 2), call.plan_fill(call.v, 2)
+    fill_k, fill_v = call.plan_fill(call.k.shape, 2), call.plan_fill(call.v.shape, 2)
     entries = 1 if flags.bias_packing == "keys" else call.number
+    num_heads_k, dbias_keys = call.num_heads_k, call.layout.dbias_keys
 
     def run(
         operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None, dq: Tensor | None
@@ -425,7 +405,7 @@ def _plan_keys(
         dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_v else None
         made = None
         if per_key:
-            made = torch.zeros((entries, owners, call.layout.dbias_keys), dtype=torch.float32, device=k.device)
+            made = torch.zeros((entries, owners, dbias_keys), dtype=torch.float32, device=k.device)
         elif stored and bias is not None:
             made = torch.zeros(bias.shape, dtype=bias.dtype, device=k.device)
         launch(*operands, *read_of(mask, columns=True), dk, dv, made, None, bounds, dropout, dq)
@@ -434,7 +414,7 @@ def _plan_keys(
         if dv is not None:
             fill_v(dv, None, bounds)
         if per_key and made is not None and bias is not None:
-            made = key_gradient(bias, made, call.num_heads_k, 1)
+            made = key_gradient(bias, made, num_heads_k, 1)
         return dk, dv, made
 
     return run

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_dmattn.gradients import key_gradient, new_like, query_gradient, sink_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
+from flash_dmattn.problem.inputs import Saved
 
 from .plan import Call, row_strides
 from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum
@@ -57,21 +58,19 @@ def _values(call: Call, tile: ShortTile, walk: Walk, *read: Tensor) -> dict[str,
 
 
 def plan_short_forward(call: Call) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan out and lse of one class of calls: run(x, out, lse)."""
     q, k, v, shape = call.q, call.k, call.v, call.shape
     tile = forward_tile(ShortCall.of(q, k, v, call.mask, call.arch))
     assert tile is not None
     walk, _, programs = _walk(call, triton.cdiv(shape.seqlen_q, tile.block_m))
     launch = call.launch(short_forward_kernel, programs, tile, **_values(call, tile, walk, q, k, v))
-    return lambda q, k, v, mask, bias, sink, out, lse, dropout: launch(
-        q, k, v, bias, *mask_tensors(mask), out, lse, sink, dropout
-    )
+    return lambda x, out, lse: launch(x.q, x.k, x.v, x.bias, *mask_tensors(x.mask), out, lse, x.sink, x.dropout)
 
 
 def plan_short_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: NeedsGrad
 ) -> Callable[..., Gradients]:
-    """Plan the gradients of one class of calls: run(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)."""
+    """Plan the gradients of one class of calls: run(saved, dout, dlse)."""
     need_q, need_k, need_v, need_bias, need_sink = needs_grad
     q, k, v, bias, shape, repeat = call.q, call.k, call.v, call.bias, call.shape, call.flags.bias_repeat
     made_as = bias_class(bias.shape) if need_bias and bias is not None else "none"
@@ -121,19 +120,8 @@ def plan_short_backward(
     needs_delta, is_query = len(launches) > 1 or reads_delta, made_as == "query"
     sum_sizes, num_heads = (shape.batch, shape.num_heads, shape.seqlen_k), shape.num_heads
 
-    def run(
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskView,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        dropout: Tensor | None,
-    ) -> Gradients:
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
+        (q, k, v, mask, bias, sink, _, dropout), _, lse = saved
         dq = None if new_q is None else new_q(q)
         dk = None if new_k is None else new_k(k)
         dv = None if new_v is None else new_v(v)

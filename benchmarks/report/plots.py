@@ -1,9 +1,9 @@
-"""Plots of a suite's results, PNG and SVG: times of the workloads and of each sweep, memory, errors."""
+"""Plots of a suite's results, PNG and SVG: times of each group of calls, memory, training steps, errors."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,11 @@ STYLES = {
 # Systems far behind the others would stretch the axes; the tables have them.
 IN_PLOTS = tuple(name for name in STYLES if name not in ("eager", "reference", "sdpa-math"))
 PANELS = ("forward", "backward")
+# Inches: pages show a picture 700 to 900 pixels wide, where the text of a wider one would be too small to read.
+WIDTH = 8.0
+# Dots beyond this many times our time lie at it; a floor further left is left out.
+FARTHEST = 20.0
+NEAREST = 0.1
 # One call of each kind, and the best known peers: the table and the plot of README.md.
 KINDS = ("dense-d128", "causal-d128", "bias-bhll-d64", "bias-1hll-d64", "topk-8k", "blocks")
 PEERS = ("fa4", "sdpa-cudnn", "flexattention")
@@ -53,7 +58,8 @@ def write(content: Record, folder: Path) -> list[Path]:
         for group in dict.fromkeys(row["group"] for row in rows):
             some = [row for row in rows if row["group"] == group]
             swept = len(some) > 1 and all(isinstance(row["x"], (int, float)) for row in some)
-            figures[f"performance-{group.replace(' ', '-')}"] = (curves if swept else bars)(some, content)
+            drawn = curves(some, content) if swept else ratios(some, content, shown(some), floor=True)
+            figures[f"performance-{group.replace(' ', '-')}"] = drawn
     elif content["suite"] == "memory" and rows:
         figures["memory"] = memory(rows, content)
     elif content["suite"] == "model" and rows:
@@ -110,7 +116,8 @@ def _finish(figure: Figure, content: Record, notes: str) -> Figure:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     columns = max(1, min(len(labels), int(figure.get_figwidth() / 1.6)))
     figure.legend(handles, labels, loc="outside upper center", frameon=False, ncols=columns, fontsize=9)
-    figure.supxlabel(f"{machines.line(content['machine'])}\n{notes}", fontsize=8)
+    said = [textwrap.fill(text, int(16 * figure.get_figwidth())) for text in (machines.line(content["machine"]), notes)]
+    figure.supxlabel("\n".join(said), fontsize=8.5)
     return figure
 
 
@@ -118,84 +125,57 @@ def _panels(rows: list[Record]) -> list[str]:
     return [name for name in PANELS if any(name in row["floor_ms"] for row in rows)]
 
 
-def bars(rows: list[Record], content: Record) -> Figure:
-    """Bars of milliseconds per case and system, a panel for each pass, with the floor as a line."""
-    systems, panels = shown(rows), _panels(rows)
-    figure = _figure(max(8.0, 1.1 * len(rows) + 2), 3.6 * len(panels) + 1.4)
-    width = 0.86 / max(1, len(systems))
-    for axes, name in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
-        lowest = []
-        for index, system in enumerate(systems):
-            offset = (index - (len(systems) - 1) / 2) * width
-            color = STYLES.get(system, ("#BBBBBB", "o"))[0]
-            axes.bar(float("nan"), float("nan"), color=color, label=label(system))
-            for place, row in enumerate(rows):
-                for line in (line for line in row["systems"] if line["system"] == system):
-                    timed, prepared = time_of(line, name), prepared_time_of(line, name)
-                    if timed is not None:
-                        hatch = "////" if timed[1] else None
-                        axes.bar(place + offset, timed[0], width, color=color, hatch=hatch, edgecolor="white", lw=0.3)
-                        lowest.append(timed[0])
-                    if prepared is not None:
-                        axes.plot(place + offset, prepared, marker="_", color="black", ms=260 * width / 4, mew=1.2)
-        _floor_lines(axes, rows, name)
-        _log_scale(axes)
-        # The floor of the smallest calls is far below what a launch takes: there it may lie outside the picture.
-        least = min(lowest, default=1.0)
-        floors = [row["floor_ms"][name] for row in rows if name in row["floor_ms"]]
-        axes.set_ylim(bottom=0.7 * min([least, *(x for x in floors if x > 0.1 * least)]))
-        axes.set_ylabel(f"{name}, milliseconds")
-        axes.set_xticks(range(len(rows)), [str(row["x"] or row["name"]) for row in rows], rotation=20, ha="right")
-        axes.set_xlim(-0.6, len(rows) - 0.4)
-        _grid(axes)
-    notes = "lower is better; black dashes: mask prepared beforehand; hatched: wrong; no bar: no kernel, or it failed"
-    return _finish(figure, content, notes)
-
-
-def ratios(rows: list[Record], content: Record) -> Figure:
-    """A row for each call, a dot for each peer: its time divided by ours, a panel for each pass."""
+def ratios(rows: list[Record], content: Record, systems: Sequence[str] = PEERS, floor: bool = False) -> Figure:
+    """A row for each call, a dot for each system: its time divided by ours, a panel for each pass."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     panels = _panels(rows)
-    figure = _figure(8.0, 0.62 * len(rows) + 1.7)
+    figure = _figure(WIDTH, 0.62 * len(rows) + 2.0)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, name in zip(all_axes, panels, strict=True):
         axes.axvline(1.0, color="black", lw=1.2)
         mine = [summary.ours(row, name) for row in rows]
-        for peer in PEERS:
-            color, marker = STYLES[peer]
-            theirs = [summary.time_of(row, peer, name) for row in rows]
+        for index, system in enumerate(systems):
+            color, marker = STYLES.get(system, ("#BBBBBB", "o"))
             points = [
-                (their / our.ms, float(place))
-                for place, (their, our) in enumerate(zip(theirs, mine, strict=True))
-                if their is not None and our is not None
+                (min(their / our.ms, FARTHEST), place + 0.5 * ((index + 0.5) / len(systems) - 0.5))
+                for place, (row, our) in enumerate(zip(rows, mine, strict=True))
+                if (their := _time(row, system, name)) is not None and our is not None
             ]
-            axes.plot(*_split(points), linestyle="", color=color, marker=marker, ms=9, label=label(peer))
+            axes.plot(*_split(points), linestyle="", color=color, marker=marker, ms=8, label=label(system), zorder=3)
+        if floor:
+            points = [
+                (row["floor_ms"][name] / our.ms, float(place))
+                for place, (row, our) in enumerate(zip(rows, mine, strict=True))
+                if our is not None and name in row["floor_ms"]
+            ]
+            points = [(x, y) for x, y in points if x > NEAREST]
+            axes.plot(*_split(points), linestyle="", color="black", marker="|", ms=14, mew=1.6, label="floor")
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([0.5, 1, 2, 5, 10, 20]))
+        axes.xaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.xaxis.set_minor_locator(NullLocator())
         low, high = axes.get_xlim()
-        axes.set_xlim(min(0.7, low), max(2.3, high))
+        axes.set_xlim(min(0.7, low), min(max(2.3, high), 1.12 * FARTHEST))
         axes.set_title(name, fontsize=11)
-        axes.set_xlabel("time of the peer / time of flash_dmattn")
+        axes.set_xlabel("time / time of flash_dmattn")
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
-    names = [f"{textwrap.fill(row['what'], 30)}\n{row['shape']}" for row in rows]
-    all_axes[0].set_yticks(range(len(rows)), names, fontsize=8.5)
+    names = [f"{textwrap.fill(row['what'], 34)}\n{row['shape']}" for row in rows]
+    all_axes[0].set_yticks(range(len(rows)), names, fontsize=8)
     all_axes[0].set_ylim(len(rows) - 0.5, -0.5)
-    handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", frameon=False, ncols=len(labels))
-    said = "right of the line flash_dmattn is faster; no dot: the peer does not serve the call, or gets it wrong"
-    figure.supxlabel(f"{content['machine']['device']}, bf16; below each call its B,Hq,Hk,L,D\n{said}", fontsize=8.5)
-    return figure
+    notes = "below each call its B,Hq,Hk,L,D; right of the line flash_dmattn is faster; no dot: not served, or wrong"
+    if any(max(line.get_xdata(), default=0.0) == FARTHEST for axes in all_axes for line in axes.lines):
+        notes += f"; a dot at {FARTHEST:g}: {FARTHEST:g} or more"
+    return _finish(figure, content, notes)
 
 
-def _floor_lines(axes: Axes, rows: list[Record], name: str) -> None:
-    for place, row in enumerate(rows):
-        if name in row["floor_ms"]:
-            axes.hlines(row["floor_ms"][name], place - 0.45, place + 0.45, color="black", linestyle=":")
-    axes.plot([], [], color="black", linestyle=":", label="floor")
+def _time(row: Record, system: str, name: str) -> float | None:
+    """The time of a pass with right results: ours with its mask charged, a peer's as README counts it."""
+    for line in (line for line in row["systems"] if line["system"] == system and line["ours"]):
+        timed = time_of(line, name)
+        return None if timed is None or timed[1] else timed[0]
+    return summary.time_of(row, system, name)
 
 
 def _log_scale(axes: Axes) -> None:
@@ -217,7 +197,7 @@ def curves(rows: list[Record], content: Record) -> Figure:
     """Milliseconds over what is swept, a curve for each system, with the floor dotted and prepared masks dashed."""
     systems, panels = shown(rows), _panels(rows)
     rows = sorted(rows, key=lambda row: row["x"])
-    figure = _figure(6.4 * len(panels), 5.6)
+    figure = _figure(WIDTH, 5.0)
     for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for system in systems:
             color, marker = STYLES.get(system, ("#BBBBBB", "o"))
@@ -262,7 +242,7 @@ def _split(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]
 def memory(rows: list[Record], content: Record) -> Figure:
     """Bars of peak MiB above the inputs over forward and backward, with what any system returns as a line."""
     systems = shown(rows)
-    figure = _figure(max(8.0, 2.0 * len(rows) + 2), 5.6)
+    figure = _figure(WIDTH, 5.0)
     axes = figure.subplots()
     width = 0.86 / max(1, len(systems))
     for index, system in enumerate(systems):
@@ -287,7 +267,7 @@ def memory(rows: list[Record], content: Record) -> Figure:
 def model(rows: list[Record], content: Record) -> Figure:
     """Bars of milliseconds of a training step, what it takes without attention grey, and of its peak memory."""
     places = [(row, line) for row in rows for line in row["systems"] if line["step"] is not None]
-    figure = _figure(max(8.0, 1.6 * len(places) + 2), 4.6)
+    figure = _figure(WIDTH, 4.6)
     times, memory = figure.subplots(1, 2)
     for place, (row, line) in enumerate(places):
         color = STYLES.get(line["system"], ("#BBBBBB", "o"))[0]
@@ -311,7 +291,7 @@ def model(rows: list[Record], content: Record) -> Figure:
 def errors(rows: list[Record], content: Record) -> Figure:
     """Every error divided by its limit, a column for each system, a point for each tensor of each case."""
     systems = list(summary.systems_of(rows))
-    figure = _figure(max(8.0, 1.1 * len(systems) + 2), 5.2)
+    figure = _figure(WIDTH, 5.2)
     axes = figure.subplots()
     tensors = list(dict.fromkeys(name for row in rows for name in row["limits"]))
     for index, tensor in enumerate(tensors):

@@ -102,7 +102,7 @@ def plot(content: Record, path: Path) -> Path:
     rows = [row for row in rows if "bias" not in row["case"]]
     panels = sorted({(row["heads"], row["kv_heads"]) for row in rows}) or [(0, 0)]
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(5.5 * len(panels), 4.2), sharey=True, squeeze=False, layout="constrained"
+        1, len(panels), figsize=(4 * len(panels), 4.2), sharey=True, squeeze=False, layout="constrained"
     )
     drawn: dict[str, Any] = {}
     for place, (heads, kv_heads) in zip(axes[0], panels, strict=True):
@@ -117,7 +117,7 @@ def plot(content: Record, path: Path) -> Path:
                 (drawn[label],) = place.plot(x, y, style, color=color, label=label)
         place.set(
             xscale="log",
-            xlabel="tokens; a line ends at the longest that was timed",
+            xlabel="tokens",
             title=f"{heads} heads on {kv_heads}",
         )
         lengths = sorted({row["length"] for row in here})
@@ -126,8 +126,9 @@ def plot(content: Record, path: Path) -> Path:
         place.grid(alpha=0.3)
     axes[0][0].set_ylabel("efficiency, forward and backward, %")
     if drawn:
-        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=2, frameon=False)
+        ends = "a line ends at the longest that was timed"
+        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=2, frameon=False, title=ends)
     figure.suptitle(f"Context parallelism, {content['world_size']} x {content['device']}, causal")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path

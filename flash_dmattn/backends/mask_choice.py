@@ -151,7 +151,7 @@ def convert(
 def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
     """Return the forward pass of a backend for a class of calls; masks are converted for it, and q, k and v viewed."""
     arrival = problem.arrival
-    if not _reads(backend, problem, "forward"):
+    if problem.arrival != "rows" and not backend.reads_as_arrived(problem, "forward"):
         run = forward_of(backend, problem._replace(arrival="rows"))
         if arrival == "heads_first":
             return lambda inputs: run(inputs.in_rows(arrival))
@@ -174,7 +174,7 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
 def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
     """Return the backward pass, with the same conversions; gradients lie as q, k and v arrived."""
     assert backend.plan_backward is not None
-    if not _reads(backend, problem, "backward"):
+    if problem.arrival != "rows" and not backend.reads_as_arrived(problem, "backward"):
         return through_rows(problem, backward_of(backend, problem._replace(arrival="rows")))
     choice = _choose(problem, ((backend, "backward"),))
     if choice.form == problem.mask_form:
@@ -225,12 +225,6 @@ def tangents_in_rows(tangents: Tangents, arrival: Arrival) -> Tangents:
     """View the tangents of q, k and v as (B, L, H, D)."""
     q, k, v = (None if x is None else in_rows(x, arrival) for x in tangents[:3])
     return Tangents(q, k, v, *tangents[3:])
-
-
-def _reads(backend: Backend, problem: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass takes q, k and v as they arrive."""
-    arrival = problem.arrival
-    return arrival == "rows" or (arrival == "heads_first" and backend.reads_heads_first(problem, direction))
 
 
 def through_rows(problem: AttentionProblem, run: Backward) -> Backward:

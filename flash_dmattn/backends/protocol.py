@@ -106,8 +106,9 @@ class Backend:
             a pass. A backend that lists "keys" loads single keys.
         reads_dense: for a backend that lists prepared forms: whether a pass is faster with the bool mask as it is. If
             both passes of a call are, its mask is not packed.
-        reads_heads_first: whether a pass takes q, k and v in head-first layout, (B, H, L, D), and returns their
-            gradients in it.
+        reads_as_arrived: whether a pass takes q, k and v as `arrival` of the problem says, in head-first layout
+            (B, H, L, D) or as tokens (T, H, D), and returns their gradients in it. The results of tokens then are
+            (T, Hq, Dv) and (Hq, T). Other passes get views (B, L, H, D).
         repeats_entries: whether it reads a mask or a bias that is shared by some entries of the batch and not by all,
             as `mask_repeat` and `bias_repeat` of `Flags` say.
         refuses_entries: for a backend without `repeats_entries`: why a pass refuses such a mask or bias; empty if it
@@ -134,7 +135,7 @@ class Backend:
     notes: Callable[[AttentionProblem], tuple[str, ...]] = lambda problem: ()
     mask_forms: frozenset[MaskForm] = frozenset({"dense"})
     reads_dense: Callable[[AttentionProblem, Direction], bool] = lambda problem, direction: False
-    reads_heads_first: Callable[[AttentionProblem, Direction], bool] = lambda problem, direction: False
+    reads_as_arrived: Callable[[AttentionProblem, Direction], bool] = lambda problem, direction: False
     repeats_entries: bool = False
     refuses_entries: Callable[[AttentionProblem, Direction], str] = lambda problem, direction: (
         "this backend takes 1 or all"

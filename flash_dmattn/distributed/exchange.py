@@ -1,15 +1,15 @@
 """Which keys each rank reads, and the collectives that move tensors between ranks and send their gradients back.
 
 Only copies of bytes travel. Sums are made here, in the order of ranks, so that they are equal bit by bit from run to
-run, whatever the network does. Three operators move one tensor each: a mask or a bias that is sharded by keys, the
-gradient of a tensor that ranks share, and heads that are traded for positions.
+run, whatever the network does. Three operators serve a call beside its keys: they move a mask or a bias that is sharded
+by keys, the gradient of a tensor that ranks share, and heads that are traded for positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -355,11 +355,22 @@ class Route(NamedTuple):
         return scatter(gradients, dim, from_flat(self.layout_k), self.rank, self.group)
 
 
-def trade(x: Tensor, group: str) -> Tensor:
-    """Send x[i] to rank i, and return what every rank has sent this one: (W, ...), contiguous."""
-    sent = x.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(_bytes(received), _bytes(sent), group=process_group(group))
+def trade(tensors: Sequence[Tensor], group: str) -> list[Tensor]:
+    """Send x[i] of each tensor to rank i, and return what every rank has sent this one, (W, ...).
+
+    Tensors of one dtype travel together.
+    """
+    received: list[Tensor] = list(tensors)
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        places = [i for i, x in enumerate(tensors) if x.dtype == dtype]
+        sizes = [tensors[i][0].numel() for i in places]
+        sent = tensors[places[0]].new_empty(len(tensors[0]), sum(sizes))
+        for i, piece in zip(places, sent.split(sizes, 1)):
+            piece.unflatten(1, tensors[i].shape[1:]).copy_(tensors[i])
+        arrived = torch.empty_like(sent)
+        dist.all_to_all_single(_bytes(arrived), _bytes(sent), group=process_group(group))
+        for i, piece in zip(places, arrived.split(sizes, 1)):
+            received[i] = piece.unflatten(1, tensors[i].shape[1:])
     return received
 
 
@@ -417,51 +428,87 @@ def _sum_fake(x: Tensor, group: str, size: int, number: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _trade(x: Tensor, group: str, layout: list[int], to_heads: bool, direction: str, name: str, number: int) -> Tensor:
-    where = from_flat(tuple(layout))
+def _trade(
+    tensors: Sequence[Tensor],
+    names: str,
+    group: str,
+    layout: list[int],
+    layout_k: list[int],
+    to_heads: bool,
+    direction: str,
+    number: int,
+) -> list[Tensor]:
     if direction == "backward" or number == 0:  # else the call was compared
-        agree_within(group, direction, number, {"traded": name, name: x, "layout": layout})
+        named = dict(zip(names.split(), tensors))
+        agree_within(group, direction, number, {"traded": names, **named, "layout": layout, "layout_k": layout_k})
+    layouts = _layouts(names, layout, layout_k)
     if to_heads:
-        received = trade(torch.stack(x.chunk(where.world_size, 2)), group)
-        return where.unshard(list(received.unbind()), 1)
-    sent = torch.stack([where.shard(x, 1, rank) for rank in range(where.world_size)])
-    return torch.cat(list(trade(sent, group).unbind()), 2)
+        sent = [x.unflatten(2, (where.world_size, -1)).movedim(2, 0) for x, where in zip(tensors, layouts)]
+        return [where.unshard(x.unbind(), 1) for x, where in zip(trade(sent, group), layouts)]
+    sent = [
+        torch.stack([where.shard(x, 1, rank) for rank in range(where.world_size)]) for x, where in zip(tensors, layouts)
+    ]
+    return [torch.cat(x.unbind(), 2) for x in trade(sent, group)]
 
 
-def _trade_fake(x: Tensor, group: str, layout: list[int], to_heads: bool, *others: Any) -> Tensor:
-    batch, _, heads, dim = x.shape
-    where = from_flat(tuple(layout))
-    size = where.world_size
-    if to_heads:
-        return x.new_empty(batch, layout[0], heads // size, dim)
-    return x.new_empty(batch, where.local_length, heads * size, dim)
+def _layouts(names: str, layout: list[int], layout_k: list[int]) -> list[SequenceLayout]:
+    return [from_flat(tuple(layout_k if name in ("k", "v") else layout)) for name in names.split()]
 
 
-_TRADE = "(Tensor x, str group, int[] layout, bool to_heads, str direction, str name, int number) -> Tensor"
+def _trade_fake(
+    tensors: Sequence[Tensor],
+    names: str,
+    group: str,
+    layout: list[int],
+    layout_k: list[int],
+    to_heads: bool,
+    *others: Any,
+) -> list[Tensor]:
+    traded = []
+    for x, where in zip(tensors, _layouts(names, layout, layout_k)):
+        batch, _, heads, dim = x.shape
+        size = where.world_size
+        length, own = (where.length, heads // size) if to_heads else (where.local_length, heads * size)
+        traded.append(x.new_empty(batch, length, own, dim))
+    return traded
+
+
+_TRADE = (
+    "(Tensor[] tensors, str names, str group, int[] layout, int[] layout_k, bool to_heads, str direction, int number)"
+    " -> Tensor[]"
+)
 _keys_op = define("move_keys", f"(Tensor x, bool back, {ROUTE}) -> Tensor", _move_keys, _move_keys_fake)
 _sum_op = define("sum_over_ranks", "(Tensor x, str group, int size, int number) -> Tensor", _sum, _sum_fake)
 _trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
 
 
 class _Exchange(torch.autograd.Function):
-    """Run one function on a tensor, and another one on its gradient."""
+    """Run one function on up to three tensors, and another one on the gradients of its results.
+
+    A fixed number of arguments: Dynamo counts them to learn that `forward` has no context.
+    """
 
     @staticmethod
-    def forward(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        return there(x)
+    def forward(
+        there: Callable[..., Any], back: Callable[..., Any], x: Tensor, y: Tensor | None, z: Tensor | None
+    ) -> Any:
+        return there(*[tensor for tensor in (x, y, z) if tensor is not None])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, ctx.back = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.back = inputs[1]
+        ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
+        if isinstance(output, tuple):  # a tensor without gradient beside others stays without one
+            needs_grad = ctx.needs_input_grad[2:]
+            ctx.mark_non_differentiable(*[x for x, needed in zip(output, needs_grad) if not needed])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient), None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return None, None, *ctx.back(*gradients), *(None,) * (3 - len(gradients))
 
 
-def _exchanged(x: Tensor, there: Callable[[Tensor], Any], back: Callable[[Tensor], Any]) -> Tensor:
-    result: Tensor = _Exchange.apply(x, there, back)
-    return result
+def _exchanged(tensors: Sequence[Tensor], there: Callable[..., Any], back: Callable[..., Any]) -> Any:
+    return _Exchange.apply(there, back, *tensors, *(None,) * (3 - len(tensors)))
 
 
 def gather_keys(x: Tensor, route: Route) -> Tensor:
@@ -469,12 +516,18 @@ def gather_keys(x: Tensor, route: Route) -> Tensor:
 
     Keys that no slice of this rank reads may be zero. The gradient is the sum of what all ranks send for own keys.
     """
-    return _exchanged(x, lambda x: _keys_op(x, False, *route), lambda gradient: _keys_op(gradient, True, *route))
+    keys: Tensor = _exchanged(
+        [x], lambda x: _keys_op(x, False, *route), lambda gradient: (_keys_op(gradient, True, *route),)
+    )
+    return keys
 
 
 def sum_gradient(x: Tensor, members: Members, number: int) -> Tensor:
     """Return the same values; the gradient is summed over the ranks, the same bits on each, in the call `number`."""
-    return _exchanged(x, lambda x: x.view_as(x), lambda gradient: _sum_op(gradient, members.name, members.size, number))
+    same: Tensor = _exchanged(
+        [x], lambda x: x.view_as(x), lambda gradient: (_sum_op(gradient, members.name, members.size, number),)
+    )
+    return same
 
 
 class HeadTrade(NamedTuple):
@@ -494,32 +547,35 @@ class HeadTrade(NamedTuple):
         """The heads of this rank."""
         return HeadGroup(self.members.rank, self.members.size)
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Trade q, k and v of this rank's rows for q, k and v of its heads; differentiable."""
-        traded = self._trade(q, "q", self.layout, to_heads=True)
         repeats = self.members.size // self.num_heads_k
         keys = [x if repeats <= 1 else x.repeat_interleave(repeats, 2) for x in (k, v)]
-        k, v = (self._trade(x, name, self.layout_k, to_heads=True) for name, x in zip("kv", keys))
-        return traded, k, v
+        return self._trade([q, *keys], "q k v", to_heads=True)
 
     def to_rows(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Trade out and lse of this rank's heads for out and lse of its rows; differentiable."""
-        own = self._trade(out, "out", self.layout, to_heads=False)
         if lse is None:
-            return own, None
-        columns = self._trade(lse.transpose(1, 2)[..., None], "lse", self.layout, to_heads=False)
+            return self._trade([out], "out", to_heads=False)[0], None
+        own, columns = self._trade([out, lse.transpose(1, 2)[..., None]], "out lse", to_heads=False)
         return own, columns.squeeze(-1).transpose(1, 2)
 
     def _trade(
-        self, x: Tensor, name: str, layout: SequenceLayout, *, to_heads: bool, direction: str = "forward"
-    ) -> Tensor:
+        self, tensors: Sequence[Tensor], names: str, *, to_heads: bool, direction: str = "forward"
+    ) -> tuple[Tensor, ...]:
         """Trade (B, L / W, H, D) of this rank's rows for (B, L, H / W, D) of its heads, or back.
 
-        Each way is the gradient of the other. `name` is the tensor's name in the call.
+        Each way is the gradient of the other. `names` has the names that the tensors have in the call.
         """
-        group, flat = self.members.name, list(layout.flat)
-        return _exchanged(
-            x,
-            lambda x: _trade_op(x, group, flat, to_heads, direction, name, self.number),
-            lambda gradient: self._trade(gradient, name, layout, to_heads=not to_heads, direction="backward"),
-        )
+        group, flats = self.members.name, (list(self.layout.flat), list(self.layout_k.flat))
+
+        def there(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return tuple(_trade_op(tensors, names, group, *flats, to_heads, direction, self.number))
+
+        def back(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+            needed = {name: x for name, x in zip(names.split(), gradients) if x is not None}
+            traded = self._trade([*needed.values()], " ".join(needed), to_heads=not to_heads, direction="backward")
+            own = dict(zip(needed, traded))
+            return tuple([own.get(name) for name in names.split()])
+
+        return cast("tuple[Tensor, ...]", _exchanged(tensors, there, back))

@@ -188,8 +188,9 @@ def _compare(groups: tuple[Members, ...], shared: Shared, failure: Exception | N
     header: tuple[int, ...] = _REFUSED if failure is not None else struct.unpack("qq", digest[:16])
     for carrier, size in sizes.items():
         received = torch.empty((size, len(header)), dtype=torch.int64, device="cpu")
-        sent = torch.tensor(header, dtype=torch.int64, device="cpu")
-        carrier.allgather([list(received.unbind())], [sent]).wait()
+        # All ranks send to all at once: the all_gather of gloo passes headers on around a ring, rank after rank.
+        sent = torch.tensor([header] * size, dtype=torch.int64, device="cpu")
+        carrier.alltoall_base(received, sent, [], []).wait()
         if any(tuple(other) != header for other in received.tolist()):
             header = _REFUSED
     if header != _REFUSED:

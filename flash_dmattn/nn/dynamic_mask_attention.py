@@ -276,8 +276,7 @@ class DynamicMaskAttention(nn.Module):
         """Make the arguments of a call with packed sequences; positions count from the start of each sequence."""
         _check_packed(x, self.hidden_size, attention_mask, cache, sequences)
         like = x.unsqueeze(-2)  # as one head: the layout of sequences does not depend on heads
-        spec = sequences.spec(like, like, like)
-        bounds = sequences.view(spec, x.shape[0], names=("x", "x")).bounds
+        spec, (bounds, _) = sequences.lay_out(like, like, like, names=("x", "x", "x"))
         if values_can_be_read(bounds) and not torch.equal(bounds[:, :2], bounds[:, 2:]):
             raise ValueError("cu_seqlens_k differ from cu_seqlens_q; in self-attention they need to be the same")
         is_empty = len(bounds) == 0 or x.numel() == 0

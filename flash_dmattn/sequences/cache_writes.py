@@ -56,10 +56,8 @@ def append_to_cache(k_cache: Tensor, v_cache: Tensor | None, k: Tensor, v: Tenso
     if v_cache is not None or v is not None:  # None of one alone is refused
         tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}  # type: ignore[dict-item]
     _check_tensors(tensors, sequences)
-    names = ("k", "k_cache")
-    spec = sequences.spec(k, k_cache, k_cache, names=(*names, "k_cache"), rows="new tokens")
+    _, view = sequences.lay_out(k, k_cache, k_cache, names=("k", "k_cache", "k_cache"), rows="new tokens")
     _check_sizes(tensors)
-    view = sequences.view(spec, k_cache.shape[0], names)
     rows = {name: x.unsqueeze(0) if x.dim() == 3 else x for name, x in tensors.items()}
     write = CacheWrite(
         rows["k_cache"], rows.get("v_cache"), rows["k"], rows.get("v"), view.bounds, view.block_table, sequences.layout

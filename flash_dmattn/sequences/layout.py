@@ -14,7 +14,8 @@ from ..problem import RANKS, Layout, SequenceSpec, SequenceView, check_strided, 
 # The fields of `Sequences` that are tensors.
 _TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "block_table")
 # How many layouts one object keeps, for instance for caches of several lengths. A layout has four numbers a sequence.
-_MOST_VIEWS = 8
+_MOST_LAYOUTS = 8
+_NAMES = ("q", "k", "v")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,7 +45,7 @@ class Sequences:
     block_table: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    _views: dict[Any, tuple[list[Any], SequenceView]] = field(default_factory=dict, init=False)
+    _layouts: dict[Any, tuple[list[Any], SequenceSpec, SequenceView]] = field(default_factory=dict, init=False)
 
     @staticmethod
     def packed(
@@ -194,7 +195,7 @@ class Sequences:
         k: Tensor,
         v: Tensor,
         *,
-        names: tuple[str, str, str] = ("q", "k", "v"),
+        names: tuple[str, str, str] = _NAMES,
         rows: str = "queries",
     ) -> SequenceSpec:
         """Describe a call with these sequences.
@@ -255,31 +256,35 @@ class Sequences:
             return torch.stack((first, lengths, first, lengths), 1)
         return torch.stack((first, lengths, *_safe_bounds(*keys, spec.number, self.device)), 1)
 
-    def view(self, spec: SequenceSpec, pages: int = 0, names: tuple[str, str] = ("q", "k")) -> SequenceView:
-        """Make what kernels receive, or return what an earlier layer has made; does not wait for a GPU.
+    def lay_out(
+        self, q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str] = _NAMES, rows: str = "queries"
+    ) -> tuple[SequenceSpec, SequenceView]:
+        """Describe a call as `spec` does, and make what kernels receive, or return what an earlier layer has made.
 
-        Args:
-            spec: of the call.
-            pages: of k, where keys are in pages.
-            names: of the tensors that have queries and keys, for messages.
+        It does not wait for a GPU.
         """
         tensors = self._tensors
-        if torch.compiler.is_compiling() or _is_capturing(tensors[0]) or type(tensors[0]) is not Tensor:
-            return self._laid_out(spec)  # also of fake tensors, which have no values to compare
+        first = tensors[0]
+        # Fake tensors have no values to compare. Wrong types are for `spec` to refuse.
+        is_plain = type(first) is Tensor and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+        if not is_plain or torch.compiler.is_compiling() or _is_capturing(first):
+            spec = self.spec(q, k, v, names=names, rows=rows)
+            return spec, self._laid_out(spec)
         # Tensors that inference mode makes cannot be saved for a backward pass.
-        slot = (spec, pages, torch.is_inference_mode_enabled())
-        kept = self._views.get(slot)
+        slot = (q.shape, k.shape, v.shape, q.device, torch.is_inference_mode_enabled())
+        kept = self._layouts.get(slot)
         if kept is not None and _are_as_before(tensors, kept[0]):
-            return kept[1]
+            return kept[1:]
+        spec = self.spec(q, k, v, names=names, rows=rows)
         states = list(map(_state, tensors))  # as they are before their values are read
         if self.device.type == "cpu":
-            self._check_values(spec, pages, names)
+            self._check_values(spec, k.shape[0], names[:2])
         view = self._laid_out(spec)
-        if kept is None and len(self._views) >= _MOST_VIEWS:
-            for oldest in tuple(self._views)[:1]:  # a copy: another thread may add one
-                self._views.pop(oldest, None)
-        self._views[slot] = states, view
-        return view
+        if kept is None and len(self._layouts) >= _MOST_LAYOUTS:
+            for oldest in tuple(self._layouts)[:1]:  # a copy: another thread may add one
+                self._layouts.pop(oldest, None)
+        self._layouts[slot] = states, spec, view
+        return spec, view
 
     def _laid_out(self, spec: SequenceSpec) -> SequenceView:
         table = self.block_table
@@ -344,11 +349,10 @@ def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object)
             "mask was prepared for other Sequences than those of the call; it needs the same object: pass "
             "sequences=mask.sequences, or prepare it anew"
         )
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in zip(_NAMES, (q, k, v), strict=True):
         if type(x) is not Tensor or x.layout is not torch.strided:
             check_strided(name, x)
-    spec = sequences.spec(q, k, v)
-    return spec, sequences.view(spec, k.shape[0])
+    return sequences.lay_out(q, k, v)
 
 
 _SLOTS, _TOKENS = "(sequences, {}, heads, head_dim)", "({} of all sequences, heads, head_dim)"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -122,8 +120,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         explanation = explain_problem(**call)
     except (ValueError, TypeError) as error:
         arguments.fail(" ".join(str(error).split()))
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(json.dumps(explanation.to_dict(), indent=2) if arguments.json else explanation.to_text(width))
+    print(json.dumps(explanation.to_dict(), indent=2) if arguments.json else explanation)
     return 0
 
 

@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report; with --verify 1 if a result is wrong, otherwise 0."""
     report = collect()
     if not arguments.json:
-        print(render(report), flush=True)
+        print(render(report, shutil.get_terminal_size().columns if sys.stdout.isatty() else None), flush=True)
     passed = True
     if arguments.verify:
         require_torch("info --verify")
@@ -201,8 +202,8 @@ def _backends() -> dict[str, Report]:
     return report
 
 
-def render(report: Report) -> str:
-    """Lay the report out as an aligned table."""
+def render(report: Report, columns: int | None = None) -> str:
+    """Lay the report out as an aligned table; values that would end past so many columns continue on the next line."""
 
     def version(part: Report) -> str:
         return part.get("version") or f"cannot be used: {part['error']}"
@@ -238,6 +239,13 @@ def render(report: Report) -> str:
         *_backend_rows(report["backends"]),
     ]
     width = max(len(name) for name, _ in rows)
+    if columns is not None:
+        room = max(30, columns - width - 2)
+        rows = [
+            (name if place == 0 else "", line)
+            for name, value in rows
+            for place, line in enumerate(textwrap.wrap(value, room, break_on_hyphens=False) or [""])
+        ]
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
 
 

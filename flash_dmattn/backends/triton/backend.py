@@ -14,8 +14,8 @@ from .passes import (
     plan_backward,
     plan_forward,
     plan_tangents,
+    reads_as_arrived,
     reads_dense,
-    reads_heads_first,
 )
 
 MAX_HEAD_DIM = 512
@@ -183,6 +183,6 @@ BACKEND = Backend(
     notes=_notes,
     mask_forms=frozenset({"tiles", "keys", "intervals", "sequence_tiles", "tree"}),
     reads_dense=reads_dense,
-    reads_heads_first=reads_heads_first,
+    reads_as_arrived=reads_as_arrived,
     repeats_entries=True,
 )

@@ -40,17 +40,16 @@ class Ordered:
     """A call whose k, v and bias are in the order of keys of its interval mask; so are their gradients.
 
     Attributes:
-        mask: the mask in the form "tiles".
-        k, v, bias: the tensors that kernels read. A bias that was put in order is fp32, so that its gradient is rounded
-            once. If both the bias and the mask have several entries, it has an entry for each of the batch.
+        inputs: the tensors that kernels read. The mask has the form "tiles". A bias that was put in order is fp32, so
+            that its gradient is rounded once. If both the bias and the mask have several entries, it has an entry for
+            each of the batch.
         flags: the flags for these tensors.
     """
 
     def __init__(self, p: AttentionProblem, x: Inputs) -> None:
         _, k, v, mask, bias, *_ = x
         flags, (_, _, mask_order, bounds, _, _) = p.flags, mask.tensors
-        self.mask = tiles_of_bounds(p, mask)
-        self.k, self.v, self.bias, self.flags = k, v, bias, flags
+        self.flags = flags
         self._own_bias, self._bias_repeat, self._seqlen_k = bias, flags.bias_repeat, p.seqlen_k
         self._bias_order: Tensor | None = None
         batch, seqlen_k, heads, _ = k.shape
@@ -67,7 +66,7 @@ class Ordered:
             .expand(batch, heads, places)
             .transpose(1, 2)[..., None]
         )
-        self.k, self.v = (x.reshape(-1, x.shape[3])[self._rows].masked_fill_(dead, 0) for x in (k, v))
+        k, v = (t.reshape(-1, t.shape[3])[self._rows].masked_fill_(dead, 0) for t in (k, v))
         # A bias that is expanded over keys has one value, but may need a gradient for each key.
         if bias is not None and "key" in (p.bias_class, p.dbias_class):
             if orders.shape[0] > 1 and bias.shape[0] not in (1, batch):
@@ -75,9 +74,10 @@ class Ordered:
                 self.flags = flags._replace(bias_repeat=1)
             self._bias_order = self._order_of_bias(bias, orders, p.num_heads)
             values = bias[:, :, :1].float().expand(*self._bias_order.shape[:2], 1, seqlen_k)
-            self.bias = values.gather(3, self._bias_order[:, :, None])
+            bias = values.gather(3, self._bias_order[:, :, None])
         elif bias is not None and bias.shape[3] > places:
-            self.bias = bias[..., :places]  # one value for all keys
+            bias = bias[..., :places]  # one value for all keys
+        self.inputs = x._replace(k=k, v=v, mask=tiles_of_bounds(p, mask), bias=bias)
 
     @staticmethod
     def _order_of_bias(bias: Tensor, order: Tensor, num_heads: int) -> Tensor:

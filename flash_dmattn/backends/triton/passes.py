@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +18,12 @@ from ...gradients import (
     fill_empty,
     has_pairs,
     run_without_keys,
-    zero_gradients,
 )
-from ...problem import AttentionProblem, Gradients
-from ...problem.inputs import Inputs, Saved
+from ...problem import AttentionProblem, Gradients, MaskView
+from ...problem.inputs import Inputs, Saved, result_in_rows
 from ...reference.tangents import Tangents
 from ..protocol import Backward, Direction, Forward, ForwardTangents
 from .key_order import Ordered, has_order, tiles_of_bounds
-from .tree_tiles import tiles_of_tree
 
 # Calls of at most so many keys, and so many (query, key) pairs in all heads, read a bool mask as it is.
 FEW_KEYS, FEW_PAIRS = 1024, 2**21
@@ -37,10 +37,6 @@ def kernels() -> ModuleType:
     if _launch is None:  # kept, because the import system takes two microseconds
         _launch = importlib.import_module("flash_dmattn.triton_kernels.launch")
     return _launch
-
-
-def _sequence_kernels() -> ModuleType:
-    return importlib.import_module("flash_dmattn.triton_kernels.sequences")
 
 
 def is_short(p: AttentionProblem, direction: Direction) -> bool:
@@ -80,13 +76,19 @@ def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
     return is_short(p, direction) or has_few_pairs(p) or (direction == "forward" and has_group_rows(p))
 
 
-def reads_heads_first(p: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass takes q, k and v in head-first layout, (B, H, L, D).
+def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
+    """Return whether a pass takes q, k and v as they arrive: kernels use strides that the plan holds, not shapes.
 
-    Only passes with short rows do: their kernels use strides that the plan holds, so the shape does not matter. A
-    backward pass allocates gradients like q, k and v, so these must be contiguous as (B, L, H, D).
+    Head-first tensors are for passes with short rows alone. Their backward pass allocates gradients like q, k and v,
+    so these must be contiguous as (B, L, H, D). Tokens (T, H, D) are for every pass that launches nothing but kernels
+    which allocate by shape.
     """
-    if p.sequences is not None or not has_pairs(p) or not _has_unit_rows(p) or not is_short(p, direction):
+    if not has_pairs(p):
+        return False
+    if p.arrival == "tokens":
+        in_pytorch = p.needs_grad.sink or p.dbias_class == "query" or max(p.head_dim, p.head_dim_v) > 256
+        return direction == "forward" or not in_pytorch
+    if not _has_unit_rows(p) or not is_short(p, direction):
         return False
     if direction == "forward":
         return p.seqlen_q != 1 or p.num_heads == p.num_heads_k
@@ -105,45 +107,38 @@ def _has_unit_rows(p: AttentionProblem) -> bool:
 
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
-    if p.sequences is not None:
-        return _plan_sequences_forward(p)
     if not has_pairs(p):
         return run_without_keys(p)
-    launch, flags, outputs, dtype = kernels(), p.flags, allocate_outputs(p), p.dtype
-    short = is_short(p, "forward")
+    launch, flags, arrival, outputs, dtype = kernels(), p.flags, p.arrival, allocate_outputs(p), p.dtype
+    short = p.sequences is None and is_short(p, "forward")
     has_bounds = p.mask_form == "intervals" and not short
-    copies, packs = not _has_unit_rows(p), p.mask_form == "dense" and not short and has_group_rows(p)
-    heads_first, unit_rows, plans = p.arrival == "heads_first", launch.unit_rows, launch.plans
-    takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
+    groups = p.sequences is None and p.mask_form == "dense" and not short and has_group_rows(p)
+    copies, plans, this = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
+    run_on, takes_tf32 = launch.run_on, launch.takes_tf32
+
+    def make_plan(x: Inputs) -> Callable[..., None]:
+        rows = x.in_rows(arrival)
+        grouped = groups or (rows.sequences is None and launch.takes_group_rows(rows.q, rows.k, x.mask, flags))
+        plan: Callable[..., None] = launch.forward_plan(launch.planned_call(rows, flags, grouped))
+        return plan
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        q, k, v, mask, bias, sink, _, dropout = x
-        out, lse = outputs(q)
+        out, lse = outputs(x.q)
         if has_bounds:
-            if has_order(p, mask):
-                o = Ordered(p, x)
-                launch.forward(q, o.k, o.v, o.mask, o.bias, out, lse, o.flags, sink, dropout)
+            if has_order(p, x.mask):
+                ordered = Ordered(p, x)
+                launch.forward(ordered.inputs, out, lse, ordered.flags)
                 return out, lse
-            mask = tiles_of_bounds(p, mask)
+            x = x._replace(mask=tiles_of_bounds(p, x.mask))
         if copies:
-            q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
-        if sink is not None:
-            sink = sink.contiguous()
-        if packs and mask.dense is not None:
-            mask = launch.packed_for_forward(mask.dense, q, k, flags, True)
-        key = (this, q.get_device(), takes_tf32(dtype), _places(q, k, v, bias, sink, dropout, *mask.tensors))
+            x = launch.readable(x)
+        if groups and x.mask.dense is not None:
+            x = x._replace(mask=launch.packed_for_forward(x.mask.dense, x.q, x.k, flags, True))
+        key = (this, x.q.get_device(), takes_tf32(dtype), *_places(x))
         plan = plans.get(key)
         if plan is None:
-            rows = (q, k, v) if not heads_first else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-            groups = packs or launch.takes_group_rows(*rows[:2], mask, flags)
-            with launch.on_device(q):
-                plan = launch.forward_plan(launch.planned_call(*rows, mask, bias, flags, sink, groups))
-            plans.keep(key, plan)
-        if is_current_device(q):
-            plan(q, k, v, mask, bias, sink, out, lse, dropout)
-        else:
-            with torch.cuda.device(q.device):
-                plan(q, k, v, mask, bias, sink, out, lse, dropout)
+            plan = plans.keep(key, run_on(x.q, make_plan, x))
+        run_on(x.q, plan, x, out, lse)
         return out, lse
 
     return forward
@@ -151,109 +146,86 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
 def plan_tangents(p: AttentionProblem) -> ForwardTangents:
     """Plan the forward pass of a class of calls in forward mode."""
-    launch = importlib.import_module("flash_dmattn.triton_kernels.plan_tangents")
+    launch, has_keys = importlib.import_module("flash_dmattn.triton_kernels.plan_tangents"), has_pairs(p)
 
     def tangents(x: Inputs, own: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         (out, lse), (tout, tlse) = empty_outputs(x.q, x.v), empty_outputs(x.q, x.v)
-        if out.numel() == 0 or 0 in x.k.shape[:2] or (x.sequences is not None and len(x.sequences.bounds) == 0):
-            fill_empty(out, lse, None if x.sequences is not None else x.sink)
-            if x.sink is not None and own.sink is not None and x.sequences is None:
-                own_sink = own.sink.masked_fill(x.sink == -torch.inf, 0.0)
-                return out, lse, tout.zero_(), tlse.copy_(own_sink[:, None])
-            return out, lse, tout.zero_(), tlse.zero_()
-        if x.sequences is not None:  # rows of no sequence
-            fill_empty(out, lse, None)
-            tout.zero_(), tlse.zero_()
-        mask = tiles_of_bounds(p, x.mask, in_order=False) if x.mask.form == "intervals" else x.mask
-        results = (out, lse, tout, tlse)
-        launch.forward(x.q, x.k, x.v, mask, x.bias, x.sink, own, results, p.flags, x.sequences, x.dropout)
-        return results
+        if not has_keys or p.sequences is not None:  # also for rows of no sequence
+            sink = None if p.sequences is not None else x.sink
+            fill_empty(out, lse, sink)
+            tout.zero_()
+            tlse.zero_()
+            if sink is not None and own.sink is not None:
+                tlse.copy_(own.sink.masked_fill(sink == -torch.inf, 0.0)[:, None])
+        if has_keys:
+            mask = tiles_of_bounds(p, x.mask, in_order=False) if x.mask.form == "intervals" else x.mask
+            launch.forward(x._replace(mask=mask), own, (out, lse, tout, tlse), p.flags)
+        return out, lse, tout, tlse
 
     return tangents
 
 
-def _plan_sequences_forward(p: AttentionProblem) -> Forward:
-    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = empty_outputs(x.q, x.v)
-        assert x.sequences is not None
-        if len(x.sequences.bounds) == 0 or out.numel() == 0:
-            return fill_empty(out, lse, None)
-        _sequence_kernels().forward(x.q, x.k, x.v, x.mask, x.bias, out, lse, p.flags, x.sink, x.sequences, x.dropout)
-        return out, lse
-
-    return forward
-
-
 def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls; every sum is taken in fp32, in a fixed order, and rounded once."""
-    if p.sequences is not None:
-        return _plan_sequences_backward(p)
     if not has_pairs(p):
         return differentiate_without_keys(p)
-    launch, flags, needs_grad, dtype = kernels(), p.flags, p.needs_grad, p.dtype
+    launch, flags, arrival, needs_grad, dtype = kernels(), p.flags, p.arrival, p.needs_grad, p.dtype
     has_bounds = p.mask_form == "intervals" and not is_short(p, "backward")
-    copies, is_column, heads_first = not _has_unit_rows(p), p.head_dim_v == 1, p.arrival == "heads_first"
-    unit_rows, plans = launch.unit_rows, launch.plans
-    takes_tf32, is_current_device, this = launch.takes_tf32, launch.is_current_device, object()
+    copies, plans, this = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
+    run_on, takes_tf32, unit_rows = launch.run_on, launch.takes_tf32, launch.unit_rows
+
+    def make_plan(x: Inputs, dout: Tensor, dlse: Tensor | None) -> Callable[..., Gradients]:
+        call = launch.planned_call(x.in_rows(arrival), flags)
+        results = result_in_rows(dout, arrival), result_in_rows(dlse, arrival)
+        plan: Callable[..., Gradients] = launch.backward_plan(call, *results, needs_grad)
+        return plan
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-        (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
+        x, out, lse = saved
+        if x.mask.form == "tree":
+            x = x._replace(mask=_tiles_of_tree(p, x))
         if has_bounds:
-            if has_order(p, mask):
-                o = Ordered(p, saved.inputs)
-                tensors = (dout, dlse, q, o.k, o.v, o.mask, o.bias, out, lse)
-                dq, dk, dv, dbias, *dsink = launch.backward(*tensors, o.flags, needs_grad, sink, dropout)
-                return dq, o.by_key(dk), o.by_key(dv), o.bias_by_key(dbias), *dsink
-            mask = tiles_of_bounds(p, mask)
+            if has_order(p, x.mask):
+                ordered = Ordered(p, x)
+                saved = Saved(ordered.inputs, out, lse)
+                dq, dk, dv, dbias, *dsink = launch.backward(saved, dout, dlse, ordered.flags, needs_grad)
+                return dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias), *dsink
+            x = x._replace(mask=tiles_of_bounds(p, x.mask))
         if copies:
-            q, k, v = unit_rows(q), unit_rows(k), unit_rows(v)
-        if sink is not None:
-            sink = sink.contiguous()
-        strides = dout.stride()
-        if not (strides[3] == 1 or is_column):
-            dout = dout.contiguous()
-            strides = dout.stride()
-        out, lse = out.contiguous(), lse.contiguous()
-        places = _places(q, k, v, bias, sink, dropout, *mask.tensors, dout, dlse, out, lse)
-        dlse_strides = None if dlse is None else dlse.stride()
-        key = (this, q.get_device(), takes_tf32(dtype), strides, dlse_strides, places)
+            x = launch.readable(x)
+        dout, out, lse = unit_rows(dout), out.contiguous(), lse.contiguous()
+        strides = dout.stride(), None if dlse is None else dlse.stride()
+        key = (this, x.q.get_device(), takes_tf32(dtype), strides, *_places(x, dout, dlse, out, lse))
         plan = plans.get(key)
         if plan is None:
-            rows = (q, k, v) if not heads_first else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-            with launch.on_device(q):
-                plan = launch.backward_plan(launch.Call(*rows, mask, bias, flags, sink), dout, dlse, needs_grad)
-            plans.keep(key, plan)
-        if is_current_device(q):
-            gradients: Gradients = plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)
-            return gradients
-        with torch.cuda.device(q.device):
-            gradients = plan(dout, dlse, q, k, v, mask, bias, sink, out, lse, dropout)
+            plan = plans.keep(key, run_on(x.q, make_plan, x, dout, dlse))
+        gradients: Gradients = run_on(x.q, plan, Saved(x, out, lse), dout, dlse)
         return gradients
 
     return backward
 
 
-def _plan_sequences_backward(p: AttentionProblem) -> Backward:
-    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-        (q, k, v, mask, bias, sink, sequences, dropout), out, lse = saved
-        assert sequences is not None
-        if len(sequences.bounds) == 0 or out.numel() == 0:
-            lse = torch.full_like(lse, torch.inf)  # none of its rows has a sink
-            return zero_gradients((q, k, v, bias), dout, None, out, lse, sink, p.needs_grad)
-        if mask.form == "tree":
-            mask = tiles_of_tree(mask.tensors[0], sequences.bounds, q.shape[1], k.shape[1], p.flags)
-        gradients: Gradients = _sequence_kernels().backward(
-            dout, dlse, q, k, v, mask, bias, out, lse, p.flags, p.needs_grad, sink, sequences, dropout
-        )
-        return gradients
+def _tiles_of_tree(p: AttentionProblem, x: Inputs) -> MaskView:
+    """Convert a tree for the backward kernels, which read none: a mask of all keys, with the window of the call."""
+    from ...masks.prepared.operators import packer  # importing flash_dmattn does not need it
+    from ...masks.prepared.packing import unpack_tree
 
-    return backward
+    assert p.sequences is not None and x.sequences is not None
+    pairs = unpack_tree(x.mask.tensors[0])[:, None]
+    tiles = packer(pairs).pack_sequences(pairs, x.sequences.bounds, "tree", p.sequences, p.window)
+    return MaskView("sequence_tiles", tuple(tiles))
 
 
-def _places(*tensors: Tensor | None) -> tuple[int | None, ...] | None:
-    """Return the alignment of each tensor, in bytes modulo 16; None if all are 0, the usual case."""
+def _places(x: Inputs, *others: Tensor | None) -> tuple[Any, ...]:
+    """Return the alignment of each tensor, in bytes modulo 16, or None if all are 0; and where pages lie."""
+    q, k, v, mask, bias, sink, sequences, dropout = x
+    tensors, pages = (q, k, v, bias, sink, dropout, *mask.tensors, *others), None
+    if sequences is not None:
+        table = sequences.block_table
+        tensors = (*tensors, sequences.bounds, table)
+        pages = None if table is None else (k.shape[0], table.stride(0))
     bits = 0
-    for x in tensors:
-        if x is not None:
-            bits |= x.data_ptr()
-    return None if bits % 16 == 0 else tuple([None if x is None else x.data_ptr() % 16 for x in tensors])
+    for t in tensors:
+        if t is not None:
+            bits |= t.data_ptr()
+    return pages, None if bits % 16 == 0 else tuple([None if t is None else t.data_ptr() % 16 for t in tensors])

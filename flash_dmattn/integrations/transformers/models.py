@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 OLDEST = "5.0"
-INSTALL = "pip install 'flash_dmattn[transformers]'"
+INSTALL = f"pip install 'transformers>={OLDEST}'"
 
 try:
     import transformers

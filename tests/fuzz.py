@@ -1,0 +1,217 @@
+"""Run random calls of every kind until a number or a time is reached, and shrink those that fail.
+
+    python tests/fuzz.py eager --calls 2000                     # on a CPU
+    python tests/fuzz.py triton cuda --seconds 500 --processes 8  # on a GPU
+
+Kinds of calls are those of `run_calls.py`, in turn, and every call has a number, so that two runs draw the same calls.
+A result is compared with the fp64 formula by the rule of `accuracy.py`. A call that fails is printed with the command
+that repeats it, and with the simplest call that still fails. What was run is written to `--out`: the same command goes
+on after it, with other calls, and `tests/reliability.py` reads it. Exit status: 0, or 1 where a call failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+if __name__ == "__main__" and "interpreter" in sys.argv[1:]:
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton decides at its import
+
+import torch  # noqa: E402
+from outcomes import outcome_of  # noqa: E402
+from run_calls import FEATURES, Check, Place, place_of  # noqa: E402
+
+import flash_dmattn  # noqa: E402
+
+# The kinds that each place serves; a file is the emulated GPU.
+KINDS = {
+    "eager": ("dense", "short", "sequences", "trees"),
+    "reference": ("sequences", "trees"),
+    "flex": ("dense",),
+    "triton": ("dense", "short", "intervals", "wide", "sequences", "trees", "appends", "packs"),
+    "interpreter": ("dense", "short", "intervals", "wide", "sequences", "trees", "appends", "packs"),
+    "cuda": ("dense", "short", "intervals", "sequences"),
+}
+EMULATED = ("dense", "intervals", "sequences")
+SHRINKING_SECONDS = 60.0
+PROGRESS_SECONDS = 5.0
+
+
+class Tally:
+    """What was run in each place, in a file: the next number of each kind, counts, and the calls that failed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"places": {}}
+        self.content.update(commit=_commit(), date=datetime.now(timezone.utc).strftime("%Y-%m-%d"), device=_device())
+
+    def of(self, place: str, kind: str) -> dict[str, Any]:
+        """Return the line of a place and a kind of calls."""
+        kinds = self.content["places"].setdefault(place, {})
+        line: dict[str, Any] = kinds.setdefault(kind, {"next": 0, "passed": 0, "refused": 0, "failed": []})
+        return line
+
+    def save(self) -> None:
+        """Write the file at once, so that a run that is killed goes on where it was."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.file.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(self.content, indent=1))
+        beside.replace(self.file)
+
+    def counts(self) -> Counter[str]:
+        """Count the calls of all places."""
+        total: Counter[str] = Counter()
+        for kinds in self.content["places"].values():
+            for line in kinds.values():
+                total.update(passed=line["passed"], refused=line["refused"], failed=len(line["failed"]))
+        return total
+
+
+def _commit() -> str:
+    asked = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return asked.stdout.strip() or "unknown"
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def fails(check: Check) -> str | None:
+    """Return what a check raises; None if it passes or a rule refuses the call."""
+    try:
+        return outcome_of(check.run, check.told)
+    except flash_dmattn.BackendUnsupportedError:
+        return None
+
+
+def shrink(check: Check, outcome: str, seconds: float = SHRINKING_SECONDS) -> str:
+    """Return the outcome of the simplest call that still fails, found by taking away one thing after the other."""
+    end = time.monotonic() + seconds
+    progress = True
+    while progress and time.monotonic() < end:
+        progress = False
+        for each in check.simpler():
+            result = fails(each)
+            if result is not None:
+                check, outcome, progress = each, result, True
+                break
+            if time.monotonic() > end:
+                break
+    return outcome
+
+
+def run_one(place: Place, name: str, kind: str, line: dict[str, Any], step: int) -> str | None:
+    """Run the next call of a kind, `step` numbers further each time; what failed, in words."""
+    number, line["next"] = line["next"], line["next"] + step
+    check = FEATURES[kind](place, number)
+    if check is None:
+        line["refused"] += 1
+        return None
+    machine = place.prepare(kind, number)
+    try:
+        outcome = outcome_of(check.run, f"number {number}: {check.told}, {machine}")
+    except flash_dmattn.BackendUnsupportedError:
+        line["refused"] += 1
+        return None
+    if outcome is None:
+        line["passed"] += 1
+        return None
+    line["failed"].append(number)
+    repeat = f"python tests/run_calls.py {name} {kind} {number} 1"
+    return f"{repeat}\n{outcome}\nthe simplest call that fails:\n{shrink(check, outcome)}"
+
+
+def run(names: list[str], tally: Tally, calls: int, seconds: float, first: int, step: int) -> bool:
+    """Run calls of all kinds in turn; return whether none failed, now or before."""
+    torch.set_num_threads(1)
+    places = {name: place_of(name) for name in names}
+    turns = [(name, kind) for name in names for kind in KINDS.get(name, EMULATED)]
+    begun = told = time.monotonic()
+    done = 0
+    while done < calls and time.monotonic() - begun < seconds:
+        name, kind = turns[done % len(turns)]
+        line = tally.of(name, kind)
+        line["next"] = max(line["next"], first)
+        failure = run_one(places[name], name, kind, line, step)
+        done += 1
+        if failure is not None:
+            print(failure, flush=True)
+        if failure is not None or time.monotonic() - told > PROGRESS_SECONDS:
+            told = time.monotonic()
+            tally.save()
+            counts = tally.counts()
+            words = ", ".join(f"{counts[word]:,} {word}" for word in ("passed", "refused", "failed"))
+            print(f"{words}; {done / (told - begun):.1f} calls a second", flush=True)
+    tally.save()
+    return tally.counts()["failed"] == 0
+
+
+def table(tally: Tally) -> str:
+    """Return the counts of each place and kind, as a table."""
+    rows = ["| place | calls | passed | refused | failed |", "| --- | --- | --- | --- | --- |"]
+    for place, kinds in tally.content["places"].items():
+        for kind, line in kinds.items():
+            failed = ", ".join(map(str, line["failed"])) or "0"
+            rows.append(f"| {place} | {kind} | {line['passed']:,} | {line['refused']:,} | {failed} |")
+    return "\n".join(rows)
+
+
+def merge(parts: list[Tally], whole: Tally) -> None:
+    """Make one tally of the tallies of several processes, which each have numbers of their own."""
+    whole.content["places"] = {}
+    for part in parts:
+        for place, kinds in part.content["places"].items():
+            for kind, line in kinds.items():
+                own = whole.of(place, kind)
+                own.update(next=max(own["next"], line["next"]), failed=sorted(own["failed"] + line["failed"]))
+                for word in ("passed", "refused"):
+                    own[word] += line[word]
+    whole.save()
+
+
+def main() -> int:
+    """Run the calls of the command line, in one process or in several."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("places", nargs="+", metavar="PLACE", help="a backend, 'interpreter', or an emulated GPU")
+    parser.add_argument("--calls", type=int, default=10**9, help="how many, refused ones included")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "fuzz.json")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # which of the processes this one is
+    options = parser.parse_args()
+    if options.calls == 10**9 and options.seconds == float("inf"):
+        parser.error("--calls or --seconds is needed")
+    if options.processes == 1 or options.part is not None:
+        tally = Tally(options.out)
+        is_right = run(options.places, tally, options.calls, options.seconds, options.part or 0, options.processes)
+    else:
+        files = [options.out.with_suffix(f".{part}.json") for part in range(options.processes)]
+        limits = ["--calls", str(-(-options.calls // options.processes)), "--seconds", str(options.seconds)]
+        started = [
+            subprocess.Popen(
+                [sys.executable, __file__, *options.places, *limits, "--processes", str(options.processes)]
+                + ["--part", str(part), "--out", str(file)]
+            )
+            for part, file in enumerate(files)
+        ]
+        statuses = [process.wait() for process in started]
+        tally = Tally(options.out)
+        merge([Tally(file) for file in files if file.exists()], tally)
+        is_right = not any(statuses)
+    if options.part is None:
+        print(table(tally))
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Long runs of random calls: they go on where they were, and a call that fails becomes the simplest one that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fuzz
+import pytest
+from cases import Case
+from draws import Drawn, simpler
+from run_calls import Check
+
+
+def failing(drawn: Drawn) -> Check:
+    """A check that fails where the call is causal and has more than two queries."""
+
+    def run() -> None:
+        assert not (drawn.case.is_causal and drawn.case.seqlen_q > 2), "wrong"
+
+    def steps() -> Iterator[Check]:
+        yield from map(failing, simpler(drawn))
+
+    return Check(repr(drawn), run, steps)
+
+
+def test_shrink_leaves_what_a_failure_needs() -> None:
+    case = Case(3, 129, 77, 6, 3, 64, mask=("B", "1", "Lq", "Lk"), is_causal=True, softcap=5.0, sink="huge", dlse=True)
+    check = failing(Drawn(case, "transposed", prepared=True, offset=1, deterministic=True))
+    outcome = fuzz.fails(check)
+    assert outcome is not None and fuzz.fails(failing(Drawn(Case()))) is None
+    told = repr(Drawn(Case(1, 3, 1, 1, 1, 64, is_causal=True, needs_grad=())))
+    assert fuzz.shrink(check, outcome).startswith(told)
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three calls, then five; two processes have numbers of their own, and one tally."""
+    tallies = [fuzz.Tally(tmp_path / name) for name in ("one.json", "one.json", "two.json")]
+    for tally, calls, first in zip(tallies, (3, 5, 4), (0, 0, 1)):
+        assert fuzz.run(["eager"], fuzz.Tally(tally.file), calls, 600, first, 2)
+    whole = fuzz.Tally(tmp_path / "whole.json")
+    fuzz.merge([fuzz.Tally(tmp_path / name) for name in ("one.json", "two.json")], whole)
+    lines = fuzz.Tally(whole.file).content["places"]["eager"]
+    assert sum(line["passed"] + line["refused"] for line in lines.values()) == 12
+    assert fuzz.Tally(tmp_path / "one.json").of("eager", "dense")["next"] == 6  # calls 0, 2 and 4
+    assert fuzz.Tally(tmp_path / "two.json").of("eager", "dense")["next"] == 3
+    assert fuzz.table(whole).count("| 0 |") >= 4
+
+
+def test_a_failure_is_told_with_the_command_that_repeats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case(is_causal=True, seqlen_q=9)
+    monkeypatch.setitem(fuzz.FEATURES, "dense", lambda place, number: failing(Drawn(case)))
+    monkeypatch.setitem(fuzz.KINDS, "eager", ("dense",))
+    tally = fuzz.Tally(tmp_path / "one.json")
+    assert not fuzz.run(["eager"], tally, 1, 600, 7, 1)
+    said = capsys.readouterr().out
+    assert "python tests/run_calls.py eager dense 7 1" in said and "the simplest call that fails" in said
+    assert fuzz.Tally(tally.file).of("eager", "dense")["failed"] == [7] and "| 7 |" in fuzz.table(tally)
