@@ -77,9 +77,12 @@ def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
 
 def _attend_with_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
     """Return out, lse and their tangents, recorded by autograd; the inputs have no tangents of their own."""
-    results: tuple[Tensor, ...] = TangentAttention.apply(
-        plan, *distinct(x.q, x.k, x.v, x.bias, x.sink, *tangents, *x.others)
-    )
+    function = NestedTangentAttention
+    if torch.compiler.is_compiling():
+        if not any(t is not None and t.requires_grad for t in (*x[:3], x.bias, x.sink, *tangents)):
+            return run_tangents(plan, x, tangents)  # Dynamo does not trace a function that records nothing
+        function = TangentAttention
+    results: tuple[Tensor, ...] = function.apply(plan, *distinct(x.q, x.k, x.v, x.bias, x.sink, *tangents, *x.others))
     return results
 
 
@@ -257,16 +260,13 @@ class TangentAttention(torch.autograd.Function):
             inputs = (x.q, x.k, x.v, x.bias, x.sink, *x.others)
             gradients = _gradients_of(plan, *cotangents[:2], out, lse, *inputs)
             return None, *gradients, *(None,) * _NUM_INPUTS, *others
+        if is_batched(*cotangents):
+            raise NotImplementedError(
+                "attention has no gradients of tangents in a batch (is_grads_batched=True); "
+                "ask for one after the other, or map torch.func.vjp by torch.func.vmap"
+            )
         needed = needs_grad[: 2 * _NUM_INPUTS]
         return None, *TangentGradients.apply(plan, needed, *cotangents, lse, *tensors), *others
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        """Refuse a forward-mode derivative of tangents."""
-        raise NotImplementedError(
-            "attention has no forward-mode derivative of its tangents (torch.func.jvp of jvp, jacfwd of jacfwd); "
-            'take jacfwd of jacrev, as torch.func.hessian does, or call attention(..., backend="reference")'
-        )
 
     @staticmethod
     def vmap(
@@ -280,6 +280,18 @@ class TangentAttention(torch.autograd.Function):
             anew = _chosen_anew(plan, plan.problem._replace(needs_grad=needs_grad))
             each.append(_attend_with_tangents(anew, x, tangents))
         return stacked(each)
+
+
+class NestedTangentAttention(TangentAttention):
+    """`TangentAttention` with a jvp, which `torch.compile` refuses to trace."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        """Refuse a forward-mode derivative of tangents."""
+        raise NotImplementedError(
+            "attention has no forward-mode derivative of its tangents (torch.func.jvp of jvp, jacfwd of jacfwd); "
+            'take jacfwd of jacrev, as torch.func.hessian does, or call attention(..., backend="reference")'
+        )
 
 
 def _apart(plan: Plan, tensors: Sequence[Any]) -> tuple[Inputs, Tangents]:

@@ -50,7 +50,9 @@ def is_transformed() -> bool:
 
 
 def is_jvp_innermost() -> bool:
-    """Return whether the innermost transform that is running is `torch.func.jvp`, or none is."""
+    """Return whether the innermost transform that is running is `torch.func.jvp`, or none is; compilers cannot tell."""
+    if torch.compiler.is_compiling():
+        return True
     innermost = torch._C._functorch.peek_interpreter_stack()
     return innermost is None or innermost.key() == torch._C._functorch.TransformType.Jvp
 
