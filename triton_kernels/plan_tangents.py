@@ -10,10 +10,10 @@ from flash_dmattn.reference.tangents import Tangents
 
 from . import launch
 from .kernel_launch import Launch, on_device
-from .plan import read_of, row_strides
+from .plan import Call, read_of, row_strides
 from .tangents import tangents_kernel
 from .tile_ops import LOG2E
-from .tile_table import tangents_tile
+from .tile_table import READ_BY_SCORE, tangents_tile
 
 # The first tangent among the arguments of the kernel; those of q, k, v and the bias follow each other as these do.
 _FIRST_TANGENT = 4
@@ -38,7 +38,8 @@ def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
     q, k, v = (primal if t is None else t for primal, t in zip(x[:3], tangents[:3], strict=True))
     call = launch.planned_call(x, flags)
     own = launch.planned_call(x._replace(q=q, k=k, v=v, bias=tangents.bias), flags)
-    shape, tile = call.shape, tangents_tile(x.q.dtype, max(call.block_d, call.block_dv), call.arch)
+    block_d, by_pointers = max(call.block_d, call.block_dv), _reads_scores_by_pointers(call, own)
+    shape, tile = call.shape, tangents_tile(x.q.dtype, block_d, call.arch, by_pointers)
     tiles, search = call.tiles_of_queries(tile.block_m)
     tma, bias_tma, descriptors = call.key_descriptors(tile)
     own_tma, tbias_tma, own_descriptors = own.key_descriptors(tile)
@@ -73,3 +74,13 @@ def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
         SEARCH=search,
         PAGE=max(1, x.k.shape[1]) if flags.layout.startswith("paged") else 0,
     )
+
+
+def _reads_scores_by_pointers(*calls: Call) -> bool:
+    """Return whether some bias of one value per score is not loaded by TMA, or has 32 bits."""
+    biased = [call for call in calls if call.bias_kind in READ_BY_SCORE]
+    if not biased:
+        return False
+    if not all(call.tma(call.k, call.v) for call in calls):
+        return True
+    return not all(call.bias_tma() and call.bias is not None and call.bias.element_size() == 2 for call in biased)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -31,8 +32,9 @@ _passes: Remembered[Any] = Remembered(4096)
 on_change.append(_passes.clear)
 
 
-class Plan(NamedTuple):
-    """How the calls of a class run.
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How the calls of a class run; no tuple, which `torch.func` would take apart field by field in every call.
 
     Attributes:
         described: the problem as validation describes it.
@@ -65,6 +67,9 @@ class Plan(NamedTuple):
     run_backward: Backward | None = None
     pack: Callable[[Tensor], MaskView] | None = None
     strides: Strides = ()
+
+    def _replace(self, **changes: Any) -> Plan:
+        return replace(self, **changes)
 
     def lies_as_planned(self, saved: Saved) -> bool:
         """Return whether saved tensors have the planned strides; hooks on saved tensors may return copies."""
