@@ -65,7 +65,8 @@ def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
     and a gradient of dual tensors is a dual tensor: those calls go through an autograd function that has a jvp.
     """
     results: tuple[Tensor, Tensor]
-    is_recorded = not is_transformed() and torch.is_grad_enabled() and any(x.needs_grad)
+    is_plain = not (is_transformed() or torch.compiler.is_compiling())
+    is_recorded = is_plain and torch.is_grad_enabled() and any(x.needs_grad)
     if is_jvp_innermost() and not is_recorded:
         primals, tangents = take_apart(x)
         if any(t is not None for t in tangents) and not is_batched(*tangents):
@@ -77,12 +78,11 @@ def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
 
 def _attend_with_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
     """Return out, lse and their tangents, recorded by autograd; the inputs have no tangents of their own."""
-    function = NestedTangentAttention
-    if torch.compiler.is_compiling():
-        if not any(t is not None and t.requires_grad for t in (*x[:3], x.bias, x.sink, *tangents)):
-            return run_tangents(plan, x, tangents)  # Dynamo does not trace a function that records nothing
-        function = TangentAttention
-    results: tuple[Tensor, ...] = function.apply(plan, *distinct(x.q, x.k, x.v, x.bias, x.sink, *tangents, *x.others))
+    # With gradients Dynamo runs the call as it is: it traces no function with a jvp, and inside of jvp it cannot tell
+    # whether a tensor needs a gradient.
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return run_tangents(plan, x, tangents)
+    results: tuple[Tensor, ...] = TangentAttention.apply(plan, x.q, x.k, x.v, x.bias, x.sink, *tangents, *x.others)
     return results
 
 
@@ -137,12 +137,17 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
     """Return the five gradients of a saved call."""
     if dout is None and dlse is None:
         return None, None, None, None, None
-    return _gradients_of(ctx.plan, dout, dlse, *ctx.saved_tensors)
+    kept = ctx.saved_tensors
+    return differentiate(ctx.plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, *kept)
 
 
-def _gradients_of(plan: Plan, dout: Tensor | None, dlse: Tensor | None, *kept: Any) -> Gradients:
-    if plan.backward is None:  # a transform inside of the one that asks hid that gradients are needed
-        plan = _chosen_anew(plan, plan.problem._replace(needs_grad=plan.parts.saved(*kept).inputs.needs_grad))
+def _gradients_in_forward_mode(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *kept: Any) -> Gradients:
+    """Return the five gradients that autograd asks for: inside of jvp tensors did not tell that they need them."""
+    plan, needs_grad = ctx.plan, NeedsGrad(*ctx.needs_input_grad[1 : 1 + _NUM_INPUTS])
+    if not any(needs_grad) or (dout is None and dlse is None):
+        return None, None, None, None, None
+    if needs_grad != plan.problem.needs_grad:
+        plan = _chosen_anew(plan, plan.problem._replace(needs_grad=needs_grad))
     return differentiate(plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, *kept)
 
 
@@ -224,6 +229,12 @@ class DualAttention(TransformedAttention):
         ctx.save_for_forward(*output, *inputs[1:])
 
     @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the backward pass."""
+        gradients = _gradients_in_forward_mode(ctx, dout, dlse, *ctx.saved_tensors)
+        return None, *gradients, *(None,) * ctx.num_others
+
+    @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         """Return the tangents of out and lse."""
         x, _ = take_apart(ctx.plan.parts.inputs(*ctx.saved_tensors[2:]))
@@ -258,7 +269,7 @@ class TangentAttention(torch.autograd.Function):
         if cotangents[2] is None and cotangents[3] is None:
             x, _ = _apart(plan, tensors)
             inputs = (x.q, x.k, x.v, x.bias, x.sink, *x.others)
-            gradients = _gradients_of(plan, *cotangents[:2], out, lse, *inputs)
+            gradients = _gradients_in_forward_mode(ctx, *cotangents[:2], out, lse, *inputs)
             return None, *gradients, *(None,) * _NUM_INPUTS, *others
         if is_batched(*cotangents):
             raise NotImplementedError(
@@ -267,6 +278,14 @@ class TangentAttention(torch.autograd.Function):
             )
         needed = needs_grad[: 2 * _NUM_INPUTS]
         return None, *TangentGradients.apply(plan, needed, *cotangents, lse, *tensors), *others
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        """Refuse a forward-mode derivative of tangents."""
+        raise NotImplementedError(
+            "attention has no forward-mode derivative of its tangents (torch.func.jvp of jvp, jacfwd of jacfwd); "
+            'take jacfwd of jacrev, as torch.func.hessian does, or call attention(..., backend="reference")'
+        )
 
     @staticmethod
     def vmap(
@@ -280,18 +299,6 @@ class TangentAttention(torch.autograd.Function):
             anew = _chosen_anew(plan, plan.problem._replace(needs_grad=needs_grad))
             each.append(_attend_with_tangents(anew, x, tangents))
         return stacked(each)
-
-
-class NestedTangentAttention(TangentAttention):
-    """`TangentAttention` with a jvp, which `torch.compile` refuses to trace."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        """Refuse a forward-mode derivative of tangents."""
-        raise NotImplementedError(
-            "attention has no forward-mode derivative of its tangents (torch.func.jvp of jvp, jacfwd of jacfwd); "
-            'take jacfwd of jacrev, as torch.func.hessian does, or call attention(..., backend="reference")'
-        )
 
 
 def _apart(plan: Plan, tensors: Sequence[Any]) -> tuple[Inputs, Tangents]:

@@ -128,9 +128,9 @@ def each_call(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, 
         ]
 
 
-def stacked(each: Sequence[Sequence[Tensor | None]]) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+def stacked(each: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Stack the results of mapped calls: the results, and the dim of each that is mapped, as a rule of vmap returns."""
-    results = tuple(None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))  # type: ignore[arg-type]
+    results = tuple(None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))
     return results, tuple(None if x is None else 0 for x in results)
 
 

@@ -94,9 +94,8 @@ class _Call:
         self.scale, self.softcap = softmax_scale, softcap
         self.scores = Scores(chunks, bias, softmax_scale, softcap, keep_slope=True, bias_repeat=repeats[1])
         self.q, self.tq = Rows(q, chunks), None if tangents.q is None else Rows(tangents.q, chunks)
-        self.k, self.tk, self.v, self.tv = (
-            None if x is None else Keys(x, chunks) for x in (k, tangents.k, v, tangents.v)
-        )
+        self.k, self.v = Keys(k, chunks), Keys(v, chunks)
+        self.tk, self.tv = (None if x is None else Keys(x, chunks) for x in (tangents.k, tangents.v))
         tbias = with_values(bias, tangents.bias) if tangents.bias is not None else None
         self._tbias = None if tbias is None else bias_reader(tbias, chunks, repeats[1])
         shape = (*q.shape[:3], 1)
@@ -210,6 +209,14 @@ def forward(
     return out, lse, tout, tlse
 
 
+class _Needs(NamedTuple):
+    q: bool
+    k: bool
+    v: bool
+    bias: bool
+    sink: bool
+
+
 class _Statistics(NamedTuple):
     """What the gradients of a block read of its rows: normalised sums over all keys, columns (pairs, G * rows, 1).
 
@@ -253,7 +260,7 @@ def backward(
     """
     inputs = (q, k, v, bias.values if isinstance(bias, Distances) else bias, sink)
     needed = tuple(n and x is not None for n, x in zip(needs_grad, (*inputs, *inputs), strict=True))
-    need, need_t = Tangents(*needed[:5]), Tangents(*needed[5:])
+    need, need_t = _Needs(*needed[:5]), _Needs(*needed[5:])
     per_key = (need.k + need_t.k) * q.shape[3] + (need.v + need_t.v) * v.shape[3]
     call = _Call(q, k, v, mask, bias, sink, tangents, buffers=6, sums_per_key=per_key, **flags)
     chunks = call.chunks

@@ -178,11 +178,13 @@ def _gradients_of_tangents(call: Call, leaves: Leaves, tangents: Leaves) -> Any:
     return torch.autograd.grad(sum(x.sin().sum() for x in (*results, *moved)), inputs, allow_unused=True)
 
 
-def _gradients_beside_tangents(call: Call, leaves: Leaves, tangents: Leaves) -> Any:
+def _gradients_beside_tangents(call: Call, leaves: Leaves, tangents: Leaves, *others: Tensor) -> Any:
     """Return the gradients of a loss in which the tangents are constants."""
     leaves = tuple(x.requires_grad_() for x in leaves)
     results, moved = torch.func.jvp(call, leaves, tangents)
-    return torch.autograd.grad(sum((x * t.detach()).sum() for x, t in zip(results, moved, strict=True)), leaves)
+    return torch.autograd.grad(
+        sum((x * t.detach()).sum() for x, t in zip(results, moved, strict=True)), (*leaves, *others)
+    )
 
 
 def _total(call: Call) -> Callable[..., Tensor]:
@@ -201,6 +203,9 @@ def _all(leaves: Leaves) -> tuple[int, ...]:
 WAYS: dict[str, Callable[[Call, Leaves, Leaves], Any]] = {
     "jvp": torch.func.jvp,
     "jvp of one input": lambda call, x, t: torch.func.jvp(lambda k: call(x[0], k, *x[2:]), (x[1],), (t[1],)),
+    "gradients beside tangents of one input": lambda call, x, t: _gradients_beside_tangents(
+        lambda k: call(x[0], k, *x[2:]), (x[1],), (t[1],), x[0].requires_grad_()
+    ),
     "dual level": _dual,
     "gradients of dual tensors": _dual_gradients,
     "gradients of tangents": _gradients_of_tangents,

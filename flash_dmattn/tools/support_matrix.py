@@ -34,9 +34,7 @@ class Row(NamedTuple):
     in_forward_mode: bool = False
 
 
-def _row(
-    group: str, name: str, *, forward_only: bool = False, in_forward_mode: bool = False, **changes: Any
-) -> Row:
+def _row(group: str, name: str, *, forward_only: bool = False, in_forward_mode: bool = False, **changes: Any) -> Row:
     description: dict[str, Any] = {"q": (2, 4096, 16, 64), "dtype": "bf16", "device": "sm_90", "deterministic": False}
     description |= {"grad": not forward_only, "bias_grad": not forward_only, **changes}
     return Row(group, name, explain_problem(**description).problem, in_forward_mode)
