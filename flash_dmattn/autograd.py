@@ -396,14 +396,13 @@ class DualAttentionBackward(AttentionBackward):
         ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, _plan: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the tangents of the gradients: the gradients of <tout, dout> + <tlse, dlse>, and of their tangents."""
         plan: Plan = ctx.plan
-        dout, dlse, _, lse, *tensors = (
-            None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors
-        )
+        saved = [None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
+        dout, dlse, _out, lse, *tensors = saved
         inputs, others = tensors[:_NUM_INPUTS], tensors[_NUM_INPUTS:]
-        tdout, tdlse, _, _, *own = tangents[: 4 + _NUM_INPUTS]
+        tdout, tdlse, _tout, _tlse, *own = tangents[: 4 + _NUM_INPUTS]
         needs_grad = (*plan.problem.needs_grad, *(False,) * _NUM_INPUTS)
         sent = (tdout, tdlse, dout, dlse)
         gradients: Gradients = TangentGradients.apply(plan, needs_grad, *sent, lse, *inputs, *own, *others)

@@ -22,9 +22,9 @@ NUM_INPUTS = len(NeedsGrad._fields)
 def take_apart(x: Inputs) -> tuple[Inputs, Tangents]:
     """Return the inputs of a call without their tangents, and the tangents."""
     duals: list[Any] = [None if t is None else forward_ad.unpack_dual(t) for t in (x.q, x.k, x.v, x.bias, x.sink)]
-    q, k, v, bias, sink = (None if dual is None else dual.primal for dual in duals)
+    primals: list[Any] = [None if dual is None else dual.primal for dual in duals]
     tangents = Tangents(*(None if dual is None else dual.tangent for dual in duals))
-    return x._replace(q=q, k=k, v=v, bias=bias, sink=sink), tangents
+    return x._replace(**dict(zip(NeedsGrad._fields, primals, strict=True))), tangents
 
 
 def run_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
