@@ -86,7 +86,7 @@ FLAGS = (
     "-std=c++17",
     "-O3",
     "-cudart static",
-    "-Xcompiler -fPIC,-fvisibility=hidden",
+    "-Xcompiler -fPIC,-fvisibility=hidden,-fstack-protector-strong",
     TORCH_DEFINE,
 )
 # Not compute_90: ptxas refuses the matrix instructions for that, because they are inline assembly behind no condition.
@@ -122,7 +122,7 @@ rule stub
 
 rule link
   command = $nvcc -shared -cudart static {gencode} $objects -o $out -L. -L{torch_lib} -Xlinker $
-    --no-as-needed,--exclude-libs=ALL -ltorch_cuda -ltorch_cpu
+    --no-as-needed,--exclude-libs=ALL,-z,relro,-z,now,-z,noexecstack -ltorch_cuda -ltorch_cpu
   description = {output_name}
 """
 

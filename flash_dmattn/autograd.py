@@ -33,8 +33,8 @@ from .dispatch.plan import Plan, backward_pass, laid_anew
 from .dispatch.registry import last_resort
 from .dispatch.selection import choice_in_force, select_backward, select_pair, select_tangents
 from .forward_mode import TangentGradients, run_tangents, take_apart
-from .problem import AttentionProblem, Flags, Gradients, MappedCall, MaskChoice, NeedsGrad
-from .problem.inputs import Inputs, Parts, as_arrived, result_in_rows
+from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
+from .problem.inputs import Inputs, as_arrived, parts_of, result_in_rows
 from .reference.tangents import Tangents
 
 _NUM_INPUTS = len(NeedsGrad._fields)
@@ -447,14 +447,14 @@ def paired_for_tangents(plan: Plan) -> Plan:
 
 def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward pass of an exported operator reads, and choose its backend."""
-    x, flags = operators.read_inputs(inputs[: operators.NUM_INPUTS]), Flags(*inputs[operators.NUM_INPUTS : -2])
+    x = operators.read_inputs(inputs[: operators.NUM_INPUTS])
+    flags = operators.read_flags(x, inputs[operators.NUM_INPUTS : -2])
     problem = operators.describe_operands(x, flags, x.needs_grad)
     # Nobody knows whether lse will have a gradient.
     chosen = select_backward(problem._replace(return_lse=True), inputs[-1] or inputs[-2])
     # The forward pass has run, so its backend does not matter here. The operator received its mask in the form that its
     # passes read.
-    parts = Parts(x.mask.form, 0 if x.sequences is None else len(x.sequences.tensors), x.dropout is not None)
-    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), parts)
+    plan = Plan(problem, problem, chosen, chosen, "auto", MaskChoice(x.mask.form), parts_of(problem))
     _keep(ctx, plan, x, *output)
     ctx.lists = [None if t is None else [None] * len(t) for t in (inputs[3], inputs[7])]
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .chosen import Chosen as Chosen
 from .masks.arguments import integer
 from .problem import Outside
 from .reference import distances
@@ -87,7 +88,7 @@ class Band(NamedTuple):
         return _dense(self, seqlen_q, seqlen_k)
 
 
-Bias = Tensor | Relative | Band
+Bias = Tensor | Relative | Band | Chosen
 
 
 class ByDistance(NamedTuple):
@@ -133,10 +134,10 @@ def refuse_by_distance(bias: object, where: str) -> None:
     Raises:
         TypeError: it names the tensor to pass.
     """
-    if isinstance(bias, (Relative, Band)):
+    if isinstance(bias, (Relative, Band, Chosen)):
         raise TypeError(
             f"bias is a {type(bias).__name__} {where}; it needs to be a tensor there, the rows of this rank of "
-            "bias.dense(seqlen_q, seqlen_k)"
+            f"bias.dense({'mask' if isinstance(bias, Chosen) else 'seqlen_q, seqlen_k'})"
         )
 
 

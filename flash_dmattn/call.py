@@ -11,6 +11,7 @@ from torch.autograd import forward_ad, profiler
 from .autograd import attend, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
 from .biases import Bias, ByDistance, split
+from .chosen import Chosen
 from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Blocks, Decision, blocks, process
@@ -48,6 +49,7 @@ class Call(NamedTuple):
         jagged: wraps results as nested tensors, if q, k and v were nested.
         copies: sentences about tensors that were copied because their leading dims do not fold.
         by_distance: the numbers of a bias by distance, whose values are `bias`.
+        is_chosen: whether `bias` has the values of a `Chosen`.
     """
 
     q: Tensor
@@ -65,13 +67,14 @@ class Call(NamedTuple):
     jagged: Jagged | None = None
     copies: tuple[str, ...] = ()
     by_distance: ByDistance | None = None
+    is_chosen: bool = False
 
     def describe(self) -> tuple[AttentionProblem, Mask, Tensor | None]:
         """Validate the call; return its problem, and mask and bias as 4-D views."""
         q, k, v = self.q, self.k, self.v
         if self.arrival != "rows":
             q, k, v = (in_rows(x, self.arrival) for x in (q, k, v))
-        rest = (self.sink, self.numbers, self.repeats, self.spec, self.by_distance)
+        rest = (self.sink, self.numbers, self.repeats, self.spec, self.by_distance, self.is_chosen)
         return describe(q, k, v, self.mask, self.bias, *rest)
 
 
@@ -89,43 +92,32 @@ def prepare_call(
     """Bring the arguments of `attention` into one form; with `heads_first` q, k and v are (B, H, L, D).
 
     Raises:
-        TypeError, ValueError: sequences, nested tensors, leading dims or a bias by distance do not fit.
+        TypeError, ValueError: sequences, nested tensors, leading dims, a bias by distance or of lists do not fit.
     """
-    by_distance = None
+    by_distance = jagged = leading = repeats = spec = where = None
+    copies: tuple[str, ...] = ()
+    arrival: Arrival = "heads_first" if heads_first else "rows"
     values: Any = bias
-    if bias is not None and not isinstance(bias, Tensor):
+    is_chosen = isinstance(bias, Chosen)
+    if isinstance(bias, Chosen):
+        values = bias.with_bias(mask)
+    elif bias is not None and not isinstance(bias, Tensor):
         values, by_distance = split(bias)
-    jagged = None
     if is_nested(q) and sequences is None:
         jagged = Jagged(q, k, v)
         q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
     if sequences is not None:
         spec, where = lay_out(sequences, q, k, v, mask)
-        q, k, v = follow_autocast(q, k, v)
-        arrival: Arrival = "tokens" if spec.packs_queries else "rows"
-        call = Call(
-            q, k, v, mask, values, sink, numbers, arrival, None, None, spec, where, jagged, by_distance=by_distance
-        )
-        return _recorded(call)
-    if isinstance(q, Tensor) and q.dim() > 4:
+        arrival = "tokens" if spec.packs_queries else "rows"
+    elif isinstance(q, Tensor) and q.dim() > 4:
         has_rows = None if by_distance is None else by_distance.has_rows
-        q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows)
-        q, k, v = follow_autocast(q, k, v)
-        return Call(
-            q, k, v, mask, values, sink, numbers, "rows", repeats, leading, copies=copies, by_distance=by_distance
-        )
+        q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows, is_chosen)
     q, k, v = follow_autocast(q, k, v)
-    call = Call(q, k, v, mask, values, sink, numbers, "heads_first" if heads_first else "rows", by_distance=by_distance)
-    return _recorded(call) if heads_first else call
-
-
-def _recorded(call: Call) -> Call:
-    """Make the views (B, L, H, D) of q, k and v steps of the graph, for compilers and transforms."""
-    arrival = call.arrival
-    if arrival == "rows" or not (torch.compiler.is_compiling() or is_transformed()):
-        return call
-    q, k, v = (in_rows(x, arrival) for x in (call.q, call.k, call.v))
-    return call._replace(q=q, k=k, v=v, arrival="rows")
+    if arrival != "rows" and (torch.compiler.is_compiling() or is_transformed()):
+        # The views are steps of the graph then, which compilers and transforms see.
+        q, k, v, arrival = in_rows(q, arrival), in_rows(k, arrival), in_rows(v, arrival), "rows"
+    rest = (spec, where, jagged, copies, by_distance, is_chosen)
+    return Call(q, k, v, mask, values, sink, numbers, arrival, repeats, leading, *rest)
 
 
 def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
@@ -143,8 +135,8 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
     if mask is None:
         view = NO_MASK
-    elif plan.pack is not None and isinstance(mask, Tensor) and not profiler._is_profiler_enabled:
-        view = plan.pack(mask)
+    elif plan.view is not None and not profiler._is_profiler_enabled:  # a profiler sees the operators that pack
+        view = plan.view(mask)
     else:
         view = view_of(problem, plan.choice, mask, call.sequences)
     inputs = Inputs(call.q, call.k, call.v, view, bias, call.sink, call.sequences, dropout)
@@ -179,16 +171,8 @@ def _plan_for(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Plan,
     selection = choose(problem, requested)
     # Sizes are tensors under torch.jit.trace, and symbols under compilers. Meta tensors have no values for a pass.
     is_plain = key is not None and type(problem.seqlen_q) is int
-    plan = make_plan(
-        problem,
-        *selection,
-        requested,
-        arrival=call.arrival,
-        sequences=call.sequences,
-        has_dropout=problem.flags.dropout_p > 0,
-        falls_back=falls_back(problem, requested, selection),
-        with_passes=is_plain and problem.device != "meta",
-    )
+    is_last_resort, has_values = falls_back(problem, requested, selection), problem.device != "meta"
+    plan = make_plan(problem, *selection, requested, call.arrival, is_last_resort, is_plain and has_values)
     if is_plain and key is not None:
         plans.keep(key, plan)
     return plan, mask, bias
@@ -230,6 +214,7 @@ def _key(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Any, ...] 
             leading,
             spec,
             call.by_distance,
+            call.is_chosen,
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             # The settings themselves, and not the choice that follows from them, which takes longer to compute.

@@ -56,7 +56,15 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of one backend to a call: whether it serves each pass, every reason why not, and what it would do."""
+    """The answer of one backend to a call.
+
+    Attributes:
+        backend: its name.
+        forward, backward: whether it serves each pass; None where nothing needs a gradient.
+        reasons: every reason why not.
+        preferences: why "auto" passes it over in the passes that it serves.
+        notes: what it would do with this call.
+    """
 
     backend: str
     forward: bool
@@ -131,8 +139,7 @@ class Explanation:
     def to_text(self, width: int | None = None) -> str:
         """Return what is printed; reasons that would end past a width continue on the next line.
 
-        The table leaves out what does not matter where the call is: the rest of the reasons of a backend that does not
-        run on the device, and the preferences of one that serves neither pass. `verdicts` has all.
+        Where a backend does not run on the call's device, the table has that reason alone; `verdicts` has all.
         """
         elsewhere = f"no GPU of this machine is {self.problem.arch}: all backends count as installed there"
         lines = [elsewhere] if self.problem.elsewhere else []
@@ -183,8 +190,7 @@ class Explanation:
         why = [str(reason) for reason in device or verdict.reasons]
         runs_all = self.requested == "auto" and {self.forward, self.backward} <= {verdict.backend, None}
         passes = "auto finds no other here, and else passes it over" if runs_all else "auto passes it over"
-        if verdict.forward or verdict.backward:
-            why += [f"{passes}: {reason}" for reason in verdict.preferences]
+        why += [f"{passes}: {reason}" for reason in verdict.preferences]
         why += verdict.notes
         first, *more = why or [""]
         cells = (verdict.backend, cell(verdict.forward, self.forward), cell(verdict.backward, self.backward), first)
@@ -431,7 +437,8 @@ def verdict_of(backend: Backend, problem: AttentionProblem) -> Verdict:
 
     passes = passes_of(problem)
     reasons = reasons_against(backend, problem, passes)
-    preferences = tuple(r for r in reasons_against(backend, problem, passes, auto=True) if r not in reasons)
+    served = tuple(direction for direction in passes if serves(direction))
+    preferences = tuple(r for r in reasons_against(backend, problem, served, auto=True) if r not in reasons)
     notes: tuple[str, ...] = ()
     if not reasons:
         notes = tuple(backend.notes(problem))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .problem import Flags, allowed_pairs
+from .problem import allowed_pairs
 
 _formulas: dict[Any, Callable[..., int]] = {}
 
@@ -25,11 +25,10 @@ def forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object 
     """Return the FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head.
 
     Args:
-        q, k, v, others: the arguments of the operator; the fields of `Flags` stand before the last two.
+        q, k, v, others: the arguments of the operator, as its schema in `operators.py` says.
         out_val: its result, which is not read.
     """
-    flags = Flags(*others[-2 - len(Flags._fields) : -2])
-    return forward_flop_of(_pairs(q, k, flags), q.shape[3], v.shape[3])
+    return forward_flop_of(_pairs(q, k, others[6:-2]), q.shape[3], v.shape[3])
 
 
 def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
@@ -50,8 +49,7 @@ def backward_flop(
         dout, dlse, q, k, v, others: the arguments of the operator, as in `forward_flop`; `needs_grad` is the last.
         out_val: its result, which is not read.
     """
-    flags, needs_grad = Flags(*others[-2 - len(Flags._fields) : -2]), others[-1]
-    return backward_flop_of(_pairs(q, k, flags), q.shape[3], v.shape[3], needs_grad)
+    return backward_flop_of(_pairs(q, k, others[8:-2]), q.shape[3], v.shape[3], others[-1])
 
 
 def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:
@@ -74,10 +72,10 @@ def tangents_flop(*arguments: Any, out_val: object = None) -> int:
         out_val: its result, which is not read.
     """
     tq, tk, tv, tbias, tsink, q, k, v = arguments[:8]
-    dim, dim_v, flags = q.shape[3], v.shape[3], Flags(*arguments[-1 - len(Flags._fields) : -1])
+    dim, dim_v = q.shape[3], v.shape[3]
     moves_scores = any(x is not None for x in (tq, tk, tbias, tsink))
     products = dim * (1 + (tq is not None) + (tk is not None)) + dim_v * (1 + (tv is not None) + moves_scores)
-    return _pairs(q, k, flags) * 2 * products
+    return _pairs(q, k, arguments[14:-1]) * 2 * products
 
 
 def tangent_gradients_flop(*arguments: Any, out_val: object = None) -> int:
@@ -88,19 +86,19 @@ def tangent_gradients_flop(*arguments: Any, out_val: object = None) -> int:
         out_val: its result, which is not read.
     """
     dout, _, dtout, _, tq, tk, tv, _, _, q, k, v = arguments[:12]
-    needs_grad, flags = arguments[-1], Flags(*arguments[-2 - len(Flags._fields) : -2])
+    needs_grad = arguments[-1]
     need_q, need_k, need_v, _, _, need_tq, need_tk, need_tv, *_ = needs_grad
     sent, has_tq, has_tk = (dout is not None) + (dtout is not None), tq is not None, tk is not None
     scores = 1 + has_tq + has_tk + need_q * (1 + has_tk) + need_k * (1 + has_tq) + need_tq + need_tk
     values = sent * (1 + need_v) + (dtout is not None) * ((tv is not None) + need_tv)
-    return _pairs(q, k, flags) * 2 * (q.shape[3] * scores + v.shape[3] * values)
+    return _pairs(q, k, arguments[19:-2]) * 2 * (q.shape[3] * scores + v.shape[3] * values)
 
 
-def _pairs(q: Tensor, k: Tensor, flags: Flags) -> int:
-    batch, seqlen_q, num_heads, _ = q.shape
-    if flags.layout != "dense":
-        return batch * seqlen_q * num_heads * flags.max_seqlen_k
-    return batch * num_heads * allowed_pairs(seqlen_q, k.shape[1], flags.window)
+def _pairs(q: Tensor, k: Tensor, numbers: Sequence[Any]) -> int:
+    (batch, seqlen_q, num_heads, _), (left, right, *_, layout, _, max_seqlen_k) = q.shape, numbers
+    if layout != "dense":
+        return batch * seqlen_q * num_heads * max_seqlen_k
+    return batch * num_heads * allowed_pairs(seqlen_q, k.shape[1], (left, right))
 
 
 def register(packet: Any, formula: Callable[..., int]) -> Callable[..., Any]:

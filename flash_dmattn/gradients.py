@@ -12,28 +12,6 @@ from .problem.inputs import Inputs, Saved
 from .reference.formula import sum_entries
 from .reference.sinks import row_delta, sink_gradient, through_lse
 
-__all__ = [
-    "Allocate",
-    "allocate_outputs",
-    "contiguous_strides",
-    "differentiate_without_keys",
-    "empty_gradient",
-    "empty_gradients",
-    "empty_outputs",
-    "fill_empty",
-    "has_pairs",
-    "key_gradient",
-    "new_like",
-    "query_gradient",
-    "row_delta",
-    "run_without_keys",
-    "sequence_query_gradient",
-    "sink_gradient",
-    "spread",
-    "with_dbias",
-    "zero_gradients",
-]
-
 Allocate = Callable[[Tensor], Tensor]
 
 
@@ -56,20 +34,30 @@ def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Te
     if p.sequences is not None:
         entries, rows = (1 if p.sequences.packs_queries else p.batch), p.sequences.rows_q
     sizes: tuple[int, ...] = (entries, rows, p.num_heads, p.head_dim_v)
-    of_rows: tuple[int, ...] = (entries, p.num_heads, rows)
+    stats: tuple[int, ...] = (entries, p.num_heads, rows)
     if p.arrival == "tokens":
-        sizes, of_rows, strides = sizes[1:], of_rows[1:], strides[1:]
+        sizes, stats, strides = sizes[1:], stats[1:], strides[1:]
     empty, float32, dtype = torch.empty, torch.float32, p.dtype
     if p.arrival != "heads_first" and p.head_dim == p.head_dim_v and strides == contiguous_strides(sizes):
         empty_like = torch.empty_like  # takes half as long as torch.empty with sizes
-        return lambda q: (empty_like(q), empty(*of_rows, dtype=float32, device=q.device))
-    return lambda q: (empty(*sizes, dtype=dtype, device=q.device), empty(*of_rows, dtype=float32, device=q.device))
+        return lambda q: (empty_like(q), empty(*stats, dtype=float32, device=q.device))
+    return lambda q: (empty(*sizes, dtype=dtype, device=q.device), empty(*stats, dtype=float32, device=q.device))
 
 
 def has_pairs(p: AttentionProblem) -> bool:
     """Return whether kernels run for a class of calls: there are a query and a key, or rows of sequences to write."""
     rows = (p.seqlen_q and p.seqlen_k) if p.sequences is None else p.sequences.rows_q
     return bool(p.batch and p.num_heads and rows)
+
+
+def takes_tokens(p: AttentionProblem, direction: str) -> bool:
+    """Return whether a pass on kernels may take tokens (T, H, D) as they are.
+
+    A pass without kernels may not, nor a backward pass that sums over rows (B, H, L) in PyTorch: for the gradient of a
+    sink, or of a bias of one value per query.
+    """
+    sums_rows = p.needs_grad.sink or p.dbias_class == "query"
+    return has_pairs(p) and (direction == "forward" or not sums_rows)
 
 
 def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -218,8 +206,9 @@ def sequence_query_gradient(
     if dlse is not None:
         dlse = dlse.to(torch.float32).masked_fill(nowhere, 0.0)
     lse = lse.masked_fill(nowhere, torch.inf)  # +inf, so that sinks have no share of these rows
-    if flags.packs_queries and flags.bias_packing == "none":
-        most = flags.max_seqlen_q
+    spec = flags.sequences
+    if spec is not None and spec.packs_queries and flags.bias_packing == "none":
+        most = spec.max_seqlen_q
         dlse, delta = (None if x is None else _by_position(x, bounds, most, 0.0) for x in (dlse, delta))
         lse = _by_position(lse, bounds, most, torch.inf)
     return query_gradient(bias, dlse, lse, num_heads_k, 1, sink, delta)

@@ -29,7 +29,7 @@ from .problem import (
     SequenceSpec,
     SequenceView,
     TensorSpec,
-    device_arch,
+    describe_tensors,
     spec_of,
     unpacked_spec,
 )
@@ -44,11 +44,12 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor[]? mask, str mask_form, Tensor? bias, Tensor? sink, Tensor[]? sequences, "
     "Tensor? dropout"
 )
-# `Flags`, one by one.
+# `Flags`, one by one. Three numbers stand for the `SequenceSpec`: the tensors tell the rest.
 _FLAGS = (
     "int left, int right, float softmax_scale, float softcap, bool deterministic, "
-    "SymInt mask_repeat, SymInt bias_repeat, str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "str mask_packing, str bias_packing, float dropout_p, bool one_mask_row, SymInt zero, str outside"
+    "SymInt mask_repeat, SymInt bias_repeat, str mask_packing, str bias_packing, float dropout_p, bool one_mask_row, "
+    "SymInt zero, str outside, int block_q, int block_k, SymInt places, bool chosen, "
+    "str layout, SymInt max_seqlen_q, SymInt max_seqlen_k"
 )
 # `backend` runs the pass. `backward` names the backend of the backward pass in exported programs, "" for the same one.
 FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}, str backend, str backward) -> (Tensor out, Tensor lse)"
@@ -66,7 +67,7 @@ TANGENT_GRADIENTS_SCHEMA = (
     f"(Tensor? dout, Tensor? dlse, Tensor? dtout, Tensor? dtlse, {_TANGENTS}, {_INPUTS}, Tensor lse, {_FLAGS}, "
     "str backend, bool[10] needs_grad) -> Tensor[]"
 )
-NUM_INPUTS, NUM_FLAGS = 9, len(Flags._fields)
+NUM_INPUTS, NUM_FLAGS = 9, len(Flags._fields) + 2
 
 
 def _flat(x: Inputs) -> tuple[Any, ...]:
@@ -81,10 +82,29 @@ def read_inputs(arguments: Sequence[Any]) -> Inputs:
     return Inputs(q, k, v, MaskView(form, tuple(mask or ())), bias, sink, view, dropout)
 
 
+def flat_flags(flags: Flags) -> tuple[Any, ...]:
+    """Return `_FLAGS`, which an operator takes behind its tensors."""
+    spec = flags.sequences
+    return (*flags[:-1], *(("dense", 0, 0) if spec is None else (spec.layout, spec.max_seqlen_q, spec.max_seqlen_k)))
+
+
+def read_flags(x: Inputs, arguments: Sequence[Any]) -> Flags:
+    """Read `_FLAGS`, beside tensors that `read_inputs` returned."""
+    *numbers, layout, max_seqlen_q, max_seqlen_k = arguments
+    if x.sequences is None:
+        return Flags(*numbers)
+    (bounds, table), page_size, rows_k = x.sequences, 0, x.k.shape[1]
+    if table is not None:
+        page_size = x.k.shape[1]
+        rows_k = table.shape[1] * page_size if x.k.shape[0] > 0 else 0
+    sizes = (bounds.shape[0], x.q.shape[1], rows_k, max_seqlen_q, max_seqlen_k)
+    return Flags(*numbers)._replace(sequences=SequenceSpec(layout, *sizes, page_size=page_size))
+
+
 def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Call the operator of the forward pass; it gets views (B, L, H, D) of q, k and v, however they arrive."""
     x, named = inputs.in_rows(problem.arrival), "" if backward == backend else backward
-    out, lse = _forward_operator(*_flat(x), *problem.flags, backend, named)
+    out, lse = _forward_operator(*_flat(x), *flat_flags(problem.flags), backend, named)
     return (out.squeeze_(0), lse.squeeze_(0)) if problem.arrival == "tokens" else (out, lse)
 
 
@@ -92,7 +112,7 @@ def backward(
     problem: AttentionProblem, backend: str, saved: Saved, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Call the operator of the backward pass; return the five gradients, None for each that is not needed."""
-    numbers = (*problem.flags, backend, list(problem.needs_grad))
+    numbers = (*flat_flags(problem.flags), backend, list(problem.needs_grad))
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None, **_: Any) -> Gradients:
         x, out, lse = saved
@@ -105,7 +125,9 @@ def tangents(problem: AttentionProblem, backend: str, x: Inputs, own: Tangents) 
     """Call the operator of the forward pass in forward mode: (out, lse, tout, tlse)."""
     arrival = problem.arrival
     rows = tangents_in_rows(own, arrival)
-    results: tuple[Tensor, ...] = _tangents_operator(*rows, *_flat(x.in_rows(arrival)), *problem.flags, backend)
+    results: tuple[Tensor, ...] = _tangents_operator(
+        *rows, *_flat(x.in_rows(arrival)), *flat_flags(problem.flags), backend
+    )
     # Not in place, because tangents may be batched in the way that is older than torch.func, which would miscount dims.
     return tuple(each.squeeze(0) for each in results) if arrival == "tokens" else results
 
@@ -123,21 +145,22 @@ def tangent_gradients(
     arrival = problem.arrival
     arguments = (*tangents_in_rows(own, arrival), *_flat(x.in_rows(arrival)), result_in_rows(lse, arrival))
     rows = (result_in_rows(each, arrival) for each in sent)
-    found = _tangent_gradients_operator(*rows, *arguments, *problem.flags, backend, list(needs_grad))
+    found = _tangent_gradients_operator(*rows, *arguments, *flat_flags(problem.flags), backend, list(needs_grad))
     spread_out = spread(found, needs_grad)
     return (*as_arrived(spread_out[:5], arrival), *as_arrived(spread_out[5:], arrival))
 
 
 def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, flags = read_inputs(arguments[:NUM_INPUTS]), Flags(*arguments[NUM_INPUTS:-2])
-    out, lse = forward_pass(BACKENDS[arguments[-2]], describe_operands(inputs, flags))(inputs)
+    inputs = read_inputs(arguments[:NUM_INPUTS])
+    problem = describe_operands(inputs, read_flags(inputs, arguments[NUM_INPUTS:-2]))
+    out, lse = forward_pass(BACKENDS[arguments[-2]], problem)(inputs)
     return out, lse
 
 
 def _run_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
     inputs, (out, lse) = read_inputs(arguments[:NUM_INPUTS]), arguments[NUM_INPUTS : NUM_INPUTS + 2]
     *flags, backend, needs_grad = arguments[NUM_INPUTS + 2 :]
-    problem = describe_operands(inputs, Flags(*flags), NeedsGrad(*needs_grad))
+    problem = describe_operands(inputs, read_flags(inputs, flags), NeedsGrad(*needs_grad))
     gradients: Gradients = backward_pass(BACKENDS[backend], problem)(Saved(inputs, out, lse), dout, dlse)
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -145,14 +168,14 @@ def _run_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Te
 def _run_tangents(*arguments: Any) -> tuple[Tensor, ...]:
     own, inputs = Tangents(*arguments[:5]), read_inputs(arguments[5 : 5 + NUM_INPUTS])
     *flags, backend = arguments[5 + NUM_INPUTS :]
-    return tangents_pass(BACKENDS[backend], describe_operands(inputs, Flags(*flags)))(inputs, own)
+    return tangents_pass(BACKENDS[backend], describe_operands(inputs, read_flags(inputs, flags)))(inputs, own)
 
 
 def _run_tangent_gradients(*arguments: Any) -> list[Tensor]:
     sent, own = Cotangents(*arguments[:4]), Tangents(*arguments[4:9])
     inputs, lse = read_inputs(arguments[9 : 9 + NUM_INPUTS]), arguments[9 + NUM_INPUTS]
     *flags, backend, needs_grad = arguments[10 + NUM_INPUTS :]
-    problem, needed = describe_operands(inputs, Flags(*flags)), tuple(needs_grad)
+    problem, needed = describe_operands(inputs, read_flags(inputs, flags)), tuple(needs_grad)
     both = tangent_gradients_pass(BACKENDS[backend], problem, needed)(inputs, own, lse, sent)
     return [x for gradients in both for x in gradients if x is not None]
 
@@ -214,56 +237,12 @@ torch.library.register_vmap("flash_dmattn::attention_forward", _map_one_by_one, 
 
 
 def describe_operands(x: Inputs, flags: Flags, needs_grad: NeedsGrad = NeedsGrad()) -> AttentionProblem:  # noqa: B008
-    """Rebuild the problem of a call from the arguments of its operator.
-
-    Args:
-        x: the tensors.
-        flags: the numbers.
-        needs_grad: the requested gradients.
-    """
-    batch, seqlen_q, num_heads, head_dim = x.q.shape
-    seqlen_k, num_heads_k, head_dim_v = x.v.shape[1:]
-    spec = None if x.sequences is None else _describe_sequences(x, x.sequences, flags)
+    """Rebuild the problem of a call from the arguments of its operator."""
+    spec, seqlen_q, seqlen_k = flags.sequences, x.q.shape[1], x.k.shape[1]
     if spec is not None:
-        batch, seqlen_q, seqlen_k = spec.number, spec.max_seqlen_q, spec.max_seqlen_k
-    left, right = flags.window
-    is_causal = right == 0
-    return AttentionProblem(
-        x.q.device.type,
-        device_arch(x.q.device),
-        x.q.dtype,
-        batch,
-        seqlen_q,
-        seqlen_k,
-        num_heads,
-        num_heads_k,
-        int(head_dim),
-        int(head_dim_v),
-        x.q.stride(),  # type: ignore[arg-type]
-        x.k.stride(),  # type: ignore[arg-type]
-        x.v.stride(),  # type: ignore[arg-type]
-        _describe_mask(x.mask, seqlen_q, seqlen_k, spec),
-        x.mask.form,
-        None if x.bias is None or flags.outside else spec_of(x.bias),
-        is_causal,
-        (left, -1 if is_causal else right),
-        flags,
-        False,
-        False,
-        needs_grad,
-        None if x.sink is None else x.sink.dtype,
-        spec,
-        relative=spec_of(x.bias) if x.bias is not None and flags.outside else None,
-    )
-
-
-def _describe_sequences(x: Inputs, where: SequenceView, flags: Flags) -> SequenceSpec:
-    table, page_size, rows_k = where.block_table, 0, x.k.shape[1]
-    if table is not None:
-        page_size = x.k.shape[1]
-        rows_k = table.shape[1] * page_size if x.k.shape[0] > 0 else 0
-    number, bounds = where.bounds.shape[0], (flags.max_seqlen_q, flags.max_seqlen_k)
-    return SequenceSpec(flags.layout, number, x.q.shape[1], rows_k, *bounds, page_size=page_size)
+        seqlen_q, seqlen_k = spec.max_seqlen_q, spec.max_seqlen_k
+    mask = _describe_mask(x.mask, seqlen_q, seqlen_k, spec)
+    return describe_tensors(x.q, x.k, x.v, mask, x.mask.form, x.bias, x.sink, flags, needs_grad)
 
 
 def _describe_mask(mask: MaskView, seqlen_q: int, seqlen_k: int, spec: SequenceSpec | None) -> TensorSpec | None:

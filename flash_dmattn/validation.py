@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +25,14 @@ from .problem import (
     as_scores,
     causal_window,
     check_broadcast,
+    check_chosen,
     check_flag,
     check_number,
     check_scores,
     check_strided,
     check_values,
     check_window,
-    device_arch,
+    describe_tensors,
     dtype_name,
     packing_of,
     spec_of,
@@ -122,6 +123,7 @@ def describe(
     repeats: Repeats | None = None,
     sequences: SequenceSpec | None = None,
     by_distance: ByDistance | None = None,
+    is_chosen: bool = False,
 ) -> tuple[AttentionProblem, Mask, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
 
@@ -130,6 +132,7 @@ def describe(
         repeats: given if leading dims were folded, which has checked mask and bias.
         sequences: how they lie; packed q, k and v have a batch dim of 1.
         by_distance: the numbers of a bias by distance, whose values are `bias`.
+        is_chosen: whether `bias` has the values of a `Chosen`, for the lists that are the mask.
 
     Raises:
         TypeError: an argument is not a tensor, or its dtype is not what the call needs.
@@ -139,7 +142,7 @@ def describe(
         check_strided(name, x)
     sizes = _check_qkv(q, k, v, repeats is not None, sequences)
     is_causal, window = numbers.is_causal, numbers.window_size
-    mask_spec = bias_spec = None
+    mask_spec = None
     mask_packing = bias_packing = _UNPACKED
     mask_form: MaskForm = "none"
     one_mask_row = False
@@ -160,36 +163,38 @@ def describe(
         mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
         if mask_form == "sequence_tiles" and sequences is not None and sequences.packs_queries:
             mask_packing = "queries"
-    if bias is not None and by_distance is None:
+    if bias is not None and is_chosen:
+        _check_float("bias.values", bias)
+        bias = _check_chosen(bias, mask, sizes)
+    elif bias is not None and by_distance is None:
         _check_float("bias", bias)
-        bias, bias_spec, bias_packing = _describe_scores("bias", bias, sizes)
+        bias, _, bias_packing = _describe_scores("bias", bias, sizes)
     elif bias is not None and by_distance is not None:
         _check_float("bias.values", bias)
         bias, bias_packing = _check_values(bias, by_distance, sizes)
     if sink is not None:
         _check_sink(sink, sizes)
 
-    # Specialised on purpose under torch.compile: kernels are chosen and scaled by the head dims.
-    head_dim, head_dim_v = int(q.shape[3]), int(v.shape[3])
     causal, window, scale = check_flag("is_causal", is_causal), check_window(window), numbers.softmax_scale
     flags = Flags(
         *causal_window(causal, window),
-        head_dim**-0.5 if scale is None else check_number("softmax_scale", scale),
+        int(q.shape[3]) ** -0.5 if scale is None else check_number("softmax_scale", scale),
         check_number("softcap", numbers.softcap),
         torch.are_deterministic_algorithms_enabled()
         if numbers.deterministic is None
         else check_flag("deterministic", numbers.deterministic),
         *(repeats or _NO_REPEATS),
-        layout="dense" if sequences is None else sequences.layout,
-        max_seqlen_q=0 if sequences is None else sizes.seqlen_q,
-        max_seqlen_k=0 if sequences is None else sizes.seqlen_k,
         mask_packing=mask_packing,
         bias_packing=bias_packing,
         dropout_p=check_number("dropout_p", numbers.dropout_p),
         one_mask_row=one_mask_row,
         zero=0 if by_distance is None else by_distance.zero,
         outside="" if by_distance is None else by_distance.outside,
+        chosen=is_chosen,
+        sequences=sequences,
     )
+    if mask is not None and mask_form == "lists":
+        flags = _with_lists(flags, mask)
     if by_distance is not None and by_distance.outside == "error" and bias is not None:
         low, high = 1 - sizes.seqlen_k, sizes.seqlen_q - 1
         low = low if flags.left < 0 else max(low, -flags.left)
@@ -210,32 +215,11 @@ def describe(
         if sequences.has_pages and any(needs_grad):
             wanted = ", ".join(name for name, needed in zip(NeedsGrad._fields, needs_grad, strict=True) if needed)
             raise ValueError(f"{wanted} requires grad; keys in pages have no gradients (call under torch.no_grad())")
-    problem = AttentionProblem(
-        sizes.device.type,
-        device_arch(sizes.device),
-        q.dtype,
-        sizes.batch,
-        sizes.seqlen_q,
-        sizes.seqlen_k,
-        sizes.num_heads,
-        sizes.num_heads_k,
-        head_dim,
-        head_dim_v,
-        q.stride(),  # type: ignore[arg-type]
-        k.stride(),  # type: ignore[arg-type]
-        v.stride(),  # type: ignore[arg-type]
-        mask_spec,
-        mask_form,
-        bias_spec,
-        causal,
-        window,
-        flags,
-        check_flag("return_lse", numbers.return_lse),
-        check_flag("return_probs", numbers.return_probs),
-        needs_grad,
-        None if sink is None else sink.dtype,
-        sequences,
-        relative=None if by_distance is None or bias is None else spec_of(bias),
+    problem = describe_tensors(q, k, v, mask_spec, mask_form, bias, sink, flags, needs_grad)._replace(
+        is_causal=causal,
+        window_size=window,
+        return_lse=check_flag("return_lse", numbers.return_lse),
+        return_probs=check_flag("return_probs", numbers.return_probs),
     )
     return problem, mask, bias
 
@@ -345,6 +329,22 @@ def _check_values(x: Tensor, by_distance: ByDistance, sizes: _Sizes) -> tuple[Te
     if not sizes.is_folded:
         check_values(x.shape, (batch, sizes.num_heads), sizes.num_heads_k, rows if by_distance.has_rows else None)
     return x, packing
+
+
+def _check_chosen(x: Tensor, mask: Any, sizes: _Sizes) -> Tensor:
+    """Validate the values of a `Chosen`, whose call has a mask of lists; return them as a 4-D view."""
+    sizes.check_device("bias.values", x.device)
+    if x.dim() > 4:
+        raise ValueError(f"bias.values has {x.dim() - 3} batch dims; it needs at most that of q")
+    x = as_scores(x)
+    if not sizes.is_folded:
+        check_chosen(x.shape, (sizes.batch, sizes.num_heads), sizes.num_heads_k, *mask.sizes_of_values)
+    return x
+
+
+def _with_lists(flags: Flags, mask: Any) -> Flags:
+    block_q, block_k = mask.block_size
+    return flags._replace(block_q=block_q, block_k=block_k, places=mask.keys.shape[3])
 
 
 # The description of a mask that is no tensor, and the band of its call.

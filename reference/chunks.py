@@ -93,7 +93,9 @@ class Chunks:
         self._buffers: dict[int, Tensor] = {}
         self.mask = mask
         scores = self.batch * self.num_heads * self.seqlen_q * self.seqlen_k
-        self._looks = mask is not None and scores > FEW_SCORES and not is_capturing(self.device)
+        only_seen = mask is not None and mask.reads_only_seen
+        self._share = 1.0 if only_seen else GATHERED_SHARE
+        self._looks = mask is not None and (only_seen or scores > FEW_SCORES) and not is_capturing(self.device)
         self.extent = self._extent(chunk_bytes)
         # A chunk must not reach across a multiple of these, where the mask or the bias skips or repeats entries.
         mask_entries = (1, 1) if mask is None else (mask.entries, mask.repeat)
@@ -184,7 +186,7 @@ class Chunks:
         if len(keys) == 0:
             return []
         first, last = int(keys[0]), int(keys[-1]) + 1
-        if len(keys) >= GATHERED_SHARE * (last - first):
+        if len(keys) >= self._share * (last - first):
             runs = _slices(start + last, size, start=start + first)
             return [Span(run, not every[run.start - start : run.stop - start].all()) for run in runs]
         # Copies of keys, bias and mask join the buffers of scores, so that a chunk has room for half as many.

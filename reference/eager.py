@@ -20,11 +20,23 @@ from torch import Tensor
 from . import formula
 from .blocks import Block
 from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
-from .distances import AnyBias, Distances, values_of
+from .distances import ChunkBias, Distances, values_of
 from .dropout import Dropout
+from .lists import Chosen
 from .masks import AnyMask, read_mask
 from .sinks import row_delta, sink_gradient, sink_probability, through_lse
-from .tiles import BiasGradient, DistanceGradient, Keys, KeySums, Rows, Scores, exponential, multiply, softmax_backward
+from .tiles import (
+    BiasGradient,
+    ChosenGradient,
+    DistanceGradient,
+    Keys,
+    KeySums,
+    Rows,
+    Scores,
+    exponential,
+    multiply,
+    softmax_backward,
+)
 
 # (dq, dk, dv, dbias), and dsink where there is a sink.
 Gradients = tuple[Tensor | None, ...]
@@ -40,7 +52,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None = None,
-    bias: AnyBias | None = None,
+    bias: ChunkBias | None = None,
     *,
     is_causal: bool = False,
     softmax_scale: float,
@@ -135,7 +147,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     out: Tensor,
     lse: Tensor,
     *,
@@ -204,6 +216,8 @@ def backward(
     if bias is not None and need_bias:
         if isinstance(bias, Distances):
             dbias = DistanceGradient(bias, chunks, repeats[1])
+        elif isinstance(bias, Chosen):
+            dbias = ChosenGradient(bias, chunks, repeats[1])
         else:
             dbias = BiasGradient(bias, per_row, chunks, repeats[1])
     need_ds = need_q or need_k or (dbias is not None and dbias.needs_scores)
@@ -295,7 +309,7 @@ def cut(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     band: tuple[bool, tuple[int, int] | None],
     softcap: float,
     dropout: Dropout | None,
@@ -311,13 +325,14 @@ def cut(
         band: is_causal and window_size.
         sums_per_key: see `Chunks`.
     """
-    has_distances = isinstance(bias, Distances)
-    # Dropout needs words of Philox, and p in addition to dropped p; distances need rows that move against each other.
-    buffers += (softcap > 0) + (0 if dropout is None else 4) + 2 * has_distances
+    # Rows that move against each other, or slots.
+    has_places = not (bias is None or isinstance(bias, Tensor))
+    # Dropout needs words of Philox, and p in addition to dropped p.
+    buffers += (softcap > 0) + (0 if dropout is None else 4) + 2 * has_places
     values = values_of(bias)
     entries = (1 if values is None else values.shape[0], repeats[1])
     reader = None if mask is None else read_mask(mask, k.shape[2], q.shape[2], repeats[0])
-    scatters = dropout is None and not has_distances
+    scatters = dropout is None and not has_places
     return Chunks(q, k, v, reader, *band, chunk_bytes, buffers, sums_per_key, entries, scatters)
 
 

@@ -1,7 +1,7 @@
 """How the eager passes read a mask: what one chunk may see, and which keys a block of queries sees at all.
 
-A mask is a bool tensor, the bits of tiles, or the run of queries that sees each key. The last two are read in place:
-no tensor of one bool for each pair exists.
+A mask is a bool tensor, the bits of tiles, the run of queries that sees each key, or the list of keys of each query.
+All but the first are read in place: no tensor of one bool for each pair exists.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Block, grouped_own
+from .lists import Lists, blocks_of, spread, table
 
 _BITS = 8  # of a byte
 
@@ -24,13 +25,16 @@ class TileBits(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """A mask in which queries start to stop, the last not included, attend to a key: both integers (Bm, Hm, Lk)."""
+    """A mask in which queries start to stop, the last not included, attend to a key: both integers (Bm, Hm, Lk).
+
+    It holds the band of a call.
+    """
 
     start: Tensor
     stop: Tensor
 
 
-AnyMask = Tensor | TileBits | Intervals
+AnyMask = Tensor | TileBits | Intervals | Lists
 
 
 class MaskReader:
@@ -41,6 +45,9 @@ class MaskReader:
         num_heads_k, num_heads: of the call.
         repeat: entry b of the batch reads entry b // repeat % Bm.
     """
+
+    # Whether keys that no query of a block sees are never read, so that NaN in their values reaches nothing.
+    reads_only_seen = False
 
     def __init__(self, tensors: tuple[Tensor, ...], num_heads_k: int, num_heads: int, repeat: int) -> None:
         self._tensors = [grouped_own(x, num_heads_k, num_heads) for x in tensors]
@@ -92,12 +99,52 @@ class IntervalReader(MaskReader):
         return some, every
 
 
+class ListReader(MaskReader):
+    """The list of keys of each query, read block by block; a band is left to the call."""
+
+    reads_only_seen = True
+
+    def __init__(self, lists: Lists, num_heads_k: int, num_heads: int, repeat: int) -> None:
+        super().__init__((lists.keys, lists.slots), num_heads_k, num_heads, repeat)
+        self._block_q, self._block_k = lists.block_q, lists.block_k
+
+    def _own(self, block: Block) -> list[Tensor]:
+        """Return the keys and the slots of the lists of a block, (batch, heads, G, lists, entries)."""
+        own = block._replace(rows=blocks_of(block.rows, self._block_q))
+        return [own.pick(x, slice(0, x.shape[4]), self.repeat) for x in self._tensors]
+
+    def block_slots(self, block: Block, run: slice) -> Tensor:
+        """Return the slot of each query and block of keys, (batch, heads, G, rows, blocks); -1 where none chose it."""
+        columns = blocks_of(run, self._block_k)
+        keys, slots = self._own(block)
+        made = table(keys, slots, columns.start, columns.stop - columns.start)
+        return spread(made, 3, self._block_q, block.rows.start, block.rows.stop)
+
+    def slots(self, block: Block, keys: slice | Tensor) -> Tensor:
+        """Return the slot of each score, (batch, heads, G, rows, keys); -1 where no entry chose it."""
+        run = run_of(keys)
+        made = spread(self.block_slots(block, run), 4, self._block_k, run.start, run.stop)
+        return made if isinstance(keys, slice) else made.index_select(4, keys - run.start)
+
+    def part(self, block: Block, keys: slice | Tensor) -> Tensor:
+        return self.slots(block, keys) >= 0
+
+    def seen(self, block: Block, keys: slice) -> tuple[Tensor, Tensor]:
+        own = self._own(block)[0]
+        columns = blocks_of(keys, self._block_k)
+        counts = torch.bincount(own.flatten() + 1, minlength=columns.stop + 1)[1 + columns.start : 1 + columns.stop]
+        counts = spread(counts, 0, self._block_k, keys.start, keys.stop)
+        return counts > 0, counts == own.shape[:4].numel()
+
+
 def read_mask(mask: AnyMask, num_heads_k: int, num_heads: int, repeat: int) -> MaskReader:
     """Return the reader of a mask."""
     if isinstance(mask, TileBits):
         return BitReader((mask.bits,), num_heads_k, num_heads, repeat)
     if isinstance(mask, Intervals):
         return IntervalReader((mask.start[:, :, None], mask.stop[:, :, None]), num_heads_k, num_heads, repeat)
+    if isinstance(mask, Lists):
+        return ListReader(mask, num_heads_k, num_heads, repeat)
     return MaskReader((mask,), num_heads_k, num_heads, repeat)
 
 
@@ -117,6 +164,11 @@ def _fold(rows: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         folded = combine(rows[:half], rows[half : 2 * half])
         rows = folded if rows.shape[0] == 2 * half else torch.cat([folded, rows[2 * half :]])
     return rows[0]
+
+
+def run_of(keys: slice | Tensor) -> slice:
+    """Return the run of keys from the first to the last one of a chunk."""
+    return keys if isinstance(keys, slice) else slice(int(keys[0]), int(keys[-1]) + 1)
 
 
 def _bytes_of(keys: slice) -> slice:

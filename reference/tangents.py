@@ -25,13 +25,15 @@ from torch import Tensor
 from . import formula
 from .blocks import Block
 from .chunks import DEFAULT_CHUNK_BYTES, Chunks, Span
-from .distances import AnyBias, Distances, with_values
+from .distances import ChunkBias, Distances, values_of, with_values
 from .dropout import Dropout
 from .eager import cut, kept_in
+from .lists import Chosen
 from .masks import AnyMask
 from .sinks import sink_probability
 from .tiles import (
     BiasGradient,
+    ChosenGradient,
     DistanceGradient,
     Keys,
     KeySums,
@@ -74,7 +76,7 @@ class _Call:
         k: Tensor,
         v: Tensor,
         mask: AnyMask | None,
-        bias: AnyBias | None,
+        bias: ChunkBias | None,
         sink: Tensor | None,
         tangents: Tangents,
         *,
@@ -136,7 +138,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     sink: Tensor | None,
     tangents: Tangents,
     **flags: Any,
@@ -237,7 +239,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     sink: Tensor | None,
     tangents: Tangents,
     lse: Tensor,
@@ -258,7 +260,7 @@ def backward(
         Two `Tangents`. Each gradient is summed in fp32 (fp64 for fp64), has the shape and dtype of its input, and is
         rounded once.
     """
-    inputs = (q, k, v, bias.values if isinstance(bias, Distances) else bias, sink)
+    inputs = (q, k, v, values_of(bias), sink)
     needed = tuple(n and x is not None for n, x in zip(needs_grad, (*inputs, *inputs), strict=True))
     need, need_t = _Needs(*needed[:5]), _Needs(*needed[5:])
     per_key = (need.k + need_t.k) * q.shape[3] + (need.v + need_t.v) * v.shape[3]
@@ -402,9 +404,11 @@ def _through_softcap(
     return ds.mul(slope).addcmul_(dts.mul(curve), call.products(block, keys, q, k)), dts * slope
 
 
-def _bias_gradient(bias: AnyBias | None, chunks: Chunks, repeat: int) -> BiasGradient:
+def _bias_gradient(bias: ChunkBias | None, chunks: Chunks, repeat: int) -> BiasGradient:
     """Return the sum of the gradient of a bias, of which each score adds its part, also to one value per query."""
     assert bias is not None
     if isinstance(bias, Distances):
         return DistanceGradient(bias, chunks, repeat)
+    if isinstance(bias, Chosen):
+        return ChosenGradient(bias, chunks, repeat)
     return BiasGradient(bias, None, chunks, repeat, by_score=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import formula
 from .blocks import Block, grouped_own
 from .chunks import Chunks, Span
-from .distances import AnyBias, Distances, dense, distance_sums
+from .distances import ChunkBias, Distances, dense, distance_sums
+from .lists import Chosen, blocks_of, spread
+from .masks import ListReader, run_of
 
 _LOG2_E = math.log2(math.e)
 
@@ -137,15 +140,32 @@ class DistanceReader(BiasReader):
         return part if isinstance(keys, slice) else part.index_select(4, keys - run.start)
 
 
-def bias_reader(bias: AnyBias, chunks: Chunks, repeat: int) -> BiasReader:
+class ChosenReader(BiasReader):
+    """The values of entries of lists, read block by block."""
+
+    def __init__(self, bias: Chosen, chunks: Chunks, repeat: int) -> None:
+        self._bias = formula.grouped(bias.values, chunks.num_heads_k, chunks.num_heads)
+        self._lists = ListReader(bias.lists, chunks.num_heads_k, chunks.num_heads, bias.repeat)
+        self._repeat = repeat
+        # Queries that share a list share its values, too, or have values of their own.
+        self._block_q = 1 if bias.values.shape[2] == chunks.seqlen_q else bias.lists.block_q
+
+    def part(self, block: Block, keys: slice | Tensor) -> Tensor:
+        slots = self._lists.slots(block, keys)
+        own = block._replace(rows=blocks_of(block.rows, self._block_q))
+        values = own.pick(self._bias, slice(0, self._bias.shape[4]), self._repeat)
+        if values.shape[4] == 0:
+            return values.new_zeros(slots.shape)
+        values = spread(values, 3, self._block_q, block.rows.start, block.rows.stop)
+        return torch.take_along_dim(values, slots.clamp(min=0).long(), 4)
+
+
+def bias_reader(bias: ChunkBias, chunks: Chunks, repeat: int) -> BiasReader:
+    if isinstance(bias, Chosen):
+        return ChosenReader(bias, chunks, repeat)
     if isinstance(bias, Tensor):
         return BiasReader(bias, chunks, repeat)
     return DistanceReader(bias, chunks, repeat)
-
-
-def run_of(keys: slice | Tensor) -> slice:
-    """Return the run of keys from the first to the last one of a chunk."""
-    return keys if isinstance(keys, slice) else slice(int(keys[0]), int(keys[-1]) + 1)
 
 
 def moved(bias: Distances, chunks: Chunks, block: Block, run: slice) -> Distances:
@@ -160,7 +180,7 @@ class Scores:
     def __init__(
         self,
         chunks: Chunks,
-        bias: AnyBias | None,
+        bias: ChunkBias | None,
         softmax_scale: float,
         softcap: float,
         keep_slope: bool = False,
@@ -293,7 +313,49 @@ class DistanceGradient(BiasGradient):
         total = block.pick(self._sum, slice(0, self._sum.shape[4]), self._repeat)
         ds = block.by_group(ds, self._group)
         ds = ds.sum_to_size((*total.shape[:3], *ds.shape[3:]))
-        if isinstance(keys, Tensor):
-            spread = ds.new_zeros((*ds.shape[:4], run.stop - run.start))
-            ds = spread.index_copy_(4, keys - run.start, ds)
-        total += distance_sums(ds, moved(self._bias, self._chunks, block, run)._replace(values=total))
+        total += distance_sums(
+            _in_run(ds, keys, run), moved(self._bias, self._chunks, block, run)._replace(values=total)
+        )
+
+
+class ChosenGradient(BiasGradient):
+    """The gradient of the values of entries of lists, summed chunk by chunk in their shape."""
+
+    def __init__(self, bias: Chosen, chunks: Chunks, repeat: int) -> None:
+        values = bias.values
+        self._shape, self._dtype, self._group, self._repeat = values.shape, values.dtype, chunks.group, repeat
+        self.needs_scores = True
+        self._lists = ListReader(bias.lists, chunks.num_heads_k, chunks.num_heads, bias.repeat)
+        self._block_q = 1 if values.shape[2] == chunks.seqlen_q else bias.lists.block_q
+        self._block_k = bias.lists.block_k
+        own = formula.grouped(values, chunks.num_heads_k, chunks.num_heads).shape
+        self._sum = values.new_zeros(own, dtype=chunks.dtype)
+
+    def add(self, block: Block, keys: slice | Tensor, ds: Tensor) -> None:
+        own = block._replace(rows=blocks_of(block.rows, self._block_q))
+        total = own.pick(self._sum, slice(0, self._sum.shape[4]), self._repeat)
+        if total.shape[4] == 0:
+            return
+        run, step = run_of(keys), self._block_k
+        slots = self._lists.block_slots(block, run)
+        ds = _in_run(block.by_group(ds, self._group), keys, run)
+        # Where heads share the lists and the values, they are added before they are moved.
+        shared = [1 if a == b == 1 else n for a, b, n in zip(slots.shape[:3], total.shape[:3], ds.shape, strict=False)]
+        ds = ds.sum_to_size((*shared, *ds.shape[3:]))
+        if step > 1:
+            ds = F.pad(ds, (run.start % step, -run.stop % step)).unflatten(4, (-1, step)).sum(5)
+        # One more place takes what no entry chose. Each other one is written once, so that the order does not matter.
+        moved = ds.new_zeros((*ds.shape[:4], total.shape[4] + 1))
+        place = torch.where(slots < 0, total.shape[4], slots).long().expand(ds.shape)
+        moved = moved.scatter_(4, place, ds)[..., :-1]
+        if self._block_q > 1:
+            before, after = block.rows.start % self._block_q, -block.rows.stop % self._block_q
+            moved = F.pad(moved, (0, 0, before, after)).unflatten(3, (-1, self._block_q)).sum(4)
+        total += moved.sum_to_size(total.shape)
+
+
+def _in_run(ds: Tensor, keys: slice | Tensor, run: slice) -> Tensor:
+    """Return the gradient of the scores of a run of keys, 0 for those that a chunk does not have."""
+    if isinstance(keys, slice):
+        return ds
+    return ds.new_zeros((*ds.shape[:4], run.stop - run.start)).index_copy_(4, keys - run.start, ds)

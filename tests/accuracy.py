@@ -1,4 +1,4 @@
-"""The one comparison rule of the suite: a backend's error against fp64 beside that of plain PyTorch in its dtype."""
+"""The one comparison rule of the suite: errors against fp64, of a backend and of plain PyTorch in the same dtype."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FLOOR_FP64 = 1e-11
 # A backward pass recomputes p = exp(s - lse) from the fp32 lse of the contract, so p is off by lse's own rounding.
 # From |lse| = 84 on that is more than the floor; at the logits of 1e4 that the suite reaches it is 1e-3.
 LSE_ROUNDING = 2.0**-23
-# What is one sum over many rows has an error that is one sum of as many roundings, of either sign: beside that of the
-# yardstick, which is such a sum of its own and may be small by luck, so many of its standard deviations are allowed.
+# One sum over many rows has an error that is one sum of as many roundings, of either sign. The yardstick has such a sum
+# of its own, which may be small by luck, so this many standard deviations are allowed beside it.
 DEVIATIONS = 5.0
 
 
@@ -40,13 +40,13 @@ def run(
         x.detach().requires_grad_(name in case.needs_grad) if x is not None else None for name, x in inputs.floats()
     ]
     q, k, v, bias = leaves
-    given: dict[str, Any] = case.dropping() if dropout is None else dropout
+    dropped: dict[str, Any] = case.dropping() if dropout is None else dropout
     torch.manual_seed(case.seed)  # which decides what is dropped
     if inputs.sink is not None:
-        sink = given["sink"] = inputs.sink.detach().requires_grad_("sink" in case.needs_grad)
-    out, lse = function(q, k, v, inputs.mask, case.passed(bias), **case.flags(), **given)[:2]
+        sink = dropped["sink"] = inputs.sink.detach().requires_grad_("sink" in case.needs_grad)
+    out, lse = function(q, k, v, inputs.mask, case.passed(bias), **case.flags(), **dropped)[:2]
     results: Results = {"out": out.detach(), "lse": lse.detach(), **dict.fromkeys(GRADIENTS)}
-    wanted = [x for x in (*leaves, given.get("sink")) if x is not None and x.requires_grad]
+    wanted = [x for x in (*leaves, dropped.get("sink")) if x is not None and x.requires_grad]
     if wanted:
         pairs = [(out, inputs.dout)]
         if inputs.dlse is not None:
@@ -68,8 +68,8 @@ def assert_empty_rows_ignore_dlse(function: Callable[..., tuple[Tensor, ...]], c
     empty = lse == -torch.inf
     assert empty.any() and not empty.all()
     sent = [torch.ones_like(lse).masked_fill(empty, x) for x in (0.0, torch.inf, torch.nan)]
-    wanted, *found = (torch.autograd.grad((out, lse), leaves, (inputs.dout, x), retain_graph=True) for x in sent)
-    for gradients in found:
+    wanted, *both = (torch.autograd.grad((out, lse), leaves, (inputs.dout, x), retain_graph=True) for x in sent)
+    for gradients in both:
         for x, y in zip(gradients, wanted, strict=True):
             assert torch.equal(x, y)
 
@@ -87,7 +87,7 @@ def oracle(case: Case, inputs: Inputs) -> Results:
 
 
 def yardstick(case: Case, inputs: Inputs) -> Results:
-    """What plain PyTorch makes of the formulas in the case's own dtype, softmax in fp32."""
+    """Compute the formulas in plain PyTorch, in the dtype of the case, softmax in fp32."""
     x, flags = case.in_formula(inputs), case.flags()
     shared = {"sink": x.sink, "dropout": case.dropout(x.q.device)}
     out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **flags, **shared)
@@ -133,22 +133,22 @@ def share_of_sink(sink: Tensor, lse: Tensor) -> Tensor:
 def row_variances(x: Inputs, exact: Results, in_dtype: Results) -> Tensor:
     """(B, Hq, Lq), what rounding of out and of lse leaves in each row's part of dsink; all in fp64, beside a sink."""
     out, lse = exact["out"], exact["lse"]
-    of_out = (x.dout * (in_dtype["out"].double() - out)).square().sum(-1).mT
+    out_term = (x.dout * (in_dtype["out"].double() - out)).square().sum(-1).mT
     delta = (x.dout * out).sum(-1).mT
     if x.dlse is not None:
         delta = delta - x.dlse.masked_fill(lse == -torch.inf, 0.0)
-    of_lse = (delta * LSE_ROUNDING * lse.nan_to_num(neginf=0.0)).square()
+    lse_term = (delta * LSE_ROUNDING * lse.nan_to_num(neginf=0.0)).square()
     share = share_of_sink(x.sink, lse)
-    # Beside a bias of finfo.min the square of a lse is inf, and a sink of -inf has no share of it.
-    return (share.square() * (of_out + of_lse)).masked_fill(share == 0, 0.0)
+    # The square of a lse is inf beside a bias of finfo.min, and a sink of -inf has no share of it.
+    return (share.square() * (out_term + lse_term)).masked_fill(share == 0, 0.0)
 
 
 def with_rounding(variance: Tensor, exact: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Standard deviations of sums of such a variance, rounded to a dtype."""
-    of_result = torch.zeros(()) if exact is None else exact.double() * torch.finfo(dtype).eps / 4
-    found = (variance + of_result.square()).sqrt()
-    assert found.isfinite().all(), "nothing is allowed by a limit that is no number"
-    return found
+    result_rounding = torch.zeros(()) if exact is None else exact.double() * torch.finfo(dtype).eps / 4
+    allowed = (variance + result_rounding.square()).sqrt()
+    assert allowed.isfinite().all(), "nothing is allowed by a limit that is no number"
+    return allowed
 
 
 def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) -> Results:
@@ -156,17 +156,17 @@ def deviations(case: Case, inputs: Inputs, exact: Results, in_dtype: Results) ->
 
     These are dsink, and dbias of one value per query. All else sums many keys of a row, or has many values.
     """
-    found: Results = {}
+    allowed: Results = {}
     if inputs.sink is None or not case.needs_grad:
-        return found
+        return allowed
     rows = row_variances(inputs.to(torch.float64), exact, in_dtype)
-    found["dsink"] = with_rounding(rows.sum((0, 2)), exact["dsink"], inputs.sink.dtype)
+    allowed["dsink"] = with_rounding(rows.sum((0, 2)), exact["dsink"], inputs.sink.dtype)
     if inputs.bias is not None and case.relative is None and inputs.bias.shape[3] == 1:
         groups = rows.unflatten(1, (inputs.k.shape[2], -1)).unsqueeze(-1)
         own = formula.grouped(inputs.bias, inputs.k.shape[2], inputs.q.shape[2]).shape
         summed = groups.sum_to_size(own).view(inputs.bias.shape)
-        found["dbias"] = with_rounding(summed, exact["dbias"], inputs.bias.dtype)
-    return found
+        allowed["dbias"] = with_rounding(summed, exact["dbias"], inputs.bias.dtype)
+    return allowed
 
 
 def chance(
@@ -180,8 +180,8 @@ def chance(
 
 def probabilities(x: Inputs, flags: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """(B, Hk, G, Lq, Lk) of inputs in fp64, and the slope of the softcap."""
-    of_mask = flags.get("is_causal", False), formula.default_scale(x.q, flags.get("softmax_scale"))
-    s, slope = formula.scores(x.q, x.k, x.mask, x.bias, *of_mask, flags.get("softcap", 0.0), flags.get("window_size"))
+    settings = flags.get("is_causal", False), formula.default_scale(x.q, flags.get("softmax_scale"))
+    s, slope = formula.scores(x.q, x.k, x.mask, x.bias, *settings, flags.get("softcap", 0.0), flags.get("window_size"))
     return formula.softmax(s, x.sink)[0], slope
 
 
@@ -216,9 +216,9 @@ def chance_by_delta(name: str, x: Inputs, flags: dict[str, Any], out: Tensor, in
     if name == "dbias":
         own = formula.grouped(values_of(x.bias), x.k.shape[2], x.q.shape[2]).shape
         variances = variances.mT.unflatten(1, (x.k.shape[2], -1)).unsqueeze(-1).sum_to_size((*own[:-1], 1))
-    found = (variances.sum().sqrt() * (1 + DEVIATIONS / (2 * independent(variances)).sqrt())).item()
-    assert math.isfinite(found), "nothing is allowed by a limit that is no number"
-    return found
+    allowed = (variances.sum().sqrt() * (1 + DEVIATIONS / (2 * independent(variances)).sqrt())).item()
+    assert math.isfinite(allowed), "nothing is allowed by a limit that is no number"
+    return allowed
 
 
 def chance_by_weights(x: Inputs, flags: dict[str, Any], dropout: Any, dtype: torch.dtype) -> float:
@@ -236,9 +236,9 @@ def chance_by_weights(x: Inputs, flags: dict[str, Any], dropout: Any, dtype: tor
     variances = weights.square() * (torch.finfo(dtype).eps ** 2 / 12) * torch.einsum("bihg->bhgi", along).unsqueeze(-1)
     number = independent(variances)
     worst = torch.minimum((3 * number).sqrt(), 1 + DEVIATIONS / (2 * number).sqrt())
-    size = (variances.sum().sqrt() * worst).item()
-    assert math.isfinite(size), "nothing is allowed by a limit that is no number"
-    return size
+    allowed = (variances.sum().sqrt() * worst).item()
+    assert math.isfinite(allowed), "nothing is allowed by a limit that is no number"
+    return allowed
 
 
 def unlucky_out(x: Inputs, flags: dict[str, Any], dropout: Any, dtype: torch.dtype) -> float:
@@ -264,7 +264,7 @@ def unlucky_out(x: Inputs, flags: dict[str, Any], dropout: Any, dtype: torch.dty
 
 
 def norm_of(exact: Tensor, size: Tensor | None) -> float:
-    """What an error is measured against: ||exact||.
+    """The norm by which an error is divided: ||exact||.
 
     A value that is zero in exact arithmetic has no relative error: it is measured against the terms that cancel.
     """
@@ -280,9 +280,9 @@ def rounding_of_oracle(exact: Tensor, size: Tensor | None) -> float:
     """The error that the fp64 formula may have itself, where terms of that size cancel but for a small rest."""
     if size is None:
         return 0.0
-    found = 4 * torch.finfo(torch.float64).eps * size.norm().item() / max(norm_of(exact, size), 1e-300)
-    assert math.isfinite(found), "everything is allowed by a limit that is no number"
-    return found
+    allowed = 4 * torch.finfo(torch.float64).eps * size.norm().item() / max(norm_of(exact, size), 1e-300)
+    assert math.isfinite(allowed), "everything is allowed by a limit that is no number"
+    return allowed
 
 
 def error(x: Tensor, exact: Tensor, size: Tensor | None = None) -> float:

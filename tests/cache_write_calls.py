@@ -54,13 +54,13 @@ def draw(number: int, is_wrong: bool = False, dtypes: tuple[torch.dtype, ...] = 
     k_cache, v_cache = (laid(x, call.packs_keys) for x in keys)
     k, v = (laid(random_like(x), call.packs_queries) for x in keys)
     bounds = torch.tensor(call.lengths, dtype=torch.int32, device=DEVICE).view(-1, 4)
-    of_both = (k_cache, v_cache, k, v) if rng.random() > 0.15 else (k_cache, None, k, None)  # a cache of one kind
-    return WriteCall(CacheWrite(*of_both, bounds, table, layout), call.sequences, f"draw({number}, {is_wrong})")
+    tensors = (k_cache, v_cache, k, v) if rng.random() > 0.15 else (k_cache, None, k, None)  # a cache of one kind
+    return WriteCall(CacheWrite(*tensors, bounds, table, layout), call.sequences, f"draw({number}, {is_wrong})")
 
 
 def targets(write: CacheWrite) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """The tokens, (entry, row) of k, that go to each (entry, row) of the caches: one each, unless tables are wrong."""
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    places: dict[tuple[int, int], list[tuple[int, int]]] = {}
     pages, page_size = write.k_cache.shape[:2]
     for s, (first, tokens, first_k, keys) in enumerate(write.bounds.tolist()):
         for i in range(tokens):
@@ -71,12 +71,12 @@ def targets(write: CacheWrite) -> dict[tuple[int, int], list[tuple[int, int]]]:
             if write.block_table is not None:
                 page = int(write.block_table[s, key // page_size])
                 place = (min(max(page, 0), pages - 1), key % page_size)
-            found.setdefault(place, []).append((0, first + i) if write.packs_tokens else (s, i))
-    return found
+            places.setdefault(place, []).append((0, first + i) if write.packs_tokens else (s, i))
+    return places
 
 
 def assert_written(call: WriteCall, writer: Writer) -> None:
-    """Every value of the caches is what it was, or that of a token that goes there; so is all memory around them."""
+    """Every value of the caches is as before, or the value of a token that goes there; so is all memory around them."""
     write = call.write
     pairs = [pair for pair in ((write.k_cache, write.k), (write.v_cache, write.v)) if pair[0] is not None]
     before = [_storage(cache).clone() for cache, _ in pairs]
@@ -85,11 +85,11 @@ def assert_written(call: WriteCall, writer: Writer) -> None:
     for (cache, new), old in zip(pairs, before, strict=True):
         same = old.as_strided(cache.shape, cache.stride(), cache.storage_offset())
         for (entry, row), tokens in wanted.items():
-            found = cache[entry, row]
+            now = cache[entry, row]
             # Value by value: where wrong tables send two tokens to one place, a GPU writes them there side by side.
-            of_a_token = torch.stack([found == new[token] for token in tokens]).any(0)
-            assert of_a_token.all(), f"{call.told}: {entry, row} has another"
-            same[entry, row] = found
+            is_token = torch.stack([now == new[token] for token in tokens]).any(0)
+            assert is_token.all(), f"{call.told}: {entry, row} has another"
+            same[entry, row] = now
         # Bits, since what nobody writes is NaN in part.
         assert torch.equal(_bits(_storage(cache)), _bits(old)), f"{call.told}: written where nothing goes"
 

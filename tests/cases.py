@@ -132,7 +132,7 @@ class Case:
         return replace(inputs, bias=bias)  # type: ignore[arg-type]
 
     def dropping(self) -> dict[str, Any]:
-        """What `attention` takes besides, where probabilities are dropped."""
+        """Return the arguments of `attention` by which probabilities are dropped."""
         return {"dropout_p": self.dropout_p} if self.dropout_p else {}
 
     def dropout(self, device: torch.device | str = DEVICE) -> Dropout | None:

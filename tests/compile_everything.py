@@ -55,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--words", nargs="+", default=(), help="only kernels with all of these in their description")
     parser.add_argument("--sample", type=int, metavar="N", help="only the N-th sample: each kernel once on each GPU")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    given = parser.parse_args(argv)
-    entries = catalogue(given.arch, given.dtype, given.words)
-    if given.sample is not None:
-        entries = sample(entries, given.sample)
+    options = parser.parse_args(argv)
+    entries = catalogue(options.arch, options.dtype, options.words)
+    if options.sample is not None:
+        entries = sample(entries, options.sample)
     if not entries:
         parser.error("no kernel has all of these words in its description")
-    results = compile_all(entries, given.jobs)
+    results = compile_all(entries, options.jobs)
     print(f"\n{table(results)}")
     wrong = [result for result in results if result.problems]
     print("\n".join(["", *(result.line for result in wrong), f"{len(results)} kernels, {len(wrong)} out of bounds"]))

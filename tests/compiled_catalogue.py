@@ -38,7 +38,7 @@ TENSOR_CORES = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync|v_mfma)")
 SAMPLED_FP32 = 64
 
 
-# Bytes of stack, which is where registers spill, that a kernel may take; 16-bit products, then those of fp32.
+# Bytes of stack, where registers spill, that a kernel may take: for products in 16 bits, then for products in fp32.
 SPILLS = {
     "backward_keys": {"sm_8": 576, "sm_90": 320, "sm_100": 768, "sm_120": 576, "gfx": 1024},
     "short_backward": {"sm_100": 320, "sm_90": 320, "sm": 288, "gfx": 320},
@@ -48,7 +48,7 @@ SPILLS_FP32 = {
     "backward_queries": {"sm_90": 2304, "sm": 1024, "gfx": 320},
     "": {"sm_90": 1280, "sm": 448, "gfx": 320},
 }
-# Of calls with sequences, whose tiles have no descriptors and are those of dense calls: not timed with others.
+# Calls with sequences take the tiles of dense calls, without descriptors; no others were timed.
 SPILLS_SEQUENCES = {
     **SPILLS,
     "forward": {"sm_90": 1024, "sm": 288, "gfx": 320},
@@ -86,12 +86,12 @@ def catalogue(
     """Every kernel once: of the calls in `VARIANTS`, each in each dtype, of those with sequences, of what prepares."""
     entries: dict[str, Entry] = {}
     for arch in archs:
-        found = [Entry("-", "packing", 0, job) for job in packing_jobs(arch)]
-        found += [Entry("-", f"{SEQUENCES}packing", 0, job) for job in sequence_packing_jobs(arch)]
-        found += [Entry("-", "append", 0, job) for job in append_jobs(arch)]
+        listed = [Entry("-", "packing", 0, job) for job in packing_jobs(arch)]
+        listed += [Entry("-", f"{SEQUENCES}packing", 0, job) for job in sequence_packing_jobs(arch)]
+        listed += [Entry("-", "append", 0, job) for job in append_jobs(arch)]
         for dtype in dtypes:
-            for name, given in VARIANTS.items():
-                variant = Variant(**given)
+            for name, fields in VARIANTS.items():
+                variant = Variant(**fields)
                 if variant.dtype == torch.bfloat16:
                     variant = replace(variant, dtype=DTYPES[dtype])
                 elif variant.dtype != DTYPES[dtype]:  # it is there for its own dtype
@@ -99,12 +99,12 @@ def catalogue(
                 jobs = jobs_of(variant, arch)
                 if dtype == "fp32" and variant.head_dim > MAX_FP32_HEAD_DIM:  # whose gradients a rule refuses
                     jobs = [job for job in jobs if job.name in ("forward", "combine")]
-                found += [Entry(dtype, name, variant.head_dim, job) for job in jobs]
-            for name, given in SEQUENCE_VARIANTS.items() if dtype == "bf16" else ():
-                of_sequences = SequenceVariant(**given)
-                jobs = jobs_of(of_sequences, arch)
-                found += [Entry(dtype, f"{SEQUENCES}{name}", of_sequences.head_dim, job) for job in jobs]
-        for entry in found:
+                listed += [Entry(dtype, name, variant.head_dim, job) for job in jobs]
+            for name, fields in SEQUENCE_VARIANTS.items() if dtype == "bf16" else ():
+                sequence_variant = SequenceVariant(**fields)
+                jobs = jobs_of(sequence_variant, arch)
+                listed += [Entry(dtype, f"{SEQUENCES}{name}", sequence_variant.head_dim, job) for job in jobs]
+        for entry in listed:
             if all(word in entry.label for word in words):
                 entries.setdefault(entry.job.key, entry)
     return list(entries.values())
@@ -124,7 +124,7 @@ def sample(entries: Iterable[Entry], number: int = 0) -> list[Entry]:
 
 
 class Result(NamedTuple):
-    """What came of compiling an entry: the kernel, and what is out of bounds."""
+    """The result of compiling an entry: the kernel, and all that is out of bounds."""
 
     label: str
     arch: str
@@ -156,19 +156,19 @@ def compiled(entry: Entry) -> Result:
 
 def problems(entry: Entry, kernel: Kernel) -> list[str]:
     """List what is out of bounds."""
-    found = []
+    said = []
     arch, room, stack = entry.job.arch, shared_bytes(entry.job.arch), stack_limit(entry)
     if kernel.shared > room:
-        found.append(f"more shared memory than the {room} bytes of {arch}")
+        said.append(f"more shared memory than the {room} bytes of {arch}")
     if kernel.stack > stack:
-        found.append(f"more stack than the bound of {stack} bytes")
+        said.append(f"more stack than the bound of {stack} bytes")
     if entry.dtype in ("bf16", "fp16") and entry.job.name in PRODUCTS and TENSOR_CORES.search(kernel.text) is None:
-        found.append("no tcgen05, wgmma, mma or mfma: its products leave out the tensor cores")
-    return found
+        said.append("no tcgen05, wgmma, mma or mfma: its products leave out the tensor cores")
+    return said
 
 
 def stack_limit(entry: Entry) -> int:
-    """Bytes of stack that the kernel may take: of the rows for it, that of the longest name its GPU's begins with."""
+    """Bytes of stack that the kernel may take: its row with the longest prefix of the name of its GPU decides."""
     if entry.job.name not in PRODUCTS:
         return SPILLS_ELSEWHERE
     bounds = SPILLS_FP32 if entry.dtype == "fp32" else SPILLS

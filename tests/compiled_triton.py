@@ -192,9 +192,9 @@ class SequenceVariant(Variant):
             mask = MaskView("dense", (scores(("B", "1", "Lq", "Lk"), torch.bool),))
         if self.mask == "sequence_tiles":
             rows = self.total if packs_q else self.batch * self.seqlen_q
-            columns, of_keys = tiles(self.seqlen_k), self.total // TILE + self.batch
+            columns, key_tiles = tiles(self.seqlen_k), self.total // TILE + self.batch
             shapes = [(rows, 4 * columns), (rows // TILE + self.batch, columns)]
-            shapes += [(shapes[1][0], 2 + columns), (of_keys, 2 + tiles(self.seqlen_q))]
+            shapes += [(shapes[1][0], 2 + columns), (key_tiles, 2 + tiles(self.seqlen_q))]
             dtypes = (torch.int32, torch.uint8, torch.int32, torch.int32)
             made = (torch.empty((1, 1, *s), dtype=d, device="meta") for s, d in zip(shapes, dtypes, strict=True))
             mask = MaskView("sequence_tiles", tuple(made))
@@ -202,9 +202,9 @@ class SequenceVariant(Variant):
             words = (self.batch, self.seqlen_q, -(-self.seqlen_q // 32))
             mask = MaskView("tree", (torch.empty(words, dtype=torch.int32, device="meta"),))
         right = 0 if self.is_causal else -1
-        flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, 1, 1, self.layout)
-        flags = flags._replace(max_seqlen_q=self.seqlen_q, max_seqlen_k=self.seqlen_k, bias_packing=self.bias_packing)
-        flags = flags._replace(dropout_p=self.dropout_p)
+        spec = SequenceSpec(self.layout, self.batch, q.shape[1], k.shape[1], self.seqlen_q, self.seqlen_k)
+        flags = Flags(-1, right, self.head_dim**-0.5, self.softcap, False, bias_packing=self.bias_packing)
+        flags = flags._replace(dropout_p=self.dropout_p, sequences=spec)
         sink = torch.empty(self.num_heads, dtype=self.dtype, device="meta") if self.sink else None
         call = SequenceCall(q, k, torch.empty_like(k), mask, bias, flags, sink, self.view())
         call.arch, call.num_sms = arch, 132
@@ -369,12 +369,12 @@ def append_jobs(arch: str) -> list[Job]:
 
 
 def kernels_of(variant: Variant, arch: str) -> list[Kernel]:
-    """What both passes of a call launch on a GPU, compiled."""
+    """Compile the kernels that both passes of a call launch on a GPU."""
     return [job.compile() for job in jobs_of(variant, arch)]
 
 
 def job_of(launch: Launch, tensors: Sequence[Tensor | None], arch: str) -> Job:
-    """What a launch with these tensors has Triton compile: type, alignment and value of every argument decide it."""
+    """Return the specialisation that Triton compiles for a launch: type, alignment and value of every argument."""
     arguments: list[Any] = list(tensors)
     for slot, shape, strides, block in launch.descriptors:
         arguments[slot] = TensorDescriptor(arguments[slot], shape, strides, block)
@@ -398,6 +398,6 @@ def _usage_of_cubin(cubin: bytes) -> tuple[int, int]:
 
 
 def _number(name: str, amdgcn: str) -> int:
-    found = re.search(rf"\.{name}:\s+(\d+)", amdgcn)
-    assert found is not None, f"the assembly has no {name}"
-    return int(found[1])
+    match = re.search(rf"\.{name}:\s+(\d+)", amdgcn)
+    assert match is not None, f"the assembly has no {name}"
+    return int(match[1])

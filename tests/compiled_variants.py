@@ -42,10 +42,11 @@ FORMS: dict[str, dict[str, Any]] = {
         "bias_dtype": torch.float32,
     },
     "keys, relative": {"mask": "keys", "bias": T5, "outside": "clamp", "is_causal": True},
+    "band": {"bias": ("B", "Hq", "Lq", "256"), "outside": "zero", "is_causal": True},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{f"64 {form}": {"head_dim": 64, **given} for form, given in FORMS.items()},
-    **{f"128 {form}": {"head_dim": 128, **given} for form, given in FORMS.items()},
+    **{f"64 {form}": {"head_dim": 64, **fields} for form, fields in FORMS.items()},
+    **{f"128 {form}": {"head_dim": 128, **fields} for form, fields in FORMS.items()},
     **{
         f"256 {form}": {"head_dim": 256, **FORMS[form]}
         for form in ("plain", "full", "shared", "tiles", "keys", "relative")

@@ -221,8 +221,7 @@ LONG = (
     "test_cuda_extension.py",
     "test_benchmarks_run.py",
     "test_demo.py",
-    "test_transformers_oldest.py",
-    "test_triton_oldest.py",
+    "test_oldest_versions.py",
     "test_docs.py",
     "test_distributed_dtensor.py",
     "test_distributed_training.py",
@@ -251,7 +250,7 @@ def eager() -> Callable[..., Results]:
 
 @pytest.fixture
 def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the backend allocates is NaN until a kernel writes it."""
+    """Fill all that a backend allocates with NaN, until a kernel writes it."""
     for name in ("empty", "empty_like"):
         make = getattr(torch, name)
 

@@ -183,9 +183,9 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
     )
     result = (ctypes.c_int64 * len(Schedule._fields))()
     _library().schedule((ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_int * len(flags))(*flags), num_sms, result)
-    writer, block_n, full, summed, tiles, decide, completes, is_ordered, differ, *of_dbias = result
+    writer, block_n, full, summed, tiles, decide, completes, is_ordered, differ, *dbias_fields = result
     flags_found = (bool(completes), bool(is_ordered), bool(differ))
-    return Schedule(WRITERS[writer], block_n, full, summed, tiles, bool(decide), *flags_found, *of_dbias)
+    return Schedule(WRITERS[writer], block_n, full, summed, tiles, bool(decide), *flags_found, *dbias_fields)
 
 
 def backward_form(problem: AttentionProblem) -> str:
@@ -198,16 +198,16 @@ def backward_form(problem: AttentionProblem) -> str:
 
 
 def backward_works(problem: AttentionProblem) -> tuple[str, str]:
-    """What a block works on, and how the blocks of an H200 share it."""
-    found, heads = schedule_of(problem), "its own"
+    """The unit of work of a block, and how the blocks of an H200 share all units."""
+    schedule, heads = schedule_of(problem), "its own"
     if problem.num_heads != problem.num_heads_k:
-        full, summed = found.full_group_pairs > 0, found.summed_pairs > 0
+        full, summed = schedule.full_group_pairs > 0, schedule.summed_pairs > 0
         heads = "a group, then one" if full and summed else "a group" if full else "one of a group"
-    if found.is_ordered:
+    if schedule.is_ordered:
         return heads, "in order"
-    if found.num_work_tiles <= NUM_SMS:
+    if schedule.num_work_tiles <= NUM_SMS:
         return heads, "one each"
-    return heads, "as they finish" if found.tiles_differ else "evenly"
+    return heads, "as they finish" if schedule.tiles_differ else "evenly"
 
 
 def _is_broadcast(x: Tensor, dim: int) -> bool:

@@ -14,7 +14,7 @@ class Dispatched(TorchDispatchMode):
     def __init__(self, show: Callable[[Any, Any, Any], object] = lambda operator, args, result: None) -> None:
         super().__init__()
         self._show = show
-        self.names: list[str] = []  # those of this library
+        self.names: list[str] = []  # operators of this library alone
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))

@@ -142,9 +142,9 @@ def simpler(drawn: Drawn) -> Iterator[Drawn]:
     for name in case.needs_grad:
         yield drawn._replace(case=case.with_(needs_grad=tuple(x for x in case.needs_grad if x != name)))
     group = case.num_heads // case.num_heads_k
-    for heads_k, of_one in ((1, group), (case.num_heads_k, 1), (case.num_heads_k // 2, group)):
-        if heads_k and heads_k * of_one < case.num_heads:
-            yield drawn._replace(case=case.with_(num_heads=heads_k * of_one, num_heads_k=heads_k))
+    for heads_k, per_key in ((1, group), (case.num_heads_k, 1), (case.num_heads_k // 2, group)):
+        if heads_k and heads_k * per_key < case.num_heads:
+            yield drawn._replace(case=case.with_(num_heads=heads_k * per_key, num_heads_k=heads_k))
     for name in ("batch", "seqlen_q", "seqlen_k"):
         size = getattr(case, name)
         for smaller_size in sorted({1, size // 2, size - 1}):

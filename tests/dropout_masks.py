@@ -1,4 +1,4 @@
-"""What a backend has dropped, read off its results: all scores are equal, and v or dout is the identity."""
+"""Read from results of a backend what it dropped: all scores are equal, and v or dout is the identity."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def dropped_case(seqlen_q: int, seqlen_k: int, num_heads_k: int = 2, p: float = 
     return Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_k=num_heads_k, dropout_p=p, dtype=torch.float32, seed=9)
 
 
-def kept_in(backend: object, case: Case, name: str, dtype: torch.dtype = torch.float32, **given: object) -> Tensor:
+def kept_in(backend: object, case: Case, name: str, dtype: torch.dtype = torch.float32, **inputs: object) -> Tensor:
     """Which probabilities a backend keeps, bool (B, Hq, Lq, Lk), by out (Lk is the head dim of v) or by dv (Lq is).
 
-    out[i, d] = p[i, d] and dv[j, d] = p[d, j] where v, or dout, is the identity. Of a group the heads that share keys
-    have other dims of dout, so that dv tells them apart.
+    out[i, d] = p[i, d] and dv[j, d] = p[d, j] where v, or dout, is the identity. Heads of a group have different dims
+    of dout, so that dv tells them apart.
     """
     batch, heads, heads_k = case.batch, case.num_heads, case.num_heads_k
     group = heads // heads_k
@@ -36,11 +36,11 @@ def kept_in(backend: object, case: Case, name: str, dtype: torch.dtype = torch.f
     torch.manual_seed(case.seed)
     if name == "out":
         v = identity(case.seqlen_k, heads_k, case.seqlen_k)
-        out = attention(q, k, v, dropout_p=case.dropout_p, backend=backend, **given)  # type: ignore[arg-type]
+        out = attention(q, k, v, dropout_p=case.dropout_p, backend=backend, **inputs)  # type: ignore[arg-type]
         assert isinstance(out, Tensor)
         return out.transpose(1, 2) != 0
     v = torch.zeros(batch, case.seqlen_k, heads_k, case.seqlen_q * group, **how).requires_grad_()  # type: ignore[call-overload]
-    out = attention(q, k, v, dropout_p=case.dropout_p, backend=backend, **given)  # type: ignore[arg-type]
+    out = attention(q, k, v, dropout_p=case.dropout_p, backend=backend, **inputs)  # type: ignore[arg-type]
     dout = torch.zeros(batch, case.seqlen_q, heads, case.seqlen_q * group, **how)  # type: ignore[call-overload]
     for h in range(heads):
         first = h % group * case.seqlen_q

@@ -37,7 +37,7 @@ import flash_dmattn  # noqa: E402
 from flash_dmattn.reference import formula  # noqa: E402
 
 # A class has one value of each. Short lengths decode. Without lse a bias that is broadcast over keys has a gradient of
-# zero but for rounding, of which a relative error says nothing.
+# zero but for rounding, and a relative error says nothing there.
 LENGTHS = {"one": (1, 1), "short": (2, 128), "long": (129, 700)}
 CLASSES: Features = {
     "seqlen_q": ("one", "short", "long", "long"),
@@ -156,7 +156,7 @@ SEQUENCE_CLASSES: tuple[tuple[SequenceCase, dict[str, Any]], ...] = (
         {},
     ),
     (ONE.with_(mask=("Hk", "Tq", "Lk"), bias=("Hq", "Tq", "Lk"), needs_grad=()), {"is_causal": True}),
-    # Of one query each.
+    # Sequences of one query each.
     (
         ONE.with_(layout="padded", heads=(8, 1), bias=("1", "Hq", "1", "Lk"), needs_grad=(), most=(1, 1)),
         {"is_causal": True},
@@ -178,7 +178,7 @@ def check_sequences(kind: tuple[SequenceCase, dict[str, Any]], rng: random.Rando
     call = case.with_(
         lengths=tuple(lengths),
         spare=tuple(rng.choice((0, 1, 40)) * has_spare for _ in lengths),
-        behind=(3, 5),
+        trailing=(3, 5),
         most=(1 if is_one else max(2, most_q), most_k + rng.choice((0, 8))),
         allowed=rng.choice((0.3, 0.9)),
         seed=rng.randrange(2**31),

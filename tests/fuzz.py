@@ -1,12 +1,13 @@
-"""Run random calls of every kind until a number or a time is reached, and shrink those that fail.
+"""Run random calls of every kind until a number or a time is reached, and shrink the failures.
 
     python tests/fuzz.py eager --calls 2000                     # on a CPU
     python tests/fuzz.py triton cuda --seconds 500 --processes 8  # on a GPU
 
-Kinds of calls are those of `run_calls.py`, in turn, and every call has a number, so that two runs draw the same calls.
+The kinds of `run_calls.py` take turns, and every call has a number, so that two runs draw the same calls.
 A result is compared with the fp64 formula by the rule of `accuracy.py`. A call that fails is printed with the command
-that repeats it, and with the simplest call that still fails. What was run is written to `--out`: the same command goes
-on after it, with other calls, and `tests/reliability.py` reads it. Exit status: 0, or 1 where a call failed.
+that repeats it, and with the simplest call that still fails. The record of a run is written to `--out`: the same
+command goes on after it, with other calls, and `tests/reliability.py` reads it. Exit status: 0, or 1 where a call
+failed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ PROGRESS_SECONDS = 5.0
 
 
 class Tally:
-    """What was run in each place, in a file: the next number of each kind, counts, and the calls that failed."""
+    """The record of all runs in each place, in a file: the next number of each kind, counts, and the calls that
+    failed."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -64,9 +66,9 @@ class Tally:
     def save(self) -> None:
         """Write the file at once, so that a run that is killed goes on where it was."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.file.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(self.content, indent=1))
-        beside.replace(self.file)
+        temporary = self.file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(self.content, indent=1))
+        temporary.replace(self.file)
 
     def counts(self) -> Counter[str]:
         """Count the calls of all places."""
@@ -166,17 +168,17 @@ def table(tally: Tally) -> str:
     return "\n".join(rows)
 
 
-def merge(parts: list[Tally], whole: Tally) -> None:
+def merge(parts: list[Tally], total: Tally) -> None:
     """Make one tally of the tallies of several processes, which each have numbers of their own."""
-    whole.content["places"] = {}
+    total.content["places"] = {}
     for part in parts:
         for place, kinds in part.content["places"].items():
             for kind, line in kinds.items():
-                own = whole.of(place, kind)
+                own = total.of(place, kind)
                 own.update(next=max(own["next"], line["next"]), failed=sorted(own["failed"] + line["failed"]))
                 for word in ("passed", "refused"):
                     own[word] += line[word]
-    whole.save()
+    total.save()
 
 
 def main() -> int:
@@ -187,7 +189,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "fuzz.json")
-    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # which of the processes this one is
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # the number of this process
     options = parser.parse_args()
     if options.calls == 10**9 and options.seconds == float("inf"):
         parser.error("--calls or --seconds is needed")

@@ -52,8 +52,8 @@ every_form = pytest.mark.parametrize("form", FORMS)
 both_orders = pytest.mark.parametrize("deterministic", (True, False), ids=("fixed order", "any order"))
 # Half a second of an H200, many times what the host needs for a call that it has made before.
 SLEEP_CYCLES = 10**9
-# Of the norm of a gradient. 18 normal terms, added in fp32 in two orders and rounded to bf16, differ by 2^-15 of it,
-# and by 2^-2 where one is left out.
+# A share of the norm of a gradient. 18 normal terms, added in fp32 in two orders and rounded to bf16, differ by 2^-15
+# of it, and by 2^-2 where one is left out.
 ORDER_OF_SUMS = 2.0**-10
 
 
@@ -69,18 +69,18 @@ def served(backend: Runner, case: Case) -> Inputs:
     return inputs
 
 
-def of_form(form: str, case: Case, inputs: Inputs) -> Inputs:
+def in_form(form: str, case: Case, inputs: Inputs) -> Inputs:
     """The inputs with their mask as the form has it: prepared beforehand, or as it is."""
     return placed(Drawn(case, prepared=form.startswith("prepared")), inputs)
 
 
 def made(backend: Runner, form: str, deterministic: bool, seed: int = 0) -> tuple[Case, Inputs]:
-    """A case and its tensors, or a skip: sums in any order are those of the gradients of cuda."""
+    """A case and its tensors, or a skip: gradients of cuda alone are sums in any order."""
     case = FORMS[form].with_(seed=seed)
     inputs = served(backend, case)
     if not deterministic and backend.choice(case, inputs, deterministic=False) != "cuda":
         pytest.skip("its gradients are summed in one order")
-    return case, of_form(form, case, inputs)
+    return case, in_form(form, case, inputs)
 
 
 def summed(case: Case, deterministic: bool) -> tuple[str, ...]:
@@ -91,15 +91,15 @@ def summed(case: Case, deterministic: bool) -> tuple[str, ...]:
 
 
 def buffers(inputs: Inputs) -> list[Tensor]:
-    """All tensors of a call, those of a prepared mask among them."""
-    given = [x for f in fields(inputs) for x in [getattr(inputs, f.name)] if x is not None]
-    return [y for x in given for y in ([x] if isinstance(x, Tensor) else x.tensors)]
+    """All tensors of a call, also the tensors of a prepared mask."""
+    arguments = [x for f in fields(inputs) for x in [getattr(inputs, f.name)] if x is not None]
+    return [y for x in arguments for y in ([x] if isinstance(x, Tensor) else x.tensors)]
 
 
 def leaves_of(inputs: Inputs) -> list[Tensor | None]:
     """q, k, v, bias and sink, new leaves that share the memory of the inputs."""
-    given = (*(x for _, x in inputs.floats()), inputs.sink)
-    return [None if x is None else x.detach().requires_grad_() for x in given]
+    arguments = (*(x for _, x in inputs.floats()), inputs.sink)
+    return [None if x is None else x.detach().requires_grad_() for x in arguments]
 
 
 def attend(
@@ -136,8 +136,8 @@ def captured(call: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, li
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = call()
-    return graph, found
+        actual = call()
+    return graph, actual
 
 
 def fill(places: Inputs, values: Inputs) -> None:
@@ -158,10 +158,10 @@ def on_a_busy_stream(call: Callable[[Inputs], list[Tensor]], late: Inputs, value
     with torch.cuda.stream(stream):
         torch.cuda._sleep(SLEEP_CYCLES)
         fill(late, values)
-        found = call(late)
+        actual = call(late)
     assert not stream.query(), "the host waited for the device, or the sleep is too short for this machine"
     stream.synchronize()
-    return found
+    return actual
 
 
 class Products:
@@ -181,12 +181,13 @@ class Products:
 
 
 def assert_equal(
-    found: list[Tensor], expected: list[Tensor], note: str = "", in_any_order: Collection[str] = ()
+    actual: list[Tensor], expected: list[Tensor], note: str = "", in_any_order: Collection[str] = ()
 ) -> None:
-    """Bit for bit, NaN excluded: the results hold none. Those named are sums in any order, equal up to that."""
+    """Bit for bit, NaN excluded: the results hold none. Results in `in_any_order` are sums in any order, and equal up
+    to it."""
     names = ("out", "lse", "dq", "dk", "dv", "dbias")
-    assert len(found) == len(expected)
-    for name, x, y in zip(names, found, expected):
+    assert len(actual) == len(expected)
+    for name, x, y in zip(names, actual, expected):
         assert x.dtype == y.dtype and x.shape == y.shape, f"{name} {note}: {x.dtype} {tuple(x.shape)}"
         if name in in_any_order:
             off, norm = (x.double() - y.double()).norm().item(), y.double().norm().item()

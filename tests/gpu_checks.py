@@ -94,8 +94,8 @@ def sanitizer_parts() -> list[Part]:
         for backend, first in (("cuda", 0), ("cuda", 100), ("cuda", 200), ("triton", 300)):
             script = ("tests/run_calls.py", backend, "intervals", str(first), str(SANITIZED_INTERVALS), "cpu")
             parts.append(_sanitized(f"{tool}-intervals-{backend}-{first}", tool, backend, script))
-        found = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_find_intervals.py")
-        parts.append(_sanitized(f"{tool}-found", tool, "triton", found))
+        command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_find_intervals.py")
+        parts.append(_sanitized(f"{tool}-found", tool, "triton", command))
         for backend, calls in SANITIZED.items():
             for first in range(0, calls, SANITIZED_AT_ONCE):
                 script = ("tests/run_calls.py", backend, "kernels", str(first), str(SANITIZED_AT_ONCE), "cpu")
@@ -173,7 +173,7 @@ def forced_parts(parts: Sequence[Part], archs: Sequence[str]) -> list[Part]:
 
 @dataclass
 class Board:
-    """What has come of each part at one commit, kept in a file."""
+    """The outcome of each part at one commit, kept in a file."""
 
     path: Path
     commit: str
@@ -181,7 +181,7 @@ class Board:
 
     @classmethod
     def load(cls, path: Path, commit: str) -> Board:
-        """The board of that commit; that of another one is forgotten."""
+        """Load the board of this commit; results of another commit are forgotten."""
         board = cls(path, commit)
         if path.exists():
             content = json.loads(path.read_text())

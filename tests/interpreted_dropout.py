@@ -1,4 +1,4 @@
-"""What the Triton kernels drop, bit for bit, in Triton's interpreter: `python interpreted_dropout.py`.
+"""Compare what the Triton kernels drop bit for bit, in Triton's interpreter: `python interpreted_dropout.py`.
 
 The tile functions by themselves against the formula's, in tiles of all shapes and far out, with the known answers of
 Philox; and whole calls, forward and backward, on several tiles, in which a kernel has another reader of its mask.

@@ -1,7 +1,7 @@
 """Offsets beyond 2^31 in the attention kernels, interpreted: `python interpreted_far.py strides|entries`.
 
-A process of its own, as `interpreted_triton.py` is. The tensors are virtual: memory that is mapped and never reserved,
-of which a call touches a few pages. An offset that overflows wraps in the interpreter as it does on a GPU, and then the
+A process of its own, as `interpreted_triton.py` is. The tensors are virtual: their memory is mapped and never reserved,
+and a call touches a few pages. An offset that overflows wraps in the interpreter as it does on a GPU, and then the
 kernel reads or writes elsewhere. The same call on small contiguous tensors says what has to come out, bit for bit.
 """
 
@@ -65,8 +65,8 @@ def results(
     return [out, lse, *launch.backward(Saved(x, out, lse), dout, dlse, flags, needs_grad)]
 
 
-def assert_equal(found: Results, expected: Results, what: object) -> None:
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv", "dbias"), found, expected, strict=True):
+def assert_equal(actual: Results, expected: Results, what: object) -> None:
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv", "dbias"), actual, expected, strict=True):
         assert (x is None) == (y is None), (what, name)
         assert x is None or y is None or torch.equal(x, y), (what, name)
 
@@ -121,8 +121,8 @@ def check_strides() -> None:
                 tensors = [far(x, dim) if moves(form, shape, i, dim, x) else x for i, x in enumerate(mask.tensors)]
                 moved = mask._replace(tensors=tuple(tensors))
                 far_dlse = far(dlse, dim) if dim < 3 else dlse
-                found = results(*rows[:3], moved, bias is not None and far(bias, dim), rows[3], far_dlse, flags)
-                assert_equal(found, expected, (shape, form, dim))
+                actual = results(*rows[:3], moved, bias is not None and far(bias, dim), rows[3], far_dlse, flags)
+                assert_equal(actual, expected, (shape, form, dim))
 
 
 def moves_walked(form: str, shape: object, number: int, dim: int, x: Tensor) -> bool:
@@ -176,8 +176,8 @@ def check_entries() -> None:
             for x in (q, k, v, dout, dlse, *(() if bias is None else (bias,))):
                 many.append(torch.empty((batch, *x.shape[1:]), dtype=x.dtype))
                 many[-1][-1:] = x
-            found = results(*many[:3], mask, many[5] if shape else None, *many[3:5], flags)
-        assert_equal([x if x is None else x[-1:] for x in found], expected, (shape, form))
+            actual = results(*many[:3], mask, many[5] if shape else None, *many[3:5], flags)
+        assert_equal([x if x is None else x[-1:] for x in actual], expected, (shape, form))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ LENGTHS = (0, 1, 33, 128, 129, 150)
 
 
 def far_masks() -> Iterator[str | None]:
-    """Outcomes of masks that span up to 2^34 bytes, of which few are touched: the rest is never backed by memory."""
+    """Outcomes of masks that span up to 2^34 bytes. Few are touched; the others are never backed by memory."""
     unreserved = 0x4000  # MAP_NORESERVE of Linux, which the mmap module does not name before Python 3.11
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
     storage = torch.frombuffer(mmap.mmap(-1, (1 << 34) + 4096, flags), dtype=torch.uint8)
@@ -49,9 +49,9 @@ def far_masks() -> Iterator[str | None]:
         ("ragged", (1, 2, 1, 9 * 33 + 5 * 48), (0, 1 << 12, 0, 1 << 24)),
         ("tree", (2, 1, 10, 10), (1 << 33, 0, 1 << 29, 1 << 13)),
     ):
-        given = storage.as_strided(shape, strides)
-        given.copy_(torch.rand(shape) < 0.5)
-        call = PackCall(given, bounds, packing, spec, (30, 4), f"{packing} {shape} {strides}")  # type: ignore[arg-type]
+        mask = storage.as_strided(shape, strides)
+        mask.copy_(torch.rand(shape) < 0.5)
+        call = PackCall(mask, bounds, packing, spec, (30, 4), f"{packing} {shape} {strides}")  # type: ignore[arg-type]
         for name, x, y in zip(NAMES, call.packed_by(sequence_pack.pack_sequences), call.wanted(), strict=True):
             yield None if torch.equal(x, y) else f"{call.told}: {name} differs"
 

@@ -263,8 +263,8 @@ def leading_calls(name: str) -> Iterator[str | None]:
         interpreter.assert_margins()
 
 
-# Head dims above 256. Where descriptors load tiles, as on sm_90, the tiles are those of the table; sequences and few
-# queries have plans of their own.
+# Head dims above 256. Where descriptors load tiles, as on sm_90, the table says which tiles; sequences and few queries
+# have their own plans.
 WIDE = PLAIN.with_(dtype=torch.float16, head_dim=512, seqlen_q=70, seqlen_k=140)
 WIDE_CALLS = (
     WIDE.with_(is_causal=True, num_heads=4, num_heads_k=2),
@@ -314,6 +314,14 @@ RELATIVE_CALLS = (
     CLAMPED.with_(dtype=torch.float16, bias_dtype=torch.float32, needs_grad=("q", "bias")),
     WIDE.with_(relative=T5, num_heads=1, needs_grad=("q", "k", "v")),
 )
+BAND = Numbers(("B", "Hq", "Lq"), 33, 20, "zero")
+BAND_CALLS = (
+    CLAMPED.with_(relative=BAND, batch=2, is_causal=True),
+    CLAMPED.with_(relative=BAND, mask=FULL, softcap=2.0, dtype=torch.float16),
+    CLAMPED.with_(relative=BAND, mask=BY_KEY, window_size=(40, 9)),  # keys are gathered
+    CLAMPED.with_(relative=Numbers(("1", "Hk", "Lq"), 40, -9, "zero"), batch=2, needs_grad=("q", "k", "v")),
+    WIDE.with_(relative=BAND, num_heads=1, needs_grad=("q", "k", "v")),
+)
 
 
 def relative_calls() -> Iterator[str | None]:
@@ -322,6 +330,14 @@ def relative_calls() -> Iterator[str | None]:
     for case in RELATIVE_CALLS:
         for num_sms in NUM_SMS:
             yield failure_of(case, SMALL, num_sms)
+    for case in BAND_CALLS:
+        for num_sms in NUM_SMS:
+            yield failure_of(case, SMALL, num_sms)
+    for tile in (Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)):  # blocks with values and without, by either side of a tile
+        yield failure_of(BAND_CALLS[0].with_(seqlen_q=150, seqlen_k=230), tile)
+        for case in RELATIVE_CALLS[:2]:
+            values = case.relative._replace(number=37, zero=18)  # a tile reaches the second, another the last but one
+            yield failure_of(case.with_(seqlen_q=150, seqlen_k=230, relative=values), tile)
     with descriptors_wherever_they_serve(), mock.patch.object(plan, "driver_overlaps", lambda: False):
         choices_changed()
         yield failure_of(CLAMPED.with_(dtype=torch.float16, head_dim=64), Tile(32, 32, 4, 1), arch="sm_90")

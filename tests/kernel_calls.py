@@ -34,7 +34,7 @@ from flash_dmattn.dispatch.selection import passes_of
 from flash_dmattn.remembered import Remembered
 
 FULL, TILES, EVERY_KEY = ("B", "Hq", "Lq", "Lk"), ("B", "Hk", "Lq", "Lk"), ("B", "1", "1", "Lk")
-OF_BATCH, OF_ALL = ("1", "Hq", "Lq", "Lk"), ("1", "1", "Lq", "Lk")
+SHARED_BY_ENTRIES, SHARED_BY_ALL = ("1", "Hq", "Lq", "Lk"), ("1", "1", "Lq", "Lk")
 
 
 class Sanitized(NamedTuple):
@@ -61,7 +61,7 @@ Reached = set[tuple[Any, ...]]
 
 
 def chosen(reached: Iterable[tuple[T, Reached]]) -> list[tuple[T, Reached]]:
-    """Choose calls, each the first of those that reach the most that none before it does, until nothing is left."""
+    """Choose calls until nothing is left to reach: each is the first that reaches the most beyond those before it."""
     left, done, calls = list(reached), Reached(), []
     while left:
         left = [(call, new) for call, each in left if (new := each - done)]
@@ -82,9 +82,9 @@ WORKS: Features = {
     "seqlen_q": (9, 65, 130, 193, 500),
     "seqlen_k": (72, 129, 130, 136, 257, 264, 384, 392, 504),
     "bias_dtype": (None,),
-    "mask": (None, None, None, TILES, OF_ALL),
+    "mask": (None, None, None, TILES, SHARED_BY_ALL),
     "mask_kind": ("empty_tiles",),
-    "bias": (None, FULL, FULL, OF_BATCH, OF_BATCH),
+    "bias": (None, FULL, FULL, SHARED_BY_ENTRIES, SHARED_BY_ENTRIES),
     "bias_kind": ("normal",),
     "softcap": (0.0, 0.0, 0.0, 5.0),
     "window_size": (None,),
@@ -93,12 +93,12 @@ WORKS: Features = {
     "dropout_p": (0.0,),
 }
 # A bias that a block keeps for many entries: enough of them for 132 SMs, by three consumers and by four.
-HELD = Case(batch=180, num_heads=3, num_heads_k=3, head_dim=32, dtype=BF16, bias=OF_BATCH, needs_grad=())
+HELD = Case(batch=180, num_heads=3, num_heads_k=3, head_dim=32, dtype=BF16, bias=SHARED_BY_ENTRIES, needs_grad=())
 HELD_CALLS = (HELD.with_(seqlen_q=130, seqlen_k=136), HELD.with_(seqlen_q=200, seqlen_k=72, sink="normal"))
 
 
 def drawn_of_cuda() -> Iterator[Sanitized]:
-    """Candidates: small calls, of which a third share keys among blocks, then calls of much work."""
+    """Candidates: small calls, a third with keys shared among blocks, then calls of much work."""
     for number in range(2400):
         drawn = draws.draw_cuda(number)
         splits = random.Random(f"splits {number}").choice((1, 1, 3))
@@ -122,25 +122,25 @@ def reached_by(call: Sanitized) -> Reached:
         return Reached()
     instance = instance_of(case)
     dims, form = instance[:2], bias_form(bias, case.dtype)
-    found: Reached = {("forward", dims, form, has_mask), ("dtype", instance)}
+    reached: Reached = {("forward", dims, form, has_mask), ("dtype", instance)}
     if call.num_kv_splits > 1:
-        found = {("parts", dims, form, has_mask)}
+        reached = {("parts", dims, form, has_mask)}
     if not any(problem.needs_grad):
-        return found
+        return reached
     schedule, form = schedule_of(problem), backward_form(problem)
     is_shared = schedule.writer == "shared_dbias"
     if case.softcap > 0:
-        return {*found, ("capped", dims, form), ("capped sum", dims, is_shared)}
-    found |= {("backward", instance, form, has_mask), ("order", dims, form, has_mask, in_order)}
-    found |= {("works", in_order, *backward_works(problem)), ("shared", instance, has_mask, is_shared)}
+        return {*reached, ("capped", dims, form), ("capped sum", dims, is_shared)}
+    reached |= {("backward", instance, form, has_mask), ("order", dims, form, has_mask, in_order)}
+    reached |= {("works", in_order, *backward_works(problem)), ("shared", instance, has_mask, is_shared)}
     if is_shared:
-        found.add(("slots", max(dims) > 128, case.dtype, schedule.slot_floats > 0, case.seqlen_k % 8 > 0))
+        reached.add(("slots", max(dims) > 128, case.dtype, schedule.slot_floats > 0, case.seqlen_k % 8 > 0))
     if schedule.writer == "clusters":
         tiles = case.batch * case.num_heads * -(-case.seqlen_k // 128)
-        found |= {("clusters", in_order, tiles > NUM_SMS), ("cluster", case.batch)}
+        reached |= {("clusters", in_order, tiles > NUM_SMS), ("cluster", case.batch)}
     if schedule.has_two_key_tiles:  # the last block has one tile, or two
-        found.add(("pairs", in_order, case.num_heads > case.num_heads_k, case.seqlen_k % 256 > 128))
-    return found
+        reached.add(("pairs", in_order, case.num_heads > case.num_heads_k, case.seqlen_k % 256 > 128))
+    return reached
 
 
 # triton
@@ -158,7 +158,7 @@ TRITON: Features = {
     "dtype": (BF16, BF16, FP32),
     "mask": (None, TILES, FULL, EVERY_KEY, EVERY_KEY),
     "mask_kind": ("random", "empty_rows", "empty_tiles"),
-    "bias": (None, FULL, FULL, *3 * (OF_BATCH, OF_ALL), ("1", "Hk", "1", "Lk"), ("B", "Hq", "Lq", "1")),
+    "bias": (None, FULL, FULL, *3 * (SHARED_BY_ENTRIES, SHARED_BY_ALL), ("1", "Hk", "1", "Lk"), ("B", "Hq", "Lq", "1")),
     "needs_grad": (ALL, ALL, ("k", "bias")),
 }
 

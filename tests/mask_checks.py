@@ -93,13 +93,13 @@ def check_fields(mask: IntervalMask) -> None:
 
 
 def check_stats(prepared: PreparedMask, dense: Tensor) -> None:
-    """Check the statistics of a prepared mask against those of its dense mask, in the order of its places."""
+    """Check the statistics of a prepared mask against its dense mask, in the order of its places."""
     actual, expected = prepared.stats(), masks.mask_stats(dense)
     for name in ("shape", "block_size", "density", "active_tile_fraction", "empty_rows"):
         assert getattr(actual, name) == getattr(expected, name), name
-    whole, tiles = dense.shape[3] // 128, max(1, -(-dense.shape[3] // 128))
-    full = masks.mask_stats(dense[..., : whole * 128]).full_tile_fraction  # a last tile of fewer keys is never full
-    assert actual.full_tile_fraction == pytest.approx(full * whole / tiles)
+    all_of_it, tiles = dense.shape[3] // 128, max(1, -(-dense.shape[3] // 128))
+    full = masks.mask_stats(dense[..., : all_of_it * 128]).full_tile_fraction  # a last tile of fewer keys is never full
+    assert actual.full_tile_fraction == pytest.approx(full * all_of_it / tiles)
 
 
 def same(one: PreparedMask, other: PreparedMask) -> bool:

@@ -21,7 +21,7 @@ from flash_dmattn.problem import FEATURES, AttentionProblem, Gradients, MaskView
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference import formula
 
-# What the passes below do not have unless a test says so; they never have sequences.
+# Features that the passes below lack unless a test says otherwise; they never have sequences.
 LACKING = {"sink", "sequences", "paged", "tree"}
 USABLE = Availability(True)
 
@@ -46,7 +46,7 @@ def replaced(name: str, **changes: Any) -> Iterator[None]:
 
 
 def rules_without(name: str, *codes: str) -> tuple[Rule, ...]:
-    """The rules of a backend but for some: "device" is that which admits no CPU."""
+    """The rules of a backend but for some: "device" is the rule that admits no CPU."""
     return tuple(rule for rule in registry.BACKENDS[name].rules if rule.code not in codes)
 
 

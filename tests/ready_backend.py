@@ -1,4 +1,4 @@
-"""A backend that tells which of its passes ran, and which of them something was shown as an operator."""
+"""A backend that records its passes, and whether each ran as an operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flash_dmattn.problem.inputs import Inputs, Saved
 class Ready(KernelPair):
     """`ways` says which passes ran, `shown` which operators were called for them.
 
-    `planned` has the direction and the problem of each pass that was planned, `runs` those of each that ran.
+    `planned` has the direction and the problem of each pass that was planned, `runs` of each that ran.
     """
 
     def __init__(self) -> None:

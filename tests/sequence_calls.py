@@ -19,20 +19,21 @@ from layouts import LAYOUTS as STRIDES
 from torch import Tensor
 
 from flash_dmattn import Sequences, attention
-from flash_dmattn.backends.protocol import Backend
+from flash_dmattn.backends.protocol import Backend, Direction
 from flash_dmattn.masks.prepared.sequence_packing import pack_sequences
 from flash_dmattn.masks.prepared.storage import TreeMask
 from flash_dmattn.operators import describe_operands
-from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceView, causal_window
+from flash_dmattn.problem import AttentionProblem, Flags, MaskView, NeedsGrad, SequenceView, causal_window
 from flash_dmattn.problem import inputs as operands
 from flash_dmattn.problem.checks import packing_of
+from flash_dmattn.problem.inputs import result_in_rows
 from flash_dmattn.reference import formula
 from flash_dmattn.reference import yardstick as plain
 from flash_dmattn.reference.dropout import Dropout, draw_key
 
 LEAVES = ("q", "k", "v", "bias", "sink")
 LAYOUTS = ("packed", "packed", "padded", "paged", "paged_packed")
-# What to draw for kernels, which have tiles of 128 rows.
+# The choices of a draw for kernels, which have tiles of 128 rows.
 ON_GPU: dict[str, Any] = {
     "dtypes": (torch.bfloat16, torch.float16, torch.float32),
     "lengths": (0, 1, 31, 32, 33, 127, 128, 129, 300),
@@ -367,8 +368,8 @@ def run_on(
     packing = {n: "none" if (x := getattr(call, n)) is None else packing_of(n, x.shape, spec) for n in ("mask", "bias")}
     left, right = causal_window(f["is_causal"], f["window_size"] or (-1, -1))
     scale = call.q.shape[-1] ** -0.5 if f["softmax_scale"] is None else f["softmax_scale"]
-    sizes = (spec.layout, spec.max_seqlen_q, spec.max_seqlen_k, packing["mask"], packing["bias"], f["dropout_p"])
-    flags = Flags(left, right, scale, f["softcap"], deterministic, 1, 1, *sizes)
+    flags = Flags(left, right, scale, f["softcap"], deterministic, 1, 1, packing["mask"], packing["bias"])
+    flags = flags._replace(dropout_p=f["dropout_p"], sequences=spec)
 
     def laid(name: str) -> Tensor | None:
         x = getattr(call, name)
@@ -390,12 +391,30 @@ def run_on(
     x = operands.Inputs(q, k, v, view, laid("bias"), call.sink, sequences, key)
     needs = NeedsGrad(*(name in call.needs_grad for name in LEAVES))
     problem = describe_operands(x, flags, needs)
-    out, lse = backend.plan_forward(problem)(x)
+
+    def arriving(direction: Direction) -> AttentionProblem:
+        """Packed calls of an odd number of tokens arrive as tokens, where the pass takes these."""
+        tokens = problem._replace(arrival="tokens")
+        takes = call.packs_queries and call.q.shape[0] % 2 == 1 and backend.reads_as_arrived(tokens, direction)
+        return tokens if takes else problem
+
+    def laid_out(arriving: AttentionProblem) -> operands.Inputs:
+        if arriving.arrival == "rows":
+            return x
+        return x._replace(q=q[0], k=k[0] if spec.packs_keys else k, v=v[0] if spec.packs_keys else v)
+
+    p = arriving("forward")
+    out, lse = backend.plan_forward(p)(laid_out(p))
+    out, lse = (result_in_rows(result, p.arrival) for result in (out, lse))
     gradients: list[Tensor | None] = [None] * len(LEAVES)
     if any(needs):
         assert backend.plan_backward is not None
-        saved = operands.Saved(x, out, lse)
-        gradients = list(backend.plan_backward(problem)(saved, laid("dout"), laid("dlse")))
+        p, results = arriving("backward"), (out, lse, laid("dout"), laid("dlse"))
+        if p.arrival == "tokens":
+            results = tuple(None if result is None else result[0] for result in results)  # type: ignore[assignment]
+        saved = operands.Saved(laid_out(p), *results[:2])
+        gradients = list(backend.plan_backward(p)(saved, *results[2:]))
+        gradients[:3] = [result_in_rows(gradient, p.arrival) for gradient in gradients[:3]]
 
     def unlaid(name: str, result: Tensor | None) -> Tensor | None:
         like = {"out": call.dout, "lse": None}.get(name, getattr(call, name[1:], None))
@@ -467,7 +486,7 @@ class Tokens:
         return ((token < 0) | sees[s if sees.shape[0] > 1 else 0, i, among])[None, None]
 
     def dropout(self) -> PairDropout | None:
-        """Of every pair: what is kept goes by the number of its sequence and the places in it."""
+        """Whether each pair is kept goes by the number of its sequence and the places in it."""
         p = self.call.flags["dropout_p"]
         if p == 0.0:
             return None
@@ -499,10 +518,10 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
     q, k, v = (leaves[n] for n in "qkv")
     assert q is not None and k is not None and v is not None
     mask = tokens.allowed()
-    of_mask = tokens.tree(call.mask) if isinstance(call.mask, TreeMask) else None
+    mask_scores = tokens.tree(call.mask) if isinstance(call.mask, TreeMask) else None
     if isinstance(call.mask, Tensor):
-        of_mask = tokens.scores(call.mask.cpu())
-    mask = mask if of_mask is None else mask & of_mask
+        mask_scores = tokens.scores(call.mask.cpu())
+    mask = mask if mask_scores is None else mask & mask_scores
     dlse, is_unused = call.dlse, tokens.q[:, 0] < 0
     if dlse is not None:
         dlse = dlse if call.packs_queries else dlse.transpose(0, 1).reshape(dlse.shape[1], -1)
@@ -524,15 +543,17 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
 
 
 def expected(call: SequenceCall) -> tuple[Results, Results, Inputs]:
-    """The results in fp64, those of plain PyTorch in the dtype of the call, and the dense call in fp64."""
+    """The results in fp64, the results of plain PyTorch in the dtype of the call, and the dense call in fp64."""
     tokens = Tokens(call)
-    found = []
+    actual = []
     numbers = {k: x for k, x in call.flags.items() if k in ("softcap", "softmax_scale")}
     numbers["dropout"] = tokens.dropout()
     for dtype in (torch.float64, call.q.dtype):
-        given = call.to(dtype) if dtype == torch.float64 else call
-        leaves = {n: None if (x := getattr(given, n)) is None else x.detach().cpu().requires_grad_() for n in LEAVES}
-        x = _dense(given, tokens, leaves)
+        arguments = call.to(dtype) if dtype == torch.float64 else call
+        leaves = {
+            n: None if (x := getattr(arguments, n)) is None else x.detach().cpu().requires_grad_() for n in LEAVES
+        }
+        x = _dense(arguments, tokens, leaves)
         out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **numbers, sink=x.sink)
         present = {n: y for n, y in leaves.items() if y is not None}
         inputs = [y for y in (x.q, x.k, x.v, x.bias, x.sink) if y is not None]
@@ -541,8 +562,8 @@ def expected(call: SequenceCall) -> tuple[Results, Results, Inputs]:
             outputs, arriving = ((out,), (x.dout,)) if x.dlse is None else ((out, safe), (x.dout, x.dlse))
             gradients = torch.autograd.grad(outputs, inputs, arriving, retain_graph=True)
         else:
-            of_plain = plain.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, x.bias, **numbers, sink=x.sink)
-            gradients = tuple(g for g in of_plain if g is not None)
+            plain_gradients = plain.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, x.bias, **numbers, sink=x.sink)
+            gradients = tuple(g for g in plain_gradients if g is not None)
         own = torch.autograd.grad(inputs, list(present.values()), gradients, allow_unused=True)
         empty = tokens.q[:, 0] < 0
         lse = lse.detach()[0].masked_fill(empty, -torch.inf)
@@ -551,8 +572,8 @@ def expected(call: SequenceCall) -> tuple[Results, Results, Inputs]:
         results: Results = {"out": out.detach()[0].view(call.dout.shape), "lse": lse}
         for name, g in zip(present, own, strict=True):
             results[f"d{name}"] = torch.zeros_like(present[name]) if g is None else g
-        found.append((results, x))
-    (exact, inputs64), (in_dtype, _) = found
+        actual.append((results, x))
+    (exact, inputs64), (in_dtype, _) = actual
     return exact, in_dtype, inputs64
 
 
@@ -577,20 +598,20 @@ def assert_accurate(results: Results, call: SequenceCall) -> None:
 
 
 def _spread(call: SequenceCall, exact: Results, in_dtype: Results, dense: Inputs) -> Results:
-    """What `accuracy.deviations` finds beside a sink: of dsink, and of dbias of one value per query."""
+    """The deviations that `accuracy.deviations` has beside a sink: of dsink, and of dbias of one value per query."""
     assert call.sink is not None
-    of_dense: Results = {"out": exact["out"].reshape(dense.dout.shape), "lse": formula_lse(exact, dense)}
-    rows = row_variances(dense.to(torch.float64), of_dense, {"out": in_dtype["out"].reshape(dense.dout.shape)})
-    found = {"dsink": with_rounding(rows.sum((0, 2)), exact["dsink"], call.sink.dtype)}
+    dense_results: Results = {"out": exact["out"].reshape(dense.dout.shape), "lse": formula_lse(exact, dense)}
+    rows = row_variances(dense.to(torch.float64), dense_results, {"out": in_dtype["out"].reshape(dense.dout.shape)})
+    spread = {"dsink": with_rounding(rows.sum((0, 2)), exact["dsink"], call.sink.dtype)}
     if call.bias is not None and call.bias.shape[-1] == 1 and dense.k.shape[1] > 0:
         own = torch.zeros(call.bias.shape, dtype=torch.float64, requires_grad=True)
         scores = Tokens(call).scores(own)
         assert scores is not None
-        of_rows = scores[..., 0]  # (1, H, queries), each the value that a row reads
-        by_head = rows.unflatten(1, (of_rows.shape[1], -1)).sum(2)
-        (summed,) = torch.autograd.grad(of_rows, own, by_head.sum_to_size(of_rows.shape))
-        found["dbias"] = with_rounding(summed, exact["dbias"], call.bias.dtype)
-    return found
+        row_values = scores[..., 0]  # (1, H, queries), each the value that a row reads
+        by_head = rows.unflatten(1, (row_values.shape[1], -1)).sum(2)
+        (summed,) = torch.autograd.grad(row_values, own, by_head.sum_to_size(row_values.shape))
+        spread["dbias"] = with_rounding(summed, exact["dbias"], call.bias.dtype)
+    return spread
 
 
 def formula_lse(exact: Results, dense: Inputs) -> Tensor:
@@ -601,5 +622,5 @@ def formula_lse(exact: Results, dense: Inputs) -> Tensor:
 
 
 def _is_nothing(x: Tensor, reference: Tensor) -> bool:
-    # What is zero in exact arithmetic, terms that cancel, has no relative error.
+    # Terms that cancel, and so are zero in exact arithmetic, have no relative error.
     return bool(reference.double().abs().max() < 1e-12) and bool(x.double().abs().max() < 1e-5)

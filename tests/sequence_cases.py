@@ -23,7 +23,8 @@ STANDARD = {"is_causal": False, "window_size": None, "softcap": 0.0, "softmax_sc
 class SequenceCase:
     """The queries and keys of each sequence, where they lie, and the rest of a call; `build` draws its tensors.
 
-    Letters are those of `cases.Case`: "B" stands for the number of sequences, "Lq" and "Lk" for the most queries and
+    Letters mean what they mean in `cases.Case`: "B" stands for the number of sequences, "Lq" and "Lk" for the most
+    queries and
     keys of one, and "Tq" and "Tk" for all packed queries and keys.
     """
 
@@ -31,8 +32,8 @@ class SequenceCase:
     layout: Layout = "packed"
     page_size: int = 16
     before: int = 0  # rows of no sequence before the first, of packed queries and of packed keys
-    spare: tuple[int, ...] = ()  # the same behind each
-    behind: tuple[int, int] = (5, 5)  # of packed queries, and of packed keys, behind the last one
+    spare: tuple[int, ...] = ()  # the same after each
+    trailing: tuple[int, int] = (5, 5)  # rows of packed queries, and of packed keys, after the last sequence
     most: tuple[int, int] | None = None  # queries and keys of a sequence; by default of the longest
     heads: tuple[int, int] = (4, 2)
     head_dims: tuple[int, int] = (64, 64)
@@ -61,7 +62,7 @@ class SequenceCase:
         spare = self.spare or (0,) * number
         slots = [[n + more for n, more in zip(side, spare, strict=True)] for side in used]
         edges = [list(accumulate(side, initial=self.before)) for side in slots]
-        tokens = [edge[-1] + behind for edge, behind in zip(edges, self.behind, strict=True)]
+        tokens = [edge[-1] + rows for edge, rows in zip(edges, self.trailing, strict=True)]
         packs_q, packs_k = self.layout in ("packed", "paged_packed"), self.layout == "packed"
         rows_q, rows_k = (tokens[0],) if packs_q else (number, most_q), (tokens[1],) if packs_k else (number, most_k)
         firsts = [edges[0] if packs_q else [0] * number, edges[1] if packs_k else [0] * number]
@@ -90,7 +91,7 @@ class SequenceCase:
         mask = None if self.mask is None else (torch.rand(shape(self.mask), generator=random) < self.allowed).to(device)
         bias = None if self.bias is None else normal(*shape(self.bias), dtype=self.bias_dtype)
         absent = {name for name, x in (("bias", bias), ("sink", self.sink)) if x is None}
-        is_paged = self.layout in ("paged", "paged_packed")  # of which no kernel has gradients
+        is_paged = self.layout in ("paged", "paged_packed")  # and no kernel has their gradients
         needs_grad = () if is_paged else tuple(name for name in self.needs_grad if name not in absent)
         return SequenceCall(
             q=normal(*rows_q, heads, self.head_dims[0]),

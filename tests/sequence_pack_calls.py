@@ -25,9 +25,9 @@ MARGIN = 2048
 
 
 class PackCall(NamedTuple):
-    """The arguments of `pack_sequences`; `given` are the bytes of the mask, any but 0 for True."""
+    """The arguments of `pack_sequences`; `mask_bytes`: of the mask, any but 0 for True."""
 
-    given: Tensor
+    mask_bytes: Tensor
     bounds: Tensor
     mask_packing: MaskPacking
     spec: SequenceSpec
@@ -35,11 +35,11 @@ class PackCall(NamedTuple):
     told: str
 
     def packed_by(self, pack: Callable[..., list[Tensor]]) -> list[Tensor]:
-        return pack(self.given.view(torch.bool), *self[1:5])
+        return pack(self.mask_bytes.view(torch.bool), *self[1:5])
 
     def wanted(self) -> list[Tensor]:
         """By PyTorch, which takes bools of 0 and 1."""
-        return pack_sequences(self.given != 0, *self[1:5])
+        return pack_sequences(self.mask_bytes != 0, *self[1:5])
 
 
 def draw(number: int) -> PackCall:
@@ -132,7 +132,7 @@ def guarded() -> Iterator[None]:
 def assert_same(call: PackCall, pack: Callable[..., list[Tensor]]) -> None:
     """All tensors have every bit of PyTorch's; every place is written, and none beside them."""
     wanted = call.wanted()
-    with guarded() if call.spec.number and call.given.numel() else nullcontext():
+    with guarded() if call.spec.number and call.mask_bytes.numel() else nullcontext():
         actual = call.packed_by(pack)
     for name, x, y in zip(NAMES, actual, wanted, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous(), f"{name}: {x.shape}, not {y.shape}"

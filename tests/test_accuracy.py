@@ -1,4 +1,4 @@
-"""What the accuracy rule allows beyond the error of plain PyTorch: what rounding leaves in few rows at bad luck."""
+"""The accuracy rule allows more than the error of plain PyTorch in few rows, where rounding is a matter of luck."""
 
 from __future__ import annotations
 

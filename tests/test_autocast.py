@@ -18,41 +18,41 @@ def leaves(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape).to(torch.bfloat16).to(dtype).requires_grad_() for shape in shapes]
 
 
-def call(given: list[Tensor], backend: str) -> tuple[Tensor, Tensor]:
-    q, k, v, bias = given
+def call(inputs: list[Tensor], backend: str) -> tuple[Tensor, Tensor]:
+    q, k, v, bias = inputs
     return flash_dmattn.attention(q, k, v, None, bias, is_causal=True, return_lse=True, backend=backend)
 
 
-def gradients(out: Tensor, lse: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
+def gradients(out: Tensor, lse: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-    return torch.autograd.grad((out.double() * weight).sum() + lse.double().cos().sum(), given)
+    return torch.autograd.grad((out.double() * weight).sum() + lse.double().cos().sum(), inputs)
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_call_under_autocast_is_the_call_on_cast_tensors(backend: str, inside: bool) -> None:
-    given, cast = leaves(), [*leaves(torch.bfloat16)[:3], leaves()[3]]
+    inputs, cast = leaves(), [*leaves(torch.bfloat16)[:3], leaves()[3]]
     with torch.autocast("cpu", torch.bfloat16):
-        out, lse = call(given, backend)
+        out, lse = call(inputs, backend)
         if inside:
-            found = gradients(out, lse, given)
+            actual = gradients(out, lse, inputs)
     if not inside:
-        found = gradients(out, lse, given)
+        actual = gradients(out, lse, inputs)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-    assert [g.dtype for g in found] == [torch.float32] * 4
+    assert [g.dtype for g in actual] == [torch.float32] * 4
     want_out, want_lse = call(cast, backend)
     want = gradients(want_out, want_lse, cast)
     assert [g.dtype for g in want] == [torch.bfloat16] * 3 + [torch.float32]
     assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
-    # The values above are those of bf16, so the same numbers went in: nothing inside may have been rounded further.
-    assert all(torch.equal(a, b.float()) for a, b in zip(found, want))
+    # The values above are numbers of bf16, so the same went in: nothing inside may have been rounded further.
+    assert all(torch.equal(a, b.float()) for a, b in zip(actual, want))
 
 
 def test_softmax_under_autocast_stays_fp32() -> None:
-    given = leaves()
+    inputs = leaves()
     with torch.autocast("cpu", torch.bfloat16):
-        out, lse = call(given, "eager")
-    q, k, v, bias = (x.detach().double() for x in given)
+        out, lse = call(inputs, "eager")
+    q, k, v, bias = (x.detach().double() for x in inputs)
     exact, exact_lse = formula.attention(q, k, v, None, bias, is_causal=True)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
     # One rounding to bf16, of half a unit in the last of 8 bits, is all that separates out from fp32.
@@ -60,28 +60,28 @@ def test_softmax_under_autocast_stays_fp32() -> None:
 
 
 def test_second_derivative_under_autocast() -> None:
-    def second(given: list[Tensor], backend: str) -> tuple[Tensor, ...]:
-        out, lse = call(given, backend)
-        first = torch.autograd.grad(out.double().sin().sum() + lse.double().sum(), given, create_graph=True)
-        return torch.autograd.grad(sum(g.double().sin().sum() for g in first), given)
+    def second(inputs: list[Tensor], backend: str) -> tuple[Tensor, ...]:
+        out, lse = call(inputs, backend)
+        first = torch.autograd.grad(out.double().sin().sum() + lse.double().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(g.double().sin().sum() for g in first), inputs)
 
     with torch.autocast("cpu", torch.bfloat16):
-        found, plain = second(leaves(), "eager"), second(leaves(), "reference")
+        actual, plain = second(leaves(), "eager"), second(leaves(), "reference")
     exact = second(leaves(torch.float64), "reference")
-    for name, x, y, x64 in zip(("q", "k", "v", "bias"), found, plain, exact):
+    for name, x, y, x64 in zip(("q", "k", "v", "bias"), actual, plain, exact):
         error, limit = (((g - x64).norm() / x64.norm()).item() for g in (x, y))
         assert error <= 1.5 * limit + 1e-5, f"{name}: {error}, plain PyTorch {limit}"
 
 
 def test_fp64_is_left_alone() -> None:
-    given, again = leaves(torch.float64), leaves(torch.float64)
+    inputs, again = leaves(torch.float64), leaves(torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
-        out, lse = call(given, "eager")
-        found = gradients(out, lse, given)
+        out, lse = call(inputs, "eager")
+        actual = gradients(out, lse, inputs)
     want_out, want_lse = call(again, "eager")
     assert out.dtype == torch.float64
     assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
-    assert all(torch.equal(a, b) for a, b in zip(found, gradients(want_out, want_lse, again)))
+    assert all(torch.equal(a, b) for a, b in zip(actual, gradients(want_out, want_lse, again)))
 
 
 def test_half_and_float_mix_under_autocast_alone() -> None:
@@ -94,8 +94,8 @@ def test_half_and_float_mix_under_autocast_alone() -> None:
 
 
 def test_autocast_of_another_device_or_switched_off_changes_nothing() -> None:
-    given = leaves()
+    inputs = leaves()
     with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
-        assert call(given, "eager")[0].dtype == torch.float32
+        assert call(inputs, "eager")[0].dtype == torch.float32
     with torch.autocast("cpu", torch.float16):
-        assert call(given, "eager")[0].dtype == torch.float16
+        assert call(inputs, "eager")[0].dtype == torch.float16

@@ -68,33 +68,33 @@ def test_gradcheck_of_expanded_inputs() -> None:
         k, v = k.expand(B, LK, HK, D), v.expand(B, LK, HK, DV)
         return run(q.expand(B, LQ, HQ, D), k, v, bias.expand(B, HQ, LQ, LK))
 
-    given = fp64(1, LQ, 1, D), fp64(B, 1, HK, D, seed=1), fp64(1, LK, HK, 1, seed=2), fp64(1, 1, LQ, LK, seed=3)
-    assert torch.autograd.gradcheck(expanded, given)
-    assert torch.autograd.gradgradcheck(expanded, given, fast_mode=True)
+    inputs = fp64(1, LQ, 1, D), fp64(B, 1, HK, D, seed=1), fp64(1, LK, HK, 1, seed=2), fp64(1, 1, LQ, LK, seed=3)
+    assert torch.autograd.gradcheck(expanded, inputs)
+    assert torch.autograd.gradgradcheck(expanded, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("needs_grad", [n for r in range(1, 5) for n in itertools.combinations(range(4), r)], ids=str)
 def test_second_derivative_of_every_subset(needs_grad: tuple[int, ...]) -> None:
-    given = [x.detach().requires_grad_(i in needs_grad) for i, x in enumerate(leaves())]
-    wanted = [given[i] for i in needs_grad]
-    found, expected = [], []
-    for results, backend in ((found, "eager"), (expected, "reference")):
-        first = torch.autograd.grad(loss(*given, backend=backend), wanted, create_graph=True)
+    inputs = [x.detach().requires_grad_(i in needs_grad) for i, x in enumerate(leaves())]
+    wanted = [inputs[i] for i in needs_grad]
+    actual, expected = [], []
+    for results, backend in ((actual, "eager"), (expected, "reference")):
+        first = torch.autograd.grad(loss(*inputs, backend=backend), wanted, create_graph=True)
         results += first
         results += torch.autograd.grad(sum(g.sin().sum() for g in first), wanted)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("used", ["out", "lse", "both", "neither"])
 def test_only_the_outputs_used_give_gradients(used: str) -> None:
     def total(backend: str) -> list[Tensor | None]:
-        given = leaves()
-        out, lse = function(some_empty_rows(), backend=backend)(*given)
-        value = fp64(1).sum() + given[0].sum()
+        inputs = leaves()
+        out, lse = function(some_empty_rows(), backend=backend)(*inputs)
+        value = fp64(1).sum() + inputs[0].sum()
         value = value + (out.sin().sum() if used in ("out", "both") else 0)
         value = value + (lse.cos().sum() if used in ("lse", "both") else 0)
-        gradients = torch.autograd.grad(value, given, allow_unused=True)
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(given, gradients)]
+        gradients = torch.autograd.grad(value, inputs, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients)]
 
     torch.testing.assert_close(total("eager"), total("reference"), rtol=1e-10, atol=1e-12)
 
@@ -137,58 +137,58 @@ def test_bias_alone_gets_a_gradient_and_nothing_else_is_computed() -> None:
 def test_an_output_that_is_not_used_costs_its_gradient_nothing(used: str, create_graph: bool) -> None:
     """The backend is handed None for dlse, by which it leaves lse out; dout is what every kernel reads."""
     seen: list[Differentiated] = []
-    given = leaves()
+    inputs = leaves()
     with registered(Seen("ours", seen)):
-        out, lse = function(some_empty_rows(), backend="ours")(*given)
+        out, lse = function(some_empty_rows(), backend="ours")(*inputs)
         parts = {"out": (out,), "lse": (lse,), "both": (out, lse)}[used]
-        torch.autograd.grad(sum(x.sum() for x in parts), given, create_graph=create_graph)
+        torch.autograd.grad(sum(x.sum() for x in parts), inputs, create_graph=create_graph)
     ((dout, dlse, _),) = seen
     assert (dlse is None) == (used == "out")
     assert torch.equal(dout, torch.zeros_like(out) if used == "lse" else torch.ones_like(out))
 
 
 def test_no_gradient_no_graph() -> None:
-    given = leaves()
+    inputs = leaves()
     ours = KernelPair("ours")
     with registered(ours), torch.no_grad():
-        assert loss(*given, backend="ours").grad_fn is None
+        assert loss(*inputs, backend="ours").grad_fn is None
     with torch.inference_mode():
-        assert not loss(*given).requires_grad
-    assert loss(*(x.detach() for x in given)).grad_fn is None
+        assert not loss(*inputs).requires_grad
+    assert loss(*(x.detach() for x in inputs)).grad_fn is None
     assert ours.ran == ["forward"]
 
 
 def test_graph_can_be_used_again() -> None:
-    given = leaves()
-    value = loss(*given)
-    first = torch.autograd.grad(value, given, retain_graph=True)
-    second = torch.autograd.grad(value, given)
+    inputs = leaves()
+    value = loss(*inputs)
+    first = torch.autograd.grad(value, inputs, retain_graph=True)
+    second = torch.autograd.grad(value, inputs)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(value, given)
+        torch.autograd.grad(value, inputs)
 
 
 def test_create_graph_works_on_every_backend_without_a_second_derivative() -> None:
-    given = leaves()
-    expected = torch.autograd.grad(loss(*given, backend="reference"), given)
+    inputs = leaves()
+    expected = torch.autograd.grad(loss(*inputs, backend="reference"), inputs)
     with registered(KernelPair("ours")):
         for backend in ("ours", "eager", ("eager", "ours"), ("ours", "eager")):
-            found = torch.autograd.grad(loss(*given, backend=backend), given, create_graph=True)
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+            actual = torch.autograd.grad(loss(*inputs, backend=backend), inputs, create_graph=True)
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_second_derivative_of_a_kernel_backend_is_refused_with_a_way_out() -> None:
-    given = leaves()
+    inputs = leaves()
     with registered(KernelPair("ours")):
         for backend in ("ours", ("eager", "ours")):
-            first = torch.autograd.grad(loss(*given, backend=backend), given, create_graph=True)
+            first = torch.autograd.grad(loss(*inputs, backend=backend), inputs, create_graph=True)
             with pytest.raises(NotImplementedError, match=r"'ours' has no second derivative.*backend=.eager"):
                 first[3].square().sum().backward()
         # The pair's backward decides: eager's own serves a forward of any kernel.
-        first = torch.autograd.grad(loss(*given, backend=("ours", "eager")), given, create_graph=True)
-        second = torch.autograd.grad(first[0].square().sum(), given)
-    again = torch.autograd.grad(loss(*given, backend="reference"), given, create_graph=True)
-    expected = torch.autograd.grad(again[0].square().sum(), given)
+        first = torch.autograd.grad(loss(*inputs, backend=("ours", "eager")), inputs, create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), inputs)
+    again = torch.autograd.grad(loss(*inputs, backend="reference"), inputs, create_graph=True)
+    expected = torch.autograd.grad(again[0].square().sum(), inputs)
     torch.testing.assert_close(second, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -259,12 +259,12 @@ def test_batched_gradients_of_rows_with_heads_first() -> None:
 
 
 def test_two_threads_differentiate_at_once() -> None:
-    found: dict[int, tuple[Tensor, ...]] = {}
+    actual: dict[int, tuple[Tensor, ...]] = {}
 
     def work(index: int) -> None:
-        given = leaves()
+        inputs = leaves()
         with torch.set_grad_enabled(True):
-            found[index] = torch.autograd.grad(loss(*given, softmax_scale=float(index)), given)
+            actual[index] = torch.autograd.grad(loss(*inputs, softmax_scale=float(index)), inputs)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(1, 5)]
     for thread in threads:
@@ -272,17 +272,17 @@ def test_two_threads_differentiate_at_once() -> None:
     for thread in threads:
         thread.join()
     for index in range(1, 5):
-        given = leaves()
-        expected = torch.autograd.grad(loss(*given, softmax_scale=float(index), backend="reference"), given)
-        torch.testing.assert_close(found[index], expected, rtol=1e-10, atol=1e-12)
+        inputs = leaves()
+        expected = torch.autograd.grad(loss(*inputs, softmax_scale=float(index), backend="reference"), inputs)
+        torch.testing.assert_close(actual[index], expected, rtol=1e-10, atol=1e-12)
 
 
 def test_gradient_hooks_and_accumulation() -> None:
-    given, again = leaves(), leaves()
+    inputs, again = leaves(), leaves()
     hooked: list[Tensor] = []
-    given[3].register_hook(lambda g: hooked.append(g.clone()))
-    loss(*given).backward()
-    loss(*given).backward()
+    inputs[3].register_hook(lambda g: hooked.append(g.clone()))
+    loss(*inputs).backward()
+    loss(*inputs).backward()
     expected = torch.autograd.grad(loss(*again, backend="reference"), again)
     torch.testing.assert_close(hooked, [expected[3]] * 2, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close([x.grad for x in given], [2 * g for g in expected], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([x.grad for x in inputs], [2 * g for g in expected], rtol=1e-10, atol=1e-12)

@@ -101,7 +101,7 @@ def test_masks_are_what_their_names_say() -> None:
         ("dense-d64", 4 * 32 * 4096**2, 0.6959, 1.7396),
         # Memory bound: bias (4,16,2048,2048) of 2 bytes read, and in the backward written too, with q k v out dout lse.
         ("bias-bhll-d64", 4 * 16 * 2048**2, 0.1406, 0.2814),
-        # FLOP bound by a little: the bool mask, half of which causality leaves, takes 0.125 ms, q k v out dout 0.04.
+        # FLOP bound by a little: the bool mask takes 0.125 ms, as causality leaves half of it, and q k v out dout 0.04.
         ("topk-16k", 16 * (1024 * 1025 // 2 + 15360 * 1024), 0.1685, 0.4214),
         # k and v of 8 x 8192 x 8 x 128 are 2 x 134 MB; what the one query reads and writes is nothing beside them.
         ("decode-8k", 8 * 32 * 8192, 0.0625, 0.1249),
@@ -133,15 +133,15 @@ def test_keys_that_nobody_attends_need_not_be_read() -> None:
     call = make_inputs(case, CPU)
     assert call.mask is not None and call.mask.shape == (1, 8, 1, 1024)
     call.mask[:] = torch.arange(1024) % 4 == 0
-    whole = floors(call._replace(mask=None), 0, reads_mask=False)
+    full = floors(call._replace(mask=None), 0, reads_mask=False)
     quarter = floors(call, 0, reads_mask=False)
     keys = 2 * 2 * call.k.numel()
-    assert whole["forward"].moved - quarter["forward"].moved == keys * 3 / 4
-    assert whole["backward"].moved - quarter["backward"].moved == keys * 3 / 4  # gradients are written whole
+    assert full["forward"].moved - quarter["forward"].moved == keys * 3 / 4
+    assert full["backward"].moved - quarter["backward"].moved == keys * 3 / 4  # gradients are written whole
     # Query heads that share keys may see different ones.
     per_head = torch.arange(1024) % 4 == torch.arange(32)[:, None] % 2
     per_group = floors(call._replace(mask=per_head[None, :, None]), 0, reads_mask=False)
-    assert whole["forward"].moved - per_group["forward"].moved == keys / 2
+    assert full["forward"].moved - per_group["forward"].moved == keys / 2
 
 
 def test_yardstick_of_the_first_heads_and_of_all() -> None:

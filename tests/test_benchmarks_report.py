@@ -28,9 +28,9 @@ def timed(ms: float) -> Record:
 
 
 def column(forward: float | None, backward: float | None = None, **rest: Any) -> Record:
-    found: Record = {"reason": "", "failed": False, "first_call_s": 1.5, "peak_mb": 12.0, "errors": {"out": 2e-3}}
+    call: Record = {"reason": "", "failed": False, "first_call_s": 1.5, "peak_mb": 12.0, "errors": {"out": 2e-3}}
     times = {"forward": forward, "backward": backward, "step": None}
-    return {**found, "wrong": [], **{name: x and timed(x) for name, x in times.items()}, **rest}
+    return {**call, "wrong": [], **{name: x and timed(x) for name, x in times.items()}, **rest}
 
 
 def line(system: str, call: Record, prepared: Record | None = None, backends: tuple[str, ...] = ()) -> Record:

@@ -349,8 +349,8 @@ def test_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
         torch.set_num_threads(threads)
     assert len(lines) == 2
     for line in lines:
-        whole, bare, added = map(float, line[-3:])
-        assert whole > 0 and bare > 0 and added == pytest.approx(whole - bare, abs=0.11)
+        full, bare, added = map(float, line[-3:])
+        assert full > 0 and bare > 0 and added == pytest.approx(full - bare, abs=0.11)
     assert [line[:30].strip() for line in kinds] == list(dispatch.kinds(CPU))
     assert all(float(number) > 0 for line in kinds for number in line[30:].split())
     forward, bare = dispatch.pairs("eager", CPU)["forward, no grad"]

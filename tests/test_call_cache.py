@@ -161,7 +161,7 @@ OTHER_LAYOUTS: dict[str, tuple[Any, ...]] = {
     "by_distance": (ByDistance(1, "clamp", False), ByDistance(2, "zero", False), ByDistance(2, "clamp", True), None),
 }
 TENSORS = ("q", "k", "v", "mask", "bias", "sink")
-# The tensors of sequences are those that `spec` describes; the others say how results are handed over, not what runs.
+# `spec` describes the tensors of sequences; the others say how results are handed over, not what runs.
 NOT_IN_KEY = ("sequences", "jagged", "copies")
 
 
@@ -310,10 +310,10 @@ def test_what_may_not_be_looked_up_is_described(described: list[int]) -> None:
     class Window(list):  # type: ignore[type-arg]
         pass
 
-    given = inputs()
+    arguments = inputs()
     for _ in range(2):
         attend(window_size=Window([1, 2]))
-        torch.vmap(lambda q: flash_dmattn.attention(q, given["k"], given["v"]))(given["q"][None])
+        torch.vmap(lambda q: flash_dmattn.attention(q, arguments["k"], arguments["v"]))(arguments["q"][None])
         with FakeTensorMode():
             attend()
     assert len(described) == 6
@@ -325,13 +325,13 @@ def flops_counted() -> FlopCounterMode:
 
 
 def test_a_plan_is_made_once_for_calls_that_are_alike() -> None:
-    """By the backend, too: calls that something watches share the passes of those that nothing watches."""
+    """By the backend, too: watched calls and calls that nothing watches share their passes."""
     with ready_pair() as ours:
         for watch in (nullcontext, nullcontext, flops_counted, flops_counted):
-            given = inputs()
-            given["q"].requires_grad_()
+            arguments = inputs()
+            arguments["q"].requires_grad_()
             with watch():
-                flash_dmattn.attention(**given, backend="ready").sum().backward()
+                flash_dmattn.attention(**arguments, backend="ready").sum().backward()
         assert ours.ways == ["forward", "backward"] * 4
         assert ours.shown == ["forward", "backward"] * 2
         assert [direction for direction, _ in ours.planned] == ["forward", "backward"]
@@ -355,18 +355,18 @@ def test_calls_with_prepared_masks_are_remembered_by_the_form_of_the_mask(change
     mask = inputs()["mask"]
     prepare, classes = PREPARED[change]
     attend(mask=PreparedMask.from_mask(mask, seqlen_q=6, seqlen_k=9))
-    found = attend(mask=prepare(mask))
+    actual = attend(mask=prepare(mask))
     assert len(described) == classes
-    torch.testing.assert_close(found, attend(mask=prepare(mask), backend="reference"))
+    torch.testing.assert_close(actual, attend(mask=prepare(mask), backend="reference"))
 
 
 def test_no_tensor_is_held() -> None:
-    given = inputs()
-    given["bias"].requires_grad_()
-    flash_dmattn.attention(**given).sum().backward()
-    alive = [weakref.ref(x) for x in given.values()]
+    arguments = inputs()
+    arguments["bias"].requires_grad_()
+    flash_dmattn.attention(**arguments).sum().backward()
+    alive = [weakref.ref(x) for x in arguments.values()]
     assert len(call.plans)
-    del given
+    del arguments
     gc.collect()
     assert not any(x() is not None for x in alive)
 

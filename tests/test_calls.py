@@ -98,7 +98,7 @@ def numbers() -> Iterator[tuple[str, Case]]:
     for logits, seqlen_k in itertools.product((1e2, 1e3, 1e4), (31, 64, 65)):
         case = Case(logits=logits, seqlen_k=seqlen_k, bias=FULL, needs_grad=())
         if case.dtype == FP16:
-            case = case.with_(logits=min(logits, 2e3))  # plain PyTorch's products are float16: those of 1e4 overflow
+            case = case.with_(logits=min(logits, 2e3))  # plain PyTorch's products are float16, and 1e4 overflows
         yield f"logits {logits} of {seqlen_k} keys", case
 
 

@@ -30,7 +30,7 @@ B, LQ, LK, HQ, HK, D, DV = 2, 7, 11, 4, 2, 16, 24
 
 
 def python(code: str) -> str:
-    """What a new process prints, in which nothing but the code has imported anything."""
+    """Return what a new process prints, in which nothing but the code has imported anything."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -73,7 +73,7 @@ def layout(x: Tensor) -> tuple[Any, ...]:
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_meta_tensors_give_the_layout_of_real_ones(mask: str, bias: str, dtype: torch.dtype) -> None:
-    found: dict[str, list[tuple[Any, ...]]] = {}
+    actual: dict[str, list[tuple[Any, ...]]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for device in ("cpu", "meta"):
@@ -88,9 +88,9 @@ def test_meta_tensors_give_the_layout_of_real_ones(mask: str, bias: str, dtype: 
             gradients = torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results])
             assert {x.device.type for x in (*results, *gradients)} == {device}
             assert [(d.forward, d.backward) for d in decisions] == [("eager", "eager")]
-            found[device] = [layout(x) for x in (*results, *gradients)]
-    assert found["meta"] == found["cpu"]
-    out, lse = found["meta"][:2]
+            actual[device] = [layout(x) for x in (*results, *gradients)]
+    assert actual["meta"] == actual["cpu"]
+    out, lse = actual["meta"][:2]
     assert out[:2] == ((B, LQ, HQ, DV), (LQ * HQ * DV, HQ * DV, DV, 1)) and lse[0] == (B, HQ, LQ)
     assert lse[2] == (torch.float64 if dtype == torch.float64 else torch.float32)
 

@@ -22,6 +22,7 @@ import flash_dmattn
 from flash_dmattn import nn
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.dispatch.registry import BACKENDS
+from flash_dmattn.operators import NUM_FLAGS, flat_flags
 from flash_dmattn.problem import Flags
 
 OURS = KernelPair("out_of_tree_under_compile")  # an operator is defined once per process
@@ -61,15 +62,15 @@ def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | No
     return flash_dmattn.attention(q, k, v, mask, bias, is_causal=True, softcap=3.0, return_lse=True)
 
 
-def all_results(function: Callable[..., Any], given: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    q, k, v, bias = given
+def all_results(function: Callable[..., Any], leaves: list[Tensor], mask: Tensor | None) -> list[Tensor]:
+    q, k, v, bias = leaves
     out, lse = function(q, k, v, mask, bias)
     total = out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).cos().sum()
-    return [out, lse, *torch.autograd.grad(total, [x for x in given if x.requires_grad])]
+    return [out, lse, *torch.autograd.grad(total, [x for x in leaves if x.requires_grad])]
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +80,17 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     ids=str,
 )
 def test_values_and_gradients_are_those_of_eager_mode(backend: Any, dynamic: bool) -> None:
-    def of_backend(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def on_backend(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, mask, bias = tensors
         return flash_dmattn.attention(
             q, k, v, mask, bias, is_causal=True, window_size=(4, -1), return_lse=True, backend=backend
         )
 
-    run, counter = compiled(of_backend, dynamic=dynamic)
+    run, counter = compiled(on_backend, dynamic=dynamic)
     compilations = []
     for sizes in ((5, 7), (11, 8)):
-        given, mask = inputs(*sizes), some_mask(*sizes)
-        assert_same(all_results(run, given, mask), all_results(of_backend, given, mask))
+        arguments, mask = inputs(*sizes), some_mask(*sizes)
+        assert_same(all_results(run, arguments, mask), all_results(on_backend, arguments, mask))
         compilations.append(counter.frame_count)
     first, second = compilations
     assert second == (first if dynamic else first + 1)
@@ -108,11 +109,11 @@ def test_inductor_forward_and_backward(bias_shape: tuple[int, ...]) -> None:
 
     torch.manual_seed(0)
     leaves = torch.randn(3, 4, 2, 5, 8, requires_grad=True), torch.randn(bias_shape, requires_grad=True)
-    found, expected = [], []
-    for results, function in ((expected, among_others), (found, compiled(among_others, "inductor")[0])):
+    actual, expected = [], []
+    for results, function in ((expected, among_others), (actual, compiled(among_others, "inductor")[0])):
         out, lse = function(*leaves)
         results += [out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def with_table(bias: nn.RelativePositionBias | nn.WindowPositionBias) -> Callable[[Tensor], Tensor]:
@@ -190,7 +191,7 @@ def test_the_operator_adds_no_guards_on_fake_tensors_of_any_length() -> None:
 
     q, k = (any_length(torch.zeros(2, length, 4, 64, requires_grad=True)) for length in (100, 200))
     mask = any_length(torch.zeros(2, 1, 1, 200, dtype=torch.bool).transpose(1, 3)).transpose(1, 3)
-    problem = (None, None, None, None, *Flags(-1, -1, 0.125, 0.0, False), "triton", "")
+    problem = (None, None, None, None, *flat_flags(Flags(-1, -1, 0.125, 0.0, False)), "triton", "")
     with mode:
         out, _ = torch.ops.flash_dmattn.attention_forward(q, k, k, [mask], "dense", *problem)
     assert out.grad_fn is not None and out.shape == q.shape
@@ -261,14 +262,14 @@ def test_autocast_inside_and_outside() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return call(q, k, v, mask, bias)
 
-    given = inputs(dtype=torch.float32)
-    expected = all_results(inside, given, some_mask())
+    arguments = inputs(dtype=torch.float32)
+    expected = all_results(inside, arguments, some_mask())
     assert expected[0].dtype == torch.bfloat16
-    torch.testing.assert_close(all_results(compiled(inside)[0], given, some_mask()), expected)
+    torch.testing.assert_close(all_results(compiled(inside)[0], arguments, some_mask()), expected)
     run, _ = compiled(call)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(all_results(run, given, some_mask()), expected)
-    assert run(*given[:3], None, given[3])[0].dtype == torch.float32
+        torch.testing.assert_close(all_results(run, arguments, some_mask()), expected)
+    assert run(*arguments[:3], None, arguments[3])[0].dtype == torch.float32
 
 
 def test_module_with_checkpoint() -> None:
@@ -325,13 +326,13 @@ def test_lengths_decide_where_a_rule_of_the_backend_that_is_taken_asks(ours: Ker
 
 def test_settings_changed_between_calls_take_effect(ours: KernelPair) -> None:
     run, counter = compiled(call)
-    given = inputs()
+    arguments = inputs()
     with flash_dmattn.config(backend="reference"):
-        expected = all_results(call, given, some_mask())
+        expected = all_results(call, arguments, some_mask())
 
     def passes_of_ours() -> tuple[int, int]:
         before = Counter(ours.count)
-        assert_same(all_results(run, given, some_mask()), expected)
+        assert_same(all_results(run, arguments, some_mask()), expected)
         return ours.count["forward"] - before["forward"], ours.count["backward"] - before["backward"]
 
     assert passes_of_ours() == (1, 1)  # auto prefers it
@@ -352,24 +353,24 @@ def test_settings_changed_between_calls_take_effect(ours: KernelPair) -> None:
 
 def test_backend_registered_between_calls_takes_effect() -> None:
     run, _ = compiled(call)
-    given = inputs()
-    expected = all_results(run, given, None)
+    arguments = inputs()
+    expected = all_results(run, arguments, None)
     OURS.count = Counter()
     with registered(OURS, before="sdpa"):
-        assert_same(all_results(run, given, None), expected)
+        assert_same(all_results(run, arguments, None), expected)
         assert OURS.count == {"forward": 1, "backward": 1}
-    assert_same(all_results(run, given, None), expected)
+    assert_same(all_results(run, arguments, None), expected)
     assert OURS.count == {"forward": 1, "backward": 1}
 
 
 def test_settings_of_threads_and_tasks_take_effect(ours: KernelPair) -> None:
     """Guards read the context of the call, in which others may have blocks of their own."""
     run, counter = compiled(call)
-    given = [x.detach() for x in inputs()]
+    arguments = [x.detach() for x in inputs()]
 
     def forward_of_ours() -> int:
         before = ours.count["forward"]
-        run(*given[:3], None, given[3])
+        run(*arguments[:3], None, arguments[3])
         return ours.count["forward"] - before
 
     with flash_dmattn.config(backend="eager"):
@@ -388,16 +389,16 @@ def test_setting_inside_the_compiled_function(ours: KernelPair) -> None:
 
     q, k, v, bias = (x.detach() for x in inputs())
     run, _ = compiled(switched)
-    found = run(q, k, v, None, bias)
+    actual = run(q, k, v, None, bias)
     assert ours.count == {"forward": 1}
-    assert_same(found, switched(q, k, v, None, bias))
+    assert_same(actual, switched(q, k, v, None, bias))
 
 
 def test_deterministic_follows_the_global_switch() -> None:
     seen: list[bool] = []
 
     def spy(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        at = Flags._fields.index("deterministic") - len(Flags._fields) - 2  # two names of backends are last
+        at = Flags._fields.index("deterministic") - NUM_FLAGS - 2  # two names of backends are last
         seen.extend(node.args[at] for node in graph.graph.nodes if "attention_forward" in str(node.target))
         return graph.forward
 
@@ -415,13 +416,13 @@ def test_deterministic_follows_the_global_switch() -> None:
 
 def test_first_call_of_all_may_be_a_compiled_one(ours: KernelPair) -> None:
     """A first probe imports a library, which no trace may run through."""
-    found: list[Availability] = []
+    probed: list[Availability] = []
 
     def probe() -> Availability:
-        if not found:
+        if not probed:
             importlib.import_module("json.tool")
-            found.append(Availability(True))
-        return found[0]
+            probed.append(Availability(True))
+        return probed[0]
 
     q, k, v, bias = (x.detach() for x in inputs())
     with replaced(ours.backend.name, probe=probe):

@@ -61,12 +61,12 @@ def first_tiles(mask: Tensor) -> None:
 def tiles_of_every_kind(mask: Tensor) -> None:
     """Rows and columns of tiles in which full, empty and partial ones follow each other without a pattern of bands."""
     kinds = torch.randint(3, (mask.shape[0], mask.shape[1], 16, 16), generator=torch.Generator().manual_seed(1))
-    of_each = kinds.to(mask.device).repeat_interleave(TILE, 2).repeat_interleave(TILE, 3)
-    of_each = of_each[:, :, : mask.shape[2], : mask.shape[3]]
-    mask.logical_and_(of_each != 0).logical_or_(of_each == 1)
+    by_pair = kinds.to(mask.device).repeat_interleave(TILE, 2).repeat_interleave(TILE, 3)
+    by_pair = by_pair[:, :, : mask.shape[2], : mask.shape[3]]
+    mask.logical_and_(by_pair != 0).logical_or_(by_pair == 1)
 
 
-# What a case has besides, and what is then left out of its mask.
+# More fields of a case, and a function that leaves some of its mask out.
 MASKS: dict[str, tuple[dict[str, Any], Callable[[Tensor], None] | None]] = {
     "none": ({}, None),
     "causal": ({"is_causal": True}, None),
@@ -178,7 +178,7 @@ def test_two_tiles_of_keys_at_a_time(
     deterministic: bool,
     needs_grad: tuple[str, ...],
 ) -> None:
-    """Blocks of 256 keys, of which the last may have one tile: where there are so many that fewer rounds pay."""
+    """Blocks have 256 keys, the last maybe one tile, if there are so many that fewer rounds pay."""
     (num_heads, num_heads_k, head_dim), (seqlen_q, seqlen_k) = heads, lengths
     case = BASE.with_(
         batch=8, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim, bias=FULL, needs_grad=needs_grad
@@ -216,7 +216,7 @@ def test_dq_that_a_block_completes(
 @pytest.mark.parametrize("lengths", ((193, 264), (1190, 70)), ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_dbias_per_key_is_summed_before_it_is_rounded(backend: Runner, head_dim: int, lengths: tuple[int, int]) -> None:
-    """Of a loss of lse alone, which delta has in fp32, ds in 16 bits would be all that is rounded: 1e-3 of it."""
+    """If the loss is of lse alone, which delta has in fp32, ds in 16 bits would be all that is rounded: 1e-3 of it."""
     seqlen_q, seqlen_k = lengths
     case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, bias=PER_KEY, needs_grad=("bias",))
     case = case.with_(bias_dtype=torch.float32)
@@ -293,7 +293,7 @@ def test_more_work_than_sms(backend: Runner, deterministic: bool, is_causal: boo
 def test_groups_first_and_then_heads(
     backend: Runner, head_dim: int, mask: tuple[str, ...] | None, needs_grad: tuple[str, ...], unwritten_is_nan: None
 ) -> None:
-    """Works of a group store dk and dv, those of a head behind them add to sums: of pairs by batch, or by head.
+    """Work tiles of a group store dk and dv; later ones, of a head each, add to sums, by batch or by head.
 
     Walks are long, and a few works more than fill whole waves: SMs would wait long for whole groups alone. Each head
     has its own mask: of one that a group shares blocks decide.
@@ -321,10 +321,10 @@ def test_key_blocks_of_whole_groups_under_a_mask(
     needs_grad: tuple[str, ...],
     unwritten_is_nan: None,
 ) -> None:
-    """Blocks decide: the work of a group's first head stores dk and dv of the group, or that of each head adds to sums.
+    """Blocks decide: the work tile of a group's first head stores dk and dv of the group, or each head adds to sums.
 
     Most key blocks are seen by few queries or none, some by all. Or all are seen by few but for one, the sink, in a
-    call of which the host lets walks be whole.
+    call whose walks the host leaves whole.
     """
     tiles_k, heads, heads_k = (18 if has_sink else 8, 16, 8) if NUM_SMS > 3 else (3 if head_dim <= 128 else 2, 2, 1)
     case = BASE.with_(batch=2, num_heads=heads, num_heads_k=heads_k, head_dim=head_dim, mask=TILES, bias=bias)
@@ -419,7 +419,7 @@ def test_a_gradient_that_clusters_sum(
     form: str,
     unwritten_is_nan: None,
 ) -> None:
-    """Of a bias that batch entries share: their blocks send each other ds, and walk the same tiles."""
+    """Batch entries share a bias: their blocks send each other ds, and walk the same tiles."""
     (num_heads, num_heads_k, head_dim), (seqlen_q, seqlen_k) = heads, lengths
     case = BASE.with_(batch=batch, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim)
     case = case.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, bias=("1", "Hq", "Lq", "Lk"))

@@ -55,14 +55,14 @@ def built(backend: Runner, case: Case, form: str = "none") -> tuple[Case, Inputs
     return case, inputs
 
 
-def dbias_of(case: Case, x: Inputs, out: Tensor, lse: Tensor, **given: Tensor) -> Tensor:
-    """What the backward pass returns for the bias."""
+def dbias_of(case: Case, x: Inputs, out: Tensor, lse: Tensor, **arguments: Tensor) -> Tensor:
+    """Return the gradient of the bias."""
     view = MaskView() if x.mask is None else MaskView("dense", (x.mask,))
     dlse = None if x.dlse is None else x.dlse.masked_fill(lse == -torch.inf, 0.0)
     inputs = attention.Inputs(x.q, x.k, x.v, view, x.bias)
     problem = differentiated(case)
     problem = describe_operands(inputs, problem.flags, problem.needs_grad)
-    dbias = backward_pass(BACKENDS["cuda"], problem)(attention.Saved(inputs, out, lse), x.dout, dlse, **given)[3]
+    dbias = backward_pass(BACKENDS["cuda"], problem)(attention.Saved(inputs, out, lse), x.dout, dlse, **arguments)[3]
     assert dbias is not None
     return dbias
 
@@ -74,12 +74,12 @@ def check(case: Case, x: Inputs, frame: Tensor, place: Tensor) -> Tensor:
     offset_in_frame = place.storage_offset() - frame.storage_offset()
     around.as_strided(place.shape, place.stride(), offset_in_frame).fill_(False)
     before = frame.clone()
-    found = dbias_of(case, x, out, lse, dbias_out=place)
-    assert found is place
+    actual = dbias_of(case, x, out, lse, dbias_out=place)
+    assert actual is place
     assert torch.equal(frame[around], before[around]), "what lies beside dbias was written"
-    assert_accurate({"dbias": found}, case, x)
-    assert torch.equal(found, dbias_of(case, x, out, lse))
-    return found
+    assert_accurate({"dbias": actual}, case, x)
+    assert torch.equal(actual, dbias_of(case, x, out, lse))
+    return actual
 
 
 @pytest.fixture
@@ -158,9 +158,9 @@ def test_offsets_that_32_bits_do_not_hold(
         buffer = torch.from_file(str(tmp_path / "buffer"), shared=True, size=number, dtype=case.dtype)
     wider = buffer.as_strided((1, 2, 520, 448), strides)
     out, lse = formula.attention(inputs.q, inputs.k, inputs.v, inputs.mask, inputs.bias, **case.flags())
-    found = dbias_of(case, inputs, out, lse, dbias_out=wider[..., :384].fill_(torch.nan))
+    actual = dbias_of(case, inputs, out, lse, dbias_out=wider[..., :384].fill_(torch.nan))
     assert stored == [strides] and number > 2**31
-    assert torch.equal(found, dbias_of(case, inputs, out, lse))
+    assert torch.equal(actual, dbias_of(case, inputs, out, lse))
     assert not wider[..., 384:].any()
 
 
@@ -217,13 +217,13 @@ def test_what_the_operator_refuses(backend: Runner, monkeypatch: pytest.MonkeyPa
             dbias_of(case, x, out, lse, dbias_out=place_in_frame(x.bias.shape, x.bias)[1] if place is None else place)
         return str(raised.value)
 
-    of_call = built(backend, SMALL)[1].bias
-    assert of_call is not None
+    own_bias = built(backend, SMALL)[1].bias
+    assert own_bias is not None
     for shape in (("1", "Hq", "Lq", "Lk"), ("B", "Hk", "Lq", "Lk")):
         assert "dbias needs to be contiguous" in refusal(bias=shape)
-    assert "dbias has one place for all of dim 1" in refusal(of_call[:, :1].expand(of_call.shape))
-    assert "dbias does not start on 16 bytes" in refusal(offset(of_call, 1))
-    assert "dbias has no unit stride in its last dim" in refusal(transposed(of_call))
+    assert "dbias has one place for all of dim 1" in refusal(own_bias[:, :1].expand(own_bias.shape))
+    assert "dbias does not start on 16 bytes" in refusal(offset(own_bias, 1))
+    assert "dbias has no unit stride in its last dim" in refusal(transposed(own_bias))
 
 
 def test_rows_of_keys_that_are_no_whole_pieces(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_slices_of_ranks_store_into_the_gradient_of_all_keys(
     case = ParallelCase(seqlen_q=640, seqlen_k=640, batch=1, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
     case = case.with_(bias="full", is_causal=True, window_size=window, groups=groups)
     cuda = BACKENDS["cuda"]
-    found = simulated(case, 2, cuda)
+    actual = simulated(case, 2, cuda)
     assert len(stored) == 3 * groups and all(strides[1:] == (320 * 640, 640, 1) for strides in stored)
     wanted = simulated(case, 2, dataclasses.replace(cuda, stores_dbias=False))
-    assert torch.equal(found["dbias"], wanted["dbias"]) and len({*stored[3 * groups :]}) > 1
+    assert torch.equal(actual["dbias"], wanted["dbias"]) and len({*stored[3 * groups :]}) > 1

@@ -45,15 +45,15 @@ BANDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
     """q, k, v, out and lse of the calls of a test whose heads became rows."""
-    found: list[tuple[Tensor, ...]] = []
+    calls: list[tuple[Tensor, ...]] = []
 
     def watched(*call: Any) -> tuple[Tensor, ...]:
-        found.append(of_call(*call))
-        return found[-1]
+        calls.append(as_rows(*call))
+        return calls[-1]
 
-    of_call = group_rows.as_rows
+    as_rows = group_rows.as_rows
     monkeypatch.setattr(group_rows, "as_rows", watched)
-    return found
+    return calls
 
 
 @pytest.mark.parametrize("band", BANDS)

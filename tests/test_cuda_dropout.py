@@ -82,18 +82,18 @@ def test_interval_masks(backend: Runner, make: Callable[[Tensor], PreparedMask],
     prepared = make(scores)
     case = BASE.with_(bias=bias, mask=("B", "Hk", "Lq", "Lk"))
     inputs = replace(case.build(), mask=prepared.dense().expand(2, 2, -1, -1).contiguous())
-    given = replace(inputs, mask=prepared)  # type: ignore[arg-type]
-    backend.check(case, inputs, given)
+    call = replace(inputs, mask=prepared)  # type: ignore[arg-type]
+    backend.check(case, inputs, call)
 
 
 def test_it_drops_what_eager_drops(backend: Runner) -> None:
     """v of ones makes out the share of what is kept: the same of both, but for rounding to 16 bits."""
     q, k = (torch.randn(2, n, 4, 64, device=DEVICE, dtype=torch.bfloat16) for n in (130, 264))
-    found = []
+    actual = []
     for name in ("cuda", "eager"):
         torch.manual_seed(3)
-        found.append(flash_dmattn.attention(q, k, torch.ones_like(k), dropout_p=0.5, backend=name))
-    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+        actual.append(flash_dmattn.attention(q, k, torch.ones_like(k), dropout_p=0.5, backend=name))
+    torch.testing.assert_close(*actual, rtol=0.02, atol=0.02)
 
 
 def test_calls_repeat_by_their_seed(backend: Runner) -> None:
@@ -127,7 +127,7 @@ def test_a_bias_off_sixteen_bytes_is_copied(backend: Runner) -> None:
     assert inputs.bias is not None
     moved = torch.cat((inputs.bias.new_zeros(1), inputs.bias.flatten()))[1:].view(inputs.bias.shape)
     torch.manual_seed(0)
-    found = flash_dmattn.attention(inputs.q, inputs.k, inputs.v, None, moved, dropout_p=0.3, backend="cuda")
+    actual = flash_dmattn.attention(inputs.q, inputs.k, inputs.v, None, moved, dropout_p=0.3, backend="cuda")
     torch.manual_seed(0)
     wanted = flash_dmattn.attention(inputs.q, inputs.k, inputs.v, None, inputs.bias, dropout_p=0.3, backend="cuda")
-    assert isinstance(found, Tensor) and isinstance(wanted, Tensor) and torch.equal(found, wanted)
+    assert isinstance(actual, Tensor) and isinstance(wanted, Tensor) and torch.equal(actual, wanted)

@@ -43,7 +43,7 @@ WIDE, NARROW = "PackTraitsILb1E", "PackTraitsILb0E"
 # One unit of a pass stands for all: they are one source.
 ONE_INSTANCE = {"FLASH_DMATTN_HEAD_DIMS": "64", "FLASH_DMATTN_DTYPES": "bf16"}
 INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE = "forward_d64_bf16", "backward_d64_bf16", "shared_dbias_d64_bf16"
-# The kernels beside those of the units, and how many there are of each.
+# The kernels of no unit, and how many there are of each.
 OTHERS = {
     "add_chunks_kernel": 2,
     "backward_rows_kernel": 12,
@@ -139,8 +139,8 @@ COMPILED = ("api/forward.cpp", "sm90/mask/list.cu", "sm90/mask/pack.cu", DBIAS_I
 def copy_compiled(tree: Path) -> None:
     """Copy what an installation of this checkout has compiled, which ninja takes where it is of the same sources."""
     for path in (ROOT / "build" / "cuda").glob("*"):
-        of_tests = not re.search(r"_d\d+(_\d+)?_(fp16|bf16)\.", path.name) or "_d64_bf16." in path.name
-        if of_tests and not path.name.startswith(tuple(unit.replace("/", "_") for unit in COMPILED)):
+        is_for_tests = not re.search(r"_d\d+(_\d+)?_(fp16|bf16)\.", path.name) or "_d64_bf16." in path.name
+        if is_for_tests and not path.name.startswith(tuple(unit.replace("/", "_") for unit in COMPILED)):
             (tree / "build" / "cuda").mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, tree / "build" / "cuda")
 
@@ -173,7 +173,7 @@ def small_unit(built: Built) -> Iterator[Path]:
 
 
 def tool(name: str) -> str:
-    """A program of the CUDA toolkit or of binutils; Triton brings those of the toolkit along."""
+    """A program of the CUDA toolkit or of binutils; Triton brings the toolkit's along."""
     program = shutil.which(name)
     if program is None and importlib.util.find_spec("triton") is not None:
         import triton
@@ -216,20 +216,19 @@ def test_log_of_the_build_names_every_kernel(built: Built) -> None:
     row = r"^(\S.*): \d+ registers, (?:no spills|\d+ bytes spilled)$"
     kernels = re.findall(row, built.log, re.MULTILINE)
     # CUB's sort has kernels of its own, which differ by release.
-    found = Counter(re.split("[<:]", name)[0] for name in kernels if not name.startswith("cub::"))
-    # Four forms of a bias, with a mask and without; of a shared bias there is one. Gradients are with a softcap or
-    # without, and without one of a fifth form, which clusters sum; at this head dim there are kernels of two tiles of
-    # keys: without a bias, with one per score, and where dbias is stored. Beside intervals there is no bias or one per
-    # key. Of what TMA or nothing supplies, the forward pass has three consumers or two, beside a mask of one row too.
+    counts = Counter(re.split("[<:]", name)[0] for name in kernels if not name.startswith("cub::"))
     assert len(set(kernels)) == len(kernels), built.log
-    of_passes = {"forward_kernel": 8 + 2 + 2 * 3, "backward_kernel": 2 * (8 + 2) + 2 + 3, "shared_dbias_kernel": 2 * 2}
-    # Of sequences there are three forms of a bias, with two consumers or three, and with two beside pages; in the
-    # backward pass four.
-    of_sequences = {"forward_kernel": 3 * 3, "backward_kernel": 4, "shared_dbias_kernel": 1}
-    # With dropout, at this head dim alone, as without a softcap.
-    of_dropout = {"forward_kernel": 6 + 2, "backward_kernel": 8 + 2, "shared_dbias_kernel": 2}
-    of_passes = {name: count + of_sequences[name] + of_dropout[name] for name, count in of_passes.items()}
-    assert found == {**of_passes, **OTHERS}, built.log
+    # Four forms of a bias, with a mask and without; of a shared bias one. Gradients come with a softcap or without it;
+    # those without one have a fifth form, which clusters sum. This head dim has kernels of two tiles of keys:
+    # without a bias, with one per score, and where dbias is stored. Interval masks go with no bias or one per key.
+    # Where TMA or nothing brings the bias, the forward pass has three consumers or two, also beside a mask of one row.
+    plain = {"forward_kernel": 8 + 2 + 2 * 3, "backward_kernel": 2 * (8 + 2) + 2 + 3, "shared_dbias_kernel": 2 * 2}
+    # Sequences have three forms of a bias, with two consumers or three, and with two beside pages; four forms in the
+    # backward pass. Dropout, which this head dim alone has, has the forms of calls without a softcap.
+    sequences = {"forward_kernel": 3 * 3, "backward_kernel": 4, "shared_dbias_kernel": 1}
+    dropout = {"forward_kernel": 6 + 2, "backward_kernel": 8 + 2, "shared_dbias_kernel": 2}
+    passes = {name: count + sequences[name] + dropout[name] for name, count in plain.items()}
+    assert counts == {**passes, **OTHERS}, built.log
 
 
 @builds
@@ -427,7 +426,7 @@ def test_jobs_by_cores_and_memory(cores: int, gib: int, jobs: int, monkeypatch: 
     assert build_cuda.jobs() == 7
 
 
-# What the compiler made of it
+# Machine code
 
 
 @builds
@@ -465,17 +464,17 @@ def machine_code(file: Path) -> list[tuple[str, str]]:
 @builds
 def test_only_the_forward_kernels_load_what_has_to_be_constant(built: Built) -> None:
     """By __ldg, that is: the others start while the kernel before still writes, so nothing is constant meanwhile."""
-    found = {name for name, sass in machine_code(built.file) if re.search(r"\bLDG\S*\.CONSTANT\b", sass)}
-    assert all("forward_kernel" in name for name in found), found
+    names = {name for name, sass in machine_code(built.file) if re.search(r"\bLDG\S*\.CONSTANT\b", sass)}
+    assert all("forward_kernel" in name for name in names), names
 
 
 @builds
 def test_sass_is_of_hopper_and_uses_local_memory_for_reported_spills_alone(built: Built) -> None:
     said = output(tool("cuobjdump"), "-lelf", built.file)
     assert {line.split(".")[-2] for line in said.splitlines()} == {"sm_90a"}
-    found = machine_code(built.file)
-    assert {name for name, _ in found} == set(built.spilled_bytes)
-    for name, sass in found:
+    kernels = machine_code(built.file)
+    assert {name for name, _ in kernels} == set(built.spilled_bytes)
+    for name, sass in kernels:
         assert local_bytes(sass) <= built.spilled_bytes[name], name
         if any(kernel in name for kernel in ("forward_kernel", "backward_kernel", "shared_dbias_kernel")):
             assert re.search(r"\bHGMMA\.64x", sass) and re.search(r"\bUTMALDG\b", sass), name
@@ -506,18 +505,29 @@ def test_symbols_are_of_the_stable_abis_alone(built: Built) -> None:
     nm = tool("nm")
     needed = [line.split()[-1] for line in output(nm, "-D", "--undefined-only", built.file).splitlines()]
     linker = {"_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__", "__cxa_finalize"}
-    of_system = {name for name in needed if re.search(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_", name)}
-    of_python = {name for name in needed if name.startswith(("Py", "_Py"))}
-    of_torch = {name for name in needed if re.match(r"(aoti_torch|torch)_\w+$", name)}
-    assert set(needed) - of_system - of_python - of_torch - linker == set()
+    system_names = {name for name in needed if re.search(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_", name)}
+    python_names = {name for name in needed if name.startswith(("Py", "_Py"))}
+    torch_names = {name for name in needed if re.match(r"(aoti_torch|torch)_\w+$", name)}
+    assert set(needed) - system_names - python_names - torch_names - linker == set()
     # All are in the limited API since before 3.10: https://docs.python.org/3/c-api/stable.html
-    assert of_python == {"PyModuleDef_Init", "PyUnicode_FromString", "Py_BuildValue"}
+    assert python_names == {"PyModuleDef_Init", "PyUnicode_FromString", "Py_BuildValue"}
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     exported = {line.split()[-1] for line in output(nm, "-D", "--defined-only", library).splitlines()}
-    assert of_torch - exported == {"aoti_torch_get_current_cuda_stream"}
+    assert torch_names - exported == {"aoti_torch_get_current_cuda_stream"}
     own = {line.split()[-1] for line in output(nm, "-D", "--defined-only", built.file).splitlines()}
     assert "PyInit__C" in own
     assert not {name for name in own if "cuda" in name.lower()}, "another library could bind to this CUDA runtime"
+
+
+@builds
+def test_memory_that_tells_where_to_jump_is_read_only(built: Built) -> None:
+    """Tables of addresses are resolved at the load and sealed, stacks hold no code, and overwritten stacks abort."""
+    readelf = tool("readelf")
+    segments, dynamic = output(readelf, "-lW", built.file), output(readelf, "-dW", built.file)
+    assert "GNU_RELRO" in segments and re.search(r"FLAGS_1.*NOW", dynamic)
+    (stack,) = re.findall(r"GNU_STACK.*", segments)
+    assert "RWE" not in stack and " E " not in stack
+    assert "__stack_chk_fail" in output(tool("nm"), "-D", "--undefined-only", built.file)
 
 
 # Loading it
@@ -543,38 +553,22 @@ calls = {{
     ),
 }}
 for name, arguments in calls.items():
-    operator = getattr(torch.ops.flash_dmattn, name)
-    print(operator.default._schema)
     try:
-        operator(*arguments)
+        getattr(torch.ops.flash_dmattn, name)(*arguments)
     except RuntimeError as error:
         print(str(error).splitlines()[0])
 """
-PACK_SCHEMA = "flash_dmattn::cuda_pack_mask(Tensor mask, int low, int high, bool has_band) -> Tensor[]"
-FORWARD_SCHEMA = (
-    "flash_dmattn::cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, "
-    "Tensor(a!) out, Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, "
-    "Tensor? dropout_key, float dropout_p, bool one_mask_row) -> ()"
-)
-BACKWARD_SCHEMA = (
-    "flash_dmattn::cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, "
-    "Tensor? key_order, Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, "
-    "Tensor(d!)? dbias, Tensor(e!)? dbias_sums, Tensor(f!)? delta, int low, int high, float softmax_scale, "
-    "float softcap, bool deterministic, int num_dbias_chunks, Tensor? dropout_key, float dropout_p) -> ()"
-)
 
 
 @builds
 def test_operators_are_registered_and_refuse_cpu_tensors(built: Built, tmp_path: Path) -> None:
     done = call(LOAD.format(stub=str(built.folder / "libtorch_cuda.so"), file=str(built.file)), tmp_path)
     assert done.returncode == 0, done.stdout
-    info, pack, pack_refusal, forward, forward_refusal, backward, backward_refusal = done.stdout.splitlines()
+    info, *refusals = done.stdout.splitlines()
     assert json.loads(info) == extension.build_info(built.file)
-    assert (pack, forward, backward) == (PACK_SCHEMA, FORWARD_SCHEMA, BACKWARD_SCHEMA)
-    sentence = "is not on a CUDA device; the kernel is written for sm_90a"
-    assert f"cuda_pack_mask: mask {sentence}" in pack_refusal
-    assert f"cuda_forward_kernel: q {sentence}" in forward_refusal
-    assert f"cuda_backward_kernel: q {sentence}" in backward_refusal
+    operands = ("cuda_pack_mask: mask", "cuda_forward_kernel: q", "cuda_backward_kernel: q")
+    for operand, refusal in zip(operands, refusals, strict=True):
+        assert f"{operand} is not on a CUDA device; the kernel is written for sm_90a" in refusal
 
 
 @builds
@@ -640,11 +634,11 @@ def test_mismatch_is_a_sentence(case: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(extension, "find", lambda: file)
     monkeypatch.setattr(cuda, "_found", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = cuda.probe()
-    assert not found.usable and str(file) in found.reason
-    assert re.search(sentence, found.reason), found.reason
-    assert isinstance(found.exception, extension.ExtensionMismatchError)
-    assert found.hint == "rebuild it, or install what it needs: docs/building.md"
+    availability = cuda.probe()
+    assert not availability.usable and str(file) in availability.reason
+    assert re.search(sentence, availability.reason), availability.reason
+    assert isinstance(availability.exception, extension.ExtensionMismatchError)
+    assert availability.hint == "rebuild it, or install what it needs: docs/building.md"
 
 
 RECORDS = (None, "nvcc was not found\n\n", "a command failed\ncommon.h(34): error: é\nstopped\n")
@@ -663,13 +657,13 @@ def test_no_extension_is_explained(record: str | None, tmp_path: Path, monkeypat
     reason, *output = (record or "").splitlines() or [""]
     output = [line for line in output if line]
     sentence = "the CUDA extension flash_dmattn._C is not in this installation"
-    found = cuda.probe()
-    assert found.reason == sentence + (f"; its build said: {reason}" if reason else "")
+    availability = cuda.probe()
+    assert availability.reason == sentence + (f"; its build said: {reason}" if reason else "")
     q = torch.randn(1, 4, 1, 8)
     with pytest.raises(flash_dmattn.BackendUnavailableError) as caught:
         flash_dmattn.attention(q, q, q, backend="cuda")
     raised, report = str(caught.value).splitlines(), info.render(info.collect()).splitlines()
-    assert any(line.startswith(f"  - {found.reason} (build it in a checkout: ") for line in raised), raised
+    assert any(line.startswith(f"  - {availability.reason} (build it in a checkout: ") for line in raised), raised
     start = next(at for at, line in enumerate(report) if line.startswith("extension "))
     assert report[start].endswith(f"none: not built: {reason}" if reason else "none: not built")
     rows = [line.strip() for line in report[start + 1 : start + 2 + len(output)]]
@@ -725,11 +719,11 @@ def test_probe_of_an_extension_that_loads(driver: int, tmp_path: Path, monkeypat
     monkeypatch.setattr(extension, "find", lambda: file)
     monkeypatch.setattr(extension, "load", lambda: module)
     monkeypatch.setattr(cuda, "_found", None)
-    found = cuda.probe()
-    assert found.usable == (driver >= 13000)
-    if not found.usable:
+    availability = cuda.probe()
+    assert availability.usable == (driver >= 13000)
+    if not availability.usable:
         version = f"{driver // 1000}.{driver % 1000 // 10}"
-        assert found.reason == f"the driver supports CUDA {version}; the extension holds the runtime of 13.0"
+        assert availability.reason == f"the driver supports CUDA {version}; the extension holds the runtime of 13.0"
 
 
 def test_installed_instances_are_read_without_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

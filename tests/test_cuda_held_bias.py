@@ -1,4 +1,4 @@
-"""A bias per score that batch entries share, of which a block keeps what its rows need, at head dims up to 32."""
+"""A bias per score that batch entries share: at head dims up to 32 a block keeps what its rows need."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def check(backend: Runner, case: Case, more: int = 1) -> None:
     case = case.with_(batch=least_batch(case.num_heads, case.seqlen_q) + more)
     inputs = case.build()
     attention = backend.attention(case, inputs)
-    found = run(attention, case, inputs)
+    actual = run(attention, case, inputs)
     every = slice(None, None, -(-case.batch // 24))
-    assert_accurate({name: x if x is None else x[every] for name, x in found.items()}, case, some(inputs, every))
+    assert_accurate({name: x if x is None else x[every] for name, x in actual.items()}, case, some(inputs, every))
     few = -(-least_batch(case.num_heads, case.seqlen_q) // 3)
     for first in range(0, case.batch, few):
         chosen = slice(first, first + few)
         alone = run(attention, case, some(inputs, chosen))
         for name in ("out", "lse"):
-            for x, y in zip(found[name][chosen], alone[name], strict=True):
+            for x, y in zip(actual[name][chosen], alone[name], strict=True):
                 assert error(x, y) < 1e-2, f"{case}: {name} of an entry among {first} to {first + few - 1}"
 
 
-# Three consumers, of which the last may have no rows, and four; keys that fill a block of 64, or not; all that fit.
+# Three consumers, the last maybe without rows, and four; keys that fill a block of 64, or not; all that fit.
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"),
     ((1, 8), (64, 64), (129, 72), (192, 384), (200, 256), (256, 200), (300, 304), (384, 384), (385, 64), (500, 256)),

@@ -201,5 +201,5 @@ def test_its_operator_receives_the_whole_mask_and_the_band(
     names = ("cuda_pack_mask", "cuda_interval_tiles", "cuda_topk_intervals", "cuda_key_order")
     extension = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace(default=pack)))
     monkeypatch.setattr(packers, "_extension_packer", lambda: packers.around_extension(extension))
-    found = preparation._prepare_mask(mask, 150, 300, -1, 0 if is_causal else -1, "tiles", False)
-    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    actual = preparation._prepare_mask(mask, 150, 300, -1, 0 if is_causal else -1, "tiles", False)
+    assert all(torch.equal(x, y) for x, y in zip(actual, wanted, strict=True))

@@ -27,7 +27,7 @@ from flash_dmattn.backends.cuda import passes
 on_cuda = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
 TILE = 128
-# Of the emulated GPU (tests/emulation/) these many, of which each that has work takes time here.
+# The emulated GPU (tests/emulation/) has this many; each that has work takes time here.
 NUM_SMS = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 20
 BASE = Case(batch=1, seqlen_q=193, seqlen_k=520, head_dim=64, dtype=torch.bfloat16, needs_grad=())
 FULL = ("B", "Hq", "Lq", "Lk")
@@ -154,15 +154,15 @@ def test_the_order_in_which_parts_end_changes_nothing(
     for repeat in range(len(differs)):
         if repeat % 3 == 0:
             products.start()
-        found = attend(case, inputs)
-        differs[repeat] = (found["out"] != first["out"]).any() | (found["lse"] != first["lse"]).any()
+        actual = attend(case, inputs)
+        differs[repeat] = (actual["out"] != first["out"]).any() | (actual["lse"] != first["lse"]).any()
     assert not differs.any(), f"{int(differs.sum())} of {len(differs)} differ from the first"
-    graph, found = captured(lambda: list(attend(case, inputs).values())[:2])
+    graph, actual = captured(lambda: list(attend(case, inputs).values())[:2])
     for _ in range(3):
-        for x in found:
+        for x in actual:
             x.zero_()
         graph.replay()
-        assert torch.equal(found[0], first["out"]) and torch.equal(found[1], first["lse"])
+        assert torch.equal(actual[0], first["out"]) and torch.equal(actual[1], first["lse"])
 
 
 # How many parts: csrc/api/num_splits.h, compiled alone
@@ -184,15 +184,15 @@ def estimate() -> Callable[..., tuple[int, int]]:
     function.argtypes = (*3 * (ctypes.c_int64,), ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
 
     def call(pieces: int, steps: int, uneven: bool = False) -> tuple[int, int]:
-        found = (ctypes.c_int64 * 2)()
-        function(pieces, steps, 132, uneven, found)
-        return found[0], found[1]
+        result = (ctypes.c_int64 * 2)()
+        function(pieces, steps, 132, uneven, result)
+        return result[0], result[1]
 
     return call
 
 
 @pytest.mark.parametrize(
-    ("pieces", "steps", "found"),
+    ("pieces", "steps", "actual"),
     (
         (704, 16, (660, 3)),  # a bias at D64, (4, 16, 2048): 44 pieces are left, and 132 parts
         (2816, 32, (2772, 3)),  # dense D64, (4, 32, 4096)
@@ -209,8 +209,8 @@ def estimate() -> Callable[..., tuple[int, int]]:
         (44, 0, (0, 1)),
     ),
 )
-def test_estimate(pieces: int, steps: int, found: tuple[int, int], estimate: Callable[..., tuple[int, int]]) -> None:
-    assert estimate(pieces, steps) == found
+def test_estimate(pieces: int, steps: int, actual: tuple[int, int], estimate: Callable[..., tuple[int, int]]) -> None:
+    assert estimate(pieces, steps) == actual
 
 
 def test_estimate_of_pieces_that_differ(estimate: Callable[..., tuple[int, int]]) -> None:
@@ -221,5 +221,5 @@ def test_estimate_of_pieces_that_differ(estimate: Callable[..., tuple[int, int]]
 
 def test_estimate_splits_no_more_than_there_is(estimate: Callable[..., tuple[int, int]]) -> None:
     for pieces, steps in itertools.product(range(1, 400, 7), (1, 2, 3, 16, 100, 1 << 23)):
-        whole, parts = estimate(pieces, steps)
-        assert whole == pieces - pieces % 132 and 1 <= parts <= min(steps, 64)
+        unsplit, parts = estimate(pieces, steps)
+        assert unsplit == pieces - pieces % 132 and 1 <= parts <= min(steps, 64)

@@ -34,7 +34,7 @@ def padded(case: Case) -> Inputs:
     return replace(case.build(), mask=padding_mask(lengths[-case.batch :], case.seqlen_k))
 
 
-def given(mask: Tensor, case: Case, form: str) -> Any:
+def in_form(mask: Tensor, case: Case, form: str) -> Any:
     """The mask as a call has it."""
     if form == "bool":
         return mask
@@ -50,7 +50,7 @@ def attention(*arguments: Any, **flags: Any) -> Any:
 
 def check(backend: Runner, case: Case, inputs: Inputs, form: str = "bool") -> None:
     assert inputs.mask is not None
-    backend.check(case, inputs, replace(inputs, mask=given(inputs.mask, case, form)))
+    backend.check(case, inputs, replace(inputs, mask=in_form(inputs.mask, case, form)))
 
 
 # One, two and three tiles of 64 rows in the last of 192; 256 and more of a head dim of 32.
@@ -92,7 +92,7 @@ def test_beside_a_band(backend: Runner, band: dict[str, Any], form: str) -> None
 @pytest.mark.parametrize("bias", ("no bias", "per score"))
 @pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 def test_rows_of_their_own(backend: Runner, bias: str) -> None:
-    """Tiles that some rows of tiles list and others do not: work tiles are those of the mask."""
+    """Some rows of tiles list tiles that others do not: work tiles are the tiles of the mask."""
     case = BASE.with_(
         head_dim=32, seqlen_q=300, mask=("B", "1", "Lq", "Lk"), bias=BIASES[bias], needs_grad=(), dlse=False
     )
@@ -121,7 +121,7 @@ def test_the_same_bits_as_work_tiles_of_a_tile_of_the_mask(
     check(backend, case, inputs)
     monkeypatch.setattr(passes, "NUM_KV_SPLITS", 1)
     assert inputs.mask is not None
-    mask = given(inputs.mask, case, "prepared" if bias == "no bias" else "tiles")
+    mask = in_form(inputs.mask, case, "prepared" if bias == "no bias" else "tiles")
     masks = mask, replace(mask, one_row=False)
     one, each = (attention(inputs.q, inputs.k, inputs.v, mask, inputs.bias) for mask in masks)
     for x, y in zip(one, each, strict=True):
@@ -133,12 +133,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Whether the forward kernel hears that its mask has one row, call by call; on CPU tensors, it computes nothing."""
     if DEVICE == "cuda":
         pytest.skip("a GPU runs the kernels themselves")
-    found: list[bool] = []
-    kernels = Kernels(lambda *arguments: found.append(arguments[-1]), *[None] * 4)
+    heard: list[bool] = []
+    kernels = Kernels(lambda *arguments: heard.append(arguments[-1]), *[None] * 4)
     monkeypatch.setattr(passes, "kernels", lambda: kernels)
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     with replaced("cuda", probe=lambda: Availability(True), rules=rules_without("cuda", "device")):
-        yield found
+        yield heard
 
 
 def test_what_the_kernel_is_told(told: list[bool]) -> None:

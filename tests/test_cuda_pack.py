@@ -32,14 +32,14 @@ def extension() -> None:
 
 
 def check(mask: Tensor, same: Tensor | None = None) -> None:
-    """The extension's results for a mask are those of plain PyTorch, for it or for one that means the same."""
+    """Compare the extension's results for a mask with plain PyTorch's, for it or for one that means the same."""
     seqlen_q, seqlen_k = mask.shape[2:]
     for is_causal, window_size in BANDS:
         band = make_band(seqlen_q, seqlen_k, causal_window(is_causal, window_size))
-        found = torch.ops.flash_dmattn.cuda_pack_mask(mask, *(band or (0, 0)), band is not None)
+        actual = torch.ops.flash_dmattn.cuda_pack_mask(mask, *(band or (0, 0)), band is not None)
         bits, classes = packing.pack_mask(mask if same is None else same, band)
         wanted = (bits, classes, *packing.list_tiles(classes))
-        for name, x, y in zip(("bits", "classes", "row_lists", "col_lists"), found, wanted, strict=True):
+        for name, x, y in zip(("bits", "classes", "row_lists", "col_lists"), actual, wanted, strict=True):
             assert torch.equal(x, y), f"{name} of {tuple(mask.shape)}, strides {mask.stride()}, band {band}"
 
 
@@ -88,12 +88,12 @@ def test_every_byte_but_zero_is_true(offset: int) -> None:
 def test_prepared_masks_are_packed_by_it() -> None:
     mask = random_mask(2, 1, 300, 1040)
     assert packs_by_extension(mask) and not packs_by_extension(mask.cpu())
-    for found, wanted in zip(
+    for actual, wanted in zip(
         PreparedMask.from_mask(mask, is_causal=True).tensors,
         PreparedMask.from_mask(mask.cpu(), is_causal=True).tensors,
         strict=True,
     ):
-        assert torch.equal(found.cpu(), wanted)
+        assert torch.equal(actual.cpu(), wanted)
 
 
 # Interval masks
@@ -113,9 +113,9 @@ def test_top_k_as_intervals(length: int, kind: str) -> None:
             start, stop = PYTORCH.topk_intervals(keys, k, seqlen_q, local)
             order = PYTORCH.key_order(start, stop, seqlen_q)
             wanted = (start, stop, order, *PYTORCH.interval_tiles(start, stop, order, seqlen_q))
-            found = (*extension.topk_intervals(keys, k, seqlen_q, local), extension.key_order(start, stop, seqlen_q))
-            found += extension.interval_tiles(start, stop, order, seqlen_q)
-            for name, x, y in zip(FIELDS, found, wanted, strict=True):
+            actual = (*extension.topk_intervals(keys, k, seqlen_q, local), extension.key_order(start, stop, seqlen_q))
+            actual += extension.interval_tiles(start, stop, order, seqlen_q)
+            for name, x, y in zip(FIELDS, actual, wanted, strict=True):
                 assert torch.equal(x, y), f"{name}, k {k}, {seqlen_q} queries, {local} local"
 
 
@@ -128,8 +128,8 @@ def test_top_k_of_long_rows(length: int, k: int) -> None:
     """Their keys are taken 256 at a time up to 16384, 512 up to 65536, and then 1024, in segments of 32768."""
     scores = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(k)).round(decimals=1).to(DEVICE)
     keys, extension = sort_keys(scores, None), around_extension(torch.ops.flash_dmattn)
-    found, wanted = (made.topk_intervals(keys, k, length, 0) for made in (extension, PYTORCH))
-    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    actual, wanted = (made.topk_intervals(keys, k, length, 0) for made in (extension, PYTORCH))
+    assert all(torch.equal(x, y) for x, y in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -144,16 +144,16 @@ def test_tiles_of_intervals(seqlen_q: int, seqlen_k: int) -> None:
     start[1, 0], stop[1, 0] = seqlen_q // 3, 2 * seqlen_q // 3
     mask = PreparedMask.from_intervals(start, stop, seqlen_q, reorder=True).to(DEVICE)
     for order in (mask.order, mask.order[:, :, :0].contiguous()):
-        found = extension.interval_tiles(mask.start, mask.stop, order, seqlen_q)
+        actual = extension.interval_tiles(mask.start, mask.stop, order, seqlen_q)
         wanted = PYTORCH.interval_tiles(mask.start, mask.stop, order, seqlen_q)
-        for name, x, y in zip(FIELDS[3:], found, wanted, strict=True):
+        for name, x, y in zip(FIELDS[3:], actual, wanted, strict=True):
             assert torch.equal(x, y), f"{name}, {order.shape[2]} places"
         if seqlen_q * seqlen_k > 2**26:
             continue  # as many bits as take a minute here
         dense = mask.unpacked()
         if order.shape[2]:
             dense = dense.gather(3, order.long()[:, :, None].expand_as(dense))
-        bits = torch.ops.flash_dmattn.cuda_interval_bits(found[0], seqlen_q)
+        bits = torch.ops.flash_dmattn.cuda_interval_bits(actual[0], seqlen_q)
         assert torch.equal(bits, packing.pack_mask(dense, None)[0])
 
 

@@ -46,13 +46,13 @@ def built(call: LeadingCall) -> dict[str, Any]:
     return {name: None if x is None else x.to(DEVICE) for name, x in call.build().items()}
 
 
-def assert_accurate_but_for_dbias(call: LeadingCall, given: dict[str, Any]) -> None:
+def assert_accurate_but_for_dbias(call: LeadingCall, inputs: dict[str, Any]) -> None:
     """out, lse, dq, dk and dv beside a bias without a gradient."""
-    fixed = {**given, "bias": None}
+    fixed = {**inputs, "bias": None}
 
     def beside_bias(function: Callable[..., Any], dtype: torch.dtype) -> list[Any]:
         there = {n: x.to(dtype) if x is not None and x.is_floating_point() else x for n, x in fixed.items()}
-        bias = given["bias"].to(dtype)
+        bias = inputs["bias"].to(dtype)
         return results(lambda q, k, v, mask, _, **flags: function(q, k, v, mask, bias, **flags), call, there)
 
     exact, near = (beside_bias(over_batches(formula.attention), dtype) for dtype in (torch.float64, call.dtype))
@@ -60,21 +60,21 @@ def assert_accurate_but_for_dbias(call: LeadingCall, given: dict[str, Any]) -> N
         assert x is None or error(x, right) <= RATIO * error(plain, right) + FLOOR
 
 
-@pytest.mark.parametrize("of_bias", SHARING, ids=str)
-@pytest.mark.parametrize("of_mask", SHARING, ids=str)
-def test_every_sharing(backend: Runner, of_mask: tuple[int, ...], of_bias: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("bias_dims", SHARING, ids=str)
+@pytest.mark.parametrize("mask_dims", SHARING, ids=str)
+def test_every_sharing(backend: Runner, mask_dims: tuple[int, ...], bias_dims: tuple[int, ...]) -> None:
     """Where several parts share an entry of the bias its gradient is refused, and all else is right."""
-    is_cut = of_mask in ((2, 1), (1, 3))
-    is_refused = of_bias == (1, 3) or (of_bias == (1, 1) and is_cut)
+    is_cut = mask_dims in ((2, 1), (1, 3))
+    is_refused = bias_dims == (1, 3) or (bias_dims == (1, 1) and is_cut)
     for number, (mask, bias) in enumerate(itertools.product(MASKS, BIASES)):
-        call = replace(CALL, mask=(*of_mask, *mask), bias=(*of_bias, *bias), seed=number)
-        given = built(call)
+        call = replace(CALL, mask=(*mask_dims, *mask), bias=(*bias_dims, *bias), seed=number)
+        inputs = built(call)
         if not is_refused:
-            assert_accurate(results(attention, call, given), call, given)
+            assert_accurate(results(attention, call, inputs), call, inputs)
             continue
-        assert_accurate_but_for_dbias(call, given)
+        assert_accurate_but_for_dbias(call, inputs)
         with pytest.raises(flash_dmattn.BackendUnsupportedError, match="and several parts of the batch share it"):
-            results(attention, call, given)
+            results(attention, call, inputs)
 
 
 @pytest.mark.parametrize("batch", ((2, 2, 3), (5, 1, 2)), ids=str)
@@ -87,32 +87,32 @@ def test_more_leading_dims_and_no_other_tensor(backend: Runner, batch: tuple[int
             bias=None if bias is None else (*bias, 4, 40, 72),
             is_causal=True,
         )
-        given = built(call)
+        inputs = built(call)
         if bias is None:
-            assert_accurate(results(attention, call, given), call, given)
+            assert_accurate(results(attention, call, inputs), call, inputs)
         else:
-            assert_accurate_but_for_dbias(call, given)
+            assert_accurate_but_for_dbias(call, inputs)
 
 
 def test_prepared_masks(backend: Runner) -> None:
     """Tiles and intervals have entries as a bool mask has."""
     for shape in ((2, 1, 1, 40, 72), (2, 1, 1, 1, 72)):
         call = replace(CALL, mask=shape, bias=(2, 3, 4, 40, 72))
-        given = built(call)
-        mask = masks.PreparedMask.from_mask(given["mask"], seqlen_q=40, seqlen_k=72)
-        assert_accurate(results(attention, call, given, mask), call, given)
+        inputs = built(call)
+        mask = masks.PreparedMask.from_mask(inputs["mask"], seqlen_q=40, seqlen_k=72)
+        assert_accurate(results(attention, call, inputs, mask), call, inputs)
 
 
 def test_each_part_is_a_call_of_its_entries(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a pair representation each example is a part, as many as there are, not as many as there are rows."""
+    """Each example of a pair representation is a part: there are as many as examples, not as many as rows."""
     call = replace(CALL, batch=(2, 5), mask=(2, 5, 1, 1, 72), bias=(2, 1, 4, 40, 72))
-    given, seen = built(call), []
+    inputs, seen = built(call), []
     kernels = passes.kernels()
     attend = lambda q, *rest: (seen.append(q.shape[0]), kernels.attend(q, *rest))[1]
     monkeypatch.setattr(passes, "kernels", lambda: kernels._replace(attend=attend))
-    assert_accurate(results(attention, call, given), call, given)
+    assert_accurate(results(attention, call, inputs), call, inputs)
     assert seen == [5, 5]
-    tensors = (given["q"], given["k"], given["v"], given["mask"], given["bias"])
+    tensors = (inputs["q"], inputs["k"], inputs["v"], inputs["mask"], inputs["bias"])
     verdict = next(v for v in flash_dmattn.explain(*tensors, backend="cuda").verdicts if v.backend == "cuda")
     assert "computes the batch in 2 parts, one after the other: a part of it shares bias" in verdict.notes
 
@@ -126,16 +126,16 @@ def test_each_part_is_a_call_of_its_entries(backend: Runner, monkeypatch: pytest
     ids=["sink", "dropout"],
 )
 def test_refused(backend: Runner, more: dict[str, Any], message: str) -> None:
-    given = built(replace(CALL, bias=(2, 1, 4, 40, 72)))
+    inputs = built(replace(CALL, bias=(2, 1, 4, 40, 72)))
     if "sink" in more:
         more = {"sink": torch.zeros(4, device=DEVICE, requires_grad=True)}
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match=message):
-        attention(given["q"], given["k"], given["v"], None, given["bias"], **more)
+        attention(inputs["q"], inputs["k"], inputs["v"], None, inputs["bias"], **more)
 
 
 def test_repeats_and_a_fixed_order(backend: Runner) -> None:
     call = replace(CALL, bias=(2, 1, 4, 40, 72), mask=(2, 3, 1, 1, 72))
-    given = built(call)
-    runs = [results(lambda *t, **f: attention(*t, deterministic=True, **f), call, given) for _ in range(2)]
-    assert_accurate(runs[0], call, given)
+    inputs = built(call)
+    runs = [results(lambda *t, **f: attention(*t, deterministic=True, **f), call, inputs) for _ in range(2)]
+    assert_accurate(runs[0], call, inputs)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

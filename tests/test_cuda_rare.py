@@ -1,4 +1,4 @@
-"""What random calls of cuda reach rarely, in small calls that are the same every time: on a GPU or the emulated one.
+"""Small calls, the same every time, of what random calls of cuda reach rarely: on a GPU or the emulated one.
 
 Each feels some line of the kernels that all else may miss; `mutants/csrc.py` plants a fault there.
 """
@@ -31,9 +31,9 @@ BIASES = {"no bias": None, "per key": PER_KEY, "per score": FULL, "shared": SHAR
 every_bias = pytest.mark.parametrize("bias", BIASES)
 
 
-def check(backend: Runner, case: Case, inputs: Inputs | None = None, given: Inputs | None = None) -> None:
+def check(backend: Runner, case: Case, inputs: Inputs | None = None, arguments: Inputs | None = None) -> None:
     """Everything that cuda alone returns against fp64; `given`: the same tensors in another form."""
-    backend.check(case, inputs, given, alone=True)
+    backend.check(case, inputs, arguments, alone=True)
 
 
 # Scores
@@ -75,7 +75,7 @@ def test_keys_far_above_a_maximum_that_is_negative(backend: Runner) -> None:
 
 @pytest.mark.parametrize("bias", ("no bias", "per score"))
 def test_keys_behind_the_last_where_lse_is_far_below_zero(backend: Runner, bias: str) -> None:
-    """What a tile holds behind the last key has a score of 0: exp(0 + 200) is inf."""
+    """Places of a tile after the last key have a score of 0: exp(0 + 200) is inf."""
     case = BASE.with_(bias=BIASES[bias])
     inputs = case.build()
     if inputs.bias is None:
@@ -112,7 +112,7 @@ MANY = BASE.with_(batch=7, seqlen_q=49, seqlen_k=49, num_heads=2, num_heads_k=2,
 
 @pytest.mark.parametrize("chunks", (0, 1, 2, 7, 100))
 def test_chunks_of_a_shared_gradient(backend: Runner, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 3 and 4 entries, of one each, no more than there are; of rows that end between 16 bytes or between 8."""
+    """Chunks have 3 and 4 entries, or one each, no more than there are; rows end between 16 bytes or between 8."""
     monkeypatch.setattr(passes, "NUM_DBIAS_CHUNKS", chunks)
     check(backend, MANY)
     check(backend, MANY.with_(seqlen_q=7, seqlen_k=130, bias=("1", "1", "Lq", "Lk"), is_causal=True))
@@ -155,12 +155,12 @@ def test_chunks_are_added_in_their_order(backend: Runner, monkeypatch: pytest.Mo
     great, none = inputs.dout.clone(), inputs.dout.clone()
     great[:6], none[:6] = inputs.dout[:1] * signs * 2**24, 0
     attention = backend.attention(case, inputs, alone=True)
-    found, wanted = (run(attention, case, replace(inputs, dout=dout))["dbias"] for dout in (great, none))
-    assert wanted is not None and wanted.any() and torch.equal(found, wanted)
+    actual, wanted = (run(attention, case, replace(inputs, dout=dout))["dbias"] for dout in (great, none))
+    assert wanted is not None and wanted.any() and torch.equal(actual, wanted)
 
 
 def test_a_bias_of_rows_that_end_between_16_bytes(backend: Runner) -> None:
-    """Beside one of padded rows: every result has the same bits, and what lies round them is not read."""
+    """It gives the same bits as a bias of padded rows, and what lies around its rows is not read."""
     inputs = MANY.build()
     assert inputs.bias is not None
     rows = torch.full((*inputs.bias.shape[:3], 56), torch.nan, dtype=MANY.dtype, device=DEVICE)
@@ -188,7 +188,7 @@ def test_causal_queries_of_another_number_than_keys(backend: Runner, lengths: tu
 @pytest.mark.parametrize("window_size", ((40, 5), (40, -1), (2**40, 0)), ids=str)
 @pytest.mark.parametrize("bias", ("no bias", "shared"))
 def test_edges_of_a_window(backend: Runner, bias: str, window_size: tuple[int, int]) -> None:
-    """Of as many queries as keys, so that at the left edge blocks of 128 of both lie in part."""
+    """There are as many queries as keys, so that at the left edge blocks of 128 of both lie in part."""
     check(backend, BASE.with_(seqlen_q=200, bias=BIASES[bias], window_size=window_size))
 
 
@@ -232,7 +232,7 @@ def test_parts_of_the_keys_weigh_what_they_hold(backend: Runner, monkeypatch: py
 
 
 def test_heads_of_a_group_are_summed_in_their_order(backend: Runner) -> None:
-    """Of six heads great parts of dv cancel; in another order the small one that comes last would be lost in them."""
+    """Great parts of dv of six heads cancel; in another order the small last one would be lost in them."""
     case = BASE.with_(seqlen_q=16, seqlen_k=64, num_heads=6, num_heads_k=1, needs_grad=("q", "k", "v"), dlse=False)
     inputs = case.build()
     inputs.q.zero_()  # p is 1/64 everywhere
@@ -269,11 +269,11 @@ def test_an_interval_mask(backend: Runner, bias: str, reorder: bool, determinist
     case = BASE.with_(seqlen_q=300, seqlen_k=336, num_heads=4, bias=BIASES[bias])
     mask = scattered(case, reorder=reorder)
     inputs = replace(case.build(), mask=mask.unpacked())
-    given = replace(inputs, mask=mask)
+    arguments = replace(inputs, mask=mask)
     if reorder and bias in ("no bias", "per key"):
         dead = (mask.start == mask.stop).transpose(1, 2)[..., None]
-        given = replace(given, k=inputs.k.masked_fill(dead, torch.nan), v=inputs.v.masked_fill(dead, torch.nan))
-    backend.check(case, inputs, given, alone=True, deterministic=deterministic)
+        arguments = replace(arguments, k=inputs.k.masked_fill(dead, torch.nan), v=inputs.v.masked_fill(dead, torch.nan))
+    backend.check(case, inputs, arguments, alone=True, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("deterministic", (False, True))
@@ -286,15 +286,15 @@ def test_an_order_of_few_places(backend: Runner, bias: str, deterministic: bool)
     inputs = replace(case.build(), mask=mask.unpacked())
     dead = (mask.start == mask.stop).transpose(1, 2)[..., None]
     k, v = (x.masked_fill(dead, torch.nan) for x in (inputs.k, inputs.v))
-    given = replace(inputs, mask=mask, k=k, v=v)
-    found = backend.check(case, inputs, given, alone=True, deterministic=deterministic)
+    arguments = replace(inputs, mask=mask, k=k, v=v)
+    actual = backend.check(case, inputs, arguments, alone=True, deterministic=deterministic)
     for name in ("dk", "dv"):
-        gradient = found[name]
+        gradient = actual[name]
         assert gradient is not None and not gradient.masked_select(dead).any(), name
 
 
 def test_walks_of_an_interval_mask_that_several_blocks_share(backend: Runner) -> None:
-    """More than 32 tiles of queries: two work tiles for a key block, of which one may get nothing."""
+    """More than 32 tiles of queries make two work tiles for a key block; one may get nothing."""
     case = BASE.with_(seqlen_q=4300, seqlen_k=136, num_heads=1, num_heads_k=1, bias=PER_KEY)
     start = torch.arange(136) * 20
     mask = PreparedMask.from_intervals(
@@ -305,7 +305,7 @@ def test_walks_of_an_interval_mask_that_several_blocks_share(backend: Runner) ->
 
 @pytest.mark.parametrize("live", ((100, 300), (0, 700), (400, 1)), ids=str)
 def test_heads_end_where_their_live_keys_do(backend: Runner, live: tuple[int, int]) -> None:
-    """Key blocks without a live key are not visited; those of the next head are."""
+    """Key blocks without a live key are not visited; blocks of the next head are."""
     case = BASE.with_(seqlen_q=300, seqlen_k=700, num_heads=4, num_heads_k=2, bias=PER_KEY)
     numbers = torch.Generator().manual_seed(5)
     rank = torch.stack([torch.randperm(700, generator=numbers) for _ in live])

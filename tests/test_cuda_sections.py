@@ -41,9 +41,9 @@ def _library() -> ctypes.CDLL:
 
 def order(pairs: int, rows: int, most: int, together: int = 1, *, shrink: bool) -> tuple[int, list[tuple[int, int]]]:
     """The width of a section, and (pair, row) of each work tile."""
-    found = (ctypes.c_int * (2 * pairs * rows))()
-    width = _library().order(pairs, rows, most, together, shrink, NUM_SMS, found)
-    return width, list(zip(found[::2], found[1::2], strict=True))
+    tiles = (ctypes.c_int * (2 * pairs * rows))()
+    width = _library().order(pairs, rows, most, together, shrink, NUM_SMS, tiles)
+    return width, list(zip(tiles[::2], tiles[1::2], strict=True))
 
 
 def overlong(lengths: list[float]) -> float:
@@ -80,7 +80,7 @@ def test_late_rows_of_the_last_sections_come_last() -> None:
     assert late == [(pair, row) for row in range(100, 200) for pair in range(70, 100)]
 
 
-# Causal calls: (batch, heads) pairs, rows of work tiles, pairs that fit in L2, those that stay together, steps of a row
+# Causal calls: (batch, heads) pairs, rows of work tiles, pairs that fit in L2, pairs that stay together, steps of a row
 # less than the one before, and steps that a tile costs besides.
 CAUSAL = {
     "forward, 4 x 8 heads of 4k, head dim 256": (32, 32, 6, 1, 2, 2),

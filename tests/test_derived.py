@@ -300,7 +300,7 @@ TOGETHER: dict[str, Any] = {"seqlen_q": 14, "seqlen_k": 14, "is_causal": True}
 
 
 def packed_with(edge: int) -> dict[str, Any]:
-    """Tokens of two sequences, the second of which begins at the edge."""
+    """Tokens of two sequences; the second begins at the edge."""
     return {"x": torch.randn(14, 2, 8), "sequences": Sequences.packed(torch.tensor([0, edge, 14]), max_seqlen_q=9)}
 
 

@@ -70,7 +70,7 @@ def execute(page: Path) -> None:
         where = f"{page.name}, the block on line {block.line}"
         printed = io.StringIO()
         try:
-            # The empty lines make the line numbers of a traceback those of the page.
+            # Empty lines give a traceback the line numbers of the page.
             code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
             with contextlib.redirect_stdout(printed):
                 exec(code, namespace)
@@ -88,14 +88,14 @@ def execute(page: Path) -> None:
 
 def modules_with_examples() -> list[str]:
     """Modules whose source has a `>>>`, found by reading, so that collecting the tests imports nothing."""
-    found = []
+    names = []
     for folder, package in (("flash_dmattn", ""), ("reference", "flash_dmattn."), ("triton_kernels", "flash_dmattn.")):
         for file in sorted((ROOT / folder).rglob("*.py")):
             # Importing __main__ runs the command line.
             if file.stem != "__main__" and re.search(r"^\s*>>> ", file.read_text(encoding="utf-8"), re.MULTILINE):
                 parts = file.relative_to(ROOT).with_suffix("").parts
-                found.append(package + ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return found
+                names.append(package + ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

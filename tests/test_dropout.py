@@ -70,8 +70,8 @@ KNOWN = (
 
 @pytest.mark.parametrize("counters, key, words", KNOWN)
 def test_known_answers_of_philox(counters: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
-    found = philox(tuple(map(torch.tensor, counters)), tuple(map(torch.tensor, key)))  # type: ignore[arg-type]
-    assert tuple(x.item() for x in found) == words == philox_of_integers(counters, key)
+    actual = philox(tuple(map(torch.tensor, counters)), tuple(map(torch.tensor, key)))  # type: ignore[arg-type]
+    assert tuple(x.item() for x in actual) == words == philox_of_integers(counters, key)
 
 
 def philox_of_integers(counters: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
@@ -268,7 +268,7 @@ def test_the_command_line_knows_dropout(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_threshold_and_scale() -> None:
-    """What has the threshold itself for a word is kept."""
+    """A word equal to the threshold is kept."""
     word = philox_of_integers((0, 0, 0, 0), (1, 2))[0]
     for p, keeps in ((word / 2**32, True), ((word + 1) / 2**32, False)):
         assert Dropout(p, torch.tensor([1, 2])).kept(*(slice(0, 1),) * 4).item() is keeps

@@ -29,8 +29,8 @@ def tensors(dtype=torch.float64, seqlen_q=LQ, seqlen_k=LK, batch=B, heads_k=HK, 
 
 def pair(q, k, v, dout, dlse, mask, bias, needs_grad=(True,) * 4, chunk_bytes=SMALL, **flags):
     out, lse = eager.forward(q, k, v, mask, bias, chunk_bytes=chunk_bytes, **flags)
-    given = (dout, dlse, q, k, v, mask, bias, out, lse)
-    return out, lse, *eager.backward(*given, chunk_bytes=chunk_bytes, needs_grad=needs_grad, **flags)
+    inputs = (dout, dlse, q, k, v, mask, bias, out, lse)
+    return out, lse, *eager.backward(*inputs, chunk_bytes=chunk_bytes, needs_grad=needs_grad, **flags)
 
 
 def exact(q, k, v, dout, dlse, mask, bias, dtype=torch.float64, **flags):
@@ -64,8 +64,8 @@ class Watch(TorchDispatchMode):
         self._outside: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
-        self._outside.update(storage for storage in given if storage not in self._references)
+        inputs = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
+        self._outside.update(storage for storage in inputs if storage not in self._references)
         result = function(*args, **(kwargs or {}))
         if "mm" in function.__name__:
             self.products += 1
@@ -128,20 +128,20 @@ def test_temporaries_stay_within_the_budget(flags, dtype):
     torch.manual_seed(6)
     length, budget = 300, 200_000
     inputs = tensors(dtype, length, length, dim=16, dim_v=8)
-    whole = B * HQ * length * length * 4
+    full = B * HQ * length * length * 4
     for mask_shape, bias_shape in (((B, 1, length, length), (1, HQ, 1, length)), ((1, 1, length, length),) * 2):
         mask, bias = torch.rand(mask_shape) < 0.7, torch.randn(bias_shape, dtype=dtype)
         with Watch() as watch:
             out, lse = eager.forward(*inputs[:3], mask, bias, chunk_bytes=budget, **SCALE, **flags)
         kept = sum(x.nbytes for x in (out, lse))
         assert kept < watch.peak <= kept + budget, (watch.peak - kept, budget)
-        given = (*inputs[3:], *inputs[:3], mask, bias, out, lse)
+        arguments = (*inputs[3:], *inputs[:3], mask, bias, out, lse)
         with Watch() as watch:
-            gradients = eager.backward(*given, chunk_bytes=budget, **SCALE, **flags)
+            gradients = eager.backward(*arguments, chunk_bytes=budget, **SCALE, **flags)
         # lse and dlse without infinities; dk and dv of one head, and dbias, in fp32.
         kept = sum(x.nbytes for x in gradients) + 3 * lse.nbytes + length * (16 + 8) * 4 + 4 * bias.numel()
         assert watch.peak <= kept + budget, (watch.peak - kept, budget)
-        assert kept + budget < whole
+        assert kept + budget < full
 
 
 def test_empty_chunks_are_skipped():
@@ -251,16 +251,16 @@ def test_split_rows_are_normalised_again_where_lse_is_large():
     for value, chunk_bytes in product((100.0, 140.0, 1e4, -1e4), (1, 10**8)):
         bias = torch.full((1, 1, 1, LK), value)
         out, lse = eager.forward(q, k, v, None, bias, chunk_bytes=chunk_bytes, **SCALE)
-        given = (dout, None, q, k, v, None, bias, out, lse)
+        inputs = (dout, None, q, k, v, None, bias, out, lse)
         with Watch() as watch:
             _, _, dv, _ = eager.backward(
-                *given, chunk_bytes=chunk_bytes, needs_grad=(False, False, True, False), **SCALE
+                *inputs, chunk_bytes=chunk_bytes, needs_grad=(False, False, True, False), **SCALE
             )
         products[value, chunk_bytes] = watch.products
-        # dv = p^T @ 1: over the keys it sums to the number of rows, those of every query head of the group.
+        # dv = p^T @ 1: over the keys it sums to the number of rows of all query heads of the group.
         tolerance = 2e-6 if chunk_bytes > 1 or abs(value) > 128 else 1e-4
         torch.testing.assert_close(dv.sum(1), torch.full_like(dv[:, 0], 3 * 2), rtol=tolerance, atol=0)
-    # Of every chunk the scores and dv, and where rows are split and lse is large the scores once more.
+    # Each chunk computes the scores and dv, and if rows are split and lse is large the scores once more.
     assert [products[value, 1] for value in (100.0, 140.0, 1e4, -1e4)] == [2 * 3 * LK, *[3 * 3 * LK] * 3]
     assert {products[value, 10**8] for value in (100.0, 140.0, 1e4, -1e4)} == {2}
 
@@ -332,8 +332,8 @@ def test_chunks_of_long_calls_keep_good_shapes():
     # The sums of dk and dv of one head outgrow the cache here; they must not shrink the chunk to single rows.
     for length in (16384, 131072):
         x = torch.empty(1, length, 8, 64, device="meta")
-        found = chunks.Chunks(x, x, x, None, False, None, chunks.DEFAULT_CHUNK_BYTES, 2, 128)
-        found.device = torch.device("cpu")
-        extent = found._extent(chunks.DEFAULT_CHUNK_BYTES)
+        actual = chunks.Chunks(x, x, x, None, False, None, chunks.DEFAULT_CHUNK_BYTES, 2, 128)
+        actual.device = torch.device("cpu")
+        extent = actual._extent(chunks.DEFAULT_CHUNK_BYTES)
         assert extent.rows == chunks.GOOD_ROWS and extent.keys >= chunks.GOOD_KEYS
-        assert found.chunk_bytes(extent) <= chunks.CPU_CHUNK_BYTES
+        assert actual.chunk_bytes(extent) <= chunks.CPU_CHUNK_BYTES

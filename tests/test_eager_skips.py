@@ -163,6 +163,42 @@ def test_keys_that_nobody_sees_may_hold_anything() -> None:
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("bias_heads", [None, 1, HK, HQ])
+@pytest.mark.parametrize("lengths", [(700, 700), (650, 700), (700, 600)], ids=str)
+@pytest.mark.parametrize("batch, mask_batch, mask_heads", [(1, 1, HK), (2, 1, 1), (2, 2, HK)])
+def test_blocks_of_few_keys_are_one_call(
+    batch: int, mask_batch: int, mask_heads: int, lengths: tuple[int, int], bias_heads: int | None
+) -> None:
+    torch.manual_seed(8)
+    seqlen_q, seqlen_k = lengths
+    q = torch.randn(batch, seqlen_q, HQ, D, dtype=torch.float64, requires_grad=True)
+    wanted = [q, *leaves(seqlen_k, batch)[1:]]
+    if bias_heads is not None:
+        wanted.append(torch.randn(batch, bias_heads, 1, seqlen_k, dtype=torch.float64, requires_grad=True))
+    kept = torch.randn(mask_batch, mask_heads, 1, seqlen_k)
+    mask = PreparedMask.from_topk(kept, 20, is_causal=True, seqlen_q=seqlen_q)
+    out, lse = formula.attention(*wanted[:3], mask.dense(), *wanted[3:], softcap=3.0, softmax_scale=D**-0.5)
+    upstream = torch.randn_like(out), torch.randn_like(lse)
+    finite_lse = lse.masked_fill(lse == -math.inf, 0.0)
+    exact = (out, lse, *torch.autograd.grad((out, finite_lse), wanted, upstream))
+    call: dict[str, Any] = {"softcap": 3.0, "return_lse": True, "backend": "eager"}
+    with counting() as counted:
+        results = flash_dmattn.attention(*wanted[:3], mask, *wanted[3:], **call)
+        gradients = torch.autograd.grad(results, wanted, upstream)
+    assert counted.products <= 2 * 7, "two of the forward pass, five of the backward pass, of one chunk or two"
+    for x, y in zip((*results, *gradients), exact, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+
+
+def test_a_block_of_few_keys_reads_no_other_key() -> None:
+    torch.manual_seed(9)
+    q, k, v = (x.detach() for x in leaves(dtype=torch.float32))
+    mask = PreparedMask.from_topk(torch.arange(LENGTH, 0, -1.0).view(1, 1, 1, -1), 20, is_causal=True, seqlen_q=LENGTH)
+    wanted = flash_dmattn.attention(q, k, v, mask, backend="eager")
+    k[:, 20:], v[:, 20:] = math.nan, math.inf  # the first keys are the best ones
+    assert torch.equal(flash_dmattn.attention(q, k, v, mask, backend="eager"), wanted)
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_sequences_of_equal_lengths_are_one_call(layout: str, is_prepared: bool) -> None:
@@ -177,11 +213,11 @@ def test_sequences_of_equal_lengths_are_one_call(layout: str, is_prepared: bool)
     else:
         sequences = Sequences.packed(torch.arange(number + 1) * length, max_seqlen_q=length)
         rows = tuple(x.flatten(0, 1) for x in (q, k, v))
-    given: Any = mask
+    inputs: Any = mask
     if is_prepared:
         sizes = {"seqlen_q": rows[0].shape[-3], "seqlen_k": rows[1].shape[-3]}
-        given = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, **sizes)
+        inputs = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, **sizes)
     with counting() as counted:
-        out = flash_dmattn.attention(*rows, given, sequences=sequences, is_causal=not is_prepared, backend="eager")
+        out = flash_dmattn.attention(*rows, inputs, sequences=sequences, is_causal=not is_prepared, backend="eager")
     assert counted.products == 2, "the scores and out of all sequences at once"
     torch.testing.assert_close(out.view(wanted.shape), wanted, rtol=1e-10, atol=1e-11)

@@ -113,6 +113,17 @@ def test_learned_distances(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row[:3] for row in rows] == [["32", "272", "16,384"], ["64", "272", "65,536"]]
 
 
+def test_train_selector(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = run("train_selector", tmp_path)
+    frozen = numbers["frozen"]
+    for way in ("through attention", "by KL"):
+        x = numbers[way]
+        assert sum(x["losses"][-20:]) < 0.5 * sum(frozen["losses"][-20:])
+        assert x["listed"] > 2 * frozen["listed"] and x["accuracy"] > 2 * frozen["accuracy"]
+    rows = table_of(capsys.readouterr().out, "8 of 48 tokens in a list")
+    assert [row[0] for row in rows] == ["through attention", "by KL", "frozen"]
+
+
 def test_every_example_is_listed_and_says_how_it_is_run() -> None:
     """On the page and in its own docstring; a user's command line prints the options."""
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")

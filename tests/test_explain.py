@@ -97,7 +97,9 @@ def test_fallback_that_would_raise_is_explained() -> None:
 def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
     shy = Rule("small", lambda p: p.seqlen_k > 64, lambda p: f"only {p.seqlen_k} keys", 'use backend="shy"')
     half = Rule("half", lambda p: False, lambda p: "no backward yet", "", ("backward",))
-    backends = (KernelPair("shy", auto_rules=(shy,)), KernelPair("forward_only", rules=(half,)))
+    # A refused pass has no reason of auto.
+    slow = Rule("slow", lambda p: False, lambda p: "a slow backward pass", "", ("backward",))
+    backends = (KernelPair("shy", auto_rules=(shy,)), KernelPair("forward_only", rules=(half,), auto_rules=(slow,)))
     with registered(*backends, before="sdpa"):
         explanation = flash_dmattn.explain(**with_bias())
     lines = str(explanation).splitlines()
@@ -107,7 +109,7 @@ def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
     assert lines[-2:] == ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[5:-2] if not line.startswith(" ")}
     assert list(rows) == ["cuda", "triton", "flex", "shy", "forward_only", "sdpa", "eager", "reference"]
-    # What else the call would need on a GPU, and what auto would prefer there, is left out.
+    # Reasons that count on a GPU alone are left out, and so are preferences of auto there.
     assert rows["cuda"].startswith("no no device is cpu; ") and "float32" not in str(explanation).split("\n\n")[1]
     assert {"device", "dtype"} <= {reason.code for reason in explanation.verdicts[0].reasons}
     assert rows["shy"] == 'yes yes auto passes it over: only 7 keys (use backend="shy")'

@@ -14,6 +14,7 @@ import flash_dmattn
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.problem import FEATURES
 
+LISTS = flash_dmattn.masks.PreparedMask.from_lists(torch.tensor([[0], [4], [-1]]), seqlen_k=5)
 # How a call makes use of each argument.
 USES = {
     "mask": {"mask": torch.ones(3, 5, dtype=torch.bool)},
@@ -34,9 +35,19 @@ USES = {
     },
     "relative_bias": {"bias": flash_dmattn.biases.Relative(torch.zeros(2, 3), 1, "clamp")},
     "band_bias": {"bias": flash_dmattn.biases.Band(torch.zeros(2, 3, 4), 1)},
+    "lists": {"mask": LISTS},
+    "chosen_bias": {"mask": LISTS, "bias": flash_dmattn.biases.Chosen(torch.zeros(2, 3, 1))},
 }
-# No argument names these alone: pages are of sequences, a tree is a mask beside them, and a bias may be by distance.
-PARTS = {"paged": {"sequences"}, "tree": {"sequences", "mask"}, "relative_bias": {"bias"}, "band_bias": {"bias"}}
+# No argument names these alone: pages are of sequences, a tree is a mask beside them, lists are a mask, and a bias may
+# be by distance or of lists.
+PARTS = {
+    "paged": {"sequences"},
+    "tree": {"sequences", "mask"},
+    "relative_bias": {"bias"},
+    "band_bias": {"bias"},
+    "lists": {"mask"},
+    "chosen_bias": {"mask", "bias", "lists"},
+}
 # Every backend takes these: tensors, a factor that every call has, and the choice itself.
 IN_EVERY_CALL = {"q", "k", "v", "softmax_scale", "backend"}
 

@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ALiBi": {"alibi_slopes": SLOPES},
     "causal ALiBi": {"alibi_slopes": SLOPES, "causal": True},
     "ALiBi in a window": {"alibi_slopes": SLOPES, "window_size": (3, 0)},
+    "ALiBi in a window with a later key": {"alibi_slopes": SLOPES, "window_size": (3, 1)},
     "ALiBi of each entry": {"alibi_slopes": torch.stack((SLOPES, SLOPES.flip(0))), "causal": True},
     "ALiBi of each entry both ways": {"alibi_slopes": torch.stack((SLOPES, SLOPES.flip(0)))},
     "deterministic": {"deterministic": True, "causal": True},
@@ -128,7 +129,7 @@ def test_caches(is_paged: bool, new: int, name: str) -> None:
     q = torch.randn(2, max(new, 1), HEADS, DIM)
     k, v = torch.randn(2, 2, new, HEADS_K, DIM)
     caches = torch.randn(2, 2, 16, HEADS_K, DIM)
-    whole = [[torch.cat((caches[x, s, : used[s]], (k, v)[x][s])) for x in range(2)] for s in range(2)]
+    full = [[torch.cat((caches[x, s, : used[s]], (k, v)[x][s])) for x in range(2)] for s in range(2)]
     table, stored = None, caches
     if is_paged:
         table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
@@ -140,11 +141,11 @@ def test_caches(is_paged: bool, new: int, name: str) -> None:
         q, *stored, *news, cache_seqlens=lengths, block_table=table, return_softmax_lse=True, **options
     )
     for s in range(2):
-        expected = plain(q[s].double(), *(x.double() for x in whole[s]), **each(options, s))
+        expected = plain(q[s].double(), *(x.double() for x in full[s]), **each(options, s))
         torch.testing.assert_close((out[s].double(), lse[s].double()), expected, rtol=1e-4, atol=1e-4)
         for x in range(2):
             written = stored[x] if table is None else stored[x, table.long()].flatten(1, 2)
-            assert written[s, : used[s] + new].equal(whole[s][x])
+            assert written[s, : used[s] + new].equal(full[s][x])
 
 
 def test_a_cache_of_one_length() -> None:

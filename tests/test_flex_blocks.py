@@ -113,8 +113,8 @@ def problem_of(spec: SequenceSpec, packing: Packing, window: tuple[int, int], nu
     """Describe a call with these sequences."""
     x = torch.zeros(1, 1, num_heads, 1)
     problem = flash_dmattn.explain(x, x, x).problem
-    flags = problem.flags._replace(left=window[0], right=window[1], mask_packing=packing)
-    return problem._replace(sequences=spec, flags=flags)
+    flags = problem.flags._replace(left=window[0], right=window[1], mask_packing=packing, sequences=spec)
+    return problem._replace(flags=flags)
 
 
 def dense_pairs(

@@ -108,7 +108,7 @@ def test_a_bias_of_16_bits_has_its_gradient_summed_in_32(dtype: torch.dtype, sha
 def test_calls_without_a_pair(lengths: tuple[tuple[int, int], ...], spare: int, layout: Any) -> None:
     """No query, no key, or none in one sequence; with a sink, and a bias that may have no elements."""
     most = tuple(max(n) + (spare if layout == "padded" else 0) for n in zip(*lengths, strict=True))
-    case = THREE.with_(lengths=lengths, layout=layout, spare=(), behind=(spare, spare), most=most)
+    case = THREE.with_(lengths=lengths, layout=layout, spare=(), trailing=(spare, spare), most=most)
     call = case.with_(bias=("1", "1", "Lq", "Lk")).build()
     with eager_flex():
         assert_accurate(run(spoiled(call), "flex"), call)
@@ -133,7 +133,7 @@ def one_class(seed: int, bias: str, mask: str | None) -> None:
     lengths = [[rng.choice((0, 1, 5, 130, 260)) for _ in range(2)] for _ in range(rng.randint(2, 7))]
     pairs = (*((seqlen_q, seqlen_k) for seqlen_q, seqlen_k in lengths), (3, 3))
     most_q, most_k = (max(side) for side in zip(*pairs, strict=True))
-    case = THREE.with_(lengths=pairs, spare=(), behind=(0, 0), sink=None, dlse=False)
+    case = THREE.with_(lengths=pairs, spare=(), trailing=(0, 0), sink=None, dlse=False)
     case = case.with_(most=(most_q + rng.choice((0, 3)), most_k + rng.choice((0, 4))))
     call = case.with_(bias=FORMS[bias], mask=FORMS.get(mask or ""), seed=seed).build(is_causal=True)
     assert_accurate(run(call, "flex"), call)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import fuzz
 import pytest
+import reliability
 from cases import Case
 from draws import Drawn, simpler
 from run_calls import Check
@@ -38,13 +39,13 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     tallies = [fuzz.Tally(tmp_path / name) for name in ("one.json", "one.json", "two.json")]
     for tally, calls, first in zip(tallies, (3, 5, 4), (0, 0, 1)):
         assert fuzz.run(["eager"], fuzz.Tally(tally.file), calls, 600, first, 2)
-    whole = fuzz.Tally(tmp_path / "whole.json")
-    fuzz.merge([fuzz.Tally(tmp_path / name) for name in ("one.json", "two.json")], whole)
-    lines = fuzz.Tally(whole.file).content["places"]["eager"]
+    total = fuzz.Tally(tmp_path / "whole.json")
+    fuzz.merge([fuzz.Tally(tmp_path / name) for name in ("one.json", "two.json")], total)
+    lines = fuzz.Tally(total.file).content["places"]["eager"]
     assert sum(line["passed"] + line["refused"] for line in lines.values()) == 12
     assert fuzz.Tally(tmp_path / "one.json").of("eager", "dense")["next"] == 6  # calls 0, 2 and 4
     assert fuzz.Tally(tmp_path / "two.json").of("eager", "dense")["next"] == 3
-    assert fuzz.table(whole).count("| 0 |") >= 4
+    assert fuzz.table(total).count("| 0 |") >= 4
 
 
 def test_a_failure_is_told_with_the_command_that_repeats_it(
@@ -58,3 +59,10 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
     said = capsys.readouterr().out
     assert "python tests/run_calls.py eager dense 7 1" in said and "the simplest call that fails" in said
     assert fuzz.Tally(tally.file).of("eager", "dense")["failed"] == [7] and "| 7 |" in fuzz.table(tally)
+
+
+def test_the_page_says_what_the_files_say() -> None:
+    page = reliability.PAGE.read_text()
+    assert reliability.written(page) == page
+    for make in (reliability.random_calls, reliability.gpu_suite, reliability.their_tests, reliability.drawn_faults):
+        assert len({line.count("|") for line in make()}) == 1

@@ -23,9 +23,9 @@ from gpu_calls import (
     captured,
     every_form,
     fill,
+    in_form,
     leaves_of,
     made,
-    of_form,
     on_a_busy_stream,
     on_kernels,
     results,
@@ -61,15 +61,15 @@ RACES = {
 def test_a_captured_graph_replays_new_values(backend: Runner, deterministic: bool, form: str) -> None:
     case, first = made(backend, form, deterministic)
     _, second = made(backend, form, deterministic, seed=1)
-    static = of_form(form, case, case.build())
-    graph, found = captured(lambda: results(backend, case, static, deterministic=deterministic))
+    static = in_form(form, case, case.build())
+    graph, actual = captured(lambda: results(backend, case, static, deterministic=deterministic))
     for inputs in (second, first):
         fill(static, inputs)
-        for x in found:
+        for x in actual:
             x.zero_()
         graph.replay()
         expected = results(backend, case, inputs, deterministic=deterministic)
-        assert_equal(found, expected, "of a replay", summed(case, deterministic))
+        assert_equal(actual, expected, "of a replay", summed(case, deterministic))
 
 
 @every_form
@@ -93,12 +93,12 @@ def test_compiled_calls(backend: Runner, dynamic: bool, deterministic: bool, for
     compilations = []
     for seqlen_k in (case.seqlen_k, case.seqlen_k + 64):
         other = case.with_(seqlen_k=seqlen_k)
-        inputs = of_form(form, other, served(backend, other))
+        inputs = in_form(form, other, served(backend, other))
         leaves = leaves_of(inputs)
         q, k, v, bias, sink = leaves
-        found = with_gradients(compiled(q, k, v, inputs.mask, bias, sink), leaves, inputs)
+        actual = with_gradients(compiled(q, k, v, inputs.mask, bias, sink), leaves, inputs)
         expected = results(backend, other, inputs, **order)
-        assert_equal(found, expected, f"compiled, {seqlen_k} keys", summed(case, deterministic))
+        assert_equal(actual, expected, f"compiled, {seqlen_k} keys", summed(case, deterministic))
         compilations.append(counter.frame_count)
     # The lengths of a mask that was prepared outside are constants of its graph.
     if dynamic and not form.startswith("prepared"):
@@ -110,10 +110,12 @@ def test_compiled_calls(backend: Runner, dynamic: bool, deterministic: bool, for
 def test_a_busy_stream(backend: Runner, deterministic: bool, form: str) -> None:
     """The kernels run on the current stream, behind what is on it, and the host does not wait for them."""
     case, inputs = made(backend, form, deterministic)
-    late = of_form(form, case, case.build())
+    late = in_form(form, case, case.build())
     expected = results(backend, case, inputs, deterministic=deterministic)
-    found = on_a_busy_stream(lambda given: results(backend, case, given, deterministic=deterministic), late, inputs)
-    assert_equal(found, expected, "on a busy stream", summed(case, deterministic))
+    actual = on_a_busy_stream(
+        lambda arguments: results(backend, case, arguments, deterministic=deterministic), late, inputs
+    )
+    assert_equal(actual, expected, "on a busy stream", summed(case, deterministic))
 
 
 @every_form
@@ -121,13 +123,13 @@ def test_torch_never_waits_for_the_device(backend: Runner, form: str) -> None:
     """With a mask that is packed inside the call, or prepared there and then."""
     case = FORMS[form]
     inputs = served(backend, case)
-    expected = results(backend, case, of_form(form, case, inputs), deterministic=True)
+    expected = results(backend, case, in_form(form, case, inputs), deterministic=True)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        found = results(backend, case, of_form(form, case, inputs), deterministic=True)
+        actual = results(backend, case, in_form(form, case, inputs), deterministic=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert_equal(found, expected)
+    assert_equal(actual, expected)
 
 
 @every_form
@@ -136,13 +138,13 @@ def test_a_device_that_is_not_the_current_one(backend: Runner, form: str) -> Non
     inputs = served(backend, case)
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs and finds {torch.cuda.device_count()}")
-    expected = results(backend, case, of_form(form, case, inputs), deterministic=True)
-    there = of_form(form, case, case.build("cuda:1"))
+    expected = results(backend, case, in_form(form, case, inputs), deterministic=True)
+    there = in_form(form, case, case.build("cuda:1"))
     assert torch.cuda.current_device() == 0
-    found = results(backend, case, there, deterministic=True)
+    actual = results(backend, case, there, deterministic=True)
     assert torch.cuda.current_device() == 0
-    assert {x.device.index for x in found} == {1}
-    assert_equal([x.cpu() for x in found], [x.cpu() for x in expected])
+    assert {x.device.index for x in actual} == {1}
+    assert_equal([x.cpu() for x in actual], [x.cpu() for x in expected])
 
 
 @every_form
@@ -167,7 +169,7 @@ def test_both_orders_agree(backend: Runner, form: str) -> None:
 
 
 def racing(backend: Runner, race: str) -> tuple[Case, Inputs]:
-    """A case and its tensors; gradients are those of cuda, whose blocks take turns."""
+    """A case and its tensors; cuda makes the gradients, and its blocks take turns."""
     case = RACES[race]
     inputs = served(backend, case)
     if case.needs_grad and backend.choice(case, inputs, deterministic=True) != "cuda":
@@ -205,13 +207,13 @@ def test_two_kernels_that_take_turns_end(backend: Runner, race: str) -> None:
     case, inputs = racing(backend, race)
     first = results(backend, case, inputs, deterministic=True)
     torch.cuda.synchronize()
-    found = []
+    outs = []
     # autograd runs a backward pass on the stream of its forward pass.
     for stream in (torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)) * 20:
         with torch.cuda.stream(stream):
-            found.append(results(backend, case, inputs, deterministic=True))
+            outs.append(results(backend, case, inputs, deterministic=True))
     torch.cuda.synchronize()
-    for each in found:
+    for each in outs:
         assert_equal(each, first, "of two kernels")
 
 
@@ -221,46 +223,48 @@ def test_nothing_is_read_before_it_is_written(backend: Runner, deterministic: bo
     """Under deterministic algorithms torch fills every new tensor with NaN, or with the largest integer."""
     case, _ = made(backend, form, deterministic)
     inputs = served(backend, case)
-    expected = results(backend, case, of_form(form, case, inputs), deterministic=deterministic)
+    expected = results(backend, case, in_form(form, case, inputs), deterministic=deterministic)
     try:
         torch.use_deterministic_algorithms(True)
-        found = results(backend, case, of_form(form, case, inputs), deterministic=deterministic)
+        actual = results(backend, case, in_form(form, case, inputs), deterministic=deterministic)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert_equal(found, expected, "with memory that was filled", summed(case, deterministic))
+    assert_equal(actual, expected, "with memory that was filled", summed(case, deterministic))
 
 
 @every_form
 def test_autocast(backend: Runner, form: str) -> None:
     """fp32 leaves of values that bf16 holds: the same numbers as in bf16, gradients in fp32."""
     case = FORMS[form].with_(bias_dtype=torch.float32)
-    low = of_form(form, case, served(backend, case))
+    low = in_form(form, case, served(backend, case))
     high = replace(low, q=low.q.float(), k=low.k.float(), v=low.v.float())
     with torch.autocast("cuda", torch.bfloat16):
-        found = results(backend, case, high, deterministic=True)
+        actual = results(backend, case, high, deterministic=True)
     expected = results(backend, case, low, deterministic=True)
-    assert_equal(found, [*expected[:2], *(x.float() for x in expected[2:])], "under autocast")
+    assert_equal(actual, [*expected[:2], *(x.float() for x in expected[2:])], "under autocast")
 
 
 @every_form
 @pytest.mark.parametrize("use_reentrant", (False, True), ids=("plain", "reentrant"))
 def test_checkpoint(backend: Runner, form: str, use_reentrant: bool) -> None:
     case = FORMS[form]
-    inputs = of_form(form, case, served(backend, case))
+    inputs = in_form(form, case, served(backend, case))
     leaves = leaves_of(inputs)
     outputs = checkpoint(
-        lambda *given: attend(backend, case, inputs, given, deterministic=True), *leaves, use_reentrant=use_reentrant
+        lambda *arguments: attend(backend, case, inputs, arguments, deterministic=True),
+        *leaves,
+        use_reentrant=use_reentrant,
     )
     # A reentrant checkpoint refuses torch.autograd.grad.
     torch.autograd.backward(outputs, (inputs.dout, inputs.dlse))
-    found = [*(x.detach() for x in outputs), *(x.grad for x in leaves if x is not None)]
-    assert_equal(found, results(backend, case, inputs, deterministic=True), "through a checkpoint")
+    actual = [*(x.detach() for x in outputs), *(x.grad for x in leaves if x is not None)]
+    assert_equal(actual, results(backend, case, inputs, deterministic=True), "through a checkpoint")
 
 
 def test_a_checkpointed_region_is_recomputed_on_its_backends(backend: Runner) -> None:
     """The engine runs it in a thread of its own, here behind the end of the block around its forward pass."""
     case = FORMS["bias"]
-    inputs = of_form("bias", case, served(backend, case))
+    inputs = in_form("bias", case, served(backend, case))
     q, k, v, bias, _ = leaves = leaves_of(inputs)
     flags = {**case.flags(), "return_lse": True, "deterministic": True}
     with flash_dmattn.config(backend=backend.choice(case, inputs, deterministic=True)):
@@ -274,7 +278,7 @@ def test_a_checkpointed_region_is_recomputed_on_its_backends(backend: Runner) ->
 def test_an_exported_program(backend: Runner, form: str) -> None:
     """It keeps operators alone, and has the gradients of the call."""
     case = FORMS[form]
-    inputs = of_form(form, case, served(backend, case))
+    inputs = in_form(form, case, served(backend, case))
     leaves = leaves_of(inputs)
     choice = backend.choice(case, inputs, deterministic=True)
     flags = {**case.flags(), "return_lse": True, "deterministic": True, "backend": choice}
@@ -286,8 +290,8 @@ def test_an_exported_program(backend: Runner, form: str) -> None:
             return flash_dmattn.attention(q, k, v, inputs.mask, bias, sink=sink, **flags)
 
     program = torch.export.export(Call(), tuple(leaves)).module()
-    found = with_gradients(program(*leaves), leaves, inputs)
-    assert_equal(found, results(backend, case, inputs, deterministic=True), "of an exported program")
+    actual = with_gradients(program(*leaves), leaves, inputs)
+    assert_equal(actual, results(backend, case, inputs, deterministic=True), "of an exported program")
 
 
 def test_one_tensor_is_three_arguments_of_a_graph(backend: Runner) -> None:

@@ -56,15 +56,15 @@ def all_but_mask_and_bias(case: Case, rows: Tensor) -> Inputs:
     return Inputs(q, k, v, None, None, dout, None)
 
 
-def named(found: list[Tensor]) -> Results:
+def named(actual: list[Tensor]) -> Results:
     """The results by name, as `assert_accurate` takes them."""
-    return {"dbias": None, **dict(zip(("out", "lse", *GRADIENTS), found))}
+    return {"dbias": None, **dict(zip(("out", "lse", *GRADIENTS), actual))}
 
 
 def assert_rows_accurate(backend: Runner, case: Case, inputs: Inputs, rows: Tensor) -> None:
     """The rows of everything against fp64; no other row may have a gradient."""
 
-    def of_rows(x: Tensor | None, dim: int) -> Tensor | None:
+    def rows_alone(x: Tensor | None, dim: int) -> Tensor | None:
         return x if x is None or x.shape[dim] == 1 else x.index_select(dim, rows)
 
     backend.attention(case, inputs)  # or a skip
@@ -75,12 +75,12 @@ def assert_rows_accurate(backend: Runner, case: Case, inputs: Inputs, rows: Tens
         assert x is None or not x.index_fill(dims[name], rows, 0.0).any(), f"{name} is not zero where dout is"
     some = replace(
         inputs,
-        q=of_rows(inputs.q, 1),
-        dout=of_rows(inputs.dout, 1),
-        mask=of_rows(inputs.mask, 2),
-        bias=of_rows(inputs.bias, 2),
+        q=rows_alone(inputs.q, 1),
+        dout=rows_alone(inputs.dout, 1),
+        mask=rows_alone(inputs.mask, 2),
+        bias=rows_alone(inputs.bias, 2),
     )
-    in_rows = {name: of_rows(x, dims[name]) if name in dims else x for name, x in got.items()}
+    in_rows = {name: rows_alone(x, dims[name]) if name in dims else x for name, x in got.items()}
     assert_accurate(in_rows, case.with_(seqlen_q=len(rows)), some)
 
 

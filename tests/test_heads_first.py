@@ -57,9 +57,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def leaves(call: dict[str, Any], arrange: Callable[[Tensor], Tensor] = LAYOUTS["rows first"]) -> dict[str, Any]:
     """q, k, v and the arguments of a call; floats need gradients."""
-    given = {name: arrange(drawn(*shape)) for name, shape in zip("qkv", SHAPES, strict=True)} | DEFAULTS | call
+    inputs = {name: arrange(drawn(*shape)) for name, shape in zip("qkv", SHAPES, strict=True)} | DEFAULTS | call
     copied = {
-        name: x.detach().clone() if name in ("bias", "sink") and x is not None else x for name, x in given.items()
+        name: x.detach().clone() if name in ("bias", "sink") and x is not None else x for name, x in inputs.items()
     }
     return {
         name: x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in copied.items()
@@ -78,11 +78,11 @@ def by_attention(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
     return out
 
 
-def results(function: Callable[..., Tensor], given: dict[str, Any]) -> list[Tensor]:
+def results(function: Callable[..., Tensor], arguments: dict[str, Any]) -> list[Tensor]:
     """out, and the gradient of every argument that has one."""
     torch.manual_seed(0)
-    out = function(**given)
-    inputs = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
+    out = function(**arguments)
+    inputs = [x for x in arguments.values() if isinstance(x, Tensor) and x.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, inputs, drawn(*out.shape, dtype=out.dtype))]
 
 
@@ -97,21 +97,21 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
 def test_results_are_those_of_attention(name: str, layout: str) -> None:
     wanted = results(by_attention, leaves(CALLS[name], LAYOUTS[layout]))
     for _ in range(2):
-        given = leaves(CALLS[name], LAYOUTS[layout])
-        found = results(ours, given)
-        assert_same(found, wanted)
-        assert found[0].is_contiguous() and [x.shape for x in found[1:4]] == list(map(torch.Size, SHAPES))
+        inputs = leaves(CALLS[name], LAYOUTS[layout])
+        actual = results(ours, inputs)
+        assert_same(actual, wanted)
+        assert actual[0].is_contiguous() and [x.shape for x in actual[1:4]] == list(map(torch.Size, SHAPES))
         with torch.no_grad():
             torch.manual_seed(0)
-            assert torch.equal(ours(**given), wanted[0])
+            assert torch.equal(ours(**inputs), wanted[0])
 
 
 def test_a_call_is_one_step_of_the_graph() -> None:
-    given = leaves(CALLS["bias"])
-    out = ours(**given)
+    inputs = leaves(CALLS["bias"])
+    out = ours(**inputs)
     assert out.grad_fn is not None
     before = [step for step, _ in out.grad_fn.next_functions if step is not None]
-    assert [step.variable for step in before] == [given[name] for name in ("q", "k", "v", "bias")]  # type: ignore[attr-defined]
+    assert [step.variable for step in before] == [inputs[name] for name in ("q", "k", "v", "bias")]  # type: ignore[attr-defined]
 
 
 # Rows of one window, as Swin has them: a bias that all windows share, or one with the mask of a shift in it.
@@ -127,14 +127,14 @@ def test_windows_launch_what_attention_launches(layout: str, choice: str, width:
     for entries in (1, WINDOWS):
         bias = drawn(entries, 3, width, width, dtype=bf16).requires_grad_()
         call = DEFAULTS | {"q": q, "k": k, "v": v, "bias": bias, "softmax_scale": 0.2}
-        found = []
+        launches = []
         with flash_dmattn.config(backend=choice):
             for function in (by_attention, ours, ours):
                 launched.clear()
                 results(function, call)
-                found.append([(*one[:4], *map(rows, one[4:])) for one in launched])
-        assert len(found[0]) == 2
-        assert found[0] == found[1] == found[2]
+                launches.append([(*one[:4], *map(rows, one[4:])) for one in launched])
+        assert len(launches[0]) == 2
+        assert launches[0] == launches[1] == launches[2]
 
 
 def rows(x: Any) -> Any:
@@ -162,21 +162,21 @@ def test_layers_of_swin_launch_their_kernels_and_nothing_else(
     if reason is not None:
         pytest.skip(reason)
     name, model = register(), make("swin", torch.bfloat16).train()
-    given = inputs(model, "image")
-    given["pixel_values"] = given["pixel_values"].bfloat16()
+    tensors = inputs(model, "image")
+    tensors["pixel_values"] = tensors["pixel_values"].bfloat16()
 
     def refuse(*arguments: Any, **others: Any) -> Any:
         raise AssertionError("the long way")
 
     with flash_dmattn.config(backend="triton"):
-        step(model, given, name)
+        step(model, tensors, name)
         launched.clear()
         for module, function in (
             *((attention_function, "attention"), (calls, "describe"), (autograd, "laid_anew")),
             *((launch, "forward_plan"), (launch, "backward_plan")),
         ):
             monkeypatch.setattr(module, function, refuse)
-        step(model, given, name)
+        step(model, tensors, name)
     kernels = [one[0] for one in launched if one[0] is not sum_slots_kernel]
     assert kernels == [short_forward_kernel] * FAMILIES["swin"].calls + [short_backward_kernel] * FAMILIES["swin"].calls
 
@@ -190,8 +190,8 @@ def ready() -> Iterator[Ready]:
 WANTED = results(by_attention, leaves({}))
 
 
-def check(found: list[Tensor]) -> None:
-    torch.testing.assert_close(found, WANTED)
+def check(actual: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, WANTED)
 
 
 def recorded() -> AbstractContextManager[Any]:
@@ -202,8 +202,8 @@ def recorded() -> AbstractContextManager[Any]:
 def test_a_layer_that_is_checkpointed_saves_the_same_twice(watch: Callable[[], Any], ready: Ready) -> None:
     """torch compares what both runs save; here the first is watched and the second is not."""
     calls.plans.clear()
-    given = leaves({})
-    tensors = [given[name] for name in "qkv"]
+    inputs = leaves({})
+    tensors = [inputs[name] for name in "qkv"]
     with watch():
         out = checkpoint(lambda q, k, v: ours(q, k, v, **DEFAULTS), *tensors, use_reentrant=False)
     check([out.detach(), *torch.autograd.grad(out, tensors, drawn(*out.shape))])

@@ -84,7 +84,7 @@ def test_two_builds_and_the_package_work_in_one_process(layouts: list[Path]) -> 
 
 
 def test_modules_of_the_kernel_know_no_name_of_their_own(layouts: list[Path]) -> None:
-    """No absolute import of the package, and no namespace of operators but that of the build."""
+    """No absolute import of the package, and no namespace of operators other than the build's."""
     package = layouts[0] / "torch-ext" / "flash_dmattn"
     modules = list(package.rglob("*.py"))
     assert len(modules) > 80 and not (package / "_ops.py").exists()

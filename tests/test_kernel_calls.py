@@ -19,12 +19,12 @@ HELPERS = ("combine", "delta", "backward_gather", "sum_slots")
 
 
 def reached(backend: str) -> dict[str, set[tuple[Any, ...]]]:
-    """What the calls of a backend reach, by its kind."""
-    found: dict[str, set[tuple[Any, ...]]] = {}
+    """Collect all that the calls of a backend reach, by its kind."""
+    by_kind: dict[str, set[tuple[Any, ...]]] = {}
     for _, each in calls_of(backend):
         for kind, *what in each:
-            found.setdefault(kind, set()).add(tuple(what))
-    return found
+            by_kind.setdefault(kind, set()).add(tuple(what))
+    return by_kind
 
 
 @needs_triton
@@ -47,31 +47,31 @@ def test_every_kernel_of_triton_is_launched() -> None:
 def test_every_kernel_of_cuda_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel has a call, each form has one in either order, and the work is shared in every way."""
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
-    of_kind = reached("cuda")
+    by_kind = reached("cuda")
     flags, dtypes = (False, True), (torch.float16, torch.bfloat16)
     narrow = [dims for dims in INSTANCES if max(dims) <= 128]
-    assert of_kind["forward"] == set(itertools.product(INSTANCES, BIAS_FORMS, flags))
-    assert of_kind["parts"] >= set(itertools.product(narrow, ("none", "vector", "tile"), flags))
+    assert by_kind["forward"] == set(itertools.product(INSTANCES, BIAS_FORMS, flags))
+    assert by_kind["parts"] >= set(itertools.product(narrow, ("none", "vector", "tile"), flags))
     summed = [instance for instance in ALL_INSTANCES if instance[:2] in narrow]
-    assert of_kind["backward"] == {
+    assert by_kind["backward"] == {
         *itertools.product(ALL_INSTANCES, BACKWARD_FORMS, flags),
         *itertools.product(summed, [SUMMED], flags),
     }
     forms = [*itertools.product(INSTANCES, BACKWARD_FORMS), *itertools.product(narrow, [SUMMED])]
-    assert of_kind["order"] == {(*form, *order) for form in forms for order in itertools.product(flags, flags)}
-    assert of_kind["shared"] == set(itertools.product(ALL_INSTANCES, flags, flags))
-    assert of_kind["dtype"] == {(instance,) for instance in ALL_INSTANCES}
+    assert by_kind["order"] == {(*form, *order) for form in forms for order in itertools.product(flags, flags)}
+    assert by_kind["shared"] == set(itertools.product(ALL_INSTANCES, flags, flags))
+    assert by_kind["dtype"] == {(instance,) for instance in ALL_INSTANCES}
     # With a softcap, which the kernel of a shared gradient has, too.
-    assert of_kind["capped"] >= set(itertools.product(INSTANCES, ("none", "vector", "tile")))
-    assert of_kind["capped"] >= set(itertools.product(narrow, BACKWARD_FORMS))
-    assert of_kind["capped sum"] == set(itertools.product(INSTANCES, flags))
-    assert of_kind["slots"] >= {(*part, True) for part in itertools.product(flags, dtypes, [True])}
-    assert {part[:3] for part in of_kind["slots"]} == set(itertools.product(flags, dtypes, flags))
-    assert of_kind["clusters"] == set(itertools.product(flags, flags)) and of_kind["cluster"] == {(2,), (4,), (8,)}
-    assert of_kind["pairs"] == set(itertools.product(flags, flags, flags))
-    heads = {(in_order, heads) for in_order, heads, _ in of_kind["works"]}
+    assert by_kind["capped"] >= set(itertools.product(INSTANCES, ("none", "vector", "tile")))
+    assert by_kind["capped"] >= set(itertools.product(narrow, BACKWARD_FORMS))
+    assert by_kind["capped sum"] == set(itertools.product(INSTANCES, flags))
+    assert by_kind["slots"] >= {(*part, True) for part in itertools.product(flags, dtypes, [True])}
+    assert {part[:3] for part in by_kind["slots"]} == set(itertools.product(flags, dtypes, flags))
+    assert by_kind["clusters"] == set(itertools.product(flags, flags)) and by_kind["cluster"] == {(2,), (4,), (8,)}
+    assert by_kind["pairs"] == set(itertools.product(flags, flags, flags))
+    heads = {(in_order, heads) for in_order, heads, _ in by_kind["works"]}
     assert heads == {*itertools.product(flags, ("its own", "a group", "one of a group")), (False, "a group, then one")}
-    shares = {(in_order, share) for in_order, _, share in of_kind["works"]}
+    shares = {(in_order, share) for in_order, _, share in by_kind["works"]}
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
     for case in HELD_CALLS:  # 4 work tiles for each of 132 blocks
         assert case.batch * case.num_heads * -(-case.seqlen_q // 256) >= 4 * 132

@@ -22,7 +22,7 @@ BIASES = ((B, HQ, 1, LK), (1, HK, 1, LK), (1, 1, 1, LK), (B, HQ, LQ, 1), (1, HQ,
 
 @pytest.fixture(autouse=True)
 def memory_full_of_nan() -> Iterator[None]:
-    """What is allocated and not written shows."""
+    """Fill allocated memory with NaN, so that what is not written shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -32,7 +32,7 @@ def memory_full_of_nan() -> Iterator[None]:
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (1, HK), (2, HK)], ids=str)
 @pytest.mark.parametrize("bias_shape", [None, *BIASES, "expanded over keys"], ids=str)
 def test_gradients_by_key(bias_shape: Any, heads: tuple[int, int], compact: bool) -> None:
-    """Of a bias that was expanded over keys too, whose gradient has a value for each; dead keys hold NaN, and get 0."""
+    """A bias that was expanded over keys has a gradient with a value for each; dead keys hold NaN, and get 0."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -64,22 +64,22 @@ def test_gradients_by_key(bias_shape: Any, heads: tuple[int, int], compact: bool
         return None if x is None else x.double().repeat_interleave(HQ // x.shape[1] if x.shape[1] > 1 else 1, 1)
 
     def gradients(k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None) -> list[Any]:
-        found = list(formula.gradients(dout, None, q, k, v, allowed, spread(bias), softmax_scale=0.3))
+        actual = list(formula.gradients(dout, None, q, k, v, allowed, spread(bias), softmax_scale=0.3))
         if bias is not None:
-            of_scores = torch.zeros(B, HQ, LQ, k.shape[1], dtype=torch.float64) + spread(bias)
-            ds = formula.gradients(dout, None, q, k, v, allowed, of_scores, softmax_scale=0.3)[3]
+            score_bias = torch.zeros(B, HQ, LQ, k.shape[1], dtype=torch.float64) + spread(bias)
+            ds = formula.gradients(dout, None, q, k, v, allowed, score_bias, softmax_scale=0.3)[3]
             assert ds is not None
             if bias.shape[1] == HK:
                 ds = ds.unflatten(1, (HK, -1)).sum(2)
-            found[3] = ds.sum_to_size(bias.shape)
-        return found
+            actual[3] = ds.sum_to_size(bias.shape)
+        return actual
 
     dq, dk, dv, dbias = gradients(ordered.k, ordered.v, allowed, ordered.bias)
-    found = (dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias))
+    actual = (dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias))
     wanted = gradients(k, v, prepared.dense(), bias)
-    assert not found[1].masked_select(dead).any() and not found[2].masked_select(dead).any()
+    assert not actual[1].masked_select(dead).any() and not actual[2].masked_select(dead).any()
     # A bias that was put in order is fp32.
-    for x, y, tolerance in zip(found, wanted, (1e-6, 1e-6, 1e-6, 1e-5), strict=True):
+    for x, y, tolerance in zip(actual, wanted, (1e-6, 1e-6, 1e-6, 1e-5), strict=True):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)

@@ -16,7 +16,8 @@ LAYERS = (
     ("problem", "reference"),
     ("flops", "sequences"),
     ("masks",),
-    ("gradients", "biases"),
+    ("gradients", "chosen"),
+    ("biases",),
     ("triton_kernels",),
     ("backends",),
     ("dispatch",),
@@ -37,12 +38,12 @@ TOP = "flash_dmattn"
 
 def modules() -> dict[str, Path]:
     """Every module of the library by its name as it is imported."""
-    found = {}
+    files = {}
     for folder, prefix in (("flash_dmattn", ""), ("reference", "flash_dmattn."), ("triton_kernels", "flash_dmattn.")):
         for path in (ROOT / folder).rglob("*.py"):
             name = prefix + ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
-    return found
+            files[name.removesuffix(".__init__")] = path
+    return files
 
 
 MODULES = modules()
@@ -59,8 +60,8 @@ def imports(name: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             source = ".".join([*base, *([node.module] if node.module else [])])
             if source.partition(".")[0] == TOP:
                 for alias in node.names:
-                    whole = f"{source}.{alias.name}"
-                    yield node.lineno, whole if whole in MODULES else source
+                    absolute = f"{source}.{alias.name}"
+                    yield node.lineno, absolute if absolute in MODULES else source
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in MODULES:
             yield node.lineno, node.value  # importlib.import_module takes it so
 
@@ -104,9 +105,9 @@ def test_no_module_is_part_of_a_circle() -> None:
 
 def test_imports_are_read() -> None:
     """The edges that a reader of the code would name first: the test cannot pass because it sees nothing."""
-    found = {name: {other for _, other in edges} for name, edges in EDGES.items()}
-    assert "flash_dmattn.dispatch.selection" in found["flash_dmattn.call"]
-    assert "flash_dmattn.triton_kernels.launch" in found["flash_dmattn.backends.triton.passes"]
-    assert "flash_dmattn.problem" in found["flash_dmattn.triton_kernels.launch"]
-    assert "flash_dmattn.masks.prepared.storage" in found["flash_dmattn.validation"]
-    assert sum(map(len, found.values())) > 150
+    others = {name: {other for _, other in edges} for name, edges in EDGES.items()}
+    assert "flash_dmattn.dispatch.selection" in others["flash_dmattn.call"]
+    assert "flash_dmattn.triton_kernels.launch" in others["flash_dmattn.backends.triton.passes"]
+    assert "flash_dmattn.problem" in others["flash_dmattn.triton_kernels.launch"]
+    assert "flash_dmattn.masks.prepared.storage" in others["flash_dmattn.validation"]
+    assert sum(map(len, others.values())) > 150

@@ -66,15 +66,6 @@ def test_smooth_blocks_takes_the_majority_and_empties_no_row(lengths, block_size
         assert torch.equal(got[b, h], expected)
 
 
-def test_half_a_tile_is_no_majority():
-    mask = torch.tensor([[1, 1, 1, 0, 1, 1], [0, 0, 1, 0, 1, 0]]).bool()
-    want = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]]).bool()
-    assert torch.equal(masks.smooth_blocks(mask, 2)[0, 0], want)
-    allowed = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]]).bool()  # now it is two of three
-    want[:, :2] = torch.tensor([[1, 1], [0, 1]])
-    assert torch.equal(masks.smooth_blocks(mask, 2, allowed=allowed)[0, 0], want)
-
-
 @pytest.mark.parametrize("rows", [254, 255, 256, 257, 512])
 def test_counts_of_tiles_with_as_many_rows_as_a_byte_counts(rows):
     counts = blocks_module.tile_counts(torch.ones(2, rows + 3, 5, dtype=torch.bool), (rows, 4))

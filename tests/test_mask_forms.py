@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,22 +17,6 @@ from conftest import refusal_of
 from dispatched import Dispatched
 from draws import INTERVAL_SIZES, draw_intervals
 from flex_fixture import eager_flex
-from mask_forms import (
-    DENSE,
-    FORMS,
-    HK,
-    HQ,
-    LK,
-    LQ,
-    PREPARED,
-    B,
-    D,
-    assert_same,
-    both_registered,
-    leaves,
-    random_mask,
-    results,
-)
 from out_of_tree import KernelPair, registered, replaced
 from torch import Tensor
 
@@ -45,10 +30,57 @@ from flash_dmattn.masks.prepared.operators import prepared_view
 from flash_dmattn.masks.prepared.storage import unpack_view
 from flash_dmattn.problem import MaskChoice
 
+# Operators are defined once per process.
+PREPARED = KernelPair("reads_prepared_masks", mask_forms=frozenset({"tiles", "intervals"}))
+DENSE = KernelPair("reads_dense_masks")
+B, LQ, LK, HQ, HK, D = 2, 140, 150, 4, 2, 8
+Leaves = list[Tensor]
+
+
+def leaves(dtype: torch.dtype = torch.float64, seqlen_q: int = LQ) -> Leaves:
+    torch.manual_seed(0)
+    shapes = (B, seqlen_q, HQ, D), (B, LK, HK, D), (B, LK, HK, D), (1, HK, 1, LK)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def random_mask(*shape: int) -> Tensor:
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    mask[..., ::3, : shape[-1] // 2] = False
+    return mask
+
+
+def results(inputs: Leaves, mask: Tensor | PreparedMask | None, **flags: Any) -> list[Tensor]:
+    """out, lse and the four gradients."""
+    q, k, v, bias = inputs
+    out, lse = flash_dmattn.attention(q, k, v, mask, bias, return_lse=True, **flags)
+    total = out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).cos().sum()
+    return [out, lse, *torch.autograd.grad(total, inputs)]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], rtol: float = 1e-9, atol: float = 1e-11) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+FORMS = {
+    "full": random_mask(B, HQ, LQ, LK),
+    "key-value heads": random_mask(1, HK, LQ, LK),
+    "queries and keys": random_mask(LQ, LK),
+    "one key for all": random_mask(B, 1, LQ, 1),
+    "expanded heads": random_mask(B, 1, LQ, LK).expand(-1, HQ, -1, -1),
+    "per key": random_mask(B, 1, 1, LK),
+    "per key and head": random_mask(B, HQ, 1, LK),
+    "expanded queries": random_mask(1, HK, 1, LK).expand(B, -1, LQ, -1),
+    "one for all": torch.ones(1, 1, dtype=torch.bool),
+    "none allowed": torch.zeros(1, HQ, LQ, LK, dtype=torch.bool),
+}
+
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(untouched_settings: None) -> Iterator[None]:
-    with both_registered():
+    """Register PREPARED and DENSE, as if they had never run."""
+    for ours in (PREPARED, DENSE):
+        ours.count, ours.received = Counter(), []
+    with registered(PREPARED, DENSE):
         yield
 
 
@@ -236,7 +268,7 @@ def prepared_for(seqlen_q: int = LQ, seqlen_k: int = LK, **band: Any) -> Prepare
     return PreparedMask.from_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **band)
 
 
-OF_CALL = prepared_for()
+FITTING = prepared_for()
 
 
 @pytest.mark.parametrize("function", [flash_dmattn.attention, flash_dmattn.explain])
@@ -261,7 +293,7 @@ OF_CALL = prepared_for()
 )
 def test_mask_of_another_call_is_refused(function: Callable[..., Any], mask: PreparedMask, text: str) -> None:
     q, k, v, bias = leaves()
-    good = lambda: flash_dmattn.attention(q, k, v, OF_CALL, bias)
+    good = lambda: flash_dmattn.attention(q, k, v, FITTING, bias)
     assert text in str(refusal_of(lambda: function(q, k, v, mask, bias), good, ValueError))
 
 

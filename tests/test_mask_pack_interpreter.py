@@ -188,8 +188,8 @@ def check_runs() -> None:
         for is_causal, window_size in WINDOWS[::3]:
             band = make_band(*shape[2:], causal_window(is_causal, window_size))
             mask = runs(*shape)
-            for given in (mask, mask ^ (torch.rand(shape) < 1e-3)):
-                bits, wanted = bits_of(given, band), mask_intervals(*bits_of(given, band))
+            for inputs in (mask, mask ^ (torch.rand(shape) < 1e-3)):
+                bits, wanted = bits_of(inputs, band), mask_intervals(*bits_of(inputs, band))
                 # As the product has it, then with several programs for a head.
                 for counted in (interval_pack.COUNTED, 32):
                     with (
@@ -285,15 +285,15 @@ def check_scores() -> None:
         scores = torch.randn(1, 3, 1, 1100)
         scores[..., :800] = special[torch.randint(8, (1, 3, 1, 800))]
         scores = scores.to(dtype)
-        for given, flags in (
+        for inputs, flags in (
             (scores, None),
             (scores, allowed),
             (scores.mT.contiguous().mT[..., ::3], allowed[..., :1]),
             (scores[:, :1], allowed),
             (scores[..., :0], None),
         ):
-            actual, wanted = key_pack.score_keys(given, flags), score_keys(given, flags)
-            equal((actual,), (wanted,), (dtype, given.shape))
+            actual, wanted = key_pack.score_keys(inputs, flags), score_keys(inputs, flags)
+            equal((actual,), (wanted,), (dtype, inputs.shape))
 
 
 def check_offsets_beyond_int32() -> None:

@@ -56,17 +56,6 @@ def test_chunks_of_scores_per_query(lengths, k, is_causal, chunk, monkeypatch):
     assert torch.equal(got, brute_force(scores, k, is_causal))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_two_zeros_tie_and_the_earliest_of_a_tie_is_kept(is_causal, rows, dtype):
-    scores = torch.tensor([-0.0, 0.0, 1.0, 0.0], dtype=dtype).expand(rows, 4).contiguous()
-    last = topk_mask(scores, 2, is_causal=is_causal, seqlen_q=4)[0, 0, -1]
-    assert last.tolist() == [True, False, True, False]
-    flipped = topk_mask(scores.neg(), 2, is_causal=is_causal, seqlen_q=4)[0, 0, -1]
-    assert flipped.tolist() == [True, True, False, False]
-
-
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_call_equals_brute_force(data):

@@ -89,10 +89,10 @@ def test_padding_from_lengths(side, seqlen):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
 def test_padding_from_a_mask(dtype):
-    given = torch.tensor([[1, 1, 0], [0, 1, 1]])
-    mask = masks.padding_mask(given.to(dtype), 3)
-    assert_mask(mask, (2, 1, 1, 3), *given.bool()[:, None])
-    assert torch.equal(masks.padding_mask(given.to(dtype)), mask)
+    inputs = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    mask = masks.padding_mask(inputs.to(dtype), 3)
+    assert_mask(mask, (2, 1, 1, 3), *inputs.bool()[:, None])
+    assert torch.equal(masks.padding_mask(inputs.to(dtype)), mask)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)

@@ -18,6 +18,7 @@ from flash_dmattn import Sequences, append_to_cache, operators
 from flash_dmattn.gradients import spread
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.operators import prepared_view
+from flash_dmattn.operators import flat_flags
 from flash_dmattn.problem import Flags, MaskChoice, NeedsGrad, causal_window
 
 B, LQ, LK, HQ, HK, D, DV = 2, 3, 5, 4, 2, 8, 6
@@ -25,7 +26,7 @@ FORWARD = torch.ops.flash_dmattn.attention_forward.default
 BACKWARD = torch.ops.flash_dmattn.attention_backward.default
 PREPARE = torch.ops.flash_dmattn.prepare_mask.default
 NO_MASK = ([], "none")
-FLAGS = Flags(2, 0, 0.3, 1.5, False)
+FLAGS = flat_flags(Flags(2, 0, 0.3, 1.5, False))
 NO_SEQUENCES: list[Tensor] = []
 SINK = torch.tensor([0.5, -torch.inf, 2.0, -1.0], dtype=torch.bfloat16)
 
@@ -35,7 +36,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def permuted(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of that shape, laid out (batch, heads, seqlen, dim) and from the second element of its storage on."""
+    """Draw a tensor that lies as (batch, heads, seqlen, dim), from the second element of its storage on."""
     b, s, h, d = shape
     return torch.randn(b * h * s * d + 1)[1:].to(dtype).view(b, h, s, d).transpose(1, 2)
 
@@ -93,12 +94,12 @@ def assert_fake_agrees(operator: Any, arguments: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_fakes_agree_with_what_runs(mask: str, bias: str, make: Any) -> None:
-    given = MASKS[mask], BIASES[bias]
+    inputs = MASKS[mask], BIASES[bias]
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        assert_fake_agrees(FORWARD, forward_arguments(make, *given, dtype))
-        for needs_grad in (NeedsGrad(True, True, True, given[1] is not None), NeedsGrad(k=True), NeedsGrad(v=True)):
-            assert_fake_agrees(BACKWARD, backward_arguments(make, *given, dtype, needs_grad, dlse=True))
-        assert_fake_agrees(BACKWARD, backward_arguments(make, *given, dtype, NeedsGrad(v=True, sink=True), True, SINK))
+        assert_fake_agrees(FORWARD, forward_arguments(make, *inputs, dtype))
+        for needs_grad in (NeedsGrad(True, True, True, inputs[1] is not None), NeedsGrad(k=True), NeedsGrad(v=True)):
+            assert_fake_agrees(BACKWARD, backward_arguments(make, *inputs, dtype, needs_grad, dlse=True))
+        assert_fake_agrees(BACKWARD, backward_arguments(make, *inputs, dtype, NeedsGrad(v=True, sink=True), True, SINK))
 
 
 @pytest.mark.parametrize(
@@ -108,11 +109,11 @@ def test_backward_returns_the_gradients_asked_for_in_order(needs_grad: NeedsGrad
     arguments = backward_arguments(
         permuted, MASKS["mask full"], BIASES["bias fp64 per key"], torch.float32, needs_grad, True, SINK
     )
-    found = BACKWARD(*arguments)
+    actual = BACKWARD(*arguments)
     everything = BACKWARD(*arguments[:-1], [True] * 5)
-    assert len(found) == sum(needs_grad)
-    torch.testing.assert_close(found, [g for g, needed in zip(everything, needs_grad) if needed])
-    assert tuple(g is not None for g in spread(found, needs_grad)) == needs_grad
+    assert len(actual) == sum(needs_grad)
+    torch.testing.assert_close(actual, [g for g, needed in zip(everything, needs_grad) if needed])
+    assert tuple(g is not None for g in spread(actual, needs_grad)) == needs_grad
     assert_fake_agrees(BACKWARD, arguments)
 
 
@@ -126,17 +127,17 @@ def test_backward_returns_the_gradients_asked_for_in_order(needs_grad: NeedsGrad
     ],
 )
 def test_opcheck(mask: str, bias: str, make: Any) -> None:
-    given = MASKS[mask], BIASES[bias]
-    arguments = forward_arguments(make, *given, torch.float32)
+    inputs = MASKS[mask], BIASES[bias]
+    arguments = forward_arguments(make, *inputs, torch.float32)
     torch.library.opcheck(FORWARD, arguments)
     # The mask, which takes no gradient, is in a list.
     differentiable = [x.clone().requires_grad_() if isinstance(x, Tensor) else x for x in arguments]
     torch.library.opcheck(FORWARD, tuple(differentiable))
-    for needs_grad, dlse in ((NeedsGrad(True, True, True, given[1] is not None), True), (NeedsGrad(q=True), False)):
-        torch.library.opcheck(BACKWARD, backward_arguments(make, *given, torch.float32, needs_grad, dlse))
-    torch.library.opcheck(FORWARD, forward_arguments(make, *given, torch.float32, SINK))
+    for needs_grad, dlse in ((NeedsGrad(True, True, True, inputs[1] is not None), True), (NeedsGrad(q=True), False)):
+        torch.library.opcheck(BACKWARD, backward_arguments(make, *inputs, torch.float32, needs_grad, dlse))
+    torch.library.opcheck(FORWARD, forward_arguments(make, *inputs, torch.float32, SINK))
     needs_grad = NeedsGrad(q=True, sink=True)
-    torch.library.opcheck(BACKWARD, backward_arguments(make, *given, torch.float32, needs_grad, True, SINK))
+    torch.library.opcheck(BACKWARD, backward_arguments(make, *inputs, torch.float32, needs_grad, True, SINK))
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0)], ids=["no batch", "no query", "no key"])
@@ -152,10 +153,10 @@ def test_fakes_agree_on_empty_inputs(sizes: tuple[int, int, int]) -> None:
 
 def test_schema_is_the_shared_one_and_mutates_nothing() -> None:
     for operator, schema in ((FORWARD, operators.FORWARD_SCHEMA), (BACKWARD, operators.BACKWARD_SCHEMA)):
-        found = operator._schema
-        assert str(torch._C.parse_schema(f"{found.name}{schema}")) == str(found)
-        assert not found.is_mutable
-        assert all(argument.alias_info is None for argument in (*found.arguments, *found.returns))
+        actual = operator._schema
+        assert str(torch._C.parse_schema(f"{actual.name}{schema}")) == str(actual)
+        assert not actual.is_mutable
+        assert all(argument.alias_info is None for argument in (*actual.arguments, *actual.returns))
     *names, backward = [argument.name for argument in FORWARD._schema.arguments]
     assert backward == "backward"
     assert names == [argument.name for argument in BACKWARD._schema.arguments if argument.name in names]
@@ -166,7 +167,7 @@ def test_outputs_never_alias_inputs_or_each_other() -> None:
         q, k, v = (torch.zeros(1, 1, 1, 1, dtype=dtype) for _ in range(3))
         if bias is not None:
             q, k, v = normal(B, LQ, HQ, D), normal(B, LK, HK, D), normal(B, LK, HK, DV)
-        flags = Flags(-1, -1, 1.0, 0.0, False)
+        flags = flat_flags(Flags(-1, -1, 1.0, 0.0, False))
         out, lse = FORWARD(q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None, *flags, "eager", "")
         needs_grad = [True, True, True, bias is not None, False]
         arguments = (q, k, v, *NO_MASK, bias, None, NO_SEQUENCES, None)
@@ -196,7 +197,7 @@ def append(sequences: Sequences, cache: tuple[int, ...], new: tuple[int, ...]) -
     append_to_cache(torch.zeros(*cache, 2, 8), torch.zeros(*cache, 2, 8), *torch.randn(2, *new, 2, 8), sequences)
 
 
-# What runs the operators of the library, beside those of plain calls.
+# Calls that run the operators of the library; the tests above have the operators of plain calls.
 RUNS: dict[str, Callable[[], object]] = {
     "dropout": lambda: attended(dropout_p=0.3),
     "packed": lambda: attended(random_mask(1, 8, 5), sequences=PACKED),
@@ -284,6 +285,6 @@ def test_expanded_dims_are_no_dims_of_the_prepared_mask() -> None:
     made = prepared_view(one.expand(2, 3, -1, -1), 140, 270, (-1, 0), MaskChoice("keys"))
     assert [x.shape[:2] for x in made.tensors] == [(1, 1)] * 4
     row = random_mask(2, 3, 1, 270)
-    found = prepared_view(row.expand(-1, -1, 140, -1), 140, 270, (-1, 0), MaskChoice("intervals", True))
-    assert found.form == "intervals"
-    torch.testing.assert_close(found.tensors, tuple(PREPARE(row, 140, 270, -1, 0, "intervals", True)))
+    actual = prepared_view(row.expand(-1, -1, 140, -1), 140, 270, (-1, 0), MaskChoice("intervals", True))
+    assert actual.form == "intervals"
+    torch.testing.assert_close(actual.tensors, tuple(PREPARE(row, 140, 270, -1, 0, "intervals", True)))

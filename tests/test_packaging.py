@@ -126,16 +126,16 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @builds
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    found = names(wheel)
-    assert {name.partition("/")[0] for name in found} == {"flash_dmattn", f"flash_dmattn-{VERSION}.dist-info"}
+    files = names(wheel)
+    assert {name.partition("/")[0] for name in files} == {"flash_dmattn", f"flash_dmattn-{VERSION}.dist-info"}
     expected = {
         f"{package}/{file.relative_to(ROOT / folder).as_posix()}"
         for folder, package in PACKAGES.items()
         for file in (ROOT / folder).rglob("*.py")
     }
-    assert {name for name in found if name.endswith(".py")} == expected
-    assert {"flash_dmattn/reference/formula.py", "flash_dmattn/py.typed"} <= found
-    assert any(re.fullmatch(r"flash_dmattn-.*\.dist-info/(licenses/)?LICENSE", name) for name in found)
+    assert {name for name in files if name.endswith(".py")} == expected
+    assert {"flash_dmattn/reference/formula.py", "flash_dmattn/py.typed"} <= files
+    assert any(re.fullmatch(r"flash_dmattn-.*\.dist-info/(licenses/)?LICENSE", name) for name in files)
 
 
 @builds
@@ -313,7 +313,7 @@ def test_what_a_build_lacks_is_said_before_it_starts(missing: str, tmp_path: Pat
     assert force.returncode == 1 and f"{reason}. Use 'auto' or 'skip' to install without it" in force.stdout
 
 
-# What nvidia-smi does, and why auto builds nothing where it does that; none where it builds.
+# A stand-in for nvidia-smi, and why auto builds nothing beside it; empty if it builds.
 GPUS = {
     "hopper": ("echo 9.0", ""),
     "hopper beside another": ("echo 8.9; echo 9.0", ""),
@@ -397,7 +397,7 @@ except flash_dmattn.BackendUnavailableError as error:
 
 
 def look(site: Path, cwd: Path) -> tuple[str, str]:
-    """What `info` prints of an installation, and what a call of `cuda` raises there."""
+    """Return what `info` prints of an installation, and what a call of `cuda` raises there."""
     packages = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
     code = LOOK.format(site=str(site), packages=packages)
     info, _, raised = run(sys.executable, "-S", "-c", code, cwd=cwd).stdout.partition("RAISED ")

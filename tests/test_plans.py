@@ -33,7 +33,7 @@ from flash_dmattn.masks import PreparedMask
 
 
 class Watch(TorchDispatchMode):
-    """What has to be shown operators; it records those of this library."""
+    """Stands for all that has to be shown operators; it records the operators of this library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ Launched = list[tuple[Any, ...]]
 
 
 def seen_of(x: Any) -> Any:
-    """What a kernel can see of an argument, but for values and addresses."""
+    """Return what a kernel can see of an argument, but for values and addresses."""
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.data_ptr() % 16
     return tuple(map(seen_of, x)) if isinstance(x, (list, tuple)) else x
@@ -130,7 +130,7 @@ def seen_of(x: Any) -> Any:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """What kernels of cuda and triton are launched with, on CPU tensors; they compute nothing."""
+    """Record what kernels of cuda and triton are launched with, on CPU tensors; they compute nothing."""
     if DEVICE == "cuda":
         pytest.skip("a GPU runs the kernels themselves")
     pytest.importorskip("triton")
@@ -169,20 +169,20 @@ def test_kernels_are_launched_alike(choice: Any, name: str, layout: str, launche
     inputs = case.build("cpu")
     inputs = replace(inputs, q=arrange(inputs.q), k=arrange(inputs.k), v=arrange(inputs.v), dout=arrange(inputs.dout))
     for prepares in (False, True) if inputs.mask is not None else (False,):
-        found = (
+        actual = (
             replace(inputs, mask=PreparedMask.from_mask(inputs.mask, seqlen_q=case.seqlen_q)) if prepares else inputs
         )
         attention = partial(flash_dmattn.attention, return_lse=True, backend=choice, deterministic=True)
         try:
-            run(attention, case, found)
+            run(attention, case, actual)
         except flash_dmattn.BackendUnsupportedError as refusal:
             pytest.skip(str(refusal).splitlines()[1].strip())
         launched.clear()
-        run(attention, case, found)
+        run(attention, case, actual)
         plain = launched.copy()
         launched.clear()
         with Watch():
-            run(attention, case, found)
+            run(attention, case, actual)
         assert plain == launched
         assert plain or name == "no key"
         launched.clear()
@@ -219,8 +219,8 @@ def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
 WANTED = gradients(partial(attend, backend="eager"), *leaves())
 
 
-def check_gradients(found: list[Tensor]) -> None:
-    torch.testing.assert_close(found, WANTED)
+def check_gradients(actual: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, WANTED)
 
 
 def test_a_call_that_nothing_watches_calls_no_operator(ready: Ready) -> None:
@@ -273,8 +273,8 @@ def test_watching_changes_nothing(watch: str, watched: str, ready: Ready) -> Non
         assert isinstance(out, Tensor)
         loss = out.square().sum()
         with around():
-            found = torch.autograd.grad(loss, inputs)
-        return [x.detach().as_subclass(Tensor) for x in (out, *found)]
+            actual = torch.autograd.grad(loss, inputs)
+        return [x.detach().as_subclass(Tensor) for x in (out, *actual)]
 
     plain = results(nullcontext, (4, 2), list(leaves()))
     runs = ready.runs.copy()
@@ -302,8 +302,8 @@ def test_transforms_and_compilers_run_the_same_passes() -> None:
         gradients(attend, *leaves())
         ready.clear()
         inputs = [x.detach() for x in leaves()]
-        found = torch.func.grad(lambda *x: attend(*x).square().sum(), argnums=(0, 1, 2))(*inputs)
-        check_gradients([WANTED[0], *found])
+        actual = torch.func.grad(lambda *x: attend(*x).square().sum(), argnums=(0, 1, 2))(*inputs)
+        check_gradients([WANTED[0], *actual])
         mapped = torch.func.vmap(attend)(*(torch.stack([x, x]) for x in inputs))
         torch.testing.assert_close(mapped[1], WANTED[0])
         compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
@@ -376,8 +376,8 @@ def test_calls_of_several_choices_share_a_class(ready: Ready) -> None:
 def test_a_fake_gradient_is_not_taken_for_a_plain_one(ready: Ready) -> None:
     inputs = leaves()
     out = attend(*inputs)
-    found = torch.autograd.grad(out, inputs, (2 * out.detach()).as_subclass(Wrapped))
-    torch.testing.assert_close([x.as_subclass(Tensor) for x in found], WANTED[1:])
+    actual = torch.autograd.grad(out, inputs, (2 * out.detach()).as_subclass(Wrapped))
+    torch.testing.assert_close([x.as_subclass(Tensor) for x in actual], WANTED[1:])
     assert ready.ways == ["forward", "backward"] and ready.shown == ["backward"]
 
 

@@ -1,4 +1,4 @@
-"""Bugs of the predecessor of this project, none of which may come back."""
+"""Bugs of the predecessor of this project; none may come back."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_almost_right_is_refused(name: str, spoilt: Callable[[Tensor], Tensor], 
         assert_accurate({**results, name: spoilt(results[name])}, case, case.build())
 
 
-def bytes_of(operation: Callable[[], object], *given: Tensor | None) -> int:
-    """The bytes of all memory that operators return, without that of some tensors."""
+def bytes_of(operation: Callable[[], object], *tensors: Tensor | None) -> int:
+    """The bytes of all memory that operators return, without the memory of some tensors."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def show(operator: Any, arguments: Any, result: Any) -> None:
@@ -44,7 +44,7 @@ def bytes_of(operation: Callable[[], object], *given: Tensor | None) -> int:
 
     with Dispatched(show):
         operation()
-    known = {x.untyped_storage()._cdata for x in given if x is not None}
+    known = {x.untyped_storage()._cdata for x in tensors if x is not None}
     return sum(storage.nbytes() for key, storage in storages.items() if key not in known)
 
 
@@ -59,8 +59,8 @@ def test_memory_of_the_triton_plans(bias: str, mask: str) -> None:
 
     variant = Variant(64, mask=mask, bias=tuple(bias.split()), seqlen_k=2047, num_heads_k=8)
     call = variant.call("sm_90")
-    given = (call.q, call.k, call.v, call.bias, *call.mask.tensors)
-    allocated = bytes_of(lambda: run_plans(call, lambda *_: None), *given)
+    inputs = (call.q, call.k, call.v, call.bias, *call.mask.tensors)
+    allocated = bytes_of(lambda: run_plans(call, lambda *_: None), *inputs)
     assert call.bias is not None
     # out and dout, which are made here; dq, dk, dv, dbias.
     outputs = 3 * call.q.nbytes + call.k.nbytes + call.v.nbytes + call.bias.nbytes

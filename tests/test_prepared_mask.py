@@ -116,16 +116,6 @@ def test_one_row_for_all_queries_against_loops(seqlen_q, seqlen_k, band):
             check_stats(prepared, by_place(prepared))
 
 
-@pytest.mark.parametrize("band", BANDS, ids=str)
-def test_the_band_of_a_query_is_a_run_of_kept_keys(band):
-    keys = torch.rand(1, 1, 1, 300, generator=torch.Generator().manual_seed(1)) < 0.7
-    prepared = PreparedMask.from_mask(keys, seqlen_q=15, **band)
-    low, high = prepared.band or (-15, 300)
-    for i, row in enumerate(prepared.dense()[0, 0]):
-        first, last = (int(prepared.prefix[0, 0, max(0, min(n, 300))]) for n in (i + low, i + high + 1))
-        assert prepared.kept[0, 0, first:last].tolist() == row.nonzero().flatten().tolist()
-
-
 def test_keys_of_many_queries_are_put_in_order_unasked():
     keys = torch.rand(1, 1, 1, 40) < 0.5
     assert [PreparedMask.from_mask(keys, seqlen_q=n).is_reordered for n in (4095, 4096)] == [False, True]
@@ -141,17 +131,6 @@ def test_a_mask_of_one_row_as_tiles() -> None:
         assert isinstance(dense, TileMask) and isinstance(prepared, TileMask if seqlen_q >= 16 else KeyMask)
         assert torch.equal(prepared.dense(), dense.dense())
         assert isinstance(prepared, KeyMask) or same(prepared, dense)
-
-
-@pytest.mark.parametrize("seqlen_q", [2, 127, 128, 129, 300])
-def test_tiles_of_the_last_row_may_be_full_and_those_of_a_cut_column_may_not(seqlen_q):
-    mask = torch.ones(1, 2, seqlen_q, 300, dtype=torch.bool)
-    mask[0, 1, -1, 128:] = False
-    prepared = PreparedMask.from_mask(mask)
-    check_tile_mask(prepared, mask)
-    last = -(-seqlen_q // 128) - 1
-    assert prepared.classes[0, 0].tolist() == [[2, 2, 1]] * (last + 1)
-    assert prepared.classes[0, 1, last].tolist() == [2, *([0, 0] if seqlen_q == 129 else [1, 1])]
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [*SIZES, (300, 200)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,10 +23,11 @@ from flash_dmattn.backends.sdpa import backend, cuda, efficient
 from flash_dmattn.dispatch import selection
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.integrations.sdpa import intercept_sdpa
-from flash_dmattn.problem import NeedsGrad
+from flash_dmattn.problem import NeedsGrad, SequenceSpec
 from flash_dmattn.problem.inputs import Inputs as Operands
 from flash_dmattn.problem.inputs import Saved
 from flash_dmattn.reference import formula
+from flash_dmattn.sequences import Sequences
 
 QKV = ("q", "k", "v")
 PLAIN = Case(seqlen_q=130, seqlen_k=197, num_heads=4, num_heads_k=4, head_dim=64, dtype=torch.bfloat16, needs_grad=QKV)
@@ -259,9 +261,86 @@ class OnEmulation(torch.autograd.Function):
         return None, *run_backward(Saved(ctx.saved, ctx.out, ctx.lse), dout, None)
 
 
+def packed_forward(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, scale: float) -> Any:
+    longest, is_causal = rest[:2], rest[3]
+    out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)
+    for queries, keys in sequences_of(cu_q, cu_k, longest):
+        flags = {"is_causal": is_causal, "softmax_scale": scale}
+        results = formula.attention(q[None, queries], k[None, keys], v[None, keys], **flags)
+        out[queries], lse[:, queries] = (x[0] for x in results)
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf), None, None, None
+
+
+def packed_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, *rest: Any, **n: Any
+) -> Any:
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    for queries, keys in sequences_of(cu_q, cu_k, rest[:2]):
+        flags = {"is_causal": rest[3], "softmax_scale": n["scale"]}
+        tensors = (dout[None, queries], None, q[None, queries], k[None, keys], v[None, keys])
+        for x, own, part in zip(gradients, (queries, keys, keys), formula.gradients(*tensors, None, None, **flags)):
+            x[own] = part[0]
+    return gradients
+
+
+def sequences_of(cu_q: Tensor, cu_k: Tensor, longest: tuple[int, int]) -> list[tuple[slice, slice]]:
+    """Return the rows of each sequence; what is longer than a bound is not computed."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.is_contiguous() and cu_k.is_contiguous()
+    sides = [[slice(*edges) for edges in pairwise(cu.tolist())] for cu in (cu_q, cu_k)]
+    return [pair for pair in zip(*sides) if all(s.stop - s.start <= most for s, most in zip(pair, longest))]
+
+
+PACKED: dict[str, tuple[Sequences, int, int]] = {
+    "self-attention": (Sequences.packed(torch.tensor([0, 5, 5, 12]), max_seqlen_q=7), 12, 12),
+    "rows behind the last": (Sequences.packed(torch.tensor([0, 5, 12])), 15, 15),
+    "more queries, and no keys": (Sequences.packed(torch.tensor([0, 9, 13]), torch.tensor([0, 4, 4])), 13, 6),
+    "tokens that are not used": (
+        Sequences.packed(
+            torch.tensor([0, 8, 12]),
+            torch.tensor([0, 6, 12]),
+            max_seqlen_q=6,
+            max_seqlen_k=6,
+            seqlens_q=torch.tensor([2, 4]),
+            seqlens_k=torch.tensor([6, 1]),
+        ),
+        12,
+        12,
+    ),
+    "none": (Sequences.packed(torch.tensor([0])), 4, 4),
+    "no keys": (Sequences.packed(torch.tensor([0, 4]), torch.tensor([0, 0])), 4, 0),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_around_the_operators_of_gpus(
+    name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_FORWARD", packed_forward)
+    monkeypatch.setattr(cuda, "_BACKWARD", packed_backward)
+    torch.manual_seed(0)
+    sequences, rows_q, rows_k = PACKED[name]
+    q, dout = torch.randn(2, rows_q, 4, 8, dtype=torch.float16)
+    k, v = torch.randn(2, rows_k, 2, 8, dtype=torch.float16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    call: dict[str, Any] = {"sequences": sequences, "is_causal": is_causal}
+    explanation = flash_dmattn.explain(*leaves, **call, backend="sdpa", device="sm_80")
+    assert (explanation.forward, explanation.backward) == ("sdpa", "sdpa")
+    _, view = sequences.lay_out(q, k, v)
+    x = Operands(*(t.detach()[None] for t in leaves), sequences=view)
+    problem = explanation.problem
+    out, lse = backend.BACKEND.plan_forward(problem)(x)
+    gradients = backend.BACKEND.plan_backward(problem)(Saved(x, out, lse), dout[None], None)[:3]
+    wanted = flash_dmattn.attention(*leaves, **call, return_lse=True, backend="eager")
+    exact = (*wanted, *torch.autograd.grad(wanted[0], leaves, dout))
+    for y, z in zip((out, lse, *gradients), exact, strict=True):
+        assert y is not None and y.is_contiguous()
+        torch.testing.assert_close(y[0], z, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("module", [cuda, efficient])
 def test_the_operators_have_these_arguments(module: Any) -> None:
-    """They are those of torch 2.9 and later."""
+    """torch 2.9 and later have them."""
     wanted = {
         cuda: ({"scale", "window_size_left", "window_size_right"}, 10, 14),
         efficient: ({"scale"}, 11, 16),
@@ -276,6 +355,7 @@ def test_the_operators_have_these_arguments(module: Any) -> None:
 # Rules and order
 
 CALL: dict[str, Any] = {"q": (2, 1024, 16, 64), "dtype": "bf16"}
+ROWS: dict[str, Any] = {"q": (1, 4096, 16, 64), "sequences": SequenceSpec("packed", 8, 4096, 4096, 1024, 1024)}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "head dim 200 on sm_89": ({"q": (2, 1024, 4, 200), "device": "sm_89", "grad": True}, "gpu_head_dim"),
     "lse": ({"device": "sm_80", "return_lse": True, "grad": True}, "gpu_lse"),
@@ -302,6 +382,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "AMD, window": ({"device": "gfx942", "window_size": (9, 9)}, "rocm"),
     "AMD, bias": ({"device": "gfx942", "bias": (1, 16, 1024, 1024)}, "rocm"),
     "Turing": ({"device": "sm_75"}, "device"),
+    "AMD, packed": (ROWS | {"device": "gfx942"}, "sequences"),
+    "packed on a CPU": (ROWS | {"device": "cpu"}, "sequences"),
+    "padded": ({"device": "sm_80", "sequences": SequenceSpec("padded", 2, 1024, 1024, 1024, 1024)}, "sequences"),
+    "packed, window": (ROWS | {"device": "sm_80", "window_size": (64, 0)}, "gpu_window"),
     "head dims on a CPU": ({"device": "cpu", "head_dim_v": 32}, "head_dim"),
     "dbias on a CPU": ({"device": "cpu", "dtype": "fp32", "bias": (1, 16, 1, 1024), "bias_grad": True}, "dbias"),
     "bf16 gradients on a CPU": ({"device": "cpu", "grad": True}, "half_precision"),
@@ -323,6 +407,8 @@ ORDERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "bias": (BIAS, ["flex", "triton", "sdpa"]),
     "dbias": (BIAS | {"bias_grad": True}, ["triton", "flex", "sdpa"]),
     "fp32": ({"dtype": "fp32"}, ["flex", "triton", "sdpa"]),
+    "packed": (ROWS, ["sdpa", "triton", "flex"]),
+    "packed, window": (ROWS | {"window_size": (64, 0)}, ["sdpa", "triton", "flex"]),
 }
 
 
@@ -354,10 +440,44 @@ def test_the_choice_of_each_pass_on_a_cpu() -> None:
     small = (1, 8, 2, 16)
     assert chosen() == chosen(**MASK) == chosen(**BIAS) == ("sdpa", "sdpa")
     assert chosen(is_causal=True) == chosen(**BIAS, bias_grad=True) == ("sdpa", "eager")
+    assert chosen(is_causal=True, **MASK) == chosen(is_causal=True, **BIAS) == ("eager", "eager")
+    assert chosen(is_causal=True, kv_heads=4) == ("eager", "eager") and chosen(kv_heads=4) == ("sdpa", "sdpa")
     assert chosen(window_size=(9, 0)) == chosen(seqlen_k=2048, is_causal=True) == ("eager", "eager")
     assert chosen(q=small, window_size=(3, 0)) == chosen(q=small, is_causal=True) == ("sdpa", "sdpa")
     assert chosen(dtype="fp64") == chosen(dtype="bf16") == chosen(**MASK, mask_prepared=True) == ("eager", "eager")
     assert chosen(q=small, dtype="fp64") == ("sdpa", "sdpa") and chosen(q=small, dtype="bf16") == ("sdpa", "eager")
+
+
+@pytest.mark.parametrize(
+    "q, kv_heads, keys, backend_of_it",
+    [
+        ((1, 1, 32, 64), 8, 512, "sdpa"),  # little work
+        ((1, 1, 32, 64), 8, 2048, "eager"),
+        ((1, 1, 32, 128), 8, 2048, "sdpa"),  # four rows of a product
+        ((1, 2, 32, 128), 8, 2048, "eager"),
+        ((1, 16, 8, 64), 2, 512, "sdpa"),  # little work of each query
+        ((1, 16, 32, 64), 8, 2048, "eager"),
+        ((1, 17, 32, 64), 8, 2048, "sdpa"),  # many rows of a product
+        ((1, 4, 32, 64), 16, 4096, "sdpa"),  # groups of two
+    ],
+)
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_few_queries_of_groups_on_a_cpu(
+    q: tuple[int, ...], kv_heads: int, keys: int, backend_of_it: str, has_mask: bool
+) -> None:
+    call: dict[str, Any] = {"q": q, "kv_heads": kv_heads, "seqlen_k": keys, "grad": False}
+    if has_mask:
+        call["mask"] = (1, 1, 1, keys)
+    assert chosen(**call)[0] == backend_of_it
+
+
+@pytest.mark.parametrize(
+    "keys, key_mask, pair_mask", [(256, "sdpa", "sdpa"), (400, *["eager"] * 2), (2048, "sdpa", "eager")]
+)
+def test_causality_beside_a_mask_on_a_cpu(keys: int, key_mask: str, pair_mask: str) -> None:
+    call: dict[str, Any] = {"q": (1, keys, 8, 64), "is_causal": True}
+    assert chosen(**call, mask=(1, 1, 1, keys))[0] == key_mask
+    assert chosen(**call, mask=(1, 1, keys, keys))[0] == pair_mask
 
 
 def test_explain_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

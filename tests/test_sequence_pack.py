@@ -96,10 +96,10 @@ def test_nothing_waits_for_the_device() -> None:
     wanted = call.step()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        found = call.step()
+        actual = call.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, actual, wanted))
 
 
 @on_a_gpu
@@ -112,21 +112,21 @@ def test_a_graph_follows_masks_and_lengths() -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = call.step()
+        actual = call.step()
     for edges in ([0, 100, 480, 900], [0, 470, 480, 800]):
         call.edges.copy_(torch.tensor(edges))
         call.mask.copy_(torch.rand(call.mask.shape) < 0.2)
         graph.replay()
-        assert all(map(torch.equal, found, call.step()))
+        assert all(map(torch.equal, actual, call.step()))
 
 
 def problem_of(
-    rows: tuple[int, ...] = (1, 500, 300), most: tuple[int, int] = (300, 300), device: str = "sm_90", **given: object
+    rows: tuple[int, ...] = (1, 500, 300), most: tuple[int, int] = (300, 300), device: str = "sm_90", **more: object
 ) -> Explanation:
     """A call with a bool mask beside three packed sequences of 500 tokens in all."""
     spec = SequenceSpec("packed", 3, 500, 500, *most)
     return explain_problem(
-        (1, 500, 2, 16), device=device, mask=rows, sequences=spec, grad=True, backend="triton", **given
+        (1, 500, 2, 16), device=device, mask=rows, sequences=spec, grad=True, backend="triton", **more
     )
 
 
@@ -135,7 +135,7 @@ READS = "reads the bool mask as it is, and skips nothing for it: PreparedMask.fr
 
 
 @pytest.mark.parametrize(
-    ("given", "packs"),
+    ("changes", "packs"),
     [
         ({}, True),
         ({"device": "sm_80"}, True),
@@ -148,8 +148,8 @@ READS = "reads the bool mask as it is, and skips nothing for it: PreparedMask.fr
         ({"rows": (3, 1, 300, 300)}, False),  # by position
     ],
 )
-def test_which_masks_are_packed_by_the_call(given: dict[str, object], packs: bool) -> None:
-    explained = problem_of(**given)  # type: ignore[arg-type]
+def test_which_masks_are_packed_by_the_call(changes: dict[str, object], packs: bool) -> None:
+    explained = problem_of(**changes)  # type: ignore[arg-type]
     problem = explained.problem
     assert problem.mask is not None
     for backward in (None, TRITON, EAGER):
@@ -208,16 +208,16 @@ def test_compiled(arch: str) -> None:
 
 
 def test_masks_are_drawn_of_all_that_kernels_tell_apart() -> None:
-    """What decides a kernel is drawn at all: a draw that lost a form would pass every check."""
+    """Draws reach all that decides a kernel: a draw that lost a form would pass every check."""
     seen: set[object] = set()
     for number in range(4 * CALLS):
         call = draw(number)
-        spec, shape = call.spec, call.given.shape
+        spec, shape = call.spec, call.mask_bytes.shape
         lengths = {n for row in call.bounds.tolist() for n in (row[1], row[3])}
         seen |= {spec.layout, call.mask_packing, call.window, *lengths, ("sequences", spec.number)}
         seen.add(("rows", call.mask_packing, shape[2] > 1, shape[3] > 1))
-        if call.given.numel():
-            seen |= {("byte", int(call.given.max())), ("far", max(call.given.stride()) > 10**12)}
+        if call.mask_bytes.numel():
+            seen |= {("byte", int(call.mask_bytes.max())), ("far", max(call.mask_bytes.stride()) > 10**12)}
         if spec.number and spec.packs_queries:
             seen.add(("late", int(call.bounds[0, 0]) > 128))
     layouts = {"packed", "padded", "paged", "paged_packed"}

@@ -104,11 +104,11 @@ def check_tensors(call: SequenceCall, mask: SequenceTileMask) -> None:
     assert not bits[:, ~used].any()
 
 
-def check_list(found: Tensor, kinds: Tensor) -> None:
+def check_list(actual: Tensor, kinds: Tensor) -> None:
     """The counts of full and of partial tiles, and which these are."""
     full, partial = ((kinds == kind).nonzero().flatten().tolist() for kind in (2, 1))
-    assert found[:2].tolist() == [len(full), len(partial)]
-    assert found[2 : 2 + len(full) + len(partial)].tolist() == full + partial
+    assert actual[:2].tolist() == [len(full), len(partial)]
+    assert actual[2 : 2 + len(full) + len(partial)].tolist() == full + partial
 
 
 @pytest.mark.parametrize("chunk", (1 << 24, 5000))
@@ -128,18 +128,18 @@ def test_stats_are_the_sums_of_those_of_each_sequence() -> None:
         mask = prepared(call).mask
         assert isinstance(mask, SequenceTileMask)
         own = [mask_stats(allowed_in(call, s)[: mask.shape[1]]) for s in range(len(call.lengths))]
-        for s, of_one in enumerate(own):
+        for s, one in enumerate(own):
             for head in range(mask.shape[1]):
                 assert torch.equal(mask.dense_sequence(s, head).cpu(), allowed_in(call, s)[head])
-            assert of_one.shape[2:] == (call.lengths[s][1], call.lengths[s][3])
-        found = mask.stats()
+            assert one.shape[2:] == (call.lengths[s][1], call.lengths[s][3])
+        actual = mask.stats()
         pairs = [math.prod(x.shape) for x in own]
         tiles = [mask.shape[1] * -(-n // 128) * -(-m // 128) for _, n, _, m in call.lengths]
-        assert found.shape == (1, mask.shape[1], sum(n for _, n, _, _ in call.lengths), mask.spec.max_seqlen_k)
-        assert found.empty_rows == sum(x.empty_rows for x in own)
+        assert actual.shape == (1, mask.shape[1], sum(n for _, n, _, _ in call.lengths), mask.spec.max_seqlen_k)
+        assert actual.empty_rows == sum(x.empty_rows for x in own)
         for name, counts in (("density", pairs), ("active_tile_fraction", tiles), ("full_tile_fraction", tiles)):
-            whole = sum(getattr(x, name) * count for x, count in zip(own, counts, strict=True))
-            assert getattr(found, name) == pytest.approx(whole / max(1, sum(counts)))
+            full = sum(getattr(x, name) * count for x, count in zip(own, counts, strict=True))
+            assert getattr(actual, name) == pytest.approx(full / max(1, sum(counts)))
 
 
 def test_a_batch_of_no_sequences_has_empty_tiles() -> None:
@@ -159,8 +159,8 @@ def test_a_batch_of_no_sequences_has_empty_tiles() -> None:
 def test_a_mask_that_is_expanded_is_read_once() -> None:
     sequences = Sequences.packed(torch.tensor([0, 150, 290], device=DEVICE), max_seqlen_q=150)
     mask = (torch.rand(1, 290, 150, device=DEVICE) < 0.5).expand(4, 290, 150)
-    found = PreparedMask.from_mask(mask, sequences=sequences, seqlen_q=290, seqlen_k=290)
-    assert found.bits.shape == (1, 1, 290, 8) and torch.equal(found.unpacked()[0, :, :150], mask[:1, :150])
+    actual = PreparedMask.from_mask(mask, sequences=sequences, seqlen_q=290, seqlen_k=290)
+    assert actual.bits.shape == (1, 1, 290, 8) and torch.equal(actual.unpacked()[0, :, :150], mask[:1, :150])
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -200,18 +200,18 @@ def test_explain_says_what_a_mask_costs() -> None:
     q = torch.randn(500, 2, 16, device=DEVICE)
     mask = torch.rand(1, 1, 300, 300, device=DEVICE) < 0.5
     tiles = PreparedMask.from_mask(mask, is_causal=True, sequences=sequences, seqlen_q=500, seqlen_k=500)
-    found = flash_dmattn.explain(q, q, q, tiles, sequences=sequences)
-    assert found.problem.mask_form == "sequence_tiles" and found.problem.is_causal
-    notes = {verdict.backend: verdict.notes for verdict in found.verdicts}
+    actual = flash_dmattn.explain(q, q, q, tiles, sequences=sequences)
+    assert actual.problem.mask_form == "sequence_tiles" and actual.problem.is_causal
+    notes = {verdict.backend: verdict.notes for verdict in actual.verdicts}
     assert "unpacks the prepared mask to a dense bool tensor of 0.1 MB" in notes["reference"]
     assert notes["eager"] == ()
-    assert "prepared mask (1, 1, 500, 300) of packed queries" in str(found.problem)
+    assert "prepared mask (1, 1, 500, 300) of packed queries" in str(actual.problem)
     described = explain_problem(
         (1, 500, 2, 16),
-        **{"dtype": "fp32", "device": found.problem.arch, "mask": (1, 1, 300, 300), "mask_prepared": True},
+        **{"dtype": "fp32", "device": actual.problem.arch, "mask": (1, 1, 300, 300), "mask_prepared": True},
         **{"is_causal": True, "sequences": tiles.spec},
     )
-    assert described.problem == found.problem
+    assert described.problem == actual.problem
 
 
 EDGES = Sequences.packed(torch.tensor([0, 3, 8], device=DEVICE), max_seqlen_q=5)

@@ -58,7 +58,7 @@ def draw_options(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", ("eager", "triton", "cuda"), indirect=True)
 @pytest.mark.parametrize("part", range(6))
 def test_random_calls_beside_one_dense_call(backend: Runner, part: int) -> None:
-    """With NaN in all rows of no sequence; those of flex are in test_flex_sequences.py."""
+    """All rows of no sequence hold NaN; test_flex_sequences.py has the calls of flex."""
     ran = 0
     for number in range(part, EXAMPLES, 6):
         call = draw(number, **draw_options(backend.name))

@@ -51,30 +51,6 @@ def test_argument_beats_block_beats_default_beats_auto() -> None:
     assert ran() == AUTO
 
 
-def test_blocks_nest_and_end_with_an_exception() -> None:
-    with flash_dmattn.config(backend="reference"):
-        with flash_dmattn.config(backend=("eager", "eager")):
-            assert ran() == EAGER
-        assert ran() == REFERENCE
-        with pytest.raises(ValueError, match="q has 3 dimensions"), flash_dmattn.config(backend="eager"):
-            flash_dmattn.attention(*torch.randn(3, 1, 3, 8))
-        assert ran() == REFERENCE
-    assert ran() == AUTO
-
-
-def test_block_is_of_its_own_thread_and_default_of_the_process() -> None:
-    actual: list[tuple[str, str | None]] = []
-
-    def call() -> None:
-        actual.append(ran())
-
-    with flash_dmattn.config(backend="reference"):
-        run_thread(call)
-    flash_dmattn.config.set(backend="reference")
-    run_thread(call)
-    assert actual == [AUTO, REFERENCE]
-
-
 def run_thread(target: object) -> None:
     thread = threading.Thread(target=target)
     thread.start()
@@ -506,25 +482,6 @@ def test_hooks_are_as_they_were_after_a_region_is_seen() -> None:
     packed.clear()
     attend(x)
     assert packed == []
-
-
-def test_private_names_of_torch_that_checkpoints_need() -> None:
-    """Without one of them regions are recomputed under the settings of the place, and the tests above fail."""
-    assert checkpoints._Frame is torch.utils.checkpoint._CheckpointFrame
-    x = torch.randn(2, requires_grad=True)
-    seen: list[Any] = []
-
-    def region(x: Tensor) -> Tensor:
-        hooks = checkpoints._top(True)
-        assert hooks is not None
-        seen.append(checkpoints._frame_of(hooks))
-        return x.sin()
-
-    out = checkpoint(region, x, use_reentrant=False)
-    assert type(seen[0]) is checkpoints._Frame and callable(seen[0].recompute_fn)
-    out.sum().backward()
-    assert seen[1] is None  # the hooks of a recomputation
-    assert checkpoints._top(True) is None and checkpoints._is_enabled()
 
 
 @pytest.mark.parametrize("name", ["_Frame", "_top", "_is_enabled"])

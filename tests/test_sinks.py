@@ -56,12 +56,12 @@ def test_a_sink_is_a_key_of_zeros_whose_score_is_the_sink() -> None:
     mask = torch.cat([x.mask, torch.ones_like(x.mask[..., :1])], -1)
     scores = torch.cat([bias.expand(-1, -1, 1, -1), sink.view(1, -1, 1, 1)], -1)
     wanted = formula.attention(x.q, longer(x.k), longer(x.v), mask, scores)
-    found = formula.attention(x.q, x.k, x.v, x.mask, bias, sink=sink)
-    torch.testing.assert_close(found, wanted)
-    of_keys = torch.autograd.grad(wanted, (bias, sink), (x.dout, x.dlse))
-    torch.testing.assert_close(torch.autograd.grad(found, (bias, sink), (x.dout, x.dlse)), of_keys)
+    actual = formula.attention(x.q, x.k, x.v, x.mask, bias, sink=sink)
+    torch.testing.assert_close(actual, wanted)
+    key_gradients = torch.autograd.grad(wanted, (bias, sink), (x.dout, x.dlse))
+    torch.testing.assert_close(torch.autograd.grad(actual, (bias, sink), (x.dout, x.dlse)), key_gradients)
     _, _, _, dbias, dsink = formula.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, bias, sink=sink)
-    torch.testing.assert_close((dbias, dsink), of_keys)
+    torch.testing.assert_close((dbias, dsink), key_gradients)
 
 
 def test_rows_without_keys_have_the_lse_of_their_sink(backend: Runner) -> None:
@@ -83,10 +83,10 @@ def test_minus_infinity_is_no_sink(backend: Runner, bias: tuple[str, ...] | None
     wanted = backend(case, inputs)
     none = torch.full((case.num_heads,), -torch.inf, dtype=case.dtype, device=DEVICE)
     with_none = type(inputs)(**{**vars(inputs), "sink": none})
-    found = backend(case.with_(needs_grad=WITH_SINK), with_none)
-    dsink = found.pop("dsink")
+    actual = backend(case.with_(needs_grad=WITH_SINK), with_none)
+    dsink = actual.pop("dsink")
     assert dsink is not None and not dsink.any()
-    for name, x in found.items():
+    for name, x in actual.items():
         y = wanted[name]
         assert (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y)), name
 

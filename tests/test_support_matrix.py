@@ -52,7 +52,7 @@ CALLS: Features = {
     "window_size": (None, (-1, 0), (16, 4)),
     "sink": (None,),
     "dropout_p": (0.0, 0.0, 0.1),
-    "relative": ("1", "1", "Lq"),
+    "relative": ("1", "Lq", "Lq"),
 }
 
 
@@ -85,7 +85,10 @@ def described_sequences(seed: int) -> AttentionProblem:
     by_position = (pick.choice((1, number)), pick.choice((1, heads)), most, most)
     bias = pick.choice((None, by_position, (pick.choice((1, heads)), tokens, most), (heads, 1, tokens)))
     by_distance = None
-    if random.Random(f"relative {seed}").random() < 0.2:
+    distances = random.Random(f"relative {seed}").random()
+    if distances < 0.1:
+        bias, by_distance = (heads, tokens, 9), ByDistance(4, "zero", True)
+    elif distances < 0.3:
         bias, by_distance = (heads, 9), ByDistance(4, "clamp", False)
     tree = random.Random(f"tree {seed}").random() < 0.1
     mask: dict[str, Any] = {"mask": pick.choice((None, None, by_position))}
@@ -110,11 +113,24 @@ def described_sequences(seed: int) -> AttentionProblem:
     return explain_problem(**packed).problem
 
 
+def described_band(seed: int) -> AttentionProblem:
+    """The same of a bias by query and distance, whose values entries or heads may share, or beside packed sequences."""
+    pick = random.Random(seed)
+    band: dict[str, Any] = {"by_distance": ByDistance(4, "zero", True), "device": "sm_90", "dtype": "bf16"}
+    band |= {"grad": True, "bias_grad": pick.random() < 0.7}
+    heads = pick.choice((1, 4))
+    if seed % 4 == 0:
+        sequences = SequenceSpec("packed", 2, 60, 60, 40, 40)
+        return explain_problem((1, 60, 4, 64), bias=(heads, 60, 9), sequences=sequences, **band).problem
+    return explain_problem((2, 60, 4, 64), bias=(pick.choice((1, 2)), heads, 60, 9), **band).problem
+
+
 @pytest.fixture(scope="module")
 def problems() -> list[tuple[int, AttentionProblem]]:
     return [
         *((seed, described(seed)) for seed in range(1000)),
         *((seed, described_sequences(seed)) for seed in range(1000, 1300)),
+        *((seed, described_band(seed)) for seed in range(1300, 1320)),
     ]
 
 
@@ -150,6 +166,7 @@ class TestRules:
             for seed, problem in problems:
                 if set(rule.passes) & set(passes_of(problem)) and not rule.holds(problem):
                     text = rule.says(problem)
+                    assert len(text.split()) > 2 and all(text.split(" ")), f"{rule.code}, described({seed}): {text!r}"
                     words = set(re.findall(r"[\w.]+", text))
                     assert words & values(problem), f"{rule.code}, described({seed}): no value of the call in {text!r}"
 

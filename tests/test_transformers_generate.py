@@ -74,7 +74,7 @@ def test_tokens_and_logits(name: str, cache: str, side: str | None, counted: Cou
     scale = float(result["eager"][1].abs().max())
     assert float((result["dmattn"][1] - result["eager"][1]).abs().max()) < limits(name)[0] * scale
     if cache == "static" and name == "llama":
-        # Keys after the used part are not passed: the prompt's exactly, those of later steps to a multiple of 128.
+        # Keys after the used part are not passed: the prompt has its own length, later steps a multiple of 128.
         assert {call["k"].shape[1] for call in counted.calls} == {14, counted.masks[0].shape[3]}
         assert all(call["sequences"] is None for call in counted.calls)
         assert {mask.shape[2] for mask in counted.masks} == {14, 1}

@@ -29,7 +29,7 @@ ON_SM_90_ALONE = (
     *FP32,
     "512 fp32",
 )
-# What has a tile of its own: every row of the tile table is in the plan of one of these.
+# Variants with a tile of their own: every row of the tile table is in the plan of one of these.
 PLANNED = [
     (name, capability)
     for name in VARIANTS
@@ -102,23 +102,23 @@ def test_fits_the_gpu(name: str, capability: int) -> None:
     names = {kernel.name for kernel in kernels}
     assert names & {"forward", "short_forward"}
     assert any(backward < names for backward in ({"delta", "backward_keys"}, {"delta", "pairs"}, {"short_backward"}))
-    for found in kernels:
-        kernel = found.name
-        usage = f"registers {found.registers}, stack {found.stack}, shared memory {found.shared}"
-        what = f"{kernel} {found.block_m}x{found.block_n}: {usage}"
-        assert found.shared <= shared_bytes(f"sm_{capability}"), what
-        assert found.registers <= 255, what
+    for compiled in kernels:
+        kernel = compiled.name
+        usage = f"registers {compiled.registers}, stack {compiled.stack}, shared memory {compiled.shared}"
+        what = f"{kernel} {compiled.block_m}x{compiled.block_n}: {usage}"
+        assert compiled.shared <= shared_bytes(f"sm_{capability}"), what
+        assert compiled.registers <= 255, what
         if variant.dtype == torch.float32:
             continue
         if head_dim <= 128:
             limit = stack_limit(capability, kernel, name, head_dim)
-            assert found.stack <= limit, f"{what}; limit {limit}"
+            assert compiled.stack <= limit, f"{what}; limit {limit}"
         if kernel not in HELPERS:
             # The products of a warpgroup have at least 64 rows; the key-stationary kernel has keys in its rows.
-            rows = found.block_n if kernel == "backward_keys" else found.block_m
+            rows = compiled.block_n if kernel == "backward_keys" else compiled.block_m
             hopper = "wgmma.mma_async" if rows >= 64 else "mma.sync"
             instructions = {80: "mma.sync", 90: hopper, 100: "tcgen05.mma" if rows >= 64 else "mma.sync"}
-            assert instructions[capability] in found.text, f"{kernel} has no {instructions[capability]}"
+            assert instructions[capability] in compiled.text, f"{kernel} has no {instructions[capability]}"
 
 
 FEW_QUERIES = [name for name in VARIANTS if "one query" in name or "few queries" in name]
@@ -199,8 +199,8 @@ def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch
 
     tile_of = plan.tile_of
 
-    def recorded(*given: object, **kinds: int) -> tile_table.Tile:
-        tile = tile_of(*given, **kinds)
+    def recorded(*arguments: object, **kinds: int) -> tile_table.Tile:
+        tile = tile_of(*arguments, **kinds)
         rows.pop(id(tile), None)
         return tile
 
@@ -225,6 +225,6 @@ def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch
 def test_which_kernels_load_through_the_tensor_memory_accelerator(name: str, kernels: tuple[str, ...]) -> None:
     from compiled_triton import Variant, kernels_of
 
-    found = kernels_of(Variant(**VARIANTS[name]), "sm_90")
-    loads = {kernel.name for kernel in found if "cp.async.bulk.tensor" in kernel.text}
+    compiled = kernels_of(Variant(**VARIANTS[name]), "sm_90")
+    loads = {kernel.name for kernel in compiled if "cp.async.bulk.tensor" in kernel.text}
     assert loads == set(kernels)

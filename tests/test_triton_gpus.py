@@ -35,12 +35,12 @@ def kernels_of_the_library() -> set[str]:
 
     import flash_dmattn.triton_kernels as package
 
-    found = set()
+    names = set()
     for path in Path(package.__path__[0]).glob("*.py"):
         module = importlib.import_module(f"flash_dmattn.triton_kernels.{path.stem}")
         kernels = [x for x in vars(module).values() if isinstance(x, JITFunction) and x.__name__.endswith("_kernel")]
-        found |= {kernel.__name__.removesuffix("_kernel").removeprefix("_") for kernel in kernels}
-    return found
+        names |= {kernel.__name__.removesuffix("_kernel").removeprefix("_") for kernel in kernels}
+    return names
 
 
 @needs_triton
@@ -129,6 +129,8 @@ def test_tiles_of_other_gpus_are_not_those_of_sm_90(monkeypatch: pytest.MonkeyPa
         table = getattr(tile_table, name)
         monkeypatch.setattr(tile_table, name, dict.fromkeys(table, nothing))
     assert tiles("sm_90") == before
+    pairs = {arch: tile_table.pair_tiles(arch) for arch in ("sm_90", "sm_80", "sm_86", "gfx942")}
+    assert len(set(pairs.values())) == 3 and pairs["sm_80"] == pairs["sm_86"]
     assert [tiles(arch) for arch in ("sm_80", "sm_86")] != others
 
 

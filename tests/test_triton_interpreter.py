@@ -53,7 +53,7 @@ def test_interval_masks() -> None:
         ("wide windows", 15),
         ("freed", 20),
         ("few keys", 45),
-        ("relative", 32),
+        ("relative", 48),
     ),
 )
 def test_calls_written_by_hand(what: str, count: int) -> None:

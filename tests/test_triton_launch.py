@@ -17,7 +17,7 @@ from out_of_tree import replaced, rules_without
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceView
+from flash_dmattn.problem import Flags, MaskView, NeedsGrad, SequenceSpec, SequenceView
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.remembered import Remembered
 
@@ -257,13 +257,13 @@ def test_the_heads_of_a_group_are_written_to_out_itself(
 ) -> None:
     from flash_dmattn.triton_kernels import kernel_launch
 
-    given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda _, *tensors: given.append(tensors))
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda _, *tensors: launches.append(tensors))
     for dtype, mask in product((torch.float32, torch.float16), (None, torch.ones(2, 1, 1, 600, dtype=torch.bool))):
-        given.clear()
+        launches.clear()
         q, k = torch.randn(2, 1, 4, 16).to(dtype), torch.randn(2, 600, 2, 16).to(dtype)
         out = flash_dmattn.attention(q, k, k, mask, backend="triton")
-        ((*_, written, _, _, _, _, _),) = given  # one launch, and no copy behind it
+        ((*_, written, _, _, _, _, _),) = launches  # one launch, and no copy behind it
         assert written is out
 
 
@@ -301,11 +301,11 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 FLAGS = Flags(3, 4, 0.5, 2.0, False)
 OTHER_FLAGS = {
-    **{name: 7 for name in ("left", "right", "mask_repeat", "bias_repeat", "max_seqlen_q", "max_seqlen_k", "zero")},
+    **{name: 7 for name in ("left", "right", "mask_repeat", "bias_repeat", "zero")},
     **{name: 0.25 for name in ("softmax_scale", "softcap", "dropout_p")},
     **{name: True for name in ("deterministic", "one_mask_row")},
     **{name: "queries" for name in ("mask_packing", "bias_packing")},
-    "layout": "packed",
+    "sequences": SequenceSpec("packed", 3, 6, 9, 5, 5),
     "outside": "clamp",
 }
 

@@ -1,4 +1,4 @@
-"""What plans of Triton launches decide from the process, not from the call."""
+"""Plans of Triton launches: decisions that follow from the process, not from the call."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_shares_of_the_keys_of_few_rows_fill_the_sms(heads: int, blocks: int, sh
     assert shares == 1 or -(-blocks // (shares - 1)) > most  # fewer would each have more
 
 
-# Heads of a call on 132 SMs: blocks of few rows at head dims 64 and 128, shares of 4096 keys, those of kept keys, and
-# the rows and blocks of those at head dim 128.
-OF_HEADS: dict[int, tuple[tuple[int, int], int, int, tuple[int, int]]] = {
+# Heads of a call on 132 SMs: blocks of few rows at head dims 64 and 128, shares of 4096 keys, shares of kept keys, and
+# rows and blocks of these shares at head dim 128.
+BY_HEADS: dict[int, tuple[tuple[int, int], int, int, tuple[int, int]]] = {
     8: ((128, 64), 16, 32, (16, 64)),
     66: ((128, 64), 2, 4, (16, 64)),
     67: ((256, 128), 1, 3, (16, 64)),
@@ -61,7 +61,7 @@ OF_HEADS: dict[int, tuple[tuple[int, int], int, int, tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("heads", OF_HEADS)
+@pytest.mark.parametrize("heads", BY_HEADS)
 def test_tiles_and_shares_of_few_rows_go_by_how_many_heads_an_sm_has(
     heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +87,7 @@ def test_tiles_and_shares_of_few_rows_go_by_how_many_heads_an_sm_has(
         assert programs % heads == 0
         return block_m, block_n, programs // heads
 
-    blocks, shares, shares_of_lists, tile_of_lists = OF_HEADS[heads]
+    blocks, shares, shares_of_lists, tile_of_lists = BY_HEADS[heads]
     kept = tuple(torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((1, 1, 4096), (1, 1), (1, 1, 4097)))
     assert [planned(d, MaskView()) for d in (64, 128)] == [(16, n, min(shares, 4096 // n // 2)) for n in blocks]
     assert planned(128, MaskView("keys", kept)) == (*tile_of_lists, shares_of_lists)

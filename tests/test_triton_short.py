@@ -87,6 +87,6 @@ def test_a_mask_of_short_rows_is_not_prepared(
     seqlen_k: int, heads_k: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "FEW_PAIRS", 0)
-    given = {"seqlen_k": seqlen_k, "kv_heads": heads_k, "mask": (2, 1, 49, seqlen_k), "grad": True}
-    problem = explain_problem((2, 49, 4, 32), device="sm_90", **given).problem
+    call = {"seqlen_k": seqlen_k, "kv_heads": heads_k, "mask": (2, 1, 49, seqlen_k), "grad": True}
+    problem = explain_problem((2, 49, 4, 32), device="sm_90", **call).problem
     assert choose_form(problem, TRITON, TRITON).form == form

@@ -48,10 +48,10 @@ def trees(rng: random.Random, generator: torch.Generator, number: int, tokens: i
     return torch.rand(number, tokens, tokens, generator=generator) < rng.choice((0.1, 0.5, 0.9))
 
 
-def draw(number: int, layout: str | None = None, **given: Any) -> SequenceCall:
+def draw(number: int, layout: str | None = None, **inputs: Any) -> SequenceCall:
     """The call of a number."""
-    given = {"lengths": LENGTHS, **given}
-    call, rng = draw_call(number, layout, **given), random.Random(f"tree {number}")
+    inputs = {"lengths": LENGTHS, **inputs}
+    call, rng = draw_call(number, layout, **inputs), random.Random(f"tree {number}")
     tokens = call.sequences.max_seqlen_q
     if tokens is None:
         tokens = call.q.shape[1]

@@ -127,7 +127,7 @@ def follows_lengths_alone(call: SequenceCall, rng: random.Random) -> None:
 
 # Two heads of head dim 16; `run_on` hands the kernels their bounds.
 SMALL = SequenceCase(
-    **{"lengths": (), "heads": (2, 1), "head_dims": (16, 16), "behind": (0, 0), "sink": None, "dlse": False},
+    **{"lengths": (), "heads": (2, 1), "head_dims": (16, 16), "trailing": (0, 0), "sink": None, "dlse": False},
     dtype=torch.float32,
 )
 
@@ -207,7 +207,7 @@ def late_calls() -> Iterator[str | None]:
             assert bool((room[:FAR] == 7).all() and (room[FAR + size :] == 7).all()), "written beside an output"
 
     for bias, most_k in LATE_BIASES:
-        case = SMALL.with_(lengths=((33, 40), (20, 33)), before=200, spare=(7, 0), behind=(40, 17), bias=bias)
+        case = SMALL.with_(lengths=((33, 40), (20, 33)), before=200, spare=(7, 0), trailing=(40, 17), bias=bias)
         call = case.with_(most=(300, most_k)).build()
         if DEVICE == "cpu":
             interpreter.set_up()

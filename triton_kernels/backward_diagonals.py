@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import add_bias, bias_vector, probabilities, scaled, score_gradients
+from .scores import probabilities, scaled, score_gradients, spread, values_of_tile
 from .tile_ops import (
     DENSE,
     KEYS,
@@ -75,6 +75,7 @@ def backward_diagonals_kernel(
     FEW_KEYS: tl.constexpr,
     HAS_SINK: tl.constexpr,
     DROPOUT: tl.constexpr,
+    EDGES: tl.constexpr,
 ):
     """Compute the sums of one diagonal of tiles, a row of (parts, bias_batch, bias_heads, diagonals, 2 * BLOCK_N).
 
@@ -95,10 +96,14 @@ def backward_diagonals_kernel(
     steps = tiles.to(tl.int64) * (shape.batch // bias_batch * members)
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
+    head = bias + owner_b.to(tl.int64) * bias_strides.batch + owner.to(tl.int64) * bias_strides.head
+    first_key = diagonal * BLOCK_N
+    window = values_of_tile(head, bias_strides, 0, first_key, shape, distances, BLOCK_M, BLOCK_N, BIAS, False)
+    values = spread(window, BLOCK_M, BLOCK_N, 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(steps * part // parts, steps * (part + 1) // parts):
-        member = (step // tiles).to(tl.int32)
-        tile_m = first_tile + (step % tiles).to(tl.int32)
+    for step in range((steps * part // parts).to(tl.int32), (steps * (part + 1) // parts).to(tl.int32)):
+        member = step // tiles
+        tile_m = first_tile + step % tiles
         b = reader_of(owner_b, member // members, bias_strides.repeat, bias_batch).to(tl.int64)
         h = owner * members + member % members
         h_k = h // shape.group
@@ -133,21 +138,18 @@ def backward_diagonals_kernel(
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s = scaled(s, scale_log2, softcap, SOFTCAP)[0]
-            bias_head = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)[0]
-            s = add_bias(
-                s, bias, bias_head, 0.0, bias_strides, b, h, first, first_key, rows, keys, shape, distances,
-                BLOCK_M, BLOCK_N, BIAS, 1, False, WIDE, False, False,
-            )  # fmt: skip
-            allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
-            if MASK == TILES:
-                data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
-                allowed &= bits_of(data, first_key, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N, 1)
-            elif MASK == DENSE:
-                data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
-                allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], shape)
-            elif MASK == KEYS:
-                allowed &= kept[None, :]
-            s = tl.where(allowed, s, float("-inf"))
+            s += values
+            if EDGES:
+                allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
+                if MASK == TILES:
+                    data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
+                    allowed &= bits_of(data, first_key, rows, shape.seqlen_q, mask_strides.row, BLOCK_M, BLOCK_N, 1)
+                elif MASK == DENSE:
+                    data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
+                    allowed &= load_bools(data, mask_strides, rows[:, None], keys[None, :], shape)
+                elif MASK == KEYS:
+                    allowed &= kept[None, :]
+                s = tl.where(allowed, s, float("-inf"))
             p = probabilities(s, lse_rows, sink, h, 1, FEW_KEYS, HAS_SINK)
             v_tile = load_tile(
                 v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,

@@ -19,15 +19,23 @@ from .dropout import is_kept
 from .scores import (
     add_bias,
     bias_vector,
-    ends_of,
+    block_by_distance,
+    end_values,
+    in_values,
     masked_scores,
+    near_blocks,
     places_of,
     probabilities,
     scaled,
     score_gradients,
+    values_of_tile,
 )
 from .tile_ops import (
+    BAND,
+    BANDED,
+    CLAMPED,
     DENSE,
+    DISTANCES,
     KEYS,
     NO_BIAS,
     NO_SEQUENCES,
@@ -45,11 +53,13 @@ from .tile_ops import (
 )
 
 # Which gradient of a bias this kernel makes: none, sums over the queries of each key, or ds of every head. With ENDS it
-# sums the scores at either end of the values of a clamped bias by distance, and beyond that end.
+# sums the scores at either end of the values of a clamped bias by distance, and beyond that end. With BY_QUERY it
+# stores ds of the distances that a bias has values for.
 NO_DBIAS: tl.constexpr = tl.constexpr(0)
 KEY_SUM: tl.constexpr = tl.constexpr(1)
 STORE: tl.constexpr = tl.constexpr(2)
 ENDS: tl.constexpr = tl.constexpr(3)
+BY_QUERY: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
@@ -90,14 +100,12 @@ def add_ends(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
     """Add ds of a (keys, queries) tile to the sums of the scores at either end of the values, or beyond it."""
-    is_before, is_beyond = ends_of(first, first_key, shape, distances, BLOCK_M, BLOCK_N, True, GATHERED)
-    if is_before:
-        first_sums += tl.sum(ds, 1)
-    elif is_beyond:
-        last_sums += tl.sum(ds, 1)
-    else:
+    least = distances.zero + first_key - first - (shape.seqlen_k - shape.seqlen_q) - (BLOCK_M - 1)
+    if GATHERED or least <= 0:
         place = places_of(rows, keys, shape, distances, 0)
         first_sums += tl.sum(tl.where(place <= 0, ds, 0.0), 1)
+    if GATHERED or least + (BLOCK_M - 1) + (BLOCK_N - 1) >= distances.number - 1:
+        place = places_of(rows, keys, shape, distances, 0)
         last_sums += tl.sum(tl.where((place > 0) & (place >= distances.number - 1), ds, 0.0), 1)
     return first_sums, last_sums
 
@@ -170,7 +178,7 @@ def backward_keys_kernel(
     dk, dv (B, Lk, Hk, D) and dbias (B, Hq, Lq, Lk) are contiguous. With PARTS, dk and dv are fp32
     (B, owners, grid_tiles, BLOCK_N, D), and dbias under KEY_SUM has the same shape without D. `grid_tiles` programs
     then share the key blocks of an owner, equally many programs to a block, and each takes a share of its queries.
-    Under ENDS dbias is fp32 (2, B, owners, grid_tiles, BLOCK_N), and the caller zeroes it.
+    Under ENDS dbias is fp32 (2, B, owners, grid_tiles, BLOCK_N), under BY_QUERY (B, Hq, Lq, n). The caller zeroes both.
 
     With SEQUENCES each owner has `grid_tiles` tiles, each with keys of one sequence; `bounds` says where sequences lie.
     dk and dv are shaped as k and v, and the caller zeroes dbias. With ONE_PASS the kernel also writes the rows of dq,
@@ -264,14 +272,29 @@ def backward_keys_kernel(
                 first_key, last_key, first_place // TILE, first_place + BLOCK_N <= count, index, mask_strides, shape,
                 MASK, LEFT, RIGHT, BLOCK_M,
             )  # fmt: skip
-            for phase in tl.static_range(0, 2 if EDGES else 1):
-                steps = inside if phase == 0 else before + after
+            # Blocks go by the distances that they have values for, as in the forward kernel.
+            NEAR: tl.constexpr = (BIAS == DISTANCES or BIAS == CLAMPED or BIAS == BANDED) and MASK == BAND
+            near = 0
+            if NEAR:
+                nearest, near = near_blocks(first_key, start, inside, shape, distances, BLOCK_M, BLOCK_N, BIAS, 0)
+                before_values, beyond_values = end_values(bias_head, bias_strides, distances, BIAS)
+            for phase in tl.static_range(-1 if NEAR else 0, 2 if EDGES else 1):
+                steps = near if phase == -1 else inside - near if phase == 0 else before + after
                 begin = 0
                 if PARTS:
                     begin = steps * part // parts
                     steps = steps * (part + 1) // parts
                 for step in range(begin, steps):
-                    first = block_at(step, walk, start, inside, before, phase == 1, MASK, BLOCK_M)
+                    IS_FAR: tl.constexpr = NEAR and phase == 0
+                    block = step
+                    if NEAR and phase != 1:
+                        block = block_by_distance(step, nearest, near, phase == -1)
+                    first = block_at(block, walk, start, inside, before, phase == 1, MASK, BLOCK_M)
+                    if not IS_FAR:
+                        window = values_of_tile(
+                            bias_head, bias_strides, first, first_key, shape, distances,
+                            BLOCK_M, BLOCK_N, BIAS, MASK == KEYS,
+                        )  # fmt: skip
                     rows = first + tl.arange(0, BLOCK_M)
                     row_ok = rows < shape.seqlen_q
                     q_tile = load_tile(
@@ -283,10 +306,14 @@ def backward_keys_kernel(
                         d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                     s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
-                    s = add_bias(
-                        s, bias, bias_head, key_bias, bias_strides, b, h, first + bias_row, first_key, rows, keys,
-                        shape, distances, BLOCK_M, BLOCK_N, BIAS, 0, BIAS_TMA, WIDE, False, MASK == KEYS,
-                    )  # fmt: skip
+                    if IS_FAR:  # later queries are farther to the right of a key
+                        lse_rows -= tl.where(step < nearest, beyond_values, before_values)
+                    else:
+                        s = add_bias(
+                            s, bias, bias_head, key_bias, window, bias_strides, b, h, first + bias_row, first_key,
+                            rows, keys, shape, distances,
+                            BLOCK_M, BLOCK_N, BIAS, 0, BIAS_TMA, WIDE, False, MASK == KEYS,
+                        )  # fmt: skip
                     if phase == 1:
                         s = masked_scores(
                             s, data, mask_strides, b, h, first_place, rows, keys, shape,
@@ -313,11 +340,19 @@ def backward_keys_kernel(
                         ds, _ = score_gradients(p, dp, d, few, 0, FEW_KEYS, SEQUENCES)
                         if DBIAS == KEY_SUM:
                             acc_bias += tl.sum(ds, 1)
+                        elif DBIAS == ENDS and IS_FAR:
+                            end = tl.sum(ds, 1)
+                            acc_last += tl.where(step < nearest, end, 0.0)
+                            acc_bias += tl.where(step < nearest, 0.0, end)
                         elif DBIAS == ENDS:
                             acc_bias, acc_last = add_ends(
                                 acc_bias, acc_last, ds, first, first_key, rows, keys, shape, distances,
                                 BLOCK_M, BLOCK_N, MASK == KEYS,
                             )  # fmt: skip
+                        elif DBIAS == BY_QUERY and not IS_FAR:
+                            line = ((b * shape.num_heads + h) * shape.seqlen_q + rows) * distances.number
+                            at, has_value = in_values(line, 1, rows, keys, shape, distances, 0)
+                            tl.store(dbias + at, ds.to(dbias.dtype.element_ty), mask=has_value)
                         elif DBIAS == STORE:
                             if SEQUENCES == NO_SEQUENCES:
                                 store_tile(

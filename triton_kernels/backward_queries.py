@@ -9,9 +9,24 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import add_bias, bias_vector, masked_scores, probabilities, scaled, score_gradients
+from .scores import (
+    add_bias,
+    bias_vector,
+    block_by_distance,
+    end_values,
+    masked_scores,
+    near_blocks,
+    probabilities,
+    scaled,
+    score_gradients,
+    values_of_tile,
+)
 from .tile_ops import (
+    BAND,
+    BANDED,
+    CLAMPED,
     DENSE,
+    DISTANCES,
     KEYS,
     NO_BIAS,
     NO_SEQUENCES,
@@ -141,30 +156,48 @@ def backward_queries_kernel(
     walk, start, inside, before, after = keys_of_queries(
         first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
     )
+    # Blocks go by the distances that they have values for, as in the forward kernel.
+    NEAR: tl.constexpr = (BIAS == DISTANCES or BIAS == CLAMPED or BIAS == BANDED) and MASK == BAND
+    near = 0
+    if NEAR:
+        nearest, near = near_blocks(first, start, inside, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1)
+        before_values, beyond_values = end_values(bias_head, bias_strides, distances, BIAS)
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for phase in tl.static_range(0, 2 if EDGES else 1):
-        steps = inside if phase == 0 else before + after
+    for phase in tl.static_range(-1 if NEAR else 0, 2 if EDGES else 1):
+        steps = near if phase == -1 else inside - near if phase == 0 else before + after
         for step in range(0, steps):
-            place = block_at(step, walk, start, inside, before, phase == 1, MASK, BLOCK_N)
+            IS_FAR: tl.constexpr = NEAR and phase == 0
+            block = step
+            if NEAR and phase != 1:
+                block = block_by_distance(step, nearest, near, phase == -1)
+            place = block_at(block, walk, start, inside, before, phase == 1, MASK, BLOCK_N)
             keys = place + tl.arange(0, BLOCK_N)
             if MASK == KEYS:
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
+            if not IS_FAR:
+                window = values_of_tile(
+                    bias_head, bias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
+                )
             k_tile = load_tile(
                 k, k_strides, b_row, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
                 BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
-            s = add_bias(
-                s, bias, bias_head, row_bias, bias_strides, b, h, first + bias_row, place, rows, keys, shape,
-                distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
-            )  # fmt: skip
+            shift = lse_rows
+            if IS_FAR:
+                shift = lse_rows - tl.where(step < nearest, before_values, beyond_values)
+            else:
+                s = add_bias(
+                    s, bias, bias_head, row_bias, window, bias_strides, b, h, first + bias_row, place, rows, keys,
+                    shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
+                )  # fmt: skip
             if phase == 1:
                 s = masked_scores(
                     s, data, mask_strides, b, h, place, rows, keys, shape,
                     BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
                 )  # fmt: skip
-            p = probabilities(s, lse_rows, sink, h, 1, FEW_KEYS, HAS_SINK)
+            p = probabilities(s, shift, sink, h, 1, FEW_KEYS, HAS_SINK)
             v_tile = load_tile(
                 v, v_strides, b_row, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,

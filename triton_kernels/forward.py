@@ -17,9 +17,22 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import add_bias, bias_vector, masked_scores, scaled
+from .scores import (
+    add_bias,
+    bias_vector,
+    block_by_distance,
+    end_values,
+    masked_scores,
+    near_blocks,
+    scaled,
+    values_of_tile,
+)
 from .tile_ops import (
+    BAND,
+    BANDED,
+    CLAMPED,
     DENSE,
+    DISTANCES,
     KEYS,
     LN2,
     NO_BIAS,
@@ -222,6 +235,14 @@ def forward_kernel(
             first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
         )
 
+    # Lists of tiles and of keys do not follow distances.
+    BY_DISTANCE: tl.constexpr = BIAS == DISTANCES or BIAS == CLAMPED or BIAS == BANDED
+    NEAR: tl.constexpr = BY_DISTANCE and (MASK == BAND or MASK == TREE) and not ONE_LOOP
+    near = 0
+    nearest = 0
+    if NEAR:
+        nearest, near = near_blocks(first, start, inside, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1)
+        before_values, beyond_values = end_values(bias_head, bias_strides, distances, BIAS)
     if ONE_LOOP:
         start, inside, before, after = start - before, 0, 0, inside + before + after
     if SPLIT_KEYS:  # shares count the blocks of both loops, so that they differ by one block at most
@@ -231,17 +252,26 @@ def forward_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for phase in tl.static_range(1 if ONE_LOOP else 0, 2 if EDGES else 1):
-        steps = inside if phase == 0 else before + after
+    for phase in tl.static_range(1 if ONE_LOOP else -1 if NEAR else 0, 2 if EDGES else 1):
         begin = 0
+        steps = near if phase == -1 else inside - near if phase == 0 else before + after
         if SPLIT_KEYS:
-            begin = tl.minimum(begin_part, inside) if phase == 0 else tl.maximum(begin_part - inside, 0)
-            steps = tl.minimum(end_part, inside) if phase == 0 else tl.maximum(end_part - inside, 0)
+            earlier = 0 if phase == -1 else near if phase == 0 else inside
+            begin = tl.minimum(tl.maximum(begin_part - earlier, 0), steps)
+            steps = tl.minimum(tl.maximum(end_part - earlier, 0), steps)
         for step in tl.range(begin, steps, num_stages=EDGE_STAGES if phase == 1 else STAGES):
-            place = block_at(step, walk, start, inside, before, phase == 1, MASK, BLOCK_N)
+            block = step
+            if NEAR and phase != 1:
+                block = block_by_distance(step, nearest, near, phase == -1)
+            place = block_at(block, walk, start, inside, before, phase == 1, MASK, BLOCK_N)
             keys = place + tl.arange(0, BLOCK_N)
             if MASK == KEYS:
                 keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
+            IS_FAR: tl.constexpr = NEAR and phase == 0
+            if not IS_FAR:
+                window = values_of_tile(
+                    bias_head, bias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
+                )
             if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
                 k_tile = load_pages(
                     k, table, layout, k_strides, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
@@ -253,18 +283,25 @@ def forward_kernel(
                     BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
                 )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            if SOFTCAP or BIAS != NO_BIAS or phase == 1:
+            if SOFTCAP or (BIAS != NO_BIAS and not IS_FAR) or phase == 1:
                 s = scaled(s, scale, softcap, SOFTCAP)[0]
-            s = add_bias(
-                s, bias, bias_head, row_bias, bias_strides, b, h, first + bias_row, place, rows, keys, shape,
-                distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED, MASK == KEYS,
-            )  # fmt: skip
+            if not IS_FAR:
+                s = add_bias(
+                    s, bias, bias_head, row_bias, window, bias_strides, b, h, first + bias_row, place, rows, keys,
+                    shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED, MASK == KEYS,
+                )  # fmt: skip
             if phase == 1:
                 s = masked_scores(
                     s, mask_data if GROUPED and MASK == DENSE else data, mask_strides, b, h, place, rows, keys, shape,
                     BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, GROUPED,
                 )  # fmt: skip
-            if SOFTCAP or BIAS != NO_BIAS or phase == 1:
+            if IS_FAR:
+                value = tl.where(step < nearest, before_values, beyond_values)
+                factor = 1.0 if SOFTCAP else scale
+                new_max = tl.maximum(row_max, tl.max(s, 1) * factor + value)
+                shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+                p = tl.math.exp2(s * factor - (shift - value)[:, None])
+            elif SOFTCAP or BIAS != NO_BIAS or phase == 1:
                 new_max = tl.maximum(row_max, tl.max(s, 1))
                 shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN
                 p = tl.math.exp2(s - shift[:, None])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_dmattn.masks.prepared.operators import prepared_view
 from flash_dmattn.problem import Flags, Gradients, MaskChoice, MaskView, NeedsGrad, heads_as_rows, keys_of_query
-from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.problem.inputs import Inputs, Saved, in_rows
 from flash_dmattn.remembered import Remembered
 
 from . import plan_sequences
@@ -96,7 +96,8 @@ def planned_call(x: Inputs, flags: Flags, groups: bool = False) -> Call:
     """
     q, k, v, mask, bias, sink, sequences, _ = x
     if sequences is not None:
-        return SequenceCall(q, k, v, mask, bias, flags, sink, sequences)
+        rows = [in_rows(t, "tokens") for t in (q, k, v)]
+        return SequenceCall(*rows, mask, bias, flags, sink, sequences)
     if not groups:
         return Call(q, k, v, mask, bias, flags, sink)
     rows = q.unflatten(2, (k.shape[2], -1)).squeeze(1).transpose(1, 2)

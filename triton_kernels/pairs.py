@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .backward_keys import KEY_SUM, NO_DBIAS, STORE, store_rows, store_tile
 from .dropout import is_kept
-from .scores import add_bias, bias_vector, masked_scores, probabilities, scaled, score_gradients
+from .scores import add_bias, bias_vector, masked_scores, probabilities, scaled, score_gradients, values_of_tile
 from .tile_ops import (
     DENSE,
     KEYS,
@@ -237,8 +237,11 @@ def pairs_kernel(
                 dp = tl.dot(g_tile, tl.trans(v_tile), dp)
         s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
         bias_head, row_bias = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
+        window = values_of_tile(
+            bias_head, bias_strides, first, first_place, shape, distances, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
+        )
         s = add_bias(
-            s, bias, bias_head, row_bias, bias_strides, b, h, first, first_place, rows, keys, shape,
+            s, bias, bias_head, row_bias, window, bias_strides, b, h, first, first_place, rows, keys, shape,
             distances, BLOCK_M, BLOCK_N, BIAS, 1, False, WIDE, False, MASK == KEYS,
         )  # fmt: skip
         if EDGES:

@@ -17,6 +17,7 @@ from .kernel_launch import Descriptor, Launch, by_name, driver_overlaps
 from .short_calls import ShortTile
 from .tile_ops import (
     BAND,
+    BANDED,
     BOUNDS,
     CLAMPED,
     DENSE,
@@ -121,6 +122,8 @@ class Call:
         self.distances = None
         if bias is not None and flags.outside:
             self.bias_kind = CLAMPED.value if flags.outside == "clamp" else DISTANCES.value
+            if bias.shape[2] > 1:
+                self.bias_kind = BANDED.value
             self.distances = Distances(flags.zero, bias.shape[3])
         # Prepared masks include the band, except for masks of kept keys.
         folded = mask.form in ("tiles", "sequence_tiles", "intervals")

@@ -10,22 +10,23 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, query_gradient, row_delta, sink_gradient
+from flash_dmattn.gradients import key_gradient, query_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 from flash_dmattn.problem.inputs import Saved
+from flash_dmattn.reference.sinks import row_delta, sink_gradient
 
 from .backward_bias import backward_bias_kernel
 from .backward_delta import delta_kernel
 from .backward_diagonals import backward_diagonals_kernel
 from .backward_gather import backward_gather_kernel
-from .backward_keys import ENDS, KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
+from .backward_keys import BY_QUERY, ENDS, KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .backward_product import backward_product_kernel
 from .backward_queries import backward_queries_kernel
 from .kernel_launch import Descriptor, Launch, by_name
 from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
-from .tile_ops import BAND, CLAMPED, KEYS, NO_SEQUENCES, TILES, Shape
+from .tile_ops import BAND, BANDED, CLAMPED, KEYS, NO_SEQUENCES, TILES, Shape
 from .tile_table import Tile
 
 # Parts of dk and dv that are optional take at most this much memory.
@@ -52,9 +53,12 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         product = stored and call.flags.softcap == 0 and bias.dtype in (call.q.dtype, torch.float32)
     delta_of = plan_delta(call, dout, dlse, call.has_few_keys)
     has_ends = by_distance and call.bias_kind == CLAMPED.value
-    dbias_kind = (KEY_SUM if per_key else STORE if stored else ENDS if has_ends else NO_DBIAS).value
+    by_query = by_distance and call.bias_kind == BANDED.value  # a rule refuses values that heads or entries share
+    dbias_kind = (
+        KEY_SUM if per_key else STORE if stored else ENDS if has_ends else BY_QUERY if by_query else NO_DBIAS
+    ).value
     pairs_of = keys_of = queries_of = product_of = None
-    needs_keys = need_k or need_v or per_key or stored or has_ends
+    needs_keys = need_k or need_v or per_key or stored or has_ends or by_query
     if call.has_wide_heads:  # a rule refuses the gradient of a bias by distance
         if need_q or needs_keys:
             pairs_of = plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind)
@@ -63,7 +67,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         queries_of = plan_queries(call, dout) if need_q and not product else None
         product_of = plan_product(call, bias) if need_q and product and bias is not None else None
     bias_of = plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
-    diagonals_of = plan_diagonals(call, dout, bias) if by_distance and bias is not None else None
+    diagonals_of = plan_diagonals(call, dout, bias) if by_distance and not by_query and bias is not None else None
     has_few_keys = call.has_few_keys
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
@@ -137,14 +141,14 @@ def plan_keys(
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Plan dk, dv, and a gradient of the bias: run(read, mask, sink, dropout).
 
-    The bias has one value per key, or per score of every head. A bias by distance gets the sums of its two ends alone,
-    fp32 (B, owners, 2).
+    The bias has one value per key, per score of every head, or per query and distance of every head. Other biases by
+    distance get the sums of their two ends alone, fp32 (B, owners, 2).
     """
     tile = call.tile("keys")
     shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
     repeat = call.flags.bias_repeat
     has_key_mask = call.mask_kind == KEYS.value
-    per_key, stored, has_ends = (dbias_kind == kind.value for kind in (KEY_SUM, STORE, ENDS))
+    per_key, stored, has_ends, by_query = (dbias_kind == kind.value for kind in (KEY_SUM, STORE, ENDS, BY_QUERY))
     # A bias with a head for each query head needs sums for each of them. A key mask with such heads has other keys for
     # each. Then owners are query heads.
     read_by_head = (bias if per_key or has_ends else None, call.mask.tensors[0] if has_key_mask else None)
@@ -216,6 +220,8 @@ def plan_keys(
         dk = empty(k.shape, dtype=k.dtype, device=k.device) if need_k else None
         dv = empty(v.shape, dtype=v.dtype, device=v.device) if need_v else None
         dbias = empty_scores(bias.shape, dtype=bias.dtype, device=k.device) if stored else None
+        if by_query:
+            dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=k.device)
         sums = ends = None
         if has_ends:
             ends = torch.zeros((2, shape.batch, owners, grid_tiles * tile.block_n), device=k.device)
@@ -224,11 +230,11 @@ def plan_keys(
         if adds_parts:
             dims = (shape.head_dim if need_k else 0, shape.head_dim_v if need_v else 0, 1 if per_key else 0)
             pieces = [torch.empty(num_parts * n, dtype=torch.float32, device=k.device) if n else None for n in dims]
-            made = (*pieces[:2], dbias if stored else ends if has_ends else pieces[2])
+            made = (*pieces[:2], dbias if stored or by_query else ends if has_ends else pieces[2])
             launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout, None)
             gather(*pieces, *read_of(mask), dk, dv, sums)
         else:
-            made = (dk, dv, dbias if stored else ends if has_ends else sums)
+            made = (dk, dv, dbias if stored or by_query else ends if has_ends else sums)
             launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout, None)
         if ends is not None:
             dbias = ends.sum(3).permute(1, 2, 0)
@@ -389,6 +395,7 @@ def plan_diagonals(call: Call, dout: Tensor, values: Tensor) -> Callable[..., Te
         first_diagonal=first_diagonal,
         diagonals=diagonals,
         parts=parts,
+        EDGES=call.edges(shape.seqlen_q % block or shape.seqlen_k % block),
         TMA=tma,
         WIDE=call.wide(call.q, call.k, call.v, dout),
     )

@@ -9,9 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, row_delta, sequence_query_gradient, sink_gradient
+from flash_dmattn.gradients import key_gradient, sequence_query_gradient
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView, bias_class
 from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.reference.sinks import row_delta, sink_gradient
 
 from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
 from .fill_gaps import fill_gaps_kernel
@@ -74,16 +75,17 @@ class SequenceCall(Call):
         sequences: SequenceView,
     ) -> None:
         super().__init__(q, k, v, mask, bias, flags, sink)
-        self.number = sequences.bounds.shape[0]
-        left, right = flags.window
+        spec, (left, right) = flags.sequences, flags.window
+        assert spec is not None
+        self.spec, self.number = spec, spec.number
         self.shape = self.shape._replace(
             batch=self.number,
-            seqlen_q=flags.max_seqlen_q,
-            seqlen_k=flags.max_seqlen_k,
-            left=min(left, flags.max_seqlen_k),
-            right=min(right, flags.max_seqlen_q),
+            seqlen_q=spec.max_seqlen_q,
+            seqlen_k=spec.max_seqlen_k,
+            left=min(left, spec.max_seqlen_k),
+            right=min(right, spec.max_seqlen_q),
         )
-        self.code = _LAYOUTS[flags.layout]
+        self.code = _LAYOUTS[spec.layout]
         self.rows_q, self.rows_k = q.shape[1], k.shape[1]
         packs = flags.mask_packing, flags.bias_packing
         self.layout = SequenceLayout(
@@ -95,8 +97,8 @@ class SequenceCall(Call):
             table_row=0 if sequences.block_table is None else sequences.block_table.stride(0),
             few_keys=MOST_FEW_KEYS,
             one_pass_keys=-1,
-            dbias_rows=self.rows_q if flags.bias_packing == "queries" else flags.max_seqlen_q,
-            dbias_keys=self.rows_k if flags.bias_packing == "keys" else flags.max_seqlen_k,
+            dbias_rows=self.rows_q if flags.bias_packing == "queries" else spec.max_seqlen_q,
+            dbias_keys=self.rows_k if flags.bias_packing == "keys" else spec.max_seqlen_k,
         )
 
     def tma(self, *tensors: Tensor) -> bool:
@@ -105,11 +107,11 @@ class SequenceCall(Call):
 
     def tiles_of_queries(self, block: int) -> tuple[int, bool]:
         """Return the most tiles of queries, as `tiles_of_rows` counts, and whether programs search their sequence."""
-        return self._tiles(self.rows_q, self.shape.seqlen_q, self.flags.packs_queries, block)
+        return self._tiles(self.rows_q, self.shape.seqlen_q, self.spec.packs_queries, block)
 
     def tiles_of_keys(self, block: int) -> tuple[int, bool]:
         """Return the most tiles of keys, and whether programs search their sequence."""
-        return self._tiles(self.rows_k, self.shape.seqlen_k, self.flags.packs_keys, block)
+        return self._tiles(self.rows_k, self.shape.seqlen_k, self.spec.packs_keys, block)
 
     def _tiles(self, rows: int, most: int, is_packed: bool, block: int) -> tuple[int, bool]:
         with_bounds, with_search = max(1, triton.cdiv(most, block)) * self.number, rows // block + self.number
@@ -135,8 +137,8 @@ class SequenceCall(Call):
     def is_short(self) -> bool:
         """Return whether the average sequence is too short to fill a large tile."""
         # By mean lengths: the upper bounds that the caller states must not change a result.
-        mean_q = self.rows_q / (self.number if self.flags.packs_queries else 1)
-        mean_k = self.rows_k / (self.number if self.flags.packs_keys else 1)
+        mean_q = self.rows_q / (self.number if self.spec.packs_queries else 1)
+        mean_k = self.rows_k / (self.number if self.spec.packs_keys else 1)
         return max(mean_q, mean_k) <= SHORT and self.code in (PACKED.value, PADDED.value)
 
     def tile(self, kernel: str) -> Tile:
@@ -178,14 +180,11 @@ class SequenceCall(Call):
         return {**super().values(), "layout": self.layout, "SEQUENCES": self.code}
 
     def plan_fill(self, shape: Sequence[int], column: int, has_lse: bool = False) -> Launch:
-        """Plan the kernel that fills rows of no sequence in (B, L, H, D) tensors: run(x, lse, bounds).
+        """Plan the kernel that fills rows of no sequence in tensors of this shape, (B, L, H, D): run(x, lse, bounds).
 
-        Args:
-            shape: of the tensors.
-            column: the column of the bounds that has the first row of each sequence, 0 for queries and 2 for keys.
-            has_lse: whether lse is filled, too.
+        `column` of the bounds has the first row of each sequence: 0 for queries, 2 for keys.
         """
-        packed = self.flags.packs_queries if column == 0 else self.flags.packs_keys
+        packed = self.spec.packs_queries if column == 0 else self.spec.packs_keys
         _, rows, heads, width = shape
         rest = by_name(
             fill_gaps_kernel,
@@ -205,7 +204,7 @@ class SequenceCall(Call):
 
 def plan_forward(call: SequenceCall) -> Callable[..., None]:
     """Plan out and lse of one class of calls: run(x, out, lse)."""
-    shape, flags, tile = call.shape, call.flags, call.tile("forward")
+    shape, tile = call.shape, call.tile("forward")
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
     most_rows = shape.seqlen_q * shape.group
@@ -215,14 +214,14 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
     is_few = is_few and not (call.has_tiles and call.mask.tensors[0].shape[1] not in (1, call.num_heads_k))
     # Not packed sequences: the bound on lengths that the caller states would change the order of their sums. Not
     # dropout: its random numbers go by tiles of queries of one head. Not a bias by distance, which counts by rows.
-    if is_few and flags.layout != "packed" and not call.has_dropout and call.distances is None:
+    if is_few and call.spec.layout != "packed" and not call.has_dropout and call.distances is None:
         # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
         has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
         step = _FEW_ROWS_SMALL
         if call.has_wide_heads:
             step = _FEW_ROWS_WIDE_GFX if call.arch.startswith("gfx") else _FEW_ROWS_WIDE
         if has_room:
-            step = _FEW_ROWS_PAGED if flags.layout.startswith("paged") else _FEW_ROWS
+            step = _FEW_ROWS_PAGED if call.spec.has_pages else _FEW_ROWS
         tile = Tile(max(16, triton.next_power_of_2(most_rows)), *step)
         tiles, search, heads, grouped = call.number, False, call.num_heads_k, shape.group > 1
         splits = _key_parts(call, tiles * heads)
@@ -239,7 +238,7 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
         BIAS_TMA=bias_tma,
         EDGES=True,
         SEARCH=search,
-        PAGE=max(1, call.k.shape[1]) if flags.layout.startswith("paged") else 0,
+        PAGE=max(1, call.k.shape[1]) if call.spec.has_pages else 0,
         GROUPED=grouped,
         ONE_LOOP=False,
     )

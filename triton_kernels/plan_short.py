@@ -9,9 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, new_like, query_gradient, sink_gradient
+from flash_dmattn.gradients import key_gradient, new_like, query_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 from flash_dmattn.problem.inputs import Saved
+from flash_dmattn.reference.sinks import sink_gradient
 
 from .plan import Call, row_strides
 from .plan_slots import chunks_of, empty_slots, most_slots, plan_sum

@@ -72,7 +72,7 @@ def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
         HAS_TV=present[2],
         HAS_TSINK=present[4],
         SEARCH=search,
-        PAGE=max(1, x.k.shape[1]) if flags.layout.startswith("paged") else 0,
+        PAGE=0 if flags.sequences is None or not flags.sequences.has_pages else max(1, x.k.shape[1]),
     )
 
 

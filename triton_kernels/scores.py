@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .tile_ops import (
+    BANDED,
     CLAMPED,
     DENSE,
     DISTANCES,
@@ -64,13 +65,14 @@ def bias_vector(bias, strides, b, h, places, shape, BIAS: tl.constexpr, AXIS: tl
 
 @triton.jit
 def add_bias(
-    s, bias, head, vector, strides, b, h, first, first_key, rows, keys, shape, distances,
+    s, bias, head, vector, window, strides, b, h, first, first_key, rows, keys, shape, distances,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
     TMA: tl.constexpr, WIDE: tl.constexpr, GROUPED: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
     """Add the bias to a tile of scores, in base 2.
 
-    With GROUPED the rows belong to several heads. With GATHERED the keys of the tile are no run.
+    `vector` is from `bias_vector`, `window` from `values_of_tile`. With GROUPED the rows belong to several heads. With
+    GATHERED the keys of the tile are no run.
     """
     if BIAS == TILE_BIAS:
         if GROUPED:
@@ -89,31 +91,112 @@ def add_bias(
             vector = load_vector(head, rows, shape.seqlen_q, strides.row) * LOG2E
         s += tl.expand_dims(vector, AXIS)
     elif BIAS == DISTANCES or BIAS == CLAMPED:
-        s = add_distances(
-            s, head, strides, first, first_key, rows, keys, shape, distances, BLOCK_M, BLOCK_N, BIAS, AXIS, GATHERED
-        )
+        if GATHERED:
+            s += values_at(head, strides, places_of(rows, keys, shape, distances, AXIS), distances, BIAS)
+        else:
+            s += spread(window, BLOCK_M, BLOCK_N, AXIS)
+    elif BIAS == BANDED:
+        line = rows.to(tl.int64) * strides.row
+        at, inside = in_values(line, strides.key, rows, keys, shape, distances, AXIS)
+        s += tl.load(head + at, mask=inside, other=0.0).to(tl.float32) * LOG2E
     return s
 
 
 @triton.jit
-def add_distances(
-    s, head, strides, first, first_key, rows, keys, shape, distances,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr, GATHERED: tl.constexpr,
+def in_values(line, stride, rows, keys, shape, distances, AXIS: tl.constexpr):
+    """Return where the values of a tile lie that has a bias of one per query and distance, and which scores have one.
+
+    `line` says where the values of each query begin, `stride` how far they lie apart.
+    """
+    places = places_of(rows, keys, shape, distances, AXIS)
+    inside = (places >= 0) & (places < distances.number)
+    inside &= tl.expand_dims(rows < shape.seqlen_q, AXIS) & tl.expand_dims(keys < shape.seqlen_k, 1 - AXIS)
+    return tl.expand_dims(line, AXIS) + places * stride, inside
+
+
+@triton.jit
+def spread(window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr):
+    """Make the tile of a window of values: every score gets the value of its distance.
+
+    It goes through shared memory and into the layout of the scores. A tile of loads would take another layout, the
+    registers of its addresses, and shared memory of its own size.
+    """
+    steps = tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) - tl.expand_dims(tl.arange(0, BLOCK_M), AXIS)
+    places = tl.reshape(steps + (BLOCK_M - 1), (BLOCK_M * BLOCK_N,))
+    return tl.reshape(tl.gather(window, places, 0), steps.shape)
+
+
+@triton.jit
+def values_at(head, strides, places, distances, BIAS: tl.constexpr):
+    """Load the values at places of a bias by distance, in base 2; places beyond them get its ends, or 0."""
+    inside = tl.minimum(tl.maximum(places, 0), distances.number - 1)
+    values = tl.load(head + inside * strides.key).to(tl.float32) * LOG2E
+    if BIAS == DISTANCES:
+        values = tl.where(inside == places, values, 0.0)
+    return values
+
+
+@triton.jit
+def values_of_tile(
+    head, strides, first, first_key, shape, distances,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
-    """Add a bias by distance; a run of keys beyond its values has one number, or none."""
-    is_before, is_beyond = ends_of(first, first_key, shape, distances, BLOCK_M, BLOCK_N, BIAS == CLAMPED, GATHERED)
-    if is_before | is_beyond:
-        if BIAS == CLAMPED:
-            value = tl.load(head + tl.where(is_before, 0, distances.number - 1) * strides.key)
-            s += value.to(tl.float32) * LOG2E
+    """Load the values of a bias by distance for a tile: value t is for key - query = t - (BLOCK_M - 1) from its corner.
+
+    Loaded before the products of the tile, they have arrived when `add_bias` needs them. Zero for other biases.
+    """
+    if (BIAS == DISTANCES or BIAS == CLAMPED) and not GATHERED:
+        corner = distances.zero + first_key - first - (shape.seqlen_k - shape.seqlen_q)
+        places = corner - (BLOCK_M - 1) + tl.arange(0, triton.next_power_of_2(BLOCK_M + BLOCK_N))
+        return values_at(head, strides, places, distances, BIAS)
     else:
-        place = places_of(rows, keys, shape, distances, AXIS)
-        inside = tl.minimum(tl.maximum(place, 0), distances.number - 1)
-        tile = tl.load(head + inside * strides.key).to(tl.float32)
-        if BIAS == DISTANCES:
-            tile = tl.where(inside == place, tile, 0.0)
-        s += tile * LOG2E
-    return s
+        return 0
+
+
+@triton.jit
+def end_values(head, strides, distances, BIAS: tl.constexpr):
+    """Return what scores before and beyond the values of a bias by distance get, in base 2."""
+    if BIAS == CLAMPED:
+        last = tl.load(head + (distances.number - 1) * strides.key)
+        return tl.load(head).to(tl.float32) * LOG2E, last.to(tl.float32) * LOG2E
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
+def near_blocks(
+    first, start, inside, shape, distances,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """Count the blocks of a run that a bias by distance has values for: (blocks before these, these).
+
+    All scores of another block are beyond one end of the values. The run has `inside` blocks from block `start` on: of
+    keys, beside a tile whose first query is `first`, or with AXIS 0 of queries, beside a first key.
+    """
+    zero = distances.zero - (shape.seqlen_k - shape.seqlen_q)
+    if AXIS == 1:
+        low = first - zero - (BLOCK_N - 1)
+        high = first - zero + distances.number + (BLOCK_M - 1)
+        BLOCK: tl.constexpr = BLOCK_N
+    else:
+        low = first + zero - distances.number - (BLOCK_M - 2)
+        high = first + zero + BLOCK_N
+        BLOCK: tl.constexpr = BLOCK_M
+    if BIAS == CLAMPED:  # what is at an end gets the same as what is beyond
+        low += 1
+        high -= 1
+    begin = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(low, 0), BLOCK), start), start + inside)
+    end = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(high, 0), BLOCK), begin), start + inside)
+    return (begin - start).to(tl.int32), (end - begin).to(tl.int32)
+
+
+@triton.jit
+def block_by_distance(step, nearest, near, IS_NEAR: tl.constexpr):
+    """Return the block of a run at a step of the blocks with values, or of all others; see `near_blocks`."""
+    if IS_NEAR:
+        return step + nearest
+    else:
+        return tl.where(step < nearest, step, step + near)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import add_bias, bias_vector, masked_scores, scaled
+from .scores import add_bias, bias_vector, masked_scores, scaled, values_of_tile
 from .tile_ops import (
     DENSE,
     KEYS,
@@ -229,11 +229,14 @@ def tangents_kernel(
                 k, table, layout, k_strides, b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
                 SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
             )  # fmt: skip
+            window = values_of_tile(
+                bias_head, bias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
+            )
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s, slope = scaled(s, scale, softcap, SOFTCAP)
             s = add_bias(
-                s, bias, bias_head, row_bias, bias_strides, b, h, first + bias_row, place, rows, keys, shape,
-                distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
+                s, bias, bias_head, row_bias, window, bias_strides, b, h, first + bias_row, place, rows, keys,
+                shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
             )  # fmt: skip
             if phase == 1:
                 s = masked_scores(
@@ -259,9 +262,12 @@ def tangents_kernel(
                 ts *= tangent_scale
                 if SOFTCAP:
                     ts *= slope
+                moved = values_of_tile(
+                    tbias_head, tbias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, TBIAS, MASK == KEYS
+                )
                 ts = add_bias(
-                    ts, tbias, tbias_head, row_tbias, tbias_strides, b, h, first + bias_row, place, rows, keys, shape,
-                    distances, BLOCK_M, BLOCK_N, TBIAS, 1, TBIAS_TMA, WIDE, False, MASK == KEYS,
+                    ts, tbias, tbias_head, row_tbias, moved, tbias_strides, b, h, first + bias_row, place, rows, keys,
+                    shape, distances, BLOCK_M, BLOCK_N, TBIAS, 1, TBIAS_TMA, WIDE, False, MASK == KEYS,
                 )  # fmt: skip
                 total = total * rescale + tl.sum(p * ts, 1)
                 new_mean = total / tl.where(row_sum > 0, row_sum, 1.0)

@@ -30,13 +30,14 @@ PAGED: tl.constexpr = tl.constexpr(3)
 PAGED_PACKED: tl.constexpr = tl.constexpr(4)
 
 # How a bias is read: not at all, one value per key, one per query, or one per score. DISTANCES and CLAMPED: one per
-# distance, 0 beyond the values, or the first or last value.
+# distance, 0 beyond the values, or the first or last value. BANDED: one per query and distance, 0 beyond.
 NO_BIAS: tl.constexpr = tl.constexpr(0)
 KEY_BIAS: tl.constexpr = tl.constexpr(1)
 ROW_BIAS: tl.constexpr = tl.constexpr(2)
 TILE_BIAS: tl.constexpr = tl.constexpr(3)
 DISTANCES: tl.constexpr = tl.constexpr(4)
 CLAMPED: tl.constexpr = tl.constexpr(5)
+BANDED: tl.constexpr = tl.constexpr(6)
 
 TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a tile of a packed mask
 NOWHERE: tl.constexpr = tl.constexpr(2**30)  # a row beyond all

@@ -8,7 +8,7 @@ import torch
 
 from .gpus import KIB, shared_bytes
 from .preferred_tiles import preferred
-from .tile_ops import BAND, CLAMPED, DISTANCES, KEYS, NO_BIAS, TILE_BIAS, TILES
+from .tile_ops import BAND, BANDED, CLAMPED, DISTANCES, KEYS, NO_BIAS, TILE_BIAS, TILES
 
 
 class Tile(NamedTuple):
@@ -87,9 +87,15 @@ _SM90_BIAS_POINTERS = {
     "product": {64: Tile(128, 64, 4, 4), 128: Tile(64, 64, 8, 3), 256: Tile(64, 32, 4, 2)},
     "bias": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 1)},
 }
-# With a bias by distance and no other mask than a band, up to head dim 128. Chosen by what the compiler makes of it: at
-# 64x128 the load of a tile of such a bias spills 184 registers.
-_SM90_DISTANCES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2)}
+# The forward kernel beside a bias by distance and no other mask than a band. Two stages: its two or three loops each
+# fill their pipeline.
+_SM90_DISTANCES = {
+    64: Tile(64, 128, 4, 2),  # 8 x 2048 x 16 heads, T5's values: 0.334; 0.353 for 64x64, 0.373 with three stages
+    128: Tile(64, 64, 4, 2),  # 2 x 4096 x 16 heads: 0.603; 0.626 for 128x64 at 8 warps, 0.711 with three stages
+}
+# The kernel of dk and dv beside a bias of one value per query and distance. Chosen by what the compiler makes of it:
+# with the tiles of pointers above it spills 472 and 152 bytes, with these 40 and none.
+_SM90_BANDED_KEYS = {64: Tile(64, 64, 8, 2), 128: Tile(32, 64, 8, 2)}
 # With lists of tiles.
 _SM90_TILES = {
     "forward": {
@@ -389,7 +395,8 @@ def tile_of(
 
 
 _BY_DISTANCE = (DISTANCES.value, CLAMPED.value)
-READ_BY_SCORE = (TILE_BIAS.value, *_BY_DISTANCE)
+_BY_POINTERS = (TILE_BIAS.value, BANDED.value)
+READ_BY_SCORE = (*_BY_POINTERS, *_BY_DISTANCE)
 
 
 def _tile_of_table(
@@ -412,9 +419,13 @@ def _tile_of_table(
     if mask == KEYS.value and kernel in _SM90_KEYS:
         # A bias is then gathered, too, and its pointers need registers.
         return _row(_SMALL if bias in READ_BY_SCORE else _SM90_KEYS[kernel], block_d)
-    if bias in _BY_DISTANCE and mask == BAND.value and block_d <= 128:
-        return _row(_SM90_DISTANCES if kernel == "forward" else _SM90.get(kernel, _SM90_BIAS["bias"]), block_d)
-    if bias in READ_BY_SCORE and not bias_tma and kernel in _SM90_BIAS_POINTERS:
+    if kernel == "forward" and mask == BAND.value and bias in _BY_DISTANCE and block_d <= 128:
+        return _row(_SM90_DISTANCES, block_d)
+    if kernel == "keys" and bias == BANDED.value and block_d <= 128:
+        return _row(_SM90_BANDED_KEYS, block_d)
+    if kernel == "keys" and bias in _BY_DISTANCE:
+        block_d = max(block_d, 64)  # the sums of the ends take registers: 128x64 would spill 264 bytes
+    if bias in _BY_POINTERS and not bias_tma and kernel in _SM90_BIAS_POINTERS:
         return _row(_SM90_BIAS_POINTERS[kernel], block_d)
     if bias == TILE_BIAS.value or kernel in ("product", "bias"):
         return _row(_SM90_BIAS[kernel], block_d)
@@ -430,7 +441,7 @@ _SM90_TANGENTS = {
 }
 _SM90_TANGENTS_POINTERS = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 1)}
 _SM80_TANGENTS = {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 1), 256: Tile(16, 32, 4, 1)}
-_FP32_TANGENTS = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)}
+_FP32_TANGENTS = {64: Tile(16, 32, 4, 1)}
 _GFX_TANGENTS = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)}
 
 

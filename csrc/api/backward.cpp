@@ -194,15 +194,21 @@ void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k
 }
 
 // Writes the gradients that are present, all contiguous and of all rows. Arguments that the forward operator has, too,
-// mean the same. dbias: of a bias per query and key, written whole; by the main kernel if it has one for each sequence
-// and query head. dbias_sums: of a bias per key, in fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k); starts as
-// zeros. delta: in the shape of lse. Alone it takes no main kernel.
+// mean the same. dbias: of a bias per query and key, written whole. The main kernel writes it if it has one for each
+// sequence and query head. dbias_sums: of a bias per key, in fp32, (1, Hq, Tk) of packed keys or (S, Hq, most_k); starts
+// as zeros. delta: in the shape of lse. Alone it takes no main kernel.
 void backward_sequences(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, Tensor bounds,
                         std::optional<Tensor> bias, Tensor out, Tensor lse, std::optional<Tensor> dq,
                         std::optional<Tensor> dk, std::optional<Tensor> dv, std::optional<Tensor> dbias,
                         std::optional<Tensor> dbias_sums, std::optional<Tensor> delta, bool is_packed,
                         int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left, int64_t right,
                         double softmax_scale, int64_t num_dbias_chunks) {
+  if (is_packed) {
+    for (Tensor* x : {&dout, &q, &k, &v, &out}) as_entry(*x, 4);
+    for (std::optional<Tensor>* x : {&dq, &dk, &dv}) as_entry(*x, 4);
+    for (std::optional<Tensor>* x : {&dlse, &delta}) as_entry(*x, 3);
+    as_entry(lse, 3);
+  }
   const std::optional<Tensor> no_table;
   const SequenceCall sequences{bounds, no_table, is_packed, bias_packing, most_q, most_k, left, right};
   const BackwardArguments arguments{"cuda_backward_sequences", dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,

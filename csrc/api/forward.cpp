@@ -288,13 +288,17 @@ void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std:
            high, num_splits, std::move(dropout_key), dropout_p, one_mask_row});
 }
 
-// Writes all rows. q, k, v and out are (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k and v lie
-// next to each other. With a block_table k and v are (pages, page_size, Hk, D). lse is (1, Hq, Tq) or (S, Hq, Lq). bias
-// is 4-D, and BiasPacking says how it is packed.
+// Writes all rows. q, k, v and out are (T, H, D) or (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k
+// and v lie next to each other. With a block_table k and v are (pages, page_size, Hk, D). lse is (Hq, Tq) or (1, Hq, Tq),
+// or (S, Hq, Lq). bias is 4-D, and BiasPacking says how it is packed.
 void forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, std::optional<Tensor> block_table,
                        std::optional<Tensor> bias, std::optional<Tensor> sink, Tensor out, Tensor lse, bool is_packed,
                        int64_t bias_packing, int64_t most_q, int64_t most_k, int64_t left, int64_t right,
                        double softmax_scale, double softcap) {
+  if (is_packed) {
+    for (Tensor* x : {&q, &k, &v, &out}) as_entry(*x, 4);
+    as_entry(lse, 3);
+  }
   const SequenceCall sequences{bounds, block_table, is_packed, bias_packing, most_q, most_k, left, right};
   forward({"cuda_forward_sequences", q, k, v, bias, sink, out, lse, softmax_scale, softcap, &sequences});
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -17,6 +18,24 @@ namespace flash_dmattn {
 // The meaning of rows and columns of a bias: positions in a sequence, or packed queries or keys
 // (flash_dmattn/backends/cuda).
 enum BiasPacking : int64_t { kByPosition = 0, kPackedQueries = 1, kPackedKeys = 2 };
+
+// Views tokens (T, H, D) as the one entry of a batch, (1, T, H, D), and lse likewise; `dims` are the dims of a batch.
+// torch's unsqueeze would go through its dispatcher, which takes several times as long.
+inline void as_entry(torch::stable::Tensor& x, int64_t dims) {
+  if (x.dim() != dims - 1) return;
+  std::array<int64_t, 4> sizes{1}, strides{x.size(0) * x.stride(0)};
+  for (int64_t dim = 1; dim < dims; ++dim) {
+    sizes[dim] = x.size(dim - 1);
+    strides[dim] = x.stride(dim - 1);
+  }
+  AtenTensorHandle view = nullptr;
+  const AOTITorchError error = aoti_torch__reinterpret_tensor(x.get(), dims, sizes.data(), strides.data(), 0, &view);
+  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "torch does not view tokens as an entry of a batch");
+  x = torch::stable::Tensor(view);
+}
+inline void as_entry(std::optional<torch::stable::Tensor>& x, int64_t dims) {
+  if (x.has_value()) as_entry(*x, dims);
+}
 
 // The arguments of a call with sequences that a dense call has not.
 struct SequenceCall {

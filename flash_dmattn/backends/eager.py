@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import AttentionProblem, Gradients, MaskView
+from ..problem import AttentionProblem, Gradients
 from ..problem.inputs import Inputs, Saved
 from ..reference import eager as chunked
-from ..reference import formula
+from ..reference import formula, query_blocks
 from ..reference import sequences as loop
 from ..reference import tangents as forward_mode
+from ..reference.distances import ChunkBias
+from ..reference.lists import Chosen
 from ..reference.masks import AnyMask, Intervals, TileBits
 from ..reference.tangents import Cotangents, Tangents
-from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, whole_batch
+from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, lists_as_tensors, lists_of, whole_batch
 from .mask_choice import MaskChoice, convert
 from .protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 
@@ -46,8 +48,11 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
     return ("returns only shapes, strides and dtypes: meta tensors hold no values",) if problem.device == "meta" else ()
 
 
-def _readable(mask: MaskView) -> AnyMask | None:
+def _readable(problem: AttentionProblem, x: Inputs) -> AnyMask | None:
     """Return the mask of a call as the chunked passes read it."""
+    mask = x.mask
+    if mask.form == "lists":
+        return lists_of(problem, x)
     if mask.form in ("tiles", "sequence_tiles"):
         return TileBits(mask.tensors[0])
     if mask.form == "intervals":
@@ -55,15 +60,22 @@ def _readable(mask: MaskView) -> AnyMask | None:
     return bool_mask(mask)
 
 
+def _readable_bias(problem: AttentionProblem, x: Inputs) -> ChunkBias | None:
+    """Return the bias of a call as the chunked passes read it."""
+    if x.bias is not None and problem.flags.chosen:
+        return Chosen(x.bias, lists_of(problem, x), problem.flags.mask_repeat)
+    return bias_of(problem, x)
+
+
 def _plan_forward(problem: AttentionProblem) -> Forward:
     numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        mask, shared = _readable(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
-        sizes, bias = {**numbers, "chunk_bytes": _chunk_bytes}, bias_of(problem, x)
+        mask, shared = _readable(problem, x), {"sink": x.sink, "dropout": dropout_of(problem, x)}
+        sizes, bias = {**numbers, "chunk_bytes": _chunk_bytes}, _readable_bias(problem, x)
         if x.sequences is not None:
             return loop.forward(batch_of(problem, x), x.q, x.k, x.v, mask, bias, **shared, **sizes)
-        return chunked.forward(x.q, x.k, x.v, mask, bias, repeats=repeats, **shared, **sizes)
+        return query_blocks.forward(x.q, x.k, x.v, mask, bias, repeats=repeats, **shared, **sizes)
 
     return forward
 
@@ -73,12 +85,12 @@ def _plan_backward(problem: AttentionProblem) -> Backward:
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         x, out, lse = saved
-        mask, shared = _readable(x.mask), {"sink": x.sink, "dropout": dropout_of(problem, x)}
+        mask, shared = _readable(problem, x), {"sink": x.sink, "dropout": dropout_of(problem, x)}
         sizes = {**numbers, "chunk_bytes": _chunk_bytes, "needs_grad": problem.needs_grad}
-        tensors = (dout, dlse, x.q, x.k, x.v, mask, bias_of(problem, x), out, lse)
+        tensors = (dout, dlse, x.q, x.k, x.v, mask, _readable_bias(problem, x), out, lse)
         if x.sequences is not None:
             return loop.backward(batch_of(problem, x), *tensors, **shared, **sizes)
-        return chunked.backward(*tensors, repeats=repeats, **shared, **sizes)
+        return query_blocks.backward(*tensors, repeats=repeats, **shared, **sizes)
 
     return backward
 
@@ -87,7 +99,7 @@ def _plan_tangents(problem: AttentionProblem) -> ForwardTangents:
     numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
 
     def tangents(x: Inputs, own: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        inputs = (x.q, x.k, x.v, _readable(x.mask), bias_of(problem, x), x.sink, own)
+        inputs = (x.q, x.k, x.v, _readable(problem, x), _readable_bias(problem, x), x.sink, own)
         sizes = {**numbers, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(problem, x)}
         if x.sequences is not None:
             return loop.forward_tangents(batch_of(problem, x), *inputs, **sizes)
@@ -100,7 +112,7 @@ def _plan_tangent_gradients(problem: AttentionProblem, needs_grad: tuple[bool, .
     numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
 
     def gradients(x: Inputs, own: Tangents, lse: Tensor, sent: Cotangents) -> tuple[Tangents, Tangents]:
-        inputs = (sent, x.q, x.k, x.v, _readable(x.mask), bias_of(problem, x), x.sink, own, lse)
+        inputs = (sent, x.q, x.k, x.v, _readable(problem, x), _readable_bias(problem, x), x.sink, own, lse)
         sizes = {**numbers, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(problem, x), "needs_grad": needs_grad}
         if x.sequences is not None:
             return loop.backward_tangents(batch_of(problem, x), *inputs, **sizes)
@@ -111,7 +123,14 @@ def _plan_tangent_gradients(problem: AttentionProblem, needs_grad: tuple[bool, .
 
 def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
-    numbers, dropout, bias = formula_numbers(problem), dropout_of(problem, x), bias_of(problem, x)
+    numbers, dropout = formula_numbers(problem), dropout_of(problem, x)
+    if x.mask.form == "lists":
+        allowed, added, back = lists_as_tensors(problem, x)
+        dq, dk, dv, dbias, *dsink = formula.gradients(
+            dout, dlse, x.q, x.k, x.v, allowed, added, sink=x.sink, dropout=dropout, **numbers
+        )
+        return dq, dk, dv, _own_gradient(problem, x, None if dbias is None else back(dbias)), *dsink
+    bias = bias_of(problem, x)
     is_prepared = x.mask.form not in ("none", "dense", "tree")
     mask = bool_mask(convert(problem, MaskChoice("dense"), x.mask, x.sequences) if is_prepared else x.mask)
     tensors = (dout, dlse, x.q, x.k, x.v)
@@ -119,9 +138,14 @@ def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor,
         return loop.gradients(batch_of(problem, x), *tensors, mask, bias, x.sink, dropout, **numbers)
     mask, bias = whole_batch(problem, mask, bias)
     dq, dk, dv, dbias, *dsink = formula.gradients(*tensors, mask, bias, sink=x.sink, dropout=dropout, **numbers)
-    if dbias is not None and x.bias is not None:
-        dbias = formula.sum_entries(dbias, x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
-    return dq, dk, dv, dbias, *dsink
+    return dq, dk, dv, _own_gradient(problem, x, dbias), *dsink
+
+
+def _own_gradient(problem: AttentionProblem, x: Inputs, dbias: Tensor | None) -> Tensor | None:
+    """Return the gradient of the bias of a call from that of the bias of its whole batch."""
+    if dbias is None or x.bias is None:
+        return dbias
+    return formula.sum_entries(dbias, x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
 
 
 BACKEND = Backend(
@@ -129,9 +153,9 @@ BACKEND = Backend(
     plan_forward=_plan_forward,
     plan_backward=_plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "chosen_bias"},
     notes=_notes,
-    mask_forms=frozenset({"dense", "tiles", "intervals", "sequence_tiles", "tree"}),
+    mask_forms=frozenset({"dense", "tiles", "intervals", "sequence_tiles", "tree", "lists"}),
     reads_dense=lambda problem, direction: True,
     repeats_entries=True,
     differentiable_backward=_differentiable_backward,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..problem import AttentionProblem, MaskView
@@ -11,6 +13,7 @@ from ..problem.inputs import Inputs
 from ..reference import formula
 from ..reference.distances import AnyBias, Distances, values_of, with_values
 from ..reference.dropout import Dropout
+from ..reference.lists import Lists, dense_bias, slot_table, value_gradient
 from ..reference.sequences import Batch
 
 
@@ -39,6 +42,34 @@ def bias_of(problem: AttentionProblem, inputs: Inputs) -> AnyBias | None:
     return Distances(inputs.bias, flags.zero, flags.outside == "clamp")
 
 
+def lists_of(problem: AttentionProblem, inputs: Inputs) -> Lists:
+    """Return the lists of a call, in the form that `flash_dmattn.reference` takes."""
+    keys, _, slots = inputs.mask.tensors
+    return Lists(keys, slots, problem.flags.block_q, problem.flags.block_k)
+
+
+def lists_as_tensors(
+    problem: AttentionProblem, inputs: Inputs
+) -> tuple[Tensor | None, AnyBias | None, Callable[[Tensor], Tensor]]:
+    """Return the bool mask of a call with lists, and its bias, both for the whole batch; differentiable.
+
+    The function that comes with them takes the gradient of that bias to the gradient of the bias of the call.
+    """
+    flags, lists, bias = problem.flags, lists_of(problem, inputs), inputs.bias
+    slots = slot_table(lists, problem.seqlen_q, problem.seqlen_k)
+    if bias is None or not flags.chosen:
+        mask, other = whole_batch(problem, slots >= 0, bias_of(problem, inputs))
+        return mask, other, lambda dbias: dbias
+    wide = bias.to(torch.promote_types(bias.dtype, formula.softmax_dtype(inputs.q)))  # its gradient is rounded once
+    slots = formula.spread_entries(slots, problem.batch, flags.mask_repeat)
+    values = formula.spread_entries(wide, problem.batch, flags.bias_repeat)
+    return (
+        slots >= 0,
+        dense_bias(values, slots, lists.block_q),
+        lambda dbias: value_gradient(dbias, values, slots, lists.block_q),
+    )
+
+
 def by_query_head(x: Tensor, num_heads: int) -> Tensor:
     """Return x (B, H, ...) with one head or one for each query head; heads of a group share one of x."""
     return x if x.shape[1] in (1, num_heads) else x.repeat_interleave(num_heads // x.shape[1], 1)
@@ -65,8 +96,7 @@ def bool_mask(mask: MaskView) -> Tensor | None:
 
 def batch_of(problem: AttentionProblem, inputs: Inputs) -> Batch:
     """Return the sequences of a call, in the form that `reference.sequences` takes."""
-    flags, sequences = problem.flags, inputs.sequences
-    assert sequences is not None
+    flags, spec, sequences = problem.flags, problem.sequences, inputs.sequences
+    assert spec is not None and sequences is not None
     mask_packing = "tree" if inputs.mask.form == "tree" else flags.mask_packing
-    packing = (flags.packs_queries, flags.packs_keys, mask_packing, flags.bias_packing)
-    return Batch(sequences.bounds, sequences.block_table, *packing)
+    return Batch(*sequences, spec.packs_queries, spec.packs_keys, mask_packing, flags.bias_packing)

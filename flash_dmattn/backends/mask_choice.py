@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend |
 
 def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], ...]) -> MaskChoice:
     form = problem.mask_form
-    if form == "none" or form == "tree" or (form != "dense" and all(form in each.mask_forms for each, _ in passes)):
+    if form in ("none", "tree", "lists") or (form != "dense" and all(form in each.mask_forms for each, _ in passes)):
         return MaskChoice(form)
     sized = hinted(problem)  # symbolic sizes may be replaced by hints, because the form only decides speed
     needed: MaskForm = "tiles" if problem.sequences is None else "sequence_tiles"
@@ -121,13 +121,23 @@ def view_of(
     return prepared_view(mask, problem.seqlen_q, problem.seqlen_k, problem.window, choice)
 
 
-def plan_packing(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Tensor], MaskView] | None:
-    """Return a function that packs the bool masks of a class of unwatched calls, or None if they are not packed."""
+def plan_view(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Any], MaskView] | None:
+    """Return what `view_of` does with the masks of a class of unwatched calls; None if it has to be asked each time."""
+    if problem.mask_form == choice.form:
+        return _view_dense if choice.form == "dense" else _view_prepared
     if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
         return None
     from ..masks.prepared.operators import plan_prepare  # importing flash_dmattn does not need it
 
     return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, choice)
+
+
+def _view_dense(mask: Tensor) -> MaskView:
+    return MaskView("dense", (mask,))
+
+
+def _view_prepared(mask: PreparedMask) -> MaskView:
+    return mask.view
 
 
 def convert(
@@ -241,7 +251,7 @@ def through_rows(problem: AttentionProblem, run: Backward) -> Backward:
 def unpacking_note(problem: AttentionProblem, backend: Backend) -> str | None:
     """Describe for `explain` that a backend unpacks a prepared mask; None if it does not."""
     mask = problem.mask
-    if mask is None or problem.mask_form in ("none", "dense", "tree") or "tiles" in backend.mask_forms:
+    if mask is None or problem.mask_form in ("none", "dense", "tree", "lists") or "tiles" in backend.mask_forms:
         return None
     return f"unpacks the prepared mask to a dense bool tensor of {mask.span() / 2**20:.1f} MB"
 

@@ -16,7 +16,11 @@ from ..reference.tangents import Cotangents, Tangents
 Direction = Literal["forward", "backward", "tangents"]
 
 # The hint of a refusal, by the feature that a backend lacks.
-_HINTS = dict.fromkeys(("relative_bias", "band_bias"), "bias.dense(seqlen_q, seqlen_k) is a tensor that it takes")
+_HINTS = {
+    **dict.fromkeys(("relative_bias", "band_bias"), "bias.dense(seqlen_q, seqlen_k) is a tensor that it takes"),
+    "lists": "PreparedMask.from_mask(mask.dense()) has a bit for each pair, which it may take",
+    "chosen_bias": "bias.dense(mask) is a tensor that it takes, of one value for each pair",
+}
 
 # forward(inputs) -> (out, lse). A forward pass that PyTorch differentiates also returns probabilities if the problem
 # asks for them, and may return (out,) if the problem does not ask for lse.

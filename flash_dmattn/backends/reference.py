@@ -8,7 +8,7 @@ from ..problem import FEATURES, AttentionProblem
 from ..problem.inputs import Inputs
 from ..reference import formula
 from ..reference import sequences as loop
-from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, whole_batch
+from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, lists_as_tensors, whole_batch
 from .protocol import Backend, Forward, Rule
 
 
@@ -17,11 +17,15 @@ def plan_forward(problem: AttentionProblem) -> Forward:
     numbers = formula_numbers(problem)
 
     def forward(x: Inputs) -> tuple[Tensor, ...]:
-        mask, bias, dropout = bool_mask(x.mask), bias_of(problem, x), dropout_of(problem, x)
+        dropout = dropout_of(problem, x)
+        others = {"return_probs": problem.return_probs, "sink": x.sink, "dropout": dropout}
+        if x.mask.form == "lists":
+            allowed, added, _ = lists_as_tensors(problem, x)
+            return formula.attention(x.q, x.k, x.v, allowed, added, **others, **numbers)
+        mask, bias = bool_mask(x.mask), bias_of(problem, x)
         if x.sequences is not None:
             return loop.attention(batch_of(problem, x), x.q, x.k, x.v, mask, bias, x.sink, dropout, **numbers)
         mask, bias = whole_batch(problem, mask, bias)
-        others = {"return_probs": problem.return_probs, "sink": x.sink, "dropout": dropout}
         return formula.attention(x.q, x.k, x.v, mask, bias, **others, **numbers)
 
     return forward
@@ -39,7 +43,7 @@ BACKEND = Backend(
             'use backend="reference"',
         ),
     ),
-    mask_forms=frozenset({"dense", "tree"}),
+    mask_forms=frozenset({"dense", "tree", "lists"}),
     repeats_entries=True,
     has_forward_ad=True,
 )

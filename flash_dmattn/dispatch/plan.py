@@ -6,19 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from ..backends.mask_choice import (
     backward_of,
     choose_form,
     forward_of,
-    plan_packing,
+    plan_view,
     tangent_gradients_of,
     tangents_of,
 )
 from ..backends.protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
-from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, SequenceView, spec_of
-from ..problem.inputs import Parts, Saved, in_rows
+from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, spec_of
+from ..problem.inputs import Parts, Saved, in_rows, parts_of
 from ..remembered import Remembered
 from . import packers as packers  # registers the fast packers with flash_dmattn.masks
 from .config import BackendChoice
@@ -49,7 +47,7 @@ class Plan:
         falls_back: whether "auto" falls back to eager PyTorch on an accelerator.
         run_forward, run_backward: the passes. They are None if sizes may be symbols or tensors have no values; calls
             then go through the operators.
-        pack: packs the bool mask of an unwatched call; None if it is not packed, or if an operator has to pack it.
+        view: converts the mask of an unwatched call to the chosen form; None if `view_of` has to do it.
         strides: the strides that the backward pass is planned for: of q, k, v and bias as they arrive, and of a dense
             mask.
     """
@@ -65,7 +63,7 @@ class Plan:
     falls_back: bool = False
     run_forward: Forward | None = None
     run_backward: Backward | None = None
-    pack: Callable[[Tensor], MaskView] | None = None
+    view: Callable[[Any], MaskView] | None = None
     strides: Strides = ()
 
     def _replace(self, **changes: Any) -> Plan:
@@ -91,47 +89,31 @@ class Plan:
 
 
 def make_plan(
-    problem: AttentionProblem,
+    described: AttentionProblem,
     forward: Backend,
     backward: Backend | None,
     requested: BackendChoice,
-    *,
-    arrival: Arrival = "rows",
-    sequences: SequenceView | None = None,
-    has_dropout: bool = False,
-    falls_back: bool = False,
-    with_passes: bool = True,
+    arrival: Arrival,
+    falls_back: bool,
+    with_passes: bool,
 ) -> Plan:
-    """Plan the calls of a class.
-
-    Args:
-        problem: the problem as validation describes it.
-        forward, backward, requested, falls_back: see `Plan`.
-        arrival: how q, k and v arrive.
-        sequences: the sequences of one of the calls.
-        has_dropout: whether the calls have a dropout key.
-        with_passes: whether to plan the passes, too.
-    """
-    choice = choose_form(problem, forward, backward)
-    parts = Parts(choice.form, 0 if sequences is None else len(sequences.tensors), has_dropout)
-    read = problem._replace(mask_form=choice.form, arrival=arrival)
-    plan = Plan(problem, read, forward, backward, requested, choice, parts, forward.is_differentiable, falls_back)
-    return planned(plan) if with_passes else plan
-
-
-def planned(plan: Plan) -> Plan:
-    """Plan the passes of a plan."""
-    p = plan.problem
+    """Plan the calls of a class; see `Plan` for the arguments. Without passes, calls go through the operators."""
+    choice = choose_form(described, forward, backward)
+    p = described._replace(mask_form=choice.form, arrival=arrival)
+    is_differentiable = forward.is_differentiable
+    plan = Plan(described, p, forward, backward, requested, choice, parts_of(p), is_differentiable, falls_back)
+    if not with_passes:
+        return plan
     strides: list[tuple[int, ...]] = [p.q_strides, p.k_strides, p.v_strides]
-    if p.arrival == "heads_first":
+    if arrival == "heads_first":
         strides = [(x[0], x[2], x[1], x[3]) for x in strides]
-    elif p.arrival == "tokens":
+    elif arrival == "tokens":
         strides = [x[1:] for x in strides]
     dense = p.mask.strides if p.mask_form == "dense" and p.mask is not None else None
     return plan._replace(
-        run_forward=forward_pass(plan.forward, p),
-        run_backward=None if plan.backward is None else backward_pass(plan.backward, p),
-        pack=plan_packing(plan.described, plan.choice),
+        run_forward=forward_pass(forward, p),
+        run_backward=None if backward is None else backward_pass(backward, p),
+        view=plan_view(described, choice),
         strides=(*strides, None if p.bias_tensor is None else p.bias_tensor.strides, dense),
     )
 
@@ -171,29 +153,22 @@ def tangent_gradients_pass(
 
 def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:
     """Drop from a problem everything that an operator does not receive, so that watched calls run the same passes."""
-    left, right = problem.window
-    spec = problem.sequences
-    return problem._replace(
-        is_causal=right == 0,
-        window_size=(left, -1 if right == 0 else right),
-        return_lse=False,
-        sequences=None if spec is None else spec._replace(names_max=(True, True)),
-    )
+    flags = problem.flags
+    if flags.sequences is not None:
+        flags = flags._replace(sequences=flags.sequences._replace(names_max=(True, True)))
+    is_causal, window = flags.right == 0, (flags.left, -1 if flags.right == 0 else flags.right)
+    return problem._replace(is_causal=is_causal, window_size=window, return_lse=False, flags=flags)
 
 
 def laid_anew(problem: AttentionProblem, saved: Saved) -> tuple[AttentionProblem, Saved]:
     """Describe saved tensors whose strides are not the planned ones; return also these, with a mask made contiguous."""
     x = saved.inputs
     q, k, v = (in_rows(t, problem.arrival).stride() for t in x[:3])
-    mask, bias, relative = problem.mask, problem.bias, problem.relative
+    mask = problem.mask
     if problem.mask_form == "dense":
         mask = spec_of(x.mask.tensors[0])
     elif x.mask.tensors:
         x = x._replace(mask=x.mask._replace(tensors=tuple(t.contiguous() for t in x.mask.tensors)))
-    if bias is not None and x.bias is not None:
-        bias = spec_of(x.bias)
-    if relative is not None and x.bias is not None:
-        relative = spec_of(x.bias)
     strides: dict[str, Any] = {"q_strides": q, "k_strides": k, "v_strides": v}
-    anew = problem._replace(**strides, mask=mask, bias=bias, relative=relative)
+    anew = problem._replace(**strides, mask=mask).with_bias(x.bias)
     return anew, saved._replace(inputs=x)

@@ -428,16 +428,8 @@ def _sum_fake(x: Tensor, group: str, size: int, number: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _trade(
-    tensors: Sequence[Tensor],
-    names: str,
-    group: str,
-    layout: list[int],
-    layout_k: list[int],
-    to_heads: bool,
-    direction: str,
-    number: int,
-) -> list[Tensor]:
+def _trade(tensors: Sequence[Tensor], group: str, direction: str, number: int, to_heads: bool, *where: Any) -> Any:
+    names, layout, layout_k = where
     if direction == "backward" or number == 0:  # else the call was compared
         named = dict(zip(names.split(), tensors))
         agree_within(group, direction, number, {"traded": names, **named, "layout": layout, "layout_k": layout_k})
@@ -455,26 +447,18 @@ def _layouts(names: str, layout: list[int], layout_k: list[int]) -> list[Sequenc
     return [from_flat(tuple(layout_k if name in ("k", "v") else layout)) for name in names.split()]
 
 
-def _trade_fake(
-    tensors: Sequence[Tensor],
-    names: str,
-    group: str,
-    layout: list[int],
-    layout_k: list[int],
-    to_heads: bool,
-    *others: Any,
-) -> list[Tensor]:
+def _trade_fake(tensors: Sequence[Tensor], group: str, direction: str, number: int, to_heads: bool, *where: Any) -> Any:
     traded = []
-    for x, where in zip(tensors, _layouts(names, layout, layout_k)):
+    for x, layout in zip(tensors, _layouts(*where)):
         batch, _, heads, dim = x.shape
-        size = where.world_size
-        length, own = (where.length, heads // size) if to_heads else (where.local_length, heads * size)
+        size = layout.world_size
+        length, own = (layout.length, heads // size) if to_heads else (layout.local_length, heads * size)
         traded.append(x.new_empty(batch, length, own, dim))
     return traded
 
 
 _TRADE = (
-    "(Tensor[] tensors, str names, str group, int[] layout, int[] layout_k, bool to_heads, str direction, int number)"
+    "(Tensor[] tensors, str group, str direction, int number, bool to_heads, str names, int[] layout, int[] layout_k)"
     " -> Tensor[]"
 )
 _keys_op = define("move_keys", f"(Tensor x, bool back, {ROUTE}) -> Tensor", _move_keys, _move_keys_fake)
@@ -570,7 +554,7 @@ class HeadTrade(NamedTuple):
         group, flats = self.members.name, (list(self.layout.flat), list(self.layout_k.flat))
 
         def there(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return tuple(_trade_op(tensors, names, group, *flats, to_heads, direction, self.number))
+            return tuple(_trade_op(tensors, group, direction, self.number, to_heads, names, *flats))
 
         def back(*gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             needed = {name: x for name, x in zip(names.split(), gradients) if x is not None}

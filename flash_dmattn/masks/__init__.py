@@ -17,12 +17,14 @@ from .builders import (
     threshold_mask,
 )
 from .drawing import show
+from .index_scores import IndexScores
 from .topk import topk_mask
 
 if TYPE_CHECKING:
     from .prepared.storage import PreparedMask
 
 __all__ = [
+    "IndexScores",
     "PreparedMask",
     "causal_mask",
     "combine",

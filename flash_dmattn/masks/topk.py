@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -12,6 +14,20 @@ from .arguments import align_heads, bool_mask, common_shape, float_scores, integ
 
 # Elements a chunk of rows may hold; about 25 bytes of work each (key, candidates, tie counter).
 CHUNK_ELEMENTS = 1 << 22
+
+
+@runtime_checkable
+class ScoresByRows(Protocol):
+    """Scores that are computed for some queries at a time: `IndexScores`."""
+
+    @property
+    def batch_dims(self) -> tuple[int, ...]:
+        """The dims in front of queries."""
+        ...
+
+    def rows(self) -> tuple[Callable[[slice], torch.Tensor], tuple[int, int, int]]:
+        """Return a function that computes the scores of some queries, (B, 1, rows, Lk), and B, Lq and Lk."""
+        ...
 
 
 def topk_mask(

@@ -120,7 +120,7 @@ class PairBiasAttention(nn.Module):
             and all(has in (1, size) for has, size in zip(dims, batch, strict=True))
         ):
             return
-        needs = ", ".join([*(f"{size} or 1" for size in batch), *map(str, sizes)])
+        needs = ", ".join([*("1" if size == 1 else f"{size} or 1" for size in batch), *map(str, sizes)])
         raise ValueError(
             f"{name} has shape {tuple(shared.shape)}; beside x of shape {tuple(x.shape)} it needs to be ({needs})"
         )

@@ -6,6 +6,7 @@ from .arch import sm_number as sm_number
 from .checks import RANKS as RANKS
 from .checks import as_scores as as_scores
 from .checks import check_broadcast as check_broadcast
+from .checks import check_chosen as check_chosen
 from .checks import check_flag as check_flag
 from .checks import check_number as check_number
 from .checks import check_scores as check_scores
@@ -35,6 +36,7 @@ from .description import TensorSpec as TensorSpec
 from .description import allowed_pairs as allowed_pairs
 from .description import bias_class as bias_class
 from .description import causal_window as causal_window
+from .description import describe_tensors as describe_tensors
 from .description import dtype_name as dtype_name
 from .description import hint as hint
 from .description import hinted as hinted

@@ -162,6 +162,24 @@ def check_values(shape: Sequence[int], sizes: Sequence[int], num_heads_k: int, r
         raise ValueError(_misfit("bias.values", shape, names, allowed))
 
 
+def check_chosen(
+    shape: Sequence[int], sizes: Sequence[int], num_heads_k: int, rows: Sequence[int], places: int
+) -> None:
+    """Refuse values of a `Chosen`, (*batch, heads, rows, places), that do not fit the lists of the call.
+
+    Args:
+        sizes: (*batch, heads) of the call.
+        num_heads_k: heads of k.
+        rows: the number of queries, and the number of lists of a head.
+        places: the entries of a list.
+    """
+    *batch, num_heads = sizes
+    names = (*batch_names(len(batch)), "heads", "queries or lists", "entries of a list")
+    allowed = (*[(1, n) for n in batch], (1, num_heads_k, num_heads), (*rows,), (places,))
+    if not _fits(shape, allowed):
+        raise ValueError(_misfit("bias.values", shape, names, allowed))
+
+
 def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
     """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows.
 

@@ -8,13 +8,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .arch import device_arch
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Shape4 = tuple[int, int, int, int]
 # One value per query, per key, or per score (query and key); a bias of one value per head counts as one per query.
 BiasClass = Literal["query", "key", "score"]
 # No mask, a bool tensor, or one of the forms of a prepared mask, which `masks/prepared/storage.py` describes.
-MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree"]
+MaskForm = Literal["none", "dense", "tiles", "keys", "intervals", "sequence_tiles", "tree", "lists"]
 # How the sequences of a batch lie. Each is an entry of the batch, of full length ("dense") or used in part ("padded");
 # or all follow each other in one row of tokens ("packed"). Keys may be in pages of a cache ("paged"), also beside
 # packed queries ("paged_packed").
@@ -50,97 +52,6 @@ class Numbers(NamedTuple):
     return_lse: bool = False
     return_probs: bool = False
     dropout_p: float = 0.0
-
-
-class Flags(NamedTuple):
-    """The checked numbers of a call, in the order of the operators' schemas.
-
-    Attributes:
-        left, right: the window with causality folded in, -1 for an unlimited side: see `causal_window`.
-        softmax_scale, softcap, deterministic: as in `attention`.
-        mask_repeat, bias_repeat: entry b of the batch reads entry `b // repeat % Bm` of Bm ones: see `leading.py`.
-        layout: see `Layout`.
-        max_seqlen_q, max_seqlen_k: bounds on the lengths of sequences; 0 without sequences.
-        mask_packing, bias_packing: see `Packing`; with "none" there are entries for all sequences, or one.
-        dropout_p: where it is not 0 the call has a key of its dropout, too: see `flash_dmattn.reference.dropout`.
-        one_mask_row: whether the mask was made of one row for all queries, as padding is. The window is no part of it.
-        zero, outside: of a bias by distance: the place of distance 0 in its values, and whether the distances of the
-            call are all there ("error") or get another value. "" without such a bias.
-    """
-
-    left: int
-    right: int
-    softmax_scale: float
-    softcap: float
-    deterministic: bool
-    mask_repeat: int = 1
-    bias_repeat: int = 1
-    layout: Layout = "dense"
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    mask_packing: Packing = "none"
-    bias_packing: Packing = "none"
-    dropout_p: float = 0.0
-    one_mask_row: bool = False
-    zero: int = 0
-    outside: Outside | Literal[""] = ""
-
-    @property
-    def packs_queries(self) -> bool:
-        """Whether q is (1, Tq, Hq, D), a row of tokens."""
-        return self.layout in PACKED_QUERIES
-
-    @property
-    def packs_keys(self) -> bool:
-        """Whether k and v are (1, Tk, Hk, ...), a row of tokens."""
-        return self.layout == "packed"
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """(left, right)."""
-        return self.left, self.right
-
-
-def bias_class(shape: Sequence[int], strides: Sequence[int] | None = None) -> BiasClass:
-    """Return the dims that a bias has values for: they decide how kernels read it and make its gradient.
-
-    Args:
-        shape: (batch, heads, seqlen_q, seqlen_k).
-        strides: of the bias, where it is read: a dim of stride 0 holds one value. Its gradient has the full shape,
-            so its class takes no strides.
-
-    >>> bias_class((1, 4, 1, 128)), bias_class((1, 4, 64, 128), (0, 8192, 128, 1)), bias_class((1, 4, 64, 1))
-    ('key', 'score', 'query')
-    """
-    if shape[3] == 1 or (strides is not None and strides[3] == 0):
-        return "query"
-    if shape[2] == 1 or (strides is not None and strides[2] == 0):
-        return "key"
-    return "score"
-
-
-class TensorSpec(NamedTuple):
-    """Shape, strides (in elements) and dtype of a mask or a bias, read as (batch, heads, seqlen_q, seqlen_k)."""
-
-    shape: Shape4
-    strides: Shape4
-    dtype: torch.dtype
-
-    def broadcast(self) -> tuple[bool, bool, bool, bool]:
-        """Tell for each dim whether one element is read for every index: size 1, or an expanded stride of 0."""
-        b, h, i, j = (size == 1 or stride == 0 for size, stride in zip(self.shape, self.strides, strict=True))
-        return b, h, i, j
-
-    @property
-    def bias_class(self) -> BiasClass:
-        """The dims that a bias has values for, as kernels read it."""
-        return bias_class(self.shape, self.strides)
-
-    def span(self) -> int:
-        """Count the elements of memory from the first to the last one; 0 for an empty tensor."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 class SequenceSpec(NamedTuple):
@@ -195,6 +106,91 @@ class SequenceSpec(NamedTuple):
         return f"{self.number} {self.layout.partition('_')[0]} sequences of {rows}"
 
 
+class Flags(NamedTuple):
+    """The checked numbers of a call.
+
+    Attributes:
+        left, right: the window with causality folded in, -1 for an unlimited side: see `causal_window`.
+        softmax_scale, softcap, deterministic: as in `attention`.
+        mask_repeat, bias_repeat: entry b of the batch reads entry `b // repeat % Bm` of Bm ones: see `leading.py`.
+        mask_packing, bias_packing: see `Packing`; with "none" there are entries for all sequences, or one.
+        dropout_p: where it is not 0 the call has a key of its dropout, too: see `flash_dmattn.reference.dropout`.
+        one_mask_row: whether the mask was made of one row for all queries, as padding is. The window is no part of it.
+        zero, outside: of a bias by distance: the place of distance 0 in its values, and whether the distances of the
+            call are all there ("error") or get another value. "" without such a bias.
+        block_q, block_k, places: of a mask of lists: how many queries share a list, how many keys an entry stands for,
+            and the entries of a list. 0 without lists.
+        chosen: whether the bias has a value for each entry of the lists, a `Chosen`.
+        sequences: how they lie.
+    """
+
+    left: int
+    right: int
+    softmax_scale: float
+    softcap: float
+    deterministic: bool
+    mask_repeat: int = 1
+    bias_repeat: int = 1
+    mask_packing: Packing = "none"
+    bias_packing: Packing = "none"
+    dropout_p: float = 0.0
+    one_mask_row: bool = False
+    zero: int = 0
+    outside: Outside | Literal[""] = ""
+    block_q: int = 0
+    block_k: int = 0
+    places: int = 0
+    chosen: bool = False
+    sequences: SequenceSpec | None = None
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right)."""
+        return self.left, self.right
+
+
+def bias_class(shape: Sequence[int], strides: Sequence[int] | None = None) -> BiasClass:
+    """Return the dims that a bias has values for: they decide how kernels read it and make its gradient.
+
+    Args:
+        shape: (batch, heads, seqlen_q, seqlen_k).
+        strides: of the bias, where it is read: a dim of stride 0 holds one value. Its gradient has the full shape,
+            so its class takes no strides.
+
+    >>> bias_class((1, 4, 1, 128)), bias_class((1, 4, 64, 128), (0, 8192, 128, 1)), bias_class((1, 4, 64, 1))
+    ('key', 'score', 'query')
+    """
+    if shape[3] == 1 or (strides is not None and strides[3] == 0):
+        return "query"
+    if shape[2] == 1 or (strides is not None and strides[2] == 0):
+        return "key"
+    return "score"
+
+
+class TensorSpec(NamedTuple):
+    """Shape, strides (in elements) and dtype of a mask or a bias, read as (batch, heads, seqlen_q, seqlen_k)."""
+
+    shape: Shape4
+    strides: Shape4
+    dtype: torch.dtype
+
+    def broadcast(self) -> tuple[bool, bool, bool, bool]:
+        """Tell for each dim whether one element is read for every index: size 1, or an expanded stride of 0."""
+        b, h, i, j = (size == 1 or stride == 0 for size, stride in zip(self.shape, self.strides, strict=True))
+        return b, h, i, j
+
+    @property
+    def bias_class(self) -> BiasClass:
+        """The dims that a bias has values for, as kernels read it."""
+        return bias_class(self.shape, self.strides)
+
+    def span(self) -> int:
+        """Count the elements of memory from the first to the last one; 0 for an empty tensor."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
 class AttentionProblem(NamedTuple):
     """Everything a backend may decide on: sizes, strides, dtypes, device and flags of one call, but no tensor.
 
@@ -207,10 +203,10 @@ class AttentionProblem(NamedTuple):
         num_heads, num_heads_k, head_dim, head_dim_v: as in `attention`.
         q_strides, k_strides, v_strides: in elements, in the order (B, L, H, D) whatever the layout.
         mask, mask_form, bias: 4-D. A prepared mask is described by the bool tensor that it unpacks to, and the band of
-            the call is its own. A bias by distance is no `bias`, but `relative`: its values, (Bv, Hv, 1 or Lq, n).
+            the call is its own. A bias by distance is no `bias`, but `relative`: its values, (Bv, Hv, 1 or Lq, n). Nor
+            is a bias of lists, but `chosen`: its values, (Bv, Hv, Lq or lists, places).
         is_causal, window_size, flags, return_lse, return_probs, needs_grad: the numbers and needs of the call.
         sink: the dtype of the sink.
-        sequences: how they lie.
         elsewhere: whether no GPU of this machine has the architecture, so that installed libraries decide nothing.
         arrival: see `Arrival`.
     """
@@ -238,10 +234,15 @@ class AttentionProblem(NamedTuple):
     return_probs: bool
     needs_grad: NeedsGrad
     sink: torch.dtype | None = None
-    sequences: SequenceSpec | None = None
     elsewhere: bool = False
     arrival: Arrival = "rows"
     relative: TensorSpec | None = None
+    chosen: TensorSpec | None = None
+
+    @property
+    def sequences(self) -> SequenceSpec | None:
+        """How the sequences of the call lie."""
+        return self.flags.sequences
 
     @property
     def has_window(self) -> bool:
@@ -275,8 +276,14 @@ class AttentionProblem(NamedTuple):
 
     @property
     def bias_tensor(self) -> TensorSpec | None:
-        """The tensor of the bias, whether it has values by score or by distance."""
-        return self.bias if self.relative is None else self.relative
+        """The tensor of the bias, whether it has values by score, by distance or for entries of lists."""
+        return self.bias or self.relative or self.chosen
+
+    def with_bias(self, bias: Tensor | None) -> AttentionProblem:
+        """Describe the call with this tensor of a bias, of the kind that the flags say."""
+        spec, flags = None if bias is None else spec_of(bias), self.flags
+        relative, chosen = spec if flags.outside else None, spec if flags.chosen else None
+        return self._replace(bias=None if relative or chosen else spec, relative=relative, chosen=chosen)
 
     @property
     def bias_class(self) -> BiasClass | None:
@@ -308,11 +315,13 @@ class AttentionProblem(NamedTuple):
         dim = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         batch = self.sequences or f"batch {self.batch}, {self.seqlen_q} queries x {self.seqlen_k} keys"
         parts = [f"{batch}, {heads}, head_dim {dim}", f"{dtype_name(self.dtype)} on {self.arch}"]
-        mask = {"none": "mask", "dense": "mask", "tree": "tree"}.get(self.mask_form, "prepared mask")
         flags = self.flags
+        names = {"none": "mask", "dense": "mask", "tree": "tree", "lists": _describe_lists(flags)}
+        mask = names.get(self.mask_form, "prepared mask")
         for name, spec, repeat, packing in (
             (mask, self.mask, flags.mask_repeat, flags.mask_packing),
             ("bias", self.bias, flags.bias_repeat, flags.bias_packing),
+            ("chosen bias", self.chosen, flags.bias_repeat, "none"),
         ):
             if spec is not None:
                 parts.append(
@@ -369,7 +378,15 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "tree": lambda p: p.mask_form == "tree",
     "relative_bias": lambda p: p.relative is not None and p.relative.shape[2] == 1,
     "band_bias": lambda p: p.relative is not None and p.relative.shape[2] != 1,
+    "lists": lambda p: p.mask_form == "lists",
+    "chosen_bias": lambda p: p.chosen is not None,
 }
+
+
+def _describe_lists(flags: Flags) -> str:
+    blocks = "keys" if flags.block_k == 1 else f"blocks of {flags.block_k} keys"
+    shared = "" if flags.block_q == 1 else f" for {flags.block_q} queries"
+    return f"lists of {flags.places} {blocks}{shared},"
 
 
 class Band(NamedTuple):
@@ -441,6 +458,53 @@ def unpacked_spec(shape: Shape4) -> TensorSpec:
     return TensorSpec(shape, (h * i * j, i * j, j, 1), torch.bool)
 
 
+def describe_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: TensorSpec | None,
+    mask_form: MaskForm,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    flags: Flags,
+    needs_grad: NeedsGrad,
+) -> AttentionProblem:
+    """Describe a call by its tensors, rows (B, L, H, D), and its checked numbers, with causality in the window.
+
+    Validation knows more: whether causality was asked for, and which results.
+    """
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    _, seqlen_k, num_heads_k, head_dim_v = v.shape
+    if flags.sequences is not None:
+        _, batch, _, _, seqlen_q, seqlen_k, *_ = flags.sequences
+    is_causal = flags.right == 0
+    return AttentionProblem(
+        q.device.type,
+        device_arch(q.device),
+        q.dtype,
+        batch,
+        seqlen_q,
+        seqlen_k,
+        num_heads,
+        num_heads_k,
+        int(head_dim),  # a symbol is bound on purpose: kernels are chosen and scaled by the head dims
+        int(head_dim_v),
+        q.stride(),  # type: ignore[arg-type]
+        k.stride(),  # type: ignore[arg-type]
+        v.stride(),  # type: ignore[arg-type]
+        mask,
+        mask_form,
+        None,
+        is_causal,
+        (flags.left, -1 if is_causal else flags.right),
+        flags,
+        False,
+        False,
+        needs_grad,
+        None if sink is None else sink.dtype,
+    ).with_bias(bias)
+
+
 def hinted(problem: AttentionProblem) -> AttentionProblem:
     """Return the problem with the sizes of the call that is compiled in the place of symbols.
 
@@ -450,13 +514,16 @@ def hinted(problem: AttentionProblem) -> AttentionProblem:
     if not any(_may_be_symbol(size) for size in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads)):
         return problem
     strides = ("q_strides", "k_strides", "v_strides")
-    lengths = ("max_seqlen_q", "max_seqlen_k")
     return _hints(problem, "batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_k", *strides)._replace(
         mask=_hints(problem.mask, "shape", "strides"),
         bias=_hints(problem.bias, "shape", "strides"),
         relative=_hints(problem.relative, "shape", "strides"),
-        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero", *lengths),
-        sequences=_hints(problem.sequences, "number", "rows_q", "rows_k", *lengths, "page_size"),
+        chosen=_hints(problem.chosen, "shape", "strides"),
+        flags=_hints(problem.flags, "mask_repeat", "bias_repeat", "zero", "places")._replace(
+            sequences=_hints(
+                problem.sequences, "number", "rows_q", "rows_k", "max_seqlen_q", "max_seqlen_k", "page_size"
+            )
+        ),
     )
 
 

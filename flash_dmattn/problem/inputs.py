@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .description import Arrival, MaskForm, NeedsGrad
+from .description import Arrival, AttentionProblem, MaskForm, NeedsGrad
 
 # (dq, dk, dv, dbias), None where a gradient is not needed; of a call with a sink (dq, dk, dv, dbias, dsink).
 Gradients = tuple[Tensor | None, ...]
@@ -36,6 +36,7 @@ class MaskView(NamedTuple):
     * "keys": kept, count, prefix.
     * "intervals": start, stop, order, bounds, row_lists, col_lists.
     * "tree": bits.
+    * "lists": keys, count, slots.
 
     Bm is 1, the batch size, or a number that `Flags.mask_repeat` goes with.
     """
@@ -191,3 +192,9 @@ class Parts(NamedTuple):
     def saved(self, out: Tensor, lse: Tensor, *inputs: Any) -> Saved:
         """Put what a backward pass reads together again."""
         return Saved(self.inputs(*inputs), out, lse)
+
+
+def parts_of(p: AttentionProblem) -> Parts:
+    """Return the parts of the calls of a class, whose masks are in the form that the problem names."""
+    spec = p.sequences
+    return Parts(p.mask_form, 0 if spec is None else 1 + spec.has_pages, p.dropout_p > 0)

@@ -8,14 +8,14 @@ Bm entries: entry b of the call reads entry `b // repeat % Bm` of it. In a call 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import batch_names, check_broadcast, check_strided, check_values
+from .checks import batch_names, check_broadcast, check_chosen, check_strided, check_values
 from .description import AttentionProblem, NeedsGrad, spec_of, unpacked_spec
 
 Dims = tuple[int, ...]
@@ -38,7 +38,7 @@ class _Folded(NamedTuple):
 
 
 def fold_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, by_distance: bool | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, by_distance: bool | None = None, is_chosen: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Dims, Repeats, tuple[str, ...]]:
     """Fold the leading dims of a call.
 
@@ -46,6 +46,7 @@ def fold_call(
         q: (*batch, Lq, Hq, D).
         k, v, mask, bias: as passed to `attention`; validation refuses wrong types later.
         by_distance: for values of a bias by distance, (*batch, H, 1 or Lq, n): whether each query has its own.
+        is_chosen: whether bias has the values of a `Chosen`, for the lists that are the mask.
 
     Returns:
         q, k, v: (B, L, H, D); views, or copies where leading dims have no one stride.
@@ -68,10 +69,14 @@ def fold_call(
     notes = [_copying(name, x, leading) for name, x in zip("qkv", (q, k, v)) if not has_one_stride(x, leading)]
     sizes = (*batch, q.shape[-2], q.shape[-3], k.shape[-3])
     mask = _fold_checked("mask", mask, sizes, k.shape[-2])
-    if by_distance is None:
+    if is_chosen:
+        values_fit = mask.x.sizes_of_values
+        bias = _fold_values(bias, sizes, lambda shape: check_chosen(shape, sizes[:-2], k.shape[-2], *values_fit))
+    elif by_distance is None:
         bias = _fold_checked("bias", bias, sizes, k.shape[-2])
     else:
-        bias = _fold_values(bias, sizes, k.shape[-2], by_distance)
+        rows = sizes[-2] if by_distance else None
+        bias = _fold_values(bias, sizes, lambda shape: check_values(shape, sizes[:-2], k.shape[-2], rows))
     notes += [folded.note for folded in (mask, bias) if folded.note is not None]
     q, k, v = (merge(x, leading) for x in (q, k, v))
     return q, k, v, mask.x, bias.x, batch, Repeats(mask.repeat, bias.repeat), tuple(notes)
@@ -117,12 +122,12 @@ def _fold_checked(name: str, x: Any, sizes: Dims, num_heads_k: int) -> _Folded:
     return _Folded(x.expand_batch(expanded), repeat, expanded, _expanding(name, dims, expanded))
 
 
-def _fold_values(x: Tensor, sizes: Dims, num_heads_k: int, has_rows: bool) -> _Folded:
-    """Check and fold the values of a bias by distance."""
+def _fold_values(x: Tensor, sizes: Dims, check: Callable[[Dims], None]) -> _Folded:
+    """Check and fold the values of a bias by distance, or of lists."""
     if x.dim() > len(sizes):
         raise ValueError(f"bias.values has more leading dims than q, whose batch dims are {sizes[:-3]}")
     x = x[(None,) * (len(sizes) - x.dim())]
-    check_values(x.shape, sizes[:-2], num_heads_k, sizes[-2] if has_rows else None)
+    check(x.shape)
     return _fold_shared("bias", x, sizes[:-3], keeps_shape=x.requires_grad and torch.is_grad_enabled())
 
 
@@ -268,14 +273,13 @@ class MappedCall:
         q, k, v, bias = inputs
         q, k, v = (self.fold(x, dim) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
         flags = problem.flags
-        bias_spec = mask_spec = None
+        mask_spec = None
         if bias is not None:
             own = torch.is_grad_enabled() and bias.requires_grad if needs_grad is None else needs_grad.bias
             dim = in_dims[3]
             self._bias_dtype, self._bias_batch = bias.dtype, bias.shape[0 if dim is None or dim > 0 else 1]
             self._folded_bias = self._shared("bias", bias, dim, flags.bias_repeat, own, own and needs_grad is not None)
             bias = self._folded_bias.x
-            bias_spec = spec_of(bias)
             flags = flags._replace(bias_repeat=self._folded_bias.repeat)
         if problem.mask is not None:
             is_mapped = any(dim is not None for dim in mask_dims)
@@ -299,11 +303,9 @@ class MappedCall:
             k_strides=spec_of(k).strides,
             v_strides=spec_of(v).strides,
             mask=mask_spec,
-            bias=None if flags.outside else bias_spec,
             flags=flags,
             needs_grad=needs_grad,
-            relative=bias_spec if flags.outside else None,
-        )
+        ).with_bias(bias)
 
     def fold(self, x: Tensor, dim: int | None) -> Tensor:
         """Fold a tensor with one entry for each of the batch, (B, ...) without its mapped dim, to (size * B, ...)."""

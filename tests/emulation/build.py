@@ -1,7 +1,7 @@
 """The build of the emulated extension: csrc by a C++ compiler, with a GPU of `machine.cpp` under it.
 
-csrc is copied, the two files with assembly are replaced by those of `device/`, CUB's sort by that of `cub/`, and shared
-memory of a size given at launch, which only nvcc knows, is rewritten.
+csrc is copied. `device/` replaces the two files with assembly, `cub/` replaces CUB's sort, and declarations of shared
+memory of a size set at launch, which only nvcc knows, are rewritten.
 
     python tests/emulation/build.py flash_dmattn_emulated.so --head-dims 32,64,96,128 --dtypes bf16
 """
@@ -87,9 +87,9 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
 
     units = build_cuda.attention_units()
     units += [build_cuda.Unit(name, name) for name in build_cuda.SOURCES if name not in NOT_BUILT]
-    found = build_cuda.find_torch()
-    assert found is not None
-    torch = found[0]
+    at = build_cuda.find_torch()
+    assert at is not None
+    torch = at[0]
     others = (torch / "include", sysconfig.get_path("include"), _cuda_include(build_cuda.find_nvcc()))
     includes = " ".join([f"-I{source}", *(f"-isystem {path}" for path in others)])
     lines = [
@@ -161,5 +161,5 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, default=Path("build/emulation"))
     parser.add_argument("--head-dims", default="32,64,96,128")
     parser.add_argument("--dtypes", default="bf16")
-    given = parser.parse_args()
-    build(given.output, given.folder, given.head_dims, given.dtypes)
+    options = parser.parse_args()
+    build(options.output, options.folder, options.head_dims, options.dtypes)

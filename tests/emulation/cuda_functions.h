@@ -1,5 +1,5 @@
-// What nvcc knows by itself, for a C++ compiler: the words of the language, the indices of a thread, the functions of a
-// warp. Included before everything else.
+// Names that nvcc knows by itself, for a C++ compiler: the words of the language, the indices of a thread, the
+// functions of a warp. Included before everything else.
 #pragma once
 
 #include <algorithm>

@@ -10,7 +10,7 @@
 #error "fibers are switched by code for x86-64"
 #endif
 
-// Saves the registers that a function must keep and the stack pointer, which goes to *from, and takes those of `to`.
+// Saves the registers that a function must keep, and the stack pointer in *from; then loads them from `to`.
 extern "C" void emulation_switch(void** from, void* to);
 asm(R"(
 .text
@@ -49,8 +49,8 @@ void* scheduler_stack = nullptr;
 const std::function<void()>* running_kernel = nullptr;
 std::exception_ptr error;
 std::mt19937_64 random_numbers;
-unsigned late_of_8 = 0;    // of the operations that may be late, how many of 8 are
-unsigned copies_of_8 = 0;  // of those that are done at last, how many of 8 are copies while products are late too
+unsigned late_of_8 = 0;    // of 8 operations that may be late, so many are
+unsigned copies_of_8 = 0;  // of 8 operations that are done at last, so many are copies while products are late too
 std::vector<std::function<void()>> later_copies, later_products;
 
 // Stacks are kept for the next grid. Below each lies a page that cannot be touched.

@@ -51,12 +51,12 @@ struct Product {
 };
 
 struct Warpgroup {
-  std::deque<Product> products;  // issued and not yet computed, of which the first is number `computed`
+  std::deque<Product> products;  // issued and not yet computed; number `computed` is the first
   int64_t computed = 0;
 };
 
 struct Warp {
-  // Of the exchange under way and the one before it, which some lanes may still read.
+  // Values of the exchange under way, and of the one before, which some lanes may still read.
   std::array<std::array<uint64_t, kLanes>, 2> values{};
   std::array<const char*, 2> names{};
   int arrived = 0;
@@ -69,7 +69,7 @@ struct Thread {
   void* stack_pointer = nullptr;
   bool done = false;
   bool waited_griddep = false;
-  // What it waits for, if anything.
+  // The event that it waits for, if any.
   bool (*ready)(void*) = nullptr;
   void* condition = nullptr;
   const char* waits_for = "nothing";
@@ -116,7 +116,7 @@ struct Block {
   uint8_t* shared = nullptr;
   size_t shared_bytes = 0;
 
-  // The bytes from a shared-memory address on, of which `count` have to exist.
+  // The bytes from a shared-memory address on; at least `count` have to exist.
   uint8_t* at(uint32_t address, size_t count);
   bool has_ended() const;
   Barrier& barrier(uint32_t address) { return *reinterpret_cast<Barrier*>(at(address, sizeof(Barrier))); }
@@ -149,7 +149,8 @@ bool acts_at_once();
 // A copy to be made while others run, in any order.
 void copy_later(std::function<void()> copy);
 
-// Gives `value` to the warp; when all lanes have, returns those of all. `name` says what all lanes have to be at.
+// Gives `value` to the warp; returns the values of all lanes, once all have given theirs. `name` says what all lanes
+// have to be at.
 const std::array<uint64_t, kLanes>& exchange(const char* name, uint64_t value);
 
 template <class T>
@@ -207,7 +208,7 @@ struct Launch {
   }
 };
 
-// What the driver keeps of a tensor map: the dims innermost first, strides in bytes from the second on.
+// A tensor map as the driver keeps it: the dims innermost first, strides in bytes from the second on.
 struct TensorMap {
   uint8_t* data;
   uint64_t sizes[5], strides[4];

@@ -1,4 +1,4 @@
-// What the emulated GPU makes of mistakes: a product of two matrices, by a producer and a consumer that share one
+// Mistakes on the emulated GPU: a product of two matrices, by a producer and a consumer that share one
 // buffer, as it should be and with a mistake. Prints of each how many of its runs, each in another order, gave the
 // right result.
 #include <cstdio>

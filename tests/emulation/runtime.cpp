@@ -93,7 +93,7 @@ __attribute__((visibility("default"))) int emulation_launch_of_driver(int driver
   return launch.starts_early ? -static_cast<int>(launch.cluster) : static_cast<int>(launch.cluster);
 }
 
-// What count_clusters returns for clusters of so many blocks, and how many of those run at the same time.
+// The result of count_clusters for clusters of so many blocks; `runs`: how many run at the same time.
 __attribute__((visibility("default"))) int emulation_count_clusters(int cluster, int* clusters) {
   return flash_dmattn::count_clusters(0, cluster, *clusters);
 }

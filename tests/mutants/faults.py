@@ -31,6 +31,8 @@ _RARE = "tests/test_cuda_rare.py::"
 _SDPA = "tests/test_sdpa_backend.py::"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
 
+_LISTS = "tests/test_lists.py::"
+
 _PYTHON = (
     # Forward mode
     Fault(
@@ -95,6 +97,104 @@ _PYTHON = (
         "ts *= slope",
         "ts *= 1.0",
         (f"{_TANGENTS}0]",),
+    # Lists of keys
+    Fault(
+        "keys that the band hides stay in lists",
+        "flash_dmattn/masks/prepared/lists.py",
+        "low, high = (first + band.low).clamp(min=0), (last + band.high).clamp(max=seqlen_k - 1)",
+        "pass",
+        (f"{_LISTS}test_topk_lists_are_the_top_k_mask",),
+    ),
+    Fault(
+        "the last of equal entries counts",
+        "flash_dmattn/masks/prepared/lists.py",
+        "again[..., 1:] = key[..., 1:] == key[..., :-1]",
+        "again[..., :-1] = key[..., 1:] == key[..., :-1]",
+        (f"{_LISTS}test_of_equal_entries_the_first_counts_and_others_have_no_gradient",),
+    ),
+    Fault(
+        "equal entries count twice",
+        "flash_dmattn/masks/prepared/lists.py",
+        "left = ~again & (key < blocks)",
+        "left = key < blocks",
+        (f"{_LISTS}test_a_mask_of_lists_is_the_mask_that_it_stands_for",),
+    ),
+    Fault(
+        "an entry of -1 is block 0",
+        "flash_dmattn/masks/prepared/lists.py",
+        "part = index[:, :, rows].long()",
+        "part = index[:, :, rows].long().clamp(min=0)",
+        (f"{_LISTS}test_lists_of_nothing",),
+    ),
+    Fault(
+        "values lie where keys lie after the sort",
+        "reference/lists.py",
+        "values = slots if slots.shape[-1] else torch.arange",
+        "values = torch.arange",
+        (f"{_LISTS}test_of_equal_entries_the_first_counts_and_others_have_no_gradient",),
+    ),
+    Fault(
+        "the last block of a run has no slot",
+        "reference/lists.py",
+        "(place >= 0) & (place < number)",
+        "(place >= 0) & (place < number - 1)",
+        (f"{_LISTS}test_lists_are_the_mask_and_the_bias_that_they_stand_for",),
+    ),
+    Fault(
+        "a run begins with the first key of its block",
+        "reference/lists.py",
+        "return x.narrow(dim, start % block, stop - start)",
+        "return x.narrow(dim, 0, stop - start)",
+        (f"{_LISTS}test_chunks_that_begin_within_a_block",),
+    ),
+    Fault(
+        "the gradient of a block is that of its first key",
+        "reference/tiles.py",
+        ".unflatten(4, (-1, step)).sum(5)",
+        ".unflatten(4, (-1, step))[..., 0]",
+        (f"{_LISTS}test_lists_are_the_mask_and_the_bias_that_they_stand_for",),
+    ),
+    Fault(
+        "keys that no query lists are read where few are missing",
+        "reference/masks.py",
+        "    reads_only_seen = True\n",
+        "    reads_only_seen = False\n",
+        (f"{_LISTS}test_a_key_that_nobody_lists_reaches_nothing",),
+    ),
+    Fault(
+        "a cached plan ignores whether values are of lists",
+        "flash_dmattn/call.py",
+        "            call.is_chosen,\n",
+        "",
+        (f"{_LISTS}test_calls_of_other_lists_do_not_share_a_plan",),
+    ),
+    Fault(
+        "of the last local blocks one is missing",
+        "flash_dmattn/masks/prepared/lists.py",
+        "(columns > high - local)",
+        "(columns > high - local + 1)",
+        (f"{_LISTS}test_topk_lists_are_the_top_k_mask",),
+    ),
+    Fault(
+        "the gradient of scores at lists reaches the key of the entry before",
+        "flash_dmattn/masks/prepared/lists.py",
+        "place = index[:, :, rows].long()\n            place = torch.where(place < 0, number, place)",
+        "place = index[:, :, rows].long().roll(1, 3)\n            place = torch.where(place < 0, number, place)",
+        (f"{_LISTS}test_a_bias_beside_chosen_values",),
+    ),
+    Fault(
+        "triton takes slots for places",
+        "flash_dmattn/backends/triton/lists.py",
+        "slots if slots.shape[3] else None",
+        "None",
+        (f"{_LISTS}test_triton_serves_calls_with_lists",),
+    ),
+    Fault(
+        "triton reads the entry of another call from values that a part of the batch shares",
+        "flash_dmattn/backends/triton/lists.py",
+        "f.mask_repeat, f.bias_repeat",
+        "f.mask_repeat, f.mask_repeat",
+        (f"{_LISTS}test_triton_serves_calls_with_lists",),
     ),
     # Biases by distance
     Fault(
@@ -128,37 +228,65 @@ _PYTHON = (
     Fault(
         "triton takes a tile that reaches the second value for one of the first value alone",
         "triton_kernels/scores.py",
-        "return most <= 0, least",
-        "return most <= 1, least",
-        (f"{_INTERPRETED}test_calls_written_by_hand[relative-32]",),
+        "low += 1",
+        "low += 2",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
     ),
     Fault(
         "triton reads a bias by distance mirrored",
         "triton_kernels/scores.py",
-        "steps + (distances.zero",
-        "-steps + (distances.zero",
-        (f"{_INTERPRETED}test_calls_written_by_hand[relative-32]",),
+        "tl.reshape(steps + (BLOCK_M - 1), ",
+        "tl.reshape((BLOCK_N - 1) - steps, ",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
+    ),
+    Fault(
+        "triton reads a tile's values of a bias by distance one place off",
+        "triton_kernels/scores.py",
+        "corner - (BLOCK_M - 1) + ",
+        "corner - BLOCK_M + ",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
+    ),
+    Fault(
+        "dk takes the first value of a bias by distance for the last",
+        "triton_kernels/backward_keys.py",
+        "beyond_values, before_values)",
+        "before_values, beyond_values)",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
+    ),
+    Fault(
+        "the gradient of a bias by distance reads the values of another head",
+        "triton_kernels/backward_diagonals.py",
+        "owner.to(tl.int64) * bias_strides.head",
+        "owner_b.to(tl.int64) * bias_strides.head",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
+    ),
+    Fault(
+        "triton leaves out the last distance of a band of values",
+        "triton_kernels/scores.py",
+        "(places < distances.number)",
+        "(places < distances.number - 1)",
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
     ),
     Fault(
         "triton sums no score at the last value or beyond",
         "triton_kernels/backward_keys.py",
         "tl.num_programs(0).to(tl.int64) * BLOCK_N, acc_last)",
         "tl.num_programs(0).to(tl.int64) * BLOCK_N, acc_bias * 0.0)",
-        (f"{_INTERPRETED}test_calls_written_by_hand[relative-32]",),
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
     ),
     Fault(
         "the halves of a diagonal of tiles are added one tile off",
         "triton_kernels/plan_backward.py",
         "F.pad(halves[0], (0, block)) + F.pad(halves[1], (block, 0))",
         "F.pad(halves[0], (block, 0)) + F.pad(halves[1], (0, block))",
-        (f"{_INTERPRETED}test_calls_written_by_hand[relative-32]",),
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
     ),
     Fault(
         "a program of a diagonal skips the last tile of its share",
         "triton_kernels/backward_diagonals.py",
         "steps * (part + 1) // parts",
         "steps * (part + 1) // parts - 1",
-        (f"{_INTERPRETED}test_calls_written_by_hand[relative-32]",),
+        (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
     ),
     Fault(
         "flex counts distances from the second query",
@@ -166,6 +294,13 @@ _PYTHON = (
         "problem.seqlen_q - 1, dtype=torch.int32",
         "problem.seqlen_q - 2, dtype=torch.int32",
         ("tests/test_relative.py::test_flex_reads_a_value_for_each_distance",),
+    ),
+    Fault(
+        "T5's values of distances do not count the keys of a cache",
+        "flash_dmattn/integrations/transformers/tables.py",
+        " - self.seen, ",
+        ", ",
+        ("tests/test_transformers_tables.py::test_generation_is_that_of_eager",),
     ),
     # Keys of plans
     Fault(
@@ -269,6 +404,20 @@ _PYTHON = (
         (f"{_SDPA}test_what_is_around_the_operators_of_gpus[more queries, causal]",),
     ),
     Fault(
+        "unused tokens between packed sequences belong to the sequence before",
+        "flash_dmattn/backends/sdpa/cuda.py",
+        "torch.stack((first, first + number), 1)",
+        "torch.stack((first, first), 1)",
+        (f"{_SDPA}test_packed_sequences_around_the_operators_of_gpus",),
+    ),
+    Fault(
+        "rows of no packed sequence keep what the kernel leaves there",
+        "flash_dmattn/backends/sdpa/cuda.py",
+        "out.masked_fill_(is_unused[:, None, None], 0.0)",
+        "out",
+        (f"{_SDPA}test_packed_sequences_around_the_operators_of_gpus",),
+    ),
+    Fault(
         "memory-efficient attention gets a bias in rows that it cannot read",
         "flash_dmattn/backends/sdpa/efficient.py",
         " or not is_aligned:",
@@ -278,8 +427,8 @@ _PYTHON = (
     Fault(
         "auto asks triton before sdpa for plain calls on GPUs that nobody measured",
         "flash_dmattn/dispatch/profiles.py",
-        'return "sdpa", "flex", "triton"',
-        'return "triton", "flex", "sdpa"',
+        'else ("sdpa", "flex", "triton")',
+        'else ("triton", "flex", "sdpa")',
         (f"{_SDPA}test_the_order_of_auto_on_gpus_that_nobody_measured[plain-sm_80]",),
     ),
     # Formula and eager
@@ -296,6 +445,13 @@ _PYTHON = (
         "dlse.to(lse.dtype).masked_fill(empty, 0.0)",
         "dlse.to(lse.dtype)",
         ("tests/test_edges.py::test_the_lse_of_an_empty_row_takes_no_gradient[eager-bias0]",),
+    ),
+    Fault(
+        "intervals of a block of queries count from the first query of the call",
+        "reference/query_blocks.py",
+        "(x.gather(3, keys) - first)",
+        "x.gather(3, keys)",
+        ("tests/test_eager_skips.py::test_blocks_of_few_keys_are_one_call",),
     ),
     Fault(
         "dv is overwritten by each block of queries",
@@ -352,7 +508,7 @@ _PYTHON = (
         "flash_dmattn/masks/topk.py",
         "(wide + 0.0)",
         "wide",
-        ("tests/test_mask_topk.py::test_the_two_zeros_tie_and_the_earliest_of_a_tie_is_kept",),
+        ("tests/test_mask_topk.py::test_any_call_equals_brute_force",),
     ),
     Fault(
         "keys of all heads are sorted together",

@@ -13,6 +13,7 @@ The exit status is 0 when every fault was killed, 1 when one survived, 2 on an e
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -203,6 +204,7 @@ def main() -> int:
     parser.add_argument("--draw", type=int, metavar="N", help="draw N faults in the place of those that are written")
     parser.add_argument("--seed", type=int, default=0, help="of --draw")
     parser.add_argument("--jobs", type=int, default=2, help="copies to work in at once (2)")
+    parser.add_argument("--out", type=Path, help="write every outcome to this JSON file, after each fault")
     options = parser.parse_args()
     only = tuple(options.only)
     faults = list(FAULTS) if options.draw is None else draw(options.draw, options.seed, only)
@@ -213,6 +215,10 @@ def main() -> int:
         fault = outcome.fault
         place = f"{len(outcomes):3d}/{len(faults)}  {outcome.verdict:8}  {outcome.seconds:5.0f} s"
         print(f"{place}  {fault.file}: {fault.what}", flush=True)
+        if options.out is not None:
+            name = "written by hand" if options.draw is None else f"{options.draw} of seed {options.seed}"
+            rows = [{"file": o.fault.file, "what": o.fault.what, "verdict": o.verdict} for o in outcomes]
+            options.out.write_text(json.dumps({"drawn": name, "faults": rows}, indent=1))
     left = [outcome for outcome in outcomes if outcome.verdict != "killed"]
     print(f"\n{len(outcomes) - len(left)} of {len(outcomes)} faults were killed")
     if left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...gradients import takes_tokens
 from ...problem import AttentionProblem, fits_tma
 from ..mask_choice import interval_notes
 from ..protocol import Availability, Backend, Direction
@@ -75,6 +76,11 @@ def _reads_dense(problem: AttentionProblem, direction: Direction) -> bool:
     return direction == "forward" and has_group_rows(problem)
 
 
+def _reads_as_arrived(problem: AttentionProblem, direction: Direction) -> bool:
+    """Return whether a pass takes packed tokens without views; no pass takes head-first tensors."""
+    return problem.arrival == "tokens" and takes_tokens(problem, direction)
+
+
 BACKEND = Backend(
     name="cuda",
     plan_forward=plan_forward,
@@ -87,6 +93,7 @@ BACKEND = Backend(
     notes=_notes,
     mask_forms=frozenset({"tiles", "intervals"}),
     reads_dense=_reads_dense,
+    reads_as_arrived=_reads_as_arrived,
     refuses_entries=refuses_entries,
     stores_dbias=True,
 )

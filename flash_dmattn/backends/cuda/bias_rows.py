@@ -31,43 +31,26 @@ def _padded(keys: int) -> int:
     return -(-keys // _COLUMNS) * _COLUMNS
 
 
-def is_small_and_shared(
-    shape: Sequence[int], strides: Sequence[int], q_shape: Sequence[int], v_shape: Sequence[int]
-) -> bool:
-    """Return whether all batch entries share a bias whose copy is small compared with q, k, v and out together.
-
-    Args:
-        shape, strides: of the bias, which has the dtype of q.
-        q_shape, v_shape: of q (batch, seqlen_q, num_heads, head_dim) and v (batch, seqlen_k, num_heads_k, head_dim_v).
-    """
-    batch, seqlen_q, num_heads, head_dim = q_shape
-    _, seqlen_k, num_heads_k, head_dim_v = v_shape
-    if batch == 1 or not (shape[0] == 1 or strides[0] == 0):
+def _is_small_and_shared(p: AttentionProblem) -> bool:
+    """Return whether all batch entries share a bias whose copy is small compared with q, k, v and out together."""
+    assert p.bias is not None
+    shape, strides, _ = p.bias
+    if p.batch == 1 or not (shape[0] == 1 or strides[0] == 0):
         return False
-    others = batch * (seqlen_q * num_heads + seqlen_k * num_heads_k) * (head_dim + head_dim_v)
-    return _SMALL * _copied_values(shape, strides) <= others
+    rows = p.batch * (p.seqlen_q * p.num_heads + p.seqlen_k * p.num_heads_k)
+    return _SMALL * _copied_values(shape, strides) <= rows * (p.head_dim + p.head_dim_v)
 
 
 def copies_bias(p: AttentionProblem) -> bool:
     """Return whether the backend copies the bias of a call because of its strides, and reads tiles of the copy."""
     if p.bias is None or p.bias_class != "score" or p.bias.dtype != p.dtype:
         return False
-    shape, strides, _ = p.bias
-    if fits(shape, strides, p.dtype.itemsize):
-        return False
-    return is_small_and_shared(shape, strides, *_shapes(p))
+    return not fits(p.bias.shape, p.bias.strides, p.dtype.itemsize) and _is_small_and_shared(p)
 
 
 def makes_dbias_of_any_rows(p: AttentionProblem) -> bool:
     """Return whether rows of dbias may have any length: it is then small, and converted from sums in other rows."""
-    if p.bias is None or p.bias.shape[0] != 1:
-        return False
-    return is_small_and_shared(p.bias.shape, p.bias.strides, *_shapes(p))
-
-
-def _shapes(p: AttentionProblem) -> tuple[Sequence[int], Sequence[int]]:
-    q = (p.batch, p.seqlen_q, p.num_heads, p.head_dim)
-    return q, (p.batch, p.seqlen_k, p.num_heads_k, p.head_dim_v)
+    return p.bias is not None and p.bias.shape[0] == 1 and _is_small_and_shared(p)
 
 
 def copy_note(p: AttentionProblem) -> str:
@@ -109,7 +92,7 @@ def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
     """
     if p.bias is None or p.bias_class != "score":
         return None
-    is_small = p.bias.dtype == p.dtype and is_small_and_shared(p.bias.shape, p.bias.strides, *_shapes(p))
+    is_small = p.bias.dtype == p.dtype and _is_small_and_shared(p)
     return bias_reader(p) if is_small or p.dropout_p > 0 else None
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from ...problem import AttentionProblem, MaskChoice, TensorSpec, heads_as_rows, make_band, spec_of
 from ...problem.inputs import Inputs
 from ..mask_choice import prepared_form, view_of
-
-Attend = Callable[[Inputs, Tensor, Tensor], None]
+from .kernels import Attend
 
 
 def has_group_rows(p: AttentionProblem) -> bool:

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from ...problem import AttentionProblem, Shape4, fits_tma
+from ...problem.inputs import Inputs
+
+Attend = Callable[[Inputs, Tensor, Tensor], None]  # writes out and lse
 
 
 class Kernels(NamedTuple):

@@ -18,9 +18,9 @@ from ...gradients import empty_gradient
 from ...problem import AttentionProblem, Gradients, MaskView, TensorSpec
 from ...problem.inputs import Inputs, Saved
 from ..protocol import Backward, Direction
+from .kernels import Attend
 
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
-Attend = Callable[[Inputs, Tensor, Tensor], None]
 
 
 class Differentiate(Protocol):

@@ -16,16 +16,16 @@ from ...gradients import (
     new_like,
     query_gradient,
     run_without_keys,
-    sink_gradient,
 )
 from ...problem import AttentionProblem, Gradients, MaskView, make_band
 from ...problem.inputs import Inputs, Saved
+from ...reference.sinks import sink_gradient
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences
 from .bias_rows import bias_reader, forward_bias, stores_into
 from .group_rows import has_group_rows, plan_group_rows
-from .kernels import kernels, readable_rows, reader, shapes_of
+from .kernels import Attend, kernels, readable_rows, reader, shapes_of
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
 
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split.
@@ -34,15 +34,13 @@ NUM_KV_SPLITS = 0
 # Number of work tiles that share a tile of a dbias (csrc/api/backward_schedule.h): 0 lets the operator choose.
 NUM_DBIAS_CHUNKS = 0
 
-Attend = Callable[[Inputs, Tensor, Tensor], None]  # writes out and lse
-
 
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
-    if p.sequences is not None:
-        return sequences.plan_forward(p)
     if not has_pairs(p):
         return run_without_keys(p)
+    if p.sequences is not None:
+        return sequences.plan_forward(p)
     outputs, attend = allocate_outputs(p), _plan_attend(p)
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -153,10 +151,10 @@ class _ByPlace:
 
 def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls."""
-    if p.sequences is not None:
-        return sequences.plan_backward(p, lambda: NUM_DBIAS_CHUNKS)
     if not has_pairs(p):
         return differentiate_without_keys(p)
+    if p.sequences is not None:
+        return sequences.plan_backward(p, lambda: NUM_DBIAS_CHUNKS)
     return differentiate_in_parts(p, _plan_differentiate) if part_size(p) != p.batch else _plan_differentiate(p)
 
 

@@ -7,17 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...gradients import (
-    empty_gradient,
-    empty_outputs,
-    fill_empty,
-    key_gradient,
-    sequence_query_gradient,
-    sink_gradient,
-    zero_gradients,
-)
-from ...problem import AttentionProblem, Flags, Gradients, Packing, fits_tma
+from ...gradients import allocate_outputs, empty_gradient, key_gradient, sequence_query_gradient, zero_gradients
+from ...problem import AttentionProblem, Gradients, Packing, SequenceSpec, fits_tma
 from ...problem.inputs import Inputs, Saved
+from ...reference.sinks import sink_gradient
 from ..protocol import Backward, Forward
 
 # The numbers that csrc/api/sequences.h gives them.
@@ -27,17 +20,15 @@ _NO_LIMIT = 2**30
 
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
-    spec, softcap, numbers, (read_q, read_k, read_v) = p.sequences, p.softcap, _numbers(p.flags), _readers(p)
+    spec, softcap, (read_q, read_k, read_v) = p.sequences, p.softcap, _readers(p)
     assert spec is not None
-    number = spec.number
-    attend = torch.ops.flash_dmattn.cuda_forward_sequences.default
+    numbers = _numbers(p, spec)
+    outputs, attend = allocate_outputs(p), torch.ops.flash_dmattn.cuda_forward_sequences.default
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         q, k, v, _, bias, sink, sequences, _ = x
         assert sequences is not None
-        out, lse = empty_outputs(q, v)
-        if number == 0 or out.numel() == 0:
-            return fill_empty(out, lse, None)
+        out, lse = outputs(q)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
         bounds, table = sequences
@@ -56,12 +47,16 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         p: the problem of the class.
         num_dbias_chunks: returns the chunks of a shared dbias, 0 if the operator chooses; asked at each call.
     """
-    spec, flags, needs, dbias_class, numbers = p.sequences, p.flags, p.needs_grad, p.dbias_class, _numbers(p.flags)
+    spec, flags, needs, dbias_class = p.sequences, p.flags, p.needs_grad, p.dbias_class
     assert spec is not None
-    number, (read_q, read_k, read_v) = spec.number, _readers(p)
+    numbers = _numbers(p, spec)
+    read_q, read_k, read_v = _readers(p)
     new_q, new_k, new_v = (empty_gradient if needed else _no_gradient for needed in needs[:3])
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
     runs_kernel = any(needs[:3]) or dbias_class in ("key", "score") or needs_delta
+    most_k = spec.rows_k if flags.bias_packing == "keys" else min(p.seqlen_k, spec.rows_k)
+    sums_shape = (1 if flags.bias_packing == "keys" else spec.number, p.num_heads, most_k)
+    has_keys, num_heads_k = spec.rows_k > 0, p.num_heads_k
     differentiate = torch.ops.flash_dmattn.cuda_backward_sequences.default
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
@@ -69,15 +64,14 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         assert sequences is not None
         # Rows of no sequence have no sink. Their lse of -inf would look like a row that has a sink and no keys, so it
         # becomes +inf, with which they add nothing to the gradient.
-        in_sequences = lse if sink is None else lse.masked_fill(lse == -torch.inf, torch.inf)
-        if number == 0 or out.numel() == 0 or k.shape[1] == 0:
+        in_sequences = lse.masked_fill(lse == -torch.inf, torch.inf) if needs.sink else lse
+        if not has_keys:
             return zero_gradients((q, k, v, bias), dout, dlse, out, in_sequences, sink, needs)
         dq, dk, dv = new_q(q), new_k(k), new_v(v)
         delta = torch.empty_like(lse) if needs_delta else None
         stored = sums = None
         if dbias_class == "key":
-            columns = (1, k.shape[1]) if flags.bias_packing == "keys" else (number, min(flags.max_seqlen_k, k.shape[1]))
-            sums = torch.zeros((columns[0], q.shape[2], columns[1]), dtype=torch.float32, device=q.device)
+            sums = torch.zeros(sums_shape, dtype=torch.float32, device=q.device)
         elif dbias_class == "score" and bias is not None:
             stored = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
         if runs_kernel:
@@ -91,9 +85,9 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         if bias is not None and sums is not None:
             if sums.shape[2] != bias.shape[3]:  # max_seqlen_k may be larger than the number of keys
                 sums = torch.nn.functional.pad(sums, (0, bias.shape[3] - sums.shape[2]))
-            dbias = key_gradient(bias, sums, k.shape[2], 1)
+            dbias = key_gradient(bias, sums, num_heads_k, 1)
         elif bias is not None and dbias_class == "query":
-            dbias = sequence_query_gradient(bias, dlse, lse, k.shape[2], flags, sink, delta, sequences.bounds)
+            dbias = sequence_query_gradient(bias, dlse, lse, num_heads_k, flags, sink, delta, sequences.bounds)
         dsink = None
         if needs.sink and sink is not None and delta is not None:
             dsink = sink_gradient(sink, in_sequences, delta)
@@ -106,10 +100,10 @@ def _no_gradient(x: Tensor) -> None:
     return None
 
 
-def _numbers(flags: Flags) -> tuple[bool, int, int, int, int, int, float]:
-    left, right = (_NO_LIMIT if side < 0 else side for side in flags.window)
-    most_q, most_k = max(1, flags.max_seqlen_q), max(1, flags.max_seqlen_k)
-    return flags.packs_queries, _PACKING[flags.bias_packing], most_q, most_k, left, right, flags.softmax_scale
+def _numbers(p: AttentionProblem, spec: SequenceSpec) -> tuple[bool, int, int, int, int, int, float]:
+    left, right = (_NO_LIMIT if side < 0 else side for side in p.window)
+    packing, most_q, most_k = _PACKING[p.flags.bias_packing], max(1, p.seqlen_q), max(1, p.seqlen_k)
+    return spec.packs_queries, packing, most_q, most_k, left, right, p.softmax_scale
 
 
 def _readers(p: AttentionProblem) -> tuple[Callable[[Tensor], Tensor], ...]:
@@ -148,15 +142,17 @@ def _pages(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return rows (B, L, H, D) that TMA can read, whose entries follow each other; at least one row."""
-    if x.shape[1] == 0:
-        return x.new_zeros((x.shape[0], 1, *x.shape[2:]))
+    """Return rows (B, L, H, D) or tokens that TMA can read, whose entries follow each other; at least one row."""
+    if x.shape[-3] == 0:
+        return x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:]))
     is_read = x.data_ptr() % 16 == 0 and _fits(x.shape, x.stride(), x.element_size())
     return x if is_read else x.clone(memory_format=torch.contiguous_format)
 
 
 def _fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Return whether TMA reads q, k or v if they start on 16 bytes: unit stride, and entries one after the other."""
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (0, *strides)
     follow = shape[0] == 1 or shape[1] == 1 or strides[0] == shape[1] * strides[1]
     return follow and fits_tma(shape, strides, itemsize)
 

@@ -18,6 +18,11 @@ from . import cpu, cuda, efficient
 # of calls. It converts 16 bits row by row, which costs more.
 _LITTLE_WORK = 2**20
 _LITTLE_WORK_IN_HALF = 2**18
+# With causality the kernel visits blocks of 512 keys whole. Calls without mask and bias are cut into shorter ones.
+_WHOLE_BLOCKS = range(257, 1537)
+# From so many multiplications on, reading keys once for each group of heads, as eager does, counts.
+_GROUPED_WORK = 2**26
+_DECODED_WORK, _WORK_OF_A_QUERY = 2**21, 2**20
 _MOST_FLASH_DIM = 256
 _INT32_MAX = 2**31 - 1
 _HALF = (torch.float16, torch.bfloat16)
@@ -35,7 +40,7 @@ def _is_rocm(p: AttentionProblem) -> bool:
 
 def runs_flash(p: AttentionProblem) -> bool:
     """Return whether a call on a GPU is one for FlashAttention-2, and not for memory-efficient attention."""
-    is_plain = p.mask is None and p.bias is None and p.sequences is None
+    is_plain = p.mask is None and p.bias is None and (p.sequences is None or p.sequences.layout == "packed")
     if p.device != "cuda" or not is_plain or p.dtype not in _HALF:
         return False
     return p.head_dim == p.head_dim_v and p.head_dim % 8 == 0 and p.head_dim <= _MOST_FLASH_DIM
@@ -65,6 +70,24 @@ def _work(p: AttentionProblem) -> int:
 
 def _is_little(p: AttentionProblem) -> bool:
     return _work(p) <= (_LITTLE_WORK_IN_HALF if p.dtype in _HALF else _LITTLE_WORK)
+
+
+def _skips_few_keys(p: AttentionProblem) -> bool:
+    """Return whether eager skips more of a causal call than the kernel of a CPU."""
+    if not cpu.kernel_is_causal(p):
+        return False
+    if p.mask is None and p.bias is None:
+        return p.num_heads > p.num_heads_k and _work(p) >= _GROUPED_WORK
+    reads_pairs = p.mask is not None and p.mask.shape[2] > 1
+    return p.seqlen_k in _WHOLE_BLOCKS or (reads_pairs and p.seqlen_k >= _WHOLE_BLOCKS.start)
+
+
+def _decodes_groups(p: AttentionProblem) -> bool:
+    """Return whether a call has few queries, whose groups of heads the kernel of a CPU reads keys for one by one."""
+    group, queries = p.num_heads // max(p.num_heads_k, 1), max(p.seqlen_q, 1)
+    if group < 4 or not (8 if p.head_dim > 64 else 4) <= group * queries <= 64:
+        return False
+    return _work(p) >= _DECODED_WORK and _work(p) >= _WORK_OF_A_QUERY * queries
 
 
 def _plan_forward(p: AttentionProblem) -> Forward:
@@ -101,6 +124,15 @@ RULES: tuple[Rule, ...] = (
             f"device is {p.device} {p.arch}; it runs on CPUs, and on GPUs from sm_80 on, or of AMD"
             if p.device == "cuda"
             else f"device is {p.device}; it runs on CPUs and GPUs"
+        ),
+        'use backend="auto"',
+    ),
+    Rule(
+        "sequences",
+        lambda p: p.sequences is None or (runs_flash(p) and not _is_rocm(p)),
+        lambda p: (
+            f"sequences are {'' if p.sequences is None else p.sequences.layout}, in {dtype_name(p.dtype)} on {p.arch}; "
+            "FlashAttention-2 alone takes any, on NVIDIA GPUs: packed ones, in 16 bits, without mask and bias"
         ),
         'use backend="auto"',
     ),
@@ -160,7 +192,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.device != "cuda" or not runs_flash(p) or cuda.is_right_for(p),
         lambda p: (
             f"the window is {p.window}, with {p.seqlen_q} queries and {p.seqlen_k} keys; FlashAttention-2 is wrong for "
-            "windows with more queries than keys"
+            "windows with more queries than keys, which sequences may have"
         ),
         _TRITON,
     ),
@@ -248,6 +280,23 @@ AUTO_RULES: tuple[Rule, ...] = (
         ("forward",),
     ),
     Rule(
+        "causal_blocks",
+        _on_cpu(lambda p: not _skips_few_keys(p)),
+        lambda p: f"the kernel visits many keys of {p.seqlen_k} that causality hides, and eager skips them",
+        _BY_NAME,
+        ("forward",),
+    ),
+    Rule(
+        "grouped_queries",
+        _on_cpu(lambda p: not _decodes_groups(p)),
+        lambda p: (
+            f"{p.num_heads} query heads share {p.num_heads_k} key-value heads; the kernel reads {p.seqlen_k} keys for "
+            f"each of them, and eager once for their {p.seqlen_q} queries"
+        ),
+        _BY_NAME,
+        ("forward",),
+    ),
+    Rule(
         "slow_dtype",
         _on_cpu(lambda p: p.dtype == torch.float32 or _is_little(p)),
         lambda p: f"dtype is {dtype_name(p.dtype)}, in which the kernel is not faster than eager",
@@ -267,7 +316,7 @@ BACKEND = Backend(
     name="sdpa",
     plan_forward=_plan_forward,
     plan_backward=_plan_backward,
-    features=frozenset({"mask", "bias", "is_causal", "window_size", "deterministic", "return_lse"}),
+    features=frozenset({"mask", "bias", "is_causal", "window_size", "deterministic", "return_lse", "sequences"}),
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=lambda: Availability(True),

@@ -23,7 +23,7 @@ _CAUSAL_BLOCK = 128
 _CUT_FROM, _CUT_TO = 192, 1024
 
 
-def _kernel_is_causal(p: AttentionProblem) -> bool:
+def kernel_is_causal(p: AttentionProblem) -> bool:
     """Return whether the kernel's own causality, which counts from the first key, is the band of a call.
 
     With a scale of 0 or less the kernel returns NaN (torch 2.13): it multiplies -inf by it.
@@ -34,7 +34,7 @@ def _kernel_is_causal(p: AttentionProblem) -> bool:
 
 def needs_band(p: AttentionProblem) -> bool:
     """Return whether the band of a call is added to the scores as a mask."""
-    return make_band(p.seqlen_q, p.seqlen_k, p.window) is not None and not _kernel_is_causal(p)
+    return make_band(p.seqlen_q, p.seqlen_k, p.window) is not None and not kernel_is_causal(p)
 
 
 def added_dtype(p: AttentionProblem) -> torch.dtype:
@@ -68,7 +68,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
     if not has_pairs(p):
         return run_without_keys(p)
-    added, is_causal, scale = _plan_added(p), _kernel_is_causal(p), p.softmax_scale
+    added, is_causal, scale = _plan_added(p), kernel_is_causal(p), p.softmax_scale
 
     in_blocks = added is None and is_causal and _CUT_FROM <= p.seqlen_k <= _CUT_TO
     in_blocks = in_blocks and p.dtype in (torch.float32, torch.float64)  # joining would round 16 bits once more
@@ -145,7 +145,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls."""
     if not has_pairs(p):
         return differentiate_without_keys(p)
-    added, is_causal, scale, needs_grad = _plan_added(p), _kernel_is_causal(p), p.softmax_scale, p.needs_grad
+    added, is_causal, scale, needs_grad = _plan_added(p), kernel_is_causal(p), p.softmax_scale, p.needs_grad
     shape, dim = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k), p.head_dim
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:

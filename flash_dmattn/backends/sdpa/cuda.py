@@ -1,11 +1,11 @@
-"""Both passes of torch's FlashAttention-2 on GPUs: no mask, no bias."""
+"""Both passes of torch's FlashAttention-2 on GPUs: no mask, no bias; sequences where they are packed."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
+from ...gradients import differentiate_without_keys, empty_outputs, fill_empty, has_pairs, run_without_keys
 from ...problem import AttentionProblem, Gradients, make_band
 from ...problem.inputs import Inputs, Saved
 from ..protocol import Backward, Forward
@@ -21,9 +21,12 @@ def visible_band(p: AttentionProblem) -> tuple[int, int]:
 
 
 def is_right_for(p: AttentionProblem) -> bool:
-    """Return whether the kernel is right for the window: it takes an open side for one of Lk keys."""
+    """Return whether the kernel is right for the window: it takes an open side for one of Lk keys.
+
+    Any sequence of a packed call may have more queries than keys.
+    """
     left, right = visible_band(p)
-    return (left < 0 and right <= 0) or p.seqlen_q <= p.seqlen_k
+    return (left < 0 and right <= 0) or (p.sequences is None and p.seqlen_q <= p.seqlen_k)
 
 
 def _band(p: AttentionProblem) -> tuple[bool, dict[str, int | float]]:
@@ -43,6 +46,8 @@ def _has_empty_rows(p: AttentionProblem) -> bool:
 
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
+    if p.sequences is not None:
+        return _plan_packed_forward(p)
     if not has_pairs(p):
         return run_without_keys(p)
     (is_causal, numbers), has_empty_rows = _band(p), _has_empty_rows(p)
@@ -58,8 +63,55 @@ def plan_forward(p: AttentionProblem) -> Forward:
     return forward
 
 
+def _plan_packed_forward(p: AttentionProblem) -> Forward:
+    """Plan the forward pass of packed sequences."""
+    if not _has_packed_pairs(p):
+        return lambda x: fill_empty(*empty_outputs(x.q, x.v), None)
+    (is_causal, numbers), longest = _band(p), (p.seqlen_q, p.seqlen_k)
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        edges_q, edges_k = _edges(x)
+        q, k, v = (rows(t)[0] for t in (x.q, x.k, x.v))
+        out, lse, *_ = _FORWARD(q, k, v, edges_q, edges_k, *longest, 0.0, is_causal, False, **numbers)
+        is_unused = _is_unused(edges_q, len(q))
+        out, lse = (
+            out.masked_fill_(is_unused[:, None, None], 0.0),
+            lse.masked_fill_(lse.isinf() | is_unused, -torch.inf),
+        )
+        return out[None], lse[None]
+
+    return forward
+
+
+def _has_packed_pairs(p: AttentionProblem) -> bool:
+    """Return whether a class of packed calls may have a pair of a query and a key."""
+    assert p.sequences is not None
+    return has_pairs(p) and p.sequences.rows_q > 0 and p.sequences.rows_k > 0
+
+
+def _edges(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Return where queries and keys of each sequence begin and end, int32 (2 S,).
+
+    The kernel takes them for 2 S - 1 sequences. Every other one is what lies between two sequences, mostly nothing,
+    and has results that nobody reads.
+    """
+    assert x.sequences is not None
+    first_q, number_q, first_k, number_k = x.sequences.bounds.unbind(1)
+    edges = (torch.stack((first, first + number), 1) for first, number in ((first_q, number_q), (first_k, number_k)))
+    edges_q, edges_k = (each.flatten() for each in edges)
+    return edges_q, edges_k
+
+
+def _is_unused(edges: Tensor, number: int) -> Tensor:
+    """Return a mask of packed rows that belong to no sequence; the kernel leaves some of them unwritten."""
+    row = torch.arange(number, dtype=torch.int32, device=edges.device)
+    return torch.searchsorted(edges, row, right=True) % 2 == 0
+
+
 def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls."""
+    if p.sequences is not None:
+        return _plan_packed_backward(p)
     if not has_pairs(p):
         return differentiate_without_keys(p)
     is_causal, numbers = _band(p)
@@ -74,6 +126,27 @@ def plan_backward(p: AttentionProblem) -> Backward:
         gradients = _BACKWARD(*tensors, None, None, *lengths, 0.0, is_causal, unused, unused, **numbers)
         each = zip(gradients, needs_grad[:3], strict=True)
         return *(g.contiguous() if needed else None for g, needed in each), None
+
+    return backward
+
+
+def _plan_packed_backward(p: AttentionProblem) -> Backward:
+    """Plan the backward pass of packed sequences."""
+    if not _has_packed_pairs(p):
+        return differentiate_without_keys(p)
+    (is_causal, numbers), longest, needs_grad = _band(p), (p.seqlen_q, p.seqlen_k), p.needs_grad
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        assert dlse is None, "a rule refuses calls that return lse"
+        x, out, lse = saved
+        edges_q, edges_k = _edges(x)
+        unused = torch.empty(0, dtype=torch.int64, device=out.device)  # the state of a generator, for dropout
+        tensors = [t[0] for t in (rows(dout), rows(x.q), rows(x.k), rows(x.v), out.contiguous(), lse.contiguous())]
+        gradients = _BACKWARD(*tensors, edges_q, edges_k, *longest, 0.0, is_causal, unused, unused, **numbers)
+        for gradient, edges in zip(gradients, (edges_q, edges_k, edges_k), strict=True):
+            gradient.masked_fill_(_is_unused(edges, len(gradient))[:, None, None], 0.0)
+        each = zip(gradients, needs_grad[:3], strict=True)
+        return *(g[None].contiguous() if needed else None for g, needed in each), None
 
     return backward
 

@@ -7,6 +7,7 @@ import torch
 from ...problem import AttentionProblem, dtype_name, sm_number
 from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Rule
+from . import lists
 from .passes import (
     has_few_pairs,
     is_short,
@@ -35,7 +36,18 @@ def _span_of_values(p: AttentionProblem) -> int:
 
 def _most_tangents(p: AttentionProblem) -> int:
     """Return the largest head dim in forward mode, where a tile has the tangents of q, k and v, too."""
-    return 256 if p.dtype.itemsize == 2 and not p.arch.startswith("gfx") else 128
+    if p.dtype.itemsize == 4:
+        return 64  # wider tiles would spill most of their values
+    return 128 if p.arch.startswith("gfx") else 256
+
+
+def _is_band(p: AttentionProblem) -> bool:
+    return p.relative is not None and p.relative.shape[2] != 1
+
+
+def _has_own_values(p: AttentionProblem) -> bool:
+    """Return whether no two heads or entries share values of a bias by distance."""
+    return p.relative is not None and p.relative.shape[:2] == (p.batch, p.num_heads)
 
 
 RULES: tuple[Rule, ...] = (
@@ -88,6 +100,22 @@ RULES: tuple[Rule, ...] = (
         ("backward",),
     ),
     Rule(
+        "band_sequences",
+        lambda p: not _is_band(p) or p.sequences is None,
+        lambda p: f"bias is a Band beside {p.batch} sequences; the kernels read one for whole batches",
+        'use backend="eager"',
+    ),
+    Rule(
+        "band_heads",
+        lambda p: not _is_band(p) or not p.needs_grad.bias or _has_own_values(p),
+        lambda p: (
+            f"the gradient of a Band is needed, whose values are shared by some of {p.batch} entries and {p.num_heads} "
+            "heads; the kernel stores it and does not sum"
+        ),
+        'use backend=("triton", "eager"), or expand the values',
+        ("backward",),
+    ),
+    Rule(
         "values_span",
         lambda p: _span_of_values(p) < 2**31,
         lambda p: f"the values of a head of bias span {_span_of_values(p)} elements; the kernels count them in 32 bits",
@@ -112,6 +140,13 @@ RULES: tuple[Rule, ...] = (
         ),
         passes=("tangents",),
     ),
+    Rule(
+        "tangents_form",
+        lambda p: p.mask_form != "lists" and not _is_band(p),
+        lambda p: "the call has lists or a bias by query and distance; the kernel in forward mode reads neither",
+        passes=("tangents",),
+    ),
+    *lists.RULES,
 )
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(
@@ -153,6 +188,8 @@ def _load() -> Availability:
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
     """Describe the copies that a call makes."""
     p = problem
+    if p.mask_form == "lists":
+        return lists.notes(p)
     if p.sequences is not None:
         if p.mask_form == "tree" and any(p.needs_grad):
             return ("packs the tree as a mask of all keys for the gradients, a bit for each",)
@@ -176,12 +213,12 @@ BACKEND = Backend(
     plan_backward=plan_backward,
     plan_tangents=plan_tangents,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
-    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias"},
+    | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "chosen_bias"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,
     notes=_notes,
-    mask_forms=frozenset({"tiles", "keys", "intervals", "sequence_tiles", "tree"}),
+    mask_forms=frozenset({"tiles", "keys", "intervals", "sequence_tiles", "tree", "lists"}),
     reads_dense=reads_dense,
     reads_as_arrived=reads_as_arrived,
     repeats_entries=True,

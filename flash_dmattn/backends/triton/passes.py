@@ -18,11 +18,13 @@ from ...gradients import (
     fill_empty,
     has_pairs,
     run_without_keys,
+    takes_tokens,
 )
 from ...problem import AttentionProblem, Gradients, MaskView
 from ...problem.inputs import Inputs, Saved, result_in_rows
 from ...reference.tangents import Tangents
 from ..protocol import Backward, Direction, Forward, ForwardTangents
+from . import lists
 from .key_order import Ordered, has_order, tiles_of_bounds
 
 # Calls of at most so many keys, and so many (query, key) pairs in all heads, read a bool mask as it is.
@@ -80,15 +82,11 @@ def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass takes q, k and v as they arrive: kernels use strides that the plan holds, not shapes.
 
     Head-first tensors are for passes with short rows alone. Their backward pass allocates gradients like q, k and v,
-    so these must be contiguous as (B, L, H, D). Tokens (T, H, D) are for every pass that launches nothing but kernels
-    which allocate by shape.
+    so these must be contiguous as (B, L, H, D). Tokens are not for the backward pass of wide heads, which cuts rows.
     """
-    if not has_pairs(p):
-        return False
     if p.arrival == "tokens":
-        in_pytorch = p.needs_grad.sink or p.dbias_class == "query" or max(p.head_dim, p.head_dim_v) > 256
-        return direction == "forward" or not in_pytorch
-    if not _has_unit_rows(p) or not is_short(p, direction):
+        return takes_tokens(p, direction) and (direction == "forward" or max(p.head_dim, p.head_dim_v) <= 256)
+    if not has_pairs(p) or not _has_unit_rows(p) or not is_short(p, direction):
         return False
     if direction == "forward":
         return p.seqlen_q != 1 or p.num_heads == p.num_heads_k
@@ -107,6 +105,8 @@ def _has_unit_rows(p: AttentionProblem) -> bool:
 
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
+    if p.mask_form == "lists":
+        return lists.plan_forward(p)
     if not has_pairs(p):
         return run_without_keys(p)
     launch, flags, arrival, outputs, dtype = kernels(), p.flags, p.arrival, allocate_outputs(p), p.dtype
@@ -167,6 +167,8 @@ def plan_tangents(p: AttentionProblem) -> ForwardTangents:
 
 def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls; every sum is taken in fp32, in a fixed order, and rounded once."""
+    if p.mask_form == "lists":
+        return lists.plan_backward(p)
     if not has_pairs(p):
         return differentiate_without_keys(p)
     launch, flags, arrival, needs_grad, dtype = kernels(), p.flags, p.arrival, p.needs_grad, p.dtype

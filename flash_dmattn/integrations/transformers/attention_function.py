@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 
 from ... import Sequences, attention
+from ...biases import Bias
 from ...call import prepare_call, run_call
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
 from ...problem import Numbers, collapse, dtype_name
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
+from .tables import TableBias
 
 # Arguments that every attention function is told, and that change nothing here: the mask, the rotation of queries and
 # keys, and the outputs of a model are decided elsewhere.
@@ -62,7 +64,7 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | TableBias | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | tuple[int, int] | None = None,
     deterministic: bool | None = None,
@@ -76,7 +78,7 @@ def attend(
         attention_mask: what `make_mask` returned, a bool tensor, or a float tensor that is added to the scores, both
             4-D and broadcastable to (B, Hq, Lq, Lk).
         dropout, scaling, softcap, is_causal: as in `attention`; layers pass a dropout above 0 in training alone.
-        position_bias: (B or 1, Hq, Lq, Lk), added to the scores, with its gradient.
+        position_bias: (B or 1, Hq, Lq, Lk) or values of distances, added to the scores, with its gradient.
         s_aux: (Hq,), an attention sink, with its gradient.
         sliding_window: the window that the mask should have; refused where it forbids keys and the mask does not.
         deterministic: True as in `attention`; False, which models pass by default, follows torch as None does.
@@ -93,7 +95,10 @@ def attend(
     if others:
         sequences = take_packed(others, query.shape[0])
         refuse_unknown(module, others)
-    bias = None if position_bias is None or _is_empty_bias(module, position_bias) else position_bias
+    table = position_bias if isinstance(position_bias, TableBias) else None
+    bias: Tensor | None = None
+    if isinstance(position_bias, Tensor) and not _is_empty_bias(module, position_bias):
+        bias = position_bias
     dense = None
     if isinstance(attention_mask, Tensor):
         if attention_mask.dim() != 4:
@@ -102,6 +107,9 @@ def attend(
                 f"attention_mask has shape {shape}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
             )
         if attention_mask.is_floating_point():  # a mask of numbers is added
+            if table is not None:
+                lengths = query.shape[2], key.shape[2]
+                bias, table = table.relative(*lengths).dense(*lengths), None
             bias = attention_mask if bias is None else bias + attention_mask
         elif attention_mask.dtype == torch.bool:
             dense = attention_mask
@@ -114,11 +122,12 @@ def attend(
             f"has {query.shape[2]} and {key.shape[2]}"
         )
     if sequences is not None:
-        arguments = _packed_arguments(sequences, attention_mask, bias, _is_causal(module, is_causal))
+        values = bias if table is None else table.values
+        arguments = _packed_arguments(sequences, attention_mask, values, _is_causal(module, is_causal))
     elif isinstance(attention_mask, LayerMask):
         first = attention_mask.first_keys() if context is None else None
         if first is None:
-            arguments = attention_mask.arguments(bias is not None)
+            arguments = attention_mask.arguments(bias is not None or table is not None)
         else:
             arguments, keys = first
             key, value, bias = key[:, :, :keys], value[:, :, :keys], None if bias is None else bias[..., :keys]
@@ -134,18 +143,19 @@ def attend(
         _refuse_forgotten_window(sliding_window, attention_mask, arguments, key.shape[2])
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(query.device.type):
         query, key, value = follow_autocast(query, key, value)
-    if bias is not None:
-        bias = in_dtype(bias, query.dtype)
+    added: Bias | None = None if bias is None else in_dtype(bias, query.dtype)
+    if table is not None:
+        added = table.relative(query.shape[2], key.shape[2])
     is_plain = context is None and arguments.sequences is None
     call: dict[str, Any] = {}
     if _observers or not is_plain:
-        call = _call(query, key, value, arguments, bias, scaling, softcap, s_aux, dropout, deterministic)
+        call = _call(query, key, value, arguments, added, scaling, softcap, s_aux, dropout, deterministic)
         show_observers(module, call)
     if is_plain:
         mask, is_causal, window, _ = arguments
         sink = None if s_aux is None else s_aux.reshape(-1)
         numbers = Numbers(is_causal, scaling, softcap or 0.0, window, deterministic or None, dropout_p=dropout)
-        layer = prepare_call(query, key, value, mask, bias, sink, None, numbers, heads_first=True)
+        layer = prepare_call(query, key, value, mask, added, sink, None, numbers, heads_first=True)
         return run_call(layer, "auto")[0].contiguous(), None
     if context is None:
         out = attention(**call)
@@ -173,7 +183,7 @@ def _call(
     key: Tensor,
     value: Tensor,
     arguments: MaskArguments,
-    bias: Tensor | None,
+    bias: Bias | None,
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,

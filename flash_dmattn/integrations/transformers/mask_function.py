@@ -19,6 +19,7 @@ from ... import Sequences
 from ...distributed.group import context_in_force
 from ...masks import PreparedMask
 from .models import MODELS_ASK_FOR_TENSORS, masking_utils, refuse_config_without_interface
+from .tables import read_tables
 
 # Where kernels read prepared masks; elsewhere they would be unpacked again.
 PREPARING_DEVICES = ("cuda",)
@@ -353,6 +354,7 @@ def make_mask(
         NotImplementedError: the model has no attention interface, so that its own code would misread the result.
     """
     refuse_config_without_interface(others.get("config"))
+    read_tables(others.get("config"))
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; it needs 2 dims, (batch, keys), or 4, "

@@ -28,11 +28,24 @@ from ...problem import (
 )
 from ...sequences.layout import Sequences
 from .. import _restore
-from ..arguments import DIMS, IntsLike, bool_mask, integer, integer_tensor, lengths_within, pair
+from ..arguments import (
+    DIMS,
+    INTEGER_DTYPES,
+    IntsLike,
+    align_heads,
+    bool_mask,
+    common_shape,
+    float_scores,
+    integer,
+    integer_tensor,
+    lengths_within,
+    pair,
+)
 from ..blocks import MaskStats, check_blocks, expand_blocks
 from ..builders import Device, document_pair, padding_mask
-from ..topk import select, topk_arguments
+from ..topk import ScoresByRows, select, topk_arguments
 from .intervals import live_keys, order_saves, places_for, reorder_pays
+from .lists import best, ordered
 from .operators import (
     interval_walk,
     one_row_form,
@@ -57,7 +70,7 @@ class PreparedMask(ABC):
     """A mask in the form that kernels walk, for any number of calls; its classmethods `from_...` make one.
 
     `attention` takes it in the place of a bool mask. How it is stored is chosen by the classmethod: `form` is "tiles",
-    "keys" or "intervals", and beside sequences "sequence_tiles" or "tree".
+    "keys", "intervals" or "lists", and beside sequences "sequence_tiles" or "tree".
 
     Attributes:
         is_causal, window_size: the band that is part of it, bottom-right aligned; -1 is unlimited on that side.
@@ -606,6 +619,176 @@ class PreparedMask(ABC):
         return cls._of_intervals(start, stop, seqlen_q, reorder, compact, limits)
 
     @classmethod
+    def from_lists(
+        cls,
+        index: torch.Tensor,
+        *,
+        seqlen_k: int,
+        seqlen_q: int | None = None,
+        block_size: int | tuple[int, int] = 1,
+        is_causal: bool = False,
+        window_size: tuple[int, int] | None = None,
+    ) -> PreparedMask:
+        """Prepare the mask in which each query attends to the keys, or the blocks of keys, that its list names.
+
+        Equivalent to `PreparedMask.from_mask(mask, is_causal=is_causal, window_size=window_size)` with::
+
+            chosen = torch.zeros(Bm, Hm, R, blocks + 1, dtype=torch.bool)
+            chosen.scatter_(3, torch.where(index < 0, blocks, index), True)  # the last column is of no block
+            mask = expand_blocks(chosen[..., :blocks], block_size, seqlen_q, seqlen_k)
+
+        No tensor of queries times keys is made, neither here nor by calls. A list is a set: its order, and keys that it
+        names twice, change no result. What the band hides may be listed, and stays hidden.
+
+        Args:
+            index: integers of 2 dims or more, read from the right as (*batch, Hm, R, K), any strides: a list of K keys
+                or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 stands for none. Hm is 1, Hk or
+                Hq. Leading dims fold as in `from_mask`.
+            seqlen_k: number of keys.
+            seqlen_q: number of queries; needed if lists are for blocks of them.
+            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k).
+            is_causal, window_size: the band, as in `from_mask`.
+
+        Returns:
+            PreparedMask, of the form "lists".
+
+        Raises:
+            TypeError: `index` is not an integer tensor, or a length, flag or window of another type.
+            ValueError: another rank or number of lists, or, on a CPU, an entry below -1 or beyond the last block. On an
+                accelerator the host does not wait for it, and such an entry counts as -1.
+
+        Sources: DeepSeek-AI, "DeepSeek-V3.2", 2025 (single keys); Yuan et al., "Native Sparse Attention", 2025 (blocks
+            of keys); Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask
+            >>> index = torch.tensor([[0, -1], [3, 0], [1, 1], [3, 2]])
+            >>> PreparedMask.from_lists(index, seqlen_k=4, is_causal=True).dense()[0, 0].int()
+            tensor([[1, 0, 0, 0],
+                    [1, 0, 0, 0],
+                    [0, 1, 0, 0],
+                    [0, 0, 1, 1]], dtype=torch.int32)
+        """
+        blocks, limits = pair("block_size", block_size, 1), _band_fields(is_causal, window_size)
+        if not isinstance(index, torch.Tensor) or index.dtype not in INTEGER_DTYPES:
+            has = f"dtype {index.dtype}" if isinstance(index, torch.Tensor) else f"type {type(index).__name__}"
+            raise TypeError(f"index has {has}; it needs to be an integer torch.Tensor, -1 for no key.")
+        if index.dim() < 2:
+            raise ValueError(f"index has shape {tuple(index.shape)}; it needs 2 dims or more, the last two (R, K).")
+        leading = tuple(index.shape[:-3]) if index.dim() > 4 else None
+        index = collapse(index, dims=range(index.dim() - 2))
+        if leading is not None:
+            leading, index = tuple(index.shape[:-3]), merge(index, index.dim() - 3)
+        index = index[(None,) * (4 - index.dim())]
+        lengths = _lengths_of_lists("index", index.shape[2], blocks, seqlen_q, integer("seqlen_k", seqlen_k))
+        if values_can_be_read(index) and index.numel() > 0:
+            low, high = (int(x) for x in index.aminmax())
+            last = -(-lengths[1] // blocks[1]) - 1
+            if low < -1 or high > last:
+                raise ValueError(
+                    f"index has an entry {low if low < -1 else high}; each needs to be -1 or from 0 to {last}."
+                )
+        band = make_band(*lengths, causal_window(**limits))
+        numbers = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "block_size": blocks, "leading": leading}
+        return cls._made("lists", ordered(index, blocks, lengths, band), **numbers, **limits)
+
+    @classmethod
+    def from_topk_lists(
+        cls,
+        scores: torch.Tensor | ScoresByRows,
+        k: int,
+        *,
+        seqlen_q: int | None = None,
+        seqlen_k: int | None = None,
+        block_size: int | tuple[int, int] = 1,
+        is_causal: bool = False,
+        mask: torch.Tensor | None = None,
+        local: int = 0,
+    ) -> PreparedMask:
+        """List for each query, or block of queries, the `k` best scored keys, or blocks of keys, that it may see.
+
+        With single keys it is equal to `PreparedMask.from_mask(topk_mask(scores, k, is_causal=is_causal, mask=mask))`.
+        Scores are looked at some queries at a time, so that of `IndexScores` no tensor of queries times keys is made.
+        Lists are ascending, without a sort, and nothing waits for the device.
+
+        Args:
+            scores: float, read from the right as (*batch, H, R or 1, N), without a gradient here; or `IndexScores`. R
+                is the number of blocks of queries, N of blocks of keys. -inf forbids; NaN ranks below every number;
+                ties go to the earliest key.
+            k: how many are chosen, from 1.
+            seqlen_q, seqlen_k: number of queries and keys; needed where blocks are of several, and seqlen_q also where
+                scores have one row for all.
+            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k).
+            is_causal: a list has blocks whose first key its last query may see; calls hide later keys of these.
+            mask: bool, broadcastable to the scores: the blocks that may be chosen. Both have 4 dims at most then.
+            local: a list also has the last `local` blocks that its last query may see.
+
+        Returns:
+            PreparedMask, of the form "lists", with min(k + local, N) entries. Its `keys` are ascending, so that
+            `scores.gather(-1, lists.keys.clamp(min=0).long())` are values for `biases.Chosen`.
+
+        Raises:
+            TypeError: `scores` is not float, `mask` not bool, or `k` or a length is not an int.
+            ValueError: k < 1, shapes that do not fit, `local` without causality.
+
+        Example:
+            >>> from flash_dmattn.masks import PreparedMask
+            >>> PreparedMask.from_topk_lists(torch.tensor([[3.0, 1, 2, 2]]), 2, seqlen_q=4, is_causal=True).keys[0, 0]
+            tensor([[ 0, -1],
+                    [ 0,  1],
+                    [ 0,  2],
+                    [ 0,  2]], dtype=torch.int32)
+        """
+        integer("k", k, 1)
+        blocks, limits, local = (
+            pair("block_size", block_size, 1),
+            _band_fields(is_causal, None),
+            integer("local", local),
+        )
+        if local and not is_causal:
+            raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
+        allowed, leading = None if mask is None else bool_mask("mask", mask), None
+        if isinstance(scores, ScoresByRows):
+            of, (batch, rows, number) = scores.rows()
+            heads, device = 1, of(slice(0, 0)).device
+            leading = scores.batch_dims if len(scores.batch_dims) > 1 else None
+        else:
+            if isinstance(scores, torch.Tensor) and scores.dim() > 4 and mask is None:
+                scores = collapse(scores, dims=range(scores.dim() - 3))
+                leading, scores = tuple(scores.shape[:-3]), merge(scores, scores.dim() - 3)
+            values = collapse(float_scores(scores), dims=(0, 1, 2))
+            if allowed is not None:
+                values, allowed = align_heads([values, collapse(allowed)], ["scores", "mask"])
+            (batch, heads, rows, number), device = values.shape, values.device
+
+            def of(rows: slice) -> torch.Tensor:
+                return values if values.shape[2] == 1 else values[:, :, rows]
+
+        if allowed is not None:
+            if allowed.device != device:
+                raise ValueError(f"mask is on {allowed.device} and scores on {device}; they need to be on one device.")
+            shape = common_shape([allowed, allowed.new_empty(batch, heads, rows, number)], ["mask", "scores"])
+            if shape[3] != number:
+                raise ValueError(f"mask has {allowed.shape[3]} keys, scores {number}; mask needs 1 or as many keys.")
+            batch, heads, rows, _ = shape
+        if rows == 1 and seqlen_q is not None:
+            rows = -(-integer("seqlen_q", seqlen_q) // blocks[0])
+        if seqlen_k is None:
+            if blocks[1] > 1:
+                raise ValueError(f"seqlen_k is None; with blocks of {blocks[1]} keys it needs to be their number.")
+            seqlen_k = number
+        lengths = _lengths_of_lists("scores", rows, blocks, seqlen_q, integer("seqlen_k", seqlen_k))
+        if number != -(-seqlen_k // blocks[1]):
+            raise ValueError(
+                f"scores have {number} columns; they need {-(-seqlen_k // blocks[1])}, a block of {blocks[1]} of "
+                f"{seqlen_k} keys each."
+            )
+        band = make_band(*lengths, causal_window(**limits))
+        tensors = best(of, (batch, heads, rows), k, allowed, local, blocks, lengths, band, device)
+        numbers = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "block_size": blocks, "leading": leading}
+        return cls._made("lists", tensors, **numbers, **limits)
+
+    @classmethod
     def from_tree(cls, tree: torch.Tensor) -> PreparedMask:
         """Pack the trees of drafts, for `attention(..., mask, sequences=...)`: one mask for all layers.
 
@@ -837,6 +1020,23 @@ def _full_length(name: str, what: str, size: int, length: int | None) -> int:
     if size not in (1, integer(name, length)):
         raise ValueError(f"mask has {size} {what}s and {name} is {length}; they need to be equal, or the mask needs 1.")
     return length
+
+
+def _lengths_of_lists(
+    name: str, lists: int, block_size: tuple[int, int], seqlen_q: int | None, seqlen_k: int
+) -> tuple[int, int]:
+    """Return the numbers of queries and keys of a mask with so many lists, once they fit."""
+    block_q = block_size[0]
+    if seqlen_q is None:
+        if block_q > 1:
+            raise ValueError(f"seqlen_q is None; with lists for {block_q} queries it needs to be their number.")
+        seqlen_q = lists
+    if lists != -(-integer("seqlen_q", seqlen_q) // block_q):
+        raise ValueError(
+            f"{name} has {lists} lists and seqlen_q is {seqlen_q}; it needs {-(-seqlen_q // block_q)} lists, one for "
+            f"{block_q} {'query' if block_q == 1 else 'queries'} each."
+        )
+    return seqlen_q, seqlen_k
 
 
 def _check_compact(compact: bool, reorder: bool | None) -> None:

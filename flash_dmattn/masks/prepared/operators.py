@@ -117,27 +117,32 @@ def prepared_view(
 def plan_prepare(
     seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice
 ) -> Callable[[torch.Tensor], MaskView]:
-    """Return `mask -> MaskView` of bool masks that are alike and unwatched: band and packer are looked up once.
+    """Return `mask -> MaskView` of bool masks that are alike and unwatched: the first one finds band and packer.
 
     It equals `prepared_view` without the operator. Masks that have more than one row need the form "tiles".
     """
-    band, fastest = make_band(seqlen_q, seqlen_k, window), None
+    band, fastest, is_whole = make_band(seqlen_q, seqlen_k, window), None, False
 
     def run(mask: torch.Tensor) -> MaskView:
-        nonlocal fastest
+        nonlocal fastest, is_whole
         if fastest is None:
-            fastest = packer(mask)
-        return MaskView(choice.form, tuple(_prepare(fastest, collapse(mask), seqlen_q, seqlen_k, band, *choice)))
+            fastest, is_whole = packer(mask), _whole(collapse(mask), seqlen_q, seqlen_k, choice.form) is mask
+        if not is_whole:
+            mask = _whole(collapse(mask), seqlen_q, seqlen_k, choice.form)
+        return MaskView(choice.form, tuple(_prepare(fastest, mask, seqlen_q, band, *choice)))
 
     return run
 
 
-def _prepare(
-    packer: Packer, mask: torch.Tensor, seqlen_q: int, seqlen_k: int, band: Band | None, form: str, reorder: bool
-) -> Sequence[torch.Tensor]:
+def _whole(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, form: str) -> torch.Tensor:
+    """Expand a mask to all keys, and for tiles to all queries."""
     rows = seqlen_q if form == "tiles" else 1
-    if mask.shape[2] != rows or mask.shape[3] != seqlen_k:
-        mask = mask.expand(-1, -1, rows, seqlen_k)
+    return mask if mask.shape[2:] == (rows, seqlen_k) else mask.expand(-1, -1, rows, seqlen_k)
+
+
+def _prepare(
+    packer: Packer, mask: torch.Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool
+) -> Sequence[torch.Tensor]:
     if form == "keys":
         return packer.key_set(mask)
     if form == "intervals":
@@ -150,7 +155,7 @@ def _prepare_mask(
     mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
 ) -> list[torch.Tensor]:
     band = make_band(seqlen_q, seqlen_k, (left, right))
-    return list(_prepare(packer(mask), mask, seqlen_q, seqlen_k, band, form, reorder))
+    return list(_prepare(packer(mask), _whole(mask, seqlen_q, seqlen_k, form), seqlen_q, band, form, reorder))
 
 
 def _prepare_fake(

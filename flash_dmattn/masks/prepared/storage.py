@@ -1,20 +1,23 @@
-"""How prepared masks are stored: tiles, keys or intervals; beside sequences tiles of each, or trees of new tokens."""
+"""How prepared masks are stored: tiles, keys, intervals or lists; beside sequences tiles of each, or trees."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ...problem import Band, MaskForm, MaskView, SequenceSpec, causal_window, make_band
+from ...reference.lists import Lists, repeat_heads, spread, table
 from ...sequences.layout import Sequences
 from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
 from . import packing
 from .intervals import covering, interval_classes
+from .lists import take
 from .mask import PreparedMask as PreparedMask
 from .packing import EMPTY, FULL, TILE, tiles
 from .sequence_packing import unpack_sequences
@@ -202,6 +205,97 @@ class IntervalMask(BatchMask):
         seen = covering(self.start, self.stop, self.seqlen_q)
         attending = int((self.stop - self.start).sum(dtype=torch.int64))
         return _class_stats(self.shape, attending, classes, int((seen == 0).sum()))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ListMask(BatchMask):
+    """A mask in which each query, or each block of queries, lists the keys or blocks of keys that it attends to.
+
+    Keys that the band hides from all queries of a list are left out of it. Beside blocks the band hides others, too,
+    which kernels compare. All tensors are int32, contiguous and on the mask's device, with R = ceil(Lq / block_q):
+
+    Attributes:
+        keys: (Bm, Hm, R, K), the keys of each list, or the numbers of the blocks: ascending, each once, then -1.
+        count: (Bm, Hm, R), how many there are.
+        slots: (Bm, Hm, R, K), the place of each in the index that it was made of, then -1; or (Bm, Hm, R, 0), where
+            that has them in the same order.
+        block_size: (queries that share a list, keys of a block).
+    """
+
+    form: ClassVar[MaskForm] = "lists"
+
+    keys: torch.Tensor
+    count: torch.Tensor
+    slots: torch.Tensor
+    block_size: tuple[int, int] = field(default=(1, 1), kw_only=True)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, num_heads = self.keys.shape[:2]
+        return batch, num_heads, self.seqlen_q, self.seqlen_k
+
+    @property
+    def sizes_of_values(self) -> tuple[tuple[int, int], int]:
+        """The rows that values of a `Chosen` may have, one for each query or each list, and their number in a row."""
+        return (self.seqlen_q, self.keys.shape[2]), self.keys.shape[3]
+
+    @property
+    def as_lists(self) -> Lists:
+        """The lists as `flash_dmattn.reference` takes them."""
+        return Lists(self.keys, self.slots, *self.block_size)
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """The keys in the places of the index that the mask was made of; -1 where nothing is left."""
+        if self.slots.shape[3] == 0:
+            return self.keys
+        more = torch.where(self.slots < 0, self.keys.shape[3], self.slots).long()
+        places = self.keys.new_full((*self.keys.shape[:3], self.keys.shape[3] + 1), -1)
+        return places.scatter_(3, more, self.keys)[..., :-1].contiguous()
+
+    def gather(self, scores: torch.Tensor) -> torch.Tensor:
+        """Take from scores of each query and block of keys those that the lists name; differentiable, twice.
+
+        Args:
+            scores: (B, H, rows, ceil(Lk / block_k)), with 1, R or Lq rows. B is 1 or as of the lists; H divides their
+                heads, or is a multiple of them.
+
+        Returns:
+            (B, H, R or Lq, K), in the places of `index`; 0 where it has -1.
+        """
+        index, block_q = self.index, self.block_size[0]
+        if scores.shape[2] not in (1, index.shape[2]):
+            index = index.repeat_interleave(block_q, 2)[:, :, : self.seqlen_q]
+        heads = max(scores.shape[1], index.shape[1])
+        return take(repeat_heads(scores, heads), repeat_heads(index, heads))
+
+    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        rows = range(self.seqlen_q)[start:stop]
+        step_q, step_k = self.block_size
+        lists = slice(rows.start // step_q, -(-rows.stop // step_q))
+        keys = self.keys[:, :, lists]
+        made = table(keys, keys[..., :0], 0, -(-self.seqlen_k // step_k)) >= 0
+        made = spread(made, 2, step_q, rows.start, max(rows.start, rows.stop))
+        made = spread(made, 3, step_k, 0, self.seqlen_k)
+        if self.band is None:
+            return made.contiguous()
+        diagonals = torch.arange(self.seqlen_k, device=self.device) - torch.arange(
+            rows.start, max(rows.start, rows.stop), device=self.device
+        ).unsqueeze(1)
+        return made & (diagonals >= self.band.low) & (diagonals <= self.band.high)
+
+    def stats(self) -> MaskStats:
+        """Count as any prepared mask does, 128 queries at a time."""
+        attending, empty_rows = 0, 0
+        classes = []
+        for start in range(0, self.seqlen_q, TILE):
+            part = self.dense(start, start + TILE)
+            attending += int(part.sum())
+            empty_rows += int((~part.any(3)).sum())
+            classes.append(packing.pack_mask(part, None)[1])
+        if not classes:
+            return _bit_stats(self.shape, *packing.pack_mask(self.dense(), None))
+        return _class_stats(self.shape, attending, torch.cat(classes, 2), empty_rows)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -313,7 +313,7 @@ inline void st_global_v4(void* to, const uint32_t (&words)[4]) {
   std::memcpy(to, words, 16);
 }
 
-// What is too small for a normal number becomes 0.
+// A value too small for a normal number becomes 0.
 inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 inline float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
 inline float reciprocal_approx(float x) { return flushed(1.0f / flushed(x)); }

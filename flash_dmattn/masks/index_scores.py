@@ -1,0 +1,161 @@
+"""`IndexScores`: the scores of a selector of keys, of which no tensor of queries times keys exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..problem import dtype_name
+from .topk import CHUNK_ELEMENTS
+
+if TYPE_CHECKING:
+    from .prepared.mask import PreparedMask
+    from .prepared.storage import ListMask
+
+# Heads whose products exist at once.
+_HEADS = 8
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class IndexScores:
+    """Scores of queries and keys by a few narrow heads, weighted and added: a selector of keys, as in DeepSeek's.
+
+    Equivalent PyTorch::
+
+        products = scale * torch.einsum("bihd,bjd->bihj", q, k)
+        scores = (weights[..., None] * (products.relu() if relu else products)).sum(2)  # (*batch, Lq, Lk)
+
+    `PreparedMask.from_topk_lists` chooses keys by it, and `at` returns the scores of those, with gradients.
+
+    Attributes:
+        q: (*batch, Lq, H, D), float; where lists are for blocks of queries, one row for each block.
+        k: (*batch, Lk, D), of the dtype and device of q; where lists are of blocks of keys, one row for each block.
+        weights: (*batch, Lq, H), float.
+        relu: whether negative products count as 0.
+        scale: factor of the products; None means D ** -0.5.
+
+    Raises:
+        TypeError: a tensor is of another type or dtype.
+        ValueError: shapes or devices do not fit.
+
+    Source: DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025, the indexer.
+
+    Example:
+        >>> from flash_dmattn.masks import IndexScores, PreparedMask
+        >>> scores = IndexScores(torch.randn(1, 6, 2, 4), torch.randn(1, 6, 4), torch.rand(1, 6, 2))
+        >>> lists = PreparedMask.from_topk_lists(scores, 3, is_causal=True)
+        >>> scores.at(lists).shape
+        torch.Size([1, 1, 6, 3])
+    """
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    relu: bool = True
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("q", "k", "weights"):
+            x = getattr(self, name)
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                has = f"dtype {dtype_name(x.dtype)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+                raise TypeError(f"{name} has {has}; it needs to be a floating-point torch.Tensor")
+            if x.device != self.q.device:
+                raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {self.q.device}")
+        if self.q.dim() < 4:
+            raise ValueError(f"q has shape {tuple(self.q.shape)}; it needs to be (*batch, seqlen_q, heads, head_dim)")
+        if self.k.dtype != self.q.dtype:
+            raise TypeError(f"k has dtype {dtype_name(self.k.dtype)}; it needs that of q, {dtype_name(self.q.dtype)}")
+        batch, dim = tuple(self.q.shape[:-3]), self.q.shape[-1]
+        if self.k.dim() != len(batch) + 2 or tuple(self.k.shape[:-2]) != batch or self.k.shape[-1] != dim:
+            raise ValueError(f"k has shape {tuple(self.k.shape)}; it needs to be {batch} + (seqlen_k, {dim})")
+        if self.weights.shape != self.q.shape[:-1]:
+            raise ValueError(f"weights has shape {tuple(self.weights.shape)}; it needs {tuple(self.q.shape[:-1])}")
+
+    @property
+    def batch_dims(self) -> tuple[int, ...]:
+        """The dims in front of queries."""
+        return tuple(self.q.shape[:-3])
+
+    def at(self, lists: PreparedMask) -> Tensor:
+        """Return the scores of the keys that lists name, with gradients of q, k and weights.
+
+        It recomputes products in the backward pass, a part of the queries at a time, and keeps none. Gradients are
+        sums in a fixed order.
+
+        Args:
+            lists: of `PreparedMask.from_topk_lists`, or of `from_lists` with one list for all heads.
+
+        Returns:
+            (B, 1, R, K), in the dtype of q, for `biases.Chosen`; 0 where a list has no key. B is the product of batch
+            dims, R the number of lists, K of their entries.
+
+        Raises:
+            TypeError: no lists.
+            ValueError: they are for other numbers of queries or keys, or differ by head.
+        """
+        if getattr(lists, "form", None) != "lists":
+            raise TypeError(f"lists is a {type(lists).__name__}; it needs to be a PreparedMask of lists")
+        mask: ListMask = lists  # type: ignore[assignment]
+        index, (q, k, weights) = mask.index, self._folded()
+        batch, heads, number, places = index.shape
+        blocks = -(-mask.seqlen_k // mask.block_size[1])
+        if heads != 1:
+            raise ValueError(f"lists have {heads} heads; they need one, which all heads share")
+        if batch not in (1, q.shape[0]):
+            raise ValueError(f"lists have a batch of {batch}; they need 1 or that of q, {q.shape[0]}")
+        if (number, blocks) != (q.shape[1], k.shape[1]):
+            raise ValueError(
+                f"lists have {number} rows for {blocks} keys or blocks; they need those of q and k, {q.shape[1]} and "
+                f"{k.shape[1]}"
+            )
+        if blocks == 0 or q.numel() == 0:
+            return q.new_zeros(q.shape[0], 1, number, places) + (q.sum() + k.sum() + weights.sum()) * 0.0
+        from torch.utils.checkpoint import checkpoint  # importing flash_dmattn does not need it
+
+        step = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * places * max(q.shape[2], q.shape[3])))
+        parts = []
+        for start in range(0, number, step):
+            rows = slice(start, start + step)
+            arguments = (q[:, rows], k, weights[:, rows], index[:, 0, rows])
+            parts.append(checkpoint(self._chosen, *arguments, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(parts, 1).unsqueeze(1)
+
+    def _chosen(self, q: Tensor, k: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        batch, number, dim = k.shape
+        first = torch.arange(batch, device=k.device)[:, None, None] * number
+        # Not by indexing, whose gradient adds in any order on some devices.
+        taken = F.embedding(index.clamp(min=0).long() + first, k.reshape(-1, dim))
+        products = self._rectified(torch.einsum("bihd,bikd->bihk", q, taken))
+        return (weights.to(q.dtype).unsqueeze(3) * products).sum(2).masked_fill(index < 0, 0.0)
+
+    def _rectified(self, products: Tensor) -> Tensor:
+        products = products * (self.q.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        return products.relu() if self.relu else products
+
+    def _folded(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q.flatten(0, -4), self.k.flatten(0, -3), self.weights.flatten(0, -3)
+
+    def rows(self) -> tuple[Callable[[slice], Tensor], tuple[int, int, int]]:
+        """Return a function that computes the scores of some queries, (B, 1, rows, Lk) in fp32, without a gradient.
+
+        The batch, the queries and the keys come with it.
+        """
+        q, k, weights = (x.detach() for x in self._folded())
+        wide: Any = torch.promote_types(q.dtype, torch.float32)
+
+        def of(rows: slice) -> Tensor:
+            own, factors = q[:, rows], weights[:, rows].to(wide)
+            total = torch.zeros(own.shape[0], own.shape[1], k.shape[1], dtype=wide, device=q.device)
+            for start in range(0, own.shape[2], _HEADS):
+                heads = slice(start, start + _HEADS)
+                products = self._rectified(torch.einsum("bihd,bjd->bihj", own[:, :, heads], k).to(wide))
+                total += torch.einsum("bih,bihj->bij", factors[:, :, heads], products)
+            return total.unsqueeze(1)
+
+        return of, (q.shape[0], q.shape[1], k.shape[1])

@@ -1,0 +1,170 @@
+"""Makes the tensors of a `ListMask`: of the index of a selector, or of scores, the best of which are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...problem import Band
+from .. import topk
+
+# Elements that a chunk of rows may hold, with about 25 bytes of work each.
+CHUNK_ELEMENTS = topk.CHUNK_ELEMENTS
+
+
+def seen_blocks(
+    rows: slice, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the first and the last block of keys that some query of each list may see, int64 (rows,) both."""
+    (block_q, block_k), (seqlen_q, seqlen_k) = block_size, lengths
+    first = torch.arange(rows.start, rows.stop, device=device) * block_q
+    last = (first + block_q - 1).clamp(max=seqlen_q - 1)
+    low, high = torch.zeros_like(first), torch.full_like(first, seqlen_k - 1)
+    if band is not None:
+        low, high = (first + band.low).clamp(min=0), (last + band.high).clamp(max=seqlen_k - 1)
+    return low // block_k, torch.div(high, block_k, rounding_mode="floor")
+
+
+def ordered(
+    index: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys, count and slots of a `ListMask`, by one sort of key and slot together, in chunks of rows.
+
+    Args:
+        index: integers (Bm, Hm, R, K); what is no block, or not seen by any query of its list, is left out.
+        block_size, lengths: (queries, keys).
+        band: of the mask.
+    """
+    batch, heads, number, places = index.shape
+    blocks = -(-lengths[1] // block_size[1])
+    keys = torch.empty(index.shape, dtype=torch.int32, device=index.device)
+    slots, count = torch.empty_like(keys), keys.new_empty(index.shape[:3])
+    # Both fit in one integer, and the sort of a narrow one takes half as long.
+    narrow = torch.int32 if (blocks + 1) * max(places, 1) < 2**31 else torch.int64
+    own = torch.arange(places, dtype=narrow, device=index.device)
+    step = max(1, CHUNK_ELEMENTS // max(1, batch * heads * places))
+    for start in range(0, number, step):
+        rows = slice(start, min(start + step, number))
+        part = index[:, :, rows].long()
+        low, high = (x[:, None] for x in seen_blocks(rows, block_size, lengths, band, index.device))
+        part = torch.where((part >= low) & (part <= high) & (part >= 0) & (part < blocks), part, blocks).to(narrow)
+        packed = (part * places + own).sort(-1).values
+        key = torch.div(packed, max(places, 1), rounding_mode="floor")
+        again = torch.zeros_like(key, dtype=torch.bool)
+        again[..., 1:] = key[..., 1:] == key[..., :-1]
+        left = ~again & (key < blocks)
+        # What is left moves to the front, in its order; one more place takes the rest.
+        place = torch.where(left, left.cumsum(-1) - 1, places)
+        for made, values in ((keys, key), (slots, packed - key * places)):
+            moved = made.new_full((*key.shape[:3], places + 1), -1)
+            made[:, :, rows] = moved.scatter_(-1, place, values.to(torch.int32))[..., :places]
+        count[:, :, rows] = left.sum(-1, dtype=torch.int32)
+    return keys, count, slots
+
+
+def best(
+    scores_of: Callable[[slice], Tensor],
+    sizes: tuple[int, int, int],
+    k: int,
+    allowed: Tensor | None,
+    local: int,
+    block_size: tuple[int, int],
+    lengths: tuple[int, int],
+    band: Band | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, count and slots of the k best blocks of each list, as `topk_mask` chooses them; no row is sorted.
+
+    Args:
+        scores_of: returns the scores of some lists, (B, H, rows, blocks).
+        sizes: the batch, the heads and the lists of the result.
+        k: how many are chosen.
+        allowed: bool (B or 1, H or 1, lists or 1, blocks or 1), or None.
+        local: a list also has so many of the last blocks that it may see.
+        block_size, lengths, band: as in `ordered`.
+        device: of the result.
+    """
+    batch, heads, number = sizes
+    blocks = -(-lengths[1] // block_size[1])
+    places = min(k + local, blocks)
+    keys = torch.empty(batch, heads, number, places, dtype=torch.int32, device=device)
+    count = keys.new_empty(batch, heads, number)
+    columns = torch.arange(blocks, device=device)
+    step = max(1, CHUNK_ELEMENTS // max(1, batch * heads * blocks))
+    for start in range(0, number, step):
+        rows = slice(start, min(start + step, number))
+        low, high = (x[:, None] for x in seen_blocks(rows, block_size, lengths, band, device))
+        visible = (columns >= low) & (columns <= high)
+        if allowed is not None:
+            visible = visible & (allowed if allowed.shape[2] == 1 else allowed[:, :, rows])
+        scores = topk.sort_keys(scores_of(rows), visible)
+        chosen = topk.select(scores, k)
+        if local:
+            chosen = chosen | ((columns > high - local) & (scores > torch.iinfo(scores.dtype).min))
+        chosen = chosen.expand(batch, heads, *chosen.shape[2:])
+        place = torch.where(chosen, chosen.cumsum(-1) - 1, places)
+        moved = keys.new_full((batch, heads, rows.stop - rows.start, places + 1), -1)
+        moved.scatter_(-1, place, columns.to(torch.int32).expand(place.shape))
+        keys[:, :, rows] = moved[..., :places]
+        count[:, :, rows] = chosen.sum(-1, dtype=torch.int32)
+    return keys, count, keys.new_empty(batch, heads, number, 0)
+
+
+class _Take(torch.autograd.Function):
+    """Take what an index names; its gradient is summed in a fixed order, without atomic adds."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(scores: Tensor, index: Tensor) -> Tensor:
+        if scores.shape[3] == 0:
+            return scores.new_zeros(torch.broadcast_shapes(scores.shape[:3], index.shape[:3]) + index.shape[3:])
+        taken = torch.take_along_dim(scores, index.clamp(min=0).long(), 3)
+        return taken.masked_fill(index < 0, 0.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        scores, index = inputs
+        ctx.save_for_backward(index)
+        ctx.shape = scores.shape
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Put.apply(gradient, *ctx.saved_tensors, ctx.shape), None
+
+
+class _Put(torch.autograd.Function):
+    """Put values at the places of an index, each once in a row, and sum over what is shared: the reverse of `_Take`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+        number = shape[3]
+        sums = values.new_zeros(shape, dtype=torch.promote_types(values.dtype, torch.float32))
+        step = max(1, CHUNK_ELEMENTS // max(1, values.shape[0] * values.shape[1] * number))
+        for start in range(0, values.shape[2], step):
+            rows = slice(start, start + step)
+            place = index[:, :, rows].long()
+            place = torch.where(place < 0, number, place).expand(values[:, :, rows].shape)
+            row = values.new_zeros((*place.shape[:3], number + 1)).scatter_(3, place, values[:, :, rows])[..., :number]
+            part = sums if shape[2] == 1 else sums[:, :, rows]
+            part += row.to(sums.dtype).sum_to_size(part.shape)
+        return sums.to(values.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Take.apply(gradient, *ctx.saved_tensors), None, None
+
+
+def take(scores: Tensor, index: Tensor) -> Tensor:
+    """Return scores (B, H, 1 or rows, N) at an index (Bm, Hm, rows, K) of single mentions; 0 where that is -1."""
+    taken: Tensor = _Take.apply(scores, index)
+    return taken

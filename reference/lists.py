@@ -1,0 +1,113 @@
+"""Lists of keys for queries, and a bias with a value for each entry of a list: as tables of pairs, and chunk by chunk.
+
+A table has a number for each query and key, for the rows and keys of one chunk: the slot of the entry that chose the
+pair, or -1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Lists(NamedTuple):
+    """Lists of blocks of keys: list i // block_q is for query i, and entry n is for keys from n * block_k on.
+
+    Attributes:
+        keys: int32 (Bm, Hm, R, K), ascending, each once, -1 last.
+        slots: int32 (Bm, Hm, R, K), the place of each entry in the list that the caller passed. Or (Bm, Hm, R, 0),
+            where every entry lies where it lay.
+        block_q, block_k: queries that share a list, and keys of a block.
+    """
+
+    keys: Tensor
+    slots: Tensor
+    block_q: int
+    block_k: int
+
+
+class Chosen(NamedTuple):
+    """A bias with one value for each entry of a list, which all keys of its block get.
+
+    Attributes:
+        values: (Bv, Hv, Lq or R, K), in the order of the lists that the caller passed.
+        lists: of the call.
+        repeat: of the lists: entry b of the batch reads entry b // repeat % Bm.
+    """
+
+    values: Tensor
+    lists: Lists
+    repeat: int = 1
+
+
+def table(keys: Tensor, slots: Tensor, first: int, number: int) -> Tensor:
+    """Return the slots of the blocks from `first` on, (..., R, number): -1 where a list does not have the block.
+
+    >>> table(torch.tensor([[0, 2, -1]]), torch.tensor([[1, 0, -1]]), 0, 4)
+    tensor([[ 1, -1,  0, -1]])
+    """
+    values = slots if slots.shape[-1] else torch.arange(keys.shape[-1], dtype=keys.dtype, device=keys.device)
+    place = keys.long() - first
+    # One more column takes what is not wanted; nobody reads it.
+    place = torch.where((place >= 0) & (place < number), place, number)
+    made = keys.new_full((*keys.shape[:-1], number + 1), -1)
+    return made.scatter_(-1, place, values.expand(keys.shape))[..., :number]
+
+
+def spread(x: Tensor, dim: int, block: int, start: int, stop: int) -> Tensor:
+    """Repeat elements that stand for blocks, of which the first has number start // block; cut to start to stop."""
+    if block > 1:
+        x = x.repeat_interleave(block, dim)
+    return x.narrow(dim, start % block, stop - start)
+
+
+def blocks_of(run: slice, block: int) -> slice:
+    """Return the blocks that a run touches."""
+    return slice(run.start // block, -(-run.stop // block))
+
+
+def slot_table(lists: Lists, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the slot of each pair of a call, int64 (Bm, Hm, Lq, Lk): -1 where no entry chose it."""
+    made = table(lists.keys, lists.slots, 0, -(-seqlen_k // lists.block_k))
+    return spread(spread(made, 2, lists.block_q, 0, seqlen_q), 3, lists.block_k, 0, seqlen_k).long()
+
+
+def dense_bias(values: Tensor, slots: Tensor, block_q: int) -> Tensor:
+    """Return the bias of each pair of a call, (B, H, Lq, Lk): 0 where no entry chose it; differentiable.
+
+    Args:
+        values: (Bv, Hv, Lq or R, K), differentiable.
+        slots: of `slot_table`; heads and entries as those of values, 1, or a multiple or divisor of these heads.
+        block_q: of the lists.
+    """
+    heads = max(values.shape[1], slots.shape[1])
+    values, slots = repeat_heads(by_query(values, slots.shape[2], block_q), heads), repeat_heads(slots, heads)
+    if values.shape[3] == 0:
+        return values.new_zeros(slots.shape) + values.flatten()[:0].sum()
+    return torch.take_along_dim(values, slots.clamp(min=0), -1).masked_fill(slots < 0, 0.0)
+
+
+def value_gradient(dbias: Tensor, values: Tensor, slots: Tensor, block_q: int) -> Tensor:
+    """Return the gradient of the values from the gradient of `dense_bias`, (B, H, Lq, Lk); differentiable."""
+    heads = dbias.shape[1]
+    slots = repeat_heads(slots, heads).expand(dbias.shape)
+    zeros = dbias.new_zeros(*dbias.shape[:3], values.shape[3])
+    sums = zeros.scatter_add(3, slots.clamp(min=0), dbias.masked_fill(slots < 0, 0.0)) if values.shape[3] else zeros
+    if values.shape[2] != sums.shape[2]:
+        sums = F.pad(sums, (0, 0, 0, -sums.shape[2] % block_q)).unflatten(2, (-1, block_q)).sum(3)
+    if values.shape[1] not in (1, heads):
+        sums = sums.unflatten(1, (values.shape[1], -1)).sum(2)
+    return sums.sum_to_size(values.shape)
+
+
+def by_query(values: Tensor, seqlen_q: int, block_q: int) -> Tensor:
+    """Give each query the values of its list."""
+    return values if values.shape[2] == seqlen_q else values.repeat_interleave(block_q, 2)[:, :, :seqlen_q]
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Give each of so many heads the head of its group; one head for all stays one."""
+    return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)

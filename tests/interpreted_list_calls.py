@@ -1,0 +1,81 @@
+"""Calls with lists through `attention` and the Triton kernels, in Triton's interpreter, beside eager in fp64.
+
+The kernels alone are tested by their own tests; here are the ways to them: forms, strides, repeats, needs, rules.
+"""
+
+from __future__ import annotations
+
+import interpreter
+import torch
+from test_lists import CASES, Case, Chosen, assert_close, leaves, results
+from torch import Tensor
+
+import flash_dmattn
+from flash_dmattn import attention
+from flash_dmattn.masks import PreparedMask
+
+interpreter.admit_cpu()
+number = 0
+
+
+def check(lists: PreparedMask, given: list[Tensor], bias: Tensor | None = None, **flags: object) -> None:
+    """All results of triton in fp32 beside those of eager in fp64."""
+    global number
+
+    def call(q: Tensor, k: Tensor, v: Tensor, values: Tensor, sink: Tensor, backend: str) -> object:
+        added = Chosen(values) if bias is None else bias
+        return attention(q, k, v, lists, added, sink=sink, return_lse=True, backend=backend, **flags)
+
+    found = []
+    for backend, dtype in (("triton", torch.float32), ("eager", torch.float64)):
+        own = [x.detach().to(dtype).requires_grad_() for x in given]
+        if bias is None:
+            found.append(results(lambda *x, b=backend: call(*x, b), own))
+        else:
+            with torch.no_grad():
+                found.append(list(call(*own, backend)))
+    assert_close([x.double() for x in found[0]], [x.double() for x in found[1]], rtol=2e-4, atol=2e-5)
+    number += 1
+
+
+for case in CASES.values():
+    if case.list_heads in (1, case.heads[1]) and case.block[1] in (1, 16):
+        check(case.lists(case.index()), leaves(case), softcap=1.5 if number % 2 else 0.0)
+blocks = Case((4, 2), (21, 70), 3, (2, 16), 2, 4, by_query=False, list_batch=2)
+check(blocks.lists(blocks.index()), leaves(blocks))
+ascending = PreparedMask.from_topk_lists(torch.randn(1, 1, 20, 30), 6, is_causal=True)
+plain = Case((4, 2), (20, 30), 6)
+check(ascending, leaves(plain))
+check(ascending, leaves(plain), torch.randn(2, 2, 1, 30))
+check(ascending, leaves(plain), torch.randn(1, 1, 30).expand(1, 20, 30))
+
+# Leading dims: lists of (1, 3), values of (2, 1); only some gradients; no lists of anything.
+index = torch.randint(-1, 6, (1, 3, 1, 5, 4))
+many = PreparedMask.from_lists(index, seqlen_k=6)
+q, k = torch.randn(2, 3, 5, 2, 16), torch.randn(2, 3, 6, 1, 16)
+values = torch.randn(2, 1, 1, 5, 4, requires_grad=True)
+outs = [attention(q, k, k, many, Chosen(values), backend=backend) for backend in ("triton", "eager")]
+assert_close(*([x, torch.autograd.grad(x.square().sum(), values)[0]] for x in outs), rtol=1e-4, atol=1e-5)
+for lengths, entries in (((6, 8), 0), ((6, 8), 3), ((0, 8), 3), ((6, 0), 3)):
+    empty = Case((4, 2), lengths, entries, is_causal=False)
+    nothing = torch.full((empty.rows, entries), -1)
+    check(PreparedMask.from_lists(nothing, seqlen_q=lengths[0], seqlen_k=lengths[1]), leaves(empty))
+
+refused = {
+    "list_blocks": {"mask": PreparedMask.from_lists(torch.zeros(1, 20, 2).long(), seqlen_k=30, block_size=(1, 8))},
+    "list_heads": {"mask": PreparedMask.from_lists(torch.arange(80).view(1, 4, 20, 1) % 30, seqlen_k=30)},
+    "list_dropout": {"mask": ascending, "dropout_p": 0.5},
+    "list_bias": {"mask": ascending, "bias": torch.randn(20, 30)},
+    "list_queries": {
+        "mask": PreparedMask.from_lists(torch.zeros(1, 1, 2).long(), seqlen_q=20, seqlen_k=30, block_size=(256, 1))
+    },
+}
+for code, arguments in refused.items():
+    try:
+        attention(torch.randn(1, 20, 4, 16), *torch.randn(2, 1, 30, 2, 16), backend="triton", **arguments)
+    except flash_dmattn.BackendUnsupportedError as error:
+        assert [reason.code for reason in error.reasons] == [code], error
+    else:
+        raise AssertionError(code)
+    number += 1
+print(f"{number} passed, 0 failed")

@@ -1,0 +1,130 @@
+"""Attention over lists in Triton's interpreter: `interpreted_lists.py random FIRST COUNT`, or `edges`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import interpreter
+import torch
+from list_cases import ListCase, ListInputs, dense, differences, draw, run
+from outcomes import outcome_of, report
+
+from flash_dmattn.triton_kernels import list_calls
+from flash_dmattn.triton_kernels.launch import plans
+from flash_dmattn.triton_kernels.list_calls import ListNeeds
+from flash_dmattn.triton_kernels.tile_table import Tile
+
+# Bytes that chunks may take, all at once or the least chunk, and rows that one program adds.
+ROOMS = ((2**30, 4096), (1, 8))
+LIMIT = 1e-5
+
+
+def check(case: ListCase, x: ListInputs, room: tuple[int, int] = ROOMS[0], **more: object) -> None:
+    """Results equal those of the dense formula, twice, bit for bit."""
+    interpreter.set_up()
+    list_calls.SPACE, list_calls.MOST_ROWS = room
+    plans.clear()
+    got = run(case, x, **more)
+    interpreter.assert_margins()
+    off = differences(got, dense(case, x, torch.float64))
+    assert max(off.values()) < LIMIT, off
+    for name, again in run(case, x, **more).items():
+        first = got[name]
+        assert first is again is None or torch.equal(first, again), f"{name} differs from run to run"
+
+
+def random_calls(first: int, count: int) -> Iterator[str | None]:
+    """Outcomes of calls drawn at random."""
+    for number in range(first, first + count):
+        case = draw(number)
+        yield outcome_of(partial(check, case, case.build(), ROOMS[number % 2]), str(case))
+
+
+def edge_calls() -> Iterator[str | None]:
+    """Outcomes of calls at an edge, which random calls may miss."""
+    small = ListCase()
+    wide = ListCase(heads_k=1, group=3, head_dim=272, head_dim_v=256, latent=True, most=40, seqlen_q=12)
+    steps = small.with_(group=3, keys_each=64, seqlen_k=200, is_causal=False, most=3)
+    cases = {
+        "more entries than keys": small.with_(most=50, group=5),
+        "no entry": small.with_(lists="empty", sink=True),
+        "no entry anywhere, and no sink": small.with_(lists="empty"),
+        "a key of every query, by rows": small.with_(lists="one key", group=5, is_causal=False, seqlen_q=40),
+        "a block of every query, ragged": small.with_(lists="first block", keys_each=16, seqlen_k=41, most=3),
+        "one query": small.with_(seqlen_q=1),
+        "one key": small.with_(seqlen_k=1, is_causal=False),
+        "chunk borders": small.with_(seqlen_q=70, seqlen_k=70, batch=2, heads_k=1, group=5),
+        "chunks of p and ds": small.with_(seqlen_q=70, seqlen_k=70, group=20, queries=2, heads_k=1),
+        "wide": wide.with_(softcap=2.0, sink=True, values=("1", "Hq", "Lq"), order="ascending"),
+        "wide, two parts": wide.with_(group=20, queries=2, values=("B", "1", "R")),
+        "wide, few keys": wide.with_(most=5),
+        "wide, blocks": wide.with_(keys_each=16, most=3, seqlen_k=70),
+        "values of heads, over two steps of a block": steps.with_(values=("B", "Hq", "R")),
+        "values of entries, over two steps of a block": steps.with_(order="ascending"),
+    }
+    for told, case in cases.items():
+        yield outcome_of(partial(check, case, case.build(), ROOMS[1]), told)
+    case = wide.with_(seqlen_q=3, head_dim_v=512, head_dim=544)
+    tiles = {"product": Tile(128, 32, 4, 1)}
+    yield outcome_of(partial(check, case, case.build(), tiles=tiles), "two programs share the columns of dq")
+    yield outcome_of(minus_infinity, "values of -inf")
+    yield outcome_of(unseen_nan, "NaN that nobody chose")
+    yield outcome_of(single_gradients, "one gradient alone")
+
+
+def minus_infinity() -> None:
+    """A value of -inf takes its entry away."""
+    case = ListCase(sink=True)
+    x = case.build()
+    assert x.values is not None
+    x.values[..., ::2] = -torch.inf
+    interpreter.set_up()
+    got, want = run(case, x), dense(case, x, torch.float64)
+    want["dvalues"] = want["dvalues"].nan_to_num(0.0)
+    off = differences(got, want)
+    assert max(off.values()) < LIMIT, off
+
+
+def unseen_nan() -> None:
+    """A NaN key or value reaches nothing if nobody chose it, or if causality cuts it from its block."""
+    for case, key in (
+        (ListCase(lists="first block", most=1), 7),
+        (ListCase(keys_each=16, seqlen_q=24, seqlen_k=24), 23),
+    ):
+        x = case.build()
+        assert x.v is not None
+        clean = run(case, x)
+        dout, dlse = x.dout.clone(), None if x.dlse is None else x.dlse.clone()
+        x.k[:, :, key], x.v[:, :, key] = torch.nan, torch.nan
+        got = run(case, replace(x, dout=dout, dlse=dlse))
+        last = case.seqlen_q - 1  # it may see the last key
+        for name in ("out", "dq"):
+            mine, other = got[name], clean[name]
+            assert mine is not None and other is not None
+            assert torch.equal(mine[:, :, :last], other[:, :, :last]), name
+
+
+def single_gradients() -> None:
+    """Each gradient that is asked for alone is that of all together."""
+    for case in (ListCase(sink=True), ListCase(keys_each=16, seqlen_k=48, sink=True), ListCase(group=20, queries=2)):
+        x = case.build()
+        every = run(case, x)
+        for number, name in enumerate(("dq", "dk", "dv", "dvalues", "dsink")):
+            needs = ListNeeds(*(n == number for n in range(5)))
+            got = run(case, x, needs)
+            mine, other = got[name], every[name]
+            assert (mine is None) == (other is None), name
+            assert mine is None or torch.equal(mine, other), name
+
+
+def main(what: str, *numbers: str) -> int:
+    """Run the calls of a word."""
+    interpreter.guard_outputs()
+    return report(edge_calls() if what == "edges" else random_calls(*map(int, numbers)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

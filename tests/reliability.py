@@ -1,0 +1,118 @@
+"""Write the tables of docs/reliability.md from the files that runs have left in tests/results.
+
+    python tests/reliability.py            # write the page
+    python tests/reliability.py --check    # fail where the page is not what the files say
+
+fuzz-*.json is written by `fuzz.py`, checks-*.json by `gpu_checks.py`, peers.json by `peer_tests.py`, faults-*.json by
+`mutants/run.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "tests" / "results"
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN = "<!-- Written by `python tests/reliability.py`, up to the next heading. -->"
+
+
+def read(pattern: str) -> list[dict[str, Any]]:
+    """Return the contents of the files of a kind, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+
+
+def random_calls() -> list[str]:
+    """Return the table of random calls."""
+    rows = ["| device | place | kinds of calls | passed | refused | outside the rule | commit, date |"]
+    rows.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for content in read("fuzz-*.json"):
+        for place, kinds in content["places"].items():
+            passed, refused = (sum(line[word] for line in kinds.values()) for word in ("passed", "refused"))
+            failed = [f"{kind} {number}" for kind, line in kinds.items() for number in line["failed"]]
+            place = "emulated GPU" if place.endswith(".so") else place
+            rows.append(
+                f"| {content['device']} | {place} | {', '.join(kinds)} | {passed:,} | {refused:,} "
+                f"| {', '.join(failed) or '0'} | {content['commit']}, {content['date']} |"
+            )
+    return rows
+
+
+def gpu_suite() -> list[str]:
+    """Return the table of the GPU suite."""
+    rows = ["| run | parts | passed | failed | cut off by time |", "| --- | --- | --- | --- | --- |"]
+    for content in read("checks-*.json"):
+        counts = Counter(row["status"] for row in content["parts"].values())
+        name = f"{content.get('device', 'GPU')}, commit {content['commit']}"
+        rows.append(f"| {name} | {counts.total()} | {counts['passed']} | {counts['failed']} | {counts['late']} |")
+    return rows
+
+
+def their_tests() -> list[str]:
+    """Return the table of the tests of FlashAttention."""
+    rows = ["| FlashAttention's test | passed | failed | skipped by it | left out |", "| --- | --- | --- | --- | --- |"]
+    for content in read("peers.json"):
+        total: Counter[str] = Counter()
+        for name, counts in content["tests"].items():
+            total.update(counts)
+            numbers = (str(counts.get(word, 0)) for word in ("passed", "failed", "skipped", "left out"))
+            rows.append(f"| `{name}` | {' | '.join(numbers)} |")
+        numbers = (f"{total[word]:,}" for word in ("passed", "failed", "skipped", "left out"))
+        rows.append(f"| all, of commit {content['checkout'] or 'unknown'} | {' | '.join(numbers)} |")
+    return rows
+
+
+def drawn_faults() -> list[str]:
+    """Return the table of faults that were drawn from the syntax tree."""
+    rows = ["| faults | planted | noticed | share | survivors |", "| --- | --- | --- | --- | --- |"]
+    for content in read("faults-*.json"):
+        verdicts = Counter(row["verdict"] for row in content["faults"])
+        planted = verdicts["killed"] + verdicts["survived"]
+        survivors = "; ".join(
+            f"{row['file']}: {row['what']}" for row in content["faults"] if row["verdict"] == "survived"
+        )
+        share = f"{100 * verdicts['killed'] / max(planted, 1):.0f} %"
+        rows.append(f"| {content['drawn']} | {planted} | {verdicts['killed']} | {share} | {survivors or 'none'} |")
+    return rows
+
+
+def written(page: str) -> str:
+    """Return the page with its tables made anew."""
+    tables = {
+        "Random calls": random_calls(),
+        "The GPU suite": gpu_suite(),
+        "FlashAttention's own tests": their_tests(),
+        "Drawn faults": drawn_faults(),
+    }
+    for heading, rows in tables.items():
+        before, title, rest = page.partition(f"## {heading}\n")
+        if not title:
+            raise ValueError(f"{PAGE.name} has no heading {heading!r}")
+        text, mark, rest = rest.partition(BEGIN)
+        if not mark:
+            raise ValueError(f"{PAGE.name} has no mark for the table below {heading!r}")
+        after = rest.partition("\n## ")
+        page = f"{before}{title}{text}{BEGIN}\n\n" + "\n".join(rows) + "\n" + "".join(after[1:] and ("\n## ", after[2]))
+    return page
+
+
+def main() -> int:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    page = PAGE.read_text()
+    new = written(page)
+    if options.check:
+        return int(new != page)
+    PAGE.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

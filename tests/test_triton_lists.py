@@ -1,0 +1,22 @@
+"""Attention over lists on the Triton kernels, in Triton's interpreter, beside autograd of the dense formula."""
+
+from __future__ import annotations
+
+import pytest
+from cases import DEVICE
+from conftest import needs_triton
+from forked import interpret
+
+pytestmark = [
+    needs_triton,
+    pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves"),
+]
+
+
+@pytest.mark.parametrize("first", (0, 1000))
+def test_random_calls(first: int) -> None:
+    assert "40 passed, 0 failed" in interpret("interpreted_lists.py", "random", str(first), "40")
+
+
+def test_edges() -> None:
+    assert "19 passed, 0 failed" in interpret("interpreted_lists.py", "edges")

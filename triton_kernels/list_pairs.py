@@ -1,0 +1,162 @@
+"""p, ds and the gradients of values of attention over lists, for head dims whose rows do not fit in shared memory.
+
+A program has a tile of members and places. It walks along the head dim, so that q, dout and keys pass by in narrow
+columns. `list_product.py` and `list_rows.py` multiply the p and ds that it stores.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .list_ops import (
+    NO_VALUES,
+    OF_ENTRIES,
+    add_key_bias,
+    add_values,
+    bias_of_keys,
+    in_base_2,
+    keys_at,
+    load_keys,
+    load_members,
+    members_of,
+    members_see,
+    row_of_lists,
+    slots_at,
+    store_value_gradients,
+    values_of,
+)
+from .scores import scaled
+
+
+@triton.jit(do_not_specialize=["first_owner", "first_row"])
+def list_pairs_kernel(
+    q,
+    k,
+    v,
+    entries,
+    counts,
+    slots,
+    values,
+    bias,
+    dout,
+    lse,
+    delta,
+    dvalues,
+    kept_p,
+    kept_ds,
+    first_owner,
+    first_row,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    value_strides,
+    bias_strides,
+    shape,
+    lists,
+    chunk,
+    scale_log2,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS_EACH: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    VALUES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    LATENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    NEED_VALUES: tl.constexpr,
+):
+    """Compute BLOCK_N places of one part of the members of a row; see `list_queries_kernel` for what is stored."""
+    scale_log2 = tl.cast(scale_log2, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    program = tl.program_id(0)
+    start = program % TILES * BLOCK_N
+    program = program // TILES
+    part = program % PARTS
+    program = program // PARTS
+    row = first_row + program % chunk
+    owner = first_owner + program // chunk
+    heads_k = shape.num_heads // GROUP
+    if row >= lists.rows or owner >= shape.batch * heads_k:
+        return
+    b = (owner // heads_k).to(tl.int64)
+    h_k = owner % heads_k
+    number = row_of_lists(b, h_k, row, lists)
+    end = tl.load(counts + number) * KEYS_EACH
+    if start >= end:
+        return
+    rows, h, row_ok = members_of(part, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
+    entries += number * lists.most
+    slots += number * lists.most
+    k += b * k_strides.batch + h_k.to(tl.int64) * k_strides.head
+    v += b * v_strides.batch + h_k.to(tl.int64) * v_strides.head
+    entry, keys, key_ok = keys_at(entries, start, end, row, shape, BLOCK_N, QUERIES, KEYS_EACH, LEFT, RIGHT)
+    s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for column in tl.range(0, DIM, COLUMNS, num_stages=STAGES):
+        dims = column + tl.arange(0, COLUMNS)
+        q_tile = load_members(q, q_strides, b, rows, h, row_ok, dims, DIM, DIM % COLUMNS != 0)
+        k_tile = load_keys(k, k_strides.row, keys, key_ok, dims, DIM, DIM % COLUMNS != 0, WIDE)
+        s = tl.dot(q_tile, tl.trans(k_tile), s, input_precision=PRECISION)
+        if LATENT:
+            g_tile = load_members(dout, dout_strides, b, rows, h, row_ok, dims, DIM_V, DIM != DIM_V)
+            dp = tl.dot(g_tile, tl.trans(k_tile), dp, input_precision=PRECISION)
+    if not LATENT:
+        for column in tl.range(0, DIM_V, COLUMNS, num_stages=STAGES):
+            dims = column + tl.arange(0, COLUMNS)
+            g_tile = load_members(dout, dout_strides, b, rows, h, row_ok, dims, DIM_V, DIM_V % COLUMNS != 0)
+            v_tile = load_keys(v, v_strides.row, keys, key_ok, dims, DIM_V, DIM_V % COLUMNS != 0, WIDE)
+            dp = tl.dot(g_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
+
+    s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
+    slot = entry
+    if VALUES != NO_VALUES:
+        value_head = values_of(values, value_strides, b, h_k, row, rows, h, GROUP, VALUES)
+        slot = slots_at(slots, entry, key_ok, SLOTS, BLOCK_N, KEYS_EACH)
+        s = add_values(s, value_head, value_strides.key, slot, key_ok, row_ok, VALUES, BLOCK_N, KEYS_EACH)
+    bias_head = bias_of_keys(bias, bias_strides, b, h_k, h, GROUP, BIAS)
+    s = add_key_bias(s, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
+    s = members_see(s, rows, keys, key_ok, shape, QUERIES, LEFT, RIGHT)
+    statistics = (b * shape.num_heads + h) * shape.seqlen_q + rows
+    lse_rows = in_base_2(tl.load(lse + statistics, mask=row_ok, other=float("-inf")))
+    d = tl.load(delta + statistics, mask=row_ok, other=0.0)
+    p = tl.math.exp2(s - lse_rows[:, None])
+    ds = p * (dp - d[:, None])
+    if NEED_VALUES:
+        tl.static_assert(KEYS_EACH <= BLOCK_N, "an entry has its places in one program")
+        if VALUES == OF_ENTRIES:
+            at_values = dvalues + (
+                (part * shape.batch * heads_k + owner).to(tl.int64) * lists.rows + row
+            ) * lists.most  # fmt: skip
+            store_value_gradients(
+                at_values, tl.sum(ds, 0), 0.0, slots, slot, start, end, key_ok, row_ok, 0,
+                BLOCK_M, BLOCK_N, KEYS_EACH, SLOTS,
+            )  # fmt: skip
+        else:
+            carried = tl.zeros([BLOCK_M], tl.float32)
+            store_value_gradients(
+                dvalues + statistics * lists.most, ds, carried, slots, slot, start, end, key_ok, row_ok, 1,
+                BLOCK_M, BLOCK_N, KEYS_EACH, SLOTS,
+            )  # fmt: skip
+    if SOFTCAP:
+        ds = ds * slope
+    member = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    line = program.to(tl.int64) * (GROUP * QUERIES) + member
+    at = (line * (lists.most * KEYS_EACH))[:, None] + (start + tl.arange(0, BLOCK_N))[None, :]
+    inside = (member < GROUP * QUERIES)[:, None] & key_ok[None, :]
+    tl.store(kept_p + at, p.to(kept_p.dtype.element_ty), mask=inside)
+    tl.store(kept_ds + at, ds.to(kept_ds.dtype.element_ty), mask=inside)
