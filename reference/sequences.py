@@ -309,7 +309,7 @@ def _tangents_of(batch: Batch, s: Sequence, bias: AnyBias | None, tangents: Tang
     """Return the tangents of the inputs that sequences read."""
     tq, tk, tv, tbias, tsink = tangents
     if tbias is not None:
-        tbias = values_of(batch.bias(with_values(bias, tbias), s))  # type: ignore[arg-type]
+        tbias = values_of(batch.bias(with_values(bias, tbias), s))
     own_q, own_k, own_v = (
         None if x is None else part(x, s) for x, part in ((tq, batch.queries), (tk, batch.keys), (tv, batch.keys))
     )

@@ -128,7 +128,7 @@ def test_forward_mode_runs_elsewhere() -> None:
         for b in ("flex", "reference")
     ]
     torch.testing.assert_close(*gradients)
-    assert flash_dmattn.explain(q, k, v, backend="flex", device="cpu").tangents == "eager"
+    assert flash_dmattn.explain(q.detach(), k, v, backend="flex").tangents == "eager"
 
 
 @pytest.mark.parametrize("capability, usable", [("AVX2", True), ("AVX512", True), ("NO AVX", False), ("SVE256", False)])

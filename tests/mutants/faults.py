@@ -97,6 +97,7 @@ _PYTHON = (
         "ts *= slope",
         "ts *= 1.0",
         (f"{_TANGENTS}0]",),
+    ),
     # Lists of keys
     Fault(
         "keys that the band hides stay in lists",
