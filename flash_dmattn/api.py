@@ -206,7 +206,8 @@ def attention(
         ValueError: shapes, devices or values do not fit, or the backend is unknown.
         BackendUnsupportedError: the named backend refuses this call; the message gives every reason.
         BackendUnavailableError: the named backend does not work on this machine.
-        NotImplementedError: on a second derivative through a kernel backend; backend="eager" has one.
+        NotImplementedError: on a second derivative through a kernel backend, or the gradient of a tangent
+            (`torch.func.jvp`) that a named one computed; backend="eager" has both.
 
     Sources: the recurrence over key blocks is from Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     docs/mathematics.md derives the gradients, with the gradient of the bias. Sinks are defined as in OpenAI, gpt-oss

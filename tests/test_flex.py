@@ -113,13 +113,23 @@ def test_notes_list_the_copies() -> None:
     assert flex.notes(problem._replace(bias=None, needs_grad=NeedsGrad())) == ()
 
 
-def test_forward_mode_is_refused() -> None:
+def test_forward_mode_runs_elsewhere() -> None:
     """FlexAttention would drop the tangent."""
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
-        with pytest.raises(NotImplementedError, match="'flex' has no forward-mode derivative"):
-            flash_dmattn.attention(dual, k, v, backend="flex")
+    found, expected = (
+        torch.func.jvp(lambda q, k, v, b=backend: flash_dmattn.attention(q, k, v, backend=b), (q, k, v), (k, v, q))
+        for backend in ("flex", "reference")
+    )
+    torch.testing.assert_close(found, expected)
+    q.requires_grad_()
+    gradients = [
+        torch.autograd.grad(
+            torch.func.jvp(lambda q, b=b: flash_dmattn.attention(q, k, v, backend=b), (q,), (k,)), q, (v, q)
+        )
+        for b in ("flex", "reference")
+    ]
+    torch.testing.assert_close(*gradients)
+    assert flash_dmattn.explain(q.detach(), k, v, backend="flex").tangents == "eager"
 
 
 @pytest.mark.parametrize("capability, usable", [("AVX2", True), ("AVX512", True), ("NO AVX", False), ("SVE256", False)])
