@@ -36,11 +36,11 @@ import flash_dmattn  # noqa: E402
 
 # The kinds that each place serves; a file is the emulated GPU.
 KINDS = {
-    "eager": ("dense", "short", "sequences", "trees"),
+    "eager": ("dense", "short", "sequences", "trees", "tangents"),
     "reference": ("sequences", "trees"),
     "flex": ("dense",),
-    "triton": ("dense", "short", "intervals", "wide", "sequences", "trees", "appends", "packs"),
-    "interpreter": ("dense", "short", "intervals", "wide", "sequences", "trees", "appends", "packs"),
+    "triton": ("dense", "short", "intervals", "wide", "sequences", "trees", "appends", "packs", "tangents"),
+    "interpreter": ("dense", "short", "intervals", "wide", "sequences", "trees", "appends", "packs", "tangents"),
     "cuda": ("dense", "short", "intervals", "sequences"),
 }
 EMULATED = ("dense", "intervals", "sequences")
