@@ -157,7 +157,8 @@ def attention(
             torch. With `sequences` nothing beyond their lengths is read: see docs/masks.md.
         bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
             Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. A `biases.Relative` or
-            `biases.Band` has values by the distance of query and key, and no tensor of one for each score is made.
+            `biases.Band` has values by the distance of query and key, and no tensor of one for each score is made. A
+            `biases.Chosen` has values for the entries of a mask of lists.
         is_causal: query i attends to keys j <= i + Lk - Lq (aligned bottom-right).
         softmax_scale: factor on q @ k^T; None means D ** -0.5. 0.0 is a valid value.
         softcap: if positive, scaled scores become softcap * tanh(scores / softcap), before the bias.
@@ -205,7 +206,8 @@ def attention(
         ValueError: shapes, devices or values do not fit, or the backend is unknown.
         BackendUnsupportedError: the named backend refuses this call; the message gives every reason.
         BackendUnavailableError: the named backend does not work on this machine.
-        NotImplementedError: on a second derivative through a kernel backend; backend="eager" has one.
+        NotImplementedError: on a second derivative through a kernel backend, or the gradient of a tangent
+            (`torch.func.jvp`) that a named one computed; backend="eager" has both.
 
     Sources: the recurrence over key blocks is from Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     docs/mathematics.md derives the gradients, with the gradient of the bias. Sinks are defined as in OpenAI, gpt-oss

@@ -11,24 +11,40 @@ with dropout also run one by one, because random numbers go by the number of an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 
 from . import operators
-from .definition import distinct, is_batched, is_transformed, is_watched, one_by_one
+from .definition import (
+    distinct,
+    each_call,
+    is_batched,
+    is_jvp_innermost,
+    is_transformed,
+    is_watched,
+    one_by_one,
+    stacked,
+)
 from .dispatch.plan import Plan, backward_pass, laid_anew
-from .dispatch.selection import choice_in_force, select_backward, select_pair
+from .dispatch.registry import last_resort
+from .dispatch.selection import choice_in_force, select_backward, select_pair, select_tangents
+from .forward_mode import TangentGradients, run_tangents, take_apart
 from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
 from .problem.inputs import Inputs, as_arrived, parts_of, result_in_rows
+from .reference.tangents import Tangents
+
+_NUM_INPUTS = len(NeedsGrad._fields)
 
 
 def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a call, recorded by autograd if gradients may be needed."""
     results: tuple[Tensor, Tensor]
+    if forward_ad._current_level >= 0:
+        return _attend_in_forward_mode(plan, x)
     if plan.run_forward is None:  # the call may be watched
         if torch.compiler.is_exporting() or (plan.backward is None and not is_transformed()):
             # An exported program keeps the operator only, whose derivative is registered below.
@@ -39,6 +55,34 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
     elif plan.backward is None:
         return run_forward(plan, x)
     results = Attention.apply(x.q, x.k, x.v, x.bias, x.sink, plan, x)
+    return results
+
+
+def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) inside of `torch.func.jvp`, or of `forward_ad.dual_level`.
+
+    Where the tangents of this call are at hand, one pass computes everything. Other transforms may run inside of jvp,
+    and a gradient of dual tensors is a dual tensor: those calls go through an autograd function that has a jvp.
+    """
+    results: tuple[Tensor, Tensor]
+    is_plain = not (is_transformed() or torch.compiler.is_compiling())
+    is_recorded = is_plain and torch.is_grad_enabled() and any(x.needs_grad)
+    if is_jvp_innermost() and not is_recorded:
+        primals, tangents = take_apart(x)
+        if any(t is not None for t in tangents) and not is_batched(*tangents):
+            out, lse, tout, tlse = _attend_with_tangents(plan, primals, tangents)
+            return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse)
+    results = DualAttention.apply(plan, *distinct(x.q, x.k, x.v, x.bias, x.sink, *x.others))
+    return results
+
+
+def _attend_with_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
+    """Return out, lse and their tangents, recorded by autograd; the inputs have no tangents of their own."""
+    # With gradients Dynamo runs the call as it is: it traces no function with a jvp, and inside of jvp it cannot tell
+    # whether a tensor needs a gradient.
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return run_tangents(plan, x, tangents)
+    results: tuple[Tensor, ...] = TangentAttention.apply(plan, x.q, x.k, x.v, x.bias, x.sink, *tangents, *x.others)
     return results
 
 
@@ -63,7 +107,8 @@ def differentiate(plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any) -> 
     if not (watched and torch.compiler.is_compiling()) and is_batched(dout, dlse):
         return one_by_one(lambda dout, dlse: differentiate(plan, dout, dlse, *kept), dout, dlse)
     if torch.is_grad_enabled() or (watched and is_transformed()):
-        gradients: Gradients = AttentionBackward.apply(plan, dout, dlse, *kept)
+        function = AttentionBackward if forward_ad._current_level < 0 else DualAttentionBackward
+        gradients: Gradients = function.apply(plan, dout, dlse, *kept)
         return gradients
     return _run_backward(plan, dout, dlse, kept, watched)
 
@@ -94,6 +139,16 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         return None, None, None, None, None
     kept = ctx.saved_tensors
     return differentiate(ctx.plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, *kept)
+
+
+def _gradients_in_forward_mode(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *kept: Any) -> Gradients:
+    """Return the five gradients that autograd asks for: inside of jvp tensors did not tell that they need them."""
+    plan, needs_grad = ctx.plan, NeedsGrad(*ctx.needs_input_grad[1 : 1 + _NUM_INPUTS])
+    if not any(needs_grad) or (dout is None and dlse is None):
+        return None, None, None, None, None
+    if needs_grad != plan.problem.needs_grad:
+        plan = _chosen_anew(plan, plan.problem._replace(needs_grad=needs_grad))
+    return differentiate(plan, torch.zeros_like(kept[0]) if dout is None else dout, dlse, *kept)
 
 
 class Attention(torch.autograd.Function):
@@ -148,8 +203,7 @@ class TransformedAttention(torch.autograd.Function):
         """Run one forward pass for all mapped calls, or one for each."""
         (q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
         if dims[4] is not None or _runs_one_by_one(plan):
-            results = [_attend_alone(plan, *each) for each in _each_call(info.batch_size, dims, tensors)]
-            return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)
+            return stacked([_attend_alone(plan, *each) for each in each_call(info.batch_size, dims, tensors)])
         call = MappedCall(
             info.batch_size,
             dims[:4],
@@ -163,6 +217,94 @@ class TransformedAttention(torch.autograd.Function):
         anew = _chosen_anew(plan, call.problem)
         out, lse = attend(anew, anew.parts.inputs(*call.inputs, sink, *call.mask))
         return (call.split(out), call.split(lse)), (0, 0)
+
+
+class DualAttention(TransformedAttention):
+    """`TransformedAttention` with a jvp, which `torch.compile` refuses to trace."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Save what the backward pass and the jvp read."""
+        TransformedAttention.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*output, *inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the backward pass."""
+        gradients = _gradients_in_forward_mode(ctx, dout, dlse, *ctx.saved_tensors)
+        return None, *gradients, *(None,) * ctx.num_others
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the tangents of out and lse."""
+        x, _ = take_apart(ctx.plan.parts.inputs(*ctx.saved_tensors[2:]))
+        return _attend_with_tangents(ctx.plan, x, Tangents(*tangents[:_NUM_INPUTS]))[2:]
+
+
+class TangentAttention(torch.autograd.Function):
+    """Compute (out, lse, tout, tlse): a call in forward mode, with the gradients of all of them.
+
+    Its arguments after the plan are the five inputs, their tangents, and the other tensors of the call.
+    """
+
+    @staticmethod
+    def forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
+        """Run the forward pass in forward mode."""
+        return run_tangents(plan, *_apart(plan, tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save what the gradients read."""
+        ctx.plan, *tensors = inputs
+        ctx.save_for_backward(*output[:2], *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the backward pass of the call, or where the loss contains tangents the one that has their gradients."""
+        plan, (out, lse, *tensors), needs_grad = ctx.plan, ctx.saved_tensors, tuple(ctx.needs_input_grad[1:])
+        others = (None,) * (len(tensors) - 2 * _NUM_INPUTS)
+        if all(x is None for x in cotangents):
+            return (None,) * (1 + len(tensors))
+        if cotangents[2] is None and cotangents[3] is None:
+            x, _ = _apart(plan, tensors)
+            inputs = (x.q, x.k, x.v, x.bias, x.sink, *x.others)
+            gradients = _gradients_in_forward_mode(ctx, *cotangents[:2], out, lse, *inputs)
+            return None, *gradients, *(None,) * _NUM_INPUTS, *others
+        if is_batched(*cotangents):
+            raise NotImplementedError(
+                "attention has no gradients of tangents in a batch (is_grads_batched=True); "
+                "ask for one after the other, or map torch.func.vjp by torch.func.vmap"
+            )
+        needed = needs_grad[: 2 * _NUM_INPUTS]
+        return None, *TangentGradients.apply(plan, needed, *cotangents, lse, *tensors), *others
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        """Refuse a forward-mode derivative of tangents."""
+        raise NotImplementedError(
+            "attention has no forward-mode derivative of its tangents (torch.func.jvp of jvp, jacfwd of jacfwd); "
+            'take jacfwd of jacrev, as torch.func.hessian does, or call attention(..., backend="reference")'
+        )
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], plan: Plan, *tensors: Any
+    ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+        """Run one pass for each mapped call."""
+        each = []
+        for own in each_call(info.batch_size, in_dims[1:], tensors):
+            x, tangents = _apart(plan, own)
+            needs_grad = x.needs_grad if torch.is_grad_enabled() else NeedsGrad()
+            anew = _chosen_anew(plan, plan.problem._replace(needs_grad=needs_grad))
+            each.append(_attend_with_tangents(anew, x, tangents))
+        return stacked(each)
+
+
+def _apart(plan: Plan, tensors: Sequence[Any]) -> tuple[Inputs, Tangents]:
+    """Read the arguments of `TangentAttention` after the plan."""
+    inputs, tangents, others = tensors[:_NUM_INPUTS], tensors[_NUM_INPUTS : 2 * _NUM_INPUTS], tensors[2 * _NUM_INPUTS :]
+    return plan.parts.inputs(*inputs, *others), Tangents(*tangents)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -184,9 +326,7 @@ class AttentionBackward(torch.autograd.Function):
         (dout, dlse, out, lse, q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
         needs_grad = plan.problem.needs_grad
         if dims[8] is not None or needs_grad.sink or _runs_one_by_one(plan):
-            each = [differentiate(plan, *own) for own in _each_call(info.batch_size, dims, tensors)]
-            results = tuple(None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))
-            return results, tuple(None if x is None else 0 for x in results)
+            return stacked([differentiate(plan, *own) for own in each_call(info.batch_size, dims, tensors)])
         call = MappedCall(
             info.batch_size,
             dims[4:8],
@@ -246,18 +386,32 @@ class AttentionBackward(torch.autograd.Function):
         return None, ddout, ddlse, None, None, *of_inputs, *(None,) * len(others)
 
 
+class DualAttentionBackward(AttentionBackward):
+    """`AttentionBackward` with a jvp, which `torch.compile` refuses to trace."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        """Save what the derivatives read."""
+        AttentionBackward.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, _plan: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the tangents of the gradients: the gradients of <tout, dout> + <tlse, dlse>, and of their tangents."""
+        plan: Plan = ctx.plan
+        saved = [None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
+        dout, dlse, _out, lse, *tensors = saved
+        inputs, others = tensors[:_NUM_INPUTS], tensors[_NUM_INPUTS:]
+        tdout, tdlse, _tout, _tlse, *own = tangents[: 4 + _NUM_INPUTS]
+        needs_grad = (*plan.problem.needs_grad, *(False,) * _NUM_INPUTS)
+        sent = (tdout, tdlse, dout, dlse)
+        gradients: Gradients = TangentGradients.apply(plan, needs_grad, *sent, lse, *inputs, *own, *others)
+        return gradients[:_NUM_INPUTS]
+
+
 def _runs_one_by_one(plan: Plan) -> bool:
     """Return whether mapped calls cannot be folded into one: sequences and dropout number the entries of each call."""
     return plan.parts.has_dropout or plan.parts.num_sequence_tensors > 0
-
-
-def _each_call(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Iterator[list[Any]]:
-    """Yield the arguments of each call that `torch.vmap` maps."""
-    for index in range(size):
-        yield [
-            x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
-            for x, dim in zip(arguments, in_dims, strict=True)
-        ]
 
 
 def _attend_alone(plan: Plan, *tensors: Any) -> tuple[Tensor, Tensor]:
@@ -277,6 +431,18 @@ def _chosen_anew(plan: Plan, problem: AttentionProblem) -> Plan:
     """Choose backends for a call that `torch.vmap` has folded; its mask keeps the form that it has."""
     forward, backward = select_pair(problem, plan.requested)
     return plan._replace(problem=problem, forward=forward, backward=backward, run_forward=None, run_backward=None)
+
+
+def paired_for_tangents(plan: Plan) -> Plan:
+    """Return the plan for a call of a backend through which autograd goes in reverse mode only, in forward mode."""
+    problem = plan.problem
+    forward = select_tangents(problem, plan.forward)
+    backward = None
+    if any(problem.needs_grad):
+        backward = forward if forward.accepts(problem, "backward") else last_resort()
+    return plan._replace(
+        forward=forward, backward=backward, is_differentiable=False, run_forward=None, run_backward=None
+    )
 
 
 def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

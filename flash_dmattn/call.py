@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from .autograd import attend
+from .autograd import attend, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
 from .biases import Bias, ByDistance, split
 from .chosen import Chosen
@@ -130,8 +130,8 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
         report_fallback(problem)
     if around.records is not None and not torch.compiler.is_compiling():
         around.records.append(Decision(problem, plan.requested, *selected_names(problem, plan)))
-    if forward_ad._current_level >= 0 and not plan.forward.has_forward_ad:
-        _refuse_tangents(plan.forward.name, call.q, call.k, call.v, bias, call.sink)
+    if forward_ad._current_level >= 0 and plan.is_differentiable and not plan.forward.has_forward_ad:
+        plan = paired_for_tangents(plan)
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
     if mask is None:
         view = NO_MASK
@@ -233,12 +233,3 @@ def tensor_key(x: Tensor) -> tuple[Any, ...]:
     """Return the properties of a tensor that distinguish classes of calls."""
     # The layout, too, because mkldnn tensors have strides like dense ones.
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.layout
-
-
-def _refuse_tangents(backend: str, *inputs: Tensor | None) -> None:
-    # An operator without a forward-mode derivative, FlexAttention's too, would silently return tangents of zero.
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        raise NotImplementedError(
-            f"backend {backend!r} has no forward-mode derivative of attention (torch.func.jvp, jacfwd); "
-            'call attention(..., backend="reference"), which has one'
-        )

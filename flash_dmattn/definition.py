@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,14 @@ def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func` is running, such as grad, vmap or jvp; False inside compilers."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_jvp_innermost() -> bool:
+    """Return whether the innermost transform that is running is `torch.func.jvp`, or none is; compilers cannot tell."""
+    if torch.compiler.is_compiling():
+        return True
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return innermost is None or innermost.key() == torch._C._functorch.TransformType.Jvp
 
 
 def distinct(*arguments: Any) -> tuple[Any, ...]:
@@ -109,6 +117,21 @@ def one_by_one(
     finally:
         del _calls[id(call)]
     return tuple(None if one is None else x for one, x in zip(latest[0], results, strict=True))
+
+
+def each_call(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Iterator[list[Any]]:
+    """Yield the arguments of each call that `torch.vmap` maps."""
+    for index in range(size):
+        yield [
+            x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
+            for x, dim in zip(arguments, in_dims, strict=True)
+        ]
+
+
+def stacked(each: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Stack the results of mapped calls: the results, and the dim of each that is mapped, as a rule of vmap returns."""
+    results = tuple(None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True))
+    return results, tuple(None if x is None else 0 for x in results)
 
 
 def is_watched(*tensors: object) -> bool:

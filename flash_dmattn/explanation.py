@@ -27,6 +27,7 @@ from .dispatch.selection import (
     passes_of,
     reasons_against,
     refuse_fallback,
+    select_tangents,
     selected_names,
 )
 from .dtensors import above, is_dtensor
@@ -93,6 +94,8 @@ class Explanation:
             built-in rules decide.
         copies: the tensors that are copied for any backend, because their leading dims do not fold into one. Another
             line says how a mask of two dims is read where it could be padding, too.
+        tangents: the backend of the call in forward mode (`torch.func.jvp`), which computes out with its tangent; None
+            where the call would raise.
     """
 
     problem: AttentionProblem
@@ -103,6 +106,7 @@ class Explanation:
     verdicts: tuple[Verdict, ...]
     profile: str | None = None
     copies: tuple[str, ...] = ()
+    tangents: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for json.dumps."""
@@ -112,6 +116,7 @@ class Explanation:
             "elsewhere": self.problem.elsewhere,
             "forward": self.forward,
             "backward": self.backward,
+            "tangents": self.tangents,
             "error": self.error,
             "profile": self.profile,
             "copies": list(self.copies),
@@ -144,8 +149,11 @@ class Explanation:
             if self.problem.arch == "cpu"
             else []
         )
+        dual = (
+            [] if self.tangents in (None, self.forward) else ["", f"in forward mode (torch.func.jvp): {self.tangents}"]
+        )
         return "\n".join(
-            [f"attention: {self.problem}", self.chosen, *lines, *self.copies, "", *self._table(width), *gpu]
+            [f"attention: {self.problem}", self.chosen, *lines, *self.copies, "", *self._table(width), *dual, *gpu]
         )
 
     @property
@@ -398,14 +406,16 @@ def _parse_dtype(name: str, dtype: str | torch.dtype) -> torch.dtype:
 def explain_description(problem: AttentionProblem, backend: BackendChoice, copies: tuple[str, ...] = ()) -> Explanation:
     """Explain a described problem; `copies` says which tensors were copied before."""
     requested = choice_in_force(backend)
-    forward = backward = error = None
+    forward = backward = error = tangents = None
     try:
         selection = choose(problem, requested)
+        is_differentiable = selection.forward.has_forward_ad
+        tangents = (selection.forward if is_differentiable else select_tangents(problem, selection.forward)).name
         if fallback() == "error" and falls_back(problem, requested, selection):
             refuse_fallback(problem)
         forward, backward = selected_names(problem, selection)
     except BackendError as refusal:
-        error = str(refusal)
+        error, tangents = str(refusal), None
     return Explanation(
         problem,
         requested,
@@ -415,6 +425,7 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
         tuple(verdict_of(backend, problem) for backend in BACKENDS.table.values()),
         cite(problem) if requested == "auto" else None,
         copies,
+        tangents,
     )
 
 

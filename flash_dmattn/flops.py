@@ -61,6 +61,39 @@ def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool
     return pairs * 2 * (dim + dp + need_v * dim_v + (need_q + need_k) * dim)
 
 
+def tangents_flop(*arguments: Any, out_val: object = None) -> int:
+    """Return the FLOP of the forward operator in forward mode: up to six products in the place of two.
+
+    For each allowed pair and query head: 2 D + 2 Dv for out, 2 D each for tq k^T and q tk^T, 2 Dv for p tv, and 2 Dv
+    for (p ts) v where scores have tangents.
+
+    Args:
+        arguments: of the operator, the five tangents first.
+        out_val: its result, which is not read.
+    """
+    tq, tk, tv, tbias, tsink, q, k, v = arguments[:8]
+    dim, dim_v = q.shape[3], v.shape[3]
+    moves_scores = any(x is not None for x in (tq, tk, tbias, tsink))
+    products = dim * (1 + (tq is not None) + (tk is not None)) + dim_v * (1 + (tv is not None) + moves_scores)
+    return _pairs(q, k, arguments[14:-1]) * 2 * products
+
+
+def tangent_gradients_flop(*arguments: Any, out_val: object = None) -> int:
+    """Return the FLOP of the gradients in forward mode, each product that the formula names counted once.
+
+    Args:
+        arguments: of the operator: the gradients of out, lse and their tangents, the five tangents, the inputs.
+        out_val: its result, which is not read.
+    """
+    dout, _, dtout, _, tq, tk, tv, _, _, q, k, v = arguments[:12]
+    needs_grad = arguments[-1]
+    need_q, need_k, need_v, _, _, need_tq, need_tk, need_tv, *_ = needs_grad
+    sent, has_tq, has_tk = (dout is not None) + (dtout is not None), tq is not None, tk is not None
+    scores = 1 + has_tq + has_tk + need_q * (1 + has_tk) + need_k * (1 + has_tq) + need_tq + need_tk
+    values = sent * (1 + need_v) + (dtout is not None) * ((tv is not None) + need_tv)
+    return _pairs(q, k, arguments[19:-2]) * 2 * (q.shape[3] * scores + v.shape[3] * values)
+
+
 def _pairs(q: Tensor, k: Tensor, numbers: Sequence[Any]) -> int:
     (batch, seqlen_q, num_heads, _), (left, right, *_, layout, _, max_seqlen_k) = q.shape, numbers
     if layout != "dense":

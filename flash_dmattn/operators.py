@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import flops
-from .backends.mask_choice import through_rows
-from .dispatch.plan import backward_pass, forward_pass
+from .backends.mask_choice import tangents_in_rows, through_rows
+from .dispatch.plan import backward_pass, forward_pass, tangent_gradients_pass, tangents_pass
 from .dispatch.registry import BACKENDS
 from .gradients import empty_gradients, empty_outputs, spread
 from .problem import (
@@ -33,7 +33,8 @@ from .problem import (
     spec_of,
     unpacked_spec,
 )
-from .problem.inputs import Inputs, Saved
+from .problem.inputs import Inputs, Saved, as_arrived, result_in_rows
+from .reference.tangents import Cotangents, Tangents
 
 LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 
@@ -56,6 +57,15 @@ FORWARD_SCHEMA = f"({_INPUTS}, {_FLAGS}, str backend, str backward) -> (Tensor o
 BACKWARD_SCHEMA = (
     f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_FLAGS}, str backend, bool[5] needs_grad)"
     " -> Tensor[]"
+)
+# The same in forward mode: also the tangents of out and lse, and the gradients of all inputs, then of their tangents.
+_TANGENTS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias, Tensor? tsink"
+TANGENTS_SCHEMA = (
+    f"({_TANGENTS}, {_INPUTS}, {_FLAGS}, str backend) -> (Tensor out, Tensor lse, Tensor tout, Tensor tlse)"
+)
+TANGENT_GRADIENTS_SCHEMA = (
+    f"(Tensor? dout, Tensor? dlse, Tensor? dtout, Tensor? dtlse, {_TANGENTS}, {_INPUTS}, Tensor lse, {_FLAGS}, "
+    "str backend, bool[10] needs_grad) -> Tensor[]"
 )
 NUM_INPUTS, NUM_FLAGS = 9, len(Flags._fields) + 2
 
@@ -111,6 +121,35 @@ def backward(
     return through_rows(problem, run)(saved, dout, dlse)
 
 
+def tangents(problem: AttentionProblem, backend: str, x: Inputs, own: Tangents) -> tuple[Tensor, ...]:
+    """Call the operator of the forward pass in forward mode: (out, lse, tout, tlse)."""
+    arrival = problem.arrival
+    rows = tangents_in_rows(own, arrival)
+    results: tuple[Tensor, ...] = _tangents_operator(
+        *rows, *_flat(x.in_rows(arrival)), *flat_flags(problem.flags), backend
+    )
+    # Not in place, because tangents may be batched in the way that is older than torch.func, which would miscount dims.
+    return tuple(each.squeeze(0) for each in results) if arrival == "tokens" else results
+
+
+def tangent_gradients(
+    problem: AttentionProblem,
+    backend: str,
+    x: Inputs,
+    own: Tangents,
+    lse: Tensor,
+    sent: Cotangents,
+    needs_grad: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Call the operator of the gradients in forward mode; return all ten, None for each that is not needed."""
+    arrival = problem.arrival
+    arguments = (*tangents_in_rows(own, arrival), *_flat(x.in_rows(arrival)), result_in_rows(lse, arrival))
+    rows = (result_in_rows(each, arrival) for each in sent)
+    found = _tangent_gradients_operator(*rows, *arguments, *flat_flags(problem.flags), backend, list(needs_grad))
+    spread_out = spread(found, needs_grad)
+    return (*as_arrived(spread_out[:5], arrival), *as_arrived(spread_out[5:], arrival))
+
+
 def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs = read_inputs(arguments[:NUM_INPUTS])
     problem = describe_operands(inputs, read_flags(inputs, arguments[NUM_INPUTS:-2]))
@@ -124,6 +163,31 @@ def _run_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Te
     problem = describe_operands(inputs, read_flags(inputs, flags), NeedsGrad(*needs_grad))
     gradients: Gradients = backward_pass(BACKENDS[backend], problem)(Saved(inputs, out, lse), dout, dlse)
     return [gradient for gradient in gradients if gradient is not None]
+
+
+def _run_tangents(*arguments: Any) -> tuple[Tensor, ...]:
+    own, inputs = Tangents(*arguments[:5]), read_inputs(arguments[5 : 5 + NUM_INPUTS])
+    *flags, backend = arguments[5 + NUM_INPUTS :]
+    return tangents_pass(BACKENDS[backend], describe_operands(inputs, read_flags(inputs, flags)))(inputs, own)
+
+
+def _run_tangent_gradients(*arguments: Any) -> list[Tensor]:
+    sent, own = Cotangents(*arguments[:4]), Tangents(*arguments[4:9])
+    inputs, lse = read_inputs(arguments[9 : 9 + NUM_INPUTS]), arguments[9 + NUM_INPUTS]
+    *flags, backend, needs_grad = arguments[10 + NUM_INPUTS :]
+    problem, needed = describe_operands(inputs, read_flags(inputs, flags)), tuple(needs_grad)
+    both = tangent_gradients_pass(BACKENDS[backend], problem, needed)(inputs, own, lse, sent)
+    return [x for gradients in both for x in gradients if x is not None]
+
+
+def _tangents_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    x = read_inputs(arguments[5 : 5 + NUM_INPUTS])
+    return (*empty_outputs(x.q, x.v), *empty_outputs(x.q, x.v))
+
+
+def _tangent_gradients_fake(*arguments: Any) -> list[Tensor]:
+    x = read_inputs(arguments[9 : 9 + NUM_INPUTS])
+    return empty_gradients((x.q, x.k, x.v, x.bias, x.sink) * 2, arguments[-1])
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -161,6 +225,14 @@ def _define(
 
 _forward_operator = _define("attention_forward", FORWARD_SCHEMA, _run_forward, _forward_fake, flops.forward_flop)
 _backward_operator = _define("attention_backward", BACKWARD_SCHEMA, _run_backward, _backward_fake, flops.backward_flop)
+_tangents_operator = _define("attention_tangents", TANGENTS_SCHEMA, _run_tangents, _tangents_fake, flops.tangents_flop)
+_tangent_gradients_operator = _define(
+    "attention_tangent_gradients",
+    TANGENT_GRADIENTS_SCHEMA,
+    _run_tangent_gradients,
+    _tangent_gradients_fake,
+    flops.tangent_gradients_flop,
+)
 torch.library.register_vmap("flash_dmattn::attention_forward", _map_one_by_one, lib=LIBRARY)
 
 

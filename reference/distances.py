@@ -6,7 +6,7 @@ move rows of a matrix against each other, so that a gradient is a sum in a fixed
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ class Distances(NamedTuple):
 
 # A bias of a call: a value for each score, of which dims may be shared, or for each distance.
 AnyBias = Tensor | Distances
-# What the chunked passes read: the formula receives a matrix in the place of the values of entries of lists.
+# The chunked passes read entries of lists in place; the formula receives a matrix.
 ChunkBias = AnyBias | Chosen
 
 
@@ -48,9 +48,9 @@ def values_of(bias: ChunkBias | None) -> Tensor | None:
     return bias if bias is None or isinstance(bias, Tensor) else bias.values
 
 
-def with_values(bias: AnyBias | None, values: Tensor | None) -> AnyBias | None:
+def with_values(bias: ChunkBias | None, values: Tensor | None) -> Any:
     """Return a bias of the same kind with another tensor."""
-    return bias._replace(values=values) if isinstance(bias, Distances) and values is not None else values
+    return values if bias is None or isinstance(bias, Tensor) or values is None else bias._replace(values=values)
 
 
 def dense(bias: Distances, seqlen_q: int, seqlen_k: int) -> Tensor:

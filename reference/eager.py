@@ -23,7 +23,7 @@ from .chunks import DEFAULT_CHUNK_BYTES, Chunks, is_capturing
 from .distances import ChunkBias, Distances, values_of
 from .dropout import Dropout
 from .lists import Chosen
-from .masks import AnyMask, MaskReader, read_mask
+from .masks import AnyMask, read_mask
 from .sinks import row_delta, sink_gradient, sink_probability, through_lse
 from .tiles import (
     BiasGradient,
@@ -97,10 +97,8 @@ def forward(
         lse.copy_(sink[:, None])  # for rows that no chunk visits
     if out.numel() == 0 or k.shape[1] == 0:
         return out, lse
-    buffers = 1 + (softcap > 0) + _buffers_of(dropout) + _buffers_of_bias(bias)
-    sizes = (chunk_bytes, buffers, 0, _entries(bias, repeats[1]))
-    reader = _reader(mask, q, k, repeats[0])
-    chunks = Chunks(q, k, v, reader, is_causal, window_size, *sizes, scatters=_scatters(bias, dropout))
+    band = (is_causal, window_size)
+    chunks = cut(q, k, v, mask, bias, band, softcap, dropout, repeats, chunk_bytes, buffers=1)
     scores = Scores(chunks, bias, softmax_scale, softcap, bias_repeat=repeats[1])
     q_rows, out_rows, lse_rows = Rows(q, chunks), Rows(out, chunks), Rows(lse.mT.unsqueeze(3), chunks)
     k_keys, v_keys = Keys(k, chunks), Keys(v, chunks)
@@ -130,7 +128,7 @@ def forward(
                     if number > 0:
                         acc_o.mul_(rescale)
                 if dropout is not None:
-                    p.mul_(_kept(dropout, chunks, block, keys))
+                    p.mul_(kept_in(dropout, chunks, block, keys))
                 multiply(p, v_keys.get(block, keys), acc_o, keep=number > 0)
                 row_max = new_max
             assert row_max is not None and row_sum is not None
@@ -197,10 +195,10 @@ def backward(
     need_q, need_k, need_v, need_bias, *need_sink = needs_grad
     dq, dk, dv = (x.new_zeros(x.shape) if needed else None for x, needed in zip((q, k, v), needs_grad))
     sums_per_key = need_k * q.shape[3] + need_v * v.shape[3]
-    buffers = 2 + (softcap > 0) + _buffers_of(dropout) + _buffers_of_bias(bias)
-    sizes = (chunk_bytes, buffers, sums_per_key, _entries(bias, repeats[1]))
-    reader = _reader(mask, q, k, repeats[0])
-    chunks = Chunks(q, k, v, reader, is_causal, window_size, *sizes, scatters=_scatters(bias, dropout))
+    band = (is_causal, window_size)
+    chunks = cut(
+        q, k, v, mask, bias, band, softcap, dropout, repeats, chunk_bytes, buffers=2, sums_per_key=sums_per_key
+    )
     scale = 1.0 if dropout is None else dropout.scale
     empty = lse == -math.inf
     finite_lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) is 0, but exp(-inf - -inf) is NaN
@@ -260,7 +258,7 @@ def backward(
                         if sum_delta:
                             dp = multiply(dout_block, v_keys.get(block, keys).mT, chunks.buffer(1, p.shape), scale)
                             if dropout is not None:
-                                dp.mul_(_kept(dropout, chunks, block, keys))
+                                dp.mul_(kept_in(dropout, chunks, block, keys))
                             products += dp.mul_(p).sum(-1, keepdim=True)
                     if share is not None:
                         row_sum += share
@@ -278,7 +276,7 @@ def backward(
                     p.div_(total.masked_fill_(total == 0, 1.0))
                 elif row_sum is not None:
                     p.div_(row_sum)
-                kept = None if dropout is None else _kept(dropout, chunks, block, keys)
+                kept = None if dropout is None else kept_in(dropout, chunks, block, keys)
                 if dv_sum is not None:
                     weights = p if kept is None else torch.mul(p, kept, out=chunks.buffer(3, p.shape))
                     dv_sum.add_product(keys, weights.mT, dout_block, scale)
@@ -306,32 +304,39 @@ def backward(
     return dq, dk, dv, None if dbias is None else dbias.result(), *sink_gradients
 
 
-def _buffers_of(dropout: Dropout | None) -> int:
-    """Return the memory of dropout, as a number of score buffers: words of Philox, and p in addition to dropped p."""
-    return 0 if dropout is None else 4
+def cut(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AnyMask | None,
+    bias: ChunkBias | None,
+    band: tuple[bool, tuple[int, int] | None],
+    softcap: float,
+    dropout: Dropout | None,
+    repeats: tuple[int, int],
+    chunk_bytes: int,
+    *,
+    buffers: int,
+    sums_per_key: int = 0,
+) -> Chunks:
+    """Cut a call into chunks with room for `buffers` tensors of the size of their scores, and for what the call adds.
 
-
-def _buffers_of_bias(bias: ChunkBias | None) -> int:
-    """Return the memory of rows that move against each other, or of slots, as a number of score buffers."""
-    return 0 if bias is None or isinstance(bias, Tensor) else 2
-
-
-def _entries(bias: ChunkBias | None, repeat: int) -> tuple[int, int]:
-    """Return the entries of a bias, and how many consecutive ones of the batch share one."""
+    Args:
+        band: is_causal and window_size.
+        sums_per_key: see `Chunks`.
+    """
+    # Rows that move against each other, or slots.
+    has_places = not (bias is None or isinstance(bias, Tensor))
+    # Dropout needs words of Philox, and p in addition to dropped p.
+    buffers += (softcap > 0) + (0 if dropout is None else 4) + 2 * has_places
     values = values_of(bias)
-    return 1 if values is None else values.shape[0], repeat
+    entries = (1 if values is None else values.shape[0], repeats[1])
+    reader = None if mask is None else read_mask(mask, k.shape[2], q.shape[2], repeats[0])
+    scatters = dropout is None and not has_places
+    return Chunks(q, k, v, reader, *band, chunk_bytes, buffers, sums_per_key, entries, scatters)
 
 
-def _scatters(bias: ChunkBias | None, dropout: Dropout | None) -> bool:
-    """Return whether the keys of a chunk may lie further apart than a chunk is long."""
-    return dropout is None and not isinstance(bias, (Distances, Chosen))
-
-
-def _reader(mask: AnyMask | None, q: Tensor, k: Tensor, repeat: int) -> MaskReader | None:
-    return None if mask is None else read_mask(mask, k.shape[2], q.shape[2], repeat)
-
-
-def _kept(dropout: Dropout, chunks: Chunks, block: Block, keys: slice | Tensor) -> Tensor:
+def kept_in(dropout: Dropout, chunks: Chunks, block: Block, keys: slice | Tensor) -> Tensor:
     """Return whether each probability of a chunk is kept, bool in the shape of its scores."""
     heads = slice(block.heads.start * chunks.group, block.heads.stop * chunks.group)
     if isinstance(keys, slice):

@@ -1,8 +1,8 @@
 """Attention over sequences of different lengths as a loop: one call for each sequence, on its own rows.
 
-`forward` and `backward` call the chunked passes of `eager.py`, once for consecutive sequences of equal lengths.
-`attention` and `gradients` call the plain formula, and are differentiable. All four read lengths on the host, so they
-wait for the device.
+`forward` and `backward` call the chunked passes of `eager.py`, and `forward_tangents` and `backward_tangents` those of
+`tangents.py`, once for consecutive sequences of equal lengths. `attention` and `gradients` call the plain formula, and
+are differentiable. All read lengths on the host, so they wait for the device.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from . import eager, formula
+from . import tangents as forward_mode
 from .chunks import is_capturing
 from .distances import AnyBias, Distances, values_of, with_values
 from .dropout import Dropout
 from .masks import AnyMask, TileBits
+from .tangents import Cotangents, Tangents
 
 
 class Sequence(NamedTuple):
@@ -209,7 +211,7 @@ def forward(
         out, lse = results_of(runs[0])
         return out, lse
     out, lse = _empty(q, v)
-    _write(batch, runs, out, lse, results_of)
+    _write(batch, runs, (out, lse), results_of)
     return out, lse
 
 
@@ -245,6 +247,75 @@ def backward(
     return _summed(batch, batch.runs(), (q, k, v, bias, sink), needs_grad, gradients_of)
 
 
+def forward_tangents(
+    batch: Batch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AnyMask | None,
+    bias: AnyBias | None,
+    sink: Tensor | None,
+    tangents: Tangents,
+    dropout: Dropout | None = None,
+    **flags: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out, lse and their tangents, by one :func:`tangents.forward` per run.
+
+    Arguments are as for :func:`forward`; a row of no sequence has tangents of 0.
+    """
+    out, lse = _empty(q, v)
+    results = (out, lse, torch.zeros_like(out), torch.zeros_like(lse))
+
+    def results_of(s: Sequence) -> tuple[Tensor, ...]:
+        inputs, own = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
+        return forward_mode.forward(*inputs, sink, own, dropout=_dropout_of(s, dropout), **flags)
+
+    _write(batch, batch.runs(), results, results_of)
+    return results
+
+
+def backward_tangents(
+    batch: Batch,
+    cotangents: Cotangents,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AnyMask | None,
+    bias: AnyBias | None,
+    sink: Tensor | None,
+    tangents: Tangents,
+    lse: Tensor,
+    dropout: Dropout | None = None,
+    *,
+    needs_grad: tuple[bool, ...],
+    **flags: Any,
+) -> tuple[Tangents, Tangents]:
+    """Return the gradients of all inputs and their tangents, by one :func:`tangents.backward` per run."""
+
+    def gradients_of(s: Sequence, bias: AnyBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs, own = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
+        parts = (batch.queries, batch.rows, batch.queries, batch.rows)
+        sent = Cotangents(*(None if x is None else part(x, s) for x, part in zip(cotangents, parts, strict=True)))
+        numbers = {"dropout": _dropout_of(s, dropout), "needs_grad": needs_grad, **flags}
+        both = forward_mode.backward(sent, *inputs, sink, own, batch.rows(lse, s), **numbers)
+        return (*both[0], *both[1])
+
+    inputs = (q, k, v, bias, sink)
+    sums = _summed(batch, batch.runs(), inputs, needs_grad, gradients_of)
+    return Tangents(*sums[:5]), Tangents(*sums[5:])
+
+
+def _tangents_of(batch: Batch, s: Sequence, bias: AnyBias | None, tangents: Tangents) -> Tangents:
+    """Return the tangents of the inputs that sequences read."""
+    tq, tk, tv, tbias, tsink = tangents
+    if tbias is not None:
+        tbias = values_of(batch.bias(with_values(bias, tbias), s))
+    own_q, own_k, own_v = (
+        None if x is None else part(x, s) for x, part in ((tq, batch.queries), (tk, batch.keys), (tv, batch.keys))
+    )
+    return Tangents(own_q, own_k, own_v, tbias, tsink)
+
+
 def attention(
     batch: Batch,
     q: Tensor,
@@ -270,7 +341,7 @@ def attention(
         inputs = batch.inputs(s, q, k, v, mask, bias)
         return formula.attention(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **flags)
 
-    _write(batch, batch, out, lse, results_of)
+    _write(batch, batch, (out, lse), results_of)
     return out, lse
 
 
@@ -313,16 +384,15 @@ def _unpacked(x: Tensor, dim: int, first: int, count: int, length: int) -> Tenso
 def _write(
     batch: Batch,
     sequences: Iterable[Sequence],
-    out: Tensor,
-    lse: Tensor,
+    results: tuple[Tensor, ...],
     results_of: Callable[[Sequence], tuple[Tensor, ...]],
 ) -> None:
-    """Write out and lse of every sequence that has queries."""
+    """Write the results of every sequence that has queries: out and lse, and more of these in turn."""
     for s in sequences:
         if s.seqlen_q > 0:
-            own_out, own_lse = results_of(s)
-            batch.queries(out, s).copy_(own_out)
-            batch.rows(lse, s).copy_(own_lse)
+            for place, (x, own) in enumerate(zip(results, results_of(s), strict=True)):
+                part = batch.rows if place % 2 else batch.queries
+                part(x, s).copy_(own)
 
 
 def _summed(
@@ -332,28 +402,28 @@ def _summed(
     needs_grad: tuple[bool, ...],
     gradients_of: Callable[[Sequence, AnyBias | None, Tensor | None], tuple[Tensor | None, ...]],
 ) -> tuple[Tensor | None, ...]:
-    """Add up the requested gradients of (q, k, v, bias, sink) over sequences; without a sink the last is left out.
+    """Add up the requested gradients of (q, k, v, bias, sink) over sequences, and of their tangents where asked for.
 
     Each row of q and k belongs to one sequence. Bias and sink are shared, so `gradients_of` gets them in the dtype of
-    the softmax; their gradients are then summed in that dtype and rounded once.
+    the softmax; their gradients are then summed in that dtype and rounded once. Without a sink five become four.
     """
     q, k, v, bias, sink = inputs
-    passed = (q, k, v, values_of(bias), sink)
-    values, sink = (None if x is None else x.to(formula.softmax_dtype(q)) for x in passed[3:])
+    passed = (q, k, v, values_of(bias), sink) * (len(needs_grad) // 5)
+    values, sink = (None if x is None else x.to(formula.softmax_dtype(q)) for x in passed[3:5])
+    summed = (q, k, v, values, sink) * (len(needs_grad) // 5)
     sums = [
-        x.new_zeros(x.shape) if x is not None and needed else None
-        for x, needed in zip((q, k, v, values, sink), needs_grad, strict=True)
+        x.new_zeros(x.shape) if x is not None and needed else None for x, needed in zip(summed, needs_grad, strict=True)
     ]
     bias = with_values(bias, values)
     bias_part = batch.values if isinstance(bias, Distances) else functools.partial(batch.scores, "bias")
-    parts = (batch.queries, batch.keys, batch.keys, bias_part, lambda x, s: x)
+    parts = (batch.queries, batch.keys, batch.keys, bias_part, lambda x, s: x) * (len(needs_grad) // 5)
     for s in sequences:
         if s.seqlen_q > 0:
             for total, x, part in zip(sums, gradients_of(s, bias, sink), parts, strict=False):
                 if total is not None and x is not None:
                     part(total, s).add_(x)
     results = [None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, passed, strict=True)]
-    return tuple(results if sink is not None else results[:4])
+    return tuple(results[:4] if sink is None and len(results) == 5 else results)
 
 
 def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -160,7 +160,7 @@ class ChosenReader(BiasReader):
         return torch.take_along_dim(values, slots.clamp(min=0).long(), 4)
 
 
-def _bias_reader(bias: ChunkBias, chunks: Chunks, repeat: int) -> BiasReader:
+def bias_reader(bias: ChunkBias, chunks: Chunks, repeat: int) -> BiasReader:
     if isinstance(bias, Chosen):
         return ChosenReader(bias, chunks, repeat)
     if isinstance(bias, Tensor):
@@ -187,7 +187,7 @@ class Scores:
         bias_repeat: int = 1,
     ) -> None:
         self._chunks = chunks
-        self._bias = None if bias is None else _bias_reader(bias, chunks, bias_repeat)
+        self._bias = None if bias is None else bias_reader(bias, chunks, bias_repeat)
         self._scale, self._softcap, self._keep_slope = softmax_scale, softcap, keep_slope
         self.slope: Tensor | None = None  # of the softcap at the scores last computed
 
@@ -251,15 +251,25 @@ def _merge_by_minimum(s: Tensor, mask: Tensor, bias: Tensor | None) -> None:
 
 
 class BiasGradient:
-    """The gradient of a bias, summed chunk by chunk in the shape of the bias."""
+    """The gradient of a bias, summed chunk by chunk in the shape of the bias.
 
-    def __init__(self, bias: Tensor, per_row: Tensor | None, chunks: Chunks, repeat: int) -> None:
+    Args:
+        bias: (Bb, Hb, Lq or 1, Lk or 1).
+        per_row: (B, Hq, Lq), the gradient of a bias of one value per query; None for zeros.
+        chunks: of the call.
+        repeat: of the bias.
+        by_score: whether also a bias of one value per query sums the gradients of scores, in the place of `per_row`.
+    """
+
+    def __init__(
+        self, bias: Tensor, per_row: Tensor | None, chunks: Chunks, repeat: int, by_score: bool = False
+    ) -> None:
         own = formula.grouped(bias, chunks.num_heads_k, chunks.num_heads).shape
         full = (chunks.batch, chunks.num_heads_k, chunks.group, chunks.seqlen_q, chunks.seqlen_k)
         self._shape, self._dtype, self._group, self._repeat = bias.shape, bias.dtype, chunks.group, repeat
         self._written_once = own == full
         # A bias of one value per query only shifts lse, so its gradient is one number per row.
-        self.needs_scores = own[4] != 1
+        self.needs_scores = by_score or own[4] != 1
         # Zeroing a gradient that chunks overwrite entirely would take a tenth of the backward pass.
         overwritten = self.needs_scores and self._written_once and chunks.skip_nothing()
         create = bias.new_empty if overwritten else bias.new_zeros
@@ -272,7 +282,7 @@ class BiasGradient:
         if not self.needs_scores:
             return
         ds = block.by_group(ds, self._group)
-        if isinstance(keys, Tensor):
+        if isinstance(keys, Tensor) and self._sum.shape[4] > 1:
             rows = block.pick(self._sum, slice(0, self._sum.shape[4]), self._repeat)
             sums = rows.index_select(4, keys)
             rows.index_copy_(4, keys, sums.add_(ds.sum_to_size(sums.shape)))
@@ -345,7 +355,7 @@ class ChosenGradient(BiasGradient):
 
 
 def _in_run(ds: Tensor, keys: slice | Tensor, run: slice) -> Tensor:
-    """Return the gradient of the scores of a run of keys, 0 for those that a chunk does not have."""
+    """Return the gradient of the scores of a run of keys, 0 for keys that a chunk does not have."""
     if isinstance(keys, slice):
         return ds
     return ds.new_zeros((*ds.shape[:4], run.stop - run.start)).index_copy_(4, keys - run.start, ds)

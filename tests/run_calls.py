@@ -30,6 +30,7 @@ import draws  # noqa: E402
 import kernel_calls  # noqa: E402
 import sequence_calls  # noqa: E402
 import sequence_pack_calls  # noqa: E402
+import tangent_calls  # noqa: E402
 import torch  # noqa: E402
 import tree_calls  # noqa: E402
 from accuracy import assert_accurate, run  # noqa: E402
@@ -307,6 +308,35 @@ def trees(place: Place, number: int) -> Check:
     return Check(told, check)
 
 
+def tangents(place: Place, number: int) -> Check | None:
+    """A call in forward mode, every third with sequences, unless another backend computes its tangents."""
+    rng, drawn = random.Random(number), None
+    if number % 3 == 2:
+        layout = rng.choice(sequence_calls.LAYOUTS)
+        sizes = by_backend(place, 0, sequence_calls.ON_GPU)
+        if place.kind == "interpreter":
+            sizes = {"lengths": INTERPRETED_LENGTHS, "dtypes": place.machine.EVERY_DTYPE}
+            sizes["head_dims"] = INTERPRETED_DIMS
+        call = tangent_calls.of_sequences(number, sequence_calls.draw(number, layout, **sizes))
+    elif number % 12 == 1:
+        drawn, mask = draws.draw_intervals(number, draws.INTERVAL_SIZES[place.kind])
+        call = tangent_calls.of_case(number, drawn, place.device)
+        call.others["mask"] = mask.to(place.device)
+    else:
+        drawn = draws.draw_interpreted(number) if place.kind == "interpreter" else draws.DRAWS[place.backend](number)
+        call = tangent_calls.of_case(number, drawn, place.device)
+    if call.explain(place.backend).tangents != place.backend:
+        return None
+
+    def check() -> None:
+        with descriptors_wherever_they_serve() if drawn is not None and drawn.descriptors else nullcontext():
+            results = call.run(place.backend)
+        place.finish()
+        tangent_calls.assert_accurate(results, call)
+
+    return Check(f"{call.told}, tangents of {list(call.tangents)}", check)
+
+
 def appends(place: Place, number: int) -> Check | None:
     """Writes to caches, every third by wrong tables."""
     from flash_dmattn.triton_kernels import append
@@ -330,6 +360,7 @@ FEATURES: dict[str, Callable[[Any, int], Check | None]] = {
     "wide": wide,
     "sequences": sequences,
     "trees": trees,
+    "tangents": tangents,
     "appends": appends,
     "packs": packs,
 }

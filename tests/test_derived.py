@@ -11,6 +11,7 @@ import torch
 from conftest import needs_inductor
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
@@ -33,6 +34,10 @@ PADDED = Sequences.padded(torch.tensor([3, 1]), torch.tensor([1, 2]))
 KEYS = torch.rand(1, 2, 1, 3, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.rand(1, 5, 3, generator=torch.Generator().manual_seed(2)) < 0.7
 TREE = torch.rand(2, 2, 2, generator=torch.Generator().manual_seed(1)) < 0.6
+
+
+Call = Callable[..., tuple[Tensor, Tensor]]
+Leaves = tuple[Tensor, ...]
 
 
 class Form(NamedTuple):
@@ -141,15 +146,119 @@ def test_functional_gradients_alone_and_mapped(form: Form) -> None:
 
 
 @every_form
-def test_forward_mode_is_right_or_refused(form: Form) -> None:
-    """A tangent is never dropped."""
-    leaves = tuple(x.detach() for x in form.leaves())
-    tangents = tuple(x.detach() for x in form.leaves(1))
-    _, tangent = seeded(lambda: torch.func.jvp(lambda *x: form.loss(*x, backend="reference"), leaves, tangents))
-    values = [seeded(form.loss, *(x + step * t for x, t in zip(leaves, tangents))) for step in (1e-6, -1e-6)]
-    torch.testing.assert_close(tangent, (values[0] - values[1]) / 2e-6, rtol=1e-6, atol=1e-8)
-    with pytest.raises(NotImplementedError, match="'eager' has no forward-mode derivative"):
-        torch.func.jvp(form.loss, leaves, tangents)
+def test_gradcheck_in_forward_mode(form: Form) -> None:
+    for backend in ("eager", "reference"):
+        call = lambda *leaves, backend=backend: seeded(lambda: form.call(*leaves, backend=backend))
+        check = {"check_forward_ad": True, "check_backward_ad": backend == "reference"}
+        assert torch.autograd.gradcheck(call, form.leaves(), **check)
+
+
+def _dual(call: Call, leaves: Leaves, tangents: Leaves) -> Any:
+    with forward_ad.dual_level():
+        results = call(*map(forward_ad.make_dual, leaves, tangents))
+        return [tuple(forward_ad.unpack_dual(x)) for x in results]
+
+
+def _dual_gradients(call: Call, leaves: Leaves, tangents: Leaves) -> Any:
+    """Return gradients of dual tensors, which have tangents, and gradients of the tangent."""
+    leaves = tuple(x.requires_grad_() for x in leaves)
+    with forward_ad.dual_level():
+        duals = tuple(map(forward_ad.make_dual, leaves, tangents))
+        total = sum(x.sin().sum() for x in call(*duals))
+        gradients = torch.autograd.grad(total, duals, create_graph=True)
+        found = [tuple(forward_ad.unpack_dual(x)) for x in gradients]
+        tangent = forward_ad.unpack_dual(total).tangent
+    return found, torch.autograd.grad(tangent, leaves)
+
+
+def _gradients_of_tangents(call: Call, leaves: Leaves, tangents: Leaves) -> Any:
+    """Return the gradients of a loss that contains out, lse and their tangents."""
+    inputs = tuple(x.requires_grad_() for x in (*leaves, *tangents))
+    results, moved = torch.func.jvp(call, inputs[: len(leaves)], inputs[len(leaves) :])
+    return torch.autograd.grad(sum(x.sin().sum() for x in (*results, *moved)), inputs, allow_unused=True)
+
+
+def _gradients_beside_tangents(call: Call, leaves: Leaves, tangents: Leaves, *others: Tensor) -> Any:
+    """Return the gradients of a loss in which the tangents are constants."""
+    leaves = tuple(x.requires_grad_() for x in leaves)
+    results, moved = torch.func.jvp(call, leaves, tangents)
+    return torch.autograd.grad(
+        sum((x * t.detach()).sum() for x, t in zip(results, moved, strict=True)), (*leaves, *others)
+    )
+
+
+def _total(call: Call) -> Callable[..., Tensor]:
+    return lambda *leaves: sum(x.sin().sum() for x in call(*leaves))  # type: ignore[return-value]
+
+
+def _mapped(leaves: Leaves, tangents: Leaves) -> tuple[Leaves, Leaves]:
+    both = tuple(torch.stack([x, t]) for x, t in zip(leaves, tangents, strict=True))
+    return both, tuple(x.cos() for x in both)
+
+
+def _all(leaves: Leaves) -> tuple[int, ...]:
+    return tuple(range(len(leaves)))
+
+
+WAYS: dict[str, Callable[[Call, Leaves, Leaves], Any]] = {
+    "jvp": torch.func.jvp,
+    "jvp of one input": lambda call, x, t: torch.func.jvp(lambda k: call(x[0], k, *x[2:]), (x[1],), (t[1],)),
+    "gradients beside tangents of one input": lambda call, x, t: _gradients_beside_tangents(
+        lambda k: call(x[0], k, *x[2:]), (x[1],), (t[1],), x[0].requires_grad_()
+    ),
+    "dual level": _dual,
+    "gradients of dual tensors": _dual_gradients,
+    "gradients of tangents": _gradients_of_tangents,
+    "gradients beside tangents": _gradients_beside_tangents,
+    "jvp of grad": lambda call, x, t: torch.func.jvp(torch.func.grad(_total(call), _all(x)), x, t),
+    "grad of jvp": lambda call, x, t: torch.func.grad(lambda *y: torch.func.jvp(_total(call), y, t)[1], _all(x))(*x),
+    "jacfwd": lambda call, x, t: torch.func.jacfwd(call, _all(x), randomness="same")(*x),
+    "jacfwd of jacrev": lambda call, x, t: torch.func.jacfwd(
+        torch.func.jacrev(lambda q: _total(call)(q, *x[1:])), randomness="same"
+    )(x[0]),
+    "vmap of jvp": lambda call, x, t: torch.func.vmap(
+        lambda *both: torch.func.jvp(call, both[: len(x)], both[len(x) :]), randomness="same"
+    )(*sum(_mapped(x, t), ())),
+    "jvp of vmap": lambda call, x, t: torch.func.jvp(torch.func.vmap(call, randomness="same"), *_mapped(x, t)),
+}
+
+
+@every_form
+@pytest.mark.parametrize("way", WAYS)
+def test_forward_mode_is_that_of_the_reference(way: str, form: Form) -> None:
+    found = []
+    for backend in ("eager", "reference"):
+        leaves, tangents = (tuple(x.detach() for x in form.leaves(seed)) for seed in (0, 1))
+        call = lambda *x, backend=backend: form.call(*x, backend=backend)
+        found.append(seeded(WAYS[way], call, leaves, tangents))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS.values() if "dropout_p" not in form.flags])
+def test_linearize_and_a_vectorized_jacobian(form: Form) -> None:
+    """Dropout draws anew in each linear function, and torch refuses random numbers in this transform."""
+    leaves, tangents = (tuple(x.detach() for x in form.leaves(seed)) for seed in (0, 1))
+    reference = lambda *x: form.call(*x, backend="reference")
+    assert_same(torch.func.linearize(form.call, *leaves)[1](*tangents), torch.func.jvp(reference, leaves, tangents)[1])
+    options = {"vectorize": True, "strategy": "forward-mode"}
+    assert_same(*(torch.autograd.functional.jacobian(call, leaves, **options) for call in (form.call, reference)))
+
+
+def test_a_third_derivative_and_tangents_of_tangents_are_refused() -> None:
+    q, k, v = (x.detach() for x in Form(SHAPES).leaves())
+
+    def moved(x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda y: flash_dmattn.attention(y, k, v, backend="eager"), (x,), (q,))[1].sin().sum()
+
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative of its tangents.*jacfwd of jacrev"):
+        torch.func.jvp(moved, (q,), (q,))
+    x = q.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(moved(x), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"contains tangents has no derivative; .*reference"):
+        torch.autograd.grad(gradient.sum(), x)
+    _, tangent = torch.func.jvp(lambda y: flash_dmattn.attention(y, k, v, backend="eager"), (x,), (q,))
+    with pytest.raises(NotImplementedError, match=r"gradients of tangents in a batch .*torch\.func\.vmap"):
+        torch.autograd.grad(tangent, x, torch.stack([tangent, tangent]), is_grads_batched=True)
 
 
 @every_form

@@ -107,7 +107,7 @@ def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
     assert lines[1] == "backend='auto' runs forward_only forward, eager backward"
     assert lines[3].split() == ["backend", "forward", "backward", "why"]
     assert lines[-2:] == ["", 'on a GPU: explain(..., device="sm_90"), or another architecture']
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[5:-2] if not line.startswith(" ")}
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[5:-4] if not line.startswith(" ")}
     assert list(rows) == ["cuda", "triton", "flex", "shy", "forward_only", "sdpa", "eager", "reference"]
     # Reasons that count on a GPU alone are left out, and so are preferences of auto there.
     assert rows["cuda"].startswith("no no device is cpu; ") and "float32" not in str(explanation).split("\n\n")[1]
@@ -123,7 +123,7 @@ def test_table_has_every_backend_its_reasons_and_the_choice() -> None:
 def test_long_reasons_continue_on_the_next_line() -> None:
     explanation = flash_dmattn.explain(**with_bias())
     lines = explanation.to_text(100).splitlines()
-    table = lines[lines.index("") + 1 : -2]
+    table = lines[lines.index("") + 1 : -4]
     why = table[0].index("why")
     assert max(map(len, table)) <= 100 < max(map(len, str(explanation).splitlines()))
     # Continued lines are indented by two; joined, they are the words of the whole table.

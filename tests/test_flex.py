@@ -55,6 +55,7 @@ def test_out_does_not_depend_on_a_bias_of_one_number_per_query(shape: tuple[str,
         ({"head_dim_v": 320, "device": "cuda"}, "head_dim", "head dims are 16 and 320"),
         ({"needs_grad": NeedsGrad(k=True, bias=True)}, "cpu_backward", "gradients of k, bias are needed on CPU"),
         ({"return_lse": True}, "cpu_lse", "return_lse is set on CPU"),
+        ({"sink": torch.float32}, "cpu_lse", "sink is set on CPU"),
         ({"mask": TensorSpec((2, 1, 3, 4), (1 << 31, 0, 4, 1), torch.bool)}, "mask_span", "mask spans 2147483660"),
         ({"bias": TensorSpec((1, 1, 1 << 16, 1 << 15), (0, 0, 1 << 15, 1), torch.float32)}, "bias_span", "2147483648"),
         ({"k_strides": (0, 1 << 30, 0, 1)}, "row_span", "one head of q, k or v spans 12884901904"),
@@ -112,13 +113,23 @@ def test_notes_list_the_copies() -> None:
     assert flex.notes(problem._replace(bias=None, needs_grad=NeedsGrad())) == ()
 
 
-def test_forward_mode_is_refused() -> None:
+def test_forward_mode_runs_elsewhere() -> None:
     """FlexAttention would drop the tangent."""
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
-        with pytest.raises(NotImplementedError, match="'flex' has no forward-mode derivative"):
-            flash_dmattn.attention(dual, k, v, backend="flex")
+    found, expected = (
+        torch.func.jvp(lambda q, k, v, b=backend: flash_dmattn.attention(q, k, v, backend=b), (q, k, v), (k, v, q))
+        for backend in ("flex", "reference")
+    )
+    torch.testing.assert_close(found, expected)
+    q.requires_grad_()
+    gradients = [
+        torch.autograd.grad(
+            torch.func.jvp(lambda q, b=b: flash_dmattn.attention(q, k, v, backend=b), (q,), (k,)), q, (v, q)
+        )
+        for b in ("flex", "reference")
+    ]
+    torch.testing.assert_close(*gradients)
+    assert flash_dmattn.explain(q.detach(), k, v, backend="flex").tangents == "eager"
 
 
 @pytest.mark.parametrize("capability, usable", [("AVX2", True), ("AVX512", True), ("NO AVX", False), ("SVE256", False)])

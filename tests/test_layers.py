@@ -22,6 +22,7 @@ LAYERS = (
     ("backends",),
     ("dispatch",),
     ("validation", "operators"),
+    ("forward_mode",),
     ("autograd",),
     ("call",),
     ("api", "explanation"),

@@ -23,6 +23,7 @@ NAMES = {
     "torch._C._get_dispatch_mode": "whether tensors are fakes in this thread, whose collectives send nothing",
     "torch._C._TorchDispatchModeKey.FAKE": "the argument of the one before",
     "torch._C._functorch.peek_interpreter_stack": "whether a transform of torch.func runs",
+    "torch._C._functorch.TransformType.Jvp": "whether the innermost transform is jvp",
     "torch._C._functorch.is_functorch_wrapped_tensor": "whether a tensor is the wrapper of a transform",
     "torch._C._functorch": "get_unwrapped, for a message that names the tensor inside of wrappers",
     "torch._C._functorch.is_legacy_batchedtensor": "whether is_grads_batched=True hands over gradients as one",

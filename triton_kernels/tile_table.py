@@ -396,7 +396,7 @@ def tile_of(
 
 _BY_DISTANCE = (DISTANCES.value, CLAMPED.value)
 _BY_POINTERS = (TILE_BIAS.value, BANDED.value)
-_READ_BY_SCORE = (*_BY_POINTERS, *_BY_DISTANCE)
+READ_BY_SCORE = (*_BY_POINTERS, *_BY_DISTANCE)
 
 
 def _tile_of_table(
@@ -418,7 +418,7 @@ def _tile_of_table(
         return _row(_SM90_FEW_ROWS_BIAS if bias == TILE_BIAS.value else _SM90_FEW_ROWS[few_rows], block_d)
     if mask == KEYS.value and kernel in _SM90_KEYS:
         # A bias is then gathered, too, and its pointers need registers.
-        return _row(_SMALL if bias in _READ_BY_SCORE else _SM90_KEYS[kernel], block_d)
+        return _row(_SMALL if bias in READ_BY_SCORE else _SM90_KEYS[kernel], block_d)
     if kernel == "forward" and mask == BAND.value and bias in _BY_DISTANCE and block_d <= 128:
         return _row(_SM90_DISTANCES, block_d)
     if kernel == "keys" and bias == BANDED.value and block_d <= 128:
@@ -430,6 +430,39 @@ def _tile_of_table(
     if bias == TILE_BIAS.value or kernel in ("product", "bias"):
         return _row(_SM90_BIAS[kernel], block_d)
     return _row((_SM90 if mask == BAND.value else _SM90_TILES)[kernel], block_d)
+
+
+# The kernel in forward mode holds two sums of a tile of out, and q, k, v and their tangents. The second table is for a
+# bias of one value per score, or its tangent, that TMA does not load or that has 32 bits: docs/notes/triton.md.
+_SM90_TANGENTS = {
+    64: Tile(64, 64, 4, 3),
+    128: Tile(128, 64, 8, 2),  # causal 2,16,16,4096,128 0.88; 1.11 for 128x32 with three stages, 1.34 for 64x32
+    256: Tile(32, 32, 8, 1),
+}
+_SM90_TANGENTS_POINTERS = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 1)}
+_SM80_TANGENTS = {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 1), 256: Tile(16, 32, 4, 1)}
+_FP32_TANGENTS = {64: Tile(16, 32, 4, 1)}
+_GFX_TANGENTS = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)}
+
+
+def tangents_tile(dtype: torch.dtype, block_d: int, arch: str, by_pointers: bool) -> Tile:
+    """Return the tile of the kernel in forward mode.
+
+    Args:
+        dtype: of q, k and v.
+        block_d: the larger of the padded head dims.
+        arch: of the GPU.
+        by_pointers: whether a bias of one value per score, or its tangent, is not loaded by TMA, or has 32 bits.
+    """
+    if arch == "cpu":
+        return _row(_FP32 if dtype == torch.float32 else _SMALL, block_d)
+    if dtype == torch.float32:
+        return _row(_FP32_TANGENTS, block_d)
+    if not arch.startswith("sm_"):
+        return _row(_GFX_TANGENTS, block_d)
+    if arch != "sm_90":
+        return _row(_SM80_TANGENTS, block_d)
+    return _row(_SM90_TANGENTS_POINTERS if by_pointers else _SM90_TANGENTS, block_d)
 
 
 def tile_of_short_sequences(block_d: int) -> Tile:

@@ -10,12 +10,14 @@ from ..problem.inputs import Inputs, Saved
 from ..reference import eager as chunked
 from ..reference import formula, query_blocks
 from ..reference import sequences as loop
+from ..reference import tangents as forward_mode
 from ..reference.distances import ChunkBias
 from ..reference.lists import Chosen
 from ..reference.masks import AnyMask, Intervals, TileBits
+from ..reference.tangents import Cotangents, Tangents
 from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, lists_as_tensors, lists_of, whole_batch
 from .mask_choice import MaskChoice, convert
-from .protocol import Backend, Backward, Forward
+from .protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 
 _chunk_bytes = chunked.DEFAULT_CHUNK_BYTES
 
@@ -93,6 +95,32 @@ def _plan_backward(problem: AttentionProblem) -> Backward:
     return backward
 
 
+def _plan_tangents(problem: AttentionProblem) -> ForwardTangents:
+    numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
+
+    def tangents(x: Inputs, own: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        inputs = (x.q, x.k, x.v, _readable(problem, x), _readable_bias(problem, x), x.sink, own)
+        sizes = {**numbers, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(problem, x)}
+        if x.sequences is not None:
+            return loop.forward_tangents(batch_of(problem, x), *inputs, **sizes)
+        return forward_mode.forward(*inputs, repeats=repeats, **sizes)
+
+    return tangents
+
+
+def _plan_tangent_gradients(problem: AttentionProblem, needs_grad: tuple[bool, ...]) -> BackwardTangents:
+    numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
+
+    def gradients(x: Inputs, own: Tangents, lse: Tensor, sent: Cotangents) -> tuple[Tangents, Tangents]:
+        inputs = (sent, x.q, x.k, x.v, _readable(problem, x), _readable_bias(problem, x), x.sink, own, lse)
+        sizes = {**numbers, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(problem, x), "needs_grad": needs_grad}
+        if x.sequences is not None:
+            return loop.backward_tangents(batch_of(problem, x), *inputs, **sizes)
+        return forward_mode.backward(*inputs, repeats=repeats, **sizes)
+
+    return gradients
+
+
 def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
     numbers, dropout = formula_numbers(problem), dropout_of(problem, x)
@@ -131,5 +159,7 @@ BACKEND = Backend(
     reads_dense=lambda problem, direction: True,
     repeats_entries=True,
     differentiable_backward=_differentiable_backward,
+    plan_tangents=_plan_tangents,
+    plan_tangent_gradients=_plan_tangent_gradients,
     workspace_bytes=_workspace_bytes,
 )

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, Gradients, MaskChoice, MaskForm, MaskView, SequenceView, hinted
-from ..problem.inputs import Inputs, Saved, as_arrived, result_in_rows
-from .protocol import Backend, Backward, Direction, Forward
+from ..problem import Arrival, AttentionProblem, Gradients, MaskChoice, MaskForm, MaskView, SequenceView, hinted
+from ..problem.inputs import Inputs, Saved, as_arrived, in_rows, result_in_rows
+from ..reference.tangents import Cotangents, Tangents
+from .protocol import Backend, Backward, BackwardTangents, Direction, Forward, ForwardTangents
 
 if TYPE_CHECKING:
     from ..masks import PreparedMask
@@ -198,6 +199,44 @@ def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
     return converted
 
 
+def tangents_of(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
+    """Return the forward pass of a backend in forward mode, with the same conversions, of q, k and v viewed as rows."""
+    assert backend.plan_tangents is not None
+    arrival, choice = problem.arrival, _choose(problem, ((backend, "tangents"),))
+    run = backend.plan_tangents(problem._replace(arrival="rows", mask_form=choice.form))
+
+    def tangents(x: Inputs, own: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mask = convert(problem, choice, x.mask, x.sequences)
+        out, lse, tout, tlse = run(x.in_rows(arrival)._replace(mask=mask), tangents_in_rows(own, arrival))
+        if arrival == "tokens":  # in place, as in `forward_of`
+            return out.squeeze_(0), lse.squeeze_(0), tout.squeeze_(0), tlse.squeeze_(0)
+        return out, lse, tout, tlse
+
+    return tangents
+
+
+def tangent_gradients_of(backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]) -> BackwardTangents:
+    """Return the gradients of a call in forward mode, with the same conversions; they lie as q, k and v arrived."""
+    assert backend.plan_tangent_gradients is not None
+    arrival, choice = problem.arrival, _choose(problem, ((backend, "tangents"),))
+    run = backend.plan_tangent_gradients(problem._replace(arrival="rows", mask_form=choice.form), needs_grad)
+
+    def gradients(x: Inputs, own: Tangents, lse: Tensor, sent: Cotangents) -> tuple[Tangents, Tangents]:
+        inputs = x.in_rows(arrival)._replace(mask=convert(problem, choice, x.mask, x.sequences))
+        rows = Cotangents(*(result_in_rows(each, arrival) for each in sent))
+        both = run(inputs, tangents_in_rows(own, arrival), result_in_rows(lse, arrival), rows)
+        of_inputs, of_tangents = (Tangents(*as_arrived(each, arrival)) for each in both)
+        return of_inputs, of_tangents
+
+    return gradients
+
+
+def tangents_in_rows(tangents: Tangents, arrival: Arrival) -> Tangents:
+    """View the tangents of q, k and v as (B, L, H, D)."""
+    q, k, v = (None if x is None else in_rows(x, arrival) for x in tangents[:3])
+    return Tangents(q, k, v, *tangents[3:])
+
+
 def through_rows(problem: AttentionProblem, run: Backward) -> Backward:
     """Return a backward pass of tensors as they arrive that runs one of rows (B, L, H, D)."""
     arrival = problem.arrival
@@ -256,12 +295,12 @@ class IntervalWalk(NamedTuple):
     order: Tensor | None
 
 
-def interval_walk(problem: AttentionProblem, mask: MaskView) -> IntervalWalk:
-    """Return the tiles of an interval mask: in the order of the mask if the call follows it, else listed again."""
+def interval_walk(problem: AttentionProblem, mask: MaskView, in_order: bool = True) -> IntervalWalk:
+    """Return the tiles of an interval mask: in its order if the call follows it and wants it, else listed again."""
     start, stop, order, bounds, row_lists, col_lists = mask.tensors
     if order.shape[2] == 0:
         return IntervalWalk(bounds, row_lists, col_lists, None)
-    if follows_order(problem, mask):
+    if in_order and follows_order(problem, mask):
         return IntervalWalk(bounds, row_lists, col_lists, order)
     from ..masks.prepared import operators  # importing flash_dmattn does not need it
 

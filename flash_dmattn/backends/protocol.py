@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..problem import FEATURES, AttentionProblem, Gradients, MaskForm
 from ..problem.inputs import Inputs, Saved
+from ..reference.tangents import Cotangents, Tangents
 
-Direction = Literal["forward", "backward"]
+# "tangents" is the forward pass of a call in forward mode, which has the rules of "forward", too.
+Direction = Literal["forward", "backward", "tangents"]
 
 # The hint of a refusal, by the feature that a backend lacks.
 _HINTS = {
@@ -23,6 +25,10 @@ _HINTS = {
 # forward(inputs) -> (out, lse). A forward pass that PyTorch differentiates also returns probabilities if the problem
 # asks for them, and may return (out,) if the problem does not ask for lse.
 Forward = Callable[[Inputs], tuple[Tensor, ...]]
+# tangents(inputs, tangents) -> (out, lse, tout, tlse), computed together.
+ForwardTangents = Callable[[Inputs, Tangents], tuple[Tensor, Tensor, Tensor, Tensor]]
+# gradients(inputs, tangents, lse, cotangents) -> the gradients of the inputs, and of their tangents.
+BackwardTangents = Callable[[Inputs, Tangents, Tensor, Cotangents], tuple[Tangents, Tangents]]
 
 
 class Backward(Protocol):
@@ -114,7 +120,11 @@ class Backend:
         stores_dbias: whether `backward` takes dbias_out=: see `Backward`.
         differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch. Without it
             second derivatives are refused.
-        has_forward_ad: whether it supports forward-mode derivatives (torch.func.jvp).
+        has_forward_ad: whether PyTorch's forward mode (torch.func.jvp) goes through its forward pass.
+        plan_tangents: problem -> tangents(inputs, tangents) -> (out, lse, tout, tlse), a forward pass in forward mode.
+            Calls of a backend without one run on another: see `selection.select_tangents`.
+        plan_tangent_gradients: (problem, needs_grad) -> the gradients of what `plan_tangents` computes, for a loss that
+            contains tangents. `needs_grad` has ten flags: of q, k, v, bias and sink, then of their tangents.
         workspace_bytes: only for the fallback, which takes every call on every device: the bytes that auto names when
             it warns that it falls back.
     """
@@ -137,6 +147,8 @@ class Backend:
     stores_dbias: bool = False
     differentiable_backward: Callable[[AttentionProblem, Inputs, Tensor, Tensor | None], Gradients] | None = None
     has_forward_ad: bool = False
+    plan_tangents: Callable[[AttentionProblem], ForwardTangents] | None = None
+    plan_tangent_gradients: Callable[[AttentionProblem, tuple[bool, ...]], BackwardTangents] | None = None
     workspace_bytes: Callable[[AttentionProblem], int] | None = None
 
     @property
@@ -154,6 +166,11 @@ class Backend:
         if problem.partly_shared and not self.repeats_entries and self.refuses_entries(problem, direction):
             return False
         return problem.features <= self.features and all_hold(self.rules, problem, direction)
+
+    def serves_tangents(self, problem: AttentionProblem) -> bool:
+        """Return whether it serves the forward pass of a call in forward mode."""
+        is_able = self.plan_tangents is not None and all_hold(self.rules, problem, "tangents")
+        return is_able and self.accepts(problem, "forward")
 
     def broken_rules(self, problem: AttentionProblem, passes: tuple[Direction, ...]) -> tuple[Reason, ...]:
         """Return why it refuses these passes of a call: features that it lacks, and rules that the call breaks."""

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_view
-from ..backends.protocol import Backend, Backward, Forward
+from ..backends.mask_choice import (
+    backward_of,
+    choose_form,
+    forward_of,
+    plan_view,
+    tangent_gradients_of,
+    tangents_of,
+)
+from ..backends.protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, spec_of
 from ..problem.inputs import Parts, Saved, in_rows, parts_of
 from ..remembered import Remembered
@@ -22,8 +30,9 @@ _passes: Remembered[Any] = Remembered(4096)
 on_change.append(_passes.clear)
 
 
-class Plan(NamedTuple):
-    """How the calls of a class run.
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How the calls of a class run; no tuple, which `torch.func` would take apart field by field in every call.
 
     Attributes:
         described: the problem as validation describes it.
@@ -56,6 +65,9 @@ class Plan(NamedTuple):
     run_backward: Backward | None = None
     view: Callable[[Any], MaskView] | None = None
     strides: Strides = ()
+
+    def _replace(self, **changes: Any) -> Plan:
+        return replace(self, **changes)
 
     def lies_as_planned(self, saved: Saved) -> bool:
         """Return whether saved tensors have the planned strides; hooks on saved tensors may return copies."""
@@ -118,6 +130,24 @@ def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
     """Return the backward pass of a backend for a class of calls, planned once."""
     problem = _as_operands_tell(problem)
     run: Backward = _passes.find((backend, "backward", problem), lambda: backward_of(backend, problem))
+    return run
+
+
+def tangents_pass(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
+    """Return the forward pass of a backend in forward mode for a class of calls, planned once."""
+    problem = _as_operands_tell(problem)._replace(needs_grad=NeedsGrad())
+    run: ForwardTangents = _passes.find((backend, "tangents", problem), lambda: tangents_of(backend, problem))
+    return run
+
+
+def tangent_gradients_pass(
+    backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]
+) -> BackwardTangents:
+    """Return the gradients of a call in forward mode for a class of calls, planned once."""
+    problem = _as_operands_tell(problem)._replace(needs_grad=NeedsGrad())
+    run: BackwardTangents = _passes.find(
+        (backend, needs_grad, problem), lambda: tangent_gradients_of(backend, problem, needs_grad)
+    )
     return run
 
 

@@ -100,6 +100,35 @@ def select_backward(problem: AttentionProblem, name: str) -> Backend:
     refuse_all(problem)
 
 
+def select_tangents(problem: AttentionProblem, forward: Backend) -> Backend:
+    """Choose the backend of a call in forward mode, which computes out and lse with their tangents.
+
+    It is the backend of the forward pass, if that has tangents of the call; otherwise triton where it has them, and
+    else the last resort of auto.
+    """
+    pairs_with = BACKENDS.table.get(triton.name)
+    for backend in (forward, pairs_with):
+        if backend is not None and backend.serves_tangents(problem) and _serves(backend, problem, "forward"):
+            return backend
+    return last_resort()
+
+
+def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, requested: BackendChoice) -> Backend:
+    """Choose the backend that differentiates tangents: the one that computes them, or for auto the last resort.
+
+    Raises:
+        NotImplementedError: the call names a backend, and the one of its tangents does not differentiate them.
+    """
+    if tangents.plan_tangent_gradients is not None:
+        return tangents
+    if choice_in_force(requested) != "auto":
+        raise NotImplementedError(
+            f"backend {tangents.name!r}, which computed the tangents, has no gradients of them; detach the tangents of "
+            'out and lse, or call attention(..., backend="eager"), which has them'
+        )
+    return last_resort()
+
+
 def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
     """Choose the backend of each pass of one call.
 

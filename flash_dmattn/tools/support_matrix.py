@@ -16,7 +16,7 @@ from ..backends.cuda import rules
 from ..backends.protocol import Backend, Reason
 from ..biases import ByDistance
 from ..dispatch.registry import BACKENDS
-from ..dispatch.selection import passes_of
+from ..dispatch.selection import passes_of, select_tangents
 from ..explanation import explain_problem
 from ..problem import AttentionProblem, SequenceSpec
 from ..triton_kernels.gpus import GPUS, KIB
@@ -31,12 +31,13 @@ class Row(NamedTuple):
     group: str
     name: str
     problem: AttentionProblem
+    in_forward_mode: bool = False
 
 
-def _row(group: str, name: str, *, forward_only: bool = False, **changes: Any) -> Row:
+def _row(group: str, name: str, *, forward_only: bool = False, in_forward_mode: bool = False, **changes: Any) -> Row:
     description: dict[str, Any] = {"q": (2, 4096, 16, 64), "dtype": "bf16", "device": "sm_90", "deterministic": False}
     description |= {"grad": not forward_only, "bias_grad": not forward_only, **changes}
-    return Row(group, name, explain_problem(**description).problem)
+    return Row(group, name, explain_problem(**description).problem, in_forward_mode)
 
 
 def _sequences() -> dict[str, dict[str, Any]]:
@@ -106,6 +107,9 @@ def rows() -> tuple[Row, ...]:
         _row("bias", "by distance, packed sequences", bias=(16, 257), by_distance=T5, **_sequences()["packed"]),
         _row("bias", "by query and distance, (B, H, Lq, n)", bias=(2, 16, 4096, 64), by_distance=BAND),
         _row("bias", "above 2^31 elements, dbias", q=(1, 65536, 1, 64), bias=(1, 1, 65536, 65536)),
+        _row("forward mode", "causal", in_forward_mode=True, is_causal=True),
+        _row("forward mode", "head dim 512", in_forward_mode=True, q=(2, 4096, 16, 512)),
+        _row("forward mode", "CPU", in_forward_mode=True, device="cpu", dtype="fp32"),
         _row("deterministic", "forward", deterministic=True, forward_only=True),
         _row("deterministic", "dq, dk, dv", deterministic=True),
         _row("deterministic", "dq, dk, dv, dbias", deterministic=True, bias=full),
@@ -128,6 +132,15 @@ def cell(backend: Backend, problem: AttentionProblem) -> tuple[str, tuple[Reason
     return ("by name", unmet) if unmet else ("yes", ())
 
 
+def tangents_cell(backend: Backend, problem: AttentionProblem) -> str:
+    """Say whether a backend runs a call in forward mode itself, and else which one it pairs with."""
+    if not backend.accepts(problem, "forward"):
+        return "no"
+    if backend.has_forward_ad or backend.serves_tangents(problem):
+        return "yes"
+    return f"by {select_tangents(problem, backend).name}"
+
+
 def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
     """Lay the rows out as a matrix in Markdown, and below it the words of the rules that its cells name."""
     said: dict[tuple[str, str], list[str]] = {}
@@ -136,6 +149,9 @@ def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
     for row in chosen:
         words = []
         for name in names:
+            if row.in_forward_mode:
+                words.append(tangents_cell(BACKENDS[name], row.problem))
+                continue
             word, reasons = cell(BACKENDS[name], row.problem)
             for reason in reasons:
                 texts = said.setdefault((reason.backend, reason.code), [])
@@ -193,6 +209,7 @@ LEGEND = """\
 * **forward**: no gradients.
 * **by name**: served when the call names the backend, while `backend="auto"` passes it over.
 * **no**: refused.
+* **by** another backend: forward mode, as of `torch.func.jvp`, pairs with that one.
 
 Behind a colon stand the rules that decide it; what they say is below the table."""
 

@@ -25,6 +25,7 @@ class Fault(NamedTuple):
 _PLANS = "tests/test_call_cache.py::"
 _INTERPRETED = "tests/test_triton_interpreter.py::"
 _LINES = f"{_INTERPRETED}test_lines_that_random_calls_may_miss"
+_TANGENTS = "tests/test_tangents.py::test_random_calls_on_triton["
 _WORKERS = "tests/test_distributed_workers.py::"
 _RARE = "tests/test_cuda_rare.py::"
 _SDPA = "tests/test_sdpa_backend.py::"
@@ -33,6 +34,70 @@ _SEQUENCES = "tests/test_cuda_sequences.py::"
 _LISTS = "tests/test_lists.py::"
 
 _PYTHON = (
+    # Forward mode
+    Fault(
+        "a new mean of the tangents does not move the sum so far",
+        "reference/tangents.py",
+        ".addcmul_(acc_o, mean - new_mean)",
+        "",
+        ("tests/test_tangents.py::test_random_calls_in_chunks[0]",),
+    ),
+    Fault(
+        "the gradients of tangents count the mean once",
+        "reference/tangents.py",
+        "inner - 2 * means * dots",
+        "inner - means * dots",
+        ("tests/test_tangents.py::test_gradients_of_tangents_in_chunks",),
+    ),
+    Fault(
+        "the slope of the softcap bends the other way",
+        "reference/tangents.py",
+        "mul_(-2.0 / call.softcap)",
+        "mul_(2.0 / call.softcap)",
+        ("tests/test_tangents.py::test_gradients_of_tangents_in_chunks",),
+    ),
+    Fault(
+        "the gradients of dual tensors lose their tangents",
+        "flash_dmattn/autograd.py",
+        "if is_jvp_innermost() and not is_recorded:",
+        "if is_jvp_innermost():",
+        ("tests/test_derived.py::test_forward_mode_is_that_of_the_reference[numbers-gradients of dual tensors]",),
+    ),
+    Fault(
+        "keys follow the order of a mask that k and v do not follow",
+        "flash_dmattn/backends/triton/passes.py",
+        "in_order=False",
+        "in_order=True",
+        (f"{_TANGENTS}0]",),
+    ),
+    Fault(
+        "triton: a new mean of the tangents does not move the sum so far",
+        "triton_kernels/tangents.py",
+        "acc_t += acc_o * ((mean - new_mean) * LN2)[:, None]",
+        "acc_t += 0.0",
+        (f"{_TANGENTS}0]",),
+    ),
+    Fault(
+        "triton: the tangent of a sink has the share of the keys",
+        "triton_kernels/tangents.py",
+        "(1.0 - share) * tl.load(tsink",
+        "share * tl.load(tsink",
+        (f"{_TANGENTS}0]",),
+    ),
+    Fault(
+        "triton: the tangent of a bias is read by the strides of the bias",
+        "triton_kernels/plan_tangents.py",
+        "tbias_strides=own.bias_strides(tbias_tma)",
+        "tbias_strides=call.bias_strides(bias_tma)",
+        (f"{_TANGENTS}0]",),
+    ),
+    Fault(
+        "triton: tangents of scores miss the slope of the softcap",
+        "triton_kernels/tangents.py",
+        "ts *= slope",
+        "ts *= 1.0",
+        (f"{_TANGENTS}0]",),
+    ),
     # Lists of keys
     Fault(
         "keys that the band hides stay in lists",

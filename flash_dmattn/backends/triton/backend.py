@@ -8,7 +8,16 @@ from ...problem import AttentionProblem, dtype_name, sm_number
 from ..mask_choice import interval_notes, sequence_notes
 from ..protocol import Availability, Backend, Rule
 from . import lists
-from .passes import has_few_pairs, is_short, kernels, plan_backward, plan_forward, reads_as_arrived, reads_dense
+from .passes import (
+    has_few_pairs,
+    is_short,
+    kernels,
+    plan_backward,
+    plan_forward,
+    plan_tangents,
+    reads_as_arrived,
+    reads_dense,
+)
 
 MAX_HEAD_DIM = 512
 # With wider heads, tiles of fp32 would take 192 KB of shared memory in the backward pass, and most of their values
@@ -23,6 +32,13 @@ def _has_fp32_tiles(p: AttentionProblem) -> bool:
 def _span_of_values(p: AttentionProblem) -> int:
     """Return the elements from the first to the last value of a head of a bias by distance; 0 without one."""
     return 0 if p.relative is None else 1 + (p.relative.shape[3] - 1) * p.relative.strides[3]
+
+
+def _most_tangents(p: AttentionProblem) -> int:
+    """Return the largest head dim in forward mode, where a tile has the tangents of q, k and v, too."""
+    if p.dtype.itemsize == 4:
+        return 64  # wider tiles would spill most of their values
+    return 128 if p.arch.startswith("gfx") else 256
 
 
 def _is_band(p: AttentionProblem) -> bool:
@@ -115,6 +131,21 @@ RULES: tuple[Rule, ...] = (
         'use backend=("triton", "eager"), or 16 bits',
         passes=("backward",),
     ),
+    Rule(
+        "tangents_head_dim",
+        lambda p: max(p.head_dim, p.head_dim_v) <= _most_tangents(p),
+        lambda p: (
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v); in forward mode the tiles hold at most "
+            f"{_most_tangents(p)} here"
+        ),
+        passes=("tangents",),
+    ),
+    Rule(
+        "tangents_form",
+        lambda p: p.mask_form != "lists" and not _is_band(p),
+        lambda p: "the call has lists or a bias by query and distance; the kernel in forward mode reads neither",
+        passes=("tangents",),
+    ),
     *lists.RULES,
 )
 AUTO_RULES: tuple[Rule, ...] = (
@@ -180,6 +211,7 @@ BACKEND = Backend(
     name="triton",
     plan_forward=plan_forward,
     plan_backward=plan_backward,
+    plan_tangents=plan_tangents,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
     | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "chosen_bias"},
     rules=RULES,

@@ -16,9 +16,12 @@ def has_order(p: AttentionProblem, mask: MaskView) -> bool:
     return mask.tensors[2].shape[2] > 0 and follows_order(p, mask)
 
 
-def tiles_of_bounds(p: AttentionProblem, mask: MaskView) -> MaskView:
-    """Convert an interval mask for the kernels: bounds in the place of bits, an int64 a key, start in the low half."""
-    walk = interval_walk(p, mask)
+def tiles_of_bounds(p: AttentionProblem, mask: MaskView, in_order: bool = True) -> MaskView:
+    """Convert an interval mask for the kernels: bounds in the place of bits, an int64 a key, start in the low half.
+
+    Without `in_order` keys stay at their own places, whatever the order of the mask.
+    """
+    walk = interval_walk(p, mask, in_order)
     classes = walk.row_lists
     if _reads_classes(p):
         from ...masks.prepared.intervals import interval_classes  # importing flash_dmattn does not need it

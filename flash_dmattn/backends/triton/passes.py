@@ -7,19 +7,23 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...gradients import (
     allocate_outputs,
     contiguous_strides,
     differentiate_without_keys,
+    empty_outputs,
+    fill_empty,
     has_pairs,
     run_without_keys,
     takes_tokens,
 )
 from ...problem import AttentionProblem, Gradients, MaskView
 from ...problem.inputs import Inputs, Saved, result_in_rows
-from ..protocol import Backward, Direction, Forward
+from ...reference.tangents import Tangents
+from ..protocol import Backward, Direction, Forward, ForwardTangents
 from . import lists
 from .key_order import Ordered, has_order, tiles_of_bounds
 
@@ -69,6 +73,8 @@ def reads_dense(p: AttentionProblem, direction: Direction) -> bool:
     """Return whether a pass of a call takes a bool mask as it is; beside sequences `packs_beside_sequences` decides."""
     if p.sequences is not None:
         return False
+    if direction == "tangents":
+        return has_few_pairs(p)
     return is_short(p, direction) or has_few_pairs(p) or (direction == "forward" and has_group_rows(p))
 
 
@@ -136,6 +142,27 @@ def plan_forward(p: AttentionProblem) -> Forward:
         return out, lse
 
     return forward
+
+
+def plan_tangents(p: AttentionProblem) -> ForwardTangents:
+    """Plan the forward pass of a class of calls in forward mode."""
+    launch, has_keys = importlib.import_module("flash_dmattn.triton_kernels.plan_tangents"), has_pairs(p)
+
+    def tangents(x: Inputs, own: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        (out, lse), (tout, tlse) = empty_outputs(x.q, x.v), empty_outputs(x.q, x.v)
+        if not has_keys or p.sequences is not None:  # also for rows of no sequence
+            sink = None if p.sequences is not None else x.sink
+            fill_empty(out, lse, sink)
+            tout.zero_()
+            tlse.zero_()
+            if sink is not None and own.sink is not None:
+                tlse.copy_(own.sink.masked_fill(sink == -torch.inf, 0.0)[:, None])
+        if has_keys:
+            mask = tiles_of_bounds(p, x.mask, in_order=False) if x.mask.form == "intervals" else x.mask
+            launch.forward(x._replace(mask=mask), own, (out, lse, tout, tlse), p.flags)
+        return out, lse, tout, tlse
+
+    return tangents
 
 
 def plan_backward(p: AttentionProblem) -> Backward:

@@ -1,0 +1,117 @@
+"""Calls in forward mode, drawn at random: the tangents of any of their inputs, and the rule of accuracy for results.
+
+The oracle is `backend="reference"` in fp64, the formula that PyTorch differentiates; it is the yardstick, too, in the
+dtype of the call.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accuracy import DEVIATIONS, Results, failures_of, independent
+from draws import Drawn, placed
+from sequence_calls import SequenceCall, spoiled
+from torch import Tensor
+
+import flash_dmattn
+
+NAMES = ("q", "k", "v", "bias", "sink")
+
+
+@dataclass(frozen=True)
+class TangentCall:
+    """A call of `attention`: its float tensors and their tangents by name, and all else that it takes."""
+
+    tensors: dict[str, Tensor]
+    tangents: dict[str, Tensor]
+    others: dict[str, Any]
+    pass_bias: Callable[[Tensor], Any]
+    seed: int
+    told: str
+
+    def run(self, backend: str, tangents: dict[str, Tensor] | None = None) -> Results:
+        """Return out, lse and their tangents, by `torch.func.jvp`."""
+        own = self.tangents if tangents is None else tangents
+
+        def attend(*leaves: Tensor) -> tuple[Tensor, ...]:
+            given = {**self.tensors, **dict(zip(own, leaves, strict=True))}
+            if "bias" in given:
+                given["bias"] = self.pass_bias(given["bias"])
+            torch.manual_seed(self.seed)  # which decides what is dropped
+            return flash_dmattn.attention(**given, **self.others, return_lse=True, backend=backend)
+
+        primals = tuple(self.tensors[name] for name in own)
+        (out, lse), (tout, tlse) = torch.func.jvp(attend, primals, tuple(own.values()))
+        return {"out": out, "lse": lse, "tout": tout, "tlse": tlse}
+
+    def explain(self, backend: str) -> flash_dmattn.Explanation:
+        """Explain the call."""
+        given = {**self.tensors, **self.others}
+        if "bias" in given:
+            given["bias"] = self.pass_bias(given["bias"])
+        return flash_dmattn.explain(**given, return_lse=True, backend=backend)
+
+    def to(self, dtype: torch.dtype) -> TangentCall:
+        """Return the same values in another dtype."""
+        tensors, tangents = ({n: x.to(dtype) for n, x in part.items()} for part in (self.tensors, self.tangents))
+        return replace(self, tensors=tensors, tangents=tangents)
+
+
+def draw_tangents(number: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Draw tangents of some tensors, at least one, now and then in another memory layout."""
+    rng, random_numbers = random.Random(f"tangents {number}"), torch.Generator().manual_seed(number)
+    chosen = [name for name in tensors if rng.random() < 0.75] or [rng.choice(list(tensors))]
+    tangents = {}
+    for name in chosen:
+        x = torch.randn(tensors[name].shape, generator=random_numbers)
+        if rng.random() < 0.25 and x.dim() > 2:
+            x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+        tangents[name] = x.to(tensors[name])
+    return tangents
+
+
+def of_case(number: int, drawn: Drawn, device: str) -> TangentCall:
+    """Return a drawn call with tangents."""
+    case = drawn.case
+    x = placed(drawn, case.build(device))
+    tensors = {name: t for name in NAMES if (t := getattr(x, name)) is not None}
+    others = {"mask": x.mask, **case.flags(), **case.dropping()}
+    tangents = draw_tangents(number, tensors)
+    return TangentCall(tensors, tangents, others, case.passed, case.seed, f"{case.repro()}\n  {drawn[1:]}")
+
+
+def of_sequences(number: int, call: SequenceCall) -> TangentCall:
+    """Return a drawn call with sequences with tangents; rows of no sequence hold NaN."""
+    call = spoiled(call)
+    tensors = {name: t.detach() for name in NAMES if (t := getattr(call, name)) is not None}
+    others = {"mask": call.mask, "sequences": call.sequences, **call.flags}
+    return TangentCall(tensors, draw_tangents(number, tensors), others, lambda x: x, call.seed, call.told)
+
+
+def luck(off: Tensor, exact: Tensor) -> Tensor:
+    """Return the error of the yardstick, scaled so that `DEVIATIONS` of it are what one of its kind has at bad luck.
+
+    Where the window and dropout leave few probabilities, a few rows have most of the error, one rounding each.
+    """
+    number = independent(exact.square())
+    return off * (1 + DEVIATIONS / (2 * number).sqrt()) / DEVIATIONS
+
+
+def assert_accurate(got: Results, call: TangentCall) -> None:
+    """Check every result by the rule of accuracy; terms that cancel are measured against the tangents of each input."""
+    wide = call.to(torch.float64)
+    exact, in_dtype = wide.run("reference"), call.run("reference")
+    sizes: Results = {"tout": torch.zeros_like(exact["tout"]), "tlse": torch.zeros_like(exact["tlse"])}
+    for name, tangent in wide.tangents.items():
+        alone = wide.run("reference", {name: tangent})
+        moved = alone["tlse"].abs()
+        sizes["tlse"] += moved
+        sizes["tout"] += alone["tout"].abs() + moved.mT.unsqueeze(-1) * exact["out"].abs()
+    like = {"out": call.tensors["q"], "tout": call.tensors["q"]}
+    spread = {name: luck(in_dtype[name].double() - exact[name], exact[name]) for name in ("tout", "tlse")}
+    failures = failures_of(got, exact, in_dtype, like, call.told, sizes=sizes, spread=spread)
+    assert not failures, f"tangents of {list(call.tangents)}: " + "; ".join(failures.values())

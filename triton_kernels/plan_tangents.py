@@ -1,0 +1,86 @@
+"""The launch plan of a forward pass in forward mode, of calls with and without sequences, and its entry point."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flash_dmattn.problem import Flags
+from flash_dmattn.problem.inputs import Inputs
+from flash_dmattn.reference.tangents import Tangents
+
+from . import launch
+from .kernel_launch import Launch, on_device
+from .plan import Call, read_of, row_strides
+from .tangents import tangents_kernel
+from .tile_ops import LOG2E
+from .tile_table import READ_BY_SCORE, tangents_tile
+
+# The first tangent among the arguments of the kernel; those of q, k, v and the bias follow each other as these do.
+_FIRST_TANGENT = 4
+
+
+def forward(x: Inputs, tangents: Tangents, results: tuple[Tensor, ...], flags: Flags) -> None:
+    """Write out, lse and their tangents, all contiguous; with sequences the rows of some sequence."""
+    x = launch.readable(x)
+    tq, tk, tv = (None if t is None else launch.unit_rows(t) for t in tangents[:3])
+    own = Tangents(tq, tk, tv, tangents.bias, None if tangents.sink is None else tangents.sink.contiguous())
+    bounds, table = (None, None) if x.sequences is None else x.sequences
+    with on_device(x.q):
+        key = ("tangents", x.mask.form, flags, *launch.signature(x, *own))
+        plan = launch.plans.find(key, lambda: plan_tangents(x, own, flags))
+        read = read_of(x.mask)
+        plan(x.q, x.k, x.v, x.bias, *own[:4], *read, *results, x.sink, own.sink, bounds, table, x.dropout)
+
+
+def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
+    """Plan the launch of one class of calls; it takes the tensors of the kernel, in their order."""
+    # The tangents are described as a call of their own, in which the inputs stand in for those that are not there.
+    q, k, v = (primal if t is None else t for primal, t in zip(x[:3], tangents[:3], strict=True))
+    call = launch.planned_call(x, flags)
+    own = launch.planned_call(x._replace(q=q, k=k, v=v, bias=tangents.bias), flags)
+    block_d, by_pointers = max(call.block_d, call.block_dv), _reads_scores_by_pointers(call, own)
+    shape, tile = call.shape, tangents_tile(x.q.dtype, block_d, call.arch, by_pointers)
+    tiles, search = call.tiles_of_queries(tile.block_m)
+    tma, bias_tma, descriptors = call.key_descriptors(tile)
+    own_tma, tbias_tma, own_descriptors = own.key_descriptors(tile)
+    if not (tma and own_tma):
+        tma = bias_tma = tbias_tma = False
+        descriptors = own_descriptors = []
+    present = tuple(t is not None for t in tangents)
+    own_descriptors = [d._replace(slot=d.slot + _FIRST_TANGENT) for d in own_descriptors if present[d.slot]]
+    return call.launch(
+        tangents_kernel,
+        tiles * shape.num_heads,
+        tile,
+        [*descriptors, *own_descriptors],
+        **row_strides(tq=own.q, tk=own.k, tv=own.v),
+        bias_strides=call.bias_strides(bias_tma),
+        tbias_strides=own.bias_strides(tbias_tma),
+        scale=abs(call.scale_log2),
+        tangent_scale=abs(flags.softmax_scale) * LOG2E.value,
+        TBIAS=own.bias_kind,
+        TMA=tma,
+        BIAS_TMA=bias_tma,
+        TBIAS_TMA=tbias_tma,
+        WIDE=call.wide(call.k, call.v) or own.wide(own.k, own.v),
+        NEGATIVE=flags.softmax_scale < 0,
+        EDGES=call.edges(shape.seqlen_k % tile.block_n),
+        STAGES=tile.num_stages,
+        HAS_SINK=call.has_sink,
+        HAS_TQ=present[0],
+        HAS_TK=present[1],
+        HAS_TV=present[2],
+        HAS_TSINK=present[4],
+        SEARCH=search,
+        PAGE=0 if flags.sequences is None or not flags.sequences.has_pages else max(1, x.k.shape[1]),
+    )
+
+
+def _reads_scores_by_pointers(*calls: Call) -> bool:
+    """Return whether some bias of one value per score is not loaded by TMA, or has 32 bits."""
+    biased = [call for call in calls if call.bias_kind in READ_BY_SCORE]
+    if not biased:
+        return False
+    if not all(call.tma(call.k, call.v) for call in calls):
+        return True
+    return not all(call.bias_tma() and call.bias is not None and call.bias.element_size() == 2 for call in biased)

@@ -1,0 +1,320 @@
+"""The forward kernel in forward mode: each program computes out and lse of one tile of queries, and their tangents.
+
+With s the scores in base 2 and ts their tangents, over tiles j of keys, in addition to what `forward.py` computes::
+
+    total = total * c + rowsum(p * ts_j);  mean' = total / l
+    acc_t = (acc_t + acc * (mean - mean')) * c + p @ tv_j + (p * (ts_j - mean')) @ v_j
+    tout = acc_t / l;  tlse = mean
+
+So acc_t holds differences to the mean over the keys so far, and no large numbers cancel in the end. Six products take
+the place of two; a tangent that is not there costs none.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .dropout import is_kept
+from .scores import add_bias, bias_vector, masked_scores, scaled, values_of_tile
+from .tile_ops import (
+    DENSE,
+    KEYS,
+    LN2,
+    NO_BIAS,
+    NO_SEQUENCES,
+    PACKED,
+    PAGED,
+    PAGED_PACKED,
+    TILES,
+    TREE,
+    block_at,
+    bounds_of,
+    join_sink,
+    keys_of_queries,
+    load_pages,
+    load_tile,
+    mask_head,
+    scores_from,
+    sequence_at,
+    tiles_from,
+    tiles_of_rows,
+)
+from .tree_mask import keys_of_trees
+
+
+@triton.jit
+def load_keys(
+    x, table, layout, strides, b, h, place, keys, num_keys, dims, num_dims,
+    SEQUENCES: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+    WIDE: tl.constexpr, CHECK_KEYS: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Load the rows of a block of keys, wherever they lie."""
+    if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
+        return load_pages(x, table, layout, strides, h, place, keys, num_keys, dims, num_dims, PAGE, BLOCK_N, PAD)
+    else:
+        return load_tile(
+            x, strides, b, h, place, keys, num_keys, dims, num_dims, BLOCK_N, BLOCK_D, TMA, WIDE, CHECK_KEYS, PAD
+        )
+
+
+@triton.jit
+def tangents_kernel(
+    q,
+    k,
+    v,
+    bias,
+    tq,
+    tk,
+    tv,
+    tbias,
+    mask_data,
+    mask_index,
+    out,
+    lse,
+    tout,
+    tlse,
+    sink,
+    tsink,
+    bounds,
+    table,
+    dropout_key,
+    q_strides,
+    k_strides,
+    v_strides,
+    bias_strides,
+    tq_strides,
+    tk_strides,
+    tv_strides,
+    tbias_strides,
+    mask_strides,
+    shape,
+    scale,
+    tangent_scale,
+    softcap,
+    layout,
+    dropout,
+    distances,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    TBIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PAD_D: tl.constexpr,
+    PAD_DV: tl.constexpr,
+    TMA: tl.constexpr,
+    BIAS_TMA: tl.constexpr,
+    TBIAS_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+    EDGES: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HAS_TQ: tl.constexpr,
+    HAS_TK: tl.constexpr,
+    HAS_TV: tl.constexpr,
+    HAS_TSINK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    SEARCH: tl.constexpr,
+    PAGE: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """Compute out, lse and their tangents of one tile of queries.
+
+    out and tout (B, Lq, Hq, Dv), lse and tlse (B, Hq, Lq) are contiguous. `scale` is as for the forward kernel, and
+    `tangent_scale` is |softmax_scale| * log2(e). Masks, sequences and dropout are as for the forward kernel.
+    """
+    scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
+    tangent_scale = tl.cast(tangent_scale, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    MOVES_SCORES: tl.constexpr = HAS_TQ or HAS_TK or TBIAS != NO_BIAS
+    program = tl.program_id(0)
+    if SEQUENCES == NO_SEQUENCES:
+        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+        tile_m = tiles_m - 1 - program % tiles_m  # under a causal band the longest rows start first
+        b = (program // tiles_m // shape.num_heads).to(tl.int64)
+        h = program // tiles_m % shape.num_heads
+        b_q = b
+        b_k = b
+        first_row = b * shape.seqlen_q
+        bias_row = 0
+        statistics = (b * shape.num_heads + h) * shape.seqlen_q
+    else:
+        IS_PACKED: tl.constexpr = SEQUENCES == PACKED or SEQUENCES == PAGED_PACKED
+        tiles = tiles_of_rows(layout.rows_q, shape.seqlen_q, layout.number, SEARCH, BLOCK_M)
+        h = program // tiles
+        own, place = sequence_at(program % tiles, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
+        first_q, first_k, shape = bounds_of(bounds, own, shape)
+        tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+        if place >= tiles_m:
+            return
+        tile_m = tiles_m - 1 - place
+        b = own.to(tl.int64)
+        b_q = b * 0 if IS_PACKED else b
+        b_k = b * 0 if SEQUENCES == PACKED else b
+        first_row = b_q * layout.rows_q + first_q
+        bias_row = layout.bias_rows * first_q
+        statistics = (b_q * shape.num_heads + h) * layout.rows_q + first_q
+        q += first_q.to(tl.int64) * q_strides.row
+        k += first_k.to(tl.int64) * k_strides.row
+        v += first_k.to(tl.int64) * v_strides.row
+        if HAS_TQ:
+            tq += first_q.to(tl.int64) * tq_strides.row
+        if HAS_TK:
+            tk += first_k.to(tl.int64) * tk_strides.row
+        if HAS_TV:
+            tv += first_k.to(tl.int64) * tv_strides.row
+        if BIAS != NO_BIAS and not BIAS_TMA:
+            bias = scores_from(bias, bias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
+        if TBIAS != NO_BIAS and not TBIAS_TMA:
+            tbias = scores_from(tbias, tbias_strides, layout.bias_rows, layout.bias_keys, first_q, first_k)
+        if MASK == DENSE:
+            mask_data = scores_from(mask_data, mask_strides, layout.mask_rows, layout.mask_keys, first_q, first_k)
+        if MASK == TILES:
+            mask_data, mask_index = tiles_from(mask_data, mask_index, mask_strides, first_row, first_row, own)
+        if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
+            table += b * layout.table_row
+
+    h_k = h // shape.group
+    first = tile_m * BLOCK_M
+    last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
+    rows = first + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    q_tile = load_tile(
+        q, q_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+        BLOCK_M, BLOCK_D, False, True, True, PAD_D,
+    )  # fmt: skip
+    if NEGATIVE:
+        q_tile = -q_tile
+    if HAS_TQ:
+        tq_tile = load_tile(
+            tq, tq_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
+            BLOCK_M, BLOCK_D, False, True, True, PAD_D,
+        )  # fmt: skip
+        if NEGATIVE:
+            tq_tile = -tq_tile
+    bias_head, row_bias = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
+    tbias_head, row_tbias = bias_vector(tbias, tbias_strides, b, h, rows, shape, TBIAS, 1)
+    data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
+    if MASK == TREE:
+        walk, start, inside, before, after = keys_of_trees(
+            first, last, rows, data, mask_strides.row, shape, LEFT, BLOCK_N
+        )
+    else:
+        walk, start, inside, before, after = keys_of_queries(
+            first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
+        )
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mean = tl.zeros([BLOCK_M], tl.float32)
+    acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc_t = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for phase in tl.static_range(0, 2 if EDGES else 1):
+        steps = inside if phase == 0 else before + after
+        for step in tl.range(0, steps, num_stages=STAGES):
+            place = block_at(step, walk, start, inside, before, phase == 1, MASK, BLOCK_N)
+            keys = place + tl.arange(0, BLOCK_N)
+            if MASK == KEYS:
+                keys = tl.load(data + keys, mask=keys < shape.seqlen_k, other=shape.seqlen_k)
+            k_tile = load_keys(
+                k, table, layout, k_strides, b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
+                SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
+            )  # fmt: skip
+            window = values_of_tile(
+                bias_head, bias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
+            )
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            s, slope = scaled(s, scale, softcap, SOFTCAP)
+            s = add_bias(
+                s, bias, bias_head, row_bias, window, bias_strides, b, h, first + bias_row, place, rows, keys,
+                shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
+            )  # fmt: skip
+            if phase == 1:
+                s = masked_scores(
+                    s, data, mask_strides, b, h, place, rows, keys, shape,
+                    BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
+                )  # fmt: skip
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN
+            p = tl.math.exp2(s - shift[:, None])
+            rescale = tl.math.exp2(row_max - shift)
+            row_sum = row_sum * rescale + tl.sum(p, 1)
+            row_max = new_max
+            if MOVES_SCORES:
+                ts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                if HAS_TQ:
+                    ts = tl.dot(tq_tile, tl.trans(k_tile), ts, input_precision=PRECISION)
+                if HAS_TK:
+                    tk_tile = load_keys(
+                        tk, table, layout, tk_strides, b_k, h_k, place, keys, shape.seqlen_k, dims, shape.head_dim,
+                        SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
+                    )  # fmt: skip
+                    ts = tl.dot(q_tile, tl.trans(tk_tile), ts, input_precision=PRECISION)
+                ts *= tangent_scale
+                if SOFTCAP:
+                    ts *= slope
+                moved = values_of_tile(
+                    tbias_head, tbias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, TBIAS, MASK == KEYS
+                )
+                ts = add_bias(
+                    ts, tbias, tbias_head, row_tbias, moved, tbias_strides, b, h, first + bias_row, place, rows, keys,
+                    shape, distances, BLOCK_M, BLOCK_N, TBIAS, 1, TBIAS_TMA, WIDE, False, MASK == KEYS,
+                )  # fmt: skip
+                total = total * rescale + tl.sum(p * ts, 1)
+                new_mean = total / tl.where(row_sum > 0, row_sum, 1.0)
+                acc_t += acc_o * ((mean - new_mean) * LN2)[:, None]
+                ts = (ts - new_mean[:, None]) * LN2
+                mean = new_mean
+            acc_o = acc_o * rescale[:, None]
+            acc_t = acc_t * rescale[:, None]
+            if DROPOUT:
+                kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
+                p = tl.where(kept, p, 0.0)
+            v_tile = load_keys(
+                v, table, layout, v_strides, b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
+            )  # fmt: skip
+            if MOVES_SCORES:
+                acc_t = tl.dot((p * ts).to(v_tile.dtype), v_tile, acc_t, input_precision=PRECISION)
+            weights = p.to(v_tile.dtype)
+            acc_o = tl.dot(weights, v_tile, acc_o, input_precision=PRECISION)
+            if HAS_TV:
+                tv_tile = load_keys(
+                    tv, table, layout, tv_strides, b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
+                    SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
+                )  # fmt: skip
+                acc_t = tl.dot(weights, tv_tile, acc_t, input_precision=PRECISION)
+
+    total = tl.where(row_sum > 0, row_sum, 1.0)
+    row_ok = rows < shape.seqlen_q
+    mean *= LN2
+    natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
+    if DROPOUT:
+        factor = tl.cast(dropout.scale, tl.float32)
+        acc_o = acc_o * factor
+        acc_t = acc_t * factor
+    if HAS_SINK:
+        logits = tl.load(sink + h).to(tl.float32) + tl.zeros([BLOCK_M], tl.float32)
+        natural, share = join_sink(natural, logits)
+        joint = mean * share
+        if HAS_TSINK:
+            # A sink of -inf is none, also in a row without keys.
+            joint += tl.where(logits > float("-inf"), (1.0 - share) * tl.load(tsink + h).to(tl.float32), 0.0)
+        acc_t = (acc_t + acc_o * (mean - joint)[:, None]) * share[:, None]
+        acc_o = acc_o * share[:, None]
+        mean = joint
+    line = ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
+    stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
+    tl.store(out + line, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    tl.store(tout + line, (acc_t / total[:, None]).to(tout.dtype.element_ty), mask=stored)
+    tl.store(lse + statistics + rows, natural, mask=row_ok)
+    tl.store(tlse + statistics + rows, mean, mask=row_ok)
