@@ -19,7 +19,7 @@ from .masks.arguments import integer
 from .problem import Outside
 from .reference import distances
 
-__all__ = ["Band", "Relative", "alibi", "from_function", "t5", "t5_buckets"]
+__all__ = ["Band", "Chosen", "Relative", "alibi", "from_function", "t5", "t5_buckets"]
 
 _OUTSIDE = ("error", "clamp", "zero")
 
