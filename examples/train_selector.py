@@ -1,16 +1,16 @@
 """Train a selector of keys through attention, beside one with a loss of its own, and one that stays as it is.
 
-Sequences are pairs of a key and a value, in any order, then keys alone, each of which asks for its value: one of many
+A sequence has pairs of a key and a value, then questions: keys alone, each of which asks for its value. One of many
 tokens matters to a query. A selector, two narrow heads, lists a few tokens for each query; attention reads no others.
 
-* "through attention": the scores of listed tokens are added to those of attention, as `biases.Chosen`. The loss of the
-  model trains the selector.
-* "by KL": the selector learns to imitate the probabilities of attention over the tokens that it listed, by a second
-  loss, and attention does not see its scores. DeepSeek trains its indexer so.
+* "through attention": attention adds the selector's scores to its own, as `biases.Chosen`. The loss of the model
+  trains the selector.
+* "by KL": a second loss teaches the selector the probabilities of attention over the listed tokens. Attention does not
+  see its scores. DeepSeek trains its indexer so.
 * "frozen": the selector stays as it was drawn.
 
-Both ways end at the same place. The second loss needs fewer steps here: attention soon tells listed tokens apart on its
-own, and scores that are added to its own then get little gradient, while a selector that imitates it learns on.
+Both ways come to list every answer. The second loss needs fewer steps here. Attention soon tells listed tokens apart on
+its own, and scores that it adds then get little gradient. A selector that imitates it learns on.
 
 The output: a table of the losses, the accuracy and how often the token that matters is listed; and a picture of the
 loss curves, `train_selector.png`.
@@ -87,10 +87,10 @@ class Recall(nn.Module):
         return self.output(attended.flatten(2)), loss, lists
 
     def imitate(self, q: Tensor, k: Tensor, lists: PreparedMask, values: Tensor) -> Tensor:
-        """Return the KL divergence of the selector's probabilities from those of attention, over listed tokens."""
-        index = lists.index.clamp(min=0).long()[:, 0]
+        """Return the KL divergence between the probabilities of attention and of the selector, over listed tokens."""
+        keys = lists.tensors[0][:, 0]  # of one head, -1 where a list has no more
+        index, hidden = keys.clamp(min=0).long(), keys < 0
         taken = torch.stack([own[places] for own, places in zip(k, index, strict=True)])  # (B, L, K, H, D)
-        hidden = lists.index[:, 0] < 0
         logits = torch.einsum("blhd,blnhd->blhn", q, taken) * q.shape[-1] ** -0.5
         target = logits.masked_fill(hidden[:, :, None], -torch.inf).softmax(-1).mean(2)
         ours = values[:, 0].masked_fill(hidden, -torch.inf).log_softmax(-1).masked_fill(hidden, 0.0)
@@ -124,9 +124,9 @@ def train(way: str, sizes: Sizes, device: str) -> dict[str, Any]:
     with torch.no_grad():
         tokens, answers, places = draw(sizes._replace(batch=256), device)
         logits, _, lists = model(tokens)
-    found = (lists.index[:, 0, -sizes.questions :] == places[..., None]).any(-1)
+    is_listed = (lists.tensors[0][:, 0, -sizes.questions :] == places[..., None]).any(-1)
     right = logits[:, -sizes.questions :].argmax(-1) == answers
-    return {"losses": losses, "accuracy": right.float().mean().item(), "listed": found.float().mean().item()}
+    return {"losses": losses, "accuracy": right.float().mean().item(), "listed": is_listed.float().mean().item()}
 
 
 def plot(results: dict[str, dict[str, Any]], path: Path) -> None:

@@ -157,7 +157,8 @@ def attention(
             torch. With `sequences` nothing beyond their lengths is read: see docs/masks.md.
         bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
             Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. A `biases.Relative` or
-            `biases.Band` has values by the distance of query and key, and no tensor of one for each score is made.
+            `biases.Band` has values by the distance of query and key, and no tensor of one for each score is made. A
+            `biases.Chosen` has values for the entries of a mask of lists.
         is_causal: query i attends to keys j <= i + Lk - Lq (aligned bottom-right).
         softmax_scale: factor on q @ k^T; None means D ** -0.5. 0.0 is a valid value.
         softcap: if positive, scaled scores become softcap * tanh(scores / softcap), before the bias.

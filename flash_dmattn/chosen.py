@@ -21,8 +21,9 @@ class Chosen(NamedTuple):
 
         bias = torch.zeros(B, H, Lq, Lk).scatter(-1, index, values)  # the mask allows only what index has
 
-    With blocks of keys every key of a block gets the value of its entry. Of equal entries the first one counts, and its
-    value. The gradient of `values` has their shape and dtype; it is 0 for entries that count for no query.
+    With blocks of keys every key of a block gets the value of its entry. Where a list names a key twice, the
+    first entry counts, and its value. The gradient of `values` has their shape and dtype; it is 0 for entries that
+    count for no query.
 
     Attributes:
         values: (*batch, H, Lq, K), or (*batch, H, R, K) with one row for each of the R lists of a head; any float

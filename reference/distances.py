@@ -39,7 +39,7 @@ class Distances(NamedTuple):
 
 # A bias of a call: a value for each score, of which dims may be shared, or for each distance.
 AnyBias = Tensor | Distances
-# What the chunked passes read: the formula receives a matrix in the place of the values of entries of lists.
+# The chunked passes read entries of lists in place; the formula receives a matrix.
 ChunkBias = AnyBias | Chosen
 
 

@@ -58,7 +58,7 @@ def table(keys: Tensor, slots: Tensor, first: int, number: int) -> Tensor:
 
 
 def spread(x: Tensor, dim: int, block: int, start: int, stop: int) -> Tensor:
-    """Repeat elements that stand for blocks, of which the first has number start // block; cut to start to stop."""
+    """Repeat each element of a dim for its block, beginning with block start // block; return start to stop."""
     if block > 1:
         x = x.repeat_interleave(block, dim)
     return x.narrow(dim, start % block, stop - start)
@@ -80,7 +80,7 @@ def dense_bias(values: Tensor, slots: Tensor, block_q: int) -> Tensor:
 
     Args:
         values: (Bv, Hv, Lq or R, K), differentiable.
-        slots: of `slot_table`; heads and entries as those of values, 1, or a multiple or divisor of these heads.
+        slots: of `slot_table`. Its heads are 1, or a multiple or divisor of the heads of values.
         block_q: of the lists.
     """
     heads = max(values.shape[1], slots.shape[1])

@@ -355,7 +355,7 @@ class ChosenGradient(BiasGradient):
 
 
 def _in_run(ds: Tensor, keys: slice | Tensor, run: slice) -> Tensor:
-    """Return the gradient of the scores of a run of keys, 0 for those that a chunk does not have."""
+    """Return the gradient of the scores of a run of keys, 0 for keys that a chunk does not have."""
     if isinstance(keys, slice):
         return ds
     return ds.new_zeros((*ds.shape[:4], run.stop - run.start)).index_copy_(4, keys - run.start, ds)

@@ -19,22 +19,22 @@ number = 0
 
 
 def check(lists: PreparedMask, given: list[Tensor], bias: Tensor | None = None, **flags: object) -> None:
-    """All results of triton in fp32 beside those of eager in fp64."""
+    """Compare all results of triton in fp32 with results of eager in fp64."""
     global number
 
     def call(q: Tensor, k: Tensor, v: Tensor, values: Tensor, sink: Tensor, backend: str) -> object:
         added = Chosen(values) if bias is None else bias
         return attention(q, k, v, lists, added, sink=sink, return_lse=True, backend=backend, **flags)
 
-    found = []
+    both = []
     for backend, dtype in (("triton", torch.float32), ("eager", torch.float64)):
         own = [x.detach().to(dtype).requires_grad_() for x in given]
         if bias is None:
-            found.append(results(lambda *x, b=backend: call(*x, b), own))
+            both.append(results(lambda *x, b=backend: call(*x, b), own))
         else:
             with torch.no_grad():
-                found.append(list(call(*own, backend)))
-    assert_close([x.double() for x in found[0]], [x.double() for x in found[1]], rtol=2e-4, atol=2e-5)
+                both.append(list(call(*own, backend)))
+    assert_close([x.double() for x in both[0]], [x.double() for x in both[1]], rtol=2e-4, atol=2e-5)
     number += 1
 
 

@@ -18,7 +18,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dvalues", "dsink")
 
 @dataclass(frozen=True)
 class ListCase:
-    """A call by what decides it. Letters of values are those of their dims, as in `Case`; R are rows of lists."""
+    """A call by what decides it. The dims of values have letters as in `Case`, and R is the number of rows of lists."""
 
     batch: int = 1
     heads_k: int = 2
@@ -67,7 +67,7 @@ class ListCase:
 
     @property
     def flags(self) -> ListFlags:
-        """What the kernels are told."""
+        """The numbers of the call, as kernels get them."""
         right = 0 if self.is_causal else -1
         scale = 1.3 * self.head_dim**-0.5
         return ListFlags(scale, self.softcap, self.window, right, self.queries, self.keys_each, self.head_dim_v)
@@ -126,9 +126,9 @@ class ListCase:
         again = torch.zeros_like(bad)
         again[..., 1:] = packed[..., 1:] // self.most == packed[..., :-1] // self.most
         packed = torch.where(again, beyond, packed).sort(-1).values
-        gone = packed == beyond
-        keys, slots = (torch.where(gone, -1, x).int() for x in (packed // self.most, packed % self.most))
-        return keys, slots, (~gone).sum(-1).int()
+        dropped = packed == beyond
+        keys, slots = (torch.where(dropped, -1, x).int() for x in (packed // self.most, packed % self.most))
+        return keys, slots, (~dropped).sum(-1).int()
 
 
 @dataclass(frozen=True)
@@ -227,14 +227,14 @@ def dense(
         if sink is not None and sink.grad is not None:
             share = torch.exp(sink.detach()[:, None] - lse.detach())
             sink.grad -= (share * moved).sum((0, 2))
-    found = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad}
+    results = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad}
     others = {"dv": v, "dvalues": values, "dsink": sink}
-    return {**found, **{name: None if t is None else t.grad for name, t in others.items()}}
+    return {**results, **{name: None if t is None else t.grad for name, t in others.items()}}
 
 
 def differences(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> dict[str, float]:
     """By name, the error of a result beside its norm."""
-    found = {}
+    errors = {}
     for name, exact in want.items():
         x = got[name]
         assert (x is None) == (exact is None), name
@@ -244,10 +244,10 @@ def differences(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -
         x, exact = x.double(), exact.double()
         assert torch.equal(x == -math.inf, exact == -math.inf), f"{name}: other empty rows"
         finite = exact > -math.inf
-        # What is zero but for terms that cancel, as dvalues of a list of one entry, is measured against 1.
+        # A result may be zero but for terms that cancel, as dvalues of a list of one entry: it is measured against 1.
         off = (x[finite] - exact[finite]).norm() / exact[finite].norm().clamp(min=1.0)
-        found[name] = off.item()
-    return found
+        errors[name] = off.item()
+    return errors
 
 
 def draw(number: int, dtype: torch.dtype = torch.float32, large: bool = False) -> ListCase:

@@ -159,6 +159,7 @@ OTHER_LAYOUTS: dict[str, tuple[Any, ...]] = {
         None,
     ),
     "by_distance": (ByDistance(1, "clamp", False), ByDistance(2, "zero", False), ByDistance(2, "clamp", True), None),
+    "is_chosen": (True,),
 }
 TENSORS = ("q", "k", "v", "mask", "bias", "sink")
 # `spec` describes the tensors of sequences; the others say how results are handed over, not what runs.

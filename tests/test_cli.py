@@ -90,7 +90,7 @@ def test_explain_hands_every_argument_on(capsys: pytest.CaptureFixture[str]) -> 
     line = (
         "explain --q 2,64,8,32 --kv-heads 2 --seqlen-k 96 --head-dim-v 16 --dtype fp32 --arch cpu --mask 1,1,64,96 "
         "--bias 2,8,64,1 --bias-dtype fp16 --grad --bias-grad --causal --window -1,7 --softcap 20 --softmax-scale 0.5 "
-        "--deterministic --return-lse --backend eager,eager --json"
+        "--deterministic --return-lse --sink --dropout 0.25 --backend eager,eager --json"
     )
     assert main(line.split()) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -112,6 +112,8 @@ def test_explain_hands_every_argument_on(capsys: pytest.CaptureFixture[str]) -> 
         window_size=(-1, 7),
         deterministic=True,
         return_lse=True,
+        sink=True,
+        dropout_p=0.25,
         backend=("eager", "eager"),
     )
     assert printed == json.loads(json.dumps(expected.to_dict()))

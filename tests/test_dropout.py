@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from typing import Any
 
@@ -258,13 +257,6 @@ def test_who_serves_dropout() -> None:
         call(backend="flex")
     padding = explain_problem(**big, dropout_p=0.1, mask=(8, 1, 1, 1024))  # type: ignore[arg-type]
     assert not any("in the order of kept keys" in note for x in padding.verdicts for note in x.notes)
-
-
-def test_the_command_line_knows_dropout(capsys: pytest.CaptureFixture[str]) -> None:
-    from flash_dmattn.__main__ import main
-
-    assert main(["explain", "--q", "2,9,4,16", "--arch", "cpu", "--dtype", "fp32", "--dropout", "0.25", "--json"]) == 0
-    assert "dropout_p 0.25" in json.loads(capsys.readouterr().out)["problem"]
 
 
 def test_threshold_and_scale() -> None:

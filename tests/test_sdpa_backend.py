@@ -28,6 +28,7 @@ from flash_dmattn.problem.inputs import Inputs as Operands
 from flash_dmattn.problem.inputs import Saved
 from flash_dmattn.reference import formula
 from flash_dmattn.sequences import Sequences
+from flash_dmattn.sequences.layout import token_places
 
 QKV = ("q", "k", "v")
 PLAIN = Case(seqlen_q=130, seqlen_k=197, num_heads=4, num_heads_k=4, head_dim=64, dtype=torch.bfloat16, needs_grad=QKV)
@@ -338,6 +339,51 @@ def test_packed_sequences_around_the_operators_of_gpus(
         torch.testing.assert_close(y[0], z, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="a rule refuses sequences there")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "heads_k, dim, dtype", [(4, 64, torch.bfloat16), (1, 128, torch.float16), (2, 256, torch.bfloat16)]
+)
+@pytest.mark.parametrize("has_unused", [False, True])
+def test_packed_sequences_on_a_gpu(
+    has_unused: bool, heads_k: int, dim: int, dtype: torch.dtype, is_causal: bool
+) -> None:
+    """Rows of no sequence hold NaN. Some sequences have more queries than keys, and one has no key."""
+    torch.manual_seed(0)
+    edges_q, edges_k = ([0, 300, 300, 429, 430, 700, 760], [0, 130, 131, 260, 900, 1170, 1170])
+    used: dict[str, Tensor] = {}
+    if has_unused:
+        lengths = {"seqlens_q": [290, 0, 1, 1, 200, 60], "seqlens_k": [130, 1, 64, 640, 200, 0]}
+        used = {name: torch.tensor(values, device=DEVICE) for name, values in lengths.items()}
+    cu = [torch.tensor(edges, device=DEVICE) for edges in (edges_q, edges_k)]
+    sequences = Sequences.packed(*cu, max_seqlen_q=300, max_seqlen_k=640, **used)
+    q, dout = torch.randn(2, 777, 4, dim, dtype=dtype, device=DEVICE)
+    k, v = torch.randn(2, 1200, heads_k, dim, dtype=dtype, device=DEVICE)
+    _, view = sequences.lay_out(q, k, v)
+    inside_q, inside_k = (
+        token_places(view.bounds[:, side].repeat(1, 2), 1, len(x), is_packed=True).is_used
+        for side, x in (((0, 1), q), ((2, 3), k))
+    )
+    call: dict[str, Any] = {"sequences": sequences, "is_causal": is_causal}
+
+    def run_on(name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = flash_dmattn.attention(*leaves, **call, backend=name)
+        gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype))
+        with torch.no_grad():
+            lse = flash_dmattn.attention(*leaves, **call, backend=name, return_lse=True)[1]
+        return out, lse, *gradients
+
+    exact = run_on("eager", *(x.double() for x in (q, k, v)))
+    spoilt = (
+        x.masked_fill(~inside[:, None, None], torch.nan) for x, inside in ((q, inside_q), (k, inside_k), (v, inside_k))
+    )
+    for x, wanted in zip(run_on("sdpa", *spoilt), exact, strict=True):
+        assert torch.equal(x.isneginf(), wanted.isneginf())
+        error = (x.double() - wanted).nan_to_num(0.0, 0.0, 0.0) if x.dim() == 2 else x.double() - wanted
+        assert error.norm() <= 5e-3 * wanted.masked_fill(wanted.isinf(), 0.0).norm()
+
+
 @pytest.mark.parametrize("module", [cuda, efficient])
 def test_the_operators_have_these_arguments(module: Any) -> None:
     """torch 2.9 and later have them."""
@@ -440,8 +486,7 @@ def test_the_choice_of_each_pass_on_a_cpu() -> None:
     small = (1, 8, 2, 16)
     assert chosen() == chosen(**MASK) == chosen(**BIAS) == ("sdpa", "sdpa")
     assert chosen(is_causal=True) == chosen(**BIAS, bias_grad=True) == ("sdpa", "eager")
-    assert chosen(is_causal=True, **MASK) == chosen(is_causal=True, **BIAS) == ("eager", "eager")
-    assert chosen(is_causal=True, kv_heads=4) == ("eager", "eager") and chosen(kv_heads=4) == ("sdpa", "sdpa")
+    assert chosen(is_causal=True, **MASK) == ("eager", "eager") and chosen(is_causal=True, **BIAS) == ("sdpa", "eager")
     assert chosen(window_size=(9, 0)) == chosen(seqlen_k=2048, is_causal=True) == ("eager", "eager")
     assert chosen(q=small, window_size=(3, 0)) == chosen(q=small, is_causal=True) == ("sdpa", "sdpa")
     assert chosen(dtype="fp64") == chosen(dtype="bf16") == chosen(**MASK, mask_prepared=True) == ("eager", "eager")
@@ -472,12 +517,21 @@ def test_few_queries_of_groups_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    "keys, key_mask, pair_mask", [(256, "sdpa", "sdpa"), (400, *["eager"] * 2), (2048, "sdpa", "eager")]
+    "keys, key_mask, pair_mask",
+    [(256, "sdpa", "sdpa"), (400, "eager", "eager"), (1024, "sdpa", "eager"), (4096, "sdpa", "sdpa")],
 )
 def test_causality_beside_a_mask_on_a_cpu(keys: int, key_mask: str, pair_mask: str) -> None:
     call: dict[str, Any] = {"q": (1, keys, 8, 64), "is_causal": True}
     assert chosen(**call, mask=(1, 1, 1, keys))[0] == key_mask
     assert chosen(**call, mask=(1, 1, keys, keys))[0] == pair_mask
+    assert chosen(**call, bias=(1, 8, keys, keys))[0] == key_mask
+
+
+@pytest.mark.parametrize(
+    "keys, kv_heads, backend_of_it", [(512, 2, "eager"), (256, 2, "sdpa"), (512, 8, "sdpa"), (1024, 2, "sdpa")]
+)
+def test_causality_of_groups_on_a_cpu(keys: int, kv_heads: int, backend_of_it: str) -> None:
+    assert chosen(q=(1, keys, 8, 64), kv_heads=kv_heads, is_causal=True)[0] == backend_of_it
 
 
 def test_explain_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from out_of_tree import LACKING, KernelPair, registered
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.explanation import explain_problem
 from flash_dmattn.reference import formula
 
 WITH_SINK = (*ALL, "sink")
@@ -156,18 +155,3 @@ def test_backends_of_other_packages() -> None:
         assert_accurate(on("with"), case, inputs)
         with pytest.raises(flash_dmattn.BackendUnsupportedError, match="- sink is set; this backend does not have it"):
             on("without")
-
-
-def test_what_explain_says_of_a_sink(capsys: pytest.CaptureFixture[str]) -> None:
-    from flash_dmattn.__main__ import main
-
-    words = ["explain", "--q", "2,4096,16,64", "--arch", "sm_90", "--sink", "--grad"]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "sink, gradients dq dk dv dsink" in said
-    problem = explain_problem(q=(2, 9, 4, 16), dtype="fp32", device="cpu", sink=True).problem
-    q = torch.zeros(2, 9, 4, 16)
-    assert problem == flash_dmattn.explain(q, q, q, sink=torch.zeros(4)).problem
-    assert "sink is set on CPU; FlexAttention's CPU kernel does not write lse" in str(
-        flash_dmattn.explain(q, q, q, sink=torch.zeros(4), backend="flex")
-    )

@@ -63,7 +63,11 @@ def described(seed: int) -> AttentionProblem:
     device = "gfx942" if seed % 10 == 0 else rng.choice(("cpu", "sm_75", "sm_80", "sm_90", "sm_100"))
     flags = {name: rng.random() < 0.5 for name in ("grad", "bias_grad", "deterministic", "return_lse")}
     flags["bias_grad"] &= case.bias is not None or case.relative is not None
-    return cuda_forms.described(case, device=device, return_probs=rng.random() < 0.2, **case.dropping(), **flags)
+    problem = cuda_forms.described(case, device=device, return_probs=rng.random() < 0.2, **case.dropping(), **flags)
+    if problem.mask is None or seed % 4 != 1:
+        return problem
+    blocks = {"block_q": rng.choice((1, 1, 256)), "block_k": rng.choice((1, 8, 16))}
+    return problem._replace(mask_form="lists", flags=problem.flags._replace(**blocks))
 
 
 def described_sequences(seed: int) -> AttentionProblem:
@@ -193,6 +197,7 @@ def values(problem: AttentionProblem) -> set[str]:
     actual |= {flag for flag in flags if getattr(problem, flag)}
     actual |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}
     actual |= {str(spec.span()) for spec in (problem.mask, problem.bias) if spec is not None}
+    actual |= {str(problem.flags.block_q), str(problem.flags.block_k)}
     if problem.relative is not None:
         actual |= {str(problem.relative.shape[3])}
     heads = (

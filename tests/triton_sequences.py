@@ -27,11 +27,7 @@ from sequence_calls import SequenceCall, assert_accurate, draw, expected, run_on
 from sequence_cases import SequenceCase
 from torch import Tensor
 
-from flash_dmattn.backends.triton import passes
 from flash_dmattn.backends.triton.backend import BACKEND
-from flash_dmattn.operators import describe_operands
-from flash_dmattn.problem import Flags, NeedsGrad, causal_window
-from flash_dmattn.problem.inputs import Inputs, Saved
 
 # Lengths around the edges of tiles; tiles in the interpreter have 16 to 64 rows.
 LENGTHS = (0, 1, 16, 31, 32, 33, 65) if DEVICE == "cpu" else (0, 1, 31, 32, 33, 127, 128, 129, 300)
@@ -132,28 +128,6 @@ SMALL = SequenceCase(
 )
 
 
-def is_a_dense_call(call: SequenceCall, rng: random.Random) -> None:
-    """Sequences of equal lengths, one behind the other, have the results of the entries of a batch."""
-    count, (seqlen_q, seqlen_k) = 3, rng.choice(((33, 65), (16, 1), (1, 70)))
-    case = SMALL.with_(lengths=((seqlen_q, seqlen_k),) * count, dtype=call.q.dtype, bias=("B", "Hq", "Lq", "Lk"))
-    names = ("is_causal", "window_size", "softcap")
-    packed = case.build(softmax_scale=0.25, **{name: call.flags[name] for name in names})
-    bias = packed.bias
-    q, k, v, dout = (x.unflatten(0, (count, -1)) for x in (packed.q, packed.k, packed.v, packed.dout))
-    left, right = causal_window(packed.flags["is_causal"], packed.flags["window_size"] or (-1, -1))
-    x = Inputs(q, k, v, bias=bias)
-    problem = describe_operands(
-        x, Flags(left, right, 0.25, packed.flags["softcap"], True), NeedsGrad(True, True, True, True)
-    )
-    out, lse = passes.plan_forward(problem)(x)
-    wanted = (out, lse, *passes.plan_backward(problem)(Saved(x, out, lse), dout, None))
-    results = run(packed, deterministic=True)
-    results["lse"] = results["lse"].view(2, count, seqlen_q).transpose(0, 1)
-    limit = 2e-5 if call.q.dtype == torch.float32 else 2e-2 if call.q.dtype == torch.bfloat16 else 4e-3
-    for name, y in zip(("out", "lse", "dq", "dk", "dv", "dbias"), wanted, strict=True):
-        torch.testing.assert_close(results[name].reshape(y.shape), y, atol=limit, rtol=limit)
-
-
 def repeats(call: SequenceCall, rng: random.Random) -> None:
     """A second run has the same bits."""
     assert_same(run(call, deterministic=True), run(call, deterministic=True))
@@ -163,7 +137,6 @@ CHECKS = {
     "accurate": is_accurate,
     "others": ignores_others,
     "bounds": follows_lengths_alone,
-    "dense": is_a_dense_call,
     "repeats": repeats,
 }
 
@@ -274,7 +247,7 @@ MADE = {
     "tiles": masks_of_tiles,
 }
 # In the interpreter, where a draw takes a second.
-DRAWS = {"accurate": 12, "others": 3, "bounds": 3, "dense": 1, "repeats": 2}
+DRAWS = {"accurate": 12, "others": 3, "bounds": 3, "repeats": 2}
 
 
 def drawn(check: str, count: int, first: int = 0) -> Iterator[str | None]:

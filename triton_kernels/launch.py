@@ -32,7 +32,7 @@ def forward(x: Inputs, out: Tensor, lse: Tensor, flags: Flags) -> None:
         groups = x.sequences is None and takes_group_rows(x.q, x.k, x.mask, flags)
         if x.mask.dense is not None and x.sequences is None and not is_short_forward(x.q, x.k, x.v, x.mask):
             x = x._replace(mask=packed_for_forward(x.mask.dense, x.q, x.k, flags, groups))
-        key = ("forward", groups, x.mask.form, flags, *signature(x))
+        key = ("forward", groups, x.mask.form, flags, *signature(*_tensors(x)))
         plans.find(key, lambda: forward_plan(planned_call(x, flags, groups)))(x, out, lse)
 
 
@@ -124,7 +124,7 @@ def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, flags: Flags, need
     with on_device(x.q):
         if x.mask.dense is not None and x.sequences is None and not is_short_backward(x.q, x.k, x.v, x.mask):
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
-        key = ("backward", x.mask.form, needs_grad, flags, *signature(x, dout, dlse, out, lse))
+        key = ("backward", x.mask.form, needs_grad, flags, *signature(*_tensors(x), dout, dlse, out, lse))
         plan = plans.find(key, lambda: backward_plan(planned_call(x, flags), dout, dlse, needs_grad))
         return plan(Saved(x, out, lse), dout, dlse)
 
@@ -154,12 +154,15 @@ plans: Remembered[Callable[..., Any]] = Remembered(4096)
 on_change.append(plans.clear)
 
 
-def signature(x: Inputs, *others: Tensor | None) -> tuple[Any, ...]:
+def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Return all that decides a launch: device, precision, and shape, strides, dtype and alignment of every tensor."""
-    q, k, v, mask, bias, sink, sequences, dropout = x
-    tensors = (q, k, v, bias, sink, dropout, *others, *mask.tensors, *(sequences or ()))
-    parts = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors]
+    parts = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in (q, *others)]
     return (q.get_device(), takes_tf32(q.dtype), *parts)
+
+
+def _tensors(x: Inputs) -> tuple[Any, ...]:
+    q, k, v, mask, bias, sink, sequences, dropout = x
+    return (q, k, v, bias, sink, dropout, *mask.tensors, *(sequences or ()))
 
 
 def unit_rows(x: Tensor) -> Tensor:

@@ -235,8 +235,8 @@ def list_forward(
     """Return out (B, Hq, Lq, Dv), whose heads of a query lie side by side, and lse (B, Hq, Lq), natural, in fp32.
 
     Args:
-        values: (Bv, Hv, Lq or R, slots), Hv 1, Hk or Hq; one for each entry of the lists.
-        bias_key: (1 or B, 1, Hk or Hq, 1, Lk).
+        values: (Bv, Hv, Lq or R, slots), one for each entry of the lists. Hv is 1, Hk or Hq.
+        bias_key: (1 or B, 1 or Hk or Hq, 1, Lk).
         sink: (Hq,).
         tile: in the place of the table's.
     """

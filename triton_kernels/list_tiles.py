@@ -11,11 +11,12 @@ from .kernel_launch import next_power_of_2
 from .tile_table import Tile
 
 T = TypeVar("T")
+# "keys" reads inverse lists; "pairs" makes p and ds, "product" dq out of ds, "rows" the rows out of both.
 ListKernel = Literal["forward", "queries", "keys", "rows", "product", "pairs"]
 
 # Most members of a program, by its largest head dim.
 _MOST_MEMBERS = {128: 128, 256: 64, 512: 64}
-# Keys of a step, warps and stages by members of a program. Of n stages, (n - 1) / 2 reach k and v.
+# Keys of a step, warps and stages by members of a program. Behind an index k and v get (n - 1) / 2 of n stages.
 _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "forward": {
         128: {32: (64, 4, 3), 64: (64, 4, 5), 128: (64, 8, 3)},
@@ -48,8 +49,7 @@ def list_tile(kernel: ListKernel, block_m: int, head_dim: int, dtype: torch.dtyp
     """Return the tile of a kernel whose programs have `block_m` members, or, of "keys", `block_m` keys.
 
     Args:
-        kernel: "forward"; "queries"; "keys", by inverse lists; "pairs", which makes p and ds; "product", dq out of ds;
-            "rows", out of p and ds.
+        kernel: its name.
         block_m: of "keys" it becomes the `block_n` of the tile.
         head_dim: the larger of the padded head dims, without the rest.
         keys_each: keys of a block that an entry names. The entry of a whole step is one number, which takes no stage.

@@ -1,4 +1,4 @@
-"""`IndexScores`: the scores of a selector of keys, of which no tensor of queries times keys exists."""
+"""`IndexScores`: the scores of a selector of keys, without a tensor of queries times keys."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ from . import cpu, cuda, efficient
 # of calls. It converts 16 bits row by row, which costs more.
 _LITTLE_WORK = 2**20
 _LITTLE_WORK_IN_HALF = 2**18
-# With causality the kernel visits blocks of 512 keys whole. Calls without mask and bias are cut into shorter ones.
-_WHOLE_BLOCKS = range(257, 1537)
+# With causality the kernel visits blocks of 512 keys whole, and so most of the hidden ones of calls of so many keys. A
+# mask of pairs is also made into floats, of all pairs.
+_WHOLE_BLOCKS, _WHOLE_BLOCKS_OF_PAIRS = range(257, 769), range(257, 2049)
 # From so many multiplications on, reading keys once for each group of heads, as eager does, counts.
 _GROUPED_WORK = 2**26
 _DECODED_WORK, _WORK_OF_A_QUERY = 2**21, 2**20
@@ -77,9 +78,10 @@ def _skips_few_keys(p: AttentionProblem) -> bool:
     if not cpu.kernel_is_causal(p):
         return False
     if p.mask is None and p.bias is None:
-        return p.num_heads > p.num_heads_k and _work(p) >= _GROUPED_WORK
+        is_grouped = p.num_heads > p.num_heads_k and _work(p) >= _GROUPED_WORK
+        return is_grouped and p.seqlen_k < _WHOLE_BLOCKS.stop
     reads_pairs = p.mask is not None and p.mask.shape[2] > 1
-    return p.seqlen_k in _WHOLE_BLOCKS or (reads_pairs and p.seqlen_k >= _WHOLE_BLOCKS.start)
+    return p.seqlen_k in (_WHOLE_BLOCKS_OF_PAIRS if reads_pairs else _WHOLE_BLOCKS)
 
 
 def _decodes_groups(p: AttentionProblem) -> bool:

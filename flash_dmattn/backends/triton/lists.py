@@ -71,8 +71,8 @@ RULES: tuple[Rule, ...] = (
         "list_bias",
         lambda p: p.mask_form != "lists" or _has_key_bias(p),
         lambda p: (
-            "a bias beside lists has a value for each score, query or distance, or needs a gradient; the kernels of "
-            "lists read one value per key, without a gradient"
+            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; the kernels "
+            "of lists read one value per key, and have no gradient of it"
         ),
         "pass biases.Chosen(values, bias), with zeros for values",
     ),

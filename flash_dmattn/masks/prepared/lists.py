@@ -1,4 +1,4 @@
-"""Makes the tensors of a `ListMask`: of the index of a selector, or of scores, the best of which are chosen."""
+"""Makes the tensors of a `ListMask`, from the index of a selector, or from scores whose best ones it lists."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ordered(
         again = torch.zeros_like(key, dtype=torch.bool)
         again[..., 1:] = key[..., 1:] == key[..., :-1]
         left = ~again & (key < blocks)
-        # What is left moves to the front, in its order; one more place takes the rest.
+        # Remaining entries move to the front, in their order; one more place takes the rest.
         place = torch.where(left, left.cumsum(-1) - 1, places)
         for made, values in ((keys, key), (slots, packed - key * places)):
             moved = made.new_full((*key.shape[:3], places + 1), -1)

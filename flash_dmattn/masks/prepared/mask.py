@@ -638,7 +638,7 @@ class PreparedMask(ABC):
             mask = expand_blocks(chosen[..., :blocks], block_size, seqlen_q, seqlen_k)
 
         No tensor of queries times keys is made, neither here nor by calls. A list is a set: its order, and keys that it
-        names twice, change no result. What the band hides may be listed, and stays hidden.
+        names twice, change no result. A list may name keys that the band hides; they stay hidden.
 
         Args:
             index: integers of 2 dims or more, read from the right as (*batch, Hm, R, K), any strides: a list of K keys

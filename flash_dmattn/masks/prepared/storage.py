@@ -254,7 +254,7 @@ class ListMask(BatchMask):
         return places.scatter_(3, more, self.keys)[..., :-1].contiguous()
 
     def gather(self, scores: torch.Tensor) -> torch.Tensor:
-        """Take from scores of each query and block of keys those that the lists name; differentiable, twice.
+        """Return the scores of the keys or blocks that the lists name; differentiable, twice.
 
         Args:
             scores: (B, H, rows, ceil(Lk / block_k)), with 1, R or Lq rows. B is 1 or as of the lists; H divides their
