@@ -32,7 +32,7 @@ def forward(x: Inputs, out: Tensor, lse: Tensor, flags: Flags) -> None:
         groups = x.sequences is None and takes_group_rows(x.q, x.k, x.mask, flags)
         if x.mask.dense is not None and x.sequences is None and not is_short_forward(x.q, x.k, x.v, x.mask):
             x = x._replace(mask=packed_for_forward(x.mask.dense, x.q, x.k, flags, groups))
-        key = ("forward", groups, x.mask.form, flags, *signature(*_tensors(x)))
+        key = ("forward", groups, x.mask.form, flags, *signature(*tensors_of(x)))
         plans.find(key, lambda: forward_plan(planned_call(x, flags, groups)))(x, out, lse)
 
 
@@ -124,7 +124,7 @@ def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, flags: Flags, need
     with on_device(x.q):
         if x.mask.dense is not None and x.sequences is None and not is_short_backward(x.q, x.k, x.v, x.mask):
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
-        key = ("backward", x.mask.form, needs_grad, flags, *signature(*_tensors(x), dout, dlse, out, lse))
+        key = ("backward", x.mask.form, needs_grad, flags, *signature(*tensors_of(x), dout, dlse, out, lse))
         plan = plans.find(key, lambda: backward_plan(planned_call(x, flags), dout, dlse, needs_grad))
         return plan(Saved(x, out, lse), dout, dlse)
 
@@ -160,7 +160,8 @@ def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     return (q.get_device(), takes_tf32(q.dtype), *parts)
 
 
-def _tensors(x: Inputs) -> tuple[Any, ...]:
+def tensors_of(x: Inputs) -> tuple[Any, ...]:
+    """Return all tensors of a call."""
     q, k, v, mask, bias, sink, sequences, dropout = x
     return (q, k, v, bias, sink, dropout, *mask.tensors, *(sequences or ()))
 

@@ -26,7 +26,7 @@ def forward(x: Inputs, tangents: Tangents, results: tuple[Tensor, ...], flags: F
     own = Tangents(tq, tk, tv, tangents.bias, None if tangents.sink is None else tangents.sink.contiguous())
     bounds, table = (None, None) if x.sequences is None else x.sequences
     with on_device(x.q):
-        key = ("tangents", x.mask.form, flags, *launch.signature(x, *own))
+        key = ("tangents", x.mask.form, flags, *launch.signature(*launch.tensors_of(x), *own))
         plan = launch.plans.find(key, lambda: plan_tangents(x, own, flags))
         read = read_of(x.mask)
         plan(x.q, x.k, x.v, x.bias, *own[:4], *read, *results, x.sink, own.sink, bounds, table, x.dropout)
