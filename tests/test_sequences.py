@@ -368,9 +368,11 @@ def test_explain_tells_of_sequences() -> None:
     text = str(flash_dmattn.explain(torch.randn(1, 1, 2, 16), pool, pool, sequences=paged))
     assert "1 paged sequences of 1 queries each and at most 8 keys in pages of 4" in text
     spec = SequenceSpec("packed", 3, 4096, 4096, 2048, 2048)
-    explanation = explain_problem((1, 4096, 16, 64), sequences=spec, device="sm_90")
-    refused = {v.backend: [r.code for r in v.reasons] for v in explanation.verdicts}
-    assert not [name for name, reasons in refused.items() if "sequences" in reasons]
+    padded = SequenceSpec("padded", 3, 4096, 4096, 4096, 4096)
+    for each, shape, refusing in ((spec, (1, 4096, 16, 64), []), (padded, (3, 4096, 16, 64), ["sdpa"])):
+        explanation = explain_problem(shape, sequences=each, device="sm_90")
+        refused = {v.backend: [r.code for r in v.reasons] for v in explanation.verdicts}
+        assert [name for name, reasons in refused.items() if "sequences" in reasons] == refusing
     assert explanation.problem.features == {"sequences"} and {"sequences", "paged"} <= set(FEATURES)
     spec = SequenceSpec("paged", 2, 1, 512, 1, 512, page_size=64)
     explanation = explain_problem((2, 1, 16, 64), sequences=spec, device="sm_90")

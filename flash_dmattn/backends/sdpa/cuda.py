@@ -86,7 +86,7 @@ def _plan_packed_forward(p: AttentionProblem) -> Forward:
 def _has_packed_pairs(p: AttentionProblem) -> bool:
     """Return whether a class of packed calls may have a pair of a query and a key."""
     assert p.sequences is not None
-    return has_pairs(p) and p.sequences.rows_q > 0 and p.sequences.rows_k > 0
+    return has_pairs(p) and p.sequences.rows_k > 0 and p.seqlen_q > 0 and p.seqlen_k > 0
 
 
 def _edges(x: Inputs) -> tuple[Tensor, Tensor]:
