@@ -82,15 +82,17 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--sample", type=int, help="run so many of each test")
     parser.add_argument("--out", type=Path, help="write counts to this JSON file")
-    parser.add_argument("pytest_arguments", nargs="*")
-    options = parser.parse_args()
+    own, pytest_arguments = sys.argv[1:], []
+    if "--" in own:
+        own, pytest_arguments = own[: own.index("--")], own[own.index("--") + 1 :]
+    options = parser.parse_args(own)
     file = options.checkout / "tests" / "test_flash_attn.py"
     if not file.is_file():
         parser.error(f"{options.checkout} has no tests/test_flash_attn.py; it needs to be a clone of flash-attention")
     stand_in(options.checkout)
     selection = Selection(options.sample)
     arguments = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(options.checkout)]
-    status = int(pytest.main([str(file), *arguments, *options.pytest_arguments], plugins=[selection]))
+    status = int(pytest.main([str(file), *arguments, *pytest_arguments], plugins=[selection]))
     print("| test | passed | failed | skipped by it | left out |\n| --- | --- | --- | --- | --- |")
     for name, counts in selection.counts.items():
         print(f"| {name} | " + " | ".join(str(counts[x]) for x in ("passed", "failed", "skipped", "left out")) + " |")

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window_size": (3, 2)},
     "window to the left, as a list": {"window_size": [2, 0]},
+    "window as a tensor": {"window_size": torch.tensor([3, 1]), "alibi_slopes": SLOPES},
     "softcap": {"softcap": 2.0, "causal": True},
     "ALiBi": {"alibi_slopes": SLOPES},
     "causal ALiBi": {"alibi_slopes": SLOPES, "causal": True},
@@ -60,7 +61,12 @@ def plain(
     if alibi_slopes is not None:
         distance = torch.arange(len(k)) - (torch.arange(len(q))[:, None] + len(k) - len(q))
         bias = -alibi_slopes[:, None, None].double() * distance.abs()
-    flags = {"is_causal": causal, "softmax_scale": softmax_scale, "softcap": softcap, "window_size": tuple(window_size)}
+    flags = {
+        "is_causal": causal,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "window_size": tuple(map(int, window_size)),
+    }
     out, lse = formula.attention(q[None], k[None], v[None], None, bias, **flags)
     return out[0], lse[0]
 
@@ -153,6 +159,18 @@ def test_a_cache_of_one_length() -> None:
     for lengths, used in (({"cache_seqlens": 7}, 7), ({}, 16)):
         out = flash_attn_with_kvcache(q, k, v, **lengths)
         torch.testing.assert_close(out, flash_attn_func(q, k[:, :used], v[:, :used]))
+
+
+def test_a_call_with_pages_has_a_forward_pass_alone() -> None:
+    """As in flash-attn: inputs may require grad, and a backward pass is refused."""
+    q, pool = rows(3, HEADS, DIM), rows(2, 16, HEADS_K, DIM)
+    ends = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 20], dtype=torch.int32)
+    table = torch.tensor([[1, 0]], dtype=torch.int32)
+    out = flash_attn_varlen_func(q, pool, pool, *ends, 3, 20, causal=True, block_table=table)
+    keys = pool[table[0].long()].flatten(0, 1)[:20]
+    torch.testing.assert_close(out, plain(q, keys, keys, causal=True)[0])
+    with pytest.raises(RuntimeError, match="keys in pages have no gradients"):
+        out.sum().backward()
 
 
 def test_rows_without_keys() -> None:

@@ -11,7 +11,7 @@ All functions share these arguments:
 
 - `dropout_p`, `softmax_scale` (None means D ** -0.5) and `softcap`, as in `attention`;
 - `causal`: query i attends to keys j <= i + Lk - Lq;
-- `window_size`: (left, right), -1 for an unlimited side;
+- `window_size`: (left, right), also as a tensor; -1 for an unlimited side;
 - `alibi_slopes`: float32 (H,) or (B, H): adds -slope * |i + Lk - Lq - j| to the score of query i and key j. Where no
   later key is seen, this costs one number for each key; elsewhere a float32 bias of (1 or B, H, Lq, Lk);
 - `deterministic`: True asks for gradients with equal bits from run to run; False follows torch's global setting;
@@ -50,12 +50,32 @@ class _Batch(NamedTuple):
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
 
+    @property
+    def is_paged(self) -> bool:
+        return self.sequences is not None and self.sequences.block_table is not None
+
+
+class _ForwardAlone(torch.autograd.Function):
+    """Give out of pages, as flash-attn does where inputs require grad, and refuse its backward pass."""
+
+    @staticmethod
+    def forward(q: Tensor, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        raise RuntimeError("keys in pages have no gradients; call without block_table to train")
+
 
 class _Options(NamedTuple):
     dropout_p: float
     softmax_scale: float | None
     causal: bool
-    window_size: tuple[int, int]
+    window_size: Any  # a pair, or a tensor of two
     softcap: float
     alibi_slopes: Tensor | None
     deterministic: bool
@@ -308,8 +328,18 @@ def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -> Any:
+    if isinstance(options.window_size, Tensor):  # flash-attn takes any two numbers, and its own tests pass a tensor
+        options = options._replace(window_size=tuple(options.window_size.tolist()))
     if options.return_lse and options.dropout_p > 0:
         raise NotImplementedError("return_attn_probs is True beside dropout_p; dropped probabilities are never stored")
+    if batch.is_paged and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        with torch.no_grad():
+            results = _attend(q, k, v, options, batch)
+        return (
+            _ForwardAlone.apply(q, results)
+            if isinstance(results, Tensor)
+            else (_ForwardAlone.apply(q, results[0]), *results[1:])
+        )
     bias = shift = None
     if options.alibi_slopes is not None:
         bias, shift = _alibi(options.alibi_slopes, q, k, options, batch)
