@@ -453,8 +453,8 @@ ORDERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "bias": (BIAS, ["flex", "triton", "sdpa"]),
     "dbias": (BIAS | {"bias_grad": True}, ["triton", "flex", "sdpa"]),
     "fp32": ({"dtype": "fp32"}, ["flex", "triton", "sdpa"]),
-    "packed": (ROWS, ["sdpa", "triton", "flex"]),
-    "packed, window": (ROWS | {"window_size": (64, 0)}, ["sdpa", "triton", "flex"]),
+    "packed": (ROWS, ["triton", "sdpa", "flex"]),
+    "packed, window": (ROWS | {"window_size": (64, 0)}, ["triton", "sdpa", "flex"]),
 }
 
 

@@ -436,9 +436,10 @@ def usual_order(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _order(is_plain: bool, has_dbias: bool, has_sequences: bool) -> tuple[str, ...]:
-    # sdpa compiles nothing, triton has fast kernels for dbias, and flex copies sequences into rows of its own.
+    # sdpa compiles nothing, triton has fast kernels for dbias, and flex copies sequences into rows of its own. Packed
+    # sequences have run on a GPU with triton alone so far.
     if is_plain:
-        return ("sdpa", "triton", "flex") if has_sequences else ("sdpa", "flex", "triton")
+        return ("triton", "sdpa", "flex") if has_sequences else ("sdpa", "flex", "triton")
     return ("triton", "flex", "sdpa") if has_dbias or has_sequences else ("flex", "triton", "sdpa")
 
 
