@@ -53,11 +53,11 @@ def test_gradients_by_key(bias_shape: Any, heads: tuple[int, int], compact: bool
     with_nan = (x.masked_fill(dead, torch.nan) for x in (k, v))
     x = Inputs(q, *with_nan, prepared.view, bias)
     ordered = Ordered(describe_operands(x, flags, NeedsGrad(True, True, True, bias is not None)), x)
-    words = ordered.mask.tensors[0]
+    words = ordered.inputs.mask.tensors[0]
     start, stop = words & 0xFFFFFFFF, words >> 32
     rows = torch.arange(LQ)[:, None]
     allowed = ((rows >= start[:, :, None]) & (rows < stop[:, :, None]))[..., : prepared.num_places]
-    assert ordered.k.shape[1] == ordered.v.shape[1] == prepared.num_places
+    assert ordered.inputs.k.shape[1] == ordered.inputs.v.shape[1] == prepared.num_places
 
     def spread(x: Tensor | None) -> Tensor | None:
         """A bias for each query head, as the formula takes it, in fp64."""
@@ -74,7 +74,7 @@ def test_gradients_by_key(bias_shape: Any, heads: tuple[int, int], compact: bool
             actual[3] = ds.sum_to_size(bias.shape)
         return actual
 
-    dq, dk, dv, dbias = gradients(ordered.k, ordered.v, allowed, ordered.bias)
+    dq, dk, dv, dbias = gradients(ordered.inputs.k, ordered.inputs.v, allowed, ordered.inputs.bias)
     actual = (dq, ordered.by_key(dk), ordered.by_key(dv), ordered.bias_by_key(dbias))
     wanted = gradients(k, v, prepared.dense(), bias)
     assert not actual[1].masked_select(dead).any() and not actual[2].masked_select(dead).any()
