@@ -16,8 +16,10 @@ from compiled_triton import (
     Variant,
     append_jobs,
     jobs_of,
+    list_jobs,
     packing_jobs,
     sequence_packing_jobs,
+    tangent_jobs,
 )
 from compiled_variants import SEQUENCE_VARIANTS, VARIANTS
 
@@ -29,7 +31,8 @@ ARCHS = tuple(gpu.arch for gpu in GPUS)
 # Kernels that multiply matrices. The others hold little, and take a second to compile for all GPUs.
 PRODUCTS = (
     *("forward", "backward_keys", "backward_queries", "backward_product", "backward_bias"),
-    *("backward_diagonals", "short_forward", "short_backward", "pairs", "pair_rows", "pair_columns"),
+    *("backward_diagonals", "short_forward", "short_backward", "pairs", "pair_rows", "pair_columns", "tangents"),
+    *("list_forward", "list_queries", "list_keys", "list_pairs", "list_product", "list_rows"),
 )
 # The instructions of tensor cores: in this order of sm_100, sm_90, every NVIDIA GPU and AMD's GPUs. If a tile asks for
 # more than the GPU has, the compiler may make a kernel that traps, without an error.
@@ -89,6 +92,8 @@ def catalogue(
         listed = [Entry("-", "packing", 0, job) for job in packing_jobs(arch)]
         listed += [Entry("-", f"{SEQUENCES}packing", 0, job) for job in sequence_packing_jobs(arch)]
         listed += [Entry("-", "append", 0, job) for job in append_jobs(arch)]
+        if "bf16" in dtypes:
+            listed += [Entry("bf16", f"lists, {dim}", dim, job) for dim in (128, 576) for job in list_jobs(arch, dim)]
         for dtype in dtypes:
             for name, fields in VARIANTS.items():
                 variant = Variant(**fields)
@@ -100,6 +105,11 @@ def catalogue(
                 if dtype == "fp32" and variant.head_dim > MAX_FP32_HEAD_DIM:  # whose gradients a rule refuses
                     jobs = [job for job in jobs if job.name in ("forward", "combine")]
                 listed += [Entry(dtype, name, variant.head_dim, job) for job in jobs]
+            # The widest heads that forward mode takes there.
+            widest = 64 if dtype == "fp32" else 256 if arch.startswith("sm_") else 128
+            for dim in (d for d in (64, 128, 256) if d <= widest):
+                jobs = tangent_jobs(arch, DTYPES[dtype], dim)
+                listed += [Entry(dtype, f"forward mode, {dim}", dim, job) for job in jobs]
             for name, fields in SEQUENCE_VARIANTS.items() if dtype == "bf16" else ():
                 sequence_variant = SequenceVariant(**fields)
                 jobs = jobs_of(sequence_variant, arch)

@@ -26,12 +26,21 @@ from flash_dmattn.masks.prepared.packing import TILE, tiles
 from flash_dmattn.masks.prepared.sequence_packing import MaskPacking
 from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceSpec, SequenceView
 from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.reference.tangents import Tangents
 from flash_dmattn.sequences.cache_writes import CacheWrite
 from flash_dmattn.triton_kernels import append, interval_pack, key_pack, mask_pack, sequence_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
-from flash_dmattn.triton_kernels.plan import Call
+from flash_dmattn.triton_kernels.list_calls import (
+    ListCall,
+    ListFlags,
+    ListNeeds,
+    plan_list_backward,
+    plan_list_forward,
+)
+from flash_dmattn.triton_kernels.plan import Call, read_of
 from flash_dmattn.triton_kernels.plan_sequences import SequenceCall
+from flash_dmattn.triton_kernels.plan_tangents import plan_tangents
 
 
 class Kernel(NamedTuple):
@@ -365,6 +374,50 @@ def append_jobs(arch: str) -> list[Job]:
                 cache = meta(*((1, 65536) if layout == "packed" else (4, 16384)), 8, 128)
                 in_pages = table if layout.startswith("paged") else None
                 append.write(CacheWrite(cache, cache, new, new, bounds, in_pages, layout))
+    return jobs
+
+
+def tangent_jobs(arch: str, dtype: torch.dtype, head_dim: int) -> list[Job]:
+    """The kernel of forward mode: every tangent beside a bias in 16 or 32 bits, and those of q, k and v alone."""
+    jobs, record = recorder(arch)
+    flags, score = Flags(-1, 0, 0.125, 0.0, False), ("1", "Hq", "Lq", "Lk")
+    biases: dict[str, dict[str, Any]] = {"own": {"bias": score}, "fp32": {"bias": score, "bias_dtype": torch.float32}}
+    with mock.patch("flash_dmattn.triton_kernels.plan.device_arch", return_value=arch):
+        for fields in (*biases.values(), {}):
+            variant = Variant(head_dim, dtype=dtype, **fields)
+            rows, bias = [variant.rows(2048, 16) for _ in range(3)], variant.call(arch).bias
+            x, tangents = Inputs(*rows, MaskView("none"), bias), Tangents(*rows, bias, None)
+            out, lse = torch.empty_like(rows[0]), torch.empty(4, 16, 2048, device="meta")
+            plan, read = plan_tangents(x, tangents, flags), read_of(x.mask)
+            record(plan, *rows, bias, *tangents[:4], *read, out, lse, out, lse, None, None, None, None, None)
+    return jobs
+
+
+def list_jobs(arch: str, head_dim: int) -> list[Job]:
+    """The kernels of lists, in both passes: single keys and blocks of 64, or keys of 576 with values inside them."""
+    jobs, record = recorder(arch)
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    # Query heads of a key head, head dim of v, keys of an entry, entries.
+    calls = ((128, 512, 1, 512),) if head_dim == 576 else ((16, head_dim, 1, 512), (16, head_dim, 64, 16))
+    with (
+        mock.patch.object(Launch, "__call__", record),
+        mock.patch("flash_dmattn.triton_kernels.list_calls.device_arch", return_value=arch),
+    ):
+        for group, dim_v, keys_each, entries in calls:
+            q, k = meta(1, group, 4096, head_dim), meta(1, 1, 4096, head_dim)
+            v = None if head_dim != dim_v else meta(1, 1, 4096, dim_v)
+            keys, count = meta(1, 1, 4096, entries, dtype=torch.int32), meta(1, 1, 4096, dtype=torch.int32)
+            values = meta(1, 1, 4096, entries, dtype=torch.float32)
+            out, lse = meta(1, group, 4096, dim_v), meta(1, group, 4096, dtype=torch.float32)
+            flags = ListFlags(head_dim**-0.5, 0.0, -1, -1, 1, keys_each, dim_v)
+            call = ListCall(q, k, v, keys, None, values, None, None, flags)
+            lists = (q, k, v, keys, count, None, values, None, None)
+            plan_list_forward(call)(*lists, out, lse)
+            needs = ListNeeds(True, True, v is not None, True, False)
+            plan_list_backward(call, out, out, None, needs, {})(*lists, out, None, out, lse, None)
     return jobs
 
 

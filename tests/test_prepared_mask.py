@@ -348,6 +348,9 @@ KINDS = {
     "IntervalMask": PreparedMask.from_topk(torch.randn(1, 2, 1, 9), 3, seqlen_q=6, is_causal=True),
     "SequenceTileMask": PreparedMask.from_mask(ALLOWED[0, :, :, :4], sequences=TOGETHER, seqlen_q=6, seqlen_k=6),
     "TreeMask": PreparedMask.from_tree(torch.ones(1, 3, 3, dtype=torch.bool)),
+    "ListMask": PreparedMask.from_lists(
+        torch.tensor([[0, 5, -1], [2, 1, 7]]), seqlen_q=6, seqlen_k=9, block_size=(3, 1)
+    ),
 }
 FIELDS = [(name, field.name) for name, one in KINDS.items() for field in dataclasses.fields(one) if field.init]
 

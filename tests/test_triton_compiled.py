@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases import DEVICE
@@ -183,10 +185,17 @@ def test_a_shared_dbias_is_compiled_beside_a_set_of_keys_and_dropout() -> None:
     assert last.name == "backward_bias" and "mma" in last.compile().text
 
 
-def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compiled_triton import Variant, run_plans
+FORWARD_MODE = (
+    ("sm_90", torch.bfloat16, (64, 128, 256)),
+    ("sm_80", torch.bfloat16, (64, 128, 256)),
+    ("sm_90", torch.float32, (64,)),
+)
 
-    from flash_dmattn.triton_kernels import plan, tile_table
+
+def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from compiled_triton import Variant, run_plans, tangent_jobs
+
+    from flash_dmattn.triton_kernels import plan, plan_tangents, tile_table
 
     rows: dict[int, str] = {}
     for name, table in vars(tile_table).items():
@@ -197,16 +206,21 @@ def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch
                 assert all(tile.block_n >= plan.MOST_FEW_KEYS for tile in part.values())
     assert len(rows) > 30
 
-    tile_of = plan.tile_of
+    def recorded(choose: Callable[..., tile_table.Tile]) -> Callable[..., tile_table.Tile]:
+        def run(*arguments: object, **kinds: int) -> tile_table.Tile:
+            tile = choose(*arguments, **kinds)
+            rows.pop(id(tile), None)
+            return tile
 
-    def recorded(*arguments: object, **kinds: int) -> tile_table.Tile:
-        tile = tile_of(*arguments, **kinds)
-        rows.pop(id(tile), None)
-        return tile
+        return run
 
-    monkeypatch.setattr(plan, "tile_of", recorded)
+    monkeypatch.setattr(plan, "tile_of", recorded(plan.tile_of))
+    monkeypatch.setattr(plan_tangents, "tangents_tile", recorded(plan_tangents.tangents_tile))
     for name, capability in PLANNED:
         run_plans(Variant(**VARIANTS[name]).call(f"sm_{capability}"), lambda *_: None)
+    for arch, dtype, dims in FORWARD_MODE:
+        for dim in dims:
+            tangent_jobs(arch, dtype, dim)
     assert not rows
 
 

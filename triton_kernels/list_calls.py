@@ -178,7 +178,7 @@ class ListCall:
         if kernel == "keys":
             size = max(16, next_power_of_2(self.flags.keys_each))
         else:
-            size = members_of_program(kernel, self.members, head_dim, self.dtype)
+            size = members_of_program(kernel, self.members, head_dim, self.dtype, self.arch)
         return list_tile(kernel, size, head_dim, self.dtype, self.arch, self.flags.keys_each)
 
     def launch(self, kernel: Any, programs: int, tile: Tile, **own: Any) -> Launch:

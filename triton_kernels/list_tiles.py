@@ -38,9 +38,11 @@ _SM90_ROWS = {32: (64, 4, 3), 64: (128, 4, 3), 128: (128, 8, 3)}
 _SMALL_STEP = {128: (32, 4, 3), 256: (32, 4, 1), 512: (16, 8, 1)}
 
 
-def members_of_program(kernel: ListKernel, members: int, head_dim: int, dtype: torch.dtype) -> int:
+def members_of_program(kernel: ListKernel, members: int, head_dim: int, dtype: torch.dtype, arch: str) -> int:
     """Return how many members a program has."""
     most = 128 if kernel in ("product", "pairs", "rows") else _row(_MOST_MEMBERS, head_dim)
+    if most < 128 < head_dim // 2 and shared_bytes(arch) <= 99 * KIB:
+        most = 32  # queries of 512 channels leave keys too little
     low = 16 if dtype == torch.float32 and head_dim > 128 else 32 if dtype == torch.float32 else 128
     return min(max(16, next_power_of_2(members)), most, low)
 

@@ -440,7 +440,7 @@ _SM90_TANGENTS = {
     256: Tile(32, 32, 8, 1),
 }
 _SM90_TANGENTS_POINTERS = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 1)}
-_SM80_TANGENTS = {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 1), 256: Tile(16, 32, 4, 1)}
+_SM80_TANGENTS = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)}
 _FP32_TANGENTS = {64: Tile(16, 32, 4, 1)}
 _GFX_TANGENTS = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)}
 
