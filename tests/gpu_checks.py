@@ -47,6 +47,7 @@ CALLS = {
     ("sequences", "triton"): (range(10000, 22000, 1000), 25),
     ("trees", "triton"): (range(0, 8000, 1000), 20),
     ("trees", "eager"): (range(0, 2000, 1000), 200),
+    ("tangents", "triton"): (range(0, 8000, 1000), 25),
 }
 SANITIZED_INTERVALS = 5
 SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("calls", "edges"))
@@ -57,7 +58,7 @@ GROUPS = {
     "dropout": (3, 120, ("dropout", "cuda_dropout", "sinks")),
     "ways": (2, 60, ("plans", "heads_first", "cuda_dbias_out", "cuda_decoding", "cuda_parts")),
     "forward_ways": (2, 60, ("cuda_one_mask_row", "cuda_held_bias")),
-    "found": (2, 60, ("find_intervals", "interval_mask")),
+    "found": (2, 60, ("find_intervals", "interval_mask", "lists", "safety")),
 }
 # GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), the parts that run triton so, and how many processes draw
 # random calls of each kind. Large sizes, which no architecture decides, and the memory checkers are left out.
