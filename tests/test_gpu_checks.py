@@ -137,7 +137,7 @@ def test_forced_parts_run_triton_alone_as_for_the_other_gpu() -> None:
     names = [each.name.removeprefix("sm_80-") for each in parts[:half]]
     assert [f"sm_120-{name}" for name in names] == [each.name for each in parts[half:]]
     assert {*gpu_checks.FORCED_SUITES, "instructions"} <= set(names) and len(set(names)) == half
-    assert sum("-triton-" in name for name in names) == 2 * 4
+    assert sum("-triton-" in name for name in names) == 2 * 5
     for each in parts:
         assert each.environment["TRITON_OVERRIDE_ARCH"] == each.name.partition("-")[0].replace("_", "")
         words = each.command
