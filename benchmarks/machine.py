@@ -33,9 +33,14 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         version = _version(package)
         if version is not None:
             description[package] = version
-    description["commit"] = commit or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
+    description["commit"] = commit or commit_of(ROOT)
     description["rates"] = rates_of(device, name)._asdict()
     return description
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of a checkout, marked where files differ from it; "unknown" where git cannot tell."""
+    return _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*")
 
 
 def identity(machine: dict[str, Any]) -> dict[str, Any]:

@@ -32,12 +32,10 @@ from .definition import (
 from .dispatch.plan import Plan, backward_pass, laid_anew
 from .dispatch.registry import last_resort
 from .dispatch.selection import choice_in_force, select_backward, select_pair, select_tangents
-from .forward_mode import TangentGradients, run_tangents, take_apart
+from .forward_mode import NUM_INPUTS, TangentGradients, run_tangents, take_apart
 from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
 from .problem.inputs import Inputs, as_arrived, parts_of, result_in_rows
 from .reference.tangents import Tangents
-
-_NUM_INPUTS = len(NeedsGrad._fields)
 
 
 def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -143,7 +141,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
 
 def _gradients_in_forward_mode(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *kept: Any) -> Gradients:
     """Return the five gradients that autograd asks for: inside of jvp tensors did not tell that they need them."""
-    plan, needs_grad = ctx.plan, NeedsGrad(*ctx.needs_input_grad[1 : 1 + _NUM_INPUTS])
+    plan, needs_grad = ctx.plan, NeedsGrad(*ctx.needs_input_grad[1 : 1 + NUM_INPUTS])
     if not any(needs_grad) or (dout is None and dlse is None):
         return None, None, None, None, None
     if needs_grad != plan.problem.needs_grad:
@@ -238,7 +236,7 @@ class DualAttention(TransformedAttention):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         """Return the tangents of out and lse."""
         x, _ = take_apart(ctx.plan.parts.inputs(*ctx.saved_tensors[2:]))
-        return _attend_with_tangents(ctx.plan, x, Tangents(*tangents[:_NUM_INPUTS]))[2:]
+        return _attend_with_tangents(ctx.plan, x, Tangents(*tangents[:NUM_INPUTS]))[2:]
 
 
 class TangentAttention(torch.autograd.Function):
@@ -263,20 +261,20 @@ class TangentAttention(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass of the call, or where the loss contains tangents the one that has their gradients."""
         plan, (out, lse, *tensors), needs_grad = ctx.plan, ctx.saved_tensors, tuple(ctx.needs_input_grad[1:])
-        others = (None,) * (len(tensors) - 2 * _NUM_INPUTS)
+        others = (None,) * (len(tensors) - 2 * NUM_INPUTS)
         if all(x is None for x in cotangents):
             return (None,) * (1 + len(tensors))
         if cotangents[2] is None and cotangents[3] is None:
             x, _ = _apart(plan, tensors)
             inputs = (x.q, x.k, x.v, x.bias, x.sink, *x.others)
             gradients = _gradients_in_forward_mode(ctx, *cotangents[:2], out, lse, *inputs)
-            return None, *gradients, *(None,) * _NUM_INPUTS, *others
+            return None, *gradients, *(None,) * NUM_INPUTS, *others
         if is_batched(*cotangents):
             raise NotImplementedError(
                 "attention has no gradients of tangents in a batch (is_grads_batched=True); "
                 "ask for one after the other, or map torch.func.vjp by torch.func.vmap"
             )
-        needed = needs_grad[: 2 * _NUM_INPUTS]
+        needed = needs_grad[: 2 * NUM_INPUTS]
         return None, *TangentGradients.apply(plan, needed, *cotangents, lse, *tensors), *others
 
     @staticmethod
@@ -303,7 +301,7 @@ class TangentAttention(torch.autograd.Function):
 
 def _apart(plan: Plan, tensors: Sequence[Any]) -> tuple[Inputs, Tangents]:
     """Read the arguments of `TangentAttention` after the plan."""
-    inputs, tangents, others = tensors[:_NUM_INPUTS], tensors[_NUM_INPUTS : 2 * _NUM_INPUTS], tensors[2 * _NUM_INPUTS :]
+    inputs, tangents, others = tensors[:NUM_INPUTS], tensors[NUM_INPUTS : 2 * NUM_INPUTS], tensors[2 * NUM_INPUTS :]
     return plan.parts.inputs(*inputs, *others), Tangents(*tangents)
 
 
@@ -401,12 +399,12 @@ class DualAttentionBackward(AttentionBackward):
         plan: Plan = ctx.plan
         saved = [None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
         dout, dlse, _out, lse, *tensors = saved
-        inputs, others = tensors[:_NUM_INPUTS], tensors[_NUM_INPUTS:]
-        tdout, tdlse, _tout, _tlse, *own = tangents[: 4 + _NUM_INPUTS]
-        needs_grad = (*plan.problem.needs_grad, *(False,) * _NUM_INPUTS)
+        inputs, others = tensors[:NUM_INPUTS], tensors[NUM_INPUTS:]
+        tdout, tdlse, _tout, _tlse, *own = tangents[: 4 + NUM_INPUTS]
+        needs_grad = (*plan.problem.needs_grad, *(False,) * NUM_INPUTS)
         sent = (tdout, tdlse, dout, dlse)
         gradients: Gradients = TangentGradients.apply(plan, needs_grad, *sent, lse, *inputs, *own, *others)
-        return gradients[:_NUM_INPUTS]
+        return gradients[:NUM_INPUTS]
 
 
 def _runs_one_by_one(plan: Plan) -> bool:

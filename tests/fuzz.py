@@ -30,9 +30,10 @@ if __name__ == "__main__" and "interpreter" in sys.argv[1:]:
 
 import torch  # noqa: E402
 from outcomes import outcome_of  # noqa: E402
-from run_calls import FEATURES, Check, Place, place_of  # noqa: E402
+from run_calls import Check, Place, place_of, run_number  # noqa: E402
 
 import flash_dmattn  # noqa: E402
+from benchmarks.machine import commit_of  # noqa: E402
 
 # The kinds that each place serves; a file is the emulated GPU.
 KINDS = {
@@ -49,13 +50,13 @@ PROGRESS_SECONDS = 5.0
 
 
 class Tally:
-    """The record of all runs in each place, in a file: the next number of each kind, counts, and the calls that
-    failed."""
+    """The record of all runs, in a file: by place and kind of calls the next number, counts, and what failed."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"places": {}}
-        self.content.update(commit=_commit(), date=datetime.now(timezone.utc).strftime("%Y-%m-%d"), device=_device())
+        today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+        self.content.update(commit=commit_of(ROOT), date=today, device=_device())
 
     def of(self, place: str, kind: str) -> dict[str, Any]:
         """Return the line of a place and a kind of calls."""
@@ -77,11 +78,6 @@ class Tally:
             for line in kinds.values():
                 total.update(passed=line["passed"], refused=line["refused"], failed=len(line["failed"]))
         return total
-
-
-def _commit() -> str:
-    asked = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return asked.stdout.strip() or "unknown"
 
 
 def _device() -> str:
@@ -115,16 +111,11 @@ def shrink(check: Check, outcome: str, seconds: float = SHRINKING_SECONDS) -> st
 def run_one(place: Place, name: str, kind: str, line: dict[str, Any], step: int) -> str | None:
     """Run the next call of a kind, `step` numbers further each time; what failed, in words."""
     number, line["next"] = line["next"], line["next"] + step
-    check = FEATURES[kind](place, number)
-    if check is None:
+    ran = run_number(place, kind, number)
+    if ran is None:
         line["refused"] += 1
         return None
-    machine = place.prepare(kind, number)
-    try:
-        outcome = outcome_of(check.run, f"number {number}: {check.told}, {machine}")
-    except flash_dmattn.BackendUnsupportedError:
-        line["refused"] += 1
-        return None
+    check, outcome = ran
     if outcome is None:
         line["passed"] += 1
         return None

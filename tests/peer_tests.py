@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import types
 from collections import Counter, defaultdict
@@ -25,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
 
+from benchmarks.machine import commit_of  # noqa: E402
 from flash_dmattn.integrations import flash_attn  # noqa: E402
 
 ENTRY_POINTS = ("test_flash_attn_generator_arg_must_be_none",)
@@ -97,10 +97,7 @@ def main() -> int:
     for name, counts in selection.counts.items():
         print(f"| {name} | " + " | ".join(str(counts[x]) for x in ("passed", "failed", "skipped", "left out")) + " |")
     if options.out is not None:
-        asked = subprocess.run(
-            ["git", "log", "-1", "--format=%h"], cwd=options.checkout, capture_output=True, text=True
-        )
-        content = {"checkout": asked.stdout.strip(), "tests": selection.counts, "failed": selection.failed}
+        content = {"checkout": commit_of(options.checkout), "tests": selection.counts, "failed": selection.failed}
         options.out.write_text(json.dumps(content, indent=1))
     return status
 

@@ -63,7 +63,7 @@ def their_tests() -> list[str]:
             numbers = (str(counts.get(word, 0)) for word in ("passed", "failed", "skipped", "left out"))
             rows.append(f"| `{name}` | {' | '.join(numbers)} |")
         numbers = (f"{total[word]:,}" for word in ("passed", "failed", "skipped", "left out"))
-        rows.append(f"| all, of commit {content['checkout'] or 'unknown'} | {' | '.join(numbers)} |")
+        rows.append(f"| all, of commit {content['checkout']} | {' | '.join(numbers)} |")
     return rows
 
 
@@ -96,8 +96,8 @@ def written(page: str) -> str:
         text, mark, rest = rest.partition(BEGIN)
         if not mark:
             raise ValueError(f"{PAGE.name} has no mark for the table below {heading!r}")
-        after = rest.partition("\n## ")
-        page = f"{before}{title}{text}{BEGIN}\n\n" + "\n".join(rows) + "\n" + "".join(after[1:] and ("\n## ", after[2]))
+        _, mark, rest = rest.partition("\n## ")
+        page = f"{before}{title}{text}{BEGIN}\n\n" + "\n".join(rows) + "\n" + mark + rest
     return page
 
 

@@ -366,21 +366,27 @@ FEATURES: dict[str, Callable[[Any, int], Check | None]] = {
 }
 
 
+def run_number(place: Place, features: str, number: int) -> tuple[Check, str | None] | None:
+    """Run the call of a number. Return its check, and None or what failed; None alone where a rule refuses the call."""
+    check = FEATURES[features](place, number)
+    if check is None:
+        return None
+    machine = place.prepare(features, number)
+    try:
+        return check, outcome_of(check.run, f"number {number}: {check.told}, {machine}")
+    except flash_dmattn.BackendUnsupportedError:
+        return None
+
+
 def outcomes(place: Place, features: str, first: int, count: int) -> Iterator[str | None]:
     """Run calls from a number on until so many were served, and yield their outcomes."""
     for number in itertools.count(first):
         if count == 0:
             return
-        checked = FEATURES[features](place, number)
-        if checked is None:
-            continue
-        machine = place.prepare(features, number)
-        try:
-            outcome = outcome_of(checked.run, f"number {number}: {checked.told}, {machine}")
-        except flash_dmattn.BackendUnsupportedError:
-            continue
-        yield outcome
-        count -= 1
+        ran = run_number(place, features, number)
+        if ran is not None:
+            yield ran[1]
+            count -= 1
 
 
 def main() -> int:

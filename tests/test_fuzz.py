@@ -8,6 +8,7 @@ from pathlib import Path
 import fuzz
 import pytest
 import reliability
+import run_calls
 from cases import Case
 from draws import Drawn, simpler
 from run_calls import Check
@@ -52,7 +53,7 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = Case(is_causal=True, seqlen_q=9)
-    monkeypatch.setitem(fuzz.FEATURES, "dense", lambda place, number: failing(Drawn(case)))
+    monkeypatch.setitem(run_calls.FEATURES, "dense", lambda place, number: failing(Drawn(case)))
     monkeypatch.setitem(fuzz.KINDS, "eager", ("dense",))
     tally = fuzz.Tally(tmp_path / "one.json")
     assert not fuzz.run(["eager"], tally, 1, 600, 7, 1)

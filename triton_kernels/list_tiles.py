@@ -16,6 +16,7 @@ ListKernel = Literal["forward", "queries", "keys", "rows", "product", "pairs"]
 
 # Most members of a program, by its largest head dim.
 _MOST_MEMBERS = {128: 128, 256: 64, 512: 64}
+_MOST_MEMBERS_99_KB = {128: 128, 256: 64, 512: 32}
 # Keys of a step, warps and stages by members of a program. Behind an index k and v get (n - 1) / 2 of n stages.
 _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "forward": {
@@ -40,9 +41,8 @@ _SMALL_STEP = {128: (32, 4, 3), 256: (32, 4, 1), 512: (16, 8, 1)}
 
 def members_of_program(kernel: ListKernel, members: int, head_dim: int, dtype: torch.dtype, arch: str) -> int:
     """Return how many members a program has."""
-    most = 128 if kernel in ("product", "pairs", "rows") else _row(_MOST_MEMBERS, head_dim)
-    if most < 128 < head_dim // 2 and shared_bytes(arch) <= 99 * KIB:
-        most = 32  # queries of 512 channels leave keys too little
+    table = _MOST_MEMBERS if shared_bytes(arch) > 99 * KIB else _MOST_MEMBERS_99_KB
+    most = 128 if kernel in ("product", "pairs", "rows") else _row(table, head_dim)
     low = 16 if dtype == torch.float32 and head_dim > 128 else 32 if dtype == torch.float32 else 128
     return min(max(16, next_power_of_2(members)), most, low)
 
