@@ -1,7 +1,8 @@
 """Train a selector of keys through attention, beside one with a loss of its own, and one that stays as it is.
 
-A sequence has pairs of a key and a value, then questions: keys alone, each of which asks for its value. One of many
-tokens matters to a query. A selector, two narrow heads, lists a few tokens for each query; attention reads no others.
+A sequence has pairs of a key and a value, then questions. A question is one of the keys, and its answer is the value:
+one token of many matters to a query. A selector, two narrow heads, lists a few tokens for each query, and attention
+reads no others.
 
 * "through attention": attention adds the selector's scores to its own, as `biases.Chosen`. The loss of the model
   trains the selector.

@@ -380,8 +380,8 @@ class AttentionBackward(torch.autograd.Function):
         # torch.func.vjp, unlike autograd.grad, also works under torch.func transforms.
         pull = torch.func.vjp(gradients_needed, *present)[1]
         second = iter(pull(tuple(g for g, needed in zip(cotangents, problem.needs_grad, strict=True) if needed)))
-        ddout, ddlse, *of_inputs = (None if x is None else next(second) for x in inputs)
-        return None, ddout, ddlse, None, None, *of_inputs, *(None,) * len(others)
+        ddout, ddlse, *input_gradients = (None if x is None else next(second) for x in inputs)
+        return None, ddout, ddlse, None, None, *input_gradients, *(None,) * len(others)
 
 
 class DualAttentionBackward(AttentionBackward):

@@ -145,9 +145,9 @@ def tangent_gradients(
     arrival = problem.arrival
     arguments = (*tangents_in_rows(own, arrival), *_flat(x.in_rows(arrival)), result_in_rows(lse, arrival))
     rows = (result_in_rows(each, arrival) for each in sent)
-    found = _tangent_gradients_operator(*rows, *arguments, *flat_flags(problem.flags), backend, list(needs_grad))
-    spread_out = spread(found, needs_grad)
-    return (*as_arrived(spread_out[:5], arrival), *as_arrived(spread_out[5:], arrival))
+    needed = _tangent_gradients_operator(*rows, *arguments, *flat_flags(problem.flags), backend, list(needs_grad))
+    gradients = spread(needed, needs_grad)
+    return (*as_arrived(gradients[:5], arrival), *as_arrived(gradients[5:], arrival))
 
 
 def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -28,16 +28,16 @@ class Distances(NamedTuple):
     zero: int
     clamps: bool
 
-    def moved(self, row: int, key: int, seqlen_q: int, seqlen_k: int, whole: tuple[int, int]) -> Distances:
-        """Return the bias of the scores from (row, key) on, seqlen_q x seqlen_k of them, of a call of lengths `whole`.
+    def moved(self, row: int, key: int, seqlen_q: int, seqlen_k: int, lengths: tuple[int, int]) -> Distances:
+        """Return the bias of the scores from (row, key) on, seqlen_q x seqlen_k of them, of a call of these lengths.
 
-        The values of all queries stay: with a row each, the caller picks those of the scores.
+        The values of all queries stay. Where each query has values of its own, the caller picks the rows of its scores.
         """
-        zero = self.zero + key - row - (whole[1] - whole[0]) + (seqlen_k - seqlen_q)
+        zero = self.zero + key - row - (lengths[1] - lengths[0]) + (seqlen_k - seqlen_q)
         return self._replace(zero=zero)
 
 
-# A bias of a call: a value for each score, of which dims may be shared, or for each distance.
+# A bias of a call: a value for each score, whose dims may be shared, or for each distance.
 AnyBias = Tensor | Distances
 # The chunked passes read entries of lists in place; the formula receives a matrix.
 ChunkBias = AnyBias | Chosen

@@ -1,8 +1,8 @@
 """Attention over sequences of different lengths as a loop: one call for each sequence, on its own rows.
 
-`forward` and `backward` call the chunked passes of `eager.py`, and `forward_tangents` and `backward_tangents` those of
-`tangents.py`, once for consecutive sequences of equal lengths. `attention` and `gradients` call the plain formula, and
-are differentiable. All read lengths on the host, so they wait for the device.
+`forward` and `backward` call the chunked passes of `eager.py`, once for consecutive sequences of equal lengths.
+`forward_tangents` and `backward_tangents` do so with the passes of `tangents.py`. `attention` and `gradients` call the
+plain formula, and are differentiable. All read lengths on the host, so they wait for the device.
 """
 
 from __future__ import annotations

@@ -44,12 +44,12 @@ from .tiles import (
     multiply,
 )
 
-# The score buffers of a chunk beside those of `eager.py`: of ts, and of p * ts.
+# Two more score buffers of a chunk, after the buffers of `eager.py`: one holds ts, one p * ts.
 _TANGENTS, _PRODUCTS = 4, 5
 
 
 class Tangents(NamedTuple):
-    """Of each input of a call its tangent, in the shape of the input, or None for zeros; or a gradient of each."""
+    """The tangent of each input of a call, in its shape, None for zeros; or the gradient of each."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -68,7 +68,7 @@ class Cotangents(NamedTuple):
 
 
 class _Call:
-    """What both passes share: the chunks of a call, its tensors by block, and the scores of a chunk with tangents."""
+    """The part that both passes share: the chunks of a call, its tensors by block, and scores with their tangents."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class _Needs(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """What the gradients of a block read of its rows: normalised sums over all keys, columns (pairs, G * rows, 1).
+    """The sums of rows that the gradients of a block read: normalised sums over all keys, columns (pairs, G * rows, 1).
 
     `total` divides p; `mean`, `dot` and `dot_out` are m, E and rowsum(p * dp); `inner` is rowsum(p * g).
     """
@@ -278,7 +278,7 @@ def backward(
     dout, u = (zeros if x is None else x for x in (cotangents.out, cotangents.tout))
     dout_rows, u_rows = Rows(dout, chunks), Rows(u, chunks)
     lse_rows, dlse_rows, w_rows, share_rows = (Rows(x.mT.unsqueeze(3), chunks) for x in (finite_lse, dlse, w, share))
-    # The terms of each row; those of rows that no chunk visits, whose sink takes all.
+    # The terms of each row, at first as in rows that no chunk visits: there the sink takes all.
     dsinks, dtsinks = ((share * x).mT.unsqueeze(3).contiguous() for x in (dlse, w))
     dsink_rows, dtsink_rows = Rows(dsinks, chunks), Rows(dtsinks, chunks)
 
@@ -347,12 +347,12 @@ def backward(
                 if key_sum is not None:
                     key_sum.put()
 
-    def of_sink(terms: Tensor, is_needed: Any) -> Tensor | None:
+    def sink_sum(terms: Tensor, is_needed: Any) -> Tensor | None:
         return terms.sum((0, 1, 3)).to(sink.dtype) if sink is not None and is_needed else None
 
     return (
-        Tangents(dq, dk, dv, None if dbias is None else dbias.result(), of_sink(dsinks, need.sink)),
-        Tangents(dtq, dtk, dtv, None if dtbias is None else dtbias.result(), of_sink(dtsinks, need_t.sink)),
+        Tangents(dq, dk, dv, None if dbias is None else dbias.result(), sink_sum(dsinks, need.sink)),
+        Tangents(dtq, dtk, dtv, None if dtbias is None else dtbias.result(), sink_sum(dtsinks, need_t.sink)),
     )
 
 
@@ -396,7 +396,7 @@ def _statistics(
 def _through_softcap(
     call: _Call, block: Block, keys: slice | Tensor, q: Tensor, k: Tensor, ds: Tensor, dts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the scaled products and of their tangents from those of the scores and theirs."""
+    """Turn gradients of scores and their tangents into gradients of the scaled products and of their tangents."""
     slope = call.scores.slope
     assert slope is not None
     t = _product(q, k.mT, call.scale / call.softcap).tanh_()
@@ -405,7 +405,7 @@ def _through_softcap(
 
 
 def _bias_gradient(bias: ChunkBias | None, chunks: Chunks, repeat: int) -> BiasGradient:
-    """Return the sum of the gradient of a bias, of which each score adds its part, also to one value per query."""
+    """Return the object that sums the gradient of a bias: each score adds its part, also to one value per query."""
     assert bias is not None
     if isinstance(bias, Distances):
         return DistanceGradient(bias, chunks, repeat)

@@ -378,7 +378,7 @@ def append_jobs(arch: str) -> list[Job]:
 
 
 def tangent_jobs(arch: str, dtype: torch.dtype, head_dim: int) -> list[Job]:
-    """The kernel of forward mode: every tangent beside a bias in 16 or 32 bits, and those of q, k and v alone."""
+    """The kernel of forward mode: all tangents beside a bias in 16 or 32 bits, and tq, tk and tv alone."""
     jobs, record = recorder(arch)
     flags, score = Flags(-1, 0, 0.125, 0.0, False), ("1", "Hq", "Lq", "Lk")
     biases: dict[str, dict[str, Any]] = {"own": {"bias": score}, "fp32": {"bias": score, "bias_dtype": torch.float32}}

@@ -23,7 +23,7 @@ LIMIT = 1e-5
 
 
 def check(case: ListCase, x: ListInputs, room: tuple[int, int] = ROOMS[0], **more: object) -> None:
-    """Results equal those of the dense formula, twice, bit for bit."""
+    """Results are right by the dense formula, and a second run has the same bits."""
     interpreter.set_up()
     list_calls.SPACE, list_calls.MOST_ROWS = room
     plans.clear()
@@ -108,7 +108,7 @@ def unseen_nan() -> None:
 
 
 def single_gradients() -> None:
-    """Each gradient that is asked for alone is that of all together."""
+    """A gradient alone has the bits that it has beside all others."""
     for case in (ListCase(sink=True), ListCase(keys_each=16, seqlen_k=48, sink=True), ListCase(group=20, queries=2)):
         x = case.build()
         every = run(case, x)

@@ -116,11 +116,11 @@ def test_notes_list_the_copies() -> None:
 def test_forward_mode_runs_elsewhere() -> None:
     """FlexAttention would drop the tangent."""
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
-    found, expected = (
+    actual, expected = (
         torch.func.jvp(lambda q, k, v, b=backend: flash_dmattn.attention(q, k, v, backend=b), (q, k, v), (k, v, q))
         for backend in ("flex", "reference")
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     q.requires_grad_()
     gradients = [
         torch.autograd.grad(

@@ -121,12 +121,12 @@ def leaves(case: Case, batch: int = 2, dtype: torch.dtype = F64) -> list[Tensor]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def results(call: Callable[..., tuple[Tensor, Tensor]], given: list[Tensor]) -> list[Tensor]:
+def results(call: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor]) -> list[Tensor]:
     """out, lse and all gradients, of fixed gradients of both results."""
-    out, lse = call(*given)
+    out, lse = call(*tensors)
     sent = [torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape) for x in (out, lse)]
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    return [out, lse, *torch.autograd.grad((out, finite), given, sent)]
+    return [out, lse, *torch.autograd.grad((out, finite), tensors, sent)]
 
 
 def assert_close(got: list[Tensor], wanted: list[Tensor], **tolerance: float) -> None:
@@ -147,7 +147,7 @@ def chunks(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("chunks")
 def test_lists_are_the_mask_and_the_bias_that_they_stand_for(name: str, backend: Any) -> None:
     case = CASES[name]
-    index, given = case.index(), leaves(case)
+    index, tensors = case.index(), leaves(case)
     lists = case.lists(index)
 
     def listed(q: Tensor, k: Tensor, v: Tensor, values: Tensor, sink: Tensor, softcap: float) -> Any:
@@ -160,9 +160,9 @@ def test_lists_are_the_mask_and_the_bias_that_they_stand_for(name: str, backend:
         return attention(q, k, v, mask, bias, backend="reference", **others)
 
     for softcap in (0.0, 1.5):
-        got, wanted = (results(partial(call, softcap=softcap), given) for call in (listed, dense))
+        got, wanted = (results(partial(call, softcap=softcap), tensors) for call in (listed, dense))
         assert_close(got, wanted)
-    again = results(partial(listed, softcap=1.5), given)
+    again = results(partial(listed, softcap=1.5), tensors)
     assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
 
 
@@ -183,8 +183,8 @@ def test_a_mask_of_lists_is_the_mask_that_it_stands_for(name: str) -> None:
     there = torch.arange(case.entries) < count[..., None]
     assert torch.equal(there, keys >= 0) and torch.equal(there, slots >= 0)
     assert (keys.diff(dim=-1)[there[..., 1:]] > 0).all()
-    found = index.gather(3, slots.clamp(min=0).long())
-    assert torch.equal(torch.where(there, found.int(), -1), keys)
+    listed_keys = index.gather(3, slots.clamp(min=0).long())
+    assert torch.equal(torch.where(there, listed_keys.int(), -1), keys)
     for x in (pickle.loads(pickle.dumps(lists)), copy.deepcopy(lists), lists.to("cpu")):
         assert torch.equal(x.dense(), lists.dense()) and x.call_key == lists.call_key
     assert lists.to("meta").device.type == "meta"
@@ -232,13 +232,13 @@ def test_a_call_of_lists_has_no_tensor_of_queries_times_keys() -> None:
 # ---- Edges
 
 
-def run_both(lists: PreparedMask, given: list[Tensor]) -> list[list[Tensor]]:
+def run_both(lists: PreparedMask, tensors: list[Tensor]) -> list[list[Tensor]]:
     """All results of eager and of the reference, of q, k, v, values and sink."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, values: Tensor, sink: Tensor, backend: Any) -> Any:
         return attention(q, k, v, lists, Chosen(values), sink=sink, return_lse=True, backend=backend)
 
-    return [results(partial(call, backend=backend), given) for backend in ("eager", "reference")]
+    return [results(partial(call, backend=backend), tensors) for backend in ("eager", "reference")]
 
 
 @pytest.mark.parametrize("lengths", ((6, 8), (6, 0), (0, 8)))
@@ -246,9 +246,9 @@ def run_both(lists: PreparedMask, given: list[Tensor]) -> list[list[Tensor]]:
 def test_lists_of_nothing(lengths: tuple[int, int], entries: int) -> None:
     case = Case((4, 2), lengths, entries, is_causal=False)
     lists = from_lists(torch.full((case.rows, entries), -1), seqlen_q=lengths[0], seqlen_k=lengths[1])
-    given = leaves(case)
-    for out, lse, *gradients, dsink in run_both(lists, given):
-        assert not out.any() and torch.equal(lse, given[4].detach().view(1, 4, 1).expand_as(lse))
+    tensors = leaves(case)
+    for out, lse, *gradients, dsink in run_both(lists, tensors):
+        assert not out.any() and torch.equal(lse, tensors[4].detach().view(1, 4, 1).expand_as(lse))
         assert not any(x.any() for x in gradients) and dsink.shape == (4,)
     assert lists.stats().empty_rows == lengths[0] and not lists.dense().any()
 
@@ -257,8 +257,8 @@ def test_one_key_that_every_query_lists() -> None:
     case = Case((4, 2), (40, 40), 2, is_causal=False)
     index = torch.full((1, 1, 40, 2), -1)
     index[..., 1] = 7
-    lists, given = case.lists(index), leaves(case)
-    got, wanted = run_both(lists, given)
+    lists, tensors = case.lists(index), leaves(case)
+    got, wanted = run_both(lists, tensors)
     assert_close(got, wanted)
     assert got[3][:, 7].abs().min() > 0 and not got[3][:, :7].any() and not got[3][:, 8:].any()
     assert not got[5][..., 0].any()
@@ -267,10 +267,10 @@ def test_one_key_that_every_query_lists() -> None:
 def test_a_key_that_nobody_lists_reaches_nothing() -> None:
     case = Case((2, 2), (12, 20), 4, is_causal=False)
     index = case.index().clamp(max=18)
-    lists, given = case.lists(index), leaves(case)
-    wanted = run_both(lists, given)
+    lists, tensors = case.lists(index), leaves(case)
+    wanted = run_both(lists, tensors)
     for hidden in (torch.nan, torch.inf):
-        poisoned = [x.detach().clone() for x in given]
+        poisoned = [x.detach().clone() for x in tensors]
         for x in poisoned[1:3]:
             x[:, 19] = hidden
         eager_results = run_both(lists, [x.requires_grad_() for x in poisoned])[0]
@@ -280,16 +280,16 @@ def test_a_key_that_nobody_lists_reaches_nothing() -> None:
 def test_values_may_mask_and_may_be_nan() -> None:
     case = Case((2, 1), (6, 8), 3, is_causal=False)
     index = torch.stack([torch.randperm(8)[:3] for _ in range(6)])
-    lists, given = from_lists(index, seqlen_k=8), leaves(case)
+    lists, tensors = from_lists(index, seqlen_k=8), leaves(case)
     with torch.no_grad():
-        given[3][0, 0, 1] = -torch.inf  # a query without keys
-        given[3][0, 0, 2, 0] = -torch.inf
-    got, wanted = run_both(lists, given)
+        tensors[3][0, 0, 1] = -torch.inf  # a query without keys
+        tensors[3][0, 0, 2, 0] = -torch.inf
+    got, wanted = run_both(lists, tensors)
     assert_close(got, wanted)
     assert all(x.isfinite().all() for x in (got[0], *got[2:]))
     with torch.no_grad():
-        given[3][0, 0, 4, 2] = torch.nan
-    for out, *_ in run_both(lists, given):
+        tensors[3][0, 0, 4, 2] = torch.nan
+    for out, *_ in run_both(lists, tensors):
         assert out[:, 4].isnan().all() and out[:, :4].isfinite().all() and out[:, 5:].isfinite().all()
 
 
@@ -301,11 +301,11 @@ def test_an_index_of_any_strides_and_dtype_and_values_that_are_expanded() -> Non
         assert all(torch.equal(x, y) for x, y in zip(case.lists(other).tensors, wanted.tensors, strict=True))
     shared = case.lists(index[:1].expand(5, -1, -1, -1))
     assert shared.shape[0] == 1  # expanded dims are not materialised
-    given = leaves(case)
+    tensors = leaves(case)
     values = torch.randn(1, 1, 1, 4, dtype=F64, requires_grad=True)
     calls = (values.expand(2, 4, 9, 4), values.expand(2, 4, 9, 4).contiguous())
     got, want = (
-        torch.autograd.grad(attention(*given[:3], wanted, Chosen(x), backend="eager").square().sum(), values)[0]
+        torch.autograd.grad(attention(*tensors[:3], wanted, Chosen(x), backend="eager").square().sum(), values)[0]
         for x in calls
     )
     torch.testing.assert_close(got, want)
@@ -313,10 +313,10 @@ def test_an_index_of_any_strides_and_dtype_and_values_that_are_expanded() -> Non
 
 def test_chunks_that_begin_within_a_block() -> None:
     case = Case((2, 1), (300, 300), 5, (10, 16), value_heads=2, by_query=False)
-    index, given = case.index(), leaves(case, 1)
+    index, tensors = case.index(), leaves(case, 1)
     eager.set_chunk_bytes(40_000)
     try:
-        got, wanted = run_both(case.lists(index), given)
+        got, wanted = run_both(case.lists(index), tensors)
     finally:
         eager.set_chunk_bytes(eager.chunked.DEFAULT_CHUNK_BYTES)
     assert_close(got, wanted)
@@ -513,13 +513,13 @@ def test_calls_of_other_lists_do_not_share_a_plan() -> None:
 
 def test_dropout_drops_what_it_drops_of_the_mask() -> None:
     case = CASES["a list for each key head"]
-    index, given = case.index(), leaves(case)
-    mask, bias = by_loops(case, index, given[3])
+    index, tensors = case.index(), leaves(case)
+    mask, bias = by_loops(case, index, tensors[3])
     outs = []
-    for x, added in ((case.lists(index), Chosen(given[3])), (mask, bias)):
+    for x, added in ((case.lists(index), Chosen(tensors[3])), (mask, bias)):
         torch.manual_seed(3)
         band = {} if isinstance(x, PreparedMask) else case.band
-        outs.append(attention(*given[:3], x, added, dropout_p=0.4, backend="eager", **band))
+        outs.append(attention(*tensors[:3], x, added, dropout_p=0.4, backend="eager", **band))
     torch.testing.assert_close(*outs)
 
 

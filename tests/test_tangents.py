@@ -47,8 +47,8 @@ def gradients_of_tangents(call: tangent_calls.TangentCall, backend: str) -> list
     results = replace(call, tensors=leaves, tangents=tangents).run(backend)
     total = sum(x.masked_fill(results["lse"] == -torch.inf, 0.0).sin().sum() for n, x in results.items() if "lse" in n)
     total = total + sum(results[n].cos().sum() for n in ("out", "tout"))
-    found = torch.autograd.grad(total, [*leaves.values(), *tangents.values()], allow_unused=True)
-    return [None if x is None else x.nan_to_num(0.0) for x in found]  # a sink of -inf has no gradient of its own
+    actual = torch.autograd.grad(total, [*leaves.values(), *tangents.values()], allow_unused=True)
+    return [None if x is None else x.nan_to_num(0.0) for x in actual]  # a sink of -inf has no gradient of its own
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -56,8 +56,8 @@ def test_gradients_of_tangents_in_chunks(number: int) -> None:
     case = draw_small(number).case.with_(dtype=torch.float64, bias_dtype=None, sink_dtype=None, logits=1.0)
     call = tangent_calls.of_case(number, Drawn(case.with_(bias_kind="normal")), "cpu")
     with small_chunks(number):
-        found = gradients_of_tangents(call, "eager")
-    torch.testing.assert_close(found, gradients_of_tangents(call, "reference"), rtol=1e-8, atol=1e-10)
+        actual = gradients_of_tangents(call, "eager")
+    torch.testing.assert_close(actual, gradients_of_tangents(call, "reference"), rtol=1e-8, atol=1e-10)
 
 
 def test_no_matrix_of_scores_exists() -> None:
@@ -139,8 +139,8 @@ def test_compiled_calls(needs_grad: bool) -> None:
 
     compiled = torch.compile(moved, backend="aot_eager", fullgraph=not needs_grad)
     with torch.set_grad_enabled(needs_grad):
-        found = [compiled(q, k, v, t), moved(q, k, v, t)]
-    torch.testing.assert_close(*found)
+        actual = [compiled(q, k, v, t), moved(q, k, v, t)]
+    torch.testing.assert_close(*actual)
     if needs_grad:
-        gradients = [torch.autograd.grad((out * tout.detach()).sum(), (q, k, v)) for out, tout in found]
+        gradients = [torch.autograd.grad((out * tout.detach()).sum(), (q, k, v)) for out, tout in actual]
         torch.testing.assert_close(*gradients)

@@ -17,7 +17,8 @@ ListKernel = Literal["forward", "queries", "keys", "rows", "product", "pairs"]
 # Most members of a program, by its largest head dim.
 _MOST_MEMBERS = {128: 128, 256: 64, 512: 64}
 _MOST_MEMBERS_99_KB = {128: 128, 256: 64, 512: 32}
-# Keys of a step, warps and stages by members of a program. Behind an index k and v get (n - 1) / 2 of n stages.
+# Keys of a step, warps and stages by members of a program. Loads of k and v wait for an index, so that
+# they get (n - 1) / 2 of n stages.
 _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "forward": {
         128: {32: (64, 4, 3), 64: (64, 4, 5), 128: (64, 8, 3)},

@@ -15,7 +15,7 @@ from .tangents import tangents_kernel
 from .tile_ops import LOG2E
 from .tile_table import READ_BY_SCORE, tangents_tile
 
-# The first tangent among the arguments of the kernel; those of q, k, v and the bias follow each other as these do.
+# The place of tq among the kernel's arguments; tk, tv and the tangent of the bias follow.
 _FIRST_TANGENT = 4
 
 
@@ -34,7 +34,7 @@ def forward(x: Inputs, tangents: Tangents, results: tuple[Tensor, ...], flags: F
 
 def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
     """Plan the launch of one class of calls; it takes the tensors of the kernel, in their order."""
-    # The tangents are described as a call of their own, in which the inputs stand in for those that are not there.
+    # The tangents are described as a call of their own. A missing tangent is described by its input.
     q, k, v = (primal if t is None else t for primal, t in zip(x[:3], tangents[:3], strict=True))
     call = launch.planned_call(x, flags)
     own = launch.planned_call(x._replace(q=q, k=k, v=v, bias=tangents.bias), flags)

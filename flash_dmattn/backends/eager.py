@@ -142,7 +142,7 @@ def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor,
 
 
 def _own_gradient(problem: AttentionProblem, x: Inputs, dbias: Tensor | None) -> Tensor | None:
-    """Return the gradient of the bias of a call from that of the bias of its whole batch."""
+    """Sum the gradient of a bias that was spread over the whole batch to the bias as the call has it."""
     if dbias is None or x.bias is None:
         return dbias
     return formula.sum_entries(dbias, x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)

@@ -208,7 +208,7 @@ _PYTHON = (
     Fault(
         "distances are counted from the first key and the first query",
         "reference/distances.py",
-        " - (whole[1] - whole[0]) + ",
+        " - (lengths[1] - lengths[0]) + ",
         " + ",
         ("tests/test_relative.py::test_masks_that_eager_reads_in_place_gather_keys",),
     ),

@@ -708,7 +708,7 @@ class PreparedMask(ABC):
         """List for each query, or block of queries, the `k` best scored keys, or blocks of keys, that it may see.
 
         With single keys it is equal to `PreparedMask.from_mask(topk_mask(scores, k, is_causal=is_causal, mask=mask))`.
-        Scores are looked at some queries at a time, so that of `IndexScores` no tensor of queries times keys is made.
+        It looks at the scores of some queries at a time, so `IndexScores` never become a tensor of queries times keys.
         Lists are ascending, without a sort, and nothing waits for the device.
 
         Args:

@@ -211,8 +211,9 @@ class IntervalMask(BatchMask):
 class ListMask(BatchMask):
     """A mask in which each query, or each block of queries, lists the keys or blocks of keys that it attends to.
 
-    Keys that the band hides from all queries of a list are left out of it. Beside blocks the band hides others, too,
-    which kernels compare. All tensors are int32, contiguous and on the mask's device, with R = ceil(Lq / block_q):
+    Keys that the band hides from all queries of a list are left out of it. Where entries are blocks, the band hides
+    more keys, and kernels compare positions. All tensors are int32, contiguous and on the mask's device, with
+    R = ceil(Lq / block_q):
 
     Attributes:
         keys: (Bm, Hm, R, K), the keys of each list, or the numbers of the blocks: ascending, each once, then -1.
