@@ -53,7 +53,8 @@ def missing(name: str, device: torch.device) -> str:
 
 def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
     """`flash_dmattn.attention`, with the bool tensor as it is or prepared beforehand, causality folded in."""
-    q, k, v, _, mask, bias, is_causal = inputs
+    q, k, v, _, mask, _, is_causal = inputs
+    bias = inputs.passed_bias
     seqlen_q, seqlen_k = inputs.lengths
     passed: torch.Tensor | masks.PreparedMask | None = mask
     if mode.prepared and mask is not None:

@@ -818,9 +818,9 @@ _CSRC = (
     ),
     Fault(
         "the second copy of a window of values is like the first",
-        "csrc/sm90/forward/producer.h",
-        "to[Traits::kSecondCopy + i - 1] = value",
-        "to[Traits::kSecondCopy + i] = value",
+        "csrc/sm90/operands.h",
+        "to[second_copy + i - 1] = value",
+        "to[second_copy + i] = value",
         (f"{_DISTANCES}test_lengths[193-257-64-cuda]",),
     ),
     Fault(
