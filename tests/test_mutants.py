@@ -95,7 +95,7 @@ def test_verdicts(before: str, test: str, verdict: str, detail: str, tmp_path: P
     (tmp_path / "tree").mkdir()
     for name, text in TREE.items():
         (tmp_path / "tree" / name).write_text(text)
-    copy = Copy(tmp_path / "tree", float("inf"), set())
+    copy = Copy(tmp_path / "tree", set())
     outcome = copy.judge(Fault("a factor", "product.py", before, "3 * x", (test,)), (test,))
     assert outcome.verdict == verdict and detail in outcome.detail, outcome
     assert copy.broken == ({"test_wrong.py::test_wrong"} if test == "test_wrong.py" else set())

@@ -23,8 +23,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, PriorityQueue
 from threading import Lock, Thread
@@ -114,26 +115,32 @@ class Copy:
 
     Args:
         root: its folder.
-        end: the time after which every process is ended, as `time.monotonic` has it.
         broken: tests that fail without a fault, of all copies.
     """
 
-    def __init__(self, root: Path, end: float, broken: set[str]) -> None:
-        self.root, self.end, self.broken = root, end, broken
+    def __init__(self, root: Path, broken: set[str]) -> None:
+        self.root, self.broken = root, broken
 
-    def judge(self, fault: Fault, tests: tuple[str, ...]) -> Outcome:
-        """Run some tests of a fault, and what fails without it; they are left out where they fail then, too."""
+    def judge(self, fault: Fault, tests: tuple[str, ...], is_over: Callable[[], bool] = lambda: False) -> Outcome:
+        """Run some tests of a fault, and what fails without it; they are left out where they fail then, too.
+
+        Args:
+            fault: the fault.
+            tests: its tests, or some of them.
+            is_over: whether nobody waits for the outcome any more; it is "late" then.
+        """
         is_emulated = fault.file.startswith("csrc/")
         while True:
             try:
                 with planted(fault, self.root):
-                    ran = self._run(tests, "planted.so" if is_emulated else None)
+                    ran = self._run(tests, "planted.so" if is_emulated else None, is_over)
                 if ran.is_passed:
                     return Outcome("survived", ran.line)
-                without = self._run(tests if ran.failed is None else (ran.failed,), "sound.so" if is_emulated else None)
-            except (ValueError, subprocess.CalledProcessError) as error:
+                again = tests if ran.failed is None else (ran.failed,)
+                without = self._run(again, "sound.so" if is_emulated else None, is_over)
+            except ValueError as error:
                 return Outcome("error", str(error))
-            if time.monotonic() > self.end:
+            if is_over():
                 return Outcome("late", "the time is over")
             if without.is_passed and " passed" in without.line:
                 return Outcome("killed", ran.line)
@@ -141,7 +148,7 @@ class Copy:
                 return Outcome("error", f"without the fault: {without.line}")
             self.broken.add(without.failed)
 
-    def _run(self, tests: tuple[str, ...], emulated: str | None) -> Ran:
+    def _run(self, tests: tuple[str, ...], emulated: str | None, is_over: Callable[[], bool]) -> Ran:
         environment = {**os.environ, "CI": "true", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         environment["PYTHONPATH"] = str(self.root)  # a script that tests start would import what is installed
         for name in CACHES:
@@ -152,18 +159,18 @@ class Copy:
         if emulated is not None:
             environment["FLASH_DMATTN_EMULATED"] = str(self._emulate(emulated))
         without = [f"--deselect={test}" for test in sorted(self.broken)]
-        seconds = min(float(SECONDS), max(self.end - time.monotonic(), 0.1))
         with tempfile.TemporaryFile("w+") as said:  # a child that lives on would hold a pipe open
             process = subprocess.Popen(
                 (*PYTEST, *without, *tests), cwd=self.root, stdout=said, stderr=said, env=environment,
                 start_new_session=True,
             )  # fmt: skip
-            try:
-                status = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                return Ran(1, f"does not end in {seconds:.0f} s")
-            finally:
-                end_group(process)
+            end = time.monotonic() + SECONDS
+            while process.poll() is None and time.monotonic() < end and not is_over():
+                time.sleep(0.2)
+            status = process.poll()
+            end_group(process)
+            if status is None:
+                return Ran(1, f"does not end in {SECONDS} s")
             said.seek(0)
             text = said.read()
         failures = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
@@ -255,14 +262,16 @@ def judge_all(record: Record, processes: int, seconds: float) -> None:
 
     def work(root: Path) -> None:
         shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
-        copy = Copy(root, end, record.broken)
+        copy = Copy(root, record.broken)
         while time.monotonic() < end:
             try:
                 _, number, tests = queue.get_nowait()
             except Empty:
                 return
-            if not record.rows[number]["verdict"]:
-                record.add(number, tests, copy.judge(record.faults[number], tests))
+            row = record.rows[number]
+            if not row["verdict"]:
+                over = partial(lambda row: bool(row["verdict"]) or time.monotonic() > end, row)
+                record.add(number, tests, copy.judge(record.faults[number], tests, over))
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         threads = [Thread(target=work, args=(Path(folder) / str(number),)) for number in range(processes)]
