@@ -150,7 +150,8 @@ class Copy:
 
     def _run(self, tests: tuple[str, ...], emulated: str | None, is_over: Callable[[], bool]) -> Ran:
         environment = {**os.environ, "CI": "true", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        environment["PYTHONPATH"] = str(self.root)  # a script that tests start would import what is installed
+        # First: a script that tests start would import what is installed.
+        environment["PYTHONPATH"] = os.pathsep.join((str(self.root), os.environ.get("PYTHONPATH", "")))
         for name in CACHES:
             environment[name] = f"{self.root}.{name.lower()}"
             Path(environment[name]).mkdir(exist_ok=True)
