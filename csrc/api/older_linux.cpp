@@ -1,5 +1,5 @@
-// What a newer libstdc++ and glibc would be asked for where an older one has no such symbol: with these, the file built on
-// any Linux needs no more than GLIBCXX_3.4.21. The compiler emits calls of the names on the left, in code of headers.
+// Functions that headers of a newer libstdc++ call, and that an older one does not have. With definitions of its own the
+// extension needs no more than GLIBCXX_3.4.21, whichever Linux it is built on.
 #include <new>
 #include <sstream>
 

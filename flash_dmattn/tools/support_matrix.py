@@ -187,7 +187,7 @@ def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
         group = row_group
     lines += [
         "",
-        "## What the rules say",
+        "## The rules",
         "",
         "| backend | rule | what it says of these calls |",
         "| --- | --- | --- |",
@@ -237,15 +237,15 @@ LEGEND = """\
 * **no**: refused.
 * **by** another backend: forward mode, as of `torch.func.jvp`, pairs with that one.
 
-Behind a colon stand the rules that decide it; what they say is below the table."""
+The names after a colon are rules, which the next table explains."""
 
 
 def document(names: Sequence[str]) -> str:
     """Write the text of docs/support.md."""
-    return f"""# What each backend serves
+    return f"""# Calls and the backends that serve them
 
 This page is generated from the rules of the backends by `python -m flash_dmattn.tools.support_matrix --write`, and a
-test asserts that it is current. The same rules decide each call and give the reasons in every error, so
+test asserts that it is current. The same rules decide each call and give the reasons in every error.
 `flash_dmattn.explain(...)` says the same about your own call, and also whether a backend works on your machine.
 
 Unless a row says otherwise, the call is bf16 on sm_90 with batch 2, 4096 queries and keys, 16 heads of dim 64, and all
