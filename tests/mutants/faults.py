@@ -74,8 +74,15 @@ _PYTHON = (
     Fault(
         "triton: a new mean of the tangents does not move the sum so far",
         "triton_kernels/tangents.py",
-        "acc_t += acc_o * ((mean - new_mean) * LN2)[:, None]",
+        "acc_t += acc_o * lift[:, None]",
         "acc_t += 0.0",
+        (f"{_TANGENTS}0]",),
+    ),
+    Fault(
+        "triton: entries that read one bias side by side take the first of them",
+        "triton_kernels/tangents.py",
+        "* SIDE_BY_SIDE + side)",
+        "* SIDE_BY_SIDE)",
         (f"{_TANGENTS}0]",),
     ),
     Fault(
