@@ -145,7 +145,10 @@ _RULES: tuple[Rule, ...] = (
     Rule(
         "list_scores",
         lambda p: p.mask_form != "lists" or not reads_scores(p),
-        lambda p: "bias has one value per query and key beside lists; kernels that read it need a bit for every pair",
+        lambda p: (
+            f"bias has shape {() if p.bias is None else tuple(p.bias.shape)}, a value per query and key, beside lists; "
+            "kernels that read it need a bit for every pair"
+        ),
         'use backend="eager"',
     ),
     Rule(
