@@ -146,8 +146,8 @@ _RULES: tuple[Rule, ...] = (
         "list_scores",
         lambda p: p.mask_form != "lists" or not reads_scores(p),
         lambda p: (
-            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists, for any query and key; "
-            "kernels that read it need a bit for every pair"
+            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; kernels that "
+            "read a value for any query and key need a bit for every pair"
         ),
         'use backend="eager"',
     ),
