@@ -150,9 +150,9 @@ class ListInputs:
 
 def run(case: ListCase, x: ListInputs, needs: ListNeeds = EVERY, **more: Any) -> dict[str, Tensor | None]:
     """All results of the kernels."""
-    tile = more.pop("tile", None)
+    tile, round_out = more.pop("tile", None), more.pop("round_out", lambda out: out)
     out, lse = list_forward(x.q, x.k, x.v, x.keys, x.count, x.slots, x.values, x.bias, x.sink, case.flags, tile=tile)
-    own = (x.q, x.k, x.v, x.keys, x.count, x.slots, x.values, x.bias, x.sink, out, lse, case.flags, needs)
+    own = (x.q, x.k, x.v, x.keys, x.count, x.slots, x.values, x.bias, x.sink, round_out(out), lse, case.flags, needs)
     return dict(zip(NAMES, (out, lse, *list_backward(x.dout, x.dlse, *own, **more)), strict=True))
 
 

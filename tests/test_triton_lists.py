@@ -19,4 +19,4 @@ def test_random_calls(first: int) -> None:
 
 
 def test_edges() -> None:
-    assert "19 passed, 0 failed" in interpret("interpreted_lists.py", "edges")
+    assert "24 passed, 0 failed" in interpret("interpreted_lists.py", "edges")

@@ -330,7 +330,10 @@ def plan_list_backward(
     if has_product:
         keep = PAIRS.value
     chunks = _chunks_of(call, keep)
-    makes_values = _plan_value_gradient(call, parts)
+    few_keys = call.has_few_keys(queries.block_n)
+    # An entry that stands for many keys may have nearly all of p. Its gradient is a sum of ds that cancel.
+    has_masses = needs.values and call.flags.keys_each > 1 and not few_keys
+    makes_values = _plan_value_gradient(call, parts, has_masses)
     own: dict[str, Any] = {
         "dout_strides": rows_of(dout),
         "out_strides": rows_of(out),
@@ -338,15 +341,15 @@ def plan_list_backward(
         "chunk": chunks.rows,
         "PARTS": parts,
         "HAS_DLSE": dlse is not None,
-        "FEW_KEYS": call.has_few_keys(queries.block_n),
+        "FEW_KEYS": few_keys,
         "NEED_Q": needs.q and not has_product,
         "NEED_VALUES": needs.values,
+        "MASSES": has_masses,
         "KEEP": keep,
         "WORDS": chunks.words,
     }
     programs = chunks.owners * chunks.rows
     launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **own)
-    few_keys = own["FEW_KEYS"]
     if has_product and not few_keys:
         pairs = tiles.get("pairs") or call.tile("pairs")
         member_parts, places = ceil_div(call.members, pairs.block_m), call.lists.most * call.flags.keys_each
@@ -355,8 +358,9 @@ def plan_list_backward(
             list_pairs_kernel, programs * member_parts * tiles_n, pairs,
             dout_strides=rows_of(dout), chunk=chunks.rows, COLUMNS=call.columns, DIM=shape.head_dim,
             DIM_V=shape.head_dim_v, PARTS=member_parts, TILES=tiles_n, NEED_VALUES=needs.values,
+            MASSES=has_masses,
         )  # fmt: skip
-        makes_values = _plan_value_gradient(call, member_parts)
+        makes_values = _plan_value_gradient(call, member_parts, has_masses)
         block = max(16, min(64, 4096 // call.block_dv))
         launch_delta = Launch(
             delta_kernel, ceil_div(shape.seqlen_q, block) * shape.batch * shape.num_heads,
@@ -379,14 +383,17 @@ def plan_list_backward(
         delta = torch.empty_like(lse)
         dq = torch.empty(batch, seqlen_q, heads, head_dim, dtype=q.dtype, device=q.device) if needs.q else None
         dvalues = makes_values.allocate(values) if needs.values and values is not None else None
+        masses = dvalues
+        if dvalues is not None and has_masses:
+            dvalues, masses = dvalues.split(1)
         v_or_k, slots_or, values_or, bias_or = _or(v, k), _or(slots, keys), _or(values, q), _or(bias, q)
         read = (q, k, v_or_k, keys, count, slots_or, values_or, bias_or, _or(sink, q), dout, out, lse, _or(dlse, lse))
-        written = (delta, _or(dq, q), _or(dvalues, lse))
+        written = (delta, _or(dq, q), _or(dvalues, lse), _or(masses, lse))
 
         def run_queries(*rows: Tensor | int) -> None:
             if has_product and not few_keys:
                 launch_pairs(
-                    q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, *written[::2], *rows[3:]
+                    q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, delta, *written[2:], *rows[3:]
                 )
             else:
                 launch_queries(*read, *written, *rows)
@@ -402,6 +409,8 @@ def plan_list_backward(
             dk, dv = run_keys(q, k, v_or_k, slots_or, values_or, bias_or, dout, lse, delta, *lists)
         elif keep != NOTHING.value:
             dk, dv = run_keys(q, k, keys, count, dout, dq, run_queries)
+        if dvalues is not None and masses is not None and has_masses:
+            true_sums(dvalues, masses, delta, lse, dlse, sink)
         return (
             None if dq is None else dq.transpose(1, 2),
             None if dk is None else dk.transpose(1, 2),
@@ -610,24 +619,28 @@ class ValueGradient(NamedTuple):
     finish: Callable[[Tensor, Tensor], Tensor]
 
 
-def _plan_value_gradient(call: ListCall, parts: int) -> ValueGradient:
-    """Plan what the kernel writes: one value for each entry of a part, or for each entry of each query of each head."""
+def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueGradient:
+    """Plan what the kernel writes: one value for each entry of a part, or for each entry of each query of each head.
+
+    With masses it writes the latter, and masses beside it.
+    """
     shape, lists, flags = call.shape, call.lists, call.flags
-    by_entry = call.value_kind == OF_ENTRIES.value
-    if by_entry:
+    if call.value_kind == OF_ENTRIES.value and not has_masses:
         sizes = (parts, shape.batch, call.heads_k, lists.rows)
     else:
         sizes = (1, shape.batch, shape.num_heads, shape.seqlen_q)
 
     def allocate(values: Tensor) -> Tensor:
         size = (*sizes, lists.most)
+        if has_masses:
+            return torch.zeros(2, *size[1:], device=values.device)
         # Zeros: an entry beyond the count, and one that canonical lists dropped, are nobody's.
         is_own = size == (1, *values.shape)
         return torch.zeros(size, dtype=values.dtype if is_own else torch.float32, device=values.device)
 
     def finish(written: Tensor, values: Tensor) -> Tensor:
         if written.shape[1:] == values.shape and written.shape[0] == 1:
-            return written[0]
+            return written[0].to(values.dtype)
         sums = written.sum(0)
         entries, heads, rows, _ = values.shape
         if rows != sums.shape[2]:  # queries of a list share its values
@@ -639,6 +652,33 @@ def _plan_value_gradient(call: ListCall, parts: int) -> ValueGradient:
         return sums.to(values.dtype)
 
     return ValueGradient(allocate, finish)
+
+
+def true_sums(
+    sums: Tensor, masses: Tensor, delta: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor | None
+) -> None:
+    """Correct sums of ds over the keys of each entry, in place, by the delta that p and dp have.
+
+    ds = p * (dp - delta) has the delta of an out that was rounded. Where one entry has nearly all of p, its sum is
+    little but that rounding. The sums of a whole row say what delta should have been.
+
+    Args:
+        sums: (1, B, Hq, Lq, entries) of ds.
+        masses: the same of p.
+        delta: (B, Hq, Lq), sum of dout * out - dlse, as ds has it.
+        lse, dlse: (B, Hq, Lq).
+        sink: (Hq,).
+    """
+    # p is normalised again: with the share of a sink it sums to 1 but for the rounding of lse.
+    total, error = masses.sum(-1), sums.sum(-1)
+    if sink is None:
+        error /= total
+    else:
+        share = torch.exp(sink.float().unsqueeze(-1) - lse)
+        error.addcmul_(delta, share, value=-1).div_(total + share)
+    if dlse is not None:
+        error -= dlse
+    sums.addcmul_(masses, torch.where(total > 0, error, 0.0).unsqueeze(-1), value=-1)
 
 
 def _contiguous_out(out: Tensor) -> Tensor:
