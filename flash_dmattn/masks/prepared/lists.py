@@ -72,7 +72,7 @@ def tiles_of_lists(
 ) -> tuple[Tensor, ...]:
     """Return lists of whole tiles as the tensors of an `IntervalMask` whose lists of tiles have the listed ones alone.
 
-    Bounds and intervals are those of the band. Kernels read bounds in partial tiles alone, so kernels that walk tiles
+    The band alone decides bounds and intervals. Kernels read bounds in partial tiles alone, so kernels that walk tiles
     serve these lists; nothing that goes by the intervals does.
 
     Args:
