@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from flash_dmattn.problem import Flags
@@ -72,8 +74,18 @@ def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
         HAS_TV=present[2],
         HAS_TSINK=present[4],
         SEARCH=search,
+        SIDE_BY_SIDE=entries_side_by_side(call),
         PAGE=0 if flags.sequences is None or not flags.sequences.has_pages else max(1, x.k.shape[1]),
     )
+
+
+def entries_side_by_side(call: Call) -> int:
+    """Return how many entries of the batch, of which it is a multiple, read one tile of a shared bias at a time.
+
+    At most 4, because their keys have to stay in L2.
+    """
+    is_shared = call.bias_kind in READ_BY_SCORE and call.bias is not None and call.bias.shape[0] == 1
+    return math.gcd(call.shape.batch, 4) if is_shared and call.flags.sequences is None else 1
 
 
 def _reads_scores_by_pointers(*calls: Call) -> bool:

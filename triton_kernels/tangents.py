@@ -3,7 +3,7 @@
 With s the scores in base 2 and ts their tangents, over tiles j of keys, in addition to what `forward.py` computes::
 
     total = total * c + rowsum(p * ts_j);  mean' = total / l
-    acc_t = (acc_t + acc * (mean - mean')) * c + p @ tv_j + (p * (ts_j - mean')) @ v_j
+    acc_t = acc_t * c + acc * c * (mean - mean') + p @ tv_j + (p * (ts_j - mean')) @ v_j
     tout = acc_t / l;  tlse = mean
 
 So acc_t holds differences to the mean over the keys so far, and no large numbers cancel in the end. Six products take
@@ -123,9 +123,12 @@ def tangents_kernel(
     SEQUENCES: tl.constexpr,
     SEARCH: tl.constexpr,
     PAGE: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     """Compute out, lse and their tangents of one tile of queries.
+
+    Programs of SIDE_BY_SIDE entries of the batch follow each other, tile by tile, to read the same bias.
 
     out and tout (B, Lq, Hq, Dv), lse and tlse (B, Hq, Lq) are contiguous. `scale` is as for the forward kernel, and
     `tangent_scale` is |softmax_scale| * log2(e). Masks, sequences and dropout are as for the forward kernel.
@@ -137,9 +140,11 @@ def tangents_kernel(
     program = tl.program_id(0)
     if SEQUENCES == NO_SEQUENCES:
         tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
+        side = program % SIDE_BY_SIDE
+        program = program // SIDE_BY_SIDE
         tile_m = tiles_m - 1 - program % tiles_m  # under a causal band the longest rows start first
-        b = (program // tiles_m // shape.num_heads).to(tl.int64)
         h = program // tiles_m % shape.num_heads
+        b = (program // tiles_m // shape.num_heads * SIDE_BY_SIDE + side).to(tl.int64)
         b_q = b
         b_k = b
         first_row = b * shape.seqlen_q
@@ -271,11 +276,13 @@ def tangents_kernel(
                 )  # fmt: skip
                 total = total * rescale + tl.sum(p * ts, 1)
                 new_mean = total / tl.where(row_sum > 0, row_sum, 1.0)
-                acc_t += acc_o * ((mean - new_mean) * LN2)[:, None]
+                lift = (mean - new_mean) * LN2
                 ts = (ts - new_mean[:, None]) * LN2
                 mean = new_mean
             acc_o = acc_o * rescale[:, None]
             acc_t = acc_t * rescale[:, None]
+            if MOVES_SCORES:  # after the rescale, which costs fewer registers
+                acc_t += acc_o * lift[:, None]
             if DROPOUT:
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
                 p = tl.where(kept, p, 0.0)
