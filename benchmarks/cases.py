@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from flash_dmattn.explanation import Explanation, explain_description, explain_problem
 
 Pass = Literal["forward", "backward", "step"]
-MaskKind = Literal["keys", "topk", "blocks", "band", "random", "documents", "padding", "windows"]
+MaskKind = Literal["keys", "topk", "blocks", "band", "random", "documents", "padding", "windows", "lists"]
 
 TILE = 128
 PASSES: tuple[Pass, ...] = ("forward", "backward", "step")
@@ -22,6 +22,7 @@ MASK_FORMS = {
     "documents": "bij",
     "padding": "bj",
     "windows": "bij",
+    "lists": "bkij",
 }
 
 
@@ -37,12 +38,14 @@ class MaskRule(NamedTuple):
     * "random": each pair with probability `density`.
     * "windows": batch elements are windows of images that have `size` x `size` windows, shifted by half a window. In
       the windows of the last row and column, tokens from the two sides of an image's border do not see each other.
+    * "lists": for each list of `block[0]` queries `size` random blocks of `block[1]` keys of its causal prefix.
     """
 
     kind: MaskKind
     size: int = 0
     density: float = 0.1
     form: str = ""
+    block: tuple[int, int] = (1, 1)
 
     @property
     def dims(self) -> str:
@@ -59,6 +62,7 @@ class MaskRule(NamedTuple):
             "padding": f"padded lengths from L/{self.size}",
             "windows": f"shifted windows, {self.size} x {self.size} an image",
             "random": f"random, density {self.density:g}",
+            "lists": f"lists of {self.size} blocks of {self.block[0]} x {self.block[1]}",
         }
         return said[self.kind]
 
@@ -68,8 +72,8 @@ class Case:
     """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
 
     Attributes:
-        group: "workload", "short", "d512", "decode", "memory", "form", "model", or the name of a sweep, such as
-            "length".
+        group: "workload", "short", "d512", "decode", "lists", "memory", "form", "model", or the name of a sweep,
+            such as "length".
         x: in a sweep, the value of the swept quantity.
         seqlen: the number of keys, and of queries unless `queries` is set.
         bias: the letters of its dims, or None. With "bkj" it is also the score by which "keys" and "topk" select.
@@ -168,6 +172,8 @@ class Case:
         keys, fixed = seqlen // 6, {"documents": 3, "padding": 2, "windows": 2}
         size = {"keys": keys, "topk": keys, "band": seqlen // 4, "blocks": TILE, **fixed}
         rule = self.mask and self.mask._replace(size=size.get(self.mask.kind, 0))
+        if rule is not None and rule.kind == "lists":
+            rule = rule._replace(size=4)
         return replace(
             self,
             batch=min(self.batch, 2),
@@ -303,6 +309,18 @@ def _decode() -> Iterator[Case]:
     yield Case("decode-keys-64k", "decode", 8, 32, 8, 65536, 128, mask=kept, queries=1, passes=("forward",))
 
 
+def _lists() -> Iterator[Case]:
+    """Lists of keys and of blocks; and beside each the same call of all earlier keys, which lists have to beat."""
+    for name, heads, heads_k, size, block in (
+        ("keys", 32, 2, 1024, (1, 1)),
+        ("blocks", 32, 2, 16, (1, 64)),
+        ("tiles", 16, 4, 16, (TILE, TILE)),
+    ):
+        plain = Case(f"lists-{name}-dense", "lists", 1, heads, heads_k, 16384, 128, True)
+        yield replace(plain, name=f"lists-{name}", mask=MaskRule("lists", size, block=block))
+        yield plain
+
+
 def _memory() -> Iterator[Case]:
     # The predecessor reports that the memory of this call's backward pass fell from 448 to 320 MB.
     yield Case("predecessor", "memory", 1, 2, 1, 4096, 64, True, bias="hj", quick=True)
@@ -347,7 +365,7 @@ def _forms() -> Iterator[Case]:
     yield form("mask-and-bias", MaskRule("random", 0, 0.5, "bkij"), "bhij")
 
 
-CASES = (*_workloads(), *_short(), *_sweeps(), *_wide(), *_decode(), *_memory(), *_models(), *_forms())
+CASES = (*_workloads(), *_short(), *_sweeps(), *_wide(), *_decode(), *_lists(), *_memory(), *_models(), *_forms())
 GROUPS = {
     "equivalence": ("form",),
     "performance": (
@@ -362,6 +380,7 @@ GROUPS = {
         "bias class",
         "d512",
         "decode",
+        "lists",
     ),
     "memory": ("memory",),
     "model": ("model",),

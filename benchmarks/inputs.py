@@ -14,7 +14,10 @@ from .cases import TILE, Case, MaskRule
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call: q, k, v, dout (B, L, H, D), a bool mask, a bias; q, k, v and bias may take gradients."""
+    """The tensors of one call: q, k, v, dout (B, L, H, D), a bool mask, a bias; q, k, v and bias may take gradients.
+
+    A mask that was made of lists comes with them.
+    """
 
     q: Tensor
     k: Tensor
@@ -23,6 +26,7 @@ class Inputs(NamedTuple):
     mask: Tensor | None
     bias: Tensor | None
     is_causal: bool
+    lists: masks.PreparedMask | None = None
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -69,8 +73,13 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfl
     bias = None
     if c.bias is not None:
         bias = scores.clone() if c.bias == "bkj" else normal(*c.shape_of(c.bias))
-    mask = None if c.mask is None else make_mask(c, c.mask, scores, generator)
-    inputs = Inputs(q, k, v, dout, mask, bias, c.is_causal)
+    mask = lists = None
+    if c.mask is not None and c.mask.kind == "lists":
+        lists = make_lists(c, c.mask, generator)
+        mask = lists.dense()
+    elif c.mask is not None:
+        mask = make_mask(c, c.mask, scores, generator)
+    inputs = Inputs(q, k, v, dout, mask, bias, c.is_causal, lists)
     for x in inputs.leaves.values():
         x.requires_grad_(c.takes_gradients)
     return inputs
@@ -103,6 +112,15 @@ def make_mask(case: Case, rule: MaskRule, scores: Tensor, generator: torch.Gener
     starts = torch.randint(1, seqlen_k, (case.batch, rule.size - 1), generator=generator, device=device)
     documents = (place >= starts.sort(-1).values[..., None]).sum(1)
     return (documents[:, None, -seqlen_q:, None] == documents[:, None, None, :]).contiguous()
+
+
+def make_lists(case: Case, rule: MaskRule, generator: torch.Generator) -> masks.PreparedMask:
+    """The lists of a case: the best of random scores."""
+    rows, columns = (-(-length // each) for length, each in zip((case.seqlen_q, case.seqlen), rule.block, strict=True))
+    scores = torch.rand(case.batch, case.heads_k, rows, columns, generator=generator, device=generator.device)
+    return masks.PreparedMask.from_topk_lists(
+        scores, rule.size, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen, block_size=rule.block, is_causal=True
+    )
 
 
 def layer_mask(case: Case, bias: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "clusters": (4, ("test_cuda_backward.py::test_what_clusters_are_asked_for",)),
     "layouts": (6, ("test_cuda_backward.py::test_dout_in_a_layout_of_its_own",)),
+    "lists of tiles": (0, ("test_list_tiles.py::test_calls_on_cuda_are_those_of_the_mask",)),
     "long walks": (2, ("test_cuda_backward.py::test_long_walks",)),
 }
 

@@ -37,15 +37,18 @@ def test_shrink_leaves_what_a_failure_needs() -> None:
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three calls, then five; two processes have numbers of their own, and one tally."""
-    tallies = [fuzz.Tally(tmp_path / name) for name in ("one.json", "one.json", "two.json")]
-    for tally, calls, first in zip(tallies, (3, 5, 4), (0, 0, 1)):
-        assert fuzz.run(["eager"], fuzz.Tally(tally.file), calls, 600, first, 2)
-    total = fuzz.Tally(tmp_path / "whole.json")
-    fuzz.merge([fuzz.Tally(tmp_path / name) for name in ("one.json", "two.json")], total)
-    lines = fuzz.Tally(total.file).content["places"]["eager"]
-    assert sum(line["passed"] + line["refused"] for line in lines.values()) == 12
+    nothing = fuzz.Tally(tmp_path / "none.json")
+    for name, calls, part in (("one.json", 3, 0), ("one.json", 5, 0), ("two.json", 4, 1)):
+        assert fuzz.run(["eager"], fuzz.Tally(tmp_path / name), calls, 600, part, 2, nothing)
     assert fuzz.Tally(tmp_path / "one.json").of("eager", "dense")["next"] == 4  # calls 0 and 2
     assert fuzz.Tally(tmp_path / "two.json").of("eager", "dense")["next"] == 3
+    total = fuzz.Tally(tmp_path / "whole.json")
+    fuzz.merge([fuzz.Tally(tmp_path / name) for name in ("one.json", "two.json")], total)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.json"]
+    lines = fuzz.Tally(total.file).content["places"]["eager"]
+    assert sum(line["passed"] + line["refused"] for line in lines.values()) == 12
+    third = fuzz.Tally(tmp_path / "three.json")
+    assert fuzz.run(["eager"], third, 1, 600, 1, 2, total) and third.of("eager", "dense")["next"] == 4 + 1 + 2
     assert fuzz.table(total).count("| 0 |") >= 4
 
 
@@ -56,7 +59,7 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
     monkeypatch.setitem(run_calls.FEATURES, "dense", lambda place, number: failing(Drawn(case)))
     monkeypatch.setitem(fuzz.KINDS, "eager", ("dense",))
     tally = fuzz.Tally(tmp_path / "one.json")
-    assert not fuzz.run(["eager"], tally, 1, 600, 7, 1)
+    assert not fuzz.run(["eager"], tally, 1, 600, 7, 1, fuzz.Tally(tmp_path / "none.json"))
     said = capsys.readouterr().out
     assert "python tests/run_calls.py eager dense 7 1" in said and "the simplest call that fails" in said
     assert fuzz.Tally(tally.file).of("eager", "dense")["failed"] == [7] and "| 7 |" in fuzz.table(tally)

@@ -130,7 +130,7 @@ def tangents_kernel(
 ):
     """Compute out, lse and their tangents of one tile of queries.
 
-    Programs of so many entries of the batch follow each other as SIDE_BY_SIDE says, tile by tile, to read the same bias.
+    Programs of SIDE_BY_SIDE entries of the batch follow each other, tile by tile, to read the same bias.
     With COLUMN_PARTS above 1 so many programs compute the same scores, and each has BLOCK_DV columns of v and of out.
 
     out and tout (B, Lq, Hq, Dv), lse and tlse (B, Hq, Lq) are contiguous. `scale` is as for the forward kernel, and

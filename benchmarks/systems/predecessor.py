@@ -51,7 +51,7 @@ def _predecessor() -> ModuleType:
 def bind(inputs: Inputs, mode: Mode) -> Bound:
     """`flash_dmattn_func` of flash-dmattn 1.x; what it calls lse is only returned with all probabilities."""
     attend = _predecessor().flash_dmattn_func
-    q, k, v, _, mask, bias, is_causal = inputs
+    q, k, v, _, mask, bias, is_causal = inputs[:7]
     return lambda: (attend(q, k, v, mask, bias, is_causal=is_causal),)
 
 

@@ -33,6 +33,9 @@ _SDPA = "tests/test_sdpa_backend.py::"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
 
 _LISTS = "tests/test_lists.py::"
+_LIST_TILES = "tests/test_list_tiles.py::"
+_LIST_CALLS = "tests/test_triton_lists.py::test_random_calls[0]"
+_LIST_EDGES = "tests/test_triton_lists.py::test_edges[{}]"
 
 _PYTHON = (
     # Forward mode
@@ -204,6 +207,125 @@ _PYTHON = (
         "f.mask_repeat, f.bias_repeat",
         "f.mask_repeat, f.mask_repeat",
         (f"{_LISTS}test_triton_serves_calls_with_lists",),
+    ),
+    Fault(
+        "every tile of the band is walked, listed or not",
+        "flash_dmattn/masks/prepared/lists.py",
+        "classes = torch.where(listed, classes, 0)",
+        "pass",
+        (f"{_LIST_TILES}test_walks_of_the_listed_tiles_see_what_the_lists_say",),
+    ),
+    Fault(
+        "a listed tile that the band cuts is full",
+        "flash_dmattn/masks/prepared/lists.py",
+        "torch.where(listed, classes, 0)",
+        "torch.where(listed, 2 * (classes > 0), 0)",
+        (f"{_LIST_TILES}test_walks_of_the_listed_tiles_see_what_the_lists_say",),
+    ),
+    Fault(
+        "triton: a query sees later keys of a listed block",
+        "triton_kernels/list_ops.py",
+        "if QUERIES == 1 and (LEFT or RIGHT):",
+        "if QUERIES == 1 and LEFT:",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: an entry behind the count is key 0",
+        "triton_kernels/list_forward.py",
+        "end = tl.load(counts + number) * KEYS_EACH",
+        "end = lists.most * KEYS_EACH",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: the last key of a list is lost",
+        "triton_kernels/list_ops.py",
+        "    key_ok = place < end\n",
+        "    key_ok = place < end - 1\n",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: values lie where keys lie",
+        "triton_kernels/list_ops.py",
+        "    if not SLOTS:\n",
+        "    if BLOCK_N > 0:\n",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: all heads read the lists of the first",
+        "triton_kernels/list_ops.py",
+        "h_k.to(tl.int64) * lists.head + row",
+        "row",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: lse has no sink",
+        "triton_kernels/list_forward.py",
+        "natural, share = join_sink",
+        "_, share = join_sink",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: a row of dk has the place of the row before",
+        "triton_kernels/list_ops.py",
+        "(1 << (local % 32)) - 1",
+        "(2 << (local % 32)) - 1",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: places of rows forget the words before",
+        "triton_kernels/list_ops.py",
+        " + tl.load(before + at, mask=key_ok, other=0)",
+        "",
+        (_LIST_EDGES.format("sizes"),),
+    ),
+    Fault(
+        "triton: dk of rows misses the scale",
+        "triton_kernels/list_queries.py",
+        "row_k = tl.dot(tl.trans(ds_tile), q_tile, input_precision=PRECISION) * scale",
+        "row_k = tl.dot(tl.trans(ds_tile), q_tile, input_precision=PRECISION)",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: p of hidden pairs is not 0 in inverse lists",
+        "triton_kernels/list_keys.py",
+        "p = tl.where(allowed, tl.math.exp2(s - lse_rows[None, :]), 0.0)",
+        "p = tl.math.exp2(s - lse_rows[None, :])",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: gradients of values are those of the first part of the members",
+        "triton_kernels/list_calls.py",
+        "sums = written.sum(0)",
+        "sums = written[0]",
+        (_LIST_EDGES.format("wide heads"),),
+    ),
+    Fault(
+        "triton: gradients of values of blocks have the delta of a rounded out",
+        "triton_kernels/list_calls.py",
+        "torch.where(total > 0, error, 0.0).unsqueeze(-1), value=-1)",
+        "torch.where(total > 0, error, 0.0).unsqueeze(-1), value=0)",
+        (_LIST_EDGES.format("rounded out"),),
+    ),
+    Fault(
+        "triton: gradients of values of blocks take p of a sink for 0",
+        "triton_kernels/list_calls.py",
+        "error.addcmul_(delta, share, value=-1).div_(total + share)",
+        "error /= total",
+        (_LIST_EDGES.format("rounded out"),),
+    ),
+    Fault(
+        "triton: shares of a list leave a step out",
+        "triton_kernels/list_forward.py",
+        "begin = share * each",
+        "begin = share * (each + BLOCK_N)",
+        (_LIST_EDGES.format("shares"),),
+    ),
+    Fault(
+        "triton: each share of a list adds the sink",
+        "triton_kernels/list_calls.py",
+        "has_sink and shares == 1",
+        "has_sink",
+        (_LIST_EDGES.format("shares"),),
     ),
     # Biases by distance
     Fault(

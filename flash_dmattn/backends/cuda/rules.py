@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
-from ..mask_choice import prepared_form
+from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
 from . import extension, sequence_rules
 from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
@@ -85,6 +85,7 @@ def _most_keys(p: AttentionProblem) -> int:
 
 
 _FEW_KEYS = 32
+_ROWS = _KEYS = 128  # of a tile
 _DROPOUT_DIMS = (64, 64)  # of the only kernels with dropout (csrc/sm90/backward/instances.h)
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
@@ -131,6 +132,24 @@ _RULES: tuple[Rule, ...] = (
         ),
         _PAIR,
         passes=("backward",),
+    ),
+    Rule(
+        "list_tiles",
+        lambda p: p.mask_form != "lists" or (p.flags.block_q % _ROWS == 0 and p.flags.block_k % _KEYS == 0),
+        lambda p: (
+            f"lists are of blocks of {p.flags.block_k} keys for {p.flags.block_q} queries; the kernels walk tiles of "
+            f"{_KEYS} keys and {_ROWS} queries, and gather no keys"
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "list_scores",
+        lambda p: p.mask_form != "lists" or not reads_scores(p),
+        lambda p: (
+            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; kernels that "
+            "read a value for any query and key need a bit for every pair"
+        ),
+        'use backend="eager"',
     ),
     Rule(
         "tile_bias_dtype",
@@ -212,7 +231,6 @@ _RULES: tuple[Rule, ...] = (
 # Where the triton kernels are faster, measured on an H200 in bf16. Ratios in the comments of this file are the time of
 # triton over the time of cuda; below 1 triton is faster. Unless they say otherwise they are of forward passes. The
 # kernels of cuda are persistent: they start later, and no two SMs share a row, so they need work for all SMs.
-_ROWS = _KEYS = 128  # of a tile
 _LONG = 4096  # keys: from so many on, blocks share the keys of few rows
 _PAIRS_ENOUGH = 512  # work tiles of two key tiles: with so many, pairs mean fewer waves on any GPU
 _NARROW = 128  # head dim: wider calls have other backward kernels, and their blocks do not share keys

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ...problem import Band
+from ...reference.lists import spread, table
 from .. import topk
+from . import intervals, packing
 
 # Elements that a chunk of rows may hold, with about 25 bytes of work each.
 CHUNK_ELEMENTS = topk.CHUNK_ELEMENTS
@@ -63,6 +65,32 @@ def ordered(
             made[:, :, rows] = moved.scatter_(-1, place, values.to(torch.int32))[..., :places]
         count[:, :, rows] = left.sum(-1, dtype=torch.int32)
     return keys, count, slots
+
+
+def tiles_of_lists(
+    keys: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
+) -> tuple[Tensor, ...]:
+    """Return lists of whole tiles as the tensors of an `IntervalMask` whose lists of tiles have the listed ones alone.
+
+    The band alone decides bounds and intervals. Kernels read bounds in partial tiles alone, so kernels that walk tiles
+    serve these lists; nothing that goes by the intervals does.
+
+    Args:
+        keys: of a `ListMask`; both numbers of its `block_size` are multiples of a tile.
+        lengths: (queries, keys).
+        band: of the mask.
+    """
+    (seqlen_q, seqlen_k), number = lengths, keys.shape[:2]
+    everything = torch.ones(1, 1, 1, seqlen_k, dtype=torch.bool, device=keys.device)
+    start, stop, order = intervals.key_intervals(everything, seqlen_q, band, reorder=False)
+    bounds = intervals.interval_bounds(start, stop, order)
+    classes = intervals.interval_classes(bounds, seqlen_q)
+    listed = table(keys, keys[..., :0], 0, -(-seqlen_k // block_size[1])) >= 0
+    for dim in (2, 3):
+        listed = spread(listed, dim, block_size[dim - 2] // packing.TILE, 0, classes.shape[dim])
+    classes = torch.where(listed, classes, 0)
+    start, stop, order, bounds = (x.expand(*number, *x.shape[2:]).contiguous() for x in (start, stop, order, bounds))
+    return start, stop, order, bounds, *packing.list_tiles(classes)
 
 
 def best(
