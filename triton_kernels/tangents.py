@@ -281,7 +281,7 @@ def tangents_kernel(
                 total = total * rescale + tl.sum(p * ts, 1)
                 new_mean = total / tl.where(row_sum > 0, row_sum, 1.0)
                 lift = (mean - new_mean) * LN2
-                ts = (ts - new_mean[:, None]) * LN2
+                ts = ts * LN2 - (new_mean * LN2)[:, None]
                 mean = new_mean
             acc_o = acc_o * rescale[:, None]
             acc_t = acc_t * rescale[:, None]
