@@ -347,9 +347,7 @@ def test_packed_sequences_around_the_operators_of_gpus(
     "heads_k, dim, dtype", [(4, 64, torch.bfloat16), (1, 128, torch.float16), (2, 256, torch.bfloat16)]
 )
 @pytest.mark.parametrize("rows", ["all used", "some unused", "one query each"])
-def test_packed_sequences_on_a_gpu(
-    rows: str, heads_k: int, dim: int, dtype: torch.dtype, is_causal: bool
-) -> None:
+def test_packed_sequences_on_a_gpu(rows: str, heads_k: int, dim: int, dtype: torch.dtype, is_causal: bool) -> None:
     """Rows of no sequence hold NaN. Some sequences have more queries than keys, and one has no key."""
     torch.manual_seed(0)
     edges_q, edges_k = ([0, 300, 300, 429, 430, 700, 760], [0, 130, 131, 260, 900, 1170, 1170])
