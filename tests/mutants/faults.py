@@ -90,6 +90,13 @@ _PYTHON = (
         (f"{_TANGENTS}0]",),
     ),
     Fault(
+        "triton: programs that share the columns of v in forward mode have the same",
+        "triton_kernels/tangents.py",
+        "dims_v = column + tl.arange",
+        "dims_v = tl.arange",
+        (_FORWARD_MODE,),
+    ),
+    Fault(
         "triton: the tangent of a sink has the share of the keys",
         "triton_kernels/tangents.py",
         "(1.0 - share) * tl.load(tsink",
@@ -507,6 +514,13 @@ _PYTHON = (
         ("tests/test_profile.py::test_a_profile_counts_if_nobody_else_may_write_it",),
     ),
     # Torch's kernels
+    Fault(
+        "sdpa: packed sequences of one query each are told to be so",
+        "flash_dmattn/backends/sdpa/cuda.py",
+        "(max(p.seqlen_q, 2), p.seqlen_k)",
+        "(p.seqlen_q, p.seqlen_k)",
+        (f"{_SDPA}test_packed_sequences_around_the_operators_of_gpus[one query each-False]",),
+    ),
     Fault(
         "causality of torch's kernel on a CPU counts from the first key in any call",
         "flash_dmattn/backends/sdpa/cpu.py",
