@@ -7,8 +7,9 @@ The first draws forty of each test, the same ones every time. The second passes 
 CHECKOUT is a clone of the repository flash-attention. Its package need not be built: modules that tests use beside the
 functions, such as `bert_padding`, are read from there.
 
-Three kinds cannot be expressed and are left out. Tests with dropout read the probabilities that the function returns. Two
-tests call private functions. One wants an error for lengths on a GPU, for which the host would wait; kernels clamp them.
+Three kinds cannot be expressed and are left out. Tests with dropout read the probabilities that the function returns.
+Two tests call private functions. One wants an error for lengths on a GPU, for which the host would wait. Here kernels
+clamp them.
 """
 
 from __future__ import annotations
