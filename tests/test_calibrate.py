@@ -172,6 +172,20 @@ def test_a_run_that_measures_nothing_writes_nothing(caches: Path, capsys: pytest
     assert not caches.exists()
 
 
+def test_a_run_that_is_interrupted_leaves_the_profile_before_it_in_force(caches: Path) -> None:
+    def interrupted(row: Row, backend: str) -> Figures:
+        if row is ROWS[2]:
+            raise KeyboardInterrupt
+        return Figures(1.0, 1.0)
+
+    assert calibrate(instruments())[0] == 0
+    before = {path.name: path.read_text() for path in caches.iterdir()}
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(instruments(figures=interrupted))
+    assert {path.name: path.read_text() for path in caches.iterdir()} == before and len(before) == 1
+    assert explain_problem((2, 4096, 16, 64), device="sm_80").forward == "triton"
+
+
 def test_checks_end_in_time() -> None:
     clock, answers = Clock(), []
 
