@@ -186,6 +186,18 @@ def test_a_run_that_is_interrupted_leaves_the_profile_before_it_in_force(caches:
     assert explain_problem((2, 4096, 16, 64), device="sm_80").forward == "triton"
 
 
+@pytest.mark.parametrize(("seconds", "runs"), [(0.001, tool.LEAST), (0.02, 11), (9.0, tool.MOST)])
+def test_a_cpu_is_timed_for_so_many_seconds(seconds: float, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0, 0]
+
+    def run() -> None:  # of 2 ms
+        now[0], now[1] = now[0] + 1 / 512, now[1] + 1
+
+    monkeypatch.setattr(tool.time, "perf_counter", lambda: now[0])
+    assert tool.time_on_host(run, seconds) == 1e3 / 512
+    assert now[1] == runs  # 11 runs are the first that take 20 ms
+
+
 def test_checks_end_in_time() -> None:
     clock, answers = Clock(), []
 

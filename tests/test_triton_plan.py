@@ -154,6 +154,15 @@ def test_a_signature_has_all_that_decides_a_launch(monkeypatch: pytest.MonkeyPat
     assert len(seen | {launch.signature(x, x)}) == 1 + 6 + 5 + 1
 
 
+def test_as_many_programs_share_a_walk_as_sms_run_or_memory_has_slots_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_dmattn.triton_kernels import plan_slots
+
+    monkeypatch.setattr(plan_slots, "PROGRAMS_PER_SM", 2)
+    monkeypatch.setattr(plan_slots, "PROGRAMS_WITH_SLOTS", 1)
+    shared = [plan_slots.chunks_of(8, 1, 2, slots) for slots in (None, 8, 1)]
+    assert shared == [(2, 4), (4, 2), (8, 1)]
+
+
 def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:
     """One query, groups, many keys; not behind a left side, with dropout, nor with tiles or keys of each query head."""
     from flash_dmattn.backends.triton.passes import has_group_rows
