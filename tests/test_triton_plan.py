@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +153,17 @@ def test_a_signature_has_all_that_decides_a_launch(monkeypatch: pytest.MonkeyPat
     seen |= {launch.signature(other, x) for other in changed if other is not None}
     monkeypatch.setattr(launch, "takes_tf32", lambda dtype: True)
     assert len(seen | {launch.signature(x, x)}) == 1 + 6 + 5 + 1
+
+
+@pytest.mark.parametrize(("rows", "tiles"), [(192, (20, False)), (176, (15, True)), (16, (5, True))])
+def test_programs_search_their_sequence_where_that_saves_a_fifth_of_the_tiles(
+    rows: int, tiles: tuple[int, bool]
+) -> None:
+    from flash_dmattn.triton_kernels.plan_sequences import SequenceCall
+
+    of_four: Any = SimpleNamespace(number=4)
+    assert SequenceCall._tiles(of_four, rows, 80, True, 16) == tiles
+    assert SequenceCall._tiles(of_four, rows, 80, False, 16) == (20, False)
 
 
 def test_as_many_programs_share_a_walk_as_sms_run_or_memory_has_slots_for(monkeypatch: pytest.MonkeyPatch) -> None:
