@@ -288,11 +288,6 @@ class TangentAttention(torch.autograd.Function):
             inputs = (x.q, x.k, x.v, x.bias, x.sink, *x.others)
             gradients = _gradients_in_forward_mode(ctx, *cotangents[:2], out, lse, *inputs)
             return None, *gradients, *(None,) * NUM_INPUTS, *others
-        if is_batched(*cotangents):
-            raise NotImplementedError(
-                "attention has no gradients of tangents in a batch (is_grads_batched=True); "
-                "ask for one after the other, or map torch.func.vjp by torch.func.vmap"
-            )
         needed = needs_grad[: 2 * NUM_INPUTS]
         return None, *TangentGradients.apply(plan, needed, *cotangents, lse, *tensors), *others
 
