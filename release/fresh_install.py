@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 
 FIRST_GRADIENTS = """
+import ctypes
+import pathlib
 import time
 import torch
 started = time.perf_counter()
@@ -35,6 +37,10 @@ p = (torch.einsum("bihd,bjhd->bhij", q, k) * 32**-0.5 + b).masked_fill(hidden, f
 (expected,) = torch.autograd.grad(torch.einsum("bhij,bjhd->bihd", p, v).square().sum(), b)
 error = ((grad.double() - expected).norm() / expected.norm()).item()
 assert error < (1e-5 if dtype == torch.float32 else 2e-2), error
+extension = pathlib.Path(flash_dmattn.__file__).with_name("_C.abi3.so")
+if extension.exists() and torch.version.cuda:  # it finds its symbols in this torch, with a GPU or without one
+    ctypes.CDLL(str(extension))
+    seconds += ", the extension loads"
 print(f"torch {torch.__version__}: {told.forward}, {told.backward}: gradient of a bias right to {error:.0e}, {seconds}")
 """
 

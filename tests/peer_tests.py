@@ -5,14 +5,16 @@
     python tests/peer_tests.py CHECKOUT -- -x -k varlen             # all of some, with arguments of pytest
 
 CHECKOUT is a clone of the repository flash-attention. Its package need not be built: modules that tests use beside the
-functions, such as `bert_padding`, are read from there. Two things cannot be expressed and are left out: tests with
-dropout, which read the probabilities that the function returns, and tests of its C++ entry points.
+functions, such as `bert_padding`, are read from there. Three things cannot be expressed and are left out: tests with
+dropout, which read the probabilities that the function returns; tests of private functions and C++ entry points; and a
+test that wants an error for lengths on a GPU, which the host would have to wait for. Here kernels clamp them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -22,6 +24,7 @@ import tempfile
 import time
 import types
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,14 @@ import torch  # noqa: E402
 from benchmarks.machine import commit_of  # noqa: E402
 from flash_dmattn.integrations import flash_attn  # noqa: E402
 
+PROGRESS_SECONDS = 10.0
+BUILT = (None, 64, 128)  # head dims whose calls wait for no compiler, here and wherever FlashAttention is used
 WORDS = ("passed", "failed", "skipped", "left out", "late")
-ENTRY_POINTS = ("test_flash_attn_generator_arg_must_be_none",)
+LEFT_OUT = (
+    "test_flash_attn_generator_arg_must_be_none",
+    "test_flash_attn_varlen_paged_kv_num_splits",
+    "test_flash_attn_kvcache_paged_block_table_bounds",
+)
 
 
 def stand_in(checkout: Path) -> None:
@@ -59,51 +68,107 @@ class Selection:
         part: the number of this process among `parts`, which share the tests.
         parts: how many processes there are.
         seconds: the time for tests; those that are left then are counted as late.
+        out: the file that says after each test what came of all.
     """
 
-    def __init__(self, sample: int | None, part: int, parts: int, seconds: float) -> None:
-        self.sample, self.part, self.parts, self.end = sample, part, parts, time.monotonic() + seconds
+    def __init__(self, sample: int | None, part: int, parts: int, seconds: float, out: Path) -> None:
+        self.sample, self.part, self.parts, self.out = sample, part, parts, out
+        self.end = time.monotonic() + seconds
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self.failed: dict[str, str] = {}
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make the cases of a test that are drawn, and no others: there are half a million in all."""
+        marks = [*metafunc.definition.iter_markers("parametrize")]
+        if not marks:
+            return
+        names = [name.strip() for mark in marks for name in mark.args[0].split(",")]
+        rows = [[row if "," in mark.args[0] else (row,) for row in mark.args[1]] for mark in marks]
+        every = math.prod(map(len, rows))
+        if "dropout_p" in names:
+            place = next(number for number, mark in enumerate(marks) if mark.args[0] == "dropout_p")
+            rows[place] = [row for row in rows[place] if row[0] == 0]
+        number = math.prod(map(len, rows))
+        if self.part == 0:
+            self.counts[metafunc.function.__name__]["left out"] += every - number
+        drawn = range(number)
+        if self.sample is not None and self.sample < number:
+            drawn = random.Random(0).sample(drawn, self.sample)
+        cases = []
+        for at in drawn:
+            case: list[Any] = []
+            for choices in rows:
+                at, choice = divmod(at, len(choices))
+                case += choices[choice]
+            cases.append(tuple(case))
+        metafunc.definition.own_markers[:] = [x for x in metafunc.definition.own_markers if x not in marks]
+        metafunc.parametrize(names, cases)
+
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[Any]) -> None:
-        """Keep the tests that can be expressed, or so many of each, and of these the part of this process."""
-        kept, by_test = [], defaultdict(list)
-        for item in items:
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            name = item.originalname or item.name
-            if parameters.get("dropout_p", 0) > 0 or name in ENTRY_POINTS:
-                self.counts[name]["left out"] += self.part == 0
-            else:
-                by_test[name].append(item)
-        for own in by_test.values():
-            few = self.sample is not None and self.sample < len(own)
-            kept += random.Random(0).sample(own, self.sample) if few and self.sample is not None else own
+        """Keep what can be expressed, and of that the part of this process; first what kernels were built for."""
+        kept = [item for item in items if item.originalname not in LEFT_OUT]
+        if self.part == 0:
+            for item in items:
+                self.counts[item.originalname]["left out"] += item not in kept
         random.Random(1).shuffle(kept)  # what time leaves over is some of each test
+        kept.sort(key=lambda item: hasattr(item, "callspec") and item.callspec.params.get("d") not in BUILT)
         kept = kept[self.part :: self.parts]
+        for item in kept:
+            self.counts[item.originalname or item.name]["late"] += 1
         kept_ids = {item.nodeid for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept_ids])
         items[:] = kept
 
     def pytest_runtest_protocol(self, item: Any) -> bool | None:
         """Run a test if there is time."""
-        if time.monotonic() < self.end:
-            return None
-        self.counts[item.originalname or item.name]["late"] += 1
-        return True
+        return None if time.monotonic() < self.end else True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count one outcome for each test."""
         if report.when == "call" or (report.outcome != "passed" and report.when == "setup"):
-            self.counts[report.nodeid.split("::")[-1].split("[")[0]][report.outcome] += 1
+            self.counts[report.nodeid.split("::")[-1].split("[")[0]].update({report.outcome: 1, "late": -1})
             if report.failed:
                 crash = getattr(report.longrepr, "reprcrash", None)
                 message = str(report.longrepr) if crash is None else crash.message
                 self.failed[report.nodeid] = message.splitlines()[0][:300]
+            self.save()
+
+    def save(self) -> None:
+        """Write what came of the tests until now."""
+        temporary = self.out.with_suffix(".new")
+        temporary.write_text(json.dumps({"tests": self.counts, "failed": self.failed}))
+        temporary.replace(self.out)
 
 
-def run_parts(processes: int, own: list[str], pytest_arguments: list[str]) -> list[dict[str, Any]]:
-    """Run the processes, on all GPUs in turn, and return what each has written."""
+class Total:
+    """What came of the tests in all processes."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.counts: dict[str, Counter[str]] = defaultdict(Counter)
+        self.failed: dict[str, str] = {}
+        for file in files:
+            if file.exists():
+                content = json.loads(file.read_text())
+                self.failed.update(content["failed"])
+                for name, outcomes in content["tests"].items():
+                    self.counts[name].update(outcomes)
+
+    def table(self) -> str:
+        """Return the counts, and a line for each cause of failures."""
+        rows = [f"| test | {' | '.join(WORDS)} |", f"| {' | '.join(['---'] * (1 + len(WORDS)))} |"]
+        for name, outcomes in self.counts.items():
+            rows.append(f"| {name} | {' | '.join(str(outcomes[word]) for word in WORDS)} |")
+        causes: dict[str, list[str]] = defaultdict(list)
+        for test, message in self.failed.items():
+            causes[re.sub(r"-?\d[\d.e+-]*", "N", message)].append(test)
+        for tests in sorted(causes.values(), key=len, reverse=True):
+            rows.append(f"{len(tests)} failed like {tests[0].split('::')[-1]}: {self.failed[tests[0]]}")
+        return "\n".join(rows)
+
+
+def run_parts(processes: int, own: list[str], pytest_arguments: list[str], keep: Callable[[Total], None]) -> Total:
+    """Run the processes, on all GPUs in turn, and return what came of all; `keep` gets it every few seconds."""
     gpus = torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{part}.json" for part in range(processes)]
@@ -114,12 +179,17 @@ def run_parts(processes: int, own: list[str], pytest_arguments: list[str]) -> li
             )
             for part, file in enumerate(files)
         ]
-        for process in started:
-            process.wait()
+        told = time.monotonic()
+        while any(process.poll() is None for process in started):
+            time.sleep(0.5)
+            if time.monotonic() - told > PROGRESS_SECONDS:
+                told, total = time.monotonic(), Total(files)
+                print(dict(sum(total.counts.values(), Counter())), flush=True)
+                keep(total)
         lost = [part for part, file in enumerate(files) if not file.exists()]
         if lost:
             raise RuntimeError(f"processes {lost} ended without a result")
-        return [json.loads(file.read_text()) for file in files]
+        return Total(files)
 
 
 def main() -> int:
@@ -130,6 +200,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no test after so many")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write counts to this JSON file")
+    parser.add_argument("--commit", default="", help="what the record calls this tree, where git is not there to say")
     parser.add_argument("--version", default="", help="what the record calls the checkout, where git cannot say")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # the number of this process
     own, pytest_arguments = sys.argv[1:], []
@@ -141,30 +212,22 @@ def main() -> int:
         parser.error(f"{options.checkout} has no tests/test_flash_attn.py; it needs to be a clone of flash-attention")
     if options.part is not None:
         stand_in(options.checkout)
-        selection = Selection(options.sample, options.part, options.processes, options.seconds)
+        selection = Selection(options.sample, options.part, options.processes, options.seconds, options.out)
         arguments = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(options.checkout)]
         pytest.main([str(file), *arguments, *pytest_arguments], plugins=[selection])
-        options.out.write_text(json.dumps({"tests": selection.counts, "failed": selection.failed}))
+        selection.save()
         return 0
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    failed: dict[str, str] = {}
-    for content in run_parts(options.processes, own, pytest_arguments):
-        failed.update(content["failed"])
-        for name, outcomes in content["tests"].items():
-            counts[name].update(outcomes)
-    print(f"| test | {' | '.join(WORDS)} |\n| {' | '.join(['---'] * (1 + len(WORDS)))} |")
-    for name, outcomes in counts.items():
-        print(f"| {name} | {' | '.join(str(outcomes[word]) for word in WORDS)} |")
-    causes: dict[str, list[str]] = defaultdict(list)
-    for test, message in failed.items():
-        causes[re.sub(r"-?\d[\d.e+-]*", "N", message)].append(test)
-    for tests in sorted(causes.values(), key=len, reverse=True):
-        print(f"{len(tests)} failed like {tests[0].split('::')[-1]}: {failed[tests[0]]}")
-    if options.out is not None:
-        version = options.version or commit_of(options.checkout)
-        content = {"checkout": version, "commit": commit_of(ROOT), "device": device_name(), "tests": counts}
-        options.out.write_text(json.dumps({**content, "failed": failed}, indent=1))
-    return int(bool(failed))
+
+    def keep(total: Total) -> None:
+        if options.out is not None:
+            version = options.version or commit_of(options.checkout)
+            content = {"checkout": version, "commit": options.commit or commit_of(ROOT), "device": device_name()}
+            options.out.write_text(json.dumps({**content, "tests": total.counts, "failed": total.failed}, indent=1))
+
+    total = run_parts(options.processes, own, pytest_arguments, keep)
+    keep(total)
+    print(total.table())
+    return int(bool(total.failed))
 
 
 def device_name() -> str:

@@ -110,6 +110,7 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     "masks of one row": (12, ("test_cuda_one_mask_row.py",)),
     "a bias in shared memory": (10, ("test_cuda_held_bias.py",)),
     "dropout": (10, ("test_cuda_dropout.py",)),
+    "a bias by distance": (0, ("test_cuda_relative.py",)),
     "making masks": (4, ("test_cuda_pack.py",)),
     "calls by hand": (0, ("test_cuda_arguments.py",)),
     "dbias in a larger tensor": (8, ("test_cuda_dbias_out.py",)),

@@ -193,7 +193,7 @@ def values(problem: AttentionProblem) -> set[str]:
     flags = ("deterministic", "return_lse", "return_probs", "is_causal")
     actual = {str(number) for number in numbers}
     actual |= {problem.device, problem.arch, *map(str, (problem.softcap, problem.softmax_scale, problem.dropout_p))}
-    dtypes = {problem.dtype} | ({problem.bias.dtype} if problem.bias is not None else set())
+    dtypes = {problem.dtype} | ({problem.bias_tensor.dtype} if problem.bias_tensor is not None else set())
     actual |= {name for dtype in dtypes for name in (dtype_name(dtype), str(dtype))}
     actual |= {flag for flag in flags if getattr(problem, flag)}
     actual |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}

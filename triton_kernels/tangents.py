@@ -128,7 +128,7 @@ def tangents_kernel(
 ):
     """Compute out, lse and their tangents of one tile of queries.
 
-    Programs of so many entries of the batch follow each other as SIDE_BY_SIDE says, tile by tile, to read the same bias.
+    Programs of SIDE_BY_SIDE entries of the batch follow each other, tile by tile, to read the same bias.
 
     out and tout (B, Lq, Hq, Dv), lse and tlse (B, Hq, Lq) are contiguous. `scale` is as for the forward kernel, and
     `tangent_scale` is |softmax_scale| * log2(e). Masks, sequences and dropout are as for the forward kernel.

@@ -142,4 +142,14 @@ __device__ __forceinline__ void with_bias(const Params& p, const Work& work, F u
   }
 }
 
+// The place of the first of a tile's distances, of its last row and its first key.
+__device__ __forceinline__ int first_place(const Distances& of, int last_row, int first_key) {
+  return of.origin + first_key - last_row;
+}
+
+// Whether so many places have one value.
+__device__ __forceinline__ bool is_flat(const Distances& of, int first_place, int count) {
+  return first_place + count - 1 <= of.lowest || first_place >= of.highest;
+}
+
 }  // namespace flash_dmattn

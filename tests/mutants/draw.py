@@ -52,8 +52,15 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("triton_kernels/plan_tangents", ("test_tangents",)),
     ("triton_kernels/sequence_pack", ("test_sequence_pack",)),
     ("triton_kernels/tangents", ("test_tangents",)),
+    (
+        "triton_kernels/tile_table",
+        ("test_triton_plan", "test_triton_gpus", "test_triton_short", "test_triton_compiled"),
+    ),
     ("triton_kernels/tree_mask", ("test_trees", "test_triton_*")),
-    ("triton_kernels/", ("test_triton_*", "test_mask_pack_interpreter*", "test_append*")),
+    (
+        "triton_kernels/",
+        ("test_triton_[!l]*", "test_triton_launch", "test_mask_pack_*", "test_append", "test_triton_lists"),
+    ),
 )
 
 _OTHER: dict[type, type] = {

@@ -29,6 +29,7 @@ _TANGENTS = "tests/test_tangents.py::test_random_calls_on_triton["
 _FORWARD_MODE = f"{_INTERPRETED}test_calls_written_by_hand[forward mode-4]"
 _WORKERS = "tests/test_distributed_workers.py::"
 _RARE = "tests/test_cuda_rare.py::"
+_DISTANCES = "tests/test_cuda_relative.py::"
 _SDPA = "tests/test_sdpa_backend.py::"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
 
@@ -937,6 +938,41 @@ _CSRC = (
         "const int to = min(row + of.high, of.seqlen_k - 1) -",
         "const int to = row + of.high -",
         (f"{_RARE}test_every_gradient[no bias-cuda]",),
+    ),
+    Fault(
+        "a bias by distance counts from the first query and the first key",
+        "csrc/api/call.h",
+        "-kMaxInt, kMaxInt) - (sizes.seqlen_k - sizes.seqlen_q);",
+        "-kMaxInt, kMaxInt);",
+        (f"{_DISTANCES}test_lengths[193-257-64-cuda]",),
+    ),
+    Fault(
+        "a tile's window of values by distance begins one place off",
+        "csrc/sm90/operands.h",
+        "of.origin + first_key - last_row;",
+        "of.origin + first_key - last_row + 1;",
+        (f"{_DISTANCES}test_lengths[193-257-64-cuda]",),
+    ),
+    Fault(
+        "the second copy of a window of values is like the first",
+        "csrc/sm90/forward/producer.h",
+        "to[Traits::kSecondCopy + i - 1] = value",
+        "to[Traits::kSecondCopy + i] = value",
+        (f"{_DISTANCES}test_lengths[193-257-64-cuda]",),
+    ),
+    Fault(
+        "a tile whose last distance alone has another value is taken for one of one value",
+        "csrc/sm90/operands.h",
+        "first_place + count - 1 <= of.lowest",
+        "first_place + count - 2 <= of.lowest",
+        (f"{_DISTANCES}test_one_score_has_another_value[cuda]",),
+    ),
+    Fault(
+        "a row whose maximum grows loses the one value of a tile",
+        "csrc/sm90/forward/consumer.h",
+        "scores[i] += flat;",
+        "scores[i] += 0.0f;",
+        (f"{_DISTANCES}test_lengths[193-257-64-cuda]",),
     ),
     Fault(
         "a stage of v is waited for in the wrong phase",

@@ -49,7 +49,9 @@ LONG = (
     *("tangents", "triton_lists", "triton_sequences", "random"),
 )
 NOT_COPIED = (".git", ".gpu", ".venv*", "venv", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*_output")
-CACHES = ("HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR")
+OWN = ("HOME", "XDG_CACHE_HOME", "TMPDIR")
+# Their entries are named by what was compiled, so a fault has entries of its own.
+SHARED_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class Outcome(NamedTuple):
@@ -111,7 +113,7 @@ def steps_of(fault: Fault) -> list[tuple[str, ...]]:
 
 
 class Copy:
-    """A copy of the tree to plant faults in, with caches of its own.
+    """A copy of the tree to plant faults in, with a home of its own.
 
     Args:
         root: its folder.
@@ -136,6 +138,8 @@ class Copy:
                     ran = self._run(tests, "planted.so" if is_emulated else None, is_over)
                 if ran.is_passed:
                     return Outcome("survived", ran.line)
+                if ran.failed in self.broken:  # another copy has found out meanwhile
+                    continue
                 again = tests if ran.failed is None else (ran.failed,)
                 without = self._run(again, "sound.so" if is_emulated else None, is_over)
             except ValueError as error:
@@ -152,8 +156,9 @@ class Copy:
         environment = {**os.environ, "CI": "true", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         # First: a script that tests start would import what is installed.
         environment["PYTHONPATH"] = os.pathsep.join((str(self.root), os.environ.get("PYTHONPATH", "")))
-        for name in CACHES:
-            environment[name] = f"{self.root}.{name.lower()}"
+        for name in (*OWN, *SHARED_CACHES):
+            folder = self.root.parent if name in SHARED_CACHES else self.root
+            environment[name] = f"{folder}.{name.lower()}"
             Path(environment[name]).mkdir(exist_ok=True)
         if QUICK in tests:
             environment["FLASH_DMATTN_SAMPLE"] = "12"
@@ -275,7 +280,7 @@ def judge_all(record: Record, processes: int, seconds: float) -> None:
                 record.add(number, tests, copy.judge(record.faults[number], tests, over))
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        threads = [Thread(target=work, args=(Path(folder) / str(number),)) for number in range(processes)]
+        threads = [Thread(target=work, args=(Path(folder) / "copies" / str(number),)) for number in range(processes)]
         for thread in threads:
             thread.start()
         for thread in threads:

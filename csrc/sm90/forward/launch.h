@@ -14,13 +14,19 @@ enum class Bias {
   kNone,    // no bias, or one value per query, which changes lse only
   kTile,    // one value per query and key, in the dtype of q, loaded as tiles by TMA
   kVector,  // one value per key, of any dtype and stride
-  kStrided  // one value per query and key, any dtype and strides: slower, but needs no copy
+  kStrided,  // one value per query and key, any dtype and strides: slower, but needs no copy
+  kRelative  // one value per distance of key and query, of any dtype and stride
 };
 
 // Whether there are kernels of more than two consumers beside a mask with one row for all queries, in the form that
 // such a mask takes beside the bias. With any other mask a work tile is of the size of a mask tile.
 constexpr bool has_one_row_kernels(Bias bias, MaskForm mask) {
   return mask == (bias == Bias::kTile ? MaskForm::kTiles : MaskForm::kIntervals);
+}
+
+// Whether there are kernels with a bias by distance: without intervals of a mask, dropout and sequences.
+constexpr bool has_relative_kernels(int head_dim, int head_dim_v) {
+  return head_dim == head_dim_v && (head_dim == 64 || head_dim == 128);
 }
 
 // The most consumers of a block that registers are left for. Each has 64 rows.

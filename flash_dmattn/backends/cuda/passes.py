@@ -61,6 +61,8 @@ def _plan_attend(p: AttentionProblem) -> Attend:
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
     one_mask_row = p.flags.one_mask_row and band is None
+    # Outside of its values a bias by distance has the first or the last (1), or zeros (2).
+    distances = {"": 0, "error": 1, "clamp": 1, "zero": 2}[p.flags.outside], p.flags.zero
     attend = kernels().attend
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
@@ -76,7 +78,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
             bias = read_bias(bias)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
-        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row)
+        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row, *distances)
         attend(q, k, v, walked, bias, sink, out, lse, *numbers)
 
     return run

@@ -87,6 +87,7 @@ def _most_keys(p: AttentionProblem) -> int:
 _FEW_KEYS = 32
 _ROWS = _KEYS = 128  # of a tile
 _DROPOUT_DIMS = (64, 64)  # of the only kernels with dropout (csrc/sm90/backward/instances.h)
+_RELATIVE_DIMS = ((64, 64), (128, 128))  # of the kernels with a bias by distance (csrc/sm90/forward/launch.h)
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
 _RULES: tuple[Rule, ...] = (
@@ -110,8 +111,10 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "bias_dtype",
-        lambda p: p.bias is None or p.bias.dtype in _BIAS_DTYPES,
-        lambda p: f"bias has dtype {'none' if p.bias is None else dtype_name(p.bias.dtype)}; the scores are float32",
+        lambda p: p.bias_tensor is None or p.bias_tensor.dtype in _BIAS_DTYPES,
+        lambda p: (
+            f"bias has dtype {dtype_name(p.bias_tensor.dtype) if p.bias_tensor else 'none'}; the scores are float32"
+        ),
         "cast bias",
     ),
     Rule(
@@ -145,7 +148,10 @@ _RULES: tuple[Rule, ...] = (
     Rule(
         "list_scores",
         lambda p: p.mask_form != "lists" or not reads_scores(p),
-        lambda p: "bias has one value per query and key beside lists; kernels that read it need a bit for every pair",
+        lambda p: (
+            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; kernels that "
+            "read a value for any query and key need a bit for every pair"
+        ),
         'use backend="eager"',
     ),
     Rule(
@@ -188,6 +194,35 @@ _RULES: tuple[Rule, ...] = (
             "unless it is small and batch entries share it"
         ),
         f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
+        passes=("backward",),
+    ),
+    Rule(
+        "relative_head_dim",
+        lambda p: p.relative is None or _instance(p) in _RELATIVE_DIMS,
+        lambda p: (
+            f"bias is by distance and head dims are {p.head_dim} and {p.head_dim_v} (v); only the kernels of head dims "
+            + " and ".join(str(d) for d, _ in _RELATIVE_DIMS)
+            + " have one"
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "relative_beside",
+        lambda p: p.relative is None or (p.dropout_p == 0 and p.sequences is None),
+        lambda p: (
+            "bias is by distance beside "
+            + (f"{p.batch} sequences" if p.dropout_p == 0 else f"dropout_p, which is {p.dropout_p}")
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "relative_gradients",
+        lambda p: p.relative is None,
+        lambda p: (
+            f"bias has {p.relative.shape[3] if p.relative else 0} values by distance; the backward kernels read a bias "
+            "per key, or per query and key"
+        ),
+        _PAIR,
         passes=("backward",),
     ),
     Rule(
@@ -290,7 +325,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
     for wide rows. Both cases need enough keys and heads to make up for the later start. They need k and v that TMA can
     read, because a copy would take longer than attention.
     """
-    plain = p.mask is None and p.bias is None and p.sink is None and p.softcap == 0 == p.dropout_p
+    plain = p.mask is None and p.bias_tensor is None and p.sink is None and p.softcap == 0 == p.dropout_p
     few = 0 < p.seqlen_q <= _FEW_QUERIES and p.num_heads >= _GROUP * p.num_heads_k
     if not (plain and few) or any(p.needs_grad):
         return False
