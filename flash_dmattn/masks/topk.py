@@ -177,13 +177,13 @@ def select(keys: torch.Tensor, k: int) -> torch.Tensor:
 def list_best(
     keys: torch.Tensor, last: torch.Tensor, k: int, local: int, places: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the columns that `select` chooses, and of the `local` ones up to the last those that are allowed.
+    """List the columns that `select` chooses, and the allowed ones among the last `local` that a row may see.
 
     Args:
         keys: (B, H, rows, N), of `sort_keys`.
         last: (rows,), the last column that each row may see.
         k, local: how many of either kind.
-        places: of the result, at least as many as any row chooses.
+        places: of the result; no row chooses more.
 
     Returns:
         int32 (B, H, rows, places), ascending, then -1; and how many, (B, H, rows).

@@ -277,7 +277,7 @@ _PYTHON = (
         "triton_kernels/list_ops.py",
         " + tl.load(before + at, mask=key_ok, other=0)",
         "",
-        (_LIST_EDGES.format("sizes"),),
+        (_LIST_CALLS,),
     ),
     Fault(
         "triton: dk of rows misses the scale",
