@@ -1,7 +1,7 @@
 """Calls a compiled kernel by the CUDA driver, with its numbers packed once.
 
-Triton's own launcher reads every argument from Python at every launch, also the constants of the compiler. Those are some
-90 arguments, and most of the time of a launch. Here a launch writes its stream and the addresses of its tensors.
+Triton's own launcher reads every argument from Python at every launch, also the constants of the compiler. That is some
+90 objects, and most of the time of a launch. Here a launch writes its stream and the addresses of its tensors.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 # `CUlaunchConfig`: six sizes and the bytes of shared memory, then the stream, then attributes, of which there are none.
@@ -72,25 +73,17 @@ def plan_driver_call(
     if metadata.num_ctas != 1 or any(getattr(metadata, name, None) for name in _EXTRAS):
         return None
     kinds = compiled.src.signature
-    flat = [pair for name, x in zip(names, arguments, strict=True) for pair in flat(kinds[name], x)]
-    numbers = [_packed(kind, x) for kind, x in flat if kind[0] != "*"]
-    if any(number is None for number in numbers):
+    passed = [pair for name, x in zip(names, arguments, strict=True) for pair in flat(kinds[name], x)]
+    numbers = [_packed(kind, x) for kind, x in passed if kind[0] != "*"]
+    if None in numbers:
         return None
-    pointers = len(flat) - len(numbers)
+    num_pointers = len(passed) - len(numbers)
+    pointers, others = count(_CONFIG, 8), count(_CONFIG + 8 * num_pointers, 8)
+    places = [next(pointers if kind[0] == "*" else others) for kind, _ in passed]
+    # Behind its arguments a kernel may have two pointers to scratch memory, which is not there.
+    places += [next(others)] * 2
     sizes = _SIZES.pack(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared)
-    # Behind its arguments a kernel may have two pointers to scratch memory, which is none here.
-    content = [sizes, bytes(_CONFIG - _STREAM + 8 * pointers), *numbers, bytes(8)]
-    template = b"".join(x for x in content if x is not None)
-    next_pointer, next_number = _CONFIG, _CONFIG + 8 * pointers
-    places = []
-    for kind, _ in flat:
-        if kind[0] == "*":
-            places.append(next_pointer)
-            next_pointer += 8
-        else:
-            places.append(next_number)
-            next_number += 8
-    places += [next_number] * 2
+    template = b"".join([sizes, bytes(_CONFIG - _STREAM + 8 * num_pointers), *filter(None, numbers), bytes(8)])
 
     def make() -> Block:
         buffer = bytearray(template)
@@ -98,7 +91,7 @@ def plan_driver_call(
         addresses = [start + place for place in places]
         return Block(buffer, ctypes.c_void_p(start), (ctypes.c_void_p * len(addresses))(*addresses))
 
-    fill = struct.Struct(f"<Q{_CONFIG - _STREAM - 8}x{pointers}Q").pack_into
+    fill = struct.Struct(f"<Q{_CONFIG - _STREAM - 8}x{num_pointers}Q").pack_into
     launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     return DriverCall(launch, ctypes.c_void_p(compiled.function), fill, _STREAM, [], make)
 
