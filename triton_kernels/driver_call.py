@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -92,8 +93,12 @@ def plan_driver_call(
         return Block(buffer, ctypes.c_void_p(start), (ctypes.c_void_p * len(addresses))(*addresses))
 
     fill = struct.Struct(f"<Q{_CONFIG - _STREAM - 8}x{num_pointers}Q").pack_into
-    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    return DriverCall(launch, ctypes.c_void_p(compiled.function), fill, _STREAM, [], make)
+    return DriverCall(_driver().cuLaunchKernelEx, ctypes.c_void_p(compiled.function), fill, _STREAM, [], make)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:

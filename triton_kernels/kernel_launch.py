@@ -35,23 +35,20 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def is_current_device(x: Tensor) -> bool:
-    """Return whether the tensor is on the current device, where Triton launches."""
-    # torch.cuda.current_device would first check that CUDA is initialised. A CUDA tensor shows that it is.
-    return not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
-
-
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the tensor's device the current one, where it is not."""
-    return contextlib.nullcontext() if is_current_device(x) else torch.cuda.device(x.device)
+    """Make the tensor's device the current one, where Triton launches; nothing to do if it is."""
+    # torch.cuda.current_device would first check that CUDA is initialised. A CUDA tensor shows that it is.
+    if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
 
 
 def run_on(x: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function with the tensor's device as the current one; without a context manager where it is already."""
-    if is_current_device(x):
-        return function(*arguments)
-    with torch.cuda.device(x.device):
-        return function(*arguments)
+    if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(x.device):
+            return function(*arguments)
+    return function(*arguments)
 
 
 # CUDA 12.3 is the first driver whose graphs may contain launches that overlap (programmatic dependent launch).
