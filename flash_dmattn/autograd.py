@@ -121,7 +121,7 @@ def differentiate(plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any) -> 
         kept: out, lse, the inputs with gradients, and the others, as `_keep` saves them.
     """
     watched = is_watched(dout, dlse, *kept)
-    if not (watched and torch.compiler.is_compiling()) and is_batched(dout, dlse):
+    if is_batched(dout, dlse):
         return one_by_one(lambda dout, dlse: differentiate(plan, dout, dlse, *kept), dout, dlse)
     if torch.is_grad_enabled() or (watched and is_transformed()):
         function = AttentionBackward if forward_ad._current_level < 0 else DualAttentionBackward
