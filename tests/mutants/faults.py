@@ -183,9 +183,9 @@ _PYTHON = (
     ),
     Fault(
         "of the last local blocks one is missing",
-        "flash_dmattn/masks/prepared/lists.py",
-        "(columns > high - local)",
-        "(columns > high - local + 1)",
+        "flash_dmattn/masks/topk.py",
+        "(columns > last[:, None] - local)",
+        "(columns > last[:, None] - local + 1)",
         (f"{_LISTS}test_topk_lists_are_the_top_k_mask",),
     ),
     Fault(
@@ -277,7 +277,7 @@ _PYTHON = (
         "triton_kernels/list_ops.py",
         " + tl.load(before + at, mask=key_ok, other=0)",
         "",
-        (_LIST_EDGES.format("sizes"),),
+        (_LIST_CALLS,),
     ),
     Fault(
         "triton: dk of rows misses the scale",
@@ -313,6 +313,13 @@ _PYTHON = (
         "error.addcmul_(delta, share, value=-1).div_(total + share)",
         "error /= total",
         (_LIST_EDGES.format("rounded out"),),
+    ),
+    Fault(
+        "triton: of scores that tie for the last place one more is listed",
+        "triton_kernels/list_pack.py",
+        "tl.cumsum(tied, 0) <= k - tl.sum",
+        "tl.cumsum(tied, 0) <= k + 1 - tl.sum",
+        (_LIST_EDGES.format("best keys"),),
     ),
     Fault(
         "triton: shares of a list leave a step out",
@@ -948,9 +955,9 @@ _CSRC = (
     ),
     Fault(
         "the second copy of a window of values is like the first",
-        "csrc/sm90/forward/producer.h",
-        "to[Traits::kSecondCopy + i - 1] = value",
-        "to[Traits::kSecondCopy + i] = value",
+        "csrc/sm90/operands.h",
+        "to[second_copy + i - 1] = value",
+        "to[second_copy + i] = value",
         (f"{_DISTANCES}test_lengths[193-257-64-cuda]",),
     ),
     Fault(
