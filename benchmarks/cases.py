@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from flash_dmattn.biases import ByDistance
 from flash_dmattn.explanation import Explanation, explain_description, explain_problem
 
 Pass = Literal["forward", "backward", "step"]
-MaskKind = Literal["keys", "topk", "blocks", "band", "random", "documents", "padding", "windows"]
+MaskKind = Literal["keys", "topk", "blocks", "band", "random", "documents", "padding", "windows", "lists"]
 
 TILE = 128
 PASSES: tuple[Pass, ...] = ("forward", "backward", "step")
@@ -22,6 +23,7 @@ MASK_FORMS = {
     "documents": "bij",
     "padding": "bj",
     "windows": "bij",
+    "lists": "bkij",
 }
 
 
@@ -37,12 +39,14 @@ class MaskRule(NamedTuple):
     * "random": each pair with probability `density`.
     * "windows": batch elements are windows of images that have `size` x `size` windows, shifted by half a window. In
       the windows of the last row and column, tokens from the two sides of an image's border do not see each other.
+    * "lists": for each list of `block[0]` queries `size` random blocks of `block[1]` keys of its causal prefix.
     """
 
     kind: MaskKind
     size: int = 0
     density: float = 0.1
     form: str = ""
+    block: tuple[int, int] = (1, 1)
 
     @property
     def dims(self) -> str:
@@ -59,6 +63,7 @@ class MaskRule(NamedTuple):
             "padding": f"padded lengths from L/{self.size}",
             "windows": f"shifted windows, {self.size} x {self.size} an image",
             "random": f"random, density {self.density:g}",
+            "lists": f"lists of {self.size} blocks of {self.block[0]} x {self.block[1]}",
         }
         return said[self.kind]
 
@@ -68,11 +73,13 @@ class Case:
     """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
 
     Attributes:
-        group: "workload", "short", "d512", "decode", "memory", "form", "model", or the name of a sweep, such as
-            "length".
+        group: "workload", "short", "d512", "relative", "decode", "lists", "memory", "form", "model", or the name of a
+            sweep, such as "length".
         x: in a sweep, the value of the swept quantity.
         seqlen: the number of keys, and of queries unless `queries` is set.
-        bias: the letters of its dims, or None. With "bkj" it is also the score by which "keys" and "topk" select.
+        bias: the letters of its dims, or None. With "bkj" it is also the score by which "keys" and "topk" select. "hd"
+            is a bias by distance, see `reach`.
+        reach: of a bias by distance: distances of so much and beyond share a value. T5 has 128.
         layers: the number of layers of a model whose attention is this call; None for a single call.
         passes: the timed passes.
         all_systems: whether slow systems are timed, too; one workload of each kind does that.
@@ -91,6 +98,7 @@ class Case:
     bias: str | None = None
     queries: int | None = None
     x: float | str | None = None
+    reach: int = 128
     layers: int | None = None
     passes: tuple[Pass, ...] = PASSES
     all_systems: bool = False
@@ -107,9 +115,11 @@ class Case:
         lengths = f"{self.seqlen}" if self.queries is None else f"{self.queries}x{self.seqlen}"
         return f"{self.batch},{self.heads},{self.heads_k},{lengths},{self.head_dim}"
 
-    def shape_of(self, form: str) -> tuple[int, int, int, int]:
-        """The 4-D shape of a mask or bias of these dims."""
+    def shape_of(self, form: str) -> tuple[int, ...]:
+        """The 4-D shape of a mask or bias of these dims; (1, H, distances) of a bias by distance."""
         heads = self.heads if "h" in form else self.heads_k if "k" in form else 1
+        if "d" in form:
+            return 1, heads, 2 * self.reach + 1
         return (
             self.batch if "b" in form else 1,
             heads,
@@ -150,6 +160,7 @@ class Case:
             mask=None if self.mask is None else self.shape_of(self.mask.dims),
             mask_prepared=self.layers is not None,
             bias=None if self.bias is None else self.shape_of(self.bias),
+            by_distance=ByDistance(self.reach, "clamp", False) if self.bias == "hd" else None,
             is_causal=self.is_causal,
             return_lse=return_lse,
             grad=grad,
@@ -168,12 +179,15 @@ class Case:
         keys, fixed = seqlen // 6, {"documents": 3, "padding": 2, "windows": 2}
         size = {"keys": keys, "topk": keys, "band": seqlen // 4, "blocks": TILE, **fixed}
         rule = self.mask and self.mask._replace(size=size.get(self.mask.kind, 0))
+        if rule is not None and rule.kind == "lists":
+            rule = rule._replace(size=4)
         return replace(
             self,
             batch=min(self.batch, 2),
             heads=heads,
             heads_k=max(1, heads * self.heads_k // self.heads),
             seqlen=min(self.seqlen, seqlen),
+            reach=min(self.reach, seqlen - 1),
             queries=self.queries and min(self.queries, seqlen),
             head_dim=min(self.head_dim, 32),
             layers=self.layers and min(self.layers, 2),
@@ -184,6 +198,8 @@ class Case:
 def spelled(form: str) -> str:
     """The dims of a form as the documentation writes them: "bkj" is (B,Hk,1,L)."""
     heads = "Hq" if "h" in form else "Hk" if "k" in form else "1"
+    if "d" in form:
+        return f"(1,{heads},distances)"
     return f"({'B' if 'b' in form else '1'},{heads},{'L' if 'i' in form else '1'},{'L' if 'j' in form else '1'})"
 
 
@@ -295,12 +311,41 @@ def _wide() -> Iterator[Case]:
     yield Case("d512-one-query", "d512", 8, 32, 4, 65536, 512, queries=1, passes=("forward",))
 
 
+def _relative() -> Iterator[Case]:
+    """T5's bias as a table, and a value for each distance of a call."""
+
+    def case(name: str, *sizes: int, causal: bool = False, reach: int = 128) -> Case:
+        batch, heads, seqlen, head_dim = sizes
+        made = Case(f"relative-{name}", "relative", batch, heads, heads, seqlen, head_dim, causal, bias="hd")
+        return replace(made, reach=reach)
+
+    yield case("t5-512", 32, 12, 512, 64)
+    yield case("t5-2k", 8, 16, 2048, 64)
+    yield case("t5-16k-causal", 1, 16, 16384, 64, causal=True)
+    yield case("t5-16k-causal-d128", 1, 16, 16384, 128, causal=True)
+    yield case("t5-32k", 1, 16, 32768, 64)
+    yield case("all-2k", 8, 16, 2048, 64, reach=2047)
+    yield case("all-16k-causal", 1, 16, 16384, 64, causal=True, reach=16383)
+
+
 def _decode() -> Iterator[Case]:
     for length in (8192, 65536):
         name, quick = f"decode-{length // 1024}k", length == 8192
         yield Case(name, "decode", 8, 32, 8, length, 128, queries=1, passes=("forward",), quick=quick)
     kept = MaskRule("keys", 2048)
     yield Case("decode-keys-64k", "decode", 8, 32, 8, 65536, 128, mask=kept, queries=1, passes=("forward",))
+
+
+def _lists() -> Iterator[Case]:
+    """Lists of keys and of blocks; and beside each the same call of all earlier keys, which lists have to beat."""
+    for name, heads, heads_k, size, block in (
+        ("keys", 32, 2, 1024, (1, 1)),
+        ("blocks", 32, 2, 16, (1, 64)),
+        ("tiles", 16, 4, 16, (TILE, TILE)),
+    ):
+        plain = Case(f"lists-{name}-dense", "lists", 1, heads, heads_k, 16384, 128, True)
+        yield replace(plain, name=f"lists-{name}", mask=MaskRule("lists", size, block=block))
+        yield plain
 
 
 def _memory() -> Iterator[Case]:
@@ -344,10 +389,14 @@ def _forms() -> Iterator[Case]:
     for dims in ("bhij", "hij", "bij", "ij", "bhj", "hj"):
         yield form(f"bias-{dims}", bias=dims, heads=4, heads_k=4, quick=dims in ("bhij", "hj"))
     yield form("bias-odd", bias="bhij", seqlen=509, is_causal=True)
+    yield form("relative", bias="hd", heads=4, heads_k=4, reach=100)
     yield form("mask-and-bias", MaskRule("random", 0, 0.5, "bkij"), "bhij")
 
 
-CASES = (*_workloads(), *_short(), *_sweeps(), *_wide(), *_decode(), *_memory(), *_models(), *_forms())
+CASES = (
+    *(*_workloads(), *_short(), *_sweeps(), *_wide(), *_relative(), *_decode(), *_lists()),
+    *(*_memory(), *_models(), *_forms()),
+)
 GROUPS = {
     "equivalence": ("form",),
     "performance": (
@@ -361,7 +410,9 @@ GROUPS = {
         "mask kind",
         "bias class",
         "d512",
+        "relative",
         "decode",
+        "lists",
     ),
     "memory": ("memory",),
     "model": ("model",),

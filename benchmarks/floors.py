@@ -54,7 +54,7 @@ def floors(inputs: Inputs, pairs: float, *, reads_mask: bool) -> dict[str, Floor
         reads_mask: the forward is given the bool tensor. A mask prepared beforehand is not charged, nor is any mask in
             the backward: what a kernel has to know of it can be arbitrarily little.
     """
-    q, k, v, dout, mask, bias, is_causal = inputs
+    q, k, v, dout, mask, bias, is_causal = inputs[:7]
     batch, seqlen, heads, head_dim = q.shape
     lse = 4 * batch * heads * seqlen
     operands = _size(q) + _size(k) + _size(v) + _size(bias)

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import masks
+from flash_dmattn.biases import Relative
 
 from .cases import TILE, Case, MaskRule
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call: q, k, v, dout (B, L, H, D), a bool mask, a bias; q, k, v and bias may take gradients."""
+    """The tensors of one call: q, k, v, dout (B, L, H, D), a bool mask, a bias; q, k, v and bias may take gradients.
+
+    A mask that was made of lists comes with them.
+    """
 
     q: Tensor
     k: Tensor
@@ -23,12 +27,20 @@ class Inputs(NamedTuple):
     mask: Tensor | None
     bias: Tensor | None
     is_causal: bool
+    lists: masks.PreparedMask | None = None
 
     @property
     def leaves(self) -> dict[str, Tensor]:
         """Return the tensors that take a gradient, by the name of the gradient."""
         named = {"dq": self.q, "dk": self.k, "dv": self.v, "dbias": self.bias}
         return {name: x for name, x in named.items() if x is not None}
+
+    @property
+    def passed_bias(self) -> Tensor | Relative | None:
+        """Return the bias as `attention` takes it: by distance if it is (1, H, distances)."""
+        if self.bias is None or self.bias.dim() == 4:
+            return self.bias
+        return Relative(self.bias, self.bias.shape[2] // 2, "clamp")
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -69,8 +81,13 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfl
     bias = None
     if c.bias is not None:
         bias = scores.clone() if c.bias == "bkj" else normal(*c.shape_of(c.bias))
-    mask = None if c.mask is None else make_mask(c, c.mask, scores, generator)
-    inputs = Inputs(q, k, v, dout, mask, bias, c.is_causal)
+    mask = lists = None
+    if c.mask is not None and c.mask.kind == "lists":
+        lists = make_lists(c, c.mask, generator)
+        mask = lists.dense()
+    elif c.mask is not None:
+        mask = make_mask(c, c.mask, scores, generator)
+    inputs = Inputs(q, k, v, dout, mask, bias, c.is_causal, lists)
     for x in inputs.leaves.values():
         x.requires_grad_(c.takes_gradients)
     return inputs
@@ -103,6 +120,15 @@ def make_mask(case: Case, rule: MaskRule, scores: Tensor, generator: torch.Gener
     starts = torch.randint(1, seqlen_k, (case.batch, rule.size - 1), generator=generator, device=device)
     documents = (place >= starts.sort(-1).values[..., None]).sum(1)
     return (documents[:, None, -seqlen_q:, None] == documents[:, None, None, :]).contiguous()
+
+
+def make_lists(case: Case, rule: MaskRule, generator: torch.Generator) -> masks.PreparedMask:
+    """The lists of a case: the best of random scores."""
+    rows, columns = (-(-length // each) for length, each in zip((case.seqlen_q, case.seqlen), rule.block, strict=True))
+    scores = torch.rand(case.batch, case.heads_k, rows, columns, generator=generator, device=generator.device)
+    return masks.PreparedMask.from_topk_lists(
+        scores, rule.size, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen, block_size=rule.block, is_causal=True
+    )
 
 
 def layer_mask(case: Case, bias: Tensor) -> Tensor:

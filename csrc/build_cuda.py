@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -34,6 +35,7 @@ SOURCES = (
     "api/intervals.cpp",
     "api/mask.cpp",
     "api/module.cpp",
+    "api/older_linux.cpp",
     "api/tensor_map.cpp",
     "sm90/backward/clear_dbias.cu",
     "sm90/backward/clusters.cu",
@@ -57,6 +59,24 @@ FORWARD_SEQUENCES = "sm90/forward/instantiate_sequences.cu"
 BACKWARD_SEQUENCES = "sm90/backward/instantiate_sequences.cu"
 SHARED_DBIAS_SEQUENCES = "sm90/shared_dbias/instantiate_sequences.cu"
 STUB = "api/stub_libtorch_cuda.cpp"
+
+# glibc 2.34 moved these to libc.so.6, under new versions: a file that is linked with it needs 2.34. Stubs at link time
+# name the libraries and versions from before, which every glibc has. CUDA's runtime calls the functions.
+STUBS_OF_GLIBC = {
+    "libdl.so.2": "dlclose dlerror dlmopen dlopen dlsym dlvsym",
+    "librt.so.1": "shm_open shm_unlink",
+    "libpthread.so.0": """
+        pthread_condattr_setpshared pthread_create pthread_detach pthread_getspecific pthread_join pthread_key_create
+        pthread_key_delete pthread_kill pthread_mutex_trylock pthread_mutexattr_destroy pthread_mutexattr_init
+        pthread_mutexattr_setpshared pthread_mutexattr_settype pthread_once pthread_rwlock_destroy pthread_rwlock_init
+        pthread_rwlock_rdlock pthread_rwlock_timedrdlock pthread_rwlock_timedwrlock pthread_rwlock_tryrdlock
+        pthread_rwlock_trywrlock pthread_rwlock_unlock pthread_rwlock_wrlock pthread_rwlockattr_destroy
+        pthread_rwlockattr_init pthread_rwlockattr_setpshared pthread_setspecific pthread_spin_destroy
+        pthread_spin_init pthread_spin_lock pthread_spin_trylock pthread_spin_unlock sem_destroy sem_init sem_post
+        sem_timedwait sem_trywait sem_wait
+    """,
+}
+VERSIONS_OF_GLIBC = "GLIBC_2.2.5 { *; };\nGLIBC_2.3.4 { dlmopen; };\n"  # of x86-64
 
 ARCH = "sm_90a"
 CAPABILITY = "9.0"  # of the GPUs that run code for ARCH
@@ -117,12 +137,12 @@ rule cuda
   description = $unit
 
 rule stub
-  command = $nvcc -shared -cudart none -Xcompiler -fPIC -Xlinker -soname=libtorch_cuda.so $in -o $out
+  command = $nvcc -shared -cudart none -Xcompiler -fPIC -Xlinker -soname=$soname$script $in -o $out
   description = $unit
 
 rule link
   command = $nvcc -shared -cudart static {gencode} $objects -o $out -L. -L{torch_lib} -Xlinker $
-    --no-as-needed,--exclude-libs=ALL,-z,relro,-z,now,-z,noexecstack -ltorch_cuda -ltorch_cpu
+    --no-as-needed,--exclude-libs=ALL,-z,relro,-z,now,-z,noexecstack $stubs -ltorch_cuda -ltorch_cpu
   description = {output_name}
 """
 
@@ -462,8 +482,20 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         step = f"cuda {source} || host" if unit.source.endswith(".cu") else f"cpp {source}"
         edges.append(f"build {unit.object}: {step}\n  unit = {unit.name}\n  defines = {unit.defines}")
     objects = " ".join(unit.object for unit in units)
-    edges.append(f"build libtorch_cuda.so: stub {_escaped(sources / STUB)}\n  unit = {STUB}")
-    edges.append(f"build {_escaped(output)}: link {objects} | libtorch_cuda.so\n  objects = {objects}")
+    edges.append(
+        f"build libtorch_cuda.so: stub {_escaped(sources / STUB)}\n  unit = {STUB}\n  soname = libtorch_cuda.so"
+    )
+    stubs = _stubs_of_glibc(folder)
+    edges += (
+        f"build lib{stub}.so: stub {stub}.cpp | glibc.map\n  unit = {stub}\n  soname = {library}\n"
+        "  script = ,--version-script=glibc.map"
+        for stub, library in stubs.items()
+    )
+    linked = " ".join(["libtorch_cuda.so", *(f"lib{stub}.so" for stub in stubs)])
+    edges.append(
+        f"build {_escaped(output)}: link {objects} | {linked}\n  objects = {objects}\n"
+        f"  stubs = {' '.join(f'-l{stub}' for stub in stubs)}"
+    )
     write_if_changed(folder / "build.ninja", "\n".join([rules, *edges, ""]))
 
     log = folder / LOG
@@ -481,6 +513,18 @@ def build(output: Path, folder: Path, version: str) -> list[Kernel]:
         file.writelines(f"{kernel}\n" for kernel in kernels)
     say(f"the CUDA extension has {len(kernels)} kernels and took {_duration(time.monotonic() - started)}")
     return kernels
+
+
+def _stubs_of_glibc(folder: Path) -> dict[str, str]:
+    """Write the sources of the stubs, and return the library that each of them stands for."""
+    if platform.machine() != "x86_64":
+        return {}
+    write_if_changed(folder / "glibc.map", VERSIONS_OF_GLIBC)
+    stubs = {f"stub_{library.split('.')[0]}": library for library in STUBS_OF_GLIBC}
+    for stub, library in stubs.items():
+        names = STUBS_OF_GLIBC[library].split()
+        write_if_changed(folder / f"{stub}.cpp", "".join(f'extern "C" void {name}() {{}}\n' for name in names))
+    return stubs
 
 
 def _run_ninja(command: list[str], log: Path) -> tuple[bool, str]:

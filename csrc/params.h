@@ -44,6 +44,12 @@ struct BiasValues {
   bool has_batch;
 };
 
+// A bias by distance, whose values are the keys of a BiasValues: query i and key j read place origin + j - i. All places
+// up to `lowest` have one value, and so have all from `highest` on: the first and the last, or 0 beyond the values.
+struct Distances {
+  int origin, number, lowest, highest;
+};
+
 // How a mask is read: not at all, as bits, or as the queries that see each key, [x, y) of its bounds.
 enum class MaskForm { kNone, kTiles, kIntervals };
 

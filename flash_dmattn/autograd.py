@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad, profiler
 
 from . import operators
@@ -68,10 +69,28 @@ def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
     if is_jvp_innermost() and not is_recorded:
         primals, tangents = take_apart(x)
         if any(t is not None for t in tangents) and not is_batched(*tangents):
-            out, lse, tout, tlse = _attend_with_tangents(plan, primals, tangents)
+            attend = _attend_below_jvp if is_transformed() else _attend_with_tangents
+            out, lse, tout, tlse = attend(plan, primals, tangents)
             return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse)
     results = DualAttention.apply(plan, *distinct(x.q, x.k, x.v, x.bias, x.sink, *x.others))
     return results
+
+
+def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
+    """Return out, lse and their tangents inside of `torch.func.jvp`, computed below it: by what runs around it.
+
+    An autograd function that is called inside of it goes the same way, but torch makes a class for each such call.
+    """
+    interpreter = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+
+    def below(*tensors: Tensor | None) -> tuple[Any, ...]:
+        return tuple(None if t is None else torch._C._functorch._unwrap_for_grad(t, level) for t in tensors)
+
+    inputs, own = plan.parts.inputs(*below(x.q, x.k, x.v, x.bias, x.sink, *x.others)), Tangents(*below(*tangents))
+    with interpreter.lower():
+        results = _attend_with_tangents(plan, inputs, own)
+    return tuple(torch._C._functorch._wrap_for_grad(t, level) for t in results)
 
 
 def _attend_with_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
@@ -269,11 +288,6 @@ class TangentAttention(torch.autograd.Function):
             inputs = (x.q, x.k, x.v, x.bias, x.sink, *x.others)
             gradients = _gradients_in_forward_mode(ctx, *cotangents[:2], out, lse, *inputs)
             return None, *gradients, *(None,) * NUM_INPUTS, *others
-        if is_batched(*cotangents):
-            raise NotImplementedError(
-                "attention has no gradients of tangents in a batch (is_grads_batched=True); "
-                "ask for one after the other, or map torch.func.vjp by torch.func.vmap"
-            )
         needed = needs_grad[: 2 * NUM_INPUTS]
         return None, *TangentGradients.apply(plan, needed, *cotangents, lse, *tensors), *others
 

@@ -390,9 +390,10 @@ def _describe_beside_sequences(
     if not isinstance(mask, (SequenceTileMask, TreeMask)):
         form = getattr(mask, "form", None)
         kind = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
+        lists = "; lists of packed sequences name keys among all tokens, and go without sequences (docs/lists.md)"
         raise TypeError(
             f"mask is a {kind}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
-            "PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree"
+            f"PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree{lists if form == 'lists' else ''}"
         )
     sizes.check_device("mask", mask.device)
     if isinstance(mask, SequenceTileMask):

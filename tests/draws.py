@@ -472,12 +472,12 @@ def compacted(mask: IntervalMask) -> IntervalMask:
     return replace(mask, order=order, bounds=bounds, row_lists=row_lists, col_lists=col_lists)
 
 
-def with_dead_keys_nan(case: Case, mask: IntervalMask, inputs: Inputs, backend: str) -> Inputs:
+def with_dead_keys_nan(case: Case, mask: IntervalMask, inputs: Inputs, backend: str | tuple[str, str]) -> Inputs:
     """The inputs with NaN in the keys that no query sees, where k and v follow the mask's order.
 
     They do not where triton's kernels of short rows read every key.
     """
-    is_short = case.seqlen_k <= 128 and case.dtype != FP32 and backend == "triton"
+    is_short = case.seqlen_k <= 128 and case.dtype != FP32 and "triton" in backend
     per_score = case.bias is not None and case.bias[2:] == ("Lq", "Lk") and case.seqlen_q > 1 and case.seqlen_k > 1
     if not mask.is_reordered or mask.shape[1] not in (1, case.num_heads_k) or per_score or is_short:
         return inputs

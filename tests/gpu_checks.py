@@ -57,7 +57,7 @@ GROUPS = {
     "layouts": (8, 300, ("sequences", "cuda_sequences", "sequence_tiles", "triton_sequences")),
     "dropout": (3, 120, ("dropout", "cuda_dropout", "sinks")),
     "ways": (2, 60, ("plans", "heads_first", "cuda_dbias_out", "cuda_decoding", "cuda_parts")),
-    "forward_ways": (2, 60, ("cuda_one_mask_row", "cuda_held_bias")),
+    "forward_ways": (2, 60, ("cuda_one_mask_row", "cuda_held_bias", "cuda_relative")),
     "found": (2, 60, ("find_intervals", "interval_mask", "lists", "safety")),
 }
 # GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), the parts that run triton so, and how many processes draw

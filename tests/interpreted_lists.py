@@ -1,4 +1,4 @@
-"""Attention over lists in Triton's interpreter: `interpreted_lists.py random FIRST COUNT`, or `edges`."""
+"""Attention over lists in Triton's interpreter: `interpreted_lists.py random FIRST COUNT`, or a kind of `CASES`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import interpreter
 import torch
 from list_cases import ListCase, ListInputs, dense, differences, draw, run
 from outcomes import outcome_of, report
 
-from flash_dmattn.triton_kernels import list_calls
+from flash_dmattn.masks import topk
+from flash_dmattn.triton_kernels import list_calls, list_pack
 from flash_dmattn.triton_kernels.launch import plans
 from flash_dmattn.triton_kernels.list_calls import ListNeeds
 from flash_dmattn.triton_kernels.tile_table import Tile
@@ -43,36 +45,118 @@ def random_calls(first: int, count: int) -> Iterator[str | None]:
         yield outcome_of(partial(check, case, case.build(), ROOMS[number % 2]), str(case))
 
 
-def edge_calls() -> Iterator[str | None]:
-    """Outcomes of calls at an edge, which random calls may miss."""
-    small = ListCase()
-    wide = ListCase(heads_k=1, group=3, head_dim=272, head_dim_v=256, latent=True, most=40, seqlen_q=12)
-    steps = small.with_(group=3, keys_each=64, seqlen_k=200, is_causal=False, most=3)
-    cases = {
-        "more entries than keys": small.with_(most=50, group=5),
-        "no entry": small.with_(lists="empty", sink=True),
-        "no entry anywhere, and no sink": small.with_(lists="empty"),
-        "a key of every query, by rows": small.with_(lists="one key", group=5, is_causal=False, seqlen_q=40),
-        "a block of every query, ragged": small.with_(lists="first block", keys_each=16, seqlen_k=41, most=3),
-        "one query": small.with_(seqlen_q=1),
-        "one key": small.with_(seqlen_k=1, is_causal=False),
-        "chunk borders": small.with_(seqlen_q=40, batch=2, heads_k=1, group=5, most=4),
-        "chunks of p and ds": small.with_(seqlen_q=70, is_causal=False, group=20, queries=2, heads_k=1, most=3),
-        "wide": wide.with_(softcap=2.0, sink=True, values=("1", "Hq", "Lq"), order="ascending"),
-        "wide, two parts": wide.with_(group=20, queries=2, values=("B", "1", "R")),
-        "wide, few keys": wide.with_(most=5),
-        "wide, blocks": wide.with_(keys_each=16, most=3, seqlen_k=70),
-        "values of heads, over two steps of a block": steps.with_(values=("B", "Hq", "R")),
-        "values of entries, over two steps of a block": steps.with_(order="ascending"),
-    }
-    for told, case in cases.items():
-        yield outcome_of(partial(check, case, case.build(), ROOMS[1]), told)
-    case = wide.with_(seqlen_q=3, head_dim_v=512, head_dim=544)
-    tiles = {"product": Tile(128, 32, 4, 1)}
-    yield outcome_of(partial(check, case, case.build(), tiles=tiles), "two programs share the columns of dq")
-    yield outcome_of(minus_infinity, "values of -inf")
-    yield outcome_of(unseen_nan, "NaN that nobody chose")
-    yield outcome_of(single_gradients, "one gradient alone")
+SMALL = ListCase()
+WIDE = ListCase(heads_k=1, group=3, head_dim=272, head_dim_v=256, latent=True, most=40, seqlen_q=12)
+STEPS = SMALL.with_(group=3, keys_each=64, seqlen_k=200, is_causal=False, most=3)
+NEARLY_ALL = STEPS.with_(most=2, group=4, lists="one key", dlse=False)  # one block has nearly all of p
+# Calls at an edge, which random calls may miss, by what they are an edge of, and how each is checked.
+CASES: dict[str, dict[str, ListCase]] = {
+    "sizes": {
+        "more entries than keys": SMALL.with_(most=50, group=5),
+        "no entry": SMALL.with_(lists="empty", sink=True),
+        "no entry anywhere, and no sink": SMALL.with_(lists="empty"),
+        "a key of every query, by rows": SMALL.with_(lists="one key", group=5, is_causal=False, seqlen_q=40),
+        "a block of every query, ragged": SMALL.with_(lists="first block", keys_each=16, seqlen_k=41, most=3),
+        "one query": SMALL.with_(seqlen_q=1),
+        "one key": SMALL.with_(seqlen_k=1, is_causal=False),
+        "chunk borders": SMALL.with_(seqlen_q=40, batch=2, heads_k=1, group=5, most=4),
+        "chunks of p and ds": SMALL.with_(seqlen_q=70, is_causal=False, group=20, queries=2, heads_k=1, most=3),
+        "values of heads, over two steps of a block": STEPS.with_(values=("B", "Hq", "R")),
+        "values of entries, over two steps of a block": STEPS.with_(order="ascending"),
+    },
+    "wide heads": {
+        "a sink": WIDE.with_(softcap=2.0, sink=True, values=("1", "Hq", "Lq"), order="ascending"),
+        "two parts": WIDE.with_(group=20, queries=2, values=("B", "1", "R")),
+        "few keys": WIDE.with_(most=5),
+        "blocks": WIDE.with_(keys_each=16, most=3, seqlen_k=70),
+        "values apart": WIDE.with_(latent=False, sink=True),
+        "values apart, few keys": WIDE.with_(latent=False, most=5),
+    },
+    "rounded out": {
+        "values of entries": NEARLY_ALL,
+        "values of queries": NEARLY_ALL.with_(values=("1", "Hk", "Lq"), queries=2, keys_each=16, most=3),
+        "two steps of a block": NEARLY_ALL.with_(keys_each=128, dlse=True, lists="first block", softcap=2.0),
+        "values of heads, a sink": NEARLY_ALL.with_(values=("B", "Hq", "R"), sink=True, keys_each=32, most=4),
+        "wide heads": WIDE.with_(keys_each=16, most=9, seqlen_k=120, is_causal=False, lists="one key"),
+    },
+    "shares": {
+        "single keys": SMALL.with_(sink=True, most=40, is_causal=False),
+        "blocks, some shares empty": SMALL.with_(keys_each=16, most=9, seqlen_k=200, softcap=2.0),
+        "wide heads": WIDE.with_(keys_each=16, most=6, seqlen_k=90),
+    },
+    "best keys": {},
+}
+
+
+def edge_calls(kind: str) -> Iterator[str | None]:
+    """Outcomes of the calls of a kind."""
+    for told, case in CASES[kind].items():
+        if kind == "rounded out":
+            yield outcome_of(partial(rounded_out, case), told)
+        elif kind == "shares":
+            # Each program walks a third of a list.
+            with mock.patch.object(list_calls, "num_key_shares", return_value=3):
+                yield outcome_of(partial(check, case, case.build()), told)
+        else:
+            yield outcome_of(partial(check, case, case.build(), ROOMS[1]), told)
+    if kind == "best keys":
+        yield from (outcome_of(partial(best_keys, number), str(number)) for number in range(12))
+    if kind == "wide heads":
+        case = WIDE.with_(seqlen_q=3, head_dim_v=512, head_dim=544)
+        tiles = {"product": Tile(128, 32, 4, 1)}
+        yield outcome_of(partial(check, case, case.build(), tiles=tiles), "two programs share the columns of dq")
+        yield outcome_of(values_in_keys, "values that lie in the rows of keys")
+    if kind == "sizes":
+        yield outcome_of(minus_infinity, "values of -inf")
+        yield outcome_of(unseen_nan, "NaN that nobody chose")
+        yield outcome_of(single_gradients, "one gradient alone")
+
+
+def rounded_out(case: ListCase) -> None:
+    """An out that was rounded to 16 bits reaches no value, though its delta moves dq.
+
+    One block of a row has nearly all of p, or shares it with the sink: values for the first entry are large.
+    """
+    interpreter.set_up()
+    x = case.build()
+    assert x.values is not None
+    x.values[..., 0] += 12.0
+    if x.sink is not None:
+        x.sink[:] += 12.0
+    got, want = run(case, x, round_out=lambda out: out.bfloat16().float()), dense(case, x, torch.float64)
+    off = differences(got, want)
+    assert off["dvalues"] < LIMIT, off
+    assert off["dq"] > LIMIT, off
+
+
+def best_keys(number: int) -> None:
+    """The kernel lists what PyTorch lists, of scores that tie, are infinite or NaN, or are hidden."""
+    generator = torch.Generator().manual_seed(number)
+    columns, k, local = (1, 5, 64, 130)[number % 4], (1, 7, 200)[number % 3], (0, 3)[number % 2]
+    scores = torch.randint(-3, 4, (2, 3, 5, columns), generator=generator).float()
+    if number > 5:
+        scores = torch.randn(scores.shape, generator=generator)
+    odd = torch.randint(0, 9, scores.shape, generator=generator)
+    for value, kind in ((torch.inf, 0), (-torch.inf, 1), (torch.nan, 2), (-0.0, 3)):
+        scores = torch.where(odd == kind, value, scores)
+    last = torch.randint(0, columns, (5,), generator=generator)
+    keys = topk.sort_keys(scores, torch.arange(columns) <= last[:, None])
+    arguments = (keys, last, k, local, min(k + local, columns))
+    for mine, wanted in zip(list_pack.list_best(*arguments), topk.list_best(*arguments), strict=True):
+        assert mine.dtype == wanted.dtype and torch.equal(mine, wanted)
+
+
+def values_in_keys() -> None:
+    """Values that are the first channels of keys are read with them; their gradient stays their own."""
+    case = ListCase(heads_k=1, head_dim=48, head_dim_v=32, most=40, is_causal=False)
+    x = case.build()
+    own = replace(x, v=x.k[..., :32].clone())
+    interpreter.set_up()
+    with mock.patch.object(list_calls, "ListCall", wraps=list_calls.ListCall) as made:
+        got = run(case, replace(x, v=x.k[..., :32]))
+    assert [call.args[2] is None for call in made.call_args_list] == [True, False]
+    off = differences(got, dense(case, own, torch.float64))
+    assert max(off.values()) < LIMIT, off
 
 
 def minus_infinity() -> None:
@@ -109,7 +193,9 @@ def unseen_nan() -> None:
 
 def single_gradients() -> None:
     """A gradient alone has the bits that it has beside all others."""
-    for case in (ListCase(sink=True), ListCase(keys_each=16, seqlen_k=48, sink=True), ListCase(group=20, queries=2)):
+    wide = WIDE.with_(latent=False, seqlen_q=5, is_causal=False)
+    others = (ListCase(sink=True), ListCase(keys_each=16, seqlen_k=48, sink=True), ListCase(group=20, queries=2))
+    for case in (*others, wide):
         x = case.build()
         every = run(case, x)
         for number, name in enumerate(("dq", "dk", "dv", "dvalues", "dsink")):
@@ -123,7 +209,7 @@ def single_gradients() -> None:
 def main(what: str, *numbers: str) -> int:
     """Run the calls of a word."""
     interpreter.guard_outputs()
-    return report(edge_calls() if what == "edges" else random_calls(*map(int, numbers)))
+    return report(random_calls(*map(int, numbers)) if what == "random" else edge_calls(what))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from itertools import product
 from unittest import mock
 
 import interpreter
+import tangent_calls
 import torch
 from accuracy import assert_empty_rows_ignore_dlse, error, oracle, run
 from cases import ALL, Case, Inputs, Numbers
@@ -392,6 +393,37 @@ def reads_distances_of_sequences(layout: str, entries: int) -> None:
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+def forward_mode_calls() -> Iterator[str | None]:
+    """Outcomes of calls in forward mode that random ones may miss: keys with an order, and tiles by descriptors."""
+    set_up(SMALL)
+    yield outcome_of(reads_keys_in_place, "a mask whose keys have an order")
+    set_up(SMALL, arch="sm_90")
+    with descriptors_wherever_they_serve():
+        for names, head_dim in ((("q", "k", "v", "bias"), 64), (("k", "v"), 256), (("bias",), 64)):
+            told = f"descriptors, head dim {head_dim}, tangents of {names}"
+            yield outcome_of(partial(reads_tiles_of_tangents, names, head_dim), told)
+
+
+def reads_keys_in_place() -> None:
+    random = torch.Generator().manual_seed(0)
+    q, k, v, tq, tk, tv = (torch.randn(1, 40, 2, 8, generator=random) for _ in range(6))
+    mask = PreparedMask.from_mask(torch.rand(1, 2, 1, 40, generator=random) < 0.2, seqlen_q=40, reorder=True)
+    call = lambda backend: lambda *x: flash_dmattn.attention(*x, mask, return_lse=True, backend=backend)
+    results = (torch.func.jvp(call(backend), (q, k, v), (tq, tk, tv)) for backend in ("triton", "eager"))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def reads_tiles_of_tangents(names: tuple[str, ...], head_dim: int) -> None:
+    """At head dim 256 two programs share the columns of v."""
+    case = Case(batch=1, seqlen_q=70, seqlen_k=200, num_heads=2, num_heads_k=1, dtype=torch.float16, bias=FULL)
+    case = case.with_(head_dim=head_dim)
+    call = tangent_calls.of_case(0, Drawn(case), "cpu")
+    random = torch.Generator().manual_seed(1)
+    tangents = {n: torch.randn(call.tensors[n].shape, generator=random).half() for n in names}
+    call = replace(call, tangents=tangents)
+    tangent_calls.assert_accurate(call.run("triton"), call)
+
+
 def main(what: str, *name: str) -> int:
     """Run the calls that a word stands for; returns the exit status."""
     calls = {
@@ -405,6 +437,7 @@ def main(what: str, *name: str) -> int:
         "wide heads": wide_head_calls,
         "leading": leading_calls,
         "relative": relative_calls,
+        "forward mode": forward_mode_calls,
     }
     return report(calls[what](*name))
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 import draws
 from accuracy import run
-from cases import ALL, Case
+from cases import ALL, Case, Numbers
 from cuda_forms import NUM_SMS, backward_form, backward_works, bias_form, instance_of, laid_out, schedule_of
 from descriptors import descriptors_wherever_they_serve
 from draws import BF16, FP16, FP32, KERNELS, Drawn, Features, draw
@@ -95,6 +95,15 @@ WORKS: Features = {
 # A bias that a block keeps for many entries: enough of them for 132 SMs, by three consumers and by four.
 HELD = Case(batch=180, num_heads=3, num_heads_k=3, head_dim=32, dtype=BF16, bias=SHARED_BY_ENTRIES, needs_grad=())
 HELD_CALLS = (HELD.with_(seqlen_q=130, seqlen_k=136), HELD.with_(seqlen_q=200, seqlen_k=72, sink="normal"))
+
+# A bias by distance, whose values reach few of the tiles: by three consumers in parts, by two, and beside a mask.
+DISTANCES = Numbers(("1", "Hq", "1"), 65, 32, "clamp")
+RELATIVE = Case(num_heads=4, head_dim=64, dtype=BF16, seqlen_q=330, seqlen_k=410, relative=DISTANCES, needs_grad=())
+RELATIVE_CALLS = (
+    (RELATIVE, 3),
+    (RELATIVE.with_(seqlen_q=120, is_causal=True), 1),
+    (RELATIVE.with_(head_dim=128, dtype=FP16, mask=FULL, softcap=3.0), 1),
+)
 
 
 def drawn_of_cuda() -> Iterator[Sanitized]:
@@ -223,5 +232,7 @@ def calls_of(backend: str) -> list[tuple[Sanitized, Reached]]:
     """List the calls of a backend, and what each is there for."""
     if backend == "triton":
         return chosen(launched(drawn_of_triton()))
-    held = [(Sanitized(Drawn(case)), Reached()) for case in HELD_CALLS]
-    return held + chosen((call, reached_by(call)) for call in drawn_of_cuda())
+    by_hand = [*((case, 1) for case in HELD_CALLS), *RELATIVE_CALLS]
+    return [(Sanitized(Drawn(case), splits), Reached()) for case, splits in by_hand] + chosen(
+        (call, reached_by(call)) for call in drawn_of_cuda()
+    )

@@ -1,9 +1,10 @@
 """Run random calls in one place, against the fp64 formula: `run_calls.py PLACE FEATURES FIRST COUNT [cpu]`.
 
-PLACE is a backend, and its kernels run on a GPU. "interpreter" is Triton's interpreter with the Triton kernels. A file
-that `emulation/build.py` has written is the emulated GPU with the CUDA kernels. FEATURES is a key of `FEATURES`. COUNT
-calls run from number FIRST on; a call that a rule refuses does not count. With "cpu" results are compared on the CPU,
-so that a sanitizer watches little but the kernels. This is a process of its own, because places change the backend.
+PLACE is a backend, whose kernels run on a GPU, or a pair of them such as "cuda:triton". "interpreter" is Triton's
+interpreter with the Triton kernels. A file that `emulation/build.py` has written is the emulated GPU with the CUDA
+kernels. FEATURES is a key of `FEATURES`. COUNT calls run from number FIRST on; a call that a rule refuses does not
+count. With "cpu" results are compared on the CPU, so that a sanitizer watches little but the kernels. This is a process
+of its own, because places change the backend.
 """
 
 from __future__ import annotations
@@ -56,12 +57,13 @@ class Check(NamedTuple):
 
 
 class Place:
-    """A backend on the device of the tests. `kind` decides the sizes of calls."""
+    """A backend on the device of the tests, or a pair of them. `kind` decides the sizes of calls."""
 
     kind = "gpu"
 
-    def __init__(self, backend: str, device: str = DEVICE) -> None:
+    def __init__(self, backend: str, device: str = DEVICE, backward: str | None = None) -> None:
         self.backend, self.device, self.compares_on = backend, device, device
+        self.passes = backend if backward is None else (backend, backward)
 
     def prepare(self, features: str, number: int) -> str:
         """Set up the machine for a call; in words, what it is."""
@@ -142,10 +144,11 @@ def place_of(name: str) -> Place:
     """The place that a word or a file names."""
     if name == "interpreter":
         return Interpreter()
-    if name in ("cuda", "triton") and DEVICE == "cpu":
+    if {"cuda", "triton"} & {*name.split(":")} and DEVICE == "cpu":
         raise SystemExit(f"{name} needs a GPU, and torch finds none")  # its rules would refuse every call
-    if name in BACKENDS:
-        return Place(name)
+    forward, _, backward = name.partition(":")
+    if forward in BACKENDS:
+        return Place(forward, backward=backward or None)
     return EmulatedGpu(Path(name))
 
 
@@ -166,9 +169,9 @@ def check_case(place: Place, drawn: Drawn, mask: IntervalMask | None = None, *, 
             operands = placed(drawn, x)
         else:
             x = replace(x, mask=mask.unpacked().to(place.device))
-            operands = replace(with_dead_keys_nan(case, mask, x, place.backend), mask=mask.to(place.device))
+            operands = replace(with_dead_keys_nan(case, mask, x, place.passes), mask=mask.to(place.device))
         attention = partial(
-            flash_dmattn.attention, return_lse=True, backend=place.backend, deterministic=drawn.deterministic
+            flash_dmattn.attention, return_lse=True, backend=place.passes, deterministic=drawn.deterministic
         )
         with descriptors_wherever_they_serve() if drawn.descriptors else nullcontext():
             results = run(attention, case, operands)
@@ -272,7 +275,7 @@ def check_sequences(place: Place, call: SequenceCall) -> Check:
     """Every result right, and nothing written beside it."""
 
     def check() -> None:
-        results = sequence_calls.run(spoiled(call), place.backend)
+        results = sequence_calls.run(spoiled(call), place.passes)
         place.finish()
         sequence_calls.assert_accurate(results, call)
 

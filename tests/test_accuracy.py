@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +88,57 @@ def test_out_of_equal_weights_may_be_unlucky_and_not_wrong() -> None:
             assert "out: error" in str(error_of_far)
             refused += 1
     assert unlucky > 0 and refused > 20
+
+
+FEW_KEPT = Case(
+    seqlen_q=130,
+    seqlen_k=300,
+    num_heads=2,
+    head_dim=64,
+    dtype=torch.bfloat16,
+    bias=("B", "Hq", "Lq", "Lk"),
+    bias_dtype=torch.float32,
+    needs_grad=("q", "k", "v", "bias"),
+)
+
+
+def few_kept(case: Case, kept: int) -> Inputs:
+    """The tensors of a case whose queries keep so many keys each, by a mask."""
+    scores = torch.rand(1, 1, case.seqlen_q, case.seqlen_k, generator=torch.Generator().manual_seed(case.seed))
+    mask = scores >= scores.topk(kept).values[..., -1:]
+    inputs = case.build()
+    return replace(inputs, mask=mask.to(inputs.q.device))
+
+
+def bound_of_delta(case: Case, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """p (B, Hq, Lq, Lk), and what delta of each row (B, Hq, Lq, 1) may be off by: docs/mathematics.md, Rounding."""
+    p = probabilities(x, case.flags())[0].flatten(1, 2)
+    terms = torch.einsum("bihd,bjhd->bhij", x.dout.abs(), x.v.abs())
+    return p, torch.finfo(case.dtype).eps * (p * terms).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("kept", (2, 5, 40))
+def test_delta_of_a_rounded_out_has_a_bound_that_few_keys_come_near(kept: int, dtype: torch.dtype) -> None:
+    """Weights are rounded, then out: a row is off by a hundredth of the bound, a few by a twentieth and more."""
+    case = FEW_KEPT.with_(dtype=dtype)
+    x = few_kept(case, kept).to(torch.float64)
+    p, bound = bound_of_delta(case, x)
+    top = p.amax(-1, keepdim=True)
+    weights = (p / top).to(dtype).double() * top
+    exact, rounded = (torch.einsum("bhij,bjhd->bihd", w, x.v) for w in (p, weights))
+    off = (x.dout * (rounded.to(dtype).double() - exact)).sum(-1).mT.unsqueeze(-1).abs()
+    share = (off / bound).flatten()
+    assert 0.05 < share.max() <= 1 and share.median() > 0.01
+
+
+@pytest.mark.parametrize("kept", (1, 2, 5))
+def test_dbias_of_few_kept_keys_is_off_by_no_more_than_that(backend: Any, kept: int) -> None:
+    """Each value of it by p times the bound, not only all of them together."""
+    inputs = few_kept(FEW_KEPT, kept)
+    got = backend(FEW_KEPT, inputs)["dbias"].double()
+    exact, x = oracle(FEW_KEPT, inputs)["dbias"], inputs.to(torch.float64)
+    assert exact is not None
+    p, bound = bound_of_delta(FEW_KEPT, x)
+    terms = torch.einsum("bihd,bjhd->bhij", x.dout.abs(), x.v.abs())
+    assert ((got - exact).abs() <= p * (bound + 1e-4 * terms) + 1e-6).all()

@@ -110,6 +110,7 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     "masks of one row": (12, ("test_cuda_one_mask_row.py",)),
     "a bias in shared memory": (10, ("test_cuda_held_bias.py",)),
     "dropout": (10, ("test_cuda_dropout.py",)),
+    "a bias by distance": (0, ("test_cuda_relative.py",)),
     "making masks": (4, ("test_cuda_pack.py",)),
     "calls by hand": (0, ("test_cuda_arguments.py",)),
     "dbias in a larger tensor": (8, ("test_cuda_dbias_out.py",)),
@@ -125,6 +126,7 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "clusters": (4, ("test_cuda_backward.py::test_what_clusters_are_asked_for",)),
     "layouts": (6, ("test_cuda_backward.py::test_dout_in_a_layout_of_its_own",)),
+    "lists of tiles": (0, ("test_list_tiles.py::test_calls_on_cuda_are_those_of_the_mask",)),
     "long walks": (2, ("test_cuda_backward.py::test_long_walks",)),
 }
 

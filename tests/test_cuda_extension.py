@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -514,6 +515,11 @@ def test_symbols_are_of_the_stable_abis_alone(built: Built) -> None:
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     exported = {line.split()[-1] for line in output(nm, "-D", "--defined-only", library).splitlines()}
     assert torch_names - exported == {"aoti_torch_get_current_cuda_stream"}
+    if platform.machine() == "x86_64":  # what an index calls manylinux_2_28
+        for library, newest in {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}.items():
+            asked = {name: re.search(rf"@{library}_([\d.]+)$", name) for name in system_names}
+            newer = [n for n, version in asked.items() if version and tuple(map(int, version[1].split("."))) > newest]
+            assert newer == [], "the wheel would need a newer Linux: see STUBS_OF_GLIBC and api/older_linux.cpp"
     own = {line.split()[-1] for line in output(nm, "-D", "--defined-only", built.file).splitlines()}
     assert "PyInit__C" in own
     assert not {name for name in own if "cuda" in name.lower()}, "another library could bind to this CUDA runtime"

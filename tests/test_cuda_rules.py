@@ -17,6 +17,7 @@ import flash_dmattn
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as cuda
 from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.biases import ByDistance
 from flash_dmattn.dispatch import config, selection
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import SequenceSpec
@@ -61,6 +62,8 @@ PAGED: dict[str, Any] = {
 }
 SHORT_PACKED = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 128, 8192, 8192, 64, 64)}
 
+RELATIVE = {"bias": (16, 257), "by_distance": ByDistance(128, "clamp", False)}
+
 # The code of each rule, a call that breaks it and no other, and what is said of it.
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "device": ({"device": "cpu"}, "device is cpu; .*NVIDIA GPUs"),
@@ -90,6 +93,16 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         },
         "the gradient of bias, of rows of 4095 keys, is needed; ",
     ),
+    "relative_head_dim": (
+        {**RELATIVE, "q": (2, 4096, 16, 96)},
+        r"bias is by distance and head dims are 96 and 96 \(v\); only the kernels of head dims 64 and 128 have one",
+    ),
+    "relative_beside": ({**RELATIVE, **PACKED}, "bias is by distance beside 8 sequences"),
+    "relative_gradients": (
+        {**RELATIVE, **GRADIENTS, "bias_grad": True},
+        "the gradient of bias is needed, of 257 values by distance; the backward kernels read them alone",
+    ),
+    "relative_softcap": ({**RELATIVE, **GRADIENTS, "softcap": 30.0}, "softcap is 30.0 and bias is by distance; "),
     "dropout_head_dim": (
         {"q": (2, 4096, 16, 128), "dropout_p": 0.1},
         r"dropout_p is 0.1 and head dims are 128 and 128 \(v\); only the kernels of head dim 64 have dropout",
@@ -179,6 +192,7 @@ NEVER_DIFFERENTIATED = (
 )
 DIFFERENTIATED = (
     GRADIENTS,
+    {**RELATIVE, **GRADIENTS, "kv_heads": 4, "mask": (1, 1, 4096, 4096), "sink": True, "deterministic": True},
     {**PACKED, **GRADIENTS, "is_causal": True, "kv_heads": 4},
     {**PACKED, **GRADIENTS, "bias": (16, 8192, 2048), "bias_grad": True},
     {**PACKED, **GRADIENTS, "bias": (1, 1, 2048, 2048), "bias_grad": True, "sink": True},
@@ -223,6 +237,8 @@ TAKEN = (
     {"dtype": "fp16", "bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
     {"bias": (1, 1, 1, 4096), "bias_dtype": "fp16"},
     {"bias": (2, 16, 4096, 1), "softcap": 30.0},
+    {**RELATIVE, "kv_heads": 4, "softcap": 30.0, "mask": (1, 1, 4096, 4096), "sink": True},
+    {**RELATIVE, "bias": (2, 1, 257), "bias_dtype": "fp32", "q": (2, 1, 16, 120), "window_size": (9, 0)},
     {"mask": (1, 1, 4096, 4096), "mask_prepared": True, "is_causal": True},
     {"mask": (2, 16, 4096, 1)},
     {"q": (2, 4096, 16, 192), "head_dim_v": 128, "kv_heads": 4, "window_size": (100, 0)},

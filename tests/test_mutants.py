@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 
 import pytest
-from mutants.draw import changes_in, draw, find_tests, sources
+from mutants.draw import QUICK, changes_in, draw, find_tests, sources
 from mutants.faults import FAULTS, Fault
-from mutants.run import ROOT, judge, place_of, planted, table_of, try_without
+from mutants.run import ROOT, Copy, Outcome, Record, place_of, planted, steps_of, table_of
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.file}: {fault.what}" for fault in FAULTS])
@@ -87,18 +87,40 @@ TREE = {
     [
         ("2 * x", "test_product.py::test_double", "killed", "FAILED test_product.py::test_double"),
         ("2 * x", "test_loose.py", "survived", "1 passed"),
-        ("2 * x", "test_wrong.py", "error", "without the fault: failed"),
+        ("2 * x", "test_wrong.py", "survived", "1 deselected"),
         ("4 * x", "test_product.py", "error", 'the fault "a factor" does not apply: product.py has its text 0 times'),
     ],
 )
 def test_verdicts(before: str, test: str, verdict: str, detail: str, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
     for name, text in TREE.items():
-        (tmp_path / name).write_text(text)
-    fault = Fault("a factor", "product.py", before, "3 * x", (test,))
-    outcome = judge(fault, tmp_path, try_without(fault, tmp_path) if verdict == "error" else "")
+        (tmp_path / "tree" / name).write_text(text)
+    copy = Copy(tmp_path / "tree", set())
+    outcome = copy.judge(Fault("a factor", "product.py", before, "3 * x", (test,)), (test,))
     assert outcome.verdict == verdict and detail in outcome.detail, outcome
-    assert "| product.py | a factor | " in table_of([outcome])
-    assert (tmp_path / "product.py").read_text() == TREE["product.py"]
+    assert copy.broken == ({"test_wrong.py::test_wrong"} if test == "test_wrong.py" else set())
+    assert (tmp_path / "tree" / "product.py").read_text() == TREE["product.py"]
+
+
+def test_a_record_goes_on_where_it_was(tmp_path: Path) -> None:
+    """A fault survives when all of its steps passed and one of them had a test; steps run once."""
+    tests = ("tests/test_masks.py", "tests/test_triton_interpreter.py", QUICK)
+    faults = [Fault(what, "a.py", "x", "y", tests) for what in ("one", "two", "three")]
+    short, quick, long = steps_of(faults[0])
+    assert (short, quick, long) == (tests[:1], tests[2:], tests[1:2])
+    record = Record(faults, "a draw", tmp_path / "faults.json")
+    record.add(0, long, Outcome("killed", "FAILED there"))
+    record.add(0, short, Outcome("survived", "3 passed"))  # this step had begun before
+    for step in (short, quick):
+        record.add(1, step, Outcome("survived", "3 passed"))
+    for step in (short, quick, long):
+        record.add(2, step, Outcome("survived", "3 skipped"))
+    record.add(1, long, Outcome("late", ""))
+    record = Record(faults, "a draw", tmp_path / "faults.json")
+    assert record.left() == [(2, 1, long)]
+    record.add(1, long, Outcome("survived", "3 skipped"))
+    assert [row["verdict"] for row in record.rows] == ["killed", "survived", "error"]
+    assert "| a.py | two | 3 passed |" in table_of(record.rows)
 
 
 def test_a_planted_fault_goes_when_its_tests_raise(tmp_path: Path) -> None:

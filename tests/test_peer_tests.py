@@ -37,11 +37,13 @@ def test_their_tests_run_through_our_functions(tmp_path: Path) -> None:
     for name, text in {"tests/test_flash_attn.py": THEIRS, "flash_attn/bert_padding.py": "two = 2\n"}.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
-    command = [sys.executable, str(ROOT / "tests" / "peer_tests.py"), str(tmp_path), "--sample", "5"]
-    out = ["--out", str(tmp_path / "out.json"), "--", "-k", "not left_alone"]
-    ran = subprocess.run([*command, *out], capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, str(ROOT / "tests" / "peer_tests.py"), str(tmp_path)]
+    more = ["--sample", "5", "--processes", "2", "--out", str(tmp_path / "out.json"), "--", "-k", "not left_alone"]
+    ran = subprocess.run([*command, *more], capture_output=True, text=True, cwd=tmp_path)
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "| test_output | 5 | 0 | 0 | 8 |" in ran.stdout and "| test_wrong | 0 | 1 | 0 | 0 |" in ran.stdout
+    assert "| test_output | 5 | 0 | 0 | 8 | 0 |" in ran.stdout
+    assert "| test_wrong | 0 | 1 | 0 | 0 | 0 |" in ran.stdout
+    assert "1 failed like test_wrong: assert torch.Size([1, 2, 1, 8]) == (2, 1)" in ran.stdout
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["tests"]["test_flash_attn_generator_arg_must_be_none"] == {"left out": 1}
-    assert [name.split("::")[1] for name in content["failed"]] == ["test_wrong"]
+    assert [(name.split("::")[1], cause[:6]) for name, cause in content["failed"].items()] == [("test_wrong", "assert")]

@@ -6,6 +6,7 @@ import ast
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,121 @@ if child == 0:
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
+# A child of a process that has used a GPU cannot use it: torch says so, and the parent goes on.
+FORKED_GPU = """
+import os, sys
+import torch
+import flash_dmattn
+q, k, v = torch.randn(3, 2, 70, 4, 64, device="cuda", dtype=torch.bfloat16)
+want = flash_dmattn.attention(q, k, v, is_causal=True, backend=sys.argv[1])
+child = os.fork()
+if child == 0:
+    try:
+        flash_dmattn.attention(*torch.randn(3, 2, 70, 4, 64).cuda().bfloat16(), backend=sys.argv[1])
+    except RuntimeError as error:
+        os._exit(0 if "Cannot re-initialize CUDA in forked subprocess" in str(error) else 4)
+    os._exit(3)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+got = flash_dmattn.attention(q, k, v, is_causal=True, backend=sys.argv[1])
+sys.exit(status or (0 if torch.equal(got, want) else 5))
+"""
+
+# The compiler fails while there is the file argv[2].
+NOT_COMPILED = """
+import os, sys
+import torch
+import flash_dmattn
+backend, broken = sys.argv[1:]
+device, dtype = ("cpu", torch.float32) if backend == "flex" else ("cuda", torch.bfloat16)
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 1, 200, 2, 64, device=device, dtype=dtype)
+if backend == "flex":
+    torch.compile(torch.square)(q)  # Inductor asks the compiler once what it can do
+open(broken, "w").close()
+for number in range(2):  # nothing is remembered of the first failure
+    try:
+        flash_dmattn.attention(q, k, v, is_causal=True, backend=backend)
+    except Exception as error:
+        assert "the compiler is broken" in str(error), error
+    else:
+        sys.exit("it compiled")
+want = flash_dmattn.attention(q.float(), k.float(), v.float(), is_causal=True, backend="eager")
+os.remove(broken)
+if backend == "flex":
+    sys.exit()  # Inductor remembers the failure
+got = flash_dmattn.attention(q, k, v, is_causal=True, backend=backend)
+assert (got - want).abs().max() < 0.05
+"""
+
+NO_DRIVER = """
+import torch
+import flash_dmattn
+assert not torch.cuda.is_available()
+q, k, v = torch.randn(3, 2, 70, 4, 16)
+assert torch.allclose(flash_dmattn.attention(q, k, v), flash_dmattn.attention(q, k, v, backend="eager"), atol=1e-5)
+for backend in ("cuda", "triton"):
+    try:
+        flash_dmattn.attention(q, k, v, backend=backend)
+    except (flash_dmattn.BackendUnavailableError, flash_dmattn.BackendUnsupportedError) as error:
+        assert backend in str(error), error
+    else:
+        raise AssertionError(backend)
+"""
+
+# The second of two ranks ends, or stops, between two calls.
+LOST_RANK = """
+import datetime, os, signal, sys, time
+import torch
+import torch.distributed as dist
+import flash_dmattn
+from flash_dmattn.distributed import SequenceLayout, context_parallel_attention
+torch.set_num_threads(1)
+rank, store, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+limit = datetime.timedelta(seconds=60 if fault == "SIGKILL" else 8)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+layout = SequenceLayout.contiguous(128, 2)
+q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 64, 2, 16))
+def step():
+    context_parallel_attention(q, k, v, is_causal=True, layout=layout, group=dist.group.WORLD).sum().backward()
+step()
+if rank == 1:
+    os.kill(os.getpid(), getattr(signal, fault))
+begun = time.monotonic()
+try:
+    step()
+except RuntimeError as error:
+    print(len(str(error).splitlines()), type(error).__name__, error)
+else:
+    sys.exit("the call ended")
+alone = flash_dmattn.attention(q, k, v)
+assert alone.isfinite().all()
+os._exit(0)  # a group that has lost a rank cannot be destroyed
+"""
+
+# What every process prints alike: a digest of all results of a backend.
+DIGEST = """
+import hashlib, sys
+import torch
+import flash_dmattn
+backend, device = sys.argv[1:]
+torch.set_num_threads(1)
+dtype = torch.float32 if device == "cpu" else torch.bfloat16
+digest = hashlib.sha256()
+for number, lengths in enumerate(((129, 300), (1, 500), (257, 257))):
+    generator = torch.Generator().manual_seed(number)
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+    q, k, v = normal(2, lengths[0], 4, 64), normal(2, lengths[1], 2, 64), normal(2, lengths[1], 2, 64)
+    mask = (torch.rand(lengths, generator=generator) < 0.4).to(device)
+    bias, sink = normal(1, 4, 1, lengths[1]), normal(4)
+    flags = {"backend": backend, "deterministic": True, "return_lse": True, "is_causal": number == 2}
+    out, lse = flash_dmattn.attention(q, k, v, mask, bias, sink=sink, **flags)
+    loss = (out.float() ** 2).sum() + torch.where(lse > -torch.inf, lse, 0.0).sum()
+    for x in (out, lse, *torch.autograd.grad(loss, (q, k, v, bias, sink))):
+        digest.update(x.detach().float().cpu().numpy().tobytes())
+print(digest.hexdigest())
+"""
+
 
 def test_no_module_loads_code_or_opens_connections() -> None:
     """Nothing that is read is run: no pickle, eval or download; programs are started by tools alone."""
@@ -82,20 +198,28 @@ def test_no_module_loads_code_or_opens_connections() -> None:
                     assert (call.value.id, call.attr) not in REFUSED_METHODS, f"{path}:{node.lineno}"
 
 
-def run(program: str, folder: Path) -> str:
-    """Run a program in a folder of its own, with a home that it cannot write; return what it prints."""
+def start(program: str, folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a program in a folder of its own, with a home that it cannot write."""
     environment = {
         **os.environ,
         "PYTHONDONTWRITEBYTECODE": "1",
         "HOME": "/nowhere",
         "XDG_CACHE_HOME": "/nowhere",
         "PYTHONPATH": str(ROOT),
+        **variables,
     }
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+
+def run(program: str, folder: Path, *arguments: str, **variables: str) -> str:
+    """Run a program, as `start` does, and return what it prints."""
+    process = start(program, folder, *arguments, **variables)
+    said, error = process.communicate(timeout=600)
+    assert process.returncode == 0, error
+    return said
 
 
 def test_calls_write_no_file_and_start_nothing(tmp_path: Path) -> None:
@@ -106,6 +230,64 @@ def test_calls_write_no_file_and_start_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_child_of_a_fork_attends(tmp_path: Path) -> None:
     run(FORKED, tmp_path)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the fault is one of GPUs")
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_fork_beside_a_gpu_is_refused_by_torch_alone(backend: str, tmp_path: Path) -> None:
+    run(FORKED_GPU, tmp_path, backend, TRITON_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.parametrize("backend", ["flex" if DEVICE == "cpu" else "triton"])
+def test_a_call_that_does_not_compile_leaves_the_library_usable(backend: str, tmp_path: Path) -> None:
+    """The compiler's own words reach the caller, each time; others serve, and Triton's kernels once they compile."""
+    if backend == "flex":
+        compiler, variable = shutil.which("g++") or "", "CXX"
+    else:
+        compiler, variable = triton_compiler(), "TRITON_PTXAS_PATH"
+    broken, script = tmp_path / "broken", tmp_path / "compiler"
+    says = f'[ -e {broken} ] && [ "$1" != --version ] && {{ echo the compiler is broken >&2; exit 255; }}'
+    script.write_text(f'#!/bin/sh\n{says}\nexec {compiler} "$@"\n')
+    script.chmod(0o755)
+    caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    run(NOT_COMPILED, tmp_path, backend, str(broken), **{variable: str(script)}, **caches)
+
+
+def triton_compiler() -> str:
+    """Return the path of the ptxas that Triton has."""
+    from triton import knobs
+
+    return str(knobs.nvidia.ptxas.path)
+
+
+def test_without_a_driver_auto_serves_and_kernels_say_what_they_lack(tmp_path: Path) -> None:
+    run(NO_DRIVER, tmp_path, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_a_lost_rank_ends_the_call_of_the_others(fault: str, tmp_path: Path) -> None:
+    """By one error, at once where the process ended, in the time of the group where it hangs; no call hangs with it."""
+    ranks = [
+        start(LOST_RANK, tmp_path, str(rank), str(tmp_path / "store"), fault, CUDA_VISIBLE_DEVICES="")
+        for rank in range(2)
+    ]
+    try:
+        said, error = ranks[0].communicate(timeout=300)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[0].returncode == 0, error
+    assert said.startswith("1 "), said
+
+
+@pytest.mark.parametrize("backend", ["eager"] if DEVICE == "cpu" else ["eager", "triton", "cuda"])
+def test_every_process_has_the_same_bits(backend: str, tmp_path: Path) -> None:
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    # One compiles what the others find.
+    digests = [run(DIGEST, each, backend, DEVICE, TRITON_CACHE_DIR=str(tmp_path / "triton")) for each in folders]
+    assert len(set(digests)) == 1 and len(digests[0]) == 65
 
 
 def test_thousands_of_shapes_keep_nothing() -> None:

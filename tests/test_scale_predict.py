@@ -26,7 +26,7 @@ def test_long_calls_are_predicted_as_they_were_measured(file: Path) -> None:
         inner = content["world_size"] if "traded" in row["system"] else 1
         x = model.predict(machine, Layer(row["length"], row["heads"], row["kv_heads"]), content["world_size"], inner)
         assert x is not None
-        assert row["forward_ms"] + row["backward_ms"] == pytest.approx(1e3 * (x.forward + x.backward), rel=0.08), row
+        assert row["forward_ms"] + row["backward_ms"] == pytest.approx(1e3 * (x.forward + x.backward), rel=0.065), row
         checked += 1
     assert checked >= 4
 
@@ -43,6 +43,7 @@ PLAIN = Machine(
     launch_us=1e-9,
     host_forward_us=1e-9,
     host_backward_us=1e-9,
+    host_gather_us=1e-9,
     sms=100,
 )
 LAYER = Layer(25600, heads=4, kv_heads=2, head_dim=125, density=0.5)

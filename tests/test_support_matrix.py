@@ -193,7 +193,7 @@ def values(problem: AttentionProblem) -> set[str]:
     flags = ("deterministic", "return_lse", "return_probs", "is_causal")
     actual = {str(number) for number in numbers}
     actual |= {problem.device, problem.arch, *map(str, (problem.softcap, problem.softmax_scale, problem.dropout_p))}
-    dtypes = {problem.dtype} | ({problem.bias.dtype} if problem.bias is not None else set())
+    dtypes = {problem.dtype} | ({problem.bias_tensor.dtype} if problem.bias_tensor is not None else set())
     actual |= {name for dtype in dtypes for name in (dtype_name(dtype), str(dtype))}
     actual |= {flag for flag in flags if getattr(problem, flag)}
     actual |= {name for name, needed in zip(problem.needs_grad._fields, problem.needs_grad) if needed}
@@ -271,7 +271,7 @@ class TestMatrix:
         no_softcap = Rule("softcap", lambda p: p.softcap == 0, lambda p: f"softcap is {p.softcap:g}", "leave it out")
         with replaced("eager", rules=(no_softcap,)):
             page = support_matrix.document(SHIPPED)
-        assert re.search(r"^\| +\| softcap \|.*\| no: softcap \| by name: by_name_only \|$", page, re.MULTILINE), page
+        assert re.search(r"^\| +\| softcap; softcap, head dim 256 \|.*\| no: softcap \|$", page, re.MULTILINE), page
         assert "| `eager` | softcap | softcap is 30 (leave it out)" in page
 
     def test_write_makes_the_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,11 @@ def test_a_dropped_argument_is_noticed(argument: str, counted: Counted) -> None:
 def test_masks_are_never_as_large_as_scores(counted: Counted) -> None:
     """Masks of known mask functions hold O(L), and are the same for all layers."""
     for name, family in FAMILIES.items():
-        if family.kind not in ("causal", "masked") or name == "llama4" or lacks_interface(name) is not None:
+        if (
+            family.kind not in ("causal", "masked")
+            or name in ("llama4", "deepseek_v32")
+            or lacks_interface(name) is not None
+        ):
             continue
         counted.masks.clear()
         model = make(name).train()

@@ -135,6 +135,36 @@ def test_tiles_of_other_gpus_are_not_those_of_sm_90(monkeypatch: pytest.MonkeyPa
 
 
 @needs_triton
+def test_rows_of_the_tile_table_can_be_compiled() -> None:
+    """Triton has tensors of 2^n values alone; head dims are padded to them; on AMD GPUs no loop has a pipeline."""
+    from flash_dmattn.triton_kernels import tile_table
+
+    sizes, tiles, on_amd = set[int](), set[tile_table.Tile](), set[tile_table.Tile]()
+
+    def walk(table: object, name: str) -> None:
+        if isinstance(table, tile_table.Tile):
+            (on_amd if name.startswith("_GFX") else tiles).add(table)
+        elif isinstance(table, dict):
+            sizes.update(key for key in table if isinstance(key, int))
+            for part in table.values():
+                walk(part, name)
+        elif isinstance(table, tuple):
+            sizes.update(part for part in table if isinstance(part, int))
+            for part in table:
+                walk(part, name)
+
+    for name, table in vars(tile_table).items():
+        if name.startswith("_") and isinstance(table, dict | tile_table.PairTiles):
+            walk(table, name)
+    assert len(tiles) > 40 and len(on_amd) > 3
+    for tile in tiles | on_amd:
+        sizes |= {tile.block_m, tile.block_n, tile.num_warps}
+        assert tile.block_m >= 16 <= tile.block_n
+    assert {size for size in sizes if size & (size - 1)} == set()
+    assert {tile.num_stages for tile in on_amd} == {1}
+
+
+@needs_triton
 def test_shared_memory_decides_where_tiles_do_not_fit_every_gpu() -> None:
     from flash_dmattn.triton_kernels.tile_table import Tile, tile_of
 

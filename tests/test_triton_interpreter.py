@@ -54,6 +54,7 @@ def test_interval_masks() -> None:
         ("freed", 20),
         ("few keys", 45),
         ("relative", 48),
+        ("forward mode", 4),
     ),
 )
 def test_calls_written_by_hand(what: str, count: int) -> None:

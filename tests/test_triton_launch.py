@@ -300,6 +300,16 @@ def test_an_empty_call_plans_nothing(
     assert not plans
 
 
+def test_a_plan_serves_all_places_of_one_alignment(plans: Remembered[Any]) -> None:
+    """Modulo 16 bytes, by which Triton compiles; one tensor off it does not make the places of others count."""
+    queries = [torch.randn(16 * 2 * 16 + 1)[1:].view(SHAPE) for _ in range(20)]
+    keys = [torch.randn(SHAPE) for _ in queries]
+    assert len({k.data_ptr() % 17 for k in keys}) > 1
+    for q, k in zip(queries, keys, strict=True):
+        attend(q, k)
+    assert len(plans) == 1
+
+
 def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: Remembered[Any]) -> None:
     from flash_dmattn.triton_kernels.launch import GROUP_ROWS_FROM
 

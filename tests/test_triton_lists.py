@@ -18,5 +18,9 @@ def test_random_calls(first: int) -> None:
     assert "24 passed, 0 failed" in interpret("interpreted_lists.py", "random", str(first), "24")
 
 
-def test_edges() -> None:
-    assert "19 passed, 0 failed" in interpret("interpreted_lists.py", "edges")
+EDGES = {"sizes": 14, "wide heads": 8, "rounded out": 5, "shares": 3, "best keys": 12}  # calls of each kind
+
+
+@pytest.mark.parametrize("kind", EDGES)
+def test_edges(kind: str) -> None:
+    assert f"{EDGES[kind]} passed, 0 failed" in interpret("interpreted_lists.py", kind)

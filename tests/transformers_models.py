@@ -91,6 +91,14 @@ FAMILIES = {
         {**DECODER, **LATENT, **EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1}
         | {"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
     ),
+    "deepseek_v32": Family(  # each query chooses its keys
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        {**DECODER, **LATENT, **EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1}
+        | {"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        | {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 2},
+        since="5.24",
+    ),
     "llama4": Family(  # attention in chunks: a mask function that no rule describes
         "Llama4ForCausalLM",
         "Llama4TextConfig",

@@ -27,6 +27,7 @@ from .list_queries import NOTHING, PAIRS, ROWS, list_queries_kernel
 from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, list_rows_kernel
 from .list_tiles import ListKernel, list_tile, members_of_program
 from .plan import MOST_FEW_KEYS, takes_tf32
+from .plan_forward import empty_parts, num_key_shares, plan_combine
 from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, NO_SEQUENCES, TILE_BIAS, BiasStrides, Shape, Strides
 from .tile_table import Tile
 
@@ -99,6 +100,7 @@ class ListCall:
         self.block_dv = max(16, next_power_of_2(flags.head_dim_v))
         self.members = self.group * flags.queries
         self.dtype, self.arch = q.dtype, device_arch(q.device)
+        self.num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
         self.value_kind, self.value_shape = NO_VALUES.value, None if values is None else values.shape
         value_strides, bias_strides = BiasStrides(0, 0, 0, 0, 1, 1, 1), BiasStrides(0, 0, 0, 0, 1, 1, 1)
         if values is not None:
@@ -140,6 +142,9 @@ class ListCall:
             "LEFT": left >= 0,
             "RIGHT": right >= 0,
             "HAS_SINK": sink is not None,
+            "sink_of_head": 1,
+            "sink_of_row": 0,
+            "HEADS_FIRST": False,
             "LATENT": self.is_latent,
             "PAD_D": self.block_d + self.rest != head_dim,
             "PAD_DV": self.block_dv != flags.head_dim_v,
@@ -178,8 +183,9 @@ class ListCall:
         if kernel == "keys":
             size = max(16, next_power_of_2(self.flags.keys_each))
         else:
-            size = members_of_program(kernel, self.members, head_dim, self.dtype, self.arch)
-        return list_tile(kernel, size, head_dim, self.dtype, self.arch, self.flags.keys_each)
+            size = members_of_program(kernel, self.members, head_dim, self.dtype, self.arch, self.flags.keys_each)
+        holds_v = head_dim > 256 and not self.is_latent
+        return list_tile(kernel, size, head_dim, self.dtype, self.arch, self.flags.keys_each, holds_v)
 
     def launch(self, kernel: Any, programs: int, tile: Tile, **own: Any) -> Launch:
         """Make the launch of a kernel: it takes its arguments by name from `values`, from the tile and from `own`."""
@@ -242,6 +248,8 @@ def list_forward(
     """
     if v is None and not shares_rows(q.shape[3], flags.head_dim_v):
         v = k[..., : flags.head_dim_v]
+    elif v is not None and _lies_in(v, k) and shares_rows(q.shape[3], flags.head_dim_v):
+        v = None
     q, k, v = _unit_rows(q), _unit_rows(k), None if v is None else _unit_rows(v)
     out = torch.empty(q.shape[0], q.shape[2], q.shape[1], flags.head_dim_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -256,13 +264,22 @@ def plan_list_forward(call: ListCall, tile: Tile | None = None) -> Callable[...,
     """Plan out and lse: run(q, k, v, keys, count, slots, values, bias_key, sink, out, lse)."""
     tile = tile or call.tile("forward")
     parts = ceil_div(call.members, tile.block_m)
-    launch = call.launch(list_forward_kernel, call.owners * call.lists.rows * parts, tile, PARTS=parts)
+    programs = call.owners * call.lists.rows * parts
+    steps = ceil_div(call.lists.most * call.flags.keys_each, tile.block_n)
+    shares = num_key_shares(programs, steps, 2 * call.num_sms)  # two to an SM: each waits for an index before its keys
+    has_sink = call.values["HAS_SINK"]
+    own = {"PARTS": parts, "SHARES": shares, "HAS_SINK": has_sink and shares == 1}
+    launch = call.launch(list_forward_kernel, programs * shares, tile, **own)
+    combine = None if shares == 1 else plan_combine(call.values, call.shape, shares, has_sink, False)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor | None, keys: Tensor, count: Tensor, slots: Tensor | None,
         values: Tensor | None, bias: Tensor | None, sink: Tensor | None, out: Tensor, lse: Tensor,
     ) -> None:  # fmt: skip
-        launch(q, k, _or(v, k), keys, count, _or(slots, keys), _or(values, q), _or(bias, q), _or(sink, q), out, lse)
+        results = (out, lse) if combine is None else empty_parts(shares, out, lse)
+        launch(q, k, _or(v, k), keys, count, _or(slots, keys), _or(values, q), _or(bias, q), _or(sink, q), *results)
+        if combine is not None:
+            combine(*results, out, lse, _or(sink, q))
 
     return run
 
@@ -325,12 +342,16 @@ def plan_list_backward(
     if needs_keys and not by_inverse:
         fits = parts == 1 and max(call.block_d, call.block_dv) <= 128
         keep = ROWS.value if fits else PAIRS.value
-    # Sums of dq do not fit beside q, dout and keys, so that a kernel of their own makes them out of ds.
+    # Wide heads: sums of dq do not fit beside q, dout and keys, so that a kernel of their own makes them out of ds.
     has_product = needs.q and call.has_wide_heads
-    if has_product:
+    if call.has_wide_heads:
         keep = PAIRS.value
     chunks = _chunks_of(call, keep)
-    makes_values = _plan_value_gradient(call, parts)
+    few_keys = call.has_few_keys(queries.block_n)
+    by_pairs = call.has_wide_heads and not few_keys
+    # An entry that stands for many keys may have nearly all of p. Its gradient is a sum of ds that cancel.
+    has_masses = needs.values and call.flags.keys_each > 1 and not few_keys
+    makes_values = _plan_value_gradient(call, parts, has_masses)
     own: dict[str, Any] = {
         "dout_strides": rows_of(dout),
         "out_strides": rows_of(out),
@@ -338,16 +359,16 @@ def plan_list_backward(
         "chunk": chunks.rows,
         "PARTS": parts,
         "HAS_DLSE": dlse is not None,
-        "FEW_KEYS": call.has_few_keys(queries.block_n),
+        "FEW_KEYS": few_keys,
         "NEED_Q": needs.q and not has_product,
         "NEED_VALUES": needs.values,
+        "MASSES": has_masses,
         "KEEP": keep,
         "WORDS": chunks.words,
     }
     programs = chunks.owners * chunks.rows
     launch_queries = call.launch(list_queries_kernel, programs * parts, queries, **own)
-    few_keys = own["FEW_KEYS"]
-    if has_product and not few_keys:
+    if by_pairs:
         pairs = tiles.get("pairs") or call.tile("pairs")
         member_parts, places = ceil_div(call.members, pairs.block_m), call.lists.most * call.flags.keys_each
         tiles_n = ceil_div(places, pairs.block_n)
@@ -355,8 +376,9 @@ def plan_list_backward(
             list_pairs_kernel, programs * member_parts * tiles_n, pairs,
             dout_strides=rows_of(dout), chunk=chunks.rows, COLUMNS=call.columns, DIM=shape.head_dim,
             DIM_V=shape.head_dim_v, PARTS=member_parts, TILES=tiles_n, NEED_VALUES=needs.values,
+            MASSES=has_masses,
         )  # fmt: skip
-        makes_values = _plan_value_gradient(call, member_parts)
+        makes_values = _plan_value_gradient(call, member_parts, has_masses)
         block = max(16, min(64, 4096 // call.block_dv))
         launch_delta = Launch(
             delta_kernel, ceil_div(shape.seqlen_q, block) * shape.batch * shape.num_heads,
@@ -379,19 +401,22 @@ def plan_list_backward(
         delta = torch.empty_like(lse)
         dq = torch.empty(batch, seqlen_q, heads, head_dim, dtype=q.dtype, device=q.device) if needs.q else None
         dvalues = makes_values.allocate(values) if needs.values and values is not None else None
+        masses = dvalues
+        if dvalues is not None and has_masses:
+            dvalues, masses = dvalues.split(1)
         v_or_k, slots_or, values_or, bias_or = _or(v, k), _or(slots, keys), _or(values, q), _or(bias, q)
         read = (q, k, v_or_k, keys, count, slots_or, values_or, bias_or, _or(sink, q), dout, out, lse, _or(dlse, lse))
-        written = (delta, _or(dq, q), _or(dvalues, lse))
+        written = (delta, _or(dq, q), _or(dvalues, lse), _or(masses, lse))
 
         def run_queries(*rows: Tensor | int) -> None:
-            if has_product and not few_keys:
+            if by_pairs:
                 launch_pairs(
-                    q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, *written[::2], *rows[3:]
+                    q, k, v_or_k, keys, count, slots_or, values_or, bias_or, dout, lse, delta, *written[2:], *rows[3:]
                 )
             else:
                 launch_queries(*read, *written, *rows)
 
-        if has_product and not few_keys:
+        if by_pairs:
             launch_delta(dout, _contiguous_out(out), _or(dlse, lse), lse, torch.empty_like(lse), delta, lse)
 
         dk = dv = None
@@ -402,6 +427,8 @@ def plan_list_backward(
             dk, dv = run_keys(q, k, v_or_k, slots_or, values_or, bias_or, dout, lse, delta, *lists)
         elif keep != NOTHING.value:
             dk, dv = run_keys(q, k, keys, count, dout, dq, run_queries)
+        if dvalues is not None and masses is not None and has_masses:
+            true_sums(dvalues, masses, delta, lse, dlse, sink)
         return (
             None if dq is None else dq.transpose(1, 2),
             None if dk is None else dk.transpose(1, 2),
@@ -610,24 +637,28 @@ class ValueGradient(NamedTuple):
     finish: Callable[[Tensor, Tensor], Tensor]
 
 
-def _plan_value_gradient(call: ListCall, parts: int) -> ValueGradient:
-    """Plan what the kernel writes: one value for each entry of a part, or for each entry of each query of each head."""
+def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueGradient:
+    """Plan what the kernel writes: one value for each entry of a part, or for each entry of each query of each head.
+
+    With masses it writes the latter, and masses beside it.
+    """
     shape, lists, flags = call.shape, call.lists, call.flags
-    by_entry = call.value_kind == OF_ENTRIES.value
-    if by_entry:
+    if call.value_kind == OF_ENTRIES.value and not has_masses:
         sizes = (parts, shape.batch, call.heads_k, lists.rows)
     else:
         sizes = (1, shape.batch, shape.num_heads, shape.seqlen_q)
 
     def allocate(values: Tensor) -> Tensor:
         size = (*sizes, lists.most)
+        if has_masses:
+            return torch.zeros(2, *size[1:], device=values.device)
         # Zeros: an entry beyond the count, and one that canonical lists dropped, are nobody's.
         is_own = size == (1, *values.shape)
         return torch.zeros(size, dtype=values.dtype if is_own else torch.float32, device=values.device)
 
     def finish(written: Tensor, values: Tensor) -> Tensor:
         if written.shape[1:] == values.shape and written.shape[0] == 1:
-            return written[0]
+            return written[0].to(values.dtype)
         sums = written.sum(0)
         entries, heads, rows, _ = values.shape
         if rows != sums.shape[2]:  # queries of a list share its values
@@ -639,6 +670,40 @@ def _plan_value_gradient(call: ListCall, parts: int) -> ValueGradient:
         return sums.to(values.dtype)
 
     return ValueGradient(allocate, finish)
+
+
+def true_sums(
+    sums: Tensor, masses: Tensor, delta: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor | None
+) -> None:
+    """Correct sums of ds over the keys of each entry, in place, by the delta that p and dp have.
+
+    ds = p * (dp - delta) has the delta of an out that was rounded. Where one entry has nearly all of p, its sum is
+    little but that rounding. The sums of a whole row say what delta should have been.
+
+    Args:
+        sums: (1, B, Hq, Lq, entries) of ds.
+        masses: the same of p.
+        delta: (B, Hq, Lq), sum of dout * out - dlse, as ds has it.
+        lse, dlse: (B, Hq, Lq).
+        sink: (Hq,).
+    """
+    # p is normalised again: with the share of a sink it sums to 1 but for the rounding of lse.
+    total, error = masses.sum(-1), sums.sum(-1)
+    if sink is None:
+        error /= total
+    else:
+        share = torch.exp(sink.float().unsqueeze(-1) - lse)
+        error.addcmul_(delta, share, value=-1).div_(total + share)
+    if dlse is not None:
+        error -= dlse
+    sums.addcmul_(masses, torch.where(total > 0, error, 0.0).unsqueeze(-1), value=-1)
+
+
+def _lies_in(v: Tensor, k: Tensor) -> bool:
+    """Return whether values are the first channels of keys in memory."""
+    if v.data_ptr() != k.data_ptr() or v.stride() != k.stride() or v.stride(3) != 1:
+        return False
+    return v.shape[3] <= k.shape[3] and v.dtype == k.dtype
 
 
 def _contiguous_out(out: Tensor) -> Tensor:

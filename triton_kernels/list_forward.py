@@ -58,6 +58,7 @@ def list_forward_kernel(
     QUERIES: tl.constexpr,
     KEYS_EACH: tl.constexpr,
     PARTS: tl.constexpr,
+    SHARES: tl.constexpr,
     VALUES: tl.constexpr,
     SLOTS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -74,6 +75,9 @@ def list_forward_kernel(
 ):
     """Compute one part of the members of a row; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous.
 
+    With SHARES above 1 a program walks one share of the list. out and lse then have a first dim of shares, and
+    `combine_kernel` joins these.
+
     Head dims are BLOCK_D columns and REST more. With LATENT the values of keys are their first BLOCK_D columns.
 
     All rows of a key-value head follow each other, so that its k and v stay in L2.
@@ -83,6 +87,8 @@ def list_forward_kernel(
     program = tl.program_id(0)
     part = program % PARTS
     program = program // PARTS
+    share = program % SHARES
+    program = program // SHARES
     row = lists.rows - 1 - program % lists.rows  # under a causal band the longest lists start first
     owner = program // lists.rows
     heads_k = shape.num_heads // GROUP
@@ -102,13 +108,20 @@ def list_forward_kernel(
     entries += number * lists.most
     slots += number * lists.most
     end = tl.load(counts + number) * KEYS_EACH
+    begin = 0
+    if SHARES > 1:
+        each = tl.cdiv(tl.cdiv(end, BLOCK_N), SHARES) * BLOCK_N
+        begin = share * each
+        end = tl.minimum(end, begin + each)
+        out += share.to(tl.int64) * (shape.batch * shape.seqlen_q) * (shape.num_heads * shape.head_dim_v)
+        lse += share.to(tl.int64) * (shape.batch * shape.seqlen_q) * shape.num_heads
     value_head = values_of(values, value_strides, b, h_k, row, rows, h, GROUP, VALUES)
     bias_head = bias_of_keys(bias, bias_strides, b, h_k, h, GROUP, BIAS)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for start in tl.range(0, end, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         entry, keys, key_ok = keys_at(entries, start, end, row, shape, BLOCK_N, QUERIES, KEYS_EACH, LEFT, RIGHT)
         k_tile = load_keys(k, k_strides.row, keys, key_ok, dims, shape.head_dim, PAD_D and REST == 0, WIDE)
         k_rest = k_tile

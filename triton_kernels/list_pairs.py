@@ -43,6 +43,7 @@ def list_pairs_kernel(
     lse,
     delta,
     dvalues,
+    masses,
     kept_p,
     kept_ds,
     first_owner,
@@ -79,6 +80,7 @@ def list_pairs_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     NEED_VALUES: tl.constexpr,
+    MASSES: tl.constexpr,
 ):
     """Compute BLOCK_N places of one part of the members of a row; see `list_queries_kernel` for what is stored."""
     scale_log2 = tl.cast(scale_log2, tl.float32)
@@ -138,7 +140,7 @@ def list_pairs_kernel(
     ds = p * (dp - d[:, None])
     if NEED_VALUES:
         tl.static_assert(KEYS_EACH <= BLOCK_N, "an entry has its places in one program")
-        if VALUES == OF_ENTRIES:
+        if VALUES == OF_ENTRIES and not MASSES:
             at_values = dvalues + (
                 (part * shape.batch * heads_k + owner).to(tl.int64) * lists.rows + row
             ) * lists.most  # fmt: skip
@@ -152,6 +154,11 @@ def list_pairs_kernel(
                 dvalues + statistics * lists.most, ds, carried, slots, slot, start, end, key_ok, row_ok, 1,
                 BLOCK_M, BLOCK_N, KEYS_EACH, SLOTS,
             )  # fmt: skip
+            if MASSES:
+                store_value_gradients(
+                    masses + statistics * lists.most, p, carried, slots, slot, start, end, key_ok, row_ok, 1,
+                    BLOCK_M, BLOCK_N, KEYS_EACH, SLOTS,
+                )  # fmt: skip
     if SOFTCAP:
         ds = ds * slope
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)

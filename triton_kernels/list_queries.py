@@ -58,6 +58,7 @@ def list_queries_kernel(
     delta,
     dq,
     dvalues,
+    masses,
     words,
     before,
     offsets,
@@ -105,13 +106,15 @@ def list_queries_kernel(
     FEW_KEYS: tl.constexpr,
     NEED_Q: tl.constexpr,
     NEED_VALUES: tl.constexpr,
+    MASSES: tl.constexpr,
     KEEP: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """Compute one part of the members of a row, among `chunk` rows from `first_row` on of owners from `first_owner` on.
 
     dq (B, Lq, Hq, D) and delta (B, Hq, Lq) are contiguous. dvalues has (PARTS, B, Hk, rows, slots), or
-    (B, Hq, Lq, slots) where members have values of their own.
+    (B, Hq, Lq, slots) where members have values of their own. With MASSES it has the latter, too, and masses gets the
+    sum of p over the keys of each entry: `true_sums` in `list_calls.py` needs both.
     """
     scale_log2 = tl.cast(scale_log2, tl.float32)
     scale = tl.cast(scale, tl.float32)
@@ -156,13 +159,15 @@ def list_queries_kernel(
     end = tl.load(counts + number) * KEYS_EACH
     value_head = values_of(values, value_strides, b, h_k, row, rows, h, GROUP, VALUES)
     bias_head = bias_of_keys(bias, bias_strides, b, h_k, h, GROUP, BIAS)
-    if VALUES == OF_ENTRIES:
+    if VALUES == OF_ENTRIES and not MASSES:
         owners = shape.batch * heads_k
         dvalues += ((part * owners + owner).to(tl.int64) * lists.rows + row) * lists.most
         carried = 0.0
     else:
         value_rows = dvalues + statistics * lists.most
+        mass_rows = masses + statistics * lists.most
         carried = tl.zeros([BLOCK_M], tl.float32)
+        carried_mass = tl.zeros([BLOCK_M], tl.float32)
 
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_rest = acc_dq
@@ -191,7 +196,7 @@ def list_queries_kernel(
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds, d = score_gradients(p, dp, d, False, 1, FEW_KEYS, NO_SEQUENCES)
         if NEED_VALUES:
-            if VALUES == OF_ENTRIES:
+            if VALUES == OF_ENTRIES and not MASSES:
                 carried = store_value_gradients(
                     dvalues, tl.sum(ds, 0), carried, slots, slot, start, end, key_ok, row_ok, 0,
                     BLOCK_M, BLOCK_N, KEYS_EACH, SLOTS,
@@ -201,6 +206,11 @@ def list_queries_kernel(
                     value_rows, ds, carried, slots, slot, start, end, key_ok, row_ok, 1,
                     BLOCK_M, BLOCK_N, KEYS_EACH, SLOTS,
                 )  # fmt: skip
+                if MASSES:
+                    carried_mass = store_value_gradients(
+                        mass_rows, p, carried_mass, slots, slot, start, end, key_ok, row_ok, 1,
+                        BLOCK_M, BLOCK_N, KEYS_EACH, SLOTS,
+                    )  # fmt: skip
         if SOFTCAP:
             ds = ds * slope
         ds_tile = ds.to(k_tile.dtype)

@@ -58,7 +58,7 @@ def plan_forward(call: Call) -> Callable[..., None]:
     if splits == 1:
         none = (None, None)
         return lambda x, out, lse: launch(x.q, x.k, x.v, x.bias, *read_of(x.mask), out, lse, x.sink, *none, x.dropout)
-    combine = plan_combine(call, shape, splits)
+    combine = plan_combine(call.values(), shape, splits, call.has_sink, call.overlaps)
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
         parts = empty_parts(splits, out, lse)
@@ -91,24 +91,32 @@ def num_key_shares(heads: int, blocks: int, most_programs: int) -> int:
     return triton.cdiv(blocks, triton.cdiv(blocks, shares))
 
 
-def plan_combine(call: Call, shape: Shape, splits: int) -> Launch:
-    """Plan the kernel that combines shares of the keys: run(parts, parts_lse, out, lse, sink); `shape` is of out."""
+def plan_combine(values: dict[str, Any], shape: Shape, splits: int, has_sink: bool, overlaps: bool) -> Launch:
+    """Plan the kernel that combines shares of the keys: run(parts, parts_lse, out, lse, sink).
+
+    Args:
+        values: what `Call.values` returns.
+        shape: of out.
+        splits: how many shares there are.
+        has_sink: whether out gets a sink.
+        overlaps: whether it may start before the kernel that computes the shares has ended.
+    """
     rows = shape.batch * shape.num_heads * shape.seqlen_q
     shares = triton.next_power_of_2(splits)
-    num_warps = max(1, min(COMBINE_WARPS, shares * call.block_dv // (32 * VALUES_OF_THREAD)))
-    at_once = min(shares, COMBINE_VALUES // call.block_dv)
+    num_warps = max(1, min(COMBINE_WARPS, shares * values["BLOCK_DV"] // (32 * VALUES_OF_THREAD)))
+    at_once = min(shares, COMBINE_VALUES // values["BLOCK_DV"])
     rest = by_name(
         combine_kernel,
-        call.values(),
+        values,
         shape=shape,
         splits=splits,
         num_rows=rows,
         SPLITS=shares,
         AT_ONCE=at_once,
-        HAS_SINK=call.has_sink,
-        OVERLAP=call.overlaps,
+        HAS_SINK=has_sink,
+        OVERLAP=overlaps,
     )
-    options = {"num_warps": num_warps, **({"launch_pdl": True} if call.overlaps else {})}
+    options = {"num_warps": num_warps, **({"launch_pdl": True} if overlaps else {})}
     return Launch(combine_kernel, rows, rest, options)
 
 

@@ -243,7 +243,8 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
         ONE_LOOP=False,
     )
     fill = call.plan_fill((*call.q.shape[:3], shape.head_dim_v), 0, has_lse=True)
-    combine = plan_combine(call, shape._replace(batch=call.q.shape[0], seqlen_q=call.rows_q), splits)
+    combined = shape._replace(batch=call.q.shape[0], seqlen_q=call.rows_q)
+    combine = plan_combine(call.values(), combined, splits, call.has_sink, call.overlaps)
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
         q, k, v, mask, bias, sink, sequences, dropout = x

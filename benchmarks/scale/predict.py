@@ -18,10 +18,10 @@ value:
     order     copies of these keys: 1 forward, to the order of positions; 6 backward, of keys and of fp32 sums
     forward   host_forward + wires + computing + order, one after the other: gathering a group of heads while the one
               before is computed has gained nothing wherever it was measured
-    backward  the same without its host, and at least host_backward
+    backward  the same without its host, and at least host_backward; host_gather more where keys are gathered
 
 The host's times count for a call that begins when every rank is idle. Where the host runs ahead of the GPU, as in a
-step of many layers, both are about 0.
+step of many layers, they are about 0.
 
 Efficiency is the time of one GPU over W times the time of W. Source of the wire:
 Hockney, The communication challenge for MPP (1994).
@@ -60,7 +60,7 @@ class Machine:
         copy_gbs: GB/s of memory, read and written.
         latency_us, per_peer_us: microseconds of a collective, and for each peer in it.
         launch_us: of an attention call.
-        host_forward_us, host_backward_us: microseconds of the host as above; as measured on four H200.
+        host_forward_us, host_backward_us, host_gather_us: microseconds of the host as above; as measured on four H200.
         sms: multiprocessors of a GPU.
         node: GPUs of a node.
     """
@@ -73,8 +73,9 @@ class Machine:
     latency_us: float = 25.0
     per_peer_us: float = 1.5
     launch_us: float = 12.0
-    host_forward_us: float = 1700.0
-    host_backward_us: float = 5000.0
+    host_forward_us: float = 1400.0
+    host_backward_us: float = 4200.0
+    host_gather_us: float = 1200.0
     sms: int = 132
     node: int = 8
 
@@ -187,10 +188,11 @@ def predict(machine: Machine, layer: Layer, gpus: int, inner: int = 1) -> Predic
     last_wave = (tiles / machine.sms + 0.25) / (tiles / machine.sms)
     alone = [seconds / gpus * last_wave + 2 * machine.launch_us * 1e-6 for seconds in one_gpu(machine, layer)]
     host_forward, host_backward = machine.host_forward_us * 1e-6, machine.host_backward_us * 1e-6
+    host_gather = machine.host_gather_us * 1e-6 if outer > 1 else 0.0
     if gpus == 1:
         host_forward = host_backward = 0.0  # an ordinary call
     forward += host_forward + gather + alone[0] + order
-    backward = max(backward + 2 * gather + alone[1] + _ORDER_BACKWARD * order, host_backward)
+    backward = max(backward + 2 * gather + alone[1] + _ORDER_BACKWARD * order, host_backward) + host_gather
     transient = (6 * keys if outer > 1 else 0.0) + (volume_in + volume_out if inner > 1 else 0.0)
     efficiency = sum(one_gpu(machine, layer)) / gpus / (forward + backward)
     return Prediction(inner, forward, backward, efficiency, transient)

@@ -49,7 +49,7 @@ def needs(case: Case, device: torch.device) -> Needs:
 def bind(inputs: Inputs, mode: Mode) -> Bound:
     """Its call; it converts the bias to fp32, and returns its gradient in the dtype of the bias."""
     attend = module().triangle_attention
-    q, k, v, _, mask, bias, _ = inputs
+    q, k, v, _, mask, bias, _ = inputs[:7]
     assert bias is not None
 
     def call() -> tuple[Tensor]:

@@ -58,7 +58,7 @@ def bind(inputs: Inputs, mode: Mode) -> Bound:
     It returns (out, lse), and lse is None where it was not asked for and no gradient needs it.
     """
     attend = interface().flash_attn_func
-    q, k, v, _, _, _, is_causal = inputs
+    q, k, v, _, _, _, is_causal = inputs[:7]
 
     def call() -> tuple[Tensor, ...]:
         out, lse = attend(q, k, v, causal=is_causal, return_lse=mode.with_lse)

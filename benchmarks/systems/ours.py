@@ -52,11 +52,17 @@ def missing(name: str, device: torch.device) -> str:
 
 
 def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
-    """`flash_dmattn.attention`, with the bool tensor as it is or prepared beforehand, causality folded in."""
-    q, k, v, _, mask, bias, is_causal = inputs
+    """`flash_dmattn.attention`, with the bool tensor as it is or prepared beforehand, causality folded in.
+
+    A backend that takes the lists of a mask gets these as its prepared mask.
+    """
+    q, k, v, _, mask, _, is_causal = inputs[:7]
+    bias = inputs.passed_bias
     seqlen_q, seqlen_k = inputs.lengths
     passed: torch.Tensor | masks.PreparedMask | None = mask
-    if mode.prepared and mask is not None:
+    if mode.prepared and inputs.lists is not None and _takes_lists(name, inputs):
+        passed, is_causal = inputs.lists, False
+    elif mode.prepared and mask is not None:
         passed = masks.PreparedMask.from_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal)
     choice: BackendChoice = name
     if name in PAIRED and q.requires_grad:
@@ -70,6 +76,11 @@ def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
         return result if isinstance(result, tuple) else (result,)
 
     return results
+
+
+def _takes_lists(name: str, inputs: Inputs) -> bool:
+    problem = flash_dmattn.explain(inputs.q, inputs.k, inputs.v, inputs.lists, inputs.bias).problem
+    return BACKENDS[name].accepts(problem, "forward")
 
 
 def layers(name: str, case: Case, biases: Sequence[torch.Tensor]) -> list[Attend]:

@@ -51,12 +51,14 @@ def _predecessor() -> ModuleType:
 def bind(inputs: Inputs, mode: Mode) -> Bound:
     """`flash_dmattn_func` of flash-dmattn 1.x; what it calls lse is only returned with all probabilities."""
     attend = _predecessor().flash_dmattn_func
-    q, k, v, _, mask, bias, is_causal = inputs
+    q, k, v, _, mask, bias, is_causal = inputs[:7]
     return lambda: (attend(q, k, v, mask, bias, is_causal=is_causal),)
 
 
 def needs(case: Case, device: torch.device) -> Needs:
-    """It takes every case; what it gets wrong shows when it is checked."""
+    """It takes every tensor of a bias; what it gets wrong shows when it is checked."""
+    if case.bias == "hd":
+        return Needs("a bias by distance would be a tensor of all scores")
     return Needs(lse_refusal="it is not returned")
 
 

@@ -228,6 +228,27 @@ inline void check_bias(const char* op, const torch::stable::Tensor& bias, const 
              {one_or(sizes.batch), divisor_of(sizes.num_heads), one_or(sizes.seqlen_q), one_or(sizes.seqlen_k)}, q);
 }
 
+// Distances beyond the values of a bias by distance have the first or the last one, or 0.
+constexpr int64_t kNotByDistance = 0, kClamps = 1, kHasZeros = 2;
+
+// Sets a bias by distance: values (B, H, 1, n), where place `zero` is of distance 0, the one of the last query and the last
+// key.
+template <class Params>
+void set_distances(const char* op, const std::optional<torch::stable::Tensor>& values, int64_t outside, int64_t zero,
+                   const Sizes& sizes, const torch::stable::Tensor& q, Params& params) {
+  CHECK_FOR(op, outside == kClamps || outside == kHasZeros, "outside is ", outside, "; it needs to be 1 or 2");
+  CHECK_FOR(op, values.has_value() && values->dim() == 4, "a bias by distance needs values of 4 dims");
+  const int64_t number = values->size(3);
+  check_dims(op, *values, "bias", {one_or(sizes.batch), divisor_of(sizes.num_heads), 1, number}, q);
+  // The kernels add a place, rows and keys in int32.
+  CHECK_FOR(op, number > 0 && number <= kMaxInt / 4, "bias has ", number, " distances; it needs 1 to 2^29 - 1");
+  // Where no distance of the call has a value of its own, zero is clamped to just past that.
+  const int64_t of_first = std::clamp(zero, -kMaxInt, kMaxInt) - (sizes.seqlen_k - sizes.seqlen_q);
+  const int64_t origin = std::clamp(of_first, -sizes.seqlen_k, number + sizes.seqlen_q);
+  const int beyond = outside == kClamps ? 0 : 1;
+  params.distances = {static_cast<int>(origin), static_cast<int>(number), -beyond, static_cast<int>(number) - 1 + beyond};
+}
+
 // Sets a sink, (Hq), contiguous, in fp32 or 16 bits.
 inline void set_sink(const char* op, const std::optional<torch::stable::Tensor>& sink, int64_t num_heads,
                      const torch::stable::Tensor& q, ForwardParams& params) {

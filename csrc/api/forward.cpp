@@ -55,12 +55,14 @@ struct ForwardArguments {
   std::optional<Tensor> dropout_key{};
   double dropout_p = 0;
   bool one_mask_row = false;
+  int64_t outside = 0, zero = 0;
 };
 
 // Chooses how the kernel reads the bias, and sets its fields.
 Bias describe_bias(const ForwardArguments& call, ForwardParams& params) {
   const Tensor& bias = *call.bias;
   params.bias_values = bias_values(call.op, bias, call.q.size(2));
+  if (call.outside != kNotByDistance) return Bias::kRelative;
   params.bias_is_per_query = is_broadcast(bias, 3);
   if (params.bias_is_per_query) return Bias::kNone;
   if (is_broadcast(bias, 2)) return Bias::kVector;
@@ -202,6 +204,11 @@ ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, 
     if (has_pages) {
       set_pages(op, *sequences->block_table, sequences->bounds.size(0), call.k, call.v, params.sequences);
     }
+  } else if (call.outside != kNotByDistance) {
+    set_distances(op, call.bias, call.outside, call.zero, sizes, call.q, params);
+    CHECK_FOR(op, has_relative_kernels(static_cast<int>(instance.head_dim), static_cast<int>(instance.head_dim_v)),
+              "there are no kernels with a bias by distance of head dims ", instance.head_dim, " and ",
+              instance.head_dim_v, " (v)");
   } else if (call.bias.has_value()) {
     check_bias(op, *call.bias, sizes, call.q);
   }
@@ -214,6 +221,7 @@ ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, 
   variant.has_dropout = params.dropout.key != nullptr;
   CHECK_FOR(op, !variant.has_dropout || variant.bias != Bias::kStrided,
             "bias has rows that TMA cannot read; dropout has no kernel for it");
+  CHECK_FOR(op, !variant.has_dropout || variant.bias != Bias::kRelative, "dropout has no kernel for a bias by distance");
   variant.has_one_mask_row = call.one_mask_row;
   variant.has_pages = has_pages;
   variant.queries = sequences == nullptr ? sizes.seqlen_q : sizes.batch * sizes.seqlen_q / sequences->bounds.size(0);
@@ -280,12 +288,13 @@ void forward(const ForwardArguments& call) {
 // dropout_key: int64 (2). With it a bias per query and key needs rows that TMA can read, and there is no softcap.
 // num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
 // one_mask_row: whether the mask lets all queries see the same keys.
+// outside, zero: of a bias by distance, whose values (B, H, 1, n) are in the place of the bias: see set_distances.
 void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
                     std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
                     double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p,
-                    bool one_mask_row) {
+                    bool one_mask_row, int64_t outside, int64_t zero) {
   forward({"cuda_forward_kernel", q, k, v, bias, sink, out, lse, softmax_scale, softcap, nullptr, std::move(mask), low,
-           high, num_splits, std::move(dropout_key), dropout_p, one_mask_row});
+           high, num_splits, std::move(dropout_key), dropout_p, one_mask_row, outside, zero});
 }
 
 // Writes all rows. q, k, v and out are (T, H, D) or (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k
@@ -315,7 +324,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor(a!) out, "
       "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, Tensor? dropout_key, "
-      "float dropout_p, bool one_mask_row) -> ()");
+      "float dropout_p, bool one_mask_row, int outside, int zero) -> ()");
   m.def(
       "cuda_forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? block_table, Tensor? bias, "
       "Tensor? sink, Tensor(a!) out, Tensor(b!) lse, bool is_packed, int bias_packing, int most_q, int most_k, int left, "

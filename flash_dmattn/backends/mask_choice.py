@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ..problem import Arrival, AttentionProblem, Gradients, MaskChoice, MaskForm, MaskView, SequenceView, hinted
+from ..problem import (
+    Arrival,
+    AttentionProblem,
+    Gradients,
+    MaskChoice,
+    MaskForm,
+    MaskView,
+    SequenceView,
+    hinted,
+    make_band,
+)
 from ..problem.inputs import Inputs, Saved, as_arrived, in_rows, result_in_rows
 from ..reference.tangents import Cotangents, Tangents
 from .protocol import Backend, Backward, BackwardTangents, Direction, Forward, ForwardTangents
@@ -27,8 +37,11 @@ def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend |
     """Choose one form for both passes of a call, so that its mask is packed once.
 
     A prepared mask in a form that a pass does not read is converted; if it becomes a bool tensor, `unpacking_note` says
-    so.
+    so. Lists stay what they are: a pass that walks tiles makes tiles of them for itself, because a second derivative
+    could not read these.
     """
+    if problem.mask_form == "lists":
+        return MaskChoice("lists")
     passes: tuple[tuple[Backend, Direction], ...] = ((forward, "forward"),)
     if backward is not None:
         passes = (*passes, (backward, "backward"))
@@ -37,6 +50,8 @@ def choose_form(problem: AttentionProblem, forward: Backend, backward: Backend |
 
 def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], ...]) -> MaskChoice:
     form = problem.mask_form
+    if form == "lists" and not all(form in each.mask_forms for each, _ in passes):
+        return MaskChoice("intervals")  # of backends that walk tiles, and take lists of whole tiles alone
     if form in ("none", "tree", "lists") or (form != "dense" and all(form in each.mask_forms for each, _ in passes)):
         return MaskChoice(form)
     sized = hinted(problem)  # symbolic sizes may be replaced by hints, because the form only decides speed
@@ -153,6 +168,12 @@ def convert(
 
         assert problem.sequences is not None
         return MaskView("dense", (unpack_sequences(view.tensors[0], problem.sequences),))
+    if view.form == "lists":
+        from ..masks.prepared.lists import tiles_of_lists  # likewise
+
+        flags, lengths = problem.flags, (problem.seqlen_q, problem.seqlen_k)
+        band = make_band(*lengths, problem.window)
+        return MaskView("intervals", tiles_of_lists(view.tensors[0], (flags.block_q, flags.block_k), lengths, band))
     from ..masks.prepared.storage import unpack_view  # likewise
 
     return view_of(problem, choice, unpack_view(view, problem.seqlen_q, problem.seqlen_k))

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
+
 from ..backends.cuda import rules
 from ..backends.protocol import Backend, Reason
-from ..biases import ByDistance
+from ..biases import ByDistance, Chosen
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import passes_of, select_tangents
-from ..explanation import explain_problem
+from ..explanation import explain, explain_problem
+from ..masks import PreparedMask
 from ..problem import AttentionProblem, SequenceSpec
 from ..triton_kernels.gpus import GPUS, KIB
 
@@ -54,6 +57,16 @@ def _sequences() -> dict[str, dict[str, Any]]:
         "paged, one query": {"sequences": paged, "q": (2, 1, 16, 64), **no_gradients},
         "paged, queries packed": {"sequences": mixed, "q": (1, 512, 16, 64), **no_gradients},
     }
+
+
+def _row_of_lists(name: str, *, heads: int = 1, block_size: int = 1, **numbers: Any) -> Row:
+    with torch.device("meta"):
+        q = torch.empty(2, 4096, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+        k = torch.empty(2, 4096, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+        values = torch.empty(2, heads, 4096, 64, requires_grad=True)
+    index = torch.zeros(2, heads, 4096, 64, dtype=torch.int32)
+    lists = PreparedMask.from_lists(index, seqlen_k=4096, block_size=(1, block_size), is_causal=True).to("meta")
+    return Row("lists", name, explain(q, k, k, lists, Chosen(values), device="sm_90", **numbers).problem)
 
 
 def rows() -> tuple[Row, ...]:
@@ -107,6 +120,10 @@ def rows() -> tuple[Row, ...]:
         _row("bias", "by distance, packed sequences", bias=(16, 257), by_distance=T5, **_sequences()["packed"]),
         _row("bias", "by query and distance, (B, H, Lq, n)", bias=(2, 16, 4096, 64), by_distance=BAND),
         _row("bias", "above 2^31 elements, dbias", q=(1, 65536, 1, 64), bias=(1, 1, 65536, 65536)),
+        _row_of_lists("keys, with values"),
+        _row_of_lists("blocks of 64 keys, with values", block_size=64),
+        _row_of_lists("for each query head", heads=16),
+        _row_of_lists("with dropout", dropout_p=0.1),
         _row("forward mode", "causal", in_forward_mode=True, is_causal=True),
         _row("forward mode", "head dim 512", in_forward_mode=True, q=(2, 4096, 16, 512)),
         _row("forward mode", "CPU", in_forward_mode=True, device="cpu", dtype="fp32"),
@@ -142,10 +159,12 @@ def tangents_cell(backend: Backend, problem: AttentionProblem) -> str:
 
 
 def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
-    """Lay the rows out as a matrix in Markdown, and below it the words of the rules that its cells name."""
+    """Lay the rows out as a matrix in Markdown, and below it the words of the rules that its cells name.
+
+    Neighbours of one group with the same words share a row.
+    """
     said: dict[tuple[str, str], list[str]] = {}
-    lines = [f"| | | {' | '.join(f'`{name}`' for name in names)} |", f"|{' --- |' * (len(names) + 2)}"]
-    group = None
+    merged: list[tuple[str, list[str], list[str]]] = []
     for row in chosen:
         words = []
         for name in names:
@@ -157,11 +176,18 @@ def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
                 texts = said.setdefault((reason.backend, reason.code), [])
                 texts += [str(reason)] if str(reason) not in texts else []
             words.append(word + (f": {', '.join(reason.code for reason in reasons)}" if reasons else ""))
-        lines.append(f"| {row.group if row.group != group else ''} | {row.name} | {' | '.join(words)} |")
-        group = row.group
+        if merged and (merged[-1][0], merged[-1][2]) == (row.group, words):
+            merged[-1][1].append(row.name)
+        else:
+            merged.append((row.group, [row.name], words))
+    lines = [f"| | | {' | '.join(f'`{name}`' for name in names)} |", f"|{' --- |' * (len(names) + 2)}"]
+    group = None
+    for row_group, calls, words in merged:
+        lines.append(f"| {row_group if row_group != group else ''} | {'; '.join(calls)} | {' | '.join(words)} |")
+        group = row_group
     lines += [
         "",
-        "## What the rules say",
+        "## The rules",
         "",
         "| backend | rule | what it says of these calls |",
         "| --- | --- | --- |",
@@ -211,23 +237,23 @@ LEGEND = """\
 * **no**: refused.
 * **by** another backend: forward mode, as of `torch.func.jvp`, pairs with that one.
 
-Behind a colon stand the rules that decide it; what they say is below the table."""
+The names after a colon are rules, which the next table explains."""
 
 
 def document(names: Sequence[str]) -> str:
     """Write the text of docs/support.md."""
-    return f"""# What each backend serves
+    return f"""# Calls and the backends that serve them
 
 This page is generated from the rules of the backends by `python -m flash_dmattn.tools.support_matrix --write`, and a
-test asserts that it is current. The same rules decide each call and give the reasons in every error, so
+test asserts that it is current. The same rules decide each call and give the reasons in every error.
 `flash_dmattn.explain(...)` says the same about your own call, and also whether a backend works on your machine.
 
 Unless a row says otherwise, the call is bf16 on sm_90 with batch 2, 4096 queries and keys, 16 heads of dim 64, and all
-gradients are needed.
+gradients are needed. `reference` has no column: it serves every row, by name.
 
 {LEGEND}
 
-{table(rows(), names)}
+{table(rows(), [name for name in names if name != "reference"])}
 
 ## GPUs
 

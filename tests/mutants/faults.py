@@ -26,12 +26,17 @@ _PLANS = "tests/test_call_cache.py::"
 _INTERPRETED = "tests/test_triton_interpreter.py::"
 _LINES = f"{_INTERPRETED}test_lines_that_random_calls_may_miss"
 _TANGENTS = "tests/test_tangents.py::test_random_calls_on_triton["
+_FORWARD_MODE = f"{_INTERPRETED}test_calls_written_by_hand[forward mode-4]"
 _WORKERS = "tests/test_distributed_workers.py::"
 _RARE = "tests/test_cuda_rare.py::"
+_DISTANCES = "tests/test_cuda_relative.py::"
 _SDPA = "tests/test_sdpa_backend.py::"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
 
 _LISTS = "tests/test_lists.py::"
+_LIST_TILES = "tests/test_list_tiles.py::"
+_LIST_CALLS = "tests/test_triton_lists.py::test_random_calls[0]"
+_LIST_EDGES = "tests/test_triton_lists.py::test_edges[{}]"
 
 _PYTHON = (
     # Forward mode
@@ -61,20 +66,27 @@ _PYTHON = (
         "flash_dmattn/autograd.py",
         "if is_jvp_innermost() and not is_recorded:",
         "if is_jvp_innermost():",
-        ("tests/test_derived.py::test_forward_mode_is_that_of_the_reference[numbers-gradients of dual tensors]",),
+        ("tests/test_derived.py::test_forward_mode_is_that_of_the_reference[gradients of dual tensors-numbers]",),
     ),
     Fault(
         "keys follow the order of a mask that k and v do not follow",
         "flash_dmattn/backends/triton/passes.py",
         "in_order=False",
         "in_order=True",
-        (f"{_TANGENTS}0]",),
+        (_FORWARD_MODE,),
     ),
     Fault(
         "triton: a new mean of the tangents does not move the sum so far",
         "triton_kernels/tangents.py",
-        "acc_t += acc_o * ((mean - new_mean) * LN2)[:, None]",
+        "acc_t += acc_o * lift[:, None]",
         "acc_t += 0.0",
+        (f"{_TANGENTS}0]",),
+    ),
+    Fault(
+        "triton: entries that read one bias side by side take the first of them",
+        "triton_kernels/tangents.py",
+        "* SIDE_BY_SIDE + side)",
+        "* SIDE_BY_SIDE)",
         (f"{_TANGENTS}0]",),
     ),
     Fault(
@@ -85,11 +97,11 @@ _PYTHON = (
         (f"{_TANGENTS}0]",),
     ),
     Fault(
-        "triton: the tangent of a bias is read by the strides of the bias",
+        "triton: the descriptors of tangents stand in the places of the inputs",
         "triton_kernels/plan_tangents.py",
-        "tbias_strides=own.bias_strides(tbias_tma)",
-        "tbias_strides=call.bias_strides(bias_tma)",
-        (f"{_TANGENTS}0]",),
+        "d._replace(slot=d.slot + _FIRST_TANGENT)",
+        "d",
+        (_FORWARD_MODE,),
     ),
     Fault(
         "triton: tangents of scores miss the slope of the softcap",
@@ -171,9 +183,9 @@ _PYTHON = (
     ),
     Fault(
         "of the last local blocks one is missing",
-        "flash_dmattn/masks/prepared/lists.py",
-        "(columns > high - local)",
-        "(columns > high - local + 1)",
+        "flash_dmattn/masks/topk.py",
+        "(columns > last[:, None] - local)",
+        "(columns > last[:, None] - local + 1)",
         (f"{_LISTS}test_topk_lists_are_the_top_k_mask",),
     ),
     Fault(
@@ -196,6 +208,132 @@ _PYTHON = (
         "f.mask_repeat, f.bias_repeat",
         "f.mask_repeat, f.mask_repeat",
         (f"{_LISTS}test_triton_serves_calls_with_lists",),
+    ),
+    Fault(
+        "every tile of the band is walked, listed or not",
+        "flash_dmattn/masks/prepared/lists.py",
+        "classes = torch.where(listed, classes, 0)",
+        "pass",
+        (f"{_LIST_TILES}test_walks_of_the_listed_tiles_see_what_the_lists_say",),
+    ),
+    Fault(
+        "a listed tile that the band cuts is full",
+        "flash_dmattn/masks/prepared/lists.py",
+        "torch.where(listed, classes, 0)",
+        "torch.where(listed, 2 * (classes > 0), 0)",
+        (f"{_LIST_TILES}test_walks_of_the_listed_tiles_see_what_the_lists_say",),
+    ),
+    Fault(
+        "triton: a query sees later keys of a listed block",
+        "triton_kernels/list_ops.py",
+        "if QUERIES == 1 and (LEFT or RIGHT):",
+        "if QUERIES == 1 and LEFT:",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: an entry behind the count is key 0",
+        "triton_kernels/list_forward.py",
+        "end = tl.load(counts + number) * KEYS_EACH",
+        "end = lists.most * KEYS_EACH",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: the last key of a list is lost",
+        "triton_kernels/list_ops.py",
+        "    key_ok = place < end\n",
+        "    key_ok = place < end - 1\n",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: values lie where keys lie",
+        "triton_kernels/list_ops.py",
+        "    if not SLOTS:\n",
+        "    if BLOCK_N > 0:\n",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: all heads read the lists of the first",
+        "triton_kernels/list_ops.py",
+        "h_k.to(tl.int64) * lists.head + row",
+        "row",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: lse has no sink",
+        "triton_kernels/list_forward.py",
+        "natural, share = join_sink",
+        "_, share = join_sink",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: a row of dk has the place of the row before",
+        "triton_kernels/list_ops.py",
+        "(1 << (local % 32)) - 1",
+        "(2 << (local % 32)) - 1",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: places of rows forget the words before",
+        "triton_kernels/list_ops.py",
+        " + tl.load(before + at, mask=key_ok, other=0)",
+        "",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: dk of rows misses the scale",
+        "triton_kernels/list_queries.py",
+        "row_k = tl.dot(tl.trans(ds_tile), q_tile, input_precision=PRECISION) * scale",
+        "row_k = tl.dot(tl.trans(ds_tile), q_tile, input_precision=PRECISION)",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: p of hidden pairs is not 0 in inverse lists",
+        "triton_kernels/list_keys.py",
+        "p = tl.where(allowed, tl.math.exp2(s - lse_rows[None, :]), 0.0)",
+        "p = tl.math.exp2(s - lse_rows[None, :])",
+        (_LIST_CALLS,),
+    ),
+    Fault(
+        "triton: gradients of values are those of the first part of the members",
+        "triton_kernels/list_calls.py",
+        "sums = written.sum(0)",
+        "sums = written[0]",
+        (_LIST_EDGES.format("wide heads"),),
+    ),
+    Fault(
+        "triton: gradients of values of blocks have the delta of a rounded out",
+        "triton_kernels/list_calls.py",
+        "torch.where(total > 0, error, 0.0).unsqueeze(-1), value=-1)",
+        "torch.where(total > 0, error, 0.0).unsqueeze(-1), value=0)",
+        (_LIST_EDGES.format("rounded out"),),
+    ),
+    Fault(
+        "triton: gradients of values of blocks take p of a sink for 0",
+        "triton_kernels/list_calls.py",
+        "error.addcmul_(delta, share, value=-1).div_(total + share)",
+        "error /= total",
+        (_LIST_EDGES.format("rounded out"),),
+    ),
+    Fault(
+        "triton: of scores that tie for the last place one more is listed",
+        "triton_kernels/list_pack.py",
+        "tl.cumsum(tied, 0) <= k - tl.sum",
+        "tl.cumsum(tied, 0) <= k + 1 - tl.sum",
+        (_LIST_EDGES.format("best keys"),),
+    ),
+    Fault(
+        "triton: shares of a list leave a step out",
+        "triton_kernels/list_forward.py",
+        "begin = share * each",
+        "begin = share * (each + BLOCK_N)",
+        (_LIST_EDGES.format("shares"),),
+    ),
+    Fault(
+        "triton: each share of a list adds the sink",
+        "triton_kernels/list_calls.py",
+        "has_sink and shares == 1",
+        "has_sink",
+        (_LIST_EDGES.format("shares"),),
     ),
     # Biases by distance
     Fault(
@@ -814,6 +952,41 @@ _CSRC = (
         "const int to = min(row + of.high, of.seqlen_k - 1) -",
         "const int to = row + of.high -",
         (f"{_RARE}test_every_gradient[no bias-cuda]",),
+    ),
+    Fault(
+        "a bias by distance counts from the first query and the first key",
+        "csrc/api/call.h",
+        "-kMaxInt, kMaxInt) - (sizes.seqlen_k - sizes.seqlen_q);",
+        "-kMaxInt, kMaxInt);",
+        (f"{_DISTANCES}test_lengths[193-257-64-cuda]",),
+    ),
+    Fault(
+        "a tile's window of values by distance begins one place off",
+        "csrc/sm90/operands.h",
+        "of.origin + first_key - last_row;",
+        "of.origin + first_key - last_row + 1;",
+        (f"{_DISTANCES}test_lengths[193-257-64-cuda]",),
+    ),
+    Fault(
+        "the second copy of a window of values is like the first",
+        "csrc/sm90/operands.h",
+        "to[second_copy + i - 1] = value",
+        "to[second_copy + i] = value",
+        (f"{_DISTANCES}test_lengths[193-257-64-cuda]",),
+    ),
+    Fault(
+        "a tile whose last distance alone has another value is taken for one of one value",
+        "csrc/sm90/operands.h",
+        "first_place + count - 1 <= of.lowest",
+        "first_place + count - 2 <= of.lowest",
+        (f"{_DISTANCES}test_one_score_has_another_value[cuda]",),
+    ),
+    Fault(
+        "a row whose maximum grows loses the one value of a tile",
+        "csrc/sm90/forward/consumer.h",
+        "scores[i] += flat;",
+        "scores[i] += 0.0f;",
+        (f"{_DISTANCES}test_lengths[193-257-64-cuda]",),
     ),
     Fault(
         "a stage of v is waited for in the wrong phase",

@@ -5,9 +5,10 @@
     python tests/mutants/run.py --match lse                  # faults with this word in their description
     python tests/mutants/run.py --draw 50 --seed 1           # faults drawn from the syntax trees, draw.py
 
-The tests of a fault have to pass without it first. A fault is killed when one of its tests then fails, or does not end;
-it survives when all pass. A copy that does not compile, or has none of the tests, is an error.
-The exit status is 0 when every fault was killed, 1 when one survived, 2 on an error.
+A fault is killed when one of its tests fails with it and passes without it; it survives when all pass. A copy that does
+not compile, or has none of the tests, is an error. Tests that fail without a fault are left out, and named.
+The same command with the same `--out` goes on after the faults that are in this file.
+The exit status is 0 when every fault was killed, 1 when one survived, 2 on an error or where the time is over.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from queue import Queue
-from typing import NamedTuple
+from queue import Empty, PriorityQueue
+from threading import Lock, Thread
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -34,20 +38,40 @@ import pytest  # noqa: E402
 from mutants.draw import QUICK, draw  # noqa: E402
 from mutants.faults import FAULTS, Fault  # noqa: E402
 
-SECONDS = 900  # a fault that makes its tests hang is killed after as many
+SECONDS = 900  # of one process; a fault that makes its tests hang is killed after as many
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 # csrc runs on the emulated GPU, built anew for each fault; head dims 32, 64, 96 and 128 reach what the faults change.
-EMULATED = Path("build") / "emulated.so"
-EMULATE = (sys.executable, "tests/emulation/build.py", str(EMULATED), "--head-dims", "32,64,96,128", "--dtypes", "bf16")
+EMULATE = (sys.executable, "tests/emulation/build.py")
+EMULATED_PARTS = ("--head-dims", "32,64,96,128", "--dtypes", "bf16")
+# Files with these words take minutes, so they are processes of their own, after all others.
+LONG = (
+    *("interpreter", "compiled", "extension", "emulation", "_run", "demo", "training", "workers", "dtensor"),
+    *("tangents", "triton_lists", "triton_sequences", "random"),
+)
+NOT_COPIED = (".git", ".gpu", ".venv*", "venv", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*_output")
+OWN = ("HOME", "XDG_CACHE_HOME", "TMPDIR")
+# Their entries are named by what was compiled, so a fault has entries of its own.
+SHARED_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class Outcome(NamedTuple):
-    """The end of one fault: `verdict` is "killed", "survived" or "error", `detail` the reason in one line."""
+    """The end of a fault, or of some of its tests: "killed", "survived", "error" or "late", and why in one line."""
 
-    fault: Fault
     verdict: str
     detail: str
-    seconds: float
+
+
+class Ran(NamedTuple):
+    """The end of one process: its exit status, the line that says why, and the test that failed, where one did."""
+
+    status: int
+    line: str
+    failed: str | None = None
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether no test failed; all may have been skipped or left out."""
+        return self.status in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def place_of(fault: Fault, root: Path = ROOT) -> str:
@@ -79,49 +103,103 @@ def planted(fault: Fault, root: Path) -> Iterator[None]:
         path.write_text(text)
 
 
-def copy_tree(folder: Path) -> None:
-    """Copy what git tracks or would track, and the compiled extension where there is one."""
-    listed = subprocess.run(
-        ("git", "ls-files", "-co", "--exclude-standard"), cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for name in (*listed.split("\n"), "flash_dmattn/_C.abi3.so"):
-        if name and (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+def steps_of(fault: Fault) -> list[tuple[str, ...]]:
+    """The tests of a fault by process: its short files, a sample of the quick suite, then its long files."""
+    nearest = [test for test in fault.tests if test != QUICK]
+    long = [test for test in nearest if any(word in test.partition("::")[0] for word in LONG)]
+    short = tuple(test for test in nearest if test not in long)
+    quick = [(QUICK,)] if QUICK in fault.tests else []
+    return [*([short] if short else []), *quick, *((test,) for test in long)]
 
 
-def run_tests(tests: tuple[str, ...], root: Path, *, emulated: bool = False) -> tuple[str, str]:
-    """("passed", "failed" or "error", the line that says why) for these tests in the tree at `root`.
+class Copy:
+    """A copy of the tree to plant faults in, with a home of its own.
 
-    The quick suite comes last, and of each of its tests a sample.
+    Args:
+        root: its folder.
+        broken: tests that fail without a fault, of all copies.
     """
-    nearest = tuple(test for test in tests if test != QUICK)
-    said = _run_tests(nearest, root, emulated=emulated)
-    return _run_tests((QUICK,), root, FLASH_DMATTN_SAMPLE="12") if QUICK in tests and said[0] == "passed" else said
+
+    def __init__(self, root: Path, broken: set[str]) -> None:
+        self.root, self.broken = root, broken
+
+    def judge(self, fault: Fault, tests: tuple[str, ...], is_over: Callable[[], bool] = lambda: False) -> Outcome:
+        """Run some tests of a fault, and what fails without it; they are left out where they fail then, too.
+
+        Args:
+            fault: the fault.
+            tests: its tests, or some of them.
+            is_over: whether nobody waits for the outcome any more; it is "late" then.
+        """
+        is_emulated = fault.file.startswith("csrc/")
+        while True:
+            try:
+                with planted(fault, self.root):
+                    ran = self._run(tests, "planted.so" if is_emulated else None, is_over)
+                if ran.is_passed:
+                    return Outcome("survived", ran.line)
+                if ran.failed in self.broken:  # another copy has found out meanwhile
+                    continue
+                again = tests if ran.failed is None else (ran.failed,)
+                without = self._run(again, "sound.so" if is_emulated else None, is_over)
+            except ValueError as error:
+                return Outcome("error", str(error))
+            if is_over():
+                return Outcome("late", "the time is over")
+            if without.is_passed and " passed" in without.line:
+                return Outcome("killed", ran.line)
+            if without.failed is None:  # nothing to leave out
+                return Outcome("error", f"without the fault: {without.line}")
+            self.broken.add(without.failed)
+
+    def _run(self, tests: tuple[str, ...], emulated: str | None, is_over: Callable[[], bool]) -> Ran:
+        environment = {**os.environ, "CI": "true", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        # First: a script that tests start would import what is installed.
+        environment["PYTHONPATH"] = os.pathsep.join((str(self.root), os.environ.get("PYTHONPATH", "")))
+        for name in (*OWN, *SHARED_CACHES):
+            folder = self.root.parent if name in SHARED_CACHES else self.root
+            environment[name] = f"{folder}.{name.lower()}"
+            Path(environment[name]).mkdir(exist_ok=True)
+        if QUICK in tests:
+            environment["FLASH_DMATTN_SAMPLE"] = "12"
+        if emulated is not None:
+            environment["FLASH_DMATTN_EMULATED"] = str(self._emulate(emulated))
+        without = [f"--deselect={test}" for test in sorted(self.broken)]
+        with tempfile.TemporaryFile("w+") as said:  # a child that lives on would hold a pipe open
+            process = subprocess.Popen(
+                (*PYTEST, *without, *tests), cwd=self.root, stdout=said, stderr=said, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+            end = time.monotonic() + SECONDS
+            while process.poll() is None and time.monotonic() < end and not is_over():
+                time.sleep(0.2)
+            status = process.poll()
+            end_group(process)
+            if status is None:
+                return Ran(1, f"does not end in {SECONDS} s")
+            said.seek(0)
+            text = said.read()
+        failures = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        if not failures:  # the package may not even be imported
+            return Ran(status, last_line(text))
+        return Ran(status, failures[0], failures[0].partition(" ")[2].partition(" - ")[0])
+
+    def _emulate(self, name: str) -> Path:
+        """Build the extension for the emulated GPU; the one without a fault is built once."""
+        library = self.root / "build" / name
+        if name == "planted.so" or not library.exists():
+            command = (*EMULATE, str(library.relative_to(self.root)), *EMULATED_PARTS)
+            built = subprocess.run(command, cwd=self.root, capture_output=True, text=True)
+            if built.returncode != 0:
+                raise ValueError(f"the emulated extension does not compile: {last_line(built.stdout + built.stderr)}")
+        return library
 
 
-def _run_tests(tests: tuple[str, ...], root: Path, *, emulated: bool = False, **variables: str) -> tuple[str, str]:
-    environment = {**os.environ, "CI": "true", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment["PYTHONPATH"] = str(root)  # a script that tests start would import what is installed, without the fault
-    environment |= variables
-    if emulated:
-        built = subprocess.run(EMULATE, cwd=root, capture_output=True, text=True)
-        if built.returncode != 0:
-            return "error", "the emulated extension does not compile: " + last_line(built.stdout + built.stderr)
-        environment["FLASH_DMATTN_EMULATED"] = str(root / EMULATED)
-    try:
-        done = subprocess.run(
-            (*PYTEST, *tests), cwd=root, capture_output=True, text=True, env=environment, timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return "failed", f"does not end in {SECONDS} s"
-    if done.returncode == 0 and " passed" in last_line(done.stdout):
-        return "passed", last_line(done.stdout)
-    if done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
-        return "error", f"no test ran: {last_line(done.stdout)}"
-    # The package may not even be imported.
-    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return "failed", failures[0] if failures else last_line(done.stdout + done.stderr)
+def end_group(process: subprocess.Popen[str]) -> None:
+    """End a process, and all that it has started."""
+    with suppress(ProcessLookupError):  # all have ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def last_line(text: str) -> str:
@@ -130,100 +208,116 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-class Judge:
-    """Copies of the tree to plant faults in, and the tests that have passed there without one."""
+class Record:
+    """What came of each fault, in a file where there is one: its verdict, and the steps that it survived so far."""
 
-    def __init__(self, folder: Path, copies: int) -> None:
-        self._free: Queue[Path] = Queue()
-        self._sound: dict[tuple[str, ...], str] = {}
-        for number in range(copies):
-            copy_tree(folder / str(number))
-            self._free.put(folder / str(number))
+    def __init__(self, faults: list[Fault], name: str, file: Path | None) -> None:
+        self.faults, self.name, self.file, self.broken = faults, name, file, set[str]()
+        self._lock = Lock()
+        self._begun = time.monotonic()
+        known = json.loads(file.read_text())["faults"] if file is not None and file.exists() else []
+        rows = {(row["file"], row["what"]): row for row in known}
+        empty = {"verdict": "", "by": "", "survived": []}
+        self.rows: list[dict[str, Any]] = [
+            rows.get((fault.file, fault.what), {"file": fault.file, "what": fault.what, **empty, "survived": []})
+            for fault in faults
+        ]
 
-    def try_without(self, fault: Fault) -> None:
-        """Run the tests of a fault in a tree without it, once for all faults with these tests."""
-        root = self._free.get()
-        try:
-            self._sound[fault.tests] = try_without(fault, root)
-        finally:
-            self._free.put(root)
+    def left(self) -> list[tuple[int, int, tuple[str, ...]]]:
+        """(number of the step, number of the fault, tests) of all that has to run; steps come before later ones."""
+        return [
+            (step, number, tests)
+            for number, (fault, row) in enumerate(zip(self.faults, self.rows))
+            if not row["verdict"]
+            for step, tests in enumerate(steps_of(fault))
+            if " ".join(tests) not in row["survived"]
+        ]
 
-    def judge(self, fault: Fault) -> Outcome:
-        """Plant the fault in a copy and run its tests."""
-        root = self._free.get()
-        try:
-            return judge(fault, root, self._sound[fault.tests])
-        finally:
-            self._free.put(root)
-
-
-def needs_emulation(fault: Fault) -> bool:
-    """Whether the tests of a fault run on the emulated GPU."""
-    return fault.file.startswith("csrc/")
-
-
-def try_without(fault: Fault, root: Path) -> str:
-    """Run the tests of a fault in a tree without it: the reason why they do not pass, or ""."""
-    said, detail = run_tests(fault.tests, root, emulated=needs_emulation(fault))
-    return "" if said == "passed" else f"without the fault: {said}, {detail}"
-
-
-def judge(fault: Fault, root: Path, unsound: str = "") -> Outcome:
-    """Plant a fault in the tree at `root` and run its tests; `unsound` is what `try_without` says of them."""
-    start = time.monotonic()
-    said, detail = "error", unsound
-    if not unsound:
-        try:
-            with planted(fault, root):
-                said, detail = run_tests(fault.tests, root, emulated=needs_emulation(fault))
-        except ValueError as error:
-            detail = str(error)
-    verdict = {"passed": "survived", "failed": "killed", "error": "error"}[said]
-    return Outcome(fault, verdict, detail, time.monotonic() - start)
-
-
-def judge_all(faults: list[Fault], jobs: int) -> Iterator[Outcome]:
-    """Judge faults in this many copies of the tree at a time."""
-    with tempfile.TemporaryDirectory(prefix="mutants_") as folder, ThreadPoolExecutor(jobs) as pool:
-        copies = Judge(Path(folder), jobs)
-        # Tests without a fault come first: between two faults, the extension of csrc would be built once more for them.
-        list(pool.map(copies.try_without, {fault.tests: fault for fault in faults}.values()))
-        yield from pool.map(copies.judge, faults)
+    def add(self, number: int, tests: tuple[str, ...], outcome: Outcome) -> None:
+        """Write down what came of some tests of a fault, and say it where it is the end of the fault."""
+        with self._lock:
+            row, fault = self.rows[number], self.faults[number]
+            if row["verdict"] or outcome.verdict == "late":
+                return
+            if outcome.verdict == "survived":
+                row["survived"].append(" ".join(tests))
+                row["by"] = max(row["by"], outcome.detail, key=lambda line: " passed" in line)
+                if len(row["survived"]) == len(steps_of(fault)):
+                    has_tests = " passed" in row["by"]
+                    row.update(
+                        verdict="survived" if has_tests else "error", **({} if has_tests else {"by": "no test ran"})
+                    )
+            else:
+                row.update(verdict=outcome.verdict, by=outcome.detail)
+            if row["verdict"]:
+                done = sum(bool(row["verdict"]) for row in self.rows)
+                place = f"{done:3d}/{len(self.rows)}  {time.monotonic() - self._begun:5.0f} s  {row['verdict']:8}"
+                print(f"{place}  {fault.file}: {fault.what}", flush=True)
+            if self.file is not None:
+                temporary = self.file.with_suffix(".new")
+                temporary.write_text(json.dumps({"drawn": self.name, "faults": self.rows}, indent=1))
+                temporary.replace(self.file)
 
 
-def table_of(outcomes: list[Outcome]) -> str:
-    """A table of the faults that were not killed."""
-    rows = [f"| {o.fault.file} | {o.fault.what.replace('|', chr(92) + '|')} | {o.detail} |" for o in outcomes]
-    return "\n".join(("| file | fault | tests |", "| --- | --- | --- |", *rows))
+def judge_all(record: Record, processes: int, seconds: float) -> None:
+    """Run the tests of all faults, the nearest of each before the others, until all are judged or the time is over."""
+    queue: PriorityQueue[tuple[int, int, tuple[str, ...]]] = PriorityQueue()
+    for step in record.left():
+        queue.put(step)
+    end = time.monotonic() + seconds
+
+    def work(root: Path) -> None:
+        shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        copy = Copy(root, record.broken)
+        while time.monotonic() < end:
+            try:
+                _, number, tests = queue.get_nowait()
+            except Empty:
+                return
+            row = record.rows[number]
+            if not row["verdict"]:
+                over = partial(lambda row: bool(row["verdict"]) or time.monotonic() > end, row)
+                record.add(number, tests, copy.judge(record.faults[number], tests, over))
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        threads = [Thread(target=work, args=(Path(folder) / "copies" / str(number),)) for number in range(processes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """A table of faults: of those that were not killed."""
+    lines = [f"| {row['file']} | {row['what'].replace('|', chr(92) + '|')} | {row['by']} |" for row in rows]
+    return "\n".join(("| file | fault | tests |", "| --- | --- | --- |", *lines))
 
 
 def main() -> int:
+    """Judge the faults of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], metavar="PATH", help="only faults of files that begin so")
     parser.add_argument("--match", default="", metavar="WORD", help="only faults with this word in their description")
     parser.add_argument("--draw", type=int, metavar="N", help="draw N faults in the place of those that are written")
     parser.add_argument("--seed", type=int, default=0, help="of --draw")
-    parser.add_argument("--jobs", type=int, default=2, help="copies to work in at once (2)")
-    parser.add_argument("--out", type=Path, help="write every outcome to this JSON file, after each fault")
+    parser.add_argument("--processes", type=int, default=2, help="copies to work in at once (2)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so many")
+    parser.add_argument("--out", type=Path, help="write every outcome to this JSON file, and go on after those in it")
     options = parser.parse_args()
     only = tuple(options.only)
     faults = list(FAULTS) if options.draw is None else draw(options.draw, options.seed, only)
     faults = [fault for fault in faults if options.match in fault.what and fault.file.startswith(only)]
-    outcomes: list[Outcome] = []
-    for outcome in judge_all(faults, options.jobs):
-        outcomes.append(outcome)
-        fault = outcome.fault
-        place = f"{len(outcomes):3d}/{len(faults)}  {outcome.verdict:8}  {outcome.seconds:5.0f} s"
-        print(f"{place}  {fault.file}: {fault.what}", flush=True)
-        if options.out is not None:
-            name = "written by hand" if options.draw is None else f"{options.draw} of seed {options.seed}"
-            rows = [{"file": o.fault.file, "what": o.fault.what, "verdict": o.verdict} for o in outcomes]
-            options.out.write_text(json.dumps({"drawn": name, "faults": rows}, indent=1))
-    left = [outcome for outcome in outcomes if outcome.verdict != "killed"]
-    print(f"\n{len(outcomes) - len(left)} of {len(outcomes)} faults were killed")
+    name = "written by hand" if options.draw is None else f"{options.draw} of seed {options.seed}"
+    record = Record(faults, name, options.out)
+    judge_all(record, options.processes, options.seconds)
+    verdicts = Counter(row["verdict"] for row in record.rows)
+    print(f"\n{verdicts['killed']} of {len(faults)} faults were killed, {verdicts['']} are not judged yet")
+    left = [row for row in record.rows if row["verdict"] in ("survived", "error")]
     if left:
         print(table_of(left))
-    return 2 if any(o.verdict == "error" for o in left) else 1 if left else 0
+    for test in sorted(record.broken):
+        print(f"fails without a fault: {test}")
+    return 2 if verdicts["error"] or verdicts[""] else 1 if left else 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ struct Consumer {
   float (&out)[kOut];
   float row_max[2], row_sum[2];
   float threshold[2];  // only a score above it makes row_max grow
-  // Offset of the thread's row of the warp's first four bias matrices, in a panel of the bias tile.
+
+  // Offset of the thread's row of the warp's first four bias matrices, in a panel of the bias tile; or of its first two
+  // values by distance.
   const uint32_t bias_offset;
 
   // A key block that needs masking: bits of the thread's two rows, or of an interval mask the rows of the lane's keys.
@@ -142,10 +144,39 @@ struct Consumer {
     }
   }
 
-  // Turns products into scores in units of p.scale: applies f and adds the bias.
-  __device__ __forceinline__ void finish_scores(float (&scores)[kScores], const Work& work, int block,
-                                                BiasWords& bias, PipelineState<Traits::kBiasStages>& pipe,
-                                                const Walk<Traits>& walk) {
+  // Adds a bias by distance. If the tile has one value, returns it instead, for `softmax` to add. The thread's second
+  // row, 8 below its first, has the distances of 8 keys before.
+  __device__ __forceinline__ float add_distances(float (&scores)[kScores], PipelineState<Traits::kBiasStages>& pipe,
+                                                 const Walk<Traits>& walk, const Work& work, int block) {
+    const Distances& of = p.distances;
+    const int first = first_place(of, work.first_row + Traits::kBlockM - 1, block * kBlockN);
+    const uint32_t start = shared_address(shared.bias[pipe.stage]);
+    float flat = 0.0f;
+    barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
+    uint32_t pair[2];
+    if (is_flat(of, first, Traits::kDistances)) {
+      ld_shared_v2(pair[0], pair[1], start);
+      flat = __uint_as_float(pair[0]);
+    } else {
+#pragma unroll
+      for (int c = -1; c < kBlockN / 8; ++c) {
+        ld_shared_v2(pair[0], pair[1], start + bias_offset + (c + 1) * 32);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (c >= 0) scores[4 * c + e] += __uint_as_float(pair[e]);
+          if (c + 1 < kBlockN / 8) scores[4 * (c + 1) + 2 + e] += __uint_as_float(pair[e]);
+        }
+      }
+    }
+    barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
+    pipe.advance(bias_stages(walk));
+    return flat;
+  }
+
+  // Turns products into scores in units of p.scale: applies f and adds the bias, but for what it returns.
+  __device__ __forceinline__ float finish_scores(float (&scores)[kScores], const Work& work, int block,
+                                                 BiasWords& bias, PipelineState<Traits::kBiasStages>& pipe,
+                                                 const Walk<Traits>& walk) {
     if (p.transforms) {
       if (p.softcap > 0) {
 #pragma unroll
@@ -155,7 +186,8 @@ struct Consumer {
         for (int i = 0; i < kScores; ++i) scores[i] *= p.pre_scale;
       }
     }
-    if constexpr (Traits::kProducesBias) {
+    if constexpr (Traits::kIsRelative) return add_distances(scores, pipe, walk, work, block);
+    if constexpr (Traits::kProducesBias && !Traits::kIsRelative) {
       if constexpr (!Traits::kLoadsBiasEarly) load_bias(bias, pipe, walk);
       add_bias(scores, bias);
     }
@@ -171,13 +203,14 @@ struct Consumer {
         }
       });
     }
+    return 0.0f;
   }
 
   // Online softmax of a step. row_max is subtracted before the exponential; it is raised only when some score of the
   // warp's rows exceeds it by more than kSlack (in powers of 2). Only then must out and row_sum be rescaled, and only
   // then do the threads of a quad exchange maxima. Probabilities reach 2^kSlack, which fp32 and the 16-bit types can
-  // hold. Returns whether out must be rescaled. Source: FlashAttention-4's conditional rescaling.
-  __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&rescale)[2]) {
+  // hold. `flat` is still to be added to all scores. Returns whether out must be rescaled. Source: FlashAttention-4's conditional rescaling.
+  __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&rescale)[2], float flat) {
     const float scale = p.scale * kLog2e;
     bool exceeds = false;
 #pragma unroll
@@ -189,13 +222,19 @@ struct Consumer {
       for (int c = 0; c < kScores / 4; ++c) {
         top = max(max(top, __float_as_int(scores[4 * c + 2 * r])), __float_as_int(scores[4 * c + 2 * r + 1]));
       }
-      exceeds |= !(__int_as_float(top) <= threshold[r]);
+      exceeds |= !(__int_as_float(top) <= (Traits::kIsRelative ? threshold[r] - flat : threshold[r]));
     }
     float shift[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) shift[r] = row_max[r] * scale;
+    for (int r = 0; r < 2; ++r) shift[r] = (Traits::kIsRelative ? row_max[r] - flat : row_max[r]) * scale;
     const bool needs_rescale = __any_sync(0xffffffffu, exceeds);
-    if (needs_rescale) raise_maxima(scores, rescale, shift);
+    if (needs_rescale) {
+      if constexpr (Traits::kIsRelative) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) scores[i] += flat;
+      }
+      raise_maxima(scores, rescale, shift);
+    }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale, -shift[i / 2 % 2]));
 #pragma unroll
@@ -359,9 +398,9 @@ struct Consumer {
       wgmma_wait<0>();
       wgmma_fence_operand(scores);
       barrier_arrive_of_warp(&shared.k_empty[pipe_k.stage]);  // per warp: its rows of the product are done
-      finish_scores(scores, work, block, bias, pipe_bias, walk);
+      const float flat = finish_scores(scores, work, block, bias, pipe_bias, walk);
       if (needs_mask) apply_mask(scores, mask_words, bits, work, block);
-      softmax(scores, rescale);  // nothing to rescale yet
+      softmax(scores, rescale, flat);  // nothing to rescale yet
       drop(scores, work, block);
       to_operand(scores, probs);
       pipe_k.advance();
@@ -384,13 +423,13 @@ struct Consumer {
       wgmma_wait<1>();
       wgmma_fence_operand(scores);
       barrier_arrive_of_warp(&shared.k_empty[pipe_k.stage]);
-      finish_scores(scores, work, block, bias, pipe_bias, walk);
+      const float flat = finish_scores(scores, work, block, bias, pipe_bias, walk);
       if constexpr (Traits::kPingPongAfterBias) {
         wgmma_fence_operand(scores);
         pingpong_pass();
       }
       if (needs_mask) apply_mask(scores, mask_words, bits, work, block);
-      const bool needs_rescale = softmax(scores, rescale);
+      const bool needs_rescale = softmax(scores, rescale, flat);
       drop(scores, work, block);
       wgmma_wait<0>();
       wgmma_fence_operand(out);
@@ -436,11 +475,17 @@ struct Consumer {
   }
 };
 
-// Consumer::bias_offset: rows 0 to 7 and 8 to 15 of two neighbouring chunks of 16 bytes.
+// Consumer::bias_offset: rows 0 to 7 and 8 to 15 of two neighbouring chunks of 16 bytes. For a bias by distance: the
+// distance of the thread's second row and first key.
 template <class Traits>
 __device__ __forceinline__ uint32_t make_bias_offset(int group) {
   const int lane = threadIdx.x % 32, row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16;
   uint32_t offset = row * kRowBytes + ((lane / 16 ^ row % 8) << 4);
+  if constexpr (Traits::kIsRelative) {
+    const int second_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8;
+    const int first = Traits::kBlockM - 1 - second_row + 2 * (lane % 4);
+    offset = 4 * pair_of_distances(first, Traits::kSecondCopy);
+  }
   asm volatile("" : "+r"(offset));  // else ptxas computes it again in each step
   return offset;
 }

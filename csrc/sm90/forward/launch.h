@@ -14,7 +14,8 @@ enum class Bias {
   kNone,    // no bias, or one value per query, which changes lse only
   kTile,    // one value per query and key, in the dtype of q, loaded as tiles by TMA
   kVector,  // one value per key, of any dtype and stride
-  kStrided  // one value per query and key, any dtype and strides: slower, but needs no copy
+  kStrided,  // one value per query and key, any dtype and strides: slower, but needs no copy
+  kRelative  // one value per distance of key and query, of any dtype and stride
 };
 
 // Whether there are kernels of more than two consumers beside a mask with one row for all queries, in the form that

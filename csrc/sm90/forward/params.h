@@ -48,6 +48,8 @@ struct ForwardParams : AttentionSizes {
   SequenceParams sequences;
 
   DropoutParams dropout;
+
+  Distances distances;  // for Bias::kRelative
 };
 
 }  // namespace flash_dmattn

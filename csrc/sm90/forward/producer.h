@@ -154,7 +154,8 @@ __device__ __forceinline__ void load_pages(const ForwardParams& p, ForwardStorag
   }
 }
 
-// Supplies the bias of each key block, as one warp: tiles by TMA; a bias per key as fp32, divided by the scale.
+// Supplies the bias of each key block, as one warp: tiles by TMA; a bias per key or by distance as fp32, divided by the
+// scale.
 template <class Traits>
 __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   constexpr int kBlockN = Traits::kBlockN, kPerLane = kBlockN / 32;
@@ -192,6 +193,16 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
             copy(std::false_type{});
           }
         }
+      } else if constexpr (Traits::kIsRelative) {
+        const Distances& of = p.distances;
+        const int first = first_place(of, work.first_row + Traits::kBlockM - 1, first_key);
+        const int count = is_flat(of, first, Traits::kDistances) ? 1 : Traits::kDistances;
+        barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
+        float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);
+        with_bias(p, work, [&](auto bias) {
+          write_distances<1>(to, Traits::kSecondCopy, of, first, count, p.inverse_scale, bias);
+        });
+        barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
       } else {
         float values[kPerLane];
         const int last_key = extent_of(p, work).seqlen_k - 1;

@@ -68,7 +68,8 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
         if not fits_tma(shape, strides, p.dtype.itemsize)
     )
     bias = (copy_note(p),) if copies_bias(p) else ()
-    return interval_notes(problem, gathers=False) + rows + bias + part_notes(p)
+    lists = ("walks the listed tiles, whose lists each pass makes of the mask",) if p.mask_form == "lists" else ()
+    return interval_notes(problem, gathers=False) + lists + rows + bias + part_notes(p)
 
 
 def _reads_dense(problem: AttentionProblem, direction: Direction) -> bool:
@@ -86,7 +87,7 @@ BACKEND = Backend(
     plan_forward=plan_forward,
     plan_backward=plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse", "sink"})
-    | {"sequences", "paged", "dropout_p"},
+    | {"sequences", "paged", "dropout_p", "lists", "relative_bias"},
     rules=RULES,
     auto_rules=AUTO_RULES,
     probe=probe,

@@ -84,6 +84,8 @@ def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
     """Return why a pass cannot be computed in parts; empty if it can."""
     if p.dropout_p > 0:
         return "this backend takes 1 or all beside dropout, which goes by the number of an entry"
+    if p.relative is not None:
+        return "this backend takes 1 or all beside a bias by distance"
     if direction == "forward":
         return ""
     if p.needs_grad.sink:

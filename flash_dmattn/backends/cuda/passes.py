@@ -61,6 +61,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
     one_mask_row = p.flags.one_mask_row and band is None
+    distances = _distances(p)
     attend = kernels().attend
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
@@ -76,10 +77,15 @@ def _plan_attend(p: AttentionProblem) -> Attend:
             bias = read_bias(bias)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
-        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row)
+        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row, *distances)
         attend(q, k, v, walked, bias, sink, out, lse, *numbers)
 
     return run
+
+
+def _distances(p: AttentionProblem) -> tuple[int, int]:
+    """Return what a bias by distance has outside of its values, the first or the last (1) or 0 (2), and its zero."""
+    return {"": 0, "error": 1, "clamp": 1, "zero": 2}[p.flags.outside], p.flags.zero
 
 
 def _tile_reader(p: AttentionProblem) -> Callable[[MaskView], tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
@@ -175,7 +181,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     read_bias = bias_reader(p)
     low, high = make_band(p.seqlen_q, p.seqlen_k, p.window) or (-p.seqlen_q, p.seqlen_k)
     numbers = (low, high, p.softmax_scale, p.softcap, p.deterministic)
-    num_heads_k, repeat, dropout_p = p.num_heads_k, p.flags.bias_repeat, p.dropout_p
+    num_heads_k, repeat, dropout_p, distances = p.num_heads_k, p.flags.bias_repeat, p.dropout_p, _distances(p)
     differentiate = kernels().differentiate
 
     def run(
@@ -205,7 +211,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             dout = readable_rows(dout)
         q, k, v = read_rows(q, k, v)
         out, lse_read = out.contiguous(), lse.contiguous()
-        chunks = (NUM_DBIAS_CHUNKS, dropout, dropout_p)
+        chunks = (NUM_DBIAS_CHUNKS, dropout, dropout_p, *distances)
         walked: Sequence[Tensor] = ()
         if runs_kernel:
             order = by_place = None

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
-from ..mask_choice import prepared_form
+from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
 from . import extension, sequence_rules
 from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
@@ -85,7 +85,9 @@ def _most_keys(p: AttentionProblem) -> int:
 
 
 _FEW_KEYS = 32
+_ROWS = _KEYS = 128  # of a tile
 _DROPOUT_DIMS = (64, 64)  # of the only kernels with dropout (csrc/sm90/backward/instances.h)
+_RELATIVE_DIMS = ((64, 64), (128, 128))  # of the kernels with a bias by distance (csrc/sm90/forward/launch.h)
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
 _RULES: tuple[Rule, ...] = (
@@ -109,8 +111,10 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "bias_dtype",
-        lambda p: p.bias is None or p.bias.dtype in _BIAS_DTYPES,
-        lambda p: f"bias has dtype {'none' if p.bias is None else dtype_name(p.bias.dtype)}; the scores are float32",
+        lambda p: p.bias_tensor is None or p.bias_tensor.dtype in _BIAS_DTYPES,
+        lambda p: (
+            f"bias has dtype {dtype_name(p.bias_tensor.dtype) if p.bias_tensor else 'none'}; the scores are float32"
+        ),
         "cast bias",
     ),
     Rule(
@@ -131,6 +135,24 @@ _RULES: tuple[Rule, ...] = (
         ),
         _PAIR,
         passes=("backward",),
+    ),
+    Rule(
+        "list_tiles",
+        lambda p: p.mask_form != "lists" or (p.flags.block_q % _ROWS == 0 and p.flags.block_k % _KEYS == 0),
+        lambda p: (
+            f"lists are of blocks of {p.flags.block_k} keys for {p.flags.block_q} queries; the kernels walk tiles of "
+            f"{_KEYS} keys and {_ROWS} queries, and gather no keys"
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "list_scores",
+        lambda p: p.mask_form != "lists" or not reads_scores(p),
+        lambda p: (
+            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; kernels that "
+            "read a value for any query and key need a bit for every pair"
+        ),
+        'use backend="eager"',
     ),
     Rule(
         "tile_bias_dtype",
@@ -175,6 +197,42 @@ _RULES: tuple[Rule, ...] = (
         passes=("backward",),
     ),
     Rule(
+        "relative_head_dim",
+        lambda p: p.relative is None or _instance(p) in _RELATIVE_DIMS,
+        lambda p: (
+            f"bias is by distance and head dims are {p.head_dim} and {p.head_dim_v} (v); only the kernels of head dims "
+            + " and ".join(str(d) for d, _ in _RELATIVE_DIMS)
+            + " have one"
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "relative_beside",
+        lambda p: p.relative is None or (p.dropout_p == 0 and p.sequences is None),
+        lambda p: (
+            "bias is by distance beside "
+            + (f"{p.batch} sequences" if p.dropout_p == 0 else f"dropout_p, which is {p.dropout_p}")
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "relative_gradients",
+        lambda p: p.relative is None or not p.needs_grad.bias,
+        lambda p: (
+            f"the gradient of bias is needed, of {p.relative.shape[3] if p.relative else 0} values by distance; the "
+            "backward kernels read them alone"
+        ),
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "relative_softcap",
+        lambda p: p.relative is None or p.softcap == 0,
+        lambda p: f"softcap is {p.softcap} and bias is by distance; no backward kernel has both",
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
         "dropout_head_dim",
         lambda p: p.dropout_p == 0 or _instance(p) == _DROPOUT_DIMS,
         lambda p: (
@@ -212,7 +270,6 @@ _RULES: tuple[Rule, ...] = (
 # Where the triton kernels are faster, measured on an H200 in bf16. Ratios in the comments of this file are the time of
 # triton over the time of cuda; below 1 triton is faster. Unless they say otherwise they are of forward passes. The
 # kernels of cuda are persistent: they start later, and no two SMs share a row, so they need work for all SMs.
-_ROWS = _KEYS = 128  # of a tile
 _LONG = 4096  # keys: from so many on, blocks share the keys of few rows
 _PAIRS_ENOUGH = 512  # work tiles of two key tiles: with so many, pairs mean fewer waves on any GPU
 _NARROW = 128  # head dim: wider calls have other backward kernels, and their blocks do not share keys
@@ -275,7 +332,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
     for wide rows. Both cases need enough keys and heads to make up for the later start. They need k and v that TMA can
     read, because a copy would take longer than attention.
     """
-    plain = p.mask is None and p.bias is None and p.sink is None and p.softcap == 0 == p.dropout_p
+    plain = p.mask is None and p.bias_tensor is None and p.sink is None and p.softcap == 0 == p.dropout_p
     few = 0 < p.seqlen_q <= _FEW_QUERIES and p.num_heads >= _GROUP * p.num_heads_k
     if not (plain and few) or any(p.needs_grad):
         return False

@@ -8,14 +8,15 @@ from types import ModuleType
 from torch import Tensor
 
 from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
-from ...problem import AttentionProblem, Gradients
+from ...problem import AttentionProblem, Gradients, dtype_name
 from ...problem.inputs import Inputs, Saved
 from ...reference.formula import spread_entries
 from ..protocol import Backward, Forward, Rule
 
 BLOCKS_OF_KEYS = (1, 16, 32, 64, 128)
 MAX_BLOCK_OF_QUERIES = 128
-MAX_HEAD_DIM = 256
+# Head dims above 256, as of latent heads, have kernels for 16 bits alone: tiles of fp32 do not fit.
+MAX_HEAD_DIM, MAX_WIDE_HEAD_DIMS = 256, (576, 512)
 # Tiles of a bool mask are as fast as lists of single keys where Lk * G is so many times K: see docs/notes/lists.md.
 _LEVEL = 256
 
@@ -26,6 +27,13 @@ def _kernels() -> ModuleType:
 
 def _has_key_bias(p: AttentionProblem) -> bool:
     return p.relative is None and (p.bias is None or (p.bias_class == "key" and not p.needs_grad.bias))
+
+
+def _fits_tiles(p: AttentionProblem) -> bool:
+    if max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:
+        return True
+    widest, widest_v = MAX_WIDE_HEAD_DIMS
+    return p.head_dim <= widest and p.head_dim_v <= widest_v and p.dtype.itemsize == 2
 
 
 RULES: tuple[Rule, ...] = (
@@ -54,10 +62,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "list_head_dim",
-        lambda p: p.mask_form != "lists" or max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM,
+        lambda p: p.mask_form != "lists" or _fits_tiles(p),
         lambda p: (
-            f"head dims are {p.head_dim} and {p.head_dim_v} (v) beside lists; the kernels of lists have tiles for at "
-            f"most {MAX_HEAD_DIM}"
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {dtype_name(p.dtype)}, beside lists; the kernels "
+            f"of lists have tiles for at most {MAX_HEAD_DIM}, and in 16 bits for {MAX_WIDE_HEAD_DIMS[0]} and "
+            f"{MAX_WIDE_HEAD_DIMS[1]} (v)"
         ),
         'use backend="eager"',
     ),

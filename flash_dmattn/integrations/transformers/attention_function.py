@@ -39,7 +39,7 @@ _HARMLESS = {
     "use_cache",
 }
 _REFUSED = {
-    "indices": "attention to chosen keys alone is not passed on; use the model's own attn_implementation",
+    "indices": "keys are chosen out of those that a bool attention_mask leaves, and there is none",
     "block_indices": "attention to chosen blocks alone is not passed on; use the model's own attn_implementation",
     "cache": 'a paged cache, of continuous batching, is not read; use attn_implementation="sdpa"',
     "output_attentions": (
@@ -68,6 +68,7 @@ def attend(
     s_aux: Tensor | None = None,
     sliding_window: int | tuple[int, int] | None = None,
     deterministic: bool | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer; every layer of a model calls it.
@@ -82,6 +83,7 @@ def attend(
         s_aux: (Hq,), an attention sink, with its gradient.
         sliding_window: the window that the mask should have; refused where it forbids keys and the mask does not.
         deterministic: True as in `attention`; False, which models pass by default, follows torch as None does.
+        indices: (B, Lq, k), integers: the keys that each query chose, of those that a bool `attention_mask` leaves it.
         others: `cu_seq_lens_q` and what belongs to it; the rest is harmless, or refused.
 
     Returns:
@@ -95,6 +97,8 @@ def attend(
     if others:
         sequences = take_packed(others, query.shape[0])
         refuse_unknown(module, others)
+    if indices is not None:
+        attention_mask = _chosen(module, indices, attention_mask)
     table = position_bias if isinstance(position_bias, TableBias) else None
     bias: Tensor | None = None
     if isinstance(position_bias, Tensor) and not _is_empty_bias(module, position_bias):
@@ -176,6 +180,19 @@ def attend_without(names: frozenset[str]) -> Callable[..., tuple[Tensor, None]]:
         return attend(*args, **{name: value for name, value in others.items() if name not in names})
 
     return attend_ignoring
+
+
+def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None) -> Tensor:
+    """Restrict a mask to chosen keys.
+
+    The model has made scores of all pairs to choose by. Its layers have no groups of heads that could share a key, so
+    that tiles of a mask are faster than lists.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        refuse_unknown(module, {"indices": indices})
+    assert isinstance(mask, Tensor)
+    chosen = mask.new_zeros((indices.shape[0], 1, indices.shape[1], mask.shape[-1]))
+    return chosen.scatter_(3, indices.unsqueeze(1).long(), True) & mask
 
 
 def _call(

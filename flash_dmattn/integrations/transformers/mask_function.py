@@ -372,6 +372,8 @@ def make_mask(
     may_skip = (allow_is_causal_skip, allow_is_bidirectional_skip)
 
     rule = _rule(mask_function, use_vmap, q_length, may_skip, others)
+    if getattr(others.get("config"), "index_topk", None) is not None:
+        rule = None  # its layers choose keys by scores of all pairs, out of a tensor
     if rule is not None and rule.blocks is not None:
         is_square = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0 == kv_offset
         if not is_square or not _are_runs(rule.blocks, (batch_size, kv_length)) or context_in_force() is not None:

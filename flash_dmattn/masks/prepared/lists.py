@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ...problem import Band
+from ...reference.lists import spread, table
 from .. import topk
+from . import intervals, operators, packing
 
 # Elements that a chunk of rows may hold, with about 25 bytes of work each.
 CHUNK_ELEMENTS = topk.CHUNK_ELEMENTS
@@ -65,6 +67,32 @@ def ordered(
     return keys, count, slots
 
 
+def tiles_of_lists(
+    keys: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
+) -> tuple[Tensor, ...]:
+    """Return lists of whole tiles as the tensors of an `IntervalMask` whose lists of tiles have the listed ones alone.
+
+    The band alone decides bounds and intervals. Kernels read bounds in partial tiles alone, so kernels that walk tiles
+    serve these lists; nothing that goes by the intervals does.
+
+    Args:
+        keys: of a `ListMask`; both numbers of its `block_size` are multiples of a tile.
+        lengths: (queries, keys).
+        band: of the mask.
+    """
+    (seqlen_q, seqlen_k), number = lengths, keys.shape[:2]
+    everything = torch.ones(1, 1, 1, seqlen_k, dtype=torch.bool, device=keys.device)
+    start, stop, order = intervals.key_intervals(everything, seqlen_q, band, reorder=False)
+    bounds = intervals.interval_bounds(start, stop, order)
+    classes = intervals.interval_classes(bounds, seqlen_q)
+    listed = table(keys, keys[..., :0], 0, -(-seqlen_k // block_size[1])) >= 0
+    for dim in (2, 3):
+        listed = spread(listed, dim, block_size[dim - 2] // packing.TILE, 0, classes.shape[dim])
+    classes = torch.where(listed, classes, 0)
+    start, stop, order, bounds = (x.expand(*number, *x.shape[2:]).contiguous() for x in (start, stop, order, bounds))
+    return start, stop, order, bounds, *operators.packer(classes).list_tiles(classes)
+
+
 def best(
     scores_of: Callable[[slice], Tensor],
     sizes: tuple[int, int, int],
@@ -101,15 +129,7 @@ def best(
         if allowed is not None:
             visible = visible & (allowed if allowed.shape[2] == 1 else allowed[:, :, rows])
         scores = topk.sort_keys(scores_of(rows), visible)
-        chosen = topk.select(scores, k)
-        if local:
-            chosen = chosen | ((columns > high - local) & (scores > torch.iinfo(scores.dtype).min))
-        chosen = chosen.expand(batch, heads, *chosen.shape[2:])
-        place = torch.where(chosen, chosen.cumsum(-1) - 1, places)
-        moved = keys.new_full((batch, heads, rows.stop - rows.start, places + 1), -1)
-        moved.scatter_(-1, place, columns.to(torch.int32).expand(place.shape))
-        keys[:, :, rows] = moved[..., :places]
-        count[:, :, rows] = chosen.sum(-1, dtype=torch.int32)
+        keys[:, :, rows], count[:, :, rows] = operators.packer(scores).list_best(scores, high[:, 0], k, local, places)
     return keys, count, keys.new_empty(batch, heads, number, 0)
 
 

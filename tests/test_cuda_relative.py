@@ -1,0 +1,129 @@
+"""A bias by distance on the cuda kernels: a window of values for each tile, and one value for tiles beyond them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Case, Numbers
+from conftest import Runner
+from draws import draw_relative
+
+pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
+
+T5 = Numbers(("1", "Hq", "1"), 65, 32, "clamp")
+BASE = Case(
+    batch=1, num_heads=2, num_heads_k=2, head_dim=64, dtype=torch.bfloat16, relative=T5, needs_grad=(), dlse=False
+)
+
+
+# Two consumers and three, the last without rows; a tile before the values, among them and behind them.
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), ((1, 1), (1, 300), (64, 8), (127, 129), (193, 257), (385, 400), (500, 130))
+)
+def test_lengths(backend: Runner, head_dim: int, seqlen_q: int, seqlen_k: int) -> None:
+    for is_causal in (False, True):
+        backend.check(BASE.with_(head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal))
+
+
+# One value for all of a call, the first or the last or none; a value that only the last tile has.
+NUMBERS = (
+    Numbers(("1", "1", "1"), 1, 0, "clamp"),
+    Numbers(("1", "1", "1"), 1, 0, "zero"),
+    Numbers(("B", "Hk", "1"), 40, 700, "clamp"),
+    Numbers(("B", "Hk", "1"), 40, -700, "clamp"),
+    Numbers(("B", "Hq", "1"), 40, -700, "zero"),
+    Numbers(("1", "Hq", "1"), 9, 2**40, "zero"),
+    Numbers(("B", "1", "1"), 30, -250, "zero"),
+    Numbers(("1", "Hk", "1"), 3, 202, "clamp"),
+    Numbers(("1", "Hq", "1"), 700, 340, "error"),
+)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_values_anywhere(backend: Runner, numbers: Numbers) -> None:
+    case = BASE.with_(batch=2, num_heads=4, seqlen_q=260, seqlen_k=330, relative=numbers)
+    for head_dim in (64, 128):
+        backend.check(case.with_(head_dim=head_dim))
+
+
+DIFFERENTIATED = BASE.with_(num_heads=4, needs_grad=("q", "k", "v"), dlse=True)
+
+
+# Blocks of 128 keys, and of 128 or 64 queries.
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), ((1, 65), (63, 129), (193, 257), (385, 130)))
+def test_gradients_beside_fixed_values(backend: Runner, head_dim: int, seqlen_q: int, seqlen_k: int) -> None:
+    case = DIFFERENTIATED.with_(head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    for is_causal in (False, True):
+        backend.check(case.with_(is_causal=is_causal), alone=True, deterministic=is_causal)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_gradients_beside_values_anywhere(backend: Runner, numbers: Numbers) -> None:
+    case = DIFFERENTIATED.with_(batch=2, seqlen_q=260, seqlen_k=330, relative=numbers)
+    for head_dim in (64, 128):
+        backend.check(case.with_(head_dim=head_dim), alone=True)
+
+
+def test_one_score_has_another_value(backend: Runner) -> None:
+    """Of the first tile: that of the first query and the last key, which is then all that the query attends to."""
+    numbers = Numbers(("1", "1", "1"), 2, -198, "clamp")
+    for head_dim in (64, 128):
+        case = BASE.with_(head_dim=head_dim, seqlen_q=200, seqlen_k=128, relative=numbers)
+        inputs = case.build()
+        backend.check(case, replace(inputs, bias=torch.tensor([[[[0.0, 1e4]]]]).to(inputs.q)))
+
+
+BESIDE = {
+    "softcap": {"softcap": 2.0},
+    "tiny scale": {"softmax_scale": 1e-7},
+    "sink": {"sink": "normal"},
+    "window": {"window_size": (70, 20)},
+    "mask": {"mask": ("B", "Hq", "Lq", "Lk"), "mask_kind": "empty_rows"},
+    "padding": {"mask": ("B", "1", "1", "Lk")},
+    "-inf": {"bias_kind": "inf"},
+    "great values": {"bias_kind": "huge"},
+    "values in fp32": {"bias_dtype": torch.float32},
+    "values in fp16": {"bias_dtype": torch.float16},
+    "great scores": {"logits": 30.0},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_beside(backend: Runner, beside: str) -> None:
+    case = BASE.with_(batch=2, seqlen_q=200, seqlen_k=420, **BESIDE[beside])
+    for numbers in (T5, Numbers(("B", "1", "1"), 5, 2, "clamp")):
+        backend.check(case.with_(relative=numbers))
+        if not case.softcap:
+            backend.check(case.with_(relative=numbers, needs_grad=("q", "k", "v")), alone=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_numbers(backend: Runner, seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = {"seqlen_q": rng.choice((1, 64, 129, 200, 385)), "seqlen_k": rng.choice((1, 65, 128, 200, 390))}
+    window = rng.choice((None, None, (90, 40), (-1, 3)))
+    case = BASE.with_(
+        **sizes,
+        batch=2,
+        num_heads=4,
+        head_dim=rng.choice((64, 128)),
+        is_causal=rng.random() < 0.5,
+        window_size=window,
+        softcap=rng.choice((0.0, 0.0, 3.0)),
+        seed=seed,
+    )
+    values = {"window_size": window, "is_causal": case.is_causal, **sizes}
+    backend.check(case.with_(relative=draw_relative(rng, values, ("1",)) or T5))
+
+
+def test_values_of_any_strides(backend: Runner) -> None:
+    case = BASE.with_(seqlen_q=200, seqlen_k=300)
+    inputs = case.build()
+    assert inputs.bias is not None
+    every_third = inputs.bias.new_full((*inputs.bias.shape[:3], 3 * inputs.bias.shape[3]), torch.nan)[..., ::3]
+    backend.check(case, inputs, replace(inputs, bias=every_third.copy_(inputs.bias)))
