@@ -186,8 +186,8 @@ def _key(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Any, ...] 
     strides, so that validation names the error.
     """
     q, k, v, mask, bias, sink, numbers, arrival, repeats, leading, spec, *_ = call
-    if q is None or k is None or v is None:
-        return None
+    if q is None or k is None or v is None:  # a caller without type hints
+        return None  # type: ignore[unreachable]
     is_prepared = not (mask is None or isinstance(mask, Tensor))
     if is_watched(q, k, v, bias, sink, *(getattr(mask, "tensors", (mask,)) if is_prepared else (mask,))):
         return None
