@@ -421,6 +421,20 @@ _PYTHON = (
         (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
     ),
     Fault(
+        "the driver gets numbers where a kernel has tensors",
+        "triton_kernels/driver_call.py",
+        'pointers if kind[0] == "*" else others',
+        'others if kind[0] == "*" else pointers',
+        ("tests/test_triton_launch.py::test_the_driver_gets_a_stream_addresses_and_numbers",),
+    ),
+    Fault(
+        "a launch that the driver refuses is lost",
+        "triton_kernels/kernel_launch.py",
+        "if status != 0:",
+        "if status < 0:",
+        ("tests/test_triton_launch.py::test_triton_launches_what_the_driver_refuses",),
+    ),
+    Fault(
         "the halves of a diagonal of tiles are added one tile off",
         "triton_kernels/plan_backward.py",
         "F.pad(halves[0], (0, block)) + F.pad(halves[1], (block, 0))",
