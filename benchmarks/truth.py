@@ -56,8 +56,7 @@ class Yardstick:
         self.parts = 1 if shared else inputs.k.shape[2]
         q, k, v, dout = (self.part("dq", x) for x in inputs[:4])
         mask, bias = (x if x is None else self.part("dbias", x) for x in (inputs.mask, inputs.bias))
-        by_distance = bias is not None and bias.dim() == 3
-        if by_distance:
+        if bias is not None and bias.dim() == 3:  # values by distance
             bias = Distances(bias[:, :, None], bias.shape[2] // 2, True)
         out, lse = formula.attention(q, k, v, mask, bias, is_causal=inputs.is_causal)[:2]
         plain: Results = {"out": out, "lse": lse}
@@ -65,7 +64,7 @@ class Yardstick:
             gradients = yardstick.gradients(dout, None, q, k, v, mask, bias, is_causal=inputs.is_causal)
             named = zip(("dq", "dk", "dv", "dbias"), gradients, strict=True)
             plain |= {name: x for name, x in named if x is not None}
-            if by_distance:
+            if isinstance(bias, Distances):
                 plain["dbias"] = plain["dbias"].squeeze(2)
         self.plain = plain
         self.errors = {name: error(plain[name], self.part(name, x)) for name, x in exact.items()}

@@ -28,7 +28,7 @@ from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, P
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference.tangents import Tangents
 from flash_dmattn.sequences.cache_writes import CacheWrite
-from flash_dmattn.triton_kernels import append, interval_pack, key_pack, mask_pack, sequence_pack
+from flash_dmattn.triton_kernels import append, interval_pack, key_pack, list_pack, mask_pack, sequence_pack
 from flash_dmattn.triton_kernels.kernel_launch import Launch
 from flash_dmattn.triton_kernels.launch import backward_plan, forward_plan
 from flash_dmattn.triton_kernels.list_calls import (
@@ -325,6 +325,9 @@ def packing_jobs(arch: str) -> list[Job]:
             scores = torch.empty(2, 4, 1, 2048, dtype=dtype, device="meta")
             key_pack.score_keys(scores, None)
             key_pack.score_keys(scores, torch.empty(2, 1, 1, 2048, dtype=torch.bool, device="meta"))
+        for columns in (2048, list_pack.MOST_KEYS):
+            rows = torch.empty(1, 1, 64, columns, dtype=torch.int32, device="meta")
+            list_pack.list_best(rows, rows[0, 0, :, 0], 512, 0, 512)
     return jobs
 
 

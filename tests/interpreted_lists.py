@@ -13,7 +13,8 @@ import torch
 from list_cases import ListCase, ListInputs, dense, differences, draw, run
 from outcomes import outcome_of, report
 
-from flash_dmattn.triton_kernels import list_calls
+from flash_dmattn.masks import topk
+from flash_dmattn.triton_kernels import list_calls, list_pack
 from flash_dmattn.triton_kernels.launch import plans
 from flash_dmattn.triton_kernels.list_calls import ListNeeds
 from flash_dmattn.triton_kernels.tile_table import Tile
@@ -83,6 +84,7 @@ CASES: dict[str, dict[str, ListCase]] = {
         "blocks, some shares empty": SMALL.with_(keys_each=16, most=9, seqlen_k=200, softcap=2.0),
         "wide heads": WIDE.with_(keys_each=16, most=6, seqlen_k=90),
     },
+    "best keys": {},
 }
 
 
@@ -97,6 +99,8 @@ def edge_calls(kind: str) -> Iterator[str | None]:
                 yield outcome_of(partial(check, case, case.build()), told)
         else:
             yield outcome_of(partial(check, case, case.build(), ROOMS[1]), told)
+    if kind == "best keys":
+        yield from (outcome_of(partial(best_keys, number), str(number)) for number in range(12))
     if kind == "wide heads":
         case = WIDE.with_(seqlen_q=3, head_dim_v=512, head_dim=544)
         tiles = {"product": Tile(128, 32, 4, 1)}
@@ -111,16 +115,35 @@ def edge_calls(kind: str) -> Iterator[str | None]:
 def rounded_out(case: ListCase) -> None:
     """An out that was rounded to 16 bits reaches no value, though its delta moves dq.
 
-    One block of a row has nearly all of p: values for the first entry are large.
+    One block of a row has nearly all of p, or shares it with the sink: values for the first entry are large.
     """
     interpreter.set_up()
     x = case.build()
     assert x.values is not None
     x.values[..., 0] += 12.0
+    if x.sink is not None:
+        x.sink[:] += 12.0
     got, want = run(case, x, round_out=lambda out: out.bfloat16().float()), dense(case, x, torch.float64)
     off = differences(got, want)
     assert off["dvalues"] < LIMIT, off
     assert off["dq"] > LIMIT, off
+
+
+def best_keys(number: int) -> None:
+    """The kernel lists what PyTorch lists, of scores that tie, are infinite or NaN, or are hidden."""
+    generator = torch.Generator().manual_seed(number)
+    columns, k, local = (1, 5, 64, 130)[number % 4], (1, 7, 200)[number % 3], (0, 3)[number % 2]
+    scores = torch.randint(-3, 4, (2, 3, 5, columns), generator=generator).float()
+    if number > 5:
+        scores = torch.randn(scores.shape, generator=generator)
+    odd = torch.randint(0, 9, scores.shape, generator=generator)
+    for value, kind in ((torch.inf, 0), (-torch.inf, 1), (torch.nan, 2), (-0.0, 3)):
+        scores = torch.where(odd == kind, value, scores)
+    last = torch.randint(0, columns, (5,), generator=generator)
+    keys = topk.sort_keys(scores, torch.arange(columns) <= last[:, None])
+    arguments = (keys, last, k, local, min(k + local, columns))
+    for mine, wanted in zip(list_pack.list_best(*arguments), topk.list_best(*arguments), strict=True):
+        assert mine.dtype == wanted.dtype and torch.equal(mine, wanted)
 
 
 def values_in_keys() -> None:

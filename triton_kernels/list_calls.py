@@ -183,7 +183,7 @@ class ListCall:
         if kernel == "keys":
             size = max(16, next_power_of_2(self.flags.keys_each))
         else:
-            size = members_of_program(kernel, self.members, head_dim, self.dtype, self.arch)
+            size = members_of_program(kernel, self.members, head_dim, self.dtype, self.arch, self.flags.keys_each)
         holds_v = head_dim > 256 and not self.is_latent
         return list_tile(kernel, size, head_dim, self.dtype, self.arch, self.flags.keys_each, holds_v)
 

@@ -21,7 +21,7 @@ _MOST_MEMBERS_99_KB = {128: 128, 256: 64, 512: 32}
 # they get (n - 1) / 2 of n stages.
 _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "forward": {
-        128: {32: (64, 4, 3), 64: (64, 4, 5), 128: (64, 8, 3)},
+        128: {32: (64, 4, 3), 64: (64, 4, 5), 128: (32, 4, 3)},
         256: {32: (64, 4, 3), 64: (64, 8, 3)},
         512: {32: (32, 4, 5), 64: (64, 8, 3)},
     },
@@ -33,7 +33,7 @@ _SM90: dict[ListKernel, dict[int, dict[int, tuple[int, int, int]]]] = {
     "product": {512: {32: (64, 4, 5), 64: (64, 8, 5), 128: (64, 8, 5)}},
 }
 # Members, warps and stages by keys of a block.
-_SM90_KEYS = {128: {64: (64, 4, 2), 128: (64, 8, 2)}, 256: {64: (32, 8, 2), 128: (32, 8, 2)}}
+_SM90_KEYS = {128: {64: (64, 4, 2), 128: (64, 8, 1)}, 256: {64: (32, 8, 2), 128: (32, 8, 2)}}
 # Places of a tile, warps and stages by members; columns of the head dims pass by.
 _SM90_PAIRS = {32: (128, 4, 4), 64: (128, 4, 4), 128: (128, 8, 4)}
 _SM90_ROWS = {32: (64, 4, 3), 64: (128, 4, 3), 128: (128, 8, 3)}
@@ -42,10 +42,14 @@ _SM90_WIDE_V = {16: (32, 4, 5), 64: (32, 8, 3)}
 _SMALL_STEP = {128: (32, 4, 3), 256: (32, 4, 1), 512: (16, 8, 1)}
 
 
-def members_of_program(kernel: ListKernel, members: int, head_dim: int, dtype: torch.dtype, arch: str) -> int:
+def members_of_program(
+    kernel: ListKernel, members: int, head_dim: int, dtype: torch.dtype, arch: str, keys_each: int
+) -> int:
     """Return how many members a program has."""
     table = _MOST_MEMBERS if shared_bytes(arch) > 99 * KIB else _MOST_MEMBERS_99_KB
     most = 128 if kernel in ("product", "pairs", "rows") else _row(table, head_dim)
+    if kernel == "forward" and keys_each >= 64:
+        most = min(most, 64)  # steps of whole blocks want 64 keys
     low = 16 if dtype == torch.float32 and head_dim > 128 else 32 if dtype == torch.float32 else 128
     return min(max(16, next_power_of_2(members)), most, low)
 

@@ -48,9 +48,9 @@ def _triton_kernels(name: str) -> ModuleType | None:
 @cache
 def _triton_packer(family: str = "sm_") -> Packer | None:
     """Return the packer of NVIDIA's GPUs, "sm_", or of AMD's, "gfx"."""
-    names = ("mask_pack", "key_pack", "interval_pack", "sequence_pack")
-    masks, keys, intervals, sequences = map(_triton_kernels, names)
-    if masks is None or keys is None or intervals is None or sequences is None:
+    names = ("mask_pack", "key_pack", "interval_pack", "sequence_pack", "list_pack")
+    masks, keys, intervals, sequences, lists = map(_triton_kernels, names)
+    if masks is None or keys is None or intervals is None or sequences is None or lists is None:
         return None
 
     def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
@@ -66,7 +66,8 @@ def _triton_packer(family: str = "sm_") -> Packer | None:
         mask_intervals=intervals.mask_intervals,
         interval_tiles=keys.interval_tiles,
         first_places=keys.first_places,
-        # AMD's have not been tried with it.
+        # AMD's have not been tried with these two.
+        list_best=lists.list_best if family == "sm_" else operators.PYTORCH.list_best,
         pack_sequences=sequences.pack_sequences if family == "sm_" else operators.PYTORCH.pack_sequences,
     )
 

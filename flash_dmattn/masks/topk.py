@@ -174,6 +174,30 @@ def select(keys: torch.Tensor, k: int) -> torch.Tensor:
     return above & allowed
 
 
+def list_best(
+    keys: torch.Tensor, last: torch.Tensor, k: int, local: int, places: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """List the columns that `select` chooses, and the allowed ones among the last `local` that a row may see.
+
+    Args:
+        keys: (B, H, rows, N), of `sort_keys`.
+        last: (rows,), the last column that each row may see.
+        k, local: how many of either kind.
+        places: of the result; no row chooses more.
+
+    Returns:
+        int32 (B, H, rows, places), ascending, then -1; and how many, (B, H, rows).
+    """
+    columns = torch.arange(keys.size(-1), dtype=torch.int32, device=keys.device)
+    chosen = select(keys, k)
+    if local:
+        chosen = chosen | ((columns > last[:, None] - local) & (keys > torch.iinfo(keys.dtype).min))
+    place = torch.where(chosen, chosen.cumsum(-1) - 1, places)
+    entries = columns.new_full((*keys.shape[:3], places + 1), -1)
+    entries.scatter_(-1, place, columns.expand(place.shape))
+    return entries[..., :places], chosen.sum(-1, dtype=torch.int32)
+
+
 def _topk_per_row(
     scores: torch.Tensor, k: int, allowed: torch.Tensor | None, seqlen_q: int, is_causal: bool
 ) -> torch.Tensor:

@@ -90,6 +90,13 @@ _PYTHON = (
         (f"{_TANGENTS}0]",),
     ),
     Fault(
+        "triton: programs that share the columns of v in forward mode have the same",
+        "triton_kernels/tangents.py",
+        "dims_v = column + tl.arange",
+        "dims_v = tl.arange",
+        (_FORWARD_MODE,),
+    ),
+    Fault(
         "triton: the tangent of a sink has the share of the keys",
         "triton_kernels/tangents.py",
         "(1.0 - share) * tl.load(tsink",
@@ -183,9 +190,9 @@ _PYTHON = (
     ),
     Fault(
         "of the last local blocks one is missing",
-        "flash_dmattn/masks/prepared/lists.py",
-        "(columns > high - local)",
-        "(columns > high - local + 1)",
+        "flash_dmattn/masks/topk.py",
+        "(columns > last[:, None] - local)",
+        "(columns > last[:, None] - local + 1)",
         (f"{_LISTS}test_topk_lists_are_the_top_k_mask",),
     ),
     Fault(
@@ -277,7 +284,7 @@ _PYTHON = (
         "triton_kernels/list_ops.py",
         " + tl.load(before + at, mask=key_ok, other=0)",
         "",
-        (_LIST_EDGES.format("sizes"),),
+        (_LIST_CALLS,),
     ),
     Fault(
         "triton: dk of rows misses the scale",
@@ -313,6 +320,13 @@ _PYTHON = (
         "error.addcmul_(delta, share, value=-1).div_(total + share)",
         "error /= total",
         (_LIST_EDGES.format("rounded out"),),
+    ),
+    Fault(
+        "triton: of scores that tie for the last place one more is listed",
+        "triton_kernels/list_pack.py",
+        "tl.cumsum(tied, 0) <= k - tl.sum",
+        "tl.cumsum(tied, 0) <= k + 1 - tl.sum",
+        (_LIST_EDGES.format("best keys"),),
     ),
     Fault(
         "triton: shares of a list leave a step out",
@@ -405,6 +419,20 @@ _PYTHON = (
         "tl.num_programs(0).to(tl.int64) * BLOCK_N, acc_last)",
         "tl.num_programs(0).to(tl.int64) * BLOCK_N, acc_bias * 0.0)",
         (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
+    ),
+    Fault(
+        "the driver gets numbers where a kernel has tensors",
+        "triton_kernels/driver_call.py",
+        'pointers if kind[0] == "*" else others',
+        'others if kind[0] == "*" else pointers',
+        ("tests/test_triton_launch.py::test_the_driver_gets_a_stream_addresses_and_numbers",),
+    ),
+    Fault(
+        "a launch that the driver refuses is lost",
+        "triton_kernels/kernel_launch.py",
+        "if status != 0:",
+        "if status < 0:",
+        ("tests/test_triton_launch.py::test_triton_launches_what_the_driver_refuses",),
     ),
     Fault(
         "the halves of a diagonal of tiles are added one tile off",
@@ -507,6 +535,13 @@ _PYTHON = (
         ("tests/test_profile.py::test_a_profile_counts_if_nobody_else_may_write_it",),
     ),
     # Torch's kernels
+    Fault(
+        "sdpa: packed sequences of one query each are told to be so",
+        "flash_dmattn/backends/sdpa/cuda.py",
+        "(max(p.seqlen_q, 2), p.seqlen_k)",
+        "(p.seqlen_q, p.seqlen_k)",
+        (f"{_SDPA}test_packed_sequences_around_the_operators_of_gpus[one query each-False]",),
+    ),
     Fault(
         "causality of torch's kernel on a CPU counts from the first key in any call",
         "flash_dmattn/backends/sdpa/cpu.py",
@@ -984,8 +1019,8 @@ _CSRC = (
     Fault(
         "a tile of bias is read before it has arrived",
         "csrc/sm90/backward/consumer.h",
-        "barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);\n    this->read_sixteen",
-        "this->read_sixteen",
+        "barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);\n    this->read_sixteen(bias, 0, tile);",
+        "this->read_sixteen(bias, 0, tile);",
         (f"{_RARE}test_what_is_copied_is_waited_for[cuda]",),
     ),
     Fault(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...problem import Band
 from ...reference.lists import spread, table
 from .. import topk
-from . import intervals, packing
+from . import intervals, operators, packing
 
 # Elements that a chunk of rows may hold, with about 25 bytes of work each.
 CHUNK_ELEMENTS = topk.CHUNK_ELEMENTS
@@ -90,7 +90,7 @@ def tiles_of_lists(
         listed = spread(listed, dim, block_size[dim - 2] // packing.TILE, 0, classes.shape[dim])
     classes = torch.where(listed, classes, 0)
     start, stop, order, bounds = (x.expand(*number, *x.shape[2:]).contiguous() for x in (start, stop, order, bounds))
-    return start, stop, order, bounds, *packing.list_tiles(classes)
+    return start, stop, order, bounds, *operators.packer(classes).list_tiles(classes)
 
 
 def best(
@@ -129,15 +129,7 @@ def best(
         if allowed is not None:
             visible = visible & (allowed if allowed.shape[2] == 1 else allowed[:, :, rows])
         scores = topk.sort_keys(scores_of(rows), visible)
-        chosen = topk.select(scores, k)
-        if local:
-            chosen = chosen | ((columns > high - local) & (scores > torch.iinfo(scores.dtype).min))
-        chosen = chosen.expand(batch, heads, *chosen.shape[2:])
-        place = torch.where(chosen, chosen.cumsum(-1) - 1, places)
-        moved = keys.new_full((batch, heads, rows.stop - rows.start, places + 1), -1)
-        moved.scatter_(-1, place, columns.to(torch.int32).expand(place.shape))
-        keys[:, :, rows] = moved[..., :places]
-        count[:, :, rows] = chosen.sum(-1, dtype=torch.int32)
+        keys[:, :, rows], count[:, :, rows] = operators.packer(scores).list_best(scores, high[:, 0], k, local, places)
     return keys, count, keys.new_empty(batch, heads, number, 0)
 
 

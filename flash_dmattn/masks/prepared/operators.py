@@ -12,7 +12,7 @@ import torch
 
 from ...definition import LIBRARY, define, unless_watched
 from ...problem import Band, Layout, MaskChoice, MaskView, SequenceSpec, collapse, hint, make_band
-from ..topk import score_keys, topk_intervals
+from ..topk import list_best, score_keys, topk_intervals
 from . import intervals, packing
 from .intervals import IntervalTiles, KeyIntervals, MaskIntervals
 from .packing import TILE, TILE_WORDS, KeySet, TileLists, tiles
@@ -50,6 +50,7 @@ class Packer(NamedTuple):
     topk_intervals: Callable[[torch.Tensor, int, int, int], TwoTensors]
     key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     first_places: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], ThreeTensors]
+    list_best: Callable[[torch.Tensor, torch.Tensor, int, int, int], TwoTensors]
     pack_sequences: Callable[
         [torch.Tensor, torch.Tensor, MaskPacking, SequenceSpec, tuple[int, int]], list[torch.Tensor]
     ]
@@ -77,6 +78,7 @@ PYTORCH = Packer(
     topk_intervals=topk_intervals,
     key_order=intervals.key_order,
     first_places=intervals.first_places,
+    list_best=list_best,
     pack_sequences=pack_sequences,
 )
 _find_faster: Callable[[torch.Tensor], Packer | None] = lambda tensor: None
