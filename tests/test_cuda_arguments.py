@@ -65,6 +65,7 @@ def places() -> Tensor:
 
 
 FORWARD = {"low": -QUERIES, "high": KEYS, "softmax_scale": 0.125, "softcap": 0.0, "dropout_p": 0.0}
+FORWARD |= {"outside": 0, "zero": 0}
 NO_MASK: dict[str, Any] = {"mask": [], "bias": None}
 
 
@@ -81,6 +82,12 @@ def backward(**others: Any) -> Call:
     numbers = {**FORWARD, "deterministic": False, "num_dbias_chunks": 0, "dropout_key": None, "key_order": None}
     nothing = dict.fromkeys(("dbias", "dbias_sums", "delta"))
     return Call("cuda_backward_kernel", {**tensors, **numbers, **NO_MASK, **nothing, **others})
+
+
+def with_distances(call: Call) -> Call:
+    """A call with a bias by distance, of any number of values."""
+    arguments = {**call.arguments, "bias": draw(BATCH, HEADS, 1, 9), "outside": 1, "zero": 4}
+    return call._replace(arguments=arguments, free=(("bias", 3),))
 
 
 def backward_by_place() -> Call:
@@ -142,6 +149,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "forward tiles": lambda: forward(mask=tiles()[:2], bias=draw(*BIAS), sink=draw(HEADS, dtype=torch.float32)),
     "forward intervals": lambda: forward(mask=intervals()[:2], bias=draw(*KEY_BIAS)),
     "forward dropout": lambda: forward(dropout_key=torch.zeros(2, dtype=torch.int64, device=DEVICE), dropout_p=0.1),
+    "forward distances": lambda: with_distances(forward(mask=tiles()[:2])),
+    "backward distances": lambda: with_distances(backward()),
     "backward tiles": lambda: backward(
         mask=tiles(), bias=draw(*BIAS), dbias=draw(*BIAS), delta=sums(BATCH, HEADS, QUERIES)
     ),
