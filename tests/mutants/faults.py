@@ -991,8 +991,8 @@ _CSRC = (
     Fault(
         "a tile of bias is read before it has arrived",
         "csrc/sm90/backward/consumer.h",
-        "barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);",
-        "",
+        "barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);\n    this->read_sixteen(bias, 0, tile);",
+        "this->read_sixteen(bias, 0, tile);",
         (f"{_RARE}test_what_is_copied_is_waited_for[cuda]",),
     ),
     Fault(
