@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from flash_dmattn.biases import ByDistance
 from flash_dmattn.explanation import Explanation, explain_description, explain_problem
 
 Pass = Literal["forward", "backward", "step"]
@@ -72,11 +73,13 @@ class Case:
     """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
 
     Attributes:
-        group: "workload", "short", "d512", "decode", "lists", "memory", "form", "model", or the name of a sweep,
-            such as "length".
+        group: "workload", "short", "d512", "relative", "decode", "lists", "memory", "form", "model", or the name of a
+            sweep, such as "length".
         x: in a sweep, the value of the swept quantity.
         seqlen: the number of keys, and of queries unless `queries` is set.
-        bias: the letters of its dims, or None. With "bkj" it is also the score by which "keys" and "topk" select.
+        bias: the letters of its dims, or None. With "bkj" it is also the score by which "keys" and "topk" select. "hd"
+            is a bias by distance, see `reach`.
+        reach: of a bias by distance: distances of so much and beyond share a value. T5 has 128.
         layers: the number of layers of a model whose attention is this call; None for a single call.
         passes: the timed passes.
         all_systems: whether slow systems are timed, too; one workload of each kind does that.
@@ -95,6 +98,7 @@ class Case:
     bias: str | None = None
     queries: int | None = None
     x: float | str | None = None
+    reach: int = 128
     layers: int | None = None
     passes: tuple[Pass, ...] = PASSES
     all_systems: bool = False
@@ -111,9 +115,11 @@ class Case:
         lengths = f"{self.seqlen}" if self.queries is None else f"{self.queries}x{self.seqlen}"
         return f"{self.batch},{self.heads},{self.heads_k},{lengths},{self.head_dim}"
 
-    def shape_of(self, form: str) -> tuple[int, int, int, int]:
-        """The 4-D shape of a mask or bias of these dims."""
+    def shape_of(self, form: str) -> tuple[int, ...]:
+        """The 4-D shape of a mask or bias of these dims; (1, H, distances) of a bias by distance."""
         heads = self.heads if "h" in form else self.heads_k if "k" in form else 1
+        if "d" in form:
+            return 1, heads, 2 * self.reach + 1
         return (
             self.batch if "b" in form else 1,
             heads,
@@ -154,6 +160,7 @@ class Case:
             mask=None if self.mask is None else self.shape_of(self.mask.dims),
             mask_prepared=self.layers is not None,
             bias=None if self.bias is None else self.shape_of(self.bias),
+            by_distance=ByDistance(self.reach, "clamp", False) if self.bias == "hd" else None,
             is_causal=self.is_causal,
             return_lse=return_lse,
             grad=grad,
@@ -180,6 +187,7 @@ class Case:
             heads=heads,
             heads_k=max(1, heads * self.heads_k // self.heads),
             seqlen=min(self.seqlen, seqlen),
+            reach=min(self.reach, seqlen - 1),
             queries=self.queries and min(self.queries, seqlen),
             head_dim=min(self.head_dim, 32),
             layers=self.layers and min(self.layers, 2),
@@ -190,6 +198,8 @@ class Case:
 def spelled(form: str) -> str:
     """The dims of a form as the documentation writes them: "bkj" is (B,Hk,1,L)."""
     heads = "Hq" if "h" in form else "Hk" if "k" in form else "1"
+    if "d" in form:
+        return f"(1,{heads},distances)"
     return f"({'B' if 'b' in form else '1'},{heads},{'L' if 'i' in form else '1'},{'L' if 'j' in form else '1'})"
 
 
@@ -301,6 +311,23 @@ def _wide() -> Iterator[Case]:
     yield Case("d512-one-query", "d512", 8, 32, 4, 65536, 512, queries=1, passes=("forward",))
 
 
+def _relative() -> Iterator[Case]:
+    """T5's bias as a table, and a value for each distance of a call."""
+
+    def case(name: str, *sizes: int, causal: bool = False, reach: int = 128) -> Case:
+        batch, heads, seqlen, head_dim = sizes
+        made = Case(f"relative-{name}", "relative", batch, heads, heads, seqlen, head_dim, causal, bias="hd")
+        return replace(made, reach=reach)
+
+    yield case("t5-512", 32, 12, 512, 64)
+    yield case("t5-2k", 8, 16, 2048, 64)
+    yield case("t5-16k-causal", 1, 16, 16384, 64, causal=True)
+    yield case("t5-16k-causal-d128", 1, 16, 16384, 128, causal=True)
+    yield case("t5-32k", 1, 16, 32768, 64)
+    yield case("all-2k", 8, 16, 2048, 64, reach=2047)
+    yield case("all-16k-causal", 1, 16, 16384, 64, causal=True, reach=16383)
+
+
 def _decode() -> Iterator[Case]:
     for length in (8192, 65536):
         name, quick = f"decode-{length // 1024}k", length == 8192
@@ -362,10 +389,14 @@ def _forms() -> Iterator[Case]:
     for dims in ("bhij", "hij", "bij", "ij", "bhj", "hj"):
         yield form(f"bias-{dims}", bias=dims, heads=4, heads_k=4, quick=dims in ("bhij", "hj"))
     yield form("bias-odd", bias="bhij", seqlen=509, is_causal=True)
+    yield form("relative", bias="hd", heads=4, heads_k=4, reach=100)
     yield form("mask-and-bias", MaskRule("random", 0, 0.5, "bkij"), "bhij")
 
 
-CASES = (*_workloads(), *_short(), *_sweeps(), *_wide(), *_decode(), *_lists(), *_memory(), *_models(), *_forms())
+CASES = (
+    *(*_workloads(), *_short(), *_sweeps(), *_wide(), *_relative(), *_decode(), *_lists()),
+    *(*_memory(), *_models(), *_forms()),
+)
 GROUPS = {
     "equivalence": ("form",),
     "performance": (
@@ -379,6 +410,7 @@ GROUPS = {
         "mask kind",
         "bias class",
         "d512",
+        "relative",
         "decode",
         "lists",
     ),

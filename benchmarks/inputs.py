@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import masks
+from flash_dmattn.biases import Relative
 
 from .cases import TILE, Case, MaskRule
 
@@ -33,6 +34,13 @@ class Inputs(NamedTuple):
         """Return the tensors that take a gradient, by the name of the gradient."""
         named = {"dq": self.q, "dk": self.k, "dv": self.v, "dbias": self.bias}
         return {name: x for name, x in named.items() if x is not None}
+
+    @property
+    def passed_bias(self) -> Tensor | Relative | None:
+        """Return the bias as `attention` takes it: by distance if it is (1, H, distances)."""
+        if self.bias is None or self.bias.dim() == 4:
+            return self.bias
+        return Relative(self.bias, self.bias.shape[2] // 2, "clamp")
 
     @property
     def lengths(self) -> tuple[int, int]:

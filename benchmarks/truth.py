@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.reference import formula, yardstick
+from flash_dmattn.reference.distances import Distances
 
 from .inputs import Inputs
 
@@ -30,7 +31,7 @@ def truth(inputs: Inputs, gradients: bool = True) -> Results:
         k,
         v,
         inputs.mask,
-        leaves.get("dbias"),
+        inputs._replace(bias=leaves.get("dbias")).passed_bias,
         is_causal=inputs.is_causal,
         return_lse=True,
         backend="eager",
@@ -55,12 +56,16 @@ class Yardstick:
         self.parts = 1 if shared else inputs.k.shape[2]
         q, k, v, dout = (self.part("dq", x) for x in inputs[:4])
         mask, bias = (x if x is None else self.part("dbias", x) for x in (inputs.mask, inputs.bias))
+        if bias is not None and bias.dim() == 3:  # values by distance
+            bias = Distances(bias[:, :, None], bias.shape[2] // 2, True)
         out, lse = formula.attention(q, k, v, mask, bias, is_causal=inputs.is_causal)[:2]
         plain: Results = {"out": out, "lse": lse}
         if "dq" in exact:
             gradients = yardstick.gradients(dout, None, q, k, v, mask, bias, is_causal=inputs.is_causal)
             named = zip(("dq", "dk", "dv", "dbias"), gradients, strict=True)
             plain |= {name: x for name, x in named if x is not None}
+            if isinstance(bias, Distances):
+                plain["dbias"] = plain["dbias"].squeeze(2)
         self.plain = plain
         self.errors = {name: error(plain[name], self.part(name, x)) for name, x in exact.items()}
         self.limits = {name: yardstick.RATIO * x + yardstick.FLOOR for name, x in self.errors.items()}

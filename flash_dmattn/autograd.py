@@ -121,7 +121,7 @@ def differentiate(plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any) -> 
         kept: out, lse, the inputs with gradients, and the others, as `_keep` saves them.
     """
     watched = is_watched(dout, dlse, *kept)
-    if not (watched and torch.compiler.is_compiling()) and is_batched(dout, dlse):
+    if is_batched(dout, dlse):
         return one_by_one(lambda dout, dlse: differentiate(plan, dout, dlse, *kept), dout, dlse)
     if torch.is_grad_enabled() or (watched and is_transformed()):
         function = AttentionBackward if forward_ad._current_level < 0 else DualAttentionBackward
@@ -288,11 +288,6 @@ class TangentAttention(torch.autograd.Function):
             inputs = (x.q, x.k, x.v, x.bias, x.sink, *x.others)
             gradients = _gradients_in_forward_mode(ctx, *cotangents[:2], out, lse, *inputs)
             return None, *gradients, *(None,) * NUM_INPUTS, *others
-        if is_batched(*cotangents):
-            raise NotImplementedError(
-                "attention has no gradients of tangents in a batch (is_grads_batched=True); "
-                "ask for one after the other, or map torch.func.vjp by torch.func.vmap"
-            )
         needed = needs_grad[: 2 * NUM_INPUTS]
         return None, *TangentGradients.apply(plan, needed, *cotangents, lse, *tensors), *others
 

@@ -24,7 +24,7 @@ from .reference.dropout import draw_key
 from .remembered import Remembered
 from .sequences import Sequences
 from .sequences.layout import lay_out
-from .sequences.padding import Jagged, is_nested
+from .sequences.padding import Jagged
 from .validation import describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
@@ -98,20 +98,21 @@ def prepare_call(
     copies: tuple[str, ...] = ()
     arrival: Arrival = "heads_first" if heads_first else "rows"
     values: Any = bias
-    is_chosen = isinstance(bias, Chosen)
+    is_chosen = False
     if isinstance(bias, Chosen):
-        values = bias.with_bias(mask)
+        values, is_chosen = bias.with_bias(mask), True
     elif bias is not None and not isinstance(bias, Tensor):
         values, by_distance = split(bias)
-    if is_nested(q) and sequences is None:
-        jagged = Jagged(q, k, v)
-        q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
+    if sequences is None and isinstance(q, Tensor):
+        if q.is_nested:
+            jagged = Jagged(q, k, v)
+            q, k, v, sequences = jagged.q, jagged.k, jagged.v, jagged.sequences
+        elif q.dim() > 4:
+            has_rows = None if by_distance is None else by_distance.has_rows
+            q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows, is_chosen)
     if sequences is not None:
         spec, where = lay_out(sequences, q, k, v, mask)
         arrival = "tokens" if spec.packs_queries else "rows"
-    elif isinstance(q, Tensor) and q.dim() > 4:
-        has_rows = None if by_distance is None else by_distance.has_rows
-        q, k, v, mask, values, leading, repeats, copies = fold_call(q, k, v, mask, values, has_rows, is_chosen)
     q, k, v = follow_autocast(q, k, v)
     if arrival != "rows" and (torch.compiler.is_compiling() or is_transformed()):
         # The views are steps of the graph then, which compilers and transforms see.
@@ -185,13 +186,10 @@ def _key(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Any, ...] 
     strides, so that validation names the error.
     """
     q, k, v, mask, bias, sink, numbers, arrival, repeats, leading, spec, *_ = call
+    if q is None or k is None or v is None:  # a caller without type hints
+        return None  # type: ignore[unreachable]
     is_prepared = not (mask is None or isinstance(mask, Tensor))
-    if (
-        q is None
-        or k is None
-        or v is None
-        or is_watched(q, k, v, bias, sink, *(getattr(mask, "tensors", (mask,)) if is_prepared else (mask,)))
-    ):
+    if is_watched(q, k, v, bias, sink, *(getattr(mask, "tensors", (mask,)) if is_prepared else (mask,))):
         return None
     window: Any = numbers.window_size
     if window is not None and type(window) is not tuple:

@@ -47,6 +47,11 @@ class TangentGradients(torch.autograd.Function):
     @staticmethod
     def forward(plan: Plan, needs_grad: tuple[bool, ...], *tensors: Any) -> tuple[Tensor | None, ...]:
         """Run the pass of a backend that has one."""
+        if is_batched(*tensors):
+            raise NotImplementedError(
+                "attention has no gradients of tangents in a batch (is_grads_batched=True, vectorize=True); "
+                "ask for one after the other, or take torch.func.hessian, or torch.func.vmap of torch.func.vjp"
+            )
         sent, lse, own = Cotangents(*tensors[:4]), tensors[4], Tangents(*tensors[5 + NUM_INPUTS : 5 + 2 * NUM_INPUTS])
         x = plan.parts.inputs(*tensors[5 : 5 + NUM_INPUTS], *tensors[5 + 2 * NUM_INPUTS :])
         problem = plan.problem

@@ -123,15 +123,22 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def new_like(shape: Sequence[int], strides: Sequence[int]) -> Allocate:
-    """Return a function that allocates a contiguous tensor like its argument, which has this shape and these strides.
+def new_like(shape: Sequence[int], strides: Sequence[int], zeros: bool = False) -> Allocate:
+    """Return a function that allocates a contiguous tensor like its argument, which has these strides.
 
-    It is `torch.empty_like` if that gives these strides, because it takes half as long as `torch.empty` with sizes.
+    It is `torch.empty_like` if that gives a contiguous tensor: it takes half as long as `torch.empty` with sizes.
+
+    Args:
+        shape, strides: of the argument, or of packed tokens with a batch of 1.
+        zeros: whether the tensor is filled with zeros.
     """
     if tuple(strides) == contiguous_strides(shape):
-        return torch.empty_like
-    sizes, empty = tuple(shape), torch.empty
-    return lambda x: empty(sizes, dtype=x.dtype, device=x.device)
+        return torch.zeros_like if zeros else torch.empty_like
+    return _zero_gradient if zeros else empty_gradient
+
+
+def _zero_gradient(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
 def zero_gradients(

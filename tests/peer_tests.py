@@ -1,13 +1,15 @@
 """Run FlashAttention's own tests through `flash_dmattn.integrations.flash_attn`, on a GPU.
 
-    python tests/peer_tests.py CHECKOUT --sample 40                 # forty of each test, the same ones every time
-    python tests/peer_tests.py CHECKOUT --processes 12 --seconds 100  # as many of all as there is time for
-    python tests/peer_tests.py CHECKOUT -- -x -k varlen             # all of some, with arguments of pytest
+    python tests/peer_tests.py CHECKOUT --sample 40 --processes 12 --seconds 100
+    python tests/peer_tests.py CHECKOUT -- -x -k varlen
 
+The first draws forty of each test, the same ones every time. The second passes arguments to pytest.
 CHECKOUT is a clone of the repository flash-attention. Its package need not be built: modules that tests use beside the
-functions, such as `bert_padding`, are read from there. Three things cannot be expressed and are left out: tests with
-dropout, which read the probabilities that the function returns; tests of private functions and C++ entry points; and a
-test that wants an error for lengths on a GPU, which the host would have to wait for. Here kernels clamp them.
+functions, such as `bert_padding`, are read from there.
+
+Three kinds cannot be expressed and are left out. Tests with dropout read the probabilities that the function returns.
+Two tests call private functions. One wants an error for lengths on a GPU, for which the host would wait. Here kernels
+clamp them.
 """
 
 from __future__ import annotations
@@ -64,11 +66,11 @@ class Selection:
     """A plugin of pytest that leaves out what cannot be expressed, draws a sample, and counts outcomes by test.
 
     Args:
-        sample: how many of each test; None are all.
-        part: the number of this process among `parts`, which share the tests.
-        parts: how many processes there are.
-        seconds: the time for tests; those that are left then are counted as late.
-        out: the file that says after each test what came of all.
+        sample: how many of each test. By default it is all of them.
+        part: the number of this process.
+        parts: how many processes share the tests.
+        seconds: the time for tests. Later ones are counted as late.
+        out: the file of outcomes, which is written after each test.
     """
 
     def __init__(self, sample: int | None, part: int, parts: int, seconds: float, out: Path) -> None:
@@ -142,7 +144,7 @@ class Selection:
 
 
 class Total:
-    """What came of the tests in all processes."""
+    """The outcomes of all processes."""
 
     def __init__(self, files: list[Path]) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)

@@ -3,7 +3,7 @@
     python tests/reliability.py            # write the page
     python tests/reliability.py --check    # fail where the page is not what the files say
 
-fuzz-*.json is written by `fuzz.py`, checks-*.json by `gpu_checks.py`, peers.json by `peer_tests.py`, faults-*.json by
+fuzz-*.json is written by `fuzz.py`, checks-*.json by `gpu_checks.py`, peers*.json by `peer_tests.py`, faults-*.json by
 `mutants/run.py`.
 """
 
@@ -55,30 +55,31 @@ def gpu_suite() -> list[str]:
 
 def their_tests() -> list[str]:
     """Return the table of the tests of FlashAttention."""
-    rows = ["| FlashAttention's test | passed | failed | skipped by it | left out |", "| --- | --- | --- | --- | --- |"]
-    for content in read("peers.json"):
+    words = ("passed", "failed", "skipped", "left out", "late")
+    rows = ["| FlashAttention's test | passed | failed | skipped by it | left out | not reached |"]
+    rows.append("| --- | --- | --- | --- | --- | --- |")
+    for content in read("peers*.json"):
         total: Counter[str] = Counter()
         for name, counts in content["tests"].items():
             total.update(counts)
-            numbers = (str(counts.get(word, 0)) for word in ("passed", "failed", "skipped", "left out"))
-            rows.append(f"| `{name}` | {' | '.join(numbers)} |")
-        numbers = (f"{total[word]:,}" for word in ("passed", "failed", "skipped", "left out"))
-        rows.append(f"| all, of commit {content['checkout']} | {' | '.join(numbers)} |")
+            rows.append(f"| `{name}` | {' | '.join(f'{counts.get(word, 0):,}' for word in words)} |")
+        name = f"all, of its commit {content['checkout']}; {content['device']}, commit {content['commit']}"
+        rows.append(f"| {name} | {' | '.join(f'{total[word]:,}' for word in words)} |")
     return rows
 
 
 def drawn_faults() -> list[str]:
-    """Return the table of faults that were drawn from the syntax tree."""
-    rows = ["| faults | planted | noticed | share | survivors |", "| --- | --- | --- | --- | --- |"]
+    """Return the table of faults that were drawn from the syntax tree, and a list of the survivors."""
+    rows = ["| faults | planted | noticed | share | survivors | not judged |", "| --- | --- | --- | --- | --- | --- |"]
+    survivors = []
     for content in read("faults-*.json"):
         verdicts = Counter(row["verdict"] for row in content["faults"])
-        planted = verdicts["killed"] + verdicts["survived"]
-        survivors = "; ".join(
-            f"{row['file']}: {row['what']}" for row in content["faults"] if row["verdict"] == "survived"
-        )
-        share = f"{100 * verdicts['killed'] / max(planted, 1):.0f} %"
-        rows.append(f"| {content['drawn']} | {planted} | {verdicts['killed']} | {share} | {survivors or 'none'} |")
-    return rows
+        killed, survived = verdicts["killed"], verdicts["survived"]
+        share = f"{100 * killed / max(killed + survived, 1):.1f} %"
+        left = verdicts.total() - killed - survived
+        rows.append(f"| {content['drawn']} | {killed + survived} | {killed} | {share} | {survived} | {left} |")
+        survivors += [f"* {row['file']}, `{row['what']}`" for row in content["faults"] if row["verdict"] == "survived"]
+    return [*rows, *(["", "Survivors:", "", *sorted(survivors)] if survivors else [])]
 
 
 def written(page: str) -> str:

@@ -17,6 +17,7 @@ from benchmarks.systems import Mode, ours
 from benchmarks.truth import Yardstick, errors, truth, wrong
 
 NAMES = ("causal-gqa", "bias-1hll-d64", "keys-8k", "topk-8k", "blocks", "band", "mask-documents", "mask-padding")
+NAMES += ("relative-t5-2k",)
 H200 = Rates(790e12, 4.3e12, "known")
 
 
@@ -50,7 +51,10 @@ def test_the_table_of_cases() -> None:
 
 def test_inputs_have_the_shapes_that_their_case_says(case: Case) -> None:
     made, problem = make_inputs(case, CPU), case.explain("cpu").problem
-    for x, spec in ((made.mask, problem.mask), (made.bias, problem.bias)):
+    bias = made.bias
+    if bias is not None and bias.dim() == 3:  # by distance
+        bias = bias[:, :, None]
+    for x, spec in ((made.mask, problem.mask), (bias, problem.bias_tensor)):
         assert (None if x is None else tuple(x.shape)) == (None if spec is None else tuple(spec.shape))
     assert made.q.shape == (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim)
     assert made.k.shape == (problem.batch, problem.seqlen_k, problem.num_heads_k, problem.head_dim)
@@ -59,7 +63,8 @@ def test_inputs_have_the_shapes_that_their_case_says(case: Case) -> None:
 
 
 def test_counts(inputs: Inputs) -> None:
-    q, k, v, _, mask, bias, is_causal = inputs[:7]
+    q, k, v, _, mask, _, is_causal = inputs[:7]
+    bias = inputs.passed_bias
     probs = flash_dmattn.attention(q, k, v, mask, bias, is_causal=is_causal, return_probs=True, backend="reference")[1]
     seen = probs > 0
     counts = count(inputs)

@@ -172,6 +172,32 @@ def test_a_run_that_measures_nothing_writes_nothing(caches: Path, capsys: pytest
     assert not caches.exists()
 
 
+def test_a_run_that_is_interrupted_leaves_the_profile_before_it_in_force(caches: Path) -> None:
+    def interrupted(row: Row, backend: str) -> Figures:
+        if row is ROWS[2]:
+            raise KeyboardInterrupt
+        return Figures(1.0, 1.0)
+
+    assert calibrate(instruments())[0] == 0
+    before = {path.name: path.read_text() for path in caches.iterdir()}
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(instruments(figures=interrupted))
+    assert {path.name: path.read_text() for path in caches.iterdir()} == before and len(before) == 1
+    assert explain_problem((2, 4096, 16, 64), device="sm_80").forward == "triton"
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(0.001, tool.LEAST), (0.02, 11), (9.0, tool.MOST)])
+def test_a_cpu_is_timed_for_so_many_seconds(seconds: float, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0, 0]
+
+    def run() -> None:  # of 2 ms
+        now[0], now[1] = now[0] + 1 / 512, now[1] + 1
+
+    monkeypatch.setattr(tool.time, "perf_counter", lambda: now[0])
+    assert tool.time_on_host(run, seconds) == 1e3 / 512
+    assert now[1] == runs  # 11 runs are the first that take 20 ms
+
+
 def test_checks_end_in_time() -> None:
     clock, answers = Clock(), []
 

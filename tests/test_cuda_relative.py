@@ -50,6 +50,25 @@ def test_values_anywhere(backend: Runner, numbers: Numbers) -> None:
         backend.check(case.with_(head_dim=head_dim))
 
 
+DIFFERENTIATED = BASE.with_(num_heads=4, needs_grad=("q", "k", "v"), dlse=True)
+
+
+# Blocks of 128 keys, and of 128 or 64 queries.
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), ((1, 65), (63, 129), (193, 257), (385, 130)))
+def test_gradients_beside_fixed_values(backend: Runner, head_dim: int, seqlen_q: int, seqlen_k: int) -> None:
+    case = DIFFERENTIATED.with_(head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    for is_causal in (False, True):
+        backend.check(case.with_(is_causal=is_causal), alone=True, deterministic=is_causal)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_gradients_beside_values_anywhere(backend: Runner, numbers: Numbers) -> None:
+    case = DIFFERENTIATED.with_(batch=2, seqlen_q=260, seqlen_k=330, relative=numbers)
+    for head_dim in (64, 128):
+        backend.check(case.with_(head_dim=head_dim), alone=True)
+
+
 def test_one_score_has_another_value(backend: Runner) -> None:
     """Of the first tile: that of the first query and the last key, which is then all that the query attends to."""
     numbers = Numbers(("1", "1", "1"), 2, -198, "clamp")
@@ -79,6 +98,8 @@ def test_beside(backend: Runner, beside: str) -> None:
     case = BASE.with_(batch=2, seqlen_q=200, seqlen_k=420, **BESIDE[beside])
     for numbers in (T5, Numbers(("B", "1", "1"), 5, 2, "clamp")):
         backend.check(case.with_(relative=numbers))
+        if not case.softcap:
+            backend.check(case.with_(relative=numbers, needs_grad=("q", "k", "v")), alone=True)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -98,7 +98,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         r"bias is by distance and head dims are 96 and 96 \(v\); only the kernels of head dims 64 and 128 have one",
     ),
     "relative_beside": ({**RELATIVE, **PACKED}, "bias is by distance beside 8 sequences"),
-    "relative_gradients": ({**RELATIVE, **GRADIENTS}, "bias has 257 values by distance; the backward kernels read"),
+    "relative_gradients": (
+        {**RELATIVE, **GRADIENTS, "bias_grad": True},
+        "the gradient of bias is needed, of 257 values by distance; the backward kernels read them alone",
+    ),
+    "relative_softcap": ({**RELATIVE, **GRADIENTS, "softcap": 30.0}, "softcap is 30.0 and bias is by distance; "),
     "dropout_head_dim": (
         {"q": (2, 4096, 16, 128), "dropout_p": 0.1},
         r"dropout_p is 0.1 and head dims are 128 and 128 \(v\); only the kernels of head dim 64 have dropout",
@@ -188,6 +192,7 @@ NEVER_DIFFERENTIATED = (
 )
 DIFFERENTIATED = (
     GRADIENTS,
+    {**RELATIVE, **GRADIENTS, "kv_heads": 4, "mask": (1, 1, 4096, 4096), "sink": True, "deterministic": True},
     {**PACKED, **GRADIENTS, "is_causal": True, "kv_heads": 4},
     {**PACKED, **GRADIENTS, "bias": (16, 8192, 2048), "bias_grad": True},
     {**PACKED, **GRADIENTS, "bias": (1, 1, 2048, 2048), "bias_grad": True, "sink": True},

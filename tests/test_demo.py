@@ -251,3 +251,4 @@ def test_arguments_are_checked(capsys):
         main(["--steps", "0"])
     assert stopped.value.code == 2
     assert "0 is not a positive number" in capsys.readouterr().err
+    assert command._positive("1") == 1

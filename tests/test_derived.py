@@ -257,8 +257,11 @@ def test_a_third_derivative_and_tangents_of_tangents_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"contains tangents has no derivative; .*reference"):
         torch.autograd.grad(gradient.sum(), x)
     _, tangent = torch.func.jvp(lambda y: flash_dmattn.attention(y, k, v, backend="eager"), (x,), (q,))
-    with pytest.raises(NotImplementedError, match=r"gradients of tangents in a batch .*torch\.func\.vmap"):
+    with pytest.raises(NotImplementedError, match=r"gradients of tangents in a batch .*torch\.func\.vjp"):
         torch.autograd.grad(tangent, x, torch.stack([tangent, tangent]), is_grads_batched=True)
+    with pytest.raises(NotImplementedError, match=r"gradients of tangents in a batch .*torch\.func\.hessian"):
+        total = lambda x: flash_dmattn.attention(x, k, v, backend="eager").sin().sum()
+        torch.autograd.functional.hessian(total, q, vectorize=True, outer_jacobian_strategy="forward-mode")
 
 
 @every_form

@@ -168,6 +168,17 @@ def test_what_a_window_sends_is_said() -> None:
     assert {x.how for x in explained(window_size=(900, 0)).forward_traffic} == {"all_gather"}
 
 
+def test_what_trading_heads_sends_is_said() -> None:
+    """Three quarters of q, k and v, and of out: two entries, 256 rows, 4 heads of 16 values of 4 bytes."""
+    explanation = explained(strategy="ulysses", heads_k=4, bias=torch.ones(1, 4, 1, 1))
+    each = 2 * 256 * 4 * 16 * 4 * 3 // 4
+    assert [(x.what, x.sent, x.received) for x in explanation.forward_traffic] == [
+        ("q, k and v, for heads", 3 * each, 3 * each),
+        ("out, for rows", each, each),
+    ]
+    assert [x.sent for x in explanation.backward_traffic] == [each, 3 * each]
+
+
 def test_a_backend_that_serves_some_slices_serves_none() -> None:
     with registered(for_few_keys("few_keys", most=512), before="sdpa"):
         explanation = explained(is_causal=True)

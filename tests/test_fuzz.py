@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,8 +66,36 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
     assert fuzz.Tally(tally.file).of("eager", "dense")["failed"] == [7] and "| 7 |" in fuzz.table(tally)
 
 
+def test_every_kind_of_result_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    what = {"file": "a.py", "what": "line 1, and/or: a | b -> c"}
+    faults = [{**what, "verdict": verdict} for verdict in ("survived", "killed", "")]
+    counts = {"passed": 1500, "failed": 1, "left out": 3, "late": 2}
+    files = {
+        "fuzz-x.json": {
+            "places": {"cuda": {"dense": {"next": 3, "passed": 1200, "refused": 1, "failed": [7]}}},
+            **{"commit": "c1", "date": "2030-01-01", "device": "a GPU"},
+        },
+        "checks-x.json": {"commit": "c1", "parts": {"bf16": {"status": "passed"}, "fp32": {"status": "late"}}},
+        "peers-x.json": {"checkout": "f1", "commit": "c1", "device": "a GPU", "tests": {"test_a": counts}},
+        "faults-1.json": {"drawn": "3 of seed 1", "faults": faults},
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    monkeypatch.setattr(reliability, "RESULTS", tmp_path)
+    page = reliability.written(reliability.PAGE.read_text())
+    for row in (
+        "| a GPU | cuda | dense | 1,200 | 1 | dense 7 | c1, 2030-01-01 |",
+        "| GPU, commit c1 | 2 | 1 | 0 | 1 |",
+        "| `test_a` | 1,500 | 1 | 0 | 3 | 2 |",
+        "| all, of its commit f1; a GPU, commit c1 | 1,500 | 1 | 0 | 3 | 2 |",
+        "| 3 of seed 1 | 2 | 1 | 50.0 % | 1 | 1 |",
+        "* a.py, `line 1, and/or: a | b -> c`",
+    ):
+        assert row in page.splitlines(), row
+
+
 def test_the_page_says_what_the_files_say() -> None:
     page = reliability.PAGE.read_text()
     assert reliability.written(page) == page
     for make in (reliability.random_calls, reliability.gpu_suite, reliability.their_tests, reliability.drawn_faults):
-        assert len({line.count("|") for line in make()}) == 1
+        assert len({line.count(" | ") for line in make() if line.startswith("|")}) == 1

@@ -19,7 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from flash_dmattn import masks
 from flash_dmattn.masks import PreparedMask, topk_mask
-from flash_dmattn.masks.prepared.intervals import hilbert_codes, key_order, places_for, reorder_pays
+from flash_dmattn.masks.prepared.intervals import (
+    MOST_HEADS_OF_CODES,
+    hilbert_codes,
+    key_order,
+    places_for,
+    reorder_pays,
+)
 from flash_dmattn.masks.topk import topk_stops
 
 INF, NAN = math.inf, math.nan
@@ -208,6 +214,14 @@ def test_order_of_positions_beyond_int32() -> None:
     start = torch.tensor([[[0, 3 * 2**28, 3]]], dtype=torch.int32)
     stop = torch.tensor([[[2**30, seqlen_q, 2**30 + 5]]], dtype=torch.int32)
     assert key_order(start, stop, seqlen_q).tolist() == [[[0, 2, 1]]]
+
+
+def test_order_of_more_heads_than_codes_of_32_bits_have_room_for() -> None:
+    start, stop = torch.randint(0, 9, (2, 1, MOST_HEADS_OF_CODES + 2, 5), generator=torch.Generator().manual_seed(0))
+    order = key_order(start, stop, 8)
+    for head in (0, MOST_HEADS_OF_CODES - 1, MOST_HEADS_OF_CODES, MOST_HEADS_OF_CODES + 1):
+        one = slice(head, head + 1)
+        assert torch.equal(order[:, one], key_order(start[:, one], stop[:, one], 8))
 
 
 @pytest.mark.parametrize(("local", "most"), [(0, 1.6), (64, 1.9)])

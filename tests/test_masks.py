@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import masks
 
@@ -127,6 +128,28 @@ def test_combine_broadcasts_to_the_smallest_shape(op):
     assert torch.equal(masks.combine(expanded, padding[:1], op=op), torch_op(padding, padding[:1]))
     assert masks.combine(expanded, op=op).shape == (2, 1, 1, 4)
     assert masks.combine(torch.tensor(True), op=op).shape == (1, 1, 1, 1)
+
+
+def test_combine_makes_one_mask_of_full_size():
+    """Small masks are joined first, in whatever order they come; another full-size product costs as much again."""
+    sizes = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.logical_and.default:
+                sizes.append(made.numel())
+            return made
+
+    window, padding, keys = (
+        random_mask(1, 1, 30, 40),
+        random_mask(2, 1, 1, 40, seed=1),
+        random_mask(1, 1, 1, 40, seed=2),
+    )
+    for order in itertools.permutations((window, padding, keys)):
+        with Watched():
+            assert masks.combine(*order).shape == (2, 1, 30, 40)
+    assert sizes == [2 * 40, 2 * 30 * 40] * 6
 
 
 def test_combine_and_none():

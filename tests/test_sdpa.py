@@ -54,6 +54,7 @@ SERVED = {
     "one head of keys": Shapes(Q, (B, 1, LK, D), (B, 1, LK, DV), (B, H, LQ, LK)),
     "keys without a batch": Shapes(Q, (1, H, LK, D), (1, H, LK, DV), (B, 1, LQ, LK)),
     "queries without a batch": Shapes((1, H, LQ, D), K, V, (B, 1, LQ, LK)),
+    "a batch of one": Shapes((1, H, LQ, D), (1, H, LK, D), (1, H, LK, DV), (1, 1, 1, LK)),
     "heads alone": Shapes((H, LQ, D), (H, LK, D), (H, LK, DV), (H, 1, LK)),
     "two batch dims": Shapes((3, *Q), (3, *K), (3, *V), (3, 1, H, LQ, LK)),
     "two batch dims, shared": Shapes((3, *Q), (3, *K), (3, *V), (B, 1, LQ, LK)),

@@ -264,6 +264,7 @@ class OnEmulation(torch.autograd.Function):
 
 def packed_forward(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, scale: float) -> Any:
     longest, is_causal = rest[:2], rest[3]
+    assert longest[0] > 1, "the kernel takes row i for sequence i"
     out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)
     for queries, keys in sequences_of(cu_q, cu_k, longest):
         flags = {"is_causal": is_causal, "softmax_scale": scale}
@@ -307,6 +308,7 @@ PACKED: dict[str, tuple[Sequences, int, int]] = {
         12,
         12,
     ),
+    "one query each": (Sequences.packed(torch.tensor([0, 1, 2]), torch.tensor([0, 4, 5]), max_seqlen_q=1), 3, 5),
     "none": (Sequences.packed(torch.tensor([0])), 4, 4),
     "no keys": (Sequences.packed(torch.tensor([0, 4]), torch.tensor([0, 0])), 4, 0),
 }
@@ -344,19 +346,20 @@ def test_packed_sequences_around_the_operators_of_gpus(
 @pytest.mark.parametrize(
     "heads_k, dim, dtype", [(4, 64, torch.bfloat16), (1, 128, torch.float16), (2, 256, torch.bfloat16)]
 )
-@pytest.mark.parametrize("has_unused", [False, True])
-def test_packed_sequences_on_a_gpu(
-    has_unused: bool, heads_k: int, dim: int, dtype: torch.dtype, is_causal: bool
-) -> None:
+@pytest.mark.parametrize("rows", ["all used", "some unused", "one query each"])
+def test_packed_sequences_on_a_gpu(rows: str, heads_k: int, dim: int, dtype: torch.dtype, is_causal: bool) -> None:
     """Rows of no sequence hold NaN. Some sequences have more queries than keys, and one has no key."""
     torch.manual_seed(0)
     edges_q, edges_k = ([0, 300, 300, 429, 430, 700, 760], [0, 130, 131, 260, 900, 1170, 1170])
     used: dict[str, Tensor] = {}
-    if has_unused:
+    if rows == "one query each":
+        edges_q = list(range(7))
+    if rows == "some unused":
         lengths = {"seqlens_q": [290, 0, 1, 1, 200, 60], "seqlens_k": [130, 1, 64, 640, 200, 0]}
         used = {name: torch.tensor(values, device=DEVICE) for name, values in lengths.items()}
     cu = [torch.tensor(edges, device=DEVICE) for edges in (edges_q, edges_k)]
-    sequences = Sequences.packed(*cu, max_seqlen_q=300, max_seqlen_k=640, **used)
+    most = 1 if rows == "one query each" else 300
+    sequences = Sequences.packed(*cu, max_seqlen_q=most, max_seqlen_k=640, **used)
     q, dout = torch.randn(2, 777, 4, dim, dtype=dtype, device=DEVICE)
     k, v = torch.randn(2, 1200, heads_k, dim, dtype=dtype, device=DEVICE)
     _, view = sequences.lay_out(q, k, v)

@@ -137,7 +137,7 @@ class CrossAttention(torch.nn.Module):
     is_causal, is_decoder, has_relative_attention_bias = False, True, False
 
 
-def test_only_zeros_are_left_out() -> None:
+def test_only_zeros_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their values: where a bias of cross attention is none of T5's own, it counts, and so does its gradient."""
 
     def attended(bias: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
@@ -148,6 +148,9 @@ def test_only_zeros_are_left_out() -> None:
 
     zeros, bias = torch.zeros(1, 4, 6, 6), torch.randn(1, 4, 6, 6)
     assert attended(zeros)[1] is None and attended(zeros)[1] is None
+    with monkeypatch.context() as captured:
+        captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert attended(zeros.clone())[1] is None  # no graph holds what is on a CPU
     result, used = attended(bias)
     assert used is not None and torch.equal(result, call(position_bias=bias, is_causal=False))
     zeros.copy_(bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -154,6 +155,21 @@ def test_the_kernel_that_combines_parts_starts_early_on_sm_90_alone(capability: 
         assert ("griddepcontrol.wait" in joined) is early
         if early:
             assert joined.index("griddepcontrol.wait") < joined.index("ld.global")
+
+
+@pytest.mark.parametrize("name", ["64 small, full", "64 few keys", "64 dropout, shared"])
+def test_the_driver_gets_the_parameters_that_a_kernel_declares(name: str) -> None:
+    from compiled_triton import Variant, jobs_of
+
+    from flash_dmattn.triton_kernels.driver_call import flat
+
+    for job in jobs_of(Variant(**VARIANTS[name]), "sm_90"):
+        declared = re.findall(r"\.param \.([a-z]\d+)(?: \.ptr \S+ \.align \d+)? \S+_param_\d+", job.compile().text)
+        passed = [kind for each in job.signature.values() for kind, _ in flat(each, each)]
+        if any(kind.startswith("tensordesc") for kind in passed):
+            continue  # Triton launches these
+        types = {"i32": "u32", "i64": "u64", "fp32": "f32", "i1": "u8"}
+        assert declared == ["u64" if kind[0] == "*" else types[kind] for kind in passed] + ["u64"] * 2
 
 
 def test_parts_are_combined_by_loads_that_are_on_their_way_together() -> None:

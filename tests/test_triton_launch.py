@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +29,13 @@ class Compiled:
     """As Triton's compiled kernel is called: by itself, or `[grid]` for all that Triton does beside."""
 
     function, packed_metadata = 11, (4, 1, 0)
+    metadata = SimpleNamespace(num_warps=4, num_ctas=1, shared=1000)
+    src = SimpleNamespace(
+        signature={
+            **{"x": "*fp32", "absent": "constexpr", "y": "*bf16", "sizes": ("i32", "constexpr", ("i64", "i1"))},
+            **{"scale": "fp32", "BLOCK": "constexpr"},
+        }
+    )
 
     def __init__(self) -> None:
         self.by_address: list[tuple[Any, ...]] = []
@@ -44,6 +52,7 @@ class Kernel:
     """A kernel that is compiled at its first launch."""
 
     do_not_specialize = ()
+    arg_names = ("x", "absent", "y", "sizes", "scale", "BLOCK")
 
     def __init__(self) -> None:
         self.compiled, self.compilations = Compiled(), 0
@@ -57,13 +66,21 @@ class Kernel:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def vendor() -> str:
+    """The vendor of the GPU, by the name of Triton's backend: NVIDIA's driver alone is called."""
+    return "hip"
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch, vendor: str) -> list[int]:
     """The devices whose stream was asked for; the stream is 7."""
     from flash_dmattn.triton_kernels import kernel_launch
 
     devices: list[int] = []
     active = SimpleNamespace(
-        get_current_device=lambda: 3, get_current_stream=lambda device: devices.append(device) or 7
+        get_current_device=lambda: 3,
+        get_current_stream=lambda device: devices.append(device) or 7,
+        get_current_target=lambda: SimpleNamespace(backend=vendor),
     )
     monkeypatch.setattr(kernel_launch, "driver", SimpleNamespace(active=active))
     return devices
@@ -87,6 +104,79 @@ def test_from_the_second_launch_on_the_kernel_gets_addresses(streams: list[int])
     del x
     gc.collect()
     assert alive() is None
+
+
+class Driver:
+    """As the CUDA driver takes launches: it reads what lies at the addresses, and may call something or fail."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.status, self.during = 0, lambda: None
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
+        self.during()
+        sizes = (ctypes.c_uint32 * 7).from_address(config.value)
+        stream, attributes, number = (ctypes.c_uint64 * 3).from_address(config.value + 32)
+        assert (attributes, number, extra) == (0, 0, None)
+        types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_bool, ctypes.c_float)
+        types = (*types, ctypes.c_uint64, ctypes.c_uint64)  # no scratch memory
+        arguments = [kind.from_address(place).value for kind, place in zip(types, parameters, strict=True)]
+        self.launches.append((function.value, *sizes, stream, *arguments))
+        return self.status
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """The driver."""
+    from flash_dmattn.triton_kernels import driver_call
+
+    own = Driver()
+    monkeypatch.setattr(driver_call, "_driver", lambda: own)
+    return own
+
+
+@pytest.mark.parametrize("vendor", ["cuda"])
+def test_the_driver_gets_a_stream_addresses_and_numbers(streams: list[int], cuda: Driver) -> None:
+    from flash_dmattn.triton_kernels.kernel_launch import Launch
+
+    launch = Launch(Kernel(), 5, ((-2, 9, (2**40, True)), 0.5, 64))
+    x, y, z = (torch.zeros(4) for _ in range(3))
+    launch(x, None, y)
+    cuda.during = lambda: (setattr(cuda, "during", lambda: None), launch(z, None, z))  # as another thread may
+    launch(x, None, y)
+    launch(y, None, x)
+    head, tail = (11, 5, 1, 1, 128, 1, 1, 1000, 7), (-2, 2**40, True, 0.5, 0, 0)
+    pairs = [(z, z), (x, y), (y, x)]
+    assert cuda.launches == [(*head, a.data_ptr(), b.data_ptr(), *tail) for a, b in pairs]
+    assert launch.compiled.by_triton == launch.compiled.by_address == []
+
+
+@pytest.mark.parametrize("vendor", ["cuda"])
+def test_triton_launches_what_the_driver_refuses(streams: list[int], cuda: Driver) -> None:
+    from flash_dmattn.triton_kernels.kernel_launch import Launch
+
+    launch, x = Launch(Kernel(), 5, ((-2, 9, (2**40, True)), 0.5, 64)), torch.zeros(4)
+    launch(x, None, x)
+    cuda.status = 201
+    launch(x, None, x)
+    assert len(launch.compiled.by_triton) == 1
+
+
+@pytest.mark.parametrize("vendor", ["cuda"])
+@pytest.mark.parametrize(
+    ("metadata", "kind"), [({"launch_pdl": True}, "i32"), ({"num_ctas": 2}, "i32"), ({}, "fp16"), ({}, "nvTmaDesc")]
+)
+def test_what_only_the_launcher_of_triton_knows_goes_by_it(
+    metadata: dict[str, Any], kind: str, streams: list[int], cuda: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_dmattn.triton_kernels.kernel_launch import Launch
+
+    launch, x = Launch(Kernel(), 5, (3, 0.5, 64)), torch.zeros(4)
+    monkeypatch.setattr(Compiled, "metadata", SimpleNamespace(**{**vars(Compiled.metadata), **metadata}))
+    monkeypatch.setitem(Compiled.src.signature, "sizes", kind)
+    launch(x, None, x)
+    launch(x, None, x)
+    assert cuda.launches == [] and len(launch.compiled.by_address) == 1
 
 
 def test_names_of_a_kernel_are_put_in_its_order() -> None:
@@ -141,7 +231,7 @@ def test_launches_overlap_where_graphs_of_the_driver_can_hold_them(
 ) -> None:
     from flash_dmattn.triton_kernels import kernel_launch
 
-    class Driver:
+    class Versioned:
         def __init__(self, name: str) -> None:
             if status is None:
                 raise OSError(f"there is no {name}")
@@ -150,7 +240,7 @@ def test_launches_overlap_where_graphs_of_the_driver_can_hold_them(
             place._obj.value = version
             return status
 
-    monkeypatch.setattr(kernel_launch.ctypes, "CDLL", Driver)
+    monkeypatch.setattr(kernel_launch.ctypes, "CDLL", Versioned)
     assert kernel_launch.driver_overlaps.__wrapped__() is may
 
 
@@ -208,6 +298,16 @@ def test_an_empty_call_plans_nothing(
     assert out.shape == q_shape and bool((out == 0).all())
     assert lse.shape == (q_shape[0], 2, q_shape[1]) and bool((lse == -torch.inf).all())
     assert not plans
+
+
+def test_a_plan_serves_all_places_of_one_alignment(plans: Remembered[Any]) -> None:
+    """Modulo 16 bytes, by which Triton compiles; one tensor off it does not make the places of others count."""
+    queries = [torch.randn(16 * 2 * 16 + 1)[1:].view(SHAPE) for _ in range(20)]
+    keys = [torch.randn(SHAPE) for _ in queries]
+    assert len({k.data_ptr() % 17 for k in keys}) > 1
+    for q, k in zip(queries, keys, strict=True):
+        attend(q, k)
+    assert len(plans) == 1
 
 
 def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: Remembered[Any]) -> None:

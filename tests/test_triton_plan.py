@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import needs_triton
 import flash_dmattn
 from flash_dmattn.backends.mask_choice import choose_form
 from flash_dmattn.backends.triton.backend import BACKEND
+from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import Flags, MaskView, NeedsGrad
 from flash_dmattn.problem.inputs import Inputs
 
@@ -153,9 +155,34 @@ def test_a_signature_has_all_that_decides_a_launch(monkeypatch: pytest.MonkeyPat
     assert len(seen | {launch.signature(x, x)}) == 1 + 6 + 5 + 1
 
 
+@pytest.mark.parametrize(("rows", "tiles"), [(192, (20, False)), (176, (15, True)), (16, (5, True))])
+def test_programs_search_their_sequence_where_that_saves_a_fifth_of_the_tiles(
+    rows: int, tiles: tuple[int, bool]
+) -> None:
+    from flash_dmattn.triton_kernels.plan_sequences import SequenceCall
+
+    of_four: Any = SimpleNamespace(number=4)
+    assert SequenceCall._tiles(of_four, rows, 80, True, 16) == tiles
+    assert SequenceCall._tiles(of_four, rows, 80, False, 16) == (20, False)
+
+
+def test_as_many_programs_share_a_walk_as_sms_run_or_memory_has_slots_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_dmattn.triton_kernels import plan_slots
+
+    monkeypatch.setattr(plan_slots, "PROGRAMS_PER_SM", 2)
+    monkeypatch.setattr(plan_slots, "PROGRAMS_WITH_SLOTS", 1)
+    shared = [plan_slots.chunks_of(8, 1, 2, slots) for slots in (None, 8, 1)]
+    assert shared == [(2, 4), (4, 2), (8, 1)]
+
+
 def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:
     """One query, groups, many keys; not behind a left side, with dropout, nor with tiles or keys of each query head."""
+    from flash_dmattn.backends.triton.passes import has_group_rows
     from flash_dmattn.triton_kernels.launch import GROUP_ROWS_FROM, takes_group_rows
+
+    for left, is_taken in ((-1, True), (0, False), (3, False)):
+        explained = explain_problem((1, 1, 8, 64), kv_heads=2, seqlen_k=GROUP_ROWS_FROM, window_size=(left, -1))
+        assert has_group_rows(explained.problem) == is_taken
 
     def takes(seqlen_q: int = 1, heads: int = 4, keys: int = GROUP_ROWS_FROM, mask: str = "none", **flags: Any) -> bool:
         form, _, mask_heads = mask.partition(" ")
@@ -164,7 +191,7 @@ def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:
         return takes_group_rows(q, k, MaskView(form, tensors), Flags(-1, -1, 1.0, 0.0, False)._replace(**flags))
 
     assert takes() and takes(right=0) and takes(mask="dense") and takes(mask="keys 1") and takes(mask="keys 2")
-    assert not any((takes(2), takes(heads=2), takes(keys=GROUP_ROWS_FROM - 1), takes(left=3), takes(dropout_p=0.1)))
+    assert not any((takes(2), takes(heads=2), takes(keys=GROUP_ROWS_FROM - 1), takes(left=0), takes(dropout_p=0.1)))
     assert not any((takes(mask="tiles 1"), takes(mask="keys 4")))
 
 

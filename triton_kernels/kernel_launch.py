@@ -16,6 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_dmattn.remembered import Remembered
 
+from .driver_call import DriverCall, plan_driver_call
+
+_runtime = knobs.runtime
+
 
 def ceil_div(total: int, size: int) -> int:
     """Divide and round up.
@@ -31,23 +35,20 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def is_current_device(x: Tensor) -> bool:
-    """Return whether the tensor is on the current device, where Triton launches."""
-    # torch.cuda.current_device would first check that CUDA is initialised. A CUDA tensor shows that it is.
-    return not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
-
-
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the tensor's device the current one, where it is not."""
-    return contextlib.nullcontext() if is_current_device(x) else torch.cuda.device(x.device)
+    """Make the tensor's device the current one, where Triton launches; nothing to do if it is."""
+    # torch.cuda.current_device would first check that CUDA is initialised. A CUDA tensor shows that it is.
+    if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
 
 
 def run_on(x: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function with the tensor's device as the current one; without a context manager where it is already."""
-    if is_current_device(x):
-        return function(*arguments)
-    with torch.cuda.device(x.device):
-        return function(*arguments)
+    if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(x.device):
+            return function(*arguments)
+    return function(*arguments)
 
 
 # CUDA 12.3 is the first driver whose graphs may contain launches that overlap (programmatic dependent launch).
@@ -96,10 +97,10 @@ class Launch:
     them.
     It belongs to one device, which must be the current one at every call.
 
-    From the second call on it calls the compiled kernel directly, for two reasons. Triton's look-up by type, alignment
-    and value of every argument takes longer than the rest of the launch. It is not needed, because only calls that
-    agree in all of these share a `Launch`. And `compiled[grid]` makes a record for hooks even if none are set, and asks
-    the driver whether each tensor is in GPU memory. The rules of the backend have checked that already.
+    From the second call on it skips Triton's look-up by type, alignment and value of every argument, which takes longer
+    than the rest of the launch. The look-up is not needed, because only calls that agree in all of these share a
+    `Launch`. On NVIDIA GPUs it calls the driver (`plan_driver_call`). Elsewhere it calls the compiled kernel on
+    addresses: for a tensor the kernel would ask where it lies, which the rules of the backend have checked already.
     """
 
     def __init__(
@@ -115,40 +116,52 @@ class Launch:
         self.descriptors = tuple(descriptors)
         self.compiled: Any = None  # stays so in the interpreter, which compiles nothing
         self.device = 0
+        self.by_driver: DriverCall | None = None
         # The compiled kernel and the functions of the driver that a launch without descriptors calls, looked up once.
         self.at_once: tuple[Any, ...] | None = None
 
     def __call__(self, *tensors: Tensor | int | None) -> None:
-        if self.at_once is None or _hooks_are_set():
+        by_driver, enter, leave = self.by_driver, _runtime.launch_enter_hook, _runtime.launch_exit_hook
+        # A hook, for example of a profiler, wants to see launches by Triton. Without hooks there is None, or an empty
+        # chain.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self.at_once is None:
             self._launch_by_triton(tensors)
             return
         run, stream_of, function, metadata = self.at_once
-        addresses = [None if x is None else x.data_ptr() for x in tensors]  # type: ignore[union-attr]
-        run(*self.grid, stream_of(self.device), function, metadata, None, None, None, *addresses, *self.rest)
+        stream = stream_of(self.device)
+        if by_driver is None:
+            addresses = [None if x is None else x.data_ptr() for x in tensors]  # type: ignore[union-attr]
+            run(*self.grid, stream, function, metadata, None, None, None, *addresses, *self.rest)
+            return
+        launch, kernel, fill, place, blocks, make = by_driver
+        try:
+            block = blocks.pop()
+        except IndexError:
+            block = make()
+        buffer, config, parameters = block
+        fill(buffer, place, stream, *[x.data_ptr() for x in tensors if x is not None])  # type: ignore[union-attr]
+        status = launch(config, kernel, parameters, None)
+        blocks.append(block)
+        if status != 0:  # a thread without a context, or an error, which Triton puts into words
+            self._launch_by_triton(tensors)
 
     def _launch_by_triton(self, tensors: Sequence[Tensor | int | None]) -> None:
         arguments: list[Any] = [*tensors]
         for slot, shape, strides, block in self.descriptors:
             arguments[slot] = TensorDescriptor(arguments[slot], shape, strides, block)
+        arguments += self.rest
         if self.compiled is not None:
-            self.compiled[self.grid](*arguments, *self.rest)
+            self.compiled[self.grid](*arguments)
             return
-        self.compiled = self.kernel[self.grid](*arguments, *self.rest, **self.options)
+        self.compiled = self.kernel[self.grid](*arguments, **self.options)
         if self.compiled is not None:
             active, compiled = driver.active, self.compiled
             self.device = active.get_current_device()
             if not self.descriptors and not self.kernel.do_not_specialize:
                 run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
                 self.at_once = run, active.get_current_stream, function, metadata
-
-
-def _hooks_are_set() -> bool:
-    """Return whether a hook, for example of a profiler, wants to see launches; an empty chain of hooks does not."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if enter is not None and getattr(enter, "calls", True):
-        return True
-    return leave is not None and bool(getattr(leave, "calls", True))
+                if active.get_current_target().backend == "cuda":
+                    self.by_driver = plan_driver_call(compiled, self.kernel.arg_names, arguments, self.grid)
 
 
 _launches: Remembered[Launch] = Remembered(4096)

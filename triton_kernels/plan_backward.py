@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, query_gradient
+from flash_dmattn.gradients import key_gradient, new_like, query_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
 from flash_dmattn.problem.inputs import Saved
 from flash_dmattn.reference.sinks import row_delta, sink_gradient
@@ -68,7 +68,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         product_of = plan_product(call, bias) if need_q and product and bias is not None else None
     bias_of = plan_bias(call, dout, bias) if per_score and not stored and bias is not None else None
     diagonals_of = plan_diagonals(call, dout, bias) if by_distance and not by_query and bias is not None else None
-    has_few_keys = call.has_few_keys
+    has_few_keys, new_q = call.has_few_keys, new_like(call.q.shape, call.q.stride())
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
         (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
@@ -83,7 +83,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         if keys_of is not None:
             dk, dv, dbias = keys_of(read, mask, read_sink, dropout)
         if queries_of is not None:
-            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            dq = new_q(q)
             queries_of(read, mask, read_sink, None, dropout, dq)
         elif product_of is not None:
             dq = product_of(q, k, dbias, mask)
@@ -210,31 +210,33 @@ def plan_keys(
     gather = Launch(backward_gather_kernel, programs, rest)
     # Keys that a key mask drops have zero gradients. Without parts no kernel writes these, and no kernel ever writes
     # their columns of a dbias of scores, so both begin as zeros.
-    empty = torch.zeros if has_key_mask and not adds_parts else torch.empty
-    empty_scores = torch.zeros if has_key_mask else torch.empty
+    zeros = has_key_mask and not adds_parts
+    new_sums = torch.zeros if zeros else torch.empty
+    new_k, new_v = (new_like(x.shape, x.stride(), zeros) for x in (call.k, call.v))
+    new_bias = None
+    if bias is not None and (stored or by_query):
+        new_bias = new_like(bias.shape, bias.stride(), by_query or has_key_mask)
 
     def run(
         read: tuple[Any, ...], mask: MaskView, sink: Tensor | None, dropout: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         _, k, v, bias = read[:4]
-        dk = empty(k.shape, dtype=k.dtype, device=k.device) if need_k else None
-        dv = empty(v.shape, dtype=v.dtype, device=v.device) if need_v else None
-        dbias = empty_scores(bias.shape, dtype=bias.dtype, device=k.device) if stored else None
-        if by_query:
-            dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=k.device)
+        dk = new_k(k) if need_k else None
+        dv = new_v(v) if need_v else None
+        dbias = new_bias(bias) if new_bias is not None else None
         sums = ends = None
         if has_ends:
             ends = torch.zeros((2, shape.batch, owners, grid_tiles * tile.block_n), device=k.device)
         if per_key:
-            sums = empty((shape.batch, owners, shape.seqlen_k), dtype=torch.float32, device=k.device)
+            sums = new_sums((shape.batch, owners, shape.seqlen_k), dtype=torch.float32, device=k.device)
         if adds_parts:
             dims = (shape.head_dim if need_k else 0, shape.head_dim_v if need_v else 0, 1 if per_key else 0)
             pieces = [torch.empty(num_parts * n, dtype=torch.float32, device=k.device) if n else None for n in dims]
-            made = (*pieces[:2], dbias if stored or by_query else ends if has_ends else pieces[2])
+            made = (*pieces[:2], dbias if new_bias is not None else ends if has_ends else pieces[2])
             launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout, None)
             gather(*pieces, *read_of(mask), dk, dv, sums)
         else:
-            made = (dk, dv, dbias if stored or by_query else ends if has_ends else sums)
+            made = (dk, dv, dbias if new_bias is not None else ends if has_ends else sums)
             launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout, None)
         if ends is not None:
             dbias = ends.sum(3).permute(1, 2, 0)
@@ -300,8 +302,10 @@ def plan_product(call: Call, like: Tensor) -> Callable[..., Tensor]:
         WIDE=call.wide(call.k),
     )
 
+    new_q = new_like(call.q.shape, call.q.stride())
+
     def run(q: Tensor, k: Tensor, dbias: Tensor, mask: MaskView) -> Tensor:
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dq = new_q(q)
         launch(k, dbias, *(read_of(mask) if mask_kind == TILES.value else (None, None)), dq)
         return dq
 
@@ -341,12 +345,12 @@ def plan_bias(call: Call, dout: Tensor, bias: Tensor) -> Callable[..., Tensor]:
         SEARCH=search,
     )
     add, empty = plan_sum(slots, bias), torch.zeros if packs_rows else torch.empty
+    new_bias = new_like(bias.shape, bias.stride(), packs_rows)
 
     def run(
         read: tuple[Any, ...], mask: MaskView, sink: Tensor | None, bounds: Tensor | None, dropout: Tensor | None
     ) -> Tensor:
-        bias = read[3]
-        dbias = empty(bias.shape, dtype=bias.dtype, device=bias.device)
+        dbias = new_bias(read[3])
         sums = empty_slots(slots, dbias, empty)
         launch(*read, *read_of(mask), classes_of(mask), sums, sink, bounds, dropout)
         add(sums, dbias)

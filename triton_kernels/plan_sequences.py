@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, sequence_query_gradient
+from flash_dmattn.gradients import key_gradient, new_like, sequence_query_gradient
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView, bias_class
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference.sinks import row_delta, sink_gradient
@@ -308,6 +308,7 @@ def plan_backward(
             queries_of = plan_queries(call, dout)
     bias_of = plan_bias(call, dout, bias) if shared and bias is not None else None
     fill_q, num_heads_k = call.plan_fill(call.q.shape, 0), call.num_heads_k
+    new_q = new_like(call.q.shape, call.q.stride())
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
         (q, k, v, mask, bias, sink, sequences, dropout), out, lse = saved
@@ -318,7 +319,7 @@ def plan_backward(
         if pairs_of is not None:
             dq, dk, dv, dbias = pairs_of(read, mask, sequences.bounds, dropout)
         elif need_q:
-            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            dq = new_q(q)
         if keys_of is not None:
             dk, dv, dbias = keys_of(read, mask, sequences.bounds, dropout, dq if one_pass else None)
         if sums_of is not None:
@@ -395,14 +396,15 @@ def _plan_keys(
     fill_k, fill_v = call.plan_fill(call.k.shape, 2), call.plan_fill(call.v.shape, 2)
     entries = 1 if flags.bias_packing == "keys" else call.number
     num_heads_k, dbias_keys = call.num_heads_k, call.layout.dbias_keys
+    new_k, new_v = (new_like(x.shape, x.stride()) for x in (call.k, call.v))
 
     def run(
         operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None, dq: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         _, k, v, bias = operands[:4]
         assert k is not None and v is not None
-        dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if need_k else None
-        dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_v else None
+        dk = new_k(k) if need_k else None
+        dv = new_v(v) if need_v else None
         made = None
         if per_key:
             made = torch.zeros((entries, owners, dbias_keys), dtype=torch.float32, device=k.device)

@@ -15,7 +15,7 @@ from .kernel_launch import Launch, on_device
 from .plan import Call, read_of, row_strides
 from .tangents import tangents_kernel
 from .tile_ops import LOG2E
-from .tile_table import READ_BY_SCORE, tangents_tile
+from .tile_table import READ_BY_SCORE, Tile, tangents_tile
 
 # The place of tq among the kernel's arguments; tk, tv and the tangent of the bias follow.
 _FIRST_TANGENT = 4
@@ -43,8 +43,9 @@ def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
     block_d, by_pointers = max(call.block_d, call.block_dv), _reads_scores_by_pointers(call, own)
     shape, tile = call.shape, tangents_tile(x.q.dtype, block_d, call.arch, by_pointers)
     tiles, search = call.tiles_of_queries(tile.block_m)
-    tma, bias_tma, descriptors = call.key_descriptors(tile)
-    own_tma, tbias_tma, own_descriptors = own.key_descriptors(tile)
+    parts = column_parts(call, tile)
+    tma, bias_tma, descriptors = call.key_descriptors(tile, parts)
+    own_tma, tbias_tma, own_descriptors = own.key_descriptors(tile, parts)
     if not (tma and own_tma):
         tma = bias_tma = tbias_tma = False
         descriptors = own_descriptors = []
@@ -52,7 +53,7 @@ def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
     own_descriptors = [d._replace(slot=d.slot + _FIRST_TANGENT) for d in own_descriptors if present[d.slot]]
     return call.launch(
         tangents_kernel,
-        tiles * shape.num_heads,
+        tiles * shape.num_heads * parts,
         tile,
         [*descriptors, *own_descriptors],
         **row_strides(tq=own.q, tk=own.k, tv=own.v),
@@ -75,8 +76,15 @@ def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
         HAS_TSINK=present[4],
         SEARCH=search,
         SIDE_BY_SIDE=entries_side_by_side(call),
+        COLUMN_PARTS=parts,
+        BLOCK_DV=call.block_dv // parts,
         PAGE=0 if flags.sequences is None or not flags.sequences.has_pages else max(1, x.k.shape[1]),
     )
+
+
+def column_parts(call: Call, tile: Tile) -> int:
+    """Return how many programs share the columns of v and of out: a thread has room for 128 sums of both."""
+    return max(1, 2 * tile.block_m * call.block_dv // (128 * 32 * tile.num_warps))
 
 
 def entries_side_by_side(call: Call) -> int:

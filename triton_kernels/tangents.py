@@ -47,15 +47,16 @@ from .tree_mask import keys_of_trees
 def load_keys(
     x, table, layout, strides, b, h, place, keys, num_keys, dims, num_dims,
     SEQUENCES: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
-    WIDE: tl.constexpr, CHECK_KEYS: tl.constexpr, PAD: tl.constexpr,
+    WIDE: tl.constexpr, CHECK_KEYS: tl.constexpr, PAD: tl.constexpr, column=0,
 ):  # fmt: skip
     """Load the rows of a block of keys, wherever they lie."""
     if SEQUENCES == PAGED or SEQUENCES == PAGED_PACKED:
         return load_pages(x, table, layout, strides, h, place, keys, num_keys, dims, num_dims, PAGE, BLOCK_N, PAD)
     else:
         return load_tile(
-            x, strides, b, h, place, keys, num_keys, dims, num_dims, BLOCK_N, BLOCK_D, TMA, WIDE, CHECK_KEYS, PAD
-        )
+            x, strides, b, h, place, keys, num_keys, dims, num_dims,
+            BLOCK_N, BLOCK_D, TMA, WIDE, CHECK_KEYS, PAD, column,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -124,11 +125,13 @@ def tangents_kernel(
     SEARCH: tl.constexpr,
     PAGE: tl.constexpr,
     SIDE_BY_SIDE: tl.constexpr,
+    COLUMN_PARTS: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     """Compute out, lse and their tangents of one tile of queries.
 
     Programs of SIDE_BY_SIDE entries of the batch follow each other, tile by tile, to read the same bias.
+    With COLUMN_PARTS above 1 so many programs compute the same scores, and each has BLOCK_DV columns of v and of out.
 
     out and tout (B, Lq, Hq, Dv), lse and tlse (B, Hq, Lq) are contiguous. `scale` is as for the forward kernel, and
     `tangent_scale` is |softmax_scale| * log2(e). Masks, sequences and dropout are as for the forward kernel.
@@ -137,7 +140,8 @@ def tangents_kernel(
     tangent_scale = tl.cast(tangent_scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     MOVES_SCORES: tl.constexpr = HAS_TQ or HAS_TK or TBIAS != NO_BIAS
-    program = tl.program_id(0)
+    program = tl.program_id(0) // COLUMN_PARTS
+    column = tl.program_id(0) % COLUMN_PARTS * BLOCK_DV
     if SEQUENCES == NO_SEQUENCES:
         tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
         side = program % SIDE_BY_SIDE
@@ -191,7 +195,7 @@ def tangents_kernel(
     last = tl.minimum(first + BLOCK_M, shape.seqlen_q) - 1
     rows = first + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
+    dims_v = column + tl.arange(0, BLOCK_DV)
     q_tile = load_tile(
         q, q_strides, b_q, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
         BLOCK_M, BLOCK_D, False, True, True, PAD_D,
@@ -277,7 +281,7 @@ def tangents_kernel(
                 total = total * rescale + tl.sum(p * ts, 1)
                 new_mean = total / tl.where(row_sum > 0, row_sum, 1.0)
                 lift = (mean - new_mean) * LN2
-                ts = (ts - new_mean[:, None]) * LN2
+                ts = ts * LN2 - (new_mean * LN2)[:, None]
                 mean = new_mean
             acc_o = acc_o * rescale[:, None]
             acc_t = acc_t * rescale[:, None]
@@ -288,7 +292,7 @@ def tangents_kernel(
                 p = tl.where(kept, p, 0.0)
             v_tile = load_keys(
                 v, table, layout, v_strides, b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
+                SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV, column,
             )  # fmt: skip
             if MOVES_SCORES:
                 acc_t = tl.dot((p * ts).to(v_tile.dtype), v_tile, acc_t, input_precision=PRECISION)
@@ -297,7 +301,7 @@ def tangents_kernel(
             if HAS_TV:
                 tv_tile = load_keys(
                     tv, table, layout, tv_strides, b_k, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
-                    SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
+                    SEQUENCES, PAGE, BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV, column,
                 )  # fmt: skip
                 acc_t = tl.dot(weights, tv_tile, acc_t, input_precision=PRECISION)
 
@@ -323,5 +327,6 @@ def tangents_kernel(
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     tl.store(out + line, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     tl.store(tout + line, (acc_t / total[:, None]).to(tout.dtype.element_ty), mask=stored)
+    row_ok = row_ok & (column == 0)  # one of the parts stores what all have
     tl.store(lse + statistics + rows, natural, mask=row_ok)
     tl.store(tlse + statistics + rows, mean, mask=row_ok)

@@ -85,7 +85,7 @@ def build(inputs: Inputs, mode: Mode, options: dict[str, int]) -> Bound:
         if not torch.is_grad_enabled():  # else it refuses on CPU, where it has no backward pass
             q, k, v = (x.detach() for x in (q, k, v))
             bias = None if bias is None else bias.detach()
-        if bias is not None and bias.shape[2] == 1:
+        if bias is not None and (bias.dim() == 3 or bias.shape[2] == 1):
             bias = bias.float()  # its gradient is added up over all queries in its own dtype
         result = compiled(q, k, v, bias, beforehand if mode.prepared else make_block_mask())
         if not mode.with_lse:
@@ -107,14 +107,18 @@ def attention(
     """`flex_attention` of (q, k, v, bias, block_mask), heads before lengths, the bias captured by its score_mod."""
     from torch.nn.attention import flex_attention as torch_flex
 
-    dims = None if bias_shape is None else _dims(bias_shape)
+    dims = None if bias_shape is None else _dims(bias_shape if len(bias_shape) == 4 else (*bias_shape, 1))
     per_query_head = bias_shape is None or bias_shape[1] == heads
     attend: Any = torch_flex.flex_attention
 
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block_mask: BlockMask | None) -> Any:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             assert bias is not None and dims is not None
-            return score + bias[_places(dims, b, h if per_query_head else h // group, i, j)]
+            head = h if per_query_head else h // group
+            if bias.dim() == 3:  # by distance
+                reach = bias.shape[2] // 2
+                return score + bias[b * 0, head, torch.clamp(j - i, -reach, reach) + reach]
+            return score + bias[_places(dims, b, head, i, j)]
 
         added = None if bias is None else score_mod
         return attend(

@@ -56,7 +56,8 @@ def bind(name: str, inputs: Inputs, mode: Mode) -> Bound:
 
     A backend that takes the lists of a mask gets these as its prepared mask.
     """
-    q, k, v, _, mask, bias, is_causal = inputs[:7]
+    q, k, v, _, mask, _, is_causal = inputs[:7]
+    bias = inputs.passed_bias
     seqlen_q, seqlen_k = inputs.lengths
     passed: torch.Tensor | masks.PreparedMask | None = mask
     if mode.prepared and inputs.lists is not None and _takes_lists(name, inputs):

@@ -56,7 +56,9 @@ def bind(inputs: Inputs, mode: Mode) -> Bound:
 
 
 def needs(case: Case, device: torch.device) -> Needs:
-    """It takes every case; what it gets wrong shows when it is checked."""
+    """It takes every tensor of a bias; what it gets wrong shows when it is checked."""
+    if case.bias == "hd":
+        return Needs("a bias by distance would be a tensor of all scores")
     return Needs(lse_refusal="it is not returned")
 
 

@@ -38,6 +38,8 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
     """The one kernel that takes no tensor to add, and the one whose matrices would not fit; the rest shows when run."""
     if name == "sdpa-flash" and device.type == "cuda" and folds(case):
         return Needs("the kernel takes neither mask nor bias")
+    if case.bias == "hd":
+        return Needs("a bias by distance would be a tensor of all scores")
     scores = 4 * case.batch * case.heads * case.seqlen_q * case.seqlen
     if name == "sdpa-math" and scores > MATRIX_BYTES:
         return Needs(f"a matrix of scores takes {scores / 2**30:.0f} GiB")

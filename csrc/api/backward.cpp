@@ -185,11 +185,12 @@ void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k
                      std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
                      std::optional<Tensor> dbias, std::optional<Tensor> dbias_sums, std::optional<Tensor> delta,
                      int64_t low, int64_t high, double softmax_scale, double softcap, bool deterministic,
-                     int64_t num_dbias_chunks, std::optional<Tensor> dropout_key, double dropout_p) {
+                     int64_t num_dbias_chunks, std::optional<Tensor> dropout_key, double dropout_p, int64_t outside,
+                     int64_t zero) {
   const BackwardArguments arguments{"cuda_backward_kernel", dout, dlse, q, k, v, bias, out, lse, dq, dk, dv, dbias,
                                     dbias_sums, delta, softmax_scale, num_dbias_chunks, nullptr, std::move(mask),
                                     std::move(key_order), low, high, softcap, deterministic, std::move(dropout_key),
-                                    dropout_p};
+                                    dropout_p, outside, zero};
   BackwardPass{arguments}.run();
 }
 
@@ -229,7 +230,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
       "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? key_order, "
       "Tensor? bias, Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "
       "Tensor(e!)? dbias_sums, Tensor(f!)? delta, int low, int high, float softmax_scale, float softcap, "
-      "bool deterministic, int num_dbias_chunks, Tensor? dropout_key, float dropout_p) -> ()");
+      "bool deterministic, int num_dbias_chunks, Tensor? dropout_key, float dropout_p, int outside, int zero) -> ()");
   m.def(
       "cuda_backward_sequences(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? bias, "
       "Tensor out, Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, "

@@ -57,6 +57,7 @@ struct BackwardArguments {
   bool deterministic = false;
   std::optional<Tensor> dropout_key{};
   double dropout_p = 0;
+  int64_t outside = 0, zero = 0;  // as in the forward operator
 };
 
 struct BackwardPass {
@@ -103,7 +104,10 @@ struct BackwardPass {
   void describe_bias();
   void describe_scores();
   void describe_operands();
-  bool has_bias_tiles() const { return bias_form != BackwardBias::kNone && bias_form != BackwardBias::kVector; }
+  bool has_bias_tiles() const {
+    return bias_form == BackwardBias::kTile || bias_form == BackwardBias::kTileStore ||
+           bias_form == BackwardBias::kTileSum;
+  }
 
   // backward_scratch.cpp: how blocks share the work, and the memory that they need for it.
   struct Layout;

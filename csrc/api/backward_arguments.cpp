@@ -39,7 +39,17 @@ void BackwardPass::check_arguments() {
   }
   describe_rows();
   mask_form = checked_mask_form(op, args.mask, true, sizes, args.q);
-  if (args.bias.has_value() && sequences == nullptr) check_bias(op, *args.bias, sizes, args.q);
+  if (args.outside != kNotByDistance) {
+    set_distances(op, args.bias, args.outside, args.zero, sizes, args.q, params);
+    CHECK_FOR(op, has_relative_kernels(static_cast<int>(kernels.head_dim), static_cast<int>(kernels.head_dim_v)),
+              "there are no kernels with a bias by distance of head dims ", kernels.head_dim, " and ",
+              kernels.head_dim_v, " (v)");
+    CHECK_FOR(op, !(args.dbias.has_value() || args.dbias_sums.has_value()), "a bias by distance has no dbias here");
+    CHECK_FOR(op, args.softcap <= 0 && !args.dropout_key.has_value() && mask_form != MaskForm::kIntervals,
+              "there is no kernel with a bias by distance beside a softcap, dropout or intervals");
+  } else if (args.bias.has_value() && sequences == nullptr) {
+    check_bias(op, *args.bias, sizes, args.q);
+  }
   check_dbias();
 }
 
@@ -99,7 +109,9 @@ void BackwardPass::describe_bias() {
   if (!args.bias.has_value()) return;
   const Tensor& bias = *args.bias;
   const bool is_per_score = !is_broadcast(bias, 2) && !is_broadcast(bias, 3);
-  if (args.dbias_sums.has_value()) {
+  if (args.outside != kNotByDistance) {
+    bias_form = BackwardBias::kRelative;
+  } else if (args.dbias_sums.has_value()) {
     CHECK_FOR(op, is_broadcast(bias, 2), "dbias_sums are of a bias of one value per key, and bias has one per query");
     bias_form = BackwardBias::kVector;
   } else if (!is_per_score) {

@@ -17,7 +17,6 @@ from ..masks import PreparedMask
 from ..masks.arguments import integer
 from ..problem import AttentionProblem, NeedsGrad, Numbers, as_scores, check_flag, dtype_name, unpacked_spec
 from ..remembered import Remembered
-from ..sequences.padding import is_nested
 from ..validation import describe, follow_autocast
 from .exchange import CLEAR_SHARE, HeadTrade, Route, length_of, runs_read, share_moved, sum_dtype, sum_gradient
 from .group import Members, Shared, check_layout
@@ -174,7 +173,7 @@ class Request(NamedTuple):
             raise ValueError(f"dropout_p is {self.numbers.dropout_p!r}; context_parallel_attention has no dropout")
         check_flag("reduce_bias_grad", self.reduce_bias_grad)
         refuse_by_distance(self.bias, "of ranks that share a sequence")
-        if is_nested(q):
+        if isinstance(q, Tensor) and q.is_nested:
             raise ValueError(
                 "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
             )

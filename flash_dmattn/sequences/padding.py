@@ -132,8 +132,3 @@ class Jagged:
         like = self._like
         nested: Tensor = torch.nested.nested_tensor_from_jagged(values, like.offsets(), like.lengths())
         return nested
-
-
-def is_nested(x: object) -> bool:
-    """Tell whether an argument is a nested tensor."""
-    return isinstance(x, Tensor) and x.is_nested

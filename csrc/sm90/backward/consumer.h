@@ -173,6 +173,33 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     pipe.advance();
   }
 
+  // finish_scores with a bias by distance. The thread's second key, 8 behind its first, has the distances of 8 queries
+  // before.
+  __device__ __forceinline__ void finish_with_distances(Scores& scores, int stage, BiasPipe& pipe) {
+    const float scale = p.softmax_scale * kLog2e;
+    const float* lse = shared.lse[stage] + 2 * (lane % 4);
+    const int place = Traits::kBlockN - 1 - this->key_of_block(1) + 2 * (lane % 4);
+    const float* values = reinterpret_cast<const float*>(shared.bias[pipe.stage]) +
+                          pair_of_distances(place, Traits::kSecondCopy);
+    barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
+    float2 pairs[2];
+    pairs[1] = *reinterpret_cast<const float2*>(values);
+#pragma unroll
+    for (int c = 0; c < kBlockM / 8; ++c) {
+      pairs[0] = *reinterpret_cast<const float2*>(values + 8 * (c + 1));
+      const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * c);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float* two = &scores[4 * c + 2 * r];
+        two[0] = fmaf(two[0], scale, pairs[r].x - pair.x);
+        two[1] = fmaf(two[1], scale, pairs[r].y - pair.y);
+      }
+      pairs[1] = pairs[0];
+    }
+    barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
+    pipe.advance();
+  }
+
   // Makes the warp's writes visible to wgmma and TMA, and signals them.
   __device__ __forceinline__ void signal_ds(const DsPipe& pipe) {
     fence_proxy_async_shared();
@@ -301,6 +328,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     this->start_dp(dp, stage, kKeyTile);
     if constexpr (Traits::kHasBiasTiles) {
       finish_with_bias(scores, stage, pipes.bias);
+    } else if constexpr (Traits::kIsRelative) {
+      finish_with_distances(scores, stage, pipes.bias);
     } else {
       this->finish_scores(scores, stage, {});
     }

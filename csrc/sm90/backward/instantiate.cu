@@ -31,6 +31,15 @@ cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FL
       return launch_backward_kernel<Traits>(params, blocks, stream);
     });
   }
+  if constexpr (has_relative_kernels(kD, kDv)) {
+    if (bias == BackwardBias::kRelative) {
+      return with_bool(mask != MaskForm::kNone, [&](auto has_mask) {
+        constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;
+        using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kRelative, kMask, false>;
+        return launch_backward_kernel<Traits>(params, blocks, stream);
+      });
+    }
+  }
   if constexpr (has_dropout_kernels(kD, kDv)) {
     if (params.dropout.key != nullptr) {
       return with_backward_form(bias, mask, [&](auto form, auto mask_form) {

@@ -17,7 +17,8 @@ enum class BackwardBias {
   kTile,       // one value per query and key, in the dtype of q, loaded by TMA; dbias is not stored
   kTileStore,  // the same; dbias, one per query head, is stored as tiles in the dtype of q
   kTileSum,    // the same; dbias is summed over the batch by the blocks of a cluster, and stored
-  kVector      // one value per key, of any dtype and stride
+  kVector,     // one value per key, of any dtype and stride
+  kRelative    // one value per distance of key and query, of any dtype and stride; dvalues are not computed
 };
 
 // The widest rows of out and dout that the kernel of the rows can read.

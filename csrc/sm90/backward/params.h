@@ -77,6 +77,8 @@ struct BackwardParams : AttentionSizes {
   SequenceParams sequences;  // as in ForwardParams
 
   DropoutParams dropout;
+
+  Distances distances;  // for BackwardBias::kRelative
 };
 
 // For a fixed order of additions: column lists whose query tiles ascend. Written before the backward kernel.

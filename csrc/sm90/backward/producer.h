@@ -154,6 +154,32 @@ __device__ __forceinline__ void load_bias(const BackwardParams& p, Storage& shar
   }
 }
 
+// Supplies the values by distance of each query block, as one warp, in units of log2. They descend, because rows of scores
+// are keys.
+template <class Traits, class Storage>
+__device__ __forceinline__ void supply_distances(const BackwardParams& p, Storage& shared) {
+  PipelineState<Traits::kBiasStages> pipe;
+  PipelineState<2> pipe_work;
+  for (;;) {
+    const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
+    if (!item.is_valid) return;
+#pragma unroll 1
+    for (int step = 0; step < item.walk.steps; ++step) {
+      bool needs_mask;
+      const int first_row = item.walk.at(step, needs_mask) * Traits::kBlockM;
+      const int last = p.distances.origin + (item.block_k + 1) * Traits::kBlockN - 1 - first_row;
+      barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
+      float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);
+      with_bias(p, item, [&](auto bias) {
+        write_distances<-1>(to, Traits::kSecondCopy, p.distances, last, Traits::kDistances, kLog2e, bias);
+      });
+      barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
+      pipe.advance();
+    }
+    release_work_tile(shared, pipe_work);
+  }
+}
+
 // Stores dbias of each query block, as one warp: ds as the consumers leave it in shared memory, or dbias where it has
 // overwritten the bias.
 template <class Traits, class Storage>

@@ -11,6 +11,7 @@ struct BackwardRoles : KernelRoles {
   using Traits = T;
   using Storage = S;
   static constexpr bool kSharesMemory = Traits::kSumsDbias;
+  static constexpr bool kIsRelative = Traits::kBias == BackwardBias::kRelative;
 
   __device__ __forceinline__ static bool has_adding_warp(const BackwardParams& p) {
     return Traits::kTurnsDq || p.dq_semaphore != nullptr;
@@ -28,7 +29,7 @@ struct BackwardRoles : KernelRoles {
     init_barriers(shared.ds_full, kWarpgroup * Traits::kDsWriters);
     init_barriers(shared.ds_empty,
                   kConsumers + kWarp * ((Traits::kStoresDbias && !Traits::kReplacesBias) + blocks));
-    init_barriers(shared.bias_full, 1);
+    init_barriers(shared.bias_full, kIsRelative ? kWarp : 1);
     // If dbias overwrites the bias, the last reader of the stage is the warp that stores dbias.
     init_barriers(shared.bias_empty, Traits::kReplacesBias ? kWarp : kWarpgroup * Traits::kBiasReaders);
     if constexpr (Traits::kTurnsDq) {
@@ -36,7 +37,7 @@ struct BackwardRoles : KernelRoles {
       init_barriers(shared.dq_empty, kWarp);
     }
     init_barriers(shared.work_full, 1);
-    const int helpers = Traits::kHasBiasTiles + Traits::kStoresDbias + has_adding_warp(p);
+    const int helpers = Traits::kHasBiasTiles + kIsRelative + Traits::kStoresDbias + has_adding_warp(p);
     init_barriers(shared.work_empty, kConsumers + kWarp * (helpers + Traits::kSumsDbias) +
                                          kWarpgroup * Traits::kSumsDbias);
     if constexpr (Traits::kSumsDbias) {
@@ -57,6 +58,8 @@ struct BackwardRoles : KernelRoles {
       if (threadIdx.x == 0) load_operands<Traits>(p, shared);
     } else if (Traits::kHasBiasTiles && warp == 1) {
       load_bias<Traits>(p, shared);
+    } else if (kIsRelative && warp == 1) {
+      if constexpr (kIsRelative) supply_distances<Traits>(p, shared);
     } else if (Traits::kStoresDbias && warp == 2) {
       store_dbias<Traits>(p, shared);
     } else if (Traits::kSumsDbias && warp == 2) {

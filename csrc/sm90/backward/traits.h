@@ -16,6 +16,7 @@ struct BackwardTraits {
   static constexpr BackwardBias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = kBias == BackwardBias::kTileSum;
+  static constexpr bool kIsRelative = kBias == BackwardBias::kRelative;
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kStoresDbias || kSumsDbias;
   static constexpr bool kHasSoftcap = kSoftcap, kHasSequences = kOfSequences, kHasDropout = kDropout;
   // With a softcap ds as dq needs it includes the slope of tanh, and dbias does not. So dbias overwrites the bias in
@@ -40,7 +41,7 @@ struct BackwardTraits {
   // One stage of bias is better at D64 without a softcap too: q and dout queue behind it in TMA. With two key tiles,
   // each has a stage.
   static constexpr int kDsStages = kHasSoftcap ? 3 : kStages * kKeyTiles;
-  static constexpr int kBiasStages = kHasSoftcap || kD <= 64 ? kKeyTiles : kStages;
+  static constexpr int kBiasStages = (kHasSoftcap || kD <= 64) && !kIsRelative ? kKeyTiles : kStages;
   // Blocks of a cluster exchange ds of a tile at a time, or at D64 the slice of each consumer as soon as it is written.
   // Two stages for that fit.
   static constexpr int kDsSlices = kSumsDbias && kBlockM == 128 ? kConsumers : 1, kExchangeStages = 2;
@@ -54,7 +55,8 @@ struct BackwardTraits {
   static constexpr int kQueryBytes = kBlockM * kPanels * kRowBytes;
   static constexpr int kDoutBytes = kBlockM * kPanelsV * kRowBytes;
   static constexpr int kScoreBytes = kBlockM * kTile * 2;
-  static constexpr int kBiasBytes = kHasBiasTiles ? kScoreBytes : 16;
+  static constexpr int kDistances = kBlockM + kBlockN - 1, kSecondCopy = kBlockM + kBlockN + 16;  // as in ForwardTraits
+  static constexpr int kBiasBytes = kHasBiasTiles ? kScoreBytes : kIsRelative ? 2 * kSecondCopy * 4 : 16;
   static constexpr int kExchangeBytes = kSumsDbias ? kScoreBytes / kDsSlices : 16;
   static constexpr int kKeySums = kBias == BackwardBias::kVector ? 128 * kConsumers : 1;
 
@@ -78,6 +80,9 @@ struct BackwardTraits {
   static_assert(!kTurnsDq || (!kHasMask && kKeyTiles == 1 && !kHasSequences), "where dq may be turned");
   static_assert(kTurnsDq || kDqColumns <= kAccumColumns, "at most an accumulator tile");
   static_assert(!(kSumsDbias && kHasSoftcap), "ds has the slope of tanh, and dbias has not");
+  static_assert(!kIsRelative || (kSecondCopy % 32 == 16 && kKeyTiles == 1 && !kHasIntervals && !kHasSoftcap &&
+                                 !kHasSequences && !kHasDropout),
+                "where there are kernels with a bias by distance");
   static_assert(kKeyTiles == 1 || (!kSumsDbias && kBias != BackwardBias::kVector && !kHasMask && !kHasSoftcap),
                 "where there are kernels of two key tiles");
   static_assert(!kHasSequences || (kKeyTiles == 1 && !kSumsDbias && !kHasMask && !kHasSoftcap),

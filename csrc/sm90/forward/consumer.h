@@ -484,7 +484,7 @@ __device__ __forceinline__ uint32_t make_bias_offset(int group) {
   if constexpr (Traits::kIsRelative) {
     const int second_row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8;
     const int first = Traits::kBlockM - 1 - second_row + 2 * (lane % 4);
-    offset = 4 * (first % 2 == 0 ? first : Traits::kSecondCopy + first - 1);
+    offset = 4 * pair_of_distances(first, Traits::kSecondCopy);
   }
   asm volatile("" : "+r"(offset));  // else ptxas computes it again in each step
   return offset;

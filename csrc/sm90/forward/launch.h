@@ -24,11 +24,6 @@ constexpr bool has_one_row_kernels(Bias bias, MaskForm mask) {
   return mask == (bias == Bias::kTile ? MaskForm::kTiles : MaskForm::kIntervals);
 }
 
-// Whether there are kernels with a bias by distance: without intervals of a mask, dropout and sequences.
-constexpr bool has_relative_kernels(int head_dim, int head_dim_v) {
-  return head_dim == head_dim_v && (head_dim == 64 || head_dim == 128);
-}
-
 // The most consumers of a block that registers are left for. Each has 64 rows.
 constexpr int most_consumers(int head_dim, int head_dim_v, Bias bias, MaskForm mask) {
   if (bias == Bias::kStrided || head_dim > 64 || head_dim_v > 64) return 2;

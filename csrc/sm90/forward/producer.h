@@ -200,14 +200,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);
         with_bias(p, work, [&](auto bias) {
-#pragma unroll 4
-          for (int i = lane; i < count; i += 32) {
-            const int place = min(max(first + i, of.lowest), of.highest);
-            const bool has_value = place >= 0 && place < of.number;
-            const float value = has_value ? bias(0, place) * p.inverse_scale : 0.0f;
-            to[i] = value;
-            if (i > 0) to[Traits::kSecondCopy + i - 1] = value;
-          }
+          write_distances<1>(to, Traits::kSecondCopy, of, first, count, p.inverse_scale, bias);
         });
         barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
       } else {

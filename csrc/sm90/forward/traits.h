@@ -47,8 +47,8 @@ struct ForwardTraits {
   static constexpr int kKeyBytes = kBlockN * kPanels * kRowBytes;
   static constexpr int kValueBytes = kBlockN * kPanelsV * kRowBytes;
   static constexpr int kBiasTileBytes = kBlockM * kBlockN * 2;
-  // A bias by distance: the values of a tile's distances in fp32, and a second copy that begins with the second value, so
-  // that two neighbours start on 8 bytes in one of them. The copies lie in different halves of the banks.
+  // A bias by distance: the values of a tile's distances in fp32, twice (write_distances). The copies lie in different
+  // halves of the banks.
   static constexpr int kDistances = kBlockM + kBlockN - 1, kSecondCopy = kBlockM + kBlockN + 16;
   static constexpr int kBiasBytes = kBias == Bias::kTile     ? kBiasTileBytes
                                     : kBias == Bias::kVector ? kBlockN * 4

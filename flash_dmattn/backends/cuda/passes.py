@@ -61,8 +61,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
     one_mask_row = p.flags.one_mask_row and band is None
-    # Outside of its values a bias by distance has the first or the last (1), or zeros (2).
-    distances = {"": 0, "error": 1, "clamp": 1, "zero": 2}[p.flags.outside], p.flags.zero
+    distances = _distances(p)
     attend = kernels().attend
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
@@ -82,6 +81,11 @@ def _plan_attend(p: AttentionProblem) -> Attend:
         attend(q, k, v, walked, bias, sink, out, lse, *numbers)
 
     return run
+
+
+def _distances(p: AttentionProblem) -> tuple[int, int]:
+    """Return what a bias by distance has outside of its values, the first or the last (1) or 0 (2), and its zero."""
+    return {"": 0, "error": 1, "clamp": 1, "zero": 2}[p.flags.outside], p.flags.zero
 
 
 def _tile_reader(p: AttentionProblem) -> Callable[[MaskView], tuple[Tensor, Tensor, Tensor, Tensor | None]] | None:
@@ -177,7 +181,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     read_bias = bias_reader(p)
     low, high = make_band(p.seqlen_q, p.seqlen_k, p.window) or (-p.seqlen_q, p.seqlen_k)
     numbers = (low, high, p.softmax_scale, p.softcap, p.deterministic)
-    num_heads_k, repeat, dropout_p = p.num_heads_k, p.flags.bias_repeat, p.dropout_p
+    num_heads_k, repeat, dropout_p, distances = p.num_heads_k, p.flags.bias_repeat, p.dropout_p, _distances(p)
     differentiate = kernels().differentiate
 
     def run(
@@ -207,7 +211,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             dout = readable_rows(dout)
         q, k, v = read_rows(q, k, v)
         out, lse_read = out.contiguous(), lse.contiguous()
-        chunks = (NUM_DBIAS_CHUNKS, dropout, dropout_p)
+        chunks = (NUM_DBIAS_CHUNKS, dropout, dropout_p, *distances)
         walked: Sequence[Tensor] = ()
         if runs_kernel:
             order = by_place = None

@@ -217,11 +217,18 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "relative_gradients",
-        lambda p: p.relative is None,
+        lambda p: p.relative is None or not p.needs_grad.bias,
         lambda p: (
-            f"bias has {p.relative.shape[3] if p.relative else 0} values by distance; the backward kernels read a bias "
-            "per key, or per query and key"
+            f"the gradient of bias is needed, of {p.relative.shape[3] if p.relative else 0} values by distance; the "
+            "backward kernels read them alone"
         ),
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "relative_softcap",
+        lambda p: p.relative is None or p.softcap == 0,
+        lambda p: f"softcap is {p.softcap} and bias is by distance; no backward kernel has both",
         _PAIR,
         passes=("backward",),
     ),

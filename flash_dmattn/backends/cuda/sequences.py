@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...gradients import allocate_outputs, empty_gradient, key_gradient, sequence_query_gradient, zero_gradients
+from ...gradients import allocate_outputs, key_gradient, new_like, sequence_query_gradient, zero_gradients
 from ...problem import AttentionProblem, Gradients, Packing, SequenceSpec, fits_tma
 from ...problem.inputs import Inputs, Saved
 from ...reference.sinks import sink_gradient
@@ -51,7 +51,8 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
     assert spec is not None
     numbers = _numbers(p, spec)
     read_q, read_k, read_v = _readers(p)
-    new_q, new_k, new_v = (empty_gradient if needed else _no_gradient for needed in needs[:3])
+    sides = zip(_sides(p), needs, strict=False)
+    new_q, new_k, new_v = (new_like(*side[1:]) if needed else _no_gradient for side, needed in sides)
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
     runs_kernel = any(needs[:3]) or dbias_class in ("key", "score") or needs_delta
     most_k = spec.rows_k if flags.bias_packing == "keys" else min(p.seqlen_k, spec.rows_k)

@@ -67,7 +67,8 @@ def _plan_packed_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of packed sequences."""
     if not _has_packed_pairs(p):
         return lambda x: fill_empty(*empty_outputs(x.q, x.v), None)
-    (is_causal, numbers), longest = _band(p), (p.seqlen_q, p.seqlen_k)
+    # Told of one query each, the kernel takes row i for sequence i where query heads share a key head.
+    (is_causal, numbers), longest = _band(p), (max(p.seqlen_q, 2), p.seqlen_k)
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         edges_q, edges_k = _edges(x)

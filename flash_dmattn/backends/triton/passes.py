@@ -109,12 +109,12 @@ def plan_forward(p: AttentionProblem) -> Forward:
         return lists.plan_forward(p)
     if not has_pairs(p):
         return run_without_keys(p)
-    launch, flags, arrival, outputs, dtype = kernels(), p.flags, p.arrival, allocate_outputs(p), p.dtype
+    launch, flags, arrival, outputs = kernels(), p.flags, p.arrival, allocate_outputs(p)
     short = p.sequences is None and is_short(p, "forward")
     has_bounds = p.mask_form == "intervals" and not short
     groups = p.sequences is None and p.mask_form == "dense" and not short and has_group_rows(p)
     copies, plans, this = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
-    run_on, takes_tf32 = launch.run_on, launch.takes_tf32
+    run_on, is_fp32, takes_tf32 = launch.run_on, p.dtype == torch.float32, launch.takes_tf32
 
     def make_plan(x: Inputs) -> Callable[..., None]:
         rows = x.in_rows(arrival)
@@ -134,7 +134,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
             x = launch.readable(x)
         if groups and x.mask.dense is not None:
             x = x._replace(mask=launch.packed_for_forward(x.mask.dense, x.q, x.k, flags, True))
-        key = (this, x.q.get_device(), takes_tf32(dtype), *_places(x))
+        key = (this, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), *_places(x))
         plan = plans.get(key)
         if plan is None:
             plan = plans.keep(key, run_on(x.q, make_plan, x))
@@ -171,10 +171,10 @@ def plan_backward(p: AttentionProblem) -> Backward:
         return lists.plan_backward(p)
     if not has_pairs(p):
         return differentiate_without_keys(p)
-    launch, flags, arrival, needs_grad, dtype = kernels(), p.flags, p.arrival, p.needs_grad, p.dtype
-    has_bounds = p.mask_form == "intervals" and not is_short(p, "backward")
+    launch, flags, arrival, needs_grad = kernels(), p.flags, p.arrival, p.needs_grad
+    has_bounds, is_tree = p.mask_form == "intervals" and not is_short(p, "backward"), p.mask_form == "tree"
     copies, plans, this = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
-    run_on, takes_tf32, unit_rows = launch.run_on, launch.takes_tf32, launch.unit_rows
+    run_on, is_fp32, takes_tf32 = launch.run_on, p.dtype == torch.float32, launch.takes_tf32
 
     def make_plan(x: Inputs, dout: Tensor, dlse: Tensor | None) -> Callable[..., Gradients]:
         call = launch.planned_call(x.in_rows(arrival), flags)
@@ -184,7 +184,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         x, out, lse = saved
-        if x.mask.form == "tree":
+        if is_tree:
             x = x._replace(mask=_tiles_of_tree(p, x))
         if has_bounds:
             if has_order(p, x.mask):
@@ -195,13 +195,19 @@ def plan_backward(p: AttentionProblem) -> Backward:
             x = x._replace(mask=tiles_of_bounds(p, x.mask))
         if copies:
             x = launch.readable(x)
-        dout, out, lse = unit_rows(dout), out.contiguous(), lse.contiguous()
-        strides = dout.stride(), None if dlse is None else dlse.stride()
-        key = (this, x.q.get_device(), takes_tf32(dtype), strides, *_places(x, dout, dlse, out, lse))
+        if x is not saved.inputs or not (out.is_contiguous() and lse.is_contiguous()):
+            saved = Saved(x, out.contiguous(), lse.contiguous())
+        strides = dout.stride()
+        if strides[-1] != 1 and dout.shape[-1] != 1:
+            dout = dout.contiguous()
+            strides = dout.stride()
+        places = _places(x, dout, dlse, saved.out, saved.lse)
+        both = strides, None if dlse is None else dlse.stride()
+        key = (this, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), both, *places)
         plan = plans.get(key)
         if plan is None:
             plan = plans.keep(key, run_on(x.q, make_plan, x, dout, dlse))
-        gradients: Gradients = run_on(x.q, plan, Saved(x, out, lse), dout, dlse)
+        gradients: Gradients = run_on(x.q, plan, saved, dout, dlse)
         return gradients
 
     return backward
