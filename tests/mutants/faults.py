@@ -284,7 +284,7 @@ _PYTHON = (
         "triton_kernels/list_ops.py",
         " + tl.load(before + at, mask=key_ok, other=0)",
         "",
-        (_LIST_CALLS,),
+        (_LIST_EDGES.format("shares"),),
     ),
     Fault(
         "triton: dk of rows misses the scale",
