@@ -325,9 +325,6 @@ def packing_jobs(arch: str) -> list[Job]:
             scores = torch.empty(2, 4, 1, 2048, dtype=dtype, device="meta")
             key_pack.score_keys(scores, None)
             key_pack.score_keys(scores, torch.empty(2, 1, 1, 2048, dtype=torch.bool, device="meta"))
-        for columns in (2048, list_pack.MOST_KEYS):
-            rows = torch.empty(1, 1, 64, columns, dtype=torch.int32, device="meta")
-            list_pack.list_best(rows, rows[0, 0, :, 0], 512, 0, 512)
     return jobs
 
 
@@ -421,6 +418,9 @@ def list_jobs(arch: str, head_dim: int) -> list[Job]:
             plan_list_forward(call)(*lists, out, lse)
             needs = ListNeeds(True, True, v is not None, True, False)
             plan_list_backward(call, out, out, None, needs, {})(*lists, out, None, out, lse, None)
+        for columns in (2048, list_pack.MOST_KEYS):
+            rows = meta(1, 1, 64, columns, dtype=torch.int32)
+            list_pack.list_best(rows, rows[0, 0, :, 0], 512, 0, 512)
     return jobs
 
 

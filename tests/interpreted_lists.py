@@ -81,6 +81,7 @@ CASES: dict[str, dict[str, ListCase]] = {
     },
     "shares": {
         "single keys": SMALL.with_(sink=True, most=40, is_causal=False),
+        "places by several words": SMALL.with_(group=5, heads_k=1, seqlen_q=70, is_causal=False),
         "blocks, some shares empty": SMALL.with_(keys_each=16, most=9, seqlen_k=200, softcap=2.0),
         "wide heads": WIDE.with_(keys_each=16, most=6, seqlen_k=90),
     },

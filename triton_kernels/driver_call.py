@@ -13,11 +13,11 @@ from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
-# `CUlaunchConfig`: six sizes and the bytes of shared memory, then the stream, then attributes, of which there are none.
+# The parts of `CUlaunchConfig`: six sizes and the bytes of shared memory, the stream, and attributes, here none.
 _SIZES = struct.Struct("<7I4x")
 _STREAM = _SIZES.size
 _CONFIG = 56
-# What the metadata of a kernel says of arguments and attributes that only Triton's launcher passes.
+# Fields of a kernel's metadata, for arguments and attributes that only Triton's launcher passes.
 _EXTRAS = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
 
 
@@ -81,7 +81,7 @@ def plan_driver_call(
     num_pointers = len(passed) - len(numbers)
     pointers, others = count(_CONFIG, 8), count(_CONFIG + 8 * num_pointers, 8)
     places = [next(pointers if kind[0] == "*" else others) for kind, _ in passed]
-    # Behind its arguments a kernel may have two pointers to scratch memory, which is not there.
+    # A kernel may have two more pointers at the end, to scratch memory. It has none here.
     places += [next(others)] * 2
     sizes = _SIZES.pack(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared)
     template = b"".join([sizes, bytes(_CONFIG - _STREAM + 8 * num_pointers), *filter(None, numbers), bytes(8)])

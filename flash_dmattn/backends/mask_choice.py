@@ -139,20 +139,12 @@ def view_of(
 def plan_view(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Any], MaskView] | None:
     """Return what `view_of` does with the masks of a class of unwatched calls; None if it has to be asked each time."""
     if problem.mask_form == choice.form:
-        return _view_dense if choice.form == "dense" else _view_prepared
+        return (lambda mask: MaskView("dense", (mask,))) if choice.form == "dense" else (lambda mask: mask.view)
     if problem.mask_form != "dense" or choice.form not in ("tiles", "keys", "intervals"):
         return None
     from ..masks.prepared.operators import plan_prepare  # importing flash_dmattn does not need it
 
     return plan_prepare(problem.seqlen_q, problem.seqlen_k, problem.window, choice)
-
-
-def _view_dense(mask: Tensor) -> MaskView:
-    return MaskView("dense", (mask,))
-
-
-def _view_prepared(mask: PreparedMask) -> MaskView:
-    return mask.view
 
 
 def convert(

@@ -24,8 +24,8 @@ from .registry import on_change
 
 Strides = tuple[tuple[int, ...] | None, ...]
 
-# Planned passes, by backend, direction and problem. Plans with different keys share them, and so do operators that a
-# compiler calls.
+# Planned passes, by the function that plans them, backend and problem. Plans with different keys share them, and so do
+# operators that a compiler calls.
 _passes: Remembered[Any] = Remembered(4096)
 on_change.append(_passes.clear)
 
@@ -120,23 +120,19 @@ def make_plan(
 
 def forward_pass(backend: Backend, problem: AttentionProblem) -> Forward:
     """Return the forward pass of a backend for a class of calls, planned once."""
-    if not backend.is_differentiable:
-        problem = _as_operands_tell(problem)._replace(needs_grad=NeedsGrad())
-    run: Forward = _passes.find((backend, "forward", problem), lambda: forward_of(backend, problem))
+    run: Forward = _planned(forward_of, backend, problem if backend.is_differentiable else _without_gradients(problem))
     return run
 
 
 def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
     """Return the backward pass of a backend for a class of calls, planned once."""
-    problem = _as_operands_tell(problem)
-    run: Backward = _passes.find((backend, "backward", problem), lambda: backward_of(backend, problem))
+    run: Backward = _planned(backward_of, backend, _as_operands_tell(problem))
     return run
 
 
 def tangents_pass(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
     """Return the forward pass of a backend in forward mode for a class of calls, planned once."""
-    problem = _as_operands_tell(problem)._replace(needs_grad=NeedsGrad())
-    run: ForwardTangents = _passes.find((backend, "tangents", problem), lambda: tangents_of(backend, problem))
+    run: ForwardTangents = _planned(tangents_of, backend, _without_gradients(problem))
     return run
 
 
@@ -144,11 +140,16 @@ def tangent_gradients_pass(
     backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]
 ) -> BackwardTangents:
     """Return the gradients of a call in forward mode for a class of calls, planned once."""
-    problem = _as_operands_tell(problem)._replace(needs_grad=NeedsGrad())
-    run: BackwardTangents = _passes.find(
-        (backend, needs_grad, problem), lambda: tangent_gradients_of(backend, problem, needs_grad)
-    )
+    run: BackwardTangents = _planned(tangent_gradients_of, backend, _without_gradients(problem), needs_grad)
     return run
+
+
+def _planned(plan: Callable[..., Any], *arguments: Any) -> Any:
+    return _passes.find((plan, *arguments), lambda: plan(*arguments))
+
+
+def _without_gradients(problem: AttentionProblem) -> AttentionProblem:
+    return _as_operands_tell(problem)._replace(needs_grad=NeedsGrad())
 
 
 def _as_operands_tell(problem: AttentionProblem) -> AttentionProblem:

@@ -90,6 +90,13 @@ _PYTHON = (
         (f"{_TANGENTS}0]",),
     ),
     Fault(
+        "triton: programs that share the columns of v in forward mode have the same",
+        "triton_kernels/tangents.py",
+        "dims_v = column + tl.arange",
+        "dims_v = tl.arange",
+        (_FORWARD_MODE,),
+    ),
+    Fault(
         "triton: the tangent of a sink has the share of the keys",
         "triton_kernels/tangents.py",
         "(1.0 - share) * tl.load(tsink",
@@ -277,7 +284,7 @@ _PYTHON = (
         "triton_kernels/list_ops.py",
         " + tl.load(before + at, mask=key_ok, other=0)",
         "",
-        (_LIST_CALLS,),
+        (_LIST_EDGES.format("shares"),),
     ),
     Fault(
         "triton: dk of rows misses the scale",
@@ -414,6 +421,20 @@ _PYTHON = (
         (f"{_INTERPRETED}test_calls_written_by_hand[relative-48]",),
     ),
     Fault(
+        "the driver gets numbers where a kernel has tensors",
+        "triton_kernels/driver_call.py",
+        'pointers if kind[0] == "*" else others',
+        'others if kind[0] == "*" else pointers',
+        ("tests/test_triton_launch.py::test_the_driver_gets_a_stream_addresses_and_numbers",),
+    ),
+    Fault(
+        "a launch that the driver refuses is lost",
+        "triton_kernels/kernel_launch.py",
+        "if status != 0:",
+        "if status < 0:",
+        ("tests/test_triton_launch.py::test_triton_launches_what_the_driver_refuses",),
+    ),
+    Fault(
         "the halves of a diagonal of tiles are added one tile off",
         "triton_kernels/plan_backward.py",
         "F.pad(halves[0], (0, block)) + F.pad(halves[1], (block, 0))",
@@ -514,6 +535,13 @@ _PYTHON = (
         ("tests/test_profile.py::test_a_profile_counts_if_nobody_else_may_write_it",),
     ),
     # Torch's kernels
+    Fault(
+        "sdpa: packed sequences of one query each are told to be so",
+        "flash_dmattn/backends/sdpa/cuda.py",
+        "(max(p.seqlen_q, 2), p.seqlen_k)",
+        "(p.seqlen_q, p.seqlen_k)",
+        (f"{_SDPA}test_packed_sequences_around_the_operators_of_gpus[one query each-False]",),
+    ),
     Fault(
         "causality of torch's kernel on a CPU counts from the first key in any call",
         "flash_dmattn/backends/sdpa/cpu.py",
