@@ -266,6 +266,18 @@ def test_the_pass_of_a_class_launches_its_kernel_on_the_preferred_tile(name: str
     assert tile == OTHER
 
 
+def test_a_class_is_checked_on_the_gpu_of_its_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(tool, "device_arch", lambda device: "sm_80")
+    monkeypatch.setattr(tool, "check", lambda each, tiles, device: {tiles[0]: str(device)})
+    tool.main("3", next(iter(CLASSES)))
+    assert current == [torch.device("cuda", 3)]
+    assert [*tool.read_verdicts(capsys.readouterr().out).values()] == ["cuda:3"]  # type: ignore[union-attr]
+
+
 def test_processes_check_the_classes_and_say_so_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     said = {"forward|64|band|none": json.dumps([[OWN, ""], [OTHER, "wrong"]]), "keys|64|band|none": ""}

@@ -94,6 +94,14 @@ def test_a_bias_that_starts_between_16_bytes_is_copied(start: int, seqlen_k: int
     assert (copy.data_ptr() == shared.data_ptr()) == (start == 8)
 
 
+@pytest.mark.parametrize(("seqlen_k", "looks_at_strides"), ((264, False), (263, True)))
+def test_a_class_whose_strides_fit_looks_at_addresses_alone(seqlen_k: int, looks_at_strides: bool) -> None:
+    q, k = torch.randn(2, 150, 4, 64, dtype=BASE.dtype), torch.randn(2, seqlen_k, 4, 64, dtype=BASE.dtype)
+    bias = torch.randn(2, 4, 150, seqlen_k, dtype=BASE.dtype)
+    problem = describe_operands(attention.Inputs(q, k, k, bias=bias), Flags(-1, -1, 0.1, 0.0, False))
+    assert (bias_rows.bias_reader(problem) is bias_rows.readable) == looks_at_strides
+
+
 @pytest.mark.parametrize("seqlen_k", (49, 264))
 @pytest.mark.parametrize("heads", ("1", "Hk"))
 def test_a_bias_takes_delta_that_start_anywhere_is_copied_where_it_is_small(heads: str, seqlen_k: int) -> None:
