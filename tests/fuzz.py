@@ -45,10 +45,10 @@ KINDS = {
     "triton": ("dense", "short", "intervals", "wide", "sequences", "trees", "appends", "packs", "tangents"),
     "interpreter": ("dense", "short", "intervals", "wide", "sequences", "trees", "appends", "packs", "tangents"),
     "cuda": ("dense", "short", "intervals", "sequences"),
-    # Dead keys of interval masks hold NaN, which eager multiplies by 0.
-    **dict.fromkeys(("cuda:eager", "eager:cuda", "triton:eager", "eager:triton"), ("dense", "sequences")),
+    **dict.fromkeys(("cuda:triton", "triton:cuda"), ("dense", "intervals", "sequences")),
 }
-OTHERS = ("dense", "intervals", "sequences")
+PAIRS = ("dense", "sequences")  # dead keys of interval masks hold NaN, which eager multiplies by 0
+EMULATED = ("dense", "intervals", "sequences")
 SHRINKING_SECONDS = 60.0
 PROGRESS_SECONDS = 5.0
 
@@ -141,7 +141,7 @@ def run(names: list[str], tally: Tally, calls: int, seconds: float, part: int, p
     """
     torch.set_num_threads(1)
     places = {name: place_of(name) for name in names}
-    turns = [(name, kind) for name in names for kind in KINDS.get(name, OTHERS)]
+    turns = [(name, kind) for name in names for kind in KINDS.get(name, PAIRS if ":" in name else EMULATED)]
     begun = told = time.monotonic()
     done = 0
     while done < calls and time.monotonic() - begun < seconds:

@@ -40,12 +40,18 @@ def on_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
-    """A bf16 call on sm_90 without mask, bias and gradients, but for the changes, also of strides."""
-    bias_strides, k_strides = (changes.pop(name, None) for name in ("bias_strides", "k_strides"))
+    """A bf16 call on sm_90 without mask, bias and gradients, but for the changes, also of strides.
+
+    `lists`: how many queries share a list, and the keys of an entry.
+    """
+    bias_strides, k_strides, lists = (changes.pop(name, None) for name in ("bias_strides", "k_strides", "lists"))
     explanation = explain_problem(**{"q": Q, "device": "sm_90", **changes})
-    if bias_strides is k_strides is None:
+    if bias_strides is k_strides is lists is None:
         return explanation
     problem = explanation.problem
+    if lists is not None:
+        flags = problem.flags._replace(block_q=lists[0], block_k=lists[1], places=4)
+        problem = problem._replace(mask_form="lists", flags=flags)
     if bias_strides is not None:
         problem = problem._replace(bias=problem.bias._replace(strides=bias_strides))
     if k_strides is not None:
@@ -72,6 +78,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "bias_dtype": ({"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"}, "bias has dtype float64; "),
     "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 32 and 32 or "),
     "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "a query attends to at most 32 of 32 keys; "),
+    "list_tiles": ({"lists": (1, 64)}, "lists are of blocks of 64 keys for 1 queries; "),
+    "list_scores": (
+        {"lists": (128, 128), "bias": PER_SCORE},
+        r"bias has shape \(2, 16, 4096, 4096\) beside lists; ",
+    ),
     "tile_bias_dtype": (
         {"bias": PER_SCORE, "bias_dtype": "fp32", **GRADIENTS},
         "bias has dtype float32 beside bfloat16; ",

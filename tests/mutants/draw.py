@@ -68,6 +68,7 @@ _OTHER: dict[type, type] = {
     **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult},
 }
+_SYMMETRIC = ("max", "min", "maximum", "minimum", "logical_and", "logical_or")  # in their first two arguments
 # No behaviour: annotations, texts (Python 3.11 does not say where the parts of an f-string stand), messages of errors.
 _SILENT = (ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)
 
@@ -168,7 +169,8 @@ def _changes_of(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]
         case ast.Constant(int(value)):
             yield node, "constant", str(value + 1)
         case ast.Call(function, [first, second, *more], keywords) if not isinstance(second, ast.Starred):
-            is_symmetric = ast.unparse(function) in ("max", "min") or ast.dump(first) == ast.dump(second)
+            name = ast.unparse(function).rpartition(".")[2]
+            is_symmetric = name in _SYMMETRIC or ast.dump(first) == ast.dump(second)
             if not isinstance(first, ast.Starred) and not is_symmetric:
                 swapped = ast.unparse(ast.Call(function, [second, first, *more], keywords))
                 yield node, "arguments swapped", swapped
