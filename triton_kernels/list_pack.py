@@ -28,7 +28,7 @@ def _best_kernel(
     for bit in range(31):
         more = least + (1 << (30 - bit))
         least = tl.where(tl.sum((keys >= more).to(tl.int32), 0) >= k, more, least)
-    # Of the keys that tie with it the earliest: those before the last limit that leaves no more than there is room for.
+    # The earliest keys that tie with it have the room that is left: those before the largest limit that fits.
     room = k - tl.sum((keys > least).to(tl.int32), 0)
     limit = 0
     for bit in range(BITS):
