@@ -17,7 +17,8 @@ LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 
 @triton.jit(do_not_specialize=["rows", "columns", "k", "places", "local"])
 def _best_kernel(
-    keys_ptr, last_ptr, entries_ptr, counts_ptr, rows, columns, k, places, local, BLOCK: tl.constexpr
+    keys_ptr, last_ptr, entries_ptr, counts_ptr, rows, columns, k, places, local,
+    BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -27,9 +28,13 @@ def _best_kernel(
     for bit in range(31):
         more = least + (1 << (30 - bit))
         least = tl.where(tl.sum((keys >= more).to(tl.int32), 0) >= k, more, least)
-    above = keys > least
-    tied = (keys == least).to(tl.int32)
-    chosen = above | ((tied > 0) & (tl.cumsum(tied, 0) <= k - tl.sum(above.to(tl.int32), 0)))
+    # The earliest keys that tie with it have the room that is left: those before the largest limit that fits.
+    room = k - tl.sum((keys > least).to(tl.int32), 0)
+    limit = 0
+    for bit in range(BITS):
+        more = limit + (1 << (BITS - 1 - bit))
+        limit = tl.where(tl.sum(((keys == least) & (column < more)).to(tl.int32), 0) <= room, more, limit)
+    chosen = (keys > least) | ((keys == least) & (column < limit))
     last = tl.load(last_ptr + row % rows)
     chosen = (chosen | (column > last - local)) & (keys > LOWEST)
     number = chosen.to(tl.int32)
@@ -54,5 +59,12 @@ def list_best(
         block = next_power_of_2(columns)
         warps = max(1, block // KEYS_OF_WARP)
         tensors = (keys, last.to(torch.int32).contiguous(), entries, counts)
-        launch(_best_kernel, batch * heads * rows, tensors, (rows, columns, k, places, local), (block,), warps)
+        launch(
+            _best_kernel,
+            batch * heads * rows,
+            tensors,
+            (rows, columns, k, places, local),
+            (block, block.bit_length()),
+            warps,
+        )
     return entries, counts
