@@ -400,19 +400,22 @@ def list_jobs(arch: str, head_dim: int) -> list[Job]:
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    # Query heads of a key head, head dim of v, keys of an entry, entries.
-    calls = ((128, 512, 1, 512),) if head_dim == 576 else ((16, head_dim, 1, 512), (16, head_dim, 64, 16))
+    # Query heads of a key head, queries of a list, head dim of v, keys of an entry, entries.
+    calls = ((128, 1, 512, 1, 512),)
+    if head_dim != 576:
+        calls = ((16, 1, head_dim, 1, 512), (16, 1, head_dim, 64, 16), (16, 64, head_dim, 1, 192))
     with (
         mock.patch.object(Launch, "__call__", record),
         mock.patch("flash_dmattn.triton_kernels.list_calls.device_arch", return_value=arch),
     ):
-        for group, dim_v, keys_each, entries in calls:
+        for group, queries, dim_v, keys_each, entries in calls:
             q, k = meta(1, group, 4096, head_dim), meta(1, 1, 4096, head_dim)
             v = None if head_dim != dim_v else meta(1, 1, 4096, dim_v)
-            keys, count = meta(1, 1, 4096, entries, dtype=torch.int32), meta(1, 1, 4096, dtype=torch.int32)
-            values = meta(1, 1, 4096, entries, dtype=torch.float32)
+            rows = 4096 // queries
+            keys, count = meta(1, 1, rows, entries, dtype=torch.int32), meta(1, 1, rows, dtype=torch.int32)
+            values = meta(1, 1, rows, entries, dtype=torch.float32)
             out, lse = meta(1, group, 4096, dim_v), meta(1, group, 4096, dtype=torch.float32)
-            flags = ListFlags(head_dim**-0.5, 0.0, -1, -1, 1, keys_each, dim_v)
+            flags = ListFlags(head_dim**-0.5, 0.0, -1, -1, queries, keys_each, dim_v)
             call = ListCall(q, k, v, keys, None, values, None, None, flags)
             lists = (q, k, v, keys, count, None, values, None, None)
             plan_list_forward(call)(*lists, out, lse)
@@ -420,8 +423,8 @@ def list_jobs(arch: str, head_dim: int) -> list[Job]:
             plan_list_backward(call, out, out, None, needs, {})(*lists, out, None, out, lse, None)
         # The longest rows leave 64 registers to a thread, and some spill there: not on the GPU that they are meant for.
         for columns in (2048, 16384, *([list_pack.MOST_KEYS] if arch == "sm_90" else [])):
-            rows = meta(1, 1, 64, columns, dtype=torch.int32)
-            list_pack.list_best(rows, rows[0, 0, :, 0], 512, 0, 512)
+            scores = meta(1, 1, 64, columns, dtype=torch.int32)
+            list_pack.list_best(scores, scores[0, 0, :, 0], 512, 0, 512)
     return jobs
 
 

@@ -79,6 +79,29 @@ def load_kept(
     return tl.trans(tl.load(at, mask=row_ok[:, None] & key_ok[None, :], other=0.0))
 
 
+@triton.jit
+def add_members(
+    sums, tile, kept, x, strides, b, h_k, row, key_ok, pitch, dims, shape,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
+    IS_CUT: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the products of p or ds of all members with their rows of x: of `tile` if it is there, else of what is kept.
+
+    More blocks than one are a loop of their own: unrolled, all of them would be in shared memory at once.
+    """
+    if BLOCKS == 1:
+        queries, h, row_ok = members_of(0, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
+        part = load_members(x, strides, b, queries, h, row_ok, dims, DIM, IS_CUT)
+        sums = tl.dot(tile, part, sums, input_precision=PRECISION)
+    else:
+        for block in tl.range(0, BLOCKS, num_stages=STAGES):
+            part_of_kept = load_kept(kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+            queries, h, row_ok = members_of(block, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
+            part = load_members(x, strides, b, queries, h, row_ok, dims, DIM, IS_CUT)
+            sums = tl.dot(part_of_kept, part, sums, input_precision=PRECISION)
+    return sums
+
+
 @triton.jit(do_not_specialize=["first_owner", "first_row"])
 def list_rows_kernel(
     q,
@@ -143,38 +166,31 @@ def list_rows_kernel(
     if BLOCKS == 1:  # one tile of p and ds serves all columns
         ds_tile = load_kept(kept_ds + kept, row, 0, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
         p_tile = load_kept(kept_p + kept, row, 0, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
-    for column in tl.range(0, DIM, COLUMNS, num_stages=STAGES):
+    else:
+        ds_tile = None
+        p_tile = None
+    for column in tl.range(0, DIM, COLUMNS, num_stages=STAGES if BLOCKS == 1 else 1):
         dims = column + tl.arange(0, COLUMNS)
         sums = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
-        for block in tl.static_range(BLOCKS):
-            if BLOCKS > 1:
-                ds_tile = load_kept(kept_ds + kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
-            queries, h, row_ok = members_of(block, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
-            x = load_members(q, q_strides, b, queries, h, row_ok, dims, DIM, DIM % COLUMNS != 0)
-            sums = tl.dot(ds_tile, x, sums, input_precision=PRECISION)
+        sums = add_members(
+            sums, ds_tile, kept_ds + kept, q, q_strides, b, h_k, row, key_ok, pitch, dims, shape,
+            BLOCK_M, BLOCK_N, GROUP, QUERIES, DIM, DIM % COLUMNS != 0, BLOCKS, STAGES, PRECISION,
+        )  # fmt: skip
         sums = sums * scale
         if LATENT:
-            for block in tl.static_range(BLOCKS):
-                if BLOCKS > 1:
-                    p_tile = load_kept(
-                        kept_p + kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES
-                    )
-                queries, h, row_ok = members_of(block, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
-                g = load_members(dout, dout_strides, b, queries, h, row_ok, dims, DIM_V, DIM != DIM_V)
-                sums = tl.dot(p_tile, g, sums, input_precision=PRECISION)
+            sums = add_members(
+                sums, p_tile, kept_p + kept, dout, dout_strides, b, h_k, row, key_ok, pitch, dims, shape,
+                BLOCK_M, BLOCK_N, GROUP, QUERIES, DIM_V, DIM != DIM_V, BLOCKS, STAGES, PRECISION,
+            )  # fmt: skip
         store_row(rows + place * SIZE, sums, dims, key_ok, DIM, DIM % COLUMNS != 0)
     if not LATENT:
-        for column in tl.range(0, DIM_V, COLUMNS, num_stages=STAGES):
+        for column in tl.range(0, DIM_V, COLUMNS, num_stages=STAGES if BLOCKS == 1 else 1):
             dims = column + tl.arange(0, COLUMNS)
             sums = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
-            for block in tl.static_range(BLOCKS):
-                if BLOCKS > 1:
-                    p_tile = load_kept(
-                        kept_p + kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES
-                    )
-                queries, h, row_ok = members_of(block, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
-                g = load_members(dout, dout_strides, b, queries, h, row_ok, dims, DIM_V, DIM_V % COLUMNS != 0)
-                sums = tl.dot(p_tile, g, sums, input_precision=PRECISION)
+            sums = add_members(
+                sums, p_tile, kept_p + kept, dout, dout_strides, b, h_k, row, key_ok, pitch, dims, shape,
+                BLOCK_M, BLOCK_N, GROUP, QUERIES, DIM_V, DIM_V % COLUMNS != 0, BLOCKS, STAGES, PRECISION,
+            )  # fmt: skip
             store_row(rows + place * SIZE + DIM, sums, dims, key_ok, DIM_V, DIM_V % COLUMNS != 0)
 
 
