@@ -70,7 +70,7 @@ def test_gradients_beside_values_anywhere(backend: Runner, numbers: Numbers) -> 
 
 
 def test_one_score_has_another_value(backend: Runner) -> None:
-    """Of the first tile: that of the first query and the last key, which is then all that the query attends to."""
+    """The value of the first query and the last key is in the first tile, and the query attends to nothing else."""
     numbers = Numbers(("1", "1", "1"), 2, -198, "clamp")
     for head_dim in (64, 128):
         case = BASE.with_(head_dim=head_dim, seqlen_q=200, seqlen_k=128, relative=numbers)
@@ -93,9 +93,9 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-def test_beside(backend: Runner, beside: str) -> None:
-    case = BASE.with_(batch=2, seqlen_q=200, seqlen_k=420, **BESIDE[beside])
+@pytest.mark.parametrize("other", BESIDE)
+def test_another_argument(backend: Runner, other: str) -> None:
+    case = BASE.with_(batch=2, seqlen_q=200, seqlen_k=420, **BESIDE[other])
     for numbers in (T5, Numbers(("B", "1", "1"), 5, 2, "clamp")):
         backend.check(case.with_(relative=numbers))
         if not case.softcap:

@@ -26,7 +26,7 @@ CASES = {
 
 
 def lists_of(name: str) -> PreparedMask:
-    """Random lists of a case, one of which has no entry."""
+    """Random lists of a case; one list has no entry."""
     (seqlen_q, seqlen_k), (block_q, block_k), entries, heads, is_causal, window = CASES[name]
     generator = torch.Generator().manual_seed(0)
     rows = -(-seqlen_q // block_q)

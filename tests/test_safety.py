@@ -156,7 +156,7 @@ assert alone.isfinite().all()
 os._exit(0)  # a group that has lost a rank cannot be destroyed
 """
 
-# What every process prints alike: a digest of all results of a backend.
+# A digest of all results of a backend, the same in every process.
 DIGEST = """
 import hashlib, sys
 import torch

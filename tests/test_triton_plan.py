@@ -161,9 +161,9 @@ def test_programs_search_their_sequence_where_that_saves_a_fifth_of_the_tiles(
 ) -> None:
     from flash_dmattn.triton_kernels.plan_sequences import SequenceCall
 
-    of_four: Any = SimpleNamespace(number=4)
-    assert SequenceCall._tiles(of_four, rows, 80, True, 16) == tiles
-    assert SequenceCall._tiles(of_four, rows, 80, False, 16) == (20, False)
+    call: Any = SimpleNamespace(number=4)
+    assert SequenceCall._tiles(call, rows, 80, True, 16) == tiles
+    assert SequenceCall._tiles(call, rows, 80, False, 16) == (20, False)
 
 
 def test_as_many_programs_share_a_walk_as_sms_run_or_memory_has_slots_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Calls a compiled kernel by the CUDA driver, with its numbers packed once.
 
-Triton's own launcher reads every argument from Python at every launch, also the constants of the compiler. That is some
-90 objects, and most of the time of a launch. Here a launch writes its stream and the addresses of its tensors.
+Triton's own launcher reads every argument from Python at every launch, also the constants of the compiler: some 90
+objects, which take most of the time of a launch. Here a launch writes its stream and the addresses of its tensors.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def plan_driver_call(
     Args:
         compiled: the kernel, as Triton has compiled it.
         names: the names of its arguments.
-        arguments: those of one launch.
+        arguments: the arguments of one launch.
         grid: the programs of a launch.
 
     Returns:
@@ -111,7 +111,7 @@ def flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _packed(kind: str, value: Any) -> bytes | None:
-    """Return a number in 8 bytes, of which the driver reads as many as the argument has; None for an unknown type."""
+    """Return a number in 8 bytes, or None for an unknown type; the driver reads as many of them as the argument has."""
     if kind in ("fp32", "fp64"):
         return struct.pack("<f4x" if kind == "fp32" else "<d", value)
     return (int(value) % 2**64).to_bytes(8, "little") if kind[0] in "iu" and kind[1:].isdigit() else None

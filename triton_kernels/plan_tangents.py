@@ -88,7 +88,7 @@ def column_parts(call: Call, tile: Tile) -> int:
 
 
 def entries_side_by_side(call: Call) -> int:
-    """Return how many entries of the batch, of which it is a multiple, read one tile of a shared bias at a time.
+    """Return how many entries of the batch read one tile of a shared bias at a time; it divides the batch.
 
     At most 4, because their keys have to stay in L2.
     """

@@ -19,3 +19,6 @@ FLASH_DMATTN_OWN void _ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIc
 FLASH_DMATTN_OWN void _ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev(void* stream) {
   new (stream) std::stringstream(std::ios_base::in | std::ios_base::out);
 }
+
+// GLIBCXX_3.4.32: sets up std::cout and its kind, for each file that includes <iostream>; nothing here writes to them.
+FLASH_DMATTN_OWN void _ZSt21ios_base_library_initv() {}

@@ -209,7 +209,7 @@ def last_line(text: str) -> str:
 
 
 class Record:
-    """What came of each fault, in a file where there is one: its verdict, and the steps that it survived so far."""
+    """The outcome of each fault, in a file where there is one: its verdict, and the steps that it survived so far."""
 
     def __init__(self, faults: list[Fault], name: str, file: Path | None) -> None:
         self.faults, self.name, self.file, self.broken = faults, name, file, set[str]()
@@ -288,7 +288,7 @@ def judge_all(record: Record, processes: int, seconds: float) -> None:
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
-    """A table of faults: of those that were not killed."""
+    """A table of the faults that were not killed."""
     lines = [f"| {row['file']} | {row['what'].replace('|', chr(92) + '|')} | {row['by']} |" for row in rows]
     return "\n".join(("| file | fault | tests |", "| --- | --- | --- |", *lines))
 
