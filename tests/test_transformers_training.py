@@ -80,7 +80,7 @@ def test_packed_documents(name: str, rows: int, counted: Counted) -> None:
     result = step(model, options, "dmattn")
     assert len(counted.calls) == FAMILIES[name].calls
     # Chunks follow no rule; GPT-OSS does not tell its masks of positions; DeepSeek chooses keys of each query.
-        if name not in ("llama4", "gpt_oss", "deepseek_v32"):
+    if name not in ("llama4", "gpt_oss", "deepseek_v32"):
         forms = {"packed" if call["sequences"] is not None else call["mask"].form for call in counted.calls}
         assert forms == ({"packed"} if rows == 1 else {"intervals"})
     assert all(x <= y for x, y in zip(errors(result, wanted), limits(name))), errors(result, wanted)
