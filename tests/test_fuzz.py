@@ -86,8 +86,8 @@ def test_every_kind_of_result_has_a_row(tmp_path: Path, monkeypatch: pytest.Monk
     for row in (
         "| a GPU | cuda | dense | 1,200 | 1 | dense 7 | c1, 2030-01-01 |",
         "| GPU, commit c1 | 2 | 1 | 0 | 1 |",
-        "| `test_a` | 1,500 | 1 | 0 | 3 | 2 |",
-        "| all, of its commit f1; a GPU, commit c1 | 1,500 | 1 | 0 | 3 | 2 |",
+        "| `test_a` | 1,500 | 0 | 1 | 0 | 3 | 2 |",
+        "| all, of its commit f1; a GPU, commit c1 | 1,500 | 0 | 1 | 0 | 3 | 2 |",
         "| 3 of seed 1 | 2 | 1 | 50.0 % | 1 | 1 |",
         "* a.py, `line 1, and/or: a | b -> c`",
     ):

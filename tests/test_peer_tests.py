@@ -25,6 +25,9 @@ def test_output(size, dropout_p):
 def test_left_alone():
     raise ValueError
 
+def test_refused():
+    flash_attn_func(*torch.zeros(3, 1, 2, 1, 8), dropout_p=0.1, return_attn_probs=True)
+
 def test_wrong():
     assert flash_attn_func(*torch.zeros(3, 1, 2, 1, 8)).shape == (2, 1)
 
@@ -41,8 +44,9 @@ def test_their_tests_run_through_our_functions(tmp_path: Path) -> None:
     more = ["--sample", "5", "--processes", "2", "--out", str(tmp_path / "out.json"), "--", "-k", "not left_alone"]
     ran = subprocess.run([*command, *more], capture_output=True, text=True, cwd=tmp_path)
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "| test_output | 5 | 0 | 0 | 8 | 0 |" in ran.stdout
-    assert "| test_wrong | 0 | 1 | 0 | 0 | 0 |" in ran.stdout
+    assert "| test_output | 5 | 0 | 0 | 0 | 8 | 0 |" in ran.stdout
+    assert "| test_refused | 0 | 1 | 0 | 0 | 0 | 0 |" in ran.stdout
+    assert "| test_wrong | 0 | 0 | 1 | 0 | 0 | 0 |" in ran.stdout
     assert "1 failed like test_wrong: assert torch.Size([1, 2, 1, 8]) == (2, 1)" in ran.stdout
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["tests"]["test_flash_attn_generator_arg_must_be_none"] == {"left out": 1}

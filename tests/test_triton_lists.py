@@ -18,7 +18,7 @@ def test_random_calls(first: int) -> None:
     assert "24 passed, 0 failed" in interpret("interpreted_lists.py", "random", str(first), "24")
 
 
-EDGES = {"sizes": 14, "wide heads": 8, "rounded out": 5, "shares": 4, "best keys": 12}  # calls of each kind
+EDGES = {"sizes": 15, "wide heads": 8, "rounded out": 5, "shares": 4, "best keys": 12}  # calls of each kind
 
 
 @pytest.mark.parametrize("kind", EDGES)
