@@ -205,21 +205,6 @@ def main() -> int:
         run(options.places, part, *limits, options.part, options.processes, Tally(options.out))
         return 0
     tally = Tally(options.out, options.commit)
-    merge(
-        [Tally(file) for file in options.out.parent.glob(f"{options.out.stem}.*.json")], tally
-    )  # of a run that was ended
-    limits = ["--calls", str(-(-options.calls // options.processes)), "--seconds", str(options.seconds)]
-    command = [sys.executable, __file__, *options.places, *limits, "--processes", str(options.processes)]
-    gpus = torch.cuda.device_count()
-    started = [
-        subprocess.Popen(
-            [*command, "--part", str(part), "--out", str(options.out)],
-            env={**os.environ, **({"CUDA_VISIBLE_DEVICES": str(part % gpus)} if gpus > 1 else {})},
-        )
-        for part in range(options.processes)
-    ]
-    for process in started:
-        process.wait()
     parts = partial(options.out.parent.glob, f"{options.out.stem}.*.json")
     merge([Tally(file) for file in parts()], tally)  # of a run that was ended
     limits = ["--calls", str(-(-options.calls // options.processes)), "--seconds", str(options.seconds)]

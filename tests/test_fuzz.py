@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fuzz
 import pytest
@@ -51,6 +54,19 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     third = fuzz.Tally(tmp_path / "three.json")
     assert fuzz.run(["eager"], third, 1, 600, 1, 2, total) and third.of("eager", "dense")["next"] == 4 + 1 + 2
     assert fuzz.table(total).count("| 0 |") >= 4
+
+
+def test_each_process_starts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def start(command: list[str], env: dict[str, str]) -> SimpleNamespace:
+        started.append(command[command.index("--part") + 1])
+        return SimpleNamespace(wait=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    command = ["fuzz.py", "eager", "--calls", "4", "--processes", "2", "--commit", "c1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path / "all.json")])
+    assert fuzz.main() == 0 and started == ["0", "1"]
 
 
 def test_a_failure_is_told_with_the_command_that_repeats_it(

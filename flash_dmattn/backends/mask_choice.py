@@ -238,8 +238,8 @@ def tangent_gradients_of(backend: Backend, problem: AttentionProblem, needs_grad
         inputs = x.in_rows(arrival)._replace(mask=convert(problem, choice, x.mask, x.sequences))
         rows = Cotangents(*(result_in_rows(each, arrival) for each in sent))
         both = run(inputs, tangents_in_rows(own, arrival), result_in_rows(lse, arrival), rows)
-        inputs, tangents = (Tangents(*as_arrived(each, arrival)) for each in both)
-        return inputs, tangents
+        input_gradients, tangent_gradients = (Tangents(*as_arrived(each, arrival)) for each in both)
+        return input_gradients, tangent_gradients
 
     return gradients
 

@@ -15,7 +15,9 @@ from .kernels import Attend
 
 def has_group_rows(p: AttentionProblem) -> bool:
     """Return whether heads become rows: in calls of one query, unless a prepared mask was packed for that query."""
-    if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.sink is not None or p.dropout_p > 0 or p.relative:
+    if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.sink is not None or p.dropout_p > 0:
+        return False
+    if p.relative is not None:
         return False
     first, stop = keys_in_sight(p.seqlen_k, p.window)
     return p.mask_form in ("none", "dense") and first < stop

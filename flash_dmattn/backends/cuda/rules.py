@@ -113,7 +113,8 @@ _RULES: tuple[Rule, ...] = (
         "bias_dtype",
         lambda p: p.bias_tensor is None or p.bias_tensor.dtype in _BIAS_DTYPES,
         lambda p: (
-            f"bias has dtype {dtype_name(p.bias_tensor.dtype) if p.bias_tensor else 'none'}; the scores are float32"
+            f"bias has dtype {'none' if p.bias_tensor is None else dtype_name(p.bias_tensor.dtype)}; "
+            "the scores are float32"
         ),
         "cast bias",
     ),
@@ -219,8 +220,8 @@ _RULES: tuple[Rule, ...] = (
         "relative_gradients",
         lambda p: p.relative is None or not p.needs_grad.bias,
         lambda p: (
-            f"the gradient of bias is needed, of {p.relative.shape[3] if p.relative else 0} values by distance; the "
-            "backward kernels read them alone"
+            f"the gradient of bias is needed, of {0 if p.relative is None else p.relative.shape[3]} values by distance; "
+            "the backward kernels only read them"
         ),
         _PAIR,
         passes=("backward",),

@@ -175,6 +175,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
     has_bounds, is_tree = p.mask_form == "intervals" and not is_short(p, "backward"), p.mask_form == "tree"
     copies, plans, this = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
     run_on, is_fp32, takes_tf32 = launch.run_on, p.dtype == torch.float32, launch.takes_tf32
+    unit_rows = launch.unit_rows
 
     def make_plan(x: Inputs, dout: Tensor, dlse: Tensor | None) -> Callable[..., Gradients]:
         call = launch.planned_call(x.in_rows(arrival), flags)
@@ -197,13 +198,10 @@ def plan_backward(p: AttentionProblem) -> Backward:
             x = launch.readable(x)
         if x is not saved.inputs or not (out.is_contiguous() and lse.is_contiguous()):
             saved = Saved(x, out.contiguous(), lse.contiguous())
-        strides = dout.stride()
-        if strides[-1] != 1 and dout.shape[-1] != 1:
-            dout = dout.contiguous()
-            strides = dout.stride()
+        dout = unit_rows(dout)
+        strides = dout.stride(), None if dlse is None else dlse.stride()
         places = _places(x, dout, dlse, saved.out, saved.lse)
-        both = strides, None if dlse is None else dlse.stride()
-        key = (this, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), both, *places)
+        key = (this, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), strides, *places)
         plan = plans.get(key)
         if plan is None:
             plan = plans.keep(key, run_on(x.q, make_plan, x, dout, dlse))
