@@ -243,8 +243,8 @@ void set_distances(const char* op, const std::optional<torch::stable::Tensor>& v
   // The kernels add a place, rows and keys in int32.
   CHECK_FOR(op, number > 0 && number <= kMaxInt / 4, "bias has ", number, " distances; it needs 1 to 2^29 - 1");
   // Where no distance of the call has a value of its own, zero is clamped to just past that.
-  const int64_t of_first = std::clamp(zero, -kMaxInt, kMaxInt) - (sizes.seqlen_k - sizes.seqlen_q);
-  const int64_t origin = std::clamp(of_first, -sizes.seqlen_k, number + sizes.seqlen_q);
+  const int64_t first_query = std::clamp(zero, -kMaxInt, kMaxInt) - (sizes.seqlen_k - sizes.seqlen_q);
+  const int64_t origin = std::clamp(first_query, -sizes.seqlen_k, number + sizes.seqlen_q);
   const int beyond = outside == kClamps ? 0 : 1;
   params.distances = {static_cast<int>(origin), static_cast<int>(number), -beyond, static_cast<int>(number) - 1 + beyond};
 }

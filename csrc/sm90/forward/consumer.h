@@ -209,7 +209,8 @@ struct Consumer {
   // Online softmax of a step. row_max is subtracted before the exponential; it is raised only when some score of the
   // warp's rows exceeds it by more than kSlack (in powers of 2). Only then must out and row_sum be rescaled, and only
   // then do the threads of a quad exchange maxima. Probabilities reach 2^kSlack, which fp32 and the 16-bit types can
-  // hold. `flat` is still to be added to all scores. Returns whether out must be rescaled. Source: FlashAttention-4's conditional rescaling.
+  // hold. `flat` is still to be added to all scores. Returns whether out must be rescaled.
+  // Source: FlashAttention-4's conditional rescaling.
   __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&rescale)[2], float flat) {
     const float scale = p.scale * kLog2e;
     bool exceeds = false;
