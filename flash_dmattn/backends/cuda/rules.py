@@ -220,8 +220,8 @@ _RULES: tuple[Rule, ...] = (
         "relative_gradients",
         lambda p: p.relative is None or not p.needs_grad.bias,
         lambda p: (
-            "the gradient of bias is needed, of "
-            f"{0 if p.relative is None else p.relative.shape[3]} values by distance; the backward kernels read them alone"
+            f"the gradient of bias is needed, of {0 if p.relative is None else p.relative.shape[3]} values by distance"
+            "; the backward kernels read them alone"
         ),
         _PAIR,
         passes=("backward",),
