@@ -53,7 +53,8 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
             return results
     elif plan.backward is None:
         return run_forward(plan, x)
-    results = Attention.apply(x.q, x.k, x.v, x.bias, x.sink, plan, x)
+    tensors = (None if t is None else _unwrapped(t) for t in (x.q, x.k, x.v, x.bias, x.sink))
+    results = _record(*tensors, plan, x)
     return results
 
 
@@ -188,6 +189,12 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass, differentiable again under create_graph=True."""
         return *_gradients(ctx, dout, dlse), None, None
+
+
+# `Attention.apply` without its search for transforms, which `attend` has ruled out: that search is as slow as an
+# allocation. A tensor that has outlived a transform stays wrapped, and torch records the tensor inside.
+_record = super(torch.autograd.Function, Attention).apply
+_unwrapped = torch._C._functorch.unwrap_if_dead
 
 
 class TransformedAttention(torch.autograd.Function):
