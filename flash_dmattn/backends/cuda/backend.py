@@ -7,9 +7,8 @@ from ...problem import AttentionProblem, fits_tma
 from ..mask_choice import interval_notes
 from ..protocol import Availability, Backend, Direction
 from . import extension, sequences
-from .bias_rows import copies_bias, copy_note
 from .group_rows import has_group_rows
-from .kernels import shapes_of
+from .operands import copies_bias, copy_note, shapes_of
 from .parts import part_notes, refuses_entries
 from .passes import plan_backward, plan_forward
 from .rules import AUTO_RULES, RULES

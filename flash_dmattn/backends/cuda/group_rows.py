@@ -10,7 +10,7 @@ from torch import Tensor
 from ...problem import AttentionProblem, MaskChoice, TensorSpec, heads_as_rows, make_band, spec_of
 from ...problem.inputs import Inputs
 from ..mask_choice import prepared_form, view_of
-from .kernels import Attend
+from .operands import Attend
 
 
 def has_group_rows(p: AttentionProblem) -> bool:

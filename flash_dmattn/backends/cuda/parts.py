@@ -18,7 +18,7 @@ from ...gradients import empty_gradient
 from ...problem import AttentionProblem, Gradients, MaskView, TensorSpec
 from ...problem.inputs import Inputs, Saved
 from ..protocol import Backward, Direction
-from .kernels import Attend
+from .operands import Attend
 
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
 

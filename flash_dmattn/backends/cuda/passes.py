@@ -23,9 +23,8 @@ from ...reference.sinks import sink_gradient
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences
-from .bias_rows import bias_reader, forward_bias, stores_into
 from .group_rows import has_group_rows, plan_group_rows
-from .kernels import Attend, kernels, readable_rows, reader, shapes_of
+from .operands import Attend, bias_reader, forward_bias, kernels, readable_rows, reader, shapes_of, stores_into
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
 
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split.
