@@ -17,7 +17,6 @@ _found: Availability | None = None
 
 
 def probe() -> Availability:
-    """Return whether the compiled extension can be loaded; the first result is reused."""
     global _found
     if _found is None:
         _found = _load()
@@ -57,7 +56,6 @@ def _dotted(version: int) -> str:
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Describe the copies that a call makes, and the parts that it is computed in."""
     if problem.sequences is not None:
         return sequences.notes(problem)
     p = problem

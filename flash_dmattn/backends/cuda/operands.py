@@ -1,7 +1,7 @@
 """The operators of the extension, and the tensors that they read: copies of those whose rows TMA cannot read.
 
-A bias of one value per query and key is copied only where it is small and batch entries share it, which costs next to
-nothing: one head of a window of 49 keys has 5 KB. A bias as large as the scores is never copied for its strides,
+A bias of one value per query and key is copied only where it is small and batch entries share it. It costs little:
+one head of a window of 49 keys has 5 KB. A bias as large as the scores is never copied for its strides,
 because the copy would double its memory.
 """
 
@@ -44,7 +44,6 @@ def kernels() -> Kernels:
 
 
 def shapes_of(p: AttentionProblem) -> tuple[tuple[Shape4, Shape4], ...]:
-    """Return shape and strides of q, k and v."""
     return (
         ((p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
         ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
@@ -114,7 +113,6 @@ def makes_dbias_of_any_rows(p: AttentionProblem) -> bool:
 
 
 def copy_note(p: AttentionProblem) -> str:
-    """Describe the copy of the bias for `explain`."""
     assert p.bias is not None
     shape, strides, dtype = p.bias
     size = _copied_values(shape, strides) * dtype.itemsize

@@ -35,7 +35,6 @@ NUM_DBIAS_CHUNKS = 0
 
 
 def plan_forward(p: AttentionProblem) -> Forward:
-    """Plan the forward pass of a class of calls."""
     if not has_pairs(p):
         return run_without_keys(p)
     if p.sequences is not None:
@@ -141,7 +140,6 @@ class _ByPlace:
         self._order, self._by_key = order.long(), (dk, dv, sums)
 
     def move(self) -> None:
-        """Write the gradients of all keys."""
         for by_key, by_place in zip(self._by_key, self.results[1:], strict=True):
             if by_key is None or by_place is None:
                 continue
@@ -155,7 +153,6 @@ class _ByPlace:
 
 
 def plan_backward(p: AttentionProblem) -> Backward:
-    """Plan the backward pass of a class of calls."""
     if not has_pairs(p):
         return differentiate_without_keys(p)
     if p.sequences is not None:

@@ -70,7 +70,6 @@ def _instances_text(p: AttentionProblem) -> str:
 
 
 def _bias(p: AttentionProblem) -> TensorSpec:
-    """Return the bias of a call that has one."""
     assert p.bias_tensor is not None
     return p.bias_tensor
 
@@ -460,7 +459,8 @@ _AUTO_RULES: tuple[Rule, ...] = (
 )
 
 
-# The rules of calls with sequences, which have kernels of their own.
+# Calls with sequences have kernels and rules of their own.
+
 _SUMMED_KEYS = 64  # up to so many keys of a sequence, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
 _COLUMNS = 8  # of a row of dbias, which is written 16 bytes at a time
 
@@ -474,7 +474,6 @@ _PAGE_SIZES = (16, 32, 64)  # supported, and multiples of _KEYS, which a kernel 
 
 
 def _spec(p: AttentionProblem) -> SequenceSpec:
-    """Return the sequences of a call that has them."""
     assert p.sequences is not None
     return p.sequences
 
