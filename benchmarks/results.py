@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from . import machine as machines
+from .files import write_whole
 
 Record = dict[str, Any]
 SCHEMA = 1
@@ -54,10 +54,7 @@ class Results:
 
     def save(self) -> None:
         """Replace the file at once, so that an interruption leaves the old one."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        written = self.path.with_suffix(".tmp")
-        written.write_text(json.dumps(rounded(self.content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(written, self.path)
+        write_whole(self.path, json.dumps(rounded(self.content), indent=1, allow_nan=False) + "\n")
 
 
 def rounded(x: Any) -> Any:
