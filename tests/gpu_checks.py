@@ -61,8 +61,8 @@ GROUPS = {
     "forward_ways": (2, 60, ("cuda_one_mask_row", "cuda_held_bias", "cuda_relative")),
     "found": (2, 60, ("find_intervals", "interval_mask", "lists", "safety")),
 }
-# GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), and the parts that run triton so: some in shares of about
-# so many seconds on one core, so that a run with little time ends some of each, for all GPUs; some whole, with their
+# GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), and the parts that run triton so. Some run in shares of
+# about so many seconds on one core, so that a short run ends some of each for all GPUs. Others run whole, with so many
 # workers and few random calls. Large sizes, which no architecture decides, and the memory checkers are left out.
 FORCED = ("sm_80", "sm_86", "sm_89", "sm_120")
 FORCED_SHARED = ("random", "fp32", "bf16", "gpu")
@@ -155,7 +155,7 @@ def all_parts() -> list[Part]:
 
 
 def forced_parts(parts: Sequence[Part], archs: Sequence[str]) -> list[Part]:
-    """The parts of triton, with its kernels made for other GPUs, in shares: the first one of each for all GPUs first."""
+    """The parts of triton, with its kernels made for other GPUs: first the first share of each part for every GPU."""
     rounds: list[list[Part]] = []
 
     def add(share: int, part: Part) -> None:
@@ -280,15 +280,14 @@ def run(
 
 
 def forced_results(parts: Sequence[Part], board: Board) -> list[str]:
-    """Add up, for each forced GPU, the tests of all parts that have run, also of those that time has ended."""
+    """Add up the tests of each forced GPU, also of parts that ran out of time."""
     results: dict[str, Counter[str]] = {}
     for part in parts:
         row = board.rows.get(part.name)
         if row is not None and "TRITON_OVERRIDE_ARCH" in part.environment:
-            found = re.findall(r"(\d+) (passed|failed|skipped)", row["last_line"])
-            results.setdefault(part.environment["TRITON_OVERRIDE_ARCH"], Counter()).update(
-                {outcome: int(count) for count, outcome in found}
-            )
+            counts = re.findall(r"(\d+) (passed|failed|skipped)", row["last_line"])
+            each = results.setdefault(part.environment["TRITON_OVERRIDE_ARCH"], Counter())
+            each.update({outcome: int(count) for count, outcome in counts})
     outcomes = ("passed", "failed", "skipped")
     return [f"{arch}: " + ", ".join(f"{each[x]} {x}" for x in outcomes) for arch, each in results.items()]
 
