@@ -44,8 +44,8 @@ def needs(case: Case, device: torch.device) -> Needs:
     """Return what the system refuses of a case, as of version 4.0.0b36."""
     if case.mask is not None or case.bias is not None:
         return Needs("its kernels take neither a mask tensor nor a bias with a gradient")
-    if case.head_dim % 8 or not 8 <= case.head_dim <= 256:
-        return Needs(f"head dim is {case.head_dim}; its kernels take multiples of 8 up to 256")
+    if any(dim % 8 or not 8 <= dim <= 256 for dim in (case.head_dim, case.value_dim)):
+        return Needs(f"head dims are {case.head_dim} and {case.value_dim}; its kernels take multiples of 8 up to 256")
     arch = device_arch(device)
     if case.takes_gradients and (sm_number(arch) or 90) < 90:
         return Needs(backward_refusal=f"the GPU is {arch}; its backward kernels need sm_90 or later")
