@@ -50,7 +50,7 @@ def test_values_anywhere(backend: Runner, numbers: Numbers) -> None:
         backend.check(case.with_(head_dim=head_dim))
 
 
-DIFFERENTIATED = BASE.with_(num_heads=4, needs_grad=("q", "k", "v"), dlse=True)
+DIFFERENTIATED = BASE.with_(num_heads=4, needs_grad=("q", "k", "v", "bias"), dlse=True)
 
 
 # Blocks of 128 keys, and of 128 or 64 queries.
@@ -99,7 +99,7 @@ def test_another_argument(backend: Runner, other: str) -> None:
     for numbers in (T5, Numbers(("B", "1", "1"), 5, 2, "clamp")):
         backend.check(case.with_(relative=numbers))
         if not case.softcap:
-            backend.check(case.with_(relative=numbers, needs_grad=("q", "k", "v")), alone=True)
+            backend.check(case.with_(relative=numbers, needs_grad=("q", "k", "v", "bias")), alone=True)
 
 
 @pytest.mark.parametrize("seed", range(12))
