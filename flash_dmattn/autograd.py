@@ -21,6 +21,7 @@ from torch.autograd import forward_ad, profiler
 
 from . import operators
 from .definition import (
+    LIBRARY,
     distinct,
     each_call,
     is_batched,
@@ -468,5 +469,5 @@ def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) 
 
 
 torch.library.register_autograd(
-    "flash_dmattn::attention_forward", _differentiate_operator, setup_context=_keep_operator, lib=operators.LIBRARY
+    "flash_dmattn::attention_forward", _differentiate_operator, setup_context=_keep_operator, lib=LIBRARY
 )
