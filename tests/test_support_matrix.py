@@ -298,7 +298,9 @@ class TestMatrix:
         assert "is not a checkout of the sources" in capsys.readouterr().err
 
 
-def test_problems_hold_no_tensor() -> None:
+def test_problems_hold_no_tensor_and_ask_for_the_gradients_that_their_rows_name() -> None:
     for row in support_matrix.rows():
         assert not any(isinstance(x, torch.Tensor) for x in row.problem)
         assert hash(row.problem) == hash(row.problem)
+        if "dbias" in row.name:
+            assert row.problem.needs_grad.bias and row.problem.needs_grad.q == ("only dbias" not in row.name), row.name

@@ -244,9 +244,8 @@ def write(profile: Profile, path: Path, mode: int = 0o600) -> None:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(dump(profile))
         os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    finally:
+        unfinished.unlink(missing_ok=True)  # of a run that was ended, or had no room
 
 
 class Search(NamedTuple):

@@ -168,12 +168,14 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     allocate_bias = None
     if dbias_class == "score" and p.bias is not None:
         allocate_bias = new_like(p.bias.shape, p.bias.strides)
+    relative = p.relative if needs.bias else None
+    allocate_values = None if relative is None else new_like(relative.shape, relative.strides)
     sum_sizes = (p.batch, p.num_heads, p.seqlen_k) if dbias_class == "key" else None
     # For an interval mask the kernel adds to the sums; otherwise it writes all of them.
     allocate_sums = torch.zeros if p.mask_form == "intervals" else torch.empty
     # PyTorch computes dsink from delta, and with a sink also the gradient of a bias of one value per query.
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
-    runs_kernel = any(needs[:3]) or dbias_class in ("key", "score")
+    runs_kernel = any(needs[:3]) or dbias_class in ("key", "score") or relative is not None
     read_bias = bias_reader(p)
     low, high = make_band(p.seqlen_q, p.seqlen_k, p.window) or (-p.seqlen_q, p.seqlen_k)
     numbers = (low, high, p.softmax_scale, p.softcap, p.deterministic)
@@ -201,6 +203,8 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             stored = dbias_out
             if stored is None or not stores_into(stored, q, p.flags):
                 stored = allocate_bias(bias)
+        elif allocate_values is not None and bias is not None:
+            stored = allocate_values(bias)
         elif sum_sizes is not None:
             sums = allocate_sums(sum_sizes, dtype=torch.float32, device=q.device)
         if not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):

@@ -218,16 +218,6 @@ _RULES: tuple[Rule, ...] = (
         'use backend="triton"',
     ),
     Rule(
-        "relative_gradients",
-        lambda p: p.relative is None or not p.needs_grad.bias,
-        lambda p: (
-            f"the gradient of bias is needed, of {0 if p.relative is None else p.relative.shape[3]} values by distance"
-            "; the backward kernels read them alone"
-        ),
-        _PAIR,
-        passes=("backward",),
-    ),
-    Rule(
         "relative_softcap",
         lambda p: p.relative is None or p.softcap == 0,
         lambda p: f"softcap is {p.softcap} and bias is by distance; no backward kernel has both",
