@@ -13,6 +13,7 @@ from .definition import is_transformed
 from .dtensors import is_dtensor
 from .problem import (
     FLOAT_DTYPES,
+    Arrival,
     AttentionProblem,
     Flags,
     MaskForm,
@@ -21,6 +22,7 @@ from .problem import (
     Packing,
     Repeats,
     SequenceSpec,
+    SequenceView,
     TensorSpec,
     as_scores,
     causal_window,
@@ -38,6 +40,8 @@ from .problem import (
     spec_of,
     unpacked_spec,
 )
+from .problem.inputs import in_rows
+from .sequences.padding import Jagged
 
 if TYPE_CHECKING:
     from .masks import PreparedMask
@@ -108,24 +112,45 @@ class _Sizes(NamedTuple):
             check_broadcast(name, shape, (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k), self.num_heads_k)
 
 
-def describe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    numbers: Numbers,
-    repeats: Repeats | None = None,
-    sequences: SequenceSpec | None = None,
-    by_distance: ByDistance | None = None,
-    is_chosen: bool = False,
-) -> tuple[AttentionProblem, Mask, Tensor | None]:
-    """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
+class Call(NamedTuple):
+    """The arguments of a call in one form, as `call.prepare_call` brings them into it.
 
-    `repeats` are given if leading dims were folded, which has checked mask and bias. Packed q, k and v have a batch dim
-    of 1. `bias` has the values of a bias by distance, or with `is_chosen` of a `Chosen`.
+    Attributes:
+        q, k, v: in the dtype of autocast, as `arrival` says.
+        mask, bias, sink: as the caller passed them, with leading dims folded.
+        numbers: see `Numbers`.
+        repeats, leading: if leading dims were folded: the repeats of mask and bias, and the dims.
+        spec, sequences: the layout of the sequences, and the tensors that locate them.
+        jagged: wraps results as nested tensors, if q, k and v were nested.
+        copies: sentences about tensors that were copied because their leading dims do not fold.
+        by_distance: the numbers of a bias by distance, whose values are `bias`.
+        is_chosen: whether `bias` has the values of a `Chosen`.
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    bias: Tensor | None
+    sink: Tensor | None
+    numbers: Numbers
+    arrival: Arrival = "rows"
+    repeats: Repeats | None = None
+    leading: tuple[int, ...] | None = None
+    spec: SequenceSpec | None = None
+    sequences: SequenceView | None = None
+    jagged: Jagged | None = None
+    copies: tuple[str, ...] = ()
+    by_distance: ByDistance | None = None
+    is_chosen: bool = False
+
+
+def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
+    """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is."""
+    q, k, v, mask, bias, sink, numbers, arrival, repeats, _, sequences, *_ = call
+    by_distance, is_chosen = call.by_distance, call.is_chosen
+    if arrival != "rows":
+        q, k, v = (in_rows(x, arrival) for x in (q, k, v))
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias), ("sink", sink)):
         check_strided(name, x)
     sizes = _check_qkv(q, k, v, repeats is not None, sequences)
