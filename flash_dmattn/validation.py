@@ -27,7 +27,6 @@ from .problem import (
     as_scores,
     causal_window,
     check_broadcast,
-    check_chosen,
     check_flag,
     check_number,
     check_scores,
@@ -40,7 +39,7 @@ from .problem import (
     spec_of,
     unpacked_spec,
 )
-from .problem.inputs import in_rows
+from .problem.inputs import Inputs, in_rows
 from .sequences.padding import Jagged
 
 if TYPE_CHECKING:
@@ -176,15 +175,11 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
         if mask_form == "sequence_tiles" and sequences is not None and sequences.packs_queries:
             mask_packing = "queries"
-    if bias is not None and is_chosen:
-        _check_float("bias.values", bias)
-        bias = _check_chosen(bias, mask, sizes)
-    elif bias is not None and by_distance is None:
+    if bias is not None and (is_chosen or by_distance is not None):
+        bias, bias_packing = _check_values(bias, mask, by_distance, sizes)
+    elif bias is not None:
         _check_float("bias", bias)
         bias, _, bias_packing = _describe_scores("bias", bias, sizes)
-    elif bias is not None and by_distance is not None:
-        _check_float("bias.values", bias)
-        bias, bias_packing = _check_values(bias, by_distance, sizes)
     if sink is not None:
         _check_sink(sink, sizes)
 
@@ -215,13 +210,7 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         check_covered(bias.shape[-1], by_distance.zero, (low, high), sizes.seqlen_q > 0 and sizes.seqlen_k > 0)
     needs_grad = NeedsGrad()
     if torch.is_grad_enabled():
-        needs_grad = NeedsGrad(
-            q.requires_grad,
-            k.requires_grad,
-            v.requires_grad,
-            bias is not None and bias.requires_grad,
-            sink is not None and sink.requires_grad,
-        )
+        needs_grad = Inputs(q, k, v, bias=bias, sink=sink).needs_grad
     if sequences is not None:
         if numbers.return_probs:
             raise ValueError("return_probs is True; calls with sequences have no tensor of all probabilities")
@@ -323,13 +312,14 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
     return x, spec_of(x), _UNPACKED
 
 
-def _check_values(x: Tensor, by_distance: ByDistance, sizes: _Sizes) -> tuple[Tensor, Packing]:
-    """Validate the values of a bias by distance; return them as a 4-D view, and their packed dim."""
+def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _Sizes) -> tuple[Tensor, Packing]:
+    """Validate the values of a bias by distance, or for a mask of lists; return a 4-D view, and their packed dim."""
+    _check_float("bias.values", x)
     sizes.check_device("bias.values", x.device)
     if x.dim() > 4:
         raise ValueError(f"bias.values has {x.dim() - 3} batch dims; it needs at most that of q")
     packing, batch, rows, spec = _UNPACKED, sizes.batch, sizes.seqlen_q, sizes.sequences
-    if spec is not None and by_distance.has_rows:
+    if spec is not None and by_distance is not None and by_distance.has_rows:
         if spec.packs_queries and x.dim() == 3:
             packing, batch, rows = "queries", 1, spec.rows_q
         elif not spec.names_max[0]:
@@ -339,19 +329,10 @@ def _check_values(x: Tensor, by_distance: ByDistance, sizes: _Sizes) -> tuple[Te
             )
     x = as_scores(x)
     if not sizes.is_folded:
-        check_values(x.shape, (batch, sizes.num_heads), sizes.num_heads_k, rows if by_distance.has_rows else None)
+        distances = ((rows,) if by_distance is not None and by_distance.has_rows else (),)
+        fits = mask.sizes_of_values if by_distance is None else distances
+        check_values(x.shape, (batch, sizes.num_heads), sizes.num_heads_k, *fits)
     return x, packing
-
-
-def _check_chosen(x: Tensor, mask: Any, sizes: _Sizes) -> Tensor:
-    """Validate the values of a `Chosen`, whose call has a mask of lists; return them as a 4-D view."""
-    sizes.check_device("bias.values", x.device)
-    if x.dim() > 4:
-        raise ValueError(f"bias.values has {x.dim() - 3} batch dims; it needs at most that of q")
-    x = as_scores(x)
-    if not sizes.is_folded:
-        check_chosen(x.shape, (sizes.batch, sizes.num_heads), sizes.num_heads_k, *mask.sizes_of_values)
-    return x
 
 
 def _with_lists(flags: Flags, mask: Any) -> Flags:

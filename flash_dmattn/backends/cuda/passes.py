@@ -24,7 +24,7 @@ from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences
 from .group_rows import has_group_rows, plan_group_rows
-from .operands import Attend, bias_reader, forward_bias, kernels, readable_rows, reader, shapes_of, stores_into
+from .operands import Attend, bias_reader, forward_bias, kernels, readable_rows, reader, stores_into
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
 
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split.
@@ -54,7 +54,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
         return attend_in_parts(p, _plan_attend)
     if has_group_rows(p):
         return plan_group_rows(p, _plan_attend)
-    read_rows, read_bias, read_tiles = reader(shapes_of(p), p.dtype.itemsize), forward_bias(p), _tile_reader(p)
+    read_rows, read_bias, read_tiles = reader(p.rows, p.dtype.itemsize), forward_bias(p), _tile_reader(p)
     band = make_band(p.seqlen_q, p.seqlen_k, p.window)
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
@@ -162,7 +162,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
 def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     needs, dbias_class = p.needs_grad, p.dbias_class
-    shapes = shapes_of(p)
+    shapes = p.rows
     read_rows, read_tiles = reader(shapes, p.dtype.itemsize), _tile_reader(p)
     new_q, new_k, new_v = (new_like(*shape) if needed else None for shape, needed in zip(shapes, needs, strict=False))
     allocate_bias = None

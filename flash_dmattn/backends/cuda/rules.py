@@ -328,8 +328,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
 
 def _reads_keys(p: AttentionProblem) -> bool:
     """Return whether TMA reads k and v as they are."""
-    sizes = p.batch, p.seqlen_k, p.num_heads_k
-    return all(fits_tma(sizes, strides, p.dtype.itemsize) for strides in (p.k_strides, p.v_strides))
+    return all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
 
 
 def _fills_half_tiles(p: AttentionProblem) -> bool:

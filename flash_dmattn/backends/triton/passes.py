@@ -103,17 +103,11 @@ def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
         return False
     if direction == "forward":
         return p.seqlen_q != 1 or p.num_heads == p.num_heads_k
-    shapes = (
-        ((p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
-        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
-        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim_v), p.v_strides),
-    )
-    return all(tuple(strides) == contiguous_strides(shape) for shape, strides in shapes)
+    return all(tuple(strides) == contiguous_strides(shape) for shape, strides in p.rows)
 
 
 def _has_unit_rows(p: AttentionProblem) -> bool:
-    rows = ((p.q_strides, p.head_dim), (p.k_strides, p.head_dim), (p.v_strides, p.head_dim_v))
-    return all(strides[3] == 1 or dim == 1 for strides, dim in rows)
+    return all(strides[3] == 1 or shape[3] == 1 for shape, strides in p.rows)
 
 
 def plan_forward(p: AttentionProblem) -> Forward:
