@@ -19,6 +19,7 @@ from ...gradients import (
 )
 from ...problem import AttentionProblem, Gradients, MaskView, make_band
 from ...problem.inputs import Inputs, Saved
+from ...reference.lists import repeat_heads
 from ...reference.sinks import sink_gradient
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
@@ -148,7 +149,7 @@ class _ByPlace:
                 index = index.expand(by_key.shape[0], by_key.shape[2], -1).transpose(1, 2)[..., None]
                 by_key.zero_().scatter_(1, index.expand_as(by_place), by_place)
             else:
-                index = index.repeat_interleave(by_key.shape[1] // index.shape[1], 1)
+                index = repeat_heads(index, by_key.shape[1])
                 by_key.scatter_(2, index.expand_as(by_place), by_place)  # sums begin as zeros
 
 
