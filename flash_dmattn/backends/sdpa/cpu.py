@@ -12,7 +12,7 @@ from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
 from ...problem import AttentionProblem, Gradients, make_band
 from ...problem.inputs import Inputs, Saved
 from ...reference.eager import LARGE_LSE
-from ..entries import by_query_head
+from ...reference.lists import repeat_heads
 from ..protocol import Backward, Forward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -53,8 +53,8 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None],
     zero, hidden = (torch.tensor(x, dtype=added_dtype(p)) for x in (0.0, -torch.inf))
 
     def added(mask: Tensor | None, bias: Tensor | None) -> Tensor:
-        x = zero if bias is None else by_query_head(bias, heads).to(zero.dtype)
-        allowed = None if mask is None else by_query_head(mask, heads)
+        x = zero if bias is None else repeat_heads(bias, heads).to(zero.dtype)
+        allowed = None if mask is None else repeat_heads(mask, heads)
         if band is not None:
             diagonals = torch.arange(p.seqlen_k) - torch.arange(p.seqlen_q)[:, None]
             inside = (diagonals >= band.low) & (diagonals <= band.high)
@@ -137,7 +137,7 @@ def _without_hidden_keys(
     new_out, new_lse = _FORWARD(q, clean, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     seen = mask > -torch.inf
     seen = seen.tril() if is_causal else seen
-    sees_bad = (seen & by_query_head(is_bad, q.shape[1])[:, :, None]).any(-1)
+    sees_bad = (seen & repeat_heads(is_bad, q.shape[1])[:, :, None]).any(-1)
     return torch.where(sees_bad[..., None], out, new_out), torch.where(sees_bad, lse, new_lse)
 
 
