@@ -16,6 +16,8 @@ import torch
 from cases import DEVICE
 
 import flash_dmattn
+from flash_dmattn.call import plans
+from flash_dmattn.remembered import Remembered
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = [path for name in ("flash_dmattn", "triton_kernels", "reference") for path in (ROOT / name).rglob("*.py")]
@@ -290,8 +292,10 @@ def test_every_process_has_the_same_bits(backend: str, tmp_path: Path) -> None:
     assert len(set(digests)) == 1 and len(digests[0]) == 65
 
 
-def test_thousands_of_shapes_keep_nothing() -> None:
-    """Steps of ever new shapes: once the caches are full, a thousand more leave no object and no memory."""
+def test_thousands_of_shapes_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of ever new shapes: once the caches are full, 1,500 more leave no object and no memory."""
+    for table in (x for x in gc.get_objects() if type(x) is Remembered):
+        monkeypatch.setattr(table, "most", min(table.most, 256))
 
     def step(number: int) -> None:
         lengths, heads = (1 + number % 97, 1 + number % 89), 1 + number % 3
@@ -301,15 +305,35 @@ def test_thousands_of_shapes_keep_nothing() -> None:
         flash_dmattn.attention(q, k, v, mask if number % 2 else None, softcap=number % 5 / 2).sum().backward()
 
     counts = []
-    for numbers in (range(2500), range(2500, 3500)):
+    for numbers in (range(500), range(500, 2000)):
         for number in numbers:
             step(number)
         gc.collect()
+        assert len(plans) == 256
         memory = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
         counts.append((len(gc.get_objects()), memory))
     (objects, memory), (later, memory_later) = counts
-    assert later < objects + 200, f"{later - objects} objects more after a thousand steps"
+    assert later < objects + 200, f"{later - objects} objects more after 1,500 steps"
     assert memory_later <= memory
+
+
+# Caches without a bound, by what they are asked for: nothing, or one of a few devices, dtypes and vendors.
+UNBOUNDED = {
+    *("_dims_of", "_driver", "_extension_packer", "_triton_packer", "_triton_writer"),
+    *("driver_overlaps", "find", "installed_instances", "kernels"),
+}
+
+
+def test_caches_are_bounded() -> None:
+    """Nothing is cached for each shape but in tables with a bound."""
+    unbounded = set()
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                decorators = map(ast.unparse, node.decorator_list)
+                if any(each.rpartition(".")[2] == "cache" or "maxsize=None" in each for each in decorators):
+                    unbounded.add(node.name)
+    assert unbounded == UNBOUNDED
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="memory of the CPU has no limit that torch sets")
