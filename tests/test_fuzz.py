@@ -54,6 +54,9 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     third = fuzz.Tally(tmp_path / "three.json")
     assert fuzz.run(["eager"], third, 1, 600, 1, 2, total) and third.of("eager", "dense")["next"] == 4 + 1 + 2
     assert fuzz.table(total).count("| 0 |") >= 4
+    fuzz.Tally(total.file, "c1").save()
+    named = fuzz.Tally(total.file, "c2").content["commit"].split(", ")
+    assert named[-2:] == ["c1", "c2"] and len(set(named)) == len(named)  # a record says of which commits it is
 
 
 def test_each_process_starts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
