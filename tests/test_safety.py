@@ -9,15 +9,21 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import DEVICE
+from gpu_calls import Products
 
 import flash_dmattn
+from flash_dmattn.biases import Chosen, Relative
 from flash_dmattn.call import plans
+from flash_dmattn.masks import PreparedMask
 from flash_dmattn.remembered import Remembered
+from flash_dmattn.sequences import Sequences
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = [path for name in ("flash_dmattn", "triton_kernels", "reference") for path in (ROOT / name).rglob("*.py")]
@@ -290,6 +296,49 @@ def test_every_process_has_the_same_bits(backend: str, tmp_path: Path) -> None:
     # One compiles what the others find.
     digests = [run(DIGEST, each, backend, DEVICE, TRITON_CACHE_DIR=str(tmp_path / "triton")) for each in folders]
     assert len(set(digests)) == 1 and len(digests[0]) == 65
+
+
+@pytest.mark.parametrize("backend", ["eager"] if DEVICE == "cpu" else ["triton", "cuda"])
+@pytest.mark.parametrize("kind", ["packed sequences", "lists", "biases by distance", "forward mode"])
+def test_repeats_have_the_same_bits(kind: str, backend: str) -> None:
+    """Calls that have kernels of their own, a thousand times beside a busy stream; tests/test_gpu.py has all others."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    heads_k, rows = 1 if kind == "lists" else 2, (2, 600)
+    q, k, v = (torch.randn(*rows, heads, 64, device=DEVICE, dtype=dtype) for heads in (4, heads_k, heads_k))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    call: dict[str, Any] = {"deterministic": True, "backend": backend}
+    if kind == "packed sequences":
+        leaves = [x.detach().flatten(0, 1).requires_grad_() for x in leaves]
+        call["sequences"] = Sequences.packed(torch.tensor([0, 7, 100, 600, 1200], dtype=torch.int32, device=DEVICE))
+    elif kind == "lists":
+        index = torch.randint(600, (2, 1, 600, 16), device=DEVICE)
+        leaves.append(torch.randn(index.shape, device=DEVICE, requires_grad=True))
+        call |= {"mask": PreparedMask.from_lists(index, seqlen_k=600), "bias": Chosen(leaves[3])}
+    elif kind == "biases by distance":
+        leaves.append(torch.randn(4, 129, device=DEVICE, dtype=dtype, requires_grad=True))
+        call["bias"] = Relative(leaves[3], zero=64, outside="clamp")
+    dout = torch.randn_like(leaves[0])
+
+    def once() -> tuple[torch.Tensor, ...]:
+        if kind == "forward mode":
+            attend = partial(flash_dmattn.attention, **call)
+            return torch.func.jvp(attend, (q, k, v), (q.detach(), k.detach(), v.detach()))
+        out = flash_dmattn.attention(*leaves[:3], **call)
+        return (out, *torch.autograd.grad(out, leaves, dout))
+
+    try:
+        first = once()
+    except flash_dmattn.BackendUnsupportedError as refusal:
+        pytest.skip(str(refusal).splitlines()[1].strip())
+    repeats = 3 if DEVICE == "cpu" else 1000
+    differs = torch.zeros(repeats, dtype=torch.bool, device=DEVICE)
+    products = None if DEVICE == "cpu" else Products(2048)
+    for repeat in range(repeats):
+        if products is not None and repeat % 3 == 0:
+            products.start()
+        differs[repeat] = torch.stack([(x != y).any() for x, y in zip(once(), first)]).any()
+    assert not differs.any(), f"{int(differs.sum())} of {repeats} differ from the first"
 
 
 def test_thousands_of_shapes_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
