@@ -323,4 +323,5 @@ BACKEND = Backend(
     auto_rules=AUTO_RULES,
     probe=lambda: Availability(True),
     notes=_notes,
+    reads_as_arrived=cpu.reads_as_arrived,
 )
