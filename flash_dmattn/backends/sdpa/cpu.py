@@ -165,6 +165,8 @@ def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls."""
     if not has_pairs(p):
         return differentiate_without_keys(p)
+    if p.dtype in (torch.float16, torch.bfloat16):
+        return _plan_backward_in_fp32(p)
     added, rows, is_causal, scale = _plan_added(p), _plan_rows(p), kernel_is_causal(p), p.softmax_scale
     shape, dim, needs_grad = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k), p.head_dim, p.needs_grad
 
@@ -193,6 +195,20 @@ def plan_backward(p: AttentionProblem) -> Backward:
         dq, dk, dv = (g.transpose(1, 2).contiguous() for g in gradients)
         own = (dq if needs_grad.q else None, dk if needs_grad.k else None, dv if needs_grad.v else None, None)
         return as_arrived(own, p.arrival)
+
+    return backward
+
+
+def _plan_backward_in_fp32(p: AttentionProblem) -> Backward:
+    """Plan a backward pass that computes out anew: delta of an out in 16 bits would show in the gradients."""
+    single = p._replace(dtype=torch.float32)
+    run_forward, run_backward = plan_forward(single), plan_backward(single)
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        x = saved.inputs
+        x = x._replace(q=x.q.float(), k=x.k.float(), v=x.v.float())
+        gradients = run_backward(Saved(x, *run_forward(x)), dout.float(), dlse)
+        return tuple(g if g is None else g.to(p.dtype) for g in gradients)
 
     return backward
 
