@@ -31,6 +31,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.files import write_whole  # noqa: E402
+
 PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
 SANITIZED = {"triton": 40, "cuda": 180}  # at least as many as there are calls in kernel_calls.py
@@ -213,7 +217,7 @@ class Board:
     def add(self, part: Part, status: str, seconds: float, last_line: str) -> None:
         """Write down a part that has ended."""
         self.rows[part.name] = {"status": status, "seconds": round(seconds), "last_line": last_line}
-        self.path.write_text(json.dumps({"commit": self.commit, "parts": self.rows}, indent=1))
+        write_whole(self.path, json.dumps({"commit": self.commit, "parts": self.rows}, indent=1))
 
     def has(self, part: Part) -> bool:
         """Whether it need not run again; one that ran out of time does."""
