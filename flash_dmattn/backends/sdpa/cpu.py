@@ -189,7 +189,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
             gradients = _BACKWARD(*tensors, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
         else:
             # One more column, of dlse in dout, 1 in v and 0 in out, adds dlse to dout v^T and nothing to delta.
-            columns = (dlse.to(lse.dtype)[..., None], 0.0, 0.0, 1.0, 0.0)
+            columns: tuple[Tensor | float, ...] = (dlse.to(lse.dtype)[..., None], 0.0, 0.0, 1.0, 0.0)
             wider = [_with_column(t, c) for t, c in zip(tensors, columns, strict=True)]
             gradients = [g[..., :dim] for g in _BACKWARD(*wider, lse, 0.0, is_causal, attn_mask=mask, scale=scale)]
         dq, dk, dv = (g.transpose(1, 2).contiguous() for g in gradients)
