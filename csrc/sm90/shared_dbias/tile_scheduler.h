@@ -13,7 +13,7 @@ struct DbiasWorkTile {
   int batch, first_head;  // the first attention head that is summed into the tile of dbias
   int64_t owner;          // the head of dbias, counted over its batch entries
   int chunk;              // which share of the summed heads this work tile has
-  int block_q, block_k;  // of a diagonal the first tile
+  int block_q, block_k;   // of a diagonal the first tile
 };
 
 template <class Traits>
@@ -46,8 +46,8 @@ __device__ __forceinline__ int tiles_of_diagonal(const SharedDbiasParams& p, con
   return min(p.tiles_q - work.block_q, p.tiles_k - work.block_k);
 }
 
-// Where a chunk starts among the heads that are summed, of a diagonal among all tiles of these heads. The first ones are
-// longer by one.
+// Where a chunk starts among the heads that are summed, or among all tiles of a diagonal. The first chunks are longer by
+// one.
 template <class Traits>
 __device__ __forceinline__ int start_of_chunk(const SharedDbiasParams& p, const DbiasWorkTile& work, int chunk) {
   const int all = Traits::kIsRelative ? p.heads_summed * tiles_of_diagonal(p, work) : p.heads_summed;
