@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from filelock import FileLock
 
 from . import machine as machines
+from .files import write_whole
 
 Record = dict[str, Any]
 SCHEMA = 1
@@ -74,9 +74,7 @@ class Results:
             if self.path.exists():
                 self.content["rows"] = load(self.path)["rows"]
             yield self.content
-            written = self.path.with_suffix(".tmp")
-            written.write_text(json.dumps(rounded(self.content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            os.replace(written, self.path)
+            write_whole(self.path, json.dumps(rounded(self.content), indent=1, allow_nan=False) + "\n")
 
 
 def rounded(x: Any) -> Any:

@@ -292,7 +292,7 @@ def test_a_case_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch, tm
     assert "no memory for the inputs" in cli.write(tmp_path, ["performance"])[0].read_text()
 
 
-def test_a_file_is_whole_or_the_one_before(tmp_path: Path) -> None:
+def test_a_file_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = {"machine": MACHINE, "settings": {}, "planned": ["b", "a"]}
     kept = results.Results(tmp_path / "deep" / "x.json", head)
     kept.add({"name": "a"})
@@ -303,6 +303,15 @@ def test_a_file_is_whole_or_the_one_before(tmp_path: Path) -> None:
         kept.add({"name": "b", "value": float("nan")})
     assert results.rounded({"a": [1.23456789, 7, True, "x"]}) == {"a": [1.23457, 7, True, "x"]}
     assert results.load(kept.path)["rows"] == [{"name": "b"}, {"name": "a", "again": True}]
+
+    def ended(*paths: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", ended)
+        kept.add({"name": "b", "again": True})
+    assert results.load(kept.path)["rows"] == [{"name": "b"}, {"name": "a", "again": True}]
+    assert list(kept.path.parent.iterdir()) == [kept.path]
     kept.path.write_text('{"schema": 0}')
     with pytest.raises(results.OtherRun, match="schema 0, and this version reads 1"):
         results.load(kept.path)

@@ -23,9 +23,8 @@ from ...reference.sinks import sink_gradient
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences
-from .bias_rows import bias_reader, forward_bias, stores_into
 from .group_rows import has_group_rows, plan_group_rows
-from .kernels import Attend, kernels, readable_rows, reader, shapes_of
+from .operands import Attend, bias_reader, forward_bias, kernels, readable_rows, reader, shapes_of, stores_into
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
 
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split.
@@ -36,7 +35,6 @@ NUM_DBIAS_CHUNKS = 0
 
 
 def plan_forward(p: AttentionProblem) -> Forward:
-    """Plan the forward pass of a class of calls."""
     if not has_pairs(p):
         return run_without_keys(p)
     if p.sequences is not None:
@@ -142,7 +140,6 @@ class _ByPlace:
         self._order, self._by_key = order.long(), (dk, dv, sums)
 
     def move(self) -> None:
-        """Write the gradients of all keys."""
         for by_key, by_place in zip(self._by_key, self.results[1:], strict=True):
             if by_key is None or by_place is None:
                 continue
@@ -156,7 +153,6 @@ class _ByPlace:
 
 
 def plan_backward(p: AttentionProblem) -> Backward:
-    """Plan the backward pass of a class of calls."""
     if not has_pairs(p):
         return differentiate_without_keys(p)
     if p.sequences is not None:
