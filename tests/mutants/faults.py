@@ -1040,7 +1040,7 @@ _CSRC = (
     Fault(
         "keys beyond the last add to their distance",
         "csrc/sm90/shared_dbias/tile_scheduler.h",
-        "return Traits::kIsRelative && (block_k + 1) * kTile > p.seqlen_k;",
+        "return (block_k + 1) * kTile > p.seqlen_k;",
         "return false;",
         (f"{_DISTANCES}test_gradients",),
     ),
