@@ -422,7 +422,7 @@ _PYTHON = (
     ),
     Fault(
         "the driver gets numbers where a kernel has tensors",
-        "triton_kernels/driver_call.py",
+        "triton_kernels/kernel_launch.py",
         'pointers if kind[0] == "*" else others',
         'others if kind[0] == "*" else pointers',
         ("tests/test_triton_launch.py::test_the_driver_gets_a_stream_addresses_and_numbers",),
