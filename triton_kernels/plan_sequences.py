@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_dmattn.gradients import key_gradient, new_like, sequence_query_gradient
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView, bias_class
-from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.problem.inputs import Saved
 from flash_dmattn.reference.sinks import row_delta, sink_gradient
 
 from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
@@ -20,7 +20,7 @@ from .forward import forward_kernel
 from .kernel_launch import Launch, by_name
 from .plan import MOST_FEW_KEYS, Call, read_of, row_strides
 from .plan_backward import plan_bias, plan_delta, plan_queries
-from .plan_forward import empty_parts, forward_values, plan_combine
+from .plan_forward import forward_values, run_in_shares
 from .plan_pairs import plan_pairs
 from .tile_ops import (
     PACKED,
@@ -241,21 +241,7 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
     )
     fill = call.plan_fill((*call.q.shape[:3], shape.head_dim_v), 0, has_lse=True)
     combined = shape._replace(batch=call.q.shape[0], seqlen_q=call.rows_q)
-    combine = plan_combine(call.values(), combined, splits, call.has_sink, call.overlaps)
-
-    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
-        q, k, v, mask, bias, sink, sequences, dropout = x
-        assert sequences is not None
-        read = read_of(mask)
-        if splits == 1:
-            launch(q, k, v, bias, *read, out, lse, sink, *sequences, dropout)
-        else:
-            parts = empty_parts(splits, out, lse)
-            launch(q, k, v, bias, *read, *parts, None, *sequences, dropout)
-            combine(*parts, out, lse, sink)
-        fill(out, lse, sequences.bounds)
-
-    return run
+    return run_in_shares(call, launch, combined, splits, fill)
 
 
 def _key_parts(call: SequenceCall, programs: int) -> int:
