@@ -42,15 +42,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flash_dmattn/tools/", ("test_cli*", "test_calibrate*", "test_demo*", "test_support_matrix*")),
     (
         "flash_dmattn/",
-        (
-            "test_selection",
-            "test_autograd",
-            "test_tangents",
-            "test_validation",
-            "test_settings",
-            "test_compile",
-            "test_ops",
-        ),
+        ("test_selection", "test_autograd", "test_validation", "test_settings", "test_compile", "test_ops"),
     ),
     ("reference/lists", ("test_lists",)),
     ("reference/tangents", ("test_tangents",)),

@@ -246,6 +246,7 @@ _RULES: tuple[Rule, ...] = (
 
 # Where the triton kernels are faster: docs/notes/cuda_rules.md has the figures of each bound. The kernels of cuda are
 # persistent: they start later, and no two SMs share a row, so they need work for all SMs.
+
 _LONG = 4096  # keys: from so many on, blocks share the keys of few rows
 _PAIRS_ENOUGH = 512  # work tiles of two key tiles: with so many, pairs mean fewer waves on any GPU
 _NARROW = 128  # head dim: wider calls have other backward kernels, and their blocks do not share keys
