@@ -101,7 +101,8 @@ class Block(NamedTuple):
 
     Attributes:
         buffer: the configuration of the launch, the addresses, then the numbers, in 8 bytes each.
-        config, parameters: the address of the configuration, and the addresses of all arguments in their order.
+        config: its address.
+        parameters: the addresses of all arguments, in their order.
     """
 
     buffer: bytearray
