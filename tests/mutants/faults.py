@@ -422,7 +422,7 @@ _PYTHON = (
     ),
     Fault(
         "the driver gets numbers where a kernel has tensors",
-        "triton_kernels/driver_call.py",
+        "triton_kernels/kernel_launch.py",
         'pointers if kind[0] == "*" else others',
         'others if kind[0] == "*" else pointers',
         ("tests/test_triton_launch.py::test_the_driver_gets_a_stream_addresses_and_numbers",),
@@ -895,9 +895,9 @@ _TRITON = (
     ),
     Fault(
         "padding rows are not written",
-        "triton_kernels/plan_sequences.py",
-        "        fill(out, lse, sequences.bounds)\n",
-        "",
+        "triton_kernels/plan_forward.py",
+        "            fill(out, lse, x.sequences.bounds)\n",
+        "            pass\n",
         (f"{_INTERPRETED}test_sequences[0]", f"{_INTERPRETED}test_sequences[1000]"),
     ),
     Fault(

@@ -5,22 +5,13 @@ from __future__ import annotations
 from ...gradients import takes_tokens
 from ...problem import AttentionProblem, fits_tma
 from ..mask_choice import interval_notes
-from ..protocol import Availability, Backend, Direction
+from ..protocol import Availability, Backend, Direction, Probe
 from . import extension, sequences
 from .group_rows import has_group_rows
 from .operands import copies_bias, copy_note
 from .parts import part_notes, refuses_entries
 from .passes import plan_backward, plan_forward
 from .rules import AUTO_RULES, RULES
-
-_found: Availability | None = None
-
-
-def probe() -> Availability:
-    global _found
-    if _found is None:
-        _found = _load()
-    return _found
 
 
 def _load() -> Availability:
@@ -40,6 +31,9 @@ def _load() -> Availability:
             "update the driver, or build the extension with an older nvcc",
         )
     return Availability(True)
+
+
+probe = Probe(_load)
 
 
 def _not_built(error: ModuleNotFoundError) -> Availability:
