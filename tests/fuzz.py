@@ -35,6 +35,7 @@ from outcomes import outcome_of  # noqa: E402
 from run_calls import Check, Place, place_of, run_number  # noqa: E402
 
 import flash_dmattn  # noqa: E402
+from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.machine import commit_of  # noqa: E402
 
 # The kinds that each place serves. A file is the emulated GPU, two names are a pair of backends.
@@ -60,7 +61,8 @@ class Tally:
         self.file = file
         self.content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"places": {}}
         today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        self.content.update(commit=commit or commit_of(ROOT), date=today, device=_device())
+        commits = {**dict.fromkeys(self.content.get("commit", "").split(", ")), commit or commit_of(ROOT): None}
+        self.content.update(commit=", ".join(filter(None, commits)), date=today, device=_device())
 
     def of(self, place: str, kind: str) -> dict[str, Any]:
         """Return the line of a place and a kind of calls."""
@@ -70,10 +72,7 @@ class Tally:
 
     def save(self) -> None:
         """Write the file at once, so that a run that is killed goes on where it was."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(self.content, indent=1))
-        temporary.replace(self.file)
+        write_whole(self.file, json.dumps(self.content, indent=1))
 
     def counts(self) -> Counter[str]:
         """Count the calls of all places."""

@@ -7,7 +7,8 @@
 
 A fault is killed when one of its tests fails with it and passes without it; it survives when all pass. A copy that does
 not compile, or has none of the tests, is an error. Tests that fail without a fault are left out, and named.
-The same command with the same `--out` goes on after the faults that are in this file.
+The same command with the same `--out` goes on after the faults that are in this file. Who finds that a fault changes
+no result writes the verdict "equal" into the file, and the reason as `by`.
 The exit status is 0 when every fault was killed, 1 when one survived, 2 on an error or where the time is over.
 """
 
@@ -32,11 +33,13 @@ from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pytest  # noqa: E402
 from mutants.draw import QUICK, draw  # noqa: E402
 from mutants.faults import FAULTS, Fault  # noqa: E402
+
+from benchmarks.files import write_whole  # noqa: E402
 
 SECONDS = 900  # of one process; a fault that makes its tests hang is killed after as many
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
@@ -254,9 +257,7 @@ class Record:
                 place = f"{done:3d}/{len(self.rows)}  {time.monotonic() - self._begun:5.0f} s  {row['verdict']:8}"
                 print(f"{place}  {fault.file}: {fault.what}", flush=True)
             if self.file is not None:
-                temporary = self.file.with_suffix(".new")
-                temporary.write_text(json.dumps({"drawn": self.name, "faults": self.rows}, indent=1))
-                temporary.replace(self.file)
+                write_whole(self.file, json.dumps({"drawn": self.name, "faults": self.rows}, indent=1))
 
 
 def judge_all(record: Record, processes: int, seconds: float) -> None:
