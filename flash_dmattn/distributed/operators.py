@@ -362,8 +362,8 @@ define(
     _backward,
     _backward_fake,
 )
-gather_forward = register(torch.ops.flash_dmattn.gather_forward, _forward_flop)
-gather_backward = register(torch.ops.flash_dmattn.gather_backward, _backward_flop)
+gather_forward = register(torch.ops.flash_dmattn.gather_forward.default, _forward_flop)
+gather_backward = register(torch.ops.flash_dmattn.gather_backward.default, _backward_flop)
 
 
 class GatherAttention(torch.autograd.Function):
