@@ -92,7 +92,6 @@ def test_random_calls(built: Built, first: int) -> None:
 
 
 def run_calls(built: Built, features: str, first: int, count: int) -> None:
-    """Run random calls with these features."""
     said = forked.run_script("run_calls.py", str(built.extension), features, str(first), str(count))
     assert f"{count} passed, 0 failed" in said
 

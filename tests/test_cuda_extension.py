@@ -459,7 +459,6 @@ def local_bytes(sass: str) -> int:
 
 @cache
 def machine_code(file: Path) -> list[tuple[str, str]]:
-    """The name and the SASS of every kernel."""
     said = output(tool("cuobjdump"), "-sass", file)
     return re.findall(r"Function : (\w+)\n(.*?)(?=\t+Function : |\Z)", said, re.DOTALL)
 

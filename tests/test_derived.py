@@ -159,7 +159,6 @@ def _dual(call: Call, leaves: Leaves, tangents: Leaves) -> Any:
 
 
 def _dual_gradients(call: Call, leaves: Leaves, tangents: Leaves) -> Any:
-    """Return gradients of dual tensors, which have tangents, and gradients of the tangent."""
     leaves = tuple(x.requires_grad_() for x in leaves)
     with forward_ad.dual_level():
         duals = tuple(map(forward_ad.make_dual, leaves, tangents))

@@ -66,7 +66,6 @@ def call_with(bias: tuple[str, ...], mask: tuple[str, ...] | None, **flags: Any)
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_a_bias_and_of_a_mask(name: str) -> None:
-    """A bias of each form with a mask of the same one, and of another."""
     shapes = list(FORMS.values())
     other = shapes[(shapes.index(FORMS[name]) * 7 + 3) % len(shapes)]
     with eager_flex():

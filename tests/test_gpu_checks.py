@@ -143,7 +143,6 @@ def test_forced_parts_run_triton_alone_as_for_the_other_gpu() -> None:
 
 
 def test_shares_of_a_file_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each case is in one share."""
     every = [SimpleNamespace(nodeid=f"tests/test_a.py::test[{n}]", path=Path("test_a.py")) for n in range(200)]
     shares = []
     for share in ("0/3", "1/3", "2/3"):

@@ -17,7 +17,6 @@ pytestmark = [
 
 
 def run_calls(features: str, first: int, count: int) -> None:
-    """Run random calls with these features."""
     assert f"{count} passed, 0 failed" in interpret("run_calls.py", "interpreter", features, str(first), str(count))
 
 
