@@ -95,7 +95,6 @@ def check_again(backend: Runner, case: Case, inputs: Inputs, *, deterministic: b
 
 
 def check_masked(backend: Runner, case: Case, form: str, **flags: Any) -> None:
-    """The same of a case with a mask of that form."""
     changes, leave_out = MASKS[form]
     case = case.with_(**changes)
     inputs = call = case.build()

@@ -133,8 +133,8 @@ def build(
     return call(code, tree, **{**wishes, **ONE_INSTANCE, **environment})
 
 
-# Compiled in any case: host code, a kernel without defines, another with a unit's.
-COMPILED = ("api/forward.cpp", "sm90/mask/list.cu", "sm90/mask/pack.cu", DBIAS_INSTANCE)
+# Compiled in any case: small host code and small kernels.
+COMPILED = ("api/tensor_map.cpp", "sm90/mask/list.cu")
 
 
 def copy_compiled(tree: Path) -> None:
@@ -459,7 +459,6 @@ def local_bytes(sass: str) -> int:
 
 @cache
 def machine_code(file: Path) -> list[tuple[str, str]]:
-    """The name and the SASS of every kernel."""
     said = output(tool("cuobjdump"), "-sass", file)
     return re.findall(r"Function : (\w+)\n(.*?)(?=\t+Function : |\Z)", said, re.DOTALL)
 

@@ -82,7 +82,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def assert_same(one: Results, other: Results) -> None:
-    """The same bits and layouts."""
     assert one.keys() == other.keys()
     for name, x in one.items():
         y = other[name]

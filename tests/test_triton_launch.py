@@ -127,7 +127,6 @@ class Driver:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """The driver."""
     from flash_dmattn.triton_kernels import kernel_launch
 
     own = Driver()
