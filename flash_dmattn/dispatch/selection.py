@@ -77,21 +77,13 @@ def choice_in_force(backend: BackendChoice) -> BackendChoice:
 
 
 def select_pair(problem: AttentionProblem, backend: BackendChoice) -> Selection:
-    """Choose a pair of backends with backward passes of their own, for operators that call each pass alone.
-
-    Raises:
-        BackendUnsupportedError, BackendUnavailableError: as for `choose`.
-    """
+    """Choose a pair of backends with backward passes of their own, for operators that call each pass alone."""
     requested = choice_in_force(backend)
     return _choose_auto(problem, pairs_only=True) if requested == "auto" else choose(problem, requested)
 
 
 def select_backward(problem: AttentionProblem, name: str) -> Backend:
-    """Choose the backend of a backward pass alone: the named one where it serves, else as "auto" prefers.
-
-    Raises:
-        BackendUnsupportedError: no pair of backends accepts the call.
-    """
+    """Choose the backend of a backward pass alone: the named one where it serves, else as "auto" prefers."""
     sized = hinted(problem)
     asked = ((BACKENDS[name], ()), *candidates(sized)) if name in BACKENDS else candidates(sized)
     for backend, rules in asked:
@@ -114,11 +106,7 @@ def select_tangents(problem: AttentionProblem, forward: Backend) -> Backend:
 
 
 def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, requested: BackendChoice) -> Backend:
-    """Choose the backend that differentiates tangents: the one that computes them, or for auto the last resort.
-
-    Raises:
-        NotImplementedError: the call names a backend, and the one of its tangents does not differentiate them.
-    """
+    """Choose the backend that differentiates tangents: the one that computes them, or for auto the last resort."""
     if tangents.plan_tangent_gradients is not None:
         return tangents
     if choice_in_force(requested) != "auto":
@@ -198,32 +186,23 @@ def _serves_backward(
 
 
 def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Selection:
-    if isinstance(requested, str):
-        forward_name = backward_name = requested
-    else:
-        forward_name, backward_name = requested
-    needs_backward = any(problem.needs_grad)
-    forward, backward = check_name(forward_name), check_name(backward_name)
-    if forward_name == backward_name:
-        if not (_serves(forward, problem, "forward") and (not needs_backward or _serves(forward, problem, "backward"))):
-            refuse(problem, forward, passes_of(problem))
-        if forward.is_differentiable or not needs_backward:
-            return Selection(forward, None)
-        return Selection(forward, forward)
-    for backend in (forward, backward):
-        if backend.is_differentiable:
-            pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not b.is_differentiable)
-            raise ValueError(
-                f"backend is {requested!r}, but {backend.name!r} is one differentiable function that cannot serve a "
-                f"single pass; a pair needs two of {pairs}"
-            )
-    if not _serves(forward, problem, "forward"):
-        refuse(problem, forward, ("forward",))
-    if not needs_backward:
-        return Selection(forward, None)
-    if not _serves(backward, problem, "backward"):
-        refuse(problem, backward, ("backward",))
-    return Selection(forward, backward)
+    names = (requested, requested) if isinstance(requested, str) else requested
+    forward, backward = [check_name(name) for name in names]
+    passes = passes_of(problem)
+    asked: tuple[tuple[Backend, tuple[Direction, ...]], ...] = ((forward, passes),)
+    if forward is not backward:
+        asked = ((forward, passes[:1]), (backward, passes[1:]))
+        for backend, _ in asked:
+            if backend.is_differentiable:
+                pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not b.is_differentiable)
+                raise ValueError(
+                    f"backend is {requested!r}, but {backend.name!r} is one differentiable function that cannot serve "
+                    f"a single pass; a pair needs two of {pairs}"
+                )
+    for backend, own in asked:
+        if not all([_serves(backend, problem, direction) for direction in own]):
+            refuse(problem, backend, own)
+    return Selection(forward, None if forward.is_differentiable or len(passes) == 1 else backward)
 
 
 def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...]]]:
@@ -264,7 +243,6 @@ def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
 
 
 def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
-    """Return the preferences that bind auto for one backend and call."""
     name, stated = backend.name, backend.auto_rules
     if not goes_by_profile(problem):
         return stated
@@ -294,7 +272,6 @@ _NO_FIGURES = _refusal(
 
 
 def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
-    """Return the passes that a call runs."""
     return ("forward", "backward") if any(problem.needs_grad) else ("forward",)
 
 
@@ -368,7 +345,6 @@ def _describe_fallback(problem: AttentionProblem) -> tuple[tuple[Reason, ...], s
 
 
 def refuse_fallback(problem: AttentionProblem) -> NoReturn:
-    """Raise the error that `fallback="error"` asks for."""
     reasons, message = _describe_fallback(problem)
     message += '\n  fallback="error" is in force; with config(fallback="warn") the call would run'
     raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(last_resort().name,))

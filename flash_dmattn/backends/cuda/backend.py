@@ -7,9 +7,8 @@ from ...problem import AttentionProblem, fits_tma
 from ..mask_choice import interval_notes
 from ..protocol import Availability, Backend, Direction
 from . import extension, sequences
-from .bias_rows import copies_bias, copy_note
 from .group_rows import has_group_rows
-from .kernels import shapes_of
+from .operands import copies_bias, copy_note
 from .parts import part_notes, refuses_entries
 from .passes import plan_backward, plan_forward
 from .rules import AUTO_RULES, RULES
@@ -18,7 +17,6 @@ _found: Availability | None = None
 
 
 def probe() -> Availability:
-    """Return whether the compiled extension can be loaded; the first result is reused."""
     global _found
     if _found is None:
         _found = _load()
@@ -58,13 +56,12 @@ def _dotted(version: int) -> str:
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Describe the copies that a call makes, and the parts that it is computed in."""
     if problem.sequences is not None:
         return sequences.notes(problem)
     p = problem
     rows = tuple(
         f"copies {name}, of strides {tuple(strides)}: TMA reads rows of unit stride that start on 16 bytes"
-        for name, (shape, strides) in zip("qkv", shapes_of(p), strict=True)
+        for name, (shape, strides) in zip("qkv", p.rows, strict=True)
         if not fits_tma(shape, strides, p.dtype.itemsize)
     )
     bias = (copy_note(p),) if copies_bias(p) else ()

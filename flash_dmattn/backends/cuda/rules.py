@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
-from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
+from ...problem import AttentionProblem, SequenceSpec, TensorSpec, dtype_name, fits_tma, keys_of_query
 from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
-from . import extension, sequence_rules
-from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
+from . import extension
+from .operands import copies_bias, fits, makes_dbias_of_any_rows
 from .parts import part_size
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first pair that is large enough.
@@ -69,6 +69,11 @@ def _instances_text(p: AttentionProblem) -> str:
     return f"the kernels that are built take multiples of 8 up to {dims}"
 
 
+def _bias(p: AttentionProblem) -> TensorSpec:
+    assert p.bias_tensor is not None
+    return p.bias_tensor
+
+
 def _reads_tiles(p: AttentionProblem) -> bool:
     """Return whether TMA reads the bias, or a copy of it; True without a bias."""
     if p.bias is None:
@@ -89,6 +94,9 @@ _ROWS = _KEYS = 128  # of a tile
 _DROPOUT_DIMS = (64, 64)  # of the only kernels with dropout (csrc/sm90/backward/instances.h)
 _RELATIVE_DIMS = ((64, 64), (128, 128))  # of the kernels with a bias by distance (csrc/sm90/forward/launch.h)
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
+
+_backward = partial(Rule, hint=_PAIR, passes=("backward",))
+_preference = partial(Rule, hint='backend="cuda" runs it all the same')
 
 _RULES: tuple[Rule, ...] = (
     Rule(
@@ -112,10 +120,7 @@ _RULES: tuple[Rule, ...] = (
     Rule(
         "bias_dtype",
         lambda p: p.bias_tensor is None or p.bias_tensor.dtype in _BIAS_DTYPES,
-        lambda p: (
-            f"bias has dtype {'none' if p.bias_tensor is None else dtype_name(p.bias_tensor.dtype)}; "
-            "the scores are float32"
-        ),
+        lambda p: f"bias has dtype {dtype_name(_bias(p).dtype)}; the scores are float32",
         "cast bias",
     ),
     Rule(
@@ -124,7 +129,7 @@ _RULES: tuple[Rule, ...] = (
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_instances_text(p)}",
         'use backend="triton"',
     ),
-    Rule(
+    _backward(
         # Simulated in PyTorch, this rounding makes 30 of 2100 random calls with 2 to 32 keys miss the accuracy rule of
         # the tests, and none of 800 calls with more keys. A window of few keys is no better: with 5 queries of 4 keys
         # each, the error of dk is 1.50e-3 where 1.36e-3 is allowed, and the rounding makes 1.35e-3 of it.
@@ -134,8 +139,6 @@ _RULES: tuple[Rule, ...] = (
             f"a query attends to at most {_most_keys(p)} of {p.seqlen_k} keys; delta comes from out in 16 bits, "
             f"whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
         ),
-        _PAIR,
-        passes=("backward",),
     ),
     Rule(
         "list_tiles",
@@ -150,52 +153,46 @@ _RULES: tuple[Rule, ...] = (
         "list_scores",
         lambda p: p.mask_form != "lists" or not reads_scores(p),
         lambda p: (
-            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; kernels that "
-            "read a value for any query and key need a bit for every pair"
+            f"bias has shape {tuple(_bias(p).shape)} beside lists; kernels that read a value for any query and key "
+            "need a bit for every pair"
         ),
         'use backend="eager"',
     ),
-    Rule(
+    _backward(
         "tile_bias_dtype",
-        lambda p: p.bias is None or p.bias_class != "score" or p.bias.dtype == p.dtype,
+        lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
         lambda p: (
-            f"bias has dtype {'none' if p.bias is None else dtype_name(p.bias.dtype)} beside {dtype_name(p.dtype)}; "
+            f"bias has dtype {dtype_name(_bias(p).dtype)} beside {dtype_name(p.dtype)}; "
             "the backward kernels copy tiles of a bias per query and key in the dtype of q"
         ),
-        f"cast bias, or {_PAIR}",
-        passes=("backward",),
+        hint=f"cast bias, or {_PAIR}",
     ),
-    Rule(
+    _backward(
         "tile_bias_rows",
         lambda p: p.bias_class != "score" or _reads_tiles(p),
         lambda p: (
-            f"bias has strides {None if p.bias is None else tuple(p.bias.strides)}; "
+            f"bias has strides {tuple(_bias(p).strides)}; "
             "TMA reads rows of unit stride that start on 16 bytes, and a bias is only copied into such rows "
             "where it is small and batch entries share it"
         ),
-        f"pad its rows to a multiple of 8 keys, or {_PAIR}",
-        passes=("backward",),
+        hint=f"pad its rows to a multiple of 8 keys, or {_PAIR}",
     ),
-    Rule(
+    _backward(
         "expanded_dbias",
         lambda p: p.dbias_class != "score" or p.bias_class == "score",
         lambda p: (
-            f"the gradient of bias, of shape {None if p.bias is None else tuple(p.bias.shape)} and strides "
-            f"{None if p.bias is None else tuple(p.bias.strides)}, is needed; "
+            f"the gradient of bias, of shape {tuple(_bias(p).shape)} and strides {tuple(_bias(p).strides)}, is needed; "
             "the backward kernels read tiles of a bias that is not expanded over queries or keys"
         ),
-        _PAIR,
-        passes=("backward",),
     ),
-    Rule(
+    _backward(
         "dbias_rows",
         lambda p: p.dbias_class != "score" or p.seqlen_k % 8 == 0 or makes_dbias_of_any_rows(p),
         lambda p: (
             f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; rows of it are written 16 bytes at a time "
             "unless it is small and batch entries share it"
         ),
-        f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
-        passes=("backward",),
+        hint=f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
     ),
     Rule(
         "relative_head_dim",
@@ -216,22 +213,10 @@ _RULES: tuple[Rule, ...] = (
         ),
         'use backend="triton"',
     ),
-    Rule(
-        "relative_gradients",
-        lambda p: p.relative is None or not p.needs_grad.bias,
-        lambda p: (
-            f"the gradient of bias is needed, of {0 if p.relative is None else p.relative.shape[3]} values by distance"
-            "; the backward kernels read them alone"
-        ),
-        _PAIR,
-        passes=("backward",),
-    ),
-    Rule(
+    _backward(
         "relative_softcap",
         lambda p: p.relative is None or p.softcap == 0,
         lambda p: f"softcap is {p.softcap} and bias is by distance; no backward kernel has both",
-        _PAIR,
-        passes=("backward",),
     ),
     Rule(
         "dropout_head_dim",
@@ -252,17 +237,11 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dropout_bias",
+        lambda p: p.dropout_p == 0 or p.bias_class != "score" or (_bias(p).dtype == p.dtype and _reads_tiles(p)),
         lambda p: (
-            p.dropout_p == 0
-            or p.bias is None
-            or p.bias_class != "score"
-            or (p.bias.dtype == p.dtype and _reads_tiles(p))
-        ),
-        lambda p: (
-            f"dropout_p is {p.dropout_p} and bias "
-            + ("is none" if p.bias is None else f"has dtype {dtype_name(p.bias.dtype)} and strides {p.bias.strides}")
-            + f"; the kernels with dropout read tiles in the dtype of q, {dtype_name(p.dtype)}, "
-            "from rows of unit stride on 16 bytes"
+            f"dropout_p is {p.dropout_p} and bias has dtype {dtype_name(_bias(p).dtype)} and strides "
+            f"{_bias(p).strides}; the kernels with dropout read tiles in the dtype of q, {dtype_name(p.dtype)}, from "
+            "rows of unit stride on 16 bytes"
         ),
         'cast bias, or use backend="triton"',
     ),
@@ -349,8 +328,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
 
 def _reads_keys(p: AttentionProblem) -> bool:
     """Return whether TMA reads k and v as they are."""
-    sizes = p.batch, p.seqlen_k, p.num_heads_k
-    return all(fits_tma(sizes, strides, p.dtype.itemsize) for strides in (p.k_strides, p.v_strides))
+    return all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
 
 
 def _fills_half_tiles(p: AttentionProblem) -> bool:
@@ -392,31 +370,28 @@ def _adds_for_few_keys(p: AttentionProblem) -> bool:
 
 
 _AUTO_RULES: tuple[Rule, ...] = (
-    Rule(
+    _preference(
         "few_rows",
         lambda p: p.seqlen_q >= _ROWS or _fills_half_tiles(p) or _serves_few_queries(p),
         lambda p: f"there are {p.seqlen_q} queries, less than the {_ROWS} of a tile",
-        'backend="cuda" runs it all the same',
     ),
-    Rule(
+    _preference(
         "few_tiles",
         lambda p: _tiles_of_rows(p) >= _least_tiles(p),
         lambda p: (
             f"there are {_tiles_of_rows(p)} tiles of {_ROWS} queries of a head; "
             f"from {_least_tiles(p)} on there is work enough for every SM"
         ),
-        'backend="cuda" runs it all the same',
     ),
-    Rule(
+    _preference(
         # Triton has kernels of short rows for these calls. From 144 keys on 1.03 to 1.9; backward 1.1 to 3.2.
         "narrow_heads",
         lambda p: p.mask is not None or p.seqlen_k > _KEYS or max(p.head_dim, p.head_dim_v) > 32,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",
-        'backend="cuda" runs it all the same',
     ),
     Rule(
         "bias_copies",  # a float32 bias in a bfloat16 call: D64 0.59, D128 0.87
-        lambda p: p.bias is None or p.bias.dtype == p.dtype or p.bias_class != "score",
+        lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
         lambda p: "bias is not of the dtype of q, so its tiles are not copied but read value by value",
         'cast bias, or backend="cuda" runs it all the same',
     ),
@@ -434,21 +409,19 @@ _AUTO_RULES: tuple[Rule, ...] = (
     #     D64      1.30       1.5          1.7             1.5
     #     D128     1.04       1.4 to 1.5   1.5             1.5
     #     D96      1.5
-    Rule(
+    _preference(
         "few_keys",  # 4096 queries of 64 heads: 128 keys of D64 0.86, 77 of D128 1.08
         lambda p: p.seqlen_k > _KEYS,
         lambda p: f"there are {p.seqlen_k} keys, no more than the {_KEYS} of a tile",
-        'backend="cuda" runs it all the same',
         passes=("backward",),
     ),
-    Rule(
+    _preference(
         "sums_for_few_keys",
         lambda p: not _adds_for_few_keys(p),
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",
-        'backend="cuda" runs it all the same',
         passes=("backward",),
     ),
-    Rule(
+    _preference(
         # With a full bias: D128 0.96, D64 0.88, and 1.16 with two key tiles to a work tile. With masks 1.1 to 1.5, but
         # 0.84 if a random tenth of all blocks is kept.
         "fixed_order",
@@ -458,8 +431,133 @@ _AUTO_RULES: tuple[Rule, ...] = (
             or _has_two_key_tiles(p)
         ),
         lambda p: "deterministic is True and the gradient of bias, of a value per head and score, is needed too",
-        'backend="cuda" runs it all the same',
         passes=("backward",),
+    ),
+)
+
+
+# Calls with sequences have kernels and rules of their own.
+
+_SUMMED_KEYS = 64  # up to so many keys of a sequence, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
+_COLUMNS = 8  # of a row of dbias, which is written 16 bytes at a time
+
+
+def _stores_dbias(p: AttentionProblem) -> bool:
+    """Return whether dbias of packed queries has an element for each score, so that nothing is summed."""
+    return p.bias is not None and p.bias.shape[1] == p.num_heads and p.bias.shape[3] % _COLUMNS == 0
+
+
+_PAGE_SIZES = (16, 32, 64)  # supported, and multiples of _KEYS, which a kernel reads at a time
+
+
+def _spec(p: AttentionProblem) -> SequenceSpec:
+    assert p.sequences is not None
+    return p.sequences
+
+
+def _reads_pages(p: AttentionProblem) -> bool:
+    """Return whether TMA reads k and v in pages: rows of unit stride on 16 bytes, and the stride of pages a multiple
+    of the stride of rows."""
+    return all(
+        fits_tma((2, 2, p.num_heads_k), strides, p.dtype.itemsize) and strides[0] % strides[1] == 0
+        for strides in (p.k_strides, p.v_strides)
+    )
+
+
+def _mean_queries(p: AttentionProblem) -> float:
+    return _spec(p).rows_q / (max(p.batch, 1) if _spec(p).packs_queries else 1)
+
+
+_SEQUENCE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "sequence_head_dim",
+        lambda p: (
+            p.head_dim % 8 == 0 == p.head_dim_v % 8
+            and any(p.head_dim <= d and p.head_dim_v <= d_v for d, d_v in _sequence_dims(p.dtype))
+        ),
+        lambda p: (
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v); "
+            + (
+                f"the kernels of sequences that are built take multiples of 8 up to {dims[-1][0]}"
+                if (dims := _sequence_dims(p.dtype))
+                else f"this build has no kernels of sequences of {dtype_name(p.dtype)}"
+            )
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "sequence_mask",
+        lambda p: p.mask is None,
+        lambda p: (
+            f"mask has shape {() if p.mask is None else tuple(p.mask.shape)}; "
+            "the kernels of sequences support only causality and windows"
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "sequence_bias",
+        lambda p: (
+            p.bias_class != "score"
+            or (_bias(p).dtype == p.dtype and fits(_bias(p).shape, _bias(p).strides, p.dtype.itemsize))
+        ),
+        lambda p: (
+            f"bias, one value per query and key, has dtype {dtype_name(_bias(p).dtype)} and strides "
+            f"{_bias(p).strides}; tiles are copied in the dtype of q, {dtype_name(p.dtype)}, from rows of unit stride "
+            "on 16 bytes"
+        ),
+        "cast bias, or pad its rows to a multiple of 8 keys",
+    ),
+    Rule(
+        "page_size",
+        lambda p: not _spec(p).has_pages or _spec(p).page_size in _PAGE_SIZES or _spec(p).page_size % _KEYS == 0,
+        lambda p: (
+            f"pages have {_spec(p).page_size} keys; the kernels take {', '.join(map(str, _PAGE_SIZES))} or a multiple "
+            f"of {_KEYS}"
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "page_strides",
+        lambda p: not _spec(p).has_pages or _reads_pages(p),
+        lambda p: (
+            f"k and v have strides {tuple(p.k_strides)} and {tuple(p.v_strides)}; "
+            "TMA reads pages whose stride is a multiple of the stride of rows, and rows of unit stride that start on "
+            "on 16 bytes"
+        ),
+        'use backend="triton"',
+    ),
+    _backward(
+        "sequence_softcap",
+        lambda p: p.softcap == 0,
+        lambda p: f"softcap is {p.softcap}; the backward kernels of sequences support none",
+    ),
+    _backward(
+        "sequence_order",
+        lambda p: not (p.deterministic and p.needs_grad.q),
+        lambda p: "deterministic is True; blocks add to dq as they finish",
+    ),
+    _backward(
+        "sequence_window",
+        lambda p: p.seqlen_k <= _SUMMED_KEYS or keys_of_query(p.seqlen_k, p.window) > _FEW_KEYS,
+        lambda p: (
+            f"a query attends to at most {keys_of_query(p.seqlen_k, p.window)} of {p.seqlen_k} keys; delta comes from "
+            f"out in 16 bits, whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
+        ),
+    ),
+    _backward(
+        "sequence_dbias",
+        lambda p: p.dbias_class != "score" or p.flags.bias_packing == "none" or _stores_dbias(p),
+        lambda p: (
+            f"the gradient of bias, of shape {tuple(_bias(p).shape)}, is needed; with packed queries it needs a head "
+            "for each query head, and rows of a multiple of 8 keys"
+        ),
+    ),
+)
+_SEQUENCE_AUTO_RULES: tuple[Rule, ...] = (
+    _preference(
+        "short_sequences",
+        lambda p: _mean_queries(p) >= _ROWS,
+        lambda p: f"sequences have {_mean_queries(p):.0f} queries on average, less than the {_ROWS} of a tile",
     ),
 )
 
@@ -469,29 +567,13 @@ def _unless(rule: Rule, has_sequences: bool) -> Rule:
     return rule._replace(holds=lambda p: (p.sequences is not None) is has_sequences or rule.holds(p))
 
 
-_SEQUENCE_HEAD_DIM = Rule(
-    "sequence_head_dim",
-    lambda p: (
-        p.head_dim % 8 == 0 == p.head_dim_v % 8
-        and any(p.head_dim <= d and p.head_dim_v <= d_v for d, d_v in _sequence_dims(p.dtype))
-    ),
-    lambda p: (
-        f"head dims are {p.head_dim} and {p.head_dim_v} (v); "
-        + (
-            f"the kernels of sequences that are built take multiples of 8 up to {dims[-1][0]}"
-            if (dims := _sequence_dims(p.dtype))
-            else f"this build has no kernels of sequences of {dtype_name(p.dtype)}"
-        )
-    ),
-    'use backend="triton"',
-)
 # Rules of dense calls only; calls with sequences have their own rules about the same subjects.
 _OF_DENSE = {"head_dim", "rounded_delta", "tile_bias_dtype", "tile_bias_rows", "dbias_rows"}
 RULES: tuple[Rule, ...] = (
     *(_unless(rule, has_sequences=True) if rule.code in _OF_DENSE else rule for rule in _RULES),
-    *(_unless(rule, has_sequences=False) for rule in (_SEQUENCE_HEAD_DIM, *sequence_rules.RULES)),
+    *(_unless(rule, has_sequences=False) for rule in _SEQUENCE_RULES),
 )
 AUTO_RULES: tuple[Rule, ...] = (
     *(_unless(rule, has_sequences=True) for rule in _AUTO_RULES),
-    *sequence_rules.AUTO_RULES,
+    *(_unless(rule, has_sequences=False) for rule in _SEQUENCE_AUTO_RULES),
 )
