@@ -66,8 +66,8 @@ GROUPS = {
     "found": (2, 60, ("find_intervals", "interval_mask", "lists", "safety")),
 }
 # GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), and the parts that run triton so. Some run in so many
-# shares of one core each, so that a short run ends some of each for all GPUs. Others run whole, with so many workers and
-# few random calls. Large sizes, which no architecture decides, and the memory checkers are left out.
+# shares of one core each, so that a short run ends some of each for all GPUs. Others run whole, with so many workers
+# and few random calls. Large sizes, which no architecture decides, and the memory checkers are left out.
 FORCED = ("sm_80", "sm_86", "sm_89", "sm_120")
 FORCED_SHARED = {"random": 50, "fp32": 45, "bf16": 45, "gpu": 24}
 FORCED_WHOLE = {"layouts": 4, "serving": 2, "dropout": 2, "bugs": 1}
