@@ -78,7 +78,7 @@ def stack_limit(capability: int, kernel: str, name: str, head_dim: int) -> int:
         return {32: 64, 64: 208, 128: 16}[head_dim]  # (48; 152, with a sink 184; 0)
     if capability != 90:  # the tiles of these are not timed
         if kernel == "backward_keys":
-            return {80: 544, 100: 768}[capability] if head_dim == 64 else 128  # (504 and 728; 104)
+            return {80: {64: 544, 128: 400}, 100: {64: 768, 128: 128}}[capability][head_dim]  # (504, 368; 728, 104)
         return 96 if head_dim == 128 else 176  # (72)
     form = name.partition(" ")[2]
     if kernel == "forward":
