@@ -24,7 +24,18 @@ from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences
 from .group_rows import has_group_rows, plan_group_rows
-from .operands import Attend, bias_reader, forward_bias, kernels, readable_rows, reader, shapes_of, stores_into
+from .operands import (
+    Attend,
+    bias_reader,
+    forward_bias,
+    kernels,
+    padded_rows,
+    pads_dbias,
+    readable_rows,
+    reader,
+    shapes_of,
+    stores_into,
+)
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
 
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split.
@@ -168,6 +179,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     allocate_bias = None
     if dbias_class == "score" and p.bias is not None:
         allocate_bias = new_like(p.bias.shape, p.bias.strides)
+    pads = dbias_class == "score" and pads_dbias(p)
     sum_sizes = (p.batch, p.num_heads, p.seqlen_k) if dbias_class == "key" else None
     # For an interval mask the kernel adds to the sums; otherwise it writes all of them.
     allocate_sums = torch.zeros if p.mask_form == "intervals" else torch.empty
@@ -197,7 +209,9 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             dv = None if new_v is None else new_v(v)
         delta = torch.empty_like(lse) if needs_delta else None
         stored = sums = None
-        if allocate_bias is not None and bias is not None:
+        if pads and bias is not None:
+            stored = padded_rows(bias)
+        elif allocate_bias is not None and bias is not None:
             stored = dbias_out
             if stored is None or not stores_into(stored, q, p.flags):
                 stored = allocate_bias(bias)
@@ -236,6 +250,8 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             tensors = (dout, dlse, q, k, v, walked, None, None, out, lse_read)
             differentiate(*tensors, *nothing, delta, *numbers, *chunks)
         dbias = stored
+        if pads and allocate_bias is not None and bias is not None and stored is not None:
+            dbias = allocate_bias(bias).copy_(stored[..., : p.seqlen_k])
         if sums is not None and bias is not None:
             dbias = key_gradient(bias, sums, num_heads_k, repeat)
         elif dbias_class == "query" and bias is not None:

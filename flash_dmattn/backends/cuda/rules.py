@@ -173,7 +173,7 @@ _RULES: tuple[Rule, ...] = (
         lambda p: (
             f"bias has strides {tuple(_bias(p).strides)}; "
             "TMA reads rows of unit stride that start on 16 bytes, and a bias is only copied into such rows "
-            "where it is small and batch entries share it"
+            "where it is small and batch entries share it, or has short rows and a value for each score"
         ),
         f"pad its rows to a multiple of 8 keys, or {_PAIR}",
         passes=("backward",),
@@ -193,7 +193,7 @@ _RULES: tuple[Rule, ...] = (
         lambda p: p.dbias_class != "score" or p.seqlen_k % 8 == 0 or makes_dbias_of_any_rows(p),
         lambda p: (
             f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; rows of it are written 16 bytes at a time "
-            "unless it is small and batch entries share it"
+            "unless it is small and batch entries share it, or rows are short and each score has its own"
         ),
         f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
         passes=("backward",),
