@@ -323,9 +323,8 @@ def _least_tiles(p: AttentionProblem) -> int:
 def _serves_few_queries(p: AttentionProblem) -> bool:
     """Return whether cuda is faster with few queries; docs/notes/cuda.md, "Few queries", has the figures.
 
-    With one query and a window, triton reads the keys once for each head of a group; cuda makes these heads rows of one
-    tile. With several queries both backends read the keys for each head, but cuda reads them by TMA, which is faster
-    for wide rows. Both cases need enough keys and heads to make up for the later start. They need k and v that TMA can
+    With one query and a window, and with several queries, triton reads the keys once for each head of a group. cuda makes
+    these heads rows of one tile. It reads by TMA, which is faster for wide rows. Both cases need enough keys and heads to make up for the later start. They need k and v that TMA can
     read, because a copy would take longer than attention.
     """
     plain = p.mask is None and p.bias_tensor is None and p.sink is None and p.softcap == 0 == p.dropout_p
