@@ -132,6 +132,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_queries(backend: Runner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The band is of queries, and a row is a head of one; also where blocks share the keys of a tile."""
+    monkeypatch.setattr(group_rows, "LEAST_KEYS", 0)
     case = BASE.with_(**{"is_causal": True, **SEVERAL[name]})
     x = case.build()
     assert group_rows.has_rows_of_queries(flash_dmattn.explain(x.q, x.k, x.v, **case.flags()).problem)
@@ -140,8 +141,8 @@ def test_several_queries(backend: Runner, name: str, monkeypatch: pytest.MonkeyP
     backend.check(case)
 
 
-def test_several_queries_that_go_head_by_head(backend: Runner) -> None:
-    """A window on the left, a mask, a bias or a sink, groups that no shift counts, and many queries."""
+def test_several_queries_that_go_head_by_head(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window on the left, a bias or a sink, groups that no shift counts, many queries, and few keys."""
     few = BASE.with_(seqlen_q=9, is_causal=True, num_heads=8)
     others: tuple[dict[str, Any], ...] = (
         {"num_heads": 6},
@@ -151,7 +152,11 @@ def test_several_queries_that_go_head_by_head(backend: Runner) -> None:
         {"sink": "normal"},
         {"seqlen_q": 65},
     )
+    monkeypatch.setattr(group_rows, "LEAST_KEYS", 0)
     for case in (few.with_(**other) for other in others):
         x = case.build()
         explained = flash_dmattn.explain(x.q, x.k, x.v, bias=x.bias, sink=x.sink, **case.flags())
         assert not group_rows.has_rows_of_queries(explained.problem)
+    monkeypatch.undo()
+    x = few.build()
+    assert not group_rows.has_rows_of_queries(flash_dmattn.explain(x.q, x.k, x.v, **few.flags()).problem)

@@ -162,6 +162,10 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
     "short_mask": ({"q": (64, 128, 16, 64), "mask": (64, 1, 1, 128)}, "there are 128 keys, and preparing"),
     "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
+    "copied_scores": (
+        {"q": (8, 129, 16, 64), "bias": (8, 16, 129, 129), "bias_grad": True},
+        "bias has 2130048 values, in rows that the pass copies; triton is faster",
+    ),
     "sums_for_few_keys": ({"q": (64, 256, 16, 128), "seqlen_k": 256}, "head dims are 128 and 128 (v), of 256 keys"),
     "fixed_order": (
         {"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},
@@ -212,7 +216,7 @@ DIFFERENTIATED = (
     {**PACKED, **GRADIENTS, "bias": (16, 1, 8192), "bias_dtype": "fp32", "bias_grad": True},
     {**SHORT_PACKED, **GRADIENTS, "window_size": (8, 0)},
     DBIAS,
-    {"q": (64, 129, 16, 64), "bias": (64, 16, 129, 129), "bias_grad": True},
+    {"q": (256, 129, 32, 24), "bias": (256, 32, 129, 129), "bias_grad": True},
     {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
     {"q": (2, 4096, 16, 256), "bias": (1, 16, 4096, 4096), "bias_grad": True, **GRADIENTS},
     {**DBIAS, **GRADIENTS, "softmax_scale": -0.3, "is_causal": True},

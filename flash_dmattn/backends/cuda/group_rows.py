@@ -91,6 +91,8 @@ def as_rows(
 
 
 _MOST_QUERIES = 64
+# Numbers of k and v: copies of q, out and lse take the host longer than the kernel takes for fewer. Tests set 0.
+LEAST_KEYS = 1 << 28
 
 
 def has_rows_of_queries(p: AttentionProblem) -> bool:
@@ -98,7 +100,8 @@ def has_rows_of_queries(p: AttentionProblem) -> bool:
     group = p.num_heads // p.num_heads_k
     plain = p.mask_form == "none" and p.bias_tensor is None and p.relative is None and p.sink is None
     few = 1 < p.seqlen_q <= _MOST_QUERIES and p.window[0] < 0 and p.dropout_p == 0
-    return plain and few and group > 1 and group & (group - 1) == 0
+    keys = p.batch * p.num_heads_k * p.seqlen_k * (p.head_dim + p.head_dim_v)
+    return plain and few and group > 1 and group & (group - 1) == 0 and keys >= LEAST_KEYS
 
 
 def plan_rows_of_queries(p: AttentionProblem, plan: Callable[[AttentionProblem, int], Attend]) -> Attend:

@@ -127,6 +127,24 @@ def _pays_to_copy(p: AttentionProblem) -> bool:
     return _is_small_and_shared(p) or _has_short_rows(p)
 
 
+def forward_copies_bias(p: AttentionProblem) -> bool:
+    """Return whether the forward pass reads tiles of a copy, too, and not the bias value by value.
+
+    Narrow heads have kernels of more rows with tiles. Beside a mask a copy would have what no query sees.
+    """
+    if not copies_bias(p):
+        return False
+    is_narrow = max(p.head_dim, p.head_dim_v) <= 32 and p.seqlen_k <= 256 and p.mask is None
+    return _is_small_and_shared(p) or is_narrow
+
+
+def copies_scores(p: AttentionProblem) -> bool:
+    """Return whether the backward pass copies a bias with a value for each score, or its gradient."""
+    if p.bias is None or p.bias_class != "score" or not _has_short_rows(p):
+        return False
+    return copies_bias(p) or (p.dbias_class == "score" and pads_dbias(p))
+
+
 def makes_dbias_of_any_rows(p: AttentionProblem) -> bool:
     """Return whether rows of dbias may have any length: it is then copied from sums or from longer rows."""
     return p.bias is not None and ((p.bias.shape[0] == 1 and _is_small_and_shared(p)) or pads_dbias(p))
@@ -181,8 +199,8 @@ def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
     """
     if p.bias is None or p.bias_class != "score":
         return None
-    pays = p.bias.dtype == p.dtype and _pays_to_copy(p)
-    return bias_reader(p) if pays or p.dropout_p > 0 else None
+    is_small = p.bias.dtype == p.dtype and _is_small_and_shared(p)
+    return bias_reader(p) if is_small or forward_copies_bias(p) or p.dropout_p > 0 else None
 
 
 def stores_into(dbias: Tensor, q: Tensor, flags: Flags) -> bool:
