@@ -1,6 +1,6 @@
 """FlashAttention-4, the package flash-attn-4: dense and causal calls, grouped heads included.
 
-The first call compiles its kernels, which stay on disk. It is never timed, because every system runs once before, to be
+The first call compiles its kernels, which stay on disk. It is never timed: every system runs once before its result is
 checked.
 """
 

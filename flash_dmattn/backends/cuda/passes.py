@@ -19,6 +19,7 @@ from ...gradients import (
 )
 from ...problem import AttentionProblem, Gradients, MaskView, make_band
 from ...problem.inputs import Inputs, Saved
+from ...reference.lists import repeat_heads
 from ...reference.sinks import sink_gradient
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
@@ -33,7 +34,6 @@ from .operands import (
     pads_dbias,
     readable_rows,
     reader,
-    shapes_of,
     stores_into,
 )
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
@@ -68,7 +68,7 @@ def _plan_attend(p: AttentionProblem, group_shift: int = 0) -> Attend:
         return plan_group_rows(p, _plan_attend)
     if group_shift == 0 and has_rows_of_queries(p):
         return plan_rows_of_queries(p, _plan_attend)
-    read_rows, read_bias, read_tiles = reader(shapes_of(p), p.dtype.itemsize), forward_bias(p), _tile_reader(p)
+    read_rows, read_bias, read_tiles = reader(p.rows, p.dtype.itemsize), forward_bias(p), _tile_reader(p)
     band = make_band(p.seqlen_q >> group_shift, p.seqlen_k, p.window)
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
@@ -162,7 +162,7 @@ class _ByPlace:
                 index = index.expand(by_key.shape[0], by_key.shape[2], -1).transpose(1, 2)[..., None]
                 by_key.zero_().scatter_(1, index.expand_as(by_place), by_place)
             else:
-                index = index.repeat_interleave(by_key.shape[1] // index.shape[1], 1)
+                index = repeat_heads(index, by_key.shape[1])
                 by_key.scatter_(2, index.expand_as(by_place), by_place)  # sums begin as zeros
 
 
@@ -176,19 +176,21 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
 def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     needs, dbias_class = p.needs_grad, p.dbias_class
-    shapes = shapes_of(p)
+    shapes = p.rows
     read_rows, read_tiles = reader(shapes, p.dtype.itemsize), _tile_reader(p)
     new_q, new_k, new_v = (new_like(*shape) if needed else None for shape, needed in zip(shapes, needs, strict=False))
     allocate_bias = None
     if dbias_class == "score" and p.bias is not None:
         allocate_bias = new_like(p.bias.shape, p.bias.strides)
     pads = dbias_class == "score" and pads_dbias(p)
+    relative = p.relative if needs.bias else None
+    allocate_values = None if relative is None else new_like(relative.shape, relative.strides)
     sum_sizes = (p.batch, p.num_heads, p.seqlen_k) if dbias_class == "key" else None
     # For an interval mask the kernel adds to the sums; otherwise it writes all of them.
     allocate_sums = torch.zeros if p.mask_form == "intervals" else torch.empty
     # PyTorch computes dsink from delta, and with a sink also the gradient of a bias of one value per query.
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
-    runs_kernel = any(needs[:3]) or dbias_class in ("key", "score")
+    runs_kernel = any(needs[:3]) or dbias_class in ("key", "score") or relative is not None
     read_bias = bias_reader(p)
     low, high = make_band(p.seqlen_q, p.seqlen_k, p.window) or (-p.seqlen_q, p.seqlen_k)
     numbers = (low, high, p.softmax_scale, p.softcap, p.deterministic)
@@ -218,6 +220,8 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             stored = dbias_out
             if stored is None or not stores_into(stored, q, p.flags):
                 stored = allocate_bias(bias)
+        elif allocate_values is not None and bias is not None:
+            stored = allocate_values(bias)
         elif sum_sizes is not None:
             sums = allocate_sums(sum_sizes, dtype=torch.float32, device=q.device)
         if not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):
