@@ -10,7 +10,7 @@ from ...problem import AttentionProblem, SequenceSpec, TensorSpec, dtype_name, f
 from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
 from . import extension
-from .operands import copies_bias, fits, makes_dbias_of_any_rows
+from .operands import copies_bias, copies_scores, fits, makes_dbias_of_any_rows
 from .parts import part_size
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first pair that is large enough.
@@ -83,6 +83,13 @@ def _reads_tiles(p: AttentionProblem) -> bool:
 
 def _dbias_is_whole(p: AttentionProblem) -> bool:
     return p.dbias_class == "score" and p.bias is not None and p.bias.shape[:2] == (p.batch, p.num_heads)
+
+
+_MANY_SCORES = 1 << 26
+
+
+def _scores(p: AttentionProblem) -> int:
+    return p.batch * p.num_heads * p.seqlen_q * p.seqlen_k
 
 
 def _most_keys(p: AttentionProblem) -> int:
@@ -170,7 +177,7 @@ _RULES: tuple[Rule, ...] = (
         lambda p: (
             f"bias has strides {tuple(_bias(p).strides)}; "
             "TMA reads rows of unit stride that start on 16 bytes, and a bias is only copied into such rows "
-            "where it is small and batch entries share it"
+            "where it is small and batch entries share it, or has short rows and a value for each score"
         ),
         hint=f"pad its rows to a multiple of 8 keys, or {_PAIR}",
     ),
@@ -187,7 +194,7 @@ _RULES: tuple[Rule, ...] = (
         lambda p: p.dbias_class != "score" or p.seqlen_k % 8 == 0 or makes_dbias_of_any_rows(p),
         lambda p: (
             f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; rows of it are written 16 bytes at a time "
-            "unless it is small and batch entries share it"
+            "unless it is small and batch entries share it, or rows are short and each score has its own"
         ),
         hint=f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
     ),
@@ -297,10 +304,10 @@ def _least_tiles(p: AttentionProblem) -> int:
 def _serves_few_queries(p: AttentionProblem) -> bool:
     """Return whether cuda is faster with few queries.
 
-    With one query and a window, triton reads the keys once for each head of a group; cuda makes these heads rows of one
-    tile. With several queries both backends read the keys for each head, but cuda reads them by TMA, which is faster
-    for wide rows. Both cases need enough keys and heads to make up for the later start. They need k and v that TMA can
-    read, because a copy would take longer than attention.
+    With one query and a window, and with several queries, triton reads the keys once for each head of a group. cuda
+    makes these heads rows of one tile where keys are many. It reads by TMA, which is faster for wide rows. Both cases
+    need enough keys and heads to make up for the later start. They need k and v that TMA can read, because a copy would
+    take longer than attention.
     """
     plain = p.mask is None and p.bias_tensor is None and p.sink is None and p.softcap == 0 == p.dropout_p
     few = 0 < p.seqlen_q <= _FEW_QUERIES and p.num_heads >= _GROUP * p.num_heads_k
@@ -378,6 +385,12 @@ _AUTO_RULES: tuple[Rule, ...] = (
         "few_keys",
         lambda p: p.seqlen_k > _KEYS,
         lambda p: f"there are {p.seqlen_k} keys, no more than the {_KEYS} of a tile",
+        passes=("backward",),
+    ),
+    _preference(
+        "copied_scores",  # (256, 32, 129, 24), H200: 1.75, padded 1.42
+        lambda p: not copies_scores(p) or _scores(p) >= _MANY_SCORES,
+        lambda p: f"bias has {_scores(p)} values, in rows that the pass copies; triton is faster",
         passes=("backward",),
     ),
     _preference(
