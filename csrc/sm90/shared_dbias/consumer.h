@@ -219,15 +219,13 @@ struct SharedDbiasConsumer {
   __device__ __forceinline__ void add_head(const DbiasWorkTile& work, int position, bool needs_mask) {
     MaskWords words;
     AttentionHead head;
-    DbiasWorkTile tile = work;
+    [[maybe_unused]] TileOfDiagonal of_diagonal;
     if constexpr (Traits::kIsRelative) {
-      if (needs_mask) {
-        const TileOfDiagonal of = tile_of_diagonal(p, work, position);
-        tile = of.work, head = of.head;
-      }
-    } else if (needs_mask || Traits::kHasDropout) {
-      head = summed_head<Traits::kHasSequences>(p, work, position);
+      if (needs_mask) of_diagonal = tile_of_diagonal(p, work, position), head = of_diagonal.head;
+    } else {
+      if (needs_mask || Traits::kHasDropout) head = summed_head<Traits::kHasSequences>(p, work, position);
     }
+    const DbiasWorkTile& tile = Traits::kIsRelative ? of_diagonal.work : work;  // a copy of `work` would be loaded early
     if (needs_mask) load_mask_words(words, tile, head);
     Scores scores, dp;
     Slots<Traits::kD> first;
