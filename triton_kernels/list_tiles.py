@@ -91,7 +91,7 @@ def list_tile(
     rows = _SM90_WIDE_V if holds_v and kernel == "forward" else _row(_SM90[kernel], head_dim)
     keys, warps, stages = _row(rows, block_m)
     if keys_each >= keys:
-        stages = (stages + 1) // 2
+        warps, stages = max(warps, 4), (stages + 1) // 2
     return Tile(block_m, keys, warps, stages)
 
 
