@@ -34,7 +34,7 @@ def test_transformers() -> None:
     command = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *map(str, files))
     printed = run_with(TRANSFORMERS, *command, FLASH_DMATTN_SAMPLE="4")
     summary = printed.strip().splitlines()[-1]
-    assert int(summary.split(" passed")[0].split()[-1]) > 100, summary
+    assert int(summary.split(" passed")[0].split()[-1]) > 60, summary
 
 
 COMPILE = """
