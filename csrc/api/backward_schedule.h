@@ -104,7 +104,7 @@ inline DbiasSchedule schedule_dbias(const BackwardCall& call, int64_t num_chunks
 // Diagonals of tiles from `first` to `last`; none if `last` is less. The number of a diagonal is the tile of keys minus
 // the tile of queries.
 struct Diagonals {
-  int64_t first, last;
+  int64_t first = 0, last = -1;
   int64_t count() const { return std::max<int64_t>(last - first + 1, 0); }
   Diagonals within(const Diagonals& other) const { return {std::max(first, other.first), std::min(last, other.last)}; }
 };

@@ -39,6 +39,13 @@ _LIST_CALLS = "tests/test_triton_lists.py::test_random_calls[0]"
 _LIST_EDGES = "tests/test_triton_lists.py::test_edges[{}]"
 
 _PYTHON = (
+    Fault(
+        "dbias of rows of any length is stored beside a softcap, too",
+        "flash_dmattn/backends/cuda/operands.py",
+        "p.softcap > 0 or p.dropout_p > 0",
+        "p.dropout_p > 0",
+        ("tests/test_cuda_rules.py::test_what_it_does_not_differentiate",),
+    ),
     # Forward mode
     Fault(
         "a new mean of the tangents does not move the sum so far",
@@ -422,7 +429,7 @@ _PYTHON = (
     ),
     Fault(
         "the driver gets numbers where a kernel has tensors",
-        "triton_kernels/driver_call.py",
+        "triton_kernels/kernel_launch.py",
         'pointers if kind[0] == "*" else others',
         'others if kind[0] == "*" else pointers',
         ("tests/test_triton_launch.py::test_the_driver_gets_a_stream_addresses_and_numbers",),
@@ -895,9 +902,9 @@ _TRITON = (
     ),
     Fault(
         "padding rows are not written",
-        "triton_kernels/plan_sequences.py",
-        "        fill(out, lse, sequences.bounds)\n",
-        "",
+        "triton_kernels/plan_forward.py",
+        "            fill(out, lse, x.sequences.bounds)\n",
+        "            pass\n",
         (f"{_INTERPRETED}test_sequences[0]", f"{_INTERPRETED}test_sequences[1000]"),
     ),
     Fault(
@@ -911,6 +918,13 @@ _TRITON = (
 
 # These run on the emulated GPU.
 _CSRC = (
+    Fault(
+        "heads of a group see as many keys as queries of their rows would",
+        "csrc/sm90/forward/consumer.h",
+        "(work.first_row + row_of_warp + 8 * r) >> p.group_shift",
+        "work.first_row + row_of_warp + 8 * r",
+        ("tests/test_cuda_decoding.py::test_several_queries[a tile-cuda]",),
+    ),
     Fault(
         "a mask for another number of queries is accepted",
         "csrc/api/call.h",
