@@ -27,12 +27,12 @@ def run_with(oldest: Path, *command: str, **variables: str) -> str:
 
 @pytest.mark.skipif(not (TRANSFORMERS / "transformers").is_dir(), reason=f"{TRANSFORMERS} is empty: make test fills it")
 def test_transformers() -> None:
-    """The same tests as with the newest version, four cases of each."""
+    """The same tests as with the newest version, six cases of each."""
     files = sorted(TESTS.glob("test_transformers_*.py"))
     assert len(files) >= 5
     run_with(TRANSFORMERS, "-c", "import transformers; assert transformers.__version__ == '5.0.0'")
     command = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *map(str, files))
-    printed = run_with(TRANSFORMERS, *command, FLASH_DMATTN_SAMPLE="4")
+    printed = run_with(TRANSFORMERS, *command, FLASH_DMATTN_SAMPLE="6")
     summary = printed.strip().splitlines()[-1]
     assert int(summary.split(" passed")[0].split()[-1]) > 60, summary
 
