@@ -233,7 +233,10 @@ _UNPACKED: Packing = "none"
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: SequenceSpec | None) -> _Sizes:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of 4 dimensions")
+            raise TypeError(
+                f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of 4 dimensions"
+                + (" (k[..., :n], where values are the first n channels of keys)" if name == "v" else "")
+            )
         if x.dim() != 4:
             raise ValueError(
                 f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; "
@@ -382,7 +385,7 @@ def _describe_beside_sequences(
     if not isinstance(mask, (SequenceTileMask, TreeMask)):
         form = getattr(mask, "form", None)
         kind = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
-        lists = "; lists of packed sequences name keys among all tokens, and go without sequences (docs/lists.md)"
+        lists = "; lists name keys among all tokens or pages, and go without sequences (docs/lists.md)"
         raise TypeError(
             f"mask is a {kind}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
             f"PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree{lists if form == 'lists' else ''}"

@@ -226,7 +226,7 @@ def dense(
     if rounded is not None:
         moved = ((rounded.to(dtype) - out.detach()) * x.dout.to(dtype)).sum(-1)
         along = (p.detach()[..., : case.seqlen_k] * -moved.unsqueeze(-1)).masked_fill(~allowed, 0.0)
-        torch.autograd.backward(scores, along)
+        torch.autograd.backward(scores, along, retain_graph=True)
         if sink is not None and sink.grad is not None:
             share = torch.exp(sink.detach()[:, None] - lse.detach())
             sink.grad -= (share * moved).sum((0, 2))
@@ -247,7 +247,7 @@ def dense(
         if sink is not None:
             results["size of dsink"] = (torch.exp(sink[:, None] - lse) * row).sum((0, 2))
     if values is not None:
-        results["size of dvalues"] = torch.autograd.grad(scores, values, ds)[0]
+        results["size of dvalues"] = torch.autograd.grad(scores, values, ds, retain_graph=True)[0]
     return results
 
 
@@ -267,6 +267,7 @@ def differences(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -
         x, exact = x.double(), exact.double()
         assert torch.equal(x == -math.inf, exact == -math.inf), f"{name}: other empty rows"
         finite = exact > -math.inf
+        assert x[finite].isfinite().all(), f"{name} is not finite"  # a NaN beside numbers is nobody's maximum
         norm, size = exact[finite].norm(), want.get("size of " + name)
         if size is not None and norm <= 1e-12 * size.norm():
             norm = size.double().norm()

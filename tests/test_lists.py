@@ -702,9 +702,11 @@ def test_mistakes_of_calls(name: str) -> None:
 def test_calls_that_lists_do_not_serve() -> None:
     q, k = torch.zeros(1, 5, 2, 8), torch.zeros(1, 6, 2, 8)
     with pytest.raises(
-        TypeError, match=r"PreparedMask of the form 'lists'; beside sequences.*name keys among all tokens"
+        TypeError, match=r"PreparedMask of the form 'lists'; beside sequences.*name keys among all tokens or pages"
     ):
         attention(q, k, k, LISTS, sequences=Sequences.padded(torch.tensor([5])))
+    with pytest.raises(TypeError, match=r"v is a NoneType; it needs to be a torch.Tensor .*\(k\[..., :n\]"):
+        attention(q, k, None, LISTS)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"bias is a Chosen of ranks.*bias.dense\(mask\)"):
         biases.refuse_by_distance(Chosen(VALUES), "of ranks that share a sequence")
     with pytest.raises(TypeError, match="mask is None"):

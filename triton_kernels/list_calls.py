@@ -248,7 +248,7 @@ def list_forward(
     """
     if v is None and not shares_rows(q.shape[3], flags.head_dim_v):
         v = k[..., : flags.head_dim_v]
-    elif v is not None and _lies_in(v, k) and shares_rows(q.shape[3], flags.head_dim_v):
+    elif v is not None and _lies_in(v, k):
         v = None
     q, k, v = _unit_rows(q), _unit_rows(k), None if v is None else _unit_rows(v)
     out = torch.empty(q.shape[0], q.shape[2], q.shape[1], flags.head_dim_v, dtype=q.dtype, device=q.device)
@@ -322,17 +322,33 @@ def list_backward(
     with on_device(q):
         own = tuple(sorted((tiles or {}).items()))
         tensors = (q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse)
-        key = ("list backward", flags, needs, own, *signature(*tensors))
+        reads_once = v is not None and _lies_in(v, k)
+        key = ("list backward", flags, needs, own, reads_once, *signature(*tensors))
         make = lambda: plan_list_backward(
-            ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), dout, out, dlse, needs, tiles or {}
+            ListCall(q, k, v, keys, slots, values, bias_key, sink, flags),
+            dout,
+            out,
+            dlse,
+            needs,
+            tiles or {},
+            reads_once,
         )
         return plans.find(key, make)(*tensors, inverse)
 
 
 def plan_list_backward(
-    call: ListCall, dout: Tensor, out: Tensor, dlse: Tensor | None, needs: ListNeeds, tiles: dict[str, Tile]
+    call: ListCall,
+    dout: Tensor,
+    out: Tensor,
+    dlse: Tensor | None,
+    needs: ListNeeds,
+    tiles: dict[str, Tile],
+    reads_once: bool = False,
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Plan the gradients: run(q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse, inverse)."""
+    """Plan the gradients: run(q, k, v, keys, count, slots, values, bias_key, sink, dout, dlse, out, lse, inverse).
+
+    With `reads_once` v lies in the rows of k. `list_pairs_kernel` then reads both at once; each has its gradient.
+    """
     shape = call.shape
     needs_keys = needs.k or (needs.v and not call.is_latent)
     by_inverse = needs_keys and call.takes_inverse_lists
@@ -376,7 +392,7 @@ def plan_list_backward(
             list_pairs_kernel, programs * member_parts * tiles_n, pairs,
             dout_strides=rows_of(dout), chunk=chunks.rows, COLUMNS=call.columns, DIM=shape.head_dim,
             DIM_V=shape.head_dim_v, PARTS=member_parts, TILES=tiles_n, NEED_VALUES=needs.values,
-            MASSES=has_masses,
+            MASSES=has_masses, LATENT=call.is_latent or reads_once,
         )  # fmt: skip
         makes_values = _plan_value_gradient(call, member_parts, has_masses)
         block = max(16, min(64, 4096 // call.block_dv))
@@ -700,10 +716,10 @@ def true_sums(
 
 
 def _lies_in(v: Tensor, k: Tensor) -> bool:
-    """Return whether values are the first channels of keys in memory."""
+    """Return whether values are the first channels of keys in memory, and kernels read both at once."""
     if v.data_ptr() != k.data_ptr() or v.stride() != k.stride() or v.stride(3) != 1:
         return False
-    return v.shape[3] <= k.shape[3] and v.dtype == k.dtype
+    return v.shape[3] <= k.shape[3] and v.dtype == k.dtype and shares_rows(k.shape[3], v.shape[3])
 
 
 def _contiguous_out(out: Tensor) -> Tensor:

@@ -294,6 +294,13 @@ _PYTHON = (
         (_LIST_EDGES.format("shares"),),
     ),
     Fault(
+        "triton: ds of places without a key is what memory held",
+        "triton_kernels/list_pairs.py",
+        "(place < pitch)[None, :]",
+        "key_ok[None, :]",
+        (_LIST_EDGES.format("wide heads"),),
+    ),
+    Fault(
         "triton: dk of rows misses the scale",
         "triton_kernels/list_queries.py",
         "row_k = tl.dot(tl.trans(ds_tile), q_tile, input_precision=PRECISION) * scale",
