@@ -296,7 +296,6 @@ def forced_results(parts: Sequence[Part], board: Board) -> list[str]:
 
 
 def start(part: Part, folder: Path, where: Path, gpu: int = 0) -> Running:
-    """Start the process of a part on one GPU, its output in a log."""
     log = folder / f"{part.name}.log"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     device = visible.split(",")[gpu] if visible else str(gpu)
@@ -342,7 +341,6 @@ def finish(each: Running, board: Board, end: float | None) -> None:
 
 
 def count_gpus() -> int:
-    """Count the GPUs that torch sees."""
     import torch  # here, for --list needs none
 
     return torch.cuda.device_count()

@@ -18,7 +18,6 @@ ELSEWHERE = {"distributed_training"}
 
 
 def load(name: str) -> Any:
-    """An example as a module."""
     return by_path.load(EXAMPLES / f"{name}.py")
 
 

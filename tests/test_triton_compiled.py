@@ -161,7 +161,7 @@ def test_the_kernel_that_combines_parts_starts_early_on_sm_90_alone(capability: 
 def test_the_driver_gets_the_parameters_that_a_kernel_declares(name: str) -> None:
     from compiled_triton import Variant, jobs_of
 
-    from flash_dmattn.triton_kernels.driver_call import flat
+    from flash_dmattn.triton_kernels.kernel_launch import flat
 
     for job in jobs_of(Variant(**VARIANTS[name]), "sm_90"):
         declared = re.findall(r"\.param \.([a-z]\d+)(?: \.ptr \S+ \.align \d+)? \S+_param_\d+", job.compile().text)
