@@ -34,12 +34,9 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 class Moves(NamedTuple):
     """Positions that one rank sends and receives, counted in the whole sequence of keys.
 
-    Attributes:
-        own: positions that it has.
-        held: positions that its tensor has afterwards, in this order.
-        to: for each rank the positions of this one that it reads.
-        of: for each rank the positions that this one reads of it. Both list its own for itself, which nobody sends.
-        pieces: `held` in order, as (rank that has them, start, stop); -1 for positions that this one does not read.
+    Its tensor has `own` before, and `held` afterwards, in this order. `to` has for each rank the positions of this one
+    that it reads, `of` the positions that this one reads of it; both list its own for itself, which nobody sends.
+    `pieces` are `held` in order, as (rank that has them, start, stop); -1 for positions that this one does not read.
     """
 
     rank: int

@@ -163,10 +163,7 @@ class CacheWrite(NamedTuple):
 
 
 def places(write: CacheWrite) -> tuple[Tensor, Tensor, Tensor]:
-    """Find where each row of new tokens goes: (is_written, entry of the cache, row of the entry), int64 but the first.
-
-    A row that goes nowhere has entry and row 0.
-    """
+    """Find where each row of new tokens goes: (is_written, entry of the cache, row of the entry), or (False, 0, 0)."""
     own, token, is_token = token_places(write.bounds, write.k.shape[0], write.k.shape[1], write.packs_tokens)
     _, tokens, first, keys = write.bounds.long()[own].unbind(1)
     place = keys - tokens + token

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from ...definition import LIBRARY, define, unless_watched
+from ...definition import LIBRARY, define, each_call, stacked, unless_watched
 from ...problem import Band, Layout, MaskChoice, MaskView, SequenceSpec, collapse, hint, make_band
 from ..topk import list_best, score_keys, topk_intervals
 from . import intervals, packing
 from .intervals import IntervalTiles, KeyIntervals, MaskIntervals
-from .packing import TILE, TILE_WORDS, KeySet, TileLists, tiles
-from .sequence_packing import MaskPacking, pack_sequences, row_counts, tile_count
+from .packing import TILE, TILE_WORDS, KeySet, MaskPacking, TileLists, row_counts, tile_count, tiles
 
 # Fewer queries are bound by reading k and v, so that fetching the kept keys one by one costs nothing; with more of them
 # it costs five times what tiles do.
@@ -33,7 +32,7 @@ ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Packer(NamedTuple):
     """The functions that prepare a mask; every packer gives the results of plain PyTorch, bit for bit.
 
-    Functions that are not described here have a namesake in `packing`, `intervals`, `sequence_packing` or `topk`.
+    Functions that are not described here have a namesake in `packing`, `intervals` or `topk`.
 
     Attributes:
         pack_tiles: (bool (Bm, Hm, Lq, Lk) of any strides, band) -> bits, classes, row_lists, col_lists of a `TileMask`.
@@ -79,7 +78,7 @@ PYTORCH = Packer(
     key_order=intervals.key_order,
     first_places=intervals.first_places,
     list_best=list_best,
-    pack_sequences=pack_sequences,
+    pack_sequences=packing.pack_sequences,
 )
 _find_faster: Callable[[torch.Tensor], Packer | None] = lambda tensor: None
 
@@ -163,21 +162,17 @@ def _prepare_mask(
 def _prepare_fake(
     mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
 ) -> list[torch.Tensor]:
-    heads = mask.shape[:2]
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty((*mask.shape[:2], *shape), dtype=dtype, device=mask.device)
+
     rows, columns = tiles(seqlen_q), tiles(seqlen_k)
-    shapes: list[tuple[int, ...]]
-    lists = [(*heads, rows, 2 + columns), (*heads, columns, 2 + rows)]
     if form == "keys":
-        shapes = [(*heads, seqlen_k), tuple(heads), (*heads, seqlen_k + 1)]
-    elif form == "intervals":
-        keys, places = (*heads, seqlen_k), (*heads, columns * TILE, 2)
-        shapes = [keys, keys, (*heads, seqlen_k if reorder else 0), places, *lists]
-    else:
-        shapes = [(*heads, seqlen_q, columns * TILE_WORDS), *lists]
-    made = [torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in shapes]
-    if form == "tiles":
-        made.insert(1, torch.empty((*heads, rows, columns), dtype=torch.uint8, device=mask.device))
-    return made
+        return [empty(seqlen_k), empty(), empty(seqlen_k + 1)]
+    if form == "intervals":
+        start, stop = empty(seqlen_k), empty(seqlen_k)
+        return [start, stop, *_interval_walk_fake(start, stop, seqlen_q, reorder, seqlen_k)]
+    classes = empty(rows, columns, dtype=torch.uint8)
+    return [empty(seqlen_q, columns * TILE_WORDS), classes, empty(rows, 2 + columns), empty(columns, 2 + rows)]
 
 
 def _prepare_mapped(
@@ -241,19 +236,10 @@ def _pack_beside_fake(
     ]
 
 
-def _pack_beside_mapped(
-    info: Any, in_dims: tuple[Any, ...], mask: torch.Tensor, bounds: torch.Tensor, *others: Any
-) -> tuple[list[torch.Tensor], list[int]]:
+def _pack_beside_mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[torch.Tensor], list[int]]:
     """Map over `torch.vmap`: each of its calls has tiles of its own."""
-    made = [
-        _PACK_BESIDE(
-            mask if in_dims[0] is None else mask.select(in_dims[0], index),
-            bounds if in_dims[1] is None else bounds.select(in_dims[1], index),
-            *others,
-        )
-        for index in range(info.batch_size)
-    ]
-    return [torch.stack(x) for x in zip(*made, strict=True)], [0] * 4
+    results, dims = stacked([_PACK_BESIDE(*each) for each in each_call(info.batch_size, in_dims, arguments)])
+    return list(results), list(dims)
 
 
 _PACK_BESIDE = define(
@@ -269,12 +255,9 @@ torch.library.register_vmap("flash_dmattn::prepare_sequence_mask", _pack_beside_
 def _step(schema: str, *, direct: bool = True) -> Callable[[Function], Function]:
     """Make the operator `name` of a function `name` of `Packer`, and a function `run_name` that calls it.
 
-    The decorated function has the name `run_name`; its body makes the results of tensors without values.
-
-    Args:
-        schema: arguments and results of the operator.
-        direct: whether the operator is left out where nothing watches. All tensors have to be integers that derive from
-            the first of them.
+    The decorated function has the name `run_name`; its body makes the results of tensors without values. With `direct`
+    the operator is left out where nothing watches; all tensors then have to be integers that derive from the first of
+    them.
     """
 
     def decorate(fake: Function) -> Function:
