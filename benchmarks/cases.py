@@ -73,10 +73,11 @@ class Case:
     """One attention call, with the gradients of q, k, v and, where it has one, of the bias.
 
     Attributes:
-        group: "workload", "short", "d512", "relative", "decode", "lists", "memory", "form", "model", or the name of a
-            sweep, such as "length".
+        group: "workload", "short", "mla", "graph", "d512", "relative", "decode", "speculative", "lists", "memory",
+            "form", "model", or the name of a sweep, such as "length".
         x: in a sweep, the value of the swept quantity.
         seqlen: the number of keys, and of queries unless `queries` is set.
+        head_dim_v: the head dim of v and out where it is not `head_dim`.
         bias: the letters of its dims, or None. With "bkj" it is also the score by which "keys" and "topk" select. "hd"
             is a bias by distance, see `reach`.
         reach: of a bias by distance: distances of so much and beyond share a value. T5 has 128.
@@ -97,6 +98,7 @@ class Case:
     mask: MaskRule | None = None
     bias: str | None = None
     queries: int | None = None
+    head_dim_v: int | None = None
     x: float | str | None = None
     reach: int = 128
     layers: int | None = None
@@ -110,10 +112,16 @@ class Case:
         return self.seqlen if self.queries is None else self.queries
 
     @property
+    def value_dim(self) -> int:
+        """Head dim of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
     def shape(self) -> str:
-        """B,Hq,Hk,L,D as tables have it; two lengths where they differ."""
+        """B,Hq,Hk,L,D as tables have it; two lengths or head dims where they differ."""
         lengths = f"{self.seqlen}" if self.queries is None else f"{self.queries}x{self.seqlen}"
-        return f"{self.batch},{self.heads},{self.heads_k},{lengths},{self.head_dim}"
+        dims = f"{self.head_dim}" if self.head_dim_v is None else f"{self.head_dim}/{self.head_dim_v}"
+        return f"{self.batch},{self.heads},{self.heads_k},{lengths},{dims}"
 
     def shape_of(self, form: str) -> tuple[int, ...]:
         """The 4-D shape of a mask or bias of these dims; (1, H, distances) of a bias by distance."""
@@ -155,6 +163,7 @@ class Case:
             (self.batch, self.seqlen_q, self.heads, self.head_dim),
             kv_heads=self.heads_k,
             seqlen_k=self.seqlen,
+            head_dim_v=self.head_dim_v,
             dtype="bf16",
             device=device,
             mask=None if self.mask is None else self.shape_of(self.mask.dims),
@@ -190,6 +199,7 @@ class Case:
             reach=min(self.reach, seqlen - 1),
             queries=self.queries and min(self.queries, seqlen),
             head_dim=min(self.head_dim, 32),
+            head_dim_v=self.head_dim_v and min(self.head_dim_v, 16),
             layers=self.layers and min(self.layers, 2),
             mask=rule,
         )
@@ -279,7 +289,8 @@ def _short() -> Iterator[Case]:
     padding, shared = MaskRule("padding", 4), "hij"
     yield case("pair-256", 256, 4, 256, 32, bias=shared)
     yield case("pair-64", 64, 4, 256, 32, bias=shared)
-    yield case("pair-384", 384, 4, 384, 32, bias=shared)
+    for length in (384, 512, 768):
+        yield case(f"pair-{length}", length, 4, length, 32, bias=shared)
     yield case("triangle", 256, 4, 256, 32, mask=padding, bias=shared, quick=True)
     for name, *sizes in (("2048", 2048, 6, 49, 32), ("256", 256, 12, 49, 32), ("64-keys", 2048, 12, 64, 32)):
         rule = MaskRule("windows", 8 if sizes[0] == 2048 else 2)
@@ -294,6 +305,32 @@ def _short() -> Iterator[Case]:
     yield case("t5", 32, 12, 512, 64, mask=padding, bias=shared)
     yield case("t5-cross", 32, 12, 512, 64, mask=padding, queries=128)
     yield case("small", 1, 2, 128, 64)
+
+
+def _mla() -> Iterator[Case]:
+    """Head dims 192 and 128, which multi-head latent attention has in training and prefill."""
+
+    def case(name: str, batch: int, heads: int, seqlen: int, causal: bool = True) -> Case:
+        return Case(f"mla-{name}", "mla", batch, heads, heads, seqlen, 192, causal, head_dim_v=128)
+
+    yield case("1k", 8, 16, 1024)
+    yield case("4k", 2, 32, 4096)
+    yield case("16k", 1, 16, 16384)
+    yield case("4k-full", 2, 16, 4096, causal=False)
+
+
+def _graph() -> Iterator[Case]:
+    """A bias for each entry, head and pair, with its gradient: graphs and molecules, whose lengths nothing divides."""
+
+    def case(name: str, *sizes: int, mask: MaskRule | None = None) -> Case:
+        batch, heads, seqlen, head_dim = sizes
+        return Case(f"graph-{name}", "graph", batch, heads, heads, seqlen, head_dim, mask=mask, bias="bhij")
+
+    yield case("65", 512, 8, 65, 16)
+    yield case("129", 256, 32, 129, 24)
+    yield case("129-padded", 256, 32, 129, 24, mask=MaskRule("padding", 4))
+    yield case("250", 64, 16, 250, 64)
+    yield case("513", 16, 16, 513, 32)
 
 
 def _wide() -> Iterator[Case]:
@@ -334,6 +371,21 @@ def _decode() -> Iterator[Case]:
         yield Case(name, "decode", 8, 32, 8, length, 128, queries=1, passes=("forward",), quick=quick)
     kept = MaskRule("keys", 2048)
     yield Case("decode-keys-64k", "decode", 8, 32, 8, 65536, 128, mask=kept, queries=1, passes=("forward",))
+
+
+def _speculative() -> Iterator[Case]:
+    """A few causal queries on long keys: drafted tokens that a model checks at once."""
+
+    def case(queries: int, batch: int, seqlen: int, head_dim: int = 128) -> Case:
+        name = f"speculative-{queries}" + ("" if head_dim == 128 else f"-d{head_dim}")
+        made = Case(name, "speculative", batch, 32, 8, seqlen, head_dim, True, queries=queries)
+        return replace(made, passes=("forward",))
+
+    yield case(2, 16, 16384)
+    yield case(4, 1, 65536)
+    yield case(8, 16, 16384)
+    yield case(8, 16, 16384, 64)
+    yield case(64, 8, 8192)
 
 
 def _lists() -> Iterator[Case]:
@@ -394,14 +446,16 @@ def _forms() -> Iterator[Case]:
 
 
 CASES = (
-    *(*_workloads(), *_short(), *_sweeps(), *_wide(), *_relative(), *_decode(), *_lists()),
-    *(*_memory(), *_models(), *_forms()),
+    *(*_workloads(), *_short(), *_mla(), *_graph(), *_sweeps(), *_wide(), *_relative()),
+    *(*_decode(), *_speculative(), *_lists(), *_memory(), *_models(), *_forms()),
 )
 GROUPS = {
     "equivalence": ("form",),
     "performance": (
         "workload",
         "short",
+        "mla",
+        "graph",
         "length",
         "head dim",
         "key-value heads",
@@ -412,6 +466,7 @@ GROUPS = {
         "d512",
         "relative",
         "decode",
+        "speculative",
         "lists",
     ),
     "memory": ("memory",),

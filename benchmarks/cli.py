@@ -4,6 +4,7 @@
     python -m benchmarks performance --quick           # a few cases, for less long, into build/benchmarks
     python -m benchmarks performance forward --only topk density --systems cuda triton flexattention
     python -m benchmarks performance decode
+    CUDA_VISIBLE_DEVICES=1 python -m benchmarks performance --share 2/4   # one of four processes of a run
     python -m benchmarks equivalence --device cpu
     python -m benchmarks memory
     python -m benchmarks model                         # the training step of a decoder
@@ -101,7 +102,24 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
     add("--budget", type=float, metavar="SECONDS", help="start no case that may not end within this time")
     add("--out", type=Path, metavar="DIR", help="folder of the results (default: benchmarks/results/<device>)")
     add("--commit", help="what is timed, where git cannot tell")
+    add(
+        "--share",
+        type=_share,
+        default=(1, 1),
+        metavar="I/N",
+        help="every N-th case: of N processes of one run the I-th",
+    )
+    said = "compile everything before the cases run (default), without running any, or as each case needs it"
+    add("--compile", choices=("first", "only", "not"), default="first", help=said)
     add("--fresh", action="store_true", help="start anew, whatever there is")
+
+
+def _share(text: str) -> tuple[int, int]:
+    """Read "2/4"."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r}; it needs I/N with 1 <= I <= N, such as 2/4")
+    return int(index), int(count)
 
 
 def run_suites(args: argparse.Namespace) -> int:
@@ -129,6 +147,8 @@ def run_suites(args: argparse.Namespace) -> int:
         passes=passes or PASSES,
         quick=args.quick,
         deadline=None if args.budget is None else started + args.budget,
+        share=args.share,
+        compiles=args.compile,
         fresh=args.fresh or args.quick,
     )
     statuses = []

@@ -2,8 +2,8 @@
 
     floor = max(FLOP / rate of a large product, bytes / rate of a copy)
 
-Only allowed pairs count as FLOP: 4 D a pair for the forward pass (q k^T, p v), 10 D for the backward pass (s and dp
-again, dq, dk, dv). Every tensor that the pass has to read or write counts its bytes once.
+Only allowed pairs count as FLOP: 2 D + 2 Dv a pair for the forward pass (q k^T, p v), 6 D + 4 Dv for the backward pass
+(s and dp again, dq, dk, dv). Every tensor that the pass has to read or write counts its bytes once.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ def floors(inputs: Inputs, pairs: float, *, reads_mask: bool) -> dict[str, Floor
     """
     q, k, v, dout, mask, bias, is_causal = inputs[:7]
     batch, seqlen, heads, head_dim = q.shape
+    head_dim_v = v.shape[3]
     lse = 4 * batch * heads * seqlen
     operands = _size(q) + _size(k) + _size(v) + _size(bias)
     needed = _size(q) + attended_keys(inputs) * (_size(k) + _size(v) + _size(bias))
     read = _size(mask) if reads_mask else 0
     if mask is not None and mask.shape[2] > 1 and is_causal:
         read = read * (seqlen + 1) // (2 * seqlen)  # nothing above the diagonal has to be looked at
-    forward = Floor(4.0 * head_dim * pairs, needed + _size(dout) + lse + read)
+    forward = Floor((2.0 * head_dim + 2.0 * head_dim_v) * pairs, needed + _size(dout) + lse + read)
     # out and dout are read, and a gradient is written per operand.
-    backward = Floor(10.0 * head_dim * pairs, needed + operands + 2 * _size(dout) + lse)
+    backward = Floor((6.0 * head_dim + 4.0 * head_dim_v) * pairs, needed + operands + 2 * _size(dout) + lse)
     step = Floor(forward.flop + backward.flop, forward.moved + backward.moved)
     return {"forward": forward, "backward": backward, "step": step}
 

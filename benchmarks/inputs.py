@@ -75,8 +75,8 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfl
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     c = case
-    q, dout = (normal(c.batch, c.seqlen_q, c.heads, c.head_dim) for _ in range(2))
-    k, v = (normal(c.batch, c.seqlen, c.heads_k, c.head_dim) for _ in range(2))
+    q, dout = (normal(c.batch, c.seqlen_q, c.heads, dim) for dim in (c.head_dim, c.value_dim))
+    k, v = (normal(c.batch, c.seqlen, c.heads_k, dim) for dim in (c.head_dim, c.value_dim))
     scores = normal(*c.shape_of("bkj"))
     bias = None
     if c.bias is not None:

@@ -26,6 +26,7 @@ import flash_dmattn
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.storage import IntervalMask
 
+from .files import write_whole
 from .report.plots import STYLES
 from .timing import Runner, gradients, measure
 
@@ -260,7 +261,7 @@ def main() -> int:
                 row = {"length": length, "system": system, "failed": f"{type(failure).__name__}: {failure}"[:200]}
             rows.append(row)
             print(table([row]).splitlines()[-1], flush=True)
-            args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_whole(args.out, json.dumps(content, indent=1) + "\n")
             gc.collect()
             torch.cuda.empty_cache()
     print(table(rows))

@@ -14,7 +14,7 @@ import torch
 from .floors import rates_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PEER_PACKAGES = ("flash-attn-4",)
+PEER_PACKAGES = ("flash-attn-4", "cuequivariance-torch")
 
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:

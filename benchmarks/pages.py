@@ -14,7 +14,7 @@ from typing import Any
 from . import machine as machines
 from .report.plots import KINDS, PEERS
 from .report.summary import Standing, ours, standings, time_of
-from .report.tables import MODEL_HEAD, model_rows, table
+from .report.tables import MODEL_HEAD, model_rows, prepared_cell, table
 from .report.text import label, mb, ms
 from .results import SUITES, load, missing
 
@@ -76,7 +76,8 @@ def readme_section(folder: Path, root: Path) -> str:
             f"Milliseconds, forward / backward, bf16, on an {machine['device']} with torch {machine['torch']}. Ours is "
             '`backend="auto"` with a dense bool mask, whose packing is timed. A peer gets its own form of the mask '
             "beforehand, and its time counts only where its results are right; - stands for a call that it does not "
-            "serve or gets wrong. All outputs were checked in the same run."
+            "serve or gets wrong. Mask prepared: ours with its mask made beforehand, too. All outputs were checked in "
+            "the same run."
         ),
         "",
         *_peers_table(rows),
@@ -168,10 +169,13 @@ def _groups_table(all_standings: list[Standing]) -> list[str]:
             places = [place(s) for s in some]
             counts = [str(places.count(x)) for x in ("ahead", "level", "behind", "alone")]
             ratios = [s.ratio for s in some if s.ratio is not None]
+            prepared = [s.prepared_ratio for s in some if s.prepared_ratio is not None]
             spread = [f"{of(ratios):.2f}" if ratios else "-" for of in (min, statistics.median, max)]
+            spread += [f"{min(prepared):.2f}" if prepared else "-"]
             shares = [s.floor_ms / s.ours.ms for s in some]
             body.append([group, name, *counts, *spread, f"{min(shares):.0%} to {max(shares):.0%}"])
     head = ["cases", "pass", "ahead", "level", "behind", "no peer", "times as fast, least", "median", "most"]
+    head += ["least, mask prepared"]
     return table([*head, "of the floor"], body)
 
 
@@ -184,8 +188,8 @@ def _peers_table(rows: list[Record]) -> list[str]:
         mine = " / ".join(ms(timing and timing.ms) for timing in (ours(row, name) for name in passes))
         others = [" / ".join(ms(time_of(row, peer, name)) for name in passes) for peer in peers]
         others = ["-" if set(cell) <= set("-/ ") else cell for cell in others]
-        body.append([row["what"], row["shape"], mine, *others])
-    return table(["call", "B,Hq,Hk,L,D", "ours", *map(label, peers)], body)
+        body.append([row["what"], row["shape"], mine, prepared_cell(row), *others])
+    return table(["call", "B,Hq,Hk,L,D", "ours", "mask prepared", *map(label, peers)], body)
 
 
 def _ratio_table(some: list[Standing]) -> list[str]:
@@ -198,13 +202,15 @@ def _ratio_table(some: list[Standing]) -> list[str]:
             ms(s.ours.ms),
             f"{ms(s.peer.ms)} ({label(s.peer.system)})",
             f"{s.ratio:.2f}",
+            ms(s.prepared.ms) if s.prepared and s.row["has_mask"] else "",
+            f"{s.prepared_ratio:.2f}" if s.prepared_ratio and s.row["has_mask"] else "",
             f"{s.floor_ms / s.ours.ms:.0%}",
         ]
         for s in some
         if s.peer is not None
     ]
-    head = ["case", "call", "B,Hq,Hk,L,D", "pass", "ours, ms", "fastest peer, ms", "times as fast", "of the floor"]
-    return table(head, body)
+    head = ["case", "call", "B,Hq,Hk,L,D", "pass", "ours, ms", "fastest peer, ms", "times as fast"]
+    return table([*head, "mask prepared, ms", "times as fast", "of the floor"], body)
 
 
 def _model_lines(content: Record) -> list[str]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from . import machine as machines
+from .files import write_whole
 
 Record = dict[str, Any]
 SCHEMA = 1
@@ -19,7 +23,7 @@ class OtherRun(Exception):
 
 
 class Results:
-    """Rows by the name of their case, kept in a file.
+    """Rows by the name of their case, kept in a file. Several processes of one run may add rows to it.
 
     Args:
         path: the file; its folder is made.
@@ -33,7 +37,10 @@ class Results:
     def __init__(self, path: Path, head: Record, *, fresh: bool = False) -> None:
         self.path = path
         self.content: Record = {"schema": SCHEMA, **head, "rows": []}
-        if path.exists() and not fresh:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            path.unlink(missing_ok=True)
+        if path.exists():
             stored = load(path)
             differs = [name for name, pair in _compared(stored, self.content).items() if pair[0] != pair[1]]
             if differs:
@@ -47,17 +54,27 @@ class Results:
 
     def add(self, row: Record) -> None:
         """Take a row, in the place that the plan gives it, and write the file."""
-        planned = self.content["planned"]
-        rows = [row, *(old for old in self.content["rows"] if old["name"] != row["name"])]
-        self.content["rows"] = sorted(rows, key=lambda row: planned.index(row["name"]))
-        self.save()
+        with self._changes() as content:
+            planned = content["planned"]
+            rows = [row, *(old for old in content["rows"] if old["name"] != row["name"])]
+            content["rows"] = sorted(rows, key=lambda row: planned.index(row["name"]))
 
-    def save(self) -> None:
-        """Replace the file at once, so that an interruption leaves the old one."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        written = self.path.with_suffix(".tmp")
-        written.write_text(json.dumps(rounded(self.content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(written, self.path)
+    def leave_out(self, reasons: dict[str, str]) -> None:
+        """Write why systems do not run on this machine."""
+        with self._changes() as content:
+            content["left_out"] = reasons
+
+    @contextmanager
+    def _changes(self) -> Iterator[Record]:
+        """Yield the content, with the rows that other processes have added, and write the file.
+
+        The file is replaced at once, so that an interruption leaves the old one.
+        """
+        with FileLock(self.path.with_suffix(".lock")):
+            if self.path.exists():
+                self.content["rows"] = load(self.path)["rows"]
+            yield self.content
+            write_whole(self.path, json.dumps(rounded(self.content), indent=1, allow_nan=False) + "\n")
 
 
 def rounded(x: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -43,6 +44,8 @@ class Options:
         systems: names, or None for all systems of a suite.
         passes: the passes of the performance suite.
         deadline: seconds on the monotonic clock after which no case begins.
+        share: (i, n): the i-th of n processes that share the cases and the file of results, from 1.
+        compiles: "first", before the cases run; "only", and no case runs; "not".
         fresh: start again and do not continue an earlier run.
     """
 
@@ -54,6 +57,8 @@ class Options:
     passes: Sequence[Pass] = PASSES
     quick: bool = False
     deadline: float | None = None
+    share: tuple[int, int] = (1, 1)
+    compiles: Literal["first", "only", "not"] = "first"
     fresh: bool = False
 
     def settings(self, suite: str) -> Record:
@@ -83,15 +88,18 @@ def run(suite: str, options: Options) -> int:
     head: Record = {"suite": suite, "machine": options.machine, "settings": options.settings(suite)}
     head["planned"] = [case.name for case in planned]
     results = Results(options.out / f"{suite}.json", head, fresh=options.fresh)
-    wanted = {case.name for case in cases_of(suite, options.only, options.quick)} & set(head["planned"])
+    asked = {case.name for case in cases_of(suite, options.only, options.quick)}
+    wanted = share(options.share, [case for case in planned if case.name in asked])
     todo = [case for case in planned if case.name in wanted and case.name not in results]
     available, reasons = systems.available(head["settings"]["systems"], options.device)
     print(f"{suite}: {machines.line(options.machine)}", flush=True)
     for name, reason in reasons.items():
         print(f"    {name} is left out: {reason}", flush=True)
-    results.content["left_out"] = reasons
-    results.save()
-    compile_todo(suite, todo, available, options)
+    results.leave_out(reasons)
+    if options.compiles != "not":
+        compile_todo(suite, todo, available, options)
+    if options.compiles == "only":
+        return PASSED
     _rows(suite, todo, len(wanted), available, results, options)
     failures = [said for row in results.content["rows"] for said in FAILURES[suite](row)]
     for failure in failures:
@@ -100,6 +108,13 @@ def run(suite: str, options: Options) -> int:
     if left:
         print(f"{suite}: {len(left)} of {len(planned)} cases are left; the same command goes on with {left[0]}")
     return UNFINISHED if left else FAILED if failures else PASSED
+
+
+def share(part: tuple[int, int], cases: list[Case]) -> set[str]:
+    """The names of the cases of one of several processes; those that run all systems take longest, and come first."""
+    index, count = part
+    ordered = sorted(cases, key=lambda case: not case.all_systems)
+    return {case.name for case in ordered[index - 1 :: count]}
 
 
 def _rows(

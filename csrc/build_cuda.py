@@ -50,6 +50,7 @@ SOURCES = (
     "sm90/sequences/fill_gaps.cu",
     "sm90/sequences/list_works.cu",
     "sm90/shared_dbias/add_chunks.cu",
+    "sm90/shared_dbias/add_diagonals.cu",
 )
 FORWARD = "sm90/forward/instantiate.cu"
 BACKWARD = "sm90/backward/instantiate.cu"

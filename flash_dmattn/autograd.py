@@ -53,7 +53,8 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
             return results
     elif plan.backward is None:
         return run_forward(plan, x)
-    results = Attention.apply(x.q, x.k, x.v, x.bias, x.sink, plan, x)
+    tensors = (None if t is None else _unwrapped(t) for t in (x.q, x.k, x.v, x.bias, x.sink))
+    results = _record(*tensors, plan, x)
     return results
 
 
@@ -113,13 +114,7 @@ def run_forward(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def differentiate(plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any) -> Gradients:
-    """Return the five gradients, recorded by autograd if a second derivative may be needed.
-
-    Args:
-        plan: the plan of the call.
-        dout, dlse: the gradients of out and lse.
-        kept: out, lse, the inputs with gradients, and the others, as `_keep` saves them.
-    """
+    """Return the five gradients, recorded by autograd if a second derivative may be needed, of what `_keep` saved."""
     watched = is_watched(dout, dlse, *kept)
     if is_batched(dout, dlse):
         return one_by_one(lambda dout, dlse: differentiate(plan, dout, dlse, *kept), dout, dlse)
@@ -151,7 +146,6 @@ def _keep(ctx: Any, plan: Plan, x: Inputs, out: Tensor, lse: Tensor) -> None:
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-    """Return the five gradients of a saved call."""
     if dout is None and dlse is None:
         return None, None, None, None, None
     kept = ctx.saved_tensors
@@ -190,6 +184,12 @@ class Attention(torch.autograd.Function):
         return *_gradients(ctx, dout, dlse), None, None
 
 
+# `Attention.apply` without its search for transforms, which `attend` has ruled out: that search is as slow as an
+# allocation. A tensor that has outlived a transform stays wrapped, and torch records the tensor inside.
+_record = super(torch.autograd.Function, Attention).apply
+_unwrapped = torch._C._functorch.unwrap_if_dead
+
+
 class TransformedAttention(torch.autograd.Function):
     """Compute (out, lse) under transforms of `torch.func` and compilers, which need every tensor as an input.
 
@@ -198,19 +198,16 @@ class TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """Run the forward pass."""
         return run_forward(plan, plan.parts.inputs(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save what the backward pass reads."""
         plan, *tensors = inputs
         ctx.num_others = len(tensors) - len(NeedsGrad._fields)
         _keep(ctx, plan, plan.parts.inputs(*tensors), *output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the backward pass."""
         return None, *_gradients(ctx, dout, dlse), *(None,) * ctx.num_others
 
     @staticmethod
@@ -241,19 +238,16 @@ class DualAttention(TransformedAttention):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save what the backward pass and the jvp read."""
         TransformedAttention.setup_context(ctx, inputs, output)
         ctx.save_for_forward(*output, *inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the backward pass."""
         gradients = _gradients_in_forward_mode(ctx, dout, dlse, *ctx.saved_tensors)
         return None, *gradients, *(None,) * ctx.num_others
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the tangents of out and lse."""
         x, _ = take_apart(ctx.plan.parts.inputs(*ctx.saved_tensors[2:]))
         return _attend_with_tangents(ctx.plan, x, Tangents(*tangents[:NUM_INPUTS]))[2:]
 
@@ -266,12 +260,10 @@ class TangentAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
-        """Run the forward pass in forward mode."""
         return run_tangents(plan, *_apart(plan, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save what the gradients read."""
         ctx.plan, *tensors = inputs
         ctx.save_for_backward(*output[:2], *tensors)
         ctx.set_materialize_grads(False)
@@ -293,7 +285,6 @@ class TangentAttention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        """Refuse a forward-mode derivative of tangents."""
         raise NotImplementedError(
             "attention has no forward-mode derivative of its tangents (torch.func.jvp of jvp, jacfwd of jacfwd); "
             'take jacfwd of jacrev, as torch.func.hessian does, or call attention(..., backend="reference")'
@@ -303,7 +294,6 @@ class TangentAttention(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], plan: Plan, *tensors: Any
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
-        """Run one pass for each mapped call."""
         each = []
         for own in each_call(info.batch_size, in_dims[1:], tensors):
             x, tangents = _apart(plan, own)
@@ -403,7 +393,6 @@ class DualAttentionBackward(AttentionBackward):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save what the derivatives read."""
         AttentionBackward.setup_context(ctx, inputs, output)
         ctx.save_for_forward(*inputs[1:])
 

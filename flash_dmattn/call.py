@@ -88,11 +88,7 @@ def prepare_call(
     numbers: Numbers,
     heads_first: bool = False,
 ) -> Call:
-    """Bring the arguments of `attention` into one form; with `heads_first` q, k and v are (B, H, L, D).
-
-    Raises:
-        TypeError, ValueError: sequences, nested tensors, leading dims, a bias by distance or of lists do not fit.
-    """
+    """Bring the arguments of `attention` into one form; with `heads_first` q, k and v are (B, H, L, D)."""
     by_distance = jagged = leading = repeats = spec = where = None
     copies: tuple[str, ...] = ()
     arrival: Arrival = "heads_first" if heads_first else "rows"

@@ -13,14 +13,7 @@ LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 
 
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register an operator and its fake; return a function that calls the operator.
-
-    Args:
-        name: the name in `torch.ops.flash_dmattn`.
-        schema: the schema of its arguments and results.
-        function: the implementation, for every device.
-        fake: the implementation for tensors without values; it must not communicate with other ranks.
-    """
+    """Register an operator and its fake, which must not communicate between ranks; return a function that calls it."""
     LIBRARY.define(f"{name}{schema}")
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_dmattn::{name}", fake, lib=LIBRARY)

@@ -430,8 +430,6 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
 
 
 def verdict_of(backend: Backend, problem: AttentionProblem) -> Verdict:
-    """Ask one backend what it says of a problem."""
-
     def serves(direction: Direction) -> bool:
         return not reasons_against(backend, problem, (direction,))
 

@@ -22,12 +22,7 @@ _formulas: dict[Any, Callable[..., int]] = {}
 
 
 def forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:
-    """Return the FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head.
-
-    Args:
-        q, k, v, others: the arguments of the operator, as its schema in `operators.py` says.
-        out_val: its result, which is not read.
-    """
+    """Return the FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head."""
     return forward_flop_of(_pairs(q, k, others[6:-2]), q.shape[3], v.shape[3])
 
 
@@ -44,10 +39,6 @@ def backward_flop(
     For each allowed pair and query head: the scores are computed again, 2 D. dq, dk and dbias need dp = dout v^T, 2 Dv.
     Then dq and dk take 2 D each and dv takes 2 Dv; dbias and dsink take no product. All gradients together take 2.5
     times the forward pass if D is Dv.
-
-    Args:
-        dout, dlse, q, k, v, others: the arguments of the operator, as in `forward_flop`; `needs_grad` is the last.
-        out_val: its result, which is not read.
     """
     return backward_flop_of(_pairs(q, k, others[8:-2]), q.shape[3], v.shape[3], others[-1])
 
@@ -66,10 +57,6 @@ def tangents_flop(*arguments: Any, out_val: object = None) -> int:
 
     For each allowed pair and query head: 2 D + 2 Dv for out, 2 D each for tq k^T and q tk^T, 2 Dv for p tv, and 2 Dv
     for (p ts) v where scores have tangents.
-
-    Args:
-        arguments: of the operator, the five tangents first.
-        out_val: its result, which is not read.
     """
     tq, tk, tv, tbias, tsink, q, k, v = arguments[:8]
     dim, dim_v = q.shape[3], v.shape[3]
@@ -79,12 +66,7 @@ def tangents_flop(*arguments: Any, out_val: object = None) -> int:
 
 
 def tangent_gradients_flop(*arguments: Any, out_val: object = None) -> int:
-    """Return the FLOP of the gradients in forward mode, each product that the formula names counted once.
-
-    Args:
-        arguments: of the operator: the gradients of out, lse and their tangents, the five tangents, the inputs.
-        out_val: its result, which is not read.
-    """
+    """Return the FLOP of the gradients in forward mode, each product that the formula names counted once."""
     dout, _, dtout, _, tq, tk, tv, _, _, q, k, v = arguments[:12]
     needs_grad = arguments[-1]
     need_q, need_k, need_v, _, _, need_tq, need_tk, need_tv, *_ = needs_grad
@@ -102,11 +84,7 @@ def _pairs(q: Tensor, k: Tensor, numbers: Sequence[Any]) -> int:
 
 
 def register(packet: Any, formula: Callable[..., int]) -> Callable[..., Any]:
-    """Let torch's counter count an operator by a formula; return a function that calls the operator.
-
-    Args:
-        packet: the operator, as `torch.ops.<namespace>.<name>`.
-        formula: called with the arguments of the operator and `out_val`, its result.
+    """Let torch's counter count an operator by a formula of its arguments; return a function that calls the operator.
 
     Torch's counter is not imported here, because it imports Triton. If the program has imported it, it gets the
     formulas now; otherwise the first call that a dispatch mode watches passes them on.

@@ -28,7 +28,6 @@ def take_apart(x: Inputs) -> tuple[Inputs, Tangents]:
 
 
 def run_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
-    """Return out, lse and their tangents."""
     problem = plan.problem
     backend = select_tangents(problem, plan.forward)
     is_shown = problem.device == "meta" or profiler._is_profiler_enabled or is_batched(*tangents)
@@ -46,7 +45,6 @@ class TangentGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, needs_grad: tuple[bool, ...], *tensors: Any) -> tuple[Tensor | None, ...]:
-        """Run the pass of a backend that has one."""
         if is_batched(*tensors):
             raise NotImplementedError(
                 "attention has no gradients of tangents in a batch (is_grads_batched=True, vectorize=True); "
@@ -67,19 +65,16 @@ class TangentGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Refuse a third derivative."""
         raise NotImplementedError(_NO_THIRD)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Refuse a third derivative."""
         raise NotImplementedError(_NO_THIRD)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], plan: Plan, needs_grad: tuple[bool, ...], *tensors: Any
     ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
-        """Run one pass for each mapped call."""
         each = [
             TangentGradients.apply(plan, needs_grad, *own) for own in each_call(info.batch_size, in_dims[2:], tensors)
         ]

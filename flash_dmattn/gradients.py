@@ -124,13 +124,9 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def new_like(shape: Sequence[int], strides: Sequence[int], zeros: bool = False) -> Allocate:
-    """Return a function that allocates a contiguous tensor like its argument, which has these strides.
+    """Return a function that allocates a contiguous tensor like its argument, of this shape and these strides.
 
     It is `torch.empty_like` if that gives a contiguous tensor: it takes half as long as `torch.empty` with sizes.
-
-    Args:
-        shape, strides: of the argument, or of packed tokens with a batch of 1.
-        zeros: whether the tensor is filled with zeros.
     """
     if tuple(strides) == contiguous_strides(shape):
         return torch.zeros_like if zeros else torch.empty_like
@@ -150,11 +146,7 @@ def zero_gradients(
     sink: Tensor | None,
     needs_grad: Sequence[bool],
 ) -> Gradients:
-    """Return the gradients of a call without any pair of a query and a key: zeros, and dsink from dlse.
-
-    Args:
-        inputs: q, k, v and bias.
-    """
+    """Return the gradients of a call without any pair: zeros for q, k, v and bias (`inputs`), and dsink from dlse."""
     gradients = tuple(
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else None
         for x, needed in zip(inputs, needs_grad[:4], strict=True)
@@ -173,17 +165,10 @@ def query_gradient(
     sink: Tensor | None = None,
     delta: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of a bias of one value per query.
+    """Return the gradient of a bias of one value per query, (Bb, Hb, Lq or 1, 1), with heads of q or of k.
 
     Without a sink such a bias shifts lse and does not change p, so its gradient is dlse. With a sink see
     `through_lse`.
-
-    Args:
-        bias: (Bb, Hb, Lq or 1, 1), each dimension 1 or full; Hb may be `num_heads_k`.
-        dlse, lse: (B, Hq, Lq).
-        num_heads_k: the number of key-value heads.
-        repeat: how many consecutive entries of the batch share one of the bias.
-        sink, delta: (Hq,) and (B, Hq, Lq), for a call with a sink.
     """
     finite = None if dlse is None else dlse.to(torch.float32).masked_fill(lse == -torch.inf, 0.0)
     rows = through_lse(finite, sink, lse, delta)
@@ -203,11 +188,9 @@ def sequence_query_gradient(
     delta: Tensor | None,
     bounds: Tensor,
 ) -> Tensor:
-    """Return :func:`query_gradient` of a call with sequences, whose rows of no sequence have an lse of -inf.
+    """Return `query_gradient` of a call with sequences, whose rows of no sequence have an lse of -inf.
 
-    Args:
-        dlse, lse, delta: (1, Hq, Tq) if queries are packed, else (S, Hq, Lq).
-        bounds: the bounds of a `SequenceView`.
+    dlse, lse and delta are (1, Hq, Tq) if queries are packed, else (S, Hq, Lq).
     """
     nowhere = lse == -torch.inf
     if dlse is not None:
@@ -229,14 +212,7 @@ def _by_position(x: Tensor, bounds: Tensor, most: int, rest: float) -> Tensor:
 
 
 def key_gradient(bias: Tensor, sums: Tensor, num_heads_k: int, repeat: int) -> Tensor:
-    """Return the gradient of a bias of one value per key.
-
-    Args:
-        bias: (Bb, Hb, 1, Lk), each dimension 1 or full; Hb may be `num_heads_k`.
-        sums: the sums of ds over queries, (B, H, Lk) in fp32, for H query heads or key-value heads.
-        num_heads_k: the number of key-value heads.
-        repeat: how many consecutive entries of the batch share one of the bias.
-    """
+    """Return the gradient of a bias (Bb, Hb, 1, Lk) from sums of ds over queries, fp32 (B, heads of q or k, Lk)."""
     keys = sum_entries(_over_heads(sums, bias, num_heads_k), bias.shape[0], repeat)
     keys = keys.sum_to_size((*bias.shape[:2], sums.shape[2]))
     return keys.view(bias.shape).to(bias.dtype)

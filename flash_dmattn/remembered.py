@@ -29,7 +29,6 @@ class Remembered(Generic[T]):
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> T | None:
-        """Return the value of a key, or None."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -37,7 +36,6 @@ class Remembered(Generic[T]):
         return entry[0]
 
     def keep(self, key: Hashable, value: T) -> T:
-        """Store a value under a key, and return it."""
         with self._lock:
             entries = self._entries
             entries.pop(key, None)
@@ -56,7 +54,6 @@ class Remembered(Generic[T]):
         return self.keep(key, make()) if value is None else value
 
     def clear(self) -> None:
-        """Drop all values."""
         with self._lock:
             self._entries.clear()
 

@@ -66,11 +66,7 @@ def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def refuse_dtensors(*tensors: object) -> None:
-    """Refuse q, k, v, mask, bias and sink where one is a DTensor, of calls whose q is none.
-
-    Raises:
-        TypeError: it names the argument, and, inside of a transform of `torch.func`, that.
-    """
+    """Refuse q, k, v, mask, bias and sink where one is a DTensor, of calls whose q is none."""
     for name, x in zip(("q", "k", "v", "mask", "bias", "sink"), tensors, strict=True):
         if is_dtensor(x):
             raise TypeError(
@@ -127,16 +123,8 @@ def describe(
 ) -> tuple[AttentionProblem, Mask, Tensor | None]:
     """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
 
-    Args:
-        q, k, v, mask, bias, sink, numbers: as for `flash_dmattn.attention`.
-        repeats: given if leading dims were folded, which has checked mask and bias.
-        sequences: how they lie; packed q, k and v have a batch dim of 1.
-        by_distance: the numbers of a bias by distance, whose values are `bias`.
-        is_chosen: whether `bias` has the values of a `Chosen`, for the lists that are the mask.
-
-    Raises:
-        TypeError: an argument is not a tensor, or its dtype is not what the call needs.
-        ValueError: shapes, devices or values do not fit together.
+    `repeats` are given if leading dims were folded, which has checked mask and bias. Packed q, k and v have a batch dim
+    of 1. `bias` has the values of a bias by distance, or with `is_chosen` of a `Chosen`.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias), ("sink", sink)):
         check_strided(name, x)
@@ -229,7 +217,6 @@ _UNPACKED: Packing = "none"
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: SequenceSpec | None) -> _Sizes:
-    """Validate q, k and v together; return the sizes of the call."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of 4 dimensions")
@@ -352,7 +339,6 @@ _Prepared = tuple[TensorSpec, bool, tuple[int, int]]
 
 
 def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, int] | None, sizes: _Sizes) -> _Prepared:
-    """Validate a prepared mask of a call without sequences."""
     # Not at the top: only a program that has made a prepared mask pays for the import.
     from .masks.prepared.storage import BatchMask
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -230,7 +231,14 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take the longest files first, and with FLASH_DMATTN_SAMPLE=n no more than n cases of a test, by a fixed draw."""
+    """Take the longest files first, and with FLASH_DMATTN_SAMPLE=n no more than n cases of a test, by a fixed draw.
+
+    FLASH_DMATTN_SHARE=i/n keeps the i-th of n shares of the cases. The name of a case decides its share, so that each
+    process of `gpu_checks.py` can run one.
+    """
+    share, _, shares = os.environ.get("FLASH_DMATTN_SHARE", "").partition("/")
+    if shares:
+        items[:] = [item for item in items if crc32(item.nodeid.encode()) % int(shares) == int(share)]
     most = int(os.environ.get("FLASH_DMATTN_SAMPLE", "0"))
     if most:
         by_test: dict[str, list[pytest.Item]] = {}

@@ -35,6 +35,7 @@ from outcomes import outcome_of  # noqa: E402
 from run_calls import Check, Place, place_of, run_number  # noqa: E402
 
 import flash_dmattn  # noqa: E402
+from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.machine import commit_of  # noqa: E402
 
 # The kinds that each place serves. A file is the emulated GPU, two names are a pair of backends.
@@ -70,10 +71,7 @@ class Tally:
 
     def save(self) -> None:
         """Write the file at once, so that a run that is killed goes on where it was."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(self.content, indent=1))
-        temporary.replace(self.file)
+        write_whole(self.file, json.dumps(self.content, indent=1))
 
     def counts(self) -> Counter[str]:
         """Count the calls of all places."""

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.files import write_whole  # noqa: E402
+
 PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
 SANITIZED = {"triton": 40, "cuda": 180}  # at least as many as there are calls in kernel_calls.py
@@ -60,11 +65,15 @@ GROUPS = {
     "forward_ways": (2, 60, ("cuda_one_mask_row", "cuda_held_bias", "cuda_relative")),
     "found": (2, 60, ("find_intervals", "interval_mask", "lists", "safety")),
 }
-# GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), the parts that run triton so, and how many processes draw
-# random calls of each kind. Large sizes, which no architecture decides, and the memory checkers are left out.
+# GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), and the parts that run triton so. Some run in shares of
+# about so many seconds on one core, so that a short run ends some of each for all GPUs. Others run whole, with so many
+# workers and few random calls. Large sizes, which no architecture decides, and the memory checkers are left out.
 FORCED = ("sm_80", "sm_86", "sm_89", "sm_120")
-FORCED_SUITES = ("random", "fp32", "bf16", "gpu", "bugs", "serving", "layouts", "dropout")
-FORCED_PROCESSES = 2
+FORCED_SHARED = ("random", "fp32", "bf16", "gpu")
+FORCED_WHOLE = {"layouts": 4, "serving": 2, "dropout": 2, "bugs": 1}
+SHARE_SECONDS = 80
+FORCED_PROCESSES, FORCED_CALLS = 2, 12  # that draw random calls of each kind, and how many calls each
+FORCED_EXAMPLES = "4"
 # initcheck does not see what TMA stores, and reports each copy of it to the host. So it checks what kernels read, and
 # leaves copies alone: what they bring back is compared with fp64 in the same calls.
 FLAGS_OF_TOOL = {"initcheck": ("--check-api-memory-access", "no")}
@@ -84,7 +93,7 @@ class Part(NamedTuple):
 def pytest_part(name: str, files: Sequence[str], slots: int, seconds: int, chosen: str = "", **env: str) -> Part:
     """Some tests, in as many workers as it has slots."""
     select = ("-k", chosen) if chosen else ()
-    flags = ("-q", "-rf", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(slots))
+    flags = ("-q", "-rf", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(slots if slots > 1 else 0))
     return Part(name, (sys.executable, "-m", "pytest", *flags, *select, *files), slots, seconds, env)
 
 
@@ -150,25 +159,40 @@ def all_parts() -> list[Part]:
 
 
 def forced_parts(parts: Sequence[Part], archs: Sequence[str]) -> list[Part]:
-    """The parts of triton, with its kernels made for other GPUs."""
-    chosen, processes = [], Counter[str]()
+    """The parts of triton, with its kernels made for other GPUs: first the first share of each part for every GPU."""
+    rounds: list[list[Part]] = []
+
+    def add(share: int, part: Part) -> None:
+        rounds.extend([] for _ in range(share + 1 - len(rounds)))
+        rounds[share].append(part)
+
+    processes = Counter[str]()
     for part in parts:
-        if part.name in FORCED_SUITES:
-            command = tuple(word.replace("(triton or cuda)", "triton") for word in part.command)
-            command = tuple("triton" if word == "triton or cuda" else word for word in command)
-            chosen.append(part._replace(command=command if "-k" in command else (*command, "-k", "triton")))
+        files = [word for word in part.command if word.startswith("tests/")]
+        if part.name in FORCED_SHARED:
+            chosen = "kernels and triton" if part.name == "random" else "triton"
+            shares = -(-part.slots * part.seconds // SHARE_SECONDS)
+            for share in range(shares):
+                variables = {**part.environment, "FLASH_DMATTN_SHARE": f"{share}/{shares}"}
+                add(share, pytest_part(f"{part.name}-{share}", files, 1, SHARE_SECONDS, chosen, **variables))
+        if part.name in FORCED_WHOLE:
+            slots = FORCED_WHOLE[part.name]
+            variables = {**part.environment, "FLASH_DMATTN_EXAMPLES": FORCED_EXAMPLES}
+            add(0, pytest_part(part.name, files, slots, part.seconds // 3, "triton", **variables))
         kind, backend, _ = (*part.name.split("-"), "", "")[:3]
         if backend == "triton" and kind not in TOOLS and processes[kind] < FORCED_PROCESSES:
+            command = (*part.command[:-1], str(FORCED_CALLS))
+            add(processes[kind], part._replace(command=command, seconds=SHARE_SECONDS))
             processes[kind] += 1
-            chosen.append(part)
-    chosen.append(pytest_part("instructions", ["tests/test_forced_arch.py"], 1, 20, "on_the_card"))
+    add(0, pytest_part("instructions", ["tests/test_forced_arch.py"], 1, 20, "on_the_card"))
     return [
         part._replace(
             name=f"{arch}-{part.name}",
             environment={**part.environment, "TRITON_OVERRIDE_ARCH": arch.replace("_", "")},
         )
+        for each in rounds
+        for part in each
         for arch in archs
-        for part in chosen
     ]
 
 
@@ -193,7 +217,7 @@ class Board:
     def add(self, part: Part, status: str, seconds: float, last_line: str) -> None:
         """Write down a part that has ended."""
         self.rows[part.name] = {"status": status, "seconds": round(seconds), "last_line": last_line}
-        self.path.write_text(json.dumps({"commit": self.commit, "parts": self.rows}, indent=1))
+        write_whole(self.path, json.dumps({"commit": self.commit, "parts": self.rows}, indent=1))
 
     def has(self, part: Part) -> bool:
         """Whether it need not run again; one that ran out of time does."""
@@ -254,7 +278,22 @@ def run(
         status = board.rows.get(part.name, {}).get("status", "late")
         counts["left" if status == "late" else status] += 1
     print(f"\n{len(parts)} parts: {', '.join(f'{count} {what}' for what, count in counts.items())}", flush=True)
+    for line in forced_results(parts, board):
+        print(line, flush=True)
     return FAILED if counts["failed"] else UNFINISHED if counts["left"] else PASSED
+
+
+def forced_results(parts: Sequence[Part], board: Board) -> list[str]:
+    """Add up the tests of each forced GPU, also of parts that ran out of time."""
+    results: dict[str, Counter[str]] = {}
+    for part in parts:
+        row = board.rows.get(part.name)
+        if row is not None and "TRITON_OVERRIDE_ARCH" in part.environment:
+            counts = re.findall(r"(\d+) (passed|failed|skipped)", row["last_line"])
+            each = results.setdefault(part.environment["TRITON_OVERRIDE_ARCH"], Counter())
+            each.update({outcome: int(count) for count, outcome in counts})
+    outcomes = ("passed", "failed", "skipped")
+    return [f"{arch}: " + ", ".join(f"{each[x]} {x}" for x in outcomes) for arch, each in results.items()]
 
 
 def start(part: Part, folder: Path, where: Path, gpu: int = 0) -> Running:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -45,9 +48,24 @@ def heads_first(x: Tensor) -> Tensor:
 
 
 def offset(x: Tensor, elements: int) -> Tensor:
-    """The same values that many elements into their storage, which ends with them; NaN (True for a mask) before."""
-    buffer = torch.full((elements + x.numel(),), _poison(x), dtype=x.dtype, device=x.device)
-    return buffer[elements:].view(x.shape).copy_(x)
+    """The same values that many elements into their storage, which ends with them; NaN (True for a mask) before.
+
+    On a CPU a read 16 bytes beyond its end ends the process.
+    """
+    size = elements + x.numel()
+    buffer = _before_a_wall(size, x.dtype) if x.device.type == "cpu" and size else x.new_empty(size)
+    return buffer.fill_(_poison(x))[elements:].view(x.shape).copy_(x)
+
+
+def _before_a_wall(size: int, dtype: torch.dtype) -> Tensor:
+    """A vector on 16 bytes, with memory behind it that nobody may read."""
+    needed = 16 * math.ceil(size * dtype.itemsize / 16)
+    wall = mmap.PAGESIZE * math.ceil(needed / mmap.PAGESIZE)
+    memory = mmap.mmap(-1, wall + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    no_access = 0
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + wall), mmap.PAGESIZE, no_access) == 0
+    return torch.frombuffer(memory, dtype=dtype, count=size, offset=wall - needed)
 
 
 def absurd_strides(x: Tensor) -> Tensor:

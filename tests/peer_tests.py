@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.machine import commit_of  # noqa: E402
 from flash_dmattn.integrations import flash_attn  # noqa: E402
 
@@ -142,9 +143,7 @@ class Selection:
 
     def save(self) -> None:
         """Write what came of the tests until now."""
-        temporary = self.out.with_suffix(".new")
-        temporary.write_text(json.dumps({"tests": self.counts, "failed": self.failed}))
-        temporary.replace(self.out)
+        write_whole(self.out, json.dumps({"tests": self.counts, "failed": self.failed}))
 
 
 class Total:

@@ -17,7 +17,7 @@ from benchmarks.systems import Mode, ours
 from benchmarks.truth import Yardstick, errors, truth, wrong
 
 NAMES = ("causal-gqa", "bias-1hll-d64", "keys-8k", "topk-8k", "blocks", "band", "mask-documents", "mask-padding")
-NAMES += ("relative-t5-2k",)
+NAMES += ("relative-t5-2k", "mla-4k")
 H200 = Rates(790e12, 4.3e12, "known")
 
 
@@ -58,6 +58,7 @@ def test_inputs_have_the_shapes_that_their_case_says(case: Case) -> None:
         assert (None if x is None else tuple(x.shape)) == (None if spec is None else tuple(spec.shape))
     assert made.q.shape == (problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim)
     assert made.k.shape == (problem.batch, problem.seqlen_k, problem.num_heads_k, problem.head_dim)
+    assert made.v.shape == (*made.k.shape[:3], problem.head_dim_v) and made.dout.shape[3] == problem.head_dim_v
     assert all(x.requires_grad for x in made.leaves.values())
     assert not any(x.requires_grad for x in make_inputs(named("decode-8k").reduced(256), CPU).leaves.values())
 
@@ -104,6 +105,10 @@ def test_masks_are_what_their_names_say() -> None:
     [
         # FLOP bound: 4 and 10 x 64 x 4 x 32 x 4096^2 / 790e12.
         ("dense-d64", 4 * 32 * 4096**2, 0.6959, 1.7396),
+        # 2 (192 + 128) and 6 x 192 + 4 x 128 of each of the pairs that causality leaves.
+        ("mla-4k", 64 * 4096 * 4097 // 2, 0.4350, 1.1311),
+        # FLOP bound: 2 x 320 and 6 x 192 + 4 x 128 for each pair that causality leaves.
+        ("mla-4k", 64 * 4096 * 4097 // 2, 0.4350, 1.1311),
         # Memory bound: bias (4,16,2048,2048) of 2 bytes read, and in the backward written too, with q k v out dout lse.
         ("bias-bhll-d64", 4 * 16 * 2048**2, 0.1406, 0.2814),
         # FLOP bound by a little: the bool mask takes 0.125 ms, as causality leaves half of it, and q k v out dout 0.04.
@@ -119,13 +124,14 @@ def test_floors(name: str, pairs: int, forward: float, backward: float) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q = empty(case.batch, case.seqlen_q, case.heads, case.head_dim)
-    k = empty(case.batch, case.seqlen, case.heads_k, case.head_dim)
+    dout = empty(case.batch, case.seqlen_q, case.heads, case.value_dim)
+    k, v = (empty(case.batch, case.seqlen, case.heads_k, dim) for dim in (case.head_dim, case.value_dim))
     mask = empty(*case.shape_of(case.mask.dims), dtype=torch.bool) if case.mask else None
     bias = empty(*case.shape_of(case.bias)) if case.bias else None
-    call = Inputs(q, k, k, q, mask, bias, case.is_causal)
+    call = Inputs(q, k, v, dout, mask, bias, case.is_causal)
     computed = floors(call, pairs, reads_mask=True)
     assert [computed[p].ms(H200) for p in ("forward", "backward")] == pytest.approx([forward, backward], rel=2e-3)
-    assert computed["step"].flop == 3.5 * computed["forward"].flop
+    assert computed["step"].flop == computed["forward"].flop + computed["backward"].flop
     if mask is not None:
         prepared = floors(call, pairs, reads_mask=False)
         saved = computed["forward"].moved - prepared["forward"].moved

@@ -84,6 +84,7 @@ def test_standings() -> None:
     assert mixed[0].ours == (0.5, "cuda") and mixed[0].peer == (0.8, "sdpa-cudnn")
     assert mixed[1].ours == (2.0, "cuda") and mixed[1].peer == (1.0, "sdpa-cudnn")
     assert [s.ratio for s in mixed] == [pytest.approx(1.6), 0.5]
+    assert mixed[0].prepared == (0.25, "cuda") and mixed[0].prepared_ratio == pytest.approx(3.2)
     assert [s.ratio for s in alone] == [None, None]
     assert [pages.place(s) for s in (*mixed, *alone, *level)] == ["ahead", "behind", "alone", "alone", "level"]
     # The backward pass of auto, where its forward is of another system.
@@ -97,6 +98,7 @@ def test_a_page_says_what_failed_and_what_is_left() -> None:
     page = tables.page(PERFORMANCE)
     assert "| RuntimeError: a / b |" in page and "wrong: dq" in page  # a bar would be a column
     assert "no memory" in page and "Left out: FlashAttention-4: not installed." in page
+    assert "| call mixed | 1,2,1,64,16 | 0.250 / 2.00 |" in page and "| call alone | 1,2,1,64,16 | - / - |" in page
     assert "Not run yet: later." in tables.page({**PERFORMANCE, "planned": [*PERFORMANCE["planned"], "later"]})
     said = text.row("performance", MIXED)
     assert "cuda, prepared" in said and "WRONG: dq" in said and "RuntimeError: a | b" in said

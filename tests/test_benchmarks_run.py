@@ -21,6 +21,7 @@ from benchmark_systems import (
     PEER,
     REFUSES,
     WRONG,
+    named,
     times,
 )
 
@@ -262,6 +263,23 @@ def test_rows_of_another_run_are_not_mixed(tiny: runner.Options) -> None:
     assert results.load(tiny.out / "performance.json")["machine"]["commit"] == "def"
 
 
+def test_processes_share_the_cases_and_the_file(tiny: runner.Options) -> None:
+    """Each runs its part, and rows that another process added meanwhile stay."""
+    every = cases_of("performance")
+    parts = [runner.share((index, 4), every) for index in (1, 2, 3, 4)]
+    assert sorted(name for part in parts for name in part) == sorted(case.name for case in every)
+    assert [sum(named(name).all_systems for name in part) for part in parts] == [2, 2, 2, 2]
+    path = tiny.out / "performance.json"
+    assert runner.run("performance", replace(tiny, compiles="only")) == runner.PASSED and names_in(path) == []
+    head = {name: results.load(path)[name] for name in ("suite", "machine", "settings", "planned")}
+    late = results.Results(path, head)
+    for index in (2, 1):
+        assert runner.run("performance", replace(tiny, share=(index, 2))) == runner.PASSED
+    assert names_in(path) == ["causal-gqa", "bias-bhll-d64", "decode-8k"]
+    late.leave_out({"fa4": "not here"})
+    assert names_in(path) == ["causal-gqa", "bias-bhll-d64", "decode-8k"]
+
+
 def test_a_case_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def no_memory(case: Case, device: torch.device) -> Inputs:
         raise torch.OutOfMemoryError("no memory for the inputs")
@@ -274,7 +292,7 @@ def test_a_case_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch, tm
     assert "no memory for the inputs" in cli.write(tmp_path, ["performance"])[0].read_text()
 
 
-def test_a_file_is_whole_or_the_one_before(tmp_path: Path) -> None:
+def test_a_file_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = {"machine": MACHINE, "settings": {}, "planned": ["b", "a"]}
     kept = results.Results(tmp_path / "deep" / "x.json", head)
     kept.add({"name": "a"})
@@ -285,6 +303,15 @@ def test_a_file_is_whole_or_the_one_before(tmp_path: Path) -> None:
         kept.add({"name": "b", "value": float("nan")})
     assert results.rounded({"a": [1.23456789, 7, True, "x"]}) == {"a": [1.23457, 7, True, "x"]}
     assert results.load(kept.path)["rows"] == [{"name": "b"}, {"name": "a", "again": True}]
+
+    def ended(*paths: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", ended)
+        kept.add({"name": "b", "again": True})
+    assert results.load(kept.path)["rows"] == [{"name": "b"}, {"name": "a", "again": True}]
+    assert not list(kept.path.parent.glob("*.unfinished"))
     kept.path.write_text('{"schema": 0}')
     with pytest.raises(results.OtherRun, match="schema 0, and this version reads 1"):
         results.load(kept.path)
@@ -313,6 +340,9 @@ def test_wrong_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert cli.main(["memory", "--device", "cuda"]) == 2
     assert capsys.readouterr().err == "--device cuda: torch finds no GPU on this machine.\n"
     assert cli.main(["performance", "--only", "nothing", "never"]) == 2
+    for wrong in ("3/2", "0/2", "2", "a/b"):
+        with pytest.raises(SystemExit):
+            cli.main(["performance", "--share", wrong])
     assert "no case has a name or group with nothing or never in it" in capsys.readouterr().err
     assert cli.main(["sweep", "tiles", "d128"]) == cli.main(["sweep", "strips"]) == 2
     with pytest.raises(SystemExit):

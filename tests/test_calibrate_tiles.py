@@ -6,8 +6,10 @@ import importlib.util
 import io
 import json
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -296,6 +298,33 @@ def test_processes_check_the_classes_and_say_so_in_json(monkeypatch: pytest.Monk
     assert sorted(command[-2:] for command in commands) == sorted(["1", each.name] for each in classes)
     assert commands[0][1:3] == ["-m", "flash_dmattn.tools.calibrate_tiles"]
     assert list(tool.check_in_processes(1, classes, 0.0)) == [], "none is started when the time is over"
+
+
+def test_an_interrupted_check_starts_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the one that runs; Ctrl-C in a terminal ends that one too."""
+    commands: list[list[str]] = []
+    is_ending = Event()
+    end = ThreadPoolExecutor.shutdown
+
+    def run(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        if len(commands) > 1:
+            is_ending.wait(60)
+        return SimpleNamespace(stdout=json.dumps([[OWN, ""]]))
+
+    def shutdown(pool: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        end(pool, wait=False, cancel_futures=cancel_futures)
+        is_ending.set()
+        end(pool, wait=wait)
+
+    monkeypatch.setattr(tool.subprocess, "run", run)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 80 << 30))
+    checks = tool.check_in_processes(1, list(CLASSES.values()), 60.0)
+    next(checks)
+    assert isinstance(checks, Generator)
+    checks.close()
+    assert len(commands) <= 2
 
 
 # Which tiles are preferred

@@ -15,8 +15,9 @@ from layouts import offset
 from out_of_tree import replaced
 from torch import Tensor
 
-from flash_dmattn.backends.cuda import bias_rows, passes
-from flash_dmattn.backends.cuda.kernels import Kernels
+from flash_dmattn.backends.cuda import operands as readers
+from flash_dmattn.backends.cuda import passes
+from flash_dmattn.backends.cuda.operands import Kernels
 from flash_dmattn.backends.mask_choice import follows_order
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import packers
@@ -89,7 +90,7 @@ def test_a_bias_that_starts_between_16_bytes_is_copied(start: int, seqlen_k: int
     frame = torch.full((1, 4, 150, 272), torch.nan, dtype=BASE.dtype)
     shared = offset(frame, start)[..., :seqlen_k].copy_(torch.randn(1, 4, 150, seqlen_k))
     expanded = shared.expand(2, -1, -1, -1)
-    copy = bias_rows.readable(expanded)
+    copy = readers.readable(expanded)
     assert can_copy(copy) and copy.stride(0) == 0 and torch.equal(copy, expanded)
     assert (copy.data_ptr() == shared.data_ptr()) == (start == 8)
 
@@ -99,7 +100,7 @@ def test_a_class_whose_strides_fit_looks_at_addresses_alone(seqlen_k: int, looks
     q, k = torch.randn(2, 150, 4, 64, dtype=BASE.dtype), torch.randn(2, seqlen_k, 4, 64, dtype=BASE.dtype)
     bias = torch.randn(2, 4, 150, seqlen_k, dtype=BASE.dtype)
     problem = describe_operands(attention.Inputs(q, k, k, bias=bias), Flags(-1, -1, 0.1, 0.0, False))
-    assert (bias_rows.bias_reader(problem) is bias_rows.readable) == looks_at_strides
+    assert (readers.bias_reader(problem) is readers.readable) == looks_at_strides
 
 
 @pytest.mark.parametrize("seqlen_k", (49, 264))
@@ -114,7 +115,7 @@ def test_a_bias_takes_delta_that_start_anywhere_is_copied_where_it_is_small(head
 
     def read_bias(bias: Tensor, q: Tensor, v: Tensor) -> Tensor:
         flags = Flags(-1, -1, 0.125, 0.0, False)
-        ready = bias_rows.forward_bias(describe_operands(attention.Inputs(q, v, v, bias=bias), flags))
+        ready = readers.forward_bias(describe_operands(attention.Inputs(q, v, v, bias=bias), flags))
         return bias if ready is None else ready(bias)
 
     for bias in (shared, shared.expand(8, -1, -1, -1), inputs.bias.mT.contiguous().mT):

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_dmattn
 from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.backends.cuda.kernels import Kernels
+from flash_dmattn.backends.cuda.operands import Kernels
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.masks import PreparedMask, padding_mask
 

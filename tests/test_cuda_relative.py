@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, Numbers
+from cases import ALL, Case, Numbers
 from conftest import Runner
 from draws import draw_relative
+
+from flash_dmattn.backends.cuda import passes
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -50,23 +52,44 @@ def test_values_anywhere(backend: Runner, numbers: Numbers) -> None:
         backend.check(case.with_(head_dim=head_dim))
 
 
-DIFFERENTIATED = BASE.with_(num_heads=4, needs_grad=("q", "k", "v"), dlse=True)
+DIFFERENTIATED = BASE.with_(num_heads=4, needs_grad=ALL, dlse=True)
 
 
 # Blocks of 128 keys, and of 128 or 64 queries.
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), ((1, 65), (63, 129), (193, 257), (385, 130)))
-def test_gradients_beside_fixed_values(backend: Runner, head_dim: int, seqlen_q: int, seqlen_k: int) -> None:
+def test_gradients(backend: Runner, head_dim: int, seqlen_q: int, seqlen_k: int) -> None:
     case = DIFFERENTIATED.with_(head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     for is_causal in (False, True):
         backend.check(case.with_(is_causal=is_causal), alone=True, deterministic=is_causal)
+    backend.check(case.with_(needs_grad=("q", "k", "v")), alone=True)
 
 
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
-def test_gradients_beside_values_anywhere(backend: Runner, numbers: Numbers) -> None:
+def test_gradients_of_values_anywhere(backend: Runner, numbers: Numbers) -> None:
     case = DIFFERENTIATED.with_(batch=2, seqlen_q=260, seqlen_k=330, relative=numbers)
     for head_dim in (64, 128):
         backend.check(case.with_(head_dim=head_dim), alone=True)
+
+
+# More blocks than a short diagonal has tiles; heads and entries that share values, and a call without other gradients.
+@pytest.mark.parametrize("chunks", (1, 3, 7))
+@pytest.mark.parametrize("letters", (("1", "1", "1"), ("B", "Hk", "1")), ids="".join)
+def test_blocks_share_a_diagonal(
+    backend: Runner, monkeypatch: pytest.MonkeyPatch, letters: tuple[str, str, str], chunks: int
+) -> None:
+    monkeypatch.setattr(passes, "NUM_DBIAS_CHUNKS", chunks)
+    case = DIFFERENTIATED.with_(batch=3, seqlen_q=300, seqlen_k=260, needs_grad=("bias",))
+    for numbers in (Numbers(letters, 65, 32, "clamp"), Numbers(letters, 559, 259, "error")):
+        backend.check(case.with_(relative=numbers), alone=True)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_tiles_beyond_the_values_add_to_their_end(backend: Runner, head_dim: int) -> None:
+    """Keys far before and far behind add to the first and the last value, keys beyond the last to neither."""
+    case = DIFFERENTIATED.with_(batch=2, head_dim=head_dim, seqlen_q=700, seqlen_k=650)
+    for numbers in (Numbers(("1", "Hq", "1"), 3, 1, "clamp"), Numbers(("B", "1", "1"), 200, 150, "clamp")):
+        backend.check(case.with_(relative=numbers), alone=True)
 
 
 def test_one_score_has_another_value(backend: Runner) -> None:
@@ -85,6 +108,7 @@ BESIDE = {
     "window": {"window_size": (70, 20)},
     "mask": {"mask": ("B", "Hq", "Lq", "Lk"), "mask_kind": "empty_rows"},
     "padding": {"mask": ("B", "1", "1", "Lk")},
+    "tiles without a score": {"mask": ("B", "Hq", "Lq", "Lk"), "mask_kind": "empty_tiles"},
     "-inf": {"bias_kind": "inf"},
     "great values": {"bias_kind": "huge"},
     "values in fp32": {"bias_dtype": torch.float32},
@@ -99,7 +123,7 @@ def test_another_argument(backend: Runner, other: str) -> None:
     for numbers in (T5, Numbers(("B", "1", "1"), 5, 2, "clamp")):
         backend.check(case.with_(relative=numbers))
         if not case.softcap:
-            backend.check(case.with_(relative=numbers, needs_grad=("q", "k", "v")), alone=True)
+            backend.check(case.with_(relative=numbers, needs_grad=ALL), alone=True)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -118,7 +142,10 @@ def test_random_numbers(backend: Runner, seed: int) -> None:
         seed=seed,
     )
     values = {"window_size": window, "is_causal": case.is_causal, **sizes}
-    backend.check(case.with_(relative=draw_relative(rng, values, ("1",)) or T5))
+    case = case.with_(relative=draw_relative(rng, values, ("1",)) or T5)
+    backend.check(case)
+    if not case.softcap:
+        backend.check(case.with_(needs_grad=ALL, dlse=rng.random() < 0.5), alone=True)
 
 
 def test_values_of_any_strides(backend: Runner) -> None:
@@ -126,4 +153,5 @@ def test_values_of_any_strides(backend: Runner) -> None:
     inputs = case.build()
     assert inputs.bias is not None
     every_third = inputs.bias.new_full((*inputs.bias.shape[:3], 3 * inputs.bias.shape[3]), torch.nan)[..., ::3]
+    case = case.with_(needs_grad=ALL)
     backend.check(case, inputs, replace(inputs, bias=every_third.copy_(inputs.bias)))

@@ -109,10 +109,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         r"bias is by distance and head dims are 96 and 96 \(v\); only the kernels of head dims 64 and 128 have one",
     ),
     "relative_beside": ({**RELATIVE, **PACKED}, "bias is by distance beside 8 sequences"),
-    "relative_gradients": (
-        {**RELATIVE, **GRADIENTS, "bias_grad": True},
-        "the gradient of bias is needed, of 257 values by distance; the backward kernels read them alone",
-    ),
     "relative_softcap": ({**RELATIVE, **GRADIENTS, "softcap": 30.0}, "softcap is 30.0 and bias is by distance; "),
     "dropout_head_dim": (
         {"q": (2, 4096, 16, 128), "dropout_p": 0.1},

@@ -319,7 +319,12 @@ def test_places_of_bias_that_no_chunk_reaches_have_a_gradient_of_zero():
     mask[:, :, 4:8] = False
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
-        for m, flags in ((None, {"is_causal": True}), (None, {"window_size": (1, 1)}), (mask, {})):
+        for m, flags in (
+            (None, {"is_causal": True}),
+            (None, {"window_size": (1, 1)}),
+            (None, {"window_size": (0, -1)}),
+            (mask, {}),
+        ):
             *_, dbias = pair(*inputs, m, bias, chunk_bytes=1, **SCALE, **flags)
             *_, expected = exact(*inputs, m, bias, **SCALE, **flags)
             assert (expected == 0).any()

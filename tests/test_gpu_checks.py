@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import gpu_checks
@@ -133,18 +135,46 @@ def test_every_file_it_names_is_there() -> None:
 
 def test_forced_parts_run_triton_alone_as_for_the_other_gpu() -> None:
     parts = forced_parts(all_parts(), ("sm_80", "sm_120"))
-    half = len(parts) // 2
-    names = [each.name.removeprefix("sm_80-") for each in parts[:half]]
-    assert [f"sm_120-{name}" for name in names] == [each.name for each in parts[half:]]
-    assert {*gpu_checks.FORCED_SUITES, "instructions"} <= set(names) and len(set(names)) == half
+    names = [each.name.removeprefix("sm_80-") for each in parts[::2]]
+    assert [f"sm_120-{name}" for name in names] == [each.name for each in parts[1::2]], "the GPUs take turns"
+    firsts = {*(f"{suite}-0" for suite in gpu_checks.FORCED_SHARED), *gpu_checks.FORCED_WHOLE, "instructions"}
+    assert firsts <= set(names[: len(firsts) + 5]) and len(set(names)) == len(names), "some of each comes first"
     assert sum("-triton-" in name for name in names) == 2 * 5
     for each in parts:
         assert each.environment["TRITON_OVERRIDE_ARCH"] == each.name.partition("-")[0].replace("_", "")
-        words = each.command
-        assert "cuda" not in words and ("triton" in words or each.name.endswith(("-random", "-instructions")))
-    assert "kernels and triton" in parts[names.index("random")].command
-    assert parts[names.index("bf16")].environment["FLASH_DMATTN_TEST_DTYPE"] == "bfloat16"
+        words = " ".join(each.command)
+        assert "or cuda" not in words
+        assert "triton" in words or each.name.endswith("-instructions")
+    by_name = {each.name: each for each in parts}
+    assert "kernels and triton" in by_name["sm_80-random-3"].command
+    assert by_name["sm_80-bf16-1"].environment["FLASH_DMATTN_TEST_DTYPE"] == "bfloat16"
+    shares = {each.environment["FLASH_DMATTN_SHARE"] for each in parts if "-bf16-" in each.name}
+    assert shares == {f"{share}/{len(shares)}" for share in range(len(shares))} and len(shares) > 20
     assert set(gpu_checks.FORCED) == {gpu.arch for gpu in GPUS if gpu.standing == "forced"}
+
+
+def test_shares_of_a_file_are_all_of_it() -> None:
+    """Each case is in one share."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/test_edges.py"]
+    listed = []
+    for share in ("", "0/3", "1/3", "2/3"):
+        environment = {**os.environ, "FLASH_DMATTN_SHARE": share}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        listed.append([line for line in done.stdout.splitlines() if "::" in line])
+    every, *shares = listed
+    assert sorted(chain.from_iterable(shares)) == sorted(every)
+    assert all(len(every) / 6 < len(share) for share in shares)
+
+
+def test_the_tests_of_each_forced_gpu_are_added_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = {"sm_80-a": "3 passed in 2 s", "sm_80-b": "1 failed, 2 passed", "sm_120-a": "2 skipped"}
+    parts = [
+        part(name, f"print({line!r}); raise SystemExit({'failed' in line})", TRITON_OVERRIDE_ARCH=name.split("-")[0])
+        for name, line in told.items()
+    ]
+    assert go(parts, tmp_path) == FAILED
+    printed = capsys.readouterr().out
+    assert "\nsm_80: 5 passed, 1 failed, 0 skipped\nsm_120: 0 passed, 0 failed, 2 skipped\n" in printed
 
 
 def test_every_call_of_the_sanitizers_is_in_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +192,10 @@ def test_the_command_lists_and_chooses() -> None:
         *(f"racecheck-triton-{first}" for first in (0, 10, 20, 30)),
     ]
     assert [line.split()[0] for line in listed] == expected
-    forced = [sys.executable, gpu_checks.__file__, "--list", "--only", "bf16", "--forced"]
+    forced = [sys.executable, gpu_checks.__file__, "--list", "--only", "bugs", "--forced"]
     for archs in (("sm_120",), ()):
         listed = subprocess.run([*forced, *archs], capture_output=True, text=True, check=True).stdout.splitlines()
-        assert [line.split()[0] for line in listed] == [f"{arch}-bf16" for arch in archs or gpu_checks.FORCED]
+        assert [line.split()[0] for line in listed] == [f"{arch}-bugs" for arch in archs or gpu_checks.FORCED]
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
     assert len(listed.stdout.splitlines()) == 4 + 4 + 1 + 18
 

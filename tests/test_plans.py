@@ -26,7 +26,7 @@ import flash_dmattn
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import passes
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.backends.cuda.kernels import Kernels
+from flash_dmattn.backends.cuda.operands import Kernels
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import registry
 from flash_dmattn.masks import PreparedMask

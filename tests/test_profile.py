@@ -97,6 +97,22 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["a.json"]
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, OSError])
+def test_a_profile_that_is_not_written_leaves_the_one_before_alone(
+    end: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    write(profile_of(), path)
+
+    def ended(*paths: object) -> None:
+        raise end
+
+    monkeypatch.setattr(os, "replace", ended)
+    with pytest.raises(end):
+        write(profile_of(triton=SLOW), path)
+    assert read(path) == profile_of() and list(tmp_path.iterdir()) == [path]
+
+
 def damaged(change: Callable[[dict[str, Any]], object]) -> str:
     fields = json.loads(dump(profile_of()))
     change(fields)

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", exc_type=ImportError)
 import transformers
 from test_transformers_masks import FUNCTIONS, PLACES, allowed_by, arguments, dense
 from torch import Tensor
+from torch.nn import functional
 from transformers import masking_utils
 from transformers_models import FAMILIES, Counted, errors, inputs, lacks_interface, limits, make, padding, step
 
@@ -49,7 +50,12 @@ def test_blocks_within_a_window_are_intervals(window: int, side: str | None) -> 
 
 @pytest.mark.parametrize(
     ("what", "place"),
-    [("a block in two runs", "training"), ("a number that comes again", "training"), ("decoding", "decoding")],
+    [
+        ("a block in two runs", "training"),
+        ("a number that comes again", "training"),
+        ("blocks of more tokens", "training"),
+        ("decoding", "decoding"),
+    ],
 )
 def test_other_blocks_are_evaluated(what: str, place: str) -> None:
     blocks = BLOCKS.clone()
@@ -57,6 +63,8 @@ def test_other_blocks_are_evaluated(what: str, place: str) -> None:
         blocks[0] = torch.tensor([0, 0, -1, -1, 0, 0, -1, 1])
     elif what == "a number that comes again":
         blocks[0] = torch.tensor([1, 1, 0, 0, 1, 1, -1, -1])
+    elif what == "blocks of more tokens":
+        blocks = functional.pad(blocks, (0, 2), value=-1)
     mask, wanted = made(blocks, place=place)
     assert isinstance(mask, Tensor) and torch.equal(mask, wanted)
 

@@ -61,14 +61,7 @@ def plan_driver_call(
 ) -> DriverCall | None:
     """Plan the launches of a compiled kernel whose arguments differ in the addresses of tensors alone.
 
-    Args:
-        compiled: the kernel, as Triton has compiled it.
-        names: the names of its arguments.
-        arguments: the arguments of one launch.
-        grid: the programs of a launch.
-
-    Returns:
-        None if the kernel has arguments or attributes that only Triton's launcher knows.
+    None if the kernel has arguments or attributes that only Triton's launcher knows.
     """
     metadata = compiled.metadata
     if metadata.num_ctas != 1 or any(getattr(metadata, name, None) for name in _EXTRAS):

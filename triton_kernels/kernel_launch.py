@@ -76,13 +76,7 @@ class Descriptor(NamedTuple):
 
 
 def by_name(kernel: Any, shared: Mapping[str, Any], **own: Any) -> tuple[Any, ...]:
-    """Put numbers and constants in the order in which a kernel takes them after its tensors.
-
-    Args:
-        kernel: the kernel.
-        shared: values for several kernels. This one takes the names that it has.
-        own: values for this kernel alone. They overrule shared ones.
-    """
+    """Put values in the order in which a kernel takes them after its tensors; `own` ones overrule shared ones."""
     values, names = {**shared, **own}, kernel.arg_names
     names = names[next(i for i, name in enumerate(names) if name in values) :]
     if unknown := own.keys() - set(names):

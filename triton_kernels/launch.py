@@ -64,7 +64,6 @@ def is_short_forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
 
 
 def is_short_backward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
-    """Return whether the backward pass takes the kernel of short rows."""
     return ShortCall.of(q, k, v, mask).serves_backward()
 
 
@@ -161,7 +160,6 @@ def signature(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 
 def tensors_of(x: Inputs) -> tuple[Any, ...]:
-    """Return all tensors of a call."""
     q, k, v, mask, bias, sink, sequences, dropout = x
     return (q, k, v, bias, sink, dropout, *mask.tensors, *(sequences or ()))
 

@@ -66,7 +66,6 @@ def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tenso
 
 
 def classes_of(mask: MaskView) -> Tensor | None:
-    """Return the classes of tiles of a mask that has them, else None."""
     return mask.tensors[1] if mask.form in ("tiles", "sequence_tiles") else None
 
 
@@ -192,11 +191,9 @@ class Call:
 
     @property
     def has_dropout(self) -> bool:
-        """Return whether kernels drop probabilities."""
         return self.dropout is not None
 
     def tile(self, kernel: str) -> Tile:
-        """Return the row of the tile table for a kernel."""
         block_d = max(self.block_d, self.block_dv)
         bias_tma = self.bias_tma() and self.tma(self.k, self.v)
         # A tree is a band except for the last keys.
@@ -257,7 +254,6 @@ class Call:
         }
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
-        """Return the strides of the tensors of the mask that a kernel reads."""
         if self.mask.form == "dense":
             return self.dense_mask_strides()
         data, index = read_of(self.mask, columns)
@@ -303,7 +299,6 @@ class Call:
         return serves and all(_fits_tma(x) for x in tensors)
 
     def bias_tma(self) -> bool:
-        """Return whether tiles of the bias are loaded by TMA."""
         bias = self.bias
         read_in_tiles = self.bias_kind == TILE_BIAS.value and self.mask_kind != KEYS.value
         return read_in_tiles and bias is not None and bias.stride(3) == 1 and self.tma(bias)
@@ -329,7 +324,6 @@ class Call:
         return _descriptor(slot, x.transpose(1, 2), [1, 1, block, block_d])
 
     def bias_descriptor(self, slot: int, x: Tensor, tile: Tile) -> Descriptor:
-        """Describe a bias that is loaded tile by tile."""
         return _descriptor(slot, x, [1, 1, tile.block_m, tile.block_n])
 
 

@@ -92,15 +92,7 @@ def num_key_shares(heads: int, blocks: int, most_programs: int) -> int:
 
 
 def plan_combine(values: dict[str, Any], shape: Shape, splits: int, has_sink: bool, overlaps: bool) -> Launch:
-    """Plan the kernel that combines shares of the keys: run(parts, parts_lse, out, lse, sink).
-
-    Args:
-        values: what `Call.values` returns.
-        shape: of out.
-        splits: how many shares there are.
-        has_sink: whether out gets a sink.
-        overlaps: whether it may start before the kernel that computes the shares has ended.
-    """
+    """Plan the kernel that adds the shares of out, of this shape, and a sink: run(parts, parts_lse, out, lse, sink)."""
     rows = shape.batch * shape.num_heads * shape.seqlen_q
     shares = triton.next_power_of_2(splits)
     num_warps = max(1, min(COMBINE_WARPS, shares * values["BLOCK_DV"] // (32 * VALUES_OF_THREAD)))

@@ -47,15 +47,9 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(owners: int, group: int, lines: int, line_bytes: int, enough: int, tile: int, split: bool) -> Chunks:
-    """Choose the chunks of a call.
+    """Choose the chunks of a call of `lines`, a multiple of `tile`, for each query head.
 
-    Args:
-        owners: key-value heads of all entries of the batch.
-        group: query heads of an owner.
-        lines: lines of a query head, a multiple of `tile`.
-        line_bytes: bytes of the pairs of a line.
-        enough: owners whose programs keep all SMs busy.
-        split: whether members of an owner must not share a sum.
+    From `enough` owners on programs keep all SMs busy. With `split` members of an owner must not share a sum.
     """
     fit = SPACE // max(1, lines * line_bytes)
     if fit == 0:

@@ -110,7 +110,6 @@ class SequenceCall(Call):
         return self._tiles(self.rows_q, self.shape.seqlen_q, self.spec.packs_queries, block)
 
     def tiles_of_keys(self, block: int) -> tuple[int, bool]:
-        """Return the most tiles of keys, and whether programs search their sequence."""
         return self._tiles(self.rows_k, self.shape.seqlen_k, self.spec.packs_keys, block)
 
     def _tiles(self, rows: int, most: int, is_packed: bool, block: int) -> tuple[int, bool]:
@@ -168,7 +167,6 @@ class SequenceCall(Call):
         return self.mask.form == "sequence_tiles"
 
     def mask_strides(self, columns: bool = False) -> BiasStrides | MaskStrides:
-        """Return the strides of the tensors of the mask that a kernel reads."""
         if self.mask.form == "tree":
             bits = self.mask.tensors[0]
             entries, _, words = bits.shape
@@ -176,7 +174,6 @@ class SequenceCall(Call):
         return super().mask_strides(columns)
 
     def values(self) -> dict[str, Any]:
-        """Name the numbers and constants that several kernels take."""
         return {**super().values(), "layout": self.layout, "SEQUENCES": self.code}
 
     def plan_fill(self, shape: Sequence[int], column: int, has_lse: bool = False) -> Launch:

@@ -44,7 +44,6 @@ def mask_tensors(mask: MaskView) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _values(call: Call, tile: ShortTile, walk: Walk, *read: Tensor) -> dict[str, Any]:
-    """Name the arguments that both kernels take."""
     one_row = call.mask.form == "dense" and call.dense_mask_strides().row == 0
     return {
         "access": call.dense_mask_strides(),

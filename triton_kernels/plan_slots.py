@@ -21,14 +21,7 @@ _VALUES, _SLOTS = 64, 32  # values of a program, and slots of one step, of the k
 
 
 def chunks_of(members: int, programs: int, num_sms: int, slots: int | None = None) -> tuple[int, int]:
-    """Return how many `members` of a walk each program takes, and how many programs share the walk.
-
-    Args:
-        members: the heads, counted over batch entries, that a walk visits.
-        programs: programs of the launch if each took a whole walk.
-        num_sms: SMs of the GPU.
-        slots: the most slots that memory holds. None: programs store no slots.
-    """
+    """Return how many `members` of a walk each program takes, and how many programs share it; None: without slots."""
     wanted = max(1, (PROGRAMS_PER_SM if slots is None else PROGRAMS_WITH_SLOTS) * num_sms // programs)
     chunk = triton.cdiv(members, min(wanted, members, slots or members))
     return chunk, triton.cdiv(members, chunk)

@@ -8,6 +8,12 @@ With s the scores in base 2 and ts their tangents, over tiles j of keys, in addi
 
 So acc_t holds differences to the mean over the keys so far, and no large numbers cancel in the end. Six products take
 the place of two; a tangent that is not there costs none.
+
+In fp32 the rounding of the mean itself would be most of the error of tout where tangents of scores are large, so there
+the kernel also sums what is left of the mean::
+
+    rest = rest * c + (mean - mean') * l * c + rowsum(p * (ts_j - mean'))
+    tout = (acc_t - acc * rest / l) / l;  tlse = mean + rest / l
 """
 
 from __future__ import annotations
@@ -140,6 +146,7 @@ def tangents_kernel(
     tangent_scale = tl.cast(tangent_scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     MOVES_SCORES: tl.constexpr = HAS_TQ or HAS_TK or TBIAS != NO_BIAS
+    SUMS_REST: tl.constexpr = MOVES_SCORES and q.dtype.element_ty == tl.float32
     program = tl.program_id(0) // COLUMN_PARTS
     column = tl.program_id(0) % COLUMN_PARTS * BLOCK_DV
     if SEQUENCES == NO_SEQUENCES:
@@ -225,6 +232,7 @@ def tangents_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M], tl.float32)
+    rest = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc_t = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for phase in tl.static_range(0, 2 if EDGES else 1):
@@ -256,7 +264,8 @@ def tangents_kernel(
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN
             p = tl.math.exp2(s - shift[:, None])
             rescale = tl.math.exp2(row_max - shift)
-            row_sum = row_sum * rescale + tl.sum(p, 1)
+            earlier_sum = row_sum * rescale
+            row_sum = earlier_sum + tl.sum(p, 1)
             row_max = new_max
             if MOVES_SCORES:
                 ts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -279,10 +288,12 @@ def tangents_kernel(
                     shape, distances, BLOCK_M, BLOCK_N, TBIAS, 1, TBIAS_TMA, WIDE, False, MASK == KEYS,
                 )  # fmt: skip
                 total = total * rescale + tl.sum(p * ts, 1)
-                new_mean = total / tl.where(row_sum > 0, row_sum, 1.0)
-                lift = (mean - new_mean) * LN2
-                ts = ts * LN2 - (new_mean * LN2)[:, None]
+                new_mean = total / tl.where(row_sum > 0, row_sum, 1.0) * LN2
+                lift = mean - new_mean
+                ts = ts * LN2 - new_mean[:, None]
                 mean = new_mean
+                if SUMS_REST:
+                    rest = rest * rescale + lift * earlier_sum + tl.sum(p * ts, 1)
             acc_o = acc_o * rescale[:, None]
             acc_t = acc_t * rescale[:, None]
             if MOVES_SCORES:  # after the rescale, which costs fewer registers
@@ -307,7 +318,10 @@ def tangents_kernel(
 
     total = tl.where(row_sum > 0, row_sum, 1.0)
     row_ok = rows < shape.seqlen_q
-    mean *= LN2
+    if SUMS_REST:
+        rest = rest / total
+        acc_t -= acc_o * rest[:, None]
+        mean += rest
     natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
     if DROPOUT:
         factor = tl.cast(dropout.scale, tl.float32)

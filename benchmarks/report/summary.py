@@ -15,11 +15,12 @@ class Time(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """One pass of one case: our time with mask building, the fastest peer without mask building, and the floor."""
+    """One pass of one case: our time with and without mask building, the fastest peer without it, and the floor."""
 
     row: Record
     name: str
     ours: Time
+    prepared: Time | None
     peer: Time | None
     floor_ms: float
 
@@ -27,6 +28,11 @@ class Standing(NamedTuple):
     def ratio(self) -> float | None:
         """How many times as fast as the fastest peer; None where no peer has a right result."""
         return None if self.peer is None else self.peer.ms / self.ours.ms
+
+    @property
+    def prepared_ratio(self) -> float | None:
+        """The same where our mask is made beforehand, too."""
+        return None if self.peer is None or self.prepared is None else self.peer.ms / self.prepared.ms
 
 
 def is_right(column: Record) -> bool:
@@ -58,11 +64,11 @@ def fastest_peer(row: Record, name: str) -> Time | None:
     return min(times, default=None)
 
 
-def ours(row: Record, name: str) -> Time | None:
-    """The time of what "auto" takes for a pass, with the mask as a bool tensor."""
+def ours(row: Record, name: str, prepared: bool = False) -> Time | None:
+    """The time of what "auto" takes for a pass, with the mask as a bool tensor or prepared beforehand."""
     forward, backward = row["auto"]
     for line in row["systems"]:
-        column = line["columns"].get("call")
+        column = line["columns"].get("prepared" if prepared and row["has_mask"] else "call")
         if not line["ours"] or column is None or column[name] is None or not is_right(column):
             continue
         pair = line["backends"]
@@ -83,7 +89,8 @@ def standings(rows: list[Record], names: tuple[str, ...] = ("forward", "backward
         for name in (name for name in names if name in row["floor_ms"]):
             mine = ours(row, name)
             if mine is not None:
-                result.append(Standing(row, name, mine, fastest_peer(row, name), row["floor_ms"][name]))
+                alone, peer = ours(row, name, prepared=True), fastest_peer(row, name)
+                result.append(Standing(row, name, mine, alone, peer, row["floor_ms"][name]))
     return result
 
 

@@ -37,6 +37,7 @@ def _performance(content: Record) -> list[str]:
     lines = [
         "Median milliseconds, bf16. Overview: forward / backward with the mask as a bool tensor, and what a system",
         "makes of it timed; `*` marks results that are wrong, `-` what was not timed: the tables below say why.",
+        "Auto, mask prepared: what `auto` takes, with the mask made beforehand.",
         "docs/benchmarks.md says how all of it is measured.",
     ]
     names = list(summary.systems_of(rows))
@@ -44,7 +45,8 @@ def _performance(content: Record) -> list[str]:
         some = [row for row in rows if row["group"] == group]
         used = [name for name in names if any(name == line["system"] for row in some for line in row["systems"])]
         lines += ["", f"## {group[0].upper()}{group[1:]}", ""]
-        lines += table(["case", "call", "B,Hq,Hk,L,D", *map(label, used), "floor"], _overview(some, used))
+        head = ["case", "call", "B,Hq,Hk,L,D", "auto, mask prepared", *map(label, used), "floor"]
+        lines += table(head, _overview(some, used))
     for row in rows:
         lines += ["", f"### {row['name']}: {row['shape']}, {row['what']}", ""]
         if "error" in row:
@@ -70,7 +72,15 @@ def _overview(rows: list[Record], names: list[str]) -> Iterator[list[str]]:
         by_name = {line["system"]: line for line in row["systems"]}
         cells = [_cell(by_name.get(name)) for name in names]
         floor = " / ".join(ms(row["floor_ms"][p]) for p in ("forward", "backward") if p in row.get("floor_ms", {}))
-        yield [row["name"], row["what"], row["shape"], *cells, floor or row.get("error", "")]
+        yield [row["name"], row["what"], row["shape"], prepared_cell(row), *cells, floor or row.get("error", "")]
+
+
+def prepared_cell(row: Record) -> str:
+    """Forward / backward of what "auto" takes with its mask prepared; empty without a mask."""
+    if "error" in row or not row["has_mask"]:
+        return ""
+    times = [summary.ours(row, name, prepared=True) for name in ("forward", "backward") if name in row["floor_ms"]]
+    return " / ".join(ms(timing and timing.ms) for timing in times)
 
 
 def _cell(line: Record | None) -> str:

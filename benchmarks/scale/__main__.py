@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..files import write_whole
 from . import peers, report
 from .calls import QUICK, Bound, Sizes, Work, cases
 from .measure import SIZES, Group, bandwidths, compare, time_passes
@@ -86,8 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def keep() -> None:
         if group.rank == 0:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / "scale.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_whole(arguments.out / "scale.json", json.dumps(content, indent=1) + "\n")
 
     for row in bandwidths(group, SIZES[:1] if arguments.quick else SIZES):
         content["bandwidth"].append(row)

@@ -1,6 +1,7 @@
 """FlashAttention-4, the package flash-attn-4: dense and causal calls, grouped heads included.
 
-The first call compiles its kernels. It is never timed, because every system runs once before, to be checked.
+The first call compiles its kernels, which stay on disk. It is never timed: every system runs once before its result is
+checked.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def needs(case: Case, device: torch.device) -> Needs:
     """Return what the system refuses of a case, as of version 4.0.0b36."""
     if case.mask is not None or case.bias is not None:
         return Needs("its kernels take neither a mask tensor nor a bias with a gradient")
-    if case.head_dim % 8 or not 8 <= case.head_dim <= 256:
-        return Needs(f"head dim is {case.head_dim}; its kernels take multiples of 8 up to 256")
+    if any(dim % 8 or not 8 <= dim <= 256 for dim in (case.head_dim, case.value_dim)):
+        return Needs(f"head dims are {case.head_dim} and {case.value_dim}; its kernels take multiples of 8 up to 256")
     arch = device_arch(device)
     if case.takes_gradients and (sm_number(arch) or 90) < 90:
         return Needs(backward_refusal=f"the GPU is {arch}; its backward kernels need sm_90 or later")
@@ -67,4 +68,4 @@ def bind(inputs: Inputs, mode: Mode) -> Bound:
     return call
 
 
-SYSTEMS = (System("fa4", bind, needs, missing, prepares=False),)
+SYSTEMS = (System("fa4", bind, needs, missing, prepares=False, compiles=True),)

@@ -44,7 +44,7 @@ class System(NamedTuple):
         missing: why it does not work on this machine, or "".
         ours: whether it must meet the accuracy rule, and fails the run otherwise.
         prepares: whether it converts masks to another form, which can be done in advance.
-        compiles: whether it compiles a graph for each case, which takes seconds.
+        compiles: whether it compiles kernels for each case, which takes seconds.
         slow: whether it is much slower than others, or needs memory for every score; it runs one case of each kind.
         layers: makes the attention of every layer of a model, from its case and the bias of each layer, which decides
             the mask; it makes the masks in the form of the system. None if the system does not run models.

@@ -60,6 +60,7 @@ void BackwardPass::run() {
   choose_writer(device.index);
   describe_bias();
   describe_scores();
+  if (has_dvalues()) describe_diagonals();
   if (sequences == nullptr) {
     schedule_tiles();
   } else {
@@ -73,11 +74,14 @@ void BackwardPass::run() {
   check(kernels.rows(rows, stream), op, "launching the kernel of the rows");
   if (sequences != nullptr) sum_delta();
   if (writer == DbiasWriter::kSharedDbias) store_shared_dbias();
-  if (!runs_main_kernel) return;
-  check(kernels.main(params, bias_form, mask_form, schedule.block_n, turns_dq, blocks, stream), op,
-        "launching the kernel");
-  store_sums();
-  if (sequences != nullptr) fill_gaps_of_gradients();
+  if (summed.count() > 0) sum_diagonals();
+  if (runs_main_kernel) {
+    check(kernels.main(params, bias_form, mask_form, schedule.block_n, turns_dq, blocks, stream), op,
+          "launching the kernel");
+    store_sums();
+    if (sequences != nullptr) fill_gaps_of_gradients();
+  }
+  if (has_dvalues()) store_dvalues();
 }
 
 // Makes params read column lists in ascending order, with each tile's predecessors.
@@ -176,7 +180,7 @@ namespace {
 // col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask. low and high are the band if there is
 // no mask. key_order: of an IntervalMask, if k, v and a bias per key are in its order; dk, dv and dbias_sums are in the
 // caller's order of keys, and dbias_sums starts as zeros then. dbias: of a bias per query and key, in its dtype;
-// written whole. It may have fewer heads or batch entries. Where the main kernel stores it, it may lie in a larger
+// written whole. It may have fewer heads or batch entries. Of a bias by distance it is contiguous. Where the main kernel stores it, it may lie in a larger
 // tensor (B, Hq, Lq, Lk). dbias_sums: (B, Hq, Lk), of a bias per key, in fp32. delta: (B, Hq, Lq), for gradients that
 // the caller computes. Alone it takes the kernel of the rows and no other. num_dbias_chunks: how many chunks share the
 // heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.

@@ -84,6 +84,8 @@ struct BackwardPass {
   DbiasWriter writer = DbiasWriter::kNone;
   BackwardSchedule schedule{};
   DbiasSchedule dbias_schedule{};
+  Diagonals crossing{};  // a bias by distance: those that are not flat, whether a tile of the call has them or not
+  Diagonals summed{};    // those of them that the call has
   bool turns_dq = false, runs_main_kernel = false;
   int num_sms = 0, clusters = 0, block_m = 0, blocks = 0;
   cudaStream_t stream = nullptr;
@@ -123,12 +125,18 @@ struct BackwardPass {
     return ceil_div(head_dim, columns) * columns;
   }
 
-  // backward_dbias.cpp: dbias of a bias per query and key.
+  // backward_dbias.cpp: dbias of a bias per query and key, or by distance.
   Sizes dbias_sizes() const;
   void choose_writer(int device);
   void clear_dbias() const;
+  SharedDbiasParams summed_operands(const Sizes& scores) const;
+  void launch_shared_dbias(SharedDbiasParams& shared) const;
   void store_shared_dbias() const;
   void add_chunks(const SharedDbiasParams& from) const;
+  bool has_dvalues() const { return args.outside != kNotByDistance && args.dbias.has_value(); }
+  void describe_diagonals();
+  void sum_diagonals() const;
+  void store_dvalues() const;
 
   // backward.cpp: the kernels before and after the main kernel.
   void order_lists();

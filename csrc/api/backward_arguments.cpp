@@ -44,7 +44,7 @@ void BackwardPass::check_arguments() {
     CHECK_FOR(op, has_relative_kernels(static_cast<int>(kernels.head_dim), static_cast<int>(kernels.head_dim_v)),
               "there are no kernels with a bias by distance of head dims ", kernels.head_dim, " and ",
               kernels.head_dim_v, " (v)");
-    CHECK_FOR(op, !(args.dbias.has_value() || args.dbias_sums.has_value()), "a bias by distance has no dbias here");
+    CHECK_FOR(op, !args.dbias_sums.has_value(), "dbias_sums are of a bias of one value per key");
     CHECK_FOR(op, args.softcap <= 0 && !args.dropout_key.has_value() && mask_form != MaskForm::kIntervals,
               "there is no kernel with a bias by distance beside a softcap, dropout or intervals");
   } else if (args.bias.has_value() && sequences == nullptr) {
@@ -54,7 +54,10 @@ void BackwardPass::check_arguments() {
 }
 
 void BackwardPass::check_dbias() const {
-  if (args.dbias.has_value()) {
+  if (has_dvalues()) {
+    check_array(op, *args.dbias, "dbias", {args.bias->size(0), args.bias->size(1), 1, args.bias->size(3)},
+                args.bias->scalar_type(), args.q);
+  } else if (args.dbias.has_value()) {
     const Sizes score_sizes = dbias_sizes();
     check_dims(op, *args.dbias, "dbias",
                {args.bias->size(0), args.bias->size(1), score_sizes.seqlen_q, score_sizes.seqlen_k}, args.q);

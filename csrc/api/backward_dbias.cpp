@@ -1,5 +1,5 @@
 // dbias of a bias per query and key: which kernel writes it, zeros where the main kernel stores no tile, and the launch
-// of the shared_dbias kernel.
+// of the shared_dbias kernel. That kernel also sums ds along diagonals, for a bias by distance.
 #include <algorithm>
 #include <cstdint>
 
@@ -28,7 +28,8 @@ Sizes BackwardPass::dbias_sizes() const {
 }
 
 void BackwardPass::choose_writer(int device) {
-  const Sizes counted = args.dbias.has_value() ? dbias_sizes() : sizes;
+  const bool has_dbias = args.dbias.has_value() && !has_dvalues();
+  const Sizes counted = has_dbias ? dbias_sizes() : sizes;
   call.batch = counted.batch;
   call.num_heads = sizes.num_heads;
   call.num_heads_k = sizes.num_heads_k;
@@ -36,7 +37,7 @@ void BackwardPass::choose_writer(int device) {
   call.seqlen_k = counted.seqlen_k;
   call.head_dim = kernels.head_dim;
   call.head_dim_v = kernels.head_dim_v;
-  if (args.dbias.has_value()) {
+  if (has_dbias) {
     call.dbias_batch = args.dbias->size(0);
     call.dbias_heads = args.dbias->size(1);
   }
@@ -70,7 +71,7 @@ void BackwardPass::choose_writer(int device) {
   CHECK_FOR(op, writer != DbiasWriter::kSharedDbias || !(of.bias_packs_queries || of.bias_packs_keys),
             "heads share dbias of packed queries");
   runs_main_kernel = call.needs_dq || call.needs_dk_or_dv || args.dbias_sums.has_value() ||
-                     (args.dbias.has_value() && writer != DbiasWriter::kSharedDbias);
+                     (has_dbias && writer != DbiasWriter::kSharedDbias);
   if (writer == DbiasWriter::kSharedDbias) dbias_schedule = schedule_dbias(call, args.num_dbias_chunks, num_sms);
 }
 
@@ -113,6 +114,19 @@ void BackwardPass::store_shared_dbias() const {
             ", and a divisor of ", scores.num_heads);
   CHECK_FOR(op, by.dbias_tiles <= kMaxInt / 2 / by.chunks, "dbias has more than 2^30 tiles");
   CHECK_FOR(op, mask_form != MaskForm::kIntervals, "a bias per query and key needs bits of a mask");
+  SharedDbiasParams shared = summed_operands(scores);
+  shared.bias = scores_map(op, *args.bias, "bias", kTile);
+  shared.dbias = dbias.mutable_data_ptr();
+  shared.dbias_heads = static_cast<int>(heads);
+  shared.heads_per_dbias = static_cast<int>(scores.num_heads / heads);
+  shared.slot_columns = static_cast<int>(by.slot_columns);
+  launch_shared_dbias(shared);
+  if (by.has_slots) add_chunks(shared);
+}
+
+// What the kernel is told of the call and of its schedule, but for dbias.
+SharedDbiasParams BackwardPass::summed_operands(const Sizes& scores) const {
+  const DbiasSchedule& by = dbias_schedule;
   SharedDbiasParams shared{};
   set_sizes(scores, shared);
   set_band(scores, args.low, args.high, shared);
@@ -121,10 +135,8 @@ void BackwardPass::store_shared_dbias() const {
   shared.k = map_rows(op, args.k, "k", kTile, params.sequences);
   shared.v = map_rows(op, args.v, "v", kTile, params.sequences);
   shared.dout = map_rows(op, args.dout, "dout", kTile, params.sequences);
-  shared.bias = scores_map(op, *args.bias, "bias", kTile);
   shared.bias_values = params.bias_values;
   if (has_mask) shared.mask = mask_tiles(args.mask, args.mask[1], scores);
-  shared.dbias = dbias.mutable_data_ptr();
   shared.slots = slots;
   shared.lse = params.lse;
   shared.delta = params.delta;
@@ -132,22 +144,76 @@ void BackwardPass::store_shared_dbias() const {
   shared.softcap = params.softcap;
   shared.pre_scale = params.pre_scale;
   shared.dropout = params.dropout;
-  shared.dbias_heads = static_cast<int>(heads);
-  shared.heads_per_dbias = static_cast<int>(scores.num_heads / heads);
   shared.heads_summed = static_cast<int>(by.heads_summed);
   shared.chunks = static_cast<int>(by.chunks);
   shared.slot_floats = by.slot_floats;
-  shared.slot_columns = static_cast<int>(by.slot_columns);
   shared.tiles_q = static_cast<int>(ceil_div(scores.seqlen_q, kTile));
   shared.tiles_k = static_cast<int>(ceil_div(scores.seqlen_k, kTile));
   shared.dbias_tiles = static_cast<int>(by.dbias_tiles);
   shared.num_work_tiles = static_cast<int>(by.dbias_tiles * by.chunks);
+  return shared;
+}
+
+void BackwardPass::launch_shared_dbias(SharedDbiasParams& shared) const {
   const int blocks_of_dbias = std::min(shared.num_work_tiles, num_sms);
   // Dynamic even if all tiles are alike: static scheduling is slower
   // (docs/notes/cuda_tried.md, "shared_dbias kernel").
   if (shared.num_work_tiles > blocks_of_dbias) shared.tile_counter = dbias_counter;
   check(kernels.shared_dbias(shared, has_mask, blocks_of_dbias, stream), op, "launching the kernel of dbias");
-  if (by.has_slots) add_chunks(shared);
+}
+
+// A bias by distance: which diagonals of tiles are summed, and whether the main kernel sums flat tiles.
+void BackwardPass::describe_diagonals() {
+  const Distances& of = params.distances;
+  const Tensor& dvalues = *args.dbias;
+  crossing = diagonals_between(of.lowest + int64_t{1} - of.origin, of.highest - int64_t{1} - of.origin);
+  params.first_diagonal = static_cast<int>(crossing.first);
+  params.last_diagonal = static_cast<int>(crossing.last);
+  Diagonals visible{1 - tiles_q, tiles_k - 1};
+  if (!has_mask) visible = visible.within(diagonals_between(params.low, params.high));
+  summed = crossing.within(visible);
+  const bool has_flat = visible.count() > summed.count();
+  if (args.outside == kClamps && has_flat) {
+    bias_form = BackwardBias::kRelativeSum;
+    runs_main_kernel = true;
+  }
+  dbias_schedule = schedule_diagonals(call, dvalues.size(0), dvalues.size(1), summed.count(), kDiagonalFloats,
+                                      args.num_dbias_chunks, num_sms);
+  CHECK_FOR(op, dbias_schedule.dbias_tiles * std::max<int64_t>(dbias_schedule.chunks, 1) <= kMaxInt / 2,
+            "a bias by distance has more than 2^30 diagonals of tiles");
+}
+
+// Sums ds along the diagonals of tiles that are not flat.
+void BackwardPass::sum_diagonals() const {
+  SharedDbiasParams shared = summed_operands(sizes);
+  shared.dbias_heads = static_cast<int>(args.dbias->size(1));
+  shared.heads_per_dbias = static_cast<int>(sizes.num_heads / args.dbias->size(1));
+  shared.distances = params.distances;
+  shared.first_diagonal = static_cast<int>(summed.first);
+  shared.diagonals = static_cast<int>(summed.count());
+  launch_shared_dbias(shared);
+}
+
+// Writes the gradient of a bias by distance.
+void BackwardPass::store_dvalues() const {
+  const Tensor& dvalues = *args.dbias;
+  AddDiagonalsParams added{};
+  added.slots = slots;
+  added.flat_sums = params.flat_sums;
+  added.dvalues = dvalues.mutable_data_ptr();
+  added.dtype = float_dtype(op, dvalues, "dbias");
+  added.distances = params.distances;
+  added.clamps = args.outside == kClamps;
+  added.owners = static_cast<int>(dvalues.size(0) * dvalues.size(1));
+  added.chunks = static_cast<int>(dbias_schedule.chunks);
+  added.first_diagonal = static_cast<int>(summed.first);
+  added.diagonals = static_cast<int>(summed.count());
+  added.num_heads = params.num_heads;
+  added.dbias_heads = static_cast<int>(dvalues.size(1));
+  added.heads_per_dbias = static_cast<int>(sizes.num_heads / dvalues.size(1));
+  added.heads_summed = static_cast<int>(dbias_schedule.heads_summed);
+  added.sums_of_head = static_cast<int>(schedule.blocks_k) * kFlatSums;
+  check(launch_add_diagonals(added, stream), op, "launching the kernel that adds diagonals");
 }
 
 // Adds what the chunks have left in slots.

@@ -101,6 +101,36 @@ inline DbiasSchedule schedule_dbias(const BackwardCall& call, int64_t num_chunks
   return schedule;
 }
 
+// Diagonals of tiles, from `first` to `last`, none if that is less. The number of a diagonal is the tile of keys minus the
+// tile of queries.
+struct Diagonals {
+  int64_t first, last;
+  int64_t count() const { return std::max<int64_t>(last - first + 1, 0); }
+  Diagonals within(const Diagonals& other) const { return {std::max(first, other.first), std::min(last, other.last)}; }
+};
+
+// Those whose tiles have a distance, key minus query, from `low` to `high`.
+inline Diagonals diagonals_between(int64_t low, int64_t high) {
+  return {-floor_div(kTile - 1 - low, kTile), floor_div(high + kTile - 1, kTile)};
+}
+
+// How blocks share the sums along so many diagonals of each head of a bias by distance.
+inline DbiasSchedule schedule_diagonals(const BackwardCall& call, int64_t dbias_batch, int64_t dbias_heads,
+                                        int64_t diagonals, int64_t floats, int64_t num_chunks, int64_t num_sms) {
+  DbiasSchedule schedule{};
+  schedule.dbias_tiles = dbias_batch * dbias_heads * diagonals;
+  schedule.heads_summed = call.batch / dbias_batch * (call.num_heads / dbias_heads);
+  schedule.slot_floats = schedule.dbias_tiles * floats;
+  schedule.has_slots = diagonals > 0;
+  if (diagonals == 0) return schedule;
+  const int64_t tiles = std::min(ceil_div(call.seqlen_q, kTile), ceil_div(call.seqlen_k, kTile));
+  const int64_t summed = schedule.heads_summed * tiles;  // of a long diagonal
+  const int64_t most = std::max<int64_t>(kMostSlotBytes / (schedule.slot_floats * 4), 1);
+  schedule.chunks = num_chunks > 0 ? std::min({num_chunks, summed, most})
+                                   : estimate_dbias_chunks(schedule.dbias_tiles, summed, most, num_sms);
+  return schedule;
+}
+
 struct BackwardSchedule {
   int block_n;                   // keys of a work tile
   int64_t blocks_k;              // work tiles along the keys

@@ -91,7 +91,7 @@ void BackwardPass::list_tiles() {
 // The arrays of one allocation of floats: where each starts, on a cache line of 128 bytes. Misaligned accumulators cost
 // 2 % (docs/notes/cuda_tried.md, "Backward kernel").
 struct BackwardPass::Layout {
-  int64_t rows, has_long, has_group, slots;
+  int64_t rows, has_long, has_group, slots, flat_sums;
   // The others start as zeros, but for dk and dv where only some of their rows are cleared.
   int64_t dbias_counter, counter, dq_semaphore, dkv_semaphore, dq, dk, dv;
   int64_t length = 0;
@@ -106,7 +106,7 @@ struct BackwardPass::Layout {
 };
 
 BackwardPass::Layout BackwardPass::lay_out() const {
-  const bool is_ordered = schedule.is_ordered, is_shared = writer == DbiasWriter::kSharedDbias;
+  const bool is_ordered = schedule.is_ordered, is_shared = writer == DbiasWriter::kSharedDbias || summed.count() > 0;
   const bool hands_out = schedule.blocks_decide || (schedule.tiles_differ && params.num_work_tiles > blocks);
   const bool needs_counter = sequences != nullptr || (runs_main_kernel && (is_ordered || hands_out));
   const bool sums_dq = args.dq.has_value() && !schedule.completes_dq;
@@ -119,6 +119,7 @@ BackwardPass::Layout BackwardPass::lay_out() const {
   at.has_long = at.reserve(ceil_div(at.masks, 4));
   at.has_group = at.reserve(schedule.blocks_decide ? ceil_div(pairs_k * tiles_k * (kTile / kAccumRows), 4) : 0);
   at.slots = at.reserve(dbias_schedule.has_slots ? dbias_schedule.chunks * dbias_schedule.slot_floats : 0);
+  at.flat_sums = at.reserve(bias_form == BackwardBias::kRelativeSum ? pairs * schedule.blocks_k * kFlatSums * 2 : 0);
   at.dbias_counter = at.reserve(is_shared ? 1 : 0);
   at.counter = at.reserve(needs_counter ? 1 : 0);
   at.dq_semaphore = at.reserve(is_ordered ? blocks_q : 0);
@@ -143,7 +144,8 @@ void BackwardPass::allocate() {
   rows.sequences = params.sequences;
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
-  slots = floats(at.slots, at.dbias_counter);
+  slots = floats(at.slots, at.flat_sums);
+  params.flat_sums = reinterpret_cast<float2*>(floats(at.flat_sums, at.dbias_counter));
   dbias_counter = ints(at.dbias_counter, at.counter);
   params.tile_counter = ints(at.counter, at.dq_semaphore);
   params.dq_semaphore = ints(at.dq_semaphore, at.dkv_semaphore);

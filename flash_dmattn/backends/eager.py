@@ -44,12 +44,10 @@ def _workspace_bytes(problem: AttentionProblem) -> int:
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Say that a call on meta tensors computes no values."""
     return ("returns only shapes, strides and dtypes: meta tensors hold no values",) if problem.device == "meta" else ()
 
 
 def _readable(problem: AttentionProblem, x: Inputs) -> AnyMask | None:
-    """Return the mask of a call as the chunked passes read it."""
     mask = x.mask
     if mask.form == "lists":
         return lists_of(problem, x)
@@ -61,7 +59,6 @@ def _readable(problem: AttentionProblem, x: Inputs) -> AnyMask | None:
 
 
 def _readable_bias(problem: AttentionProblem, x: Inputs) -> ChunkBias | None:
-    """Return the bias of a call as the chunked passes read it."""
     if x.bias is not None and problem.flags.chosen:
         return Chosen(x.bias, lists_of(problem, x), problem.flags.mask_repeat)
     return bias_of(problem, x)

@@ -35,7 +35,6 @@ def whole_batch(
 
 
 def bias_of(problem: AttentionProblem, inputs: Inputs) -> AnyBias | None:
-    """Return the bias of a call, in the form that `flash_dmattn.reference` takes."""
     flags = problem.flags
     if inputs.bias is None or not flags.outside:
         return inputs.bias
@@ -43,7 +42,6 @@ def bias_of(problem: AttentionProblem, inputs: Inputs) -> AnyBias | None:
 
 
 def lists_of(problem: AttentionProblem, inputs: Inputs) -> Lists:
-    """Return the lists of a call, in the form that `flash_dmattn.reference` takes."""
     keys, _, slots = inputs.mask.tensors
     return Lists(keys, slots, problem.flags.block_q, problem.flags.block_k)
 
@@ -81,7 +79,6 @@ def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
 
 
 def dropout_of(problem: AttentionProblem, inputs: Inputs) -> Dropout | None:
-    """Return the dropout of a call, or None."""
     return None if inputs.dropout is None else Dropout(problem.dropout_p, inputs.dropout)
 
 
@@ -95,7 +92,6 @@ def bool_mask(mask: MaskView) -> Tensor | None:
 
 
 def batch_of(problem: AttentionProblem, inputs: Inputs) -> Batch:
-    """Return the sequences of a call, in the form that `reference.sequences` takes."""
     flags, spec, sequences = problem.flags, problem.sequences, inputs.sequences
     assert spec is not None and sequences is not None
     mask_packing = "tree" if inputs.mask.form == "tree" else flags.mask_packing

@@ -66,12 +66,7 @@ def _choose(problem: AttentionProblem, passes: tuple[tuple[Backend, Direction], 
 
 
 def prepared_form(problem: AttentionProblem, gathers: bool) -> MaskChoice:
-    """Choose a prepared form: tiles, or one of the forms of masks that have one row for all queries.
-
-    Args:
-        problem: the problem of the call.
-        gathers: whether the kernels load single keys.
-    """
+    """Choose tiles, or a form of masks with one row for all queries; `gathers`: whether kernels load single keys."""
     p = problem
     if p.mask is None or not p.mask.broadcast()[2]:
         return MaskChoice("tiles")
@@ -111,14 +106,7 @@ def view_of(
     mask: Tensor | PreparedMask,
     sequences: SequenceView | None = None,
 ) -> MaskView:
-    """Convert the user's mask to the form that was chosen; nothing else packs or unpacks the mask of a call.
-
-    Args:
-        problem: the problem of the call.
-        choice: the result of `choose_form`.
-        mask: the mask as `validation.describe` returns it.
-        sequences: the sequences of the call.
-    """
+    """Convert the user's mask to the form that was chosen; nothing else packs or unpacks the mask of a call."""
     if not isinstance(mask, Tensor):
         if mask.form == choice.form:
             return mask.view
@@ -150,7 +138,6 @@ def plan_view(problem: AttentionProblem, choice: MaskChoice) -> Callable[[Any], 
 def convert(
     problem: AttentionProblem, choice: MaskChoice, view: MaskView, sequences: SequenceView | None = None
 ) -> MaskView:
-    """Convert a mask to another form."""
     if view.form == choice.form:
         return view
     if view.form == "dense":
@@ -245,7 +232,6 @@ def tangent_gradients_of(backend: Backend, problem: AttentionProblem, needs_grad
 
 
 def tangents_in_rows(tangents: Tangents, arrival: Arrival) -> Tangents:
-    """View the tangents of q, k and v as (B, L, H, D)."""
     q, k, v = (None if x is None else in_rows(x, arrival) for x in tangents[:3])
     return Tangents(q, k, v, *tangents[3:])
 

@@ -163,7 +163,6 @@ class _InContext(ModuleType):
 
     @property
     def now(self) -> Blocks:
-        """Return the blocks in force in this context."""
         return _blocks.get()
 
     @now.setter

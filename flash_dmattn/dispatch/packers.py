@@ -109,7 +109,6 @@ def around_extension(operators: Any) -> Packer:
 
 
 def find_writer(write: CacheWrite) -> Writer | None:
-    """Return the fastest writer for a write to a cache; None for PyTorch."""
     if not write.k_cache.is_cuda or "triton" in disabled():
         return None
     return _triton_writer() if device_arch(write.k_cache.device).startswith("sm_") else None

@@ -147,7 +147,6 @@ class Profile(NamedTuple):
 
 
 def dump(profile: Profile) -> str:
-    """Return the text of the file."""
     rows = {
         row: {
             name: {"error": x.error} if x.error else {"forward": x.forward, "backward": x.backward}
@@ -159,11 +158,7 @@ def dump(profile: Profile) -> str:
 
 
 def parse(text: str) -> Profile:
-    """Return the profile of a file's text.
-
-    Raises:
-        ProfileError: a field is missing, is of another type, or is no possible figure; or the format is another.
-    """
+    """Return the profile of a file's text; refuse one of another format, or whose fields are no possible figures."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -208,11 +203,7 @@ def _sizes(sizes: object, name: str) -> Sizes:
 
 
 def read(path: Path) -> Profile:
-    """Read a file that nobody but its user, or the system's administrator, can have written.
-
-    Raises:
-        ProfileError: there is no such file, others may write it, or it is damaged.
-    """
+    """Read a file that nobody but its user, or the system's administrator, can have written."""
     try:
         # Without waiting, in case somebody has put a pipe there.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -245,11 +236,7 @@ def _check_file(status: os.stat_result) -> None:
 
 
 def write(profile: Profile, path: Path, mode: int = 0o600) -> None:
-    """Write a profile, by default for its user alone; a reader sees the old file or the full new one.
-
-    Raises:
-        OSError: the folder cannot be made or written.
-    """
+    """Write a profile, by default for its user alone; a reader sees the old file or the full new one."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -257,9 +244,8 @@ def write(profile: Profile, path: Path, mode: int = 0o600) -> None:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(dump(profile))
         os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    finally:
+        unfinished.unlink(missing_ok=True)  # of a run that was ended, or had no room
 
 
 class Search(NamedTuple):
@@ -385,7 +371,6 @@ def gpu_names(arch: str) -> list[str]:
 
 
 def cpu_name() -> str:
-    """Name the model of this machine's CPU."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -409,7 +394,6 @@ _BOTH: Passes = ("forward", "backward")
 
 
 def measured_on(arch: str) -> tuple[str, ...]:
-    """Name the backends that `calibrate` times on an architecture."""
     return MEASURED_ON_CPU if arch == "cpu" else MEASURED
 
 
@@ -546,7 +530,6 @@ setattr(_judged, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def why_unjudged(problem: AttentionProblem) -> str:
-    """Say why no profile speaks of a call."""
     path, profile, reason = find(problem.arch)
     if profile is None:
         return f"no profile is in force: {reason}"

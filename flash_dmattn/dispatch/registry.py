@@ -118,7 +118,6 @@ def last_resort() -> Backend:
 
 
 def works(name: str) -> bool:
-    """Tell whether a backend works on this machine."""
     backend = BACKENDS.table.get(name)  # None if it has just been unregistered
     return backend is not None and backend.probe().usable
 

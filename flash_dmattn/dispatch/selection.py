@@ -77,21 +77,13 @@ def choice_in_force(backend: BackendChoice) -> BackendChoice:
 
 
 def select_pair(problem: AttentionProblem, backend: BackendChoice) -> Selection:
-    """Choose a pair of backends with backward passes of their own, for operators that call each pass alone.
-
-    Raises:
-        BackendUnsupportedError, BackendUnavailableError: as for `choose`.
-    """
+    """Choose a pair of backends with backward passes of their own, for operators that call each pass alone."""
     requested = choice_in_force(backend)
     return _choose_auto(problem, pairs_only=True) if requested == "auto" else choose(problem, requested)
 
 
 def select_backward(problem: AttentionProblem, name: str) -> Backend:
-    """Choose the backend of a backward pass alone: the named one where it serves, else as "auto" prefers.
-
-    Raises:
-        BackendUnsupportedError: no pair of backends accepts the call.
-    """
+    """Choose the backend of a backward pass alone: the named one where it serves, else as "auto" prefers."""
     sized = hinted(problem)
     asked = ((BACKENDS[name], ()), *candidates(sized)) if name in BACKENDS else candidates(sized)
     for backend, rules in asked:
@@ -114,11 +106,7 @@ def select_tangents(problem: AttentionProblem, forward: Backend) -> Backend:
 
 
 def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, requested: BackendChoice) -> Backend:
-    """Choose the backend that differentiates tangents: the one that computes them, or for auto the last resort.
-
-    Raises:
-        NotImplementedError: the call names a backend, and the one of its tangents does not differentiate them.
-    """
+    """Choose the backend that differentiates tangents: the one that computes them, or for auto the last resort."""
     if tangents.plan_tangent_gradients is not None:
         return tangents
     if choice_in_force(requested) != "auto":
@@ -264,7 +252,6 @@ def _preferences_but_measured(backend: Backend) -> tuple[Rule, ...]:
 
 
 def auto_rules(backend: Backend, problem: AttentionProblem, judged: Judgement | None) -> tuple[Rule, ...]:
-    """Return the preferences that bind auto for one backend and call."""
     name, stated = backend.name, backend.auto_rules
     if not goes_by_profile(problem):
         return stated
@@ -294,7 +281,6 @@ _NO_FIGURES = _refusal(
 
 
 def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
-    """Return the passes that a call runs."""
     return ("forward", "backward") if any(problem.needs_grad) else ("forward",)
 
 
@@ -368,7 +354,6 @@ def _describe_fallback(problem: AttentionProblem) -> tuple[tuple[Reason, ...], s
 
 
 def refuse_fallback(problem: AttentionProblem) -> NoReturn:
-    """Raise the error that `fallback="error"` asks for."""
     reasons, message = _describe_fallback(problem)
     message += '\n  fallback="error" is in force; with config(fallback="warn") the call would run'
     raise BackendUnsupportedError(message, backend="auto", reasons=reasons, accepted_by=(last_resort().name,))

@@ -178,7 +178,7 @@ class _Interception(TorchFunctionMode):
             return func(*args, **kwargs)
         if torch.compiler.is_compiling():
             if func is F.multi_head_attention_forward and self.entries:
-                return (_traced_strictly if self.entries[-1].strict else _traced)(*args, **kwargs)
+                return _traced(*args, **kwargs)
             return func(*args, **kwargs)
         if func in _RUNS_OTHERS and func not in self.entered and all(kind is Tensor for kind in types):
             return self.enter(func, *args, **kwargs)
@@ -250,19 +250,13 @@ def _nothing_overrides(*_: Any) -> bool:
 # node of a graph, and compiled graphs are kept on disk. So it gets a node of another name.
 @torch.compiler.allow_in_graph
 def _traced(*args: Any, **kwargs: Any) -> Any:
-    return _alone(strict=False).enter(F.multi_head_attention_forward, *args, **kwargs)
+    """Run it under a mode that belongs to no thread, and whose counts nobody reads.
 
-
-@torch.compiler.allow_in_graph
-def _traced_strictly(*args: Any, **kwargs: Any) -> Any:
-    return _alone(strict=True).enter(F.multi_head_attention_forward, *args, **kwargs)
-
-
-def _alone(strict: bool) -> _Interception:
-    """Make a mode that belongs to no thread, and whose counts nobody reads."""
+    Nothing is strict there: each mask that gets through it is one that we serve.
+    """
     mode = _Interception(thread=0)
-    mode.entries.append(_Entry(strict, mode))
-    return mode
+    mode.entries.append(_Entry(False, mode))
+    return mode.enter(F.multi_head_attention_forward, *args, **kwargs)
 
 
 class _FastPath:

@@ -34,10 +34,7 @@ def sm_number(arch: str) -> int | None:
 def fits_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Tell whether Hopper's copy engine, the TMA, reads a 4-D tensor that starts on 16 bytes: rows of unit stride.
 
-    Args:
-        shape: of the tensor.
-        strides: in elements; a dim of size 1 among the first three never takes its stride.
-        itemsize: bytes of an element.
+    A dim of size 1 among the first three never takes its stride.
     """
     units = [stride * itemsize for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
     return strides[3] == 1 and all(0 < unit < 2**40 and unit % 16 == 0 for unit in units)

@@ -45,11 +45,7 @@ _NUMBERS = {
 
 
 def refuse_keywords(call: Callable[..., object], unknown: Mapping[str, object]) -> NoReturn:
-    """Refuse keywords that a call does not have, as Python does, and name the right ones.
-
-    Raises:
-        TypeError: in any case.
-    """
+    """Refuse keywords that a call does not have, as Python does, and name the right ones."""
     name = next(iter(unknown))
     names = [known for known, x in inspect.signature(call).parameters.items() if x.kind is not x.VAR_KEYWORD]
     close = difflib.get_close_matches(name, names, 1)
@@ -146,13 +142,7 @@ def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_h
 
 
 def check_values(shape: Sequence[int], sizes: Sequence[int], num_heads_k: int, rows: int | None) -> None:
-    """Refuse values of a bias by distance, (*batch, heads, rows, distances), that do not fit the call.
-
-    Args:
-        sizes: (*batch, heads) of the call.
-        num_heads_k: heads of k.
-        rows: the queries that have values each; None where all share them.
-    """
+    """Refuse values of a bias by distance, (*batch, heads, rows, distances); `rows` is None if queries share them."""
     *batch, num_heads = sizes
     names: tuple[str, ...] = (*batch_names(len(batch)), "heads", "seqlen_q", "distances")
     allowed: tuple[tuple[int, ...], ...] = (*[(1, n) for n in batch], (1, num_heads_k, num_heads), (rows or 0,), ())
@@ -165,14 +155,7 @@ def check_values(shape: Sequence[int], sizes: Sequence[int], num_heads_k: int, r
 def check_chosen(
     shape: Sequence[int], sizes: Sequence[int], num_heads_k: int, rows: Sequence[int], places: int
 ) -> None:
-    """Refuse values of a `Chosen`, (*batch, heads, rows, places), that do not fit the lists of the call.
-
-    Args:
-        sizes: (*batch, heads) of the call.
-        num_heads_k: heads of k.
-        rows: the number of queries, and the number of lists of a head.
-        places: the entries of a list.
-    """
+    """Refuse values of a `Chosen`, (*batch, heads, rows, places); `rows` are the numbers of queries and of lists."""
     *batch, num_heads = sizes
     names = (*batch_names(len(batch)), "heads", "queries or lists", "entries of a list")
     allowed = (*[(1, n) for n in batch], (1, num_heads_k, num_heads), (*rows,), (places,))
@@ -181,11 +164,7 @@ def check_chosen(
 
 
 def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
-    """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows.
-
-    Raises:
-        ValueError: calls of this layout take no such rank.
-    """
+    """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows."""
     if len(shape) == 4:
         return "none"
     if len(shape) == 3 and spec.packs_queries:
@@ -203,11 +182,7 @@ def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
 def check_scores(
     name: str, shape: Sequence[int], packing: Packing, spec: SequenceSpec, heads: tuple[int, int] | None
 ) -> None:
-    """Refuse a mask or a bias, read as 4-D, whose shape does not fit the sequences.
-
-    Args:
-        heads: the numbers of heads of q and of k; None if no call is known.
-    """
+    """Refuse a 4-D mask or bias that does not fit sequences; `heads`: of q and k, None without a call."""
     first, by_position = 0 if packing == "none" else 1, ("max_seqlen_q", "max_seqlen_k")
     names: tuple[str, ...] = ("sequences", "heads", *by_position)
     rows: tuple[int, ...] = (1, spec.max_seqlen_q)

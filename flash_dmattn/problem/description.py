@@ -77,17 +77,14 @@ class SequenceSpec(NamedTuple):
 
     @property
     def has_pages(self) -> bool:
-        """Whether keys are in pages."""
         return self.layout in ("paged", "paged_packed")
 
     @property
     def packs_queries(self) -> bool:
-        """Whether q is a row of tokens."""
         return self.layout in PACKED_QUERIES
 
     @property
     def packs_keys(self) -> bool:
-        """Whether k and v are rows of tokens."""
         return self.layout == "packed"
 
     def shape_of_tiles(self, mask_heads: int) -> Shape4:
@@ -145,7 +142,6 @@ class Flags(NamedTuple):
 
     @property
     def window(self) -> tuple[int, int]:
-        """(left, right)."""
         return self.left, self.right
 
 
@@ -241,12 +237,10 @@ class AttentionProblem(NamedTuple):
 
     @property
     def sequences(self) -> SequenceSpec | None:
-        """How the sequences of the call lie."""
         return self.flags.sequences
 
     @property
     def has_window(self) -> bool:
-        """Whether `window_size` limits either side."""
         return self.window_size != (-1, -1)
 
     @property
@@ -256,22 +250,18 @@ class AttentionProblem(NamedTuple):
 
     @property
     def softmax_scale(self) -> float:
-        """The factor on q @ k^T."""
         return self.flags.softmax_scale
 
     @property
     def softcap(self) -> float:
-        """The bound on scaled scores; 0.0 is none."""
         return self.flags.softcap
 
     @property
     def deterministic(self) -> bool:
-        """Whether results have to be equal bit by bit from run to run."""
         return self.flags.deterministic
 
     @property
     def dropout_p(self) -> float:
-        """The probability that a probability is dropped; 0.0 is no dropout."""
         return self.flags.dropout_p
 
     @property
@@ -443,12 +433,10 @@ def keys_of_query(seqlen_k: int, window: tuple[int, int]) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")
 
 
 def spec_of(x: Tensor) -> TensorSpec:
-    """Describe a 4-D tensor."""
     return TensorSpec(x.shape, x.stride(), x.dtype)  # type: ignore[arg-type]
 
 

@@ -46,7 +46,6 @@ class MaskView(NamedTuple):
 
     @property
     def dense(self) -> Tensor | None:
-        """The bool tensor of the form "dense"; None of "none"."""
         return self.tensors[0] if self.form == "dense" else None
 
 
@@ -66,7 +65,6 @@ class SequenceView(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Both tensors, or the bounds alone."""
         return (self.bounds,) if self.block_table is None else (self.bounds, self.block_table)
 
 
@@ -131,12 +129,10 @@ class Inputs(NamedTuple):
 
     @property
     def needs_grad(self) -> NeedsGrad:
-        """The gradients that the tensors require."""
         tensors = (self.q, self.k, self.v, self.bias, self.sink)
         return NeedsGrad(*(x is not None and x.requires_grad for x in tensors))
 
     def in_rows(self, arrival: Arrival) -> Inputs:
-        """View q, k and v as (B, L, H, D)."""
         if arrival == "rows":
             return self
         q, k, v = self[:3]
@@ -180,7 +176,6 @@ class Parts(NamedTuple):
         sink: Tensor | None,
         *others: Tensor,
     ) -> Inputs:
-        """Put the tensors of a call together again."""
         if not others:
             return Inputs(q, k, v, NO_MASK, bias, sink)
         last = len(others) - self.has_dropout
@@ -190,7 +185,6 @@ class Parts(NamedTuple):
         return Inputs(q, k, v, mask, bias, sink, sequences, others[last] if self.has_dropout else None)
 
     def saved(self, out: Tensor, lse: Tensor, *inputs: Any) -> Saved:
-        """Put what a backward pass reads together again."""
         return Saved(self.inputs(*inputs), out, lse)
 
 

@@ -40,25 +40,10 @@ class _Folded(NamedTuple):
 def fold_call(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, by_distance: bool | None = None, is_chosen: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Dims, Repeats, tuple[str, ...]]:
-    """Fold the leading dims of a call.
+    """Fold the leading dims of a call: q, k, v, mask, bias, these dims, the repeats, and notes on copied tensors.
 
-    Args:
-        q: (*batch, Lq, Hq, D).
-        k, v, mask, bias: as passed to `attention`; validation refuses wrong types later.
-        by_distance: for values of a bias by distance, (*batch, H, 1 or Lq, n): whether each query has its own.
-        is_chosen: whether bias has the values of a `Chosen`, for the lists that are the mask.
-
-    Returns:
-        q, k, v: (B, L, H, D); views, or copies where leading dims have no one stride.
-        mask: 4-D bool (Bm, Hm, Lq or 1, Lk or 1), a prepared mask, or the wrong type that the caller passed.
-        bias: 4-D, or the wrong type that the caller passed.
-        batch: the leading dims.
-        repeats: of mask and bias.
-        notes: the tensors that were copied, for `explain`.
-
-    Raises:
-        TypeError: k or v is no tensor.
-        ValueError: leading dims that differ, or a mask or bias that does not broadcast; the message names the dim.
+    A mask or a bias of a wrong type passes, for validation to refuse. `by_distance` and `is_chosen` say what kind of
+    bias has these values, and whether each query has its own.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)):
         check_strided(name, x)
@@ -132,17 +117,11 @@ def _fold_values(x: Tensor, sizes: Dims, check: Callable[[Dims], None]) -> _Fold
 
 
 def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeats: bool = True) -> _Folded:
-    """Fold a tensor of a mask or a bias that broadcasts over the leading dims `batch`.
+    """Fold a tensor (*dims, ...) of a mask or a bias that broadcasts over the leading dims `batch`.
 
-    A dim that is shared between two that are not has to be expanded: no repeat is like it.
-
-    Args:
-        name: of the argument.
-        x: (*dims, ...), as many dims as `batch`, each 1 or full.
-        batch: the leading dims of the call.
-        keeps_shape: whether each element has a gradient of its own. Else dims of stride 0 count as size 1, so that
-            none of them is copied.
-        repeats: whether a part of the batch may share an entry; else it is expanded.
+    A dim that is shared between two that are not has to be expanded: no repeat is like it. Without `repeats` no part of
+    the batch may share an entry. With `keeps_shape` each element has a gradient of its own; else dims of stride 0 count
+    as size 1, so that none of them is copied.
     """
     leading = len(batch)
     if not keeps_shape:
@@ -213,17 +192,9 @@ def has_one_stride(x: Tensor, leading: int) -> bool:
 
 
 def heads_as_rows(x: Tensor, num_heads: int, num_heads_k: int) -> Tensor:
-    """Lay out a mask or a bias of one query as if the query heads of a group were rows of their key-value head.
+    """Lay out a mask or a bias (B, heads, 1, keys) as if the heads of a group were rows of their key-value head.
 
-    Kernels then read the keys once for all heads of a group.
-
-    Args:
-        x: (B, heads, 1, keys).
-        num_heads, num_heads_k: of the call.
-
-    Returns:
-        (B, num_heads_k, heads of a group, keys), a view, where x has `num_heads`. With fewer heads x itself, which
-        holds for every row.
+    Kernels then read the keys once for all heads of a group. One with fewer heads than q holds for every row.
 
     >>> import torch
     >>> heads_as_rows(torch.arange(4).view(1, 4, 1, 1), 4, 2).squeeze(3)
@@ -239,20 +210,9 @@ class MappedCall:
     Tensors that are not mapped are shared: k and v are expanded over the mapped dim, a mask or a bias keeps its
     entries. A bias that needs a gradient has one in each of the calls, so it is expanded, too.
 
-    Args:
-        size: of the mapped dim.
-        in_dims, mask_dims: the mapped dim of each input and of each tensor of the mask; None for a shared one.
-        problem: the description of one mapped call.
-        inputs: q, k, v and bias with their mapped dims.
-        mask: its tensors, in the form that the problem names, with their mapped dims.
-        repeats: whether a part of the batch may share an entry of a mask or a bias; else these are expanded.
-        needs_grad: the gradients to compute; None for a forward pass, after which the inputs tell.
-        needs_dsink: whether the sink, which all the calls share, requires a gradient; of a forward pass.
-
-    Attributes:
-        problem: the description of the one call.
-        inputs: its q, k, v and bias.
-        mask: the tensors of its mask.
+    The arguments describe one mapped call, the attributes of the same names the one call. Without `repeats` a part of
+    the batch may not share an entry of a mask or a bias. `needs_grad` is None for a forward pass, after which the
+    inputs tell, and `needs_dsink` for the sink, which all calls share.
     """
 
     def __init__(

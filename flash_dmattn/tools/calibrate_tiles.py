@@ -356,10 +356,13 @@ def check_in_processes(
 
     with ThreadPoolExecutor(count) as pool:
         waiting = {pool.submit(verdicts_of, each): each for each in classes}
-        for ended in as_completed(waiting):
-            verdicts = ended.result()
-            if verdicts:
-                yield waiting[ended], verdicts
+        try:
+            for ended in as_completed(waiting):
+                verdicts = ended.result()
+                if verdicts:
+                    yield waiting[ended], verdicts
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # else Ctrl-C would wait until all classes are checked
 
 
 def read_verdicts(text: str) -> Verdicts | None:

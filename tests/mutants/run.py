@@ -32,11 +32,13 @@ from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pytest  # noqa: E402
 from mutants.draw import QUICK, draw  # noqa: E402
 from mutants.faults import FAULTS, Fault  # noqa: E402
+
+from benchmarks.files import write_whole  # noqa: E402
 
 SECONDS = 900  # of one process; a fault that makes its tests hang is killed after as many
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
@@ -254,9 +256,7 @@ class Record:
                 place = f"{done:3d}/{len(self.rows)}  {time.monotonic() - self._begun:5.0f} s  {row['verdict']:8}"
                 print(f"{place}  {fault.file}: {fault.what}", flush=True)
             if self.file is not None:
-                temporary = self.file.with_suffix(".new")
-                temporary.write_text(json.dumps({"drawn": self.name, "faults": self.rows}, indent=1))
-                temporary.replace(self.file)
+                write_whole(self.file, json.dumps({"drawn": self.name, "faults": self.rows}, indent=1))
 
 
 def judge_all(record: Record, processes: int, seconds: float) -> None:

@@ -345,6 +345,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     float sums[2];
     this->finish_ds(scores, dp, stage, probs, ds, sums);
     if constexpr (kHasKeyBias) add_key_sums(sums);
+    if constexpr (Traits::kSumsFlat) add_flat_sums(sums, item, index);
     multiply<kHasNext, kKeyTile>(item, i, probs, ds, scores, last_index, pipes);
     if constexpr (kHasNext) {
       wgmma_wait<0>();
@@ -429,6 +430,35 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   __device__ __forceinline__ void start_key_sums() {
     if constexpr (kHasKeyBias) key_sums() = make_float2(0.0f, 0.0f);
+    if constexpr (Traits::kSumsFlat) flat_sums(0) = flat_sums(1) = make_float2(0.0f, 0.0f);
+  }
+
+  // The thread's sums of ds for its two keys, over flat tiles before the values (side 0) or behind them (1).
+  __device__ __forceinline__ float2& flat_sums(int side) { return (&key_sums())[side * (128 * Traits::kConsumers)]; }
+
+  __device__ __forceinline__ void add_flat_sums(const float (&sums)[2], const KeyWorkItem<Traits>& item, int block) {
+    const int diagonal = item.block_k - block / (kTile / kBlockM);
+    if (diagonal >= p.first_diagonal && diagonal <= p.last_diagonal) return;
+    float2& total = flat_sums(diagonal > p.last_diagonal);
+    total = make_float2(total.x + sums[0], total.y + sums[1]);
+  }
+
+  __device__ __forceinline__ void store_flat_sums(const KeyWorkItem<Traits>& item) {
+    if constexpr (Traits::kSumsFlat) {
+      float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const float2 totals = flat_sums(side);
+        if (this->first_key(item) + this->key_of_block(0) < p.seqlen_k) sums[side] += totals.x;
+        if (this->first_key(item) + this->key_of_block(1) < p.seqlen_k) sums[side] += totals.y;
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) sums[side] += __shfl_xor_sync(0xffffffffu, sums[side], lanes);
+      }
+      const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
+      if (lane == 0) {
+        p.flat_sums[(head * p.blocks_k + item.block_k) * kFlatSums + group * 4 + warp] = make_float2(sums[0], sums[1]);
+      }
+    }
   }
 
   __device__ __forceinline__ void store_key_sums(const KeyWorkItem<Traits>& item) {
@@ -476,6 +506,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     consumer.load_key_bias(item);
     consumer.mainloop(item, pipes);
     consumer.store_key_sums(item);
+    consumer.store_flat_sums(item);
     if (item.is_last) {
       barrier_arrive_of_warp(&shared.keys_empty[pipe_keys.stage]);
       pipe_keys.advance();

@@ -32,11 +32,13 @@ cudaError_t launch_backward_main<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FL
     });
   }
   if constexpr (has_relative_kernels(kD, kDv)) {
-    if (bias == BackwardBias::kRelative) {
-      return with_bool(mask != MaskForm::kNone, [&](auto has_mask) {
-        constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;
-        using Traits = BackwardTraits<Element, kD, kDv, BackwardBias::kRelative, kMask, false>;
-        return launch_backward_kernel<Traits>(params, blocks, stream);
+    if (is_by_distance(bias)) {
+      return with_one_of<BackwardBias::kRelativeSum, BackwardBias::kRelative>(bias, [&](auto form) {
+        return with_bool(mask != MaskForm::kNone, [&](auto has_mask) {
+          constexpr MaskForm kMask = decltype(has_mask)::value ? MaskForm::kTiles : MaskForm::kNone;
+          using Traits = BackwardTraits<Element, kD, kDv, decltype(form)::value, kMask, false>;
+          return launch_backward_kernel<Traits>(params, blocks, stream);
+        });
       });
     }
   }

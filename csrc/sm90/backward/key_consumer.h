@@ -25,6 +25,7 @@ struct KeyConsumer {
   static constexpr int kScores = kBlockM / 2;  // of a thread
   static constexpr int kSteps = kBlockM / 16;  // of 16 queries
   static constexpr bool kHasKeyBias = Traits::kBias == BackwardBias::kVector;
+  static constexpr bool kSumsKeys = kHasKeyBias || Traits::kBias == BackwardBias::kRelativeSum;
   using Scores = float[kScores];
   using Operand = uint32_t[kSteps][4];  // scores in 16 bits, as a matrix instruction reads them
 
@@ -225,7 +226,7 @@ struct KeyConsumer {
   __device__ __forceinline__ static float whole_p(float exp) { return Traits::kHasDropout ? fabsf(exp) : exp; }
 
   // Converts p and ds to 16-bit operands, two scores at a time, so that the registers of p and dp suffice. `sums` is ds
-  // summed before rounding, for dbias per key: of the thread's two keys, over its queries. The caller must add it to
+  // summed before rounding, where kSumsKeys: of the thread's two keys, over its queries. The caller must add it to
   // shared memory at once. If it stayed in a register, ptxas would delay the sum to the next block and keep all of ds
   // alive.
   __device__ __forceinline__ void finish_ds(const Scores& exps, const Scores& dp, int stage, Operand& probs,
@@ -243,7 +244,7 @@ struct KeyConsumer {
         probs[c / 2][c % 2 * 2 + r] = pack(kept_p(exps[i]), kept_p(exps[i + 1]), Element{});
         ds[c / 2][c % 2 * 2 + r] = pack(p_low * low, p_high * high, Element{});
         // Not from the rounded products: that takes two more registers than there are.
-        if constexpr (kHasKeyBias) sums[r] = fmaf(p_low, low, fmaf(p_high, high, sums[r]));
+        if constexpr (kSumsKeys) sums[r] = fmaf(p_low, low, fmaf(p_high, high, sums[r]));
       }
     }
   }

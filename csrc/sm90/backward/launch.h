@@ -18,8 +18,13 @@ enum class BackwardBias {
   kTileStore,  // the same; dbias, one per query head, is stored as tiles in the dtype of q
   kTileSum,    // the same; dbias is summed over the batch by the blocks of a cluster, and stored
   kVector,     // one value per key, of any dtype and stride
-  kRelative    // one value per distance of key and query, of any dtype and stride; dvalues are not computed
+  kRelative,   // one value per distance of key and query, of any dtype and stride
+  kRelativeSum // the same; ds of flat tiles is summed, for the gradients of the first and the last value
 };
+
+constexpr bool is_by_distance(BackwardBias bias) {
+  return bias == BackwardBias::kRelative || bias == BackwardBias::kRelativeSum;
+}
 
 // The widest rows of out and dout that the kernel of the rows can read.
 constexpr int kMaxRowColumns = 256;

@@ -11,6 +11,8 @@
 
 namespace flash_dmattn {
 
+constexpr int kFlatSums = 8;  // of a key block: one for each warp of consumers
+
 // The backward pass. Gradients that several blocks add to are summed in fp32, in accumulator tiles of 64 x 64
 // (sm90/backward/accumulators.h). lse and delta are padded to whole tiles of queries.
 struct BackwardParams : AttentionSizes {
@@ -78,7 +80,11 @@ struct BackwardParams : AttentionSizes {
 
   DropoutParams dropout;
 
-  Distances distances;  // for BackwardBias::kRelative
+  Distances distances;  // for a bias by distance
+  // For BackwardBias::kRelativeSum: the sums of ds over flat tiles, (B, Hq, blocks_k, kFlatSums), of those before the values
+  // and of those behind them. A tile is flat where its block of keys minus its block of queries is not in this range.
+  float2* flat_sums;
+  int first_diagonal, last_diagonal;
 };
 
 // For a fixed order of additions: column lists whose query tiles ascend. Written before the backward kernel.

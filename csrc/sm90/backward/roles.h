@@ -11,7 +11,7 @@ struct BackwardRoles : KernelRoles {
   using Traits = T;
   using Storage = S;
   static constexpr bool kSharesMemory = Traits::kSumsDbias;
-  static constexpr bool kIsRelative = Traits::kBias == BackwardBias::kRelative;
+  static constexpr bool kIsRelative = is_by_distance(Traits::kBias);
 
   __device__ __forceinline__ static bool has_adding_warp(const BackwardParams& p) {
     return Traits::kTurnsDq || p.dq_semaphore != nullptr;

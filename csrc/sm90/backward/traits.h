@@ -16,7 +16,7 @@ struct BackwardTraits {
   static constexpr BackwardBias kBias = kBiasForm;
   static constexpr bool kHasMask = kMaskForm != MaskForm::kNone, kHasIntervals = kMaskForm == MaskForm::kIntervals;
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = kBias == BackwardBias::kTileSum;
-  static constexpr bool kIsRelative = kBias == BackwardBias::kRelative;
+  static constexpr bool kIsRelative = is_by_distance(kBias), kSumsFlat = kBias == BackwardBias::kRelativeSum;
   static constexpr bool kHasBiasTiles = kBias == BackwardBias::kTile || kStoresDbias || kSumsDbias;
   static constexpr bool kHasSoftcap = kSoftcap, kHasSequences = kOfSequences, kHasDropout = kDropout;
   // With a softcap ds as dq needs it includes the slope of tanh, and dbias does not. So dbias overwrites the bias in
@@ -58,7 +58,8 @@ struct BackwardTraits {
   static constexpr int kDistances = kBlockM + kBlockN - 1, kSecondCopy = kBlockM + kBlockN + 16;  // as in ForwardTraits
   static constexpr int kBiasBytes = kHasBiasTiles ? kScoreBytes : kIsRelative ? 2 * kSecondCopy * 4 : 16;
   static constexpr int kExchangeBytes = kSumsDbias ? kScoreBytes / kDsSlices : 16;
-  static constexpr int kKeySums = kBias == BackwardBias::kVector ? 128 * kConsumers : 1;
+  // Of each side of the values, or for a bias per key.
+  static constexpr int kKeySums = kSumsFlat ? 2 * 128 * kConsumers : kBias == BackwardBias::kVector ? 128 * kConsumers : 1;
 
   static constexpr int kThreads = 128 * (1 + kConsumers + kSumsDbias);
   // Three warpgroups share 504 registers per thread, four share 512, in steps of 8. The summing warpgroup delays every

@@ -8,6 +8,9 @@
 
 namespace flash_dmattn {
 
+// Both consumers meet here to add their sums along diagonals. The ping-pong has the two barriers before.
+constexpr int kDiagonalBarrier = 3;
+
 template <class Traits>
 struct SharedDbiasConsumer {
   using Element = typename Traits::Element;
@@ -90,13 +93,20 @@ struct SharedDbiasConsumer {
                                              const AttentionHead& head) {
     if constexpr (Traits::kHasMask) {
       words.apply(scores);
+      if constexpr (Traits::kIsRelative) {
+        const int last = p.seqlen_k - 1 - work.block_k * kTile - 2 * (lane % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) keep_columns(scores, r, 0, last);
+      }
     } else {
       const Extent of = extent_of(p, head);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = work.block_q * kTile + row_of_tile() + 8 * r, first = work.block_k * kTile + 2 * (lane % 4);
-        // Keys beyond the last are not stored, and so not masked. With sequences others have stored keys there.
+        // Keys beyond the last are not stored, and so not masked. With sequences others have stored keys there, and by
+        // distance keys share a sum.
         int to = row + of.high - first;
+        if constexpr (Traits::kIsRelative) to = min(to, of.seqlen_k - 1 - first);
         if constexpr (Traits::kHasSequences) to = row < of.seqlen_q ? min(to, of.seqlen_k - 1 - first) : -1;
         keep_columns(scores, r, row + of.low - first, to);
       }
@@ -129,6 +139,78 @@ struct SharedDbiasConsumer {
     }
   }
 
+  // --- a bias by distance -----------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ float* window() const {
+    return reinterpret_cast<float*>(shared.bias[0]) + (group * 4 + warp) * Traits::kWindow;
+  }
+
+  // Loads the values of the warp's distances, in units of log2, which are those of every tile of the diagonal.
+  __device__ __forceinline__ void load_values(const DbiasWorkTile& work) {
+    const int last_row = work.block_q * kTile + group * 64 + warp * 16 + 15;
+    const int first = first_place(p.distances, last_row, work.block_k * kTile);
+    with_bias(p, HeadAt{work.batch, work.first_head}, [&](auto bias) {
+      write_distances<1>(window(), Traits::kSecondCopy, p.distances, first, Traits::kDistances, kLog2e, bias);
+    });
+    __syncwarp();
+  }
+
+  // finish_scores with a bias by distance. The thread's second row, 8 below its first, has the distances of 8 keys before.
+  __device__ __forceinline__ void finish_with_distances(Scores& scores, const RowStats& lse) {
+    const float scale = p.softmax_scale * kLog2e;
+    const float* values = window() + pair_of_distances(7 - lane / 4 + 2 * (lane % 4), Traits::kSecondCopy);
+    float2 before = *reinterpret_cast<const float2*>(values);
+#pragma unroll
+    for (int c = 0; c < kTile / 8; ++c) {
+      const float2 pair = *reinterpret_cast<const float2*>(values + 8 * (c + 1));
+      scores[4 * c] = fmaf(scores[4 * c], scale, pair.x - lse.values[0]);
+      scores[4 * c + 1] = fmaf(scores[4 * c + 1], scale, pair.y - lse.values[0]);
+      scores[4 * c + 2] = fmaf(scores[4 * c + 2], scale, before.x - lse.values[1]);
+      scores[4 * c + 3] = fmaf(scores[4 * c + 3], scale, before.y - lse.values[1]);
+      before = pair;
+    }
+  }
+
+  // Stores the sums along the diagonals of the block's sums: place y has key - query = y - 127. Each warp adds in the
+  // order of its rows, then the warps' sums are added in the order of warps.
+  __device__ __forceinline__ void store_diagonals(const DbiasWorkTile& work) {
+    float* const own = window();
+    __syncwarp();
+    for (int i = lane; i < Traits::kDistances; i += 32) own[i] = 0.0f;
+    __syncwarp();
+    float* const to = own + 7 - lane / 4 + 2 * (lane % 4);
+#pragma unroll 1
+    for (int row = 0; row < 8; ++row) {  // two rows of one lane have no distance twice
+      if (lane / 4 == row) {
+#pragma unroll
+        for (int c = -1; c < kTile / 8; ++c) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float sum = 0.0f;
+            if (c >= 0) sum += sums[4 * c + e];
+            if (c + 1 < kTile / 8) sum += sums[4 * (c + 1) + 2 + e];
+            to[8 * (c + 1) + e] += sum;
+          }
+        }
+      }
+      __syncwarp();
+    }
+    named_barrier_sync(kDiagonalBarrier, 128 * Traits::kConsumers);
+    const int y = group * 128 + warp * 32 + lane;
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4 * Traits::kConsumers; ++w) {
+      const int at = y - (kTile - 16) + 16 * w;
+      if (at >= 0 && at < Traits::kDistances) {
+        total += reinterpret_cast<const float*>(shared.bias[0])[w * Traits::kWindow + at];
+      }
+    }
+    const int diagonal = work.block_k - work.block_q - p.first_diagonal;
+    const int64_t tile = static_cast<int64_t>(work.chunk) * p.dbias_tiles + work.owner * p.diagonals + diagonal;
+    p.slots[tile * kDiagonalFloats + y] = total;
+    named_barrier_sync(kDiagonalBarrier, 128 * Traits::kConsumers);
+  }
+
   // --- mainloop -------------------------------------------------------------------------------------------------
 
   // Adds ds of one head. Ping-pong: one consumer has its products computed and adds the bias while the other computes
@@ -136,8 +218,16 @@ struct SharedDbiasConsumer {
   __device__ __forceinline__ void add_head(const DbiasWorkTile& work, int position, bool needs_mask) {
     MaskWords words;
     AttentionHead head;
-    if (needs_mask || Traits::kHasDropout) head = summed_head<Traits::kHasSequences>(p, work, position);
-    if (needs_mask) load_mask_words(words, work, head);
+    DbiasWorkTile tile = work;
+    if constexpr (Traits::kIsRelative) {
+      if (needs_mask) {
+        const TileOfDiagonal of = tile_of_diagonal(p, work, position);
+        tile = of.work, head = of.head;
+      }
+    } else if (needs_mask || Traits::kHasDropout) {
+      head = summed_head<Traits::kHasSequences>(p, work, position);
+    }
+    if (needs_mask) load_mask_words(words, tile, head);
     Scores scores, dp;
     Slots<Traits::kD> first;
     Slots<Traits::kDv> second;
@@ -151,10 +241,14 @@ struct SharedDbiasConsumer {
     wgmma_wait<1>();
     wgmma_fence_operand(scores);
     release(first);
-    finish_scores(scores, lse);
+    if constexpr (Traits::kIsRelative) {
+      finish_with_distances(scores, lse);
+    } else {
+      finish_scores(scores, lse);
+    }
     wgmma_fence_operand(scores);
     pingpong.pass();
-    if (needs_mask) apply_mask(scores, words, work, head);
+    if (needs_mask) apply_mask(scores, words, tile, head);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(scores[i]);
     if constexpr (kIsSplitV) start_part<1>(dp, second);
@@ -232,6 +326,9 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
     }
     if (item.takes_bias) barrier_wait(&shared.bias_full[pipe_bias.stage], pipe_bias.phase);
     SharedDbiasConsumer<Traits> consumer{p, shared, group, warp, lane, sums, pipe, pipe_bias.stage};
+    if constexpr (Traits::kIsRelative) {
+      if (item.is_first) consumer.load_values(item.work);
+    }
 #pragma unroll 1
     for (uint32_t left = item.visited; left != 0; left &= left - 1) {
       const int i = __ffs(left) - 1;
@@ -242,7 +339,9 @@ __device__ __forceinline__ void sum_heads(const SharedDbiasParams& p, SharedDbia
       pipe_bias.advance();
     }
     if (item.is_last) {
-      if (p.slots != nullptr) {
+      if constexpr (Traits::kIsRelative) {
+        consumer.store_diagonals(item.work);
+      } else if (p.slots != nullptr) {
         consumer.store_chunk(item.work);
       } else {
         consumer.epilogue(item.work);

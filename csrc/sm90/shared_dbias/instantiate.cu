@@ -19,6 +19,15 @@ cudaError_t launch_shared_dbias<FLASH_DMATTN_ELEMENT, FLASH_DMATTN_HEAD_DIM, FLA
       });
     }
   }
+  if constexpr (has_relative_kernels(kD, kDv)) {
+    if (params.distances.number > 0) {
+      return with_bool(has_mask, [&](auto has_mask_) {
+        using Traits =
+            SharedDbiasTraits<FLASH_DMATTN_ELEMENT, kD, kDv, decltype(has_mask_)::value, false, false, false, true>;
+        return launch_shared_dbias_kernel<Traits>(params, blocks, stream);
+      });
+    }
+  }
   return with_bool(params.softcap > 0, [&](auto has_softcap) {
     return with_bool(has_mask, [&](auto has_mask_) {
       using Traits =

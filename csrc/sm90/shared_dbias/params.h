@@ -10,14 +10,17 @@
 
 namespace flash_dmattn {
 
-// dbias of a bias per query and key that several attention heads share.
+// dbias of a bias per query and key that several attention heads share; or the sums of ds along diagonals, for the
+// gradient of a bias by distance. A tile of dbias is then a diagonal of tiles of scores.
 struct SharedDbiasParams : AttentionSizes {
   int low, high;  // as in ForwardParams
   // TMA descriptors, innermost dim first: (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), (Dv, Lq, Hq, B),
   // (Lk, Lq, Hbias, Bbias).
   CUtensorMap q, k, v, dout, bias;
   void* dbias;         // (Bd, Hd, Lq, Lk), contiguous, Lk a multiple of 8; not written if there are slots
-  float* slots;        // (chunks, Bd, Hd, Lq, slot_columns), the sums of each chunk; null if dbias is written
+  // (chunks, Bd, Hd, Lq, slot_columns), the sums of each chunk; null if dbias is written. By distance
+  // (chunks, Bd, Hd, diagonals, kDiagonalFloats).
+  float* slots;
   const float* lse;    // (B, Hq, 128 Tq), base 2; +inf for empty rows and for padding
   const float* delta;  // (B, Hq, 128 Tq)
   float softmax_scale;
@@ -45,7 +48,15 @@ struct SharedDbiasParams : AttentionSizes {
   SequenceParams sequences;
 
   DropoutParams dropout;
+
+  // Of a bias by distance; no values otherwise. The work tiles are so many diagonals from the first on: the number of a
+  // diagonal is the tile of keys minus the tile of queries.
+  Distances distances;
+  int first_diagonal, diagonals;
 };
+
+// The distances of a tile, and a place that is always 0.
+constexpr int kDiagonalFloats = 2 * kTile;
 
 // dbias from the slots of the shared_dbias kernel.
 struct AddChunksParams {
@@ -54,6 +65,19 @@ struct AddChunksParams {
   int64_t rows;        // Bd * Hd * Lq
   int chunks, slot_columns, seqlen_k;
   bool stores_fours;   // rows of dbias start on 8 bytes
+};
+
+// The gradient of a bias by distance, from sums along diagonals.
+struct AddDiagonalsParams {
+  const float* slots;       // as in SharedDbiasParams
+  const float2* flat_sums;  // (B, Hq, sums_of_head), as in BackwardParams; null if no tile is flat
+  void* dvalues;            // (owners, distances.number), contiguous, of the dtype of the values
+  BiasDtype dtype;
+  Distances distances;
+  bool clamps;              // places beyond the values have the first and the last one
+  int owners, chunks, first_diagonal, diagonals;
+  int num_heads, dbias_heads, heads_per_dbias, heads_summed;  // as in SharedDbiasParams
+  int sums_of_head;
 };
 
 }  // namespace flash_dmattn

@@ -63,23 +63,32 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
   for (int index = blockIdx.x;;) {
     DbiasWorkItem item;
     item.is_valid = index < p.num_work_tiles;
-    item.work = decode_dbias_work_tile(p, item.is_valid ? index : 0);
-    int first = start_of_chunk(p, item.work.chunk);
-    const int stop = item.is_valid ? start_of_chunk(p, item.work.chunk + 1) : first + 1;
+    item.work = decode_dbias_work_tile<Traits>(p, item.is_valid ? index : 0);
+    int first = start_of_chunk<Traits>(p, item.work, item.work.chunk);
+    const int stop = item.is_valid ? start_of_chunk<Traits>(p, item.work, item.work.chunk + 1) : first + 1;
     bool has_bias = false;
     item.is_first = true;
 #pragma unroll 1
-    for (; first < stop; first += kHeadsOfItem) {
-      const auto own = summed_head<Traits::kHasSequences>(p, item.work, min(first + lane, stop - 1));
+    // A chunk without a tile, of a short diagonal, has sums too.
+    for (; first < stop || (Traits::kIsRelative && item.is_first); first += kHeadsOfItem) {
+      const int position = min(first + lane, stop - 1);
+      DbiasWorkTile tile = item.work;
+      Head<Traits::kHasSequences> own;
+      if constexpr (Traits::kIsRelative) {
+        const TileOfDiagonal of = tile_of_diagonal(p, item.work, position);
+        tile = of.work, own = of.head;
+      } else {
+        own = summed_head<Traits::kHasSequences>(p, item.work, position);
+      }
       TileClass tile_class = TileClass::kEmpty;
       if (item.is_valid && first + lane < stop) {
-        tile_class = class_of<Traits>(p, item.work.block_q, item.work.block_k, own);
+        tile_class = class_of<Traits>(p, tile.block_q, tile.block_k, own);
       }
       item.visited = __ballot_sync(kAll, tile_class != TileClass::kEmpty);
       item.partial = __ballot_sync(kAll, tile_class == TileClass::kPartial);
       item.first_index = first;
       item.is_last = first + kHeadsOfItem >= stop;
-      item.takes_bias = !has_bias && item.visited != 0;
+      item.takes_bias = !Traits::kIsRelative && !has_bias && item.visited != 0;
       has_bias |= item.takes_bias;
       item.frees_bias = has_bias && item.is_last;
       if (lane == 0) hand_out(shared, pipe_work, item);
@@ -96,9 +105,15 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
       }
 #pragma unroll 1
       for (uint32_t left = item.visited; left != 0; left &= left - 1) {
-        const auto head = of_lane<Traits::kHasSequences>(own, __ffs(left) - 1);
-        fill_slots<Traits::kPanels, Traits>(p, shared, pipe, &p.q, &p.k, p.lse, item.work, head);
-        fill_slots<Traits::kPanelsV, Traits>(p, shared, pipe, &p.dout, &p.v, p.delta, item.work, head);
+        const int from = __ffs(left) - 1;
+        const auto head = of_lane<Traits::kHasSequences>(own, from);
+        DbiasWorkTile of = item.work;
+        if constexpr (Traits::kIsRelative) {
+          of.block_q = __shfl_sync(kAll, tile.block_q, from);
+          of.block_k = __shfl_sync(kAll, tile.block_k, from);
+        }
+        fill_slots<Traits::kPanels, Traits>(p, shared, pipe, &p.q, &p.k, p.lse, of, head);
+        fill_slots<Traits::kPanelsV, Traits>(p, shared, pipe, &p.dout, &p.v, p.delta, of, head);
       }
     }
     if (!item.is_valid) return;

@@ -13,11 +13,12 @@ struct DbiasWorkTile {
   int batch, first_head;  // the first attention head that is summed into the tile of dbias
   int64_t owner;          // the head of dbias, counted over its batch entries
   int chunk;              // which share of the summed heads this work tile has
-  int block_q, block_k;
+  int block_q, block_k;  // of a diagonal the first tile
 };
 
+template <class Traits>
 __device__ __forceinline__ DbiasWorkTile decode_dbias_work_tile(const SharedDbiasParams& p, int index) {
-  const int tiles = p.tiles_q * p.tiles_k;
+  const int tiles = Traits::kIsRelative ? p.diagonals : p.tiles_q * p.tiles_k;
   DbiasWorkTile work;
   // Chunk by chunk, so that blocks at work at the same time read the same heads.
   work.chunk = index / p.dbias_tiles;
@@ -26,6 +27,12 @@ __device__ __forceinline__ DbiasWorkTile decode_dbias_work_tile(const SharedDbia
   work.owner = owner;
   work.batch = owner / p.dbias_heads;
   work.first_head = (owner - work.batch * p.dbias_heads) * p.heads_per_dbias;
+  if constexpr (Traits::kIsRelative) {
+    const int diagonal = p.first_diagonal + index - owner * tiles;
+    work.block_q = max(-diagonal, 0);
+    work.block_k = work.block_q + diagonal;
+    return work;
+  }
   const int position = index - owner * tiles, band = position / (kRowsOfTiles * p.tiles_k);
   const int first = band * kRowsOfTiles, rows = min(kRowsOfTiles, p.tiles_q - first);
   const int position_of_band = position - first * p.tiles_k;
@@ -34,10 +41,18 @@ __device__ __forceinline__ DbiasWorkTile decode_dbias_work_tile(const SharedDbia
   return work;
 }
 
-// Where a chunk starts among the heads that are summed. The first ones are longer by one head.
-__device__ __forceinline__ int start_of_chunk(const SharedDbiasParams& p, int chunk) {
-  const int heads = p.heads_summed / p.chunks;
-  return chunk * heads + min(chunk, p.heads_summed - heads * p.chunks);
+// The tiles of a diagonal.
+__device__ __forceinline__ int tiles_of_diagonal(const SharedDbiasParams& p, const DbiasWorkTile& work) {
+  return min(p.tiles_q - work.block_q, p.tiles_k - work.block_k);
+}
+
+// Where a chunk starts among the heads that are summed, of a diagonal among all tiles of these heads. The first ones are
+// longer by one.
+template <class Traits>
+__device__ __forceinline__ int start_of_chunk(const SharedDbiasParams& p, const DbiasWorkTile& work, int chunk) {
+  const int all = Traits::kIsRelative ? p.heads_summed * tiles_of_diagonal(p, work) : p.heads_summed;
+  const int heads = all / p.chunks;
+  return chunk * heads + min(chunk, all - heads * p.chunks);
 }
 
 // One attention head, of a batch entry or of a sequence.
@@ -57,6 +72,21 @@ __device__ __forceinline__ Head<kHasSequences> summed_head(const SharedDbiasPara
   return head;
 }
 
+// A tile of a diagonal, and the head that it is of: diagonals are summed head by head.
+struct TileOfDiagonal {
+  DbiasWorkTile work;
+  Head<false> head;
+};
+
+__device__ __forceinline__ TileOfDiagonal tile_of_diagonal(const SharedDbiasParams& p, const DbiasWorkTile& work,
+                                                           int position) {
+  const int tiles = tiles_of_diagonal(p, work), head = position / tiles;
+  TileOfDiagonal tile{work, summed_head<false>(p, work, head)};
+  tile.work.block_q += position - head * tiles;
+  tile.work.block_k += position - head * tiles;
+  return tile;
+}
+
 enum class TileClass { kEmpty, kPartial, kFull };
 
 // Whether the ascending entries [from, to) of a list contain the index.
@@ -73,6 +103,12 @@ __device__ __forceinline__ bool list_has(const int32_t* list, int from, int to, 
   return from < end && list[from] == index;
 }
 
+// Whether a tile has keys beyond the last, whose sums by distance would not be theirs alone.
+template <class Traits>
+__device__ __forceinline__ bool passes_last_key(const SharedDbiasParams& p, int block_k) {
+  return Traits::kIsRelative && (block_k + 1) * kTile > p.seqlen_k;
+}
+
 // The class of a tile for one head, by the mask or the band.
 template <class Traits>
 __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int block_q, int block_k,
@@ -80,7 +116,9 @@ __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int bl
   if constexpr (Traits::kHasMask) {
     const int32_t* list = list_of(p.mask.lists, mask_of(p.mask.heads, head), p.tiles_q, block_q, p.tiles_k);
     const int num_full = list[0], num_partial = list[1];
-    if (list_has(list + 2, 0, num_full, block_k)) return TileClass::kFull;
+    if (list_has(list + 2, 0, num_full, block_k)) {
+      return passes_last_key<Traits>(p, block_k) ? TileClass::kPartial : TileClass::kFull;
+    }
     const bool is_partial = list_has(list + 2, num_full, num_full + num_partial, block_k);
     return is_partial ? TileClass::kPartial : TileClass::kEmpty;
   } else {
@@ -89,7 +127,7 @@ __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int bl
     const int least = first_key - (min(first_query + kTile, of.seqlen_q) - 1);
     const int most = min(first_key + kTile, of.seqlen_k) - 1 - first_query;
     if (most < of.low || least > of.high) return TileClass::kEmpty;
-    bool is_full = least >= of.low && most <= of.high;
+    bool is_full = least >= of.low && most <= of.high && !passes_last_key<Traits>(p, block_k);
     if constexpr (Traits::kHasSequences) {
       if (first_query >= of.seqlen_q || first_key >= of.seqlen_k) return TileClass::kEmpty;
       // After the last query and the last key of a sequence dbias has values of other sequences.

@@ -7,9 +7,8 @@ from ...problem import AttentionProblem, fits_tma
 from ..mask_choice import interval_notes
 from ..protocol import Availability, Backend, Direction
 from . import extension, sequences
-from .bias_rows import copies_bias, copy_note
 from .group_rows import has_group_rows
-from .kernels import shapes_of
+from .operands import copies_bias, copy_note, shapes_of
 from .parts import part_notes, refuses_entries
 from .passes import plan_backward, plan_forward
 from .rules import AUTO_RULES, RULES
@@ -18,7 +17,6 @@ _found: Availability | None = None
 
 
 def probe() -> Availability:
-    """Return whether the compiled extension can be loaded; the first result is reused."""
     global _found
     if _found is None:
         _found = _load()
@@ -58,7 +56,6 @@ def _dotted(version: int) -> str:
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Describe the copies that a call makes, and the parts that it is computed in."""
     if problem.sequences is not None:
         return sequences.notes(problem)
     p = problem

@@ -93,13 +93,7 @@ def mismatch(info: dict[str, Any]) -> str:
 
 
 def load() -> ModuleType:
-    """Check that the record of the extension fits, and import it, which registers its operators.
-
-    Raises:
-        ModuleNotFoundError: this installation has no extension.
-        ExtensionMismatchError: it was built for something else, with a sentence that says what.
-        ImportError: the system cannot load it.
-    """
+    """Import the extension, which registers its operators, if the record of its build fits."""
     path = find()
     if path is None:
         raise ModuleNotFoundError(f"the CUDA extension {NAME} is not in this installation", name=NAME)

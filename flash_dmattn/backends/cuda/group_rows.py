@@ -10,7 +10,7 @@ from torch import Tensor
 from ...problem import AttentionProblem, MaskChoice, TensorSpec, heads_as_rows, make_band, spec_of
 from ...problem.inputs import Inputs
 from ..mask_choice import prepared_form, view_of
-from .kernels import Attend
+from .operands import Attend
 
 
 def has_group_rows(p: AttentionProblem) -> bool:
@@ -30,14 +30,7 @@ def keys_in_sight(seqlen_k: int, window: tuple[int, int]) -> tuple[int, int]:
 
 
 def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Attend]) -> Attend:
-    """Plan a call of one query as a call of G queries on the key-value heads, a query for each head of a group.
-
-    All its tensors are views.
-
-    Args:
-        p: the problem of the class of calls.
-        plan: plans a pass that writes out and lse.
-    """
+    """Plan a call of one query as one of G queries on the key-value heads, one for each head of a group: by views."""
     first, stop = keys_in_sight(p.seqlen_k, p.window)
     heads, heads_k = p.num_heads, p.num_heads_k
 

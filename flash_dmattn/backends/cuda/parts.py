@@ -18,7 +18,7 @@ from ...gradients import empty_gradient
 from ...problem import AttentionProblem, Gradients, MaskView, TensorSpec
 from ...problem.inputs import Inputs, Saved
 from ..protocol import Backward, Direction
-from .kernels import Attend
+from .operands import Attend
 
 Triple = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
 
@@ -45,7 +45,6 @@ class Part(NamedTuple):
     bias: slice
 
     def inputs(self, x: Inputs) -> Inputs:
-        """Return the tensors of the part."""
         mask = MaskView(x.mask.form, tuple(tensor[self.mask] for tensor in x.mask.tensors))
         q, k, v = x.q[self.batch], x.k[self.batch], x.v[self.batch]
         return Inputs(q, k, v, mask, None if x.bias is None else x.bias[self.bias], x.sink)
@@ -59,13 +58,11 @@ def part_size(p: AttentionProblem) -> int:
 
 
 def _shared(p: AttentionProblem) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return entries and repeat of the mask, and of the bias."""
     entries = [1 if spec is None else spec.shape[0] for spec in (p.mask, p.bias)]
     return (entries[0], p.flags.mask_repeat), (entries[1], p.flags.bias_repeat)
 
 
 def _parts_of(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
-    """Return the problem that all parts have, and the parts."""
     size, shared = part_size(p), _shared(p)
     parts = [
         Part(slice(first, first + size), *(_read(*one, first, size, p.batch) for one in shared))
@@ -81,7 +78,6 @@ def _parts_of(p: AttentionProblem) -> tuple[AttentionProblem, list[Part]]:
 
 
 def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
-    """Return why a pass cannot be computed in parts; empty if it can."""
     if p.dropout_p > 0:
         return "this backend takes 1 or all beside dropout, which goes by the number of an entry"
     if p.relative is not None:
@@ -98,7 +94,6 @@ def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
 
 
 def part_notes(p: AttentionProblem) -> tuple[str, ...]:
-    """Describe for `explain` that a call is computed in parts."""
     if not p.partly_shared:
         return ()
     number, shared = p.batch // part_size(p), " and ".join(p.partly_shared)
@@ -132,7 +127,6 @@ def _read(entries: int, repeat: int, first: int, size: int, batch: int) -> slice
 
 
 def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Attend]) -> Attend:
-    """Plan a forward pass that runs part by part."""
     problem, parts = _parts_of(p)
     attend = plan(problem)
 
@@ -144,7 +138,6 @@ def attend_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
 
 
 def differentiate_in_parts(p: AttentionProblem, plan: Callable[[AttentionProblem], Differentiate]) -> Backward:
-    """Plan a backward pass that runs part by part; `refuses_entries` must have accepted it."""
     problem, parts = _parts_of(p)
     differentiate = plan(problem)
 

@@ -23,9 +23,8 @@ from ...reference.sinks import sink_gradient
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences
-from .bias_rows import bias_reader, forward_bias, stores_into
 from .group_rows import has_group_rows, plan_group_rows
-from .kernels import Attend, kernels, readable_rows, reader, shapes_of
+from .operands import Attend, bias_reader, forward_bias, kernels, readable_rows, reader, shapes_of, stores_into
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
 
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split.
@@ -36,7 +35,6 @@ NUM_DBIAS_CHUNKS = 0
 
 
 def plan_forward(p: AttentionProblem) -> Forward:
-    """Plan the forward pass of a class of calls."""
     if not has_pairs(p):
         return run_without_keys(p)
     if p.sequences is not None:
@@ -142,7 +140,6 @@ class _ByPlace:
         self._order, self._by_key = order.long(), (dk, dv, sums)
 
     def move(self) -> None:
-        """Write the gradients of all keys."""
         for by_key, by_place in zip(self._by_key, self.results[1:], strict=True):
             if by_key is None or by_place is None:
                 continue
@@ -156,7 +153,6 @@ class _ByPlace:
 
 
 def plan_backward(p: AttentionProblem) -> Backward:
-    """Plan the backward pass of a class of calls."""
     if not has_pairs(p):
         return differentiate_without_keys(p)
     if p.sequences is not None:
@@ -172,12 +168,14 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     allocate_bias = None
     if dbias_class == "score" and p.bias is not None:
         allocate_bias = new_like(p.bias.shape, p.bias.strides)
+    relative = p.relative if needs.bias else None
+    allocate_values = None if relative is None else new_like(relative.shape, relative.strides)
     sum_sizes = (p.batch, p.num_heads, p.seqlen_k) if dbias_class == "key" else None
     # For an interval mask the kernel adds to the sums; otherwise it writes all of them.
     allocate_sums = torch.zeros if p.mask_form == "intervals" else torch.empty
     # PyTorch computes dsink from delta, and with a sink also the gradient of a bias of one value per query.
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
-    runs_kernel = any(needs[:3]) or dbias_class in ("key", "score")
+    runs_kernel = any(needs[:3]) or dbias_class in ("key", "score") or relative is not None
     read_bias = bias_reader(p)
     low, high = make_band(p.seqlen_q, p.seqlen_k, p.window) or (-p.seqlen_q, p.seqlen_k)
     numbers = (low, high, p.softmax_scale, p.softcap, p.deterministic)
@@ -205,6 +203,8 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             stored = dbias_out
             if stored is None or not stores_into(stored, q, p.flags):
                 stored = allocate_bias(bias)
+        elif allocate_values is not None and bias is not None:
+            stored = allocate_values(bias)
         elif sum_sizes is not None:
             sums = allocate_sums(sum_sizes, dtype=torch.float32, device=q.device)
         if not (dout.is_contiguous() and dout.data_ptr() % 16 == 0):

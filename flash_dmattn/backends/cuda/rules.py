@@ -6,11 +6,11 @@ from functools import cache
 
 import torch
 
-from ...problem import AttentionProblem, dtype_name, fits_tma, keys_of_query
+from ...problem import AttentionProblem, SequenceSpec, TensorSpec, dtype_name, fits_tma, keys_of_query
 from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
-from . import extension, sequence_rules
-from .bias_rows import copies_bias, fits, makes_dbias_of_any_rows
+from . import extension
+from .operands import copies_bias, fits, makes_dbias_of_any_rows
 from .parts import part_size
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first pair that is large enough.
@@ -69,6 +69,11 @@ def _instances_text(p: AttentionProblem) -> str:
     return f"the kernels that are built take multiples of 8 up to {dims}"
 
 
+def _bias(p: AttentionProblem) -> TensorSpec:
+    assert p.bias_tensor is not None
+    return p.bias_tensor
+
+
 def _reads_tiles(p: AttentionProblem) -> bool:
     """Return whether TMA reads the bias, or a copy of it; True without a bias."""
     if p.bias is None:
@@ -112,10 +117,7 @@ _RULES: tuple[Rule, ...] = (
     Rule(
         "bias_dtype",
         lambda p: p.bias_tensor is None or p.bias_tensor.dtype in _BIAS_DTYPES,
-        lambda p: (
-            f"bias has dtype {'none' if p.bias_tensor is None else dtype_name(p.bias_tensor.dtype)}; "
-            "the scores are float32"
-        ),
+        lambda p: f"bias has dtype {dtype_name(_bias(p).dtype)}; the scores are float32",
         "cast bias",
     ),
     Rule(
@@ -150,16 +152,16 @@ _RULES: tuple[Rule, ...] = (
         "list_scores",
         lambda p: p.mask_form != "lists" or not reads_scores(p),
         lambda p: (
-            f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; kernels that "
-            "read a value for any query and key need a bit for every pair"
+            f"bias has shape {tuple(_bias(p).shape)} beside lists; kernels that read a value for any query and key "
+            "need a bit for every pair"
         ),
         'use backend="eager"',
     ),
     Rule(
         "tile_bias_dtype",
-        lambda p: p.bias is None or p.bias_class != "score" or p.bias.dtype == p.dtype,
+        lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
         lambda p: (
-            f"bias has dtype {'none' if p.bias is None else dtype_name(p.bias.dtype)} beside {dtype_name(p.dtype)}; "
+            f"bias has dtype {dtype_name(_bias(p).dtype)} beside {dtype_name(p.dtype)}; "
             "the backward kernels copy tiles of a bias per query and key in the dtype of q"
         ),
         f"cast bias, or {_PAIR}",
@@ -169,7 +171,7 @@ _RULES: tuple[Rule, ...] = (
         "tile_bias_rows",
         lambda p: p.bias_class != "score" or _reads_tiles(p),
         lambda p: (
-            f"bias has strides {None if p.bias is None else tuple(p.bias.strides)}; "
+            f"bias has strides {tuple(_bias(p).strides)}; "
             "TMA reads rows of unit stride that start on 16 bytes, and a bias is only copied into such rows "
             "where it is small and batch entries share it"
         ),
@@ -180,8 +182,7 @@ _RULES: tuple[Rule, ...] = (
         "expanded_dbias",
         lambda p: p.dbias_class != "score" or p.bias_class == "score",
         lambda p: (
-            f"the gradient of bias, of shape {None if p.bias is None else tuple(p.bias.shape)} and strides "
-            f"{None if p.bias is None else tuple(p.bias.strides)}, is needed; "
+            f"the gradient of bias, of shape {tuple(_bias(p).shape)} and strides {tuple(_bias(p).strides)}, is needed; "
             "the backward kernels read tiles of a bias that is not expanded over queries or keys"
         ),
         _PAIR,
@@ -217,16 +218,6 @@ _RULES: tuple[Rule, ...] = (
         'use backend="triton"',
     ),
     Rule(
-        "relative_gradients",
-        lambda p: p.relative is None or not p.needs_grad.bias,
-        lambda p: (
-            f"the gradient of bias is needed, of {0 if p.relative is None else p.relative.shape[3]} values by distance"
-            "; the backward kernels read them alone"
-        ),
-        _PAIR,
-        passes=("backward",),
-    ),
-    Rule(
         "relative_softcap",
         lambda p: p.relative is None or p.softcap == 0,
         lambda p: f"softcap is {p.softcap} and bias is by distance; no backward kernel has both",
@@ -252,17 +243,11 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dropout_bias",
+        lambda p: p.dropout_p == 0 or p.bias_class != "score" or (_bias(p).dtype == p.dtype and _reads_tiles(p)),
         lambda p: (
-            p.dropout_p == 0
-            or p.bias is None
-            or p.bias_class != "score"
-            or (p.bias.dtype == p.dtype and _reads_tiles(p))
-        ),
-        lambda p: (
-            f"dropout_p is {p.dropout_p} and bias "
-            + ("is none" if p.bias is None else f"has dtype {dtype_name(p.bias.dtype)} and strides {p.bias.strides}")
-            + f"; the kernels with dropout read tiles in the dtype of q, {dtype_name(p.dtype)}, "
-            "from rows of unit stride on 16 bytes"
+            f"dropout_p is {p.dropout_p} and bias has dtype {dtype_name(_bias(p).dtype)} and strides "
+            f"{_bias(p).strides}; the kernels with dropout read tiles in the dtype of q, {dtype_name(p.dtype)}, from "
+            "rows of unit stride on 16 bytes"
         ),
         'cast bias, or use backend="triton"',
     ),
@@ -416,7 +401,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "bias_copies",  # a float32 bias in a bfloat16 call: D64 0.59, D128 0.87
-        lambda p: p.bias is None or p.bias.dtype == p.dtype or p.bias_class != "score",
+        lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
         lambda p: "bias is not of the dtype of q, so its tiles are not copied but read value by value",
         'cast bias, or backend="cuda" runs it all the same',
     ),
@@ -464,34 +449,153 @@ _AUTO_RULES: tuple[Rule, ...] = (
 )
 
 
+# Calls with sequences have kernels and rules of their own.
+
+_SUMMED_KEYS = 64  # up to so many keys of a sequence, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
+_COLUMNS = 8  # of a row of dbias, which is written 16 bytes at a time
+
+
+def _stores_dbias(p: AttentionProblem) -> bool:
+    """Return whether dbias of packed queries has an element for each score, so that nothing is summed."""
+    return p.bias is not None and p.bias.shape[1] == p.num_heads and p.bias.shape[3] % _COLUMNS == 0
+
+
+_PAGE_SIZES = (16, 32, 64)  # supported, and multiples of _KEYS, which a kernel reads at a time
+
+
+def _spec(p: AttentionProblem) -> SequenceSpec:
+    assert p.sequences is not None
+    return p.sequences
+
+
+def _reads_pages(p: AttentionProblem) -> bool:
+    """Return whether TMA reads k and v in pages: rows of unit stride on 16 bytes, and the stride of pages a multiple
+    of the stride of rows."""
+    return all(
+        fits_tma((2, 2, p.num_heads_k), strides, p.dtype.itemsize) and strides[0] % strides[1] == 0
+        for strides in (p.k_strides, p.v_strides)
+    )
+
+
+def _mean_queries(p: AttentionProblem) -> float:
+    return _spec(p).rows_q / (max(p.batch, 1) if _spec(p).packs_queries else 1)
+
+
+_SEQUENCE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "sequence_head_dim",
+        lambda p: (
+            p.head_dim % 8 == 0 == p.head_dim_v % 8
+            and any(p.head_dim <= d and p.head_dim_v <= d_v for d, d_v in _sequence_dims(p.dtype))
+        ),
+        lambda p: (
+            f"head dims are {p.head_dim} and {p.head_dim_v} (v); "
+            + (
+                f"the kernels of sequences that are built take multiples of 8 up to {dims[-1][0]}"
+                if (dims := _sequence_dims(p.dtype))
+                else f"this build has no kernels of sequences of {dtype_name(p.dtype)}"
+            )
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "sequence_mask",
+        lambda p: p.mask is None,
+        lambda p: (
+            f"mask has shape {() if p.mask is None else tuple(p.mask.shape)}; "
+            "the kernels of sequences support only causality and windows"
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "sequence_bias",
+        lambda p: (
+            p.bias_class != "score"
+            or (_bias(p).dtype == p.dtype and fits(_bias(p).shape, _bias(p).strides, p.dtype.itemsize))
+        ),
+        lambda p: (
+            f"bias, one value per query and key, has dtype {dtype_name(_bias(p).dtype)} and strides "
+            f"{_bias(p).strides}; tiles are copied in the dtype of q, {dtype_name(p.dtype)}, from rows of unit stride "
+            "on 16 bytes"
+        ),
+        "cast bias, or pad its rows to a multiple of 8 keys",
+    ),
+    Rule(
+        "page_size",
+        lambda p: not _spec(p).has_pages or _spec(p).page_size in _PAGE_SIZES or _spec(p).page_size % _KEYS == 0,
+        lambda p: (
+            f"pages have {_spec(p).page_size} keys; the kernels take {', '.join(map(str, _PAGE_SIZES))} or a multiple "
+            f"of {_KEYS}"
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "page_strides",
+        lambda p: not _spec(p).has_pages or _reads_pages(p),
+        lambda p: (
+            f"k and v have strides {tuple(p.k_strides)} and {tuple(p.v_strides)}; "
+            "TMA reads pages whose stride is a multiple of the stride of rows, and rows of unit stride that start on "
+            "on 16 bytes"
+        ),
+        'use backend="triton"',
+    ),
+    Rule(
+        "sequence_softcap",
+        lambda p: p.softcap == 0,
+        lambda p: f"softcap is {p.softcap}; the backward kernels of sequences support none",
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "sequence_order",
+        lambda p: not (p.deterministic and p.needs_grad.q),
+        lambda p: "deterministic is True; blocks add to dq as they finish",
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "sequence_window",
+        lambda p: p.seqlen_k <= _SUMMED_KEYS or keys_of_query(p.seqlen_k, p.window) > _FEW_KEYS,
+        lambda p: (
+            f"a query attends to at most {keys_of_query(p.seqlen_k, p.window)} of {p.seqlen_k} keys; delta comes from "
+            f"out in 16 bits, whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
+        ),
+        _PAIR,
+        passes=("backward",),
+    ),
+    Rule(
+        "sequence_dbias",
+        lambda p: p.dbias_class != "score" or p.flags.bias_packing == "none" or _stores_dbias(p),
+        lambda p: (
+            f"the gradient of bias, of shape {tuple(_bias(p).shape)}, is needed; with packed queries it needs a head "
+            "for each query head, and rows of a multiple of 8 keys"
+        ),
+        _PAIR,
+        passes=("backward",),
+    ),
+)
+_SEQUENCE_AUTO_RULES: tuple[Rule, ...] = (
+    Rule(
+        "short_sequences",
+        lambda p: _mean_queries(p) >= _ROWS,
+        lambda p: f"sequences have {_mean_queries(p):.0f} queries on average, less than the {_ROWS} of a tile",
+        'backend="cuda" runs it all the same',
+    ),
+)
+
+
 def _unless(rule: Rule, has_sequences: bool) -> Rule:
     """Restrict a rule to calls without sequences, or to calls with sequences; it then holds for all others."""
     return rule._replace(holds=lambda p: (p.sequences is not None) is has_sequences or rule.holds(p))
 
 
-_SEQUENCE_HEAD_DIM = Rule(
-    "sequence_head_dim",
-    lambda p: (
-        p.head_dim % 8 == 0 == p.head_dim_v % 8
-        and any(p.head_dim <= d and p.head_dim_v <= d_v for d, d_v in _sequence_dims(p.dtype))
-    ),
-    lambda p: (
-        f"head dims are {p.head_dim} and {p.head_dim_v} (v); "
-        + (
-            f"the kernels of sequences that are built take multiples of 8 up to {dims[-1][0]}"
-            if (dims := _sequence_dims(p.dtype))
-            else f"this build has no kernels of sequences of {dtype_name(p.dtype)}"
-        )
-    ),
-    'use backend="triton"',
-)
 # Rules of dense calls only; calls with sequences have their own rules about the same subjects.
 _OF_DENSE = {"head_dim", "rounded_delta", "tile_bias_dtype", "tile_bias_rows", "dbias_rows"}
 RULES: tuple[Rule, ...] = (
     *(_unless(rule, has_sequences=True) if rule.code in _OF_DENSE else rule for rule in _RULES),
-    *(_unless(rule, has_sequences=False) for rule in (_SEQUENCE_HEAD_DIM, *sequence_rules.RULES)),
+    *(_unless(rule, has_sequences=False) for rule in _SEQUENCE_RULES),
 )
 AUTO_RULES: tuple[Rule, ...] = (
     *(_unless(rule, has_sequences=True) for rule in _AUTO_RULES),
-    *sequence_rules.AUTO_RULES,
+    *(_unless(rule, has_sequences=False) for rule in _SEQUENCE_AUTO_RULES),
 )

@@ -19,7 +19,6 @@ _NO_LIMIT = 2**30
 
 
 def plan_forward(p: AttentionProblem) -> Forward:
-    """Plan the forward pass of a class of calls."""
     spec, softcap, (read_q, read_k, read_v) = p.sequences, p.softcap, _readers(p)
     assert spec is not None
     numbers = _numbers(p, spec)
@@ -41,12 +40,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
 
 def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> Backward:
-    """Plan the backward pass of a class of calls.
-
-    Args:
-        p: the problem of the class.
-        num_dbias_chunks: returns the chunks of a shared dbias, 0 if the operator chooses; asked at each call.
-    """
+    """Plan the backward pass; `num_dbias_chunks` returns the chunks of a shared dbias, 0 if the operator chooses."""
     spec, flags, needs, dbias_class = p.sequences, p.flags, p.needs_grad, p.dbias_class
     assert spec is not None
     numbers = _numbers(p, spec)
@@ -159,7 +153,6 @@ def _fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
 
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Describe the copies that a call makes."""
     spec = problem.sequences
     assert spec is not None
     return tuple(

@@ -139,7 +139,6 @@ _availability: Availability | None = None
 
 
 def probe() -> Availability:
-    """Try once whether FlexAttention can be imported and compiled."""
     global _availability
     if _availability is None:
         _availability = _load()

@@ -86,11 +86,7 @@ def attend(
 ) -> tuple[Tensor, ...]:
     """Run FlexAttention on a dense call, or on the rows that sequences are laid out in, and add what it has not.
 
-    Args:
-        problem: of the call; sizes are those of the tensors.
-        x: as `ready` returns it.
-        blocks: the tile lists and limits.
-        packing: how mask and bias are read through the places of `blocks`; None reads by row and column.
+    `packing` says how mask and bias are read through the places of `blocks`; None reads by row and column.
     """
     mask, bias, row_bias = x.mask.dense, x.bias, None
     batch, seqlen_q, num_heads, _ = x.q.shape

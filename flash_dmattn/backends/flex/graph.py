@@ -159,11 +159,6 @@ def compiled(form: Form, specialised: tuple[object, ...], dynamic: bool | None) 
     torch.compile counts recompilations per code object, and remembers per name which sizes have varied. One function
     for all classes would exhaust the limit (8) after a few of them, so each class has a code object and a name of its
     own. `fullgraph` makes reaching the limit an error: without it torch runs the dense formula from then on, silently.
-
-    Args:
-        form: the constants of the graph.
-        specialised: what else makes torch compile anew; a part of the key alone.
-        dynamic: as torch.compile has it; None makes a length symbolic when a second value of it is met.
     """
     key = (compiler, form, specialised, dynamic)
     function = _compiled.get(key)

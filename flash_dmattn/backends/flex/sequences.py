@@ -21,7 +21,6 @@ from .call import attend, nothing, ready
 
 
 def attend_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor, ...]:
-    """Return (out, lse), or (out,) where the problem does not return lse."""
     spec, sequences = problem.sequences, x.sequences
     assert spec is not None and sequences is not None
     if spec.number == 0 or spec.rows_q == 0:
@@ -84,7 +83,6 @@ class Extent(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of all tiles."""
         return self.tiles * BLOCK
 
 
@@ -136,13 +134,7 @@ _kept = WeakTensorKeyDictionary()
 
 
 def sequence_blocks(problem: AttentionProblem, bounds: Tensor, mask: Tensor | None) -> SequenceBlocks:
-    """Lay out the sequences of a call, and make its lists and limits, without waiting for the device.
-
-    Args:
-        problem: has one sequence at least.
-        bounds: of a `SequenceView`.
-        mask: 4-D, its broadcast dims of size 1.
-    """
+    """Lay out the sequences of a call, one at least, and make its lists and limits, without waiting for the device."""
     assert problem.sequences is not None
     sides, window = extents(problem.sequences), problem.window
     numbers: list[Any] = [problem.flags.mask_packing, *map(list, sides), *window, problem.num_heads]

@@ -170,7 +170,6 @@ _found: Availability | None = None
 
 
 def probe() -> Availability:
-    """Return whether Triton and the kernels can be imported; the first result is reused."""
     global _found
     if _found is None:
         _found = _load()
@@ -186,7 +185,6 @@ def _load() -> Availability:
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    """Describe the copies that a call makes."""
     p = problem
     if p.mask_form == "lists":
         return lists.notes(p)

@@ -104,7 +104,6 @@ def _has_unit_rows(p: AttentionProblem) -> bool:
 
 
 def plan_forward(p: AttentionProblem) -> Forward:
-    """Plan the forward pass of a class of calls."""
     if p.mask_form == "lists":
         return lists.plan_forward(p)
     if not has_pairs(p):
@@ -145,7 +144,6 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
 
 def plan_tangents(p: AttentionProblem) -> ForwardTangents:
-    """Plan the forward pass of a class of calls in forward mode."""
     launch, has_keys = importlib.import_module("flash_dmattn.triton_kernels.plan_tangents"), has_pairs(p)
 
     def tangents(x: Inputs, own: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:

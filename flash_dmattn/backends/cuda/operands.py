@@ -1,16 +1,75 @@
-"""When a bias of one value per query and key is copied into rows that TMA can read, which start on 16 bytes.
+"""The operators of the extension, and the tensors that they read: copies of those whose rows TMA cannot read.
 
-Only a small bias that batch entries share is copied, which costs next to nothing: one head of a window of 49 keys has
-5 KB. A bias as large as the scores is never copied for its strides, because the copy would double its memory.
+A bias of one value per query and key is copied only where it is small and batch entries share it. It costs little:
+one head of a window of 49 keys has 5 KB. A bias as large as the scores is never copied for its strides,
+because the copy would double its memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, Flags, bias_class, collapse, fits_tma
+from ...problem import AttentionProblem, Flags, Shape4, bias_class, collapse, fits_tma
+from ...problem.inputs import Inputs
+
+Attend = Callable[[Inputs, Tensor, Tensor], None]  # writes out and lse
+
+
+class Kernels(NamedTuple):
+    """The operators of the extension that a dense call launches."""
+
+    attend: Callable[..., Any]
+    differentiate: Callable[..., Any]
+    gather_keys: Callable[..., list[Tensor]]
+    gather_bias: Callable[..., Tensor]
+    interval_bits: Callable[..., Tensor]
+
+
+@cache
+def kernels() -> Kernels:
+    """Look up the operators once: torch.ops takes a microsecond for each. The probe has loaded the extension."""
+    operators = torch.ops.flash_dmattn
+    return Kernels(
+        operators.cuda_forward_kernel.default,
+        operators.cuda_backward_kernel.default,
+        operators.cuda_gather_keys.default,
+        operators.cuda_gather_bias.default,
+        operators.cuda_interval_bits.default,
+    )
+
+
+def shapes_of(p: AttentionProblem) -> tuple[tuple[Shape4, Shape4], ...]:
+    return (
+        ((p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
+        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
+        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim_v), p.v_strides),
+    )
+
+
+def readable_rows(x: Tensor) -> Tensor:
+    """Return a tensor (B, L, H, D) that TMA can read: x itself, or a contiguous copy."""
+    is_readable = x.data_ptr() % 16 == 0 and fits_tma(x.shape, x.stride(), x.element_size())
+    return x if is_readable else x.clone(memory_format=torch.contiguous_format)
+
+
+def reader(
+    shapes: Sequence[tuple[Sequence[int], Sequence[int]]], itemsize: int
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Return a function that makes q, k and v of these shapes and strides readable for TMA, by copies if needed."""
+    fits = all(fits_tma(shape, strides, itemsize) for shape, strides in shapes)
+
+    def read(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if fits and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
+            return q, k, v
+        return readable_rows(q), readable_rows(k), readable_rows(v)
+
+    return read
+
 
 _COLUMNS = 8  # rows of 16-bit values start on 16 bytes if their length is a multiple of this
 _SMALL = 4  # a copy is small if it has at most one _SMALL-th of the values of q, k, v and out
@@ -54,7 +113,6 @@ def makes_dbias_of_any_rows(p: AttentionProblem) -> bool:
 
 
 def copy_note(p: AttentionProblem) -> str:
-    """Describe the copy of the bias for `explain`."""
     assert p.bias is not None
     shape, strides, dtype = p.bias
     size = _copied_values(shape, strides) * dtype.itemsize
