@@ -35,8 +35,9 @@ class Moves(NamedTuple):
     """Positions that one rank sends and receives, counted in the whole sequence of keys.
 
     Its tensor has `own` before, and `held` afterwards, in this order. `to` has for each rank the positions of this one
-    that it reads, `of` the positions that this one reads of it; both list its own for itself, which nobody sends.
-    `pieces` are `held` in order, as (rank that has them, start, stop); -1 for positions that this one does not read.
+    that it reads. `of` has for each rank the positions that this one reads of it. Both list its own for itself, which
+    nobody sends. `pieces` are `held` in order, as (rank that has them, start, stop); -1 for what this one does not
+    read.
     """
 
     rank: int

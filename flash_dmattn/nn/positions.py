@@ -23,7 +23,7 @@ class RelativePositionBias(nn.Module):
     Equivalent to::
 
         distance = torch.arange(Lk)[None, :] - (torch.arange(Lq) + Lk - Lq)[:, None]
-        bias = weight[buckets(distance)].permute(2, 0, 1)[None]              # (1, H, Lq, Lk)
+        bias = weight[t5_buckets(distance, ...)].permute(2, 0, 1)[None]      # (1, H, Lq, Lk)
 
     The last query stands at the last key, as everywhere in `attention`. T5 does not scale its scores: pass
     `softmax_scale=1.0`.
@@ -98,18 +98,11 @@ class RelativePositionBias(nn.Module):
             return self.weight.new_zeros(1, self.num_heads, seqlen_q, seqlen_k)
         # A value for each distance of these lengths: a graph of other lengths then is the same.
         distances = torch.arange(1 - seqlen_k, seqlen_q, device=self.weight.device)
-        values = F.embedding(self.buckets(distances), self.weight).T
+        rows = t5_buckets(distances, self.num_buckets, self.max_distance, self.is_bidirectional)
+        values = F.embedding(rows, self.weight).T
         # Contiguous, because kernels copy rows that start anywhere. Inductor saves such a view for the backward pass as
         # a tensor of other strides, and takes these for constants where lengths are dynamic.
         return Relative(values, seqlen_k - 1).dense(seqlen_q, seqlen_k)[None].contiguous()
-
-    def buckets(self, distance: torch.Tensor) -> torch.Tensor:
-        """Find the row of the table for each distance, the key's position minus the query's.
-
-        >>> RelativePositionBias(1).buckets(torch.tensor([-200, -9, -8, -7, 0, 1, 8, 200])).tolist()
-        [15, 8, 8, 7, 0, 17, 24, 31]
-        """
-        return t5_buckets(distance, self.num_buckets, self.max_distance, self.is_bidirectional)
 
     def extra_repr(self) -> str:
         return (

@@ -182,7 +182,7 @@ class Sequences:
     def __reduce__(self) -> tuple[object, ...]:
         # For pickle, copy and `torch.save`. The kept layouts stay out: they go by versions, which a copy counts anew.
         tensors = (getattr(self, name) for name in _TENSORS)
-        return restore_sequences, (self.layout, *tensors, self.max_seqlen_q, self.max_seqlen_k)
+        return Sequences, (self.layout, *tensors, self.max_seqlen_q, self.max_seqlen_k)
 
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device.
@@ -327,12 +327,7 @@ class Sequences:
                         )
 
 
-def restore_sequences(layout: Layout, *tables: Any) -> Sequences:
-    """Make sequences of their fields; `torch.load` calls it, also with `weights_only=True`, its default."""
-    return Sequences(layout, *tables)
-
-
-torch.serialization.add_safe_globals([restore_sequences])
+torch.serialization.add_safe_globals([Sequences])  # which `torch.load` calls
 
 
 def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object) -> tuple[SequenceSpec, SequenceView]:

@@ -82,7 +82,7 @@ def attend(
         s_aux: (Hq,), an attention sink, with its gradient.
         sliding_window: the window that the mask should have; refused where it forbids keys and the mask does not.
         deterministic: True as in `attention`; False, which models pass by default, follows torch as None does.
-        indices: (B, Lq, k), integers: the keys that each query chose, of those that a bool `attention_mask` leaves it.
+        indices: (B, Lq, k), integers: what each query chose of the keys that a bool `attention_mask` leaves it.
         others: `cu_seq_lens_q` and what belongs to it; the rest is harmless, or refused.
 
     Returns:

@@ -10,7 +10,6 @@ import inspect
 import re
 import sys
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from packaging.version import Version
@@ -60,14 +59,9 @@ def computes_attention(kind: type) -> bool:
     return named and not asks_for_attention(kind) and _COMPUTES.search(_source(kind)) is not None
 
 
-_sources: WeakKeyDictionary[type, str] = WeakKeyDictionary()
-_refusals: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
-
-
+@functools.lru_cache(maxsize=256)
 def _source(kind: type) -> str:
     # The whole class, since some compute in another method than forward, and its bases in transformers.
-    if kind in _sources:
-        return _sources[kind]
     sources = []
     for base in kind.__mro__:
         if base.__module__.startswith("torch.") or base is object:
@@ -76,21 +70,19 @@ def _source(kind: type) -> str:
             sources.append(inspect.getsource(base))
         except (OSError, TypeError):
             continue
-    return _sources.setdefault(kind, "\n".join(sources))
+    return "\n".join(sources)
 
 
 def refuse_config_without_interface(config: Any) -> None:
     """Refuse a model whose own code would read our mask: its configuration may select "dmattn" without a word."""
     if config is None or torch.compiler.is_compiling():
         return
-    kind = type(config)
-    if kind not in _refusals:
-        _refusals[kind] = _refusal(kind)
-    message = _refusals[kind]
+    message = _refusal(type(config))
     if message is not None:
         raise NotImplementedError(message)
 
 
+@functools.lru_cache(maxsize=256)
 def _refusal(kind: type) -> str | None:
     models = _models_of(kind)
     try:

@@ -6,7 +6,7 @@ A graph that prepares a mask has these operators in it, not the loops that they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,6 @@ FEW_QUERIES = 16
 # bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
 ORDER_FROM = 4096
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 TwoTensors = tuple[torch.Tensor, torch.Tensor]
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -32,11 +31,8 @@ ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Packer(NamedTuple):
     """The functions that prepare a mask; every packer gives the results of plain PyTorch, bit for bit.
 
-    Functions that are not described here have a namesake in `packing`, `intervals` or `topk`.
-
-    Attributes:
-        pack_tiles: (bool (Bm, Hm, Lq, Lk) of any strides, band) -> bits, classes, row_lists, col_lists of a `TileMask`.
-        interval_tiles: (start, stop, order, seqlen_q) -> bounds, row_lists, col_lists of an `IntervalMask`.
+    `pack_tiles` makes the tensors of a `TileMask` of a bool mask of any strides, `interval_tiles` the bounds and lists
+    of an `IntervalMask`. The other functions have a namesake in `packing`, `intervals` or `topk`.
     """
 
     pack_tiles: Callable[[torch.Tensor, Band | None], list[torch.Tensor]]
@@ -252,36 +248,24 @@ _PACK_BESIDE = define(
 torch.library.register_vmap("flash_dmattn::prepare_sequence_mask", _pack_beside_mapped, lib=LIBRARY)
 
 
-def _step(schema: str, *, direct: bool = True) -> Callable[[Function], Function]:
-    """Make the operator `name` of a function `name` of `Packer`, and a function `run_name` that calls it.
-
-    The decorated function has the name `run_name`; its body makes the results of tensors without values. With `direct`
-    the operator is left out where nothing watches; all tensors then have to be integers that derive from the first of
-    them.
-    """
-
-    def decorate(fake: Function) -> Function:
-        name = fake.__name__.removeprefix("run_")
-
-        def run(tensor: torch.Tensor, *others: Any) -> Any:
-            return getattr(packer(tensor), name)(tensor, *others)
-
-        operator = define(name, schema, run, fake)
-        return cast(Function, unless_watched(operator, run) if direct else operator)
-
-    return decorate
-
-
-@_step("(Tensor scores, Tensor? allowed) -> Tensor", direct=False)
-def run_score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+def _score_keys_fake(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
     heads = scores.shape[:2] if allowed is None else torch.broadcast_shapes(scores.shape[:2], allowed.shape[:2])
     dtype = torch.int64 if scores.dtype == torch.float64 else torch.int32
     return scores.new_empty((*heads, scores.shape[3]), dtype=dtype)
 
 
-@_step("(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)", direct=False)
-def run_topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> TwoTensors:
-    return keys.new_empty(keys.shape, dtype=torch.int32), keys.new_empty(keys.shape, dtype=torch.int32)
+run_score_keys = define(
+    "score_keys",
+    "(Tensor scores, Tensor? allowed) -> Tensor",
+    lambda scores, allowed: packer(scores).score_keys(scores, allowed),
+    _score_keys_fake,
+)
+run_topk_intervals = define(
+    "topk_intervals",
+    "(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)",
+    lambda keys, *numbers: packer(keys).topk_intervals(keys, *numbers),
+    lambda keys, *_: (keys.new_empty(keys.shape, dtype=torch.int32), keys.new_empty(keys.shape, dtype=torch.int32)),
+)
 
 
 def _interval_walk(
@@ -324,7 +308,19 @@ def interval_walk(
     return tensors
 
 
-@_step("(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)")
-def run_mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
+def _mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
+    return packer(bits).mask_intervals(bits, row_lists, seqlen_k)
+
+
+def _mask_intervals_fake(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
     start, stop = (bits.new_empty((*bits.shape[:2], seqlen_k)) for _ in range(2))
     return start, stop, bits.new_empty((4,), dtype=torch.int64)
+
+
+_MASK_INTERVALS = define(
+    "mask_intervals",
+    "(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)",
+    _mask_intervals,
+    _mask_intervals_fake,
+)
+run_mask_intervals = unless_watched(_MASK_INTERVALS, _mask_intervals)
