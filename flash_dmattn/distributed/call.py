@@ -57,12 +57,10 @@ class ParallelCall(NamedTuple):
 
     @property
     def mask_needs_keys(self) -> bool:
-        """Whether the mask is sharded by keys."""
         return is_sharded_by_keys(self.mask, self.layout_k)
 
     @property
     def bias_needs_keys(self) -> bool:
-        """Whether the bias is sharded by keys."""
         return is_sharded_by_keys(self.bias, self.layout_k)
 
     @property
@@ -79,7 +77,6 @@ class ParallelCall(NamedTuple):
         return plan(self.layout, self.members.rank, self.layout_k.length, self.problem.window)
 
     def keys_held(self, rank: int) -> int:
-        """Return how many keys a rank has while it computes."""
         if not self.sends_parts:
             return self.layout_k.length
         return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window))

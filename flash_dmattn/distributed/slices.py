@@ -41,12 +41,10 @@ class Slice(NamedTuple):
 
     @property
     def seqlen_q(self) -> int:
-        """Number of its queries."""
         return self.row_stop - self.row
 
     @property
     def seqlen_k(self) -> int:
-        """Number of its keys."""
         return self.stop - self.start
 
     def cut(self, x: Tensor) -> Tensor:

@@ -215,7 +215,6 @@ def _shape(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Size:
 
 
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Return these rows of a 4-D tensor, or its only row."""
     return tensor if tensor.size(2) == 1 else tensor[:, :, rows]
 
 

@@ -40,7 +40,6 @@ class Case:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Names of all results: out, lse and the gradients that the case asks for."""
         return OUTPUTS + tuple(f"d{name}" for name in self.needs_grad)
 
     def sample(self, device: str, dtype: torch.dtype) -> Sample:
@@ -109,7 +108,6 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that ran is within its limit."""
         return self.exception is None and not self.failed
 
     @property

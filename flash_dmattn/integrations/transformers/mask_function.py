@@ -81,19 +81,15 @@ class LayerMask(BlockMask):
 
     @property
     def ndim(self) -> int:
-        """4, as the tensor has."""
         return 4
 
     def dim(self) -> int:
-        """Return 4, as the tensor would."""
         return 4
 
     def size(self, dim: int | None = None) -> Any:
-        """Return sizes as `torch.Tensor.size` does."""
         return self._shape if dim is None else self._shape[dim]
 
     def numel(self) -> int:
-        """Count elements as `torch.Tensor.numel` does."""
         return self._shape[0] * self._shape[2] * self._shape[3]
 
     def contiguous(self) -> LayerMask:

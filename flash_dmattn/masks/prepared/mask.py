@@ -1021,7 +1021,6 @@ def _lengths_of_lists(
 
 
 def _check_compact(compact: bool, reorder: bool | None) -> None:
-    """Refuse `compact` without an order of keys."""
     if check_flag("compact", compact) and reorder is False:
         raise ValueError("compact is True and reorder is False; only an order of keys has places to leave out.")
 

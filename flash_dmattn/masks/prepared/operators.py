@@ -86,7 +86,6 @@ def register(find_faster: Callable[[torch.Tensor], Packer | None]) -> None:
 
 
 def packer(tensor: torch.Tensor) -> Packer:
-    """Return the packer that serves a tensor."""
     return _find_faster(tensor) or PYTORCH
 
 

@@ -89,8 +89,7 @@ def pack_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Make bits (Bm, Hm, Lq, words) and classes of a mask that is known by rows, with the band folded in.
 
-    `words_of(start, stop)` returns what `pack_words` makes of these rows. It is called for chunks of rows, so that
-    little beside the result is allocated.
+    `words_of(start, stop)` makes what `pack_words` does of these rows, for chunks of them, so that little is allocated.
     """
     batch, num_heads, seqlen_q, seqlen_k = shape
     bits = torch.empty(batch, num_heads, seqlen_q, tiles(seqlen_k) * TILE_WORDS, dtype=torch.int32, device=device)

@@ -155,7 +155,6 @@ class IntervalMask(BatchMask):
 
     @property
     def is_reordered(self) -> bool:
-        """Whether it has an order of keys of its own."""
         return self.order.size(2) > 0 or self.seqlen_k == 0
 
     @property
@@ -270,16 +269,13 @@ class SequenceTileMask(PreparedMask):
 
     A sequence has tiles of its own. With `first` its first query among all queries, its rows of tiles begin with number
     `first // 128 + s`; columns so with keys. R counts the rows of queries: of packed tokens, or of S slots one behind
-    another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and max_seqlen_q:
+    another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and max_seqlen_q, the
+    fields are as of a `TileMask`:
 
     Attributes:
-        sequences: the `Sequences` object that it was prepared for; calls have to pass it, too.
-        spec: how they lie.
-        is_causal, window_size: the band that is part of it, bottom-right aligned in each sequence.
-        bits: int32 (1, Hm, R, 4 * C). Bit j % 32 of word j // 32 says whether the query attends to key j of its
-            sequence; bits past the last key, and bits of rows of no sequence, are 0.
-        classes: uint8 (1, Hm, Tq, C). 0: empty, 1: partial, 2: full, as of a `TileMask`.
-        row_lists: int32 (1, Hm, Tq, 2 + C), as of a `TileMask`.
+        bits: int32 (1, Hm, R, 4 * C), of the keys of its sequence; 0 past the last key, and in rows of no sequence.
+        classes: uint8 (1, Hm, Tq, C).
+        row_lists: int32 (1, Hm, Tq, 2 + C).
         col_lists: int32 (1, Hm, Tk, 2 + D), rows counted from the first of the sequence.
     """
 
@@ -365,7 +361,6 @@ def _bit_stats(
     pairs: int | None = None,
     number: int | None = None,
 ) -> MaskStats:
-    """Count a mask from its packed bits and their classes."""
     empty_rows = int((bits == 0).all(-1).sum())
     return _class_stats(shape, int(packing.count_bits(bits)), classes, empty_rows, pairs, number)
 
