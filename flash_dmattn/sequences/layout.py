@@ -437,7 +437,7 @@ def _safe_bounds(
 def _check_side(
     side: str, cu_seqlens: Tensor | None, used: Tensor | None, rows: int | None, most: int | None, tensor: str
 ) -> list[int]:
-    """Check the values of queries, "q", or of keys, "k", of the tensor named `tensor`; return lengths, none of full slots."""
+    """Check the values of queries, "q", or of keys, "k", of the tensor named `tensor`; return lengths, none if full."""
     lengths: list[int] = []
     slots: list[int] | None = None
     if cu_seqlens is not None:
