@@ -77,7 +77,8 @@ def refuse_config_without_interface(config: Any) -> None:
     """Refuse a model whose own code would read our mask: its configuration may select "dmattn" without a word."""
     if config is None or torch.compiler.is_compiling():
         return
-    message = _refusal(type(config))
+    kind: type = type(config)
+    message = _refusal(kind)
     if message is not None:
         raise NotImplementedError(message)
 

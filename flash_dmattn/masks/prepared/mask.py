@@ -741,9 +741,8 @@ class PreparedMask(ABC):
             heads, device = 1, of(slice(0, 0)).device
             leading = scores.batch_dims if len(scores.batch_dims) > 1 else None
         else:
-            if mask is None:
-                scores, leading = _folded(scores)
-            values = collapse(float_scores(scores), dims=(0, 1, 2))
+            folded, leading = _folded(scores) if mask is None else (scores, None)
+            values = collapse(float_scores(folded), dims=(0, 1, 2))
             if allowed is not None:
                 values, allowed = align_heads([values, collapse(allowed)], ["scores", "mask"])
             (batch, heads, rows, number), device = values.shape, values.device
