@@ -21,6 +21,7 @@ from torch.autograd import forward_ad, profiler
 
 from . import operators
 from .definition import (
+    LIBRARY,
     distinct,
     each_call,
     is_batched,
@@ -53,8 +54,9 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
             return results
     elif plan.backward is None:
         return run_forward(plan, x)
-    tensors = (None if t is None else _unwrapped(t) for t in (x.q, x.k, x.v, x.bias, x.sink))
-    results = _record(*tensors, plan, x)
+    q, k, v, _, bias, sink, *_ = x
+    bias, sink = None if bias is None else _unwrapped(bias), None if sink is None else _unwrapped(sink)
+    results = _record(_unwrapped(q), _unwrapped(k), _unwrapped(v), bias, sink, plan, x)
     return results
 
 
@@ -468,5 +470,5 @@ def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) 
 
 
 torch.library.register_autograd(
-    "flash_dmattn::attention_forward", _differentiate_operator, setup_context=_keep_operator, lib=operators.LIBRARY
+    "flash_dmattn::attention_forward", _differentiate_operator, setup_context=_keep_operator, lib=LIBRARY
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,71 +10,28 @@ from torch.autograd import forward_ad, profiler
 
 from .autograd import attend, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
-from .biases import Bias, ByDistance, Chosen, split
+from .biases import Bias, Chosen, split
 from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Blocks, Decision, blocks, process
 from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, report_fallback, selected_names
-from .problem import Arrival, AttentionProblem, Numbers, Repeats, SequenceSpec, SequenceView, as_scores, fold_call
+from .problem import Arrival, Numbers, as_scores, fold_call
 from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
 from .remembered import Remembered
 from .sequences import Sequences
 from .sequences.layout import lay_out
 from .sequences.padding import Jagged
-from .validation import describe, follow_autocast, refuse_dtensors
+from .validation import Call, describe, follow_autocast, refuse_dtensors
 
 if TYPE_CHECKING:
-    from .masks import PreparedMask
-
-    Mask = Tensor | PreparedMask | None
+    from .validation import Mask
 
 # A decoding program makes a plan for each new length and never uses it again, so the table is bounded.
 plans: Remembered[Plan] = Remembered(1024)
 on_change.append(plans.clear)
-
-
-class Call(NamedTuple):
-    """The arguments of a call in one form.
-
-    Attributes:
-        q, k, v: in the dtype of autocast, as `arrival` says.
-        mask, bias, sink: as the caller passed them, with leading dims folded.
-        numbers: see `Numbers`.
-        repeats, leading: if leading dims were folded: the repeats of mask and bias, and the dims.
-        spec, sequences: the layout of the sequences, and the tensors that locate them.
-        jagged: wraps results as nested tensors, if q, k and v were nested.
-        copies: sentences about tensors that were copied because their leading dims do not fold.
-        by_distance: the numbers of a bias by distance, whose values are `bias`.
-        is_chosen: whether `bias` has the values of a `Chosen`.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Mask
-    bias: Tensor | None
-    sink: Tensor | None
-    numbers: Numbers
-    arrival: Arrival = "rows"
-    repeats: Repeats | None = None
-    leading: tuple[int, ...] | None = None
-    spec: SequenceSpec | None = None
-    sequences: SequenceView | None = None
-    jagged: Jagged | None = None
-    copies: tuple[str, ...] = ()
-    by_distance: ByDistance | None = None
-    is_chosen: bool = False
-
-    def describe(self) -> tuple[AttentionProblem, Mask, Tensor | None]:
-        """Validate the call; return its problem, and mask and bias as 4-D views."""
-        q, k, v = self.q, self.k, self.v
-        if self.arrival != "rows":
-            q, k, v = (in_rows(x, self.arrival) for x in (q, k, v))
-        rest = (self.sink, self.numbers, self.repeats, self.spec, self.by_distance, self.is_chosen)
-        return describe(q, k, v, self.mask, self.bias, *rest)
 
 
 def prepare_call(
@@ -162,7 +119,7 @@ def _plan_for(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Plan,
         return plan, mask, None if bias is None else as_scores(bias)
     if key is None:
         refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)
-    problem, mask, bias = call.describe()
+    problem, mask, bias = describe(call)
     requested = choice_in_force(backend)
     selection = choose(problem, requested)
     # Sizes are tensors under torch.jit.trace, and symbols under compilers. Meta tensors have no values for a pass.

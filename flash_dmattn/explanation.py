@@ -41,7 +41,7 @@ from .problem import (
     unpacked_spec,
 )
 from .sequences import Sequences
-from .validation import refuse_dtensors
+from .validation import describe, refuse_dtensors
 
 if TYPE_CHECKING:
     from .masks import PreparedMask
@@ -266,7 +266,7 @@ def explain(
         return explained
     call = prepare_call(q, k, v, mask, bias, sink, sequences, numbers)
     refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, sink)
-    problem, _, _ = call.describe()
+    problem, _, _ = describe(call)
     copies = call.copies
     shape = tuple(mask.shape) if isinstance(mask, Tensor) and sequences is None and call.leading is None else ()
     if len(shape) == 2 and shape[0] == problem.batch > 1:
@@ -376,7 +376,7 @@ def explain_problem(
         None,
         Numbers(**numbers),
     )
-    problem, _, _ = call._replace(spec=sequences).describe()
+    problem, _, _ = describe(call._replace(spec=sequences))
     needs_grad = NeedsGrad(grad, grad, grad, bias_grad and bias is not None, grad and sink)
     problem = _moved(problem, device)._replace(needs_grad=needs_grad)
     if mask_prepared and problem.mask is not None and problem.mask_form == "dense":

@@ -83,16 +83,14 @@ def _pairs(q: Tensor, k: Tensor, numbers: Sequence[Any]) -> int:
     return batch * num_heads * allowed_pairs(seqlen_q, k.shape[1], (left, right))
 
 
-def register(packet: Any, formula: Callable[..., int]) -> Callable[..., Any]:
+def register(operator: Any, formula: Callable[..., int]) -> Callable[..., Any]:
     """Let torch's counter count an operator by a formula of its arguments; return a function that calls the operator.
 
     Torch's counter is not imported here, because it imports Triton. If the program has imported it, it gets the
     formulas now; otherwise the first call that a dispatch mode watches passes them on.
     """
-    _formulas[packet] = formula
+    _formulas[operator.overloadpacket] = formula
     _tell_counters()
-    # The overload packets resolve overloads on every call; `.default` skips that.
-    operator: Callable[..., Any] = packet.default
 
     def call(*arguments: Any) -> Any:
         if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:

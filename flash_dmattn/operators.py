@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import flops
 from .backends.mask_choice import tangents_in_rows, through_rows
+from .definition import LIBRARY, define
 from .dispatch.plan import backward_pass, forward_pass, tangent_gradients_pass, tangents_pass
 from .dispatch.registry import BACKENDS
 from .gradients import empty_gradients, empty_outputs, spread
@@ -35,8 +36,6 @@ from .problem import (
 )
 from .problem.inputs import Inputs, Saved, as_arrived, result_in_rows
 from .reference.tangents import Cotangents, Tangents
-
-LIBRARY = torch.library.Library("flash_dmattn", "DEF")
 
 # The fields of `Inputs`: `mask` and `mask_form` make a `MaskView`, the tensors `sequences` a `SequenceView`. An empty
 # list is passed as None, because AOTInductor cannot pass an empty list.
@@ -217,10 +216,7 @@ def _map_one_by_one(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
 def _define(
     name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], flop: Callable[..., int]
 ) -> Callable[..., Any]:
-    LIBRARY.define(f"{name}{schema}")
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flash_dmattn::{name}", fake, lib=LIBRARY)
-    return flops.register(getattr(torch.ops.flash_dmattn, name), flop)
+    return flops.register(define(name, schema, run, fake), flop)
 
 
 _forward_operator = _define("attention_forward", FORWARD_SCHEMA, _run_forward, _forward_fake, flops.forward_flop)

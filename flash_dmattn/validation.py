@@ -13,6 +13,7 @@ from .definition import is_transformed
 from .dtensors import is_dtensor
 from .problem import (
     FLOAT_DTYPES,
+    Arrival,
     AttentionProblem,
     Flags,
     MaskForm,
@@ -21,11 +22,11 @@ from .problem import (
     Packing,
     Repeats,
     SequenceSpec,
+    SequenceView,
     TensorSpec,
     as_scores,
     causal_window,
     check_broadcast,
-    check_chosen,
     check_flag,
     check_number,
     check_scores,
@@ -38,6 +39,8 @@ from .problem import (
     spec_of,
     unpacked_spec,
 )
+from .problem.inputs import Inputs, in_rows
+from .sequences.padding import Jagged
 
 if TYPE_CHECKING:
     from .masks import PreparedMask
@@ -108,24 +111,45 @@ class _Sizes(NamedTuple):
             check_broadcast(name, shape, (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k), self.num_heads_k)
 
 
-def describe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    numbers: Numbers,
-    repeats: Repeats | None = None,
-    sequences: SequenceSpec | None = None,
-    by_distance: ByDistance | None = None,
-    is_chosen: bool = False,
-) -> tuple[AttentionProblem, Mask, Tensor | None]:
-    """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is.
+class Call(NamedTuple):
+    """The arguments of a call in one form, as `call.prepare_call` brings them into it.
 
-    `repeats` are given if leading dims were folded, which has checked mask and bias. Packed q, k and v have a batch dim
-    of 1. `bias` has the values of a bias by distance, or with `is_chosen` of a `Chosen`.
+    Attributes:
+        q, k, v: in the dtype of autocast, as `arrival` says.
+        mask, bias, sink: as the caller passed them, with leading dims folded.
+        numbers: see `Numbers`.
+        repeats, leading: if leading dims were folded: the repeats of mask and bias, and the dims.
+        spec, sequences: the layout of the sequences, and the tensors that locate them.
+        jagged: wraps results as nested tensors, if q, k and v were nested.
+        copies: sentences about tensors that were copied because their leading dims do not fold.
+        by_distance: the numbers of a bias by distance, whose values are `bias`.
+        is_chosen: whether `bias` has the values of a `Chosen`.
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    bias: Tensor | None
+    sink: Tensor | None
+    numbers: Numbers
+    arrival: Arrival = "rows"
+    repeats: Repeats | None = None
+    leading: tuple[int, ...] | None = None
+    spec: SequenceSpec | None = None
+    sequences: SequenceView | None = None
+    jagged: Jagged | None = None
+    copies: tuple[str, ...] = ()
+    by_distance: ByDistance | None = None
+    is_chosen: bool = False
+
+
+def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
+    """Validate one call; return its description and the mask and bias as 4-D views, a prepared mask as it is."""
+    q, k, v, mask, bias, sink, numbers, arrival, repeats, _, sequences, *_ = call
+    by_distance, is_chosen = call.by_distance, call.is_chosen
+    if arrival != "rows":
+        q, k, v = (in_rows(x, arrival) for x in (q, k, v))
     for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias), ("sink", sink)):
         check_strided(name, x)
     sizes = _check_qkv(q, k, v, repeats is not None, sequences)
@@ -151,15 +175,11 @@ def describe(
         mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
         if mask_form == "sequence_tiles" and sequences is not None and sequences.packs_queries:
             mask_packing = "queries"
-    if bias is not None and is_chosen:
-        _check_float("bias.values", bias)
-        bias = _check_chosen(bias, mask, sizes)
-    elif bias is not None and by_distance is None:
+    if bias is not None and (is_chosen or by_distance is not None):
+        bias, bias_packing = _check_values(bias, mask, by_distance, sizes)
+    elif bias is not None:
         _check_float("bias", bias)
         bias, _, bias_packing = _describe_scores("bias", bias, sizes)
-    elif bias is not None and by_distance is not None:
-        _check_float("bias.values", bias)
-        bias, bias_packing = _check_values(bias, by_distance, sizes)
     if sink is not None:
         _check_sink(sink, sizes)
 
@@ -190,13 +210,7 @@ def describe(
         check_covered(bias.shape[-1], by_distance.zero, (low, high), sizes.seqlen_q > 0 and sizes.seqlen_k > 0)
     needs_grad = NeedsGrad()
     if torch.is_grad_enabled():
-        needs_grad = NeedsGrad(
-            q.requires_grad,
-            k.requires_grad,
-            v.requires_grad,
-            bias is not None and bias.requires_grad,
-            sink is not None and sink.requires_grad,
-        )
+        needs_grad = Inputs(q, k, v, bias=bias, sink=sink).needs_grad
     if sequences is not None:
         if numbers.return_probs:
             raise ValueError("return_probs is True; calls with sequences have no tensor of all probabilities")
@@ -298,13 +312,14 @@ def _describe_scores(name: str, x: Tensor, sizes: _Sizes) -> tuple[Tensor, Tenso
     return x, spec_of(x), _UNPACKED
 
 
-def _check_values(x: Tensor, by_distance: ByDistance, sizes: _Sizes) -> tuple[Tensor, Packing]:
-    """Validate the values of a bias by distance; return them as a 4-D view, and their packed dim."""
+def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _Sizes) -> tuple[Tensor, Packing]:
+    """Validate the values of a bias by distance, or for a mask of lists; return a 4-D view, and their packed dim."""
+    _check_float("bias.values", x)
     sizes.check_device("bias.values", x.device)
     if x.dim() > 4:
         raise ValueError(f"bias.values has {x.dim() - 3} batch dims; it needs at most that of q")
     packing, batch, rows, spec = _UNPACKED, sizes.batch, sizes.seqlen_q, sizes.sequences
-    if spec is not None and by_distance.has_rows:
+    if spec is not None and by_distance is not None and by_distance.has_rows:
         if spec.packs_queries and x.dim() == 3:
             packing, batch, rows = "queries", 1, spec.rows_q
         elif not spec.names_max[0]:
@@ -314,19 +329,10 @@ def _check_values(x: Tensor, by_distance: ByDistance, sizes: _Sizes) -> tuple[Te
             )
     x = as_scores(x)
     if not sizes.is_folded:
-        check_values(x.shape, (batch, sizes.num_heads), sizes.num_heads_k, rows if by_distance.has_rows else None)
+        distances = ((rows,) if by_distance is not None and by_distance.has_rows else (),)
+        fits = mask.sizes_of_values if by_distance is None else distances
+        check_values(x.shape, (batch, sizes.num_heads), sizes.num_heads_k, *fits)
     return x, packing
-
-
-def _check_chosen(x: Tensor, mask: Any, sizes: _Sizes) -> Tensor:
-    """Validate the values of a `Chosen`, whose call has a mask of lists; return them as a 4-D view."""
-    sizes.check_device("bias.values", x.device)
-    if x.dim() > 4:
-        raise ValueError(f"bias.values has {x.dim() - 3} batch dims; it needs at most that of q")
-    x = as_scores(x)
-    if not sizes.is_folded:
-        check_chosen(x.shape, (sizes.batch, sizes.num_heads), sizes.num_heads_k, *mask.sizes_of_values)
-    return x
 
 
 def _with_lists(flags: Flags, mask: Any) -> Flags:

@@ -61,7 +61,8 @@ class Tally:
         self.file = file
         self.content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"places": {}}
         today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        self.content.update(commit=commit or commit_of(ROOT), date=today, device=_device())
+        commits = {**dict.fromkeys(self.content.get("commit", "").split(", ")), commit or commit_of(ROOT): None}
+        self.content.update(commit=", ".join(filter(None, commits)), date=today, device=_device())
 
     def of(self, place: str, kind: str) -> dict[str, Any]:
         """Return the line of a place and a kind of calls."""

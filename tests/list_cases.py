@@ -121,7 +121,10 @@ class ListCase:
         if self.is_causal:
             last = ((torch.arange(self.rows) + 1) * self.queries).clamp(max=self.seqlen_q) - 1
             last = last + self.seqlen_k - self.seqlen_q
-        bad = (index < 0) | (index * self.keys_each > last[:, None])
+        first = torch.zeros(self.rows, dtype=torch.long)
+        if self.window >= 0:
+            first = torch.arange(self.rows) * self.queries + self.seqlen_k - self.seqlen_q - self.window
+        bad = (index < 0) | (index * self.keys_each > last[:, None]) | ((index + 1) * self.keys_each <= first[:, None])
         packed = torch.where(bad, beyond, index * self.most + torch.arange(self.most)).sort(-1).values
         again = torch.zeros_like(bad)
         again[..., 1:] = packed[..., 1:] // self.most == packed[..., :-1] // self.most
@@ -229,14 +232,34 @@ def dense(
             sink.grad -= (share * moved).sum((0, 2))
     results = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad}
     others = {"dv": v, "dvalues": values, "dsink": sink}
-    return {**results, **{name: None if t is None else t.grad for name, t in others.items()}}
+    results.update({name: None if t is None else t.grad for name, t in others.items()})
+
+    # How large the terms are that cancel in gradients of scores, and in what is made of these.
+    with torch.no_grad():
+        dp = torch.matmul(x.dout.to(dtype).abs(), values_in.abs().mT)
+        row = (p * dp).sum(-1)
+        if x.dlse is not None:
+            row += x.dlse.abs().to(dtype)
+        ds = p * (dp + row.unsqueeze(-1))
+        results["size of dq"] = abs(case.flags.scale) * torch.matmul(ds, keys_in.abs())
+        by_head = abs(case.flags.scale) * torch.matmul(ds.mT, q.abs())
+        results["size of dk"] = by_head.unflatten(1, (-1, case.group)).sum(2)
+        if sink is not None:
+            results["size of dsink"] = (torch.exp(sink[:, None] - lse) * row).sum((0, 2))
+    if values is not None:
+        results["size of dvalues"] = torch.autograd.grad(scores, values, ds)[0]
+    return results
 
 
 def differences(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> dict[str, float]:
-    """By name, the error of a result beside its norm."""
+    """By name, the error of a result beside its norm.
+
+    A result that is zero in exact arithmetic is measured against the terms that cancel, as everywhere in the suite: so
+    are all gradients of scores of a row of one key.
+    """
     errors = {}
-    for name, exact in want.items():
-        x = got[name]
+    for name, x in got.items():
+        exact = want[name]
         assert (x is None) == (exact is None), name
         if x is None or exact is None:
             continue
@@ -244,9 +267,10 @@ def differences(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -
         x, exact = x.double(), exact.double()
         assert torch.equal(x == -math.inf, exact == -math.inf), f"{name}: other empty rows"
         finite = exact > -math.inf
-        # A result may be zero but for terms that cancel, as dvalues of a list of one entry: it is measured against 1.
-        off = (x[finite] - exact[finite]).norm() / exact[finite].norm().clamp(min=1.0)
-        errors[name] = off.item()
+        norm, size = exact[finite].norm(), want.get("size of " + name)
+        if size is not None and norm <= 1e-12 * size.norm():
+            norm = size.double().norm()
+        errors[name] = ((x[finite] - exact[finite]).norm() / norm.clamp(min=1.0)).item()
     return errors
 
 

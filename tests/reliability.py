@@ -69,17 +69,23 @@ def their_tests() -> list[str]:
 
 
 def drawn_faults() -> list[str]:
-    """Return the table of faults that were drawn from the syntax tree, and a list of the survivors."""
-    rows = ["| faults | planted | noticed | share | survivors | not judged |", "| --- | --- | --- | --- | --- | --- |"]
-    survivors = []
+    """Return the table of faults that were drawn from the syntax tree, and lists of those that no test noticed."""
+    rows = ["| faults | noticed | survivors | share noticed | equal | not judged |"]
+    rows.append("| --- | --- | --- | --- | --- | --- |")
+    listed: dict[str, list[str]] = {"survived": [], "equal": []}
     for content in read("faults-*.json"):
         verdicts = Counter(row["verdict"] for row in content["faults"])
-        killed, survived = verdicts["killed"], verdicts["survived"]
+        killed, survived, equal = (verdicts[word] for word in ("killed", "survived", "equal"))
         share = f"{100 * killed / max(killed + survived, 1):.1f} %"
-        left = verdicts.total() - killed - survived
-        rows.append(f"| {content['drawn']} | {killed + survived} | {killed} | {share} | {survived} | {left} |")
-        survivors += [f"* {row['file']}, `{row['what']}`" for row in content["faults"] if row["verdict"] == "survived"]
-    return [*rows, *(["", "Survivors:", "", *sorted(survivors)] if survivors else [])]
+        left = verdicts.total() - killed - survived - equal
+        rows.append(f"| {content['drawn']} | {killed} | {survived} | {share} | {equal} | {left} |")
+        for row in content["faults"]:
+            if row["verdict"] in listed:
+                reason = f": {row['by']}" if row["verdict"] == "equal" else ""
+                listed[row["verdict"]].append(f"* {row['file']}, `{row['what']}`{reason}")
+    for title, verdict in (("Survivors:", "survived"), ("Equal, and why:", "equal")):
+        rows += ["", title, "", *sorted(listed[verdict])] if listed[verdict] else []
+    return rows
 
 
 def written(page: str) -> str:

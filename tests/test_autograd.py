@@ -158,6 +158,15 @@ def test_no_gradient_no_graph() -> None:
     assert ours.ran == ["forward"]
 
 
+def test_a_tensor_that_outlived_a_transform_passes_its_gradient_on() -> None:
+    q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
+    kept: list[Tensor] = []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(q)
+    gradients = torch.autograd.grad(flash_dmattn.attention(kept[0], k, v, backend="eager").square().sum(), (q, k, v))
+    expected = torch.autograd.grad(flash_dmattn.attention(q, k, v, backend="eager").square().sum(), (q, k, v))
+    assert all(map(torch.equal, gradients, expected))
+
+
 def test_graph_can_be_used_again() -> None:
     inputs = leaves()
     value = loss(*inputs)

@@ -54,6 +54,9 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     third = fuzz.Tally(tmp_path / "three.json")
     assert fuzz.run(["eager"], third, 1, 600, 1, 2, total) and third.of("eager", "dense")["next"] == 4 + 1 + 2
     assert fuzz.table(total).count("| 0 |") >= 4
+    fuzz.Tally(total.file, "c1").save()
+    named = fuzz.Tally(total.file, "c2").content["commit"].split(", ")
+    assert named[-2:] == ["c1", "c2"] and len(set(named)) == len(named)  # a record says of which commits it is
 
 
 def test_each_process_starts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +88,7 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
 def test_every_kind_of_result_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     what = {"file": "a.py", "what": "line 1, and/or: a | b -> c"}
     faults = [{**what, "verdict": verdict} for verdict in ("survived", "killed", "")]
+    faults.append({**what, "verdict": "equal", "by": "c is a | b"})
     counts = {"passed": 1500, "failed": 1, "left out": 3, "late": 2}
     files = {
         "fuzz-x.json": {
@@ -93,7 +97,7 @@ def test_every_kind_of_result_has_a_row(tmp_path: Path, monkeypatch: pytest.Monk
         },
         "checks-x.json": {"commit": "c1", "parts": {"bf16": {"status": "passed"}, "fp32": {"status": "late"}}},
         "peers-x.json": {"checkout": "f1", "commit": "c1", "device": "a GPU", "tests": {"test_a": counts}},
-        "faults-1.json": {"drawn": "3 of seed 1", "faults": faults},
+        "faults-1.json": {"drawn": "4 of seed 1", "faults": faults},
     }
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -104,8 +108,9 @@ def test_every_kind_of_result_has_a_row(tmp_path: Path, monkeypatch: pytest.Monk
         "| GPU, commit c1 | 2 | 1 | 0 | 1 |",
         "| `test_a` | 1,500 | 0 | 1 | 0 | 3 | 2 |",
         "| all, of its commit f1; a GPU, commit c1 | 1,500 | 0 | 1 | 0 | 3 | 2 |",
-        "| 3 of seed 1 | 2 | 1 | 50.0 % | 1 | 1 |",
+        "| 4 of seed 1 | 1 | 1 | 50.0 % | 1 | 1 |",
         "* a.py, `line 1, and/or: a | b -> c`",
+        "* a.py, `line 1, and/or: a | b -> c`: c is a | b",
     ):
         assert row in page.splitlines(), row
 

@@ -9,13 +9,21 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import DEVICE
+from gpu_calls import Products
 
 import flash_dmattn
+from flash_dmattn.biases import Chosen, Relative
+from flash_dmattn.call import plans
+from flash_dmattn.masks import PreparedMask
+from flash_dmattn.remembered import Remembered
+from flash_dmattn.sequences import Sequences
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = [path for name in ("flash_dmattn", "triton_kernels", "reference") for path in (ROOT / name).rglob("*.py")]
@@ -290,8 +298,53 @@ def test_every_process_has_the_same_bits(backend: str, tmp_path: Path) -> None:
     assert len(set(digests)) == 1 and len(digests[0]) == 65
 
 
-def test_thousands_of_shapes_keep_nothing() -> None:
-    """Steps of ever new shapes: once the caches are full, a thousand more leave no object and no memory."""
+@pytest.mark.parametrize("backend", ["eager"] if DEVICE == "cpu" else ["triton", "cuda"])
+@pytest.mark.parametrize("kind", ["packed sequences", "lists", "biases by distance", "forward mode"])
+def test_repeats_have_the_same_bits(kind: str, backend: str) -> None:
+    """Calls that have kernels of their own, a thousand times beside a busy stream; tests/test_gpu.py has all others."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    heads_k, rows = 1 if kind == "lists" else 2, (2, 600)
+    q, k, v = (torch.randn(*rows, heads, 64, device=DEVICE, dtype=dtype) for heads in (4, heads_k, heads_k))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    call: dict[str, Any] = {"deterministic": True, "backend": backend}
+    if kind == "packed sequences":
+        leaves = [x.detach().flatten(0, 1).requires_grad_() for x in leaves]
+        call["sequences"] = Sequences.packed(torch.tensor([0, 7, 100, 600, 1200], dtype=torch.int32, device=DEVICE))
+    elif kind == "lists":
+        index = torch.randint(600, (2, 1, 600, 16), device=DEVICE)
+        leaves.append(torch.randn(index.shape, device=DEVICE, requires_grad=True))
+        call |= {"mask": PreparedMask.from_lists(index, seqlen_k=600), "bias": Chosen(leaves[3])}
+    elif kind == "biases by distance":
+        leaves.append(torch.randn(4, 129, device=DEVICE, dtype=dtype, requires_grad=True))
+        call["bias"] = Relative(leaves[3], zero=64, outside="clamp")
+    dout = torch.randn_like(leaves[0])
+
+    def once() -> tuple[torch.Tensor, ...]:
+        if kind == "forward mode":
+            attend = partial(flash_dmattn.attention, **call)
+            return torch.func.jvp(attend, (q, k, v), (q.detach(), k.detach(), v.detach()))
+        out = flash_dmattn.attention(*leaves[:3], **call)
+        return (out, *torch.autograd.grad(out, leaves, dout))
+
+    try:
+        first = once()
+    except flash_dmattn.BackendUnsupportedError as refusal:
+        pytest.skip(str(refusal).splitlines()[1].strip())
+    repeats = 3 if DEVICE == "cpu" else 1000
+    differs = torch.zeros(repeats, dtype=torch.bool, device=DEVICE)
+    products = None if DEVICE == "cpu" else Products(2048)
+    for repeat in range(repeats):
+        if products is not None and repeat % 3 == 0:
+            products.start()
+        differs[repeat] = torch.stack([(x != y).any() for x, y in zip(once(), first)]).any()
+    assert not differs.any(), f"{int(differs.sum())} of {repeats} differ from the first"
+
+
+def test_thousands_of_shapes_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of ever new shapes: once the caches are full, 1,500 more leave no object and no memory."""
+    for table in (x for x in gc.get_objects() if type(x) is Remembered):
+        monkeypatch.setattr(table, "most", min(table.most, 256))
 
     def step(number: int) -> None:
         lengths, heads = (1 + number % 97, 1 + number % 89), 1 + number % 3
@@ -301,15 +354,35 @@ def test_thousands_of_shapes_keep_nothing() -> None:
         flash_dmattn.attention(q, k, v, mask if number % 2 else None, softcap=number % 5 / 2).sum().backward()
 
     counts = []
-    for numbers in (range(2500), range(2500, 3500)):
+    for numbers in (range(500), range(500, 2000)):
         for number in numbers:
             step(number)
         gc.collect()
+        assert len(plans) == 256
         memory = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
         counts.append((len(gc.get_objects()), memory))
     (objects, memory), (later, memory_later) = counts
-    assert later < objects + 200, f"{later - objects} objects more after a thousand steps"
+    assert later < objects + 200, f"{later - objects} objects more after 1,500 steps"
     assert memory_later <= memory
+
+
+# Caches without a bound, by what they are asked for: nothing, or one of a few devices, dtypes and vendors.
+UNBOUNDED = {
+    *("_dims_of", "_driver", "_extension_packer", "_triton_packer", "_triton_writer"),
+    *("driver_overlaps", "find", "installed_instances", "kernels"),
+}
+
+
+def test_caches_are_bounded() -> None:
+    """Nothing is cached for each shape but in tables with a bound."""
+    unbounded = set()
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                decorators = map(ast.unparse, node.decorator_list)
+                if any(each.rpartition(".")[2] == "cache" or "maxsize=None" in each for each in decorators):
+                    unbounded.add(node.name)
+    assert unbounded == UNBOUNDED
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="memory of the CPU has no limit that torch sets")

@@ -311,7 +311,7 @@ def test_a_plan_serves_all_places_of_one_alignment(plans: Remembered[Any]) -> No
 
 
 def test_rows_of_another_stride_are_copied_and_groups_are_rows(plans: Remembered[Any]) -> None:
-    from flash_dmattn.triton_kernels.launch import GROUP_ROWS_FROM
+    from flash_dmattn.backends.triton.passes import GROUP_ROWS_FROM
 
     attend(torch.randn(1, 16, 16, 2).transpose(2, 3))  # the plan of the copies
     assert len(plans) == 1
@@ -444,8 +444,6 @@ def test_each_input_of_a_plan_alone_makes_another(function: str) -> None:
         patch.setattr(Tensor, "get_device", lambda x: 3)
         elsewhere.append(key_of_plan(function, arguments_of(function)))
         patch.setattr(launch, "takes_tf32", lambda dtype: True)
-        elsewhere.append(key_of_plan(function, arguments_of(function)))
-        patch.setattr(launch, "takes_group_rows", lambda *_: True)
         elsewhere.append(key_of_plan(function, arguments_of(function)))
     check_covered(key, [*changed.values(), *elsewhere])
 

@@ -67,7 +67,7 @@ BY_HEADS: dict[int, tuple[tuple[int, int], int, int, tuple[int, int]]] = {
 def test_tiles_and_shares_of_few_rows_go_by_how_many_heads_an_sm_has(
     heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flash_dmattn.problem import Flags, MaskView
+    from flash_dmattn.problem import MaskView
     from flash_dmattn.triton_kernels import plan, plan_forward
 
     launched: list[tuple[int, int, int]] = []
@@ -105,7 +105,7 @@ def precision() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tf32_is_taken_where_torch_allows_it(setting: str, precision: None) -> None:
-    from flash_dmattn.problem import Flags, MaskView
+    from flash_dmattn.problem import MaskView
     from flash_dmattn.triton_kernels.plan import Call
 
     statement, wanted = SETTINGS[setting]
@@ -118,16 +118,16 @@ def test_tf32_is_taken_where_torch_allows_it(setting: str, precision: None) -> N
 def test_bounds_of_keys_know_of_one_query(reorder: bool) -> None:
     """Were the heads of a group rows of one tile, all but the first would be queries that no interval has."""
     from flash_dmattn.backends.triton.key_order import tiles_of_bounds
+    from flash_dmattn.backends.triton.passes import _shares_keys_of_group, has_group_rows
     from flash_dmattn.masks import PreparedMask
     from flash_dmattn.operators import describe_operands
-    from flash_dmattn.problem import Flags, MaskView
-    from flash_dmattn.triton_kernels.launch import takes_group_rows
 
     q, k, flags = torch.zeros(1, 1, 6, 32), torch.zeros(1, 600, 2, 32), Flags(-1, -1, 0.1, 0.0, False)
     view = PreparedMask.from_topk(torch.randn(1, 2, 1, 600), 40, seqlen_q=1, reorder=reorder).view
-    tiles = tiles_of_bounds(describe_operands(Inputs(q, k, k, view), flags), view)
-    assert tiles.form == "tiles" and not takes_group_rows(q, k, tiles, flags)
-    assert takes_group_rows(q, k, MaskView(), flags)
+    problem = describe_operands(Inputs(q, k, k, view), flags)
+    assert has_group_rows(problem) and not _shares_keys_of_group(problem)
+    assert tiles_of_bounds(problem, view).form == "tiles"
+    assert _shares_keys_of_group(problem._replace(mask=None, mask_form="none"))
 
 
 @pytest.mark.parametrize("needed", (*NeedsGrad._fields, None), ids=str)
@@ -177,8 +177,7 @@ def test_as_many_programs_share_a_walk_as_sms_run_or_memory_has_slots_for(monkey
 
 def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:
     """One query, groups, many keys; not behind a left side, with dropout, nor with tiles or keys of each query head."""
-    from flash_dmattn.backends.triton.passes import has_group_rows
-    from flash_dmattn.triton_kernels.launch import GROUP_ROWS_FROM, takes_group_rows
+    from flash_dmattn.backends.triton.passes import GROUP_ROWS_FROM, _shares_keys_of_group, has_group_rows
 
     for left, is_taken in ((-1, True), (0, False), (3, False)):
         explained = explain_problem((1, 1, 8, 64), kv_heads=2, seqlen_k=GROUP_ROWS_FROM, window_size=(left, -1))
@@ -186,9 +185,10 @@ def test_what_makes_the_heads_of_a_group_rows_of_a_tile() -> None:
 
     def takes(seqlen_q: int = 1, heads: int = 4, keys: int = GROUP_ROWS_FROM, mask: str = "none", **flags: Any) -> bool:
         form, _, mask_heads = mask.partition(" ")
-        tensors = (torch.empty(1, int(mask_heads or 1), keys),) if form != "none" else ()
-        q, k = torch.empty(1, seqlen_q, heads, 16), torch.empty(1, keys, 2, 16)
-        return takes_group_rows(q, k, MaskView(form, tensors), Flags(-1, -1, 1.0, 0.0, False)._replace(**flags))
+        shape = None if form == "none" else (1, int(mask_heads or 1), 1, keys)
+        p = explain_problem((1, seqlen_q, heads, 16), kv_heads=2, seqlen_k=keys, mask=shape).problem
+        p = p._replace(mask_form=form, flags=p.flags._replace(**flags))
+        return has_group_rows(p) and _shares_keys_of_group(p)
 
     assert takes() and takes(right=0) and takes(mask="dense") and takes(mask="keys 1") and takes(mask="keys 2")
     assert not any((takes(2), takes(heads=2), takes(keys=GROUP_ROWS_FROM - 1), takes(left=0), takes(dropout_p=0.1)))

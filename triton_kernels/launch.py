@@ -29,11 +29,10 @@ def forward(x: Inputs, out: Tensor, lse: Tensor, flags: Flags) -> None:
     """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous, of a call whose pass is not planned."""
     x = readable(x)
     with on_device(x.q):
-        groups = x.sequences is None and takes_group_rows(x.q, x.k, x.mask, flags)
-        if x.mask.dense is not None and x.sequences is None and not is_short_forward(x.q, x.k, x.v, x.mask):
-            x = x._replace(mask=packed_for_forward(x.mask.dense, x.q, x.k, flags, groups))
-        key = ("forward", groups, x.mask.form, flags, *signature(*tensors_of(x)))
-        plans.find(key, lambda: forward_plan(planned_call(x, flags, groups)))(x, out, lse)
+        if x.mask.dense is not None and x.sequences is None and not _short(x).serves_forward():
+            x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
+        key = ("forward", x.mask.form, flags, *signature(*tensors_of(x)))
+        plans.find(key, lambda: forward_plan(planned_call(x, flags)))(x, out, lse)
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
@@ -58,33 +57,8 @@ def backward_plan(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     return lambda saved, dout, dlse: plan(_with_out_in_fp32(saved, flags), dout, dlse)
 
 
-def is_short_forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
-    """Return whether the forward pass takes the kernel of short rows, which reads a bool mask as it is."""
-    return ShortCall.of(q, k, v, mask).serves_forward()
-
-
-def is_short_backward(q: Tensor, k: Tensor, v: Tensor, mask: MaskView) -> bool:
-    return ShortCall.of(q, k, v, mask).serves_backward()
-
-
-# From this many keys on, reading k and v once for a whole group pays.
-GROUP_ROWS_FROM = 512
-
-
-def takes_group_rows(q: Tensor, k: Tensor, mask: MaskView, flags: Flags) -> bool:
-    """Return whether the heads of a group, with one query each, become rows of one tile, which reads k and v once.
-
-    Dropout forbids it, because its random numbers go by tiles of queries of one head. A bias by distance forbids it,
-    because rows of one query have one distance to a key. A mask that is already packed for one query forbids it too, so
-    this is decided before a bool mask is packed.
-    """
-    if q.shape[1] != 1 or q.shape[2] == k.shape[2] or k.shape[1] < GROUP_ROWS_FROM:
-        return False
-    if flags.left >= 0 or flags.dropout_p > 0 or flags.outside:
-        return False
-    if mask.form == "keys":
-        return mask.tensors[0].shape[1] != q.shape[2]  # rows of one tile share one set of keys
-    return mask.form != "tiles"
+def _short(x: Inputs) -> ShortCall:
+    return ShortCall.of(x.q, x.k, x.v, x.mask)
 
 
 def planned_call(x: Inputs, flags: Flags, groups: bool = False) -> Call:
@@ -107,10 +81,8 @@ def planned_call(x: Inputs, flags: Flags, groups: bool = False) -> Call:
     return call
 
 
-def packed_for_forward(bools: Tensor, q: Tensor, k: Tensor, flags: Flags, groups: bool) -> MaskView:
-    """Pack a bool mask for a forward pass; with `groups` the heads of a group are its rows."""
-    if not groups:
-        return _packed(bools, q.shape[1], k.shape[1], flags)
+def packed_for_group_rows(bools: Tensor, q: Tensor, k: Tensor, flags: Flags) -> MaskView:
+    """Pack a bool mask for a forward pass whose heads of a group are rows."""
     heads, heads_k = q.shape[2], k.shape[2]
     rows = heads_as_rows(bools, heads, heads_k)
     return _packed(rows, heads // heads_k, k.shape[1], flags._replace(left=-1, right=-1))
@@ -121,7 +93,7 @@ def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, flags: Flags, need
     x, out, lse = saved
     x, dout, out, lse = readable(x), unit_rows(dout), out.contiguous(), lse.contiguous()
     with on_device(x.q):
-        if x.mask.dense is not None and x.sequences is None and not is_short_backward(x.q, x.k, x.v, x.mask):
+        if x.mask.dense is not None and x.sequences is None and not _short(x).serves_backward():
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
         key = ("backward", x.mask.form, needs_grad, flags, *signature(*tensors_of(x), dout, dlse, out, lse))
         plan = plans.find(key, lambda: backward_plan(planned_call(x, flags), dout, dlse, needs_grad))

@@ -123,10 +123,10 @@ def list_forward_kernel(
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         entry, keys, key_ok = keys_at(entries, start, end, row, shape, BLOCK_N, QUERIES, KEYS_EACH, LEFT, RIGHT)
-        k_tile = load_keys(k, k_strides.row, keys, key_ok, dims, shape.head_dim, PAD_D and REST == 0, WIDE)
+        k_tile = load_keys(k, k_strides.row, keys, key_ok, dims, shape.head_dim, PAD_D and REST == 0, WIDE, KEYS_EACH)
         k_rest = k_tile
         if REST > 0:
-            k_rest = load_keys(k, k_strides.row, keys, key_ok, dims_rest, shape.head_dim, PAD_D, WIDE)
+            k_rest = load_keys(k, k_strides.row, keys, key_ok, dims_rest, shape.head_dim, PAD_D, WIDE, KEYS_EACH)
         s = scaled(dot_rows(q_tile, q_rest, k_tile, k_rest, REST, PRECISION), scale_log2, softcap, SOFTCAP)[0]
         if VALUES != NO_VALUES:
             slot = slots_at(slots, entry, key_ok, SLOTS, BLOCK_N, KEYS_EACH)
@@ -142,7 +142,7 @@ def list_forward_kernel(
         if LATENT:
             v_tile = k_tile
         else:
-            v_tile = load_keys(v, v_strides.row, keys, key_ok, dims_v, shape.head_dim_v, PAD_DV, WIDE)
+            v_tile = load_keys(v, v_strides.row, keys, key_ok, dims_v, shape.head_dim_v, PAD_DV, WIDE, KEYS_EACH)
         acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=PRECISION)
         row_max = new_max
 

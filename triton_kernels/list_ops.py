@@ -53,7 +53,11 @@ def members_of(
     """Return query and head of each member of a part, and whether there is such a member."""
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = row * QUERIES + member // GROUP
-    return rows, h_k * GROUP + member % GROUP, (member < GROUP * QUERIES) & (rows < shape.seqlen_q)
+    if QUERIES == 1 and GROUP % BLOCK_M == 0:
+        row_ok = tl.full([BLOCK_M], True, tl.int1)  # so that loads have no mask
+    else:
+        row_ok = (member < GROUP * QUERIES) & (rows < shape.seqlen_q)
+    return rows, h_k * GROUP + member % GROUP, row_ok
 
 
 @triton.jit
@@ -69,16 +73,28 @@ def load_members(
 
 
 @triton.jit
-def load_keys(head, stride, keys, key_ok, dims, num_dims, PAD: tl.constexpr, WIDE: tl.constexpr):
-    """Load the rows of keys of one head; zero where a key is not seen, so that nothing of it reaches a product."""
+def load_keys(
+    head, stride, keys, key_ok, dims, num_dims, PAD: tl.constexpr, WIDE: tl.constexpr, KEYS_EACH: tl.constexpr
+):  # fmt: skip
+    """Load the rows of keys of one head.
+
+    A key of a block that is not seen is zero, so that nothing of it reaches a product. Single keys are all listed.
+    """
     if WIDE:
         at = keys.to(tl.int64) * stride
     else:
         at = keys * stride
-    inside = key_ok[:, None]
-    if PAD:
-        inside = inside & (dims < num_dims)[None, :]
-    return tl.load(head + at[:, None] + dims[None, :], mask=inside, other=0.0)
+    at = head + at[:, None] + dims[None, :]
+    if KEYS_EACH == 1:  # a mask for each row would cost a third of all instructions of a forward pass
+        if PAD:
+            return tl.load(at, mask=(dims < num_dims)[None, :], other=0.0)
+        else:
+            return tl.load(at)
+    else:
+        inside = key_ok[:, None]
+        if PAD:
+            inside = inside & (dims < num_dims)[None, :]
+        return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -88,21 +104,26 @@ def keys_at(
 ):  # fmt: skip
     """Return the entries of BLOCK_N places from `start` on, their keys, and whether there is a key.
 
-    With one query a row the band is in the answer, else `members_see` has it. The entry is one number where one entry
-    has all places.
+    A place beyond the end repeats the last single key, whose loads then need no mask. Lists of single keys for one
+    query lie in its band. For blocks of keys and one query the band is in the answer, else `members_see` has it. The
+    entry is one number where one entry has all places.
     """
     place = start + tl.arange(0, BLOCK_N)
-    if KEYS_EACH >= BLOCK_N:
+    if KEYS_EACH == 1:
+        entry = tl.minimum(place, end - 1)
+        keys = tl.load(entries + entry)
+    elif KEYS_EACH >= BLOCK_N:
         entry = start // KEYS_EACH
         keys = tl.load(entries + entry) * KEYS_EACH + start % KEYS_EACH + tl.arange(0, BLOCK_N)
     else:
         entry = place // KEYS_EACH
         keys = tl.load(entries + entry, mask=place < end, other=0) * KEYS_EACH + place % KEYS_EACH
     key_ok = place < end
-    if QUERIES == 1 and (LEFT or RIGHT):
-        key_ok = key_ok & in_band(row, keys, shape, LEFT, RIGHT)
-    elif KEYS_EACH > 1:
-        key_ok = key_ok & (keys < shape.seqlen_k)
+    if KEYS_EACH > 1:
+        if QUERIES == 1 and (LEFT or RIGHT):
+            key_ok = key_ok & in_band(row, keys, shape, LEFT, RIGHT)
+        else:
+            key_ok = key_ok & (keys < shape.seqlen_k)
     return entry, keys, key_ok
 
 
@@ -133,7 +154,7 @@ def slots_at(
     """Return the slots of entries; without SLOTS an entry is its own slot."""
     if not SLOTS:
         return entry
-    elif KEYS_EACH >= BLOCK_N:
+    elif KEYS_EACH == 1 or KEYS_EACH >= BLOCK_N:
         return tl.load(slots + entry)
     else:
         return tl.load(slots + entry, mask=key_ok, other=0)
@@ -158,7 +179,9 @@ def add_values(
 ):  # fmt: skip
     """Add the values of a step's entries to scores, in base 2."""
     if VALUES == OF_ENTRIES:
-        if KEYS_EACH >= BLOCK_N:
+        if KEYS_EACH == 1:
+            s += (tl.load(head + slot * stride).to(tl.float32) * LOG2E)[None, :]
+        elif KEYS_EACH >= BLOCK_N:
             s += tl.load(head + slot * stride).to(tl.float32) * LOG2E
         else:
             s += (tl.load(head + slot * stride, mask=key_ok, other=0.0).to(tl.float32) * LOG2E)[None, :]

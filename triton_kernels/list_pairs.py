@@ -112,7 +112,7 @@ def list_pairs_kernel(
     for column in tl.range(0, DIM, COLUMNS, num_stages=STAGES):
         dims = column + tl.arange(0, COLUMNS)
         q_tile = load_members(q, q_strides, b, rows, h, row_ok, dims, DIM, DIM % COLUMNS != 0)
-        k_tile = load_keys(k, k_strides.row, keys, key_ok, dims, DIM, DIM % COLUMNS != 0, WIDE)
+        k_tile = load_keys(k, k_strides.row, keys, key_ok, dims, DIM, DIM % COLUMNS != 0, WIDE, KEYS_EACH)
         s = tl.dot(q_tile, tl.trans(k_tile), s, input_precision=PRECISION)
         if LATENT:
             g_tile = load_members(dout, dout_strides, b, rows, h, row_ok, dims, DIM_V, DIM != DIM_V)
@@ -121,7 +121,7 @@ def list_pairs_kernel(
         for column in tl.range(0, DIM_V, COLUMNS, num_stages=STAGES):
             dims = column + tl.arange(0, COLUMNS)
             g_tile = load_members(dout, dout_strides, b, rows, h, row_ok, dims, DIM_V, DIM_V % COLUMNS != 0)
-            v_tile = load_keys(v, v_strides.row, keys, key_ok, dims, DIM_V, DIM_V % COLUMNS != 0, WIDE)
+            v_tile = load_keys(v, v_strides.row, keys, key_ok, dims, DIM_V, DIM_V % COLUMNS != 0, WIDE, KEYS_EACH)
             dp = tl.dot(g_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
 
     s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
@@ -163,7 +163,9 @@ def list_pairs_kernel(
         ds = ds * slope
     member = part * BLOCK_M + tl.arange(0, BLOCK_M)
     line = program.to(tl.int64) * (GROUP * QUERIES) + member
-    at = (line * (lists.most * KEYS_EACH))[:, None] + (start + tl.arange(0, BLOCK_N))[None, :]
-    inside = (member < GROUP * QUERIES)[:, None] & key_ok[None, :]
+    pitch, place = lists.most * KEYS_EACH, start + tl.arange(0, BLOCK_N)
+    at = (line * pitch)[:, None] + place[None, :]
+    # Zeros where there is no key, which readers do not mask.
+    inside = (member < GROUP * QUERIES)[:, None] & (place < pitch)[None, :]
     tl.store(kept_p + at, p.to(kept_p.dtype.element_ty), mask=inside)
     tl.store(kept_ds + at, ds.to(kept_ds.dtype.element_ty), mask=inside)

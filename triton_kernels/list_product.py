@@ -70,12 +70,12 @@ def list_product_kernel(
         acc_rest = tl.zeros([BLOCK_M, WIDTH_REST], tl.float32)
     for start in tl.range(0, end, BLOCK_N, num_stages=STAGES):
         _, keys, key_ok = keys_at(entries, start, end, row, shape, BLOCK_N, QUERIES, KEYS_EACH, LEFT, RIGHT)
-        inside = row_ok[:, None] & key_ok[None, :]
-        ds = tl.load(kept + (start + tl.arange(0, BLOCK_N))[None, :], mask=inside, other=0.0)
-        k_tile = load_keys(k, k_strides.row, keys, key_ok, dims, shape.head_dim, PAD_D and REST == 0, WIDE)
+        place = start + tl.arange(0, BLOCK_N)
+        ds = tl.load(kept + place[None, :], mask=row_ok[:, None] & (place < pitch)[None, :], other=0.0)
+        k_tile = load_keys(k, k_strides.row, keys, key_ok, dims, shape.head_dim, PAD_D and REST == 0, WIDE, KEYS_EACH)
         acc = tl.dot(ds, k_tile, acc, input_precision=PRECISION)
         if REST > 0:
-            k_rest = load_keys(k, k_strides.row, keys, key_ok, dims_rest, shape.head_dim, PAD_D, WIDE)
+            k_rest = load_keys(k, k_strides.row, keys, key_ok, dims_rest, shape.head_dim, PAD_D, WIDE, KEYS_EACH)
             acc_rest = tl.dot(ds, k_rest, acc_rest, input_precision=PRECISION)
     at = dq + (((b * shape.seqlen_q + rows) * shape.num_heads + h) * shape.head_dim)[:, None]
     inside = row_ok[:, None] & (dims < shape.head_dim)[None, :]

@@ -177,10 +177,10 @@ def list_queries_kernel(
         entry, keys, key_ok = keys_at(entries, start, end, row, shape, BLOCK_N, QUERIES, KEYS_EACH, LEFT, RIGHT)
         if KEEP == ROWS:
             place = places_in_rows(words, before, offsets, owner - first_owner, keys, key_ok, local, shape, WORDS)
-        k_tile = load_keys(k, k_strides.row, keys, key_ok, dims, shape.head_dim, PAD_D and REST == 0, WIDE)
+        k_tile = load_keys(k, k_strides.row, keys, key_ok, dims, shape.head_dim, PAD_D and REST == 0, WIDE, KEYS_EACH)
         k_rest = k_tile
         if REST > 0:
-            k_rest = load_keys(k, k_strides.row, keys, key_ok, dims_rest, shape.head_dim, PAD_D, WIDE)
+            k_rest = load_keys(k, k_strides.row, keys, key_ok, dims_rest, shape.head_dim, PAD_D, WIDE, KEYS_EACH)
         s, slope = scaled(dot_rows(q_tile, q_rest, k_tile, k_rest, REST, PRECISION), scale_log2, softcap, SOFTCAP)
         slot = entry
         if VALUES != NO_VALUES:
@@ -192,7 +192,7 @@ def list_queries_kernel(
         if LATENT:
             v_tile = k_tile
         else:
-            v_tile = load_keys(v, v_strides.row, keys, key_ok, dims_v, shape.head_dim_v, PAD_DV, WIDE)
+            v_tile = load_keys(v, v_strides.row, keys, key_ok, dims_v, shape.head_dim_v, PAD_DV, WIDE, KEYS_EACH)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds, d = score_gradients(p, dp, d, False, 1, FEW_KEYS, NO_SEQUENCES)
         if NEED_VALUES:
@@ -217,8 +217,10 @@ def list_queries_kernel(
         if KEEP == PAIRS:
             member = part * BLOCK_M + tl.arange(0, BLOCK_M)
             line = program.to(tl.int64) * (GROUP * QUERIES) + member
-            at = (line * (lists.most * KEYS_EACH))[:, None] + (start + tl.arange(0, BLOCK_N))[None, :]
-            inside = (member < GROUP * QUERIES)[:, None] & key_ok[None, :]
+            pitch, place = lists.most * KEYS_EACH, start + tl.arange(0, BLOCK_N)
+            at = (line * pitch)[:, None] + place[None, :]
+            # Zeros where there is no key, which readers do not mask.
+            inside = (member < GROUP * QUERIES)[:, None] & (place < pitch)[None, :]
             tl.store(kept + at, p.to(kept.dtype.element_ty), mask=inside)
             tl.store(kept_ds + at, ds_tile, mask=inside)
         elif KEEP == ROWS:

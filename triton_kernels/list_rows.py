@@ -69,19 +69,19 @@ def list_counts_kernel(words, before, counts, number, BLOCK: tl.constexpr, WORDS
 
 @triton.jit
 def load_kept(
-    kept, row, block, key_ok, pitch, shape,
+    kept, row, block, place, pitch, shape,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Load kept p or ds of a block of members, with places as rows."""
+    """Load kept p or ds of a block of members, with places as rows. Rows of places without a key may be anything."""
     member = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = (member < GROUP * QUERIES) & (row * QUERIES + member // GROUP < shape.seqlen_q)
-    at = kept + (member.to(tl.int64) * pitch)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    return tl.trans(tl.load(at, mask=row_ok[:, None] & key_ok[None, :], other=0.0))
+    at = kept + (member.to(tl.int64) * pitch)[:, None] + place[None, :]
+    return tl.trans(tl.load(at, mask=row_ok[:, None] & (place < pitch)[None, :], other=0.0))
 
 
 @triton.jit
 def add_members(
-    sums, tile, kept, x, strides, b, h_k, row, key_ok, pitch, dims, shape,
+    sums, tile, kept, x, strides, b, h_k, row, places, pitch, dims, shape,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
     IS_CUT: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def add_members(
         sums = tl.dot(tile, part, sums, input_precision=PRECISION)
     else:
         for block in tl.range(0, BLOCKS, num_stages=STAGES):
-            part_of_kept = load_kept(kept, row, block, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+            part_of_kept = load_kept(kept, row, block, places, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
             queries, h, row_ok = members_of(block, row, h_k, shape, BLOCK_M, GROUP, QUERIES)
             part = load_members(x, strides, b, queries, h, row_ok, dims, DIM, IS_CUT)
             sums = tl.dot(part_of_kept, part, sums, input_precision=PRECISION)
@@ -161,11 +161,11 @@ def list_rows_kernel(
     place = places_in_rows(words, before, offsets, owner - first_owner, keys, key_ok, local, shape, WORDS)
     SIZE: tl.constexpr = DIM if LATENT else DIM + DIM_V
     pitch = lists.most * KEYS_EACH
-    kept = program.to(tl.int64) * MEMBERS * pitch + start
+    kept, places = program.to(tl.int64) * MEMBERS * pitch, start + tl.arange(0, BLOCK_N)
     BLOCKS: tl.constexpr = (MEMBERS + BLOCK_M - 1) // BLOCK_M
     if BLOCKS == 1:  # one tile of p and ds serves all columns
-        ds_tile = load_kept(kept_ds + kept, row, 0, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
-        p_tile = load_kept(kept_p + kept, row, 0, key_ok, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+        ds_tile = load_kept(kept_ds + kept, row, 0, places, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
+        p_tile = load_kept(kept_p + kept, row, 0, places, pitch, shape, BLOCK_M, BLOCK_N, GROUP, QUERIES)
     else:
         ds_tile = None
         p_tile = None
@@ -173,13 +173,13 @@ def list_rows_kernel(
         dims = column + tl.arange(0, COLUMNS)
         sums = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
         sums = add_members(
-            sums, ds_tile, kept_ds + kept, q, q_strides, b, h_k, row, key_ok, pitch, dims, shape,
+            sums, ds_tile, kept_ds + kept, q, q_strides, b, h_k, row, places, pitch, dims, shape,
             BLOCK_M, BLOCK_N, GROUP, QUERIES, DIM, DIM % COLUMNS != 0, BLOCKS, STAGES, PRECISION,
         )  # fmt: skip
         sums = sums * scale
         if LATENT:
             sums = add_members(
-                sums, p_tile, kept_p + kept, dout, dout_strides, b, h_k, row, key_ok, pitch, dims, shape,
+                sums, p_tile, kept_p + kept, dout, dout_strides, b, h_k, row, places, pitch, dims, shape,
                 BLOCK_M, BLOCK_N, GROUP, QUERIES, DIM_V, DIM != DIM_V, BLOCKS, STAGES, PRECISION,
             )  # fmt: skip
         store_row(rows + place * SIZE, sums, dims, key_ok, DIM, DIM % COLUMNS != 0)
@@ -188,7 +188,7 @@ def list_rows_kernel(
             dims = column + tl.arange(0, COLUMNS)
             sums = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
             sums = add_members(
-                sums, p_tile, kept_p + kept, dout, dout_strides, b, h_k, row, key_ok, pitch, dims, shape,
+                sums, p_tile, kept_p + kept, dout, dout_strides, b, h_k, row, places, pitch, dims, shape,
                 BLOCK_M, BLOCK_N, GROUP, QUERIES, DIM_V, DIM_V % COLUMNS != 0, BLOCKS, STAGES, PRECISION,
             )  # fmt: skip
             store_row(rows + place * SIZE + DIM, sums, dims, key_ok, DIM_V, DIM_V % COLUMNS != 0)

@@ -295,7 +295,7 @@ def plan_backward(
     pairs_of = keys_of = sums_of = queries_of = None
     if call.has_wide_heads:
         if need_q or needs_keys:
-            pairs_of = _plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind.value)
+            pairs_of = plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind.value)
     else:
         if needs_keys:
             keys_of = _plan_keys(call, dout, need_k, need_v, dbias_kind.value, call.num_heads_k, one_pass)
@@ -304,7 +304,8 @@ def plan_backward(
         if need_q and shape.seqlen_k > call.layout.one_pass_keys:
             queries_of = plan_queries(call, dout)
     bias_of = plan_bias(call, dout, bias) if shared and bias is not None else None
-    fill_q, num_heads_k = call.plan_fill(call.q.shape, 0), call.num_heads_k
+    fill_q, fill_k, fill_v = (call.plan_fill(x.shape, side) for x, side in ((call.q, 0), (call.k, 2), (call.v, 2)))
+    num_heads_k = call.num_heads_k
     new_q = new_like(call.q.shape, call.q.stride())
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
@@ -314,7 +315,7 @@ def plan_backward(
         read = (q, k, v, bias, dout, lse_log2, delta)
         dq = dk = dv = dbias = None
         if pairs_of is not None:
-            dq, dk, dv, dbias = pairs_of(read, mask, sequences.bounds, dropout)
+            dq, dk, dv, dbias = pairs_of(read, mask, None, sequences.bounds, dropout)
         elif need_q:
             dq = new_q(q)
         if keys_of is not None:
@@ -325,6 +326,10 @@ def plan_backward(
             if queries_of is not None:
                 queries_of(read, mask, None, sequences.bounds, dropout, dq)
             fill_q(dq, None, sequences.bounds)
+        if dk is not None:
+            fill_k(dk, None, sequences.bounds)
+        if dv is not None:
+            fill_v(dv, None, sequences.bounds)
         if bias_of is not None:
             dbias = bias_of(read, mask, None, sequences.bounds, dropout)
         rows = None
@@ -339,26 +344,6 @@ def plan_backward(
         # Rows of no sequence have no sink. Their lse of -inf would look like a row that has a sink and no keys, so it
         # becomes +inf, with which they add nothing to the gradient.
         return dq, dk, dv, dbias, sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows)
-
-    return run
-
-
-def _plan_pairs(
-    call: SequenceCall, dout: Tensor, need_q: bool, need_k: bool, need_v: bool, dbias_kind: int
-) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]]:
-    """Plan `plan_pairs`, and what fills rows of no sequence in dk and dv: run(read, mask, bounds, dropout)."""
-    pairs_of = plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind)
-    fill_k, fill_v = call.plan_fill(call.k.shape, 2), call.plan_fill(call.v.shape, 2)
-
-    def run(
-        read: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        dq, dk, dv, dbias = pairs_of(read, mask, None, bounds, dropout)
-        if dk is not None:
-            fill_k(dk, None, bounds)
-        if dv is not None:
-            fill_v(dv, None, bounds)
-        return dq, dk, dv, dbias
 
     return run
 
@@ -390,7 +375,6 @@ def _plan_keys(
         SEARCH=search,
         ONE_PASS=one_pass,
     )
-    fill_k, fill_v = call.plan_fill(call.k.shape, 2), call.plan_fill(call.v.shape, 2)
     entries = 1 if flags.bias_packing == "keys" else call.number
     num_heads_k, dbias_keys = call.num_heads_k, call.layout.dbias_keys
     new_k, new_v = (new_like(x.shape, x.stride()) for x in (call.k, call.v))
@@ -408,10 +392,6 @@ def _plan_keys(
         elif stored and bias is not None:
             made = torch.zeros(bias.shape, dtype=bias.dtype, device=k.device)
         launch(*operands, *read_of(mask, columns=True), dk, dv, made, None, bounds, dropout, dq)
-        if dk is not None:
-            fill_k(dk, None, bounds)
-        if dv is not None:
-            fill_v(dv, None, bounds)
         if per_key and made is not None and bias is not None:
             made = key_gradient(bias, made, num_heads_k, 1)
         return dk, dv, made

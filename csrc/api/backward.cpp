@@ -180,8 +180,8 @@ namespace {
 // col_lists) of a TileMask, or (bounds, row_lists, col_lists) of an IntervalMask. low and high are the band if there is
 // no mask. key_order: of an IntervalMask, if k, v and a bias per key are in its order; dk, dv and dbias_sums are in the
 // caller's order of keys, and dbias_sums starts as zeros then. dbias: of a bias per query and key, in its dtype;
-// written whole. It may have fewer heads or batch entries. Of a bias by distance it is contiguous. Where the main kernel stores it, it may lie in a larger
-// tensor (B, Hq, Lq, Lk). dbias_sums: (B, Hq, Lk), of a bias per key, in fp32. delta: (B, Hq, Lq), for gradients that
+// written whole. It may have fewer heads or batch entries. Where the main kernel stores it, it may lie in a larger
+// tensor (B, Hq, Lq, Lk). A bias by distance has a contiguous dbias in the shape of its values. dbias_sums: (B, Hq, Lk), of a bias per key, in fp32. delta: (B, Hq, Lq), for gradients that
 // the caller computes. Alone it takes the kernel of the rows and no other. num_dbias_chunks: how many chunks share the
 // heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.
 void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,

@@ -1,5 +1,5 @@
 // dbias of a bias per query and key: which kernel writes it, zeros where the main kernel stores no tile, and the launch
-// of the shared_dbias kernel. That kernel also sums ds along diagonals, for a bias by distance.
+// of the shared_dbias kernel. It also sums ds along diagonals, for a bias by distance.
 #include <algorithm>
 #include <cstdint>
 
@@ -124,7 +124,7 @@ void BackwardPass::store_shared_dbias() const {
   if (by.has_slots) add_chunks(shared);
 }
 
-// What the kernel is told of the call and of its schedule, but for dbias.
+// Describes the call and its schedule to the kernel, but not dbias.
 SharedDbiasParams BackwardPass::summed_operands(const Sizes& scores) const {
   const DbiasSchedule& by = dbias_schedule;
   SharedDbiasParams shared{};

@@ -101,15 +101,15 @@ inline DbiasSchedule schedule_dbias(const BackwardCall& call, int64_t num_chunks
   return schedule;
 }
 
-// Diagonals of tiles, from `first` to `last`, none if that is less. The number of a diagonal is the tile of keys minus the
-// tile of queries.
+// Diagonals of tiles from `first` to `last`; none if `last` is less. The number of a diagonal is the tile of keys minus
+// the tile of queries.
 struct Diagonals {
-  int64_t first, last;
+  int64_t first = 0, last = -1;
   int64_t count() const { return std::max<int64_t>(last - first + 1, 0); }
   Diagonals within(const Diagonals& other) const { return {std::max(first, other.first), std::min(last, other.last)}; }
 };
 
-// Those whose tiles have a distance, key minus query, from `low` to `high`.
+// The diagonals whose tiles have a distance, key minus query, from `low` to `high`.
 inline Diagonals diagonals_between(int64_t low, int64_t high) {
   return {-floor_div(kTile - 1 - low, kTile), floor_div(high + kTile - 1, kTile)};
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +17,6 @@ from ..reference import tangents as forward_mode
 from ..reference.distances import ChunkBias
 from ..reference.lists import Chosen
 from ..reference.masks import AnyMask, Intervals, TileBits
-from ..reference.tangents import Cotangents, Tangents
 from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, lists_as_tensors, lists_of, whole_batch
 from .mask_choice import MaskChoice, convert
 from .protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
@@ -64,58 +66,49 @@ def _readable_bias(problem: AttentionProblem, x: Inputs) -> ChunkBias | None:
     return bias_of(problem, x)
 
 
-def _plan_forward(problem: AttentionProblem) -> Forward:
-    numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
+def _chunked(
+    p: AttentionProblem, dense: Callable[..., Any], beside: Callable[..., Any], **own: Any
+) -> Callable[..., Any]:
+    """Plan a chunked pass, the one of dense calls or the one beside sequences: run(x, *tensors, **more).
 
-    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        mask, shared = _readable(problem, x), {"sink": x.sink, "dropout": dropout_of(problem, x)}
-        sizes, bias = {**numbers, "chunk_bytes": _chunk_bytes}, _readable_bias(problem, x)
+    Both take q, k and v, the mask and the bias between the tensors in front of them and those behind.
+    """
+    numbers, repeats = {**formula_numbers(p), **own}, (p.flags.mask_repeat, p.flags.bias_repeat)
+
+    def run(x: Inputs, *last: Any, first: tuple[Any, ...] = (), **more: Any) -> Any:
+        tensors = (*first, x.q, x.k, x.v, _readable(p, x), _readable_bias(p, x), *last)
+        sizes = {**numbers, **more, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(p, x)}
         if x.sequences is not None:
-            return loop.forward(batch_of(problem, x), x.q, x.k, x.v, mask, bias, **shared, **sizes)
-        return query_blocks.forward(x.q, x.k, x.v, mask, bias, repeats=repeats, **shared, **sizes)
+            return beside(batch_of(p, x), *tensors, **sizes)
+        return dense(*tensors, repeats=repeats, **sizes)
 
-    return forward
+    return run
+
+
+def _plan_forward(problem: AttentionProblem) -> Forward:
+    run = _chunked(problem, query_blocks.forward, loop.forward)
+    return lambda x: run(x, sink=x.sink)
 
 
 def _plan_backward(problem: AttentionProblem) -> Backward:
-    numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
+    run = _chunked(problem, query_blocks.backward, loop.backward, needs_grad=problem.needs_grad)
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         x, out, lse = saved
-        mask, shared = _readable(problem, x), {"sink": x.sink, "dropout": dropout_of(problem, x)}
-        sizes = {**numbers, "chunk_bytes": _chunk_bytes, "needs_grad": problem.needs_grad}
-        tensors = (dout, dlse, x.q, x.k, x.v, mask, _readable_bias(problem, x), out, lse)
-        if x.sequences is not None:
-            return loop.backward(batch_of(problem, x), *tensors, **shared, **sizes)
-        return query_blocks.backward(*tensors, repeats=repeats, **shared, **sizes)
+        gradients: Gradients = run(x, out, lse, first=(dout, dlse), sink=x.sink)
+        return gradients
 
     return backward
 
 
 def _plan_tangents(problem: AttentionProblem) -> ForwardTangents:
-    numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
-
-    def tangents(x: Inputs, own: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        inputs = (x.q, x.k, x.v, _readable(problem, x), _readable_bias(problem, x), x.sink, own)
-        sizes = {**numbers, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(problem, x)}
-        if x.sequences is not None:
-            return loop.forward_tangents(batch_of(problem, x), *inputs, **sizes)
-        return forward_mode.forward(*inputs, repeats=repeats, **sizes)
-
-    return tangents
+    run = _chunked(problem, forward_mode.forward, loop.forward_tangents)
+    return lambda x, own: run(x, x.sink, own)
 
 
 def _plan_tangent_gradients(problem: AttentionProblem, needs_grad: tuple[bool, ...]) -> BackwardTangents:
-    numbers, repeats = formula_numbers(problem), (problem.flags.mask_repeat, problem.flags.bias_repeat)
-
-    def gradients(x: Inputs, own: Tangents, lse: Tensor, sent: Cotangents) -> tuple[Tangents, Tangents]:
-        inputs = (sent, x.q, x.k, x.v, _readable(problem, x), _readable_bias(problem, x), x.sink, own, lse)
-        sizes = {**numbers, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(problem, x), "needs_grad": needs_grad}
-        if x.sequences is not None:
-            return loop.backward_tangents(batch_of(problem, x), *inputs, **sizes)
-        return forward_mode.backward(*inputs, repeats=repeats, **sizes)
-
-    return gradients
+    run = _chunked(problem, forward_mode.backward, loop.backward_tangents, needs_grad=needs_grad)
+    return lambda x, own, lse, sent: run(x, x.sink, own, lse, first=(sent,))
 
 
 def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:

@@ -68,11 +68,6 @@ def lists_as_tensors(
     )
 
 
-def by_query_head(x: Tensor, num_heads: int) -> Tensor:
-    """Return x (B, H, ...) with one head or one for each query head; heads of a group share one of x."""
-    return x if x.shape[1] in (1, num_heads) else x.repeat_interleave(num_heads // x.shape[1], 1)
-
-
 def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
     """Return the numbers of a call, under the names that `flash_dmattn.reference.formula` gives them."""
     return {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap, "window_size": problem.window}

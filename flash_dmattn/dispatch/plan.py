@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..backends.mask_choice import (
     backward_of,
@@ -22,6 +22,7 @@ from . import packers as packers  # registers the fast packers with flash_dmattn
 from .config import BackendChoice
 from .registry import on_change
 
+T = TypeVar("T")
 Strides = tuple[tuple[int, ...] | None, ...]
 
 # Planned passes, by the function that plans them, backend and problem. Plans with different keys share them, and so do
@@ -119,33 +120,27 @@ def make_plan(
 
 
 def forward_pass(backend: Backend, problem: AttentionProblem) -> Forward:
-    """Return the forward pass of a backend for a class of calls, planned once."""
-    run: Forward = _planned(forward_of, backend, problem if backend.is_differentiable else _without_gradients(problem))
-    return run
+    """Return the forward pass of a backend for a class of calls, planned once; so do the three functions below."""
+    return _planned(forward_of, backend, problem if backend.is_differentiable else _without_gradients(problem))
 
 
 def backward_pass(backend: Backend, problem: AttentionProblem) -> Backward:
-    """Return the backward pass of a backend for a class of calls, planned once."""
-    run: Backward = _planned(backward_of, backend, _as_operands_tell(problem))
-    return run
+    return _planned(backward_of, backend, _as_operands_tell(problem))
 
 
 def tangents_pass(backend: Backend, problem: AttentionProblem) -> ForwardTangents:
-    """Return the forward pass of a backend in forward mode for a class of calls, planned once."""
-    run: ForwardTangents = _planned(tangents_of, backend, _without_gradients(problem))
-    return run
+    return _planned(tangents_of, backend, _without_gradients(problem))
 
 
 def tangent_gradients_pass(
     backend: Backend, problem: AttentionProblem, needs_grad: tuple[bool, ...]
 ) -> BackwardTangents:
-    """Return the gradients of a call in forward mode for a class of calls, planned once."""
-    run: BackwardTangents = _planned(tangent_gradients_of, backend, _without_gradients(problem), needs_grad)
-    return run
+    return _planned(tangent_gradients_of, backend, _without_gradients(problem), needs_grad)
 
 
-def _planned(plan: Callable[..., Any], *arguments: Any) -> Any:
-    return _passes.find((plan, *arguments), lambda: plan(*arguments))
+def _planned(plan: Callable[..., T], *arguments: Any) -> T:
+    planned: T = _passes.find((plan, *arguments), lambda: plan(*arguments))
+    return planned
 
 
 def _without_gradients(problem: AttentionProblem) -> AttentionProblem:

@@ -186,32 +186,23 @@ def _serves_backward(
 
 
 def _choose_named(problem: AttentionProblem, requested: BackendChoice) -> Selection:
-    if isinstance(requested, str):
-        forward_name = backward_name = requested
-    else:
-        forward_name, backward_name = requested
-    needs_backward = any(problem.needs_grad)
-    forward, backward = check_name(forward_name), check_name(backward_name)
-    if forward_name == backward_name:
-        if not (_serves(forward, problem, "forward") and (not needs_backward or _serves(forward, problem, "backward"))):
-            refuse(problem, forward, passes_of(problem))
-        if forward.is_differentiable or not needs_backward:
-            return Selection(forward, None)
-        return Selection(forward, forward)
-    for backend in (forward, backward):
-        if backend.is_differentiable:
-            pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not b.is_differentiable)
-            raise ValueError(
-                f"backend is {requested!r}, but {backend.name!r} is one differentiable function that cannot serve a "
-                f"single pass; a pair needs two of {pairs}"
-            )
-    if not _serves(forward, problem, "forward"):
-        refuse(problem, forward, ("forward",))
-    if not needs_backward:
-        return Selection(forward, None)
-    if not _serves(backward, problem, "backward"):
-        refuse(problem, backward, ("backward",))
-    return Selection(forward, backward)
+    names = (requested, requested) if isinstance(requested, str) else requested
+    forward, backward = [check_name(name) for name in names]
+    passes = passes_of(problem)
+    asked: tuple[tuple[Backend, tuple[Direction, ...]], ...] = ((forward, passes),)
+    if forward is not backward:
+        asked = ((forward, passes[:1]), (backward, passes[1:]))
+        for backend, _ in asked:
+            if backend.is_differentiable:
+                pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not b.is_differentiable)
+                raise ValueError(
+                    f"backend is {requested!r}, but {backend.name!r} is one differentiable function that cannot serve "
+                    f"a single pass; a pair needs two of {pairs}"
+                )
+    for backend, own in asked:
+        if not all([_serves(backend, problem, direction) for direction in own]):
+            refuse(problem, backend, own)
+    return Selection(forward, None if forward.is_differentiable or len(passes) == 1 else backward)
 
 
 def candidates(problem: AttentionProblem) -> list[tuple[Backend, tuple[Rule, ...]]]:

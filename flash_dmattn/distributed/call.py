@@ -17,7 +17,7 @@ from ..masks import PreparedMask
 from ..masks.arguments import integer
 from ..problem import AttentionProblem, NeedsGrad, Numbers, as_scores, check_flag, dtype_name, unpacked_spec
 from ..remembered import Remembered
-from ..validation import describe, follow_autocast
+from ..validation import Call, describe, follow_autocast
 from .exchange import CLEAR_SHARE, HeadTrade, Route, length_of, runs_read, share_moved, sum_dtype, sum_gradient
 from .group import Members, Shared, check_layout
 from .layout import SequenceLayout
@@ -170,7 +170,7 @@ class Request(NamedTuple):
                 "q is a nested tensor; context parallelism shares one sequence: pad it, or mask its documents"
             )
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
-            describe(q, k, v, None, None, None, self.numbers)  # it says what is wrong
+            describe(Call(q, k, v, None, None, None, self.numbers))  # it says what is wrong
         request = self._replace(q=q, k=k, v=v)
         call = request._over_mesh() if len(self.groups) == 2 else request._over_group(request)
         dtype = call.problem.dtype
@@ -236,7 +236,7 @@ class Request(NamedTuple):
                 "flash_dmattn.distributed.ShardedMask.from_mask, or a bool tensor of this rank's rows"
             )
         every_k, every_v = (_without_memory(x, x.shape[0], layout_k.length, *x.shape[2:]) for x in (k, v))
-        problem, _, _ = describe(q, every_k, every_v, every_mask, every_bias, sink, numbers)
+        problem, _, _ = describe(Call(q, every_k, every_v, every_mask, every_bias, sink, numbers))
         if torch.is_grad_enabled():
             needs = (x is not None and x.requires_grad for x in (*passed[:3], bias, sink))
             problem = problem._replace(needs_grad=NeedsGrad(*needs))

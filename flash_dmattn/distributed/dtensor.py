@@ -21,7 +21,7 @@ from ..biases import refuse_by_distance
 from ..dtensors import is_dtensor
 from ..gradients import contiguous_strides
 from ..problem import Numbers, Repeats, fold_call
-from ..validation import describe
+from ..validation import Call, describe
 from .api import context_parallel_attention
 from .explanation import explain_context_parallel
 from .group import Members, groups_of, refuse_together
@@ -286,7 +286,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, s
     repeats: Repeats | None = None
     if q.dim() > 4:
         q, k, v, mask, bias, _, repeats, _ = fold_call(q, k, v, mask, bias)
-    describe(q, k, v, mask, bias, sink, Numbers(), repeats)
+    describe(Call(q, k, v, mask, bias, sink, Numbers(), repeats=repeats))
 
 
 def _on_meta(x: Tensor) -> Tensor:

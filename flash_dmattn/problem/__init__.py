@@ -6,7 +6,6 @@ from .arch import sm_number as sm_number
 from .checks import RANKS as RANKS
 from .checks import as_scores as as_scores
 from .checks import check_broadcast as check_broadcast
-from .checks import check_chosen as check_chosen
 from .checks import check_flag as check_flag
 from .checks import check_number as check_number
 from .checks import check_scores as check_scores

@@ -141,24 +141,20 @@ def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_h
     raise ValueError(_misfit(name, shape, names, allowed) + advice)
 
 
-def check_values(shape: Sequence[int], sizes: Sequence[int], num_heads_k: int, rows: int | None) -> None:
-    """Refuse values of a bias by distance, (*batch, heads, rows, distances); `rows` is None if queries share them."""
-    *batch, num_heads = sizes
-    names: tuple[str, ...] = (*batch_names(len(batch)), "heads", "seqlen_q", "distances")
-    allowed: tuple[tuple[int, ...], ...] = (*[(1, n) for n in batch], (1, num_heads_k, num_heads), (rows or 0,), ())
-    if rows is None:  # a dim that the caller did not pass
-        shape, names, allowed = ((*x[:-2], x[-1]) for x in (shape, names, allowed))
-    if not _fits(shape, allowed):
-        raise ValueError(_misfit("bias.values", shape, names, allowed))
-
-
-def check_chosen(
-    shape: Sequence[int], sizes: Sequence[int], num_heads_k: int, rows: Sequence[int], places: int
+def check_values(
+    shape: Sequence[int], sizes: Sequence[int], num_heads_k: int, rows: tuple[int, ...], places: int | None = None
 ) -> None:
-    """Refuse values of a `Chosen`, (*batch, heads, rows, places); `rows` are the numbers of queries and of lists."""
+    """Refuse values (*batch, heads, rows, n), for n distances or for the places of lists, that do not fit the call.
+
+    `rows` has the numbers of rows that fit; () where all queries share the values and the caller passed no such dim.
+    """
     *batch, num_heads = sizes
-    names = (*batch_names(len(batch)), "heads", "queries or lists", "entries of a list")
-    allowed = (*[(1, n) for n in batch], (1, num_heads_k, num_heads), (*rows,), (places,))
+    last = ("seqlen_q", "distances") if places is None else ("queries or lists", "entries of a list")
+    names: tuple[str, ...] = (*batch_names(len(batch)), "heads", *last)
+    fits = (rows, () if places is None else (places,))
+    allowed: tuple[tuple[int, ...], ...] = (*[(1, n) for n in batch], (1, num_heads_k, num_heads), *fits)
+    if not rows:
+        shape, names, allowed = ((*x[:-2], x[-1]) for x in (shape, names, allowed))
     if not _fits(shape, allowed):
         raise ValueError(_misfit("bias.values", shape, names, allowed))
 

@@ -240,6 +240,15 @@ class AttentionProblem(NamedTuple):
         return self.flags.sequences
 
     @property
+    def rows(self) -> tuple[tuple[Shape4, Shape4], ...]:
+        """Shape and strides of q, k and v in a call without sequences."""
+        return (
+            ((self.batch, self.seqlen_q, self.num_heads, self.head_dim), self.q_strides),
+            ((self.batch, self.seqlen_k, self.num_heads_k, self.head_dim), self.k_strides),
+            ((self.batch, self.seqlen_k, self.num_heads_k, self.head_dim_v), self.v_strides),
+        )
+
+    @property
     def has_window(self) -> bool:
         return self.window_size != (-1, -1)
 

@@ -87,14 +87,9 @@ def as_arrived(gradients: Gradients, arrival: Arrival) -> Gradients:
     """View the gradients of rows (B, L, H, D) as q, k and v arrived."""
     if arrival == "rows":
         return gradients
-    dq, dk, dv, *rest = gradients
-    return _arrived(dq, arrival), _arrived(dk, arrival), _arrived(dv, arrival), *rest
-
-
-def _arrived(x: Tensor | None, arrival: Arrival) -> Tensor | None:
-    if x is None:
-        return None
-    return x.transpose(1, 2) if arrival == "heads_first" else x.squeeze(0)
+    turned = arrival == "heads_first"
+    rows = (None if x is None else x.transpose(1, 2) if turned else x.squeeze(0) for x in gradients[:3])
+    return *rows, *gradients[3:]
 
 
 class Inputs(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import batch_names, check_broadcast, check_chosen, check_strided, check_values
+from .checks import batch_names, check_broadcast, check_strided, check_values
 from .description import AttentionProblem, NeedsGrad, spec_of, unpacked_spec
 
 Dims = tuple[int, ...]
@@ -56,11 +56,11 @@ def fold_call(
     mask = _fold_checked("mask", mask, sizes, k.shape[-2])
     if is_chosen:
         values_fit = mask.x.sizes_of_values
-        bias = _fold_values(bias, sizes, lambda shape: check_chosen(shape, sizes[:-2], k.shape[-2], *values_fit))
+        bias = _fold_values(bias, sizes, lambda shape: check_values(shape, sizes[:-2], k.shape[-2], *values_fit))
     elif by_distance is None:
         bias = _fold_checked("bias", bias, sizes, k.shape[-2])
     else:
-        rows = sizes[-2] if by_distance else None
+        rows = (sizes[-2],) if by_distance else ()
         bias = _fold_values(bias, sizes, lambda shape: check_values(shape, sizes[:-2], k.shape[-2], rows))
     notes += [folded.note for folded in (mask, bias) if folded.note is not None]
     q, k, v = (merge(x, leading) for x in (q, k, v))

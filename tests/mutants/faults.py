@@ -501,9 +501,9 @@ _PYTHON = (
     # The call and its gradients
     Fault(
         "a bias that needs no gradient has one computed",
-        "flash_dmattn/validation.py",
-        "bias is not None and bias.requires_grad",
-        "bias is not None",
+        "flash_dmattn/problem/inputs.py",
+        "x is not None and x.requires_grad for x in tensors",
+        "x is not None and (x.requires_grad or x is self.bias) for x in tensors",
         ("tests/test_explain.py::test_shapes_and_tensors_on_meta_are_explained_as_tensors_are",),
     ),
     Fault(
@@ -1040,7 +1040,7 @@ _CSRC = (
     Fault(
         "keys beyond the last add to their distance",
         "csrc/sm90/shared_dbias/tile_scheduler.h",
-        "return Traits::kIsRelative && (block_k + 1) * kTile > p.seqlen_k;",
+        "return (block_k + 1) * kTile > p.seqlen_k;",
         "return false;",
         (f"{_DISTANCES}test_gradients",),
     ),

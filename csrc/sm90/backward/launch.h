@@ -19,7 +19,8 @@ enum class BackwardBias {
   kTileSum,    // the same; dbias is summed over the batch by the blocks of a cluster, and stored
   kVector,     // one value per key, of any dtype and stride
   kRelative,   // one value per distance of key and query, of any dtype and stride
-  kRelativeSum // the same; ds of flat tiles is summed, for the gradients of the first and the last value
+  // The same; ds of flat tiles is summed, for the gradients of the first and the last value.
+  kRelativeSum
 };
 
 constexpr bool is_by_distance(BackwardBias bias) {

@@ -81,8 +81,8 @@ struct BackwardParams : AttentionSizes {
   DropoutParams dropout;
 
   Distances distances;  // for a bias by distance
-  // For BackwardBias::kRelativeSum: the sums of ds over flat tiles, (B, Hq, blocks_k, kFlatSums), of those before the values
-  // and of those behind them. A tile is flat where its block of keys minus its block of queries is not in this range.
+  // For BackwardBias::kRelativeSum: the sums of ds over flat tiles, (B, Hq, blocks_k, kFlatSums). x is of the tiles before
+  // the values, y of the tiles behind them. Diagonals in this range have no flat tile.
   float2* flat_sums;
   int first_diagonal, last_diagonal;
 };

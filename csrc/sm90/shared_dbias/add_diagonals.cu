@@ -1,4 +1,5 @@
-// The gradient of a bias by distance: adds the sums along diagonals and those of flat tiles, in one order, and rounds once.
+// The gradient of a bias by distance: adds the sums along diagonals and the sums of flat tiles in one order, and rounds
+// once.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -19,7 +20,7 @@ struct DiagonalSums {
   // The place of the first distance of a diagonal.
   __device__ int first_place_of(int diagonal) const { return p.distances.origin + diagonal * kTile - (kTile - 1); }
 
-  // What all chunks have for the distance y of a diagonal.
+  // The sum of all chunks for the distance y of a diagonal.
   __device__ float at(int diagonal, int y) const {
     const int64_t rows = static_cast<int64_t>(p.owners) * p.diagonals;
     const float* from =
@@ -30,7 +31,7 @@ struct DiagonalSums {
     return sum;
   }
 
-  // What diagonals have for one place; at most two of them have it.
+  // The sum for one place, which at most two diagonals have.
   __device__ float of_place(int place) const {
     const int last = p.first_diagonal + p.diagonals - 1;
     const int above = place - p.distances.origin + kTile - 1;  // distances from diagonal 0's first one on
@@ -43,7 +44,7 @@ struct DiagonalSums {
     return sum;
   }
 
-  // The thread's share of what lies before the values (side 0) or behind them.
+  // The thread's share of the sum before the values (side 0) or behind them.
   __device__ float beyond(int side) const {
     const int y = threadIdx.x;
     float sum = 0.0f;

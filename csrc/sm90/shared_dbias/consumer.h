@@ -145,7 +145,7 @@ struct SharedDbiasConsumer {
     return reinterpret_cast<float*>(shared.bias[0]) + (group * 4 + warp) * Traits::kWindow;
   }
 
-  // Loads the values of the warp's distances, in units of log2, which are those of every tile of the diagonal.
+  // Loads the values of the warp's distances, in units of log2. Every tile of the diagonal has the same.
   __device__ __forceinline__ void load_values(const DbiasWorkTile& work) {
     const int last_row = work.block_q * kTile + group * 64 + warp * 16 + 15;
     const int first = first_place(p.distances, last_row, work.block_k * kTile);
@@ -155,7 +155,8 @@ struct SharedDbiasConsumer {
     __syncwarp();
   }
 
-  // finish_scores with a bias by distance. The thread's second row, 8 below its first, has the distances of 8 keys before.
+  // finish_scores with a bias by distance. The thread's second row, 8 below its first, has the distances of 8 keys
+  // before.
   __device__ __forceinline__ void finish_with_distances(Scores& scores, const RowStats& lse) {
     const float scale = p.softmax_scale * kLog2e;
     const float* values = window() + pair_of_distances(7 - lane / 4 + 2 * (lane % 4), Traits::kSecondCopy);
@@ -218,15 +219,13 @@ struct SharedDbiasConsumer {
   __device__ __forceinline__ void add_head(const DbiasWorkTile& work, int position, bool needs_mask) {
     MaskWords words;
     AttentionHead head;
-    DbiasWorkTile tile = work;
+    [[maybe_unused]] TileOfDiagonal of_diagonal;
     if constexpr (Traits::kIsRelative) {
-      if (needs_mask) {
-        const TileOfDiagonal of = tile_of_diagonal(p, work, position);
-        tile = of.work, head = of.head;
-      }
-    } else if (needs_mask || Traits::kHasDropout) {
-      head = summed_head<Traits::kHasSequences>(p, work, position);
+      if (needs_mask) of_diagonal = tile_of_diagonal(p, work, position), head = of_diagonal.head;
+    } else {
+      if (needs_mask || Traits::kHasDropout) head = summed_head<Traits::kHasSequences>(p, work, position);
     }
+    const DbiasWorkTile& tile = Traits::kIsRelative ? of_diagonal.work : work;  // a copy of `work` would be loaded early
     if (needs_mask) load_mask_words(words, tile, head);
     Scores scores, dp;
     Slots<Traits::kD> first;

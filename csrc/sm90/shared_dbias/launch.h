@@ -20,8 +20,8 @@ cudaError_t launch_shared_dbias_sequences(const SharedDbiasParams& params, bool 
 // Writes dbias if the kernel before has left it in slots. Defined for both dtypes.
 template <class T>
 cudaError_t launch_add_chunks(const AddChunksParams& params, cudaStream_t stream);
-// Writes the gradient of a bias by distance, after the kernel before has left sums in slots and the main kernel those of
-// flat tiles.
+// Writes the gradient of a bias by distance. The kernel above has left sums in slots, and the main kernel has summed flat
+// tiles.
 cudaError_t launch_add_diagonals(const AddDiagonalsParams& params, cudaStream_t stream);
 
 }  // namespace flash_dmattn

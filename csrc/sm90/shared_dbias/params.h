@@ -49,7 +49,7 @@ struct SharedDbiasParams : AttentionSizes {
 
   DropoutParams dropout;
 
-  // Of a bias by distance; no values otherwise. The work tiles are so many diagonals from the first on: the number of a
+  // For a bias by distance, whose work tiles are so many diagonals from the first on; else without values. The number of a
   // diagonal is the tile of keys minus the tile of queries.
   Distances distances;
   int first_diagonal, diagonals;

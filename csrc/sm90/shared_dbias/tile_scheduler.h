@@ -13,7 +13,7 @@ struct DbiasWorkTile {
   int batch, first_head;  // the first attention head that is summed into the tile of dbias
   int64_t owner;          // the head of dbias, counted over its batch entries
   int chunk;              // which share of the summed heads this work tile has
-  int block_q, block_k;  // of a diagonal the first tile
+  int block_q, block_k;   // of a diagonal the first tile
 };
 
 template <class Traits>
@@ -46,8 +46,8 @@ __device__ __forceinline__ int tiles_of_diagonal(const SharedDbiasParams& p, con
   return min(p.tiles_q - work.block_q, p.tiles_k - work.block_k);
 }
 
-// Where a chunk starts among the heads that are summed, of a diagonal among all tiles of these heads. The first ones are
-// longer by one.
+// Where a chunk starts among the heads that are summed, or among all tiles of a diagonal. The first chunks are longer by
+// one.
 template <class Traits>
 __device__ __forceinline__ int start_of_chunk(const SharedDbiasParams& p, const DbiasWorkTile& work, int chunk) {
   const int all = Traits::kIsRelative ? p.heads_summed * tiles_of_diagonal(p, work) : p.heads_summed;
@@ -103,10 +103,9 @@ __device__ __forceinline__ bool list_has(const int32_t* list, int from, int to, 
   return from < end && list[from] == index;
 }
 
-// Whether a tile has keys beyond the last, whose sums by distance would not be theirs alone.
-template <class Traits>
+// Whether a tile has keys beyond the last. By distance they would add to the sums of others.
 __device__ __forceinline__ bool passes_last_key(const SharedDbiasParams& p, int block_k) {
-  return Traits::kIsRelative && (block_k + 1) * kTile > p.seqlen_k;
+  return (block_k + 1) * kTile > p.seqlen_k;
 }
 
 // The class of a tile for one head, by the mask or the band.
@@ -117,7 +116,7 @@ __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int bl
     const int32_t* list = list_of(p.mask.lists, mask_of(p.mask.heads, head), p.tiles_q, block_q, p.tiles_k);
     const int num_full = list[0], num_partial = list[1];
     if (list_has(list + 2, 0, num_full, block_k)) {
-      return passes_last_key<Traits>(p, block_k) ? TileClass::kPartial : TileClass::kFull;
+      return Traits::kIsRelative && passes_last_key(p, block_k) ? TileClass::kPartial : TileClass::kFull;
     }
     const bool is_partial = list_has(list + 2, num_full, num_full + num_partial, block_k);
     return is_partial ? TileClass::kPartial : TileClass::kEmpty;
@@ -127,7 +126,8 @@ __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int bl
     const int least = first_key - (min(first_query + kTile, of.seqlen_q) - 1);
     const int most = min(first_key + kTile, of.seqlen_k) - 1 - first_query;
     if (most < of.low || least > of.high) return TileClass::kEmpty;
-    bool is_full = least >= of.low && most <= of.high && !passes_last_key<Traits>(p, block_k);
+    bool is_full = least >= of.low && most <= of.high;
+    if constexpr (Traits::kIsRelative) is_full = is_full && !passes_last_key(p, block_k);
     if constexpr (Traits::kHasSequences) {
       if (first_query >= of.seqlen_q || first_key >= of.seqlen_k) return TileClass::kEmpty;
       // After the last query and the last key of a sequence dbias has values of other sequences.

@@ -27,8 +27,8 @@ struct SharedDbiasTraits {
   static constexpr int kSlotPanels = kMostPanels < 2 ? kMostPanels : 2;
   static constexpr int kOperandBytes = kSlotPanels * kPanelBytes;
   static constexpr int kBiasPanels = kTile / kPanelColumns;
-  // By distance each warp has the values of its 16 queries and the tile's keys, twice (write_distances); the copies lie in
-  // different banks. In the end it has their sums there.
+  // By distance each warp has the values of its 16 queries and the tile's keys, twice (write_distances). The copies lie in
+  // different banks. In the end the warp's sums lie there.
   static constexpr int kDistances = 16 + kTile - 1, kSecondCopy = kTile + 48, kWindow = 2 * kSecondCopy;
   static_assert(kSecondCopy >= kDistances && kSecondCopy % 32 == 16);
   static constexpr int kBiasBytes = kIsRelative ? 4 * kConsumers * kWindow * 4 : kBiasPanels * kPanelBytes;

@@ -8,7 +8,7 @@ from ..mask_choice import interval_notes
 from ..protocol import Availability, Backend, Direction
 from . import extension, sequences
 from .group_rows import has_group_rows
-from .operands import copies_bias, copy_note, shapes_of
+from .operands import copies_bias, copy_note
 from .parts import part_notes, refuses_entries
 from .passes import plan_backward, plan_forward
 from .rules import AUTO_RULES, RULES
@@ -61,7 +61,7 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
     p = problem
     rows = tuple(
         f"copies {name}, of strides {tuple(strides)}: TMA reads rows of unit stride that start on 16 bytes"
-        for name, (shape, strides) in zip("qkv", shapes_of(p), strict=True)
+        for name, (shape, strides) in zip("qkv", p.rows, strict=True)
         if not fits_tma(shape, strides, p.dtype.itemsize)
     )
     bias = (copy_note(p),) if copies_bias(p) else ()

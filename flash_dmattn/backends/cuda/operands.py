@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, Flags, Shape4, bias_class, collapse, fits_tma
+from ...problem import AttentionProblem, Flags, bias_class, collapse, fits_tma
 from ...problem.inputs import Inputs
 
 Attend = Callable[[Inputs, Tensor, Tensor], None]  # writes out and lse
@@ -40,14 +40,6 @@ def kernels() -> Kernels:
         operators.cuda_gather_keys.default,
         operators.cuda_gather_bias.default,
         operators.cuda_interval_bits.default,
-    )
-
-
-def shapes_of(p: AttentionProblem) -> tuple[tuple[Shape4, Shape4], ...]:
-    return (
-        ((p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
-        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
-        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim_v), p.v_strides),
     )
 
 

@@ -19,12 +19,13 @@ from ...gradients import (
 )
 from ...problem import AttentionProblem, Gradients, MaskView, make_band
 from ...problem.inputs import Inputs, Saved
+from ...reference.lists import repeat_heads
 from ...reference.sinks import sink_gradient
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences
 from .group_rows import has_group_rows, plan_group_rows
-from .operands import Attend, bias_reader, forward_bias, kernels, readable_rows, reader, shapes_of, stores_into
+from .operands import Attend, bias_reader, forward_bias, kernels, readable_rows, reader, stores_into
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
 
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split.
@@ -54,7 +55,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
         return attend_in_parts(p, _plan_attend)
     if has_group_rows(p):
         return plan_group_rows(p, _plan_attend)
-    read_rows, read_bias, read_tiles = reader(shapes_of(p), p.dtype.itemsize), forward_bias(p), _tile_reader(p)
+    read_rows, read_bias, read_tiles = reader(p.rows, p.dtype.itemsize), forward_bias(p), _tile_reader(p)
     band = make_band(p.seqlen_q, p.seqlen_k, p.window)
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
@@ -148,7 +149,7 @@ class _ByPlace:
                 index = index.expand(by_key.shape[0], by_key.shape[2], -1).transpose(1, 2)[..., None]
                 by_key.zero_().scatter_(1, index.expand_as(by_place), by_place)
             else:
-                index = index.repeat_interleave(by_key.shape[1] // index.shape[1], 1)
+                index = repeat_heads(index, by_key.shape[1])
                 by_key.scatter_(2, index.expand_as(by_place), by_place)  # sums begin as zeros
 
 
@@ -162,7 +163,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
 def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     needs, dbias_class = p.needs_grad, p.dbias_class
-    shapes = shapes_of(p)
+    shapes = p.rows
     read_rows, read_tiles = reader(shapes, p.dtype.itemsize), _tile_reader(p)
     new_q, new_k, new_v = (new_like(*shape) if needed else None for shape, needed in zip(shapes, needs, strict=False))
     allocate_bias = None

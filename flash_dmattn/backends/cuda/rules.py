@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -95,6 +95,9 @@ _DROPOUT_DIMS = (64, 64)  # of the only kernels with dropout (csrc/sm90/backward
 _RELATIVE_DIMS = ((64, 64), (128, 128))  # of the kernels with a bias by distance (csrc/sm90/forward/launch.h)
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
+_backward = partial(Rule, hint=_PAIR, passes=("backward",))
+_preference = partial(Rule, hint='backend="cuda" runs it all the same')
+
 _RULES: tuple[Rule, ...] = (
     Rule(
         "device",
@@ -126,7 +129,7 @@ _RULES: tuple[Rule, ...] = (
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_instances_text(p)}",
         'use backend="triton"',
     ),
-    Rule(
+    _backward(
         # Simulated in PyTorch, this rounding makes 30 of 2100 random calls with 2 to 32 keys miss the accuracy rule of
         # the tests, and none of 800 calls with more keys. A window of few keys is no better: with 5 queries of 4 keys
         # each, the error of dk is 1.50e-3 where 1.36e-3 is allowed, and the rounding makes 1.35e-3 of it.
@@ -136,8 +139,6 @@ _RULES: tuple[Rule, ...] = (
             f"a query attends to at most {_most_keys(p)} of {p.seqlen_k} keys; delta comes from out in 16 bits, "
             f"whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
         ),
-        _PAIR,
-        passes=("backward",),
     ),
     Rule(
         "list_tiles",
@@ -157,17 +158,16 @@ _RULES: tuple[Rule, ...] = (
         ),
         'use backend="eager"',
     ),
-    Rule(
+    _backward(
         "tile_bias_dtype",
         lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
         lambda p: (
             f"bias has dtype {dtype_name(_bias(p).dtype)} beside {dtype_name(p.dtype)}; "
             "the backward kernels copy tiles of a bias per query and key in the dtype of q"
         ),
-        f"cast bias, or {_PAIR}",
-        passes=("backward",),
+        hint=f"cast bias, or {_PAIR}",
     ),
-    Rule(
+    _backward(
         "tile_bias_rows",
         lambda p: p.bias_class != "score" or _reads_tiles(p),
         lambda p: (
@@ -175,28 +175,24 @@ _RULES: tuple[Rule, ...] = (
             "TMA reads rows of unit stride that start on 16 bytes, and a bias is only copied into such rows "
             "where it is small and batch entries share it"
         ),
-        f"pad its rows to a multiple of 8 keys, or {_PAIR}",
-        passes=("backward",),
+        hint=f"pad its rows to a multiple of 8 keys, or {_PAIR}",
     ),
-    Rule(
+    _backward(
         "expanded_dbias",
         lambda p: p.dbias_class != "score" or p.bias_class == "score",
         lambda p: (
             f"the gradient of bias, of shape {tuple(_bias(p).shape)} and strides {tuple(_bias(p).strides)}, is needed; "
             "the backward kernels read tiles of a bias that is not expanded over queries or keys"
         ),
-        _PAIR,
-        passes=("backward",),
     ),
-    Rule(
+    _backward(
         "dbias_rows",
         lambda p: p.dbias_class != "score" or p.seqlen_k % 8 == 0 or makes_dbias_of_any_rows(p),
         lambda p: (
             f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; rows of it are written 16 bytes at a time "
             "unless it is small and batch entries share it"
         ),
-        f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
-        passes=("backward",),
+        hint=f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
     ),
     Rule(
         "relative_head_dim",
@@ -217,12 +213,10 @@ _RULES: tuple[Rule, ...] = (
         ),
         'use backend="triton"',
     ),
-    Rule(
+    _backward(
         "relative_softcap",
         lambda p: p.relative is None or p.softcap == 0,
         lambda p: f"softcap is {p.softcap} and bias is by distance; no backward kernel has both",
-        _PAIR,
-        passes=("backward",),
     ),
     Rule(
         "dropout_head_dim",
@@ -334,8 +328,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
 
 def _reads_keys(p: AttentionProblem) -> bool:
     """Return whether TMA reads k and v as they are."""
-    sizes = p.batch, p.seqlen_k, p.num_heads_k
-    return all(fits_tma(sizes, strides, p.dtype.itemsize) for strides in (p.k_strides, p.v_strides))
+    return all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
 
 
 def _fills_half_tiles(p: AttentionProblem) -> bool:
@@ -377,27 +370,24 @@ def _adds_for_few_keys(p: AttentionProblem) -> bool:
 
 
 _AUTO_RULES: tuple[Rule, ...] = (
-    Rule(
+    _preference(
         "few_rows",
         lambda p: p.seqlen_q >= _ROWS or _fills_half_tiles(p) or _serves_few_queries(p),
         lambda p: f"there are {p.seqlen_q} queries, less than the {_ROWS} of a tile",
-        'backend="cuda" runs it all the same',
     ),
-    Rule(
+    _preference(
         "few_tiles",
         lambda p: _tiles_of_rows(p) >= _least_tiles(p),
         lambda p: (
             f"there are {_tiles_of_rows(p)} tiles of {_ROWS} queries of a head; "
             f"from {_least_tiles(p)} on there is work enough for every SM"
         ),
-        'backend="cuda" runs it all the same',
     ),
-    Rule(
+    _preference(
         # Triton has kernels of short rows for these calls. From 144 keys on 1.03 to 1.9; backward 1.1 to 3.2.
         "narrow_heads",
         lambda p: p.mask is not None or p.seqlen_k > _KEYS or max(p.head_dim, p.head_dim_v) > 32,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",
-        'backend="cuda" runs it all the same',
     ),
     Rule(
         "bias_copies",  # a float32 bias in a bfloat16 call: D64 0.59, D128 0.87
@@ -419,21 +409,19 @@ _AUTO_RULES: tuple[Rule, ...] = (
     #     D64      1.30       1.5          1.7             1.5
     #     D128     1.04       1.4 to 1.5   1.5             1.5
     #     D96      1.5
-    Rule(
+    _preference(
         "few_keys",  # 4096 queries of 64 heads: 128 keys of D64 0.86, 77 of D128 1.08
         lambda p: p.seqlen_k > _KEYS,
         lambda p: f"there are {p.seqlen_k} keys, no more than the {_KEYS} of a tile",
-        'backend="cuda" runs it all the same',
         passes=("backward",),
     ),
-    Rule(
+    _preference(
         "sums_for_few_keys",
         lambda p: not _adds_for_few_keys(p),
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",
-        'backend="cuda" runs it all the same',
         passes=("backward",),
     ),
-    Rule(
+    _preference(
         # With a full bias: D128 0.96, D64 0.88, and 1.16 with two key tiles to a work tile. With masks 1.1 to 1.5, but
         # 0.84 if a random tenth of all blocks is kept.
         "fixed_order",
@@ -443,7 +431,6 @@ _AUTO_RULES: tuple[Rule, ...] = (
             or _has_two_key_tiles(p)
         ),
         lambda p: "deterministic is True and the gradient of bias, of a value per head and score, is needed too",
-        'backend="cuda" runs it all the same',
         passes=("backward",),
     ),
 )
@@ -539,47 +526,38 @@ _SEQUENCE_RULES: tuple[Rule, ...] = (
         ),
         'use backend="triton"',
     ),
-    Rule(
+    _backward(
         "sequence_softcap",
         lambda p: p.softcap == 0,
         lambda p: f"softcap is {p.softcap}; the backward kernels of sequences support none",
-        _PAIR,
-        passes=("backward",),
     ),
-    Rule(
+    _backward(
         "sequence_order",
         lambda p: not (p.deterministic and p.needs_grad.q),
         lambda p: "deterministic is True; blocks add to dq as they finish",
-        _PAIR,
-        passes=("backward",),
     ),
-    Rule(
+    _backward(
         "sequence_window",
         lambda p: p.seqlen_k <= _SUMMED_KEYS or keys_of_query(p.seqlen_k, p.window) > _FEW_KEYS,
         lambda p: (
             f"a query attends to at most {keys_of_query(p.seqlen_k, p.window)} of {p.seqlen_k} keys; delta comes from "
             f"out in 16 bits, whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
         ),
-        _PAIR,
-        passes=("backward",),
     ),
-    Rule(
+    _backward(
         "sequence_dbias",
         lambda p: p.dbias_class != "score" or p.flags.bias_packing == "none" or _stores_dbias(p),
         lambda p: (
             f"the gradient of bias, of shape {tuple(_bias(p).shape)}, is needed; with packed queries it needs a head "
             "for each query head, and rows of a multiple of 8 keys"
         ),
-        _PAIR,
-        passes=("backward",),
     ),
 )
 _SEQUENCE_AUTO_RULES: tuple[Rule, ...] = (
-    Rule(
+    _preference(
         "short_sequences",
         lambda p: _mean_queries(p) >= _ROWS,
         lambda p: f"sequences have {_mean_queries(p):.0f} queries on average, less than the {_ROWS} of a tile",
-        'backend="cuda" runs it all the same',
     ),
 )
 

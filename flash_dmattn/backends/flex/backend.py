@@ -15,19 +15,11 @@ from .sequences import attend_sequences, extents
 _INT32_MAX = 2**31 - 1
 
 
-def _row_span(strides: tuple[int, ...], length: int, head_dim: int) -> int:
-    # The kernels add batch and head to the pointer in 64 bits, then row and column in 32.
-    return 1 + max(length - 1, 0) * strides[1] + (head_dim - 1) * strides[3]
-
-
 def _largest_row_span(p: AttentionProblem) -> int:
     if p.sequences is not None:  # in rows that follow each other
         return max(side.rows for side in extents(p.sequences)) * max(p.head_dim, p.head_dim_v)
-    return max(
-        _row_span(p.q_strides, p.seqlen_q, p.head_dim),
-        _row_span(p.k_strides, p.seqlen_k, p.head_dim),
-        _row_span(p.v_strides, p.seqlen_k, p.head_dim_v),
-    )
+    # The kernels add batch and head to the pointer in 64 bits, then row and column in 32.
+    return max(1 + max(rows - 1, 0) * strides[1] + (dim - 1) * strides[3] for (_, rows, _, dim), strides in p.rows)
 
 
 def _listed_tiles(p: AttentionProblem) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...definition import define
 from ...problem import AttentionProblem
 from ...reference import formula
+from ...reference.lists import repeat_heads
 
 # FlexAttention's own default; every tile its kernels pick for the head dims it accepts divides it.
 BLOCK = 128
@@ -176,9 +177,8 @@ def tile_sums(x: Tensor, dim: int) -> Tensor:
 
 def tile_lists(some: Tensor, every: Tensor, num_heads: int) -> list[Tensor]:
     """Make `Lists` from bool (B, H, rows, columns): which tiles allow a pair, and which allow every pair."""
-    heads = some.shape[1]
-    if heads not in (1, num_heads):  # the kernels look a query head up modulo the number of lists
-        some, every = (x.repeat_interleave(num_heads // heads, dim=1) for x in (some, every))
+    # The kernels look a query head up modulo the number of lists.
+    some, every = (repeat_heads(x, num_heads) for x in (some, every))
     partial = some & ~every
     return [x for active in (partial, every, partial.mT, every.mT) for x in _compact(active)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem, BiasClass, MaskView, Packing, bias_class
+from ...problem import AttentionProblem, BiasClass, MaskView, Packing, bias_class, collapse
 from ...problem.inputs import Inputs
 from ...reference import formula
 from ...reference.distances import Distances, by_distance
@@ -71,10 +71,10 @@ def ready(problem: AttentionProblem, x: Inputs) -> Inputs:
             x = x._replace(q=x.q.detach(), k=x.k.detach(), v=x.v.detach(), bias=bias)
     mask, bias = x.mask.dense, x.bias
     if mask is not None:
-        x = x._replace(mask=MaskView("dense", (_narrow(mask),)))
+        x = x._replace(mask=MaskView("dense", (collapse(mask),)))
     if bias is not None:
         if not problem.needs_grad.bias:
-            bias = _narrow(bias)  # with a gradient it keeps its shape, in which each place has its own derivative
+            bias = collapse(bias)  # with a gradient it keeps its shape, in which each place has its own derivative
         if widens(bias.dtype, problem.needs_grad.bias, bias_class(bias.shape)):
             bias = _ToFloat32.apply(bias)
         x = x._replace(bias=bias)
@@ -205,21 +205,13 @@ def _with_sink(problem: AttentionProblem, results: tuple[Tensor, ...], sink: Ten
     return ((out.to(lse.dtype) * share).to(out.dtype), lse)[: 1 + problem.return_lse]
 
 
-def _narrow(x: Tensor) -> Tensor:
-    """View dims expanded with stride 0 at size 1, where they hold one number."""
-    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            x = x.narrow(dim, 0, 1)
-    return x
-
-
 class _ToFloat32(torch.autograd.Function):
     """x.float() that leaves dims of stride 0 expanded: the conversion of a tensor would fill them with copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.dtype = x.dtype
-        return _narrow(x).float().expand(x.shape)
+        return collapse(x).float().expand(x.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ..protocol import Availability, Backend, Backward, Forward, Rule
 from . import cpu, cuda, efficient
 
 # Up to so many multiplications of q and k the kernel of a CPU beats the many small operations of eager in every class
-# of calls. It converts 16 bits row by row, which costs more.
+# of calls. Its forward pass converts 16 bits row by row, which costs more.
 _LITTLE_WORK = 2**20
 _LITTLE_WORK_IN_HALF = 2**18
 # With causality the kernel visits blocks of 512 keys whole, and so most of the hidden ones of calls of so many keys. A
@@ -257,13 +257,6 @@ RULES: tuple[Rule, ...] = (
         _EAGER_BACKWARD,
         ("backward",),
     ),
-    Rule(
-        "half_precision",
-        _on_cpu(lambda p: p.dtype not in _HALF),
-        lambda p: f"dtype is {dtype_name(p.dtype)}; the kernel of CPUs takes delta from an out rounded to it",
-        _EAGER_BACKWARD,
-        ("backward",),
-    ),
 )
 
 AUTO_RULES: tuple[Rule, ...] = (
@@ -303,7 +296,6 @@ AUTO_RULES: tuple[Rule, ...] = (
         _on_cpu(lambda p: p.dtype == torch.float32 or _is_little(p)),
         lambda p: f"dtype is {dtype_name(p.dtype)}, in which the kernel is not faster than eager",
         _BY_NAME,
-        ("forward",),
     ),
     Rule(
         "causal_backward",
@@ -323,4 +315,5 @@ BACKEND = Backend(
     auto_rules=AUTO_RULES,
     probe=lambda: Availability(True),
     notes=_notes,
+    reads_as_arrived=cpu.reads_as_arrived,
 )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm as _size  # of order inf the largest absolute value, of -inf the least; NaN stays
 
 from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
 from ...problem import AttentionProblem, Gradients, make_band
-from ...problem.inputs import Inputs, Saved
+from ...problem.inputs import Inputs, Saved, as_arrived
 from ...reference.eager import LARGE_LSE
-from ..entries import by_query_head
-from ..protocol import Backward, Forward
+from ...reference.lists import repeat_heads
+from ..protocol import Backward, Direction, Forward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -53,8 +53,8 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None],
     zero, hidden = (torch.tensor(x, dtype=added_dtype(p)) for x in (0.0, -torch.inf))
 
     def added(mask: Tensor | None, bias: Tensor | None) -> Tensor:
-        x = zero if bias is None else by_query_head(bias, heads).to(zero.dtype)
-        allowed = None if mask is None else by_query_head(mask, heads)
+        x = zero if bias is None else repeat_heads(bias, heads).to(zero.dtype)
+        allowed = None if mask is None else repeat_heads(mask, heads)
         if band is not None:
             diagonals = torch.arange(p.seqlen_k) - torch.arange(p.seqlen_q)[:, None]
             inside = (diagonals >= band.low) & (diagonals <= band.high)
@@ -64,22 +64,48 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None],
     return added
 
 
+def _plan_rows(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Tensor, Tensor]]:
+    """Return `inputs -> q, k, v` as (B, H, L, D) with rows of unit stride: the kernel reads others wrongly."""
+    is_read = p.head_dim == 1 or p.q_strides[3] == p.k_strides[3] == p.v_strides[3] == 1
+    if p.arrival == "heads_first":
+        return (lambda x: x[:3]) if is_read else lambda x: (x.q.contiguous(), x.k.contiguous(), x.v.contiguous())
+    if is_read:
+        return lambda x: (x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2))
+    return lambda x: (_rows(x.q), _rows(x.k), _rows(x.v))
+
+
+def _rows(x: Tensor) -> Tensor:
+    x = x.transpose(1, 2)
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
+    """Return whether a pass takes q, k and v as (B, H, L, D), which is how the kernel reads them."""
+    return p.device == "cpu" and p.arrival == "heads_first" and has_pairs(p)
+
+
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls."""
     if not has_pairs(p):
         return run_without_keys(p)
-    added, is_causal, scale = _plan_added(p), kernel_is_causal(p), p.softmax_scale
+    added, rows, is_causal, scale = _plan_added(p), _plan_rows(p), kernel_is_causal(p), p.softmax_scale
 
-    in_blocks = added is None and is_causal and _CUT_FROM <= p.seqlen_k <= _CUT_TO
-    in_blocks = in_blocks and p.dtype in (torch.float32, torch.float64)  # joining would round 16 bits once more
+    if added is None:
+        in_blocks = is_causal and _CUT_FROM <= p.seqlen_k <= _CUT_TO
+        if in_blocks and p.dtype in (torch.float32, torch.float64):  # joining would round 16 bits once more
+            return lambda x: _attend_in_blocks(*rows(x), scale)
+
+        def forward_plain(x: Inputs) -> tuple[Tensor, Tensor]:
+            out, lse = _FORWARD(*rows(x), 0.0, is_causal, scale=scale)
+            return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+        return forward_plain
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        q, k, v = _rows(x.q), _rows(x.k), _rows(x.v)
-        if in_blocks:
-            return _attend_in_blocks(q, k, v, scale)
-        mask = None if added is None else added(x.mask.dense, x.bias)
+        q, k, v = rows(x)
+        mask = added(x.mask.dense, x.bias)
         out, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-        if mask is not None and not (lse.all() and math.isfinite(lse.sum())):
+        if not _size(lse, -torch.inf) > 0:  # the kernel writes 0 for rows that see no key
             if lse.isnan().any():
                 out, lse = _without_hidden_keys(out, lse, q, k, v, mask, is_causal, scale)
             is_empty = ~_sees_key(mask, is_causal)
@@ -110,12 +136,6 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
     return outs, lses
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return x as (B, H, L, D) with rows of unit stride: the kernel reads others wrongly."""
-    x = x.transpose(1, 2)
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
-
-
 def _sees_key(mask: Tensor, is_causal: bool) -> Tensor:
     """Return whether each query sees a key, bool (B or 1, H or 1, Lq or 1)."""
     for dim in range(3):
@@ -137,7 +157,7 @@ def _without_hidden_keys(
     new_out, new_lse = _FORWARD(q, clean, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     seen = mask > -torch.inf
     seen = seen.tril() if is_causal else seen
-    sees_bad = (seen & by_query_head(is_bad, q.shape[1])[:, :, None]).any(-1)
+    sees_bad = (seen & repeat_heads(is_bad, q.shape[1])[:, :, None]).any(-1)
     return torch.where(sees_bad[..., None], out, new_out), torch.where(sees_bad, lse, new_lse)
 
 
@@ -145,30 +165,50 @@ def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls."""
     if not has_pairs(p):
         return differentiate_without_keys(p)
-    added, is_causal, scale, needs_grad = _plan_added(p), kernel_is_causal(p), p.softmax_scale, p.needs_grad
-    shape, dim = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k), p.head_dim
+    if p.dtype in (torch.float16, torch.bfloat16):
+        return _plan_backward_in_fp32(p)
+    added, rows, is_causal, scale = _plan_added(p), _plan_rows(p), kernel_is_causal(p), p.softmax_scale
+    shape, dim, needs_grad = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k), p.head_dim, p.needs_grad
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         x, out, lse = saved
         mask = None if added is None else added(x.mask.dense, x.bias)
-        is_empty = lse == -torch.inf
-        lse = lse.masked_fill(is_empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
-        q, k, v = _rows(x.q), _rows(x.k), _rows(x.v)
-        if lse.abs().amax() > LARGE_LSE:
-            # Its rounding would show in every p. Scores that are moved by it have a small one.
-            mask = (lse.new_zeros(()) if mask is None else mask) - lse[..., None]
-            mask = mask.expand(shape)
-            lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[1]
-            lse = lse.masked_fill(is_empty, 0.0)
-        rows = [_rows(dout), q, k, v, out.transpose(1, 2)]
-        if dlse is not None:
+        q, k, v = rows(x)
+        if not _size(lse, torch.inf) <= LARGE_LSE:
+            is_empty = lse == -torch.inf
+            lse = lse.masked_fill(is_empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
+            dlse = None if dlse is None else dlse.masked_fill(is_empty, 0.0)
+            if _size(lse, torch.inf) > LARGE_LSE:
+                # Its rounding would show in every p. Scores that are moved by it have a small one.
+                mask = (lse.new_zeros(()) if mask is None else mask) - lse[..., None]
+                mask = mask.expand(shape)
+                lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[1]
+                lse = lse.masked_fill(is_empty, 0.0)
+        tensors = (_rows(dout), q, k, v, out.transpose(1, 2))
+        if dlse is None:
+            gradients = _BACKWARD(*tensors, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+        else:
             # One more column, of dlse in dout, 1 in v and 0 in out, adds dlse to dout v^T and nothing to delta.
-            dlse = dlse.to(lse.dtype).masked_fill(is_empty, 0.0)[..., None]
-            columns: tuple[Tensor | float, ...] = (dlse, 0.0, 0.0, 1.0, 0.0)
-            rows = [_with_column(t, c) for t, c in zip(rows, columns, strict=True)]
-        gradients = _BACKWARD(*rows, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
-        each = zip(gradients, needs_grad[:3], strict=True)
-        return *(g[..., :dim].transpose(1, 2).contiguous() if needed else None for g, needed in each), None
+            columns: tuple[Tensor | float, ...] = (dlse.to(lse.dtype)[..., None], 0.0, 0.0, 1.0, 0.0)
+            wider = [_with_column(t, c) for t, c in zip(tensors, columns, strict=True)]
+            gradients = [g[..., :dim] for g in _BACKWARD(*wider, lse, 0.0, is_causal, attn_mask=mask, scale=scale)]
+        dq, dk, dv = (g.transpose(1, 2).contiguous() for g in gradients)
+        own = (dq if needs_grad.q else None, dk if needs_grad.k else None, dv if needs_grad.v else None, None)
+        return as_arrived(own, p.arrival)
+
+    return backward
+
+
+def _plan_backward_in_fp32(p: AttentionProblem) -> Backward:
+    """Plan a backward pass that computes out anew: delta of an out in 16 bits would show in the gradients."""
+    single = p._replace(dtype=torch.float32)
+    run_forward, run_backward = plan_forward(single), plan_backward(single)
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        x = saved.inputs
+        x = x._replace(q=x.q.float(), k=x.k.float(), v=x.v.float())
+        gradients = run_backward(Saved(x, *run_forward(x)), dout.float(), dlse)
+        return tuple(g if g is None else g.to(p.dtype) for g in gradients)
 
     return backward
 

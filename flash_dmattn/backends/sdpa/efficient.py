@@ -11,7 +11,7 @@ from torch import Tensor
 from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
 from ...problem import AttentionProblem, Gradients
 from ...problem.inputs import Inputs, Saved
-from ..entries import by_query_head
+from ...reference.lists import repeat_heads
 from ..protocol import Backward, Forward
 from .cuda import rows
 
@@ -37,7 +37,7 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor], Tensor]:
     shape, width = (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k), padded_keys(p)
 
     def added(bias: Tensor) -> Tensor:
-        bias = by_query_head(bias, p.num_heads)
+        bias = repeat_heads(bias, p.num_heads)
         is_aligned = bias.stride(3) == 1 and all(stride % _BIAS_UNIT == 0 for stride in bias.stride()[:3])
         is_aligned = is_aligned and bias.data_ptr() % 16 == 0
         if bias.shape[3] != p.seqlen_k or not is_aligned:
@@ -68,7 +68,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
                 shape = (*sees_key.shape[:2], p.seqlen_q, p.seqlen_k)
                 sees_key = sees_key.expand(shape).tril(p.seqlen_k - p.seqlen_q)
             is_empty = ~sees_key.any(-1)
-            lse = lse.masked_fill_(by_query_head(is_empty, p.num_heads), -torch.inf)
+            lse = lse.masked_fill_(repeat_heads(is_empty, p.num_heads), -torch.inf)
         return out.contiguous(), lse
 
     return forward

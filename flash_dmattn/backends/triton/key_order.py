@@ -8,6 +8,7 @@ from torch import Tensor
 from ...problem import AttentionProblem, MaskView
 from ...problem.inputs import Inputs
 from ...reference import formula
+from ...reference.lists import repeat_heads
 from ..mask_choice import follows_order, interval_walk
 
 
@@ -82,8 +83,8 @@ class Ordered:
     @staticmethod
     def _order_of_bias(bias: Tensor, order: Tensor, num_heads: int) -> Tensor:
         """Return the order for a bias, (B, H, Lk), with the larger B and H of bias and order."""
-        if bias.shape[1] == num_heads and order.shape[1] not in (1, num_heads):
-            order = order.repeat_interleave(num_heads // order.shape[1], 1)
+        if bias.shape[1] == num_heads:
+            order = repeat_heads(order, num_heads)
         shape = torch.broadcast_shapes(bias.shape[:2], order.shape[:2])
         return order.expand(*shape, -1)
 

@@ -29,6 +29,8 @@ from .key_order import Ordered, has_order, tiles_of_bounds
 
 # Calls of at most so many keys, and so many (query, key) pairs in all heads, read a bool mask as it is.
 FEW_KEYS, FEW_PAIRS = 1024, 2**21
+# From this many keys on, reading k and v once for a whole group pays.
+GROUP_ROWS_FROM = 512
 
 _launch: ModuleType | None = None
 
@@ -51,10 +53,21 @@ def is_short(p: AttentionProblem, direction: Direction) -> bool:
 
 
 def has_group_rows(p: AttentionProblem) -> bool:
-    """Return whether the query heads of a group become rows of one tile; a bool mask is packed after that."""
-    if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.seqlen_k < kernels().GROUP_ROWS_FROM:
+    """Return whether the heads of a group, with one query each, become rows of one tile, which reads k and v once.
+
+    Dropout forbids it, because its random numbers go by tiles of queries of one head. A bias by distance forbids it,
+    because rows of one query have one distance to a key. A bool mask is packed after that.
+    """
+    if p.seqlen_q != 1 or p.num_heads == p.num_heads_k or p.seqlen_k < GROUP_ROWS_FROM:
         return False
     return p.flags.left < 0 and p.dropout_p == 0 and p.relative is None
+
+
+def _shares_keys_of_group(p: AttentionProblem) -> bool:
+    """Return whether the mask allows rows of one tile the same keys; one that was packed for one query does not."""
+    if p.mask_form == "keys":
+        return p.mask is not None and p.mask.shape[1] != p.num_heads
+    return p.mask_form in ("none", "dense")
 
 
 def has_few_pairs(p: AttentionProblem) -> bool:
@@ -90,17 +103,11 @@ def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
         return False
     if direction == "forward":
         return p.seqlen_q != 1 or p.num_heads == p.num_heads_k
-    shapes = (
-        ((p.batch, p.seqlen_q, p.num_heads, p.head_dim), p.q_strides),
-        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim), p.k_strides),
-        ((p.batch, p.seqlen_k, p.num_heads_k, p.head_dim_v), p.v_strides),
-    )
-    return all(tuple(strides) == contiguous_strides(shape) for shape, strides in shapes)
+    return all(tuple(strides) == contiguous_strides(shape) for shape, strides in p.rows)
 
 
 def _has_unit_rows(p: AttentionProblem) -> bool:
-    rows = ((p.q_strides, p.head_dim), (p.k_strides, p.head_dim), (p.v_strides, p.head_dim_v))
-    return all(strides[3] == 1 or dim == 1 for strides, dim in rows)
+    return all(strides[3] == 1 or shape[3] == 1 for shape, strides in p.rows)
 
 
 def plan_forward(p: AttentionProblem) -> Forward:
@@ -111,14 +118,12 @@ def plan_forward(p: AttentionProblem) -> Forward:
     launch, flags, arrival, outputs = kernels(), p.flags, p.arrival, allocate_outputs(p)
     short = p.sequences is None and is_short(p, "forward")
     has_bounds = p.mask_form == "intervals" and not short
-    groups = p.sequences is None and p.mask_form == "dense" and not short and has_group_rows(p)
+    groups = p.sequences is None and not short and has_group_rows(p) and _shares_keys_of_group(p)
     copies, plans, this = p.sink is not None or not _has_unit_rows(p), launch.plans, object()
     run_on, is_fp32, takes_tf32 = launch.run_on, p.dtype == torch.float32, launch.takes_tf32
 
     def make_plan(x: Inputs) -> Callable[..., None]:
-        rows = x.in_rows(arrival)
-        grouped = groups or (rows.sequences is None and launch.takes_group_rows(rows.q, rows.k, x.mask, flags))
-        plan: Callable[..., None] = launch.forward_plan(launch.planned_call(rows, flags, grouped))
+        plan: Callable[..., None] = launch.forward_plan(launch.planned_call(x.in_rows(arrival), flags, groups))
         return plan
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -132,7 +137,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
         if copies:
             x = launch.readable(x)
         if groups and x.mask.dense is not None:
-            x = x._replace(mask=launch.packed_for_forward(x.mask.dense, x.q, x.k, flags, True))
+            x = x._replace(mask=launch.packed_for_group_rows(x.mask.dense, x.q, x.k, flags))
         key = (this, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), *_places(x))
         plan = plans.get(key)
         if plan is None:
