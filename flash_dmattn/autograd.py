@@ -2,7 +2,8 @@
 
 `Attention` is the autograd function of a call. `TransformedAttention` is its twin for compilers and for transforms of
 `torch.func`, which need a `setup_context`. `AttentionBackward` is the autograd function of a backward pass: it gives
-the second derivative, or refuses it.
+the second derivative, or refuses it. In forward mode `TangentAttention` computes a call with its tangents, and
+`TangentGradients` the gradients of a loss that contains tangents.
 
 Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`. Mapped calls run
 one by one if each has its own sink or needs its own gradient of the sink, because a batch has one sink per head. Calls
@@ -31,13 +32,20 @@ from .definition import (
     one_by_one,
     stacked,
 )
-from .dispatch.plan import Plan, backward_pass, laid_anew
+from .dispatch.plan import Plan, backward_pass, laid_anew, tangent_gradients_pass, tangents_pass
 from .dispatch.registry import last_resort
-from .dispatch.selection import choice_in_force, select_backward, select_pair, select_tangents
-from .forward_mode import NUM_INPUTS, TangentGradients, run_tangents, take_apart
+from .dispatch.selection import (
+    choice_in_force,
+    select_backward,
+    select_pair,
+    select_tangent_gradients,
+    select_tangents,
+)
 from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
 from .problem.inputs import Inputs, as_arrived, parts_of, result_in_rows
-from .reference.tangents import Tangents
+from .reference.tangents import Cotangents, Tangents
+
+NUM_INPUTS = len(NeedsGrad._fields)
 
 
 def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -70,7 +78,7 @@ def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
     is_plain = not (is_transformed() or torch.compiler.is_compiling())
     is_recorded = is_plain and torch.is_grad_enabled() and any(x.needs_grad)
     if is_jvp_innermost() and not is_recorded:
-        primals, tangents = take_apart(x)
+        primals, tangents = _take_apart(x)
         if any(t is not None for t in tangents) and not is_batched(*tangents):
             attend = _attend_below_jvp if is_transformed() else _attend_with_tangents
             out, lse, tout, tlse = attend(plan, primals, tangents)
@@ -101,7 +109,7 @@ def _attend_with_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Te
     # With gradients Dynamo runs the call as it is: it traces no function with a jvp, and inside of jvp it cannot tell
     # whether a tensor needs a gradient.
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return run_tangents(plan, x, tangents)
+        return _run_tangents(plan, x, tangents)
     results: tuple[Tensor, ...] = TangentAttention.apply(plan, x.q, x.k, x.v, x.bias, x.sink, *tangents, *x.others)
     return results
 
@@ -205,7 +213,7 @@ class TransformedAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         plan, *tensors = inputs
-        ctx.num_others = len(tensors) - len(NeedsGrad._fields)
+        ctx.num_others = len(tensors) - NUM_INPUTS
         _keep(ctx, plan, plan.parts.inputs(*tensors), *output)
 
     @staticmethod
@@ -250,7 +258,7 @@ class DualAttention(TransformedAttention):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        x, _ = take_apart(ctx.plan.parts.inputs(*ctx.saved_tensors[2:]))
+        x, _ = _take_apart(ctx.plan.parts.inputs(*ctx.saved_tensors[2:]))
         return _attend_with_tangents(ctx.plan, x, Tangents(*tangents[:NUM_INPUTS]))[2:]
 
 
@@ -262,7 +270,7 @@ class TangentAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, *tensors: Any) -> tuple[Tensor, ...]:
-        return run_tangents(plan, *_apart(plan, tensors))
+        return _run_tangents(plan, *_apart(plan, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -309,6 +317,74 @@ def _apart(plan: Plan, tensors: Sequence[Any]) -> tuple[Inputs, Tangents]:
     """Read the arguments of `TangentAttention` after the plan."""
     inputs, tangents, others = tensors[:NUM_INPUTS], tensors[NUM_INPUTS : 2 * NUM_INPUTS], tensors[2 * NUM_INPUTS :]
     return plan.parts.inputs(*inputs, *others), Tangents(*tangents)
+
+
+def _take_apart(x: Inputs) -> tuple[Inputs, Tangents]:
+    """Return the inputs of a call without their tangents, and the tangents."""
+    duals: list[Any] = [None if t is None else forward_ad.unpack_dual(t) for t in (x.q, x.k, x.v, x.bias, x.sink)]
+    primals: list[Any] = [None if dual is None else dual.primal for dual in duals]
+    tangents = Tangents(*(None if dual is None else dual.tangent for dual in duals))
+    return x._replace(**dict(zip(NeedsGrad._fields, primals, strict=True))), tangents
+
+
+def _run_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
+    problem = plan.problem
+    backend = select_tangents(problem, plan.forward)
+    is_shown = problem.device == "meta" or profiler._is_profiler_enabled or is_batched(*tangents)
+    if is_shown or is_watched(*x[:3], *tangents):
+        return operators.tangents(problem, backend.name, x, tangents)
+    return tangents_pass(backend, problem)(x, tangents)
+
+
+class TangentGradients(torch.autograd.Function):
+    """Compute the gradients of out, lse and their tangents; they have no derivatives in turn.
+
+    Its arguments after the plan and the needed gradients, ten flags, are the gradients of the results, lse, the inputs,
+    their tangents, and the other tensors of the call.
+    """
+
+    @staticmethod
+    def forward(plan: Plan, needs_grad: tuple[bool, ...], *tensors: Any) -> tuple[Tensor | None, ...]:
+        if is_batched(*tensors):
+            raise NotImplementedError(
+                "attention has no gradients of tangents in a batch (is_grads_batched=True, vectorize=True); "
+                "ask for one after the other, or take torch.func.hessian, or torch.func.vmap of torch.func.vjp"
+            )
+        sent, lse, own = Cotangents(*tensors[:4]), tensors[4], Tangents(*tensors[5 + NUM_INPUTS : 5 + 2 * NUM_INPUTS])
+        x = plan.parts.inputs(*tensors[5 : 5 + NUM_INPUTS], *tensors[5 + 2 * NUM_INPUTS :])
+        problem = plan.problem
+        backend = select_tangent_gradients(problem, select_tangents(problem, plan.forward), plan.requested)
+        if is_watched(*x[:3], *own, *sent) or profiler._is_profiler_enabled:
+            return operators.tangent_gradients(problem, backend.name, x, own, lse, sent, needs_grad)
+        both = tangent_gradients_pass(backend, problem, needs_grad)(x, own, lse, sent)
+        return (*both[0], *both[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(_NO_THIRD)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(_NO_THIRD)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], plan: Plan, needs_grad: tuple[bool, ...], *tensors: Any
+    ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+        each = [
+            TangentGradients.apply(plan, needs_grad, *own) for own in each_call(info.batch_size, in_dims[2:], tensors)
+        ]
+        return stacked(each)
+
+
+_NO_THIRD = (
+    "a gradient of attention that contains tangents has no derivative; "
+    'call attention(..., backend="reference"), which has derivatives of every order'
+)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -370,7 +446,7 @@ class AttentionBackward(torch.autograd.Function):
                 f"backend {backend.name!r} has no second derivative of attention; "
                 'call attention(..., backend="eager"), which has one'
             )
-        num_inputs = 2 + len(NeedsGrad._fields)
+        num_inputs = 2 + NUM_INPUTS
         inputs, others = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]
         present = [x for x in inputs if x is not None]
 

@@ -112,13 +112,16 @@ def one_by_one(
     return tuple(None if one is None else x for one, x in zip(latest[0], results, strict=True))
 
 
-def each_call(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Iterator[list[Any]]:
-    """Yield the arguments of each call that `torch.vmap` maps."""
+def each_call(size: int, in_dims: Sequence[Any], arguments: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield the arguments of each call that `torch.vmap` maps; a list of tensors has a list of dims."""
+
+    def at(x: Any, dim: Any, index: int) -> Any:
+        if isinstance(dim, (list, tuple)):
+            return [at(*each, index) for each in zip(x, dim, strict=True)]
+        return x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
+
     for index in range(size):
-        yield [
-            x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
-            for x, dim in zip(arguments, in_dims, strict=True)
-        ]
+        yield [at(x, dim, index) for x, dim in zip(arguments, in_dims, strict=True)]
 
 
 def stacked(each: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import flops
 from .backends.mask_choice import tangents_in_rows, through_rows
-from .definition import LIBRARY, define
+from .definition import LIBRARY, define, each_call, stacked
 from .dispatch.plan import backward_pass, forward_pass, tangent_gradients_pass, tangents_pass
 from .dispatch.registry import BACKENDS
 from .gradients import empty_gradients, empty_outputs, spread
@@ -200,17 +200,7 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[T
 
 def _map_one_by_one(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """Map the operator under `torch.func.vmap` in a graph, where the rules of `autograd.py` do not apply."""
-
-    def at(x: Any, dim: Any, index: int) -> Any:
-        if isinstance(dim, (list, tuple)):
-            return [at(one, d, index) for one, d in zip(x, dim, strict=True)]
-        return x if dim is None else x.select(dim, index)
-
-    each = [
-        _forward_operator(*(at(x, dim, index) for x, dim in zip(arguments, in_dims, strict=True)))
-        for index in range(info.batch_size)
-    ]
-    return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0, 0)
+    return stacked([_forward_operator(*own) for own in each_call(info.batch_size, in_dims, arguments)])
 
 
 def _define(

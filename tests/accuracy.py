@@ -75,8 +75,6 @@ def assert_empty_rows_ignore_dlse(function: Callable[..., tuple[Tensor, ...]], c
 
 
 def oracle(case: Case, inputs: Inputs) -> Results:
-    """The formula in fp64."""
-
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, **flags: Any) -> tuple[Tensor, ...]:
         values, numbers = split(bias)
         if numbers is not None:

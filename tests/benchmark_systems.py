@@ -20,7 +20,6 @@ MACHINE = {"device": "CPU", "kind": "cpu", "torch": "2", "commit": "abc", "rates
 
 
 def named(name: str) -> Case:
-    """The case of this name."""
     return next(case for case in CASES if case.name == name)
 
 
@@ -66,6 +65,5 @@ REFUSES = System("no", EAGER.bind, lambda case, device: Needs("not for this"), l
 
 
 def times(row: results.Record, system: str, mode: str = "call") -> results.Record:
-    """The column of a system in a row of performance."""
     column: results.Record = next(line for line in row["systems"] if line["system"] == system)["columns"][mode]
     return column

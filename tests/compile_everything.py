@@ -48,7 +48,6 @@ def compile_all(entries: Sequence[Entry], workers: int) -> list[Result]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile what the arguments choose."""
     parser = argparse.ArgumentParser(description="Compile every Triton kernel for every GPU it is meant for.")
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=ARCHS)
     parser.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))

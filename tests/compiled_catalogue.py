@@ -165,7 +165,6 @@ def compiled(entry: Entry) -> Result:
 
 
 def problems(entry: Entry, kernel: Kernel) -> list[str]:
-    """List what is out of bounds."""
     said = []
     arch, room, stack = entry.job.arch, shared_bytes(entry.job.arch), stack_limit(entry)
     if kernel.shared > room:

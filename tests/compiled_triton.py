@@ -150,7 +150,6 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
 
 
 def key_of(call: Call) -> Tensor | None:
-    """The key of dropout, of a call that has it."""
     return torch.empty(2, dtype=torch.int64, device="meta") if call.has_dropout else None
 
 
@@ -219,7 +218,6 @@ class SequenceVariant(Variant):
         return call
 
     def view(self) -> SequenceView:
-        """Where they lie."""
         bounds = torch.empty(self.batch, 4, dtype=torch.int32, device="meta")
         if not self.layout.startswith("paged"):
             return SequenceView(bounds)

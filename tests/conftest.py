@@ -45,7 +45,7 @@ if "FLASH_DMATTN_EMULATED" in os.environ:  # the file that tests/emulation/build
     admit_cpu(Path(os.environ["FLASH_DMATTN_EMULATED"]))
 
 # Rules and eager mathematics of flex are the same on every CPU: only tests of its compiled kernel ask for AVX2.
-flex._availability = Availability(True)
+flex.probe.found = Availability(True)
 
 BACKENDS = ("eager", "sdpa", "flex", "triton", "cuda")
 GPU = "NVIDIA A100-SXM4-80GB"

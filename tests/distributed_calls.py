@@ -118,7 +118,6 @@ P = ParallelCase().with_
 
 
 def layout_of(name: str, length: int, size: int) -> SequenceLayout:
-    """A layout by its name."""
     if name == "balanced":
         work = [1.0 + (i * 7) % 5 for i in range(length // 4)]
         return SequenceLayout.balanced(work, length, size, pieces=2)
@@ -149,7 +148,6 @@ SMALL: Features = {
 
 
 def draw_parallel(number: int, features: Features = SMALL) -> ParallelCase:
-    """The call of a number."""
     rng = random.Random(number)
     case = draw_case(rng, features, number)
     shares_heads = case.bias is not None and case.bias[1] == "1" and case.bias[2] == "Lq"
@@ -392,7 +390,6 @@ _unpacking = Unpacking()
 
 
 def registered() -> Unpacking:
-    """The backend, registered in this process."""
     if _unpacking.backend.name not in BACKENDS:
         register_backend(_unpacking.backend)
     return _unpacking
@@ -436,7 +433,6 @@ class Unlucky:
 
 
 def raised(call: Callable[[], Any]) -> tuple[str, str]:
-    """The kind and the message of what a call raises."""
     try:
         call()
     except Exception as error:
@@ -530,7 +526,6 @@ def under_fake_tensors() -> tuple[tuple[int, ...], tuple[str, bool]]:
 
 
 def gradient_of_bias(case: ParallelCase) -> Tensor:
-    """The gradient of the bias that a rank has."""
     return parallel(case, draw(case))["dbias"]
 
 

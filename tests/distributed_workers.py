@@ -93,7 +93,6 @@ class Workers:
         return [answers[rank][1] for rank in range(self.size)]
 
     def stop(self) -> None:
-        """End the processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

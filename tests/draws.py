@@ -428,7 +428,6 @@ def draw_intervals(number: int, sizes: IntervalSizes) -> tuple[Drawn, IntervalMa
 
 
 def draw_interval_mask(rng: random.Random, sizes: IntervalSizes, case: Case) -> IntervalMask:
-    """An interval mask for a call."""
     random_numbers = torch.Generator().manual_seed(case.seed)
     heads = (rng.choice((1, case.batch)), rng.choice((1, case.num_heads_k, case.num_heads_k, case.num_heads)))
     seqlen_q, seqlen_k = case.seqlen_q, case.seqlen_k

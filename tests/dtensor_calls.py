@@ -66,7 +66,6 @@ class Call:
         return tensors
 
     def placements(self) -> dict[str, list[Placement]]:
-        """The placements of each tensor."""
         written = {"q": self.q, "k": self.k or self.q, "v": self.k or self.q, "mask": self.mask_on}
         written |= {"bias": self.bias_on, "sink": self.sink_on}
         return {name: parse(text) for name, text in written.items() if text}

@@ -113,7 +113,6 @@ def attend(
 
 
 def results(backend: Runner, case: Case, inputs: Inputs, **flags: Any) -> list[Tensor]:
-    """out, lse and all gradients."""
     leaves = leaves_of(inputs)
     return with_gradients(attend(backend, case, inputs, leaves, **flags), leaves, inputs)
 
@@ -174,7 +173,6 @@ class Products:
         torch.cuda.synchronize()
 
     def start(self, count: int = 1) -> None:
-        """Launch so many."""
         with torch.cuda.stream(self.stream):
             for _ in range(count):
                 torch.mm(self.x, self.x, out=self.product)

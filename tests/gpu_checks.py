@@ -65,13 +65,13 @@ GROUPS = {
     "forward_ways": (2, 60, ("cuda_one_mask_row", "cuda_held_bias", "cuda_relative")),
     "found": (2, 60, ("find_intervals", "interval_mask", "lists", "safety")),
 }
-# GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), and the parts that run triton so. Some run in shares of
-# about so many seconds on one core, so that a short run ends some of each for all GPUs. Others run whole, with so many
-# workers and few random calls. Large sizes, which no architecture decides, and the memory checkers are left out.
+# GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), and the parts that run triton so. Some run in so many
+# shares of one core each, so that a short run ends some of each for all GPUs. Others run whole, with so many workers
+# and few random calls. Large sizes, which no architecture decides, and the memory checkers are left out.
 FORCED = ("sm_80", "sm_86", "sm_89", "sm_120")
-FORCED_SHARED = ("random", "fp32", "bf16", "gpu")
+FORCED_SHARED = {"random": 50, "fp32": 45, "bf16": 45, "gpu": 24}
 FORCED_WHOLE = {"layouts": 4, "serving": 2, "dropout": 2, "bugs": 1}
-SHARE_SECONDS = 80
+SHARE_SECONDS = 90
 FORCED_PROCESSES, FORCED_CALLS = 2, 12  # that draw random calls of each kind, and how many calls each
 FORCED_EXAMPLES = "4"
 # initcheck does not see what TMA stores, and reports each copy of it to the host. So it checks what kernels read, and
@@ -171,9 +171,8 @@ def forced_parts(parts: Sequence[Part], archs: Sequence[str]) -> list[Part]:
         files = [word for word in part.command if word.startswith("tests/")]
         if part.name in FORCED_SHARED:
             chosen = "kernels and triton" if part.name == "random" else "triton"
-            shares = -(-part.slots * part.seconds // SHARE_SECONDS)
-            for share in range(shares):
-                variables = {**part.environment, "FLASH_DMATTN_SHARE": f"{share}/{shares}"}
+            for share in range(FORCED_SHARED[part.name]):
+                variables = {**part.environment, "FLASH_DMATTN_SHARE": f"{share}/{FORCED_SHARED[part.name]}"}
                 add(share, pytest_part(f"{part.name}-{share}", files, 1, SHARE_SECONDS, chosen, **variables))
         if part.name in FORCED_WHOLE:
             slots = FORCED_WHOLE[part.name]
@@ -297,7 +296,6 @@ def forced_results(parts: Sequence[Part], board: Board) -> list[str]:
 
 
 def start(part: Part, folder: Path, where: Path, gpu: int = 0) -> Running:
-    """Start the process of a part on one GPU, its output in a log."""
     log = folder / f"{part.name}.log"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     device = visible.split(",")[gpu] if visible else str(gpu)
@@ -343,7 +341,6 @@ def finish(each: Running, board: Board, end: float | None) -> None:
 
 
 def count_gpus() -> int:
-    """Count the GPUs that torch sees."""
     import torch  # here, for --list needs none
 
     return torch.cuda.device_count()

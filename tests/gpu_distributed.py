@@ -113,7 +113,6 @@ def random_case(seed: int, large: bool) -> ParallelCase:
 
 
 def put_together(case: ParallelCase, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put the results of all ranks together."""
     layout, layout_k = case.layouts(dist.get_world_size())
     bias, gathered = case.bias or ("1",) * 4, {}
     for name, x in results.items():

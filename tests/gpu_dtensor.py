@@ -43,7 +43,6 @@ CASES = (
 
 
 def main() -> int:
-    """Run every case on every rank."""
     on_gpu = torch.cuda.is_available()
     missing = missing_of(os.environ) if on_gpu else []
     if missing or "RANK" not in os.environ:

@@ -56,7 +56,6 @@ def far(x: Tensor, dim: int) -> Tensor:
 def results(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskView, bias: Tensor | None, dout: Tensor, dlse: Tensor, flags: Flags
 ) -> Results:
-    """out, lse and every gradient."""
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
     x = Inputs(q, k, v, mask, bias)

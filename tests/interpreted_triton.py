@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from unittest import mock
 
 import interpreter
@@ -328,12 +328,8 @@ BAND_CALLS = (
 def relative_calls() -> Iterator[str | None]:
     """Outcomes of biases by distance, with descriptors too, and of values that a part of the batch shares."""
     short_calls.DTYPES = EVERY_DTYPE  # which no such call takes
-    for case in RELATIVE_CALLS:
-        for num_sms in NUM_SMS:
-            yield failure_of(case, SMALL, num_sms)
-    for case in BAND_CALLS:
-        for num_sms in NUM_SMS:
-            yield failure_of(case, SMALL, num_sms)
+    for case, num_sms in zip((*RELATIVE_CALLS, *BAND_CALLS), cycle(NUM_SMS)):
+        yield failure_of(case, SMALL, num_sms)
     for tile in (Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)):  # blocks with values and without, by either side of a tile
         yield failure_of(BAND_CALLS[0].with_(seqlen_q=150, seqlen_k=230), tile)
         for case in RELATIVE_CALLS[:2]:

@@ -229,7 +229,6 @@ def launched(calls: Iterable[Sanitized]) -> Iterator[tuple[Sanitized, Reached]]:
 
 @functools.cache
 def calls_of(backend: str) -> list[tuple[Sanitized, Reached]]:
-    """List the calls of a backend, and what each is there for."""
     if backend == "triton":
         return chosen(launched(drawn_of_triton()))
     by_hand = [*((case, 1) for case in HELD_CALLS), *RELATIVE_CALLS]

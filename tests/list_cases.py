@@ -290,8 +290,8 @@ def draw(number: int, dtype: torch.dtype = torch.float32, large: bool = False) -
         )
         latent = head_dim <= 256 or number % 2 == 0  # wide heads may have values apart
     batch = r.choice((1, 1, 2))
-    seqlen_q = r.choice((1, 33, 130, 257) if large else (1, 5, 24, 37))
-    seqlen_k = seqlen_q + r.choice((0, 100, 700, -20) if large else (0, 13, 40, -4))
+    seqlen_q = r.choice((1, 33, 130, 257) if large else (1, 5, 12, 19))
+    seqlen_k = seqlen_q + r.choice((0, 100, 700, -20) if large else (0, 13, 30, -4))
     values = r.choice((None, *((b, h, rows) for b in ("1", "B") for h in ("1", "Hk", "Hq") for rows in ("R", "Lq"))))
     return ListCase(
         batch=batch,

@@ -147,7 +147,6 @@ class Differentiable(OutOfTree):
 
 
 def flags_of(problem: AttentionProblem) -> dict[str, Any]:
-    """The keyword arguments of the formula."""
     return {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap, "window_size": problem.window}
 
 

@@ -34,7 +34,6 @@ CALLS: dict[str, Case] = {
 
 
 def build(name: str) -> tuple[Case, Inputs]:
-    """A call by its name."""
     case = CALLS[name]
     inputs = case.build()
     i, j = torch.arange(case.seqlen_q)[:, None], torch.arange(case.seqlen_k)

@@ -54,7 +54,6 @@ class Ready(KernelPair):
         return backward
 
     def clear(self) -> None:
-        """Forget all that ran."""
         self.ways.clear()
         self.shown.clear()
         self.runs.clear()

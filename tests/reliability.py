@@ -4,7 +4,7 @@
     python tests/reliability.py --check    # fail where the page is not what the files say
 
 fuzz-*.json is written by `fuzz.py`, checks-*.json by `gpu_checks.py`, peers*.json by `peer_tests.py`, faults-*.json by
-`mutants/run.py`.
+`mutants/run.py`. People write one verdict there, "equal", for a fault that changes no result, and the reason as `by`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def their_tests() -> list[str]:
 
 
 def drawn_faults() -> list[str]:
-    """Return the table of faults that were drawn from the syntax tree, and lists of those that no test noticed."""
+    """Return the table of faults that were drawn from the syntax tree, and lists of survivors and of equal ones."""
     rows = ["| faults | noticed | survivors | share noticed | equal | not judged |"]
     rows.append("| --- | --- | --- | --- | --- | --- |")
     listed: dict[str, list[str]] = {"survived": [], "equal": []}
@@ -81,7 +81,7 @@ def drawn_faults() -> list[str]:
         rows.append(f"| {content['drawn']} | {killed} | {survived} | {share} | {equal} | {left} |")
         for row in content["faults"]:
             if row["verdict"] in listed:
-                reason = f": {row['by']}" if row["verdict"] == "equal" else ""
+                reason = f": {row['by']}." if row["verdict"] == "equal" else ""
                 listed[row["verdict"]].append(f"* {row['file']}, `{row['what']}`{reason}")
     for title, verdict in (("Survivors:", "survived"), ("Equal, and why:", "equal")):
         rows += ["", title, "", *sorted(listed[verdict])] if listed[verdict] else []

@@ -195,7 +195,6 @@ def check_case(place: Place, drawn: Drawn, mask: IntervalMask | None = None, *, 
 
 
 def on(device: str, inputs: Inputs) -> Inputs:
-    """The inputs on a device."""
     return rearranged(inputs, lambda x: x.to(device))
 
 
@@ -230,12 +229,10 @@ def kernels(place: Place, number: int) -> Check:
 
 
 def intervals(place: Place, number: int) -> Check:
-    """An interval mask."""
     return check_case(place, *draws.draw_intervals(number, draws.INTERVAL_SIZES[place.kind]))
 
 
 def wide(place: Place, number: int) -> Check:
-    """Head dims above 256."""
     if place.kind == "interpreter":
         lengths = {"seqlen_q": (1, 33, 130, 200, 290), "seqlen_k": (1, 17, 40, 140, 200)}
         sizes = {**draws.INTERPRETED, **lengths, "group": (1, 2), "num_heads_k": (1, 1, 2)}

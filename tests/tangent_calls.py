@@ -49,7 +49,6 @@ class TangentCall:
         return {"out": out, "lse": lse, "tout": tout, "tlse": tlse}
 
     def explain(self, backend: str) -> flash_dmattn.Explanation:
-        """Explain the call."""
         given = {**self.tensors, **self.others}
         if "bias" in given:
             given["bias"] = self.pass_bias(given["bias"])

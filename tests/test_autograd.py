@@ -167,16 +167,6 @@ def test_a_tensor_that_outlived_a_transform_passes_its_gradient_on() -> None:
     assert all(map(torch.equal, gradients, expected))
 
 
-def test_graph_can_be_used_again() -> None:
-    inputs = leaves()
-    value = loss(*inputs)
-    first = torch.autograd.grad(value, inputs, retain_graph=True)
-    second = torch.autograd.grad(value, inputs)
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(value, inputs)
-
-
 def test_create_graph_works_on_every_backend_without_a_second_derivative() -> None:
     inputs = leaves()
     expected = torch.autograd.grad(loss(*inputs, backend="reference"), inputs)
@@ -199,9 +189,6 @@ def test_second_derivative_of_a_kernel_backend_is_refused_with_a_way_out() -> No
     again = torch.autograd.grad(loss(*inputs, backend="reference"), inputs, create_graph=True)
     expected = torch.autograd.grad(again[0].square().sum(), inputs)
     torch.testing.assert_close(second, expected, rtol=1e-9, atol=1e-11)
-
-
-# torch.func
 
 
 # Batched gradients, by the transform of torch that is older than torch.func
@@ -241,19 +228,6 @@ def test_batched_gradients_are_those_of_each(name: str, backend: str) -> None:
             torch.testing.assert_close(seconds[1], seconds[0], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("derivative", [torch.autograd.functional.jacobian, torch.autograd.functional.hessian])
-def test_vectorized_derivatives(derivative: Callable[..., Any]) -> None:
-    inputs = tuple(x.detach() for x in leaves())
-
-    def of(backend: str, vectorize: bool) -> Any:
-        run = function(some_empty_rows(), backend=backend)
-        if derivative is torch.autograd.functional.hessian:
-            return derivative(lambda *x: loss(*x, backend=backend), inputs, vectorize=vectorize)
-        return derivative(run, inputs, vectorize=vectorize)
-
-    torch.testing.assert_close(of("eager", True), of("reference", False), rtol=1e-9, atol=1e-11)
-
-
 def test_batched_gradients_of_rows_with_heads_first() -> None:
     q, k, v, _ = (x.transpose(1, 2) for x in leaves())
     for _ in range(2):  # the first call of a class, and another
@@ -284,14 +258,3 @@ def test_two_threads_differentiate_at_once() -> None:
         inputs = leaves()
         expected = torch.autograd.grad(loss(*inputs, softmax_scale=float(index), backend="reference"), inputs)
         torch.testing.assert_close(actual[index], expected, rtol=1e-10, atol=1e-12)
-
-
-def test_gradient_hooks_and_accumulation() -> None:
-    inputs, again = leaves(), leaves()
-    hooked: list[Tensor] = []
-    inputs[3].register_hook(lambda g: hooked.append(g.clone()))
-    loss(*inputs).backward()
-    loss(*inputs).backward()
-    expected = torch.autograd.grad(loss(*again, backend="reference"), again)
-    torch.testing.assert_close(hooked, [expected[3]] * 2, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close([x.grad for x in inputs], [2 * g for g in expected], rtol=1e-10, atol=1e-12)

@@ -168,10 +168,3 @@ def test_yardstick_of_the_first_heads_and_of_all() -> None:
     assert wrong(errors(reference, exact), part.limits, ours=True) == []
     shared = make_inputs(named("form-bias-ij").reduced(256), CPU)
     assert Yardstick(shared, truth(shared)).parts == 1
-
-
-def test_the_rule_is_stricter_with_ours() -> None:
-    limits = {"out": 1e-3, "dq": 4e-3}
-    assert wrong({"out": 2e-3, "dq": 1e-3}, limits, ours=True) == ["out"]
-    assert wrong({"out": 2e-2, "dq": 4e-2}, limits, ours=False) == ["dq"]
-    assert wrong({"out": float("nan"), "dq": 0.0}, limits, ours=False) == ["out"]

@@ -1,15 +1,22 @@
-"""Programs of the benchmarks on a CPU: builds beside each other, long contexts, serving, training steps."""
+"""Programs of the benchmarks on a CPU, and how they time and weigh calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from benchmark_systems import CPU
 from torch import Tensor
 
 import flash_dmattn
-from benchmarks import builds, long_context, serving
+from benchmarks import builds, long_context, packed, serving, timing
+from benchmarks.floors import Rates
+from benchmarks.peak_memory import MIB, peaks
 from flash_dmattn.masks import PreparedMask
 
 ON_CPU = ["--only", "heads-1", "--passes", "forward", "--rounds", "1", "--system", "eager", "--device", "cpu"]
@@ -99,3 +106,79 @@ def test_a_loss_that_differs_is_told(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(training, "LOSS_ERROR", -1.0)
     assert training.main(["--quick", "--device", "cpu", "--steps", "1", "--models", "swin"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+RATES = Rates(1e9, 1e9, "made up")
+LENGTHS = (40, 7, 1, 33)
+
+
+def small(case: packed.Case) -> packed.Case:
+    return case._replace(lengths=LENGTHS, heads=4, heads_k=min(case.heads_k, 2), head_dim=16, kept=min(case.kept, 8))
+
+
+def test_every_case_is_checked_and_has_a_row_for_each_system(capsys: pytest.CaptureFixture[str]) -> None:
+    for case in map(small, packed.CASES):
+        assert packed.run_case(case, CPU, ("eager",), RATES, 1.0)
+        rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+        systems = {row[1]: row for row in rows}
+        peers = [] if case.bias else ["varlen_attn", "fa4 varlen"]
+        assert list(systems) == ["eager", *(["eager, tiles"] if case.kept else []), *peers] + (
+            ["making the tiles"] if case.kept else []
+        )
+        assert all(row[-1] == "yes |" for name, row in systems.items() if name.startswith("eager"))
+        if peers:
+            assert systems["varlen_attn"][2].startswith("NotImplementedError: "), "torch has no such kernel on a CPU"
+            assert systems["fa4 varlen"][2] == "RuntimeError: its kernels run on GPUs"
+
+
+def test_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    case = small(packed.CASES[0])
+
+    def wrong(batch: packed.Batch, backends: Any) -> list[packed.System]:
+        spoiled_call: Callable[[], Tensor] = lambda: batch.call() * 1.02
+        return [packed.System("wrong", spoiled_call)]
+
+    monkeypatch.setattr(packed, "systems", wrong)
+    assert not packed.run_case(case, CPU, ("eager",), RATES, 1.0)
+    printed = capsys.readouterr()
+    assert "| NO |" in printed.out and "wrong: out is" in printed.err
+
+
+def test_repetitions_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    now = [0.0]
+
+    def run(name: str, seconds: float) -> None:
+        log.append(name)
+        now[0] += seconds
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    quick, slow = (timing.Runner(partial(run, name, s)) for name, s in (("quick", 0.001), ("slow", 0.004)))
+    timing.measure([quick, slow], CPU, rep_ms=13.0, least=3, most=9)
+    timed = "".join(name[0] for name in log[8:])  # after four runs of each that see how long it takes
+    assert (timed.count("q"), timed.count("s")) == (9, 3) == (len(quick.ms), len(slow.ms))
+    assert "ss" not in timed and "qqqq" not in timed  # in turns, as far as their numbers allow
+    assert quick.summary()["how"] == "wall clock"
+    assert quick.summary()["ms"] == pytest.approx(1.0) and slow.summary()["ms"] == pytest.approx(4.0)
+
+
+def test_peaks_count_what_is_held_at_once() -> None:
+    """A forward that keeps 4 MiB, and 8 MiB for a while; a backward that needs 2 MiB beside the gradient."""
+    x = torch.zeros(MIB, requires_grad=True)  # 4 MiB
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            torch.empty(2 * MIB).sum()
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dout):  # type: ignore[no-untyped-def]
+            torch.empty(MIB // 2).sum()
+            return dout * 2
+
+    measured = peaks(lambda: Doubled.apply(x), [x], torch.ones_like(x))
+    assert measured.forward == pytest.approx(8.0, abs=0.1)
+    assert measured.backward == pytest.approx(4.0, abs=0.1)
+    assert measured.both == pytest.approx(8.0, abs=0.1)
+    assert peaks(lambda: x * 2, [x], torch.ones_like(x), backward=False) == (pytest.approx(4.0, abs=0.1), None, None)

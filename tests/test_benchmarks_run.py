@@ -61,7 +61,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, re
 
 @pytest.fixture
 def rows(ran: tuple[dict[str, results.Record], dict[str, int]]) -> dict[str, results.Record]:
-    """The row of each suite."""
     return {suite: content["rows"][0] for suite, content in ran[0].items()}
 
 

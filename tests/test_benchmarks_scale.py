@@ -1,19 +1,19 @@
-"""The benchmark of context parallelism: one quick run of two processes, its report, and what it refuses."""
+"""The benchmark of context parallelism, a quick run of two processes, and its predictor: by hand and as measured."""
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.scale import __main__ as scale
-from benchmarks.scale import report
-from benchmarks.scale.predict import Machine, read_machine
+from benchmarks.scale import predict as model
+from benchmarks.scale.predict import Layer, Machine, Prediction
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,45 +55,6 @@ def test_a_quick_run_of_two_processes(tmp_path: Path) -> None:
     assert (tmp_path / "scale.png").stat().st_size > 0
 
 
-def content(**changes: Any) -> dict[str, Any]:
-    row = {"case": "causal, 16384, 32 on 8", "length": 16384, "heads": 32, "kv_heads": 8, "system": "ours"}
-    row |= {"head_groups": 2, "one_forward_ms": 4.0, "one_backward_ms": 10.0, "forward_ms": 2.5, "backward_ms": 6.0}
-    row |= {"efficiency": 7 / 8.5, "forward_efficiency": 0.8, "errors": {"out": 1e-3, "dk": 2e-3}, "right": True}
-    failed = {**row, "system": "torch, cudnn, alltoall", "head_groups": None, "failed": "RuntimeError: a | b"}
-    links = [{"collective": "all_gather", "mb": 64, "ms": 0.3, "gbs": 211.0}]
-    head = {"device": "NVIDIA H200", "world_size": 2, "torch": "2.11.0", "quick": False, "bandwidth": links}
-    lacking = {"case": "causal, 131072, 32 on 32", "length": 131072, "heads": 32, "kv_heads": 32, "system": "one GPU"}
-    lacking |= {"head_groups": None, "failed": "OutOfMemoryError: too long"}
-    return {**head, "rows": [row, failed, lacking], "machine": {}, **changes}
-
-
-def test_report_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "scale.json").write_text(json.dumps(content()))
-    monkeypatch.setattr(sys, "argv", ["scale", "--report", str(tmp_path)])
-    assert scale.main() == 0
-    assert "scale.md" in capsys.readouterr().out
-    page = (tmp_path / "scale.md").read_text()
-    assert (
-        "| causal, 16384, 32 on 8 | ours, 2 groups | 2.50 | 6.00 | 4.00 + 10.00 | 82.4% | 80.0% | 2.0e-03 (dk) |"
-        in page
-    )
-    assert "| torch, cudnn, alltoall | failed | RuntimeError: a / b |" in page
-    assert "| causal, 131072, 32 on 32 | one GPU | failed | OutOfMemoryError: too long |" in page
-    assert "| 64 | all_gather | 0.300 | 211.0 |" in page
-
-
-def test_the_predictor_reads_what_was_measured(tmp_path: Path) -> None:
-    measured = report.machine_of(content())
-    # 4 x 16384^2 x 32 x 128 x 0.5 = 2.199 TFLOP in 4 ms, and 2.5 times that in 10 ms
-    assert measured == pytest.approx(
-        {"nvlink_gbs": 211.0, "forward_tflops": 549.756, "backward_tflops": 549.756}, rel=1e-4
-    )
-    file = tmp_path / "scale.json"
-    file.write_text(json.dumps(content(machine=measured)))
-    assert read_machine(file) == Machine(**measured)
-    assert report.machine_of(content(quick=True)) == {}
-
-
 @pytest.mark.parametrize(
     ("arguments", "rank", "message"),
     [
@@ -121,4 +82,121 @@ def test_refused(
     monkeypatch.setattr(sys, "argv", ["scale", *arguments])
     with pytest.raises(SystemExit):
         scale.main()
+    assert message in capsys.readouterr().err
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+MEASURED = sorted(RESULTS.glob("*/scale.json"))
+
+
+@pytest.mark.parametrize("file", MEASURED, ids=lambda file: file.parent.name)
+def test_long_calls_are_predicted_as_they_were_measured(file: Path) -> None:
+    content = json.loads(file.read_text())
+    machine, checked = model.read_machine(file), 0
+    for row in content["rows"]:
+        plain = row["case"].startswith("causal, ") and "bias" not in row["case"] and row["length"] >= 65536
+        if not plain or not row["system"].startswith("ours") or row["head_groups"] not in (None, 1):
+            continue
+        inner = content["world_size"] if "traded" in row["system"] else 1
+        x = model.predict(machine, Layer(row["length"], row["heads"], row["kv_heads"]), content["world_size"], inner)
+        assert x is not None
+        assert row["forward_ms"] + row["backward_ms"] == pytest.approx(1e3 * (x.forward + x.backward), rel=0.065), row
+        checked += 1
+    assert checked >= 4
+
+
+# Free collectives, launches and copies, 100 SMs that are all free: the rest is computed by hand.
+PLAIN = Machine(
+    forward_tflops=100.0,
+    backward_tflops=100.0,
+    nvlink_gbs=100.0,
+    network_gbs=10.0,
+    copy_gbs=1e12,
+    latency_us=1e-9,
+    per_peer_us=1e-9,
+    launch_us=1e-9,
+    host_forward_us=1e-9,
+    host_backward_us=1e-9,
+    host_gather_us=1e-9,
+    sms=100,
+)
+LAYER = Layer(25600, heads=4, kv_heads=2, head_dim=125, density=0.5)
+
+
+def test_one_gpu_by_hand() -> None:
+    # 4 x 25600 x 25600 x 4 x 125 x 0.5 = 655.36 GFLOP at 100 TFLOP/s
+    assert model.one_gpu(PLAIN, LAYER) == pytest.approx((6.5536e-3, 16.384e-3))
+    x = model.predict(PLAIN, LAYER, 1)
+    # 200 tiles a head x 4 heads on 100 SMs are 8 waves, and a quarter of one is lost
+    assert (
+        x is not None and x.forward == pytest.approx(6.5536e-3 * 8.25 / 8) and x.efficiency == pytest.approx(8 / 8.25)
+    )
+
+
+def test_gather_by_hand() -> None:
+    x = model.predict(PLAIN, LAYER, 2)
+    # K and V are 2 x 25600 x 2 x 125 x 2 = 25.6 MB, and half of it comes over 100 GB/s; 4 waves on each GPU
+    gathered, last_wave = 0.128e-3, 4.25 / 4
+    forward, backward = gathered + 3.2768e-3 * last_wave, 2 * gathered + 8.192e-3 * last_wave
+    assert x == pytest.approx(
+        Prediction(1, forward, backward, (3.2768e-3 + 8.192e-3) / (forward + backward), 6 * 25.6e6), rel=1e-5
+    )
+
+
+def test_a_window_leaves_a_share_of_the_wire_by_hand() -> None:
+    layer = Layer(25600, heads=4, kv_heads=2, head_dim=125, density=0.5, window=1280)
+    # A rank of two has chunks 0 and 3, or 1 and 2, of 6400; it lacks the 1280 keys before one of them, of 12800.
+    assert layer.share(2) == 0.1 and LAYER.share(2) == 1.0
+    assert Layer(25600, window=12800).share(2) == 1.0  # 1 is not clearly less
+    x, causal = model.predict(PLAIN, layer, 2), model.predict(PLAIN, LAYER, 2)
+    assert x is not None and causal is not None
+    assert causal.forward - x.forward == pytest.approx(0.9 * 0.128e-3, rel=1e-4)
+    assert causal.backward - x.backward == pytest.approx(0.9 * 0.256e-3, rel=1e-4)
+    assert x.transient == pytest.approx(6 * 25.6e6 * 0.55)
+    assert model.density_of(8, 3) == pytest.approx((1 + 2 + 3 + 4 * 5) / 64) and model.density_of(8, 99) == 36 / 64
+
+
+def test_examples() -> None:
+    done = doctest.testmod(model)
+    assert done.attempted and not done.failed
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = tmp_path / "scale.json"
+    measured.write_text(json.dumps({"machine": {"forward_tflops": 361.5, "backward_tflops": 324}, "rows": []}))
+    model.main(["--lengths", "32768", "--gpus", "2", "--kv-heads", "8", "--machine", str(measured), "--sms", "100"])
+    said, _, table = capsys.readouterr().out.partition("\n\n")
+    assert "forward_tflops 361.5, backward_tflops 324, nvlink_gbs 300" in said and "sms 100" in said
+    machine = Machine(forward_tflops=361.5, backward_tflops=324, sms=100)
+    assert table.strip() == model.table(machine, [Layer(32768)], [2])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()]
+    assert [row[3] for row in rows[2:]] == ["gather", "ulysses"]
+    expected = model.best(machine, Layer(32768), 2, "gather")
+    assert expected is not None and rows[2][5] == f"{expected.forward * 1e3:.2f}"
+    model.main(["--lengths", "32768", "--gpus", "2", "--kv-heads", "8", "--window", "1024"])
+    windowed = Layer(32768, window=1024, density=model.density_of(32768, 1024))
+    assert capsys.readouterr().out.partition("\n\n")[2].strip() == model.table(Machine(), [windowed], [2])
+    model.main(["--lengths", "100", "--gpus", "64"])
+    assert "| 64 | 2d | does not divide |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ('{"nvlink": 3}', [], r"has ['nvlink']; it needs ['backward_tflops', 'copy_gbs', 'forward_tflops'"),
+        ('{"sms": "3"}', [], "has '3' for sms; it needs a positive number"),
+        ('{"sms": 0}', [], "has 0 for sms; it needs a positive number"),
+        ("{", [], "Expecting property name"),
+        ("{}", ["--density", "0"], "density above 0"),
+        ("{}", ["--window", "-1"], "--window is -1; it needs to be at least 1, or 0 for none"),
+        ("{}", ["--heads", "6"], "--heads is 6; it needs to be a multiple of each of --kv-heads, [8, 32]"),
+    ],
+)
+def test_a_wrong_machine_and_sizes_are_refused(
+    content: str, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(content)
+    with pytest.raises(SystemExit):
+        model.main(["--machine", str(file), *arguments])
     assert message in capsys.readouterr().err

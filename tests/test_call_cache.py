@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -71,67 +70,6 @@ def test_calls_that_are_alike_are_described_once(described: list[int]) -> None:
     want = attend(**others, backend="reference")
     torch.testing.assert_close(attend(**others, return_lse=True)[0], want)
     assert len(described) == 3
-
-
-def strided(shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
-
-
-CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
-    "batch": lambda: {"q": torch.randn(1, *Q[1:]), "k": torch.randn(1, *K[1:]), "v": torch.randn(1, *K[1:])},
-    "heads": lambda: {"q": torch.randn(2, 6, 2, 8)},
-    "head_dim_v": lambda: {"v": torch.randn(2, 9, 2, 5)},
-    "dtype": lambda: {name: inputs()[name].double() for name in "qkv"},
-    "strides of q": lambda: {"q": strided(Q)},
-    "strides of k": lambda: {"k": strided(K)},
-    "strides of v": lambda: {"v": strided(K)},
-    "no mask": lambda: {"mask": None},
-    "shape of mask": lambda: {"mask": torch.ones(1, 9, dtype=torch.bool)},
-    "dimensions of mask": lambda: {"mask": torch.ones(1, 6, 9, dtype=torch.bool)},
-    "strides of mask": lambda: {"mask": torch.ones(1, 1, dtype=torch.bool).expand(6, 9)},
-    "no bias": lambda: {"bias": None},
-    "shape of bias": lambda: {"bias": torch.randn(1, 9)},
-    "strides of bias": lambda: {"bias": strided((6, 9))},
-    "dtype of bias": lambda: {"bias": torch.randn(6, 9).half()},
-    "gradient of q": lambda: {"q": inputs()["q"].requires_grad_()},
-    "gradient of k": lambda: {"k": inputs()["k"].requires_grad_()},
-    "gradient of v": lambda: {"v": inputs()["v"].requires_grad_()},
-    "gradient of bias": lambda: {"bias": inputs()["bias"].requires_grad_()},
-    "is_causal": lambda: {"is_causal": True},
-    "softmax_scale": lambda: {"softmax_scale": 0.1},
-    "softcap": lambda: {"softcap": 3.0},
-    "window_size": lambda: {"window_size": (1, 2)},
-    "deterministic": lambda: {"deterministic": True},
-    "return_lse": lambda: {"return_lse": True},
-    "backend": lambda: {"backend": "eager"},
-    "pair": lambda: {"backend": ("eager", "eager")},
-    "sink": lambda: {"sink": torch.zeros(4)},
-    "sequences": lambda: {
-        "sequences": flash_dmattn.Sequences.padded(torch.tensor([9, 5]), torch.tensor([6, 5])),
-        "mask": None,
-        "bias": None,
-    },
-    "dropout_p": lambda: {"dropout_p": 1.0},
-    "return_probs": lambda: {"return_probs": True, "backend": "reference"},
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_argument_makes_another_class(change: str, described: list[int]) -> None:
-    attend()
-    changed = CHANGES[change]()
-    got = attend(**changed)
-    assert len(described) == 2
-    want = attend(**changed, **({} if "backend" in changed else {"backend": "reference"}))
-    pairs = zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True)
-    for x, y in pairs:
-        torch.testing.assert_close(x, y)
-        assert x.requires_grad == y.requires_grad
-
-
-def test_every_argument_of_attention_is_changed_by_some_change() -> None:
-    changed = {name for change in CHANGES.values() for name in change()}
-    assert changed == set(inspect.signature(flash_dmattn.attention).parameters) - {"unknown"}  # which always raises
 
 
 SPEC = SequenceSpec("padded", 2, 6, 9, 6, 9)

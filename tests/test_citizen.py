@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import Tensor
@@ -25,23 +23,14 @@ from flash_dmattn.dispatch import config
 from flash_dmattn.distributed import SequenceLayout, ShardedMask
 from flash_dmattn.problem import allowed_pairs
 
-ROOT = Path(__file__).resolve().parent.parent
 B, LQ, LK, HQ, HK, D, DV = 2, 7, 11, 4, 2, 16, 24
 
 
 def python(code: str) -> str:
-    """Return what a new process prints, in which nothing but the code has imported anything."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        text=True,
-        capture_output=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
+    """Return what a process prints in which nothing but the code has imported anything of this package."""
+    (done,) = forked.run([({}, code)])
+    assert done.status == 0, done.said
+    return done.said.strip()
 
 
 def qkv(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -70,7 +70,7 @@ NO_MASK: dict[str, Any] = {"mask": [], "bias": None}
 
 
 def forward(**others: Any) -> Call:
-    numbers = {**FORWARD, "num_splits": 1, "one_mask_row": False, "dropout_key": None, "sink": None}
+    numbers = {**FORWARD, "num_splits": 1, "one_mask_row": False, "dropout_key": None, "sink": None, "group_shift": 0}
     return Call("cuda_forward_kernel", {**tensors_of_call(), **numbers, **NO_MASK, **others})
 
 

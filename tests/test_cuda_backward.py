@@ -95,7 +95,6 @@ def check_again(backend: Runner, case: Case, inputs: Inputs, *, deterministic: b
 
 
 def check_masked(backend: Runner, case: Case, form: str, **flags: Any) -> None:
-    """The same of a case with a mask of that form."""
     changes, leave_out = MASKS[form]
     case = case.with_(**changes)
     inputs = call = case.build()
@@ -482,3 +481,16 @@ def test_thousands_of_entries_that_share_a_bias(backend: Runner, unwritten_is_na
     case = BASE.with_(batch=4096, num_heads=6, num_heads_k=6, head_dim=32, seqlen_q=49, seqlen_k=49)
     case = case.with_(bias=("1", "1", "Lq", "Lk"), needs_grad=("bias",), dlse=False)
     backend.check(case, alone=True)
+
+
+@pytest.mark.parametrize("form", ("none", "causal", "full", "empty tiles"))
+@pytest.mark.parametrize("keys", (261, 129))
+def test_rows_of_a_bias_that_start_between_16_bytes(backend: Runner, keys: int, form: str) -> None:
+    """A bias with a value for each score is copied into longer rows, and its gradient comes out of such."""
+    changes, leave_out = MASKS[form]
+    case = BASE.with_(seqlen_k=keys, bias=FULL, **changes)
+    inputs = case.build()
+    if leave_out is not None:
+        leave_out(inputs.mask)
+    backend.check(case, inputs)
+    assert backend.choice(case, inputs) == "cuda"

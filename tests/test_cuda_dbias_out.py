@@ -56,7 +56,6 @@ def built(backend: Runner, case: Case, form: str = "none") -> tuple[Case, Inputs
 
 
 def dbias_of(case: Case, x: Inputs, out: Tensor, lse: Tensor, **arguments: Tensor) -> Tensor:
-    """Return the gradient of the bias."""
     view = MaskView() if x.mask is None else MaskView("dense", (x.mask,))
     dlse = None if x.dlse is None else x.dlse.masked_fill(lse == -torch.inf, 0.0)
     inputs = attention.Inputs(x.q, x.k, x.v, view, x.bias)

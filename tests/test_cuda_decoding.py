@@ -1,4 +1,4 @@
-"""One query on cuda: the heads of a group as rows of one tile. On a GPU or the emulated one."""
+"""Few queries on cuda: the heads of a group as rows of one tile. On a GPU or the emulated one."""
 
 from __future__ import annotations
 
@@ -112,8 +112,44 @@ def test_gradients(backend: Runner, joined: list[tuple[Tensor, ...]]) -> None:
     assert len(joined) == 1
 
 
-def test_results_lie_as_ever(backend: Runner, joined: list[tuple[Tensor, ...]]) -> None:
-    inputs = BASE.build()
-    out, lse = flash_dmattn.attention(inputs.q, inputs.k, inputs.v, return_lse=True, backend="cuda")
-    assert len(joined) == 1
-    assert out.is_contiguous() and out.shape == (2, 1, 6, 64) and lse.is_contiguous() and lse.shape == (2, 6, 1)
+SEVERAL: dict[str, dict[str, Any]] = {
+    "a tile": {"seqlen_q": 9, "num_heads": 8},
+    "no band": {"seqlen_q": 9, "num_heads": 8, "is_causal": False},
+    "several tiles": {"seqlen_q": 50, "num_heads": 16, "num_heads_k": 2},
+    "queries without keys": {"seqlen_q": 9, "seqlen_k": 5, "num_heads": 4},
+    "keys to come": {"seqlen_q": 9, "is_causal": False, "window_size": (-1, 3), "num_heads": 4, "softcap": 5.0},
+    "gradients": {"seqlen_q": 20, "num_heads": 4, "needs_grad": ("q", "k", "v"), "dlse": True},
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_queries(backend: Runner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The band is of queries, and a row is a head of one; also where blocks share the keys of a tile."""
+    monkeypatch.setattr(group_rows, "LEAST_KEYS", 0)
+    case = BASE.with_(**{"is_causal": True, **SEVERAL[name]})
+    x = case.build()
+    assert group_rows.has_rows_of_queries(flash_dmattn.explain(x.q, x.k, x.v, **case.flags()).problem)
+    backend.check(case)
+    monkeypatch.setattr(passes, "NUM_KV_SPLITS", 3)
+    backend.check(case)
+
+
+def test_several_queries_that_go_head_by_head(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window on the left, a bias or a sink, groups that no shift counts, many queries, and few keys."""
+    few = BASE.with_(seqlen_q=9, is_causal=True, num_heads=8)
+    others: tuple[dict[str, Any], ...] = (
+        {"num_heads": 6},
+        {"num_heads": 2},
+        {"is_causal": False, "window_size": (50, 0)},
+        {"bias": BIASES["shared"]},
+        {"sink": "normal"},
+        {"seqlen_q": 65},
+    )
+    monkeypatch.setattr(group_rows, "LEAST_KEYS", 0)
+    for case in (few.with_(**other) for other in others):
+        x = case.build()
+        explained = flash_dmattn.explain(x.q, x.k, x.v, bias=x.bias, sink=x.sink, **case.flags())
+        assert not group_rows.has_rows_of_queries(explained.problem)
+    monkeypatch.undo()
+    x = few.build()
+    assert not group_rows.has_rows_of_queries(flash_dmattn.explain(x.q, x.k, x.v, **few.flags()).problem)

@@ -86,25 +86,6 @@ def test_interval_masks(backend: Runner, make: Callable[[Tensor], PreparedMask],
     backend.check(case, inputs, call)
 
 
-def test_it_drops_what_eager_drops(backend: Runner) -> None:
-    """v of ones makes out the share of what is kept: the same of both, but for rounding to 16 bits."""
-    q, k = (torch.randn(2, n, 4, 64, device=DEVICE, dtype=torch.bfloat16) for n in (130, 264))
-    actual = []
-    for name in ("cuda", "eager"):
-        torch.manual_seed(3)
-        actual.append(flash_dmattn.attention(q, k, torch.ones_like(k), dropout_p=0.5, backend=name))
-    torch.testing.assert_close(*actual, rtol=0.02, atol=0.02)
-
-
-def test_calls_repeat_by_their_seed(backend: Runner) -> None:
-    case = BASE.with_(bias=ENTRIES)
-    first, second = (backend(case, case.build()) for _ in range(2))
-    assert first["out"] is not None and second["out"] is not None and torch.equal(first["out"], second["out"])
-    x = case.build()
-    draws = [flash_dmattn.attention(x.q, x.k, x.v, dropout_p=0.3, backend="cuda") for _ in range(2)]
-    assert not torch.equal(*draws)
-
-
 def test_a_fixed_order_repeats_every_bit(backend: Runner) -> None:
     case = BASE.with_(bias=ENTRIES, is_causal=True)
     inputs = case.build()

@@ -133,8 +133,8 @@ def build(
     return call(code, tree, **{**wishes, **ONE_INSTANCE, **environment})
 
 
-# Compiled in any case: host code, a kernel without defines, another with a unit's.
-COMPILED = ("api/forward.cpp", "sm90/mask/list.cu", "sm90/mask/pack.cu", DBIAS_INSTANCE)
+# Compiled in any case: small host code and small kernels.
+COMPILED = ("api/tensor_map.cpp", "sm90/mask/list.cu")
 
 
 def copy_compiled(tree: Path) -> None:
@@ -459,7 +459,6 @@ def local_bytes(sass: str) -> int:
 
 @cache
 def machine_code(file: Path) -> list[tuple[str, str]]:
-    """The name and the SASS of every kernel."""
     said = output(tool("cuobjdump"), "-sass", file)
     return re.findall(r"Function : (\w+)\n(.*?)(?=\t+Function : |\Z)", said, re.DOTALL)
 
@@ -555,7 +554,7 @@ lse = torch.empty(1, 1, 4)
 calls = {{
     "cuda_pack_mask": (torch.ones(1, 1, 4, 4, dtype=torch.bool), 0, 0, False),
     "cuda_forward_kernel": (
-        *(q, q, q, [], None, None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0, 1, None, 0.0, False, 0, 0),
+        *(q, q, q, [], None, None, torch.empty_like(q), lse, -4, 4, 0.125, 0.0, 1, None, 0.0, False, 0, 0, 0),
     ),
     "cuda_backward_kernel": (
         *(q, None, q, q, q, [], None, None, q, lse, None, q.clone(), None, None, lse, None),
@@ -642,7 +641,7 @@ def test_mismatch_is_a_sentence(case: str, tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "_C.abi3.so"
     file.write_bytes(content)
     monkeypatch.setattr(extension, "find", lambda: file)
-    monkeypatch.setattr(cuda, "_found", None)
+    monkeypatch.setattr(cuda.probe, "found", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     availability = cuda.probe()
     assert not availability.usable and str(file) in availability.reason
@@ -663,7 +662,7 @@ def test_no_extension_is_explained(record: str | None, tmp_path: Path, monkeypat
     monkeypatch.setattr(extension, "_NOT_BUILT", file)
     monkeypatch.setattr(extension, "find", lambda: None)
     monkeypatch.setattr(info, "find", lambda: None)
-    monkeypatch.setattr(cuda, "_found", None)
+    monkeypatch.setattr(cuda.probe, "found", None)
     reason, *output = (record or "").splitlines() or [""]
     output = [line for line in output if line]
     sentence = "the CUDA extension flash_dmattn._C is not in this installation"
@@ -728,7 +727,7 @@ def test_probe_of_an_extension_that_loads(driver: int, tmp_path: Path, monkeypat
     setattr(module, "cuda_versions", lambda: (driver, 13000))  # noqa: B010 (a module has no such attribute for mypy)
     monkeypatch.setattr(extension, "find", lambda: file)
     monkeypatch.setattr(extension, "load", lambda: module)
-    monkeypatch.setattr(cuda, "_found", None)
+    monkeypatch.setattr(cuda.probe, "found", None)
     availability = cuda.probe()
     assert availability.usable == (driver >= 13000)
     if not availability.usable:

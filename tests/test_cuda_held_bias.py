@@ -21,7 +21,6 @@ def least_batch(num_heads: int, seqlen_q: int) -> int:
 
 
 def some(inputs: Inputs, chosen: slice) -> Inputs:
-    """Some entries of the inputs."""
     q, k, v, dout = (x[chosen] for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     bias = inputs.bias if inputs.bias is None or len(inputs.bias) == 1 else inputs.bias[chosen]
     return Inputs(q, k, v, None, bias, dout, None, inputs.sink)

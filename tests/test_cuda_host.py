@@ -41,7 +41,6 @@ def can_copy(x: Tensor) -> bool:
 
 
 def operands(case: Case, x: Inputs, mask: MaskView, bias: Tensor | None) -> tuple[attention.Inputs, AttentionProblem]:
-    """The tensors of a case with this mask and this bias, and its description."""
     tensors = attention.Inputs(x.q, x.k, x.v, mask, bias, x.sink)
     needs_grad = NeedsGrad(*(name in case.needs_grad and (name != "bias" or bias is not None) for name in NAMES))
     needs_grad = needs_grad._replace(sink=x.sink is not None and "sink" in case.needs_grad)

@@ -256,7 +256,6 @@ def scattered(case: Case, **flags: Any) -> IntervalMask:
 
 
 def check_intervals(backend: Runner, case: Case, mask: IntervalMask) -> None:
-    """`check` of a case with this mask."""
     inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
     check(backend, case, inputs, replace(inputs, mask=mask.to(DEVICE)))
 

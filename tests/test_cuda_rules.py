@@ -158,6 +158,10 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
     "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
     "short_mask": ({"q": (64, 128, 16, 64), "mask": (64, 1, 1, 128)}, "there are 128 keys, and preparing"),
     "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
+    "copied_scores": (
+        {"q": (8, 129, 16, 64), "bias": (8, 16, 129, 129), "bias_grad": True},
+        "bias has 2130048 values, in rows that the pass copies; triton is faster",
+    ),
     "sums_for_few_keys": ({"q": (64, 256, 16, 128), "seqlen_k": 256}, "head dims are 128 and 128 (v), of 256 keys"),
     "fixed_order": (
         {"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},
@@ -183,7 +187,9 @@ NEVER_DIFFERENTIATED = (
         "dbias_rows",
         {"bias": (1, 1, 4096, 4095), "bias_strides": (2**24, 2**24, 2**12, 1), "seqlen_k": 4095, "bias_grad": True},
     ),
-    # Copied is only what is small beside q, k, v and out, and shared.
+    # Copied is what is small beside q, k, v and out, and shared; or what has a value for each score in short rows.
+    ("dbias_rows", {"q": (64, 129, 16, 64), "bias": (64, 16, 129, 129), "bias_grad": True, "softcap": 5.0}),
+    ("tile_bias_rows", {"q": (8, 1025, 16, 64), "bias": (8, 16, 1025, 1025), **GRADIENTS}),
     ("tile_bias_rows", {"bias": (1, 16, 4096, 4095), "seqlen_k": 4095, **GRADIENTS}),
     ("tile_bias_rows", {"q": (1, 905, 16, 64), "bias": (1, 1, 905, 905), **GRADIENTS}),
     ("tile_bias_rows", {"q": (64, 577, 16, 64), "bias": (64, 1, 577, 577), **GRADIENTS}),
@@ -206,6 +212,7 @@ DIFFERENTIATED = (
     {**PACKED, **GRADIENTS, "bias": (16, 1, 8192), "bias_dtype": "fp32", "bias_grad": True},
     {**SHORT_PACKED, **GRADIENTS, "window_size": (8, 0)},
     DBIAS,
+    {"q": (256, 129, 32, 24), "bias": (256, 32, 129, 129), "bias_grad": True},
     {"q": (2, 4096, 16, 192), "head_dim_v": 128, **GRADIENTS},
     {"q": (2, 4096, 16, 256), "bias": (1, 16, 4096, 4096), "bias_grad": True, **GRADIENTS},
     {**DBIAS, **GRADIENTS, "softmax_scale": -0.3, "is_causal": True},
@@ -587,7 +594,11 @@ def test_notes_name_the_tensors_that_are_copied(strides: tuple[int, ...], copied
         ((1, 1, 49, 49), None, "copies bias, of strides (2401, 2401, 49, 1), into rows of 56 keys, 6 KB: TMA reads "),
         ((1, 6, 49, 49), (6 * 49 * 56, 49 * 56, 56, 1), None),
         ((1, 6, 1, 49), None, None),
-        ((2048, 6, 49, 49), None, None),
+        (
+            (2048, 6, 49, 49),
+            None,
+            "copies bias, of strides (14406, 2401, 49, 1), into rows of 56 keys, 65856 KB: TMA reads ",
+        ),
     ),
 )
 def test_notes_tell_of_a_bias_that_is_copied(

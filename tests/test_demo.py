@@ -29,9 +29,8 @@ from flash_dmattn.examples.byte_model import (
     load_corpus,
     train,
     training_call,
-    unigram_entropy,
 )
-from flash_dmattn.examples.demo import DTYPES, HOPPER, ON_HOPPER, SMALL, check_call, find_failures, main, sizes_for
+from flash_dmattn.examples.demo import DTYPES, HOPPER, ON_HOPPER, check_call, find_failures, main
 from flash_dmattn.explanation import explain_description
 from flash_dmattn.nn import KVCache
 from flash_dmattn.tools import verify
@@ -65,21 +64,6 @@ def test_held_out_files_are_never_trained_on(corpus):
     assert corpus.train.numel() == sum(len(p.read_bytes().replace(b"\r\n", b"\n")) for p in corpus.train_files)
     assert corpus.held_out.numel() == sum(len(p.read_bytes().replace(b"\r\n", b"\n")) for p in corpus.held_out_files)
     assert list(corpus.train_files) == sorted(corpus.train_files)
-
-
-def test_the_entropy_is_that_of_the_byte_frequencies(corpus):
-    assert unigram_entropy(torch.arange(256, dtype=torch.uint8)) == pytest.approx(torch.tensor(256.0).log().item())
-    text = bytes(corpus.held_out.tolist())
-    frequencies = [text.count(byte) / len(text) for byte in range(256)]
-    expected = torch.distributions.Categorical(probs=torch.tensor(frequencies, dtype=torch.float64)).entropy()
-    assert unigram_entropy(corpus.held_out) == pytest.approx(expected.item(), rel=1e-9)
-    assert 2.5 < expected < 4.0
-
-
-def test_a_folder_without_sources_is_refused(tmp_path):
-    (tmp_path / "one.py").write_text("x = 1\n")
-    with pytest.raises(FileNotFoundError, match=r"holds 6 bytes of \.py files; the demo needs at least 1000000"):
-        load_corpus(tmp_path)
 
 
 def test_training_sees_the_training_text_alone_and_repeats_itself(corpus):
@@ -174,14 +158,6 @@ def test_on_a_hopper_gpu_auto_trains_on_cuda(keep, monkeypatch):
     assert explain_description(there._replace(needs_grad=type(there.needs_grad)()), "auto").forward == "cuda"
 
 
-def test_sizes_by_device(monkeypatch):
-    gpu = torch.device("cuda", 0)
-    assert sizes_for(torch.device("cpu")) == SMALL
-    for arch, chosen in (("sm_90", ON_HOPPER), ("sm_80", SMALL), ("gfx942", SMALL)):
-        monkeypatch.setattr(command, "device_arch", lambda device, arch=arch: arch)
-        assert sizes_for(gpu) == chosen
-
-
 def test_the_verdict_names_what_failed():
     errors, limits = {"out": 1e-7, "dq": float("nan")}, {"out": 1e-5, "dq": 1e-5}
     nan = verify.Outcome("flex", "cpu", "float32", "layer 1", errors, limits)
@@ -233,17 +209,6 @@ def test_a_quick_run_from_end_to_end(tmp_path):
     assert picture.startswith(b"\x89PNG\r\n\x1a\n") and picture.rstrip(b"\0").endswith(b"IEND\xaeB`\x82")
     width, height = (int.from_bytes(picture[start : start + 4], "big") for start in (16, 20))
     assert width >= 1000 and height >= 500 and len(picture) > 20_000
-
-
-def test_without_matplotlib_the_rest_runs(tmp_path):
-    broken = tmp_path / "broken" / "matplotlib"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("raise ImportError('no matplotlib here')\n")
-    path = os.pathsep.join((str(broken.parent), str(ROOT)))
-    ran = run_demo("--steps", "2", "--context", "80", cwd=tmp_path, PYTHONPATH=path)
-    assert "No picture: " in ran.stdout and "pip install matplotlib" in ran.stdout
-    # Two steps teach nothing, and the demo says so instead of passing.
-    assert ran.returncode == 1 and "it must end 0.1 under the byte-unigram entropy" in ran.stdout
 
 
 def test_arguments_are_checked(capsys):

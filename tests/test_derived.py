@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import needs_inductor
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -160,7 +159,6 @@ def _dual(call: Call, leaves: Leaves, tangents: Leaves) -> Any:
 
 
 def _dual_gradients(call: Call, leaves: Leaves, tangents: Leaves) -> Any:
-    """Return gradients of dual tensors, which have tangents, and gradients of the tangent."""
     leaves = tuple(x.requires_grad_() for x in leaves)
     with forward_ad.dual_level():
         duals = tuple(map(forward_ad.make_dual, leaves, tangents))
@@ -354,22 +352,3 @@ def test_masks_prepared_inside_and_outside_of_one_graph(name: str) -> None:
         torch.testing.assert_close(out, wanted)
         torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, wanted)))
     assert counter.frame_count == 2  # another mask of its form compiles nothing
-
-
-@needs_inductor
-@pytest.mark.parametrize("rows", [1, 20], ids=["keys", "tiles"])
-def test_inductor_relies_on_the_fakes_of_masks(rows: int) -> None:
-    """A mask is prepared inside the graph from an expression, for both passes, beside fused kernels."""
-
-    def among_others(scores: Tensor, x: Tensor) -> Tensor:
-        out = flash_dmattn.attention(x, x, x, scores > 0.5, is_causal=True, backend="eager")
-        prepared = PreparedMask.from_mask(scores > 0.5, seqlen_q=20, window_size=(9, -1))
-        return torch.relu(out) + flash_dmattn.attention(x, x, x, prepared, backend="eager")
-
-    torch._dynamo.reset()
-    scores, x = torch.rand(2, 1, rows, 20), torch.randn(2, 20, 2, 8, requires_grad=True)
-    results = []
-    for function in (torch.compile(among_others, fullgraph=True), among_others):
-        out = function(scores, x)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), x)])
-    torch.testing.assert_close(*results)

@@ -37,7 +37,6 @@ LAYOUT = SequenceLayout.zigzag(16, 1)
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """A group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -31,7 +31,6 @@ def make(family: str, **changes: Any) -> Any:
 
 
 def tokens() -> Tensor:
-    """(2, LENGTH)."""
     return torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 

@@ -20,7 +20,6 @@ TESTED_ALONE = {"byte_model", "demo", "dynamic_mask_model"}
 
 
 def load(name: str) -> Any:
-    """An example as a module."""
     return by_path.load(EXAMPLES / f"{name}.py")
 
 

@@ -25,7 +25,6 @@ SIZES = [(2, 3), (2, 1), (2, 9), (9, 2), (20, 20), (14, 31), (31, 14), (130, 260
 
 
 def intervals_in(mask: Tensor, band: Band | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `mask_intervals` on a mask."""
     bits, classes = packing.pack_mask(mask, band)
     return mask_intervals(bits, packing.list_tiles(classes)[0], mask.size(3))
 

@@ -98,13 +98,6 @@ def test_inputs_that_require_gradients_where_none_is_recorded(
     torch.testing.assert_close(out, formula.attention(q, k, v, None, bias)[0].detach())
 
 
-def test_auto_on_cpu_takes_torch_kernels() -> None:
-    x = Case().build("cpu")
-    with flash_dmattn.config(record=(decisions := [])):
-        flash_dmattn.attention(x.q, x.k, x.v)
-    assert [decision.forward for decision in decisions] == ["sdpa"]
-
-
 def test_notes_list_the_copies() -> None:
     x = Case(bias=("1", "Hk", "1", "Lk"), bias_dtype=torch.bfloat16).build("cpu")
     problem = flash_dmattn.explain(x.q, x.k, x.v, None, x.bias.requires_grad_()).problem

@@ -196,7 +196,6 @@ def test_tile_lists_and_limits_of_sequences(
 
 
 def check_sequence_lists(laid: SequenceBlocks, pairs: Tensor, num_heads: int) -> None:
-    """As `check_lists`, with lists for each head exactly where pairs have several."""
     lists = laid.blocks.lists
     assert lists is not None
     heads = lists[0].shape[1]

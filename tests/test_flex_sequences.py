@@ -15,7 +15,6 @@ from flex_fixture import ROUNDED, ROUNDS_GRADIENTS, compiled_on_cpu, eager_flex
 from sequence_calls import SequenceCall, Tokens, assert_accurate, draw, run, spoiled, unread
 from sequence_cases import SequenceCase
 from test_flex_graph import Counter
-from torch import Tensor
 
 from flash_dmattn import Sequences, attention
 from flash_dmattn.backends.flex import backend as flex
@@ -23,7 +22,7 @@ from flash_dmattn.backends.flex import graph
 from flash_dmattn.explanation import Explanation, explain_problem
 from flash_dmattn.problem import SequenceSpec
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="flex on a GPU is checked by tests/flex_check.py")
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU runs `run_calls.py flex sequences`")
 
 SHORT, LONG = (0, 1, 2, 5, 17, 33), (0, 1, 31, 127, 128, 129, 300)
 
@@ -67,7 +66,6 @@ def call_with(bias: tuple[str, ...], mask: tuple[str, ...] | None, **flags: Any)
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_a_bias_and_of_a_mask(name: str) -> None:
-    """A bias of each form with a mask of the same one, and of another."""
     shapes = list(FORMS.values())
     other = shapes[(shapes.index(FORMS[name]) * 7 + 3) % len(shapes)]
     with eager_flex():
@@ -171,39 +169,6 @@ def test_compiled_nothing_of_one_sequence_reaches_another() -> None:
     results = attention(*bad[:3], None, bad[3], backend="flex", **flags)
     assert torch.equal(results[40:190], wanted[40:190])
     assert not results[295:].any()
-
-
-@compiled_on_cpu
-def test_compiled_padded_slots_with_a_mask() -> None:
-    generator = torch.Generator().manual_seed(9)
-    q, k, v = (torch.randn(3, n, h, 16, generator=generator) for n, h in ((140, 4), (150, 2), (150, 2)))
-    mask = torch.rand(3, 1, 140, 150, generator=generator) < 0.5
-    used = torch.tensor([150, 9, 131])
-    k[1, 9:], v[1, 9:], k[2, 131:], v[2, 131:] = (torch.nan,) * 4
-    sequences = Sequences.padded(used, torch.tensor([140, 70, 129]))
-    results = attention(q, k, v, mask, is_causal=True, sequences=sequences, backend="flex")
-    exact = attention(q, k, v, mask, is_causal=True, sequences=sequences, backend="eager")
-    torch.testing.assert_close(results, exact, rtol=1e-5, atol=1e-5)
-
-
-@compiled_on_cpu
-def test_compiled_inside_a_callers_graph() -> None:
-    generator = torch.Generator().manual_seed(11)
-    q, k, v = (torch.randn(40, h, 16, generator=generator) for h in (4, 2, 2))
-    scores = torch.randn(1, 2, 25, 25, generator=generator)
-
-    def layer(edges: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> Tensor:
-        sequences = Sequences.packed(edges, max_seqlen_q=25)
-        return 2 * attention(
-            q + 1, k, v, scores > -1, scores.exp(), is_causal=True, sequences=sequences, backend=backend
-        )
-
-    backend, edges = "flex", torch.tensor([0, 15, 40])
-    with torch.no_grad():
-        results = torch.compile(layer, fullgraph=True)(edges, q, k, v, scores)
-        backend = "eager"
-        wanted = layer(edges, q, k, v, scores)
-    torch.testing.assert_close(results, wanted, rtol=1e-5, atol=1e-5)
 
 
 # Rules.

@@ -56,7 +56,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert fuzz.table(total).count("| 0 |") >= 4
     fuzz.Tally(total.file, "c1").save()
     named = fuzz.Tally(total.file, "c2").content["commit"].split(", ")
-    assert named[-2:] == ["c1", "c2"] and len(set(named)) == len(named)  # a record says of which commits it is
+    assert named[-2:] == ["c1", "c2"] and len(set(named)) == len(named)  # all commits that it counts
 
 
 def test_each_process_starts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_every_kind_of_result_has_a_row(tmp_path: Path, monkeypatch: pytest.Monk
         "| all, of its commit f1; a GPU, commit c1 | 1,500 | 0 | 1 | 0 | 3 | 2 |",
         "| 4 of seed 1 | 1 | 1 | 50.0 % | 1 | 1 |",
         "* a.py, `line 1, and/or: a | b -> c`",
-        "* a.py, `line 1, and/or: a | b -> c`: c is a | b",
+        "* a.py, `line 1, and/or: a | b -> c`: c is a | b.",
     ):
         assert row in page.splitlines(), row
 

@@ -1,4 +1,7 @@
-"""The calls for compute-sanitizer reach every kernel, as planned for an H200; this machine launches none."""
+"""The calls for compute-sanitizer reach every kernel, as planned for an H200; this machine launches none.
+
+Each is in a part of `gpu_checks.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from conftest import needs_triton
 from cuda_forms import ALL_INSTANCES, BACKWARD_FORMS, BIAS_FORMS, SUMMED
+from gpu_checks import SANITIZED
 from kernel_calls import HELD_CALLS, calls_of
 
 from flash_dmattn.backends.cuda import rules as cuda_rules
@@ -41,7 +45,7 @@ def test_every_kernel_of_triton_is_launched() -> None:
         assert {mask for each, mask, _ in launched["mask"] if each == name} >= forms, name
     with_descriptors = {(name, flag) for name, _, flag in launched["mask"]}
     assert {(f"{name}_kernel", flag) for name in MAIN for flag in (False, True)} <= with_descriptors
-    assert len(calls_of("triton")) < 44
+    assert len(calls_of("triton")) <= SANITIZED["triton"]
 
 
 def test_every_kernel_of_cuda_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,4 +79,4 @@ def test_every_kernel_of_cuda_is_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {(True, "in order"), *itertools.product((False,), ("one each", "evenly", "as they finish"))} <= shares
     for case in HELD_CALLS:  # 4 work tiles for each of 132 blocks
         assert case.batch * case.num_heads * -(-case.seqlen_q // 256) >= 4 * 132
-    assert len(calls_of("cuda")) < 180
+    assert len(calls_of("cuda")) <= SANITIZED["cuda"]

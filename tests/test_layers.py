@@ -22,7 +22,6 @@ LAYERS = (
     ("backends",),
     ("dispatch",),
     ("validation", "operators"),
-    ("forward_mode",),
     ("autograd",),
     ("call",),
     ("api", "explanation"),

@@ -17,7 +17,6 @@ import flash_dmattn
 from flash_dmattn import call as calls
 from flash_dmattn.backends import eager
 from flash_dmattn.backends.protocol import Rule
-from flash_dmattn.explanation import explain_problem
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.reference import formula
 
@@ -175,13 +174,6 @@ def test_an_expanded_bias_has_a_gradient_in_each_of_its_elements() -> None:
     assert_accurate(results(run("eager"), call, arguments), call, arguments)
 
 
-def test_explain_from_shapes() -> None:
-    e = explain_problem(q=(2, 8, 64, 4, 32), dtype="fp32", device="cpu", bias=(2, 1, 4, 64, 64), grad=True)
-    assert (e.problem.batch, e.problem.flags.bias_repeat, e.problem.bias.shape) == (16, 8, (2, 4, 64, 64))
-    assert "bias (2, 4, 64, 64) float32 of batch // 8 % 2" in str(e.problem) and e.forward == "eager"
-    assert e.problem.partly_shared == ("bias",)
-
-
 # Backends, dispatch
 
 
@@ -244,17 +236,6 @@ def test_errors_name_the_argument_and_the_dim(changes: dict[str, Any], kind: typ
 
 
 # With the rest of torch
-
-
-def test_autocast_and_probabilities() -> None:
-    q, k = torch.randn(2, 3, LQ, H, D), torch.randn(2, 3, LK, HK, D)
-    bias = torch.randn(2, 1, 1, LQ, LK)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = flash_dmattn.attention(q, k, k, None, bias)
-    assert out.shape == (2, 3, LQ, H, D) and out.dtype == torch.bfloat16
-    out, probs = flash_dmattn.attention(q, k, k, None, bias, return_probs=True, backend="reference")
-    assert probs.shape == (2, 3, H, LQ, LK)
-    torch.testing.assert_close(out, torch.einsum("abhij,abjhd->abihd", probs, k.repeat_interleave(2, -2)))
 
 
 def test_vmap_in_a_graph() -> None:
@@ -353,22 +334,6 @@ def test_vmap_over_other_dims_twice_and_of_leading_dims() -> None:
             *one[:3], bias[0, :, None, :], mask[0, :1, None]
         )
     )
-
-
-@pytest.mark.parametrize("entries", [1, B])
-def test_jacobian_and_hessian(entries: int) -> None:
-    q, k, v, bias, _ = (x[0][:, :2] for x in inputs("q k v bias mask")[0])
-    bias = MAPPED["bias"][0, :entries, :, :2, :2]
-
-    def out(backend: str) -> Any:
-        return lambda *arguments: flash_dmattn.attention(*arguments[:3], None, arguments[3], backend=backend)
-
-    def scalar(backend: str) -> Any:
-        return lambda *arguments: loss(backend)(*arguments, None)
-
-    assert_same(lambda backend: torch.func.jacrev(out(backend), (0, 1, 2, 3))(q, k, v, bias))
-    second = lambda backend: torch.func.jacrev(torch.func.jacrev(scalar(backend), (0, 3)), (0, 3))
-    assert_same(lambda backend: second(backend)(q, k, v, bias))
 
 
 def test_gradients_of_one_output_alone_and_of_other_mapped_dims() -> None:

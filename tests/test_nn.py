@@ -20,7 +20,7 @@ import flash_dmattn
 from flash_dmattn import Sequences
 from flash_dmattn.masks import topk_mask
 from flash_dmattn.nn import DynamicMaskAttention, KVCache
-from flash_dmattn.nn.positions import apply_rotary, rotary_angles
+from flash_dmattn.nn.positions import rotary_angles
 
 HIDDEN, HEADS, HEADS_K, HEAD_DIM, LENGTH, KEEP = 24, 4, 2, 6, 17, 5
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
@@ -262,18 +262,6 @@ def test_the_arguments_that_it_tells_of_give_its_output(local_window_size, padde
     q, k, v, mask, bias = layer.attention_arguments(x, attention_mask)
     out = flash_dmattn.attention(q, k, v, mask, bias, is_causal=True, softmax_scale=layer.softmax_scale)
     torch.testing.assert_close(layer.o_proj(out.flatten(2)), layer(x, attention_mask), rtol=1e-10, atol=1e-12)
-
-
-def test_rotary_scores_depend_on_distance_alone_and_keep_lengths():
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind(0)
-
-    def score(position_q: int, position_k: int) -> torch.Tensor:
-        turned = (apply_rotary(x, rotary_angles(torch.tensor([p]), 8)) for x, p in ((q, position_q), (k, position_k)))
-        return torch.mul(*turned).sum()
-
-    torch.testing.assert_close(score(7, 3), score(100_004, 100_000), rtol=1e-8, atol=1e-10)
-    assert not torch.isclose(score(7, 3), score(7, 4))
-    torch.testing.assert_close(apply_rotary(q, rotary_angles(torch.tensor([12_345]), 8)).norm(), q.norm())
 
 
 def test_autocast_keeps_the_score_in_fp32_and_the_backend_is_passed_on():

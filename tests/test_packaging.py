@@ -259,7 +259,6 @@ class Machine:
             (self.site / "sitecustomize.py").write_text("import sys\nsys.modules['ninja'] = None\n")
 
     def set(self, name: str, script: str) -> None:
-        """Put a program in place."""
         (self.tools / name).write_text(f"#!/bin/sh\n{script}\n")
         (self.tools / name).chmod(0o755)
 
@@ -269,12 +268,10 @@ class Machine:
         return {**none, "PATH": str(self.tools), "PYTHONPATH": str(self.site), "FLASH_DMATTN_BUILD_CUDA": wish}
 
     def build_wheel(self, tree: Path, out: Path, wish: str) -> subprocess.CompletedProcess[str]:
-        """Build the package there."""
         return build("build_wheel", tree, out, check=False, **self.environment(wish))
 
 
 def wheel_text(folder: Path, name: str) -> str | None:
-    """A file in the only wheel of a folder, or None where the wheel does not have it."""
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return archive.read(name).decode() if name in archive.namelist() else None

@@ -82,7 +82,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def assert_same(one: Results, other: Results) -> None:
-    """The same bits and layouts."""
     assert one.keys() == other.keys()
     for name, x in one.items():
         y = other[name]
@@ -141,7 +140,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.setattr(registry.BACKENDS, "table", table)  # for it to be put back
     for name in ("cuda", "triton"):
         replace_backend(name, rules=tuple(rule for rule in table[name].rules if rule.code != "device"))
-    monkeypatch.setattr(cuda, "_found", Availability(True))
+    monkeypatch.setattr(cuda.probe, "found", Availability(True))
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
 
     def stand_in(name: str) -> Callable[..., None]:

@@ -364,7 +364,7 @@ def test_probe_of_a_broken_install_keeps_the_exception_and_never_raises(
                 raise error("undefined symbol: cudaGetDevice")
 
     rules.installed_instances()  # read once from a file that a broken import leaves readable
-    monkeypatch.setattr(module, "_found", None)
+    monkeypatch.setattr(module.probe, "found", None)
     monkeypatch.setattr(passes, "_launch", None)
     monkeypatch.delitem(sys.modules, imported, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])

@@ -34,7 +34,6 @@ EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
 
 def skip_where_refused(backend: Runner, call: SequenceCall) -> None:
-    """Skip a call that a rule of the backend refuses, with its reason."""
     needs = dict.fromkeys(call.needs_grad, True)
     arguments = {
         n: None if (x := getattr(call, n)) is None else x.detach().requires_grad_(needs.get(n, False)) for n in LEAVES
@@ -142,7 +141,6 @@ PACKED = (5, 12, 29)
 
 
 def packed_call(number: int, backend: Runner) -> SequenceCall:
-    """A call of packed sequences with every gradient."""
     call = draw(number, "packed", **draw_options(backend.name))
     call = replace(call, needs_grad=tuple(name for name in LEAVES if getattr(call, name) is not None))
     skip_where_refused(backend, call)

@@ -184,36 +184,6 @@ def test_blocks_end_in_any_order(block: Block) -> None:
     assert config.blocks.now == Blocks()
 
 
-def test_one_object_in_two_threads_that_overlap(block: Block) -> None:
-    context, is_in_force = block
-    first_in, second_in, first_out = (threading.Event() for _ in range(3))
-    actual: list[bool] = []
-
-    def first() -> None:
-        with context:
-            first_in.set()
-            assert second_in.wait(30)
-        actual.append(is_in_force())
-        first_out.set()
-
-    def second() -> None:
-        assert first_in.wait(30)
-        actual.append(is_in_force())
-        with context:
-            second_in.set()
-            assert first_out.wait(30)
-            actual.append(is_in_force())
-        actual.append(is_in_force())
-
-    threads = [threading.Thread(target=target) for target in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert actual == [False, False, True, False]
-    assert not is_in_force()
-
-
 def test_tasks_have_blocks_of_their_own_and_inherit_those_around_their_start(block: Block) -> None:
     context, is_in_force = block
 
@@ -448,40 +418,6 @@ def test_blocks_inside_of_a_region_end_in_its_recomputation_too() -> None:
     with flash_dmattn.config(backend="reference", record=(decisions := [])):
         out.backward()
     assert [decision.forward for decision in decisions] == ["reference", "sdpa"]
-
-
-def test_recomputation_is_recorded_where_it_runs() -> None:
-    x = torch.randn(1, 5, 2, 8, requires_grad=True)
-    with flash_dmattn.config(record=(first := [])):
-        out = plain_region(x).sum()
-    out.backward(retain_graph=True)
-    assert len(first) == 2
-    with flash_dmattn.config(record=(second := [])):
-        out.backward()
-    assert len(first) == 2 and len(second) > 0
-
-
-def test_hooks_are_as_they_were_after_a_region_is_seen() -> None:
-    packed: list[str] = []
-
-    def hooks(name: str) -> Any:
-        def pack(x: Tensor) -> Tensor:
-            packed.append(name)
-            return x
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-
-    x = torch.randn(1, 5, 2, 8, requires_grad=True)
-    with hooks("outer"):
-        with hooks("inner"):
-            attend(x)
-        assert set(packed) == {"inner"}
-        packed.clear()
-        attend(x)
-        assert set(packed) == {"outer"}
-    packed.clear()
-    attend(x)
-    assert packed == []
 
 
 @pytest.mark.parametrize("name", ["_Frame", "_top", "_is_enabled"])

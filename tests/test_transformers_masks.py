@@ -174,7 +174,6 @@ def test_documents_are_packed_in_one_row_alone() -> None:
 
 
 def odd(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    """A function of the user."""
     return (query + key) % 2 == 0
 
 

@@ -53,7 +53,6 @@ def inputs_of(side: str | None) -> dict[str, torch.Tensor]:
 
 
 def biases_of(model: Any, call: Any) -> list[Any]:
-    """The biases of the calls that a model makes."""
     biases: list[Any] = []
     with observed(lambda _, arguments: biases.append(arguments["bias"])):
         call(model)

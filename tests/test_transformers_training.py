@@ -185,29 +185,6 @@ def test_the_copy_of_a_bias_follows_it() -> None:
     assert reference() is None
 
 
-FEELS = {
-    "mask": "bert",
-    "bias": "t5",
-    "softmax_scale": "gemma2",
-    "softcap": "gemma2",
-    "window_size": "mistral",
-    "sink": "gpt_oss",
-    "is_causal": "llama",
-}
-
-
-@pytest.mark.parametrize("argument", FEELS)
-def test_a_dropped_argument_is_noticed(argument: str, counted: Counted) -> None:
-    """The comparison above sees each argument: without it the errors are far beyond the limits."""
-    name = FEELS[argument]
-    model = make(name).train()
-    options = inputs(model, FAMILIES[name].kind, "right" if argument == "mask" else None)
-    wanted = step(model, options, "eager")
-    counted.drop(argument)
-    result = step(model, options, "dmattn")
-    assert any(x > 100 * y for x, y in zip(errors(result, wanted), limits(name)))
-
-
 def test_masks_are_never_as_large_as_scores(counted: Counted) -> None:
     """Masks of known mask functions hold O(L), and are the same for all layers."""
     for name, family in FAMILIES.items():

@@ -28,7 +28,6 @@ EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
 
 def draw_options(backend: Runner) -> dict[str, Any]:
-    """The draws for a backend."""
     return ON_GPU if backend.name == "triton" else {}
 
 

@@ -30,7 +30,6 @@ compiles = pytest.mark.skipif(
 
 
 def kernels_of_the_library() -> set[str]:
-    """Every kernel that is launched, by name."""
     from triton.runtime.jit import JITFunction
 
     import flash_dmattn.triton_kernels as package

@@ -127,11 +127,10 @@ class Driver:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """The driver."""
-    from flash_dmattn.triton_kernels import driver_call
+    from flash_dmattn.triton_kernels import kernel_launch
 
     own = Driver()
-    monkeypatch.setattr(driver_call, "_driver", lambda: own)
+    monkeypatch.setattr(kernel_launch, "_driver", lambda: own)
     return own
 
 

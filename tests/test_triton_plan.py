@@ -143,18 +143,6 @@ def test_gradients_of_few_keys_that_feel_the_rounding_of_out(needed: str | None)
     assert not any(needs_fp32_delta(*other, needs) for other in others)
 
 
-def test_a_signature_has_all_that_decides_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_dmattn.triton_kernels import launch
-
-    wide = torch.empty(2, 9, 2, 24)
-    x = wide[..., :16]
-    changed = (wide[..., 1:17], x.half(), x[:1], x[..., :8], x.contiguous(), None)
-    seen = {launch.signature(x, x)} | {launch.signature(x, other) for other in changed}
-    seen |= {launch.signature(other, x) for other in changed if other is not None}
-    monkeypatch.setattr(launch, "takes_tf32", lambda dtype: True)
-    assert len(seen | {launch.signature(x, x)}) == 1 + 6 + 5 + 1
-
-
 @pytest.mark.parametrize(("rows", "tiles"), [(192, (20, False)), (176, (15, True)), (16, (5, True))])
 def test_programs_search_their_sequence_where_that_saves_a_fifth_of_the_tiles(
     rows: int, tiles: tuple[int, bool]

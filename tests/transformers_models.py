@@ -21,9 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported:
 import transformers
 from packaging.version import Version
 
-from flash_dmattn.call import prepare_call
 from flash_dmattn.integrations.transformers import attention_function, register
-from flash_dmattn.problem import Numbers
 
 VERSION = Version(transformers.__version__)
 VOCABULARY, LENGTH, BATCH = 96, 14, 3
@@ -325,27 +323,15 @@ def errors(result: Outcome, wanted: Outcome, keep: Tensor | None = None) -> tupl
 class Counted:
     """The calls of `flash_dmattn.attention` as their arguments, and the masks that layers received."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
         self.masks: list[Any] = []
-        self._patch = patch
-
-    def drop(self, name: str) -> None:
-        """Leave out an argument of every call from now on, as a faulty adapter would."""
-
-        def without(*tensors: Any, heads_first: bool) -> Any:
-            call = prepare_call(*tensors, heads_first=heads_first)
-            if name in Numbers._fields:
-                return call._replace(numbers=call.numbers._replace(**{name: Numbers._field_defaults[name]}))
-            return call._replace(**{name: None})
-
-        self._patch.setattr(attention_function, "prepare_call", without)
 
 
 @contextmanager
 def counting() -> Iterator[Counted]:
     with pytest.MonkeyPatch.context() as patch:
-        counted = Counted(patch)
+        counted = Counted()
         softmax_in_float64(patch)
 
         def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any) -> Any:

@@ -49,7 +49,6 @@ def trees(rng: random.Random, generator: torch.Generator, number: int, tokens: i
 
 
 def draw(number: int, layout: str | None = None, **inputs: Any) -> SequenceCall:
-    """The call of a number."""
     inputs = {"lengths": LENGTHS, **inputs}
     call, rng = draw_call(number, layout, **inputs), random.Random(f"tree {number}")
     tokens = call.sequences.max_seqlen_q

@@ -46,7 +46,6 @@ LATE_BIASES = (
 def drawn_call(
     number: int, lengths: tuple[int, ...] = LENGTHS, lengths_k: tuple[int, ...] | None = None
 ) -> SequenceCall:
-    """The call of a number."""
     return draw(number, None, lengths, DTYPES, (8, 16, 24), lengths_k, (1, 3, 16, 32, 64), is_loose=True)
 
 
@@ -65,14 +64,12 @@ def set_up(rng: random.Random) -> None:
 
 
 def checked(call: SequenceCall, check: Callable[[SequenceCall, random.Random], None]) -> str | None:
-    """The outcome of a check of a call."""
     rng = random.Random(call.told)
     set_up(rng)
     return outcome_of(partial(check, call, rng), f"{call.told} {call.sequences.layout}")
 
 
 def assert_same(wanted: Results, results: Results) -> None:
-    """All results have the same bits."""
     for name, x in wanted.items():
         assert x is None or torch.equal(x, results[name]), name
 
@@ -230,7 +227,7 @@ TILE_KINDS: tuple[tuple[tuple[int, ...], Callable[[SequenceCall], bool]], ...] =
 )
 
 
-def masks_of_tiles(count: int = 16, first: int = 0) -> Iterator[str | None]:
+def masks_of_tiles(count: int = 8, first: int = 0) -> Iterator[str | None]:
     """Outcomes of calls whose mask is prepared, of at most three sequences."""
     for kind, (lengths, is_one) in enumerate(TILE_KINDS):
         numbers = itertools.count(first + kind * 100_000)

@@ -184,6 +184,10 @@ class Call:
         """Return the number of tiles of keys of one head, and whether a program searches for its sequence."""
         return triton.cdiv(self.shape.seqlen_k, block), False
 
+    def key_sums_shape(self, heads: int) -> tuple[int, int, int]:
+        """Return the shape of the sums of ds over queries of so many heads."""
+        return self.shape.batch, heads, self.shape.seqlen_k
+
     @property
     def overlaps(self) -> bool:
         """Return whether a kernel may start before the kernel that it reads from has ended; only sm_90 was measured."""

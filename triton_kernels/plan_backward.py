@@ -81,7 +81,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         if pairs_of is not None:
             dq, dk, dv, dbias = pairs_of(read, mask, read_sink, None, dropout)
         if keys_of is not None:
-            dk, dv, dbias = keys_of(read, mask, read_sink, dropout)
+            dk, dv, dbias = keys_of(read, mask, read_sink, None, dropout, None)
         if queries_of is not None:
             dq = new_q(q)
             queries_of(read, mask, read_sink, None, dropout, dq)
@@ -137,26 +137,36 @@ def plan_delta(
 
 
 def plan_keys(
-    call: Call, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int
+    call: Call,
+    dout: Tensor,
+    need_k: bool,
+    need_v: bool,
+    dbias_kind: int,
+    owners: int | None = None,
+    one_pass: bool = False,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Plan dk, dv, and a gradient of the bias: run(read, mask, sink, dropout).
+    """Plan dk, dv, and a gradient of the bias, with or without sequences: run(read, mask, sink, bounds, dropout, dq).
 
     The bias has one value per key, per score of every head, or per query and distance of every head. Other biases by
-    distance get the sums of their two ends alone, fp32 (B, owners, 2).
+    distance get the sums of their two ends alone, fp32 (B, owners, 2). With `one_pass` the kernel also makes dq. It
+    leaves rows of no sequence as they are.
     """
     tile = call.tile("keys")
     shape, bias, num_heads_k = call.shape, call.bias, call.num_heads_k
-    repeat = call.flags.bias_repeat
+    repeat, is_dense = call.flags.bias_repeat, call.flags.sequences is None
     has_key_mask = call.mask_kind == KEYS.value
     per_key, stored, has_ends, by_query = (dbias_kind == kind.value for kind in (KEY_SUM, STORE, ENDS, BY_QUERY))
     # A bias with a head for each query head needs sums for each of them. A key mask with such heads has other keys for
     # each. Then owners are query heads.
     read_by_head = (bias if per_key or has_ends else None, call.mask.tensors[0] if has_key_mask else None)
     by_query_head = shape.group > 1 and any(x is not None and x.shape[1] == shape.num_heads for x in read_by_head)
-    owners = shape.num_heads if by_query_head else num_heads_k
-    tiles = triton.cdiv(shape.seqlen_k, tile.block_n)
-    programs = tiles * shape.batch * owners
-    grid_tiles = tiles * num_kv_splits(programs, triton.cdiv(shape.seqlen_q, tile.block_m), call.num_sms)
+    by_query_head = by_query_head and owners is None
+    owners = owners or (shape.num_heads if by_query_head else num_heads_k)
+    tiles, search = call.tiles_of_keys(tile.block_n)  # of one entry, or of all sequences
+    entries = shape.batch if is_dense else 1
+    blocks, grid_tiles = triton.cdiv(shape.seqlen_q, tile.block_m), tiles
+    if is_dense:
+        grid_tiles *= num_kv_splits(tiles * entries * owners, blocks, call.num_sms)
     num_parts = shape.batch * owners * grid_tiles * tile.block_n
     small = num_parts * (shape.head_dim + shape.head_dim_v) * 4 <= MAX_PARTS_BYTES
     # A key mask may keep few keys. With parts, programs whose keys are dropped share the queries of the kept ones.
@@ -175,7 +185,7 @@ def plan_keys(
         descriptors.append(_dbias_descriptor(11, bias, tile))
     launch = call.launch(
         backward_keys_kernel,
-        grid_tiles * shape.batch * owners,
+        grid_tiles * entries * owners,
         tile,
         descriptors,
         **row_strides(dout=dout),
@@ -193,32 +203,40 @@ def plan_keys(
         PARTS=adds_parts,
         DBIAS_TMA=dbias_tma,
         EDGES=call.edges(shape.seqlen_q % tile.block_m or shape.seqlen_k % tile.block_n),
-        ONE_PASS=False,
+        SEARCH=search,
+        ONE_PASS=one_pass,
     )
-    rest = by_name(
-        backward_gather_kernel,
-        call.values(),
-        owners=owners,
-        grid_tiles=grid_tiles,
-        BLOCK=_GATHER_BLOCK,
-        BLOCK_N=tile.block_n,
-        NEED_K=need_k,
-        NEED_V=need_v,
-        NEED_BIAS=per_key,
-    )
-    programs = triton.cdiv(shape.seqlen_k, _GATHER_BLOCK) * shape.batch * num_heads_k
-    gather = Launch(backward_gather_kernel, programs, rest)
+    gather = None
+    if adds_parts:
+        rest = by_name(
+            backward_gather_kernel,
+            call.values(),
+            owners=owners,
+            grid_tiles=grid_tiles,
+            BLOCK=_GATHER_BLOCK,
+            BLOCK_N=tile.block_n,
+            NEED_K=need_k,
+            NEED_V=need_v,
+            NEED_BIAS=per_key,
+        )
+        programs = triton.cdiv(shape.seqlen_k, _GATHER_BLOCK) * shape.batch * num_heads_k
+        gather = Launch(backward_gather_kernel, programs, rest)
     # Keys that a key mask drops have zero gradients. Without parts no kernel writes these, and no kernel ever writes
     # their columns of a dbias of scores, so both begin as zeros.
     zeros = has_key_mask and not adds_parts
-    new_sums = torch.zeros if zeros else torch.empty
+    new_sums, sums_shape = torch.zeros if zeros or not is_dense else torch.empty, call.key_sums_shape(owners)
     new_k, new_v = (new_like(x.shape, x.stride(), zeros) for x in (call.k, call.v))
     new_bias = None
     if bias is not None and (stored or by_query):
-        new_bias = new_like(bias.shape, bias.stride(), by_query or has_key_mask)
+        new_bias = new_like(bias.shape, bias.stride(), by_query or has_key_mask or not is_dense)
 
     def run(
-        read: tuple[Any, ...], mask: MaskView, sink: Tensor | None, dropout: Tensor | None
+        read: tuple[Any, ...],
+        mask: MaskView,
+        sink: Tensor | None,
+        bounds: Tensor | None,
+        dropout: Tensor | None,
+        dq: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         _, k, v, bias = read[:4]
         dk = new_k(k) if need_k else None
@@ -228,16 +246,16 @@ def plan_keys(
         if has_ends:
             ends = torch.zeros((2, shape.batch, owners, grid_tiles * tile.block_n), device=k.device)
         if per_key:
-            sums = new_sums((shape.batch, owners, shape.seqlen_k), dtype=torch.float32, device=k.device)
-        if adds_parts:
+            sums = new_sums(sums_shape, dtype=torch.float32, device=k.device)
+        if gather is not None:
             dims = (shape.head_dim if need_k else 0, shape.head_dim_v if need_v else 0, 1 if per_key else 0)
             pieces = [torch.empty(num_parts * n, dtype=torch.float32, device=k.device) if n else None for n in dims]
             made = (*pieces[:2], dbias if new_bias is not None else ends if has_ends else pieces[2])
-            launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout, None)
+            launch(*read, *read_of(mask, columns=True), *made, sink, bounds, dropout, dq)
             gather(*pieces, *read_of(mask), dk, dv, sums)
         else:
             made = (dk, dv, dbias if new_bias is not None else ends if has_ends else sums)
-            launch(*read, *read_of(mask, columns=True), *made, sink, None, dropout, None)
+            launch(*read, *read_of(mask, columns=True), *made, sink, bounds, dropout, dq)
         if ends is not None:
             dbias = ends.sum(3).permute(1, 2, 0)
         if sums is not None:

@@ -21,6 +21,7 @@ from .tile_table import Tile
 # With few rows, a share of the keys has at least LEAST_BLOCKS blocks, and a head at most MOST_SHARES shares.
 LEAST_BLOCKS, MOST_SHARES = 2, 64
 _LISTS = (KEYS.value, TILES.value)
+_NOWHERE = (None, None)  # bounds and page table of a call without sequences
 # The combine kernel: values of parts for each thread, most warps, and most values that a program loads at once.
 VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
 
@@ -55,15 +56,23 @@ def plan_forward(call: Call) -> Callable[..., None]:
         GROUPED=False,
         ONE_LOOP=few and edges and call.mask_kind != TILES.value,
     )
-    if splits == 1:
-        none = (None, None)
-        return lambda x, out, lse: launch(x.q, x.k, x.v, x.bias, *read_of(x.mask), out, lse, x.sink, *none, x.dropout)
-    combine = plan_combine(call.values(), shape, splits, call.has_sink, call.overlaps)
+    return run_in_shares(call, launch, shape, splits)
+
+
+def run_in_shares(
+    call: Call, launch: Launch, shape: Shape, splits: int, fill: Launch | None = None
+) -> Callable[..., None]:
+    """Plan what follows the launch of the forward kernel: shares of the keys are combined, to out of this shape, and
+    rows of no sequence filled."""
+    combine = plan_combine(call.values(), shape, splits, call.has_sink, call.overlaps) if splits > 1 else None
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
-        parts = empty_parts(splits, out, lse)
-        launch(x.q, x.k, x.v, x.bias, *read_of(x.mask), *parts, None, None, None, x.dropout)
-        combine(*parts, out, lse, x.sink)
+        made = (out, lse, x.sink) if combine is None else (*empty_parts(splits, out, lse), None)
+        launch(x.q, x.k, x.v, x.bias, *read_of(x.mask), *made, *(x.sequences or _NOWHERE), x.dropout)
+        if combine is not None:
+            combine(*made[:2], out, lse, x.sink)
+        if fill is not None and x.sequences is not None:
+            fill(out, lse, x.sequences.bounds)
 
     return run
 

@@ -194,10 +194,7 @@ def plan_pairs(
     )
     num_pairs = chunks.slots * chunks.lines * pitch
     size_parts = chunks.slots * parts * shape.seqlen_k
-    packs_keys = call.flags.bias_packing == "keys"
-    sums_shape = (shape.batch, shape.num_heads, shape.seqlen_k)
-    if not is_dense:
-        sums_shape = (1 if packs_keys else number, shape.num_heads, layout.dbias_keys)
+    sums_shape = call.key_sums_shape(shape.num_heads)
     # Kernels write no gradient of keys that a key mask drops, and no ds of tiles where no query sees a key.
     empty = torch.zeros if has_key_mask and not adds else torch.empty
     empty_scores = torch.zeros if not is_dense or call.edges(0) else torch.empty

@@ -9,18 +9,18 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_dmattn.gradients import key_gradient, new_like, sequence_query_gradient
+from flash_dmattn.gradients import new_like, sequence_query_gradient
 from flash_dmattn.problem import Flags, Gradients, MaskView, NeedsGrad, SequenceView, bias_class
-from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.problem.inputs import Saved
 from flash_dmattn.reference.sinks import row_delta, sink_gradient
 
-from .backward_keys import KEY_SUM, NO_DBIAS, STORE, backward_keys_kernel
+from .backward_keys import KEY_SUM, NO_DBIAS, STORE
 from .fill_gaps import fill_gaps_kernel
 from .forward import forward_kernel
 from .kernel_launch import Launch, by_name
-from .plan import MOST_FEW_KEYS, Call, read_of, row_strides
-from .plan_backward import plan_bias, plan_delta, plan_queries
-from .plan_forward import empty_parts, forward_values, plan_combine
+from .plan import MOST_FEW_KEYS, Call
+from .plan_backward import plan_bias, plan_delta, plan_keys, plan_queries
+from .plan_forward import forward_values, run_in_shares
 from .plan_pairs import plan_pairs
 from .tile_ops import (
     PACKED,
@@ -117,6 +117,10 @@ class SequenceCall(Call):
         # A search is a chain of loads, one for each bit of the number of sequences. It must save a fifth of the tiles.
         search = is_packed and 4 * with_bounds > 5 * with_search
         return (with_search if search else with_bounds), search
+
+    def key_sums_shape(self, heads: int) -> tuple[int, int, int]:
+        """Return the shape of the sums of ds over queries of so many heads."""
+        return 1 if self.flags.bias_packing == "keys" else self.number, heads, self.layout.dbias_keys
 
     @property
     def has_few_keys(self) -> bool:
@@ -241,21 +245,7 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
     )
     fill = call.plan_fill((*call.q.shape[:3], shape.head_dim_v), 0, has_lse=True)
     combined = shape._replace(batch=call.q.shape[0], seqlen_q=call.rows_q)
-    combine = plan_combine(call.values(), combined, splits, call.has_sink, call.overlaps)
-
-    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
-        q, k, v, mask, bias, sink, sequences, dropout = x
-        assert sequences is not None
-        read = read_of(mask)
-        if splits == 1:
-            launch(q, k, v, bias, *read, out, lse, sink, *sequences, dropout)
-        else:
-            parts = empty_parts(splits, out, lse)
-            launch(q, k, v, bias, *read, *parts, None, *sequences, dropout)
-            combine(*parts, out, lse, sink)
-        fill(out, lse, sequences.bounds)
-
-    return run
+    return run_in_shares(call, launch, combined, splits, fill)
 
 
 def _key_parts(call: SequenceCall, programs: int) -> int:
@@ -298,9 +288,9 @@ def plan_backward(
             pairs_of = plan_pairs(call, dout, need_q, need_k, need_v, dbias_kind.value)
     else:
         if needs_keys:
-            keys_of = _plan_keys(call, dout, need_k, need_v, dbias_kind.value, call.num_heads_k, one_pass)
+            keys_of = plan_keys(call, dout, need_k, need_v, dbias_kind.value, call.num_heads_k, one_pass)
         if apart:
-            sums_of = _plan_keys(call, dout, False, False, KEY_SUM.value, shape.num_heads, False)
+            sums_of = plan_keys(call, dout, False, False, KEY_SUM.value, shape.num_heads)
         if need_q and shape.seqlen_k > call.layout.one_pass_keys:
             queries_of = plan_queries(call, dout)
     bias_of = plan_bias(call, dout, bias) if shared and bias is not None else None
@@ -319,9 +309,9 @@ def plan_backward(
         elif need_q:
             dq = new_q(q)
         if keys_of is not None:
-            dk, dv, dbias = keys_of(read, mask, sequences.bounds, dropout, dq if one_pass else None)
+            dk, dv, dbias = keys_of(read, mask, None, sequences.bounds, dropout, dq if one_pass else None)
         if sums_of is not None:
-            dbias = sums_of(read, mask, sequences.bounds, dropout, None)[2]
+            dbias = sums_of(read, mask, None, sequences.bounds, dropout, None)[2]
         if dq is not None:
             if queries_of is not None:
                 queries_of(read, mask, None, sequences.bounds, dropout, dq)
@@ -344,56 +334,5 @@ def plan_backward(
         # Rows of no sequence have no sink. Their lse of -inf would look like a row that has a sink and no keys, so it
         # becomes +inf, with which they add nothing to the gradient.
         return dq, dk, dv, dbias, sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows)
-
-    return run
-
-
-def _plan_keys(
-    call: SequenceCall, dout: Tensor, need_k: bool, need_v: bool, dbias_kind: int, owners: int, one_pass: bool
-) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Plan dk, dv, and the gradient of a bias of one value per key, or per score of every head; with `one_pass` also
-    dq: run(operands, mask, bounds, dropout, dq)."""
-    flags, tile = call.flags, call.tile("keys")
-    per_key, stored = dbias_kind == KEY_SUM.value, dbias_kind == STORE.value
-    tiles, search = call.tiles_of_keys(tile.block_n)
-    launch = call.launch(
-        backward_keys_kernel,
-        tiles * owners,
-        tile,
-        **row_strides(dout=dout),
-        mask_strides=call.mask_strides(columns=True),
-        owners=owners,
-        grid_tiles=tiles,
-        WIDE=call.wide(call.q, dout),
-        PRECISION=call.precision_of("keys"),
-        NEED_K=need_k,
-        NEED_V=need_v,
-        DBIAS=dbias_kind,
-        PARTS=False,
-        DBIAS_TMA=False,
-        EDGES=True,
-        SEARCH=search,
-        ONE_PASS=one_pass,
-    )
-    entries = 1 if flags.bias_packing == "keys" else call.number
-    num_heads_k, dbias_keys = call.num_heads_k, call.layout.dbias_keys
-    new_k, new_v = (new_like(x.shape, x.stride()) for x in (call.k, call.v))
-
-    def run(
-        operands: tuple[Tensor | None, ...], mask: MaskView, bounds: Tensor, dropout: Tensor | None, dq: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        _, k, v, bias = operands[:4]
-        assert k is not None and v is not None
-        dk = new_k(k) if need_k else None
-        dv = new_v(v) if need_v else None
-        made = None
-        if per_key:
-            made = torch.zeros((entries, owners, dbias_keys), dtype=torch.float32, device=k.device)
-        elif stored and bias is not None:
-            made = torch.zeros(bias.shape, dtype=bias.dtype, device=k.device)
-        launch(*operands, *read_of(mask, columns=True), dk, dv, made, None, bounds, dropout, dq)
-        if per_key and made is not None and bias is not None:
-            made = key_gradient(bias, made, num_heads_k, 1)
-        return dk, dv, made
 
     return run

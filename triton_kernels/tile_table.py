@@ -166,20 +166,12 @@ _FP32_SM = {
 }
 # Where a program may have more than 99 KB of shared memory.
 _FP32_LARGE = {"queries": {256: Tile(16, 32, 4, 2)}}
-# Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942; not tuned. It serves
-# GPUs of AMD, short sequences, and kept keys beside a bias of one value per score, whose pointers need registers.
+# Fits in the 99 KB of shared memory that every GPU since Ampere has, and in the 64 KB of gfx942. It serves NVIDIA GPUs
+# but sm_90 and sm_100, GPUs of AMD, short sequences, and kept keys beside a bias of one value per score, whose pointers
+# need registers. A warp has 16 rows of a product with `mma.sync`, so that 8 warps would compute 64 rows twice.
 _SMALL = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)}
-# NVIDIA GPUs but sm_90 and sm_100, chosen by what the compiler makes of them and not timed. Without a bias only "keys"
-# at 64 spills. They load less for each product than the tiles of `_SMALL`, and all fit in 99 KB.
-_SM80 = {
-    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
-    "keys": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
-    "queries": {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
-    "product": _SMALL,
-    "bias": _SMALL,
-}
-# The same for sm_100, whose tensor cores (tcgen05) want blocks of at least 64 rows and 64 keys. "keys" at 256 would
-# spill 230 bytes with such a block, and takes the instructions of sm_80.
+# sm_100, chosen by what the compiler makes of them and not timed. Its tensor cores (tcgen05) want blocks of at least 64
+# rows and 64 keys. "keys" at 256 would spill 230 bytes with such a block, and takes the instructions of sm_80.
 _SM100 = {
     "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(64, 64, 8, 1)},
     "keys": {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(32, 32, 8, 1)},
@@ -193,19 +185,19 @@ _SM100_DISTANCES = {64: Tile(64, 32, 4, 2)}
 # Where one does not fit a GPU it is left out there.
 _OTHERS_SM80 = {
     "forward": {
-        64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-        128: (Tile(64, 32, 4, 2), Tile(128, 64, 8, 2)),
-        256: (Tile(32, 32, 4, 1), Tile(64, 64, 8, 1)),
+        64: (Tile(128, 64, 8, 2), Tile(64, 128, 4, 2)),
+        128: (Tile(128, 32, 8, 2), Tile(128, 64, 8, 2)),
+        256: (Tile(64, 32, 4, 1), Tile(128, 32, 8, 1)),
     },
     "keys": {
-        64: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2)),
-        128: (Tile(64, 32, 4, 2), Tile(128, 64, 8, 2)),
-        256: (Tile(32, 32, 4, 1), Tile(64, 32, 8, 1)),
+        64: (Tile(64, 32, 4, 2), Tile(64, 128, 8, 2)),
+        128: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
+        256: (Tile(32, 64, 4, 1), Tile(32, 32, 8, 1)),
     },
     "queries": {
-        64: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-        128: (Tile(64, 32, 4, 2), Tile(128, 64, 8, 2)),
-        256: (Tile(32, 32, 4, 1), Tile(64, 32, 8, 1)),
+        64: (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+        128: (Tile(128, 32, 8, 2), Tile(128, 64, 8, 2)),
+        256: (Tile(64, 32, 4, 1), Tile(128, 32, 8, 1)),
     },
     "product": {64: (Tile(128, 64, 8, 2),), 128: (Tile(128, 64, 8, 2),), 256: (Tile(64, 32, 8, 1),)},
     "bias": {64: (Tile(64, 32, 4, 2),), 128: (Tile(64, 64, 8, 2),), 256: (Tile(32, 32, 8, 1),)},
@@ -406,12 +398,11 @@ def _tile_of_table(
         return _row(_wide_table(kernel, dtype, arch, few_rows is not None), block_d)
     if dtype == torch.float32:
         return _row(_fp32_table(kernel, block_d, arch), block_d)
-    if not arch.startswith("sm_"):
-        return _row(_SMALL, block_d)
-    if arch == "sm_100" and kernel == "keys" and bias in _BY_DISTANCE and block_d <= 64:
-        return _row(_SM100_DISTANCES, block_d)
+    if arch == "sm_100":
+        is_by_distance = kernel == "keys" and bias in _BY_DISTANCE and block_d <= 64
+        return _row(_SM100_DISTANCES if is_by_distance else _SM100[kernel], block_d)
     if arch != "sm_90":
-        return _row((_SM100 if arch == "sm_100" else _SM80)[kernel], block_d)
+        return _row(_SMALL, block_d)
     if few_rows is not None and kernel == "forward":
         if mask in (KEYS.value, TILES.value):
             return _row(_SM90_FEW_ROWS_LISTS, block_d)

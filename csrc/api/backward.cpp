@@ -181,9 +181,10 @@ namespace {
 // no mask. key_order: of an IntervalMask, if k, v and a bias per key are in its order; dk, dv and dbias_sums are in the
 // caller's order of keys, and dbias_sums starts as zeros then. dbias: of a bias per query and key, in its dtype;
 // written whole. It may have fewer heads or batch entries. Where the main kernel stores it, it may lie in a larger
-// tensor (B, Hq, Lq, Lk). A bias by distance has a contiguous dbias in the shape of its values. dbias_sums: (B, Hq, Lk), of a bias per key, in fp32. delta: (B, Hq, Lq), for gradients that
-// the caller computes. Alone it takes the kernel of the rows and no other. num_dbias_chunks: how many chunks share the
-// heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.
+// tensor (B, Hq, Lq, Lk), and its rows may be longer, up to the next multiple of 8 keys. A bias by distance has a
+// contiguous dbias in the shape of its values. dbias_sums: (B, Hq, Lk), of a bias per key, in fp32. delta: (B, Hq, Lq),
+// for gradients that the caller computes. Alone it takes the kernel of the rows and no other. num_dbias_chunks: how many
+// chunks share the heads that the shared_dbias kernel sums; 0 lets schedule_dbias choose.
 void backward_kernel(Tensor dout, std::optional<Tensor> dlse, Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask,
                      std::optional<Tensor> key_order, std::optional<Tensor> bias, Tensor out, Tensor lse,
                      std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,

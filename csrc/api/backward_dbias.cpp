@@ -68,6 +68,8 @@ void BackwardPass::choose_writer(int device) {
             writer == DbiasWriter::kNone || (sequences == nullptr && writer == DbiasWriter::kMain) ||
                 args.dbias->is_contiguous(),
             "dbias needs to be contiguous");
+  CHECK_FOR(op, writer == DbiasWriter::kNone || writer == DbiasWriter::kMain || args.dbias->size(3) == counted.seqlen_k,
+            "dbias has rows of ", args.dbias->size(3), " keys; they need ", counted.seqlen_k);
   CHECK_FOR(op, writer != DbiasWriter::kSharedDbias || !(of.bias_packs_queries || of.bias_packs_keys),
             "heads share dbias of packed queries");
   runs_main_kernel = call.needs_dq || call.needs_dk_or_dv || args.dbias_sums.has_value() ||

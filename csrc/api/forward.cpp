@@ -55,7 +55,7 @@ struct ForwardArguments {
   std::optional<Tensor> dropout_key{};
   double dropout_p = 0;
   bool one_mask_row = false;
-  int64_t outside = 0, zero = 0;
+  int64_t outside = 0, zero = 0, group_shift = 0;
 };
 
 // Chooses how the kernel reads the bias, and sets its fields.
@@ -249,6 +249,9 @@ void describe_operands(const ForwardArguments& call, const Sizes& sizes, const F
   set_sink(op, call.sink, sizes.num_heads, call.q, params);
   set_sizes(sizes, params);
   set_band(sizes, call.low, call.high, params);
+  CHECK_FOR(op, call.group_shift >= 0 && call.group_shift < 16, "group_shift is ", call.group_shift,
+            "; it may be 0 to 15");
+  params.group_shift = static_cast<int>(call.group_shift);
   set_scale(call.softmax_scale, call.softcap, params);
   if (!call.mask.empty()) params.mask = mask_tiles(call.mask, call.mask[1], sizes);
 }
@@ -289,12 +292,14 @@ void forward(const ForwardArguments& call) {
 // num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
 // one_mask_row: whether the mask lets all queries see the same keys.
 // outside, zero: of a bias by distance, whose values (B, H, 1, n) are in the place of the bias: see set_distances.
+// group_shift: 2^group_shift rows of q that follow each other are heads of one query, to which the band refers.
 void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
                     std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
                     double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p,
-                    bool one_mask_row, int64_t outside, int64_t zero) {
+                    bool one_mask_row, int64_t outside, int64_t zero, int64_t group_shift) {
   forward({"cuda_forward_kernel", q, k, v, bias, sink, out, lse, softmax_scale, softcap, nullptr, std::move(mask), low,
-           high, num_splits, std::move(dropout_key), dropout_p, one_mask_row, outside, zero});
+           high, num_splits, std::move(dropout_key), dropout_p, one_mask_row, outside, zero,
+           group_shift});
 }
 
 // Writes all rows. q, k, v and out are (T, H, D) or (1, T, H, D) where `is_packed`, else (S, L, H, D). Entries of q, k
@@ -324,7 +329,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor(a!) out, "
       "Tensor(b!) lse, int low, int high, float softmax_scale, float softcap, int num_splits, Tensor? dropout_key, "
-      "float dropout_p, bool one_mask_row, int outside, int zero) -> ()");
+      "float dropout_p, bool one_mask_row, int outside, int zero, int group_shift) -> ()");
   m.def(
       "cuda_forward_sequences(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor? block_table, Tensor? bias, "
       "Tensor? sink, Tensor(a!) out, Tensor(b!) lse, bool is_packed, int bias_packing, int most_q, int most_k, int left, "

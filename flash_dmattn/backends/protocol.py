@@ -85,6 +85,19 @@ class Availability(NamedTuple):
     details: str = ""
 
 
+class Probe:
+    """A `probe` of a `Backend` that loads what the backend needs once; its result is reused."""
+
+    def __init__(self, load: Callable[[], Availability]) -> None:
+        self.load = load
+        self.found: Availability | None = None
+
+    def __call__(self) -> Availability:
+        if self.found is None:
+            self.found = self.load()
+        return self.found
+
+
 @dataclass(frozen=True, eq=False)
 class Backend:
     """A way to run attention: `flash_dmattn.register_backend` adds one.

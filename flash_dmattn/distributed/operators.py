@@ -352,16 +352,13 @@ def _backward_flop(dout: Tensor, dlse: Tensor | None, *arguments: Any, out_val: 
     return backward_flop_of(settings.pairs(x.q), x.q.shape[3], x.v.shape[3], settings.needs_grad)
 
 
-define("gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake)
-# A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
-define(
-    "gather_backward",
-    f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_NUMBERS}) -> Tensor[]",
-    _backward,
-    _backward_fake,
+gather_forward = register(
+    define("gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake),
+    _forward_flop,
 )
-gather_forward = register(torch.ops.flash_dmattn.gather_forward, _forward_flop)
-gather_backward = register(torch.ops.flash_dmattn.gather_backward, _backward_flop)
+# A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.
+_BACKWARD_SCHEMA = f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_NUMBERS}) -> Tensor[]"
+gather_backward = register(define("gather_backward", _BACKWARD_SCHEMA, _backward, _backward_fake), _backward_flop)
 
 
 class GatherAttention(torch.autograd.Function):

@@ -7,8 +7,7 @@
 
 A fault is killed when one of its tests fails with it and passes without it; it survives when all pass. A copy that does
 not compile, or has none of the tests, is an error. Tests that fail without a fault are left out, and named.
-The same command with the same `--out` goes on after the faults that are in this file. Who finds that a fault changes
-no result writes the verdict "equal" into the file, and the reason as `by`.
+The same command with the same `--out` goes on after the faults that are in this file.
 The exit status is 0 when every fault was killed, 1 when one survived, 2 on an error or where the time is over.
 """
 

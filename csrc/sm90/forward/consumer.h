@@ -98,7 +98,7 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const Extent of = extent_of(p, work);
-        const int row = work.first_row + row_of_warp + 8 * r;
+        const int row = (work.first_row + row_of_warp + 8 * r) >> p.group_shift;
         const int from = row + of.low - block * kBlockN - column;
         const int to = min(row + of.high, of.seqlen_k - 1) - block * kBlockN - column;
         keep_columns(scores, r, from, to);

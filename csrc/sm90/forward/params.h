@@ -13,7 +13,9 @@ namespace flash_dmattn {
 
 // The forward pass. Kernels of calls with sequences read no batch, seqlen_q, seqlen_k, low and high.
 struct ForwardParams : AttentionSizes {
-  int low, high;  // the band, low <= j - i <= high; both in [-Lq, Lk]
+  // The band, low <= j - i <= high; both in [-Lq, Lk]. i is the row >> group_shift: 2^group_shift rows that follow each
+  // other are heads of a query.
+  int low, high, group_shift;
   // TMA descriptors, innermost dim first: (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), and (Lk, Lq, Hbias, Bbias)
   // for a bias that is read as tiles.
   CUtensorMap q, k, v, bias;

@@ -69,12 +69,13 @@ struct Walk {
       walk.list = list + 2;
     } else {
       const Extent of = extent_of(p, work);
-      const int last_row = min(work.first_row + Traits::kBlockM, of.seqlen_q) - 1;
-      const int first_key = max(work.first_row + of.low, 0), last_key = min(last_row + of.high, of.seqlen_k - 1);
+      const int first = work.first_row >> p.group_shift;
+      const int last = (min(work.first_row + Traits::kBlockM, of.seqlen_q) - 1) >> p.group_shift;
+      const int first_key = max(first + of.low, 0), last_key = min(last + of.high, of.seqlen_k - 1);
       walk.steps = last_key < first_key ? 0 : last_key / Traits::kBlockN + 1 - first_key / Traits::kBlockN;
       walk.stop = last_key / Traits::kBlockN + 1;
-      walk.start_inside = (max(last_row + of.low, 0) + Traits::kBlockN - 1) / Traits::kBlockN;
-      walk.stop_inside = max(min(work.first_row + of.high, of.seqlen_k - 1) + 1, 0) / Traits::kBlockN;
+      walk.start_inside = (max(last + of.low, 0) + Traits::kBlockN - 1) / Traits::kBlockN;
+      walk.stop_inside = max(min(first + of.high, of.seqlen_k - 1) + 1, 0) / Traits::kBlockN;
     }
     return walk;
   }

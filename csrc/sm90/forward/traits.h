@@ -28,8 +28,9 @@ struct ForwardTraits {
   // At D32 a thread of four consumers has registers for the scores of 64 keys; with three, short rows leave fewer of 64
   // keys empty.
   static constexpr bool kIsNarrow = kConsumers > 2 && kD <= 32 && kDv <= 32;
-  // Else 128 keys where two stages of k and v and two of bias fit beside q in 227 KB.
-  static constexpr int kBlockN = !kIsNarrow && kD <= 128 && kDv <= 128 ? 128 : 64;
+  // Else 128 keys where two stages of k and v and two of bias fit beside q in 227 KB; at D192 a bias would spill registers.
+  static constexpr bool kIsWide = kDv > 128 || kD > (kBias == Bias::kNone ? 192 : 128);
+  static constexpr int kBlockN = kIsNarrow || kIsWide ? 64 : 128;
   // A block holds all tiles of bias that its rows need, for the batch entries that read them one after the other. Two
   // stages of k and v fit beside these tiles.
   static constexpr bool kHoldsBias = kHeldBias;

@@ -5,22 +5,13 @@ from __future__ import annotations
 from ...gradients import takes_tokens
 from ...problem import AttentionProblem, fits_tma
 from ..mask_choice import interval_notes
-from ..protocol import Availability, Backend, Direction
+from ..protocol import Availability, Backend, Direction, Probe
 from . import extension, sequences
 from .group_rows import has_group_rows
-from .operands import copies_bias, copy_note
+from .operands import copies_bias, copy_note, forward_copies_bias
 from .parts import part_notes, refuses_entries
 from .passes import plan_backward, plan_forward
 from .rules import AUTO_RULES, RULES
-
-_found: Availability | None = None
-
-
-def probe() -> Availability:
-    global _found
-    if _found is None:
-        _found = _load()
-    return _found
 
 
 def _load() -> Availability:
@@ -40,6 +31,9 @@ def _load() -> Availability:
             "update the driver, or build the extension with an older nvcc",
         )
     return Availability(True)
+
+
+probe = Probe(_load)
 
 
 def _not_built(error: ModuleNotFoundError) -> Availability:
@@ -64,7 +58,8 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
         for name, (shape, strides) in zip("qkv", p.rows, strict=True)
         if not fits_tma(shape, strides, p.dtype.itemsize)
     )
-    bias = (copy_note(p),) if copies_bias(p) else ()
+    is_copied = copies_bias(p) and (any(p.needs_grad) or forward_copies_bias(p))
+    bias = (copy_note(p),) if is_copied else ()
     lists = ("walks the listed tiles, whose lists each pass makes of the mask",) if p.mask_form == "lists" else ()
     return interval_notes(problem, gathers=False) + lists + rows + bias + part_notes(p)
 

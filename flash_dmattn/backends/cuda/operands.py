@@ -1,8 +1,8 @@
 """The operators of the extension, and the tensors that they read: copies of those whose rows TMA cannot read.
 
-A bias of one value per query and key is copied only where it is small and batch entries share it. It costs little:
-one head of a window of 49 keys has 5 KB. A bias as large as the scores is never copied for its strides,
-because the copy would double its memory.
+A bias of one value per query and key is copied where it is small and batch entries share it, which costs little: one
+head of a window of 49 keys has 5 KB. One with a value for each score is copied where rows are short. A larger one never
+is, because the copy would double its memory.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def reader(
 
 _COLUMNS = 8  # rows of 16-bit values start on 16 bytes if their length is a multiple of this
 _SMALL = 4  # a copy is small if it has at most one _SMALL-th of the values of q, k, v and out
+_MOST = 4  # a bias with a value for each score is copied if that takes at most so many times their values
 
 
 def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
@@ -74,8 +75,8 @@ def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
 
 
 def _copied_values(shape: Sequence[int], strides: Sequence[int]) -> int:
-    heads = 1 if strides[1] == 0 else shape[1]
-    return heads * shape[2] * _padded(shape[3])
+    batch, heads = (1 if stride == 0 else size for size, stride in zip(shape[:2], strides[:2], strict=True))
+    return batch * heads * shape[2] * _padded(shape[3])
 
 
 def _padded(keys: int) -> int:
@@ -88,20 +89,69 @@ def _is_small_and_shared(p: AttentionProblem) -> bool:
     shape, strides, _ = p.bias
     if p.batch == 1 or not (shape[0] == 1 or strides[0] == 0):
         return False
-    rows = p.batch * (p.seqlen_q * p.num_heads + p.seqlen_k * p.num_heads_k)
-    return _SMALL * _copied_values(shape, strides) <= rows * (p.head_dim + p.head_dim_v)
+    return _SMALL * _copied_values(shape, strides) <= _operand_values(p)
+
+
+def _operand_values(p: AttentionProblem) -> int:
+    """Return how many values q, k, v and out have."""
+    return p.batch * (p.seqlen_q * p.num_heads + p.seqlen_k * p.num_heads_k) * (p.head_dim + p.head_dim_v)
+
+
+def _has_short_rows(p: AttentionProblem) -> bool:
+    """Return whether a bias has a value for each score, and rows so short that a copy is not far larger than q to out.
+
+    Graphs and molecules have such a bias. Reading it value by value takes longer than the copy.
+    """
+    assert p.bias is not None
+    shape, strides, _ = p.bias
+    is_whole = shape[:2] == (p.batch, p.num_heads) and 0 not in strides[:2]
+    return is_whole and _copied_values(shape, strides) <= _MOST * _operand_values(p)
 
 
 def copies_bias(p: AttentionProblem) -> bool:
     """Return whether the backend copies the bias of a call because of its strides, and reads tiles of the copy."""
     if p.bias is None or p.bias_class != "score" or p.bias.dtype != p.dtype:
         return False
-    return not fits(p.bias.shape, p.bias.strides, p.dtype.itemsize) and _is_small_and_shared(p)
+    return not fits(p.bias.shape, p.bias.strides, p.dtype.itemsize) and _pays_to_copy(p)
+
+
+def _pays_to_copy(p: AttentionProblem) -> bool:
+    return _is_small_and_shared(p) or _has_short_rows(p)
+
+
+def forward_copies_bias(p: AttentionProblem) -> bool:
+    """Return whether the forward pass reads tiles of a copy, too, and not the bias value by value.
+
+    Narrow heads have kernels of more rows with tiles. Beside a mask a copy would have what no query sees.
+    """
+    if not copies_bias(p):
+        return False
+    is_narrow = max(p.head_dim, p.head_dim_v) <= 32 and p.seqlen_k <= 256 and p.mask is None
+    return _is_small_and_shared(p) or is_narrow
+
+
+def copies_scores(p: AttentionProblem) -> bool:
+    """Return whether the backward pass copies a bias with a value for each score, or its gradient."""
+    if p.bias is None or p.bias_class != "score" or not _has_short_rows(p):
+        return False
+    return copies_bias(p) or (p.dbias_class == "score" and pads_dbias(p))
 
 
 def makes_dbias_of_any_rows(p: AttentionProblem) -> bool:
-    """Return whether rows of dbias may have any length: it is then small, and converted from sums in other rows."""
-    return p.bias is not None and p.bias.shape[0] == 1 and _is_small_and_shared(p)
+    """Return whether rows of dbias may have any length: it is then copied from sums or from longer rows."""
+    return p.bias is not None and ((p.bias.shape[0] == 1 and _is_small_and_shared(p)) or pads_dbias(p))
+
+
+def pads_dbias(p: AttentionProblem) -> bool:
+    """Return whether the main kernel stores a dbias whose rows are no multiple of 16 bytes into longer rows."""
+    if p.bias is None or p.seqlen_k % _COLUMNS == 0 or p.softcap > 0 or p.dropout_p > 0:
+        return False
+    return _has_short_rows(p)
+
+
+def padded_rows(x: Tensor) -> Tensor:
+    """Allocate a tensor like x with rows of a multiple of 16 bytes."""
+    return x.new_empty((*x.shape[:3], _padded(x.shape[3])))
 
 
 def copy_note(p: AttentionProblem) -> str:
@@ -122,8 +172,7 @@ def readable(bias: Tensor) -> Tensor:
     if bias.data_ptr() % 16 == 0 and fits(shape, strides, bias.element_size()):
         return bias
     values = collapse(bias)
-    padded = values.new_empty((*values.shape[:3], _padded(values.shape[3])))
-    return padded[..., : values.shape[3]].copy_(values).expand(shape)
+    return padded_rows(values)[..., : values.shape[3]].copy_(values).expand(shape)
 
 
 def bias_reader(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
@@ -143,7 +192,7 @@ def forward_bias(p: AttentionProblem) -> Callable[[Tensor], Tensor] | None:
     if p.bias is None or p.bias_class != "score":
         return None
     is_small = p.bias.dtype == p.dtype and _is_small_and_shared(p)
-    return bias_reader(p) if is_small or p.dropout_p > 0 else None
+    return bias_reader(p) if is_small or forward_copies_bias(p) or p.dropout_p > 0 else None
 
 
 def stores_into(dbias: Tensor, q: Tensor, flags: Flags) -> bool:

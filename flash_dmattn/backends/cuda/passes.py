@@ -24,8 +24,18 @@ from ...reference.sinks import sink_gradient
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences
-from .group_rows import has_group_rows, plan_group_rows
-from .operands import Attend, bias_reader, forward_bias, kernels, readable_rows, reader, stores_into
+from .group_rows import has_group_rows, has_rows_of_queries, plan_group_rows, plan_rows_of_queries
+from .operands import (
+    Attend,
+    bias_reader,
+    forward_bias,
+    kernels,
+    padded_rows,
+    pads_dbias,
+    readable_rows,
+    reader,
+    stores_into,
+)
 from .parts import Differentiate, Triple, attend_in_parts, differentiate_in_parts, part_size
 
 # Number of KV splits of the forward kernel: 0 lets the operator choose (csrc/api/num_splits.h), 1 means no split.
@@ -50,13 +60,16 @@ def plan_forward(p: AttentionProblem) -> Forward:
     return forward
 
 
-def _plan_attend(p: AttentionProblem) -> Attend:
+def _plan_attend(p: AttentionProblem, group_shift: int = 0) -> Attend:
+    """Plan what writes out and lse. The band refers to query >> group_shift."""
     if part_size(p) != p.batch:
         return attend_in_parts(p, _plan_attend)
     if has_group_rows(p):
         return plan_group_rows(p, _plan_attend)
+    if group_shift == 0 and has_rows_of_queries(p):
+        return plan_rows_of_queries(p, _plan_attend)
     read_rows, read_bias, read_tiles = reader(p.rows, p.dtype.itemsize), forward_bias(p), _tile_reader(p)
-    band = make_band(p.seqlen_q, p.seqlen_k, p.window)
+    band = make_band(p.seqlen_q >> group_shift, p.seqlen_k, p.window)
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
     one_mask_row = p.flags.one_mask_row and band is None
@@ -76,7 +89,7 @@ def _plan_attend(p: AttentionProblem) -> Attend:
             bias = read_bias(bias)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
-        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row, *distances)
+        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row, *distances, group_shift)
         attend(q, k, v, walked, bias, sink, out, lse, *numbers)
 
     return run
@@ -169,6 +182,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     allocate_bias = None
     if dbias_class == "score" and p.bias is not None:
         allocate_bias = new_like(p.bias.shape, p.bias.strides)
+    pads = dbias_class == "score" and pads_dbias(p)
     relative = p.relative if needs.bias else None
     allocate_values = None if relative is None else new_like(relative.shape, relative.strides)
     sum_sizes = (p.batch, p.num_heads, p.seqlen_k) if dbias_class == "key" else None
@@ -200,7 +214,9 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             dv = None if new_v is None else new_v(v)
         delta = torch.empty_like(lse) if needs_delta else None
         stored = sums = None
-        if allocate_bias is not None and bias is not None:
+        if pads and bias is not None:
+            stored = padded_rows(bias)
+        elif allocate_bias is not None and bias is not None:
             stored = dbias_out
             if stored is None or not stores_into(stored, q, p.flags):
                 stored = allocate_bias(bias)
@@ -241,6 +257,8 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             tensors = (dout, dlse, q, k, v, walked, None, None, out, lse_read)
             differentiate(*tensors, *nothing, delta, *numbers, *chunks)
         dbias = stored
+        if pads and allocate_bias is not None and bias is not None and stored is not None:
+            dbias = allocate_bias(bias).copy_(stored[..., : p.seqlen_k])
         if sums is not None and bias is not None:
             dbias = key_gradient(bias, sums, num_heads_k, repeat)
         elif dbias_class == "query" and bias is not None:

@@ -10,7 +10,7 @@ from ...problem import AttentionProblem, SequenceSpec, TensorSpec, dtype_name, f
 from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
 from . import extension
-from .operands import copies_bias, fits, makes_dbias_of_any_rows
+from .operands import copies_bias, copies_scores, fits, makes_dbias_of_any_rows
 from .parts import part_size
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first pair that is large enough.
@@ -85,6 +85,13 @@ def _dbias_is_whole(p: AttentionProblem) -> bool:
     return p.dbias_class == "score" and p.bias is not None and p.bias.shape[:2] == (p.batch, p.num_heads)
 
 
+_MANY_SCORES = 1 << 26
+
+
+def _scores(p: AttentionProblem) -> int:
+    return p.batch * p.num_heads * p.seqlen_q * p.seqlen_k
+
+
 def _most_keys(p: AttentionProblem) -> int:
     return keys_of_query(p.seqlen_k, p.window)
 
@@ -130,9 +137,6 @@ _RULES: tuple[Rule, ...] = (
         'use backend="triton"',
     ),
     _backward(
-        # Simulated in PyTorch, this rounding makes 30 of 2100 random calls with 2 to 32 keys miss the accuracy rule of
-        # the tests, and none of 800 calls with more keys. A window of few keys is no better: with 5 queries of 4 keys
-        # each, the error of dk is 1.50e-3 where 1.36e-3 is allowed, and the rounding makes 1.35e-3 of it.
         "rounded_delta",
         lambda p: not 0 < _most_keys(p) <= _FEW_KEYS,
         lambda p: (
@@ -173,7 +177,7 @@ _RULES: tuple[Rule, ...] = (
         lambda p: (
             f"bias has strides {tuple(_bias(p).strides)}; "
             "TMA reads rows of unit stride that start on 16 bytes, and a bias is only copied into such rows "
-            "where it is small and batch entries share it"
+            "where it is small and batch entries share it, or has short rows and a value for each score"
         ),
         hint=f"pad its rows to a multiple of 8 keys, or {_PAIR}",
     ),
@@ -190,7 +194,7 @@ _RULES: tuple[Rule, ...] = (
         lambda p: p.dbias_class != "score" or p.seqlen_k % 8 == 0 or makes_dbias_of_any_rows(p),
         lambda p: (
             f"the gradient of bias, of rows of {p.seqlen_k} keys, is needed; rows of it are written 16 bytes at a time "
-            "unless it is small and batch entries share it"
+            "unless it is small and batch entries share it, or rows are short and each score has its own"
         ),
         hint=f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
     ),
@@ -247,9 +251,9 @@ _RULES: tuple[Rule, ...] = (
     ),
 )
 
-# Where the triton kernels are faster, measured on an H200 in bf16. Ratios in the comments of this file are the time of
-# triton over the time of cuda; below 1 triton is faster. Unless they say otherwise they are of forward passes. The
-# kernels of cuda are persistent: they start later, and no two SMs share a row, so they need work for all SMs.
+# Where the triton kernels are faster: docs/notes/cuda_rules.md has the figures of each bound. The kernels of cuda are
+# persistent: they start later, and no two SMs share a row, so they need work for all SMs.
+
 _LONG = 4096  # keys: from so many on, blocks share the keys of few rows
 _PAIRS_ENOUGH = 512  # work tiles of two key tiles: with so many, pairs mean fewer waves on any GPU
 _NARROW = 128  # head dim: wider calls have other backward kernels, and their blocks do not share keys
@@ -276,10 +280,7 @@ def _has_two_key_tiles(p: AttentionProblem) -> bool:
 
 
 def _triton_is_slow(p: AttentionProblem) -> bool:
-    """Return whether the backward kernels of triton are slower, with a bias too.
-
-    Head dims above 128: 1.15 to 2.6. A softcap: 1.6 to 4.6.
-    """
+    """Return whether the backward kernels of triton are slower, with a bias too."""
     return p.softcap > 0 or max(p.head_dim, p.head_dim_v) > _NARROW
 
 
@@ -292,25 +293,21 @@ def _least_tiles(p: AttentionProblem) -> int:
     widest = max(p.head_dim, p.head_dim_v)
     shares_keys = widest <= _NARROW and p.mask is None and not p.has_window and _reads_tiles(p)
     if shares_keys and p.bias_class == "score" and p.seqlen_k >= _LONG:
-        return 16  # 256 queries, 4096 keys: 16 tiles of D64 1.08, of D128 1.13, 64 tiles 1.07 and 1.51
+        return 16
     if shares_keys and widest > 64 and p.seqlen_k >= 2 * _LONG:
-        return 4  # 128 queries, 8192 keys of D128: 4 tiles 1.38, 16 tiles 1.03, 32 tiles 0.99, 64 tiles 1.21
+        return 4
     if widest > 64 or p.mask is not None or p.bias_class == "score":
-        # D128: 64 tiles 0.85, 128 1.19, 256 1.20; a bias per score 32 tiles 2.1, 128 tiles 4.3.
-        # D64 with a mask: 32 tiles 0.92, 128 tiles 1.27; with a bias per score 0.88 and 1.01.
         return 128
-    # D64: 128 tiles 0.78 to 0.85, 256 tiles of up to 1024 keys 0.87 to 0.99, of 2048 and 4096 1.03 to 1.15, 512 tiles
-    # of 128 queries 0.97, else 1.15.
     return 256 if p.seqlen_k >= _LONG // 2 else 512
 
 
 def _serves_few_queries(p: AttentionProblem) -> bool:
-    """Return whether cuda is faster with few queries; docs/notes/cuda.md, "Few queries", has the figures.
+    """Return whether cuda is faster with few queries.
 
-    With one query and a window, triton reads the keys once for each head of a group; cuda makes these heads rows of one
-    tile. With several queries both backends read the keys for each head, but cuda reads them by TMA, which is faster
-    for wide rows. Both cases need enough keys and heads to make up for the later start. They need k and v that TMA can
-    read, because a copy would take longer than attention.
+    With one query and a window, and with several queries, triton reads the keys once for each head of a group. cuda
+    makes these heads rows of one tile where keys are many. It reads by TMA, which is faster for wide rows. Both cases
+    need enough keys and heads to make up for the later start. They need k and v that TMA can read, because a copy would
+    take longer than attention.
     """
     plain = p.mask is None and p.bias_tensor is None and p.sink is None and p.softcap == 0 == p.dropout_p
     few = 0 < p.seqlen_q <= _FEW_QUERIES and p.num_heads >= _GROUP * p.num_heads_k
@@ -332,33 +329,14 @@ def _reads_keys(p: AttentionProblem) -> bool:
 
 
 def _fills_half_tiles(p: AttentionProblem) -> bool:
-    """Return whether cuda is as fast although half of the rows of its tiles are empty.
-
-    Measured with 128 and 512 tiles of 64 queries, and 512 to 16384 keys. Forward: 0.74 to 0.96, with a bias per score
-    0.98 to 1.38, with a mask 1.8. Backward: 1.2 to 2.0, so that both passes together are faster in every case.
-    """
+    """Return whether cuda is as fast although half of the rows of its tiles are empty."""
     narrow = max(p.head_dim, p.head_dim_v) <= _NARROW
     gains = any(p.needs_grad) or p.mask is not None or p.bias_class == "score"
     return 2 * p.seqlen_q >= _ROWS and p.seqlen_k > _KEYS and narrow and gains
 
 
 def _adds_for_few_keys(p: AttentionProblem) -> bool:
-    """Return whether triton is faster because keys are few: cuda clears, adds and converts each row of dq in fp32.
-
-    Backward passes on an H100 with as many queries as keys; at least 1536 tiles of queries, or 768 with a bias whose
-    gradient is stored. Fewer tiles: up to 1.6. D96: 0.95 to 1.1.
-
-    | D128 | keys | triton / cuda |
-    | --- | --- | --- |
-    | full | 256 to 320 | 0.82 to 0.93 |
-    | full | 384 | 0.86 to 1.08 |
-    | causal | 256 to 448 | 0.83 to 0.91, with groups 0.73 to 0.94 |
-    | causal | 512 | 0.82 to 0.94 |
-    | causal | 640 | 0.99 |
-    | stored dbias | 512 | 0.78 |
-    | stored dbias | 2048 | 0.90 |
-    | stored dbias | 4096 | 1.12, causal 1.02 |
-    """
+    """Return whether triton is faster because keys are few: cuda clears, adds and converts each row of dq in fp32."""
     plain = p.mask is None and p.sink is None and not p.has_window and p.softcap == 0 == p.dropout_p
     gradients = p.needs_grad.q and (p.needs_grad.k or p.needs_grad.v)
     if not (plain and gradients and p.seqlen_q == p.seqlen_k and 96 < max(p.head_dim, p.head_dim_v) <= _NARROW):
@@ -384,35 +362,35 @@ _AUTO_RULES: tuple[Rule, ...] = (
         ),
     ),
     _preference(
-        # Triton has kernels of short rows for these calls. From 144 keys on 1.03 to 1.9; backward 1.1 to 3.2.
+        # Triton has kernels of short rows for these calls.
         "narrow_heads",
         lambda p: p.mask is not None or p.seqlen_k > _KEYS or max(p.head_dim, p.head_dim_v) > 32,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",
     ),
     Rule(
-        "bias_copies",  # a float32 bias in a bfloat16 call: D64 0.59, D128 0.87
+        "bias_copies",
         lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
         lambda p: "bias is not of the dtype of q, so its tiles are not copied but read value by value",
         'cast bias, or backend="cuda" runs it all the same',
     ),
     Rule(
-        # The short-row kernels of triton read a bool mask as it is. T5, padded, (128, 12, 128, 64), forward: 0.064 ms
-        # against 0.147 ms.
+        # The short-row kernels of triton read a bool mask as it is.
         "short_mask",
         lambda p: p.mask_form != "dense" or p.seqlen_k > _KEYS or max(p.head_dim, p.head_dim_v) > 64,
         lambda p: f"there are {p.seqlen_k} keys, and preparing the mask takes longer than attention",
         'prepare the mask before, or backend="cuda" runs it all the same',
     ),
-    # The rules below are for backward passes only; so are their ratios. From 16 tiles of keys on cuda is faster:
-    #
-    #              16 tiles   128 tiles    causal groups   a mask
-    #     D64      1.30       1.5          1.7             1.5
-    #     D128     1.04       1.4 to 1.5   1.5             1.5
-    #     D96      1.5
+    # The rules below are for backward passes only.
     _preference(
-        "few_keys",  # 4096 queries of 64 heads: 128 keys of D64 0.86, 77 of D128 1.08
+        "few_keys",
         lambda p: p.seqlen_k > _KEYS,
         lambda p: f"there are {p.seqlen_k} keys, no more than the {_KEYS} of a tile",
+        passes=("backward",),
+    ),
+    _preference(
+        "copied_scores",  # (256, 32, 129, 24), H200: 1.75, padded 1.42
+        lambda p: not copies_scores(p) or _scores(p) >= _MANY_SCORES,
+        lambda p: f"bias has {_scores(p)} values, in rows that the pass copies; triton is faster",
         passes=("backward",),
     ),
     _preference(
@@ -422,8 +400,6 @@ _AUTO_RULES: tuple[Rule, ...] = (
         passes=("backward",),
     ),
     _preference(
-        # With a full bias: D128 0.96, D64 0.88, and 1.16 with two key tiles to a work tile. With masks 1.1 to 1.5, but
-        # 0.84 if a random tenth of all blocks is kept.
         "fixed_order",
         lambda p: (
             _triton_is_slow(p)

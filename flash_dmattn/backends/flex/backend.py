@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ...problem import AttentionProblem, TensorSpec, bias_class, dtype_name
-from ..protocol import Availability, Backend, Forward, Rule
+from ..protocol import Availability, Backend, Forward, Probe, Rule
 from .blocks import BLOCK
 from .call import attend_dense, graph_module, widens
 from .sequences import attend_sequences, extents
@@ -127,15 +127,6 @@ AUTO_RULES: tuple[Rule, ...] = (
     ),
 )
 
-_availability: Availability | None = None
-
-
-def probe() -> Availability:
-    global _availability
-    if _availability is None:
-        _availability = _load()
-    return _availability
-
 
 def _load() -> Availability:
     try:
@@ -148,6 +139,9 @@ def _load() -> Availability:
         reason = f"no GPU, and torch serves this CPU as {capability}; FlexAttention compiles for AVX2, AVX512"
         return Availability(False, reason, "unset ATEN_CPU_CAPABILITY if it is set, or use another backend")
     return Availability(True)
+
+
+probe = Probe(_load)
 
 
 def notes(problem: AttentionProblem) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import torch
 
 from ...problem import AttentionProblem, dtype_name, sm_number
 from ..mask_choice import interval_notes, sequence_notes
-from ..protocol import Availability, Backend, Rule
+from ..protocol import Availability, Backend, Probe, Rule
 from . import lists
 from .passes import (
     has_few_pairs,
@@ -166,15 +166,6 @@ AUTO_RULES: tuple[Rule, ...] = (
     ),
 )
 
-_found: Availability | None = None
-
-
-def probe() -> Availability:
-    global _found
-    if _found is None:
-        _found = _load()
-    return _found
-
 
 def _load() -> Availability:
     try:
@@ -182,6 +173,9 @@ def _load() -> Availability:
     except Exception as error:  # a broken installation raises anything; a probe reports it
         return Availability(False, f"Triton cannot be imported: {error}", "pip install triton", error)
     return Availability(True)
+
+
+probe = Probe(_load)
 
 
 def _notes(problem: AttentionProblem) -> tuple[str, ...]:
