@@ -471,7 +471,7 @@ _PYTHON = (
     ),
     Fault(
         "T5's values of distances do not count the keys of a cache",
-        "flash_dmattn/integrations/transformers/tables.py",
+        "flash_dmattn/integrations/transformers/models.py",
         " - self.seen, ",
         ", ",
         ("tests/test_transformers_tables.py::test_generation_is_that_of_eager",),
@@ -750,7 +750,7 @@ _PYTHON = (
     ),
     Fault(
         "a prompt in a static cache is aligned at the end of the cache",
-        "flash_dmattn/integrations/transformers/dynamic_mask.py",
+        "examples/dynamic_mask_model.py",
         "k[:, : self._used], v[:, : self._used]",
         "k, v",
         ("tests/test_transformers_dynamic_mask.py::test_generate",),
