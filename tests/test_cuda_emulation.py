@@ -117,7 +117,7 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     "plans": (24, ("test_plans.py::test_both_ways_give_the_same_bits",)),
     "key blocks of whole groups": (24, ("test_cuda_backward.py::test_key_blocks_of_whole_groups_under_a_mask",)),
     "groups first": (
-        4,
+        6,
         (
             "test_cuda_backward.py::test_groups_first_and_then_heads",
             "test_cuda_backward.py::test_groups_first_of_two_tiles_of_keys",

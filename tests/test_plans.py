@@ -158,9 +158,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     return calls
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("choice", "layout"),
+    [
+        *itertools.product(("cuda", "triton"), LAYOUTS),
+        *((pair, layout) for pair, layout in zip((("cuda", "triton"), ("triton", "cuda")), LAYOUTS)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("choice", ["cuda", "triton", ("cuda", "triton"), ("triton", "cuda")], ids=str)
 def test_kernels_are_launched_alike(choice: Any, name: str, layout: str, launched: Launched) -> None:
     """Every class of calls and every layout, on the host alone: the same launches of the same arguments, in order."""
     case = CASES[name]

@@ -7,11 +7,12 @@ The kernels of cuDNN have too many silent faults to be among them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from ...problem import AttentionProblem, dtype_name, sm_number
-from ..protocol import Availability, Backend, Backward, Forward, Rule
+from ..protocol import Availability, Backend, Rule
 from . import cpu, cuda, efficient
 
 # Up to so many multiplications of q and k the kernel of a CPU beats the many small operations of eager in every class
@@ -92,16 +93,8 @@ def _decodes_groups(p: AttentionProblem) -> bool:
     return _work(p) >= _DECODED_WORK and _work(p) >= _WORK_OF_A_QUERY * queries
 
 
-def _plan_forward(p: AttentionProblem) -> Forward:
-    if p.device == "cpu":
-        return cpu.plan_forward(p)
-    return (cuda if runs_flash(p) else efficient).plan_forward(p)
-
-
-def _plan_backward(p: AttentionProblem) -> Backward:
-    if p.device == "cpu":
-        return cpu.plan_backward(p)
-    return (cuda if runs_flash(p) else efficient).plan_backward(p)
+def _kernel(p: AttentionProblem) -> ModuleType:
+    return cpu if p.device == "cpu" else cuda if runs_flash(p) else efficient
 
 
 def _notes(p: AttentionProblem) -> tuple[str, ...]:
@@ -308,8 +301,8 @@ AUTO_RULES: tuple[Rule, ...] = (
 
 BACKEND = Backend(
     name="sdpa",
-    plan_forward=_plan_forward,
-    plan_backward=_plan_backward,
+    plan_forward=lambda p: _kernel(p).plan_forward(p),
+    plan_backward=lambda p: _kernel(p).plan_backward(p),
     features=frozenset({"mask", "bias", "is_causal", "window_size", "deterministic", "return_lse", "sequences"}),
     rules=RULES,
     auto_rules=AUTO_RULES,
