@@ -15,12 +15,13 @@ sys.path.insert(0, str(ROOT / "csrc"))  # a build backend runs this file without
 import build_cuda  # noqa: E402
 from build_cuda import say  # noqa: E402
 
-# The two folders are at the top of the tree to be easy to find, and are imported only below flash_dmattn: their bare
-# names belong to other packages on PyPI.
+# Folders outside of the package are easy to find there, and are imported only below flash_dmattn: their bare names
+# belong to other packages on PyPI.
 PACKAGE_DIR = {
     "flash_dmattn": "flash_dmattn",
     "flash_dmattn.reference": "reference",
     "flash_dmattn.triton_kernels": "triton_kernels",
+    "flash_dmattn.examples": "examples",
 }
 # setup.py runs once for each step of an installation; only these steps build, so only these speak or fail.
 BUILDING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}

@@ -40,7 +40,6 @@ MODULES = (
     "flash_dmattn.integrations.sdpa",
     "flash_dmattn.integrations.flash_attn",
     "flash_dmattn.integrations.transformers",
-    "flash_dmattn.integrations.transformers.dynamic_mask",
 )
 
 

@@ -27,8 +27,8 @@ import transformers
 from torch import Tensor
 
 import flash_dmattn
+from flash_dmattn.examples.demo import print_table
 from flash_dmattn.integrations.transformers import register
-from flash_dmattn.tools.demo.command import print_table
 
 PADDING, END, FIRST_BYTE = 0, 1, 3  # token ids as ByT5 has them
 VOCABULARY = 256 + FIRST_BYTE

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flash_dmattn import attention
 from flash_dmattn.biases import Relative
-from flash_dmattn.tools.demo.command import print_table
+from flash_dmattn.examples.demo import print_table
 
 HEADS, HEAD_DIM, REACH = 4, 32, 8  # values of distances from -REACH to REACH, and of all beyond
 

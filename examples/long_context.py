@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn.tools.demo.command import print_table
-from flash_dmattn.tools.demo.training import ByteLanguageModel, ModelConfig, load_corpus, random_windows
+from flash_dmattn.examples.byte_model import ByteLanguageModel, ModelConfig, load_corpus, random_windows
+from flash_dmattn.examples.demo import print_table
 
 
 class Step(NamedTuple):

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+from flash_dmattn.examples.byte_model import load_corpus
+from flash_dmattn.examples.demo import print_table
 from flash_dmattn.integrations.transformers import register
-from flash_dmattn.tools.demo.command import print_table
-from flash_dmattn.tools.demo.training import load_corpus
 
 
 def documents(lengths: Sequence[int]) -> list[Tensor]:

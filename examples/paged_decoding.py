@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import Sequences, append_to_cache, attention
+from flash_dmattn.examples.demo import print_table
 from flash_dmattn.masks import topk_mask
 from flash_dmattn.nn import DynamicMaskAttention
 from flash_dmattn.nn.dynamic_mask_attention import ranked
 from flash_dmattn.nn.positions import rotary_angles
-from flash_dmattn.tools.demo.command import print_table
 
 PAGE_SIZE = 16
 

@@ -24,9 +24,9 @@ import transformers
 from torch import Tensor
 
 import flash_dmattn
+from flash_dmattn.examples.byte_model import load_corpus
+from flash_dmattn.examples.demo import print_table
 from flash_dmattn.integrations.transformers import register
-from flash_dmattn.tools.demo.command import print_table
-from flash_dmattn.tools.demo.training import load_corpus
 
 PADDING = 256
 

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from flash_dmattn import attention
 from flash_dmattn.biases import Chosen
+from flash_dmattn.examples.demo import print_table
 from flash_dmattn.masks import IndexScores, PreparedMask
-from flash_dmattn.tools.demo.command import print_table
 
 WAYS = ("through attention", "by KL", "frozen")
 

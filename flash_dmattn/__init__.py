@@ -26,9 +26,9 @@ if _process.environment_error is not None and not _is_command:
 
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "setup.py").is_file() and (_root / "csrc").is_dir():
-    # In a source checkout these two folders lie next to the package, and are imported as part of it. No other folder of
+    # In a source checkout these folders lie outside of the package, and are imported as part of it. No other folder of
     # the checkout may be imported that way, so `__path__` is not changed.
-    for _name in ("reference", "triton_kernels"):
+    for _name in ("reference", "triton_kernels", "examples"):
         _spec = _ModuleSpec(f"{__name__}.{_name}", None, is_package=True)
         _spec.submodule_search_locations = [str(_root / _name)]
         globals()[_name] = _sys.modules[_spec.name] = _util.module_from_spec(_spec)

@@ -10,8 +10,7 @@ from torch.autograd import forward_ad, profiler
 
 from .autograd import attend, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
-from .biases import Bias, split
-from .chosen import Chosen
+from .biases import Bias, Chosen, split
 from .definition import is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Blocks, Decision, blocks, process

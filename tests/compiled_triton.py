@@ -22,8 +22,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flash_dmattn.masks.prepared.packing import TILE, tiles
-from flash_dmattn.masks.prepared.sequence_packing import MaskPacking
+from flash_dmattn.masks.prepared.packing import TILE, MaskPacking, tiles
 from flash_dmattn.problem import Flags, Layout, MaskForm, MaskView, NeedsGrad, Packing, SequenceSpec, SequenceView
 from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference.tangents import Tangents

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flash_dmattn import Sequences, attention
 from flash_dmattn.backends.protocol import Backend, Direction
-from flash_dmattn.masks.prepared.sequence_packing import pack_sequences
+from flash_dmattn.masks.prepared.packing import pack_sequences
 from flash_dmattn.masks.prepared.storage import TreeMask
 from flash_dmattn.operators import describe_operands
 from flash_dmattn.problem import AttentionProblem, Flags, MaskView, NeedsGrad, SequenceView, causal_window

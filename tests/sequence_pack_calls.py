@@ -13,7 +13,7 @@ import torch
 from cases import DEVICE
 from torch import Tensor
 
-from flash_dmattn.masks.prepared.sequence_packing import MaskPacking, pack_sequences
+from flash_dmattn.masks.prepared.packing import MaskPacking, pack_sequences
 from flash_dmattn.problem import Layout, SequenceSpec, collapse
 
 # Around the edges of words and of tiles.

@@ -236,6 +236,6 @@ def test_what_needs_torch_says_so_in_one_line(words: list[str], no_torch: str) -
 def test_demo_gets_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     demo = SimpleNamespace(main=lambda argv: seen.append(argv) or 7)
-    monkeypatch.setitem(sys.modules, "flash_dmattn.tools.demo", demo)
+    monkeypatch.setitem(sys.modules, "flash_dmattn.examples.demo", demo)
     assert main(["demo", "--help", "--steps", "3"]) == 7
     assert seen == [["--help", "--steps", "3"]]

@@ -103,7 +103,7 @@ def copy_checkout(tree: Path) -> Path:
     (tree / "tools").mkdir()
     (tree / "tools" / "nvidia-smi").write_text("#!/bin/sh\necho 9.0\n")
     (tree / "tools" / "nvidia-smi").chmod(0o755)
-    for folder in ("flash_dmattn", "reference", "triton_kernels", "csrc"):
+    for folder in ("flash_dmattn", "reference", "triton_kernels", "examples", "csrc"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for file in FILES:
         shutil.copy(ROOT / file, tree)

@@ -17,12 +17,8 @@ import flash_dmattn
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch.registry import BACKENDS
-from flash_dmattn.explanation import explain_description
-from flash_dmattn.nn import KVCache
-from flash_dmattn.tools import verify
-from flash_dmattn.tools.demo import command, main
-from flash_dmattn.tools.demo.command import DTYPES, HOPPER, ON_HOPPER, check_call, find_failures
-from flash_dmattn.tools.demo.training import (
+from flash_dmattn.examples import demo as command
+from flash_dmattn.examples.byte_model import (
     RESULTS,
     ByteLanguageModel,
     History,
@@ -34,6 +30,10 @@ from flash_dmattn.tools.demo.training import (
     train,
     training_call,
 )
+from flash_dmattn.examples.demo import DTYPES, HOPPER, ON_HOPPER, check_call, find_failures, main
+from flash_dmattn.explanation import explain_description
+from flash_dmattn.nn import KVCache
+from flash_dmattn.tools import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_heads_k=2, mlp_size=48, keep_window_size=8)

@@ -89,7 +89,8 @@ def execute(page: Path) -> None:
 def modules_with_examples() -> list[str]:
     """Modules whose source has a `>>>`, found by reading, so that collecting the tests imports nothing."""
     names = []
-    for folder, package in (("flash_dmattn", ""), ("reference", "flash_dmattn."), ("triton_kernels", "flash_dmattn.")):
+    for folder in ("flash_dmattn", "reference", "triton_kernels", "examples"):
+        package = "" if folder == "flash_dmattn" else "flash_dmattn."
         for file in sorted((ROOT / folder).rglob("*.py")):
             # Importing __main__ runs the command line.
             if file.stem != "__main__" and re.search(r"^\s*>>> ", file.read_text(encoding="utf-8"), re.MULTILINE):
@@ -130,10 +131,10 @@ LISTED = (
     "",
     ".biases",
     ".distributed",
+    ".examples.dynamic_mask_model",
     ".integrations.flash_attn",
     ".integrations.sdpa",
     ".integrations.transformers",
-    ".integrations.transformers.dynamic_mask",
     ".masks",
     ".nn",
     ".sequences",
@@ -142,7 +143,7 @@ LISTED = (
 
 @pytest.mark.parametrize("name", [f"flash_dmattn{part}" for part in LISTED])
 def test_the_api_page_has_every_public_name(name: str) -> None:
-    if "transformers" in name:
+    if "transformers" in name or "examples" in name:
         pytest.importorskip(name, exc_type=ImportError)
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     _, _, section = page.partition(f"## {name}\n")

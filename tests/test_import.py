@@ -33,8 +33,7 @@ LAZY = (
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
     "flash_dmattn.masks.prepared.mask",
-    "flash_dmattn.tools.demo",
-    "flash_dmattn.tools.cli",
+    "flash_dmattn.examples.demo",
     "flash_dmattn.__main__",
 )
 
@@ -102,15 +101,15 @@ def test_import_loads_nothing_heavy() -> None:
 OTHERS = """
 import importlib.util, sys
 finders = list(sys.meta_path)
-import flash_dmattn, flash_dmattn.reference.formula, flash_dmattn.triton_kernels.gpus
+import flash_dmattn, flash_dmattn.reference.formula, flash_dmattn.triton_kernels.gpus, flash_dmattn.examples.byte_model
 assert sys.meta_path == finders, sys.meta_path
-for name in ("benchmarks", "csrc", "docs", "examples", "flash_dmattn", "setup", "tests"):
+for name in ("benchmarks", "csrc", "docs", "flash_dmattn", "setup", "tests"):
     assert importlib.util.find_spec(f"flash_dmattn.{name}") is None, name
 assert importlib.util.find_spec("flash_dmattn.reference.eager") and importlib.util.find_spec("flash_dmattn.nn")
 """
 
 
-def test_the_package_has_two_folders_of_a_checkout_and_no_finder() -> None:
+def test_the_package_has_three_folders_of_a_checkout_and_no_finder() -> None:
     run(OTHERS)
 
 

@@ -16,7 +16,7 @@ LAYERS = (
     ("problem", "reference"),
     ("flops", "sequences"),
     ("masks",),
-    ("gradients", "chosen"),
+    ("gradients",),
     ("biases",),
     ("triton_kernels",),
     ("backends",),
@@ -28,6 +28,7 @@ LAYERS = (
     ("nn", "distributed"),
     ("integrations",),
     ("tools",),
+    ("examples",),
     ("__main__",),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
@@ -38,9 +39,10 @@ TOP = "flash_dmattn"
 def modules() -> dict[str, Path]:
     """Every module of the library by its name as it is imported."""
     files = {}
-    for folder, prefix in (("flash_dmattn", ""), ("reference", "flash_dmattn."), ("triton_kernels", "flash_dmattn.")):
+    for folder in (TOP, "reference", "triton_kernels", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
-            name = prefix + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts if folder == TOP else (TOP, *parts))
             files[name.removesuffix(".__init__")] = path
     return files
 

@@ -14,9 +14,9 @@ TESTS = Path(__file__).resolve().parent
 TRANSFORMERS, TRITON = Path(sys.prefix, "transformers-5.0"), Path(sys.prefix, "triton-3.5")
 
 
-def run_with(oldest: Path, *command: str, **variables: str) -> str:
+def run_with(oldest: Path, *command: str) -> str:
     """Run Python with the folder `oldest` before what is installed; return its output, or fail with it."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | variables
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (oldest, TESTS.parent, TESTS)))
     done = subprocess.run(
         [sys.executable, *command], cwd=TESTS.parent, env=environment, text=True, capture_output=True, timeout=900
@@ -27,14 +27,13 @@ def run_with(oldest: Path, *command: str, **variables: str) -> str:
 
 @pytest.mark.skipif(not (TRANSFORMERS / "transformers").is_dir(), reason=f"{TRANSFORMERS} is empty: make test fills it")
 def test_transformers() -> None:
-    """The same tests as with the newest version, six cases of each."""
+    """The same tests as with the newest version."""
     files = sorted(TESTS.glob("test_transformers_*.py"))
     assert len(files) >= 5
     run_with(TRANSFORMERS, "-c", "import transformers; assert transformers.__version__ == '5.0.0'")
-    command = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *map(str, files))
-    printed = run_with(TRANSFORMERS, *command, FLASH_DMATTN_SAMPLE="6")
+    printed = run_with(TRANSFORMERS, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *map(str, files))
     summary = printed.strip().splitlines()[-1]
-    assert int(summary.split(" passed")[0].split()[-1]) > 60, summary
+    assert int(summary.split(" passed")[0].split()[-1]) > 300, summary
 
 
 COMPILE = """

@@ -22,14 +22,15 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "flash_dmattn" / "_version.py").read_text())[1]
-SOURCES = ("flash_dmattn", "reference", "triton_kernels", "csrc")
+SOURCES = ("flash_dmattn", "reference", "triton_kernels", "examples", "csrc")
 # The tests, and what they read and import besides.
-TESTED = ("tests", "docs", "examples", "benchmarks", "release")
+TESTED = ("tests", "docs", "benchmarks", "release")
 # Where each folder of the checkout is found after an installation.
 PACKAGES = {
     "flash_dmattn": "flash_dmattn",
     "reference": "flash_dmattn/reference",
     "triton_kernels": "flash_dmattn/triton_kernels",
+    "examples": "flash_dmattn/examples",
 }
 
 # Calls attention on the formula and on eager, and looks where the modules came from. {place} is where they must lie.

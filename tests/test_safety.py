@@ -37,7 +37,7 @@ STARTS_PROGRAMS = {"tools/info.py", "tools/calibrate_tiles.py"}
 WATCHED = """
 import json, sys
 import torch, torch._dynamo  # their imports read and write what they like
-import flash_dmattn.tools.cli
+import flash_dmattn.__main__
 events = []
 def hook(event, arguments):
     if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):

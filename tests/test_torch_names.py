@@ -69,7 +69,7 @@ NAMES = {
     "torch._C._cuda_getDevice": "torch.cuda.current_device without a look whether CUDA is initialised",
 }
 # Names of other libraries, or of no object at all.
-OTHERS = {"._can_set_attn_implementation", "._attn_implementation", "._sysconfigdata"}
+OTHERS = {"._can_set_attn_implementation", "._attn_implementation", "._cache"}
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(

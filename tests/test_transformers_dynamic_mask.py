@@ -15,8 +15,8 @@ import transformers
 from torch import Tensor
 from transformers_models import VERSION
 
+from flash_dmattn.examples.dynamic_mask_model import DynamicMaskConfig, DynamicMaskForCausalLM
 from flash_dmattn.integrations.transformers import check
-from flash_dmattn.integrations.transformers.dynamic_mask import DynamicMaskConfig, DynamicMaskForCausalLM
 from flash_dmattn.masks import topk_mask
 from flash_dmattn.nn.positions import apply_rotary, rotary_angles
 

@@ -13,7 +13,7 @@ import transformers
 from transformers_models import EXACT, T5, errors, lacks_interface, step
 
 from flash_dmattn.biases import Relative
-from flash_dmattn.integrations.transformers import register, tables
+from flash_dmattn.integrations.transformers import models, register
 from flash_dmattn.integrations.transformers.attention_function import observed
 
 pytestmark = pytest.mark.skipif(lacks_interface("t5") is not None, reason=str(lacks_interface("t5")))
@@ -27,7 +27,7 @@ SMALL = {**T5, "relative_attention_max_distance": 11, "relative_attention_num_bu
 def every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let short inputs take values of distances, too."""
     register()
-    monkeypatch.setattr(tables, "LEAST_SCORES", 0)
+    monkeypatch.setattr(models, "LEAST_SCORES", 0)
 
 
 def model_of(kind: str, **changes: Any) -> Any:
@@ -102,14 +102,14 @@ def test_a_matrix_stays_where_values_of_distances_do_not_serve(monkeypatch: pyte
     model.gradient_checkpointing_enable()
     assert count(model) == 0
     assert count(model.eval()) == 4
-    monkeypatch.setattr(tables, "LEAST_SCORES", LENGTH**2)
+    monkeypatch.setattr(models, "LEAST_SCORES", LENGTH**2)
     assert count(model) == 2  # the decoder has fewer queries
 
     class Louder(type(model.encoder.block[0].layer[0].SelfAttention)):  # type: ignore[misc]
         def compute_bias(self, *args: Any, **options: Any) -> Any:
             return super().compute_bias(*args, **options) * 2
 
-    monkeypatch.setattr(tables, "LEAST_SCORES", 0)
+    monkeypatch.setattr(models, "LEAST_SCORES", 0)
     model.encoder.block[0].layer[0].SelfAttention.__class__ = Louder
     assert count(model) == 2
 

@@ -16,11 +16,11 @@ from cases import DEVICE
 from conftest import needs_triton
 from out_of_tree import replaced
 
+from docs.support_matrix import gpu_table
 from flash_dmattn.backends.protocol import all_hold
 from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem
-from flash_dmattn.tools.support_matrix import gpu_table
 from flash_dmattn.triton_kernels.gpus import GPUS, KIB, Gpu, gpu_of, shared_bytes
 
 ARCHS = [gpu.arch for gpu in GPUS]

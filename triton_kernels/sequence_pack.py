@@ -12,9 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
-from flash_dmattn.masks.prepared.packing import TILE, TILE_WORDS, tiles
-from flash_dmattn.masks.prepared.sequence_packing import MaskPacking, packs_nothing, row_counts, tile_count
-from flash_dmattn.masks.prepared.sequence_packing import pack_sequences as pack_by_pytorch
+from flash_dmattn.masks.prepared.packing import (
+    TILE,
+    TILE_WORDS,
+    MaskPacking,
+    packs_nothing,
+    row_counts,
+    tile_count,
+    tiles,
+)
+from flash_dmattn.masks.prepared.packing import pack_sequences as pack_by_pytorch
 from flash_dmattn.problem import SequenceSpec
 
 from .kernel_launch import ceil_div, launch, next_power_of_2
@@ -198,7 +205,7 @@ def _list_sequences_kernel(
 def pack_sequences(
     mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
 ) -> list[torch.Tensor]:
-    """Launch both kernels; returns what `flash_dmattn.masks.prepared.sequence_packing.pack_sequences` returns.
+    """Launch both kernels; returns what `flash_dmattn.masks.prepared.packing.pack_sequences` returns.
 
     It takes the same arguments; the mask may have any strides, 0 included.
     """

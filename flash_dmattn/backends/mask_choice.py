@@ -143,7 +143,7 @@ def convert(
     if view.form == "dense":
         return view_of(problem, choice, view.tensors[0], sequences)
     if view.form == "sequence_tiles":
-        from ..masks.prepared.sequence_packing import unpack_sequences  # importing flash_dmattn does not need it
+        from ..masks.prepared.packing import unpack_sequences  # importing flash_dmattn does not need it
 
         assert problem.sequences is not None
         return MaskView("dense", (unpack_sequences(view.tensors[0], problem.sequences),))

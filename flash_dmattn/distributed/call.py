@@ -57,12 +57,10 @@ class ParallelCall(NamedTuple):
 
     @property
     def mask_needs_keys(self) -> bool:
-        """Whether the mask is sharded by keys."""
         return is_sharded_by_keys(self.mask, self.layout_k)
 
     @property
     def bias_needs_keys(self) -> bool:
-        """Whether the bias is sharded by keys."""
         return is_sharded_by_keys(self.bias, self.layout_k)
 
     @property
@@ -79,7 +77,6 @@ class ParallelCall(NamedTuple):
         return plan(self.layout, self.members.rank, self.layout_k.length, self.problem.window)
 
     def keys_held(self, rank: int) -> int:
-        """Return how many keys a rank has while it computes."""
         if not self.sends_parts:
             return self.layout_k.length
         return length_of(runs_read(self.layout, rank, self.layout_k.length, self.problem.window))
@@ -133,10 +130,9 @@ class ParallelCall(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The arguments of a call as one rank has them, not checked yet.
+    """The arguments of a call as one rank has them, not checked yet; `groups` has one, or the inner and the outer one.
 
-    `groups` has one group, or the inner and the outer one of a mesh of two dims. `number` counts the calls over them;
-    it is 0 in a compiled graph.
+    `number` counts the calls over the groups; it is 0 in a compiled graph.
     """
 
     q: Tensor
@@ -157,11 +153,7 @@ class Request(NamedTuple):
     number: int
 
     def describe(self) -> ParallelCall:
-        """Check the arguments, and make the call of the group that gathers keys; nothing is sent or computed.
-
-        Raises:
-            TypeError, ValueError: as `attention`, of the rank's rows over all keys; and what does not fit the layouts.
-        """
+        """Check the arguments, and make the call of the group that gathers keys; nothing is sent or computed."""
         check_layout(self.layout, math.prod([one.size for one in self.groups]))
         q, k, v = follow_autocast(self.q, self.k, self.v)
         if self.has_sequences:
@@ -365,12 +357,7 @@ on_change.append(_pairs.clear)
 
 
 def choose_backends(call: ParallelCall, backend: BackendChoice) -> Selection:
-    """Choose the backends that serve each call of every rank, and report it; backward is None without gradients.
-
-    Raises:
-        ValueError: `backend` is unknown, or it is no forward/backward pair, as "gather" needs.
-        BackendUnsupportedError, BackendUnavailableError: the named backend refuses a slice.
-    """
+    """Choose the backends that serve each call of every rank, and report it; backward is None without gradients."""
     requested = choice_in_force(backend)
     pair = find_backends(call, requested)
     if call.strategy == "ulysses" or torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,18 +212,15 @@ class ShardedCall:
         for mesh_dim, (has, needs) in enumerate(zip(x.placements, needed, strict=True)):
             # Ranks split a dim in the order of mesh dims: what a later one has split already, none can split before it.
             if has != needs and (type(has) is not Replicate or needs in x.placements[mesh_dim + 1 :]):
-                self._refuse(name, x, needed)
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)} and placements {x.placements}; beside q with "
+                    f"{_placements(self._q_dims)} it needs {needed}, or Replicate() where a rank takes its part "
+                    f"itself: {name}.redistribute(placements=...) communicates"
+                )
         if not (x.requires_grad and torch.is_grad_enabled()):
             return _take(x, dims)
         is_shared = tuple([dim is None and q_dim is not None for dim, q_dim in zip(dims, self._q_dims, strict=True)])
         return _Local.apply(x, dims, is_shared)
-
-    def _refuse(self, name: str, x: DTensor, needed: tuple[Placement, ...]) -> NoReturn:
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)} and placements {x.placements}; beside q with "
-            f"{_placements(self._q_dims)} it needs {needed}, or Replicate() where a rank takes its part itself: "
-            f"{name}.redistribute(placements=...) communicates"
-        )
 
     def _global(self, x: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Tensor:
         dtensor: Tensor = DTensor.from_local(

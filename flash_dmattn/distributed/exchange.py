@@ -34,12 +34,10 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 class Moves(NamedTuple):
     """Positions that one rank sends and receives, counted in the whole sequence of keys.
 
-    Attributes:
-        own: positions that it has.
-        held: positions that its tensor has afterwards, in this order.
-        to: for each rank the positions of this one that it reads.
-        of: for each rank the positions that this one reads of it. Both list its own for itself, which nobody sends.
-        pieces: `held` in order, as (rank that has them, start, stop); -1 for positions that this one does not read.
+    Its tensor has `own` before, and `held` afterwards, in this order. `to` has for each rank the positions of this one
+    that it reads. `of` has for each rank the positions that this one reads of it. Both list its own for itself, which
+    nobody sends. `pieces` are `held` in order, as (rank that has them, start, stop); -1 for what this one does not
+    read.
     """
 
     rank: int
@@ -61,7 +59,6 @@ class Moves(NamedTuple):
 
 
 def length_of(runs: Runs) -> int:
-    """Count the positions."""
     return sum(stop - start for start, stop in runs)
 
 
@@ -174,7 +171,6 @@ class Pending(NamedTuple):
     unpack: Callable[[Tensor], list[Tensor]]
 
     def wait(self) -> list[Tensor]:
-        """Wait for the collective, and return its tensors."""
         self.work.wait()
         return self.unpack(self.received)
 
@@ -301,11 +297,9 @@ ROUTE = "str group, int rank, int[] layout, int[] layout_k, int left, int right,
 class Route(NamedTuple):
     """Which keys travel, and between which ranks: numbers that operators receive, in the order of `ROUTE`.
 
-    Attributes:
-        layout, layout_k: `SequenceLayout.flat`.
-        left, right: the window of the whole call, causality folded in.
-        sends_parts: whether ranks send each other the keys that are read; else every rank gets all of them.
-        number: of the call, so that ranks know each other's backward passes; 0 in a compiled graph.
+    Layouts are `SequenceLayout.flat`; the window of the whole call has causality folded in. `sends_parts` says whether
+    ranks send each other the keys that are read; else every rank gets all of them. `number` counts the calls, so that
+    ranks know each other's backward passes; it is 0 in a compiled graph.
     """
 
     group: str
@@ -324,7 +318,6 @@ class Route(NamedTuple):
 
     @property
     def parts(self) -> tuple[Slice, ...]:
-        """The slices of this rank."""
         return plan(from_flat(self.layout), self.rank, self.layout_k[0], (self.left, self.right))
 
     @property
@@ -528,7 +521,6 @@ class HeadTrade(NamedTuple):
 
     @property
     def heads(self) -> HeadGroup:
-        """The heads of this rank."""
         return HeadGroup(self.members.rank, self.members.size)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

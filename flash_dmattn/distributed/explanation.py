@@ -24,12 +24,9 @@ from .slices import ShardedMask, Slice
 
 
 class Transfer(NamedTuple):
-    """Bytes that some collectives of a pass move.
+    """Bytes that some collectives of a pass move: this rank sends `sent` to others, and receives `received`.
 
-    Attributes:
-        what: the tensors.
-        how: the collective, "all_gather" or "all_to_all".
-        sent, received: bytes that this rank sends to others, and receives from them.
+    `what` names the tensors, `how` the collective, "all_gather" or "all_to_all".
     """
 
     what: str
@@ -67,17 +64,15 @@ class ParallelExplanation(Explanation):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for json.dumps."""
-        return super().to_dict() | {
-            "strategy": self.strategy,
-            "why": self.why,
-            "rank": self.rank,
-            "ranks": self.ranks,
+        as_they_are = ("strategy", "why", "rank", "ranks", "transient_bytes")
+        return {
+            **super().to_dict(),
+            **{name: getattr(self, name) for name in as_they_are},
             "layout": [list(runs) for runs in self.layout.intervals],
             "layout_k": [list(runs) for runs in self.layout_k.intervals],
             "slices": [part._asdict() for part in self.slices],
             "forward_traffic": [transfer._asdict() for transfer in self.forward_traffic],
             "backward_traffic": [transfer._asdict() for transfer in self.backward_traffic],
-            "transient_bytes": self.transient_bytes,
             "remarks": list(self.remarks),
         }
 

@@ -85,7 +85,6 @@ def check_layout(layout: SequenceLayout, size: int, name: str = "layout") -> Non
 
 
 def process_group(name: str) -> ProcessGroup:
-    """Return the group of a name, as operators receive it."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 

@@ -252,13 +252,11 @@ class GatherSettings(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> GatherSettings:
-        """Make it of the arguments of an operator."""
         number = len(Route._fields)
         return cls(Route.of(*values[:number]), *values[number:])
 
     @property
     def flat(self) -> tuple[Any, ...]:
-        """The arguments of an operator."""
         return *self.route, *self[1:]
 
     def compare(self, direction: str, x: Operands) -> None:
@@ -368,14 +366,12 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        """Run the forward pass."""
         q, k, v, bias, sink, settings, *mask = arguments
         out, lse = gather_forward(q, k, v, mask, bias, sink, *settings.flat)
         return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Keep what the backward pass reads."""
         q, k, v, bias, sink, settings, *mask = inputs
         ctx.save_for_backward(q, k, v, bias, sink, *output, *mask)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a dlse of zeros
@@ -397,7 +393,6 @@ class GatherGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Gradients:
-        """Run the backward pass."""
         return _gradients(*arguments)
 
     @staticmethod
@@ -406,7 +401,6 @@ class GatherGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Refuse a second derivative."""
         raise NotImplementedError(
             "context_parallel_attention has no second derivative; "
             'flash_dmattn.attention(..., backend="eager") has one on one device'

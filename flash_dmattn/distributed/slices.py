@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -42,12 +41,10 @@ class Slice(NamedTuple):
 
     @property
     def seqlen_q(self) -> int:
-        """Number of its queries."""
         return self.row_stop - self.row
 
     @property
     def seqlen_k(self) -> int:
-        """Number of its keys."""
         return self.stop - self.start
 
     def cut(self, x: Tensor) -> Tensor:
@@ -225,16 +222,6 @@ class ShardedMask:
         return cls(layout, layout_k, rank, is_causal, window_size, batch, heads, tuple(masks))
 
     @property
-    def window(self) -> tuple[int, int]:
-        """The band as (left, right), -1 for an unlimited side."""
-        return causal_window(self.is_causal, self.window_size)
-
-    @cached_property
-    def slices(self) -> tuple[Slice, ...]:
-        """The rows and keys of each of `masks`."""
-        return plan(self.layout, self.rank, self.layout_k.length, self.window)
-
-    @property
     def device(self) -> torch.device:
         """Where its tensors are."""
         return self.masks[0].device
@@ -247,12 +234,13 @@ class ShardedMask:
         """Return the bool mask of the rank's rows over all keys, band included: (Bm, Hm, Lq / W, Lk)."""
         shape = (self.batch, self.heads, self.layout.local_length, self.layout_k.length)
         dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        for part, mask in zip(self.slices, self.masks):
+        window = causal_window(self.is_causal, self.window_size)
+        for part, mask in zip(plan(self.layout, self.rank, self.layout_k.length, window), self.masks):
             dense[:, :, part.rows, part.keys] = mask.dense()
         return dense
 
     def __reduce__(self) -> tuple[object, ...]:
-        # For pickle, copy and `torch.save`: the fields alone, without the slices that are made of them.
+        # For pickle, copy and `torch.save`: the class itself, which `torch.load` may call.
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     def __repr__(self) -> str:

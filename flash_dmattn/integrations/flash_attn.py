@@ -50,10 +50,6 @@ class _Batch(NamedTuple):
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
 
-    @property
-    def is_paged(self) -> bool:
-        return self.sequences is not None and self.sequences.block_table is not None
-
 
 class _ForwardAlone(torch.autograd.Function):
     """Give out of pages, as flash-attn does where inputs require grad, and refuse its backward pass."""
@@ -80,10 +76,6 @@ class _Options(NamedTuple):
     alibi_slopes: Tensor | None
     deterministic: bool
     return_lse: bool
-
-    @property
-    def hides_later_keys(self) -> bool:
-        return self.causal or self.window_size[1] == 0
 
 
 def flash_attn_func(
@@ -332,7 +324,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -
         options = options._replace(window_size=tuple(options.window_size.tolist()))
     if options.return_lse and options.dropout_p > 0:
         raise NotImplementedError("return_attn_probs is True beside dropout_p; dropped probabilities are never stored")
-    if batch.is_paged and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    is_paged = batch.sequences is not None and batch.sequences.block_table is not None
+    if is_paged and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         with torch.no_grad():
             results = _attend(q, k, v, options, batch)
         return (
@@ -385,7 +378,7 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batc
         offset = (batch.seqlens_k - (seqlen_q if batch.seqlens_q is None else batch.seqlens_q))[:, None]
     keys = torch.arange(seqlen_k, device=q.device, dtype=torch.float32)
     place = torch.arange(seqlen_q, device=q.device)[None] + offset  # where the diagonal meets each query: (1 or S, Lq)
-    if not options.hides_later_keys:
+    if not options.causal and options.window_size[1] != 0:
         return -slopes[:, :, None, None] * (place[:, None, :, None] - keys).abs(), None
     last = seqlen_k - 1  # biases are small where keys are near to the last queries
     bias = slopes[:, :, None, None] * (keys - last)

@@ -189,7 +189,7 @@ class _Interception(TorchFunctionMode):
 
         Torch switches a mode off while it handles a call, and a plain call of the function would ask the mode again.
         """
-        names = func.__globals__ | dict.fromkeys(_QUESTIONS, _nothing_overrides)
+        names = func.__globals__ | dict.fromkeys(_QUESTIONS, lambda *_: False)
         unasked = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
         unasked.__kwdefaults__ = func.__kwdefaults__
         self.entered.append(func)
@@ -240,10 +240,6 @@ class _Interception(TorchFunctionMode):
 _RUNS_OTHERS: set[Any] = {F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 # The names by which these functions ask whether to hand themselves over.
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-
-
-def _nothing_overrides(*_: Any) -> bool:
-    return False
 
 
 # torch.compile does not look into F.multi_head_attention_forward: inside of a context and outside it would be the same

@@ -55,9 +55,6 @@ def _restore(form: str, values: dict[str, Any]) -> "PreparedMask":
     """Make a prepared mask of its fields again, for `torch.load` and pickle.
 
     It stands here, since a program that has only imported `flash_dmattn` can read the file of a mask.
-
-    Raises:
-        ValueError: there is no prepared mask of that form.
     """
     from .prepared.storage import PreparedMask
 

@@ -75,6 +75,16 @@ def float_scores(scores: torch.Tensor) -> torch.Tensor:
     return four_dims("scores", scores.detach())
 
 
+def on_one_device(**tensors: torch.Tensor | None) -> None:
+    """Refuse tensors, by their names, that are not on the device of the last one."""
+    *names, last = tensors
+    like = tensors[last]
+    for name in names:
+        x = tensors[name]
+        if x is not None and like is not None and x.device != like.device:
+            raise ValueError(f"{name} is on {x.device} and {last} on {like.device}; they need to be on one device.")
+
+
 def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None) -> None:
     """Refuse negative lengths and lengths above `maximum`, if values can be read without waiting."""
     if lengths.numel() == 0 or not values_can_be_read(lengths):

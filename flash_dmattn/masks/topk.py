@@ -10,7 +10,7 @@ import torch
 
 from ..definition import define
 from ..problem import collapse
-from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, pad
+from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, on_one_device, pad
 
 # Elements a chunk of rows may hold; about 25 bytes of work each (key, candidates, tie counter).
 CHUNK_ELEMENTS = 1 << 22
@@ -93,27 +93,26 @@ def topk_mask(
 def _selected(
     scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
 ) -> torch.Tensor:
-    """Make the mask of arguments that `topk_arguments` has checked."""
+    """Make the mask of arguments that `topk_arguments` has checked; contiguous, as operators return it."""
     per_key = scores.size(2) == 1 and (allowed is None or allowed.size(2) == 1)
     if not per_key:
         return _topk_per_row(scores, k, allowed, seqlen_q, is_causal)
     keys = sort_keys(scores, allowed)
-    return _topk_per_prefix(keys, k, seqlen_q) if is_causal else select(keys, k)
+    return _topk_per_prefix(keys, k, seqlen_q) if is_causal else select(keys, k).contiguous()
 
 
 def topk_arguments(
     scores: torch.Tensor, mask: torch.Tensor | None, seqlen_q: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Check the arguments of `topk_mask`; return scores and mask, 4-D, and the number of queries.
+    """Check the arguments of `topk_mask`; return scores and mask, 4-D with aligned heads, and the number of queries.
 
-    Scores have no gradient. Heads of both are aligned, and dims that were expanded are cut to size 1.
+    Scores have no gradient, and dims that were expanded are cut to size 1.
     """
     if isinstance(scores, torch.Tensor) and scores.dim() == 0:
         raise ValueError("scores is 0-D; it needs a dim of keys, the last one.")
     scores = float_scores(scores)
     allowed = None if mask is None else bool_mask("mask", mask)
-    if allowed is not None and allowed.device != scores.device:
-        raise ValueError(f"mask is on {allowed.device} and scores on {scores.device}; they need to be on one device.")
+    on_one_device(mask=allowed, scores=scores)
     if allowed is not None and allowed.size(3) not in (1, scores.size(3)):
         raise ValueError(f"mask has {allowed.size(3)} keys, scores {scores.size(3)}; mask needs 1 or as many keys.")
 
@@ -179,14 +178,8 @@ def list_best(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """List the columns that `select` chooses, and the allowed ones among the last `local` that a row may see.
 
-    Args:
-        keys: (B, H, rows, N), of `sort_keys`.
-        last: (rows,), the last column that each row may see.
-        k, local: how many of either kind.
-        places: of the result; no row chooses more.
-
-    Returns:
-        int32 (B, H, rows, places), ascending, then -1; and how many, (B, H, rows).
+    `last`, (rows,), is the last column that each row may see. The result is int32 (B, H, rows, places), ascending, then
+    -1, and how many, (B, H, rows); no row chooses more than `places`.
     """
     columns = torch.arange(keys.size(-1), dtype=torch.int32, device=keys.device)
     chosen = select(keys, k)
@@ -222,7 +215,6 @@ def _shape(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Size:
 
 
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Return these rows of a 4-D tensor, or its only row."""
     return tensor if tensor.size(2) == 1 else tensor[:, :, rows]
 
 
@@ -247,19 +239,12 @@ def ranks(keys: torch.Tensor) -> torch.Tensor:
 
 
 def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -> torch.Tensor:
-    """Find the k-th smallest (or else the largest) of the first `prefix` entries of each row of `rank`.
+    """Find the k-th smallest (or else the largest) of the first `prefix` entries of each row of `rank`, int64 (N, Q).
 
-    A wavelet matrix finds the answers bit by bit, highest first, for all prefixes at once. At each bit the row is
-    partitioned stably into zeros and ones. A query keeps the range of entries that share its higher bits; whether that
-    range holds enough zeros decides its bit.
-
-    Args:
-        rank: int64 (N, L), each row a permutation of 0 to L - 1.
-        prefix: int64 (N, Q), lengths from 0 to L. The answer for length 0 means nothing.
-        k: which one, from 1.
-
-    Returns:
-        int64 (N, Q).
+    A wavelet matrix finds the answers bit by bit, highest first, for all prefixes (N, Q) at once. At each bit the row,
+    a permutation of 0 to L - 1, is partitioned stably into zeros and ones. A query keeps the range of entries that
+    share its higher bits; whether that range holds enough zeros decides its bit. The answer for a prefix of 0 means
+    nothing.
 
     Source: Claude, Navarro and Ordonez, "The wavelet matrix", 2015, the quantile query.
     """
@@ -285,20 +270,12 @@ def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -
 
 
 def topk_stops(keys: torch.Tensor, k: int) -> torch.Tensor:
-    """Find for every key the first position whose prefix has k keys that are better.
+    """Find for every key (N, L) the first position whose prefix has k keys that are better, from j to L.
 
     Key j is among the k best of the prefix that ends at p, itself included, exactly for `j <= p < stop[j]`: a key that
-    k better ones have met never comes back. Equal keys are ranked as `topk_mask` ranks them, the earliest first.
-
-    The k-th best rank of a prefix only falls as the prefix grows. So all of these thresholds are found together, as for
-    `topk_mask`, and the place where they pass a key's own rank is a binary search: O(L log L) in time, O(L) in memory.
-
-    Args:
-        keys: integers (N, L) in the order of the scores, as `sort_keys` makes them.
-        k: how many are kept, from 1.
-
-    Returns:
-        int64 (N, L), from j to L; L if a key stays to the end, j if it is never kept.
+    k better ones have met never comes back. The k-th best rank of a prefix only falls as the prefix grows. So all of
+    these thresholds are found together, as for `topk_mask`, and the place where they pass a key's own rank is a binary
+    search: O(L log L) in time, O(L) in memory.
     """
     rows, length = keys.shape
     rank = ranks(keys)
@@ -312,16 +289,9 @@ def topk_stops(keys: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the run of queries that keep each key, by causal top-k.
+    """Find the run of queries that keep each key (B, H, Lk), by causal top-k; both ends are 0 if no query keeps it.
 
-    Args:
-        keys: integers (B, H, Lk) as `sort_keys` makes them: the lowest stands for a key that is not allowed.
-        k: how many are kept, from 1.
-        seqlen_q: number of queries; the last one stands at the last key.
-        local: a query also sees so many of the last keys up to its own.
-
-    Returns:
-        (start, stop) int32 (B, H, Lk), contiguous, from 0 to `seqlen_q`; both 0 for a key that no query keeps.
+    The last query stands at the last key. A query also sees the last `local` keys up to its own.
     """
     seqlen_k = keys.size(2)
     position = torch.arange(seqlen_k, device=keys.device)
@@ -340,15 +310,9 @@ def _selected_fake(
     return torch.empty(batch, num_heads, rows, seqlen_k, dtype=torch.bool, device=scores.device)
 
 
-def _selected_contiguous(
-    scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
-) -> torch.Tensor:
-    return _selected(scores, allowed, seqlen_q, k, is_causal).contiguous()
-
-
 _OPERATOR = define(
     "topk_mask",
     "(Tensor scores, Tensor? allowed, SymInt seqlen_q, SymInt k, bool is_causal) -> Tensor",
-    _selected_contiguous,
+    _selected,
     _selected_fake,
 )

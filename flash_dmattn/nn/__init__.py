@@ -1,7 +1,6 @@
 """Layers built on `flash_dmattn.attention`, and the biases of well-known models to hand to it."""
 
-from .dynamic_mask_attention import DynamicMaskAttention
-from .kv_cache import KVCache
+from .dynamic_mask_attention import DynamicMaskAttention, KVCache
 from .pair_bias_attention import PairBiasAttention
 from .positions import RelativePositionBias, WindowPositionBias, alibi_slopes
 

@@ -23,7 +23,7 @@ class RelativePositionBias(nn.Module):
     Equivalent to::
 
         distance = torch.arange(Lk)[None, :] - (torch.arange(Lq) + Lk - Lq)[:, None]
-        bias = weight[buckets(distance)].permute(2, 0, 1)[None]              # (1, H, Lq, Lk)
+        bias = weight[t5_buckets(distance, ...)].permute(2, 0, 1)[None]      # (1, H, Lq, Lk)
 
     The last query stands at the last key, as everywhere in `attention`. T5 does not scale its scores: pass
     `softmax_scale=1.0`.
@@ -98,18 +98,11 @@ class RelativePositionBias(nn.Module):
             return self.weight.new_zeros(1, self.num_heads, seqlen_q, seqlen_k)
         # A value for each distance of these lengths: a graph of other lengths then is the same.
         distances = torch.arange(1 - seqlen_k, seqlen_q, device=self.weight.device)
-        values = F.embedding(self.buckets(distances), self.weight).T
+        rows = t5_buckets(distances, self.num_buckets, self.max_distance, self.is_bidirectional)
+        values = F.embedding(rows, self.weight).T
         # Contiguous, because kernels copy rows that start anywhere. Inductor saves such a view for the backward pass as
         # a tensor of other strides, and takes these for constants where lengths are dynamic.
         return Relative(values, seqlen_k - 1).dense(seqlen_q, seqlen_k)[None].contiguous()
-
-    def buckets(self, distance: torch.Tensor) -> torch.Tensor:
-        """Find the row of the table for each distance, the key's position minus the query's.
-
-        >>> RelativePositionBias(1).buckets(torch.tensor([-200, -9, -8, -7, 0, 1, 8, 200])).tolist()
-        [15, 8, 8, 7, 0, 17, 24, 31]
-        """
-        return t5_buckets(distance, self.num_buckets, self.max_distance, self.is_bidirectional)
 
     def extra_repr(self) -> str:
         return (
@@ -198,25 +191,10 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
 
 
 def rotary_angles(positions: torch.Tensor, head_dim: int, theta: float = 10000.0) -> torch.Tensor:
-    """Compute the angle of every pair of channels at every position.
+    """Compute the angle of every pair of channels at positions (L,) or (B, L), in radians: (..., head_dim // 2), fp64.
 
-    Equivalent to::
-
-        positions[..., None] * theta ** (-2 * torch.arange(head_dim // 2) / head_dim)
-
-    Args:
-        positions: (L,) or (B, L) positions of the tokens, integers or floats.
-        head_dim: number of channels of a head, even.
-        theta: base of the geometric series of wavelengths; the longest is about ``2 * pi * theta`` tokens.
-
-    Returns:
-        (L, head_dim // 2) or (B, L, head_dim // 2) angles in radians, fp64: an angle of many thousand radians keeps
-        its fraction.
-
-    Raises:
-        ValueError: head_dim is odd.
-
-    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equation 15.
+    In fp64 an angle of many thousand radians keeps its fraction. Source: Su et al., "RoFormer: Enhanced Transformer
+    with Rotary Position Embedding", 2021, equation 15.
 
     >>> rotary_angles(torch.tensor([0, 2]), head_dim=4, theta=100.0)
     tensor([[0.0000, 0.0000],
@@ -229,21 +207,10 @@ def rotary_angles(positions: torch.Tensor, head_dim: int, theta: float = 10000.0
 
 
 def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Turn channel pairs (c, c + D/2) of every head by the angles of their position.
+    """Turn channel pairs (c, c + D/2) of every head of x (B, L, H, D) by the angles of their position.
 
-    Equivalent to::
-
-        first, second = x.chunk(2, dim=-1)
-        torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-    Args:
-        x: (B, L, H, D) queries or keys.
-        angles: (L, D // 2) or (B, L, D // 2) from `rotary_angles`.
-
-    Returns:
-        (B, L, H, D) in x's dtype; products are taken in fp32 at least.
-
-    Source: RoFormer, equation 34, with the half-split pairing that LLaMA checkpoints use.
+    Products are taken in fp32 at least. Source: RoFormer, equation 34, with the half-split pairing that LLaMA
+    checkpoints use.
 
     >>> x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
     >>> apply_rotary(x, torch.tensor([[torch.pi / 2]])).round(decimals=3).flatten().tolist()

@@ -127,15 +127,12 @@ def _check_places(write: CacheWrite) -> None:
 
 
 class CacheWrite(NamedTuple):
-    """One write of new keys and values: all tensors 4-D, sizes and dtypes checked.
+    """One write of new keys and values: all tensors 4-D, sizes and dtypes checked, any strides.
 
-    Attributes:
-        k_cache, v_cache: (S, Lk, Hk, ·), (1, Tk, Hk, ·), or in pages (pages, page_size, Hk, ·); any strides. v_cache
-            and v are None for a cache of one kind.
-        k, v: the new ones, (S, L, Hk, ·) or (1, T, Hk, ·); any strides.
-        bounds, block_table: of a `SequenceView` whose queries are the new tokens. Entries of the table may be wrong,
-            and a sequence may have fewer keys than new tokens: neither may write beyond the caches.
-        layout: of the sequences.
+    Caches are (S, Lk, Hk, ·), (1, Tk, Hk, ·), or in pages (pages, page_size, Hk, ·); new ones (S, L, Hk, ·) or (1, T,
+    Hk, ·). v_cache and v are None for a cache of one kind. `bounds` and `block_table` belong to a `SequenceView` whose
+    queries are the new tokens. Entries of the table may be wrong, and a sequence may have fewer keys than new tokens:
+    neither may write beyond the caches.
     """
 
     k_cache: Tensor
@@ -148,12 +145,10 @@ class CacheWrite(NamedTuple):
 
     @property
     def packs_tokens(self) -> bool:
-        """Whether the new tokens are one row."""
         return self.layout in PACKED_QUERIES
 
     @property
     def packs_keys(self) -> bool:
-        """Whether the caches are."""
         return self.layout == "packed"
 
     @property
@@ -163,10 +158,7 @@ class CacheWrite(NamedTuple):
 
 
 def places(write: CacheWrite) -> tuple[Tensor, Tensor, Tensor]:
-    """Find where each row of new tokens goes: (is_written, entry of the cache, row of the entry), int64 but the first.
-
-    A row that goes nowhere has entry and row 0.
-    """
+    """Find where each row of new tokens goes: (is_written, entry of the cache, row of the entry), or (False, 0, 0)."""
     own, token, is_token = token_places(write.bounds, write.k.shape[0], write.k.shape[1], write.packs_tokens)
     _, tokens, first, keys = write.bounds.long()[own].unbind(1)
     place = keys - tokens + token

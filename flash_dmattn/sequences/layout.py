@@ -182,7 +182,7 @@ class Sequences:
     def __reduce__(self) -> tuple[object, ...]:
         # For pickle, copy and `torch.save`. The kept layouts stay out: they go by versions, which a copy counts anew.
         tensors = (getattr(self, name) for name in _TENSORS)
-        return restore_sequences, (self.layout, *tensors, self.max_seqlen_q, self.max_seqlen_k)
+        return Sequences, (self.layout, *tensors, self.max_seqlen_q, self.max_seqlen_k)
 
     def __repr__(self) -> str:
         # Not the values: printing them waits for the device.
@@ -327,20 +327,11 @@ class Sequences:
                         )
 
 
-def restore_sequences(layout: Layout, *tables: Any) -> Sequences:
-    """Make sequences of their fields; `torch.load` calls it, also with `weights_only=True`, its default."""
-    return Sequences(layout, *tables)
-
-
-torch.serialization.add_safe_globals([restore_sequences])
+torch.serialization.add_safe_globals([Sequences])  # which `torch.load` calls
 
 
 def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object) -> tuple[SequenceSpec, SequenceView]:
-    """Check q, k and v of a call with sequences, and describe and lay out the sequences.
-
-    Raises:
-        TypeError, ValueError: not `Sequences`, tensors do not fit them, or the mask was prepared for others.
-    """
+    """Check q, k, v and the mask of a call with sequences, and describe and lay out the sequences."""
     if not isinstance(sequences, Sequences):
         raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
     # Compared by identity: values may differ where sizes agree, and nobody reads values.
@@ -446,10 +437,7 @@ def _safe_bounds(
 def _check_side(
     side: str, cu_seqlens: Tensor | None, used: Tensor | None, rows: int | None, most: int | None, tensor: str
 ) -> list[int]:
-    """Check the values of queries, "q", or of keys, "k", of the tensor named `tensor`.
-
-    Returns the lengths, or an empty list where all slots are full.
-    """
+    """Check the values of queries, "q", or of keys, "k", of the tensor named `tensor`; return lengths, none if full."""
     lengths: list[int] = []
     slots: list[int] | None = None
     if cu_seqlens is not None:
@@ -477,12 +465,10 @@ def _check_side(
 
 
 class TokenPlaces(NamedTuple):
-    """Where each row of (S, L, ...) or (1, T, ...) belongs, all rows flattened.
+    """Where each row of (S, L, ...) or (1, T, ...) belongs, all rows flattened: int64 (rows,) twice, and bool.
 
-    Attributes:
-        own: int64 (rows,), the sequence; any existing one for a row of no sequence.
-        place: int64 (rows,), the place among its tokens, which may be negative or beyond them.
-        is_used: bool (rows,), whether the row is a token of its sequence.
+    `own` is the sequence, any existing one for a row of no sequence. `place` is the place among its tokens, which may
+    be negative or beyond them; `is_used` says whether the row is a token of its sequence.
     """
 
     own: Tensor

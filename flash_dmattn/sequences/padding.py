@@ -91,13 +91,7 @@ torch.serialization.add_safe_globals([restore_padding])
 class Jagged:
     """A call whose q, k and v are `torch.nested` tensors of the jagged layout, (S, j, H, D): tokens and sequences.
 
-    Attributes:
-        q, k, v: (tokens, H, D), the values of the nested tensors.
-        sequences: where they lie.
-
-    Raises:
-        TypeError: not all three are nested, or one is not jagged.
-        ValueError: k and v have other lengths, or a tensor is ragged in another dim.
+    q, k and v are the values of the nested tensors, (tokens, H, D); `sequences` says where they lie.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:

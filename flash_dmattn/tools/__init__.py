@@ -1,4 +1,4 @@
-"""Tools for people on top of the library: the command line, calibrate, the demo and the support matrix."""
+"""Tools for people on top of the library: the command line, info and calibrate."""
 
 import os
 import sys

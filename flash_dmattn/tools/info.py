@@ -217,6 +217,10 @@ def render(report: Report, columns: int | None = None) -> str:
         for index, gpu in enumerate(report["gpus"])
     ]
     settings = report["settings"]
+    unknown = [
+        f"{name} is read by nothing" + (f"; did you mean {PREFIX}{meant}?" if meant else "")
+        for name, meant in settings["unknown"].items()
+    ]
     default = settings["default_backend"]
     rows = [
         ("flash_dmattn", f"{report['flash_dmattn']['version']}, {report['flash_dmattn']['path']}"),
@@ -232,7 +236,7 @@ def render(report: Report, columns: int | None = None) -> str:
         ("disabled", ", ".join(settings["disabled"]) or "none"),
         ("fallback", settings["fallback"]),
         *([("error", settings["error"])] if settings["error"] else []),
-        *_spread("unknown", [_unknown_line(*each) for each in settings["unknown"].items()]),
+        *_spread("unknown", unknown),
         *_spread("environment", [f"{name}={value}" for name, value in report["environment"].items()] or ["none set"]),
         *_spread("profile", _profile_lines(report["profiles"])),
         ("", ""),
@@ -247,10 +251,6 @@ def render(report: Report, columns: int | None = None) -> str:
             for place, line in enumerate(textwrap.wrap(value, room, break_on_hyphens=False) or [""])
         ]
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in rows)
-
-
-def _unknown_line(name: str, meant: str | None) -> str:
-    return f"{name} is read by nothing" + (f"; did you mean {PREFIX}{meant}?" if meant else "")
 
 
 def _extension_lines(build: Report) -> list[str]:

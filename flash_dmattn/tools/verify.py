@@ -40,7 +40,6 @@ class Case:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Names of all results: out, lse and the gradients that the case asks for."""
         return OUTPUTS + tuple(f"d{name}" for name in self.needs_grad)
 
     def sample(self, device: str, dtype: torch.dtype) -> Sample:
@@ -109,7 +108,6 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that ran is within its limit."""
         return self.exception is None and not self.failed
 
     @property
@@ -158,11 +156,7 @@ def verify_on(
 ) -> list[Outcome]:
     """Run some backends on every case on one device; write the table to `stream` row by row.
 
-    Args:
-        device, dtype: where, and of q, k, v and bias.
-        backends: their names, in the order in which they run.
-        stream: the table is written to it.
-        has_time: asked before each case; once it says no, no further case is begun.
+    Once `has_time`, which is asked before each case, says no, no further case is begun.
     """
     name = dtype_name(dtype)
     header = "backend".ljust(11) + "case".ljust(23) + "".join(x.ljust(15) for x in (*OUTPUTS, *GRADIENTS)) + "verdict"
@@ -204,12 +198,8 @@ def verify_on(
 class Sample:
     """One call with its tensors; `check` compares a backend with the formula on it.
 
-    Args:
-        name: of the call, for the table.
-        tensors: q, k, v and, if there is one, bias, in the dtypes of the call.
-        flags: the other arguments of `attention`.
-        results: the names of the results to compare, a part of `OUTPUTS` and `GRADIENTS`.
-        dout, dlse: the gradients of out and of lse; dlse is not read if lse is no result.
+    `tensors` has q, k, v and, if there is one, bias, and `flags` the other arguments of `attention`. `results` names
+    what to compare, a part of `OUTPUTS` and `GRADIENTS`. `dlse` is not read if lse is no result.
     """
 
     def __init__(
@@ -241,12 +231,9 @@ class Sample:
         return replace(self._outcome("formula"), errors=errors, limits=limits)
 
     def check(self, backend: str, may_be_part: bool) -> Outcome:
-        """Compare a backend with the formula.
+        """Compare a backend with the formula; `may_be_part` lets it run less of a call that it refuses as a whole.
 
-        Args:
-            backend: its name.
-            may_be_part: whether to run less of the call where the backend refuses the whole. One case shows a part:
-                to compile one for each case would take minutes.
+        One case shows a part: to compile one for each case would take minutes.
         """
         wanted = self.results
         reasons = self._refusal(backend, wanted)

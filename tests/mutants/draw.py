@@ -23,8 +23,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flash_dmattn/backends/flex/", ("test_flex*",)),
     ("flash_dmattn/backends/sdpa/", ("test_sdpa_backend",)),
     ("flash_dmattn/backends/triton/", ("test_triton_*",)),
-    ("flash_dmattn/biases", ("test_relative", "test_nn_biases")),
-    ("flash_dmattn/chosen", ("test_lists",)),
+    ("flash_dmattn/biases", ("test_relative", "test_nn_biases", "test_lists")),
     ("flash_dmattn/dispatch/", ("test_selection", "test_profile", "test_settings", "test_explain", "test_call_cache")),
     ("flash_dmattn/distributed/", ("test_distributed_*",)),
     ("flash_dmattn/explanation", ("test_explain",)),
@@ -39,7 +38,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flash_dmattn/nn/", ("test_nn*",)),
     ("flash_dmattn/problem/", ("test_validation", "test_leading_dims", "test_ops", "test_arch", "test_derived")),
     ("flash_dmattn/sequences/", ("test_sequence*", "test_append*")),
-    ("flash_dmattn/tools/", ("test_cli*", "test_calibrate*", "test_demo*", "test_support_matrix*")),
+    ("flash_dmattn/tools/", ("test_cli*", "test_calibrate*")),
     (
         "flash_dmattn/",
         ("test_selection", "test_autograd", "test_validation", "test_settings", "test_compile", "test_ops"),

@@ -471,7 +471,7 @@ _PYTHON = (
     ),
     Fault(
         "T5's values of distances do not count the keys of a cache",
-        "flash_dmattn/integrations/transformers/tables.py",
+        "flash_dmattn/integrations/transformers/models.py",
         " - self.seen, ",
         ", ",
         ("tests/test_transformers_tables.py::test_generation_is_that_of_eager",),
@@ -750,7 +750,7 @@ _PYTHON = (
     ),
     Fault(
         "a prompt in a static cache is aligned at the end of the cache",
-        "flash_dmattn/integrations/transformers/dynamic_mask.py",
+        "examples/dynamic_mask_model.py",
         "k[:, : self._used], v[:, : self._used]",
         "k, v",
         ("tests/test_transformers_dynamic_mask.py::test_generate",),
@@ -1047,22 +1047,15 @@ _CSRC = (
     Fault(
         "tiles before and behind the values of distances have one sum",
         "csrc/sm90/backward/consumer.h",
-        "flat_sums(diagonal > p.last_diagonal)",
-        "flat_sums(0)",
-        (f"{_DISTANCES}test_tiles_beyond_the_values_add_to_their_end",),
-    ),
-    Fault(
-        "keys beyond the last add to the last value",
-        "csrc/sm90/backward/consumer.h",
-        "if (this->first_key(item) + this->key_of_block(0) < p.seqlen_k) ",
-        "",
+        "(diagonal < p.first_diagonal ? totals.x : totals.y)",
+        "totals.x",
         (f"{_DISTANCES}test_tiles_beyond_the_values_add_to_their_end",),
     ),
     Fault(
         "keys beyond the last add to their distance",
         "csrc/sm90/shared_dbias/tile_scheduler.h",
-        "return (block_k + 1) * kTile > p.seqlen_k;",
-        "return false;",
+        "is_full && first_key + kTile <= of.seqlen_k;",
+        "is_full;",
         (f"{_DISTANCES}test_gradients",),
     ),
     Fault(

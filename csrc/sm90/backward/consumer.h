@@ -429,35 +429,28 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   }
 
   __device__ __forceinline__ void start_key_sums() {
-    if constexpr (kHasKeyBias) key_sums() = make_float2(0.0f, 0.0f);
-    if constexpr (Traits::kSumsFlat) flat_sums(0) = flat_sums(1) = make_float2(0.0f, 0.0f);
+    if constexpr (Base::kSumsKeys) key_sums() = make_float2(0.0f, 0.0f);
   }
 
-  // The thread's sums of ds for its two keys, over flat tiles before the values (side 0) or behind them (1).
-  __device__ __forceinline__ float2& flat_sums(int side) { return (&key_sums())[side * (128 * Traits::kConsumers)]; }
-
+  // Adds to the thread's sums of ds over flat tiles, before the values and behind them. The scores of keys beyond the
+  // last are masked.
   __device__ __forceinline__ void add_flat_sums(const float (&sums)[2], const KeyWorkItem<Traits>& item, int block) {
     const int diagonal = item.block_k - block / (kTile / kBlockM);
     if (diagonal >= p.first_diagonal && diagonal <= p.last_diagonal) return;
-    float2& total = flat_sums(diagonal > p.last_diagonal);
-    total = make_float2(total.x + sums[0], total.y + sums[1]);
+    float2& totals = key_sums();
+    (diagonal < p.first_diagonal ? totals.x : totals.y) += sums[0] + sums[1];
   }
 
   __device__ __forceinline__ void store_flat_sums(const KeyWorkItem<Traits>& item) {
     if constexpr (Traits::kSumsFlat) {
-      float sums[2] = {0.0f, 0.0f};
+      float2 totals = key_sums();
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const float2 totals = flat_sums(side);
-        if (this->first_key(item) + this->key_of_block(0) < p.seqlen_k) sums[side] += totals.x;
-        if (this->first_key(item) + this->key_of_block(1) < p.seqlen_k) sums[side] += totals.y;
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) sums[side] += __shfl_xor_sync(0xffffffffu, sums[side], lanes);
+      for (int lanes = 16; lanes > 0; lanes /= 2) {
+        totals.x += __shfl_xor_sync(0xffffffffu, totals.x, lanes);
+        totals.y += __shfl_xor_sync(0xffffffffu, totals.y, lanes);
       }
       const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
-      if (lane == 0) {
-        p.flat_sums[(head * p.blocks_k + item.block_k) * kFlatSums + group * 4 + warp] = make_float2(sums[0], sums[1]);
-      }
+      if (lane == 0) p.flat_sums[(head * p.blocks_k + item.block_k) * kFlatSums + group * 4 + warp] = totals;
     }
   }
 

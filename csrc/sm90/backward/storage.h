@@ -21,7 +21,7 @@ struct alignas(1024) BackwardStorage {
   alignas(Traits::kSumsDbias ? 1024 : 16) uint8_t exchange[Traits::kExchangeStages][Traits::kExchangeBytes];
   // Turned dq of each consumer, as its threads hold it (accumulators.h).
   alignas(16) uint8_t dq[Traits::kTurnsDq ? Traits::kConsumers : 1][Traits::kTurnsDq ? Traits::kDqBytes : 16];
-  float2 key_sums[Traits::kKeySums];  // one for each consumer thread, or of flat tiles one for each side and thread
+  float2 key_sums[Traits::kKeySums];  // one for each consumer thread
   alignas(16) float lse[kStages][Traits::kBlockM];
   alignas(16) float delta[kStages][Traits::kBlockM];
   uint64_t keys_full[Traits::kKeyStages], keys_empty[Traits::kKeyStages];  // k and v

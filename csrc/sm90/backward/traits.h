@@ -58,9 +58,7 @@ struct BackwardTraits {
   static constexpr int kDistances = kBlockM + kBlockN - 1, kSecondCopy = kBlockM + kBlockN + 16;  // as in ForwardTraits
   static constexpr int kBiasBytes = kHasBiasTiles ? kScoreBytes : kIsRelative ? 2 * kSecondCopy * 4 : 16;
   static constexpr int kExchangeBytes = kSumsDbias ? kScoreBytes / kDsSlices : 16;
-  // For a bias per key; for values by distance one for each side of them.
-  static constexpr int kKeySums =
-      kSumsFlat ? 2 * 128 * kConsumers : kBias == BackwardBias::kVector ? 128 * kConsumers : 1;
+  static constexpr int kKeySums = kBias == BackwardBias::kVector || kSumsFlat ? 128 * kConsumers : 1;
 
   static constexpr int kThreads = 128 * (1 + kConsumers + kSumsDbias);
   // Three warpgroups share 504 registers per thread, four share 512, in steps of 8. The summing warpgroup delays every

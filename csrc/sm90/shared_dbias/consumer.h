@@ -93,11 +93,6 @@ struct SharedDbiasConsumer {
                                              const AttentionHead& head) {
     if constexpr (Traits::kHasMask) {
       words.apply(scores);
-      if constexpr (Traits::kIsRelative) {
-        const int last = p.seqlen_k - 1 - work.block_k * kTile - 2 * (lane % 4);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) keep_columns(scores, r, 0, last);
-      }
     } else {
       const Extent of = extent_of(p, head);
 #pragma unroll

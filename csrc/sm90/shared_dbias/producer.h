@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_heads(const SharedDbiasParams& p, SharedDbi
     prefetch_tensor_map(&p.k);
     prefetch_tensor_map(&p.v);
     prefetch_tensor_map(&p.dout);
-    prefetch_tensor_map(&p.bias);
+    if constexpr (!Traits::kIsRelative) prefetch_tensor_map(&p.bias);
   }
   PipelineState<Traits::kSlots> pipe;
   PipelineState<Traits::kBiasStages> pipe_bias;

@@ -103,11 +103,6 @@ __device__ __forceinline__ bool list_has(const int32_t* list, int from, int to, 
   return from < end && list[from] == index;
 }
 
-// Whether a tile has keys beyond the last. By distance they would add to the sums of others.
-__device__ __forceinline__ bool passes_last_key(const SharedDbiasParams& p, int block_k) {
-  return (block_k + 1) * kTile > p.seqlen_k;
-}
-
 // The class of a tile for one head, by the mask or the band.
 template <class Traits>
 __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int block_q, int block_k,
@@ -115,9 +110,7 @@ __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int bl
   if constexpr (Traits::kHasMask) {
     const int32_t* list = list_of(p.mask.lists, mask_of(p.mask.heads, head), p.tiles_q, block_q, p.tiles_k);
     const int num_full = list[0], num_partial = list[1];
-    if (list_has(list + 2, 0, num_full, block_k)) {
-      return Traits::kIsRelative && passes_last_key(p, block_k) ? TileClass::kPartial : TileClass::kFull;
-    }
+    if (list_has(list + 2, 0, num_full, block_k)) return TileClass::kFull;
     const bool is_partial = list_has(list + 2, num_full, num_full + num_partial, block_k);
     return is_partial ? TileClass::kPartial : TileClass::kEmpty;
   } else {
@@ -127,7 +120,8 @@ __device__ __forceinline__ TileClass class_of(const SharedDbiasParams& p, int bl
     const int most = min(first_key + kTile, of.seqlen_k) - 1 - first_query;
     if (most < of.low || least > of.high) return TileClass::kEmpty;
     bool is_full = least >= of.low && most <= of.high;
-    if constexpr (Traits::kIsRelative) is_full = is_full && !passes_last_key(p, block_k);
+    // By distance keys beyond the last would add to the sums of others. A mask has no full tile there.
+    if constexpr (Traits::kIsRelative) is_full = is_full && first_key + kTile <= of.seqlen_k;
     if constexpr (Traits::kHasSequences) {
       if (first_query >= of.seqlen_q || first_key >= of.seqlen_k) return TileClass::kEmpty;
       // After the last query and the last key of a sequence dbias has values of other sequences.

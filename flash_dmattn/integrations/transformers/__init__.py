@@ -64,13 +64,10 @@ def register(*, ignored_arguments: Iterable[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One attention module of a model.
+    """One attention module of a model: its name there, and the name of its class.
 
-    Attributes:
-        name: of the module in the model.
-        kind: the name of its class.
-        problem: why it does not run on flash_dmattn; None where it does.
-        calls: an `Explanation` for each different call that it made; empty without inputs.
+    `problem` says why it does not run on flash_dmattn; None where it does. `calls` has an `Explanation` for each
+    different call that it made, and is empty without inputs.
     """
 
     name: str
@@ -87,11 +84,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """The rows of `check`; prints as a list.
-
-    Attributes:
-        rows: one for each attention module, in the order of the model.
-    """
+    """The rows of `check`, one for each attention module in the order of the model; prints as a list."""
 
     rows: tuple[Row, ...]
 
@@ -133,8 +126,9 @@ def check(model: nn.Module, **inputs: Any) -> Check:
     model.layers.0.self_attn (LlamaAttention): sdpa
     model.layers.1.self_attn (LlamaAttention): sdpa
     """
-    modules = {name: part for name, part in model.named_modules() if _attends(part)}
-    if not any(asks_for_attention(type(part)) for part in modules.values()):
+    asks, computes = asks_for_attention, computes_attention
+    modules = {name: part for name, part in model.named_modules() if asks(type(part)) or computes(type(part))}
+    if not any(asks(type(part)) for part in modules.values()):
         raise NotImplementedError(no_interface(type(model).__name__))
     calls: dict[nn.Module, list[Explanation]] = {}
 
@@ -154,10 +148,6 @@ def check(model: nn.Module, **inputs: Any) -> Check:
             problem = "these inputs do not reach it"
         rows.append(Row(name, type(part).__name__, problem, tuple(calls.get(part, ()))))
     return Check(tuple(rows))
-
-
-def _attends(module: nn.Module) -> bool:
-    return asks_for_attention(type(module)) or computes_attention(type(module))
 
 
 def _problem(module: nn.Module) -> str | None:

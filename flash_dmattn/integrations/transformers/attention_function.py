@@ -20,7 +20,7 @@ from ...distributed.group import InContext, context_in_force, groups_of, refuse_
 from ...problem import Numbers, collapse, dtype_name
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
-from .tables import TableBias
+from .models import TableBias
 
 # Arguments that every attention function is told, and that change nothing here: the mask, the rotation of queries and
 # keys, and the outputs of a model are decided elsewhere.
@@ -73,25 +73,20 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer; every layer of a model calls it.
 
+    Tensors are (B, H, L, D), key and value not repeated. `attention_mask` is what `make_mask` returned, a bool tensor,
+    or a float tensor that is added to the scores, both 4-D and broadcastable to (B, Hq, Lq, Lk). Without a mask
+    `is_causal` of the layer counts.
+
     Args:
-        module: the layer, whose `is_causal` counts where there is no mask.
-        query: (B, Hq, Lq, D); key (B, Hk, Lk, D); value (B, Hk, Lk, Dv), not repeated.
-        attention_mask: what `make_mask` returned, a bool tensor, or a float tensor that is added to the scores, both
-            4-D and broadcastable to (B, Hq, Lq, Lk).
-        dropout, scaling, softcap, is_causal: as in `attention`; layers pass a dropout above 0 in training alone.
         position_bias: (B or 1, Hq, Lq, Lk) or values of distances, added to the scores, with its gradient.
         s_aux: (Hq,), an attention sink, with its gradient.
         sliding_window: the window that the mask should have; refused where it forbids keys and the mask does not.
         deterministic: True as in `attention`; False, which models pass by default, follows torch as None does.
-        indices: (B, Lq, k), integers: the keys that each query chose, of those that a bool `attention_mask` leaves it.
+        indices: (B, Lq, k), integers: what each query chose of the keys that a bool `attention_mask` leaves it.
         others: `cu_seq_lens_q` and what belongs to it; the rest is harmless, or refused.
 
     Returns:
         (B, Lq, Hq, Dv), and None in the place of probabilities.
-
-    Raises:
-        NotImplementedError: an argument that would change the result and is not passed on.
-        TypeError, ValueError: as `attention`, and of masks that do not go with packed sequences.
     """
     sequences, context = None, context_in_force()
     if others:
@@ -151,14 +146,18 @@ def attend(
     if table is not None:
         added = table.relative(query.shape[2], key.shape[2])
     is_plain = context is None and arguments.sequences is None
+    softcap, deterministic, sink = softcap or 0.0, deterministic or None, None if s_aux is None else s_aux.reshape(-1)
     call: dict[str, Any] = {}
     if _observers or not is_plain:
-        call = _call(query, key, value, arguments, added, scaling, softcap, s_aux, dropout, deterministic)
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if arguments.sequences is not None and arguments.sequences.layout == "packed":
+            q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
+        call = {"q": q, "k": k, "v": v, **arguments._asdict(), "bias": added, "sink": sink, "softmax_scale": scaling}
+        call |= {"softcap": softcap, "dropout_p": dropout, "deterministic": deterministic}
         show_observers(module, call)
     if is_plain:
         mask, is_causal, window, _ = arguments
-        sink = None if s_aux is None else s_aux.reshape(-1)
-        numbers = Numbers(is_causal, scaling, softcap or 0.0, window, deterministic or None, dropout_p=dropout)
+        numbers = Numbers(is_causal, scaling, softcap, window, deterministic, dropout_p=dropout)
         layer = prepare_call(query, key, value, mask, added, sink, None, numbers, heads_first=True)
         return run_call(layer, "auto")[0].contiguous(), None
     if context is None:
@@ -193,27 +192,6 @@ def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None)
     assert isinstance(mask, Tensor)
     chosen = mask.new_zeros((indices.shape[0], 1, indices.shape[1], mask.shape[-1]))
     return chosen.scatter_(3, indices.unsqueeze(1).long(), True) & mask
-
-
-def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arguments: MaskArguments,
-    bias: Bias | None,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    dropout: float,
-    deterministic: bool | None,
-) -> dict[str, Any]:
-    """Make the arguments of `attention`."""
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if arguments.sequences is not None and arguments.sequences.layout == "packed":
-        q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
-    call: dict[str, Any] = {"q": q, "k": k, "v": v, **arguments._asdict(), "softmax_scale": scaling, "bias": bias}
-    call |= {"softcap": softcap or 0.0, "sink": None if s_aux is None else s_aux.reshape(-1), "dropout_p": dropout}
-    return call | {"deterministic": deterministic or None}
 
 
 def show_observers(module: nn.Module, call: dict[str, Any]) -> None:
@@ -272,11 +250,7 @@ def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
-    """Refuse what would change the result and is not passed on.
-
-    Raises:
-        NotImplementedError: one of them is set, with what to do about it.
-    """
+    """Refuse what would change the result and is not passed on, with what to do about it."""
     for name, value in arguments.items():
         if value is None or value is False or name in _HARMLESS:
             continue
@@ -290,10 +264,7 @@ def refuse_unknown(module: object, arguments: dict[str, Any]) -> None:
 
 
 def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
-    """Remove the arguments that describe packed sequences from the others, and return the sequences, or None.
-
-    A data collator passes them, or a vision tower. `batch` is the batch size of q.
-    """
+    """Take out the arguments that describe packed sequences; a data collator passes them, or a vision tower."""
     limits_q, limits_k, longest_q, longest_k = (arguments.pop(name, None) for name in PACKED)
     if limits_q is None:
         if limits_k is not None:
@@ -408,16 +379,9 @@ def attend_over_ranks(
 ) -> Tensor:
     """Attend from the positions of this rank to the keys of all ranks, in a `use_context_parallel` block.
 
-    Args:
-        context: the group, and which rank has which positions.
-        call: the arguments of `attention`.
-        attention_mask: what the layer received. A `LayerMask` says causality and window; a tensor has the rows of
-            this rank, over all keys.
-        is_packed: whether the caller has described sequences, which is refused.
-
-    Raises:
-        NotImplementedError: padding, documents or a cache: the mask knows them only for the positions of this rank.
-        ValueError: as `context_parallel_attention`.
+    A `LayerMask` says causality and window; a tensor has the rows of this rank, over all keys. Sequences that the
+    caller has described are refused, and padding, documents or a cache: the mask knows them only for the positions of
+    this rank.
     """
     call = dict(call)
     if isinstance(attention_mask, LayerMask) and not is_packed:

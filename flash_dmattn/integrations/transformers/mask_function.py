@@ -18,8 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ... import Sequences
 from ...distributed.group import context_in_force
 from ...masks import PreparedMask
-from .models import MODELS_ASK_FOR_TENSORS, masking_utils, refuse_config_without_interface
-from .tables import read_tables
+from .models import MODELS_ASK_FOR_TENSORS, masking_utils, read_tables, refuse_config_without_interface
 
 # Where kernels read prepared masks; elsewhere they would be unpacked again.
 PREPARING_DEVICES = ("cuda",)
@@ -82,19 +81,15 @@ class LayerMask(BlockMask):
 
     @property
     def ndim(self) -> int:
-        """4, as the tensor has."""
         return 4
 
     def dim(self) -> int:
-        """Return 4, as the tensor would."""
         return 4
 
     def size(self, dim: int | None = None) -> Any:
-        """Return sizes as `torch.Tensor.size` does."""
         return self._shape if dim is None else self._shape[dim]
 
     def numel(self) -> int:
-        """Count elements as `torch.Tensor.numel` does."""
         return self._shape[0] * self._shape[2] * self._shape[3]
 
     def contiguous(self) -> LayerMask:
@@ -108,11 +103,7 @@ class LayerMask(BlockMask):
         return self._with(device=device, **moved)
 
     def __getitem__(self, index: object) -> LayerMask:
-        """Return the mask of the last queries, `mask[:, :, first:, :]`: layers that compute only those ask for it.
-
-        Raises:
-            TypeError: another index; the mask has no values.
-        """
+        """Return the mask of the last queries, `mask[:, :, first:, :]`: layers that compute only those ask for it."""
         every = slice(None)
         if isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice):
             begin, stop, step = index[2].indices(self._shape[2])
@@ -138,8 +129,7 @@ class LayerMask(BlockMask):
     def arguments(self, with_bias: bool) -> MaskArguments:
         """Return the arguments of `attention`, made by the first layer that asks and kept for the others.
 
-        Args:
-            with_bias: whether the call has a bias. A bias for each pair of tokens does not fit packed sequences.
+        A bias for each pair of tokens does not fit packed sequences.
         """
         if with_bias not in self._arguments:
             self._arguments[with_bias] = self._make(with_bias)
@@ -336,15 +326,9 @@ def make_mask(
 ) -> LayerMask | Tensor | None:
     """Make the mask that all layers of a kind receive; transformers calls it once a forward.
 
-    Args:
-        batch_size, q_length, kv_length: B, Lq and Lk.
-        q_offset, kv_offset: the position of the first query and of the first key; tensors of static caches.
-        mask_function: says of positions (batch, head, query, key) whether the query sees the key.
-        attention_mask: (B, at most Lk + kv_offset) padding, bool, or None.
-        allow_is_causal_skip, allow_is_bidirectional_skip: whether None may stand for a plain mask.
-        use_vmap: whether the user has combined it with a function of their own.
-        device: where the mask has to be.
-        cache_position: (Lq,), the positions of the queries, in the place of q_length and q_offset before 5.4.
+    Offsets are the positions of the first query and of the first key, tensors for static caches. Before 5.4 the
+    positions of the queries came as `cache_position`, in the place of q_length and q_offset. `use_vmap` says that the
+    user has combined the mask function with one of their own.
 
     Returns:
         None where nothing is forbidden, or causality is the whole rule and Lq == Lk. A `LayerMask` where a rule

@@ -1,14 +1,22 @@
-"""The import of transformers, or one clear error; and which models and modules ask for their attention function."""
+"""Reads models of transformers: which modules ask for their attention function, and T5's bias by distances.
+
+The import of transformers stands here, with one clear error.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from typing import Any
-from weakref import WeakKeyDictionary
+import sys
+from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
+from torch import Tensor, nn
+
+from ...biases import Relative
+from ...distributed.group import context_in_force
 
 OLDEST = "5.0"
 INSTALL = f"pip install 'transformers>={OLDEST}'"
@@ -51,14 +59,9 @@ def computes_attention(kind: type) -> bool:
     return named and not asks_for_attention(kind) and _COMPUTES.search(_source(kind)) is not None
 
 
-_sources: WeakKeyDictionary[type, str] = WeakKeyDictionary()
-_refusals: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
-
-
+@functools.lru_cache(maxsize=256)
 def _source(kind: type) -> str:
     # The whole class, since some compute in another method than forward, and its bases in transformers.
-    if kind in _sources:
-        return _sources[kind]
     sources = []
     for base in kind.__mro__:
         if base.__module__.startswith("torch.") or base is object:
@@ -67,37 +70,36 @@ def _source(kind: type) -> str:
             sources.append(inspect.getsource(base))
         except (OSError, TypeError):
             continue
-    return _sources.setdefault(kind, "\n".join(sources))
+    return "\n".join(sources)
 
 
 def refuse_config_without_interface(config: Any) -> None:
-    """Refuse a model whose own code would read our mask.
-
-    `from_config`, or a configuration that names "dmattn", selects it for any model, without a word.
-
-    Raises:
-        NotImplementedError: no model class of this configuration asks for its attention function.
-    """
+    """Refuse a model whose own code would read our mask: its configuration may select "dmattn" without a word."""
     if config is None or torch.compiler.is_compiling():
         return
-    kind = type(config)
-    if kind not in _refusals:
-        _refusals[kind] = _refusal(kind)
-    message = _refusals[kind]
+    kind: type = type(config)
+    message = _refusal(kind)
     if message is not None:
         raise NotImplementedError(message)
 
 
+@functools.lru_cache(maxsize=256)
 def _refusal(kind: type) -> str | None:
+    models = _models_of(kind)
     try:
-        model = transformers.MODEL_MAPPING[kind]
-        models = model if isinstance(model, (list, tuple)) else (model,)
-        refused = not any(one._can_set_attn_implementation() for one in models)
-    except (KeyError, ImportError, AttributeError):
-        # A part of a larger model, a model of the user, or a version with other names: nothing to judge by. A model
-        # that takes our mask for a tensor meets the errors of `LayerMask`.
+        refused = bool(models) and not any(one._can_set_attn_implementation() for one in models)
+    except AttributeError:  # a version with other names; its models meet the errors of `LayerMask`
         return None
     return no_interface(models[0].__name__) if refused else None
+
+
+def _models_of(kind: type) -> tuple[Any, ...]:
+    """Return the models of a configuration; none of a part of a larger model, or of a model of the user."""
+    try:
+        model = transformers.MODEL_MAPPING[kind]
+    except (KeyError, ImportError, AttributeError):
+        return ()
+    return tuple(model) if isinstance(model, (list, tuple)) else (model,)
 
 
 def no_interface(name: str) -> str:
@@ -107,3 +109,81 @@ def no_interface(name: str) -> str:
         'would leave its own attention in use, with a mask that it cannot read; use attn_implementation="eager", or a '
         "version of transformers in which it has one (docs/transformers.md)"
     )
+
+
+# Modules of T5 and its kin make their bias, a matrix, of a table in `compute_bias`, and pass it on to their attention
+# function and to later layers. Once a model uses "dmattn", this method returns a `TableBias` for long inputs.
+
+# A matrix of fewer scores a head is the faster way: faster kernels read it.
+LEAST_SCORES = 2**22
+
+_PARAMETERS = ("self", "query_length", "key_length", "device", "past_seen_tokens")
+_read: set[type] = set()
+
+
+class TableBias(NamedTuple):
+    """The bias that a module makes of its table.
+
+    Attributes:
+        values: (H, 2 * reach + 1), of distances from -reach to reach; farther ones have the value of that end.
+        seen: how many keys come before the key of the first query.
+    """
+
+    values: Tensor
+    seen: int
+
+    def relative(self, seqlen_q: int, seqlen_k: int) -> Relative:
+        """Make the bias of a call, in which the last query would stand at the last key."""
+        reach = self.values.shape[1] // 2
+        return Relative(self.values, reach + (seqlen_k - seqlen_q) - self.seen, "clamp")
+
+
+def read_tables(config: Any) -> None:
+    """Let the modules of this configuration's model return their bias as a `TableBias`, where it has such modules."""
+    kind = type(config)
+    if kind in _read or config is None or torch.compiler.is_compiling():
+        return
+    _read.add(kind)
+    for one in _models_of(kind):
+        for part in list(vars(sys.modules[one.__module__]).values()):
+            if isinstance(part, type) and issubclass(part, nn.Module) and _has_table(part):
+                _replace(part)
+
+
+def _has_table(kind: type[nn.Module]) -> bool:
+    compute = vars(kind).get("compute_bias")
+    return (
+        inspect.isfunction(compute)
+        and tuple(inspect.signature(compute).parameters) == _PARAMETERS
+        and asks_for_attention(kind)
+        and "position_bias=position_bias" in inspect.getsource(kind.forward)  # as it is, to the attention function
+    )
+
+
+def _replace(kind: Any) -> None:
+    original = kind.compute_bias
+
+    @functools.wraps(original)
+    def compute_bias(
+        self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+    ) -> Tensor | TableBias:
+        if type(self) is not kind or not _serves(self, query_length, key_length, past_seen_tokens):
+            bias: Tensor = original(self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
+            return bias
+        reach = self.relative_attention_max_distance
+        # One query that has seen `reach` keys has all distances that differ.
+        values = original(self, 1, 2 * reach + 1, device=device, past_seen_tokens=reach)
+        return TableBias(values[0, :, 0], past_seen_tokens)
+
+    kind.compute_bias = compute_bias
+
+
+def _serves(module: Any, query_length: int, key_length: int, seen: Any) -> bool:
+    """Tell whether a module may return its bias as values of distances."""
+    if getattr(module.config, "_attn_implementation", None) != "dmattn" or torch.compiler.is_compiling():
+        return False
+    if not isinstance(seen, int) or context_in_force() is not None:  # a tensor of a static cache; rows of a rank
+        return False
+    if module.training and getattr(module, "gradient_checkpointing", False):  # which may pass on tensors alone
+        return False
+    return query_length * key_length >= LEAST_SCORES

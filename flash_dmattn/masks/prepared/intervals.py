@@ -55,17 +55,11 @@ def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder:
 
 
 def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> MaskIntervals:
-    """Return the first query that sees each key, one more than the last, and whether all between them see it.
+    """Return the first query that sees each key, one more than the last, and four numbers; of the bits of a `TileMask`.
 
-    A key is seen by one run of queries if and only if as many see it as there are from the first to the last.
-
-    Args:
-        bits, row_lists: of a `TileMask`.
-
-    Returns:
-        start and stop int32 (Bm, Hm, Lk), contiguous, (0, 0) for a dead key. Four numbers, int64: whether a key is seen
-        by several runs; how many keys of a head are live, at most; how many pairs attend; how many tiles are active. If
-        the first is 1, a kernel may leave anything in the rest.
+    A key is seen by one run of queries if and only if as many see it as there are from the first to the last. The
+    numbers, int64, say whether a key is seen by several runs; how many keys of a head are live, at most; how many pairs
+    attend; how many tiles are active. If the first is 1, a kernel may leave anything in the rest.
     """
     batch, num_heads, seqlen_q, _ = bits.shape
     start, stop, count = (torch.zeros(batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device) for _ in "abc")
@@ -127,15 +121,9 @@ def hilbert_codes(x: torch.Tensor, y: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
-    """Order keys so that neighbours have similar intervals: live ones by Hilbert code, then the dead.
+    """Order keys (Bm, Hm, Lk) so that neighbours have similar intervals: live ones by Hilbert code, then the dead.
 
     An interval is a point (start, stop), cut to 8 bits an axis. Keys of one code, and dead keys, stay in their order.
-
-    Args:
-        start, stop: integers (Bm, Hm, Lk), from 0 to `seqlen_q`; a key with `start >= stop` is dead.
-
-    Returns:
-        int32 (Bm, Hm, Lk), contiguous: the key at each place.
     """
     heads, seqlen_k = start.size(0) * start.size(1), start.size(2)
     # In 64 bits, because positions may take 31. Codes take fewer, so that one sort of all heads takes half the time.
@@ -178,19 +166,9 @@ def reorder_pays(
 ) -> bool:
     """Estimate by sizes alone whether top-k attention gains more from keys in order than the order costs.
 
-    In natural order scattered keys leave a kernel every tile that causality does. In order it visits about
-    `1 + 15 / sqrt(W)` times the tiles that the kept pairs would fill, W being the number of keys that a query keeps::
-
-        tiles = min(Tq, Tk) * Tk - min(Tq, Tk) ** 2 / 2         (causal, T = length / 128; else Tq * Tk)
-        saved = heads * (tiles - (1 + 15 / sqrt(W)) * pairs / 128 ** 2)
-        saved * (2.0 us forward + 5.5 us backward) / 132 SMs > 80 us
-
-    Args:
-        heads: batch entries times heads.
-        keys_kept: W, how many keys a query keeps at most.
-        is_causal: whether a query keeps keys of its own prefix.
-
-    Source: fitted to simulations with independent scores, and to times on an H200 (docs/notes/intervals.md).
+    `heads` are batch entries times heads; a query keeps at most `keys_kept` keys. The rule is fitted to simulations
+    with independent scores, and to times on an H200: docs/mask_storage.md has the formula, docs/notes/intervals.md the
+    figures.
     """
     heads, seqlen_q, seqlen_k = hint(heads), hint(seqlen_q), hint(seqlen_k)
     kept = min(hint(keys_kept), seqlen_k)
@@ -213,10 +191,8 @@ def reorder_pays(
 def order_saves(natural: float, pairs: float, kept: float, *, has_backward: bool) -> bool:
     """Tell whether an order saves a call more time than it costs.
 
-    Args:
-        natural: active tiles of all heads, keys being in natural order.
-        pairs: pairs of a query and a key that it keeps, over all heads.
-        kept: how many keys a query keeps.
+    `natural` counts active tiles of all heads, keys being in natural order; `pairs` what it keeps, over all heads;
+    `kept` the keys that a query keeps.
     """
     saved = natural - (1 + 15 / math.sqrt(kept)) * pairs / (TILE * TILE)
     return saved * (_FORWARD_US + has_backward * _BACKWARD_US) / _SMS > _ORDER_US

@@ -39,6 +39,7 @@ from ..arguments import (
     integer,
     integer_tensor,
     lengths_within,
+    on_one_device,
     pair,
 )
 from ..blocks import MaskStats, check_blocks, expand_blocks
@@ -56,13 +57,15 @@ from .operators import (
     run_score_keys,
     run_topk_intervals,
 )
-from .packing import band_words, pack_rows, pack_tree, pack_words
-from .sequence_packing import MaskPacking
+from .packing import MaskPacking, band_words, pack_rows, pack_tree, pack_words
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Words = Callable[[int, int], torch.Tensor]  # of some rows, as `pack_rows` takes them
+Shape = tuple[int, int, int, int]
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -182,11 +185,8 @@ class PreparedMask(ABC):
             spec = _spec_beside("mask", mask, sequences, seqlen_q, seqlen_k)
             packing = packing_of("mask", mask.shape, spec)
             check_scores("mask", mask4.shape, packing, spec, None)
-            return cls._packed(mask4, packing, sequences, spec, is_causal, window_size)
-        leading = None
-        if isinstance(mask, torch.Tensor) and mask.dim() > 4:
-            mask = collapse(mask, dims=range(mask.dim() - 3))
-            leading, mask = tuple(mask.shape[:-3]), merge(mask, mask.dim() - 3)
+            return cls._packed(mask4, packing, sequences, spec, _band_fields(is_causal, window_size))
+        mask, leading = _folded(mask)
         mask4 = bool_mask("mask", mask)
         if mask.dim() < 2:
             raise ValueError(
@@ -258,7 +258,7 @@ class PreparedMask(ABC):
             return pack_words(keys).index_select(2, block_of_row)
 
         shape = (blocks.size(0), blocks.size(1), seqlen_q, seqlen_k)
-        return cls._tiled(words, shape, blocks.device, is_causal, window_size)
+        return cls._tiled(words, shape, blocks.device, _band_fields(is_causal, window_size))
 
     @classmethod
     def from_window(
@@ -297,7 +297,7 @@ class PreparedMask(ABC):
         def words(start: int, stop: int) -> torch.Tensor:
             return band_words(start, stop, seqlen_k, None, device)
 
-        return cls._tiled(words, shape, device, is_causal, window_size)
+        return cls._tiled(words, shape, device, _band_fields(is_causal, window_size))
 
     @classmethod
     def from_mask_mod(
@@ -363,7 +363,9 @@ class PreparedMask(ABC):
         def words(start: int, stop: int) -> torch.Tensor:
             return pack_words(allowed(batches[:batch], heads[:num_heads], queries[start:stop], keys))
 
-        return cls._tiled(words, (batch, num_heads, seqlen_q, seqlen_k), queries.device, is_causal, window_size)
+        return cls._tiled(
+            words, (batch, num_heads, seqlen_q, seqlen_k), queries.device, _band_fields(is_causal, window_size)
+        )
 
     @classmethod
     def from_documents(
@@ -403,7 +405,7 @@ class PreparedMask(ABC):
             return pack_words((rows == keys[:, None, :]) & (rows >= 0))[:, None]
 
         shape = (max(ids_q.size(0), keys.size(0)), 1, ids_q.size(1), keys.size(1))
-        return cls._tiled(words, shape, ids_q.device, is_causal, window_size)
+        return cls._tiled(words, shape, ids_q.device, _band_fields(is_causal, window_size))
 
     @classmethod
     def from_lengths(
@@ -503,8 +505,7 @@ class PreparedMask(ABC):
                     [1, 0, 0]], dtype=torch.int32)
         """
         begins, ends = integer_tensor("start", start, (1, 2, 3)), integer_tensor("stop", stop, (1, 2, 3))
-        if begins.device != ends.device:
-            raise ValueError(f"stop is on {ends.device} and start on {begins.device}; they need to be on one device.")
+        on_one_device(stop=ends, start=begins)
         # In 64 bits, so that small dtypes neither wrap nor refuse the limits.
         begins, ends = (collapse(x[(None,) * (3 - x.dim())], dims=(0, 1)).long() for x in (begins, ends))
         for dim, name in ((0, DIMS[0]), (1, DIMS[1]), (2, DIMS[3])):
@@ -588,13 +589,10 @@ class PreparedMask(ABC):
                     [1, 0, 1, 0],
                     [1, 0, 1, 0]], dtype=torch.int32)
         """
-        integer("k", k, 1)
-        limits, local = _band_fields(is_causal, None), integer("local", local)
+        limits = _topk_limits(k, is_causal, local)
         if reorder is not None:
             check_flag("reorder", reorder)
         _check_compact(compact, reorder)
-        if local and not is_causal:
-            raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
         values, allowed, seqlen_q = topk_arguments(scores, mask, seqlen_q)
         for name, x in (("scores", values), ("mask", allowed)):
             if x is not None and x.size(2) != 1:
@@ -675,11 +673,8 @@ class PreparedMask(ABC):
             raise TypeError(f"index has {has}; it needs to be an integer torch.Tensor, -1 for no key.")
         if index.dim() < 2:
             raise ValueError(f"index has shape {tuple(index.shape)}; it needs 2 dims or more, the last two (R, K).")
-        leading = tuple(index.shape[:-3]) if index.dim() > 4 else None
-        index = collapse(index, dims=range(index.dim() - 2))
-        if leading is not None:
-            leading, index = tuple(index.shape[:-3]), merge(index, index.dim() - 3)
-        index = index[(None,) * (4 - index.dim())]
+        index, leading = _folded(index)
+        index = collapse(index, dims=range(index.dim() - 2))[(None,) * (4 - index.dim())]
         lengths = _lengths_of_lists("index", index.shape[2], blocks, seqlen_q, integer("seqlen_k", seqlen_k))
         if values_can_be_read(index) and index.numel() > 0:
             low, high = (int(x) for x in index.aminmax())
@@ -739,24 +734,15 @@ class PreparedMask(ABC):
                     [ 0,  2],
                     [ 0,  2]], dtype=torch.int32)
         """
-        integer("k", k, 1)
-        blocks, limits, local = (
-            pair("block_size", block_size, 1),
-            _band_fields(is_causal, None),
-            integer("local", local),
-        )
-        if local and not is_causal:
-            raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
+        blocks, limits = pair("block_size", block_size, 1), _topk_limits(k, is_causal, local)
         allowed, leading = None if mask is None else bool_mask("mask", mask), None
         if isinstance(scores, ScoresByRows):
             of, (batch, rows, number) = scores.rows()
             heads, device = 1, of(slice(0, 0)).device
             leading = scores.batch_dims if len(scores.batch_dims) > 1 else None
         else:
-            if isinstance(scores, torch.Tensor) and scores.dim() > 4 and mask is None:
-                scores = collapse(scores, dims=range(scores.dim() - 3))
-                leading, scores = tuple(scores.shape[:-3]), merge(scores, scores.dim() - 3)
-            values = collapse(float_scores(scores), dims=(0, 1, 2))
+            folded, leading = _folded(scores) if mask is None else (scores, None)
+            values = collapse(float_scores(folded), dims=(0, 1, 2))
             if allowed is not None:
                 values, allowed = align_heads([values, collapse(allowed)], ["scores", "mask"])
             (batch, heads, rows, number), device = values.shape, values.device
@@ -765,8 +751,7 @@ class PreparedMask(ABC):
                 return values if values.shape[2] == 1 else values[:, :, rows]
 
         if allowed is not None:
-            if allowed.device != device:
-                raise ValueError(f"mask is on {allowed.device} and scores on {device}; they need to be on one device.")
+            on_one_device(mask=allowed, scores=of(slice(0, 0)))
             shape = common_shape([allowed, allowed.new_empty(batch, heads, rows, number)], ["mask", "scores"])
             if shape[3] != number:
                 raise ValueError(f"mask has {allowed.shape[3]} keys, scores {number}; mask needs 1 or as many keys.")
@@ -877,7 +862,7 @@ class PreparedMask(ABC):
             pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
             if flat.shape[-1] != pairs:
                 raise ValueError(f"flat has {flat.shape[-1]} pairs; it needs {pairs}, queries times keys of sequences.")
-        return cls._packed(mask4.transpose(1, 2), "ragged", sequences, spec, is_causal, window_size)
+        return cls._packed(mask4.transpose(1, 2), "ragged", sequences, spec, _band_fields(is_causal, window_size))
 
     @classmethod
     def _made(cls, form: MaskForm, tensors: Sequence[torch.Tensor], **others: Any) -> PreparedMask:
@@ -887,13 +872,7 @@ class PreparedMask(ABC):
 
     @classmethod
     def _of_intervals(
-        cls,
-        start: torch.Tensor,
-        stop: torch.Tensor,
-        seqlen_q: int,
-        reorder: bool,
-        compact: bool,
-        limits: dict[str, Any],
+        cls, start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, compact: bool, limits: Fields
     ) -> PreparedMask:
         seqlen_k = start.size(2)
         places = places_for(int(live_keys(start, stop)), seqlen_k) if compact else None  # which waits for the device
@@ -901,31 +880,16 @@ class PreparedMask(ABC):
         return cls._made("intervals", tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **limits)
 
     @classmethod
-    def _tiled(
-        cls,
-        words: Callable[[int, int], torch.Tensor],
-        shape: tuple[int, int, int, int],
-        device: torch.device,
-        is_causal: bool,
-        window_size: tuple[int, int] | None,
-    ) -> PreparedMask:
-        """Make tiles of words, as `pack_rows` takes them, and of a band."""
-        limits = _band_fields(is_causal, window_size)
+    def _tiled(cls, words: Words, shape: Shape, device: torch.device, limits: Fields) -> PreparedMask:
+        """Make tiles of words and of a band."""
         bits, classes = pack_rows(words, shape, make_band(*shape[2:], causal_window(**limits)), device)
         tensors = bits, classes, *packer(bits).list_tiles(classes)
         return cls._made("tiles", tensors, seqlen_q=shape[2], seqlen_k=shape[3], **limits)
 
     @classmethod
     def _packed(
-        cls,
-        mask: torch.Tensor,
-        packing: MaskPacking,
-        sequences: Sequences,
-        spec: SequenceSpec,
-        is_causal: bool,
-        window_size: tuple[int, int] | None,
+        cls, mask: torch.Tensor, packing: MaskPacking, sequences: Sequences, spec: SequenceSpec, limits: Fields
     ) -> PreparedMask:
-        limits = _band_fields(is_causal, window_size)
         tensors = pack_beside(mask, sequences.bounds_of(spec), packing, spec, causal_window(**limits))
         return cls._made("sequence_tiles", tensors, sequences=sequences, spec=spec, **limits)
 
@@ -1011,6 +975,22 @@ def _band_fields(is_causal: bool, window_size: tuple[int, int] | None) -> dict[s
     return {"is_causal": check_flag("is_causal", is_causal), "window_size": check_window(window_size)}
 
 
+def _topk_limits(k: int, is_causal: bool, local: int) -> dict[str, Any]:
+    """Check the numbers of a top-k selection; return its band as fields of a mask."""
+    integer("k", k, 1)
+    if integer("local", local) and not is_causal:
+        raise ValueError(f"local is {local} and is_causal is False; local keys are the last of a causal prefix.")
+    return _band_fields(is_causal, None)
+
+
+def _folded(x: Any) -> tuple[Any, tuple[int, ...] | None]:
+    """Fold the dims in front of a tensor of more than four into one batch dim; return them, too, or None."""
+    if not isinstance(x, torch.Tensor) or x.dim() <= 4:
+        return x, None
+    x = collapse(x, dims=range(x.dim() - 3))
+    return merge(x, x.dim() - 3), tuple(x.shape[:-3])
+
+
 def _full_length(name: str, what: str, size: int, length: int | None) -> int:
     """Return the real length along a dim of a mask, from its size and from the argument."""
     if length is None:
@@ -1040,7 +1020,6 @@ def _lengths_of_lists(
 
 
 def _check_compact(compact: bool, reorder: bool | None) -> None:
-    """Refuse `compact` without an order of keys."""
     if check_flag("compact", compact) and reorder is False:
         raise ValueError("compact is True and reorder is False; only an order of keys has places to leave out.")
 

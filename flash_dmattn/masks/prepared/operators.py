@@ -6,17 +6,16 @@ A graph that prepares a mask has these operators in it, not the loops that they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 
-from ...definition import LIBRARY, define, unless_watched
+from ...definition import LIBRARY, define, each_call, stacked, unless_watched
 from ...problem import Band, Layout, MaskChoice, MaskView, SequenceSpec, collapse, hint, make_band
 from ..topk import list_best, score_keys, topk_intervals
 from . import intervals, packing
 from .intervals import IntervalTiles, KeyIntervals, MaskIntervals
-from .packing import TILE, TILE_WORDS, KeySet, TileLists, tiles
-from .sequence_packing import MaskPacking, pack_sequences, row_counts, tile_count
+from .packing import TILE, TILE_WORDS, KeySet, MaskPacking, TileLists, row_counts, tile_count, tiles
 
 # Fewer queries are bound by reading k and v, so that fetching the kept keys one by one costs nothing; with more of them
 # it costs five times what tiles do.
@@ -25,7 +24,6 @@ FEW_QUERIES = 16
 # bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
 ORDER_FROM = 4096
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 TwoTensors = tuple[torch.Tensor, torch.Tensor]
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -33,11 +31,8 @@ ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Packer(NamedTuple):
     """The functions that prepare a mask; every packer gives the results of plain PyTorch, bit for bit.
 
-    Functions that are not described here have a namesake in `packing`, `intervals`, `sequence_packing` or `topk`.
-
-    Attributes:
-        pack_tiles: (bool (Bm, Hm, Lq, Lk) of any strides, band) -> bits, classes, row_lists, col_lists of a `TileMask`.
-        interval_tiles: (start, stop, order, seqlen_q) -> bounds, row_lists, col_lists of an `IntervalMask`.
+    `pack_tiles` makes the tensors of a `TileMask` of a bool mask of any strides, `interval_tiles` the bounds and lists
+    of an `IntervalMask`. The other functions have a namesake in `packing`, `intervals` or `topk`.
     """
 
     pack_tiles: Callable[[torch.Tensor, Band | None], list[torch.Tensor]]
@@ -79,7 +74,7 @@ PYTORCH = Packer(
     key_order=intervals.key_order,
     first_places=intervals.first_places,
     list_best=list_best,
-    pack_sequences=pack_sequences,
+    pack_sequences=packing.pack_sequences,
 )
 _find_faster: Callable[[torch.Tensor], Packer | None] = lambda tensor: None
 
@@ -91,7 +86,6 @@ def register(find_faster: Callable[[torch.Tensor], Packer | None]) -> None:
 
 
 def packer(tensor: torch.Tensor) -> Packer:
-    """Return the packer that serves a tensor."""
     return _find_faster(tensor) or PYTORCH
 
 
@@ -163,21 +157,17 @@ def _prepare_mask(
 def _prepare_fake(
     mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
 ) -> list[torch.Tensor]:
-    heads = mask.shape[:2]
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty((*mask.shape[:2], *shape), dtype=dtype, device=mask.device)
+
     rows, columns = tiles(seqlen_q), tiles(seqlen_k)
-    shapes: list[tuple[int, ...]]
-    lists = [(*heads, rows, 2 + columns), (*heads, columns, 2 + rows)]
     if form == "keys":
-        shapes = [(*heads, seqlen_k), tuple(heads), (*heads, seqlen_k + 1)]
-    elif form == "intervals":
-        keys, places = (*heads, seqlen_k), (*heads, columns * TILE, 2)
-        shapes = [keys, keys, (*heads, seqlen_k if reorder else 0), places, *lists]
-    else:
-        shapes = [(*heads, seqlen_q, columns * TILE_WORDS), *lists]
-    made = [torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in shapes]
-    if form == "tiles":
-        made.insert(1, torch.empty((*heads, rows, columns), dtype=torch.uint8, device=mask.device))
-    return made
+        return [empty(seqlen_k), empty(), empty(seqlen_k + 1)]
+    if form == "intervals":
+        start, stop = empty(seqlen_k), empty(seqlen_k)
+        return [start, stop, *_interval_walk_fake(start, stop, seqlen_q, reorder, seqlen_k)]
+    classes = empty(rows, columns, dtype=torch.uint8)
+    return [empty(seqlen_q, columns * TILE_WORDS), classes, empty(rows, 2 + columns), empty(columns, 2 + rows)]
 
 
 def _prepare_mapped(
@@ -241,19 +231,10 @@ def _pack_beside_fake(
     ]
 
 
-def _pack_beside_mapped(
-    info: Any, in_dims: tuple[Any, ...], mask: torch.Tensor, bounds: torch.Tensor, *others: Any
-) -> tuple[list[torch.Tensor], list[int]]:
+def _pack_beside_mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[torch.Tensor], list[int]]:
     """Map over `torch.vmap`: each of its calls has tiles of its own."""
-    made = [
-        _PACK_BESIDE(
-            mask if in_dims[0] is None else mask.select(in_dims[0], index),
-            bounds if in_dims[1] is None else bounds.select(in_dims[1], index),
-            *others,
-        )
-        for index in range(info.batch_size)
-    ]
-    return [torch.stack(x) for x in zip(*made, strict=True)], [0] * 4
+    results, dims = stacked([_PACK_BESIDE(*each) for each in each_call(info.batch_size, in_dims, arguments)])
+    return list(results), list(dims)
 
 
 _PACK_BESIDE = define(
@@ -266,39 +247,24 @@ _PACK_BESIDE = define(
 torch.library.register_vmap("flash_dmattn::prepare_sequence_mask", _pack_beside_mapped, lib=LIBRARY)
 
 
-def _step(schema: str, *, direct: bool = True) -> Callable[[Function], Function]:
-    """Make the operator `name` of a function `name` of `Packer`, and a function `run_name` that calls it.
-
-    The decorated function has the name `run_name`; its body makes the results of tensors without values.
-
-    Args:
-        schema: arguments and results of the operator.
-        direct: whether the operator is left out where nothing watches. All tensors have to be integers that derive from
-            the first of them.
-    """
-
-    def decorate(fake: Function) -> Function:
-        name = fake.__name__.removeprefix("run_")
-
-        def run(tensor: torch.Tensor, *others: Any) -> Any:
-            return getattr(packer(tensor), name)(tensor, *others)
-
-        operator = define(name, schema, run, fake)
-        return cast(Function, unless_watched(operator, run) if direct else operator)
-
-    return decorate
-
-
-@_step("(Tensor scores, Tensor? allowed) -> Tensor", direct=False)
-def run_score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+def _score_keys_fake(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
     heads = scores.shape[:2] if allowed is None else torch.broadcast_shapes(scores.shape[:2], allowed.shape[:2])
     dtype = torch.int64 if scores.dtype == torch.float64 else torch.int32
     return scores.new_empty((*heads, scores.shape[3]), dtype=dtype)
 
 
-@_step("(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)", direct=False)
-def run_topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> TwoTensors:
-    return keys.new_empty(keys.shape, dtype=torch.int32), keys.new_empty(keys.shape, dtype=torch.int32)
+run_score_keys = define(
+    "score_keys",
+    "(Tensor scores, Tensor? allowed) -> Tensor",
+    lambda scores, allowed: packer(scores).score_keys(scores, allowed),
+    _score_keys_fake,
+)
+run_topk_intervals = define(
+    "topk_intervals",
+    "(Tensor keys, SymInt k, SymInt seqlen_q, SymInt local) -> (Tensor start, Tensor stop)",
+    lambda keys, *numbers: packer(keys).topk_intervals(keys, *numbers),
+    lambda keys, *_: (keys.new_empty(keys.shape, dtype=torch.int32), keys.new_empty(keys.shape, dtype=torch.int32)),
+)
 
 
 def _interval_walk(
@@ -341,7 +307,19 @@ def interval_walk(
     return tensors
 
 
-@_step("(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)")
-def run_mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
+def _mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
+    return packer(bits).mask_intervals(bits, row_lists, seqlen_k)
+
+
+def _mask_intervals_fake(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
     start, stop = (bits.new_empty((*bits.shape[:2], seqlen_k)) for _ in range(2))
     return start, stop, bits.new_empty((4,), dtype=torch.int64)
+
+
+_MASK_INTERVALS = define(
+    "mask_intervals",
+    "(Tensor bits, Tensor row_lists, SymInt seqlen_k) -> (Tensor start, Tensor stop, Tensor numbers)",
+    _mask_intervals,
+    _mask_intervals_fake,
+)
+run_mask_intervals = unless_watched(_MASK_INTERVALS, _mask_intervals)

@@ -19,8 +19,7 @@ from . import packing
 from .intervals import covering, interval_classes
 from .lists import take
 from .mask import PreparedMask as PreparedMask
-from .packing import EMPTY, FULL, TILE, tiles
-from .sequence_packing import unpack_sequences
+from .packing import EMPTY, FULL, TILE, tiles, unpack_sequences
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,11 +52,7 @@ class BatchMask(PreparedMask):
         return self.shape[:1] if self.leading is None else self.leading
 
     def expand_batch(self, dims: tuple[int, ...]) -> Self:
-        """Expand the leading dims, with a copy of the tensors.
-
-        Args:
-            dims: as many as `batch_dims` or more, each as there or, where that is 1, any.
-        """
+        """Expand the leading dims, with a copy of the tensors; `dims` are as many as `batch_dims` or more."""
         own = (*(1,) * (len(dims) - len(self.batch_dims)), *self.batch_dims)
         tensors = [
             x.view(*own, *x.shape[1:]).expand(*dims, *x.shape[1:]).reshape(math.prod(dims), *x.shape[1:])
@@ -70,21 +65,20 @@ class BatchMask(PreparedMask):
         """The diagonals `low <= j - i <= high` that `is_causal` and `window_size` leave; None where that is all."""
         return make_band(self.seqlen_q, self.seqlen_k, causal_window(self.is_causal, self.window_size))
 
+    def _within_band(self, allowed: torch.Tensor, start: int, stop: int | None) -> torch.Tensor:
+        """Forbid what the band hides of query rows `start` to `stop`."""
+        if self.band is None:
+            return allowed
+        rows = torch.arange(self.seqlen_q, device=self.device)[start:stop, None]
+        diagonals = torch.arange(self.seqlen_k, device=self.device) - rows
+        return allowed & (diagonals >= self.band.low) & (diagonals <= self.band.high)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TileMask(BatchMask):
     """A mask that depends on the query, as bits and lists of 128 x 128 tiles, with the band folded in.
 
-    With Tq = ceil(Lq / 128), Tk = ceil(Lk / 128) and W = 4 * Tk, all contiguous and on the mask's device:
-
-    Attributes:
-        bits: int32 (Bm, Hm, Lq, W). Bit j % 32 of word j // 32 says whether the query attends to key j; bits of keys
-            past Lk are 0. Rows are whole multiples of 16 bytes.
-        classes: uint8 (Bm, Hm, Tq, Tk). 0: empty, 1: partial, 2: full. In a full tile all of its queries that exist
-            attend to 128 keys; a last tile with fewer keys is partial at most.
-        row_lists: int32 (Bm, Hm, Tq, 2 + Tk). A row of tiles has the number of its full tiles and the number of its
-            partial tiles, then the columns of full, of partial and of empty tiles, each ascending.
-        col_lists: int32 (Bm, Hm, Tk, 2 + Tq), the same for the columns of tiles.
+    docs/mask_storage.md describes the fields, which are contiguous, as of all forms.
     """
 
     form: ClassVar[MaskForm] = "tiles"
@@ -110,13 +104,7 @@ class TileMask(BatchMask):
 class KeyMask(BatchMask):
     """A mask with one row for a few queries, as the set of keys it keeps; the band is not folded in.
 
-    Query i attends to the kept keys among `i + band.low` to `i + band.high`, which are numbers
-    `prefix[max(i + low, 0)]` to `prefix[min(i + high + 1, Lk)]` of `kept`, the end not included.
-
-    Attributes:
-        kept: int32 (Bm, Hm, Lk), the positions of the kept keys, ascending, then Lk for the rest.
-        count: int32 (Bm, Hm), how many are kept.
-        prefix: int32 (Bm, Hm, Lk + 1), how many are kept below each position.
+    docs/mask_storage.md describes the fields.
     """
 
     form: ClassVar[MaskForm] = "keys"
@@ -134,12 +122,7 @@ class KeyMask(BatchMask):
         return (self.prefix.diff(dim=-1) > 0)[:, :, None]
 
     def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        keys = self.unpacked().expand(-1, -1, self.seqlen_q, -1)[:, :, start:stop]
-        if self.band is None:
-            return keys
-        rows = torch.arange(self.seqlen_q, device=self.device)[start:stop, None]
-        diagonals = torch.arange(self.seqlen_k, device=self.device) - rows
-        return keys & (diagonals >= self.band.low) & (diagonals <= self.band.high)
+        return self._within_band(self.unpacked().expand(-1, -1, self.seqlen_q, -1)[:, :, start:stop], start, stop)
 
     def stats(self) -> MaskStats:
         """Count as any prepared mask does; `shape` has Lq rows."""
@@ -152,20 +135,8 @@ class IntervalMask(BatchMask):
     """A mask in which every key is seen by one run of queries, `start <= i < stop`, with the band folded in.
 
     Causality, windows, documents, a prefix, padding, and causal top-k over one score per key are of this kind. It
-    occupies 16 bytes for a key, 20 with an order, and 8 for a tile of 128 x 128: 1/256 of the bits of a `TileMask`.
-
-    All tensors are int32, contiguous and on the mask's device:
-
-    Attributes:
-        start, stop: (Bm, Hm, Lk). Queries `start` to `stop`, not included, attend to the key, 0 <= start < stop <= Lq;
-            both are 0 for a dead key, which no query attends to.
-        order: (Bm, Hm, P), the key at each of P places, live keys first, neighbours of similar intervals, so that tiles
-            of 128 places are dense; P is Lk, or fewer where some dead keys have no place. Or (Bm, Hm, 0), keys in their
-            own order. It changes no result, only the time.
-        bounds: (Bm, Hm, 128 * Tp, 2), start and stop at each place, Tp = ceil(P / 128), P being Lk without an order;
-            (0, 0) past the last place.
-        row_lists, col_lists: (Bm, Hm, Tq, 2 + Tp) and (Bm, Hm, Tp, 2 + Tq), lists of tiles as in a `TileMask`, with
-            places for keys.
+    occupies 16 bytes for a key, 20 with an order, and 8 for a tile of 128 x 128: 1/256 of the bits of a `TileMask`. An
+    order of keys changes no result, only the time. docs/mask_storage.md describes the fields.
     """
 
     form: ClassVar[MaskForm] = "intervals"
@@ -184,7 +155,6 @@ class IntervalMask(BatchMask):
 
     @property
     def is_reordered(self) -> bool:
-        """Whether it has an order of keys of its own."""
         return self.order.size(2) > 0 or self.seqlen_k == 0
 
     @property
@@ -277,13 +247,7 @@ class ListMask(BatchMask):
         keys = self.keys[:, :, lists]
         made = table(keys, keys[..., :0], 0, -(-self.seqlen_k // step_k)) >= 0
         made = spread(made, 2, step_q, rows.start, max(rows.start, rows.stop))
-        made = spread(made, 3, step_k, 0, self.seqlen_k)
-        if self.band is None:
-            return made.contiguous()
-        diagonals = torch.arange(self.seqlen_k, device=self.device) - torch.arange(
-            rows.start, max(rows.start, rows.stop), device=self.device
-        ).unsqueeze(1)
-        return made & (diagonals >= self.band.low) & (diagonals <= self.band.high)
+        return self._within_band(spread(made, 3, step_k, 0, self.seqlen_k), start, stop).contiguous()
 
     def stats(self) -> MaskStats:
         """Count as any prepared mask does, 128 queries at a time."""
@@ -305,16 +269,13 @@ class SequenceTileMask(PreparedMask):
 
     A sequence has tiles of its own. With `first` its first query among all queries, its rows of tiles begin with number
     `first // 128 + s`; columns so with keys. R counts the rows of queries: of packed tokens, or of S slots one behind
-    another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and max_seqlen_q:
+    another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and max_seqlen_q, the
+    fields are as of a `TileMask`:
 
     Attributes:
-        sequences: the `Sequences` object that it was prepared for; calls have to pass it, too.
-        spec: how they lie.
-        is_causal, window_size: the band that is part of it, bottom-right aligned in each sequence.
-        bits: int32 (1, Hm, R, 4 * C). Bit j % 32 of word j // 32 says whether the query attends to key j of its
-            sequence; bits past the last key, and bits of rows of no sequence, are 0.
-        classes: uint8 (1, Hm, Tq, C). 0: empty, 1: partial, 2: full, as of a `TileMask`.
-        row_lists: int32 (1, Hm, Tq, 2 + C), as of a `TileMask`.
+        bits: int32 (1, Hm, R, 4 * C), of the keys of its sequence; 0 past the last key, and in rows of no sequence.
+        classes: uint8 (1, Hm, Tq, C).
+        row_lists: int32 (1, Hm, Tq, 2 + C).
         col_lists: int32 (1, Hm, Tk, 2 + D), rows counted from the first of the sequence.
     """
 
@@ -400,7 +361,6 @@ def _bit_stats(
     pairs: int | None = None,
     number: int | None = None,
 ) -> MaskStats:
-    """Count a mask from its packed bits and their classes."""
     empty_rows = int((bits == 0).all(-1).sum())
     return _class_stats(shape, int(packing.count_bits(bits)), classes, empty_rows, pairs, number)
 

@@ -1,4 +1,4 @@
-"""The demo as a command: its arguments, its course, what it prints and draws, and its verdict."""
+"""The demo, `python -m flash_dmattn demo`: it trains a small language model on real text, and checks its gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flash_dmattn.masks import show
 from flash_dmattn.problem import device_arch, dtype_name
 from flash_dmattn.tools.verify import FLOOR, RATIO, Outcome, Sample
 
-from .training import (
+from .byte_model import (
     RESULTS,
     ByteLanguageModel,
     Corpus,

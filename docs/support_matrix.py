@@ -1,4 +1,4 @@
-"""The support matrix, made from the rules of the backends: `python -m flash_dmattn.tools.support_matrix --write`.
+"""The support matrix, made from the rules of the backends: `python docs/support_matrix.py --write`.
 
 Every cell is what a backend's rules answer to one problem; nothing is said here that the selection does not act on.
 """
@@ -14,18 +14,20 @@ from unittest.mock import patch
 
 import torch
 
-from ..backends.cuda import rules
-from ..backends.protocol import Backend, Reason
-from ..biases import ByDistance, Chosen
-from ..dispatch.registry import BACKENDS
-from ..dispatch.selection import passes_of, select_tangents
-from ..explanation import explain, explain_problem
-from ..masks import PreparedMask
-from ..problem import AttentionProblem, SequenceSpec
-from ..triton_kernels.gpus import GPUS, KIB
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from flash_dmattn.backends.cuda import rules  # noqa: E402
+from flash_dmattn.backends.protocol import Backend, Reason  # noqa: E402
+from flash_dmattn.biases import ByDistance, Chosen  # noqa: E402
+from flash_dmattn.dispatch.registry import BACKENDS  # noqa: E402
+from flash_dmattn.dispatch.selection import passes_of, select_tangents  # noqa: E402
+from flash_dmattn.explanation import explain, explain_problem  # noqa: E402
+from flash_dmattn.masks import PreparedMask  # noqa: E402
+from flash_dmattn.problem import AttentionProblem, SequenceSpec  # noqa: E402
+from flash_dmattn.triton_kernels.gpus import GPUS, KIB  # noqa: E402
 
 T5, BAND = ByDistance(128, "clamp", False), ByDistance(63, "zero", True)
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Row(NamedTuple):
@@ -244,7 +246,7 @@ def document(names: Sequence[str]) -> str:
     """Write the text of docs/support.md."""
     return f"""# Calls and the backends that serve them
 
-This page is generated from the rules of the backends by `python -m flash_dmattn.tools.support_matrix --write`, and a
+This page is generated from the rules of the backends by `python docs/support_matrix.py --write`, and a
 test asserts that it is current. The same rules decide each call and give the reasons in every error.
 `flash_dmattn.explain(...)` says the same about your own call, and also whether a backend works on your machine.
 
@@ -265,15 +267,10 @@ gradients are needed. `reference` has no column: it serves every row, by name.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the page, or with --write rewrite docs/support.md."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_dmattn.tools.support_matrix", description="Generate the support matrix from the rules."
-    )
+    parser = argparse.ArgumentParser(description="Generate the support matrix from the rules.")
     parser.add_argument("--write", action="store_true", help="rewrite docs/support.md")
     arguments = parser.parse_args(argv)
     names = tuple(BACKENDS)
-    if not (ROOT / "csrc").is_dir():
-        print(f"{parser.prog}: error: {ROOT} is not a checkout of the sources, whose page it writes", file=sys.stderr)
-        return 1
     # The page tells of every kernel there is, whichever this checkout has built.
     with patch.object(rules, "installed_instances", lambda: None):
         if not arguments.write:

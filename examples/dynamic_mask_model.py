@@ -17,10 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ... import attention
-from ...nn import DynamicMaskAttention
-from ...nn.positions import rotary_angles
-from .attention_function import show_observers
+from flash_dmattn import attention
+from flash_dmattn.integrations.transformers.attention_function import show_observers
+from flash_dmattn.nn import DynamicMaskAttention
+from flash_dmattn.nn.positions import rotary_angles
 
 __all__ = ["DynamicMaskConfig", "DynamicMaskForCausalLM", "DynamicMaskModel", "DynamicMaskPreTrainedModel"]
 
@@ -59,7 +59,7 @@ class DynamicMaskConfig(transformers.PreTrainedConfig):
     Raises:
         ValueError: what `flash_dmattn.nn.DynamicMaskAttention` refuses, when a model is made of it.
 
-    >>> from flash_dmattn.integrations.transformers.dynamic_mask import DynamicMaskConfig
+    >>> from flash_dmattn.examples.dynamic_mask_model import DynamicMaskConfig
     >>> DynamicMaskConfig(hidden_size=64, num_attention_heads=4, keep_window_size=16).head_dim
     16
     """
@@ -389,7 +389,7 @@ class DynamicMaskForCausalLM(DynamicMaskPreTrainedModel, transformers.Generation
     """A causal language model whose attention keeps the keys that it has learned to want, as in the Doge models.
 
     Every layer is `flash_dmattn.nn.DynamicMaskAttention` and a gated feed-forward layer, each behind a norm. Import
-    `flash_dmattn.integrations.transformers.dynamic_mask` and it is one of transformers' models: `AutoModelForCausalLM`,
+    `flash_dmattn.examples.dynamic_mask_model` and it is one of transformers' models: `AutoModelForCausalLM`,
     `save_pretrained`, `generate` with every cache, `Trainer`, gradient checkpointing.
 
     Args:
@@ -398,7 +398,7 @@ class DynamicMaskForCausalLM(DynamicMaskPreTrainedModel, transformers.Generation
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention", 2025.
 
     >>> import torch, transformers
-    >>> from flash_dmattn.integrations.transformers.dynamic_mask import DynamicMaskConfig
+    >>> from flash_dmattn.examples.dynamic_mask_model import DynamicMaskConfig
     >>> config = DynamicMaskConfig(
     ...     vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     ...     num_key_value_heads=2, keep_window_size=8)
