@@ -96,13 +96,15 @@ WORKS: Features = {
 HELD = Case(batch=180, num_heads=3, num_heads_k=3, head_dim=32, dtype=BF16, bias=SHARED_BY_ENTRIES, needs_grad=())
 HELD_CALLS = (HELD.with_(seqlen_q=130, seqlen_k=136), HELD.with_(seqlen_q=200, seqlen_k=72, sink="normal"))
 
-# A bias by distance, whose values reach few of the tiles: by three consumers in parts, by two, and beside a mask.
+# A bias by distance, whose values reach few of the tiles: by three consumers in parts, by two, beside a mask, and with
+# the gradient of the values.
 DISTANCES = Numbers(("1", "Hq", "1"), 65, 32, "clamp")
 RELATIVE = Case(num_heads=4, head_dim=64, dtype=BF16, seqlen_q=330, seqlen_k=410, relative=DISTANCES, needs_grad=())
 RELATIVE_CALLS = (
     (RELATIVE, 3),
-    (RELATIVE.with_(seqlen_q=120, is_causal=True), 1),
+    (RELATIVE.with_(seqlen_q=120, is_causal=True, needs_grad=ALL), 1),
     (RELATIVE.with_(head_dim=128, dtype=FP16, mask=FULL, softcap=3.0), 1),
+    (RELATIVE.with_(head_dim=128, dtype=FP16, mask=FULL, needs_grad=ALL), 1),
 )
 
 
