@@ -122,6 +122,10 @@ def run_one(place: Place, name: str, kind: str, line: dict[str, Any], step: int)
     if outcome is None:
         line["passed"] += 1
         return None
+    if "out of memory" in outcome:  # several processes share a GPU, and none of them knows what the others hold
+        line["no memory"] = line.get("no memory", 0) + 1
+        torch.cuda.empty_cache()
+        return None
     line["failed"].append(number)
     repeat = f"python tests/run_calls.py {name} {kind} {number} 1"
     return f"{repeat}\n{outcome}\nthe simplest call that fails:\n{shrink(check, outcome)}"
@@ -163,11 +167,12 @@ def run(names: list[str], tally: Tally, calls: int, seconds: float, part: int, p
 
 def table(tally: Tally) -> str:
     """Return the counts of each place and kind, as a table."""
-    rows = ["| place | calls | passed | refused | failed |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| place | calls | passed | refused | no memory | failed |", "| --- | --- | --- | --- | --- | --- |"]
     for place, kinds in tally.content["places"].items():
         for kind, line in kinds.items():
             failed = ", ".join(map(str, line["failed"])) or "0"
-            rows.append(f"| {place} | {kind} | {line['passed']:,} | {line['refused']:,} | {failed} |")
+            counts = f"{line['passed']:,} | {line['refused']:,} | {line.get('no memory', 0):,}"
+            rows.append(f"| {place} | {kind} | {counts} | {failed} |")
     return "\n".join(rows)
 
 
@@ -178,8 +183,8 @@ def merge(parts: list[Tally], total: Tally) -> None:
             for kind, line in kinds.items():
                 own = total.of(place, kind)
                 own.update(next=max(own["next"], line["next"]), failed=sorted(own["failed"] + line["failed"]))
-                for word in ("passed", "refused"):
-                    own[word] += line[word]
+                for word in ("passed", "refused", "no memory"):
+                    own[word] = own.get(word, 0) + line.get(word, 0)
     total.save()
     for part in parts:
         part.file.unlink(missing_ok=True)

@@ -29,15 +29,16 @@ def read(pattern: str) -> list[dict[str, Any]]:
 
 def random_calls() -> list[str]:
     """Return the table of random calls."""
-    rows = ["| device | place | kinds of calls | passed | refused | outside the rule | commit, date |"]
-    rows.append("| --- | --- | --- | --- | --- | --- | --- |")
+    rows = ["| device | place | kinds of calls | passed | refused | no memory | outside the rule | commit, date |"]
+    rows.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for content in read("fuzz-*.json"):
         for place, kinds in content["places"].items():
-            passed, refused = (sum(line[word] for line in kinds.values()) for word in ("passed", "refused"))
+            words = ("passed", "refused", "no memory")
+            counts = " | ".join(f"{sum(line.get(word, 0) for line in kinds.values()):,}" for word in words)
             failed = [f"{kind} {number}" for kind, line in kinds.items() for number in line["failed"]]
             place = "emulated GPU" if place.endswith(".so") else place
             rows.append(
-                f"| {content['device']} | {place} | {', '.join(kinds)} | {passed:,} | {refused:,} "
+                f"| {content['device']} | {place} | {', '.join(kinds)} | {counts} "
                 f"| {', '.join(failed) or '0'} | {content['commit']}, {content['date']} |"
             )
     return rows

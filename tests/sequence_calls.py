@@ -369,7 +369,7 @@ def run_on(
     left, right = causal_window(f["is_causal"], f["window_size"] or (-1, -1))
     scale = call.q.shape[-1] ** -0.5 if f["softmax_scale"] is None else f["softmax_scale"]
     flags = Flags(left, right, scale, f["softcap"], deterministic, 1, 1, packing["mask"], packing["bias"])
-    flags = flags._replace(dropout_p=f["dropout_p"], sequences=spec)
+    flags = flags._replace(dropout_p=f.get("dropout_p", 0.0), sequences=spec)
 
     def laid(name: str) -> Tensor | None:
         x = getattr(call, name)
@@ -385,7 +385,7 @@ def run_on(
         packed = pack_sequences(mask, bounds, packing["mask"], spec, flags.window) if tiles else (mask,)
         view = MaskView("sequence_tiles" if tiles else "dense", tuple(packed))
     torch.manual_seed(call.seed)
-    key = draw_key(call.q.device) if f["dropout_p"] else None
+    key = draw_key(call.q.device) if f.get("dropout_p") else None
     q, k, v = (laid(n) for n in "qkv")
     sequences = SequenceView(bounds, call.sequences.block_table)
     x = operands.Inputs(q, k, v, view, laid("bias"), call.sink, sequences, key)
@@ -487,7 +487,7 @@ class Tokens:
 
     def dropout(self) -> PairDropout | None:
         """Whether each pair is kept goes by the number of its sequence and the places in it."""
-        p = self.call.flags["dropout_p"]
+        p = self.call.flags.get("dropout_p", 0.0)  # a call that was made simpler lacks it
         if p == 0.0:
             return None
         torch.manual_seed(self.call.seed)

@@ -16,6 +16,7 @@ from flash_dmattn.gradients import sink_gradient
 from flash_dmattn.problem import device_arch
 
 from .backward_delta import delta_kernel
+from .gpus import shared_bytes
 from .kernel_launch import Launch, by_name, ceil_div, next_power_of_2, on_device
 from .launch import plans, signature
 from .list_forward import list_forward_kernel
@@ -175,6 +176,9 @@ class ListCall:
         """
         if self.is_latent or self.has_wide_heads:
             return False
+        tile, dims = self.tile("keys"), self.block_d + self.rest + self.block_dv
+        if (tile.block_m + tile.block_n) * dims * self.dtype.itemsize > shared_bytes(self.arch):
+            return False  # a program keeps k and v of its block in shared memory
         return self.flags.keys_each >= 32 or self.members <= 4 * self.flags.keys_each
 
     def tile(self, kernel: ListKernel) -> Tile:
