@@ -47,6 +47,7 @@ INSTANCE, BACKWARD_INSTANCE, DBIAS_INSTANCE = "forward_d64_bf16", "backward_d64_
 # The kernels of no unit, and how many there are of each.
 OTHERS = {
     "add_chunks_kernel": 2,
+    "add_diagonals_kernel": 1,
     "backward_rows_kernel": 12,
     "backward_sums_kernel": 4,
     "few_keys_kernel": 2,
@@ -228,8 +229,9 @@ def test_log_of_the_build_names_every_kernel(built: Built) -> None:
     # backward pass. Dropout, which this head dim alone has, has the forms of calls without a softcap.
     sequences = {"forward_kernel": 3 * 3, "backward_kernel": 4, "shared_dbias_kernel": 1}
     dropout = {"forward_kernel": 6 + 2, "backward_kernel": 8 + 2, "shared_dbias_kernel": 2}
-    # A bias by distance: without a mask by two consumers and by three, and beside bits.
-    distances = {"forward_kernel": 3, "backward_kernel": 2, "shared_dbias_kernel": 0}
+    # A bias by distance: without a mask by two consumers and by three, and beside bits. The backward pass has kernels for
+    # values that need a gradient, and sums along diagonals, without a mask and beside bits.
+    distances = {"forward_kernel": 3, "backward_kernel": 2 * 2, "shared_dbias_kernel": 2}
     passes = {name: sum(each[name] for each in (plain, sequences, dropout, distances)) for name in plain}
     assert counts == {**passes, **OTHERS}, built.log
 

@@ -134,7 +134,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     if DEVICE == "cuda":
         pytest.skip("a GPU runs the kernels themselves")
     heard: list[bool] = []
-    kernels = Kernels(lambda *arguments: heard.append(arguments[-3]), *[None] * 4)  # two numbers of distances follow
+    kernels = Kernels(lambda *arguments: heard.append(arguments[-4]), *[None] * 4)  # three numbers follow
     monkeypatch.setattr(passes, "kernels", lambda: kernels)
     monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
     with replaced("cuda", probe=lambda: Availability(True), rules=rules_without("cuda", "device")):

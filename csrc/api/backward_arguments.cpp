@@ -61,10 +61,9 @@ void BackwardPass::check_dbias() const {
     const Sizes score_sizes = dbias_sizes();
     // The main kernel may store rows of whole pieces of 16 bytes, with places that no key has.
     const int64_t keys = score_sizes.seqlen_k, columns = ceil_div(keys, kDbiasColumns) * kDbiasColumns;
+    const bool has_pieces = sequences == nullptr && args.dbias->dim() == 4 && args.dbias->size(3) == columns;
     check_dims(op, *args.dbias, "dbias",
-               {args.bias->size(0), args.bias->size(1), score_sizes.seqlen_q,
-                sequences == nullptr && args.dbias->size(3) == columns ? columns : keys},
-               args.q);
+               {args.bias->size(0), args.bias->size(1), score_sizes.seqlen_q, has_pieces ? columns : keys}, args.q);
     check_dtype(op, *args.dbias, "dbias", args.q.scalar_type());
   }
   if (args.dbias_sums.has_value()) {
