@@ -111,7 +111,7 @@ def run(suite: str, options: Options) -> int:
 
 
 def share(part: tuple[int, int], cases: list[Case]) -> set[str]:
-    """The names of the cases of one of several processes; those that run all systems take longest, and come first."""
+    """Return the names of cases of one of several processes. Cases of all systems take longest, and are dealt first."""
     index, count = part
     ordered = sorted(cases, key=lambda case: not case.all_systems)
     return {case.name for case in ordered[index - 1 :: count]}

@@ -229,8 +229,8 @@ def test_log_of_the_build_names_every_kernel(built: Built) -> None:
     # backward pass. Dropout, which this head dim alone has, has the forms of calls without a softcap.
     sequences = {"forward_kernel": 3 * 3, "backward_kernel": 4, "shared_dbias_kernel": 1}
     dropout = {"forward_kernel": 6 + 2, "backward_kernel": 8 + 2, "shared_dbias_kernel": 2}
-    # A bias by distance: without a mask by two consumers and by three, and beside bits. Backward, without a mask and beside
-    # bits: for values that need a gradient and for others, and sums along diagonals.
+    # A bias by distance: without a mask by two consumers and by three, and beside bits. Backward kernels, with bits and
+    # without: for values that need a gradient and for others, and sums along diagonals.
     distances = {"forward_kernel": 3, "backward_kernel": 2 * 2, "shared_dbias_kernel": 2}
     passes = {name: sum(each[name] for each in (plain, sequences, dropout, distances)) for name in plain}
     assert counts == {**passes, **OTHERS}, built.log

@@ -9,8 +9,8 @@ With s the scores in base 2 and ts their tangents, over tiles j of keys, in addi
 So acc_t holds differences to the mean over the keys so far, and no large numbers cancel in the end. Six products take
 the place of two; a tangent that is not there costs none.
 
-In fp32 the rounding of the mean itself would be most of the error of tout where tangents of scores are large, so there
-the kernel also sums what is left of the mean::
+Where tangents of scores are large, the rounding of the mean would be most of the error of tout in fp32.
+So a kernel in fp32 also sums what is left of the mean::
 
     rest = rest * c + (mean - mean') * l * c + rowsum(p * (ts_j - mean'))
     tout = (acc_t - acc * rest / l) / l;  tlse = mean + rest / l

@@ -67,9 +67,9 @@ def _readable_bias(problem: AttentionProblem, x: Inputs) -> ChunkBias | None:
 
 
 def _chunked(
-    p: AttentionProblem, dense: Callable[..., Any], beside: Callable[..., Any], **own: Any
+    p: AttentionProblem, dense: Callable[..., Any], packed: Callable[..., Any], **own: Any
 ) -> Callable[..., Any]:
-    """Plan a chunked pass, the one of dense calls or the one beside sequences: run(x, *tensors, **more).
+    """Plan a chunked pass, the one of dense calls or the one of sequences: run(x, *tensors, **more).
 
     Both take q, k and v, the mask and the bias between the tensors in front of them and those behind.
     """
@@ -79,7 +79,7 @@ def _chunked(
         tensors = (*first, x.q, x.k, x.v, _readable(p, x), _readable_bias(p, x), *last)
         sizes = {**numbers, **more, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(p, x)}
         if x.sequences is not None:
-            return beside(batch_of(p, x), *tensors, **sizes)
+            return packed(batch_of(p, x), *tensors, **sizes)
         return dense(*tensors, repeats=repeats, **sizes)
 
     return run

@@ -122,7 +122,7 @@ def _pays_to_copy(p: AttentionProblem) -> bool:
 def forward_copies_bias(p: AttentionProblem) -> bool:
     """Return whether the forward pass reads tiles of a copy, too, and not the bias value by value.
 
-    Narrow heads have kernels of more rows with tiles. Beside a mask a copy would have what no query sees.
+    Narrow heads have kernels of more rows with tiles. A copy beside a mask would have what no query sees.
     """
     if not copies_bias(p):
         return False
