@@ -85,6 +85,15 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
     assert fuzz.Tally(tally.file).of("eager", "dense")["failed"] == [7] and "| 7 |" in fuzz.table(tally)
 
 
+def test_a_call_that_finds_no_memory_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that share a GPU take it from each other."""
+    said = iter(["number 3\ntorch.OutOfMemoryError: CUDA out of memory.", None])
+    monkeypatch.setattr(fuzz, "run_number", lambda *_: (None, next(said)))
+    line = {"next": 3, "passed": 0, "refused": 0, "failed": []}
+    assert [fuzz.run_one(None, "cuda", "dense", line, 1) for _ in range(2)] == [None, None]  # type: ignore[arg-type]
+    assert line == {"next": 5, "passed": 1, "refused": 0, "failed": [], "no memory": 1}
+
+
 def test_every_kind_of_result_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     what = {"file": "a.py", "what": "line 1, and/or: a | b -> c"}
     faults = [{**what, "verdict": verdict} for verdict in ("survived", "killed", "")]
@@ -92,7 +101,7 @@ def test_every_kind_of_result_has_a_row(tmp_path: Path, monkeypatch: pytest.Monk
     counts = {"passed": 1500, "failed": 1, "left out": 3, "late": 2}
     files = {
         "fuzz-x.json": {
-            "places": {"cuda": {"dense": {"next": 3, "passed": 1200, "refused": 1, "failed": [7]}}},
+            "places": {"cuda": {"dense": {"next": 3, "passed": 1200, "refused": 1, "no memory": 4, "failed": [7]}}},
             **{"commit": "c1", "date": "2030-01-01", "device": "a GPU"},
         },
         "checks-x.json": {"commit": "c1", "parts": {"bf16": {"status": "passed"}, "fp32": {"status": "late"}}},
@@ -104,7 +113,7 @@ def test_every_kind_of_result_has_a_row(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(reliability, "RESULTS", tmp_path)
     page = reliability.written(reliability.PAGE.read_text())
     for row in (
-        "| a GPU | cuda | dense | 1,200 | 1 | dense 7 | c1, 2030-01-01 |",
+        "| a GPU | cuda | dense | 1,200 | 1 | 4 | dense 7 | c1, 2030-01-01 |",
         "| GPU, commit c1 | 2 | 1 | 0 | 1 |",
         "| `test_a` | 1,500 | 0 | 1 | 0 | 3 | 2 |",
         "| all, of its commit f1; a GPU, commit c1 | 1,500 | 0 | 1 | 0 | 3 | 2 |",
