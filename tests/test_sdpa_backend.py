@@ -105,6 +105,14 @@ def transposed(inputs: Inputs) -> Inputs:
     return dataclasses.replace(inputs, **{name: getattr(inputs, name).mT.contiguous().mT for name in QKV})
 
 
+def rows_of_min(inputs: Inputs) -> Inputs:
+    """The same with a bias of finfo.min at every key of some queries, beside which scores vanish."""
+    assert inputs.bias is not None
+    bias = inputs.bias.clone()
+    bias[:, :, ::3] = torch.finfo(bias.dtype).min
+    return dataclasses.replace(inputs, bias=bias)
+
+
 FAULTS: dict[str, tuple[Case, Callable[[Inputs], Inputs]]] = {
     "fp32 mask beside bf16": (BASE.with_(dtype=torch.bfloat16, bias_dtype=torch.float32, bias=SCORES), lambda x: x),
     "64 keys of 128, low lse": (
@@ -122,6 +130,12 @@ FAULTS: dict[str, tuple[Case, Callable[[Inputs], Inputs]]] = {
     "keys that end in a unit": (BASE.with_(seqlen_q=197, seqlen_k=197, bias=SCORES, is_causal=True), lambda x: x),
     "scale below 0": (BASE.with_(seqlen_q=13, softmax_scale=-0.4, is_causal=True, bias=SCORES), lambda x: x),
     "huge scores": (BASE.with_(bias=SCORES, bias_kind="huge", needs_grad=QKV), lambda x: x),
+    "rows of finfo.min": (BASE.with_(bias=SCORES, needs_grad=QKV), rows_of_min),
+    "causal rows of finfo.min": (
+        BASE.with_(seqlen_q=33, seqlen_k=33, is_causal=True, bias=SCORES, needs_grad=QKV),
+        rows_of_min,
+    ),
+    "rows of finfo.min in 16 bits": (BASE.with_(dtype=torch.bfloat16, bias=SCORES, needs_grad=QKV), rows_of_min),
 }
 
 

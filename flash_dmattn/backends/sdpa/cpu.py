@@ -21,6 +21,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 # few, and it takes more queries at a time.
 _CAUSAL_BLOCK = 128
 _CUT_FROM, _CUT_TO = 192, 1024
+_LOSES_SCORES = 2.0**60  # a lse beyond it is of a bias that leaves nothing of q k, in fp64 either
 
 
 def kernel_is_causal(p: AttentionProblem) -> bool:
@@ -180,10 +181,20 @@ def plan_backward(p: AttentionProblem) -> Backward:
             dlse = None if dlse is None else dlse.masked_fill(is_empty, 0.0)
             if _size(lse, torch.inf) > LARGE_LSE:
                 # Its rounding would show in every p. Scores that are moved by it have a small one.
-                mask = (lse.new_zeros(()) if mask is None else mask) - lse[..., None]
-                mask = mask.expand(shape)
-                lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[1]
-                lse = lse.masked_fill(is_empty, 0.0)
+                added_to = lse.new_zeros(()) if mask is None else mask
+                moved = (added_to - lse[..., None]).expand(shape)
+                new_lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=moved, scale=scale)[1]
+                has_lost = lse.abs() > _LOSES_SCORES
+                if has_lost.any():
+                    # A bias as large leaves nothing of q k, which moving would bring back. So these rows stay, and dout
+                    # is divided by the number of keys that share the largest bias, which lse is too large to hold.
+                    seen = moved.tril() + torch.full_like(moved, -torch.inf).triu(1) if is_causal else moved
+                    total = seen.logsumexp(-1).exp().masked_fill(~has_lost, 1.0)
+                    dout = dout / total.transpose(1, 2)[..., None]
+                    dlse = None if dlse is None else dlse / total
+                    moved = torch.where(has_lost[..., None], added_to, moved)
+                    new_lse = torch.where(has_lost, lse, new_lse)
+                mask, lse = moved, new_lse.masked_fill(is_empty, 0.0)
         tensors = (_rows(dout), q, k, v, out.transpose(1, 2))
         if dlse is None:
             gradients = _BACKWARD(*tensors, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
