@@ -84,8 +84,7 @@ struct BackwardPass {
   DbiasWriter writer = DbiasWriter::kNone;
   BackwardSchedule schedule{};
   DbiasSchedule dbias_schedule{};
-  Diagonals crossing{};  // of a bias by distance, not flat; the call need not have a tile there
-  Diagonals summed{};    // the same, with a tile of the call
+  Diagonals summed{};  // of a bias by distance: not flat, and with a tile of the call
   bool turns_dq = false, runs_main_kernel = false;
   int num_sms = 0, clusters = 0, block_m = 0, blocks = 0;
   cudaStream_t stream = nullptr;

@@ -168,7 +168,7 @@ void BackwardPass::launch_shared_dbias(SharedDbiasParams& shared) const {
 void BackwardPass::describe_diagonals() {
   const Distances& of = params.distances;
   const Tensor& dvalues = *args.dbias;
-  crossing = diagonals_between(of.lowest + int64_t{1} - of.origin, of.highest - int64_t{1} - of.origin);
+  const Diagonals crossing = diagonals_between(of.lowest + int64_t{1} - of.origin, of.highest - int64_t{1} - of.origin);
   params.first_diagonal = static_cast<int>(crossing.first);
   params.last_diagonal = static_cast<int>(crossing.last);
   Diagonals visible{1 - tiles_q, tiles_k - 1};

@@ -63,7 +63,7 @@ def reader(
     return read
 
 
-_COLUMNS = 8  # rows of 16-bit values start on 16 bytes if their length is a multiple of this
+COLUMNS = 8  # rows of 16-bit values start on 16 bytes, at which they are read and written, if this divides their length
 _SMALL = 4  # a copy is small if it has at most one _SMALL-th of the values of q, k, v and out
 _MOST = 4  # a bias with a value for each score is copied if that takes at most so many times their values
 
@@ -80,7 +80,7 @@ def _copied_values(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _padded(keys: int) -> int:
-    return -(-keys // _COLUMNS) * _COLUMNS
+    return -(-keys // COLUMNS) * COLUMNS
 
 
 def _is_small_and_shared(p: AttentionProblem) -> bool:
@@ -144,7 +144,7 @@ def makes_dbias_of_any_rows(p: AttentionProblem) -> bool:
 
 def pads_dbias(p: AttentionProblem) -> bool:
     """Return whether the main kernel stores a dbias whose rows are no multiple of 16 bytes into longer rows."""
-    if p.bias is None or p.seqlen_k % _COLUMNS == 0 or p.softcap > 0 or p.dropout_p > 0:
+    if p.bias is None or p.seqlen_k % COLUMNS == 0 or p.softcap > 0 or p.dropout_p > 0:
         return False
     return _has_short_rows(p)
 
@@ -203,5 +203,5 @@ def stores_into(dbias: Tensor, q: Tensor, flags: Flags) -> bool:
     """
     if flags.softcap > 0 or flags.dropout_p > 0 or dbias.shape[:2] != (q.shape[0], q.shape[2]):
         return False
-    starts = dbias.data_ptr() % 16 == 0 and dbias.shape[3] % _COLUMNS == 0
+    starts = dbias.data_ptr() % 16 == 0 and dbias.shape[3] % COLUMNS == 0
     return starts and fits_tma(dbias.shape, dbias.stride(), dbias.element_size())

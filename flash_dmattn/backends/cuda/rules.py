@@ -10,7 +10,7 @@ from ...problem import AttentionProblem, SequenceSpec, TensorSpec, dtype_name, f
 from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
 from . import extension
-from .operands import copies_bias, copies_scores, fits, makes_dbias_of_any_rows
+from .operands import COLUMNS, copies_bias, copies_scores, fits, makes_dbias_of_any_rows
 from .parts import part_size
 
 # (head_dim, head_dim_v) that kernels are compiled for; a call takes the first pair that is large enough.
@@ -422,12 +422,11 @@ _AUTO_RULES: tuple[Rule, ...] = (
 # Calls with sequences have kernels and rules of their own.
 
 _SUMMED_KEYS = 64  # up to so many keys of a sequence, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
-_COLUMNS = 8  # of a row of dbias, which is written 16 bytes at a time
 
 
 def _stores_dbias(p: AttentionProblem) -> bool:
     """Return whether dbias of packed queries has an element for each score, so that nothing is summed."""
-    return p.bias is not None and p.bias.shape[1] == p.num_heads and p.bias.shape[3] % _COLUMNS == 0
+    return p.bias is not None and p.bias.shape[1] == p.num_heads and p.bias.shape[3] % COLUMNS == 0
 
 
 _PAGE_SIZES = (16, 32, 64)  # supported, and multiples of _KEYS, which a kernel reads at a time
@@ -505,7 +504,7 @@ _SEQUENCE_RULES: tuple[Rule, ...] = (
         lambda p: (
             f"k and v have strides {tuple(p.k_strides)} and {tuple(p.v_strides)}; "
             "TMA reads pages whose stride is a multiple of the stride of rows, and rows of unit stride that start on "
-            "on 16 bytes"
+            "16 bytes"
         ),
         'use backend="triton"',
     ),
