@@ -8,6 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+# First, because it says which transformers is needed where there is none.
+from flash_dmattn.integrations.transformers.attention_function import show_observers
+
+# isort: split
 import torch
 import torch.nn.functional as F
 import transformers
@@ -18,7 +22,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from flash_dmattn import attention
-from flash_dmattn.integrations.transformers.attention_function import show_observers
 from flash_dmattn.nn import DynamicMaskAttention
 from flash_dmattn.nn.positions import rotary_angles
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import forked
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -143,3 +144,11 @@ def test_broken_optional_package_costs_only_what_needs_it() -> None:
         if done.status != 0 or "eager" not in done.said
     ]
     assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("module", ("integrations.transformers", "examples.dynamic_mask_model"))
+def test_what_needs_transformers_says_so(module: str) -> None:
+    """Where there is none, one sentence says which one to install."""
+    program = f"import sys; sys.modules['transformers'] = None; import flash_dmattn.{module}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True)
+    assert "needs transformers 5.0 or later" in done.stderr.splitlines()[-1], done.stderr
