@@ -31,15 +31,7 @@ from .dispatch.selection import (
     selected_names,
 )
 from .dtensors import above, is_dtensor
-from .problem import (
-    AttentionProblem,
-    MaskForm,
-    NeedsGrad,
-    Numbers,
-    SequenceSpec,
-    refuse_keywords,
-    unpacked_spec,
-)
+from .problem import AttentionProblem, MaskForm, NeedsGrad, Numbers, SequenceSpec, refuse_keywords, unpacked_spec
 from .sequences import Sequences
 from .validation import describe, refuse_dtensors
 

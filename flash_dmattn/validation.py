@@ -361,10 +361,7 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
             "or a prepared mask"
         )
     sizes.check_device("mask", mask.device)
-    for name, has, needs in (
-        ("seqlen_q", mask.seqlen_q, sizes.seqlen_q),
-        ("seqlen_k", mask.seqlen_k, sizes.seqlen_k),
-    ):
+    for name, has, needs in (("seqlen_q", mask.seqlen_q, sizes.seqlen_q), ("seqlen_k", mask.seqlen_k, sizes.seqlen_k)):
         if has != needs:
             raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
     dims = mask.batch_dims
