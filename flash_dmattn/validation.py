@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .biases import ByDistance, check_covered
-from .definition import is_transformed
-from .dtensors import is_dtensor
+from .definition import is_dtensor, is_transformed
 from .problem import (
     FLOAT_DTYPES,
     Arrival,

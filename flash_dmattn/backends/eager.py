@@ -17,9 +17,18 @@ from ..reference import tangents as forward_mode
 from ..reference.distances import ChunkBias
 from ..reference.lists import Chosen
 from ..reference.masks import AnyMask, Intervals, TileBits
-from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, lists_as_tensors, lists_of, whole_batch
 from .mask_choice import MaskChoice, convert
 from .protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
+from .reference import (
+    batch_of,
+    bias_of,
+    bool_mask,
+    dropout_of,
+    formula_numbers,
+    lists_as_tensors,
+    lists_of,
+    whole_batch,
+)
 
 _chunk_bytes = chunked.DEFAULT_CHUNK_BYTES
 
