@@ -106,11 +106,7 @@ class Explanation:
             "problem": str(self.problem),
             "requested": self.requested,
             "elsewhere": self.problem.elsewhere,
-            "forward": self.forward,
-            "backward": self.backward,
-            "tangents": self.tangents,
-            "error": self.error,
-            "profile": self.profile,
+            **{name: getattr(self, name) for name in ("forward", "backward", "tangents", "error", "profile")},
             "copies": list(self.copies),
             "backends": {
                 verdict.backend: {

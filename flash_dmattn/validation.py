@@ -200,8 +200,10 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         chosen=is_chosen,
         sequences=sequences,
     )
-    if mask is not None and mask_form == "lists":
-        flags = _with_lists(flags, mask)
+    if mask_form == "lists":
+        lists: Any = mask
+        block_q, block_k = lists.block_size
+        flags = flags._replace(block_q=block_q, block_k=block_k, places=lists.keys.shape[3])
     if by_distance is not None and by_distance.outside == "error" and bias is not None:
         low, high = 1 - sizes.seqlen_k, sizes.seqlen_q - 1
         low = low if flags.left < 0 else max(low, -flags.left)
@@ -335,11 +337,6 @@ def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _
         fits = mask.sizes_of_values if by_distance is None else distances
         check_values(x.shape, (batch, sizes.num_heads), sizes.num_heads_k, *fits)
     return x, packing
-
-
-def _with_lists(flags: Flags, mask: Any) -> Flags:
-    block_q, block_k = mask.block_size
-    return flags._replace(block_q=block_q, block_k=block_k, places=mask.keys.shape[3])
 
 
 # The description of a mask that is no tensor, and the band of its call.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import FEATURES, AttentionProblem, MaskView
+from ..problem import FEATURES, AttentionProblem, MaskChoice, MaskView
 from ..problem.inputs import Inputs
 from ..reference import formula
 from ..reference import sequences as loop
@@ -19,6 +19,7 @@ from ..reference.distances import AnyBias, Distances, values_of, with_values
 from ..reference.dropout import Dropout
 from ..reference.lists import Lists, dense_bias, slot_table, value_gradient
 from ..reference.sequences import Batch
+from .mask_choice import convert
 from .protocol import Backend, Forward, Rule
 
 
@@ -51,26 +52,25 @@ def lists_of(problem: AttentionProblem, inputs: Inputs) -> Lists:
     return Lists(keys, slots, problem.flags.block_q, problem.flags.block_k)
 
 
-def lists_as_tensors(
-    problem: AttentionProblem, inputs: Inputs
+def for_formula(
+    problem: AttentionProblem, x: Inputs
 ) -> tuple[Tensor | None, AnyBias | None, Callable[[Tensor], Tensor]]:
-    """Return the bool mask of a call with lists, and its bias, both for the whole batch; differentiable.
+    """Return the bool mask of a call without sequences, and its bias, both for the whole batch; differentiable.
 
-    The function that comes with them takes the gradient of that bias to the gradient of the bias of the call.
+    The function that comes with them takes the gradient of that bias to the gradient of the values of lists.
     """
-    flags, lists, bias = problem.flags, lists_of(problem, inputs), inputs.bias
+    flags = problem.flags
+    if x.mask.form != "lists":
+        return *whole_batch(problem, readable_mask(problem, x), bias_of(problem, x)), lambda dbias: dbias
+    lists, bias = lists_of(problem, x), x.bias
     slots = slot_table(lists, problem.seqlen_q, problem.seqlen_k)
     if bias is None or not flags.chosen:
-        mask, other = whole_batch(problem, slots >= 0, bias_of(problem, inputs))
-        return mask, other, lambda dbias: dbias
-    wide = bias.to(torch.promote_types(bias.dtype, formula.softmax_dtype(inputs.q)))  # its gradient is rounded once
+        return *whole_batch(problem, slots >= 0, bias_of(problem, x)), lambda dbias: dbias
+    wide = bias.to(torch.promote_types(bias.dtype, formula.softmax_dtype(x.q)))  # its gradient is rounded once
     slots = formula.spread_entries(slots, problem.batch, flags.mask_repeat)
     values = formula.spread_entries(wide, problem.batch, flags.bias_repeat)
-    return (
-        slots >= 0,
-        dense_bias(values, slots, lists.block_q),
-        lambda dbias: value_gradient(dbias, values, slots, lists.block_q),
-    )
+    made = dense_bias(values, slots, lists.block_q)
+    return slots >= 0, made, lambda dbias: value_gradient(dbias, values, slots, lists.block_q)
 
 
 def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
@@ -91,6 +91,12 @@ def bool_mask(mask: MaskView) -> Tensor | None:
     return unpack_tree(mask.tensors[0])[:, None]
 
 
+def readable_mask(problem: AttentionProblem, x: Inputs) -> Tensor | None:
+    """Return the bool mask of a call, unpacked from the form that other passes read."""
+    is_prepared = x.mask.form not in ("none", "dense", "tree")
+    return bool_mask(convert(problem, MaskChoice("dense"), x.mask, x.sequences) if is_prepared else x.mask)
+
+
 def batch_of(problem: AttentionProblem, inputs: Inputs) -> Batch:
     flags, spec, sequences = problem.flags, problem.sequences, inputs.sequences
     assert spec is not None and sequences is not None
@@ -103,16 +109,11 @@ def plan_forward(problem: AttentionProblem) -> Forward:
     numbers = formula_numbers(problem)
 
     def forward(x: Inputs) -> tuple[Tensor, ...]:
-        dropout = dropout_of(problem, x)
-        others = {"return_probs": problem.return_probs, "sink": x.sink, "dropout": dropout}
-        if x.mask.form == "lists":
-            allowed, added, _ = lists_as_tensors(problem, x)
-            return formula.attention(x.q, x.k, x.v, allowed, added, **others, **numbers)
-        mask, bias = bool_mask(x.mask), bias_of(problem, x)
+        tensors, others = (x.q, x.k, x.v), {"sink": x.sink, "dropout": dropout_of(problem, x), **numbers}
         if x.sequences is not None:
-            return loop.attention(batch_of(problem, x), x.q, x.k, x.v, mask, bias, x.sink, dropout, **numbers)
-        mask, bias = whole_batch(problem, mask, bias)
-        return formula.attention(x.q, x.k, x.v, mask, bias, **others, **numbers)
+            return loop.attention(batch_of(problem, x), *tensors, bool_mask(x.mask), bias_of(problem, x), **others)
+        mask, bias, _ = for_formula(problem, x)
+        return formula.attention(*tensors, mask, bias, return_probs=problem.return_probs, **others)
 
     return forward
 

@@ -321,12 +321,7 @@ class AttentionProblem(NamedTuple):
             ("chosen bias", self.chosen, flags.bias_repeat, "none"),
         ):
             if spec is not None:
-                parts.append(
-                    f"{name} {tuple(spec.shape)}"
-                    + ("" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}")
-                    + ("" if spec.shape[0] in (1, self.batch) else f" of batch // {repeat} % {spec.shape[0]}")
-                    + ("" if packing == "none" else f" of packed {packing}")
-                )
+                parts.append(self._describe_tensor(f"{name} {tuple(spec.shape)}", spec, repeat, packing))
         if self.relative is not None:
             parts.append(self._describe_relative(self.relative))
         if self.sink is not None:
@@ -345,16 +340,17 @@ class AttentionProblem(NamedTuple):
         parts.append("gradients " + " ".join(wanted) if wanted else "no gradient")
         return ", ".join(parts)
 
+    def _describe_tensor(self, named: str, spec: TensorSpec, repeat: int, packing: Packing) -> str:
+        dtype = "" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}"
+        shared = "" if spec.shape[0] in (1, self.batch) else f" of batch // {repeat} % {spec.shape[0]}"
+        return f"{named}{dtype}{shared}" + ("" if packing == "none" else f" of packed {packing}")
+
     def _describe_relative(self, spec: TensorSpec) -> str:
-        batch, heads, rows, number = spec.shape
-        zero, repeat = self.flags.zero, self.flags.bias_repeat
-        shape = (batch, heads, number) if rows == 1 else tuple(spec.shape)
-        kind = "relative" if rows == 1 else "band"
-        beyond = {"clamp": ", clamped", "zero": ", else 0"}.get(self.flags.outside, "")
-        shared = "" if batch in (1, self.batch) else f" of batch // {repeat} % {batch}"
-        packed = "" if self.flags.bias_packing == "none" else f" of packed {self.flags.bias_packing}"
-        distances = f"(distances {-zero} to {number - 1 - zero}{beyond})"
-        return f"{kind} bias {shape} {dtype_name(spec.dtype)}{shared}{packed} {distances}"
+        (batch, heads, rows, number), flags = spec.shape, self.flags
+        named = f"relative bias {(batch, heads, number)}" if rows == 1 else f"band bias {tuple(spec.shape)}"
+        beyond = {"clamp": ", clamped", "zero": ", else 0"}.get(flags.outside, "")
+        described = self._describe_tensor(named, spec, flags.bias_repeat, flags.bias_packing)
+        return f"{described} (distances {-flags.zero} to {number - 1 - flags.zero}{beyond})"
 
 
 # The arguments of `attention` that a backend may lack, and whether a call uses them. A backend lists the ones it has,

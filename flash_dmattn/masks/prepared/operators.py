@@ -29,27 +29,6 @@ TwoTensors = tuple[Tensor, Tensor]
 ThreeTensors = tuple[Tensor, Tensor, Tensor]
 
 
-class Packer(NamedTuple):
-    """The functions that prepare a mask; every packer gives the results of plain PyTorch, bit for bit.
-
-    `pack_tiles` makes the tensors of a `TileMask` of a bool mask of any strides, `interval_tiles` the bounds and lists
-    of an `IntervalMask`. The other functions have a namesake in `packing`, `intervals` or `topk`.
-    """
-
-    pack_tiles: Callable[[Tensor, Band | None], list[Tensor]]
-    list_tiles: Callable[[Tensor], TileLists]
-    key_set: Callable[[Tensor], KeySet]
-    score_keys: Callable[[Tensor, Tensor | None], Tensor]
-    key_intervals: Callable[[Tensor, int, Band | None, bool], KeyIntervals]
-    mask_intervals: Callable[[Tensor, Tensor, int], MaskIntervals]
-    interval_tiles: Callable[[Tensor, Tensor, Tensor, int], IntervalTiles]
-    topk_intervals: Callable[[Tensor, int, int, int], TwoTensors]
-    key_order: Callable[[Tensor, Tensor, int], Tensor]
-    first_places: Callable[[Tensor, Tensor, Tensor, int], ThreeTensors]
-    list_best: Callable[[Tensor, Tensor, int, int, int], TwoTensors]
-    pack_sequences: Callable[[Tensor, Tensor, MaskPacking, SequenceSpec, tuple[int, int]], list[Tensor]]
-
-
 def _pack_tiles(mask: Tensor, band: Band | None) -> list[Tensor]:
     bits, classes = packing.pack_mask(mask, band)
     return [bits, classes, *packing.list_tiles(classes)]
@@ -61,20 +40,30 @@ def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) ->
     return bounds, *packer(bounds).list_tiles(intervals.interval_classes(bounds, seqlen_q))
 
 
-PYTORCH = Packer(
-    pack_tiles=_pack_tiles,
-    list_tiles=packing.list_tiles,
-    key_set=packing.key_set,
-    score_keys=score_keys,
-    key_intervals=intervals.key_intervals,
-    mask_intervals=intervals.mask_intervals,
-    interval_tiles=list_intervals,
-    topk_intervals=topk_intervals,
-    key_order=intervals.key_order,
-    first_places=intervals.first_places,
-    list_best=list_best,
-    pack_sequences=packing.pack_sequences,
-)
+class Packer(NamedTuple):
+    """The functions that prepare a mask, by default in plain PyTorch, whose results every packer gives bit for bit.
+
+    `pack_tiles` makes the tensors of a `TileMask` of a bool mask of any strides, `interval_tiles` the bounds and lists
+    of an `IntervalMask`. The other functions have a namesake in `packing`, `intervals` or `topk`.
+    """
+
+    pack_tiles: Callable[[Tensor, Band | None], list[Tensor]] = _pack_tiles
+    list_tiles: Callable[[Tensor], TileLists] = packing.list_tiles
+    key_set: Callable[[Tensor], KeySet] = packing.key_set
+    score_keys: Callable[[Tensor, Tensor | None], Tensor] = score_keys
+    key_intervals: Callable[[Tensor, int, Band | None, bool], KeyIntervals] = intervals.key_intervals
+    mask_intervals: Callable[[Tensor, Tensor, int], MaskIntervals] = intervals.mask_intervals
+    interval_tiles: Callable[[Tensor, Tensor, Tensor, int], IntervalTiles] = list_intervals
+    topk_intervals: Callable[[Tensor, int, int, int], TwoTensors] = topk_intervals
+    key_order: Callable[[Tensor, Tensor, int], Tensor] = intervals.key_order
+    first_places: Callable[[Tensor, Tensor, Tensor, int], ThreeTensors] = intervals.first_places
+    list_best: Callable[[Tensor, Tensor, int, int, int], TwoTensors] = list_best
+    pack_sequences: Callable[[Tensor, Tensor, MaskPacking, SequenceSpec, tuple[int, int]], list[Tensor]] = (
+        packing.pack_sequences
+    )
+
+
+PYTORCH = Packer()
 _find_faster: Callable[[Tensor], Packer | None] = lambda tensor: None
 
 
