@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from .arguments import bool_mask, integer, pair
-from .blocks import expand_lengths, mask_stats, tile_counts, tile_sizes
+from flash_dmattn.masks import PreparedMask
+from flash_dmattn.masks.arguments import bool_mask, integer, pair
+from flash_dmattn.masks.blocks import expand_lengths, mask_stats, tile_counts, tile_sizes
+from flash_dmattn.masks.prepared.storage import BatchMask, SequenceTileMask, TreeMask
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from .prepared.storage import PreparedMask
 
 # Blue and orange stay apart for every common form of colour blindness, and in grey.
 EMPTY_TILE, FULL_TILE = (0.94, 0.94, 0.94), (0.12, 0.38, 0.66)
@@ -62,6 +62,7 @@ def show(
             to draw.
 
     Example:
+        >>> from flash_dmattn.examples.draw_mask import show
         >>> from flash_dmattn.masks import causal_mask
         >>> show(causal_mask(256, 256), block_size=32).axes[0].get_xlabel()
         'key (token)'
@@ -73,7 +74,7 @@ def show(
         from matplotlib.patches import Patch
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError("masks.show needs matplotlib, which is not installed: pip install matplotlib") from error
+        raise ImportError("draw_mask needs matplotlib, which is not installed: pip install matplotlib") from error
 
     length_q, length_k = plane.shape
     figure: Any
@@ -116,9 +117,6 @@ def show(
 
 def _plane(mask: Tensor | PreparedMask, batch: int, head: int, seqlen_q: int | None, seqlen_k: int | None) -> Tensor:
     """Return the (Lq, Lk) mask of one batch element and head."""
-    # Not at the top: importing flash_dmattn.masks does not need them.
-    from .prepared.storage import BatchMask, SequenceTileMask, TreeMask
-
     if isinstance(mask, SequenceTileMask):
         number, head = _chosen(mask.shape, (mask.spec.number, mask.shape[1]), batch, head)
         plane = mask.dense_sequence(number, head)
