@@ -84,20 +84,11 @@ def _add_explain(commands: Any) -> None:
     add("--bias-grad", action="store_true", help="dbias is needed")
     add("--causal", dest="is_causal", action="store_true", help="causal, aligned bottom-right")
     add(
-        "--window",
-        dest="window_size",
-        type=_window,
-        metavar="L,R",
-        help="sliding window, -1 is unlimited on that side",
+        "--window", dest="window_size", type=_window, metavar="L,R", help="sliding window, -1 is unlimited on that side"
     )
     add("--softcap", type=float, default=0.0, metavar="X", help="softcap of the scores (default: off)")
     add("--softmax-scale", type=float, metavar="X", help="factor on the scores (default: D ** -0.5)")
-    add(
-        "--deterministic",
-        action="store_const",
-        const=True,
-        help="bitwise equal from run to run, or a refusal",
-    )
+    add("--deterministic", action="store_const", const=True, help="bitwise equal from run to run, or a refusal")
     add("--return-lse", action="store_true", help="lse is returned")
     add("--return-probs", action="store_true", help="the probabilities are returned")
     add("--backend", default="auto", metavar="NAME", help="auto, a backend, or forward,backward (default: auto)")

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .biases import Bias
 from .call import prepare_call, run_call
+from .definition import above, is_dtensor
 from .dispatch.config import BackendChoice
-from .dtensors import above, is_dtensor
 from .problem import Numbers, refuse_keywords
 from .sequences import Sequences
 

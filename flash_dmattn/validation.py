@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .biases import ByDistance, check_covered
-from .definition import is_transformed
-from .dtensors import is_dtensor
+from .definition import is_dtensor, is_transformed
 from .problem import (
     FLOAT_DTYPES,
     Arrival,
@@ -201,8 +200,10 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         chosen=is_chosen,
         sequences=sequences,
     )
-    if mask is not None and mask_form == "lists":
-        flags = _with_lists(flags, mask)
+    if mask_form == "lists":
+        lists: Any = mask
+        block_q, block_k = lists.block_size
+        flags = flags._replace(block_q=block_q, block_k=block_k, places=lists.keys.shape[3])
     if by_distance is not None and by_distance.outside == "error" and bias is not None:
         low, high = 1 - sizes.seqlen_k, sizes.seqlen_q - 1
         low = low if flags.left < 0 else max(low, -flags.left)
@@ -338,11 +339,6 @@ def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _
     return x, packing
 
 
-def _with_lists(flags: Flags, mask: Any) -> Flags:
-    block_q, block_k = mask.block_size
-    return flags._replace(block_q=block_q, block_k=block_k, places=mask.keys.shape[3])
-
-
 # The description of a mask that is no tensor, and the band of its call.
 _Prepared = tuple[TensorSpec, bool, tuple[int, int]]
 
@@ -361,10 +357,7 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
             "or a prepared mask"
         )
     sizes.check_device("mask", mask.device)
-    for name, has, needs in (
-        ("seqlen_q", mask.seqlen_q, sizes.seqlen_q),
-        ("seqlen_k", mask.seqlen_k, sizes.seqlen_k),
-    ):
+    for name, has, needs in (("seqlen_q", mask.seqlen_q, sizes.seqlen_q), ("seqlen_k", mask.seqlen_k, sizes.seqlen_k)):
         if has != needs:
             raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
     dims = mask.batch_dims

@@ -17,9 +17,8 @@ from ..definition import define, distinct, is_transformed
 from ..dispatch.plan import backward_pass, forward_pass
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import Selection
-from ..flops import backward_flop_of, forward_flop_of, register
 from ..gradients import empty_gradient, empty_gradients, empty_outputs, spread, with_dbias
-from ..operators import describe_operands
+from ..operators import backward_flop_of, describe_operands, forward_flop_of, register
 from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
 from ..problem.inputs import Inputs, Saved
 from .call import ParallelCall

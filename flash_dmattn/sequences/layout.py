@@ -190,13 +190,7 @@ class Sequences:
         return f"Sequences(layout={self.layout!r}, number={self.number}, {bounds}, device={str(self.device)!r})"
 
     def spec(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        names: tuple[str, str, str] = _NAMES,
-        rows: str = "queries",
+        self, q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str] = _NAMES, rows: str = "queries"
     ) -> SequenceSpec:
         """Describe a call with these sequences.
 

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from ..api import attention
 from ..dispatch import profiles
-from ..dispatch.config import process
 from ..problem import device_arch
 from ..reference.yardstick import FLOOR, RATIO
 from ..triton_kernels import preferred_tiles
 from ..triton_kernels.preferred_tiles import Sizes, class_name
-from .calibrate import EventTimer, Progress, Timer, device_of, fail, former, new_profile, save
+from .calibrate import EventTimer, Progress, Timer, device_of, effect, fail, former, new_profile, save
 from .verify import error
 
 CHECK_SHARE = 0.8  # of the time; after it no process goes on checking
@@ -141,7 +140,12 @@ def calibrate(instruments: TileInstruments, seconds: float, stream: TextIO, prog
     status = save(profile._replace(tiles={**done, **tiles}), stream)
     missing = [each.name for each in left if each.name not in timed]
     if status == 0:
-        stream.write(f"{_effect(arch, missing, seconds)}\n")
+        again = f"{len(missing)} classes were not reached in {seconds:.0f} s; a second run goes on with them"
+        taken = (
+            "triton takes these tiles from now on; the last bits of results differ from those of other tiles, not from "
+            f"run to run. {profiles.COMMAND} times the backends with them"
+        )
+        stream.write(f"{effect(arch, again if missing else '', 'tiles', 'triton', taken)}\n")
     return status
 
 
@@ -207,23 +211,6 @@ def table(timed: Mapping[str, Times]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
     rows = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[3]]).rstrip() for line in lines]
     return "\n".join(rows)
-
-
-def _effect(arch: str, missing: Sequence[str], seconds: float) -> str:
-    """Say what the kernels will make of a profile."""
-    lines = []
-    if missing:
-        lines.append(f"{len(missing)} classes were not reached in {seconds:.0f} s; a second run goes on with them")
-    if process.profile == "off":
-        lines.append("FLASH_DMATTN_PROFILE=off: triton does not read it in this environment")
-    elif arch == "sm_90" and process.rules != "profile":
-        lines.append("on sm_90 the built-in tiles stay in force; FLASH_DMATTN_RULES=profile lets the profile decide")
-    else:
-        lines.append(
-            "triton takes these tiles from now on; the last bits of results differ from those of other tiles, not from "
-            f"run to run. {profiles.COMMAND} times the backends with them"
-        )
-    return "\n".join(lines)
 
 
 @contextlib.contextmanager

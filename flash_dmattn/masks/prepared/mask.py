@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from ...problem import (
     MaskChoice,
@@ -62,8 +63,8 @@ from .packing import MaskPacking, band_words, pack_rows, pack_tree, pack_words
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Words = Callable[[int, int], torch.Tensor]  # of some rows, as `pack_rows` takes them
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Words = Callable[[int, int], Tensor]  # of some rows, as `pack_rows` takes them
 Shape = tuple[int, int, int, int]
 Fields = dict[str, Any]
 
@@ -96,7 +97,7 @@ class PreparedMask(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._tensor_names = tuple(n for n, kind in inspect.get_annotations(cls).items() if kind == "torch.Tensor")
+        cls._tensor_names = tuple(n for n, kind in inspect.get_annotations(cls).items() if kind == "Tensor")
         if cls._tensor_names:
             PreparedMask._classes[cls.form] = cls
 
@@ -107,7 +108,7 @@ class PreparedMask(ABC):
     @classmethod
     def from_mask(
         cls,
-        mask: torch.Tensor,
+        mask: Tensor,
         *,
         seqlen_q: int | None = None,
         seqlen_k: int | None = None,
@@ -210,7 +211,7 @@ class PreparedMask(ABC):
     @classmethod
     def from_blocks(
         cls,
-        block_mask: torch.Tensor,
+        block_mask: Tensor,
         block_size: int | tuple[int, int],
         seqlen_q: int,
         seqlen_k: int,
@@ -251,7 +252,7 @@ class PreparedMask(ABC):
             )
         check_blocks(block_mask, "seqlen_q", blocks.size(2), seqlen_q, block_q)
 
-        def words(start: int, stop: int) -> torch.Tensor:
+        def words(start: int, stop: int) -> Tensor:
             rows = blocks[:, :, start // block_q : -(-stop // block_q)]
             keys = expand_blocks(rows, (1, block_k), rows.size(2), seqlen_k).expand(-1, -1, -1, seqlen_k)
             block_of_row = torch.arange(start, stop, device=blocks.device) // block_q - start // block_q
@@ -294,7 +295,7 @@ class PreparedMask(ABC):
         shape = (1, 1, integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
         device = torch.empty(0, device=device).device
 
-        def words(start: int, stop: int) -> torch.Tensor:
+        def words(start: int, stop: int) -> Tensor:
             return band_words(start, stop, seqlen_k, None, device)
 
         return cls._tiled(words, shape, device, _band_fields(is_causal, window_size))
@@ -347,7 +348,7 @@ class PreparedMask(ABC):
         batches, heads, queries, keys = (
             torch.arange(integer(name, size), device=device) for name, size in sizes.items()
         )
-        allowed: Callable[..., torch.Tensor] = mask_mod
+        allowed: Callable[..., Tensor] = mask_mod
         for dim in (3, 2, 1, 0):
             allowed = torch.vmap(allowed, in_dims=tuple(0 if place == dim else None for place in range(4)))
         corner = allowed(batches, heads, queries[:2], keys[:2])
@@ -360,7 +361,7 @@ class PreparedMask(ABC):
                 one_row, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, window_size=window_size
             )
 
-        def words(start: int, stop: int) -> torch.Tensor:
+        def words(start: int, stop: int) -> Tensor:
             return pack_words(allowed(batches[:batch], heads[:num_heads], queries[start:stop], keys))
 
         return cls._tiled(
@@ -400,7 +401,7 @@ class PreparedMask(ABC):
         """
         ids_q, keys = document_pair(ids, ids_k)
 
-        def words(start: int, stop: int) -> torch.Tensor:
+        def words(start: int, stop: int) -> Tensor:
             rows = ids_q[:, start:stop, None]
             return pack_words((rows == keys[:, None, :]) & (rows >= 0))[:, None]
 
@@ -532,11 +533,11 @@ class PreparedMask(ABC):
     @classmethod
     def from_topk(
         cls,
-        scores: torch.Tensor,
+        scores: Tensor,
         k: int,
         *,
         is_causal: bool = False,
-        mask: torch.Tensor | None = None,
+        mask: Tensor | None = None,
         seqlen_q: int | None = None,
         local: int = 0,
         reorder: bool | None = None,
@@ -619,7 +620,7 @@ class PreparedMask(ABC):
     @classmethod
     def from_lists(
         cls,
-        index: torch.Tensor,
+        index: Tensor,
         *,
         seqlen_k: int,
         seqlen_q: int | None = None,
@@ -668,8 +669,8 @@ class PreparedMask(ABC):
                     [0, 0, 1, 1]], dtype=torch.int32)
         """
         blocks, limits = pair("block_size", block_size, 1), _band_fields(is_causal, window_size)
-        if not isinstance(index, torch.Tensor) or index.dtype not in INTEGER_DTYPES:
-            has = f"dtype {index.dtype}" if isinstance(index, torch.Tensor) else f"type {type(index).__name__}"
+        if not isinstance(index, Tensor) or index.dtype not in INTEGER_DTYPES:
+            has = f"dtype {index.dtype}" if isinstance(index, Tensor) else f"type {type(index).__name__}"
             raise TypeError(f"index has {has}; it needs to be an integer torch.Tensor, -1 for no key.")
         if index.dim() < 2:
             raise ValueError(f"index has shape {tuple(index.shape)}; it needs 2 dims or more, the last two (R, K).")
@@ -690,14 +691,14 @@ class PreparedMask(ABC):
     @classmethod
     def from_topk_lists(
         cls,
-        scores: torch.Tensor | ScoresByRows,
+        scores: Tensor | ScoresByRows,
         k: int,
         *,
         seqlen_q: int | None = None,
         seqlen_k: int | None = None,
         block_size: int | tuple[int, int] = 1,
         is_causal: bool = False,
-        mask: torch.Tensor | None = None,
+        mask: Tensor | None = None,
         local: int = 0,
     ) -> PreparedMask:
         """List for each query, or block of queries, the `k` best scored keys, or blocks of keys, that it may see.
@@ -747,7 +748,7 @@ class PreparedMask(ABC):
                 values, allowed = align_heads([values, collapse(allowed)], ["scores", "mask"])
             (batch, heads, rows, number), device = values.shape, values.device
 
-            def of(rows: slice) -> torch.Tensor:
+            def of(rows: slice) -> Tensor:
                 return values if values.shape[2] == 1 else values[:, :, rows]
 
         if allowed is not None:
@@ -774,7 +775,7 @@ class PreparedMask(ABC):
         return cls._made("lists", tensors, **numbers, **limits)
 
     @classmethod
-    def from_tree(cls, tree: torch.Tensor) -> PreparedMask:
+    def from_tree(cls, tree: Tensor) -> PreparedMask:
         """Pack the trees of drafts, for `attention(..., mask, sequences=...)`: one mask for all layers.
 
         The last n keys of a sequence are its new tokens, the queries of the call. The result stands for a mask of all
@@ -810,7 +811,7 @@ class PreparedMask(ABC):
     @classmethod
     def from_ragged(
         cls,
-        flat: torch.Tensor,
+        flat: Tensor,
         sequences: Sequences,
         *,
         seqlen_q: int,
@@ -865,14 +866,14 @@ class PreparedMask(ABC):
         return cls._packed(mask4.transpose(1, 2), "ragged", sequences, spec, _band_fields(is_causal, window_size))
 
     @classmethod
-    def _made(cls, form: MaskForm, tensors: Sequence[torch.Tensor], **others: Any) -> PreparedMask:
+    def _made(cls, form: MaskForm, tensors: Sequence[Tensor], **others: Any) -> PreparedMask:
         kind = cls._classes[form]
         values: dict[str, Any] = {**dict(zip(kind._tensor_names, tensors, strict=True)), **others}
         return kind(**values)
 
     @classmethod
     def _of_intervals(
-        cls, start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, compact: bool, limits: Fields
+        cls, start: Tensor, stop: Tensor, seqlen_q: int, reorder: bool, compact: bool, limits: Fields
     ) -> PreparedMask:
         seqlen_k = start.size(2)
         places = places_for(int(live_keys(start, stop)), seqlen_k) if compact else None  # which waits for the device
@@ -888,7 +889,7 @@ class PreparedMask(ABC):
 
     @classmethod
     def _packed(
-        cls, mask: torch.Tensor, packing: MaskPacking, sequences: Sequences, spec: SequenceSpec, limits: Fields
+        cls, mask: Tensor, packing: MaskPacking, sequences: Sequences, spec: SequenceSpec, limits: Fields
     ) -> PreparedMask:
         tensors = pack_beside(mask, sequences.bounds_of(spec), packing, spec, causal_window(**limits))
         return cls._made("sequence_tiles", tensors, sequences=sequences, spec=spec, **limits)
@@ -899,7 +900,7 @@ class PreparedMask(ABC):
         """The shape of the bool tensor that it stands for: (Bm, Hm, Lq or 1, Lk), of trees (S or 1, n, n)."""
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The fields that are tensors, in their order."""
         return self.view.tensors
 
@@ -912,9 +913,7 @@ class PreparedMask(ABC):
     def call_key(self) -> tuple[object, ...]:
         """Tell calls with such masks apart, whatever these allow; hashable."""
         values = (getattr(self, field.name) for field in _fields(self) if field.compare)
-        return self.form, *(
-            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in values
-        )
+        return self.form, *((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in values)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """Copy the mask to a device, as `torch.Tensor.to` does: itself where it is there already.
@@ -933,16 +932,16 @@ class PreparedMask(ABC):
             return self.with_tensors(moved)
         return self.with_tensors(moved, sequences=self.sequences.to(device, non_blocking=non_blocking))
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor], **others: Any) -> Self:
+    def with_tensors(self, tensors: Sequence[Tensor], **others: Any) -> Self:
         """Replace the tensors, given in the order of `tensors`, and other fields by name."""
         changes: dict[str, Any] = {**dict(zip(self._tensor_names, tensors, strict=True)), **others}
         return replace(self, **changes)
 
     @abstractmethod
-    def unpacked(self) -> torch.Tensor:
+    def unpacked(self) -> Tensor:
         """Return the bool tensor of `shape`, contiguous, that allows what this mask does together with the band."""
 
-    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return query rows `start` to `stop` of the bool mask, band included: (Bm, Hm, stop - start, Lk)."""
         return self.unpacked()[..., start:stop, :]
 
@@ -960,7 +959,7 @@ class PreparedMask(ABC):
     def __repr__(self) -> str:
         # Not the values of tensors: printing them waits for the device, and there may be millions.
         values = {field.name: getattr(self, field.name) for field in _fields(self) if field.repr}
-        shown = [f"{n}={x}" for n, x in values.items() if x is not None and not isinstance(x, torch.Tensor)]
+        shown = [f"{n}={x}" for n, x in values.items() if x is not None and not isinstance(x, Tensor)]
         first, last = f"form={self.form!r}, shape={self.shape}", f"device={str(self.device)!r}"
         return f"PreparedMask({', '.join([first, *shown, last])})"
 
@@ -985,7 +984,7 @@ def _topk_limits(k: int, is_causal: bool, local: int) -> dict[str, Any]:
 
 def _folded(x: Any) -> tuple[Any, tuple[int, ...] | None]:
     """Fold the dims in front of a tensor of more than four into one batch dim; return them, too, or None."""
-    if not isinstance(x, torch.Tensor) or x.dim() <= 4:
+    if not isinstance(x, Tensor) or x.dim() <= 4:
         return x, None
     x = collapse(x, dims=range(x.dim() - 3))
     return merge(x, x.dim() - 3), tuple(x.shape[:-3])
@@ -1025,7 +1024,7 @@ def _check_compact(compact: bool, reorder: bool | None) -> None:
 
 
 def _spec_beside(
-    name: str, mask: torch.Tensor, sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None
+    name: str, mask: Tensor, sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None
 ) -> SequenceSpec:
     """Describe the sequences of a mask, from the lengths of the tensors of its calls; check where they are."""
     if not isinstance(sequences, Sequences):
@@ -1041,9 +1040,7 @@ def _spec_beside(
     return sequences.spec_of(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
 
 
-def _recognise_intervals(
-    view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None
-) -> Sequence[torch.Tensor] | None:
+def _recognise_intervals(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None) -> Sequence[Tensor] | None:
     """Return the tensors of an `IntervalMask` that allows the same as tiles; None if a key has several runs of queries.
 
     Values decide, so it waits for the device, once. The numbers of pairs and of tiles come back with the answer. They
