@@ -226,7 +226,7 @@ _PYTHON = (
         "reference/sequences.py",
         "dropout.starting_at(s.number)",
         "dropout.starting_at(0)",
-        ("tests/test_dropout.py::test_sequences_with_dropout",),
+        ("tests/test_sequences.py::test_random_calls_beside_one_dense_call",),
     ),
     # Masks
     Fault(
