@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from flash_dmattn.problem import AttentionProblem, Gradients, Numbers
 from flash_dmattn.problem.inputs import Saved
 
 B, LQ, LK, HQ, HK, D, DV = 2, 2, 3, 4, 2, 2, 3
-BIAS_SHAPES = list(itertools.product((1, B), (1, HK, HQ), (1, LQ), (1, LK)))
 
 
 def fp64(*shape: int, seed: int = 0) -> Tensor:
@@ -54,13 +52,6 @@ def loss(*tensors: Tensor, **flags: Any) -> Tensor:
     return out.sin().sum() + lse.cos().sum()
 
 
-@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
-def test_gradcheck_and_gradgradcheck(shape: tuple[int, ...]) -> None:
-    run = function(some_empty_rows())
-    assert torch.autograd.gradcheck(run, leaves(shape))
-    assert torch.autograd.gradgradcheck(run, leaves(shape), fast_mode=True)
-
-
 def test_gradcheck_of_expanded_inputs() -> None:
     run = function(some_empty_rows())
 
@@ -83,20 +74,6 @@ def test_second_derivative_of_every_subset(needs_grad: tuple[int, ...]) -> None:
         results += first
         results += torch.autograd.grad(sum(g.sin().sum() for g in first), wanted)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("used", ["out", "lse", "both", "neither"])
-def test_only_the_outputs_used_give_gradients(used: str) -> None:
-    def total(backend: str) -> list[Tensor | None]:
-        inputs = leaves()
-        out, lse = function(some_empty_rows(), backend=backend)(*inputs)
-        value = fp64(1).sum() + inputs[0].sum()
-        value = value + (out.sin().sum() if used in ("out", "both") else 0)
-        value = value + (lse.cos().sum() if used in ("lse", "both") else 0)
-        gradients = torch.autograd.grad(value, inputs, allow_unused=True)
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients)]
-
-    torch.testing.assert_close(total("eager"), total("reference"), rtol=1e-10, atol=1e-12)
 
 
 Differentiated = tuple[Tensor, Tensor | None, Gradients]
@@ -167,20 +144,13 @@ def test_a_tensor_that_outlived_a_transform_passes_its_gradient_on() -> None:
     assert all(map(torch.equal, gradients, expected))
 
 
-def test_create_graph_works_on_every_backend_without_a_second_derivative() -> None:
-    inputs = leaves()
-    expected = torch.autograd.grad(loss(*inputs, backend="reference"), inputs)
-    with registered(KernelPair("ours")):
-        for backend in ("ours", "eager", ("eager", "ours"), ("ours", "eager")):
-            actual = torch.autograd.grad(loss(*inputs, backend=backend), inputs, create_graph=True)
-            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
 def test_second_derivative_of_a_kernel_backend_is_refused_with_a_way_out() -> None:
     inputs = leaves()
+    once = torch.autograd.grad(loss(*inputs, backend="reference"), inputs)
     with registered(KernelPair("ours")):
         for backend in ("ours", ("eager", "ours")):
             first = torch.autograd.grad(loss(*inputs, backend=backend), inputs, create_graph=True)
+            torch.testing.assert_close(first, once, rtol=1e-10, atol=1e-12)
             with pytest.raises(NotImplementedError, match=r"'ours' has no second derivative.*backend=.eager"):
                 first[3].square().sum().backward()
         # The pair's backward decides: eager's own serves a forward of any kernel.
@@ -236,25 +206,3 @@ def test_batched_gradients_of_rows_with_heads_first() -> None:
         mapped = torch.autograd.grad(out, (q, k, v), many, retain_graph=True, is_grads_batched=True)
         each = [torch.autograd.grad(out, (q, k, v), x, retain_graph=True) for x in many]
         torch.testing.assert_close(mapped, tuple(torch.stack(x) for x in zip(*each, strict=True)))
-
-
-# Checkpoint, threads
-
-
-def test_two_threads_differentiate_at_once() -> None:
-    actual: dict[int, tuple[Tensor, ...]] = {}
-
-    def work(index: int) -> None:
-        inputs = leaves()
-        with torch.set_grad_enabled(True):
-            actual[index] = torch.autograd.grad(loss(*inputs, softmax_scale=float(index)), inputs)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index in range(1, 5):
-        inputs = leaves()
-        expected = torch.autograd.grad(loss(*inputs, softmax_scale=float(index), backend="reference"), inputs)
-        torch.testing.assert_close(actual[index], expected, rtol=1e-10, atol=1e-12)

@@ -1,20 +1,25 @@
-"""The benchmarks without a GPU: the table of cases, their inputs, floors, and the truth that results are held to."""
+"""The benchmarks without a GPU: cases, inputs, floors, the truth that results are held to, and what systems compute."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
 from benchmark_systems import CPU, named
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flash_dmattn
+from benchmarks import systems
 from benchmarks.cases import CASES, GROUPS, Case, MaskRule, cases_of
 from benchmarks.floors import Rates, floors
-from benchmarks.inputs import Inputs, count, make_inputs
+from benchmarks.inputs import Inputs, count, make_inputs, shifted_windows
 from benchmarks.suites.trial import outputs
-from benchmarks.systems import Mode, ours
+from benchmarks.systems import Mode, flexattention, ours, sdpa
 from benchmarks.truth import Yardstick, errors, truth, wrong
+from flash_dmattn.dispatch.registry import BACKENDS
 
 NAMES = ("causal-gqa", "bias-1hll-d64", "keys-8k", "topk-8k", "blocks", "band", "mask-documents", "mask-padding")
 NAMES += ("relative-t5-2k", "mla-4k")
@@ -107,8 +112,6 @@ def test_masks_are_what_their_names_say() -> None:
         ("dense-d64", 4 * 32 * 4096**2, 0.6959, 1.7396),
         # 2 (192 + 128) and 6 x 192 + 4 x 128 of each of the pairs that causality leaves.
         ("mla-4k", 64 * 4096 * 4097 // 2, 0.4350, 1.1311),
-        # FLOP bound: 2 x 320 and 6 x 192 + 4 x 128 for each pair that causality leaves.
-        ("mla-4k", 64 * 4096 * 4097 // 2, 0.4350, 1.1311),
         # Memory bound: bias (4,16,2048,2048) of 2 bytes read, and in the backward written too, with q k v out dout lse.
         ("bias-bhll-d64", 4 * 16 * 2048**2, 0.1406, 0.2814),
         # FLOP bound by a little: the bool mask takes 0.125 ms, as causality leaves half of it, and q k v out dout 0.04.
@@ -168,3 +171,91 @@ def test_yardstick_of_the_first_heads_and_of_all() -> None:
     assert wrong(errors(reference, exact), part.limits, ours=True) == []
     shared = make_inputs(named("form-bias-ij").reduced(256), CPU)
     assert Yardstick(shared, truth(shared)).parts == 1
+
+
+# Systems: every run compares the results of each with the truth, also of peers whose kernels run on GPUs alone.
+
+
+def results_agree(call: systems.Bound, inputs: Inputs, backward: bool = True) -> None:
+    exact = truth(inputs, backward)
+    computed = errors(outputs(call, inputs, backward=backward), exact)
+    assert {"out", *(inputs.leaves if backward else ())} <= set(computed)
+    assert all(error < 1e-5 for error in computed.values()), computed
+
+
+@pytest.fixture
+def backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlexAttention's own dense formula has a backward pass on CPU, once nothing refuses it."""
+    import torch._functorch.config
+    import torch.nn.attention.flex_attention as torch_flex
+
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda query, key, value: None)
+    before = torch._functorch.config.donated_buffer
+    yield
+    torch._functorch.config.donated_buffer = before
+
+
+taken = pytest.mark.parametrize("case", NAMES[:8], indirect=True)  # by all systems below
+
+
+@taken
+@pytest.mark.parametrize("mode", [Mode(), Mode(prepared=True), Mode(with_lse=True)], ids=str)
+@pytest.mark.parametrize("name", ["eager", "reference", "sdpa-math", "flexattention"])
+def test_results_are_those_of_the_truth(name: str, mode: Mode, inputs: Inputs, backward_on_cpu: None) -> None:
+    results_agree(systems.by_name(name).bind(inputs, mode), inputs)
+
+
+@taken
+def test_sdpa_without_a_kernel_of_grouped_heads(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "_serves_groups", lambda *call: False)
+    results_agree(sdpa.bind(SDPBackend.MATH, inputs, Mode()), inputs)
+
+
+@pytest.mark.parametrize("heads_k", [1, 2, 4])
+@pytest.mark.parametrize("name", {(case.mask.kind, case.mask.dims): case.name for case in CASES if case.mask}.values())
+def test_block_masks_are_those_of_torch(name: str, heads_k: int) -> None:
+    case = dataclasses.replace(named(name).reduced(300), heads=4, heads_k=heads_k)
+    inputs = make_inputs(case, CPU)
+    made = flexattention.block_mask_maker(inputs)()
+    assert made is not None and inputs.mask is not None
+    batch, heads = (None if inputs.mask.shape[dim] == 1 else size for dim, size in ((0, case.batch), (1, case.heads)))
+    exact = create_block_mask(made.mask_mod, batch, heads, *inputs.lengths, device="cpu")
+    for lists in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        assert torch.equal(getattr(made, lists), getattr(exact, lists))
+        assert torch.equal(getattr(made, f"full_{lists}"), getattr(exact, f"full_{lists}"))
+
+
+def test_needs_are_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "device_arch", lambda device: "sm_90")
+    seen = set()
+    for case in CASES:
+        problem = case.explain("sm_90").problem
+        needs = ours.needs("cuda", case, CPU)
+        assert bool(needs.refusal) != BACKENDS["cuda"].accepts(problem, "forward")
+        if not needs.refusal and case.takes_gradients:
+            own = BACKENDS["cuda"].accepts(problem, "backward")
+            assert needs.backends == ("cuda", "cuda" if own else "triton") and not needs.backward_refusal
+        seen.add(needs.backends)
+    assert {("cuda",), ("cuda", "triton")} <= seen
+    assert "measured" not in ours.needs("triton", named("topk-8k"), CPU).refusal
+    assert ours.needs("flex", named("form-full"), CPU).backends == ("flex", "flex")
+
+
+def test_shifted_windows() -> None:
+    """An image of 3 x 3 windows of 4 x 4 tokens, rolled by half a window, against its definition by regions."""
+    side, windows = 4, 3
+    image = torch.zeros(side * windows, side * windows)
+    count = 0
+    for rows in (slice(0, -side), slice(-side, -side // 2), slice(-side // 2, None)):
+        for columns in (slice(0, -side), slice(-side, -side // 2), slice(-side // 2, None)):
+            image[rows, columns] = count
+            count += 1
+    regions = image.unflatten(1, (windows, side)).unflatten(0, (windows, side)).transpose(1, 2).reshape(9, 16)
+    expected = regions[:, None, :, None] == regions[:, None, None, :]
+    computed = shifted_windows(20, windows, side**2, CPU)
+    assert computed.shape == (20, 1, 16, 16)
+    assert torch.equal(computed[:9], expected) and torch.equal(computed[9:18], expected)
+    # Windows of 7 x 7 tokens have 4 of the last region.
+    odd = shifted_windows(4, 2, 49, CPU)
+    assert odd[0].all() and odd.diagonal(dim1=2, dim2=3).all()
+    assert odd[1, 0, 0].view(7, 7).all(0).tolist() == [True] * 4 + [False] * 3

@@ -25,18 +25,14 @@ from benchmark_systems import (
     times,
 )
 
-from benchmarks import cli, dispatch, pages, results, runner, systems, tiles
+from benchmarks import cli, dispatch, pages, results, runner, tiles
 from benchmarks.cases import Case, cases_of
-from benchmarks.decoder import Decoder
 from benchmarks.floors import Rates
-from benchmarks.inputs import Inputs, layer_mask
+from benchmarks.inputs import Inputs
 from benchmarks.report import plots, tables, text
 from benchmarks.suites import equivalence, model, performance
-from benchmarks.truth import errors, plain_attention
-from flash_dmattn.reference import formula
 
 ONE_CASE = {"performance": "topk-8k", "equivalence": "form-topk", "memory": "memory-bias-1hll", "model": "decoder"}
-MODEL = cases_of("model")[0]
 
 
 @pytest.fixture(scope="module")
@@ -151,47 +147,6 @@ def test_pages_and_plots_of_a_run(ran: Any, tmp_path: Path) -> None:
     lines = pages._model_lines(contents["model"])
     assert lines[0] == "### A training step" and right in lines
     assert all(len(line) <= 120 for line in lines if not line.startswith("|"))
-
-
-# The model
-
-
-@pytest.fixture(scope="module")
-def small() -> Case:
-    return MODEL.reduced(128)
-
-
-@pytest.fixture(scope="module")
-def decoder(small: Case) -> Decoder:
-    return Decoder(small, CPU)
-
-
-def test_plain_attention_is_the_formula() -> None:
-    """In fp64, its gradients, head by head, equal autograd's through the formula."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 40, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16), (2, 2, 1, 40)]
-    inputs = [torch.randn(x, generator=generator, dtype=torch.float64, requires_grad=True) for x in shapes]
-    mask = torch.rand(2, 2, 40, 40, generator=generator) < 0.5
-    out = plain_attention(mask, True)(*inputs)
-    wanted = formula.attention(*inputs[:3], mask, inputs[3], is_causal=True)[0]
-    torch.testing.assert_close(out, wanted)
-    dout = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    gradients, exact = (torch.autograd.grad(x, inputs, dout) for x in (out, wanted))
-    torch.testing.assert_close(gradients, exact)
-
-
-@pytest.mark.parametrize("name", ["eager", "sdpa-math", "flexattention"])
-def test_layers(name: str, small: Case, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.nn.attention.flex_attention as torch_flex
-
-    # FlexAttention's own dense formula has a backward pass on CPU, once nothing refuses it.
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda query, key, value: None)
-    exact = model.truth(decoder, small, [layer_mask(small, bias) for bias in decoder.biases])
-    layers = systems.by_name(name).layers
-    assert layers is not None
-    computed = errors(model.Step.of(decoder, layers(small, decoder.biases)).first(), exact)
-    assert list(computed) == ["loss", "dwq", "dbias"] and computed["loss"] < 1e-4
-    assert max(computed.values()) < 0.03
 
 
 # Going on with a run

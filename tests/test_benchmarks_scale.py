@@ -123,16 +123,6 @@ PLAIN = Machine(
 LAYER = Layer(25600, heads=4, kv_heads=2, head_dim=125, density=0.5)
 
 
-def test_one_gpu_by_hand() -> None:
-    # 4 x 25600 x 25600 x 4 x 125 x 0.5 = 655.36 GFLOP at 100 TFLOP/s
-    assert model.one_gpu(PLAIN, LAYER) == pytest.approx((6.5536e-3, 16.384e-3))
-    x = model.predict(PLAIN, LAYER, 1)
-    # 200 tiles a head x 4 heads on 100 SMs are 8 waves, and a quarter of one is lost
-    assert (
-        x is not None and x.forward == pytest.approx(6.5536e-3 * 8.25 / 8) and x.efficiency == pytest.approx(8 / 8.25)
-    )
-
-
 def test_gather_by_hand() -> None:
     x = model.predict(PLAIN, LAYER, 2)
     # K and V are 2 x 25600 x 2 x 125 x 2 = 25.6 MB, and half of it comes over 100 GB/s; 4 waves on each GPU

@@ -172,20 +172,6 @@ def test_a_run_that_measures_nothing_writes_nothing(caches: Path, capsys: pytest
     assert not caches.exists()
 
 
-def test_a_run_that_is_interrupted_leaves_the_profile_before_it_in_force(caches: Path) -> None:
-    def interrupted(row: Row, backend: str) -> Figures:
-        if row is ROWS[2]:
-            raise KeyboardInterrupt
-        return Figures(1.0, 1.0)
-
-    assert calibrate(instruments())[0] == 0
-    before = {path.name: path.read_text() for path in caches.iterdir()}
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(instruments(figures=interrupted))
-    assert {path.name: path.read_text() for path in caches.iterdir()} == before and len(before) == 1
-    assert explain_problem((2, 4096, 16, 64), device="sm_80").forward == "triton"
-
-
 @pytest.mark.parametrize(("seconds", "runs"), [(0.001, tool.LEAST), (0.02, 11), (9.0, tool.MOST)])
 def test_a_cpu_is_timed_for_so_many_seconds(seconds: float, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0, 0]
@@ -468,7 +454,3 @@ def test_info_tells_of_the_profile(
     monkeypatch.setattr(profiles, "arches_here", lambda: ["sm_90"])
     assert lines()[0].endswith("; built-in rules decide")
     assert info.collect()["profiles"]["sm_90"]["decides"] is False
-
-
-def test_rows_have_names_of_their_own() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)

@@ -14,7 +14,6 @@ from cases import ALL, DEVICE, Case
 from conftest import Runner
 from torch import Tensor
 
-import flash_dmattn
 from flash_dmattn.masks import PreparedMask
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
@@ -84,31 +83,3 @@ def test_interval_masks(backend: Runner, make: Callable[[Tensor], PreparedMask],
     inputs = replace(case.build(), mask=prepared.dense().expand(2, 2, -1, -1).contiguous())
     call = replace(inputs, mask=prepared)  # type: ignore[arg-type]
     backend.check(case, inputs, call)
-
-
-def test_a_fixed_order_repeats_every_bit(backend: Runner) -> None:
-    case = BASE.with_(bias=ENTRIES, is_causal=True)
-    inputs = case.build()
-
-    def gradients() -> list[Tensor]:
-        leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.bias)]
-        torch.manual_seed(0)
-        out = flash_dmattn.attention(
-            *leaves[:3], None, leaves[3], is_causal=True, dropout_p=0.3, deterministic=True, backend="cuda"
-        )
-        assert isinstance(out, Tensor)
-        return list(torch.autograd.grad(out, leaves, inputs.dout))
-
-    assert all(torch.equal(x, y) for x, y in zip(gradients(), gradients(), strict=True))
-
-
-def test_a_bias_off_sixteen_bytes_is_copied(backend: Runner) -> None:
-    case = BASE.with_(bias=FULL)
-    inputs = case.build()
-    assert inputs.bias is not None
-    moved = torch.cat((inputs.bias.new_zeros(1), inputs.bias.flatten()))[1:].view(inputs.bias.shape)
-    torch.manual_seed(0)
-    actual = flash_dmattn.attention(inputs.q, inputs.k, inputs.v, None, moved, dropout_p=0.3, backend="cuda")
-    torch.manual_seed(0)
-    wanted = flash_dmattn.attention(inputs.q, inputs.k, inputs.v, None, inputs.bias, dropout_p=0.3, backend="cuda")
-    assert isinstance(actual, Tensor) and isinstance(wanted, Tensor) and torch.equal(actual, wanted)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn import Sequences
+from flash_dmattn.biases import Band, Relative
 from flash_dmattn.masks import PreparedMask
 
 SHAPES = {"q": (2, 2, 4, 2), "k": (2, 3, 2, 2), "v": (2, 3, 2, 3)}
@@ -52,6 +53,10 @@ class Form(NamedTuple):
     def call(self, *leaves: Tensor, backend: str = "eager") -> tuple[Tensor, Tensor]:
         """out, and lse with 0 for rows without a key."""
         named = dict(zip(self.shapes, leaves, strict=True))
+        if "values" in named:
+            named["bias"] = Relative(named.pop("values"), 1, "clamp")  # type: ignore[arg-type]
+        if "rows of values" in named:
+            named["bias"] = Band(named.pop("rows of values"), 1)  # type: ignore[arg-type]
         out, lse = flash_dmattn.attention(**named, **self.flags, return_lse=True, backend=backend)
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
@@ -71,6 +76,9 @@ FORMS = {
         {"q": (2, 1, 2, 4, 2), "k": (2, 1, 3, 2, 2), "v": (2, 1, 3, 2, 3), "bias": (2, 1, 1, 2, 3)},
         {"mask": MASK[:, None, :1]},
     ),
+    "by distance": Form({**SHAPES, "values": (2, 3)}, {"mask": MASK}),
+    "band": Form({**SHAPES, "rows of values": (2, 1, 2, 3)}, {"is_causal": True}),
+    "padded, by distance": Form({**SHAPES, "values": (4, 2)}, {"sequences": PADDED}),
     "packed": Form({**ROWS, "bias": (2, 5, 3), "sink": (4,)}, {"sequences": PACKED, "mask": TOKENS[..., :1]}),
     "packed, bias of keys": Form({**ROWS, "bias": (2, 1, 6)}, {"sequences": PACKED, "is_causal": True}),
     "packed, dropout": Form({**ROWS, "bias": (3, 1, 3, 3)}, {"sequences": PACKED, "dropout_p": 0.4}),
@@ -88,6 +96,10 @@ FORMS = {
     ),
 }
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+# A bias of each shape has its gradient summed over other dims.
+SUMMED = {
+    str(shape): Form({**SHAPES, "bias": shape}, {"mask": MASK}) for shape in product((1, 2), (1, 2, 4), (1, 2), (1, 3))
+}
 
 
 def seeded(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -107,7 +119,7 @@ def test_gradcheck_and_gradgradcheck(form: Form) -> None:
     assert torch.autograd.gradgradcheck(call, form.leaves(), fast_mode=True)
 
 
-@every_form
+@pytest.mark.parametrize("form", [*FORMS.values(), *SUMMED.values()], ids=[*FORMS, *SUMMED])
 def test_second_derivatives_are_those_of_the_reference(form: Form) -> None:
     results = []
     for backend in ("eager", "reference"):
@@ -342,7 +354,7 @@ def test_masks_prepared_inside_and_outside_of_one_graph(name: str) -> None:
         return flash_dmattn.attention(x, x, x, mask, sequences=sequences, backend=backend)
 
     compiled = torch.compile(attend, backend=counter, fullgraph=True)
-    for number, is_inside in itertools.product(range(3), (True, False)):
+    for number, is_inside in product(range(3), (True, False)):
         call = make(number)
         x = call["x"].requires_grad_()
         mask = torch.rand(shape, generator=torch.Generator().manual_seed(number)) < 0.6

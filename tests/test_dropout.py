@@ -11,9 +11,6 @@ import torch
 from cases import ALL, DEVICE, Case
 from conftest import Runner
 from dropout_masks import SIZES, dropped_case, kept_in
-from sequence_calls import assert_accurate as assert_sequences_accurate
-from sequence_calls import draw as draw_sequences
-from sequence_calls import run as run_sequences
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -132,15 +129,6 @@ def test_statistics_of_what_is_kept() -> None:
             assert abs((kept == shifted).double().mean() - same) < spread
 
 
-def test_the_mean_of_many_calls_is_the_result_without_dropout() -> None:
-    q, k = torch.randn(1, 4, 1, 8, dtype=torch.float64), torch.randn(1, 20, 1, 8, dtype=torch.float64)
-    number = 4000
-    many = [x.expand(number, -1, -1, -1) for x in (q, k, k)]
-    outs = flash_dmattn.attention(*many, dropout_p=0.3)
-    deviation = outs.std(0) / math.sqrt(number)
-    assert ((outs.mean(0) - flash_dmattn.attention(q, k, k)[0]).abs() < 5 * deviation).all()
-
-
 def rows(*shape: int, **how: Any) -> Tensor:
     return torch.randn(shape, device=DEVICE, **how)
 
@@ -200,16 +188,6 @@ def test_leading_dims_are_entries_in_their_order() -> None:
     torch.manual_seed(0)
     bias = bias.expand(2, 3, -1, -1, -1).flatten(0, 1)
     torch.testing.assert_close(out.flatten(0, 1), flash_dmattn.attention(*flat, None, bias, dropout_p=0.3))
-
-
-@pytest.mark.parametrize("number", range(12))
-def test_sequences_with_dropout(backend: Runner, number: int) -> None:
-    dtypes = (torch.float64, torch.float32) if backend.name == "eager" else (torch.float32,)
-    drawn = draw_sequences(1000 + number, dtypes=dtypes)
-    drawn.flags["dropout_p"] = 0.4
-    if backend.refusal(BASE, BASE.build()) is not None:
-        pytest.skip("dropout is refused")
-    assert_sequences_accurate(run_sequences(drawn, backend.name), drawn)
 
 
 def test_probabilities_are_shown_without_dropout() -> None:

@@ -477,18 +477,6 @@ def test_unmeasured_kernels_take_sequences_before_flex(arch: str) -> None:
         flash_dmattn.register_backend(flex, before="sdpa")
 
 
-def test_kernels_that_were_measured_slower_than_eager_stay_behind_it() -> None:
-    install(profile_of(triton=SLOW, eager=FAST))
-    assert chosen(**REFUSED_BY_FLEX["narrow heads"]) == ("eager", None)
-
-
-def test_the_passes_that_a_call_runs_decide() -> None:
-    install(profile_of(triton=Figures(1.0, 9.0), flex=Figures(2.0, 2.0)))
-    assert chosen() == ("triton", None)
-    assert chosen(grad=True) == ("flex", "flex")
-    assert chosen(bias=(1, 16, 1, 4096), bias_grad=True) == ("flex", "flex")
-
-
 def test_triton_has_to_win_in_every_row_of_a_call() -> None:
     profile = profile_of()
     profile.rows["dense mask"]["triton"] = SLOW._replace(forward=1.6, backward=4.0)

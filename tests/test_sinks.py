@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import Results, assert_accurate, run
 from cases import ALL, DEVICE, Case
 from conftest import Runner
-from out_of_tree import LACKING, KernelPair, registered
 from torch import Tensor
 
 import flash_dmattn
@@ -139,19 +137,3 @@ def test_probabilities_leave_the_sink_its_share() -> None:
     flags = {"return_lse": True, "return_probs": True, "backend": "reference", "sink": sink}
     _, lse, probs = flash_dmattn.attention(q, q, q, is_causal=True, **flags)  # type: ignore[arg-type]
     torch.testing.assert_close(probs.sum(-1), 1 - torch.exp(sink[:, None] - lse))
-
-
-def test_backends_of_other_packages() -> None:
-    """One that lists sinks is passed them, one that does not is never called with one."""
-    case = BASE.with_(bias=PER_KEY, dtype=torch.float32)
-    inputs = case.build("cpu")
-
-    def on(backend: str) -> Results:
-        return run(
-            lambda *x, **flags: flash_dmattn.attention(*x, **flags, return_lse=True, backend=backend), case, inputs
-        )
-
-    with registered(KernelPair("with", lacks=LACKING - {"sink"}), KernelPair("without")):
-        assert_accurate(on("with"), case, inputs)
-        with pytest.raises(flash_dmattn.BackendUnsupportedError, match="- sink is set; this backend does not have it"):
-            on("without")
