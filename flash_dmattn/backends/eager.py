@@ -14,10 +14,18 @@ from ..reference import eager as chunked
 from ..reference import formula, query_blocks
 from ..reference import sequences as loop
 from ..reference import tangents as forward_mode
-from ..reference.distances import ChunkBias
-from ..reference.lists import Chosen
 from ..reference.masks import AnyMask, Intervals, TileBits
-from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, lists_as_tensors, lists_of, whole_batch
+from .entries import (
+    batch_of,
+    bias_of,
+    bool_mask,
+    chunk_bias_of,
+    dropout_of,
+    formula_numbers,
+    lists_as_tensors,
+    lists_of,
+    whole_batch,
+)
 from .mask_choice import MaskChoice, convert
 from .protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 
@@ -60,12 +68,6 @@ def _readable(problem: AttentionProblem, x: Inputs) -> AnyMask | None:
     return bool_mask(mask)
 
 
-def _readable_bias(problem: AttentionProblem, x: Inputs) -> ChunkBias | None:
-    if x.bias is not None and problem.flags.chosen:
-        return Chosen(x.bias, lists_of(problem, x), problem.flags.mask_repeat)
-    return bias_of(problem, x)
-
-
 def _chunked(
     p: AttentionProblem, dense: Callable[..., Any], packed: Callable[..., Any], **own: Any
 ) -> Callable[..., Any]:
@@ -76,7 +78,7 @@ def _chunked(
     numbers, repeats = {**formula_numbers(p), **own}, (p.flags.mask_repeat, p.flags.bias_repeat)
 
     def run(x: Inputs, *last: Any, first: tuple[Any, ...] = (), **more: Any) -> Any:
-        tensors = (*first, x.q, x.k, x.v, _readable(p, x), _readable_bias(p, x), *last)
+        tensors = (*first, x.q, x.k, x.v, _readable(p, x), chunk_bias_of(p, x), *last)
         sizes = {**numbers, **more, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(p, x)}
         if x.sequences is not None:
             return packed(batch_of(p, x), *tensors, **sizes)
@@ -114,6 +116,9 @@ def _plan_tangent_gradients(problem: AttentionProblem, needs_grad: tuple[bool, .
 def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
     numbers, dropout = formula_numbers(problem), dropout_of(problem, x)
+    if x.mask.form == "lists" and x.sequences is not None:
+        own = (lists_of(problem, x), chunk_bias_of(problem, x), x.sink, dropout)
+        return loop.gradients(batch_of(problem, x), dout, dlse, x.q, x.k, x.v, *own, **numbers)
     if x.mask.form == "lists":
         allowed, added, back = lists_as_tensors(problem, x)
         dq, dk, dv, dbias, *dsink = formula.gradients(

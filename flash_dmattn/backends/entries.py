@@ -11,9 +11,9 @@ from torch import Tensor
 from ..problem import AttentionProblem, MaskView
 from ..problem.inputs import Inputs
 from ..reference import formula
-from ..reference.distances import AnyBias, Distances, values_of, with_values
+from ..reference.distances import AnyBias, ChunkBias, Distances, values_of, with_values
 from ..reference.dropout import Dropout
-from ..reference.lists import Lists, dense_bias, slot_table, value_gradient
+from ..reference.lists import Chosen, Lists, dense_bias, slot_table, value_gradient
 from ..reference.sequences import Batch
 
 
@@ -44,6 +44,13 @@ def bias_of(problem: AttentionProblem, inputs: Inputs) -> AnyBias | None:
 def lists_of(problem: AttentionProblem, inputs: Inputs) -> Lists:
     keys, _, slots = inputs.mask.tensors
     return Lists(keys, slots, problem.flags.block_q, problem.flags.block_k)
+
+
+def chunk_bias_of(problem: AttentionProblem, inputs: Inputs) -> ChunkBias | None:
+    """Return the bias of a call, whose values for entries of lists have the lists beside them."""
+    if inputs.bias is not None and problem.flags.chosen:
+        return Chosen(inputs.bias, lists_of(problem, inputs), problem.flags.mask_repeat)
+    return bias_of(problem, inputs)
 
 
 def lists_as_tensors(

@@ -8,7 +8,17 @@ from ..problem import FEATURES, AttentionProblem
 from ..problem.inputs import Inputs
 from ..reference import formula
 from ..reference import sequences as loop
-from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, lists_as_tensors, whole_batch
+from .entries import (
+    batch_of,
+    bias_of,
+    bool_mask,
+    chunk_bias_of,
+    dropout_of,
+    formula_numbers,
+    lists_as_tensors,
+    lists_of,
+    whole_batch,
+)
 from .protocol import Backend, Forward, Rule
 
 
@@ -19,6 +29,9 @@ def plan_forward(problem: AttentionProblem) -> Forward:
     def forward(x: Inputs) -> tuple[Tensor, ...]:
         dropout = dropout_of(problem, x)
         others = {"return_probs": problem.return_probs, "sink": x.sink, "dropout": dropout}
+        if x.mask.form == "lists" and x.sequences is not None:
+            own = (lists_of(problem, x), chunk_bias_of(problem, x), x.sink, dropout)
+            return loop.attention(batch_of(problem, x), x.q, x.k, x.v, *own, **numbers)
         if x.mask.form == "lists":
             allowed, added, _ = lists_as_tensors(problem, x)
             return formula.attention(x.q, x.k, x.v, allowed, added, **others, **numbers)
