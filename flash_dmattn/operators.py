@@ -348,4 +348,6 @@ def _describe_mask(mask: MaskView, seqlen_q: int, seqlen_k: int, spec: SequenceS
     if form == "sequence_tiles":
         assert spec is not None
         return unpacked_spec(spec.shape_of_tiles(first.shape[1]))
+    if form == "lists" and spec is not None:
+        seqlen_q = spec.rows_q
     return unpacked_spec((*first.shape[:2], 1 if form == "keys" else seqlen_q, seqlen_k))

@@ -14,11 +14,18 @@ from ..reference import eager as chunked
 from ..reference import formula, query_blocks
 from ..reference import sequences as loop
 from ..reference import tangents as forward_mode
-from ..reference.distances import ChunkBias
-from ..reference.lists import Chosen
 from ..reference.masks import AnyMask, Intervals, TileBits
 from .protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
-from .reference import batch_of, bias_of, bool_mask, dropout_of, for_formula, formula_numbers, lists_of, readable_mask
+from .reference import (
+    batch_of,
+    bool_mask,
+    chunk_bias_of,
+    dropout_of,
+    for_formula,
+    for_sequences,
+    formula_numbers,
+    lists_of,
+)
 
 _chunk_bytes = chunked.DEFAULT_CHUNK_BYTES
 
@@ -59,12 +66,6 @@ def _readable(problem: AttentionProblem, x: Inputs) -> AnyMask | None:
     return bool_mask(mask)
 
 
-def _readable_bias(problem: AttentionProblem, x: Inputs) -> ChunkBias | None:
-    if x.bias is not None and problem.flags.chosen:
-        return Chosen(x.bias, lists_of(problem, x), problem.flags.mask_repeat)
-    return bias_of(problem, x)
-
-
 def _chunked(
     p: AttentionProblem, dense: Callable[..., Any], packed: Callable[..., Any], **own: Any
 ) -> Callable[..., Any]:
@@ -75,7 +76,7 @@ def _chunked(
     numbers, repeats = {**formula_numbers(p), **own}, (p.flags.mask_repeat, p.flags.bias_repeat)
 
     def run(x: Inputs, *last: Any, first: tuple[Any, ...] = (), **more: Any) -> Any:
-        tensors = (*first, x.q, x.k, x.v, _readable(p, x), _readable_bias(p, x), *last)
+        tensors = (*first, x.q, x.k, x.v, _readable(p, x), chunk_bias_of(p, x), *last)
         sizes = {**numbers, **more, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(p, x)}
         if x.sequences is not None:
             return packed(batch_of(p, x), *tensors, **sizes)
@@ -114,8 +115,8 @@ def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor,
     """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
     numbers, dropout, tensors = formula_numbers(problem), dropout_of(problem, x), (dout, dlse, x.q, x.k, x.v)
     if x.sequences is not None:
-        mask, bias = readable_mask(problem, x), bias_of(problem, x)
-        return loop.gradients(batch_of(problem, x), *tensors, mask, bias, x.sink, dropout, **numbers)
+        own = for_sequences(problem, x)
+        return loop.gradients(batch_of(problem, x), *tensors, *own, x.sink, dropout, **numbers)
     mask, bias, own_gradient = for_formula(problem, x)
     dq, dk, dv, dbias, *dsink = formula.gradients(*tensors, mask, bias, sink=x.sink, dropout=dropout, **numbers)
     if dbias is not None and x.bias is not None:  # summed to the bias as the call has it

@@ -15,9 +15,9 @@ from ..problem import FEATURES, AttentionProblem, MaskChoice, MaskView
 from ..problem.inputs import Inputs
 from ..reference import formula
 from ..reference import sequences as loop
-from ..reference.distances import AnyBias, Distances, values_of, with_values
+from ..reference.distances import AnyBias, ChunkBias, Distances, values_of, with_values
 from ..reference.dropout import Dropout
-from ..reference.lists import Lists, dense_bias, slot_table, value_gradient
+from ..reference.lists import Chosen, Lists, dense_bias, slot_table, value_gradient
 from ..reference.sequences import Batch
 from .mask_choice import convert
 from .protocol import Backend, Forward, Rule
@@ -73,6 +73,19 @@ def for_formula(
     return slots >= 0, made, lambda dbias: value_gradient(dbias, values, slots, lists.block_q)
 
 
+def chunk_bias_of(problem: AttentionProblem, inputs: Inputs) -> ChunkBias | None:
+    """Return the bias of a call, whose values for entries of lists have the lists beside them."""
+    if inputs.bias is not None and problem.flags.chosen:
+        return Chosen(inputs.bias, lists_of(problem, inputs), problem.flags.mask_repeat)
+    return bias_of(problem, inputs)
+
+
+def for_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor | Lists | None, ChunkBias | None]:
+    """Return the bool mask or the lists of a call with sequences, and its bias."""
+    mask = lists_of(problem, x) if x.mask.form == "lists" else readable_mask(problem, x)
+    return mask, chunk_bias_of(problem, x)
+
+
 def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
     """Return the numbers of a call, under the names that `flash_dmattn.reference.formula` gives them."""
     return {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap, "window_size": problem.window}
@@ -111,7 +124,7 @@ def plan_forward(problem: AttentionProblem) -> Forward:
     def forward(x: Inputs) -> tuple[Tensor, ...]:
         tensors, others = (x.q, x.k, x.v), {"sink": x.sink, "dropout": dropout_of(problem, x), **numbers}
         if x.sequences is not None:
-            return loop.attention(batch_of(problem, x), *tensors, bool_mask(x.mask), bias_of(problem, x), **others)
+            return loop.attention(batch_of(problem, x), *tensors, *for_sequences(problem, x), **others)
         mask, bias, _ = for_formula(problem, x)
         return formula.attention(*tensors, mask, bias, return_probs=problem.return_probs, **others)
 

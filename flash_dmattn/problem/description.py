@@ -318,7 +318,7 @@ class AttentionProblem(NamedTuple):
         for name, spec, repeat, packing in (
             (mask, self.mask, flags.mask_repeat, flags.mask_packing),
             ("bias", self.bias, flags.bias_repeat, flags.bias_packing),
-            ("chosen bias", self.chosen, flags.bias_repeat, "none"),
+            ("chosen bias", self.chosen, flags.bias_repeat, flags.bias_packing),
         ):
             if spec is not None:
                 parts.append(self._describe_tensor(f"{name} {tuple(spec.shape)}", spec, repeat, packing))

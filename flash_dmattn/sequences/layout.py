@@ -329,7 +329,8 @@ def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object)
     if not isinstance(sequences, Sequences):
         raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
     # Compared by identity: values may differ where sizes agree, and nobody reads values.
-    if getattr(mask, "form", None) == "sequence_tiles" and mask.sequences is not sequences:  # type: ignore[attr-defined]
+    own = getattr(mask, "sequences", None)
+    if own is not None and own is not sequences:
         raise ValueError(
             "mask was prepared for other Sequences than those of the call; it needs the same object: pass "
             "sequences=mask.sequences, or prepare it anew"

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -47,7 +47,7 @@ from ..blocks import MaskStats, check_blocks, expand_blocks
 from ..builders import Device, document_pair, padding_mask
 from ..topk import ScoresByRows, select, topk_arguments
 from .intervals import live_keys, order_saves, places_for, reorder_pays
-from .lists import best, ordered
+from .lists import best, keys_seen, ordered, seen_blocks
 from .operators import (
     interval_walk,
     one_row_form,
@@ -627,6 +627,7 @@ class PreparedMask(ABC):
         block_size: int | tuple[int, int] = 1,
         is_causal: bool = False,
         window_size: tuple[int, int] | None = None,
+        sequences: Sequences | None = None,
     ) -> PreparedMask:
         """Prepare the mask in which each query attends to the keys, or the blocks of keys, that its list names.
 
@@ -639,22 +640,29 @@ class PreparedMask(ABC):
         No tensor of queries times keys is made, neither here nor by calls. A list is a set: its order, and keys that it
         names twice, change no result. A list may name keys that the band hides; they stay hidden.
 
+        With `sequences` entries count the keys of each sequence from 0, whether these are packed, padded or in pages,
+        and the band applies to each sequence. The result is for calls with the same `Sequences` object.
+
         Args:
             index: integers of 2 dims or more, read from the right as (*batch, Hm, R, K), any strides: a list of K keys
                 or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 stands for none. Hm is 1, Hk or
-                Hq. Leading dims fold as in `from_mask`.
-            seqlen_k: number of keys.
+                Hq. Leading dims fold as in `from_mask`. Beside sequences it is (Hm, queries of all sequences, K) where
+                queries are packed, else (sequences or 1, Hm, seqlen_q, K).
+            seqlen_k: number of keys; beside sequences `k.shape[-3]`, of pages `block_table.shape[1] * page_size`.
             seqlen_q: number of queries; needed if lists are for blocks of them.
-            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k).
+            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k). Beside
+                sequences no queries share a list.
             is_causal, window_size: the band, as in `from_mask`.
+            sequences: where the sequences of the calls lie.
 
         Returns:
             PreparedMask, of the form "lists".
 
         Raises:
             TypeError: `index` is not an integer tensor, or a length, flag or window of another type.
-            ValueError: another rank or number of lists, or, on a CPU, an entry below -1 or beyond the last block. On an
-                accelerator the host does not wait for it, and such an entry counts as -1.
+            ValueError: another rank or number of lists, lists that queries share beside sequences, or, on a CPU, an
+                entry below -1 or beyond the last block. On an accelerator the host does not wait for it, and such an
+                entry counts as -1.
 
         Sources: DeepSeek-AI, "DeepSeek-V3.2", 2025 (single keys); Yuan et al., "Native Sparse Attention", 2025 (blocks
             of keys); Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
@@ -676,17 +684,37 @@ class PreparedMask(ABC):
             raise ValueError(f"index has shape {tuple(index.shape)}; it needs 2 dims or more, the last two (R, K).")
         index, leading = _folded(index)
         index = collapse(index, dims=range(index.dim() - 2))[(None,) * (4 - index.dim())]
-        lengths = _lengths_of_lists("index", index.shape[2], blocks, seqlen_q, integer("seqlen_k", seqlen_k))
-        if values_can_be_read(index) and index.numel() > 0:
-            low, high = (int(x) for x in index.aminmax())
-            last = -(-lengths[1] // blocks[1]) - 1
-            if low < -1 or high > last:
-                raise ValueError(
-                    f"index has an entry {low if low < -1 else high}; each needs to be -1 or from 0 to {last}."
-                )
-        band = make_band(*lengths, causal_window(**limits))
-        numbers = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "block_size": blocks, "leading": leading}
-        return cls._made("lists", ordered(index, blocks, lengths, band), **numbers, **limits)
+        window, numbers = causal_window(**limits), {"block_size": blocks, **limits}
+        if sequences is not None:
+            if blocks[0] != 1:
+                raise ValueError(f"block_size[0] is {blocks[0]}; beside sequences each query has a list of its own, 1.")
+            seqlen_q = index.shape[2] if seqlen_q is None else seqlen_q
+            spec = _spec_beside("index", index, sequences, seqlen_q, seqlen_k)
+            lengths = _lengths_of_lists("index", index.shape[2], blocks, spec.rows_q, spec.max_seqlen_k)
+            bounds, entries = sequences.bounds_of(spec), 1 if spec.packs_queries else spec.number
+            if index.shape[0] not in (1, entries):
+                raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}.")
+            if values_can_be_read(index):
+                last = keys_seen(bounds, spec, (-1, -1))[1][:, None, :, None]
+                # What a row without keys lists counts for nobody.
+                _check_entries(index, torch.where(last < 0, lengths[1] - 1, last) // blocks[1])
+            low, high = (
+                torch.div(x[:, None], blocks[1], rounding_mode="floor") for x in keys_seen(bounds, spec, window)
+            )
+            numbers |= {"sequences": sequences, "spec": spec}
+            index = index.expand(entries, -1, -1, -1)
+
+            def seen_by(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+                return low[..., rows], high[..., rows]
+        else:
+            lengths = _lengths_of_lists("index", index.shape[2], blocks, seqlen_q, integer("seqlen_k", seqlen_k))
+            if values_can_be_read(index):
+                _check_entries(index, torch.full((1, 1, 1, 1), -(-lengths[1] // blocks[1]) - 1))
+            numbers |= {"leading": leading}
+            band = make_band(*lengths, window)
+            seen_by = partial(seen_blocks, block_size=blocks, lengths=lengths, band=band, device=index.device)
+        tensors = ordered(index, -(-lengths[1] // blocks[1]), seen_by)
+        return cls._made("lists", tensors, seqlen_q=lengths[0], seqlen_k=lengths[1], **numbers)
 
     @classmethod
     def from_topk_lists(
@@ -1016,6 +1044,15 @@ def _lengths_of_lists(
             f"{block_q} {'query' if block_q == 1 else 'queries'} each."
         )
     return seqlen_q, seqlen_k
+
+
+def _check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
+    """Refuse an entry of lists (Bm, Hm, R, K) that is below -1 or beyond the last block of its list."""
+    wrong = (index < -1) | (index > last)
+    if bool(wrong.any()):
+        place = tuple(wrong.nonzero()[0].tolist())
+        limit = int(last.expand(index.shape)[place])
+        raise ValueError(f"index has an entry {int(index[place])}; each needs to be -1 or from 0 to {limit}.")
 
 
 def _check_compact(compact: bool, reorder: bool | None) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ...problem import Band, MaskForm, MaskView, SequenceSpec, causal_window, make_band
 from ...reference.lists import Lists, repeat_heads, spread, table
-from ...sequences.layout import Sequences
+from ...sequences.layout import Sequences, token_places
 from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
 from . import packing
 from .intervals import covering, interval_classes
-from .lists import take
+from .lists import keys_seen, take
 from .mask import PreparedMask as PreparedMask
 from .packing import EMPTY, FULL, TILE, tiles, unpack_sequences
 
@@ -184,7 +184,8 @@ class ListMask(BatchMask):
 
     Keys that the band hides from all queries of a list are left out of it. Where entries are blocks, the band hides
     more keys, and kernels compare positions. All tensors are int32, contiguous and on the mask's device, with
-    R = ceil(Lq / block_q):
+    R = ceil(Lq / block_q). Beside sequences keys count within each sequence. Bm is 1 and R all queries where these are
+    packed, else Bm is their number.
 
     Attributes:
         keys: (Bm, Hm, R, K), the keys of each list, or the numbers of the blocks: ascending, each once, then -1.
@@ -192,6 +193,7 @@ class ListMask(BatchMask):
         slots: (Bm, Hm, R, K), the place of each in the index that it was made of, then -1; or (Bm, Hm, R, 0), where
             that has them in the same order.
         block_size: (queries that share a list, keys of a block).
+        spec: how the sequences lie; None without.
     """
 
     form: ClassVar[MaskForm] = "lists"
@@ -200,6 +202,7 @@ class ListMask(BatchMask):
     count: Tensor
     slots: Tensor
     block_size: tuple[int, int] = field(default=(1, 1), kw_only=True)
+    spec: SequenceSpec | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -225,6 +228,17 @@ class ListMask(BatchMask):
         places = self.keys.new_full((*self.keys.shape[:3], self.keys.shape[3] + 1), -1)
         return places.scatter_(3, more, self.keys)[..., :-1].contiguous()
 
+    @property
+    def index_of_rows(self) -> Tensor:
+        """`index` with keys counted among the rows of k, where sequences are packed; else as it is."""
+        spec, sequences = self.spec, self.sequences
+        if spec is None or sequences is None or not spec.packs_keys or spec.number == 0:
+            return self.index
+        bounds = sequences.bounds_of(spec)
+        own = token_places(bounds, 1, spec.rows_q, is_packed=True).own
+        rows = (self.index + bounds[own, 2].view(1, 1, -1, 1)).clamp(max=max(spec.rows_k - 1, 0))
+        return torch.where(self.index < 0, -1, rows)
+
     def gather(self, scores: Tensor) -> Tensor:
         """Return the scores of the keys or blocks that the lists name; differentiable, twice.
 
@@ -249,6 +263,14 @@ class ListMask(BatchMask):
         made = table(keys, keys[..., :0], 0, -(-self.seqlen_k // step_k)) >= 0
         made = spread(made, 2, step_q, rows.start, max(rows.start, rows.stop))
         return self._within_band(spread(made, 3, step_k, 0, self.seqlen_k), start, stop).contiguous()
+
+    def _within_band(self, allowed: torch.Tensor, start: int, stop: int | None) -> torch.Tensor:
+        if self.spec is None or self.sequences is None:
+            return super()._within_band(allowed, start, stop)
+        window = causal_window(self.is_causal, self.window_size)
+        low, high = keys_seen(self.sequences.bounds_of(self.spec), self.spec, window)
+        keys = torch.arange(self.seqlen_k, device=self.device)
+        return allowed & (keys >= low[:, None, start:stop, None]) & (keys <= high[:, None, start:stop, None])
 
     def stats(self) -> MaskStats:
         """Count as any prepared mask does, 128 queries at a time."""
