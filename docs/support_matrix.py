@@ -67,7 +67,9 @@ def _row_of_lists(
     name: str, *, heads: int = 1, block_size: int = 1, sequences: Sequences | None = None, **numbers: Any
 ) -> Row:
     rows_q = rows_k = 4096
-    batch, shape_k, grad = (2,), (2, 4096), True
+    batch: tuple[int, ...] = (2,)
+    shape_k: tuple[int, ...] = (2, 4096)
+    grad = True
     if sequences is not None and sequences.layout == "packed":
         batch, shape_k = (), (4096,)
     elif sequences is not None:
@@ -77,10 +79,11 @@ def _row_of_lists(
         k = torch.empty(*shape_k, 1, 64, dtype=torch.bfloat16, requires_grad=grad)
         values = torch.empty(*batch, heads, rows_q, 64, requires_grad=grad)
     index = torch.zeros(*batch, heads, rows_q, 64, dtype=torch.int32)
-    more = {"sequences": sequences, "block_size": (1, block_size), "is_causal": True}
-    lists = PreparedMask.from_lists(index, seqlen_k=rows_k, **more).to("meta")
-    more = {"sequences": lists.sequences, "device": "sm_90", **numbers}
-    return Row("lists", name, explain(q, k, k, lists, Chosen(values), **more).problem)
+    lists = PreparedMask.from_lists(
+        index, seqlen_k=rows_k, sequences=sequences, block_size=(1, block_size), is_causal=True
+    ).to("meta")
+    decision = explain(q, k, k, lists, Chosen(values), sequences=lists.sequences, device="sm_90", **numbers)
+    return Row("lists", name, decision.problem)
 
 
 def rows() -> tuple[Row, ...]:
