@@ -201,11 +201,11 @@ class Call:
 
     @property
     def has_long_runs(self) -> bool:
-        """Return whether Triton gives each thread 8 neighbours of a row of p for `mma.sync`; 16 queries are then too few.
+        """Return whether Triton gives each thread 8 neighbours of a row of p for `mma.sync`: too many for 16 queries.
 
         It does where p comes from bytes of a bool mask and joined words of dropout. The four threads that share a row
-        have 32 places, so two of them hold the same values of a sum over 16, and up to Triton 3.7 it counts half of its
-        terms, four times each (mended by triton-lang/triton, pull request 11691).
+        have 32 places. Two of them then hold the same values of a sum over 16, and up to Triton 3.7 the sum has some
+        terms several times and misses others (mended by triton-lang/triton, pull request 11691).
         """
         return self.has_dropout and self.mask_kind == DENSE.value
 
@@ -221,7 +221,7 @@ class Call:
         return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
 
     def precision_of(self, kernel: str) -> str:
-        """Return the precision of the products of a kernel: TF32 only if allowed, right, and with room for its tiles."""
+        """Return the precision of the products of a kernel: TF32 only if allowed, right, and with room for tiles."""
         fits = tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
         is_wrong = kernel == "keys" and self.has_long_runs and self.tile(kernel).block_m < LEAST_LONG_RUNS
         return self.precision if fits and not is_wrong else "ieee"
