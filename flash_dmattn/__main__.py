@@ -63,13 +63,8 @@ def _add_explain(commands: Any) -> None:
     )
     add = parser.add_argument
     shape = "B,H,Lq,Lk"
-    add(
-        "--q",
-        type=_sizes,
-        required=True,
-        metavar="B,Lq,H,D",
-        help="shape of q: batch (or more dims of it), queries, heads, head dim",
-    )
+    about_q = "shape of q: batch (or more dims of it), queries, heads, head dim"
+    add("--q", type=_sizes, required=True, metavar="B,Lq,H,D", help=about_q)
     add("--kv-heads", type=_count, metavar="Hk", help="heads of k and v (default: those of q)")
     add("--seqlen-k", type=_count, metavar="Lk", help="number of keys (default: that of queries)")
     add("--head-dim-v", type=_count, metavar="Dv", help="head dim of v (default: that of q)")

@@ -45,8 +45,6 @@ def attention(
     return_probs: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
-
-
 @overload
 def attention(
     q: Tensor,
@@ -59,8 +57,6 @@ def attention(
     return_probs: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention(
     q: Tensor,
@@ -73,8 +69,6 @@ def attention(
     return_probs: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention(
     q: Tensor,
@@ -87,8 +81,6 @@ def attention(
     return_probs: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 @overload
 def attention(
     q: Tensor,

@@ -307,20 +307,15 @@ def _tell_counters() -> None:
             own[packet] = counter.flop_registry[packet]
 
 
-def _define(
-    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], flop: Callable[..., int]
-) -> Callable[..., Any]:
-    return register(define(name, schema, run, fake), flop)
-
-
-_forward_operator = _define("attention_forward", FORWARD_SCHEMA, _run_forward, _forward_fake, forward_flop)
-_backward_operator = _define("attention_backward", BACKWARD_SCHEMA, _run_backward, _backward_fake, backward_flop)
-_tangents_operator = _define("attention_tangents", TANGENTS_SCHEMA, _run_tangents, _tangents_fake, tangents_flop)
-_tangent_gradients_operator = _define(
-    "attention_tangent_gradients",
-    TANGENT_GRADIENTS_SCHEMA,
-    _run_tangent_gradients,
-    _tangent_gradients_fake,
+_forward_operator = register(define("attention_forward", FORWARD_SCHEMA, _run_forward, _forward_fake), forward_flop)
+_backward_operator = register(
+    define("attention_backward", BACKWARD_SCHEMA, _run_backward, _backward_fake), backward_flop
+)
+_tangents_operator = register(
+    define("attention_tangents", TANGENTS_SCHEMA, _run_tangents, _tangents_fake), tangents_flop
+)
+_tangent_gradients_operator = register(
+    define("attention_tangent_gradients", TANGENT_GRADIENTS_SCHEMA, _run_tangent_gradients, _tangent_gradients_fake),
     tangent_gradients_flop,
 )
 torch.library.register_vmap("flash_dmattn::attention_forward", _map_one_by_one, lib=LIBRARY)

@@ -73,7 +73,6 @@ class RelativePositionBias(nn.Module):
 
     @overload
     def forward(self) -> Relative: ...
-
     @overload
     def forward(self, seqlen_q: int, seqlen_k: int | None = None) -> Tensor: ...
 

@@ -261,7 +261,9 @@ class Sequences:
         first = tensors[0]
         # Fake tensors have no values to compare. Wrong types are for `spec` to refuse.
         is_plain = type(first) is Tensor and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-        if not is_plain or torch.compiler.is_compiling() or _is_capturing(first):
+        # The graph of a capture has to compute the layout from the tensors at every replay.
+        is_captured = first.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not is_plain or torch.compiler.is_compiling() or is_captured:
             spec = self.spec(q, k, v, names=names, rows=rows)
             return spec, self._laid_out(spec)
         # Tensors that inference mode makes cannot be saved for a backward pass.
@@ -482,8 +484,3 @@ def token_places(bounds: Tensor, entries: int, rows: int, is_packed: bool) -> To
     else:
         own, place = row // rows, row % rows
     return TokenPlaces(own, place, (place >= 0) & (place < bounds[own, 1]))
-
-
-def _is_capturing(x: Tensor) -> bool:
-    # A graph has to compute the layout from the tensors at every replay.
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

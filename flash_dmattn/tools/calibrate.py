@@ -44,18 +44,26 @@ class Instruments(NamedTuple):
     """The functions that a run measures with; tests replace them.
 
     Attributes:
-        check: check(has_time) -> outcomes of the checks against the formula, none started once has_time() is False.
-        measure: measure(row, backend, seconds) -> its figures.
+        check: check(has_time) -> outcomes of the checks against the formula, none started once has_time() is False;
+            of tiles check(classes, seconds) -> (class, verdicts) of each class that comes in time.
+        measure: measure(row, backend, seconds) -> its figures; of tiles measure(class, sizes, seconds) -> milliseconds.
         clock: seconds that only grow.
         gpu, arch, driver: names of the measured GPU, or of the CPU, whose arch is "cpu".
     """
 
-    check: Callable[[Callable[[], bool]], list[Outcome]]
-    measure: Callable[[Row, str, float], Figures]
+    check: Callable[..., Any]
+    measure: Callable[..., Any]
     clock: Callable[[], float]
     gpu: str
     arch: str
     driver: str
+
+
+def instruments_on(device: torch.device, check: Callable[..., Any], measure: Callable[..., Any]) -> Instruments:
+    """Return the instruments of a GPU, which becomes the current one: checks compute there."""
+    torch.cuda.set_device(device)
+    driver = find_driver()[0].get("version", "unknown")
+    return Instruments(check, measure, time.monotonic, torch.cuda.get_device_name(device), device_arch(device), driver)
 
 
 def run(chosen: int | Literal["cpu"], seconds: float) -> int:
@@ -87,15 +95,8 @@ def _instruments(device: torch.device) -> Instruments:
             "cpu",
             f"{torch.get_num_threads()} threads",
         )
-    torch.cuda.set_device(device)  # the checks compute on the current one
-    return Instruments(
-        partial(verify_on, "cuda", torch.bfloat16, ORDER, sys.stdout),
-        partial(measure, device=device, timer=EventTimer(device)),
-        time.monotonic,
-        torch.cuda.get_device_name(device),
-        device_arch(device),
-        find_driver()[0].get("version", "unknown"),
-    )
+    check = partial(verify_on, "cuda", torch.bfloat16, ORDER, sys.stdout)
+    return instruments_on(device, check, partial(measure, device=device, timer=EventTimer(device)))
 
 
 def backends_of(arch: str) -> tuple[str, ...]:

@@ -28,7 +28,19 @@ from ..problem import device_arch
 from ..reference.yardstick import FLOOR, RATIO
 from ..triton_kernels import preferred_tiles
 from ..triton_kernels.preferred_tiles import Sizes, class_name
-from .calibrate import EventTimer, Progress, Timer, device_of, effect, fail, former, new_profile, save
+from .calibrate import (
+    EventTimer,
+    Instruments,
+    Progress,
+    Timer,
+    device_of,
+    effect,
+    fail,
+    former,
+    instruments_on,
+    new_profile,
+    save,
+)
 from .verify import error
 
 CHECK_SHARE = 0.8  # of the time; after it no process goes on checking
@@ -81,24 +93,6 @@ CLASSES = {each.name: each for each in _classes()}
 Verdicts = dict[Sizes, str]
 
 
-class TileInstruments(NamedTuple):
-    """The functions that a run measures with; tests replace them.
-
-    Attributes:
-        check: check(classes, seconds) -> the verdicts of each class that comes in time.
-        measure: measure(class, sizes, seconds) -> milliseconds of the pass with the kernel.
-        clock: seconds that only grow.
-        gpu, arch, driver: names of the GPU.
-    """
-
-    check: Callable[[Sequence[TileClass], float], Iterator[tuple[TileClass, Verdicts]]]
-    measure: Callable[[TileClass, Sizes, float], float]
-    clock: Callable[[], float]
-    gpu: str
-    arch: str
-    driver: str
-
-
 def run(chosen: int | Literal["cpu"], seconds: float) -> int:
     """Calibrate the tiles of the GPU of an index; return 1 where that cannot be done or written, else 0."""
     device, why = device_of(chosen)
@@ -108,21 +102,11 @@ def run(chosen: int | Literal["cpu"], seconds: float) -> int:
         import triton  # noqa: F401
     except ImportError as raised:
         return fail(f"--tiles times kernels of Triton, which cannot be imported: {raised}")
-    torch.cuda.set_device(device)
-    from .info import find_driver
-
-    instruments = TileInstruments(
-        partial(check_in_processes, device.index),
-        Passes(device, EventTimer(device)),
-        time.monotonic,
-        torch.cuda.get_device_name(device),
-        device_arch(device),
-        find_driver()[0].get("version", "unknown"),
-    )
-    return calibrate(instruments, seconds, sys.stdout, sys.stderr)
+    check = partial(check_in_processes, device.index)
+    return calibrate(instruments_on(device, check, Passes(device, EventTimer(device))), seconds, sys.stdout, sys.stderr)
 
 
-def calibrate(instruments: TileInstruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
+def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
     """Measure with these instruments, print the table to `stream`, and add the fastest tiles to the profile."""
     gpu, arch = instruments.gpu, instruments.arch
     known = former(gpu, arch)
@@ -154,7 +138,7 @@ Times = dict[Sizes, "float | str"]
 
 
 def measured(
-    instruments: TileInstruments, classes: Sequence[TileClass], seconds: float, progress_stream: TextIO
+    instruments: Instruments, classes: Sequence[TileClass], seconds: float, progress_stream: TextIO
 ) -> dict[str, Times]:
     """Return the times by class, of as many classes as end in these seconds."""
     clock = instruments.clock
@@ -177,7 +161,7 @@ def measured(
     return timed
 
 
-def _time(instruments: TileInstruments, each: TileClass, sizes: Sizes, seconds: float) -> float | str:
+def _time(instruments: Instruments, each: TileClass, sizes: Sizes, seconds: float) -> float | str:
     """Return milliseconds, or why there are none: the tensors of a call may not fit in the memory of a GPU in use."""
     try:
         return instruments.measure(each, sizes, seconds)
