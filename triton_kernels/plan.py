@@ -41,7 +41,7 @@ from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
 
 # Up to this many keys fit in one tile of every kernel; backward kernels then compute delta from p and dp.
 MOST_FEW_KEYS = 32
-# The least queries of a tile for products of the kernel of dk and dv where threads have long runs.
+# The least queries of a tile of the kernel of dk and dv where threads have long runs.
 LEAST_LONG_RUNS = 32
 
 
@@ -218,13 +218,20 @@ class Call:
         kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": few}
         if kernel == "forward" and self.has_wide_heads and self.bias_kind == TILE_BIAS.value:
             kernel = "biased forward"
-        return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
+        tile = tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
+        is_short = kernel == "keys" and tile.block_m < LEAST_LONG_RUNS
+        if is_short and self.has_long_runs and self._takes_tensor_cores(kernel):
+            # As many scores as before, so that it still fits.
+            tile = tile._replace(block_m=LEAST_LONG_RUNS, block_n=tile.block_m * tile.block_n // LEAST_LONG_RUNS)
+        return tile
+
+    def _takes_tensor_cores(self, kernel: str) -> bool:
+        return self.q.dtype != torch.float32 or self.precision_of(kernel) == "tf32"
 
     def precision_of(self, kernel: str) -> str:
-        """Return the precision of the products of a kernel: TF32 only if allowed, right, and with room for tiles."""
+        """Return the precision of the products of a kernel: TF32 only if it is allowed and the tiles fit in memory."""
         fits = tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
-        is_wrong = kernel == "keys" and self.has_long_runs and self.tile(kernel).block_m < LEAST_LONG_RUNS
-        return self.precision if fits and not is_wrong else "ieee"
+        return self.precision if fits else "ieee"
 
     def launch(
         self, kernel: Any, programs: int, tile: Tile | ShortTile, descriptors: Sequence[Descriptor] = (), **own: Any
