@@ -25,8 +25,10 @@ from flash_dmattn.dispatch.selection import passes_of, select_tangents  # noqa: 
 from flash_dmattn.explanation import explain, explain_problem  # noqa: E402
 from flash_dmattn.masks import PreparedMask  # noqa: E402
 from flash_dmattn.problem import AttentionProblem, SequenceSpec  # noqa: E402
+from flash_dmattn.sequences import Sequences  # noqa: E402
 from flash_dmattn.triton_kernels.gpus import GPUS, KIB  # noqa: E402
 
+_TABLE = torch.arange(128).view(2, 64)
 T5, BAND = ByDistance(128, "clamp", False), ByDistance(63, "zero", True)
 
 
@@ -61,14 +63,27 @@ def _sequences() -> dict[str, dict[str, Any]]:
     }
 
 
-def _row_of_lists(name: str, *, heads: int = 1, block_size: int = 1, **numbers: Any) -> Row:
+def _row_of_lists(
+    name: str, *, heads: int = 1, block_size: int = 1, sequences: Sequences | None = None, **numbers: Any
+) -> Row:
+    rows_q = rows_k = 4096
+    batch: tuple[int, ...] = (2,)
+    shape_k: tuple[int, ...] = (2, 4096)
+    grad = True
+    if sequences is not None and sequences.layout == "packed":
+        batch, shape_k = (), (4096,)
+    elif sequences is not None:
+        rows_q, shape_k, grad = 1, (128, 64), False
     with torch.device("meta"):
-        q = torch.empty(2, 4096, 16, 64, dtype=torch.bfloat16, requires_grad=True)
-        k = torch.empty(2, 4096, 1, 64, dtype=torch.bfloat16, requires_grad=True)
-        values = torch.empty(2, heads, 4096, 64, requires_grad=True)
-    index = torch.zeros(2, heads, 4096, 64, dtype=torch.int32)
-    lists = PreparedMask.from_lists(index, seqlen_k=4096, block_size=(1, block_size), is_causal=True).to("meta")
-    return Row("lists", name, explain(q, k, k, lists, Chosen(values), device="sm_90", **numbers).problem)
+        q = torch.empty(*batch, rows_q, 16, 64, dtype=torch.bfloat16, requires_grad=grad)
+        k = torch.empty(*shape_k, 1, 64, dtype=torch.bfloat16, requires_grad=grad)
+        values = torch.empty(*batch, heads, rows_q, 64, requires_grad=grad)
+    index = torch.zeros(*batch, heads, rows_q, 64, dtype=torch.int32)
+    lists = PreparedMask.from_lists(
+        index, seqlen_k=rows_k, sequences=sequences, block_size=(1, block_size), is_causal=True
+    ).to("meta")
+    decision = explain(q, k, k, lists, Chosen(values), sequences=lists.sequences, device="sm_90", **numbers)
+    return Row("lists", name, decision.problem)
 
 
 def rows() -> tuple[Row, ...]:
@@ -126,6 +141,13 @@ def rows() -> tuple[Row, ...]:
         _row_of_lists("blocks of 64 keys, with values", block_size=64),
         _row_of_lists("for each query head", heads=16),
         _row_of_lists("with dropout", dropout_p=0.1),
+        _row_of_lists("packed sequences", sequences=Sequences.packed(torch.tensor([0, 1024, 4096]))),
+        _row_of_lists(
+            "blocks of 64 keys, packed sequences",
+            block_size=64,
+            sequences=Sequences.packed(torch.tensor([0, 1024, 4096])),
+        ),
+        _row_of_lists("paged, one query", sequences=Sequences.paged(_TABLE, torch.tensor([4096, 4096]))),
         _row("forward mode", "causal", in_forward_mode=True, is_causal=True),
         _row("forward mode", "head dim 512", in_forward_mode=True, q=(2, 4096, 16, 512)),
         _row("forward mode", "CPU", in_forward_mode=True, device="cpu", dtype="fp32"),

@@ -17,7 +17,6 @@ import torch
 
 import flash_dmattn
 from flash_dmattn.dispatch.registry import BACKENDS
-from flash_dmattn.masks import show
 from flash_dmattn.problem import device_arch, dtype_name
 from flash_dmattn.tools.verify import FLOOR, RATIO, Outcome, Sample
 
@@ -36,6 +35,7 @@ from .byte_model import (
     training_call,
     unigram_entropy,
 )
+from .draw_mask import show
 
 NATS_PER_BIT = math.log(2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MARGIN, QUICK_MARGIN = 0.7, 0.1
 PICTURED_LAYER, PICTURED_HEAD = 1, 0
 PROGRESS_LINES = 10  # of each training
-# As in masks.show: blue and orange stay apart for every common form of colour blindness, and in grey.
+# As in draw_mask.py: blue and orange stay apart for every common form of colour blindness, and in grey.
 BLUE, ORANGE, GREY = (0.12, 0.38, 0.66), (0.80, 0.36, 0.02), (0.4, 0.4, 0.4)
 
 HOPPER = "sm_90"

@@ -50,6 +50,7 @@ else:
     from . import biases, masks, sequences
     from .api import attention
     from .backends.protocol import Backend
+    from .definition import load_with
     from .dispatch.config import config
     from .dispatch.registry import register_backend, unregister_backend
     from .dispatch.selection import (
@@ -59,7 +60,6 @@ else:
         FallbackWarning,
         available_backends,
     )
-    from .dtensors import load_with
     from .explanation import explain
     from .sequences import Sequences, append_to_cache
 

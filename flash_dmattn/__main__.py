@@ -63,13 +63,8 @@ def _add_explain(commands: Any) -> None:
     )
     add = parser.add_argument
     shape = "B,H,Lq,Lk"
-    add(
-        "--q",
-        type=_sizes,
-        required=True,
-        metavar="B,Lq,H,D",
-        help="shape of q: batch (or more dims of it), queries, heads, head dim",
-    )
+    about_q = "shape of q: batch (or more dims of it), queries, heads, head dim"
+    add("--q", type=_sizes, required=True, metavar="B,Lq,H,D", help=about_q)
     add("--kv-heads", type=_count, metavar="Hk", help="heads of k and v (default: those of q)")
     add("--seqlen-k", type=_count, metavar="Lk", help="number of keys (default: that of queries)")
     add("--head-dim-v", type=_count, metavar="Dv", help="head dim of v (default: that of q)")
@@ -84,20 +79,11 @@ def _add_explain(commands: Any) -> None:
     add("--bias-grad", action="store_true", help="dbias is needed")
     add("--causal", dest="is_causal", action="store_true", help="causal, aligned bottom-right")
     add(
-        "--window",
-        dest="window_size",
-        type=_window,
-        metavar="L,R",
-        help="sliding window, -1 is unlimited on that side",
+        "--window", dest="window_size", type=_window, metavar="L,R", help="sliding window, -1 is unlimited on that side"
     )
     add("--softcap", type=float, default=0.0, metavar="X", help="softcap of the scores (default: off)")
     add("--softmax-scale", type=float, metavar="X", help="factor on the scores (default: D ** -0.5)")
-    add(
-        "--deterministic",
-        action="store_const",
-        const=True,
-        help="bitwise equal from run to run, or a refusal",
-    )
+    add("--deterministic", action="store_const", const=True, help="bitwise equal from run to run, or a refusal")
     add("--return-lse", action="store_true", help="lse is returned")
     add("--return-probs", action="store_true", help="the probabilities are returned")
     add("--backend", default="auto", metavar="NAME", help="auto, a backend, or forward,backward (default: auto)")

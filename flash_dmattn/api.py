@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .biases import Bias
 from .call import prepare_call, run_call
+from .definition import above, is_dtensor
 from .dispatch.config import BackendChoice
-from .dtensors import above, is_dtensor
 from .problem import Numbers, refuse_keywords
 from .sequences import Sequences
 
@@ -45,8 +45,6 @@ def attention(
     return_probs: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
-
-
 @overload
 def attention(
     q: Tensor,
@@ -59,8 +57,6 @@ def attention(
     return_probs: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention(
     q: Tensor,
@@ -73,8 +69,6 @@ def attention(
     return_probs: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention(
     q: Tensor,
@@ -87,8 +81,6 @@ def attention(
     return_probs: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 @overload
 def attention(
     q: Tensor,

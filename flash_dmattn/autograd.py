@@ -34,13 +34,7 @@ from .definition import (
 )
 from .dispatch.plan import Plan, backward_pass, laid_anew, tangent_gradients_pass, tangents_pass
 from .dispatch.registry import last_resort
-from .dispatch.selection import (
-    choice_in_force,
-    select_backward,
-    select_pair,
-    select_tangent_gradients,
-    select_tangents,
-)
+from .dispatch.selection import choice_in_force, select_backward, select_pair, select_tangent_gradients, select_tangents
 from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
 from .problem.inputs import Inputs, as_arrived, parts_of, result_in_rows
 from .reference.tangents import Cotangents, Tangents

@@ -107,7 +107,8 @@ class Chosen(NamedTuple):
         values: (*batch, H, Lq, K), or (*batch, H, R, K) with one row for each of the R lists of a head; any float
             dtype, any strides. Entries are in the order of the index that made the lists. H is 1, the heads of k or the
             heads of q; batch dims are 1 or full.
-        bias: an ordinary bias beside it, a tensor. With blocks of keys it needs to have one value per query.
+        bias: an ordinary bias beside it, a tensor. With blocks of keys it needs to have one value per query; beside
+            sequences it needs to be None.
 
     Example:
         >>> import torch
@@ -144,7 +145,7 @@ class Chosen(NamedTuple):
 
         Raises:
             TypeError: the mask has no lists, or values or the bias are no tensors.
-            ValueError: the bias tells keys of a block apart, or has too many dims.
+            ValueError: the bias tells keys of a block apart, has too many dims, or is beside sequences.
         """
         lists = lists_beside(mask)
         _check_tensor(self.values)
@@ -156,6 +157,11 @@ class Chosen(NamedTuple):
             return self.values
         if not isinstance(self.bias, Tensor):
             raise TypeError(f"bias.bias is a {type(self.bias).__name__}; it needs to be a torch.Tensor or None")
+        if lists.sequences is not None:
+            raise ValueError(
+                "bias.bias is set beside lists of sequences; it needs to be None: add what it has for lists.index to "
+                "bias.values"
+            )
         for name, x in (("values", self.values), ("bias", self.bias)):
             if not 2 <= x.dim() <= 4:
                 raise ValueError(f"bias.{name} has {x.dim()} dimensions; beside each other both need 2, 3 or 4")

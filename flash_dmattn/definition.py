@@ -1,7 +1,8 @@
-"""Turns functions of the library into operators of torch, so that a graph has one node for each call."""
+"""Turns functions into operators of torch, one node of a graph for each call, and tells who has to see a call."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -145,3 +146,24 @@ def is_watched(*tensors: object) -> bool:
         if x is not None and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             return True
     return False
+
+
+def is_dtensor(x: object) -> bool:
+    """Return whether an argument is a DTensor, without importing DTensors: a caller that has one has done so."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(x, tensors.DTensor)
+
+
+def above() -> Any:
+    """Return `distributed.dtensor`, a layer above `attention`, to which calls with DTensors go."""
+    return _load()
+
+
+def load_with(load: Callable[[], Any]) -> None:
+    """Set how that module is loaded; `flash_dmattn/__init__.py` calls this, because it may import every layer."""
+    global _load
+    _load = load
+
+
+def _load() -> Any:
+    raise AssertionError("flash_dmattn has not been imported")

@@ -16,6 +16,7 @@ from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
 from .biases import Band, Bias, ByDistance, Relative
 from .call import prepare_call
+from .definition import above, is_dtensor
 from .dispatch.config import BackendChoice, fallback
 from .dispatch.profiles import cite, gpu_names
 from .dispatch.registry import BACKENDS
@@ -30,16 +31,7 @@ from .dispatch.selection import (
     select_tangents,
     selected_names,
 )
-from .dtensors import above, is_dtensor
-from .problem import (
-    AttentionProblem,
-    MaskForm,
-    NeedsGrad,
-    Numbers,
-    SequenceSpec,
-    refuse_keywords,
-    unpacked_spec,
-)
+from .problem import AttentionProblem, MaskForm, NeedsGrad, Numbers, SequenceSpec, refuse_keywords, unpacked_spec
 from .sequences import Sequences
 from .validation import describe, refuse_dtensors
 
@@ -114,11 +106,7 @@ class Explanation:
             "problem": str(self.problem),
             "requested": self.requested,
             "elsewhere": self.problem.elsewhere,
-            "forward": self.forward,
-            "backward": self.backward,
-            "tangents": self.tangents,
-            "error": self.error,
-            "profile": self.profile,
+            **{name: getattr(self, name) for name in ("forward", "backward", "tangents", "error", "profile")},
             "copies": list(self.copies),
             "backends": {
                 verdict.backend: {

@@ -8,13 +8,14 @@ planned pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from . import flops
 from .backends.mask_choice import tangents_in_rows, through_rows
 from .definition import LIBRARY, define, each_call, stacked
 from .dispatch.plan import backward_pass, forward_pass, tangent_gradients_pass, tangents_pass
@@ -30,6 +31,7 @@ from .problem import (
     SequenceSpec,
     SequenceView,
     TensorSpec,
+    allowed_pairs,
     describe_tensors,
     spec_of,
     unpacked_spec,
@@ -203,21 +205,118 @@ def _map_one_by_one(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
     return stacked([_forward_operator(*own) for own in each_call(info.batch_size, in_dims, arguments)])
 
 
-def _define(
-    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], flop: Callable[..., int]
-) -> Callable[..., Any]:
-    return flops.register(define(name, schema, run, fake), flop)
+# FLOP of the operators, for `torch.utils.flop_counter.FlopCounterMode`. A matrix product of one pair of a query and a
+# key over a head dim counts two FLOP for each of its terms. The pairs that causality and the window allow are counted.
+# Masks and lengths are on the device, and the host does not wait for them: so all pairs of a mask count, and with
+# sequences max_seqlen_k keys count for each query. Softmax, bias and softcap count nothing, as in torch's own formulas.
+
+_formulas: dict[Any, Callable[..., int]] = {}
 
 
-_forward_operator = _define("attention_forward", FORWARD_SCHEMA, _run_forward, _forward_fake, flops.forward_flop)
-_backward_operator = _define("attention_backward", BACKWARD_SCHEMA, _run_backward, _backward_fake, flops.backward_flop)
-_tangents_operator = _define("attention_tangents", TANGENTS_SCHEMA, _run_tangents, _tangents_fake, flops.tangents_flop)
-_tangent_gradients_operator = _define(
-    "attention_tangent_gradients",
-    TANGENT_GRADIENTS_SCHEMA,
-    _run_tangent_gradients,
-    _tangent_gradients_fake,
-    flops.tangent_gradients_flop,
+def forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:
+    """Return the FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head."""
+    return forward_flop_of(_pairs(q, k, others[6:-2]), q.shape[3], v.shape[3])
+
+
+def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
+    """Return the FLOP of a forward pass with a number of allowed pairs, counted over all query heads."""
+    return pairs * 2 * (head_dim + head_dim_v)
+
+
+def backward_flop(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None
+) -> int:
+    """Return the FLOP of the backward operator, for the gradients that are needed.
+
+    For each allowed pair and query head: the scores are computed again, 2 D. dq, dk and dbias need dp = dout v^T, 2 Dv.
+    Then dq and dk take 2 D each and dv takes 2 Dv; dbias and dsink take no product. All gradients together take 2.5
+    times the forward pass if D is Dv.
+    """
+    return backward_flop_of(_pairs(q, k, others[8:-2]), q.shape[3], v.shape[3], others[-1])
+
+
+def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:
+    """Return the FLOP of a backward pass with a number of allowed pairs, counted over all query heads."""
+    need_q, need_k, need_v, need_bias, *_ = needs_grad
+    if not any(needs_grad[:4]):
+        return 0
+    dp = dim_v if need_q or need_k or need_bias else 0
+    return pairs * 2 * (dim + dp + need_v * dim_v + (need_q + need_k) * dim)
+
+
+def tangents_flop(*arguments: Any, out_val: object = None) -> int:
+    """Return the FLOP of the forward operator in forward mode: up to six products in the place of two.
+
+    For each allowed pair and query head: 2 D + 2 Dv for out, 2 D each for tq k^T and q tk^T, 2 Dv for p tv, and 2 Dv
+    for (p ts) v where scores have tangents.
+    """
+    tq, tk, tv, tbias, tsink, q, k, v = arguments[:8]
+    dim, dim_v = q.shape[3], v.shape[3]
+    moves_scores = any(x is not None for x in (tq, tk, tbias, tsink))
+    products = dim * (1 + (tq is not None) + (tk is not None)) + dim_v * (1 + (tv is not None) + moves_scores)
+    return _pairs(q, k, arguments[14:-1]) * 2 * products
+
+
+def tangent_gradients_flop(*arguments: Any, out_val: object = None) -> int:
+    """Return the FLOP of the gradients in forward mode, each product that the formula names counted once."""
+    dout, _, dtout, _, tq, tk, tv, _, _, q, k, v = arguments[:12]
+    needs_grad = arguments[-1]
+    need_q, need_k, need_v, _, _, need_tq, need_tk, need_tv, *_ = needs_grad
+    sent, has_tq, has_tk = (dout is not None) + (dtout is not None), tq is not None, tk is not None
+    scores = 1 + has_tq + has_tk + need_q * (1 + has_tk) + need_k * (1 + has_tq) + need_tq + need_tk
+    values = sent * (1 + need_v) + (dtout is not None) * ((tv is not None) + need_tv)
+    return _pairs(q, k, arguments[19:-2]) * 2 * (q.shape[3] * scores + v.shape[3] * values)
+
+
+def _pairs(q: Tensor, k: Tensor, numbers: Sequence[Any]) -> int:
+    (batch, seqlen_q, num_heads, _), (left, right, *_, layout, _, max_seqlen_k) = q.shape, numbers
+    if layout != "dense":
+        return batch * seqlen_q * num_heads * max_seqlen_k
+    return batch * num_heads * allowed_pairs(seqlen_q, k.shape[1], (left, right))
+
+
+def register(operator: Any, formula: Callable[..., int]) -> Callable[..., Any]:
+    """Let torch's counter count an operator by a formula of its arguments; return a function that calls the operator.
+
+    Torch's counter is not imported here, because it imports Triton. If the program has imported it, it gets the
+    formulas now; otherwise the first call that a dispatch mode watches passes them on.
+    """
+    _formulas[operator.overloadpacket] = formula
+    _tell_counters()
+
+    def call(*arguments: Any) -> Any:
+        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:
+            _tell_counters()
+        return operator(*arguments)
+
+    return call
+
+
+def _tell_counters() -> None:
+    """Give the formulas to torch's counter, if it is imported, and to counters that are active."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return
+    for packet in [packet for packet in _formulas if packet not in counter.flop_registry]:
+        # get_raw: the formulas take tensors, not shapes.
+        counter.register_flop_formula(packet, get_raw=True)(_formulas[packet])
+    for mode in _get_current_dispatch_mode_stack():
+        # A counter copies the registry when it is made, perhaps before the formulas were in it.
+        own = getattr(getattr(mode, "counter", None), "flop_registry", {})
+        for packet in [packet for packet in _formulas if packet not in own]:
+            own[packet] = counter.flop_registry[packet]
+
+
+_forward_operator = register(define("attention_forward", FORWARD_SCHEMA, _run_forward, _forward_fake), forward_flop)
+_backward_operator = register(
+    define("attention_backward", BACKWARD_SCHEMA, _run_backward, _backward_fake), backward_flop
+)
+_tangents_operator = register(
+    define("attention_tangents", TANGENTS_SCHEMA, _run_tangents, _tangents_fake), tangents_flop
+)
+_tangent_gradients_operator = register(
+    define("attention_tangent_gradients", TANGENT_GRADIENTS_SCHEMA, _run_tangent_gradients, _tangent_gradients_fake),
+    tangent_gradients_flop,
 )
 torch.library.register_vmap("flash_dmattn::attention_forward", _map_one_by_one, lib=LIBRARY)
 
@@ -244,4 +343,6 @@ def _describe_mask(mask: MaskView, seqlen_q: int, seqlen_k: int, spec: SequenceS
     if form == "sequence_tiles":
         assert spec is not None
         return unpacked_spec(spec.shape_of_tiles(first.shape[1]))
+    if form == "lists" and spec is not None:
+        seqlen_q = spec.rows_q
     return unpacked_spec((*first.shape[:2], 1 if form == "keys" else seqlen_q, seqlen_k))

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .biases import ByDistance, check_covered
-from .definition import is_transformed
-from .dtensors import is_dtensor
+from .definition import is_dtensor, is_transformed
 from .problem import (
     FLOAT_DTYPES,
     Arrival,
@@ -173,7 +172,7 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         describe_prepared = _describe_prepared if sequences is None else _describe_beside_sequences
         mask_spec, is_causal, window = describe_prepared(mask, is_causal, window, sizes)
         mask_form, one_mask_row = mask.form, sequences is None and mask.one_row
-        if mask_form == "sequence_tiles" and sequences is not None and sequences.packs_queries:
+        if mask_form in ("sequence_tiles", "lists") and sequences is not None and sequences.packs_queries:
             mask_packing = "queries"
     if bias is not None and (is_chosen or by_distance is not None):
         bias, bias_packing = _check_values(bias, mask, by_distance, sizes)
@@ -201,8 +200,10 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         chosen=is_chosen,
         sequences=sequences,
     )
-    if mask is not None and mask_form == "lists":
-        flags = _with_lists(flags, mask)
+    if mask_form == "lists":
+        lists: Any = mask
+        block_q, block_k = lists.block_size
+        flags = flags._replace(block_q=block_q, block_k=block_k, places=lists.keys.shape[3])
     if by_distance is not None and by_distance.outside == "error" and bias is not None:
         low, high = 1 - sizes.seqlen_k, sizes.seqlen_q - 1
         low = low if flags.left < 0 else max(low, -flags.left)
@@ -330,17 +331,14 @@ def _check_values(x: Tensor, mask: Any, by_distance: ByDistance | None, sizes: _
                 f"bias.values has shape {tuple(x.shape)}, by position; it needs max_seqlen_q, which the sequences do "
                 f"not name (Sequences.{spec.layout.removesuffix('_packed')}(..., max_seqlen_q={x.shape[-2]}))"
             )
+    if spec is not None and by_distance is None and spec.packs_queries:
+        packing, batch = "queries", 1
     x = as_scores(x)
     if not sizes.is_folded:
         distances = ((rows,) if by_distance is not None and by_distance.has_rows else (),)
         fits = mask.sizes_of_values if by_distance is None else distances
         check_values(x.shape, (batch, sizes.num_heads), sizes.num_heads_k, *fits)
     return x, packing
-
-
-def _with_lists(flags: Flags, mask: Any) -> Flags:
-    block_q, block_k = mask.block_size
-    return flags._replace(block_q=block_q, block_k=block_k, places=mask.keys.shape[3])
 
 
 # The description of a mask that is no tensor, and the band of its call.
@@ -351,9 +349,9 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
     # Not at the top: only a program that has made a prepared mask pays for the import.
     from .masks.prepared.storage import BatchMask
 
+    if getattr(mask, "sequences", None) is not None:
+        raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
     if not isinstance(mask, BatchMask):
-        if getattr(mask, "form", None) == "sequence_tiles":
-            raise ValueError("mask was prepared beside sequences; it needs sequences=mask.sequences beside it")
         if getattr(mask, "form", None) == "tree":
             raise ValueError("mask is a tree, of the new tokens of sequences; it needs sequences= beside it")
         raise TypeError(
@@ -361,10 +359,7 @@ def _describe_prepared(mask: object, is_causal: bool, window_size: tuple[int, in
             "or a prepared mask"
         )
     sizes.check_device("mask", mask.device)
-    for name, has, needs in (
-        ("seqlen_q", mask.seqlen_q, sizes.seqlen_q),
-        ("seqlen_k", mask.seqlen_k, sizes.seqlen_k),
-    ):
+    for name, has, needs in (("seqlen_q", mask.seqlen_q, sizes.seqlen_q), ("seqlen_k", mask.seqlen_k, sizes.seqlen_k)):
         if has != needs:
             raise ValueError(f"mask was prepared for {name} {has}; it needs that of the call, {needs}")
     dims = mask.batch_dims
@@ -378,20 +373,22 @@ def _describe_beside_sequences(
     mask: object, is_causal: bool, window_size: tuple[int, int] | None, sizes: _Sizes
 ) -> _Prepared:
     """Validate a mask that is no tensor, of a call with sequences."""
-    from .masks.prepared.storage import SequenceTileMask, TreeMask
+    from .masks.prepared.storage import ListMask, SequenceTileMask, TreeMask
 
     spec = sizes.sequences
     assert spec is not None
-    if not isinstance(mask, (SequenceTileMask, TreeMask)):
+    if not isinstance(mask, (SequenceTileMask, TreeMask)) and getattr(mask, "spec", None) is None:
         form = getattr(mask, "form", None)
         kind = type(mask).__name__ if form is None else f"PreparedMask of the form {form!r}"
-        lists = "; lists name keys among all tokens or pages, and go without sequences (docs/lists.md)"
+        maker = "from_lists(index, sequences=...)" if form == "lists" else "from_mask(mask, sequences=...)"
         raise TypeError(
             f"mask is a {kind}; beside sequences it needs to be a bool torch.Tensor, or a prepared mask of "
-            f"PreparedMask.from_mask(mask, sequences=...) or PreparedMask.from_tree{lists if form == 'lists' else ''}"
+            f"PreparedMask.{maker} or PreparedMask.from_tree"
         )
+    assert isinstance(mask, (ListMask, SequenceTileMask, TreeMask))
     sizes.check_device("mask", mask.device)
-    if isinstance(mask, SequenceTileMask):
+    if not isinstance(mask, TreeMask):
+        assert mask.spec is not None
         # The first six fields of both.
         names = ("the layout", "sequences", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k")
         for name, has, needs in zip(names, mask.spec, spec):

@@ -17,8 +17,9 @@ from torch import Tensor
 from . import eager, formula
 from . import tangents as forward_mode
 from .chunks import is_capturing
-from .distances import AnyBias, Distances, values_of, with_values
+from .distances import ChunkBias, values_of, with_values
 from .dropout import Dropout
+from .lists import Chosen, Lists, dense_bias, slot_table, value_gradient
 from .masks import AnyMask, TileBits
 from .tangents import Cotangents, Tangents
 
@@ -126,6 +127,8 @@ class Batch:
         """Return the part of a mask that sequences read; dims of size 1 stay."""
         if isinstance(x, Tensor):
             return self.scores("mask", x, s)
+        if isinstance(x, Lists):
+            return x._replace(keys=self.by_query("mask", x.keys, s), slots=self.by_query("mask", x.slots, s))
         # Rows of bits follow each other without a batch dim, rows of padded sequences too.
         assert isinstance(x, TileBits)
         if self._packs_queries:
@@ -149,13 +152,19 @@ class Batch:
             return _unpacked(x[0], 1, s.first_q, s.how_many, s.seqlen_q).transpose(0, 1)[..., keys]
         return _unpacked(x[0], 2, s.first_k, s.how_many, s.seqlen_k).permute(2, 0, 1, 3) if x.shape[3] > 1 else x
 
-    def bias(self, x: AnyBias, s: Sequence) -> AnyBias:
+    def bias(self, x: ChunkBias, s: Sequence) -> ChunkBias:
         """Return the part of a bias that sequences read."""
-        return self.scores("bias", x, s) if isinstance(x, Tensor) else x._replace(values=self.values(x.values, s))
+        if isinstance(x, Tensor):
+            return self.scores("bias", x, s)
+        if isinstance(x, Chosen):
+            lists = self.mask(x.lists, s)
+            assert isinstance(lists, Lists)
+            x = x._replace(lists=lists)
+        return x._replace(values=self.by_query("bias", x.values, s))
 
-    def values(self, x: Tensor, s: Sequence) -> Tensor:
-        """Return the values of a bias by distance that sequences read, (S or 1, H, 1 or queries, n)."""
-        if self.packing["bias"] == "queries":
+    def by_query(self, name: str, x: Tensor, s: Sequence) -> Tensor:
+        """Return what sequences read of lists, or of values by distance or of lists, (S or 1, H, 1 or queries, n)."""
+        if self.packing[name] == "queries":
             return _unpacked(x[0], 1, s.first_q, s.how_many, s.seqlen_q).transpose(0, 1) if x.shape[2] > 1 else x
         entries = s.entries if x.shape[0] > 1 else slice(None)
         return x[entries, :, : s.seqlen_q if x.shape[2] > 1 else None]
@@ -169,7 +178,7 @@ class Batch:
         return allowed
 
     def inputs(
-        self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None, bias: AnyBias | None
+        self, s: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None, bias: ChunkBias | None
     ) -> tuple[Tensor, Tensor, Tensor, Any, Any]:
         """Return the inputs of the call for one sequence."""
         return (
@@ -188,7 +197,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
     **flags: Any,
@@ -224,7 +233,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     out: Tensor,
     lse: Tensor,
     sink: Tensor | None = None,
@@ -238,7 +247,7 @@ def backward(
     Sequences share bias and sink, whose gradients are summed in the dtype of the softmax and rounded once.
     """
 
-    def gradients_of(s: Sequence, bias: AnyBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients_of(s: Sequence, bias: ChunkBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
         own_dlse = None if dlse is None else batch.rows(dlse, s)
         inputs, results = batch.inputs(s, q, k, v, mask, bias), (batch.queries(out, s), batch.rows(lse, s))
         numbers = {"sink": sink, "dropout": _dropout_of(s, dropout), "needs_grad": needs_grad, **flags}
@@ -253,7 +262,7 @@ def forward_tangents(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     sink: Tensor | None,
     tangents: Tangents,
     dropout: Dropout | None = None,
@@ -281,7 +290,7 @@ def backward_tangents(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     sink: Tensor | None,
     tangents: Tangents,
     lse: Tensor,
@@ -292,7 +301,7 @@ def backward_tangents(
 ) -> tuple[Tangents, Tangents]:
     """Return the gradients of all inputs and their tangents, by one :func:`tangents.backward` per run."""
 
-    def gradients_of(s: Sequence, bias: AnyBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients_of(s: Sequence, bias: ChunkBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs, own = batch.inputs(s, q, k, v, mask, bias), _tangents_of(batch, s, bias, tangents)
         parts = (batch.queries, batch.rows, batch.queries, batch.rows)
         sent = Cotangents(*(None if x is None else part(x, s) for x, part in zip(cotangents, parts, strict=True)))
@@ -305,7 +314,7 @@ def backward_tangents(
     return Tangents(*sums[:5]), Tangents(*sums[5:])
 
 
-def _tangents_of(batch: Batch, s: Sequence, bias: AnyBias | None, tangents: Tangents) -> Tangents:
+def _tangents_of(batch: Batch, s: Sequence, bias: ChunkBias | None, tangents: Tangents) -> Tangents:
     """Return the tangents of the inputs that sequences read."""
     tq, tk, tv, tbias, tsink = tangents
     if tbias is not None:
@@ -322,7 +331,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
     **flags: Any,
@@ -338,7 +347,7 @@ def attention(
     out, lse = out + nothing, lse + nothing
 
     def results_of(s: Sequence) -> tuple[Tensor, ...]:
-        inputs = batch.inputs(s, q, k, v, mask, bias)
+        inputs, _ = _as_tensors(batch.inputs(s, q, k, v, mask, bias))
         return formula.attention(*inputs, sink=sink, dropout=_dropout_of(s, dropout), **flags)
 
     _write(batch, batch, (out, lse), results_of)
@@ -353,7 +362,7 @@ def gradients(
     k: Tensor,
     v: Tensor,
     mask: AnyMask | None,
-    bias: AnyBias | None,
+    bias: ChunkBias | None,
     sink: Tensor | None = None,
     dropout: Dropout | None = None,
     **flags: Any,
@@ -363,13 +372,33 @@ def gradients(
     Arguments are as for :func:`attention`.
     """
 
-    def gradients_of(s: Sequence, bias: AnyBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients_of(s: Sequence, bias: ChunkBias | None, sink: Tensor | None) -> tuple[Tensor | None, ...]:
         own_dlse = None if dlse is None else batch.rows(dlse, s)
-        inputs = batch.inputs(s, q, k, v, mask, bias)
-        own_dropout = _dropout_of(s, dropout)
-        return formula.gradients(batch.queries(dout, s), own_dlse, *inputs, sink=sink, dropout=own_dropout, **flags)
+        inputs, back = _as_tensors(batch.inputs(s, q, k, v, mask, bias))
+        numbers = {"sink": sink, "dropout": _dropout_of(s, dropout), **flags}
+        dq, dk, dv, dbias, *dsink = formula.gradients(batch.queries(dout, s), own_dlse, *inputs, **numbers)
+        return dq, dk, dv, None if dbias is None else back(dbias), *dsink
 
     return _summed(batch, batch, (q, k, v, bias, sink), (True,) * 5, gradients_of)
+
+
+def _as_tensors(
+    inputs: tuple[Tensor, Tensor, Tensor, Any, Any],
+) -> tuple[tuple[Tensor, Tensor, Tensor, Any, Any], Callable[[Tensor], Tensor]]:
+    """Turn lists, and values for their entries, into the mask and the bias of all pairs, for the formula.
+
+    The function that comes with them takes the gradient of that bias to the gradient of the values.
+    """
+    q, k, v, mask, bias = inputs
+    if not isinstance(mask, Lists):
+        return inputs, lambda dbias: dbias
+    slots = slot_table(mask, q.shape[1], k.shape[1])
+    if not isinstance(bias, Chosen):
+        return (q, k, v, slots >= 0, bias), lambda dbias: dbias
+    # Gradients are rounded once.
+    values, step = bias.values.to(torch.promote_types(bias.values.dtype, formula.softmax_dtype(q))), mask.block_q
+    added = dense_bias(values, slots, step)
+    return (q, k, v, slots >= 0, added), lambda dbias: value_gradient(dbias, values, slots, step)
 
 
 def _dropout_of(s: Sequence, dropout: Dropout | None) -> Dropout | None:
@@ -398,9 +427,9 @@ def _write(
 def _summed(
     batch: Batch,
     sequences: Iterable[Sequence],
-    inputs: tuple[Tensor, Tensor, Tensor, AnyBias | None, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor, ChunkBias | None, Tensor | None],
     needs_grad: tuple[bool, ...],
-    gradients_of: Callable[[Sequence, AnyBias | None, Tensor | None], tuple[Tensor | None, ...]],
+    gradients_of: Callable[[Sequence, ChunkBias | None, Tensor | None], tuple[Tensor | None, ...]],
 ) -> tuple[Tensor | None, ...]:
     """Add up the requested gradients of (q, k, v, bias, sink) over sequences, and of their tangents where asked for.
 
@@ -415,7 +444,7 @@ def _summed(
         x.new_zeros(x.shape) if x is not None and needed else None for x, needed in zip(summed, needs_grad, strict=True)
     ]
     bias = with_values(bias, values)
-    bias_part = batch.values if isinstance(bias, Distances) else functools.partial(batch.scores, "bias")
+    bias_part = functools.partial(batch.scores if bias is None or isinstance(bias, Tensor) else batch.by_query, "bias")
     parts = (batch.queries, batch.keys, batch.keys, bias_part, lambda x, s: x) * (len(needs_grad) // 5)
     for s in sequences:
         if s.seqlen_q > 0:

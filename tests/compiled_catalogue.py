@@ -173,6 +173,8 @@ def problems(entry: Entry, kernel: Kernel) -> list[str]:
         said.append(f"more stack than the bound of {stack} bytes")
     if entry.dtype in ("bf16", "fp16") and entry.job.name in PRODUCTS and TENSOR_CORES.search(kernel.text) is None:
         said.append("no tcgen05, wgmma, mma or mfma: its products leave out the tensor cores")
+    if kernel.short_sums:
+        said.append(f"{kernel.short_sums} products have sums too short for the threads of a row")
     return said
 
 

@@ -99,6 +99,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "64 far rows": {"head_dim": 64, "row_stride": 2**21 + 1},
     **{f"{d} fp32": {"head_dim": d, "dtype": torch.float32, "bias": SHARED_BIAS} for d in (64, 128, 256, 512)},
     **{f"{d} tf32": {"head_dim": d, "dtype": torch.float32, "tf32": True, "bias": SHARED_BIAS} for d in (64, 128, 256)},
+    "256 tf32, dropout": {**FEW_PAIRS, "head_dim": 256, "dtype": torch.float32, "tf32": True, "dropout_p": 0.1},
 }
 
 # Calls with sequences: each layout, each form of a bias, and a head dim whose tiles are the largest.
@@ -122,6 +123,7 @@ SEQUENCE_VARIANTS: dict[str, dict[str, Any]] = {
     "128 packed, keys": {"head_dim": 128, "batch": 16, "bias": ("1", "Hk", "1", "T"), "bias_packing": "keys"},
     "64 packed, mask": {"head_dim": 64, "batch": 8, "mask": "dense", "bias": FULL, "is_causal": True},
     "64 packed, short": {"head_dim": 64, **SHORT},
+    "64 packed, short, mask, dropout": {"head_dim": 64, **SHORT, "mask": "dense", "dropout_p": 0.1},
     "128 packed, short": {"head_dim": 128, **SHORT, "num_heads_k": 4, "is_causal": True, **ROWS},
     "64 padded": {"head_dim": 64, "layout": "padded", "is_causal": True},
     "128 paged": {"head_dim": 128, "layout": "paged", "batch": 64, "num_heads_k": 4, "seqlen_q": 1, "seqlen_k": 8192},

@@ -36,8 +36,8 @@ def force(arch: str) -> None:
     names = [gpu.arch for gpu in gpus.GPUS if gpu.standing == "forced"]
     if arch not in names:
         raise ValueError(f"{VARIABLE} names {arch}; it needs to name one of {', '.join(names)}")
-    arches = importlib.import_module("flash_dmattn.problem.arch")
-    arches._by_index.update(dict.fromkeys(range(torch.cuda.device_count()), arch))
+    description = importlib.import_module("flash_dmattn.problem.description")
+    description._by_index.update(dict.fromkeys(range(torch.cuda.device_count()), arch))
     room = gpus.shared_bytes(arch)
     utils = importlib.import_module("triton.runtime").driver.active.utils
     read = utils.get_device_properties

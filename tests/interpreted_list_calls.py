@@ -5,9 +5,11 @@ The kernels alone are tested by their own tests; here are the ways to them: form
 
 from __future__ import annotations
 
+from functools import partial
+
 import interpreter
 import torch
-from test_lists import CASES, Case, Chosen, assert_close, leaves, results
+from test_lists import BESIDE, CASES, PAGED, Case, Chosen, assert_close, leaves, results
 from torch import Tensor
 
 import flash_dmattn
@@ -61,6 +63,41 @@ for lengths, entries in (((6, 8), 0), ((6, 8), 3), ((0, 8), 3), ((6, 0), 3)):
     nothing = torch.full((empty.rows, entries), -1)
     check(PreparedMask.from_lists(nothing, seqlen_q=lengths[0], seqlen_k=lengths[1]), leaves(empty))
 
+# Beside sequences: packed, padded, in pages; softcap, lengths that change, caches whose pages lie apart.
+for case in BESIDE.values():
+    call = case.build()
+    softcap = 1.5 if number % 2 else 0.0
+    both = []
+    for backend, dtype in ("triton", torch.float32), ("eager", torch.float64):
+        own = [x.detach().to(dtype).requires_grad_() for x in call.tensors]
+        pair = ("triton", "eager") if backend == "triton" and case.block_k > 1 else backend
+        both.append([x.double() for x in results(partial(call.together, backend=pair, softcap=softcap), own)])
+    assert_close(*both, rtol=2e-4, atol=2e-5)
+    number += 1
+    if case.block_k > 1:  # values without a gradient
+        both = []
+        for backend, dtype in ("triton", torch.float32), ("eager", torch.float64):
+            own = [x.detach().to(dtype).requires_grad_(n < 3) for n, x in enumerate(call.tensors)]
+            out = call.together(*own, backend=backend)[0]
+            both.append([x.double() for x in (out, *torch.autograd.grad(out.square().sum(), own[:3]))])
+        assert_close(*both, rtol=2e-4, atol=2e-5)
+        number += 1
+for case in PAGED.values():
+    for apart in (False, True):
+        call = case._replace(head_dims=(8, 8)).build()
+        own = [x.float() for x in call.tensors]
+        if apart:  # keys and values of a page side by side
+            own[1:3] = torch.stack(own[1:3], 1).unbind(1)
+        got = call.together(*own, backend="triton")
+        assert_close(list(got), [x.float() for x in call.alone(*call.tensors)], rtol=2e-4, atol=2e-5)
+        number += 1
+shorter = BESIDE["padded"].build()
+assert shorter.lists.sequences is not None and shorter.lists.sequences.seqlens_k is not None
+shorter.lists.sequences.seqlens_k.sub_(1).clamp_(min=0)
+pair = [shorter.together(*(x.float() for x in shorter.tensors), backend=name) for name in ("triton", "eager")]
+assert_close(list(pair[0]), list(pair[1]), rtol=2e-4, atol=2e-5)
+number += 1
+
 refused = {
     "list_blocks": {"mask": PreparedMask.from_lists(torch.zeros(1, 20, 2).long(), seqlen_k=30, block_size=(1, 8))},
     "list_heads": {"mask": PreparedMask.from_lists(torch.arange(80).view(1, 4, 20, 1) % 30, seqlen_k=30)},
@@ -70,9 +107,22 @@ refused = {
         "mask": PreparedMask.from_lists(torch.zeros(1, 1, 2).long(), seqlen_q=20, seqlen_k=30, block_size=(256, 1))
     },
 }
+beside = BESIDE["packed, blocks"].build()
+refused["list_sequences"] = {
+    "tensors": beside.tensors,
+    "mask": beside.lists,
+    "bias": Chosen(beside.tensors[3].float().requires_grad_()),
+}
+cache = PAGED["one query"].build(torch.float32)
+q, k, v, *_ = cache.tensors
+apart = torch.stack((v, v), 1)[:, 0]
+refused["list_pages"] = {"tensors": (q, k, apart), "mask": cache.lists}
 for code, arguments in refused.items():
+    own = arguments.pop("tensors", (torch.randn(1, 20, 4, 16), *torch.randn(2, 1, 30, 2, 16)))
+    where = arguments["mask"].sequences
+    own = [(x[0] if where is not None and where.layout == "packed" else x).float() for x in own[:3]]
     try:
-        attention(torch.randn(1, 20, 4, 16), *torch.randn(2, 1, 30, 2, 16), backend="triton", **arguments)
+        attention(*own, backend="triton", sequences=where, **arguments)
     except flash_dmattn.BackendUnsupportedError as error:
         assert [reason.code for reason in error.reasons] == [code], error
     else:

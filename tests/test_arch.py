@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flash_dmattn.explanation import parse_arch
-from flash_dmattn.problem import arch, device_arch, sm_number
+from flash_dmattn.problem import description, device_arch, sm_number
 
 H100 = SimpleNamespace(major=9, minor=0, gcnArchName="")
 MI210 = SimpleNamespace(major=9, minor=0, gcnArchName="gfx90a:sramecc+:xnack-")
@@ -19,11 +19,11 @@ def test_a_gpu_is_named_by_its_vendor(
     hip: str | None, properties: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ROCm gives a GPU the same number as Hopper; the kernels for Hopper must not be chosen for it."""
-    monkeypatch.setattr(arch, "_by_index", {})
+    monkeypatch.setattr(description, "_by_index", {})
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert device_arch(torch.device("cuda", 1)) == name
-    assert {1: name} == arch._by_index
+    assert {1: name} == description._by_index
 
 
 @pytest.mark.parametrize("kind", ("cpu", "meta", "mps"))

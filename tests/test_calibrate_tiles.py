@@ -49,7 +49,7 @@ def instruments(
     seconds: float = 1.0,
     reached: int = len(CLASSES),
     seen: list[str] | None = None,
-) -> tool.TileInstruments:
+) -> tool.Instruments:
     """Instruments that check the first classes alone, and whose clock goes on with each measurement."""
     clock = SimpleNamespace(now=100.0)
 
@@ -63,10 +63,10 @@ def instruments(
             seen.append(each.name)
         return times[sizes]
 
-    return tool.TileInstruments(check, measure, lambda: clock.now, GPU, arch, "570.1")
+    return tool.Instruments(check, measure, lambda: clock.now, GPU, arch, "570.1")
 
 
-def calibrate(made: tool.TileInstruments, seconds: float = 1000) -> tuple[int, str]:
+def calibrate(made: tool.Instruments, seconds: float = 1000) -> tuple[int, str]:
     stream = io.StringIO()
     return tool.calibrate(made, seconds, stream, io.StringIO()), stream.getvalue()
 

@@ -145,7 +145,8 @@ def test_random_numbers(backend: Runner, seed: int) -> None:
     case = case.with_(relative=draw_relative(rng, values, ("1",)) or T5)
     backend.check(case)
     if not case.softcap:
-        backend.check(case.with_(needs_grad=ALL, dlse=rng.random() < 0.5), alone=True)
+        differentiated = case.with_(needs_grad=ALL, dlse=rng.random() < 0.5)
+        backend.check(differentiated, alone=case.seqlen_k > 32)  # of fewer keys triton makes the gradients, by a rule
 
 
 def test_values_of_any_strides(backend: Runner) -> None:

@@ -162,7 +162,6 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
         {"q": (8, 129, 16, 64), "bias": (8, 16, 129, 129), "bias_grad": True},
         "bias has 2130048 values, in rows that the pass copies; triton is faster",
     ),
-    "relative_gradients": ({**RELATIVE, "bias_grad": True}, "the gradient of values by distance is needed"),
     "sums_for_few_keys": ({"q": (64, 256, 16, 128), "seqlen_k": 256}, "head dims are 128 and 128 (v), of 256 keys"),
     "fixed_order": (
         {"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},

@@ -16,7 +16,7 @@ EXAMPLES = ROOT / "examples"
 # In a process of its own, where several processes are what an example shows.
 ELSEWHERE = {"distributed_training"}
 # Which have tests of their own.
-TESTED_ALONE = {"byte_model", "demo", "dynamic_mask_model"}
+TESTED_ALONE = {"byte_model", "demo", "draw_mask", "dynamic_mask_model"}
 
 
 def load(name: str) -> Any:

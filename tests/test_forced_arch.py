@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import DEVICE
 
-from flash_dmattn.problem import arch, device_arch
+from flash_dmattn.problem import description, device_arch
 from flash_dmattn.triton_kernels.gpus import GPUS, KIB
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -31,7 +31,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils), raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(arch, "_by_index", {0: "sm_90", 1: "sm_90"})
+    monkeypatch.setattr(description, "_by_index", {0: "sm_90", 1: "sm_90"})
     return utils
 
 

@@ -73,10 +73,11 @@ def test_what_is_out_of_bounds_is_found() -> None:
     from compiled_triton import Kernel
 
     (entry,) = catalogue(["sm_86"], ["bf16"], ["sm_86 bf16 forward, 128 causal"])
-    fits = Kernel("forward", 64, 32, 200, 0, 99 * KIB, "mma.sync")
+    fits = Kernel("forward", 64, 32, 200, 0, 99 * KIB, "mma.sync", 0)
     assert problems(entry, fits) == []
     assert "shared memory" in problems(entry, fits._replace(shared=99 * KIB + 1))[0]
     assert "stack" in problems(entry, fits._replace(stack=stack_limit(entry) + 1))[0]
+    assert "too short" in problems(entry, fits._replace(short_sums=2))[0]
     for text in ("fma", "trap;", "// gemma.sync", "mma"):
         assert "tensor cores" in problems(entry, fits._replace(text=text))[0]
     for text in ("tcgen05.mma.cta_group::1", "wgmma.mma_async.sync", "mma.sync.aligned", "v_mfma_f32_32x32x8_bf16"):
@@ -179,11 +180,15 @@ def test_shared_memory_decides_where_tiles_do_not_fit_every_gpu() -> None:
 @needs_triton
 def test_tf32_is_taken_where_its_tiles_fit() -> None:
     from compiled_triton import Variant
+    from compiled_variants import VARIANTS
 
+    masked = Variant(**VARIANTS["256 tf32, dropout"])
     wide, narrow = (Variant(head_dim=d, dtype=torch.float32, tf32=True) for d in (256, 128))
     for arch, fits in (("sm_80", True), ("sm_90", True), ("sm_100", True), ("sm_86", False), ("sm_120", False)):
         assert wide.call(arch).precision_of("keys") == ("tf32" if fits else "ieee")
-        assert wide.call(arch).precision_of("queries") == narrow.call(arch).precision_of("keys") == "tf32"
+        assert masked.call(arch).precision_of("keys") == "ieee", "16 queries are too few for a bool mask and dropout"
+        assert masked.call(arch).precision_of("queries") == narrow.call(arch).precision_of("keys") == "tf32"
+        assert wide.call(arch).precision_of("queries") == "tf32"
 
 
 def on(arch: str, dtype: str = "bf16") -> AttentionProblem:

@@ -156,8 +156,9 @@ def _pack_kernel(
     all_bits = ((bits == 0xFFFFFFFF) | (rows >= seqlen_q)[:, None]).to(tl.int32)
     tally = tl.reshape(any_bit + (all_bits << 16), (TILE, BLOCK_K // TILE, TILE // 32))
     tally = tl.sum(tl.sum(tally, axis=0), axis=1)  # rows first, because a thread holds several rows of one word
-    seen = ((tally & 0xFFFF) != 0).to(tl.int32)
-    kind = seen + seen * ((tally >> 16) == TILE * (TILE // 32)).to(tl.int32)
+    seen = (tally & 0xFFFF) != 0
+    full = seen & ((tally >> 16) == TILE * (TILE // 32))
+    kind = seen.to(tl.int32) + full.to(tl.int32)
     tiles = strip * (BLOCK_K // TILE) + tl.arange(0, BLOCK_K // TILE)
     table_row = (head.to(tl.int64) * tiles_q + tile_q) * tiles_k
     tl.store(classes_ptr + table_row + tiles, kind.to(tl.uint8), mask=tiles < tiles_k)

@@ -41,6 +41,8 @@ from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
 
 # Up to this many keys fit in one tile of every kernel; backward kernels then compute delta from p and dp.
 MOST_FEW_KEYS = 32
+# The least queries of a tile for products of the kernel of dk and dv where threads have long runs.
+LEAST_LONG_RUNS = 32
 
 
 def takes_tf32(dtype: torch.dtype) -> bool:
@@ -197,6 +199,16 @@ class Call:
     def has_dropout(self) -> bool:
         return self.dropout is not None
 
+    @property
+    def has_long_runs(self) -> bool:
+        """Return whether Triton gives each thread 8 neighbours of a row of p for `mma.sync`: too many for 16 queries.
+
+        It does where p comes from bytes of a bool mask and joined words of dropout. The four threads that share a row
+        have 32 places. Two of them then hold the same values of a sum over 16, and up to Triton 3.7 the sum has some
+        terms several times and misses others (mended by triton-lang/triton, pull request 11691).
+        """
+        return self.has_dropout and self.mask_kind == DENSE.value
+
     def tile(self, kernel: str) -> Tile:
         block_d = max(self.block_d, self.block_dv)
         bias_tma = self.bias_tma() and self.tma(self.k, self.v)
@@ -209,9 +221,10 @@ class Call:
         return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
 
     def precision_of(self, kernel: str) -> str:
-        """Return the precision of the products of a kernel: TF32 only if it is allowed and the tiles fit in memory."""
+        """Return the precision of the products of a kernel: TF32 only if allowed, right, and with room for tiles."""
         fits = tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
-        return self.precision if fits else "ieee"
+        is_wrong = kernel == "keys" and self.has_long_runs and self.tile(kernel).block_m < LEAST_LONG_RUNS
+        return self.precision if fits and not is_wrong else "ieee"
 
     def launch(
         self, kernel: Any, programs: int, tile: Tile | ShortTile, descriptors: Sequence[Descriptor] = (), **own: Any

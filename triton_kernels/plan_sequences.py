@@ -156,10 +156,12 @@ class SequenceCall(Call):
     def may_take_one_pass(self) -> bool:
         """Return whether one kernel may make all gradients of sequences whose keys fit in one tile.
 
-        Only the cases that were timed: short sequences, 16 bits, head dims up to 128, no lists of tiles.
+        Only the cases that were timed: short sequences, 16 bits, head dims up to 128, no lists of tiles. Long runs are
+        wrong with the 16 queries of its tile, except on sm_90, whose wgmma has none.
         """
         narrow = self.q.dtype != torch.float32 and max(self.block_d, self.block_dv) <= 128
-        return narrow and self.is_short and not self.has_tiles
+        is_right = self.arch in ("sm_90", "cpu") or not self.has_long_runs
+        return narrow and self.is_short and not self.has_tiles and is_right
 
     def take_one_pass(self) -> None:
         """Let one kernel make all gradients of sequences whose keys fit in one tile; longer ones still take two."""

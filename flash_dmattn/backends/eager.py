@@ -14,12 +14,18 @@ from ..reference import eager as chunked
 from ..reference import formula, query_blocks
 from ..reference import sequences as loop
 from ..reference import tangents as forward_mode
-from ..reference.distances import ChunkBias
-from ..reference.lists import Chosen
 from ..reference.masks import AnyMask, Intervals, TileBits
-from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, lists_as_tensors, lists_of, whole_batch
-from .mask_choice import MaskChoice, convert
 from .protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
+from .reference import (
+    batch_of,
+    bool_mask,
+    chunk_bias_of,
+    dropout_of,
+    for_formula,
+    for_sequences,
+    formula_numbers,
+    lists_of,
+)
 
 _chunk_bytes = chunked.DEFAULT_CHUNK_BYTES
 
@@ -60,12 +66,6 @@ def _readable(problem: AttentionProblem, x: Inputs) -> AnyMask | None:
     return bool_mask(mask)
 
 
-def _readable_bias(problem: AttentionProblem, x: Inputs) -> ChunkBias | None:
-    if x.bias is not None and problem.flags.chosen:
-        return Chosen(x.bias, lists_of(problem, x), problem.flags.mask_repeat)
-    return bias_of(problem, x)
-
-
 def _chunked(
     p: AttentionProblem, dense: Callable[..., Any], packed: Callable[..., Any], **own: Any
 ) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def _chunked(
     numbers, repeats = {**formula_numbers(p), **own}, (p.flags.mask_repeat, p.flags.bias_repeat)
 
     def run(x: Inputs, *last: Any, first: tuple[Any, ...] = (), **more: Any) -> Any:
-        tensors = (*first, x.q, x.k, x.v, _readable(p, x), _readable_bias(p, x), *last)
+        tensors = (*first, x.q, x.k, x.v, _readable(p, x), chunk_bias_of(p, x), *last)
         sizes = {**numbers, **more, "chunk_bytes": _chunk_bytes, "dropout": dropout_of(p, x)}
         if x.sequences is not None:
             return packed(batch_of(p, x), *tensors, **sizes)
@@ -113,29 +113,15 @@ def _plan_tangent_gradients(problem: AttentionProblem, needs_grad: tuple[bool, .
 
 def _differentiable_backward(problem: AttentionProblem, x: Inputs, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Compute the gradients as differentiable PyTorch, whose own derivative is the second derivative of attention."""
-    numbers, dropout = formula_numbers(problem), dropout_of(problem, x)
-    if x.mask.form == "lists":
-        allowed, added, back = lists_as_tensors(problem, x)
-        dq, dk, dv, dbias, *dsink = formula.gradients(
-            dout, dlse, x.q, x.k, x.v, allowed, added, sink=x.sink, dropout=dropout, **numbers
-        )
-        return dq, dk, dv, _own_gradient(problem, x, None if dbias is None else back(dbias)), *dsink
-    bias = bias_of(problem, x)
-    is_prepared = x.mask.form not in ("none", "dense", "tree")
-    mask = bool_mask(convert(problem, MaskChoice("dense"), x.mask, x.sequences) if is_prepared else x.mask)
-    tensors = (dout, dlse, x.q, x.k, x.v)
+    numbers, dropout, tensors = formula_numbers(problem), dropout_of(problem, x), (dout, dlse, x.q, x.k, x.v)
     if x.sequences is not None:
-        return loop.gradients(batch_of(problem, x), *tensors, mask, bias, x.sink, dropout, **numbers)
-    mask, bias = whole_batch(problem, mask, bias)
+        own = for_sequences(problem, x)
+        return loop.gradients(batch_of(problem, x), *tensors, *own, x.sink, dropout, **numbers)
+    mask, bias, own_gradient = for_formula(problem, x)
     dq, dk, dv, dbias, *dsink = formula.gradients(*tensors, mask, bias, sink=x.sink, dropout=dropout, **numbers)
-    return dq, dk, dv, _own_gradient(problem, x, dbias), *dsink
-
-
-def _own_gradient(problem: AttentionProblem, x: Inputs, dbias: Tensor | None) -> Tensor | None:
-    """Sum the gradient of a bias that was spread over the whole batch to the bias as the call has it."""
-    if dbias is None or x.bias is None:
-        return dbias
-    return formula.sum_entries(dbias, x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
+    if dbias is not None and x.bias is not None:  # summed to the bias as the call has it
+        dbias = formula.sum_entries(own_gradient(dbias), x.bias.shape[0], problem.flags.bias_repeat).to(x.bias.dtype)
+    return dq, dk, dv, dbias, *dsink
 
 
 BACKEND = Backend(

@@ -101,10 +101,7 @@ def packs_beside_sequences(problem: AttentionProblem) -> bool:
 
 
 def view_of(
-    problem: AttentionProblem,
-    choice: MaskChoice,
-    mask: Tensor | PreparedMask,
-    sequences: SequenceView | None = None,
+    problem: AttentionProblem, choice: MaskChoice, mask: Tensor | PreparedMask, sequences: SequenceView | None = None
 ) -> MaskView:
     """Convert the user's mask to the form that was chosen; nothing else packs or unpacks the mask of a call."""
     if not isinstance(mask, Tensor):

@@ -1,15 +1,120 @@
-"""The plain formula as a backend, chosen by name only: the oracle, and the only backend that returns probabilities."""
+"""The plain formula as a backend, chosen by name only: the oracle, and the only backend that returns probabilities.
+
+It also converts calls for `flash_dmattn.reference`, which the other backends in plain PyTorch run, too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from ..problem import FEATURES, AttentionProblem
+from ..problem import FEATURES, AttentionProblem, MaskChoice, MaskView
 from ..problem.inputs import Inputs
 from ..reference import formula
 from ..reference import sequences as loop
-from .entries import batch_of, bias_of, bool_mask, dropout_of, formula_numbers, lists_as_tensors, whole_batch
+from ..reference.distances import AnyBias, ChunkBias, Distances, values_of, with_values
+from ..reference.dropout import Dropout
+from ..reference.lists import Chosen, Lists, dense_bias, slot_table, value_gradient
+from ..reference.sequences import Batch
+from .mask_choice import convert
 from .protocol import Backend, Forward, Rule
+
+
+def whole_batch(
+    problem: AttentionProblem, mask: Tensor | None, bias: AnyBias | None
+) -> tuple[Tensor | None, AnyBias | None]:
+    """Return mask and bias with 1 entry or one for each of the batch; one that has another number is copied.
+
+    It is differentiable. A copied bias has the dtype of the softmax, so that its gradient is rounded once.
+    """
+    flags = problem.flags
+    if mask is not None:
+        mask = formula.spread_entries(mask, problem.batch, flags.mask_repeat)
+    values = values_of(bias)
+    if values is not None and "bias" in problem.partly_shared:
+        wide = values.double() if values.element_size() == 8 else values.float()
+        bias = with_values(bias, formula.spread_entries(wide, problem.batch, flags.bias_repeat))
+    return mask, bias
+
+
+def bias_of(problem: AttentionProblem, inputs: Inputs) -> AnyBias | None:
+    flags = problem.flags
+    if inputs.bias is None or not flags.outside:
+        return inputs.bias
+    return Distances(inputs.bias, flags.zero, flags.outside == "clamp")
+
+
+def lists_of(problem: AttentionProblem, inputs: Inputs) -> Lists:
+    keys, _, slots = inputs.mask.tensors
+    return Lists(keys, slots, problem.flags.block_q, problem.flags.block_k)
+
+
+def for_formula(
+    problem: AttentionProblem, x: Inputs
+) -> tuple[Tensor | None, AnyBias | None, Callable[[Tensor], Tensor]]:
+    """Return the bool mask of a call without sequences, and its bias, both for the whole batch; differentiable.
+
+    The function that comes with them takes the gradient of that bias to the gradient of the values of lists.
+    """
+    flags = problem.flags
+    if x.mask.form != "lists":
+        return *whole_batch(problem, readable_mask(problem, x), bias_of(problem, x)), lambda dbias: dbias
+    lists, bias = lists_of(problem, x), x.bias
+    slots = slot_table(lists, problem.seqlen_q, problem.seqlen_k)
+    if bias is None or not flags.chosen:
+        return *whole_batch(problem, slots >= 0, bias_of(problem, x)), lambda dbias: dbias
+    wide = bias.to(torch.promote_types(bias.dtype, formula.softmax_dtype(x.q)))  # its gradient is rounded once
+    slots = formula.spread_entries(slots, problem.batch, flags.mask_repeat)
+    values = formula.spread_entries(wide, problem.batch, flags.bias_repeat)
+    made = dense_bias(values, slots, lists.block_q)
+    return slots >= 0, made, lambda dbias: value_gradient(dbias, values, slots, lists.block_q)
+
+
+def chunk_bias_of(problem: AttentionProblem, inputs: Inputs) -> ChunkBias | None:
+    """Return the bias of a call, whose values for entries of lists have the lists beside them."""
+    if inputs.bias is not None and problem.flags.chosen:
+        return Chosen(inputs.bias, lists_of(problem, inputs), problem.flags.mask_repeat)
+    return bias_of(problem, inputs)
+
+
+def for_sequences(problem: AttentionProblem, x: Inputs) -> tuple[Tensor | Lists | None, ChunkBias | None]:
+    """Return the bool mask or the lists of a call with sequences, and its bias."""
+    mask = lists_of(problem, x) if x.mask.form == "lists" else readable_mask(problem, x)
+    return mask, chunk_bias_of(problem, x)
+
+
+def formula_numbers(problem: AttentionProblem) -> dict[str, Any]:
+    """Return the numbers of a call, under the names that `flash_dmattn.reference.formula` gives them."""
+    return {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap, "window_size": problem.window}
+
+
+def dropout_of(problem: AttentionProblem, inputs: Inputs) -> Dropout | None:
+    return None if inputs.dropout is None else Dropout(problem.dropout_p, inputs.dropout)
+
+
+def bool_mask(mask: MaskView) -> Tensor | None:
+    """Return the bool mask of a call, 4-D; a tree of new tokens becomes (S or 1, 1, n, n)."""
+    if mask.form != "tree":
+        return mask.dense
+    from ..masks.prepared.packing import unpack_tree  # importing flash_dmattn does not need it
+
+    return unpack_tree(mask.tensors[0])[:, None]
+
+
+def readable_mask(problem: AttentionProblem, x: Inputs) -> Tensor | None:
+    """Return the bool mask of a call, unpacked from the form that other passes read."""
+    is_prepared = x.mask.form not in ("none", "dense", "tree")
+    return bool_mask(convert(problem, MaskChoice("dense"), x.mask, x.sequences) if is_prepared else x.mask)
+
+
+def batch_of(problem: AttentionProblem, inputs: Inputs) -> Batch:
+    flags, spec, sequences = problem.flags, problem.sequences, inputs.sequences
+    assert spec is not None and sequences is not None
+    mask_packing = "tree" if inputs.mask.form == "tree" else flags.mask_packing
+    return Batch(*sequences, spec.packs_queries, spec.packs_keys, mask_packing, flags.bias_packing)
 
 
 def plan_forward(problem: AttentionProblem) -> Forward:
@@ -17,16 +122,11 @@ def plan_forward(problem: AttentionProblem) -> Forward:
     numbers = formula_numbers(problem)
 
     def forward(x: Inputs) -> tuple[Tensor, ...]:
-        dropout = dropout_of(problem, x)
-        others = {"return_probs": problem.return_probs, "sink": x.sink, "dropout": dropout}
-        if x.mask.form == "lists":
-            allowed, added, _ = lists_as_tensors(problem, x)
-            return formula.attention(x.q, x.k, x.v, allowed, added, **others, **numbers)
-        mask, bias = bool_mask(x.mask), bias_of(problem, x)
+        tensors, others = (x.q, x.k, x.v), {"sink": x.sink, "dropout": dropout_of(problem, x), **numbers}
         if x.sequences is not None:
-            return loop.attention(batch_of(problem, x), x.q, x.k, x.v, mask, bias, x.sink, dropout, **numbers)
-        mask, bias = whole_batch(problem, mask, bias)
-        return formula.attention(x.q, x.k, x.v, mask, bias, **others, **numbers)
+            return loop.attention(batch_of(problem, x), *tensors, *for_sequences(problem, x), **others)
+        mask, bias, _ = for_formula(problem, x)
+        return formula.attention(*tensors, mask, bias, return_probs=problem.return_probs, **others)
 
     return forward
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..masks.prepared import operators
 from ..masks.prepared.intervals import MOST_HEADS_OF_CODES, IntervalTiles
@@ -23,12 +24,12 @@ from .config import disabled
 from .registry import works
 
 
-def packs_by_extension(tensor: torch.Tensor) -> bool:
+def packs_by_extension(tensor: Tensor) -> bool:
     """Tell whether the CUDA extension packs a mask: on a Hopper GPU where it works and nobody has disabled it."""
     return tensor.is_cuda and device_arch(tensor.device) == "sm_90" and "cuda" not in disabled() and works("cuda")
 
 
-def find_packer(tensor: torch.Tensor) -> Packer | None:
+def find_packer(tensor: Tensor) -> Packer | None:
     """Return the fastest packer for a tensor; None for PyTorch."""
     if packs_by_extension(tensor):
         return _extension_packer()
@@ -53,7 +54,7 @@ def _triton_packer(family: str = "sm_") -> Packer | None:
     if masks is None or keys is None or intervals is None or sequences is None or lists is None:
         return None
 
-    def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
+    def pack_tiles(mask: Tensor, band: Band | None) -> list[Tensor]:
         bits, classes = masks.pack_mask(mask, band)
         return [bits, classes, *masks.list_tiles(classes)]
 
@@ -84,21 +85,21 @@ def around_extension(operators: Any) -> Packer:
     topk_intervals, order_keys = operators.cuda_topk_intervals.default, operators.cuda_key_order.default
     rest = _triton_packer() or operators.PYTORCH
 
-    def pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
+    def pack_tiles(mask: Tensor, band: Band | None) -> list[Tensor]:
         low, high = (0, 0) if band is None else band
         return pack_mask(mask, low, high, band is not None)
 
-    def list_intervals(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
+    def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) -> IntervalTiles:
         bounds, row_lists, col_lists = interval_tiles(start, stop, order, seqlen_q)
         return bounds, row_lists, col_lists
 
-    def find_topk(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_topk(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
         if keys.dtype != torch.int32:  # of scores in fp64
             return rest.topk_intervals(keys, k, seqlen_q, local)
         start, stop = topk_intervals(keys, k, seqlen_q, local)
         return start, stop
 
-    def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
+    def key_order(start: Tensor, stop: Tensor, seqlen_q: int) -> Tensor:
         if start.size(0) * start.size(1) > MOST_HEADS_OF_CODES:
             return rest.key_order(start, stop, seqlen_q)
         return order_keys(start, stop, seqlen_q)

@@ -6,14 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ..backends.mask_choice import (
-    backward_of,
-    choose_form,
-    forward_of,
-    plan_view,
-    tangent_gradients_of,
-    tangents_of,
-)
+from ..backends.mask_choice import backward_of, choose_form, forward_of, plan_view, tangent_gradients_of, tangents_of
 from ..backends.protocol import Backend, Backward, BackwardTangents, Forward, ForwardTangents
 from ..problem import Arrival, AttentionProblem, MaskChoice, MaskView, NeedsGrad, spec_of
 from ..problem.inputs import Parts, Saved, in_rows, parts_of

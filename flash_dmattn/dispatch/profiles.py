@@ -385,16 +385,13 @@ def arches_here() -> list[str]:
     return ["cpu", *sorted({arch for arch, _ in _gpus() if is_profiled(arch)})]
 
 
-# The backends that `calibrate` times on GPUs, and on CPUs.
-MEASURED = ("triton", "flex", "sdpa", "eager")
-MEASURED_ON_CPU = ("sdpa", "eager")
-
 Passes = tuple[Literal["forward", "backward"], ...]
 _BOTH: Passes = ("forward", "backward")
 
 
 def measured_on(arch: str) -> tuple[str, ...]:
-    return MEASURED_ON_CPU if arch == "cpu" else MEASURED
+    """Return the backends that `calibrate` times on a GPU, or on a CPU."""
+    return ("sdpa", "eager") if arch == "cpu" else ("triton", "flex", "sdpa", "eager")
 
 
 class Judgement(NamedTuple):
@@ -448,8 +445,8 @@ def judge(profile: Profile, rows: tuple[str, ...], with_gradients: bool) -> Judg
             elif time is None:
                 return None
             times[name].append(None if profile.wrong.get(name) else time)
-        words = [(name, figures[name].total(with_gradients)) for name in names]
-        said = [f"{name} failed" if time is None else f"{name} {time:.3g} ms" for name, time in words]
+        totals = {name: figures[name].total(with_gradients) for name in names}
+        said = [f"{name} failed" if time is None else f"{name} {time:.3g} ms" for name, time in totals.items()]
         parts.append(f"{row}: {', '.join(said)}")
     why = "; ".join(parts) + ("; forward and backward" if with_gradients else "; forward")
 

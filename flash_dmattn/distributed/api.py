@@ -54,8 +54,6 @@ def context_parallel_attention(
     return_lse: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
-
-
 @overload
 def context_parallel_attention(
     q: Tensor,
@@ -69,8 +67,6 @@ def context_parallel_attention(
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def context_parallel_attention(
     q: Tensor,

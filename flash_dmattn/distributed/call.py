@@ -26,6 +26,10 @@ from .slices import HeadGroup, ShardedMask, Slice, plan, slice_problem
 Strategy = Literal["auto", "gather", "ulysses"]
 
 
+# The numbers of a call that have to be the same on every rank.
+_SAME = ("is_causal", "window_size", "softmax_scale", "softcap", "deterministic", "return_lse")
+
+
 class ParallelCall(NamedTuple):
     """One call as its rank has it, checked.
 
@@ -110,17 +114,9 @@ class ParallelCall(NamedTuple):
             "mask": None if mask is None else tuple(mask.shape) if isinstance(mask, Tensor) else "prepared",
             "bias": None if bias is None else f"{dtype_name(bias.dtype)} {tuple(bias.shape)}",
             "sink": None if p.sink is None else dtype_name(p.sink),
-            "layout": self.layout,
-            "layout_k": self.layout_k,
-            "strategy": self.strategy,
-            "head_groups": self.head_groups,
+            **{name: getattr(self, name) for name in ("layout", "layout_k", "strategy", "head_groups")},
             "keys sent": "those that are read" if self.sends_parts else "all",
-            "is_causal": p.is_causal,
-            "window_size": p.window_size,
-            "softmax_scale": p.softmax_scale,
-            "softcap": p.softcap,
-            "deterministic": p.deterministic,
-            "return_lse": p.return_lse,
+            **{name: getattr(p, name) for name in _SAME},
             "requires_grad": ", ".join(needed) or "nothing",
             "reduce_bias_grad": self.request.reduce_bias_grad,
             "exchange_dtype": self.request.exchange_dtype,
@@ -383,8 +379,7 @@ def find_backends(call: ParallelCall, requested: BackendChoice) -> Selection:
 
 
 def _choose_pair(problems: list[AttentionProblem], requested: BackendChoice) -> Selection:
-    names = () if requested == "auto" else (requested,) if isinstance(requested, str) else requested
-    for name in names:
+    for name in (requested,) if isinstance(requested, str) else requested:  # "auto" names none
         if name in BACKENDS and BACKENDS[name].is_differentiable:
             pairs = ", ".join(repr(n) for n, b in BACKENDS.items() if not b.is_differentiable)
             raise ValueError(

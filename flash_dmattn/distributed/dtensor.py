@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import api, explanation
 from ..biases import refuse_by_distance
-from ..dtensors import is_dtensor
+from ..definition import is_dtensor
 from ..gradients import contiguous_strides
 from ..problem import Numbers, Repeats, fold_call
 from ..validation import Call, describe

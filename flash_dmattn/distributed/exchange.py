@@ -229,7 +229,7 @@ def fetch(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pend
             torch.cat(pieces, dim) if pieces else x.new_empty(_resized(x, dim, 0)) for pieces, x in zip(parts, tensors)
         ]
 
-    return _exchange(tensors, dim, moves.own, moves.to, moves.of, moves.rank, group, assemble)
+    return _exchange(tensors, dim, moves, False, group, assemble)
 
 
 def give_back(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> Pending:
@@ -246,23 +246,19 @@ def give_back(tensors: Sequence[Tensor], dim: int, moves: Moves, group: str) -> 
                     x.narrow(dim, place, stop - start).add_(next(pieces))
         return total
 
-    return _exchange(tensors, dim, moves.held, moves.of, moves.to, moves.rank, group, add)
+    return _exchange(tensors, dim, moves, True, group, add)
 
 
 def _exchange(
-    tensors: Sequence[Tensor],
-    dim: int,
-    present: Runs,
-    to: tuple[Runs, ...],
-    of: tuple[Runs, ...],
-    rank: int,
-    group: str,
-    finish: Callable[[list[list[Tensor]]], list[Tensor]],
+    tensors: Sequence[Tensor], dim: int, moves: Moves, back: bool, group: str, finish: Callable[..., list[Tensor]]
 ) -> Pending:
-    """Send runs of the tensors, whose positions along `dim` are `present`, to each rank, and receive runs of each.
+    """Send runs of the tensors along `dim` to each rank, and receive runs of each; `back` goes the other way.
 
-    `finish` gets the pieces of each rank, in the order of runs and then of tensors. Its own pieces never travel.
+    `finish` gets a list of the pieces of each rank, in the order of runs and then of tensors. Own pieces never travel.
     """
+    present, to, of, rank = moves.own, moves.to, moves.of, moves.rank
+    if back:
+        present, to, of = moves.held, of, to
     outgoing = [
         [x.narrow(dim, place_in(present, start), stop - start) for start, stop in runs for x in tensors] for runs in to
     ]
@@ -417,10 +413,6 @@ def _sum(x: Tensor, group: str, size: int, number: int) -> Tensor:
     return summed(received.unbind())
 
 
-def _sum_fake(x: Tensor, group: str, size: int, number: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _trade(tensors: Sequence[Tensor], group: str, direction: str, number: int, to_heads: bool, *where: Any) -> Any:
     names, layout, layout_k = where
     if direction == "backward" or number == 0:  # else the call was compared
@@ -455,7 +447,8 @@ _TRADE = (
     " -> Tensor[]"
 )
 _keys_op = define("move_keys", f"(Tensor x, bool back, {ROUTE}) -> Tensor", _move_keys, _move_keys_fake)
-_sum_op = define("sum_over_ranks", "(Tensor x, str group, int size, int number) -> Tensor", _sum, _sum_fake)
+_SUM = "(Tensor x, str group, int size, int number) -> Tensor"
+_sum_op = define("sum_over_ranks", _SUM, _sum, lambda x, *_: x.new_empty(x.shape))
 _trade_op = define("trade_heads", _TRADE, _trade, _trade_fake)
 
 

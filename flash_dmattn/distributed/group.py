@@ -156,8 +156,11 @@ def agree_within(group: str, direction: str, number: int, values: Mapping[str, o
     """
     ranks = process_group(group)
     step = f"{direction} of call {number}" if number else f"{direction} of a compiled call"
-    shared = (("step", step), *((name, _in_words(value)) for name, value in values.items()))
-    _compare((Members(group, ranks.size(), ranks.rank()),), shared, None)
+    words = [
+        (name, f"{dtype_name(x.dtype)} {tuple(x.shape)}" if isinstance(x, Tensor) else str(x))
+        for name, x in values.items()
+    ]
+    _compare((Members(group, ranks.size(), ranks.rank()),), (("step", step), *words), None)
 
 
 def refuse_together(groups: tuple[Members, ...], failure: Exception) -> NoReturn:
@@ -215,10 +218,6 @@ def _carrier(group: ProcessGroup) -> ProcessGroup:
         ranks = dist.get_process_group_ranks(group)
         _carriers[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     return _carriers[group]
-
-
-def _in_words(value: object) -> str:
-    return f"{dtype_name(value.dtype)} {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)
 
 
 def _difference(statements: list[_Statement]) -> str:

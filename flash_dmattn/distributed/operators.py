@@ -17,9 +17,8 @@ from ..definition import define, distinct, is_transformed
 from ..dispatch.plan import backward_pass, forward_pass
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import Selection
-from ..flops import backward_flop_of, forward_flop_of, register
 from ..gradients import empty_gradient, empty_gradients, empty_outputs, spread, with_dbias
-from ..operators import describe_operands
+from ..operators import backward_flop_of, describe_operands, forward_flop_of, register
 from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
 from ..problem.inputs import Inputs, Saved
 from .call import ParallelCall
@@ -333,10 +332,6 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor
     return [y for y in (sums.q, dk, dv, sums.bias, sums.sink) if y is not None]
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_outputs(q, v)
-
-
 def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
     x = Operands(*arguments[:6])
     return empty_gradients((x.q, x.k, x.v, x.bias, x.sink), arguments[-1])  # needs_grad, the last of the settings
@@ -353,7 +348,12 @@ def _backward_flop(dout: Tensor, dlse: Tensor | None, *arguments: Any, out_val: 
 
 
 gather_forward = register(
-    define("gather_forward", f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake),
+    define(
+        "gather_forward",
+        f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)",
+        _forward,
+        lambda q, k, v, *_: empty_outputs(q, v),
+    ),
     _forward_flop,
 )
 # A list holds the gradients asked for and no others: an operator cannot return None under torch.compile.

@@ -319,13 +319,7 @@ def reason_to_pass_on(
 
 
 def serve(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float, is_causal: bool, scale: float | None
 ) -> Tensor:
     """Compute a call that is ours, with q, k and v as transposed views; nothing is copied."""
     batch = _batch(query, key, value) or (1,)  # (heads, L, D) has none

@@ -1,4 +1,4 @@
-"""Masks for `attention`: builders, top-k selection, combination, block forms, prepared masks, statistics, pictures."""
+"""Masks for `attention`: builders, top-k selection, combination, block forms, prepared masks, statistics."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from .builders import (
     sliding_window_mask,
     threshold_mask,
 )
-from .drawing import show
 from .index_scores import IndexScores
 from .topk import topk_mask
 
@@ -34,7 +33,6 @@ __all__ = [
     "mask_stats",
     "padding_mask",
     "prefix_lm_mask",
-    "show",
     "sliding_window_mask",
     "smooth_blocks",
     "threshold_mask",

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..problem import check_strided, values_can_be_read
 
 # Lengths, or 0/1 masks, as users hold them: a tensor, or nested Python lists.
-IntsLike = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
+IntsLike = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 DIMS = ("batch", "heads", "seqlen_q", "seqlen_k")
 INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -34,10 +35,10 @@ def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, in
     return integer(f"{name}[0]", value[0], minimum), integer(f"{name}[1]", value[1], minimum)
 
 
-def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> torch.Tensor:
+def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> Tensor:
     """Return `value` as an integer tensor whose rank is one of `ndims`."""
-    tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-    if not isinstance(value, torch.Tensor) and tensor.numel() == 0:
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    if not isinstance(value, Tensor) and tensor.numel() == 0:
         tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own: torch calls it float
     if tensor.dtype not in INTEGER_DTYPES:
         raise TypeError(f"{name} has dtype {tensor.dtype}; it needs an integer dtype; pass {name}.long().")
@@ -47,17 +48,17 @@ def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> torch.
     return tensor
 
 
-def bool_mask(name: str, mask: torch.Tensor) -> torch.Tensor:
+def bool_mask(name: str, mask: Tensor) -> Tensor:
     """Return a bool mask of 0 to 4 dims as 4-D: dims are added on the left."""
     check_strided(name, mask)
-    if not isinstance(mask, torch.Tensor):
+    if not isinstance(mask, Tensor):
         raise TypeError(f"{name} is a {type(mask).__name__}; it needs to be a torch.bool tensor.")
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} has dtype {mask.dtype}; it needs to be torch.bool, True = attend; pass {name} != 0.")
     return four_dims(name, mask)
 
 
-def four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def four_dims(name: str, tensor: Tensor) -> Tensor:
     """Add dims of size 1 on the left until there are four."""
     if tensor.dim() > 4:
         raise ValueError(
@@ -67,15 +68,15 @@ def four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[(None,) * (4 - tensor.dim())]
 
 
-def float_scores(scores: torch.Tensor) -> torch.Tensor:
+def float_scores(scores: Tensor) -> Tensor:
     """Return a float tensor of scores as 4-D, without its gradient."""
-    if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
-        has = f"dtype {scores.dtype}" if isinstance(scores, torch.Tensor) else f"type {type(scores).__name__}"
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        has = f"dtype {scores.dtype}" if isinstance(scores, Tensor) else f"type {type(scores).__name__}"
         raise TypeError(f"scores has {has}; it needs to be a float tensor.")
     return four_dims("scores", scores.detach())
 
 
-def on_one_device(**tensors: torch.Tensor | None) -> None:
+def on_one_device(**tensors: Tensor | None) -> None:
     """Refuse tensors, by their names, that are not on the device of the last one."""
     *names, last = tensors
     like = tensors[last]
@@ -85,7 +86,7 @@ def on_one_device(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is on {x.device} and {last} on {like.device}; they need to be on one device.")
 
 
-def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None) -> None:
+def lengths_within(name: str, lengths: Tensor, maximum: int | None = None) -> None:
     """Refuse negative lengths and lengths above `maximum`, if values can be read without waiting."""
     if lengths.numel() == 0 or not values_can_be_read(lengths):
         return
@@ -96,7 +97,7 @@ def lengths_within(name: str, lengths: torch.Tensor, maximum: int | None = None)
         raise ValueError(f"{name} has a length of {high}, longer than the sequence; at most {maximum} is possible.")
 
 
-def align_heads(tensors: list[torch.Tensor], names: list[str]) -> list[torch.Tensor]:
+def align_heads(tensors: list[Tensor], names: list[str]) -> list[Tensor]:
     """Repeat key-value heads so that all head dims are 1 or the largest: head h reads h // G."""
     num_heads = max(t.size(1) for t in tensors)
     aligned = []
@@ -114,7 +115,7 @@ def align_heads(tensors: list[torch.Tensor], names: list[str]) -> list[torch.Ten
     return aligned
 
 
-def common_shape(tensors: list[torch.Tensor], names: list[str]) -> tuple[int, int, int, int]:
+def common_shape(tensors: list[Tensor], names: list[str]) -> tuple[int, int, int, int]:
     """Return the smallest 4-D shape that all 4-D `tensors` broadcast to."""
     shape = [1, 1, 1, 1]
     owner = ["", "", "", ""]
@@ -131,7 +132,7 @@ def common_shape(tensors: list[torch.Tensor], names: list[str]) -> tuple[int, in
     return shape[0], shape[1], shape[2], shape[3]
 
 
-def pad(x: torch.Tensor, counts: tuple[int, ...], value: int = 0) -> torch.Tensor:
+def pad(x: Tensor, counts: tuple[int, ...], value: int = 0) -> Tensor:
     """Pad as `F.pad(x, counts, value=value)` does, also a tensor with an empty dim, which PyTorch 2.9 refuses.
 
     >>> pad(torch.ones(2, 0, dtype=torch.bool), (0, 3)).tolist()

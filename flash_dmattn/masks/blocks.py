@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..problem import collapse
 from .arguments import bool_mask, common_shape, integer, pad, pair
@@ -14,7 +15,7 @@ from .builders import causal_mask, combine
 CHUNK_ELEMENTS = 1 << 24
 
 
-def tile_counts(mask: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
+def tile_counts(mask: Tensor, block_size: tuple[int, int]) -> Tensor:
     """Count the True of each tile of a (..., Lq, Lk) mask: int32 (..., ceil(Lq/bq), ceil(Lk/bk))."""
     block_q, block_k = block_size
     *lead, seqlen_q, seqlen_k = mask.shape
@@ -30,7 +31,7 @@ def tile_counts(mask: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor
     return counts
 
 
-def _tile_counts(rows: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
+def _tile_counts(rows: Tensor, block_size: tuple[int, int]) -> Tensor:
     """Count the True of some whole rows of tiles, all at once."""
     block_q, block_k = block_size
     seqlen_q, seqlen_k = rows.shape[-2:]
@@ -42,7 +43,7 @@ def _tile_counts(rows: torch.Tensor, block_size: tuple[int, int]) -> torch.Tenso
     return tiles.view(torch.uint8).sum(-3, dtype=column_sum).sum(-1, dtype=torch.int32)
 
 
-def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device: torch.device) -> torch.Tensor:
+def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device: torch.device) -> Tensor:
     """Count the positions of each tile; the last ones are cut: int32 (ceil(Lq/bq), ceil(Lk/bk))."""
     sizes = []
     for length, block in zip((seqlen_q, seqlen_k), block_size, strict=True):
@@ -51,9 +52,7 @@ def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device
     return sizes[0][:, None] * sizes[1]
 
 
-def expand_blocks(
-    block_mask: torch.Tensor, block_size: int | tuple[int, int], seqlen_q: int, seqlen_k: int
-) -> torch.Tensor:
+def expand_blocks(block_mask: Tensor, block_size: int | tuple[int, int], seqlen_q: int, seqlen_k: int) -> Tensor:
     """Expand a block mask to tokens: every token pair of a True block attends.
 
     Equivalent to `block_mask.repeat_interleave(bq, -2).repeat_interleave(bk, -1)[..., :seqlen_q, :seqlen_k]`.
@@ -87,7 +86,7 @@ def expand_blocks(
     return out
 
 
-def check_blocks(block_mask: torch.Tensor, name: str, number: int, length: int, block: int) -> None:
+def check_blocks(block_mask: Tensor, name: str, number: int, length: int, block: int) -> None:
     """Refuse a block mask that has another number of blocks than 1 or so many as a length needs."""
     needed = -(-integer(name, length) // block)
     if number not in (1, needed):
@@ -98,12 +97,8 @@ def check_blocks(block_mask: torch.Tensor, name: str, number: int, length: int, 
 
 
 def smooth_blocks(
-    mask: torch.Tensor,
-    block_size: int | tuple[int, int],
-    *,
-    is_causal: bool = False,
-    allowed: torch.Tensor | None = None,
-) -> torch.Tensor:
+    mask: Tensor, block_size: int | tuple[int, int], *, is_causal: bool = False, allowed: Tensor | None = None
+) -> Tensor:
     """Make whole tiles attend or not by the majority of their allowed positions, so that kernels skip more.
 
     A tile attends where more than half of the positions that causality and `allowed` leave in it are True. The
@@ -178,11 +173,7 @@ class MaskStats:
 
 
 def mask_stats(
-    mask: torch.Tensor,
-    block_size: int | tuple[int, int] = 128,
-    *,
-    seqlen_q: int | None = None,
-    seqlen_k: int | None = None,
+    mask: Tensor, block_size: int | tuple[int, int] = 128, *, seqlen_q: int | None = None, seqlen_k: int | None = None
 ) -> MaskStats:
     """Count density, active and full tiles, and empty rows of a mask; it waits for the device.
 
@@ -226,7 +217,7 @@ def mask_stats(
     )
 
 
-def expand_lengths(mask: torch.Tensor, seqlen_q: int | None, seqlen_k: int | None) -> torch.Tensor:
+def expand_lengths(mask: Tensor, seqlen_q: int | None, seqlen_k: int | None) -> Tensor:
     """Expand the query and key dims of a 4-D mask to the real lengths, without a copy."""
     for dim, name, length in ((2, "seqlen_q", seqlen_q), (3, "seqlen_k", seqlen_k)):
         if length is None:

@@ -6,6 +6,7 @@ from functools import reduce
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from ..problem import collapse, values_can_be_read
 from .arguments import (
@@ -24,7 +25,7 @@ from .arguments import (
 Device = torch.device | str | None
 
 
-def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> tuple[Tensor, Tensor]:
     """Return the index of the key that each query is aligned with, (Lq, 1), and of each key, (Lk,)."""
     integer("seqlen_q", seqlen_q)
     integer("seqlen_k", seqlen_k)
@@ -32,7 +33,7 @@ def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> tuple[torch.Tens
     return rows[:, None], torch.arange(seqlen_k, device=device)
 
 
-def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Tensor:
+def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> Tensor:
     """Let each query see the keys up to its own position, the last query all of them (bottom-right aligned).
 
     Equivalent to `torch.ones(seqlen_q, seqlen_k).tril(seqlen_k - seqlen_q).bool()`. `attention` takes
@@ -57,9 +58,7 @@ def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Te
     return (keys <= rows)[None, None]
 
 
-def sliding_window_mask(
-    seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: Device = None
-) -> torch.Tensor:
+def sliding_window_mask(seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: Device = None) -> Tensor:
     """Let each query see `left` keys before its position, its own key, and `right` keys after it.
 
     Query i is aligned with key p = i + seqlen_k - seqlen_q and sees p - left <= j <= p + right. `(-1, 0)` is
@@ -94,7 +93,7 @@ def sliding_window_mask(
     return mask[None, None]
 
 
-def document_ids(lengths: IntsLike, total_length: int | None = None) -> torch.Tensor:
+def document_ids(lengths: IntsLike, total_length: int | None = None) -> Tensor:
     """Number the document of each position of a packed sequence, from the lengths of the documents.
 
     Equivalent to `torch.repeat_interleave(torch.arange(n), lengths)`, filled up to `total_length` with -1,
@@ -132,7 +131,7 @@ def document_ids(lengths: IntsLike, total_length: int | None = None) -> torch.Te
     return ids.masked_fill(ids == ends.size(-1), -1)
 
 
-def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
+def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> Tensor:
     """Let each query see the keys of its own document.
 
     Equivalent to `(ids[:, :, None] == ids_k[:, None, :]) & (ids >= 0)[:, :, None]`. Combine it with a causal
@@ -163,7 +162,7 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> torch.Tensor:
     return mask[:, None]
 
 
-def document_pair(ids: IntsLike, ids_k: IntsLike | None) -> tuple[torch.Tensor, torch.Tensor]:
+def document_pair(ids: IntsLike, ids_k: IntsLike | None) -> tuple[Tensor, Tensor]:
     """Check the documents of queries and of keys, and return both 2-D."""
     ids_q = torch.atleast_2d(integer_tensor("ids", ids, (1, 2)))
     keys = ids_q if ids_k is None else torch.atleast_2d(integer_tensor("ids_k", ids_k, (1, 2)).to(ids_q.device))
@@ -181,7 +180,7 @@ def padding_mask(
     *,
     side: Literal["right", "left"] = "right",
     device: Device = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Hide the keys of padding, from lengths or from a 0/1 mask as tokenizers return it.
 
     Equivalent to `(torch.arange(seqlen) < lengths[:, None])[:, None, None]`, or to `mask.bool()[:, None, None]`.
@@ -226,7 +225,7 @@ def padding_mask(
     return (keys < lengths[:, None])[:, None, None]
 
 
-def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int, device: Device = None) -> torch.Tensor:
+def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int, device: Device = None) -> Tensor:
     """Let every query see the whole prefix; past the prefix the mask is causal (bottom-right aligned).
 
     Equivalent to `causal_mask(seqlen_q, seqlen_k) | padding_mask(prefix_lengths, seqlen_k)`.
@@ -262,7 +261,7 @@ def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int,
     return (keys < limit)[:, None]
 
 
-def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
+def threshold_mask(scores: Tensor, threshold: float = 0.0) -> Tensor:
     """Let each query see the keys whose score is above a threshold (the "relu" mask with threshold 0).
 
     Equivalent to `scores > threshold`; NaN is never above. It may leave rows empty, whose output is 0.
@@ -285,7 +284,7 @@ def threshold_mask(scores: torch.Tensor, threshold: float = 0.0) -> torch.Tensor
     return float_scores(scores) > threshold
 
 
-def combine(*masks: torch.Tensor | None, op: Literal["and", "or"] = "and") -> torch.Tensor | None:
+def combine(*masks: Tensor | None, op: Literal["and", "or"] = "and") -> Tensor | None:
     """Make one mask of several: attend where all of them do (`"and"`) or where any does (`"or"`).
 
     Equivalent to `masks[0] & masks[1] & ...` on 4-D tensors, with two exceptions. Expanded (stride 0) dims count as

@@ -89,7 +89,8 @@ class IndexScores:
         sums in a fixed order.
 
         Args:
-            lists: of `PreparedMask.from_topk_lists`, or of `from_lists` with one list for all heads.
+            lists: of `PreparedMask.from_topk_lists`, or of `from_lists` with one list for all heads. Beside packed
+                sequences, lists of single keys; q, k and weights are then of all tokens, with a batch of 1.
 
         Returns:
             (B, 1, R, K), in the dtype of q, for `biases.Chosen`; 0 where a list has no key. B is the product of batch
@@ -102,9 +103,15 @@ class IndexScores:
         if getattr(lists, "form", None) != "lists":
             raise TypeError(f"lists is a {type(lists).__name__}; it needs to be a PreparedMask of lists")
         mask: ListMask = lists  # type: ignore[assignment]
-        index, (q, k, weights) = mask.index, self._folded()
+        index, (q, k, weights) = mask.index_of_rows, self._folded()
         batch, heads, number, places = index.shape
         blocks = -(-mask.seqlen_k // mask.block_size[1])
+        if mask.spec is not None and mask.spec.packs_keys:
+            if mask.block_size[1] > 1:
+                raise ValueError(
+                    f"lists are of blocks of {mask.block_size[1]} keys beside packed sequences; they need single keys"
+                )
+            blocks = mask.spec.rows_k
         if heads != 1:
             raise ValueError(f"lists have {heads} heads; they need one, which all heads share")
         if batch not in (1, q.shape[0]):

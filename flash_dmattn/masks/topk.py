@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from ..definition import define
 from ..problem import collapse
@@ -25,19 +26,14 @@ class ScoresByRows(Protocol):
         """The dims in front of queries."""
         ...
 
-    def rows(self) -> tuple[Callable[[slice], torch.Tensor], tuple[int, int, int]]:
+    def rows(self) -> tuple[Callable[[slice], Tensor], tuple[int, int, int]]:
         """Return a function that computes the scores of some queries, (B, 1, rows, Lk), and B, Lq and Lk."""
         ...
 
 
 def topk_mask(
-    scores: torch.Tensor,
-    k: int,
-    *,
-    is_causal: bool = False,
-    mask: torch.Tensor | None = None,
-    seqlen_q: int | None = None,
-) -> torch.Tensor:
+    scores: Tensor, k: int, *, is_causal: bool = False, mask: Tensor | None = None, seqlen_q: int | None = None
+) -> Tensor:
     """Let each query see the `k` highest scored keys that `mask` and causality allow it.
 
     Equivalent, row by row, to a stable descending sort of the allowed scores and keeping the first k::
@@ -86,13 +82,11 @@ def topk_mask(
     integer("k", k, 1)
     # Loops follow the sizes, which a compiler would bind: it sees one operator.
     run = _OPERATOR if torch.compiler.is_compiling() else _selected
-    selected: torch.Tensor = run(*topk_arguments(scores, mask, seqlen_q), k, is_causal)
+    selected: Tensor = run(*topk_arguments(scores, mask, seqlen_q), k, is_causal)
     return selected
 
 
-def _selected(
-    scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
-) -> torch.Tensor:
+def _selected(scores: Tensor, allowed: Tensor | None, seqlen_q: int, k: int, is_causal: bool) -> Tensor:
     """Make the mask of arguments that `topk_arguments` has checked; contiguous, as operators return it."""
     per_key = scores.size(2) == 1 and (allowed is None or allowed.size(2) == 1)
     if not per_key:
@@ -101,14 +95,12 @@ def _selected(
     return _topk_per_prefix(keys, k, seqlen_q) if is_causal else select(keys, k).contiguous()
 
 
-def topk_arguments(
-    scores: torch.Tensor, mask: torch.Tensor | None, seqlen_q: int | None
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+def topk_arguments(scores: Tensor, mask: Tensor | None, seqlen_q: int | None) -> tuple[Tensor, Tensor | None, int]:
     """Check the arguments of `topk_mask`; return scores and mask, 4-D with aligned heads, and the number of queries.
 
     Scores have no gradient, and dims that were expanded are cut to size 1.
     """
-    if isinstance(scores, torch.Tensor) and scores.dim() == 0:
+    if isinstance(scores, Tensor) and scores.dim() == 0:
         raise ValueError("scores is 0-D; it needs a dim of keys, the last one.")
     scores = float_scores(scores)
     allowed = None if mask is None else bool_mask("mask", mask)
@@ -125,7 +117,7 @@ def topk_arguments(
     return scores, allowed, seqlen_q
 
 
-def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int | None) -> int:
+def _seqlen_q(scores: Tensor, allowed: Tensor | None, seqlen_q: int | None) -> int:
     """Return the number of queries that the arguments agree on."""
     lengths = {}
     if seqlen_q is not None:
@@ -139,7 +131,7 @@ def _seqlen_q(scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int 
     return next(iter(lengths.values()), scores.size(3))
 
 
-def sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+def sort_keys(scores: Tensor, allowed: Tensor | None) -> Tensor:
     """Return integers in the order of the scores: the lowest for what is not allowed, the next for NaN.
 
     IEEE floats of one sign compare as their bits do. Flipping the lower bits of negative ones puts these in order, too.
@@ -154,12 +146,12 @@ def sort_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tenso
     return keys if allowed is None else torch.where(allowed, keys, lowest)
 
 
-def score_keys(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+def score_keys(scores: Tensor, allowed: Tensor | None) -> Tensor:
     """Apply `sort_keys` to one score per key, (B, H, 1, Lk): the result is (B, H, Lk), contiguous."""
     return sort_keys(scores, allowed)[:, :, 0].contiguous()
 
 
-def select(keys: torch.Tensor, k: int) -> torch.Tensor:
+def select(keys: Tensor, k: int) -> Tensor:
     """Select the first k of each row in descending order of `keys`, the earliest first among equal ones."""
     allowed = keys > torch.iinfo(keys.dtype).min
     if k >= keys.size(-1):
@@ -173,9 +165,7 @@ def select(keys: torch.Tensor, k: int) -> torch.Tensor:
     return above & allowed
 
 
-def list_best(
-    keys: torch.Tensor, last: torch.Tensor, k: int, local: int, places: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def list_best(keys: Tensor, last: Tensor, k: int, local: int, places: int) -> tuple[Tensor, Tensor]:
     """List the columns that `select` chooses, and the allowed ones among the last `local` that a row may see.
 
     `last`, (rows,), is the last column that each row may see. The result is int32 (B, H, rows, places), ascending, then
@@ -191,9 +181,7 @@ def list_best(
     return entries[..., :places], chosen.sum(-1, dtype=torch.int32)
 
 
-def _topk_per_row(
-    scores: torch.Tensor, k: int, allowed: torch.Tensor | None, seqlen_q: int, is_causal: bool
-) -> torch.Tensor:
+def _topk_per_row(scores: Tensor, k: int, allowed: Tensor | None, seqlen_q: int, is_causal: bool) -> Tensor:
     """Select the top k of rows that differ in scores or in what is allowed, in chunks of rows."""
     batch, num_heads, _, seqlen_k = _shape(scores, allowed)
     out = torch.empty(batch, num_heads, seqlen_q, seqlen_k, dtype=torch.bool, device=scores.device)
@@ -210,15 +198,15 @@ def _topk_per_row(
     return out
 
 
-def _shape(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Size:
+def _shape(scores: Tensor, allowed: Tensor | None) -> torch.Size:
     return scores.shape if allowed is None else torch.broadcast_shapes(scores.shape, allowed.shape)
 
 
-def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if tensor.size(2) == 1 else tensor[:, :, rows]
 
 
-def _topk_per_prefix(keys: torch.Tensor, k: int, seqlen_q: int) -> torch.Tensor:
+def _topk_per_prefix(keys: Tensor, k: int, seqlen_q: int) -> Tensor:
     """Select the top k of every causal prefix of one row of keys: (B, H, 1, Lk) to (B, H, Lq, Lk)."""
     batch, num_heads, _, seqlen_k = keys.shape
     flat = keys.flatten(0, 2)
@@ -231,14 +219,14 @@ def _topk_per_prefix(keys: torch.Tensor, k: int, seqlen_q: int) -> torch.Tensor:
     return kept.tril_(seqlen_k - seqlen_q).view(batch, num_heads, seqlen_q, seqlen_k)
 
 
-def ranks(keys: torch.Tensor) -> torch.Tensor:
+def ranks(keys: Tensor) -> Tensor:
     """Rank every key of a row in descending order, the earliest first among equal ones: int64 (N, L)."""
     order = keys.sort(dim=-1, descending=True, stable=True).indices
     positions = torch.arange(keys.size(1), device=keys.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, positions)
 
 
-def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -> torch.Tensor:
+def kth_smallest_of_prefixes(rank: Tensor, prefix: Tensor, k: int) -> Tensor:
     """Find the k-th smallest (or else the largest) of the first `prefix` entries of each row of `rank`, int64 (N, Q).
 
     A wavelet matrix finds the answers bit by bit, highest first, for all prefixes (N, Q) at once. At each bit the row,
@@ -269,7 +257,7 @@ def kth_smallest_of_prefixes(rank: torch.Tensor, prefix: torch.Tensor, k: int) -
     return answer
 
 
-def topk_stops(keys: torch.Tensor, k: int) -> torch.Tensor:
+def topk_stops(keys: Tensor, k: int) -> Tensor:
     """Find for every key (N, L) the first position whose prefix has k keys that are better, from j to L.
 
     Key j is among the k best of the prefix that ends at p, itself included, exactly for `j <= p < stop[j]`: a key that
@@ -288,7 +276,7 @@ def topk_stops(keys: torch.Tensor, k: int) -> torch.Tensor:
     return passed.maximum(positions).contiguous()
 
 
-def topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_intervals(keys: Tensor, k: int, seqlen_q: int, local: int) -> tuple[Tensor, Tensor]:
     """Find the run of queries that keep each key (B, H, Lk), by causal top-k; both ends are 0 if no query keeps it.
 
     The last query stands at the last key. A query also sees the last `local` keys up to its own.
@@ -302,9 +290,7 @@ def topk_intervals(keys: torch.Tensor, k: int, seqlen_q: int, local: int) -> tup
     return start, stop
 
 
-def _selected_fake(
-    scores: torch.Tensor, allowed: torch.Tensor | None, seqlen_q: int, k: int, is_causal: bool
-) -> torch.Tensor:
+def _selected_fake(scores: Tensor, allowed: Tensor | None, seqlen_q: int, k: int, is_causal: bool) -> Tensor:
     batch, num_heads, rows, seqlen_k = _shape(scores, allowed)
     rows = seqlen_q if is_causal or rows != 1 else 1
     return torch.empty(batch, num_heads, rows, seqlen_k, dtype=torch.bool, device=scores.device)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import flash_dmattn
 from flash_dmattn.masks import PreparedMask, topk_mask
@@ -26,7 +26,7 @@ from .positions import apply_rotary, rotary_angles
 SCORE_STEP = 2.0**-12
 
 
-def ranked(scores: torch.Tensor) -> torch.Tensor:
+def ranked(scores: Tensor) -> Tensor:
     """Round scores to the steps by which a layer compares them."""
     return (scores / SCORE_STEP).round()
 
@@ -50,11 +50,9 @@ class KVCache:
     def __init__(self, max_length: int = 256) -> None:
         self.max_length = integer("max_length", max_length, 1)
         self.length = 0
-        self._storage: tuple[torch.Tensor | None, ...] = (None, None, None)
+        self._storage: tuple[Tensor | None, ...] = (None, None, None)
 
-    def append(
-        self, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def append(self, k: Tensor, v: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add tokens and return everything cached so far.
 
         Args:
@@ -100,7 +98,7 @@ class KVCache:
             raise ValueError(f"length is {length}; it needs to be 0 to {self.length}, the tokens that the cache holds")
         self.length = length
 
-    def _reserve(self, held: torch.Tensor | None, x: torch.Tensor, end: int) -> torch.Tensor:
+    def _reserve(self, held: Tensor | None, x: Tensor, end: int) -> Tensor:
         if held is not None and held.shape[1] >= end:
             return held
         capacity = max(end, self.max_length if held is None else 2 * held.shape[1])
@@ -109,7 +107,7 @@ class KVCache:
             grown[:, : self.length] = held[:, : self.length]
         return grown
 
-    def _check_same_kind(self, new: tuple[torch.Tensor | None, ...]) -> None:
+    def _check_same_kind(self, new: tuple[Tensor | None, ...]) -> None:
         for name, held, x in zip(("k", "v", "scores"), self._storage, new, strict=True):
             if (held is None) != (x is None):
                 has, needs = ("None", "a tensor") if x is None else ("a tensor", "None")
@@ -126,11 +124,11 @@ class KVCache:
 class AttentionArguments(NamedTuple):
     """The tensors that a layer hands to `flash_dmattn.attention`, in its order."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    mask: torch.Tensor | None
-    bias: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
 
 
 class DynamicMaskAttention(nn.Module):
@@ -235,11 +233,11 @@ class DynamicMaskAttention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
         sequences: Sequences | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attend from every token of x to the tokens up to it, cached ones included.
 
         Equivalent to ``o_proj(flash_dmattn.attention(*attention_arguments(x, ...), is_causal=True).flatten(2))``.
@@ -269,10 +267,10 @@ class DynamicMaskAttention(nn.Module):
         else:
             call = self._packed_call(x, attention_mask, cache, sequences)
         out = flash_dmattn.attention(**call)
-        assert isinstance(out, torch.Tensor)
+        assert isinstance(out, Tensor)
         return self.o_proj(out.flatten(-2))
 
-    def project(self, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens to q, k and v, and rotate q and k to their positions.
 
         Args:
@@ -292,12 +290,12 @@ class DynamicMaskAttention(nn.Module):
 
     def attention_call(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scores: torch.Tensor | None,
-        padding: torch.Tensor | None = None,
-        query_index: torch.Tensor | None = None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: Tensor | None,
+        padding: Tensor | None = None,
+        query_index: Tensor | None = None,
     ) -> dict[str, Any]:
         """Make the arguments of this layer's call of `flash_dmattn.attention`.
 
@@ -323,7 +321,7 @@ class DynamicMaskAttention(nn.Module):
         return self._call(q, k, v, mask, bias)
 
     def attention_arguments(
-        self, x: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: KVCache | None = None
+        self, x: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None
     ) -> AttentionArguments:
         """Compute the q, k, v, mask and bias that `forward` attends with, to look at or for another kernel.
 
@@ -348,8 +346,8 @@ class DynamicMaskAttention(nn.Module):
         return AttentionArguments(q, k, v, mask.dense() if isinstance(mask, PreparedMask) else mask, bias)
 
     def _inputs(
-        self, x: torch.Tensor, attention_mask: torch.Tensor | None, cache: KVCache | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        self, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Compute the arguments of `attention_call`; no scores with full attention."""
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (batch, length, {self.hidden_size})")
@@ -370,7 +368,7 @@ class DynamicMaskAttention(nn.Module):
         return q, k, v, scores, attention_mask.bool()[:, None, None, :]
 
     def _packed_call(
-        self, x: torch.Tensor, attention_mask: torch.Tensor | None, cache: KVCache | None, sequences: Sequences
+        self, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None, sequences: Sequences
     ) -> dict[str, Any]:
         """Make the arguments of a call with packed sequences; positions count from the start of each sequence."""
         if not isinstance(sequences, Sequences):
@@ -411,17 +409,12 @@ class DynamicMaskAttention(nn.Module):
         return self._call(q, k, v, mask, bias) | {"sequences": sequences}
 
     def _call(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | PreparedMask | None,
-        bias: torch.Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | PreparedMask | None, bias: Tensor | None
     ) -> dict[str, Any]:
         call = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "is_causal": True}
         return call | {"softmax_scale": self.softmax_scale, "backend": self.backend}
 
-    def key_scores(self, v: torch.Tensor) -> torch.Tensor | None:
+    def key_scores(self, v: Tensor) -> Tensor | None:
         """Compute s = A * softplus(W v), by which each key-value head ranks keys.
 
         Args:
@@ -448,12 +441,8 @@ class DynamicMaskAttention(nn.Module):
         )
 
     def _kept_keys(
-        self,
-        scores: torch.Tensor,
-        seqlen_q: int,
-        padding: torch.Tensor | None,
-        query_index: torch.Tensor | None = None,
-    ) -> torch.Tensor | PreparedMask | None:
+        self, scores: Tensor, seqlen_q: int, padding: Tensor | None, query_index: Tensor | None = None
+    ) -> Tensor | PreparedMask | None:
         """Make the mask of the kept keys for the last seqlen_q positions: intervals, or for one query a row of keys."""
         assert self.keep_window_size is not None
         batch, _, _, seqlen_k = scores.shape
@@ -484,8 +473,8 @@ class DynamicMaskAttention(nn.Module):
         )
 
     def _select_packed_keys(
-        self, scores: torch.Tensor, bounds: torch.Tensor, own: torch.Tensor, positions: torch.Tensor, longest: int
-    ) -> torch.Tensor:
+        self, scores: Tensor, bounds: Tensor, own: Tensor, positions: Tensor, longest: int
+    ) -> Tensor:
         """Make the mask (Hk, T, longest) of the kept keys, columns counted from the start of each query's sequence.
 
         scores is (T, Hk). `own` and `positions`, (T,), are the sequence of each token and its position in it.

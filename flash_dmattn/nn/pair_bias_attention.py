@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from einops import rearrange
-from torch import nn
+from torch import Tensor, nn
 
 import flash_dmattn
 from flash_dmattn.dispatch.config import BackendChoice
@@ -78,7 +78,7 @@ class PairBiasAttention(nn.Module):
         self.pair_norm = nn.LayerNorm(pair_dim, device=device, dtype=dtype)
         self.pair_proj = linear(pair_dim, num_heads)
 
-    def forward(self, x: torch.Tensor, pair: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, pair: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend from every token of x to every token that the mask allows.
 
         Args:
@@ -107,11 +107,11 @@ class PairBiasAttention(nn.Module):
         out = rearrange(out, "... l h d -> ... l (h d)")
         if self.gate_proj is not None:
             out = torch.sigmoid(self.gate_proj(x)) * out
-        result: torch.Tensor = self.o_proj(out)
+        result: Tensor = self.o_proj(out)
         return result
 
     @staticmethod
-    def _check_shared(name: str, shared: torch.Tensor, x: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    def _check_shared(name: str, shared: Tensor, x: Tensor, sizes: tuple[int, ...]) -> None:
         batch = x.shape[:-2]
         dims = shared.shape[: -len(sizes)]
         if (

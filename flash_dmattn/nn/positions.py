@@ -11,7 +11,7 @@ from typing import overload
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from flash_dmattn.biases import Relative, t5, t5_buckets
 from flash_dmattn.masks.arguments import integer
@@ -73,11 +73,10 @@ class RelativePositionBias(nn.Module):
 
     @overload
     def forward(self) -> Relative: ...
-
     @overload
-    def forward(self, seqlen_q: int, seqlen_k: int | None = None) -> torch.Tensor: ...
+    def forward(self, seqlen_q: int, seqlen_k: int | None = None) -> Tensor: ...
 
-    def forward(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Relative | torch.Tensor:
+    def forward(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Relative | Tensor:
         """Make the bias of a call: without lengths by distance, for calls of any lengths; with lengths as a tensor.
 
         Args:
@@ -149,7 +148,7 @@ class WindowPositionBias(nn.Module):
         offsets = (2 * height - 1) * (2 * width - 1)
         self.weight = nn.Parameter(torch.zeros(offsets, num_heads, device=device, dtype=dtype))
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         """Make the bias of a call: (1, num_heads, height * width, height * width), in the table's dtype."""
         places = torch.arange(self.height * self.width, device=self.weight.device)
         down, right = (x[:, None] - x[None, :] for x in (places // self.width, places % self.width))
@@ -160,7 +159,7 @@ class WindowPositionBias(nn.Module):
         return f"height={self.height}, width={self.width}, num_heads={self.num_heads}"
 
 
-def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
     """Compute ALiBi's slope of each head, by which a score falls with every token between query and key.
 
     For a power of 2, n heads have 2 ** (-8 / n), its square and so on. Other numbers of heads take the slopes of the
@@ -190,7 +189,7 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-def rotary_angles(positions: torch.Tensor, head_dim: int, theta: float = 10000.0) -> torch.Tensor:
+def rotary_angles(positions: Tensor, head_dim: int, theta: float = 10000.0) -> Tensor:
     """Compute the angle of every pair of channels at positions (L,) or (B, L), in radians: (..., head_dim // 2), fp64.
 
     In fp64 an angle of many thousand radians keeps its fraction. Source: Su et al., "RoFormer: Enhanced Transformer
@@ -206,7 +205,7 @@ def rotary_angles(positions: torch.Tensor, head_dim: int, theta: float = 10000.0
     return positions.to(torch.float64)[..., None] * theta ** (-2 * channel / head_dim)
 
 
-def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
     """Turn channel pairs (c, c + D/2) of every head of x (B, L, H, D) by the angles of their position.
 
     Products are taken in fp32 at least. Source: RoFormer, equation 34, with the half-split pairing that LLaMA

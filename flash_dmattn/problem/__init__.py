@@ -1,8 +1,5 @@
 """One attention call described without tensors: sizes, layouts, band, flags, architecture, and checks of arguments."""
 
-from .arch import device_arch as device_arch
-from .arch import fits_tma as fits_tma
-from .arch import sm_number as sm_number
 from .checks import RANKS as RANKS
 from .checks import as_scores as as_scores
 from .checks import check_broadcast as check_broadcast
@@ -36,11 +33,14 @@ from .description import allowed_pairs as allowed_pairs
 from .description import bias_class as bias_class
 from .description import causal_window as causal_window
 from .description import describe_tensors as describe_tensors
+from .description import device_arch as device_arch
 from .description import dtype_name as dtype_name
+from .description import fits_tma as fits_tma
 from .description import hint as hint
 from .description import hinted as hinted
 from .description import keys_of_query as keys_of_query
 from .description import make_band as make_band
+from .description import sm_number as sm_number
 from .description import spec_of as spec_of
 from .description import unpacked_spec as unpacked_spec
 from .inputs import Gradients as Gradients

@@ -8,8 +8,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .arch import device_arch
-
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Shape4 = tuple[int, int, int, int]
@@ -320,15 +318,10 @@ class AttentionProblem(NamedTuple):
         for name, spec, repeat, packing in (
             (mask, self.mask, flags.mask_repeat, flags.mask_packing),
             ("bias", self.bias, flags.bias_repeat, flags.bias_packing),
-            ("chosen bias", self.chosen, flags.bias_repeat, "none"),
+            ("chosen bias", self.chosen, flags.bias_repeat, flags.bias_packing),
         ):
             if spec is not None:
-                parts.append(
-                    f"{name} {tuple(spec.shape)}"
-                    + ("" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}")
-                    + ("" if spec.shape[0] in (1, self.batch) else f" of batch // {repeat} % {spec.shape[0]}")
-                    + ("" if packing == "none" else f" of packed {packing}")
-                )
+                parts.append(self._describe_tensor(f"{name} {tuple(spec.shape)}", spec, repeat, packing))
         if self.relative is not None:
             parts.append(self._describe_relative(self.relative))
         if self.sink is not None:
@@ -347,16 +340,17 @@ class AttentionProblem(NamedTuple):
         parts.append("gradients " + " ".join(wanted) if wanted else "no gradient")
         return ", ".join(parts)
 
+    def _describe_tensor(self, named: str, spec: TensorSpec, repeat: int, packing: Packing) -> str:
+        dtype = "" if spec.dtype == torch.bool else f" {dtype_name(spec.dtype)}"
+        shared = "" if spec.shape[0] in (1, self.batch) else f" of batch // {repeat} % {spec.shape[0]}"
+        return f"{named}{dtype}{shared}" + ("" if packing == "none" else f" of packed {packing}")
+
     def _describe_relative(self, spec: TensorSpec) -> str:
-        batch, heads, rows, number = spec.shape
-        zero, repeat = self.flags.zero, self.flags.bias_repeat
-        shape = (batch, heads, number) if rows == 1 else tuple(spec.shape)
-        kind = "relative" if rows == 1 else "band"
-        beyond = {"clamp": ", clamped", "zero": ", else 0"}.get(self.flags.outside, "")
-        shared = "" if batch in (1, self.batch) else f" of batch // {repeat} % {batch}"
-        packed = "" if self.flags.bias_packing == "none" else f" of packed {self.flags.bias_packing}"
-        distances = f"(distances {-zero} to {number - 1 - zero}{beyond})"
-        return f"{kind} bias {shape} {dtype_name(spec.dtype)}{shared}{packed} {distances}"
+        (batch, heads, rows, number), flags = spec.shape, self.flags
+        named = f"relative bias {(batch, heads, number)}" if rows == 1 else f"band bias {tuple(spec.shape)}"
+        beyond = {"clamp": ", clamped", "zero": ", else 0"}.get(flags.outside, "")
+        described = self._describe_tensor(named, spec, flags.bias_repeat, flags.bias_packing)
+        return f"{described} (distances {-flags.zero} to {number - 1 - flags.zero}{beyond})"
 
 
 # The arguments of `attention` that a backend may lack, and whether a call uses them. A backend lists the ones it has,
@@ -439,6 +433,40 @@ def keys_of_query(seqlen_k: int, window: tuple[int, int]) -> int:
     """
     left, right = window
     return seqlen_k if left < 0 or right < 0 else min(seqlen_k, left + right + 1)
+
+
+_by_index: dict[int, str] = {}
+
+
+def device_arch(device: torch.device) -> str:
+    """Return "sm_90" for an NVIDIA GPU, "gfx942" for one of AMD, else the type of the device: "cpu", "mps".
+
+    Both vendors' GPUs are of the type "cuda" in torch, and ROCm gives some of them the number (9, 0) too.
+    """
+    if device.type != "cuda":
+        return device.type
+    index = device.index or 0
+    arch = _by_index.get(index)
+    if arch is None:
+        gpu = torch.cuda.get_device_properties(index)
+        name = str(getattr(gpu, "gcnArchName", ""))  # such as "gfx942:sramecc+:xnack-"
+        is_amd = torch.version.hip is not None and name
+        arch = _by_index[index] = name.partition(":")[0] if is_amd else f"sm_{gpu.major}{gpu.minor}"
+    return arch
+
+
+def sm_number(arch: str) -> int | None:
+    """Return 90 for "sm_90"; None for anything but an NVIDIA GPU."""
+    return int(arch[3:]) if arch.startswith("sm_") else None
+
+
+def fits_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Tell whether Hopper's copy engine, the TMA, reads a 4-D tensor that starts on 16 bytes: rows of unit stride.
+
+    A dim of size 1 among the first three never takes its stride.
+    """
+    units = [stride * itemsize for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
+    return strides[3] == 1 and all(0 < unit < 2**40 and unit % 16 == 0 for unit in units)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

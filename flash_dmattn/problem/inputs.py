@@ -163,13 +163,7 @@ class Parts(NamedTuple):
     has_dropout: bool = False
 
     def inputs(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        *others: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, *others: Tensor
     ) -> Inputs:
         if not others:
             return Inputs(q, k, v, NO_MASK, bias, sink)

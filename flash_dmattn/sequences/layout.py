@@ -190,13 +190,7 @@ class Sequences:
         return f"Sequences(layout={self.layout!r}, number={self.number}, {bounds}, device={str(self.device)!r})"
 
     def spec(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        names: tuple[str, str, str] = _NAMES,
-        rows: str = "queries",
+        self, q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str, str] = _NAMES, rows: str = "queries"
     ) -> SequenceSpec:
         """Describe a call with these sequences.
 
@@ -267,7 +261,9 @@ class Sequences:
         first = tensors[0]
         # Fake tensors have no values to compare. Wrong types are for `spec` to refuse.
         is_plain = type(first) is Tensor and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-        if not is_plain or torch.compiler.is_compiling() or _is_capturing(first):
+        # The graph of a capture has to compute the layout from the tensors at every replay.
+        is_captured = first.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not is_plain or torch.compiler.is_compiling() or is_captured:
             spec = self.spec(q, k, v, names=names, rows=rows)
             return spec, self._laid_out(spec)
         # Tensors that inference mode makes cannot be saved for a backward pass.
@@ -335,7 +331,8 @@ def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object)
     if not isinstance(sequences, Sequences):
         raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
     # Compared by identity: values may differ where sizes agree, and nobody reads values.
-    if getattr(mask, "form", None) == "sequence_tiles" and mask.sequences is not sequences:  # type: ignore[attr-defined]
+    own = getattr(mask, "sequences", None)
+    if own is not None and own is not sequences:
         raise ValueError(
             "mask was prepared for other Sequences than those of the call; it needs the same object: pass "
             "sequences=mask.sequences, or prepare it anew"
@@ -487,8 +484,3 @@ def token_places(bounds: Tensor, entries: int, rows: int, is_packed: bool) -> To
     else:
         own, place = row // rows, row % rows
     return TokenPlaces(own, place, (place >= 0) & (place < bounds[own, 1]))
-
-
-def _is_capturing(x: Tensor) -> bool:
-    # A graph has to compute the layout from the tensors at every replay.
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

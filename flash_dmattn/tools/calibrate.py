@@ -44,18 +44,26 @@ class Instruments(NamedTuple):
     """The functions that a run measures with; tests replace them.
 
     Attributes:
-        check: check(has_time) -> outcomes of the checks against the formula, none started once has_time() is False.
-        measure: measure(row, backend, seconds) -> its figures.
+        check: check(has_time) -> outcomes of the checks against the formula, none started once has_time() is False;
+            of tiles check(classes, seconds) -> (class, verdicts) of each class that comes in time.
+        measure: measure(row, backend, seconds) -> its figures; of tiles measure(class, sizes, seconds) -> milliseconds.
         clock: seconds that only grow.
         gpu, arch, driver: names of the measured GPU, or of the CPU, whose arch is "cpu".
     """
 
-    check: Callable[[Callable[[], bool]], list[Outcome]]
-    measure: Callable[[Row, str, float], Figures]
+    check: Callable[..., Any]
+    measure: Callable[..., Any]
     clock: Callable[[], float]
     gpu: str
     arch: str
     driver: str
+
+
+def instruments_on(device: torch.device, check: Callable[..., Any], measure: Callable[..., Any]) -> Instruments:
+    """Return the instruments of a GPU, which becomes the current one: checks compute there."""
+    torch.cuda.set_device(device)
+    driver = find_driver()[0].get("version", "unknown")
+    return Instruments(check, measure, time.monotonic, torch.cuda.get_device_name(device), device_arch(device), driver)
 
 
 def run(chosen: int | Literal["cpu"], seconds: float) -> int:
@@ -64,42 +72,31 @@ def run(chosen: int | Literal["cpu"], seconds: float) -> int:
     Returns:
         1 where the device cannot be measured or the profile cannot be written, else 0.
     """
-    arch = "cpu"
+    device = torch.device("cpu")
     if chosen != "cpu":
-        device, why = device_of(chosen)
-        if device is None:
+        gpu, why = device_of(chosen)
+        if gpu is None:
             return fail(why)
-        arch = device_arch(device)
-    off = [name for name in measured_on(arch) if name in disabled()]
+        device = gpu
+    measures = measured_on(device_arch(device))
+    off = [name for name in measures if name in disabled()]
     if off:
-        return fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(measured_on(arch))}")
-    return calibrate(
-        _cpu_instruments() if chosen == "cpu" else _gpu_instruments(chosen), seconds, sys.stdout, sys.stderr
-    )
+        return fail(f"{', '.join(off)} is switched off; calibrate compares {', '.join(measures)}")
+    return calibrate(_instruments(device), seconds, sys.stdout, sys.stderr)
 
 
-def _gpu_instruments(index: int) -> Instruments:
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)  # the checks compute on the current one
-    return Instruments(
-        partial(verify_on, "cuda", torch.bfloat16, ORDER, sys.stdout),
-        partial(measure, device=device, timer=EventTimer(device)),
-        time.monotonic,
-        torch.cuda.get_device_name(device),
-        device_arch(device),
-        find_driver()[0].get("version", "unknown"),
-    )
-
-
-def _cpu_instruments() -> Instruments:
-    return Instruments(
-        partial(verify_on, "cpu", torch.float32, backends_of("cpu"), sys.stdout),
-        partial(measure, device=torch.device("cpu"), timer=time_on_host, shrink=_CPU_SHRINK),
-        time.monotonic,
-        profiles.cpu_name(),
-        "cpu",
-        f"{torch.get_num_threads()} threads",
-    )
+def _instruments(device: torch.device) -> Instruments:
+    if device.type == "cpu":
+        return Instruments(
+            partial(verify_on, "cpu", torch.float32, backends_of("cpu"), sys.stdout),
+            partial(measure, device=device, timer=time_on_host, shrink=_CPU_SHRINK),
+            time.monotonic,
+            profiles.cpu_name(),
+            "cpu",
+            f"{torch.get_num_threads()} threads",
+        )
+    check = partial(verify_on, "cuda", torch.bfloat16, ORDER, sys.stdout)
+    return instruments_on(device, check, partial(measure, device=device, timer=EventTimer(device)))
 
 
 def backends_of(arch: str) -> tuple[str, ...]:
@@ -154,7 +151,10 @@ def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress
     known = former(gpu, instruments.arch)
     status = save(profile if known is None else profile._replace(tiles=known.tiles), stream)
     if status == 0:
-        stream.write(f"{_effect(profile, seconds)}\n")
+        missed = ", ".join(row.name for row in ROWS if row.name not in profile.rows)
+        again = f"not reached in {seconds:.0f} s: {missed}; what was compiled is kept, so run it once more"
+        taken = "auto goes by it from now on; python -m flash_dmattn explain cites it"
+        stream.write(f"{effect(profile.arch, again if missed else '', 'rules', 'auto', taken)}\n")
     return status
 
 
@@ -219,7 +219,10 @@ def failures(outcomes: list[Outcome], arch: str) -> dict[str, str]:
     wrong: dict[str, str] = {}
     for outcome in outcomes:
         if not outcome.passed and outcome.backend in measured_on(arch):
-            wrong.setdefault(outcome.backend, f"it failed the check {outcome.case!r}{_cause(outcome)}")
+            cause = f": {outcome.exception.splitlines()[0]}" if outcome.exception is not None else ""
+            for name in outcome.failed[:1]:
+                cause = f": {name} is {outcome.errors[name]:.1e} off, with a limit of {outcome.limits[name]:.1e}"
+            wrong.setdefault(outcome.backend, f"it failed the check {outcome.case!r}{cause}")
     reached = {outcome.case for outcome in outcomes if outcome.backend == "triton" and outcome.errors}
     missing = [case.name for case in CASES if case.name not in reached]
     if missing and arch != "cpu" and "triton" not in wrong:
@@ -227,27 +230,15 @@ def failures(outcomes: list[Outcome], arch: str) -> dict[str, str]:
     return wrong
 
 
-def _cause(outcome: Outcome) -> str:
-    if outcome.exception is not None:
-        return f": {outcome.exception.splitlines()[0]}"
-    name = next(name for name in outcome.errors if not outcome.errors[name] <= outcome.limits[name])
-    return f": {name} is {outcome.errors[name]:.1e} off, with a limit of {outcome.limits[name]:.1e}"
-
-
-def _effect(profile: Profile, seconds: float) -> str:
-    """Say what auto will make of a profile."""
-    lines = []
-    left_out = [row.name for row in ROWS if row.name not in profile.rows]
-    if left_out:
-        lines.append(
-            f"not reached in {seconds:.0f} s: {', '.join(left_out)}; what was compiled is kept, so run it once more"
-        )
+def effect(arch: str, left_out: str, what: str, reader: str, taken: str) -> str:
+    """Say what a part of a profile, "rules" or "tiles", will change for its reader, and what was left out of it."""
+    lines = [left_out] if left_out else []
     if process.profile == "off":
-        lines.append("FLASH_DMATTN_PROFILE=off: auto does not read it in this environment")
-    elif profile.arch == "sm_90" and process.rules != "profile":
-        lines.append("on sm_90 the built-in rules stay in force; FLASH_DMATTN_RULES=profile lets the profile decide")
+        lines.append(f"FLASH_DMATTN_PROFILE=off: {reader} does not read it in this environment")
+    elif arch == "sm_90" and process.rules != "profile":
+        lines.append(f"on sm_90 the built-in {what} stay in force; FLASH_DMATTN_RULES=profile lets the profile decide")
     else:
-        lines.append("auto goes by it from now on; python -m flash_dmattn explain cites it")
+        lines.append(taken)
     return "\n".join(lines)
 
 

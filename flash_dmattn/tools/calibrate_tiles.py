@@ -24,12 +24,23 @@ from torch import Tensor
 
 from ..api import attention
 from ..dispatch import profiles
-from ..dispatch.config import process
 from ..problem import device_arch
 from ..reference.yardstick import FLOOR, RATIO
 from ..triton_kernels import preferred_tiles
 from ..triton_kernels.preferred_tiles import Sizes, class_name
-from .calibrate import EventTimer, Progress, Timer, device_of, fail, former, new_profile, save
+from .calibrate import (
+    EventTimer,
+    Instruments,
+    Progress,
+    Timer,
+    device_of,
+    effect,
+    fail,
+    former,
+    instruments_on,
+    new_profile,
+    save,
+)
 from .verify import error
 
 CHECK_SHARE = 0.8  # of the time; after it no process goes on checking
@@ -82,24 +93,6 @@ CLASSES = {each.name: each for each in _classes()}
 Verdicts = dict[Sizes, str]
 
 
-class TileInstruments(NamedTuple):
-    """The functions that a run measures with; tests replace them.
-
-    Attributes:
-        check: check(classes, seconds) -> the verdicts of each class that comes in time.
-        measure: measure(class, sizes, seconds) -> milliseconds of the pass with the kernel.
-        clock: seconds that only grow.
-        gpu, arch, driver: names of the GPU.
-    """
-
-    check: Callable[[Sequence[TileClass], float], Iterator[tuple[TileClass, Verdicts]]]
-    measure: Callable[[TileClass, Sizes, float], float]
-    clock: Callable[[], float]
-    gpu: str
-    arch: str
-    driver: str
-
-
 def run(chosen: int | Literal["cpu"], seconds: float) -> int:
     """Calibrate the tiles of the GPU of an index; return 1 where that cannot be done or written, else 0."""
     device, why = device_of(chosen)
@@ -109,21 +102,11 @@ def run(chosen: int | Literal["cpu"], seconds: float) -> int:
         import triton  # noqa: F401
     except ImportError as raised:
         return fail(f"--tiles times kernels of Triton, which cannot be imported: {raised}")
-    torch.cuda.set_device(device)
-    from .info import find_driver
-
-    instruments = TileInstruments(
-        partial(check_in_processes, device.index),
-        Passes(device, EventTimer(device)),
-        time.monotonic,
-        torch.cuda.get_device_name(device),
-        device_arch(device),
-        find_driver()[0].get("version", "unknown"),
-    )
-    return calibrate(instruments, seconds, sys.stdout, sys.stderr)
+    check = partial(check_in_processes, device.index)
+    return calibrate(instruments_on(device, check, Passes(device, EventTimer(device))), seconds, sys.stdout, sys.stderr)
 
 
-def calibrate(instruments: TileInstruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
+def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress_stream: TextIO) -> int:
     """Measure with these instruments, print the table to `stream`, and add the fastest tiles to the profile."""
     gpu, arch = instruments.gpu, instruments.arch
     known = former(gpu, arch)
@@ -141,7 +124,12 @@ def calibrate(instruments: TileInstruments, seconds: float, stream: TextIO, prog
     status = save(profile._replace(tiles={**done, **tiles}), stream)
     missing = [each.name for each in left if each.name not in timed]
     if status == 0:
-        stream.write(f"{_effect(arch, missing, seconds)}\n")
+        again = f"{len(missing)} classes were not reached in {seconds:.0f} s; a second run goes on with them"
+        taken = (
+            "triton takes these tiles from now on; the last bits of results differ from those of other tiles, not from "
+            f"run to run. {profiles.COMMAND} times the backends with them"
+        )
+        stream.write(f"{effect(arch, again if missing else '', 'tiles', 'triton', taken)}\n")
     return status
 
 
@@ -150,7 +138,7 @@ Times = dict[Sizes, "float | str"]
 
 
 def measured(
-    instruments: TileInstruments, classes: Sequence[TileClass], seconds: float, progress_stream: TextIO
+    instruments: Instruments, classes: Sequence[TileClass], seconds: float, progress_stream: TextIO
 ) -> dict[str, Times]:
     """Return the times by class, of as many classes as end in these seconds."""
     clock = instruments.clock
@@ -173,7 +161,7 @@ def measured(
     return timed
 
 
-def _time(instruments: TileInstruments, each: TileClass, sizes: Sizes, seconds: float) -> float | str:
+def _time(instruments: Instruments, each: TileClass, sizes: Sizes, seconds: float) -> float | str:
     """Return milliseconds, or why there are none: the tensors of a call may not fit in the memory of a GPU in use."""
     try:
         return instruments.measure(each, sizes, seconds)
@@ -207,23 +195,6 @@ def table(timed: Mapping[str, Times]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
     rows = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[3]]).rstrip() for line in lines]
     return "\n".join(rows)
-
-
-def _effect(arch: str, missing: Sequence[str], seconds: float) -> str:
-    """Say what the kernels will make of a profile."""
-    lines = []
-    if missing:
-        lines.append(f"{len(missing)} classes were not reached in {seconds:.0f} s; a second run goes on with them")
-    if process.profile == "off":
-        lines.append("FLASH_DMATTN_PROFILE=off: triton does not read it in this environment")
-    elif arch == "sm_90" and process.rules != "profile":
-        lines.append("on sm_90 the built-in tiles stay in force; FLASH_DMATTN_RULES=profile lets the profile decide")
-    else:
-        lines.append(
-            "triton takes these tiles from now on; the last bits of results differ from those of other tiles, not from "
-            f"run to run. {profiles.COMMAND} times the backends with them"
-        )
-    return "\n".join(lines)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flash_dmattn/distributed/", ("test_distributed_*",)),
     ("flash_dmattn/explanation", ("test_explain",)),
     ("flash_dmattn/autograd", ("test_autograd", "test_tangents", "test_ops")),
-    ("flash_dmattn/flops", ("test_ops", "test_citizen")),
+    ("flash_dmattn/operators", ("test_ops", "test_citizen")),
     ("flash_dmattn/integrations/flash_attn", ("test_flash_attn*",)),
     ("flash_dmattn/integrations/sdpa", ("test_sdpa",)),
     ("flash_dmattn/integrations/transformers", ("test_transformers_*",)),

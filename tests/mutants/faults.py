@@ -84,6 +84,34 @@ _PYTHON = (
         (f"{_LISTS}test_triton_serves_calls_with_lists",),
     ),
     Fault(
+        "triton: lists beside sequences name keys of all tokens",
+        "flash_dmattn/backends/triton/lists.py",
+        "keys = keys + bounds[own, 2].view(batch, 1, rows, 1)",
+        "pass",
+        (f"{_LISTS}test_triton_serves_calls_with_lists",),
+    ),
+    Fault(
+        "triton: pages of lists lie side by side",
+        "flash_dmattn/backends/triton/lists.py",
+        "keys = page * pitch + keys % size",
+        "keys = page * size + keys % size",
+        (f"{_LISTS}test_triton_serves_calls_with_lists",),
+    ),
+    Fault(
+        "triton: lists give rows of no sequence a sink",
+        "flash_dmattn/backends/triton/lists.py",
+        "return out, lse.masked_fill_(~is_used, -torch.inf)",
+        "return out, lse",
+        (f"{_LISTS}test_triton_serves_calls_with_lists",),
+    ),
+    Fault(
+        "causality of lists beside sequences aligns the first query with the first key",
+        "flash_dmattn/masks/prepared/lists.py",
+        "diagonal, (left, right) = place + seqlen_k - seqlen_q, window",
+        "diagonal, (left, right) = place, window",
+        (f"{_LISTS}test_a_mask_of_lists_beside_sequences_is_the_mask_that_it_stands_for",),
+    ),
+    Fault(
         "a listed tile that the band cuts is full",
         "flash_dmattn/masks/prepared/lists.py",
         "torch.where(listed, classes, 0)",
@@ -331,6 +359,20 @@ _TRITON = (
         "(keys.to(tl.int64) * stride_k)",
         "(keys * stride_k)",
         ("tests/test_mask_pack_interpreter.py::test_interpreted[beyond_int32]",),
+    ),
+    Fault(
+        "short sequences take one pass where Triton gets sums over its 16 queries wrong",
+        "triton_kernels/plan_sequences.py",
+        "not self.has_tiles and is_right",
+        "not self.has_tiles",
+        ("tests/test_triton_sequences.py::test_sums_of_short_sequences_are_as_long_as_the_row_of_a_fragment",),
+    ),
+    Fault(
+        "TF32 products sum over 16 queries beside a bool mask and dropout",
+        "triton_kernels/plan.py",
+        "if fits and not is_wrong else",
+        "if fits else",
+        ("tests/test_triton_gpus.py::test_tf32_is_taken_where_its_tiles_fit",),
     ),
 )
 

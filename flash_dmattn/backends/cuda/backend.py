@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...gradients import takes_tokens
 from ...problem import AttentionProblem, fits_tma
 from ..mask_choice import interval_notes
-from ..protocol import Availability, Backend, Direction, Probe
+from ..protocol import Availability, Backend, Probe
 from . import extension, sequences
 from .group_rows import has_group_rows
 from .operands import copies_bias, copy_note, forward_copies_bias
@@ -21,7 +21,10 @@ def _load() -> Availability:
         return Availability(False, str(error), "rebuild it, or install what it needs: docs/building.md", error)
     except Exception as error:  # a broken installation raises anything; a probe reports it
         if isinstance(error, ModuleNotFoundError) and error.name == extension.NAME:
-            return _not_built(error)
+            hint, failed = f"build it in a checkout: {extension.BUILD_COMMAND}; docs/building.md", extension.not_built()
+            if failed is None:
+                return Availability(False, str(error), hint, error)
+            return Availability(False, f"{error}; its build said: {failed.reason}", hint, error, failed.output)
         return Availability(False, f"the CUDA extension cannot be loaded: {error}", "rebuild it", error)
     driver, runtime = loaded.cuda_versions()
     if driver // 1000 < runtime // 1000:
@@ -34,14 +37,6 @@ def _load() -> Availability:
 
 
 probe = Probe(_load)
-
-
-def _not_built(error: ModuleNotFoundError) -> Availability:
-    hint = f"build it in a checkout: {extension.BUILD_COMMAND}; docs/building.md"
-    failed_build = extension.not_built()
-    if failed_build is None:
-        return Availability(False, str(error), hint, error)
-    return Availability(False, f"{error}; its build said: {failed_build.reason}", hint, error, failed_build.output)
 
 
 def _dotted(version: int) -> str:
@@ -64,16 +59,6 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
     return interval_notes(problem, gathers=False) + lists + rows + bias + part_notes(p)
 
 
-def _reads_dense(problem: AttentionProblem, direction: Direction) -> bool:
-    """Return whether the heads of a group become rows of one query; their mask is packed after that."""
-    return direction == "forward" and has_group_rows(problem)
-
-
-def _reads_as_arrived(problem: AttentionProblem, direction: Direction) -> bool:
-    """Return whether a pass takes packed tokens without views; no pass takes head-first tensors."""
-    return problem.arrival == "tokens" and takes_tokens(problem, direction)
-
-
 BACKEND = Backend(
     name="cuda",
     plan_forward=plan_forward,
@@ -85,8 +70,10 @@ BACKEND = Backend(
     probe=probe,
     notes=_notes,
     mask_forms=frozenset({"tiles", "intervals"}),
-    reads_dense=_reads_dense,
-    reads_as_arrived=_reads_as_arrived,
+    # The heads of a group become rows of one query, and their mask is packed after that.
+    reads_dense=lambda problem, direction: direction == "forward" and has_group_rows(problem),
+    # Tokens without views; no pass takes head-first tensors.
+    reads_as_arrived=lambda problem, direction: problem.arrival == "tokens" and takes_tokens(problem, direction),
     refuses_entries=refuses_entries,
     stores_dbias=True,
 )

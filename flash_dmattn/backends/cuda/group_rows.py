@@ -98,7 +98,7 @@ LEAST_KEYS = 1 << 28
 def has_rows_of_queries(p: AttentionProblem) -> bool:
     """Return whether the heads of several queries become rows, which the kernel tells apart by a shift."""
     group = p.num_heads // p.num_heads_k
-    plain = p.mask_form == "none" and p.bias_tensor is None and p.relative is None and p.sink is None
+    plain = p.mask_form == "none" and p.bias_tensor is None and p.sink is None
     few = 1 < p.seqlen_q <= _MOST_QUERIES and p.window[0] < 0 and p.dropout_p == 0
     keys = p.batch * p.num_heads_k * p.seqlen_k * (p.head_dim + p.head_dim_v)
     return plain and few and group > 1 and group & (group - 1) == 0 and keys >= LEAST_KEYS

@@ -112,11 +112,8 @@ def copies_bias(p: AttentionProblem) -> bool:
     """Return whether the backend copies the bias of a call because of its strides, and reads tiles of the copy."""
     if p.bias is None or p.bias_class != "score" or p.bias.dtype != p.dtype:
         return False
-    return not fits(p.bias.shape, p.bias.strides, p.dtype.itemsize) and _pays_to_copy(p)
-
-
-def _pays_to_copy(p: AttentionProblem) -> bool:
-    return _is_small_and_shared(p) or _has_short_rows(p)
+    pays = _is_small_and_shared(p) or _has_short_rows(p)
+    return pays and not fits(p.bias.shape, p.bias.strides, p.dtype.itemsize)
 
 
 def forward_copies_bias(p: AttentionProblem) -> bool:

@@ -198,12 +198,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
     differentiate = kernels().differentiate
 
     def run(
-        saved: Saved,
-        dout: Tensor,
-        dlse: Tensor | None,
-        *,
-        dbias_out: Tensor | None = None,
-        into: Triple | None = None,
+        saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None, into: Triple | None = None
     ) -> Gradients:
         (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
         if into is not None:

@@ -394,13 +394,6 @@ _AUTO_RULES: tuple[Rule, ...] = (
         passes=("backward",),
     ),
     _preference(
-        # Its results are checked on the emulated GPU; a GPU ran it, and neither compared nor timed it.
-        "relative_gradients",
-        lambda p: p.relative is None or not p.needs_grad.bias,
-        lambda p: "the gradient of values by distance is needed, whose kernels were not timed on a GPU yet",
-        passes=("backward",),
-    ),
-    _preference(
         "sums_for_few_keys",
         lambda p: not _adds_for_few_keys(p),
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",

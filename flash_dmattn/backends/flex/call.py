@@ -12,7 +12,7 @@ from ...problem import AttentionProblem, BiasClass, MaskView, Packing, bias_clas
 from ...problem.inputs import Inputs
 from ...reference import formula
 from ...reference.distances import Distances, by_distance
-from ..entries import bias_of
+from ..reference import bias_of
 from .blocks import BLOCK, Blocks, dense_blocks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,6 +22,8 @@ _BACKWARD = torch.ops.aten._efficient_attention_backward.default
 _CAUSAL_AT_LAST_KEY = 2
 # The kernel reads a row of a bias, and writes one of lse, in units of so many values.
 _BIAS_UNIT, _LSE_UNIT = 8, 32
+# The kernel multiplies scores by log2(e): a bias below this becomes -inf, as in triton and flex (docs/backends.md).
+_LOWEST = -torch.finfo(torch.float32).max * math.log(2)
 
 
 def padded_keys(p: AttentionProblem) -> int:
@@ -63,7 +66,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
         lse = lse[..., : p.seqlen_q].contiguous()
         if x.bias is not None:
             # The kernel writes 0 for rows that see no key.
-            sees_key = x.bias > -torch.inf
+            sees_key = x.bias > _LOWEST
             if mask_type:
                 shape = (*sees_key.shape[:2], p.seqlen_q, p.seqlen_k)
                 sees_key = sees_key.expand(shape).tril(p.seqlen_k - p.seqlen_q)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
-from ...problem import AttentionProblem, Gradients, dtype_name
+from ...problem import AttentionProblem, Gradients, MaskView, dtype_name
 from ...problem.inputs import Inputs, Saved
 from ...reference.formula import spread_entries
+from ...sequences.layout import token_places
 from ..protocol import Backward, Forward, Rule
 
 BLOCKS_OF_KEYS = (1, 16, 32, 64, 128)
@@ -26,6 +28,8 @@ def _kernels() -> ModuleType:
 
 
 def _has_key_bias(p: AttentionProblem) -> bool:
+    if p.sequences is not None:
+        return p.relative is None and p.bias is None
     return p.relative is None and (p.bias is None or (p.bias_class == "key" and not p.needs_grad.bias))
 
 
@@ -36,10 +40,24 @@ def _fits_tiles(p: AttentionProblem) -> bool:
     return p.head_dim <= widest and p.head_dim_v <= widest_v and p.dtype.itemsize == 2
 
 
+def _pitch(page_size: int, strides: tuple[int, ...]) -> int:
+    """Return how many rows of keys lie from a page of a cache to the next; 0 where they are no whole number."""
+    if page_size == 1:
+        return 1
+    return 0 if strides[1] == 0 or strides[0] % strides[1] else strides[0] // strides[1]
+
+
+def _has_rows_of_pages(p: AttentionProblem) -> bool:
+    if p.sequences is None or not p.sequences.has_pages:
+        return True
+    pitches = [_pitch(p.sequences.page_size, x) for x in (p.k_strides, p.v_strides)]
+    return pitches[0] == pitches[1] > 0
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "list_blocks",
-        lambda p: p.mask_form != "lists" or p.flags.block_k in BLOCKS_OF_KEYS,
+        lambda p: p.mask_form != "lists" or p.sequences is not None or p.flags.block_k in BLOCKS_OF_KEYS,
         lambda p: (
             f"lists are of blocks of {p.flags.block_k} keys; the kernels take {', '.join(map(str, BLOCKS_OF_KEYS))}"
         ),
@@ -71,6 +89,25 @@ RULES: tuple[Rule, ...] = (
         'use backend="eager"',
     ),
     Rule(
+        "list_sequences",
+        lambda p: p.sequences is None or p.flags.block_k <= 1 or not (p.flags.chosen and p.needs_grad.bias),
+        lambda p: (
+            f"the gradient of values for blocks of {p.flags.block_k} keys is needed beside {p.batch} sequences; the "
+            "kernels take single keys there, and sum over none of these blocks"
+        ),
+        'use backend=("triton", "eager")',
+        ("backward",),
+    ),
+    Rule(
+        "list_pages",
+        lambda p: p.mask_form != "lists" or _has_rows_of_pages(p),
+        lambda p: (
+            f"pages of k and v have strides {p.k_strides[:2]} and {p.v_strides[:2]}; the kernels of lists read a cache "
+            "as rows of one stride, the same rows of k and v"
+        ),
+        "lay k and v alike, with pages of whole rows",
+    ),
+    Rule(
         "list_dropout",
         lambda p: p.mask_form != "lists" or p.dropout_p == 0,
         lambda p: f"dropout_p is {p.dropout_p:g} beside lists; the kernels of lists drop nothing",
@@ -81,7 +118,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.mask_form != "lists" or _has_key_bias(p),
         lambda p: (
             f"bias has shape {() if p.bias_tensor is None else tuple(p.bias_tensor.shape)} beside lists; the kernels "
-            "of lists read one value per key, and have no gradient of it"
+            "of lists read one value per key, have no gradient of it, and read none beside sequences"
         ),
         "pass biases.Chosen(values, bias), with zeros for values",
     ),
@@ -90,6 +127,9 @@ RULES: tuple[Rule, ...] = (
 
 def notes(p: AttentionProblem) -> tuple[str, ...]:
     """Say where tiles of a bool mask would be as fast as a call with lists."""
+    if p.sequences is not None:
+        blocks = ("takes blocks of keys as single keys beside sequences",)
+        return blocks if p.flags.block_k > 1 else ()
     group = p.num_heads // p.num_heads_k
     if p.flags.block_k > 1 or p.flags.block_q > 1 or p.seqlen_k * group >= _LEVEL * p.flags.places:
         return ()
@@ -101,6 +141,8 @@ def notes(p: AttentionProblem) -> tuple[str, ...]:
 
 def plan_forward(p: AttentionProblem) -> Forward:
     """Plan the forward pass of a class of calls with lists."""
+    if p.sequences is not None:
+        return _forward_beside_sequences(p)
     if not (has_pairs(p) and p.flags.places):
         return run_without_keys(p._replace(seqlen_k=0))
     calls, numbers = _kernels(), _numbers(p)
@@ -114,6 +156,8 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
 def plan_backward(p: AttentionProblem) -> Backward:
     """Plan the backward pass of a class of calls with lists."""
+    if p.sequences is not None:
+        return _backward_beside_sequences(p)
     if not (has_pairs(p) and p.flags.places):
         return differentiate_without_keys(p)
     calls, numbers = _kernels(), _numbers(p)
@@ -128,6 +172,100 @@ def plan_backward(p: AttentionProblem) -> Backward:
         return dq, dk, dv, dvalues, dsink
 
     return backward
+
+
+def _forward_beside_sequences(p: AttentionProblem) -> Forward:
+    if not has_pairs(p):
+        return run_without_keys(p)
+    run = plan_forward(_of_rows(p))
+
+    def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+        rows, is_used = _in_rows(p, x)
+        out, lse = run(rows)
+        return out, lse.masked_fill_(~is_used, -torch.inf)  # a row of no sequence has no sink either
+
+    return forward
+
+
+def _backward_beside_sequences(p: AttentionProblem) -> Backward:
+    if not has_pairs(p):
+        return differentiate_without_keys(p)
+    run = plan_backward(_of_rows(p))
+
+    def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
+        rows, is_used = _in_rows(p, saved.inputs)
+        # exp(sink - inf) is 0: rows of no sequence add nothing to the gradient of a sink.
+        return run(Saved(rows, saved.out, saved.lse.masked_fill(~is_used, torch.inf)), dout, dlse)
+
+    return backward
+
+
+def _of_rows(p: AttentionProblem) -> AttentionProblem:
+    """Describe the call of `_in_rows`."""
+    spec = p.sequences
+    assert spec is not None
+    flags = p.flags
+    flags = flags._replace(left=-1, right=-1, block_k=1, places=flags.places * flags.block_k, sequences=None)
+    batch = 1 if spec.packs_queries else spec.number
+    return p._replace(batch=batch, seqlen_q=spec.rows_q, seqlen_k=spec.rows_k, flags=flags)
+
+
+def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
+    """Turn a call beside sequences into one without: its lists name rows of packed keys, of a slot or of a cache.
+
+    Blocks become their keys, because a sequence may begin anywhere in a block. Lists are cut to what their queries see,
+    so nothing else limits them. Whether each query is one of a sequence comes with it, bool (B, 1, Lq). Nothing waits
+    for the device.
+    """
+    from ...masks.prepared.lists import keys_seen  # importing flash_dmattn does not need it
+
+    spec, sequences, k, v = p.sequences, x.sequences, x.k, x.v
+    assert spec is not None and sequences is not None
+    bounds, pages = sequences
+    keys, _, slots = x.mask.tensors
+    batch, _, rows, _ = keys.shape
+    own, _, is_used = token_places(bounds, batch, rows, spec.packs_queries)
+    low, high = (each.view(batch, 1, rows, 1) for each in keys_seen(bounds, spec, p.window))
+    if p.flags.block_k > 1:
+        keys, slots = _keys_of_blocks(keys, slots, p.flags.block_k, low if p.flags.left >= 0 else None)
+    # A list ascends: keys that its query does not see, also those of lengths that have changed since, are its last.
+    there = (keys >= 0) & (keys <= high)
+    if pages is None:
+        keys = keys + bounds[own, 2].view(batch, 1, rows, 1)
+    else:
+        pitch, size = _pitch(spec.page_size, p.k_strides), spec.page_size
+        keys = torch.where(there, keys, 0)
+        place = own.view(batch, 1, rows, 1) * pages.shape[1] + keys // size
+        page = pages.flatten()[place].clamp(0, max(k.shape[0] - 1, 0))
+        keys = page * pitch + keys % size
+        k, v = (_rows_of_pages(each, pitch).expand(batch, -1, -1, -1) for each in (k, v))
+    keys = torch.where(there, keys, -1).to(torch.int32)
+    mask = MaskView("lists", (keys, there.sum(3, dtype=torch.int32), slots))
+    return x._replace(k=k, v=v, mask=mask, sequences=None), is_used.view(batch, 1, rows)
+
+
+def _keys_of_blocks(keys: Tensor, slots: Tensor, size: int, low: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the keys of blocks from `low` on, and the slots of their blocks, with -1 behind them."""
+    own = slots if slots.shape[3] else torch.arange(keys.shape[3], dtype=keys.dtype, device=keys.device)
+    singles = keys.unsqueeze(4) * size + torch.arange(size, dtype=keys.dtype, device=keys.device)
+    singles = singles.masked_fill(keys.unsqueeze(4) < 0, -1).flatten(3)
+    own = own.expand(keys.shape).repeat_interleave(size, 3)
+    if low is None or keys.shape[3] == 0:
+        return singles, own
+    hidden = ((singles >= 0) & (singles < low)).sum(3, keepdim=True)
+    place = torch.arange(singles.shape[3], device=keys.device) + hidden
+    last = singles.shape[3] - 1
+    kept = singles.gather(3, place.clamp(max=last)).masked_fill(place > last, -1)
+    return kept, own.gather(3, place.clamp(max=last))
+
+
+def _rows_of_pages(x: Tensor, pitch: int) -> Tensor:
+    """View a cache (pages, page_size, H, D) as (1, rows, H, D), with `pitch` rows from a page to the next."""
+    pages, size, heads, dim = x.shape
+    if size == 1:
+        return x.transpose(0, 1)
+    _, *strides = x.stride()
+    return x.as_strided((1, (pages - 1) * pitch + size, heads, dim), (0, *strides))
 
 
 def _numbers(p: AttentionProblem) -> tuple[object, ...]:

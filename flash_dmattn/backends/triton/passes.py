@@ -97,6 +97,8 @@ def reads_as_arrived(p: AttentionProblem, direction: Direction) -> bool:
     Head-first tensors are for passes with short rows alone. Their backward pass allocates gradients like q, k and v,
     so these must be contiguous as (B, L, H, D). Tokens are not for the backward pass of wide heads, which cuts rows.
     """
+    if p.mask_form == "lists":
+        return False
     if p.arrival == "tokens":
         return takes_tokens(p, direction) and (direction == "forward" or max(p.head_dim, p.head_dim_v) <= 256)
     if not has_pairs(p) or not _has_unit_rows(p) or not is_short(p, direction):

@@ -302,10 +302,7 @@ def _all_of(parts: list[Rule | None]) -> Rule | None:
     if blocks and (is_causal or documents):
         return None
     return Rule(
-        is_causal,
-        windows[0] if windows else None,
-        documents[0] if documents else None,
-        blocks[0] if blocks else None,
+        is_causal, windows[0] if windows else None, documents[0] if documents else None, blocks[0] if blocks else None
     )
 
 

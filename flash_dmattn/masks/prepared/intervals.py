@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from ...problem import Band, allowed_pairs, hint
 from ..arguments import pad
@@ -16,11 +17,11 @@ from . import packing
 from .packing import TILE, tiles
 
 # start, stop, order (see `IntervalMask`).
-KeyIntervals = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+KeyIntervals = tuple[Tensor, Tensor, Tensor]
 # start, stop, and four numbers, int64 (see `mask_intervals`).
-MaskIntervals = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+MaskIntervals = tuple[Tensor, Tensor, Tensor]
 # bounds, row_lists, col_lists (see `IntervalMask`).
-IntervalTiles = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+IntervalTiles = tuple[Tensor, Tensor, Tensor]
 
 # Bits of the Hilbert curve along each axis; a code is this pair of numbers, one bit that says dead, then the head.
 BITS = 8
@@ -37,7 +38,7 @@ _ORDER_US = 80.0
 SHARES = 64
 
 
-def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> KeyIntervals:
+def key_intervals(mask: Tensor, seqlen_q: int, band: Band | None, reorder: bool) -> KeyIntervals:
     """Return start, stop and order of a bool mask (Bm, Hm, 1, Lk): a kept key is seen by all queries of the band.
 
     The order has live keys first, each part ascending; without `reorder` it has no places. All are contiguous.
@@ -54,7 +55,7 @@ def key_intervals(mask: torch.Tensor, seqlen_q: int, band: Band | None, reorder:
     return start, stop, order.contiguous()
 
 
-def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> MaskIntervals:
+def mask_intervals(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> MaskIntervals:
     """Return the first query that sees each key, one more than the last, and four numbers; of the bits of a `TileMask`.
 
     A key is seen by one run of queries if and only if as many see it as there are from the first to the last. The
@@ -77,7 +78,7 @@ def mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -
     return start.to(torch.int32).contiguous(), stop.to(torch.int32).contiguous(), numbers
 
 
-def interval_bounds(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def interval_bounds(start: Tensor, stop: Tensor, order: Tensor) -> Tensor:
     """Return the interval at each place: int32 (Bm, Hm, 128 * Tk, 2), (0, 0) for places past the last key."""
     if order.size(2):
         start, stop = (x.gather(2, order.long()) for x in (start, stop))
@@ -85,7 +86,7 @@ def interval_bounds(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor
     return pad(bounds, (0, 0, 0, -bounds.size(2) % TILE)).contiguous()
 
 
-def interval_classes(bounds: torch.Tensor, seqlen_q: int) -> torch.Tensor:
+def interval_classes(bounds: Tensor, seqlen_q: int) -> Tensor:
     """Return the class of every tile of places: uint8 (Bm, Hm, Tq, Tk), as `packing.classify` has it."""
     tiles_q = tiles(seqlen_q)
     start, stop = bounds.unflatten(2, (-1, TILE)).unbind(-1)
@@ -96,7 +97,7 @@ def interval_classes(bounds: torch.Tensor, seqlen_q: int) -> torch.Tensor:
     return (active.to(torch.uint8) + full).transpose(-1, -2).contiguous()
 
 
-def covering(start: torch.Tensor, stop: torch.Tensor, length: int) -> torch.Tensor:
+def covering(start: Tensor, stop: Tensor, length: int) -> Tensor:
     """Count the intervals [start, stop) of the last dim that have each of the positions below `length`."""
     shape = (*start.shape[:-1], length)
     positions = torch.arange(length, dtype=start.dtype, device=start.device).expand(shape).contiguous()
@@ -104,7 +105,7 @@ def covering(start: torch.Tensor, stop: torch.Tensor, length: int) -> torch.Tens
     return begun - ended
 
 
-def hilbert_codes(x: torch.Tensor, y: torch.Tensor, bits: int) -> torch.Tensor:
+def hilbert_codes(x: Tensor, y: Tensor, bits: int) -> Tensor:
     """Return how far along a Hilbert curve of 2 ** bits x 2 ** bits points (x, y) lies: near numbers are near points.
 
     Source: Warren, "Hacker's Delight", 2nd edition, 2013, chapter 16.
@@ -120,7 +121,7 @@ def hilbert_codes(x: torch.Tensor, y: torch.Tensor, bits: int) -> torch.Tensor:
     return code
 
 
-def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.Tensor:
+def key_order(start: Tensor, stop: Tensor, seqlen_q: int) -> Tensor:
     """Order keys (Bm, Hm, Lk) so that neighbours have similar intervals: live ones by Hilbert code, then the dead.
 
     An interval is a point (start, stop), cut to 8 bits an axis. Keys of one code, and dead keys, stay in their order.
@@ -136,15 +137,13 @@ def key_order(start: torch.Tensor, stop: torch.Tensor, seqlen_q: int) -> torch.T
     return (place - head * seqlen_k).to(torch.int32).view(start.shape)
 
 
-def live_keys(start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+def live_keys(start: Tensor, stop: Tensor) -> Tensor:
     """Count the live keys of the head that has most: a number that is on the device still."""
     live = (start < stop).sum(2, dtype=torch.int64)
     return live.amax() if live.numel() else live.new_zeros(())
 
 
-def first_places(
-    start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, places: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def first_places(start: Tensor, stop: Tensor, order: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cut an order to its first places; return it with the start and stop of the keys there, in memory of their own."""
     order = order[:, :, :places].clone(memory_format=torch.contiguous_format)
     keys = order.long()

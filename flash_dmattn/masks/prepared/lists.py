@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...problem import Band
+from ...problem import Band, SequenceSpec
 from ...reference.lists import spread, table
+from ...sequences.layout import token_places
 from .. import topk
 from . import intervals, operators, packing
 
@@ -30,18 +31,39 @@ def seen_blocks(
     return low // block_k, torch.div(high, block_k, rounding_mode="floor")
 
 
+def keys_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the first and the last key of its sequence that each query may see, int64 (1 or S, rows) both.
+
+    The last is -1 for a query that sees none, such as a row of no sequence.
+
+    Args:
+        bounds: int32 (S, 4), of the sequences.
+        spec: how they lie.
+        window: of the mask, with causality folded in.
+    """
+    shape = (1 if spec.packs_queries else spec.number, spec.rows_q)
+    if spec.number == 0 or spec.rows_q == 0:
+        none = bounds.new_full(shape, -1, dtype=torch.int64)
+        return none + 1, none
+    own, place, is_used = token_places(bounds, *shape, spec.packs_queries)
+    seqlen_q, seqlen_k = bounds[own, 1].long(), bounds[own, 3].long()
+    diagonal, (left, right) = place + seqlen_k - seqlen_q, window
+    low = torch.zeros_like(place) if left < 0 else (diagonal - left).clamp(min=0)
+    high = seqlen_k - 1 if right < 0 else torch.minimum(diagonal + right, seqlen_k - 1)
+    return low.view(shape), torch.where(is_used, high, -1).clamp(min=-1).view(shape)
+
+
 def ordered(
-    index: Tensor, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None
+    index: Tensor, blocks: int, seen_by: Callable[[slice], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the keys, count and slots of a `ListMask`, by one sort of key and slot together, in chunks of rows.
 
     Args:
         index: integers (Bm, Hm, R, K); what is no block, or not seen by any query of its list, is left out.
-        block_size, lengths: (queries, keys).
-        band: of the mask.
+        blocks: how many blocks of keys there are.
+        seen_by: returns the first and the last block that some query of each list may see, (rows,) or (Bm, 1, rows).
     """
     batch, heads, number, places = index.shape
-    blocks = -(-lengths[1] // block_size[1])
     keys = torch.empty(index.shape, dtype=torch.int32, device=index.device)
     slots, count = torch.empty_like(keys), keys.new_empty(index.shape[:3])
     # Both fit in one integer, and the sort of a narrow one takes half as long.
@@ -51,7 +73,7 @@ def ordered(
     for start in range(0, number, step):
         rows = slice(start, min(start + step, number))
         part = index[:, :, rows].long()
-        low, high = (x[:, None] for x in seen_blocks(rows, block_size, lengths, band, index.device))
+        low, high = (x.unsqueeze(-1) for x in seen_by(rows))
         part = torch.where((part >= low) & (part <= high) & (part >= 0) & (part < blocks), part, blocks).to(narrow)
         packed = (part * places + own).sort(-1).values
         key = torch.div(packed, max(places, 1), rounding_mode="floor")

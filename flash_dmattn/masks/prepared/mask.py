@@ -6,10 +6,11 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from ...problem import (
     MaskChoice,
@@ -46,7 +47,7 @@ from ..blocks import MaskStats, check_blocks, expand_blocks
 from ..builders import Device, document_pair, padding_mask
 from ..topk import ScoresByRows, select, topk_arguments
 from .intervals import live_keys, order_saves, places_for, reorder_pays
-from .lists import best, ordered
+from .lists import best, keys_seen, ordered, seen_blocks
 from .operators import (
     interval_walk,
     one_row_form,
@@ -62,8 +63,8 @@ from .packing import MaskPacking, band_words, pack_rows, pack_tree, pack_words
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Words = Callable[[int, int], torch.Tensor]  # of some rows, as `pack_rows` takes them
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Words = Callable[[int, int], Tensor]  # of some rows, as `pack_rows` takes them
 Shape = tuple[int, int, int, int]
 Fields = dict[str, Any]
 
@@ -96,7 +97,7 @@ class PreparedMask(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._tensor_names = tuple(n for n, kind in inspect.get_annotations(cls).items() if kind == "torch.Tensor")
+        cls._tensor_names = tuple(n for n, kind in inspect.get_annotations(cls).items() if kind == "Tensor")
         if cls._tensor_names:
             PreparedMask._classes[cls.form] = cls
 
@@ -107,7 +108,7 @@ class PreparedMask(ABC):
     @classmethod
     def from_mask(
         cls,
-        mask: torch.Tensor,
+        mask: Tensor,
         *,
         seqlen_q: int | None = None,
         seqlen_k: int | None = None,
@@ -210,7 +211,7 @@ class PreparedMask(ABC):
     @classmethod
     def from_blocks(
         cls,
-        block_mask: torch.Tensor,
+        block_mask: Tensor,
         block_size: int | tuple[int, int],
         seqlen_q: int,
         seqlen_k: int,
@@ -251,7 +252,7 @@ class PreparedMask(ABC):
             )
         check_blocks(block_mask, "seqlen_q", blocks.size(2), seqlen_q, block_q)
 
-        def words(start: int, stop: int) -> torch.Tensor:
+        def words(start: int, stop: int) -> Tensor:
             rows = blocks[:, :, start // block_q : -(-stop // block_q)]
             keys = expand_blocks(rows, (1, block_k), rows.size(2), seqlen_k).expand(-1, -1, -1, seqlen_k)
             block_of_row = torch.arange(start, stop, device=blocks.device) // block_q - start // block_q
@@ -294,7 +295,7 @@ class PreparedMask(ABC):
         shape = (1, 1, integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
         device = torch.empty(0, device=device).device
 
-        def words(start: int, stop: int) -> torch.Tensor:
+        def words(start: int, stop: int) -> Tensor:
             return band_words(start, stop, seqlen_k, None, device)
 
         return cls._tiled(words, shape, device, _band_fields(is_causal, window_size))
@@ -347,7 +348,7 @@ class PreparedMask(ABC):
         batches, heads, queries, keys = (
             torch.arange(integer(name, size), device=device) for name, size in sizes.items()
         )
-        allowed: Callable[..., torch.Tensor] = mask_mod
+        allowed: Callable[..., Tensor] = mask_mod
         for dim in (3, 2, 1, 0):
             allowed = torch.vmap(allowed, in_dims=tuple(0 if place == dim else None for place in range(4)))
         corner = allowed(batches, heads, queries[:2], keys[:2])
@@ -360,7 +361,7 @@ class PreparedMask(ABC):
                 one_row, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, window_size=window_size
             )
 
-        def words(start: int, stop: int) -> torch.Tensor:
+        def words(start: int, stop: int) -> Tensor:
             return pack_words(allowed(batches[:batch], heads[:num_heads], queries[start:stop], keys))
 
         return cls._tiled(
@@ -400,7 +401,7 @@ class PreparedMask(ABC):
         """
         ids_q, keys = document_pair(ids, ids_k)
 
-        def words(start: int, stop: int) -> torch.Tensor:
+        def words(start: int, stop: int) -> Tensor:
             rows = ids_q[:, start:stop, None]
             return pack_words((rows == keys[:, None, :]) & (rows >= 0))[:, None]
 
@@ -532,11 +533,11 @@ class PreparedMask(ABC):
     @classmethod
     def from_topk(
         cls,
-        scores: torch.Tensor,
+        scores: Tensor,
         k: int,
         *,
         is_causal: bool = False,
-        mask: torch.Tensor | None = None,
+        mask: Tensor | None = None,
         seqlen_q: int | None = None,
         local: int = 0,
         reorder: bool | None = None,
@@ -619,13 +620,14 @@ class PreparedMask(ABC):
     @classmethod
     def from_lists(
         cls,
-        index: torch.Tensor,
+        index: Tensor,
         *,
         seqlen_k: int,
         seqlen_q: int | None = None,
         block_size: int | tuple[int, int] = 1,
         is_causal: bool = False,
         window_size: tuple[int, int] | None = None,
+        sequences: Sequences | None = None,
     ) -> PreparedMask:
         """Prepare the mask in which each query attends to the keys, or the blocks of keys, that its list names.
 
@@ -638,22 +640,29 @@ class PreparedMask(ABC):
         No tensor of queries times keys is made, neither here nor by calls. A list is a set: its order, and keys that it
         names twice, change no result. A list may name keys that the band hides; they stay hidden.
 
+        With `sequences` entries count the keys of each sequence from 0, whether these are packed, padded or in pages,
+        and the band applies to each sequence. The result is for calls with the same `Sequences` object.
+
         Args:
             index: integers of 2 dims or more, read from the right as (*batch, Hm, R, K), any strides: a list of K keys
                 or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 stands for none. Hm is 1, Hk or
-                Hq. Leading dims fold as in `from_mask`.
-            seqlen_k: number of keys.
+                Hq. Leading dims fold as in `from_mask`. Beside sequences it is (Hm, queries of all sequences, K) where
+                queries are packed, else (sequences or 1, Hm, seqlen_q, K).
+            seqlen_k: number of keys; beside sequences `k.shape[-3]`, of pages `block_table.shape[1] * page_size`.
             seqlen_q: number of queries; needed if lists are for blocks of them.
-            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k).
+            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k). Beside
+                sequences no queries share a list.
             is_causal, window_size: the band, as in `from_mask`.
+            sequences: where the sequences of the calls lie.
 
         Returns:
             PreparedMask, of the form "lists".
 
         Raises:
             TypeError: `index` is not an integer tensor, or a length, flag or window of another type.
-            ValueError: another rank or number of lists, or, on a CPU, an entry below -1 or beyond the last block. On an
-                accelerator the host does not wait for it, and such an entry counts as -1.
+            ValueError: another rank or number of lists, lists that queries share beside sequences, or, on a CPU, an
+                entry below -1 or beyond the last block. On an accelerator the host does not wait for it, and such an
+                entry counts as -1.
 
         Sources: DeepSeek-AI, "DeepSeek-V3.2", 2025 (single keys); Yuan et al., "Native Sparse Attention", 2025 (blocks
             of keys); Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
@@ -668,36 +677,56 @@ class PreparedMask(ABC):
                     [0, 0, 1, 1]], dtype=torch.int32)
         """
         blocks, limits = pair("block_size", block_size, 1), _band_fields(is_causal, window_size)
-        if not isinstance(index, torch.Tensor) or index.dtype not in INTEGER_DTYPES:
-            has = f"dtype {index.dtype}" if isinstance(index, torch.Tensor) else f"type {type(index).__name__}"
+        if not isinstance(index, Tensor) or index.dtype not in INTEGER_DTYPES:
+            has = f"dtype {index.dtype}" if isinstance(index, Tensor) else f"type {type(index).__name__}"
             raise TypeError(f"index has {has}; it needs to be an integer torch.Tensor, -1 for no key.")
         if index.dim() < 2:
             raise ValueError(f"index has shape {tuple(index.shape)}; it needs 2 dims or more, the last two (R, K).")
         index, leading = _folded(index)
         index = collapse(index, dims=range(index.dim() - 2))[(None,) * (4 - index.dim())]
-        lengths = _lengths_of_lists("index", index.shape[2], blocks, seqlen_q, integer("seqlen_k", seqlen_k))
-        if values_can_be_read(index) and index.numel() > 0:
-            low, high = (int(x) for x in index.aminmax())
-            last = -(-lengths[1] // blocks[1]) - 1
-            if low < -1 or high > last:
-                raise ValueError(
-                    f"index has an entry {low if low < -1 else high}; each needs to be -1 or from 0 to {last}."
-                )
-        band = make_band(*lengths, causal_window(**limits))
-        numbers = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "block_size": blocks, "leading": leading}
-        return cls._made("lists", ordered(index, blocks, lengths, band), **numbers, **limits)
+        window, numbers = causal_window(**limits), {"block_size": blocks, **limits}
+        if sequences is not None:
+            if blocks[0] != 1:
+                raise ValueError(f"block_size[0] is {blocks[0]}; beside sequences each query has a list of its own, 1.")
+            seqlen_q = index.shape[2] if seqlen_q is None else seqlen_q
+            spec = _spec_beside("index", index, sequences, seqlen_q, seqlen_k)
+            lengths = _lengths_of_lists("index", index.shape[2], blocks, spec.rows_q, spec.max_seqlen_k)
+            bounds, entries = sequences.bounds_of(spec), 1 if spec.packs_queries else spec.number
+            if index.shape[0] not in (1, entries):
+                raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}.")
+            if values_can_be_read(index):
+                last = keys_seen(bounds, spec, (-1, -1))[1][:, None, :, None]
+                # What a row without keys lists counts for nobody.
+                _check_entries(index, torch.where(last < 0, lengths[1] - 1, last) // blocks[1])
+            low, high = (
+                torch.div(x[:, None], blocks[1], rounding_mode="floor") for x in keys_seen(bounds, spec, window)
+            )
+            numbers |= {"sequences": sequences, "spec": spec}
+            index = index.expand(entries, -1, -1, -1)
+
+            def seen_by(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+                return low[..., rows], high[..., rows]
+        else:
+            lengths = _lengths_of_lists("index", index.shape[2], blocks, seqlen_q, integer("seqlen_k", seqlen_k))
+            if values_can_be_read(index):
+                _check_entries(index, torch.full((1, 1, 1, 1), -(-lengths[1] // blocks[1]) - 1))
+            numbers |= {"leading": leading}
+            band = make_band(*lengths, window)
+            seen_by = partial(seen_blocks, block_size=blocks, lengths=lengths, band=band, device=index.device)
+        tensors = ordered(index, -(-lengths[1] // blocks[1]), seen_by)
+        return cls._made("lists", tensors, seqlen_q=lengths[0], seqlen_k=lengths[1], **numbers)
 
     @classmethod
     def from_topk_lists(
         cls,
-        scores: torch.Tensor | ScoresByRows,
+        scores: Tensor | ScoresByRows,
         k: int,
         *,
         seqlen_q: int | None = None,
         seqlen_k: int | None = None,
         block_size: int | tuple[int, int] = 1,
         is_causal: bool = False,
-        mask: torch.Tensor | None = None,
+        mask: Tensor | None = None,
         local: int = 0,
     ) -> PreparedMask:
         """List for each query, or block of queries, the `k` best scored keys, or blocks of keys, that it may see.
@@ -747,7 +776,7 @@ class PreparedMask(ABC):
                 values, allowed = align_heads([values, collapse(allowed)], ["scores", "mask"])
             (batch, heads, rows, number), device = values.shape, values.device
 
-            def of(rows: slice) -> torch.Tensor:
+            def of(rows: slice) -> Tensor:
                 return values if values.shape[2] == 1 else values[:, :, rows]
 
         if allowed is not None:
@@ -774,7 +803,7 @@ class PreparedMask(ABC):
         return cls._made("lists", tensors, **numbers, **limits)
 
     @classmethod
-    def from_tree(cls, tree: torch.Tensor) -> PreparedMask:
+    def from_tree(cls, tree: Tensor) -> PreparedMask:
         """Pack the trees of drafts, for `attention(..., mask, sequences=...)`: one mask for all layers.
 
         The last n keys of a sequence are its new tokens, the queries of the call. The result stands for a mask of all
@@ -810,7 +839,7 @@ class PreparedMask(ABC):
     @classmethod
     def from_ragged(
         cls,
-        flat: torch.Tensor,
+        flat: Tensor,
         sequences: Sequences,
         *,
         seqlen_q: int,
@@ -865,14 +894,14 @@ class PreparedMask(ABC):
         return cls._packed(mask4.transpose(1, 2), "ragged", sequences, spec, _band_fields(is_causal, window_size))
 
     @classmethod
-    def _made(cls, form: MaskForm, tensors: Sequence[torch.Tensor], **others: Any) -> PreparedMask:
+    def _made(cls, form: MaskForm, tensors: Sequence[Tensor], **others: Any) -> PreparedMask:
         kind = cls._classes[form]
         values: dict[str, Any] = {**dict(zip(kind._tensor_names, tensors, strict=True)), **others}
         return kind(**values)
 
     @classmethod
     def _of_intervals(
-        cls, start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, compact: bool, limits: Fields
+        cls, start: Tensor, stop: Tensor, seqlen_q: int, reorder: bool, compact: bool, limits: Fields
     ) -> PreparedMask:
         seqlen_k = start.size(2)
         places = places_for(int(live_keys(start, stop)), seqlen_k) if compact else None  # which waits for the device
@@ -888,7 +917,7 @@ class PreparedMask(ABC):
 
     @classmethod
     def _packed(
-        cls, mask: torch.Tensor, packing: MaskPacking, sequences: Sequences, spec: SequenceSpec, limits: Fields
+        cls, mask: Tensor, packing: MaskPacking, sequences: Sequences, spec: SequenceSpec, limits: Fields
     ) -> PreparedMask:
         tensors = pack_beside(mask, sequences.bounds_of(spec), packing, spec, causal_window(**limits))
         return cls._made("sequence_tiles", tensors, sequences=sequences, spec=spec, **limits)
@@ -899,7 +928,7 @@ class PreparedMask(ABC):
         """The shape of the bool tensor that it stands for: (Bm, Hm, Lq or 1, Lk), of trees (S or 1, n, n)."""
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The fields that are tensors, in their order."""
         return self.view.tensors
 
@@ -912,9 +941,7 @@ class PreparedMask(ABC):
     def call_key(self) -> tuple[object, ...]:
         """Tell calls with such masks apart, whatever these allow; hashable."""
         values = (getattr(self, field.name) for field in _fields(self) if field.compare)
-        return self.form, *(
-            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in values
-        )
+        return self.form, *((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in values)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """Copy the mask to a device, as `torch.Tensor.to` does: itself where it is there already.
@@ -933,16 +960,16 @@ class PreparedMask(ABC):
             return self.with_tensors(moved)
         return self.with_tensors(moved, sequences=self.sequences.to(device, non_blocking=non_blocking))
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor], **others: Any) -> Self:
+    def with_tensors(self, tensors: Sequence[Tensor], **others: Any) -> Self:
         """Replace the tensors, given in the order of `tensors`, and other fields by name."""
         changes: dict[str, Any] = {**dict(zip(self._tensor_names, tensors, strict=True)), **others}
         return replace(self, **changes)
 
     @abstractmethod
-    def unpacked(self) -> torch.Tensor:
+    def unpacked(self) -> Tensor:
         """Return the bool tensor of `shape`, contiguous, that allows what this mask does together with the band."""
 
-    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return query rows `start` to `stop` of the bool mask, band included: (Bm, Hm, stop - start, Lk)."""
         return self.unpacked()[..., start:stop, :]
 
@@ -960,7 +987,7 @@ class PreparedMask(ABC):
     def __repr__(self) -> str:
         # Not the values of tensors: printing them waits for the device, and there may be millions.
         values = {field.name: getattr(self, field.name) for field in _fields(self) if field.repr}
-        shown = [f"{n}={x}" for n, x in values.items() if x is not None and not isinstance(x, torch.Tensor)]
+        shown = [f"{n}={x}" for n, x in values.items() if x is not None and not isinstance(x, Tensor)]
         first, last = f"form={self.form!r}, shape={self.shape}", f"device={str(self.device)!r}"
         return f"PreparedMask({', '.join([first, *shown, last])})"
 
@@ -985,7 +1012,7 @@ def _topk_limits(k: int, is_causal: bool, local: int) -> dict[str, Any]:
 
 def _folded(x: Any) -> tuple[Any, tuple[int, ...] | None]:
     """Fold the dims in front of a tensor of more than four into one batch dim; return them, too, or None."""
-    if not isinstance(x, torch.Tensor) or x.dim() <= 4:
+    if not isinstance(x, Tensor) or x.dim() <= 4:
         return x, None
     x = collapse(x, dims=range(x.dim() - 3))
     return merge(x, x.dim() - 3), tuple(x.shape[:-3])
@@ -1019,13 +1046,22 @@ def _lengths_of_lists(
     return seqlen_q, seqlen_k
 
 
+def _check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
+    """Refuse an entry of lists (Bm, Hm, R, K) that is below -1 or beyond the last block of its list."""
+    wrong = (index < -1) | (index > last)
+    if bool(wrong.any()):
+        place = tuple(wrong.nonzero()[0].tolist())
+        limit = int(last.expand(index.shape)[place])
+        raise ValueError(f"index has an entry {int(index[place])}; each needs to be -1 or from 0 to {limit}.")
+
+
 def _check_compact(compact: bool, reorder: bool | None) -> None:
     if check_flag("compact", compact) and reorder is False:
         raise ValueError("compact is True and reorder is False; only an order of keys has places to leave out.")
 
 
 def _spec_beside(
-    name: str, mask: torch.Tensor, sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None
+    name: str, mask: Tensor, sequences: Sequences, seqlen_q: int | None, seqlen_k: int | None
 ) -> SequenceSpec:
     """Describe the sequences of a mask, from the lengths of the tensors of its calls; check where they are."""
     if not isinstance(sequences, Sequences):
@@ -1041,9 +1077,7 @@ def _spec_beside(
     return sequences.spec_of(integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
 
 
-def _recognise_intervals(
-    view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None
-) -> Sequence[torch.Tensor] | None:
+def _recognise_intervals(view: MaskView, seqlen_q: int, seqlen_k: int, reorder: bool | None) -> Sequence[Tensor] | None:
     """Return the tensors of an `IntervalMask` that allows the same as tiles; None if a key has several runs of queries.
 
     Values decide, so it waits for the device, once. The numbers of pairs and of tiles come back with the answer. They

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...definition import LIBRARY, define, each_call, stacked, unless_watched
 from ...problem import Band, Layout, MaskChoice, MaskView, SequenceSpec, collapse, hint, make_band
@@ -24,68 +25,55 @@ FEW_QUERIES = 16
 # bf16: the copy moves 8 * D bytes of a key at 3 TB/s, and 4 * D FLOP for each of these queries take 6e-15 s * D.
 ORDER_FROM = 4096
 
-TwoTensors = tuple[torch.Tensor, torch.Tensor]
-ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+TwoTensors = tuple[Tensor, Tensor]
+ThreeTensors = tuple[Tensor, Tensor, Tensor]
 
 
-class Packer(NamedTuple):
-    """The functions that prepare a mask; every packer gives the results of plain PyTorch, bit for bit.
-
-    `pack_tiles` makes the tensors of a `TileMask` of a bool mask of any strides, `interval_tiles` the bounds and lists
-    of an `IntervalMask`. The other functions have a namesake in `packing`, `intervals` or `topk`.
-    """
-
-    pack_tiles: Callable[[torch.Tensor, Band | None], list[torch.Tensor]]
-    list_tiles: Callable[[torch.Tensor], TileLists]
-    key_set: Callable[[torch.Tensor], KeySet]
-    score_keys: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-    key_intervals: Callable[[torch.Tensor, int, Band | None, bool], KeyIntervals]
-    mask_intervals: Callable[[torch.Tensor, torch.Tensor, int], MaskIntervals]
-    interval_tiles: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], IntervalTiles]
-    topk_intervals: Callable[[torch.Tensor, int, int, int], TwoTensors]
-    key_order: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-    first_places: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], ThreeTensors]
-    list_best: Callable[[torch.Tensor, torch.Tensor, int, int, int], TwoTensors]
-    pack_sequences: Callable[
-        [torch.Tensor, torch.Tensor, MaskPacking, SequenceSpec, tuple[int, int]], list[torch.Tensor]
-    ]
-
-
-def _pack_tiles(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
+def _pack_tiles(mask: Tensor, band: Band | None) -> list[Tensor]:
     bits, classes = packing.pack_mask(mask, band)
     return [bits, classes, *packing.list_tiles(classes)]
 
 
-def list_intervals(start: torch.Tensor, stop: torch.Tensor, order: torch.Tensor, seqlen_q: int) -> IntervalTiles:
+def list_intervals(start: Tensor, stop: Tensor, order: Tensor, seqlen_q: int) -> IntervalTiles:
     """Serve as `Packer.interval_tiles` in PyTorch; the fastest packer of the device lists the tiles."""
     bounds = intervals.interval_bounds(start, stop, order)
     return bounds, *packer(bounds).list_tiles(intervals.interval_classes(bounds, seqlen_q))
 
 
-PYTORCH = Packer(
-    pack_tiles=_pack_tiles,
-    list_tiles=packing.list_tiles,
-    key_set=packing.key_set,
-    score_keys=score_keys,
-    key_intervals=intervals.key_intervals,
-    mask_intervals=intervals.mask_intervals,
-    interval_tiles=list_intervals,
-    topk_intervals=topk_intervals,
-    key_order=intervals.key_order,
-    first_places=intervals.first_places,
-    list_best=list_best,
-    pack_sequences=packing.pack_sequences,
-)
-_find_faster: Callable[[torch.Tensor], Packer | None] = lambda tensor: None
+class Packer(NamedTuple):
+    """The functions that prepare a mask, by default in plain PyTorch, whose results every packer gives bit for bit.
+
+    `pack_tiles` makes the tensors of a `TileMask` of a bool mask of any strides, `interval_tiles` the bounds and lists
+    of an `IntervalMask`. The other functions have a namesake in `packing`, `intervals` or `topk`.
+    """
+
+    pack_tiles: Callable[[Tensor, Band | None], list[Tensor]] = _pack_tiles
+    list_tiles: Callable[[Tensor], TileLists] = packing.list_tiles
+    key_set: Callable[[Tensor], KeySet] = packing.key_set
+    score_keys: Callable[[Tensor, Tensor | None], Tensor] = score_keys
+    key_intervals: Callable[[Tensor, int, Band | None, bool], KeyIntervals] = intervals.key_intervals
+    mask_intervals: Callable[[Tensor, Tensor, int], MaskIntervals] = intervals.mask_intervals
+    interval_tiles: Callable[[Tensor, Tensor, Tensor, int], IntervalTiles] = list_intervals
+    topk_intervals: Callable[[Tensor, int, int, int], TwoTensors] = topk_intervals
+    key_order: Callable[[Tensor, Tensor, int], Tensor] = intervals.key_order
+    first_places: Callable[[Tensor, Tensor, Tensor, int], ThreeTensors] = intervals.first_places
+    list_best: Callable[[Tensor, Tensor, int, int, int], TwoTensors] = list_best
+    pack_sequences: Callable[[Tensor, Tensor, MaskPacking, SequenceSpec, tuple[int, int]], list[Tensor]] = (
+        packing.pack_sequences
+    )
 
 
-def register(find_faster: Callable[[torch.Tensor], Packer | None]) -> None:
+PYTORCH = Packer()
+_find_faster: Callable[[Tensor], Packer | None] = lambda tensor: None
+
+
+def register(find_faster: Callable[[Tensor], Packer | None]) -> None:
     """Ask `find_faster` for the packer of a tensor from now on; where it returns None, PyTorch packs."""
     global _find_faster
     _find_faster = find_faster
 
 
-def packer(tensor: torch.Tensor) -> Packer:
+def packer(tensor: Tensor) -> Packer:
     return _find_faster(tensor) or PYTORCH
 
 
@@ -97,9 +85,7 @@ def one_row_form(seqlen_q: int, reorder: bool | None = None) -> MaskChoice:
     return MaskChoice("intervals", bool(seqlen_q >= ORDER_FROM) if reorder is None else reorder)
 
 
-def prepared_view(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], one_row: MaskChoice
-) -> MaskView:
+def prepared_view(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int], one_row: MaskChoice) -> MaskView:
     """Prepare a bool mask (Bm, Hm, Lq or 1, Lk or 1) as "tiles", or if it has one row for all queries as `one_row`.
 
     An expanded dim (stride 0) counts as size 1. No two tensors of the result share memory.
@@ -112,14 +98,14 @@ def prepared_view(
 
 def plan_prepare(
     seqlen_q: int, seqlen_k: int, window: tuple[int, int], choice: MaskChoice
-) -> Callable[[torch.Tensor], MaskView]:
+) -> Callable[[Tensor], MaskView]:
     """Return `mask -> MaskView` of bool masks that are alike and unwatched: the first one finds band and packer.
 
     It equals `prepared_view` without the operator. Masks that have more than one row need the form "tiles".
     """
     band, fastest, is_whole = make_band(seqlen_q, seqlen_k, window), None, False
 
-    def run(mask: torch.Tensor) -> MaskView:
+    def run(mask: Tensor) -> MaskView:
         nonlocal fastest, is_whole
         if fastest is None:
             fastest, is_whole = packer(mask), _whole(collapse(mask), seqlen_q, seqlen_k, choice.form) is mask
@@ -130,15 +116,15 @@ def plan_prepare(
     return run
 
 
-def _whole(mask: torch.Tensor, seqlen_q: int, seqlen_k: int, form: str) -> torch.Tensor:
+def _whole(mask: Tensor, seqlen_q: int, seqlen_k: int, form: str) -> Tensor:
     """Expand a mask to all keys, and for tiles to all queries."""
     rows = seqlen_q if form == "tiles" else 1
     return mask if mask.shape[2:] == (rows, seqlen_k) else mask.expand(-1, -1, rows, seqlen_k)
 
 
 def _prepare(
-    packer: Packer, mask: torch.Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool
-) -> Sequence[torch.Tensor]:
+    packer: Packer, mask: Tensor, seqlen_q: int, band: Band | None, form: str, reorder: bool
+) -> Sequence[Tensor]:
     if form == "keys":
         return packer.key_set(mask)
     if form == "intervals":
@@ -148,16 +134,16 @@ def _prepare(
 
 
 def _prepare_mask(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
-) -> list[torch.Tensor]:
+    mask: Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
+) -> list[Tensor]:
     band = make_band(seqlen_q, seqlen_k, (left, right))
     return list(_prepare(packer(mask), _whole(mask, seqlen_q, seqlen_k, form), seqlen_q, band, form, reorder))
 
 
 def _prepare_fake(
-    mask: torch.Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
-) -> list[torch.Tensor]:
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    mask: Tensor, seqlen_q: int, seqlen_k: int, left: int, right: int, form: str, reorder: bool
+) -> list[Tensor]:
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty((*mask.shape[:2], *shape), dtype=dtype, device=mask.device)
 
     rows, columns = tiles(seqlen_q), tiles(seqlen_k)
@@ -170,9 +156,7 @@ def _prepare_fake(
     return [empty(seqlen_q, columns * TILE_WORDS), classes, empty(rows, 2 + columns), empty(columns, 2 + rows)]
 
 
-def _prepare_mapped(
-    info: Any, in_dims: tuple[Any, ...], mask: torch.Tensor, *others: Any
-) -> tuple[list[torch.Tensor], list[int]]:
+def _prepare_mapped(info: Any, in_dims: tuple[Any, ...], mask: Tensor, *others: Any) -> tuple[list[Tensor], list[int]]:
     """Map over `torch.vmap`: the masks of all its calls become entries of one."""
     masks = mask.movedim(in_dims[0], 0)
     entries = masks.shape[:2]
@@ -191,36 +175,32 @@ torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_mapped, lib=L
 
 
 def pack_beside(
-    mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
-) -> list[torch.Tensor]:
+    mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
+) -> list[Tensor]:
     """Pack a mask beside sequences by the operator, with the arguments and the result of `pack_sequences`."""
     # Collapsed before the operator, so that sizes alone decide what it returns: compilers change strides.
     sizes = (spec.layout, spec.rows_q, spec.rows_k, spec.max_seqlen_q, spec.max_seqlen_k)
-    tensors: list[torch.Tensor] = _PACK_BESIDE(collapse(mask), bounds, mask_packing, *sizes, *window)
+    tensors: list[Tensor] = _PACK_BESIDE(collapse(mask), bounds, mask_packing, *sizes, *window)
     return tensors
 
 
-def _spec_of(bounds: torch.Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
+def _spec_of(bounds: Tensor, layout: Layout, *sizes: int) -> tuple[SequenceSpec, tuple[int, int]]:
     """Read the spec and the window from the numbers that the schema has after the tensors and the packing."""
     rows_q, rows_k, max_seqlen_q, max_seqlen_k, left, right = sizes
     return SequenceSpec(layout, bounds.shape[0], rows_q, rows_k, max_seqlen_q, max_seqlen_k), (left, right)
 
 
-def _pack_beside(
-    mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, *sizes: Any
-) -> list[torch.Tensor]:
+def _pack_beside(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[Tensor]:
     spec, window = _spec_of(bounds, *sizes)
     return packer(mask).pack_sequences(mask, bounds, mask_packing, spec, window)
 
 
-def _pack_beside_fake(
-    mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, *sizes: Any
-) -> list[torch.Tensor]:
+def _pack_beside_fake(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *sizes: Any) -> list[Tensor]:
     spec, _ = _spec_of(bounds, *sizes)
     all_q, all_k = row_counts(spec)
     columns, rows = tiles(spec.max_seqlen_k), tiles(spec.max_seqlen_q)
 
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty((1, mask.shape[1], *shape), dtype=dtype, device=mask.device)
 
     return [
@@ -231,7 +211,7 @@ def _pack_beside_fake(
     ]
 
 
-def _pack_beside_mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[torch.Tensor], list[int]]:
+def _pack_beside_mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
     """Map over `torch.vmap`: each of its calls has tiles of its own."""
     results, dims = stacked([_PACK_BESIDE(*each) for each in each_call(info.batch_size, in_dims, arguments)])
     return list(results), list(dims)
@@ -247,7 +227,7 @@ _PACK_BESIDE = define(
 torch.library.register_vmap("flash_dmattn::prepare_sequence_mask", _pack_beside_mapped, lib=LIBRARY)
 
 
-def _score_keys_fake(scores: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+def _score_keys_fake(scores: Tensor, allowed: Tensor | None) -> Tensor:
     heads = scores.shape[:2] if allowed is None else torch.broadcast_shapes(scores.shape[:2], allowed.shape[:2])
     dtype = torch.int64 if scores.dtype == torch.float64 else torch.int32
     return scores.new_empty((*heads, scores.shape[3]), dtype=dtype)
@@ -267,9 +247,7 @@ run_topk_intervals = define(
 )
 
 
-def _interval_walk(
-    start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, places: int
-) -> list[torch.Tensor]:
+def _interval_walk(start: Tensor, stop: Tensor, seqlen_q: int, reorder: bool, places: int) -> list[Tensor]:
     fastest, own_order = packer(start), start.new_empty((*start.shape[:2], 0))
     order = fastest.key_order(start, stop, seqlen_q) if reorder else own_order
     if order.size(2) == places or not reorder:
@@ -278,9 +256,7 @@ def _interval_walk(
     return [order, *fastest.interval_tiles(start, stop, own_order, seqlen_q)]
 
 
-def _interval_walk_fake(
-    start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, places: int
-) -> list[torch.Tensor]:
+def _interval_walk_fake(start: Tensor, stop: Tensor, seqlen_q: int, reorder: bool, places: int) -> list[Tensor]:
     rows, columns = tiles(seqlen_q), tiles(places if reorder else start.size(2))
     shapes = [(places if reorder else 0,), (columns * TILE, 2), (rows, 2 + columns), (columns, 2 + rows)]
     return [start.new_empty((*start.shape[:2], *shape)) for shape in shapes]
@@ -296,22 +272,22 @@ _run_walk = unless_watched(_WALK, _interval_walk)
 
 
 def interval_walk(
-    start: torch.Tensor, stop: torch.Tensor, seqlen_q: int, reorder: bool, places: int | None = None
-) -> Sequence[torch.Tensor]:
+    start: Tensor, stop: Tensor, seqlen_q: int, reorder: bool, places: int | None = None
+) -> Sequence[Tensor]:
     """Return order, bounds, row_lists and col_lists of an `IntervalMask`: O(Lq * places).
 
     An order of keys has `places`, by default one for each key; it has room for the live keys of each head.
     """
     places = start.size(2) if places is None else places
-    tensors: Sequence[torch.Tensor] = _run_walk(start, stop, seqlen_q, reorder, places)
+    tensors: Sequence[Tensor] = _run_walk(start, stop, seqlen_q, reorder, places)
     return tensors
 
 
-def _mask_intervals(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
+def _mask_intervals(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> ThreeTensors:
     return packer(bits).mask_intervals(bits, row_lists, seqlen_k)
 
 
-def _mask_intervals_fake(bits: torch.Tensor, row_lists: torch.Tensor, seqlen_k: int) -> ThreeTensors:
+def _mask_intervals_fake(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> ThreeTensors:
     start, stop = (bits.new_empty((*bits.shape[:2], seqlen_k)) for _ in range(2))
     return start, stop, bits.new_empty((4,), dtype=torch.int64)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...problem import Band, SequenceSpec
 from ...sequences.layout import TokenPlaces, token_places
@@ -29,10 +30,10 @@ GATHER_EIGHT = 0x0102040810204080
 
 
 # Tiles in the order in which kernels walk them: row_lists, col_lists (see `TileMask`).
-TileLists = tuple[torch.Tensor, torch.Tensor]
+TileLists = tuple[Tensor, Tensor]
 
 # The keys that a mask without query dim keeps: kept, count, prefix (see `KeyMask`).
-KeySet = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+KeySet = tuple[Tensor, Tensor, Tensor]
 
 
 def tiles(length: int) -> int:
@@ -40,7 +41,7 @@ def tiles(length: int) -> int:
     return -(-length // TILE)
 
 
-def pack_words(rows: torch.Tensor) -> torch.Tensor:
+def pack_words(rows: Tensor) -> Tensor:
     """Pack bool rows (..., Lk) as bits: int32 (..., 4 * ceil(Lk / 128)), bit j % 32 of word j // 32; padding is 0."""
     padded = pad(rows, (0, -rows.size(-1) % TILE)).contiguous()
     # A contiguous tensor may still start between two words, or have odd strides where a size is 1.
@@ -50,13 +51,13 @@ def pack_words(rows: torch.Tensor) -> torch.Tensor:
     return eights.to(torch.uint8).view(torch.int32)
 
 
-def unpack_words(words: torch.Tensor, seqlen_k: int) -> torch.Tensor:
+def unpack_words(words: Tensor, seqlen_k: int) -> Tensor:
     """Undo `pack_words`: bool (..., seqlen_k)."""
     eights = words.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device=words.device)
     return (eights.flatten(-2)[..., :seqlen_k] & 1).bool()
 
 
-def pack_tree(tree: torch.Tensor) -> torch.Tensor:
+def pack_tree(tree: Tensor) -> Tensor:
     """Pack bool trees (S or 1, n, n) as bits: int32 (S or 1, n, ceil(n / 32)), in the order of `pack_words`."""
     # `pack_words` asks where tensors start in memory, which torch.compile cannot trace.
     words = pad(tree, (0, -tree.shape[2] % WORD)).unflatten(2, (-1, WORD)).long()
@@ -64,12 +65,12 @@ def pack_tree(tree: torch.Tensor) -> torch.Tensor:
     return (words << shifts).sum(3).to(torch.int32)  # where bit 31 is set, the lower half of an int64
 
 
-def unpack_tree(bits: torch.Tensor) -> torch.Tensor:
+def unpack_tree(bits: Tensor) -> Tensor:
     """Undo `pack_tree`: bool (S or 1, n, n)."""
     return unpack_words(bits, bits.shape[1])
 
 
-def band_words(start: int, stop: int, seqlen_k: int, band: Band | None, device: torch.device) -> torch.Tensor:
+def band_words(start: int, stop: int, seqlen_k: int, band: Band | None, device: torch.device) -> Tensor:
     """Return the bits that a band leaves of all-True rows `start` to `stop`: int32 (stop - start, words)."""
     first = torch.arange(0, tiles(seqlen_k) * TILE, WORD, device=device)
     rows = torch.arange(start, stop, device=device)[:, None]
@@ -82,11 +83,8 @@ def band_words(start: int, stop: int, seqlen_k: int, band: Band | None, device: 
 
 
 def pack_rows(
-    words_of: Callable[[int, int], torch.Tensor],
-    shape: tuple[int, int, int, int],
-    band: Band | None,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    words_of: Callable[[int, int], Tensor], shape: tuple[int, int, int, int], band: Band | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Make bits (Bm, Hm, Lq, words) and classes of a mask that is known by rows, with the band folded in.
 
     `words_of(start, stop)` makes what `pack_words` does of these rows, for chunks of them, so that little is allocated.
@@ -103,14 +101,14 @@ def pack_rows(
     return bits, classify(bits)
 
 
-def pack_mask(mask: torch.Tensor, band: Band | None) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_mask(mask: Tensor, band: Band | None) -> tuple[Tensor, Tensor]:
     """Make bits and classes of a bool mask (Bm, Hm, Lq, Lk) of any strides, with the band folded in."""
     batch, num_heads, seqlen_q, seqlen_k = mask.shape
     shape = (batch, num_heads, seqlen_q, seqlen_k)
     return pack_rows(lambda start, stop: pack_words(mask[:, :, start:stop]), shape, band, mask.device)
 
 
-def classify(bits: torch.Tensor) -> torch.Tensor:
+def classify(bits: Tensor) -> Tensor:
     """Classify every tile of packed rows (..., Lq, words): uint8 (..., Tq, Tk). Missing rows forbid nothing."""
     tiles_k = bits.size(-1) // TILE_WORDS
     missing = -bits.size(-2) % TILE
@@ -122,19 +120,19 @@ def classify(bits: torch.Tensor) -> torch.Tensor:
     return seen.to(torch.uint8) + full
 
 
-def list_tiles(classes: torch.Tensor) -> TileLists:
+def list_tiles(classes: Tensor) -> TileLists:
     """List the tiles of a class table uint8 (Bm, Hm, Tq, Tk), along its rows and along its columns."""
     return list_rows(classes), list_rows(classes.transpose(-1, -2))
 
 
-def list_rows(classes: torch.Tensor) -> torch.Tensor:
+def list_rows(classes: Tensor) -> Tensor:
     """List the tiles along the rows (..., tiles) of a class table: int32 (..., 2 + tiles)."""
     order = (FULL - classes).argsort(dim=-1, stable=True).to(torch.int32)
     counts = [(classes == kind).sum(-1, keepdim=True, dtype=torch.int32) for kind in (FULL, PARTIAL)]
     return torch.cat([*counts, order], dim=-1).contiguous()
 
 
-def key_set(mask: torch.Tensor) -> KeySet:
+def key_set(mask: Tensor) -> KeySet:
     """Return (kept, count, prefix) of a bool mask (Bm, Hm, 1, Lk), any strides."""
     flags = mask[:, :, 0].contiguous()  # what follows keeps the strides it is given
     seqlen_k = flags.size(-1)
@@ -145,7 +143,7 @@ def key_set(mask: torch.Tensor) -> KeySet:
     return kept, count, prefix
 
 
-def count_bits(bits: torch.Tensor) -> torch.Tensor:
+def count_bits(bits: Tensor) -> Tensor:
     """Count the bits that are set in all words together: int64 scalar tensor."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for x in bits.flatten().split(max(1, CHUNK_ELEMENTS // 4)):
@@ -172,12 +170,12 @@ class Side(NamedTuple):
     `first` and `lengths`, int64 (S,), are in ascending order. `rows` counts rows of no sequence, too.
     """
 
-    first: torch.Tensor
-    lengths: torch.Tensor
+    first: Tensor
+    lengths: Tensor
     rows: int
 
     @property
-    def first_tile(self) -> torch.Tensor:
+    def first_tile(self) -> Tensor:
         """The number of the first tile of each sequence."""
         return self.first // TILE + torch.arange(self.first.shape[0], device=self.first.device)
 
@@ -186,7 +184,7 @@ class Side(NamedTuple):
         """How many tiles of rows there are numbers for."""
         return self.rows // TILE + self.first.shape[0]
 
-    def tile_places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tile_places(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return for each tile its sequence, its number there, and whether the sequence has it; S is at least 1."""
         number = torch.arange(self.tiles, device=self.first.device)
         own = (torch.searchsorted(self.first_tile, number, right=True) - 1).clamp(min=0)
@@ -205,12 +203,12 @@ def tile_count(rows: int, spec: SequenceSpec) -> int:
     return rows // TILE + spec.number
 
 
-def packs_nothing(mask: torch.Tensor, spec: SequenceSpec) -> bool:
+def packs_nothing(mask: Tensor, spec: SequenceSpec) -> bool:
     """Tell whether no pair has a bit that may be set, or none has a bit at all."""
     return spec.number == 0 or mask.numel() == 0 or row_counts(spec)[0] == 0 or spec.max_seqlen_k == 0
 
 
-def sides_of(bounds: torch.Tensor, spec: SequenceSpec) -> tuple[Side, Side]:
+def sides_of(bounds: Tensor, spec: SequenceSpec) -> tuple[Side, Side]:
     """Return queries and keys, from the bounds of a `SequenceView`."""
     first_q, length_q, first_k, length_k = bounds.long().T.contiguous().unbind(0)
     slots, (rows_q, rows_k) = torch.arange(spec.number, device=bounds.device), row_counts(spec)
@@ -219,8 +217,8 @@ def sides_of(bounds: torch.Tensor, spec: SequenceSpec) -> tuple[Side, Side]:
 
 
 def pack_sequences(
-    mask: torch.Tensor, bounds: torch.Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
-) -> list[torch.Tensor]:
+    mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, spec: SequenceSpec, window: tuple[int, int]
+) -> list[Tensor]:
     """Make the tensors of a `SequenceTileMask`: bits, classes, row_lists, col_lists.
 
     The mask, bool, lies as `attention` reads it beside these sequences. "ragged" is (1, Hm, 1, N), "tree"
@@ -242,7 +240,7 @@ def pack_sequences(
     return [x[None] for x in (bits, classes, list_rows(classes), list_rows(columns_first))]
 
 
-def _inside(tokens: TokenPlaces, queries: Side, keys: Side, max_seqlen_k: int, window: tuple[int, int]) -> torch.Tensor:
+def _inside(tokens: TokenPlaces, queries: Side, keys: Side, max_seqlen_k: int, window: tuple[int, int]) -> Tensor:
     """Return the keys of its sequence that each row reaches: bool (rows, max_seqlen_k), aligned at the last of both."""
     left, right = window
     own, place, is_used = tokens
@@ -257,18 +255,12 @@ def _inside(tokens: TokenPlaces, queries: Side, keys: Side, max_seqlen_k: int, w
 
 
 def _rows_of(
-    mask: torch.Tensor,
-    mask_packing: MaskPacking,
-    tokens: TokenPlaces,
-    start: int,
-    queries: Side,
-    keys: Side,
-    number: int,
-) -> torch.Tensor:
+    mask: Tensor, mask_packing: MaskPacking, tokens: TokenPlaces, start: int, queries: Side, keys: Side, number: int
+) -> Tensor:
     """Read rows of a mask from `start` on and `number` keys of their sequences: bool (Hm, rows, number or 1)."""
     own, place, _ = tokens
 
-    def within(size: int, index: torch.Tensor) -> torch.Tensor:
+    def within(size: int, index: Tensor) -> Tensor:
         return index.clamp(0, size - 1)  # what is of no sequence reads anything; `_inside` forbids it
 
     if mask_packing == "queries":
@@ -289,7 +281,7 @@ def _rows_of(
     return mask[0, :, 0][:, within(mask.shape[3], index)]
 
 
-def _classify(bits: torch.Tensor, queries: Side, columns: int) -> torch.Tensor:
+def _classify(bits: Tensor, queries: Side, columns: int) -> Tensor:
     """Classify every tile: uint8 (Hm, rows of tiles, columns). Rows that a sequence has not forbid nothing."""
     num_heads, _, words = bits.shape
     classes = torch.zeros(num_heads, queries.tiles, columns, dtype=torch.uint8, device=bits.device)
@@ -307,7 +299,7 @@ def _classify(bits: torch.Tensor, queries: Side, columns: int) -> torch.Tensor:
     return torch.where(exists[:, None], classes, 0)
 
 
-def _by_column(classes: torch.Tensor, queries: Side, keys: Side, most_rows: int) -> torch.Tensor:
+def _by_column(classes: Tensor, queries: Side, keys: Side, most_rows: int) -> Tensor:
     """Turn classes to columns of tiles, each with the rows of its own sequence: uint8 (Hm, columns of tiles, rows)."""
     num_heads, rows, columns = classes.shape
     if classes.numel() == 0 or len(queries.first) == 0:
@@ -319,7 +311,7 @@ def _by_column(classes: torch.Tensor, queries: Side, keys: Side, most_rows: int)
     return torch.where(exists, classes[:, row, place.clamp(0, columns - 1)[:, None]], 0)
 
 
-def unpack_sequences(bits: torch.Tensor, spec: SequenceSpec) -> torch.Tensor:
+def unpack_sequences(bits: Tensor, spec: SequenceSpec) -> Tensor:
     """Make the bool mask of bits (1, Hm, rows, words), as `attention` reads one beside these sequences; contiguous."""
     rows = unpack_words(bits, spec.max_seqlen_k)
     if spec.packs_queries:

@@ -9,15 +9,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
 from ...problem import Band, MaskForm, MaskView, SequenceSpec, causal_window, make_band
 from ...reference.lists import Lists, repeat_heads, spread, table
-from ...sequences.layout import Sequences
+from ...sequences.layout import Sequences, token_places
 from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
 from . import packing
 from .intervals import covering, interval_classes
-from .lists import take
+from .lists import keys_seen, take
 from .mask import PreparedMask as PreparedMask
 from .packing import EMPTY, FULL, TILE, tiles, unpack_sequences
 
@@ -43,7 +44,7 @@ class BatchMask(PreparedMask):
     def shape(self) -> tuple[int, int, int, int]:
         """(Bm, Hm, Lq or 1, Lk): Bm is 1 or the batch size, Hm is 1 or a number of heads."""
 
-    def unpacked(self) -> torch.Tensor:
+    def unpacked(self) -> Tensor:
         return self.dense()
 
     @property
@@ -65,7 +66,7 @@ class BatchMask(PreparedMask):
         """The diagonals `low <= j - i <= high` that `is_causal` and `window_size` leave; None where that is all."""
         return make_band(self.seqlen_q, self.seqlen_k, causal_window(self.is_causal, self.window_size))
 
-    def _within_band(self, allowed: torch.Tensor, start: int, stop: int | None) -> torch.Tensor:
+    def _within_band(self, allowed: Tensor, start: int, stop: int | None) -> Tensor:
         """Forbid what the band hides of query rows `start` to `stop`."""
         if self.band is None:
             return allowed
@@ -83,17 +84,17 @@ class TileMask(BatchMask):
 
     form: ClassVar[MaskForm] = "tiles"
 
-    bits: torch.Tensor
-    classes: torch.Tensor
-    row_lists: torch.Tensor
-    col_lists: torch.Tensor
+    bits: Tensor
+    classes: Tensor
+    row_lists: Tensor
+    col_lists: Tensor
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         batch, num_heads, seqlen_q, _ = self.bits.shape
         return batch, num_heads, seqlen_q, self.seqlen_k
 
-    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         return packing.unpack_words(self.bits[:, :, start:stop], self.seqlen_k)
 
     def stats(self) -> MaskStats:
@@ -109,19 +110,19 @@ class KeyMask(BatchMask):
 
     form: ClassVar[MaskForm] = "keys"
 
-    kept: torch.Tensor
-    count: torch.Tensor
-    prefix: torch.Tensor
+    kept: Tensor
+    count: Tensor
+    prefix: Tensor
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         batch, num_heads, seqlen_k = self.kept.shape
         return batch, num_heads, 1, seqlen_k
 
-    def unpacked(self) -> torch.Tensor:
+    def unpacked(self) -> Tensor:
         return (self.prefix.diff(dim=-1) > 0)[:, :, None]
 
-    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self._within_band(self.unpacked().expand(-1, -1, self.seqlen_q, -1)[:, :, start:stop], start, stop)
 
     def stats(self) -> MaskStats:
@@ -141,12 +142,12 @@ class IntervalMask(BatchMask):
 
     form: ClassVar[MaskForm] = "intervals"
 
-    start: torch.Tensor
-    stop: torch.Tensor
-    order: torch.Tensor
-    bounds: torch.Tensor
-    row_lists: torch.Tensor
-    col_lists: torch.Tensor
+    start: Tensor
+    stop: Tensor
+    order: Tensor
+    bounds: Tensor
+    row_lists: Tensor
+    col_lists: Tensor
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -162,7 +163,7 @@ class IntervalMask(BatchMask):
         """How many keys have a place: all, or fewer in an order that leaves dead keys out."""
         return self.order.size(2) or self.seqlen_k
 
-    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         rows = torch.arange(self.seqlen_q, dtype=torch.int32, device=self.device)[start:stop, None]
         allowed = rows >= self.start[:, :, None]
         allowed &= rows < self.stop[:, :, None]
@@ -183,7 +184,8 @@ class ListMask(BatchMask):
 
     Keys that the band hides from all queries of a list are left out of it. Where entries are blocks, the band hides
     more keys, and kernels compare positions. All tensors are int32, contiguous and on the mask's device, with
-    R = ceil(Lq / block_q):
+    R = ceil(Lq / block_q). Beside sequences keys count within each sequence. Bm is 1 and R all queries where these are
+    packed, else Bm is their number.
 
     Attributes:
         keys: (Bm, Hm, R, K), the keys of each list, or the numbers of the blocks: ascending, each once, then -1.
@@ -191,14 +193,16 @@ class ListMask(BatchMask):
         slots: (Bm, Hm, R, K), the place of each in the index that it was made of, then -1; or (Bm, Hm, R, 0), where
             that has them in the same order.
         block_size: (queries that share a list, keys of a block).
+        spec: how the sequences lie; None without.
     """
 
     form: ClassVar[MaskForm] = "lists"
 
-    keys: torch.Tensor
-    count: torch.Tensor
-    slots: torch.Tensor
+    keys: Tensor
+    count: Tensor
+    slots: Tensor
     block_size: tuple[int, int] = field(default=(1, 1), kw_only=True)
+    spec: SequenceSpec | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -216,7 +220,7 @@ class ListMask(BatchMask):
         return Lists(self.keys, self.slots, *self.block_size)
 
     @cached_property
-    def index(self) -> torch.Tensor:
+    def index(self) -> Tensor:
         """The keys in the places of the index that the mask was made of; -1 where nothing is left."""
         if self.slots.shape[3] == 0:
             return self.keys
@@ -224,7 +228,18 @@ class ListMask(BatchMask):
         places = self.keys.new_full((*self.keys.shape[:3], self.keys.shape[3] + 1), -1)
         return places.scatter_(3, more, self.keys)[..., :-1].contiguous()
 
-    def gather(self, scores: torch.Tensor) -> torch.Tensor:
+    @property
+    def index_of_rows(self) -> Tensor:
+        """`index` with keys counted among the rows of k, where sequences are packed; else as it is."""
+        spec, sequences = self.spec, self.sequences
+        if spec is None or sequences is None or not spec.packs_keys or spec.number == 0:
+            return self.index
+        bounds = sequences.bounds_of(spec)
+        own = token_places(bounds, 1, spec.rows_q, is_packed=True).own
+        rows = (self.index + bounds[own, 2].view(1, 1, -1, 1)).clamp(max=max(spec.rows_k - 1, 0))
+        return torch.where(self.index < 0, -1, rows)
+
+    def gather(self, scores: Tensor) -> Tensor:
         """Return the scores of the keys or blocks that the lists name; differentiable, twice.
 
         Args:
@@ -240,7 +255,7 @@ class ListMask(BatchMask):
         heads = max(scores.shape[1], index.shape[1])
         return take(repeat_heads(scores, heads), repeat_heads(index, heads))
 
-    def dense(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         rows = range(self.seqlen_q)[start:stop]
         step_q, step_k = self.block_size
         lists = slice(rows.start // step_q, -(-rows.stop // step_q))
@@ -248,6 +263,14 @@ class ListMask(BatchMask):
         made = table(keys, keys[..., :0], 0, -(-self.seqlen_k // step_k)) >= 0
         made = spread(made, 2, step_q, rows.start, max(rows.start, rows.stop))
         return self._within_band(spread(made, 3, step_k, 0, self.seqlen_k), start, stop).contiguous()
+
+    def _within_band(self, allowed: torch.Tensor, start: int, stop: int | None) -> torch.Tensor:
+        if self.spec is None or self.sequences is None:
+            return super()._within_band(allowed, start, stop)
+        window = causal_window(self.is_causal, self.window_size)
+        low, high = keys_seen(self.sequences.bounds_of(self.spec), self.spec, window)
+        keys = torch.arange(self.seqlen_k, device=self.device)
+        return allowed & (keys >= low[:, None, start:stop, None]) & (keys <= high[:, None, start:stop, None])
 
     def stats(self) -> MaskStats:
         """Count as any prepared mask does, 128 queries at a time."""
@@ -283,16 +306,16 @@ class SequenceTileMask(PreparedMask):
 
     sequences: Sequences = field(repr=False, compare=False)
     spec: SequenceSpec = field(repr=False)
-    bits: torch.Tensor
-    classes: torch.Tensor
-    row_lists: torch.Tensor
-    col_lists: torch.Tensor
+    bits: Tensor
+    classes: Tensor
+    row_lists: Tensor
+    col_lists: Tensor
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.spec.shape_of_tiles(self.bits.shape[1])
 
-    def unpacked(self) -> torch.Tensor:
+    def unpacked(self) -> Tensor:
         """Return the bool tensor that it stands for, band included.
 
         Returns:
@@ -300,7 +323,7 @@ class SequenceTileMask(PreparedMask):
         """
         return unpack_sequences(self.bits, self.spec)
 
-    def dense_sequence(self, number: int, head: int = 0) -> torch.Tensor:
+    def dense_sequence(self, number: int, head: int = 0) -> Tensor:
         """Return what one head of one sequence allows, bool (Lq_s, Lk_s), band included; it waits for the device."""
         first, seqlen_q, _, seqlen_k = self.sequences.bounds_of(self.spec)[number].tolist()
         first += 0 if self.spec.packs_queries else number * self.spec.rows_q
@@ -334,14 +357,14 @@ class TreeMask(PreparedMask):
 
     form: ClassVar[MaskForm] = "tree"
 
-    bits: torch.Tensor
+    bits: Tensor
 
     @property
     def shape(self) -> tuple[int, int, int]:
         number, tokens, _ = self.bits.shape
         return number, tokens, tokens
 
-    def unpacked(self) -> torch.Tensor:
+    def unpacked(self) -> Tensor:
         return packing.unpack_tree(self.bits)
 
     def stats(self) -> MaskStats:
@@ -349,17 +372,13 @@ class TreeMask(PreparedMask):
         return mask_stats(self.unpacked()[:, None])
 
 
-def unpack_view(view: MaskView, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+def unpack_view(view: MaskView, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Make the bool mask (Bm, Hm, Lq or 1, Lk) of tiles, keys or intervals; the band of a call is left to the call."""
     return PreparedMask._made(view.form, view.tensors, seqlen_q=seqlen_q, seqlen_k=seqlen_k).unpacked()
 
 
 def _bit_stats(
-    shape: tuple[int, int, int, int],
-    bits: torch.Tensor,
-    classes: torch.Tensor,
-    pairs: int | None = None,
-    number: int | None = None,
+    shape: tuple[int, int, int, int], bits: Tensor, classes: Tensor, pairs: int | None = None, number: int | None = None
 ) -> MaskStats:
     empty_rows = int((bits == 0).all(-1).sum())
     return _class_stats(shape, int(packing.count_bits(bits)), classes, empty_rows, pairs, number)
@@ -368,7 +387,7 @@ def _bit_stats(
 def _class_stats(
     shape: tuple[int, int, int, int],
     attending: int,
-    classes: torch.Tensor,
+    classes: Tensor,
     empty_rows: int,
     pairs: int | None = None,
     number: int | None = None,

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from torch import Tensor
 
-from .arguments import bool_mask, integer, pair
-from .blocks import expand_lengths, mask_stats, tile_counts, tile_sizes
+from flash_dmattn.masks import PreparedMask
+from flash_dmattn.masks.arguments import bool_mask, integer, pair
+from flash_dmattn.masks.blocks import expand_lengths, mask_stats, tile_counts, tile_sizes
+from flash_dmattn.masks.prepared.storage import BatchMask, SequenceTileMask, TreeMask
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from .prepared.storage import PreparedMask
 
 # Blue and orange stay apart for every common form of colour blindness, and in grey.
 EMPTY_TILE, FULL_TILE = (0.94, 0.94, 0.94), (0.12, 0.38, 0.66)
@@ -25,7 +26,7 @@ MAX_GRID_LINES = 48
 
 
 def show(
-    mask: torch.Tensor | PreparedMask,
+    mask: Tensor | PreparedMask,
     *,
     block_size: int | tuple[int, int] = 128,
     batch: int = 0,
@@ -61,6 +62,7 @@ def show(
             to draw.
 
     Example:
+        >>> from flash_dmattn.examples.draw_mask import show
         >>> from flash_dmattn.masks import causal_mask
         >>> show(causal_mask(256, 256), block_size=32).axes[0].get_xlabel()
         'key (token)'
@@ -72,7 +74,7 @@ def show(
         from matplotlib.patches import Patch
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError("masks.show needs matplotlib, which is not installed: pip install matplotlib") from error
+        raise ImportError("draw_mask needs matplotlib, which is not installed: pip install matplotlib") from error
 
     length_q, length_k = plane.shape
     figure: Any
@@ -113,17 +115,8 @@ def show(
     return figure
 
 
-def _plane(
-    mask: torch.Tensor | PreparedMask,
-    batch: int,
-    head: int,
-    seqlen_q: int | None,
-    seqlen_k: int | None,
-) -> torch.Tensor:
+def _plane(mask: Tensor | PreparedMask, batch: int, head: int, seqlen_q: int | None, seqlen_k: int | None) -> Tensor:
     """Return the (Lq, Lk) mask of one batch element and head."""
-    # Not at the top: importing flash_dmattn.masks does not need them.
-    from .prepared.storage import BatchMask, SequenceTileMask, TreeMask
-
     if isinstance(mask, SequenceTileMask):
         number, head = _chosen(mask.shape, (mask.spec.number, mask.shape[1]), batch, head)
         plane = mask.dense_sequence(number, head)
@@ -133,14 +126,17 @@ def _plane(
     if isinstance(mask, TreeMask):
         mask = mask.unpacked()[:, None]
     if not isinstance(mask, BatchMask):
-        mask = expand_lengths(bool_mask("mask", cast(torch.Tensor, mask)), seqlen_q, seqlen_k)
+        mask = expand_lengths(bool_mask("mask", cast(Tensor, mask)), seqlen_q, seqlen_k)
     index = _chosen(mask.shape, mask.shape[:2], batch, head)
     if 0 in mask.shape or (isinstance(mask, BatchMask) and mask.seqlen_q == 0):
         raise ValueError(f"mask has shape {tuple(mask.shape)}: there is nothing to draw; every dim needs to be >= 1.")
     if isinstance(mask, BatchMask):
         # Cut to the head before it is unpacked, which takes Lq * Lk bytes for each.
-        cut = mask.with_tensors([x.narrow(0, index[0], 1).narrow(1, index[1], 1) for x in mask.tensors])
-        return expand_lengths(cut.dense(), seqlen_q, seqlen_k)[0, 0]
+        cut = mask.with_tensors([x.narrow(1, index[1], 1) for x in mask.tensors])
+        if mask.sequences is None:  # each of these has a band of its own
+            cut = cut.with_tensors([x.narrow(0, index[0], 1) for x in cut.tensors])
+            index = 0, 0
+        return expand_lengths(cut.dense(), seqlen_q, seqlen_k)[index[0], 0]
     return mask[index[0], index[1]]
 
 
@@ -152,7 +148,7 @@ def _chosen(shape: Sequence[int], sizes: Sequence[int], batch: int, head: int) -
     return batch if sizes[0] != 1 else 0, head if sizes[1] != 1 else 0
 
 
-def _picture(plane: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
+def _picture(plane: Tensor, blocks: tuple[int, int]) -> Tensor:
     """Return the RGB picture, (rows, columns, 3) on CPU, of at most MAX_PIXELS a side."""
     length_q, length_k = plane.shape
     pool = (-(-length_q // MAX_PIXELS), -(-length_k // MAX_PIXELS))
@@ -165,7 +161,7 @@ def _picture(plane: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
     tile_k = (torch.arange(density.size(1), device=plane.device) * pool[1] + pool[1] // 2).clamp(max=length_k - 1)
     at = (tile_q[:, None] // blocks[0], tile_k // blocks[1])
 
-    def color(rgb: tuple[float, float, float]) -> torch.Tensor:
+    def color(rgb: tuple[float, float, float]) -> Tensor:
         return torch.tensor(rgb, device=plane.device)
 
     partial = torch.lerp(color(PARTIAL_MASKED), color(PARTIAL_ATTENDS), shade[:, :, None])
