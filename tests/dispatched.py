@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Dispatched(TorchDispatchMode):
@@ -22,3 +24,15 @@ class Dispatched(TorchDispatchMode):
             self.names.append(operator.name().partition("::")[2])
         self._show(operator, args, result)
         return result
+
+
+def bytes_made(run: Callable[[], object]) -> list[int]:
+    """Run a function, and list the bytes of the storage of each tensor that an operator makes there."""
+    made: list[int] = []
+
+    def show(operator: Any, arguments: Any, result: Any) -> None:
+        made.extend(x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor))
+
+    with Dispatched(show):
+        run()
+    return made

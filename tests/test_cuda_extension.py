@@ -273,21 +273,6 @@ def test_editable_install_puts_it_into_the_checkout(built: Built, tmp_path: Path
     assert done.stdout.strip() == str(built.tree / "flash_dmattn" / "_C.abi3.so")
 
 
-@builds
-def test_failed_compilation_stops_force_alone(built: Built, small_unit: Path, tmp_path: Path) -> None:
-    small_unit.write_text("#error this unit is broken\n")
-    for wish in ("auto", "force"):
-        done = build(built.tree, tmp_path / wish, wish=wish)
-        assert "this unit is broken" in done.stdout
-        said = r"built: a command of the build failed \(nvcc \d+\.\d+, torch \S+\), and what it said is above\.$"
-        assert re.search(said, done.stdout, re.MULTILINE), done.stdout
-        assert (done.returncode == 0) == (wish == "auto"), done.stdout
-        wheels = [zipfile.ZipFile(path).namelist() for path in (tmp_path / wish).glob("*.whl")]
-        assert len(wheels) == (1 if wish == "auto" else 0)
-        # The tree still has the extension of the build before, which no wheel may hold.
-        assert not any(".so" in name for names in wheels for name in names)
-
-
 SPILLING = """
 __global__ void __launch_bounds__(1024, 2) spilling(float* x) {
   float held[COUNT];

@@ -98,29 +98,6 @@ def test_one_pair_decides(hole: tuple[int, int], is_causal: bool, actual: type) 
     assert type(PreparedMask.from_mask(mask, find_intervals=True, is_causal=is_causal)) is actual
 
 
-def test_known_masks() -> None:
-    length = 300
-    ids = masks.document_ids([100, 30, 170])
-    scores = torch.randn(2, 2, 1, length, generator=torch.Generator().manual_seed(0))
-    known = {
-        "causal": masks.causal_mask(length, length),
-        "window": masks.sliding_window_mask(length, length, (50, 3)),
-        "documents": masks.document_mask(ids),
-        "prefix": masks.prefix_lm_mask([20, 100], length, length),
-        "top-k": topk_mask(scores, 40, is_causal=True),
-        "padding, causal": masks.padding_mask([200, 300], length) & masks.causal_mask(length, length),
-        "nothing": torch.zeros(length, length, dtype=torch.bool),
-        "everything": torch.ones(length, length, dtype=torch.bool),
-    }
-    for name, mask in known.items():
-        prepared = PreparedMask.from_mask(mask, find_intervals=True)
-        assert isinstance(prepared, IntervalMask), name
-        assert torch.equal(prepared.dense(), mask.expand(prepared.shape)), name
-        check_fields(prepared)
-    by_query = topk_mask(torch.randn(1, 1, length, length), 40, is_causal=True)
-    assert isinstance(PreparedMask.from_mask(by_query, find_intervals=True), TileMask)
-
-
 def test_shapes_of_masks() -> None:
     """Expanded dims stay of size 1, leading ones fold, and a mask of one row becomes what it does without."""
     mask = runs(4, 2, 40, 50)

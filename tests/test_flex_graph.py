@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatched import bytes_made
 from flex_fixture import compiled_on_cpu, eager_flex
 from key_parts import check_covered, check_told_apart
 from torch import Tensor
@@ -91,32 +92,13 @@ def test_the_recompile_limit_is_an_error_and_never_the_dense_formula() -> None:
             call(1, 25, 24, is_causal=True, softcap=3.0)
 
 
-def tensor_sizes(operation: Any) -> set[int]:
-    """Elements of every tensor that an operation makes."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    sizes = set()
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            for x in torch.utils._pytree.tree_leaves(result):
-                if isinstance(x, Tensor):
-                    sizes.add(x.untyped_storage().nbytes())
-            return result
-
-    with Record():
-        operation()
-    return sizes
-
-
 def test_a_small_bias_reaches_the_kernel_small_and_the_summary_of_a_mask_copies_nothing() -> None:
     mask = torch.rand(2, 1, 400, 600) < 0.5
     lists = partial(dense_tensors, mask, None, 200, 4, 400, 600, torch.device("cpu"), 2, 1)
-    sizes = tensor_sizes(lists) - {mask.numel()}
+    sizes = set(bytes_made(lists)) - {mask.numel()}
     assert max(sizes) <= mask.numel() // BLOCK * 4 * 1.1
     bias = torch.randn(1, 2, 1, 600, dtype=torch.bfloat16).requires_grad_()
-    sizes = tensor_sizes(lambda: flex_call._ToFloat32.apply(bias.expand(2, 2, 400, 600).detach()))
+    sizes = set(bytes_made(lambda: flex_call._ToFloat32.apply(bias.expand(2, 2, 400, 600).detach())))
     assert max(sizes) <= 4 * 2 * 600
 
 

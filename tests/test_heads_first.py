@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from cases import DEVICE
+from dispatched import Dispatched
 from ready_backend import Ready, ready_pair
-from test_plans import Launched, Watch, launched, profiled
+from test_plans import Launched, launched, profiled
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -198,7 +199,7 @@ def recorded() -> AbstractContextManager[Any]:
     return flash_dmattn.config(record=[])
 
 
-@pytest.mark.parametrize("watch", [Watch, profiled, recorded, nullcontext], ids=lambda watch: watch.__name__)
+@pytest.mark.parametrize("watch", [Dispatched, profiled, recorded, nullcontext], ids=lambda watch: watch.__name__)
 def test_a_layer_that_is_checkpointed_saves_the_same_twice(watch: Callable[[], Any], ready: Ready) -> None:
     """torch compares what both runs save; here the first is watched and the second is not."""
     calls.plans.clear()

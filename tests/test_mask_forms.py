@@ -26,8 +26,6 @@ from flash_dmattn.backends.mask_choice import prepared_form
 from flash_dmattn.dispatch import selection
 from flash_dmattn.explanation import explain_description, explain_problem
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.masks.prepared.operators import prepared_view
-from flash_dmattn.masks.prepared.storage import unpack_view
 from flash_dmattn.problem import MaskChoice
 
 # Operators are defined once per process.
@@ -157,21 +155,6 @@ def test_form_of_a_mask_of_one_row(
     sizes = {"q": (batch, seqlen_q, 4, 16), "kv_heads": 2, "seqlen_k": LK}
     problem = explain_problem(**sizes, mask=(1, mask_heads, 1, LK), bias=bias).problem
     assert prepared_form(problem, gathers) == wanted
-
-
-@pytest.mark.parametrize("seqlen_q", (3, 140))
-@pytest.mark.parametrize("bias", ("key", "score"))
-def test_a_mask_of_one_row_as_both_kinds_of_kernels_receive_it(seqlen_q: int, bias: str) -> None:
-    """Keys, intervals and bits allow the same."""
-    mask = random_mask(B, 1, 1, LK)
-    for gathers in (False, True):
-        sizes = {"q": (B, seqlen_q, HQ, 16), "kv_heads": HK, "seqlen_k": LK, "mask": (B, 1, 1, LK)}
-        form = prepared_form(
-            explain_problem(**sizes, bias=(1, 1, seqlen_q if bias == "score" else 1, LK)).problem, gathers
-        )
-        view = prepared_view(mask, seqlen_q, LK, (-1, -1), form)
-        allowed = unpack_view(view, seqlen_q, LK)
-        assert torch.equal(allowed.expand(-1, -1, seqlen_q, -1), mask.expand(-1, -1, seqlen_q, -1))
 
 
 def test_one_query_and_none() -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import Sequences
-from flash_dmattn.masks import topk_mask
 from flash_dmattn.nn import DynamicMaskAttention, KVCache
 from flash_dmattn.nn.positions import rotary_angles
 
@@ -106,18 +105,6 @@ def test_output_and_every_gradient_equal_the_formula(options):
     ):
         assert exact.norm() > 0, name
         torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_the_mask_is_the_causal_topk_of_the_bias_and_takes_no_gradient():
-    layer, x = make_layer(), make_x()
-    q, k, v, mask, bias = layer.attention_arguments(x)
-    assert q.shape == (2, LENGTH, HEADS, HEAD_DIM)
-    assert k.shape == v.shape == (2, LENGTH, HEADS_K, HEAD_DIM)
-    assert bias.shape == (2, HEADS_K, 1, LENGTH) and bias.requires_grad
-    assert mask.shape == (2, HEADS_K, LENGTH, LENGTH) and not mask.requires_grad
-    assert torch.equal(mask, topk_mask((bias * 4096).round(), KEEP, is_causal=True))
-    expected = torch.arange(1, LENGTH + 1).clamp(max=KEEP).expand(2, HEADS_K, LENGTH)
-    assert torch.equal(mask.sum(-1), expected)
 
 
 def test_full_attention_is_sdpa_and_has_no_score_parameters():

@@ -14,12 +14,12 @@ import torch
 from accuracy import Results, run
 from cases import DEVICE, Case, Inputs
 from conftest import Runner
+from dispatched import Dispatched
 from out_of_tree import replace_backend
 from ready_backend import Ready, ready_pair
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_dmattn
@@ -30,20 +30,6 @@ from flash_dmattn.backends.cuda.operands import Kernels
 from flash_dmattn.backends.protocol import Availability
 from flash_dmattn.dispatch import registry
 from flash_dmattn.masks import PreparedMask
-
-
-class Watch(TorchDispatchMode):
-    """Stands for all that has to be shown operators; it records the operators of this library."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator.namespace == "flash_dmattn":
-            self.seen.append(operator.name().partition("::")[2])
-        return operator(*args, **(kwargs or {}))
-
 
 BASE = Case(batch=2, seqlen_q=70, seqlen_k=90, head_dim=64, dtype=torch.bfloat16)
 CASES = {
@@ -94,10 +80,10 @@ def both_ways(attention: Callable[..., Any], case: Case, inputs: Inputs) -> tupl
     """The results of a call that nothing watches, the second of its class, and of one that is watched."""
     run(attention, case, inputs)
     plain = run(attention, case, inputs)
-    with Watch() as watch:
+    with Dispatched() as watch:
         watched = run(attention, case, inputs)
-    assert "attention_forward" in watch.seen
-    assert ("attention_backward" in watch.seen) == bool(case.needs_grad)
+    assert "attention_forward" in watch.names
+    assert ("attention_backward" in watch.names) == bool(case.needs_grad)
     return plain, watched
 
 
@@ -186,7 +172,7 @@ def test_kernels_are_launched_alike(choice: Any, name: str, layout: str, launche
         run(attention, case, actual)
         plain = launched.copy()
         launched.clear()
-        with Watch():
+        with Dispatched():
             run(attention, case, actual)
         assert plain == launched
         assert plain or name == "no key"
@@ -263,7 +249,7 @@ WATCHES: dict[str, Callable[[], Any]] = {
     "record": lambda: flash_dmattn.config(record=[]),
     "hooks on saved tensors": lambda: saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()),
     "count of FLOPs": lambda: FlopCounterMode(display=False),
-    "dispatch mode": Watch,
+    "dispatch mode": Dispatched,
 }
 
 
@@ -352,7 +338,7 @@ def test_each_saved_tensor_alone_may_come_back_in_another_layout(name: str, read
 @pytest.mark.parametrize("function", ["ready", "watched"])
 def test_a_tensor_that_was_written_to_is_named_as_ever(function: str, ready: Ready) -> None:
     q, k, v = leaves()
-    with Watch() if function == "watched" else nullcontext():
+    with Dispatched() if function == "watched" else nullcontext():
         out = attend(q, k, v)
     loss = out.square().sum()
     with torch.no_grad():
@@ -384,14 +370,6 @@ def test_a_fake_gradient_is_not_taken_for_a_plain_one(ready: Ready) -> None:
     actual = torch.autograd.grad(out, inputs, (2 * out.detach()).as_subclass(Wrapped))
     torch.testing.assert_close([x.as_subclass(Tensor) for x in actual], WANTED[1:])
     assert ready.ways == ["forward", "backward"] and ready.shown == ["backward"]
-
-
-def test_a_mask_is_prepared_by_its_operator_where_something_watches() -> None:
-    plain = PreparedMask.from_mask(MASK)
-    with Watch() as watch:
-        watched = PreparedMask.from_mask(MASK)
-    assert watch.seen == ["prepare_mask"]
-    assert all(torch.equal(x, y) for x, y in zip(plain.tensors, watched.tensors, strict=True))
 
 
 @pytest.mark.parametrize("choice", ["cuda", "triton"])
@@ -429,7 +407,7 @@ def test_sequences_go_both_ways_alike(dropout_p: float) -> None:
 
     results()
     plain = results()
-    with Watch() as watch:
+    with Dispatched() as watch:
         watched = results()
-    assert watch.seen[-2:] == ["attention_forward", "attention_backward"]
+    assert watch.names[-2:] == ["attention_forward", "attention_backward"]
     assert all(torch.equal(x, y) for x, y in zip(plain, watched, strict=True))

@@ -171,15 +171,6 @@ def test_calls_beside_one_dense_call(serving: Runner, part: int) -> None:
         assert_accurate(run(prepared(call), serving.name), call)
 
 
-def test_results_have_the_bits_of_the_bool_mask() -> None:
-    for number in range(60):
-        call = with_mask(number)
-        for backend in ("eager", "reference"):
-            actual, wanted = run(prepared(call), backend), run(call, backend)
-            for name, x in wanted.items():
-                assert x is None or torch.equal(x, actual[name]), (number, backend, name)
-
-
 def test_ragged_masks() -> None:
     for number in range(40):
         call = with_mask(number, lengths=LONG)

@@ -191,14 +191,6 @@ def test_a_compiled_call_follows_lengths_and_bounds() -> None:
     assert counter.frame_count <= 2
 
 
-def test_sequences_are_an_argument_of_a_compiled_function() -> None:
-    step = torch.compile(lambda x, s: attention(x, x, x, sequences=s), fullgraph=True, backend="eager")
-    x = torch.randn(10, 2, 8)
-    for edges in ([0, 3, 10], [0, 9, 10]):
-        sequences = Sequences.packed(torch.tensor(edges))
-        torch.testing.assert_close(step(x, sequences), attention(x, x, x, sequences=sequences))
-
-
 # Fake tensors: each makes the arguments of a call and its sequences, and is called with and without a mode of fakes.
 
 LEAF: dict[str, Any] = {"requires_grad": True}

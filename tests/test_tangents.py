@@ -13,6 +13,7 @@ import tangent_calls
 import torch
 from cases import DEVICE, Case
 from conftest import needs_triton
+from dispatched import bytes_made
 from draws import Drawn, draw_small
 from flex_fixture import eager_flex
 from forked import interpret
@@ -66,30 +67,18 @@ def test_no_matrix_of_scores_exists() -> None:
     """Eager holds chunks alone, also for the gradients of tangents."""
     q, k, v, t = (torch.randn(1, 512, 1, 4, requires_grad=True) for _ in range(4))
     flash_dmattn.backends.eager.set_chunk_bytes(2**17)
+
+    def run() -> None:
+        out, tout = torch.func.jvp(lambda q: flash_dmattn.attention(q, k, v, backend="eager"), (q,), (t,))
+        (out.sum() + tout.square().sum()).backward()
+
     try:
-        seen: list[int] = []
-        with Largest(seen):
-            out, tout = torch.func.jvp(lambda q: flash_dmattn.attention(q, k, v, backend="eager"), (q,), (t,))
-            (out.sum() + tout.square().sum()).backward()
+        assert 0 < max(bytes_made(run)) <= 2**17
     finally:
         flash_dmattn.backends.eager.set_chunk_bytes(EAGER_BYTES)
-    assert 0 < max(seen) <= 2**17
 
 
 EAGER_BYTES = flash_dmattn.backends.eager.chunked.DEFAULT_CHUNK_BYTES
-
-
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the bytes of every tensor that an operation makes."""
-
-    def __init__(self, seen: list[int]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.seen += [x.nbytes for x in (made if isinstance(made, tuple) else (made,)) if isinstance(x, Tensor)]
-        return made
 
 
 @pytest.mark.parametrize(

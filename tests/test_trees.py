@@ -14,15 +14,13 @@ import pytest
 import torch
 from cases import DEVICE
 from conftest import Runner
-from out_of_tree import replaced, rules_without
-from sequence_calls import SequenceCall, assert_accurate, run
+from sequence_calls import assert_accurate, run
 from tree_calls import ON_GPU, as_chain, draw
 
 import flash_dmattn
 from flash_dmattn import Sequences, attention
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared.storage import TreeMask
-from flash_dmattn.remembered import Remembered
 
 EXAMPLES = int(os.environ.get("FLASH_DMATTN_EXAMPLES", 120))
 
@@ -60,44 +58,6 @@ def test_a_chain_is_causal_bit_for_bit(serving: Runner) -> None:
         chain, causal = (run(each, serving.name) for each in as_chain(call))
         for name, x in causal.items():
             assert x is None or torch.equal(x, chain[name]), (number, name)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_a_chain_is_launched_as_causality_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that need not be here: every call whose bits are compared there has the same kernels and programs."""
-    from flash_dmattn.triton_kernels import kernel_launch, launch
-    from flash_dmattn.triton_kernels.plan_sequences import SequenceCall as Planned
-
-    def on_sm_90(*arguments: Any) -> Planned:
-        call = Planned(*arguments)
-        call.arch, call.num_sms = "sm_90", 132
-        return call
-
-    launched: list[Any] = []
-    monkeypatch.setattr(launch, "SequenceCall", on_sm_90)
-    monkeypatch.setattr(launch, "plans", Remembered(4096))
-    monkeypatch.setattr(kernel_launch.Launch, "__call__", lambda self, *tensors: launched.append(self))
-
-    def launches(call: SequenceCall) -> list[Any]:
-        launched.clear()
-        run(call, "triton")
-        actual = []
-        for each in launched:
-            decided = dict(zip(each.kernel.arg_names[-len(each.rest) :], each.rest, strict=True))
-            for name in ("MASK", "mask_strides", "RIGHT"):
-                decided.pop(name, None)
-            if "shape" in decided:
-                decided["shape"] = decided["shape"]._replace(right=-1)
-            actual.append((each.kernel.__name__, each.grid, each.options, decided))
-        return actual
-
-    shared = 0
-    with replaced("triton", rules=rules_without("triton", "device")):
-        for number in range(40):
-            chain, causal = (launches(each) for each in as_chain(replace(draw(number, **ON_GPU), needs_grad=())))
-            assert chain == causal, number
-            shared += any(name == "combine_kernel" for name, *_ in chain)
-    assert shared > 0
 
 
 @pytest.mark.parametrize("tokens", (0, 1, 31, 32, 33, 65))
