@@ -646,11 +646,11 @@ class PreparedMask(ABC):
         Args:
             index: integers of 2 dims or more, read from the right as (*batch, Hm, R, K), any strides: a list of K keys
                 or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 stands for none. Hm is 1, Hk or
-                Hq. Leading dims fold as in `from_mask`. Beside sequences it is (Hm, queries of all sequences, K) where
+                Hq. Leading dims fold as in `from_mask`. With sequences it is (Hm, queries of all sequences, K) where
                 queries are packed, else (sequences or 1, Hm, seqlen_q, K).
             seqlen_k: number of keys; beside sequences `k.shape[-3]`, of pages `block_table.shape[1] * page_size`.
             seqlen_q: number of queries; needed if lists are for blocks of them.
-            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k). Beside
+            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k). With
                 sequences no queries share a list.
             is_causal, window_size: the band, as in `from_mask`.
             sequences: where the sequences of the calls lie.
@@ -696,7 +696,7 @@ class PreparedMask(ABC):
                 raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}.")
             if values_can_be_read(index):
                 last = keys_seen(bounds, spec, (-1, -1))[1][:, None, :, None]
-                # What a row without keys lists counts for nobody.
+                # Rows without keys may list any.
                 _check_entries(index, torch.where(last < 0, lengths[1] - 1, last) // blocks[1])
             low, high = (
                 torch.div(x[:, None], blocks[1], rounding_mode="floor") for x in keys_seen(bounds, spec, window)

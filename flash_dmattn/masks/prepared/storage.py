@@ -184,7 +184,7 @@ class ListMask(BatchMask):
 
     Keys that the band hides from all queries of a list are left out of it. Where entries are blocks, the band hides
     more keys, and kernels compare positions. All tensors are int32, contiguous and on the mask's device, with
-    R = ceil(Lq / block_q). Beside sequences keys count within each sequence. Bm is 1 and R all queries where these are
+    R = ceil(Lq / block_q). With sequences keys count within each sequence. Bm is 1 and R all queries where these are
     packed, else Bm is their number.
 
     Attributes:
