@@ -596,7 +596,7 @@ def test_a_mask_of_lists_beside_sequences_is_the_mask_that_it_stands_for(name: s
         assert torch.equal(part[..., : number[1]], alone.dense()[0]) and not part[..., number[1] :].any()
         allowed += int(part.sum())
     assert torch.equal(lists.dense(1, 4), dense[:, :, 1:4]) and int(dense.sum()) == allowed
-    assert lists.stats().density == pytest.approx(allowed / dense.numel())
+    assert lists.stats().density == pytest.approx(allowed / max(1, dense.numel()))
     for x in (pickle.loads(pickle.dumps(lists)), lists.to("cpu")):
         assert torch.equal(x.dense(), dense) and x.call_key == lists.call_key
     assert torch.equal(torch.where(lists.index < 0, call.index.int(), lists.index), call.index.expand_as(lists.index))
@@ -622,6 +622,40 @@ def test_scores_of_packed_keys_at_lists() -> None:
         torch.testing.assert_close(x, y)
     with pytest.raises(ValueError, match="blocks of 4 keys beside packed sequences; they need single keys"):
         IndexScores(q, k, weights).at(BESIDE["packed, blocks"]._replace(list_heads=1).build().lists)
+
+
+@pytest.mark.parametrize("local", (0, 2))
+@pytest.mark.parametrize("is_causal", (True, False))
+def test_topk_lists_of_packed_keys_are_those_of_each_sequence(is_causal: bool, local: int) -> None:
+    call = BESIDE["packed"].build()
+    sequences, rows_q, rows_k = call.lists.sequences, call.tensors[0].shape[1], call.tensors[1].shape[1]
+    scores = IndexScores(torch.randn(1, rows_q, 2, 4), torch.randn(1, rows_k, 4), torch.rand(1, rows_q, 2))
+    full = torch.randn(2, rows_q, rows_k).round()
+    for x in (scores, full):
+        if local and not is_causal:
+            with pytest.raises(ValueError, match="local is"):
+                from_topk_lists(x, 3, local=local, sequences=sequences)
+            continue
+        lists = from_topk_lists(x, 3, is_causal=is_causal, local=local, sequences=sequences)
+        dense, listed = lists.dense(), 0
+        for (_, rows), (_, keys) in call.places:
+            if rows.start == rows.stop or keys.start == keys.stop:
+                continue
+            own = full[:, rows, keys]
+            if x is scores:
+                own = IndexScores(scores.q[:, rows], scores.k[:, keys], scores.weights[:, rows])
+            alone = from_topk_lists(own, 3, is_causal=is_causal, local=local).dense()[0]
+            assert torch.equal(dense[0, :, rows, : keys.stop - keys.start], alone)
+            listed += int(alone.sum())
+        assert int(dense.sum()) == listed == int(lists.count.sum())
+        again = from_lists(lists.index, seqlen_k=rows_k, sequences=sequences, is_causal=is_causal)
+        assert torch.equal(again.keys, lists.keys) and torch.equal(again.count, lists.count)
+    for other, told in ((SLOTS, "of padded sequences"), (TWO, r"for blocks \(1, 2\) of packed sequences")):
+        size = {} if other is SLOTS else {"block_size": (1, 2), "seqlen_k": 6}
+        with pytest.raises(ValueError, match=told):
+            from_topk_lists(torch.zeros(5, 3 if size else 6), 2, sequences=other, **size)
+    empty = IndexScores(torch.zeros(1, 3, 2, 4), torch.zeros(1, 5, 4), torch.zeros(1, 3, 2))
+    assert (from_topk_lists(empty, 2, sequences=Sequences.packed(torch.tensor([0]))).keys == -1).all()
 
 
 def test_ways_through_a_call_beside_sequences() -> None:
