@@ -189,6 +189,8 @@ def test_tf32_is_taken_where_its_tiles_fit() -> None:
         least = 32 if fits else 16  # a bool mask and dropout need 32, as TF32 takes them (docs/notes/triton.md)
         assert masked.call(arch).tile("keys").block_m == least
         assert wide.call(arch).precision_of("queries") == narrow.call(arch).precision_of("keys") == "tf32"
+    assert narrow.call("gfx942").precision == "tf32"
+    assert narrow.call("gfx950").precision == "ieee", "it has no TF32, and Triton refuses it"
 
 
 def on(arch: str, dtype: str = "bf16") -> AttentionProblem:

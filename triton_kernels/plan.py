@@ -54,6 +54,11 @@ def takes_tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def precision_of_products(dtype: torch.dtype, arch: str) -> str:
+    """Return "tf32" or "ieee", as kernels get it. Triton has no TF32 for gfx950, whose hardware lacks it."""
+    return "tf32" if takes_tf32(dtype) and arch != "gfx950" else "ieee"
+
+
 def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
     """Return the tensors of a mask that a kernel reads: bits and lists, kept and prefix, or one tensor."""
     if mask.form == "none":
@@ -133,7 +138,7 @@ class Call:
         self.scale_log2 = scale / softcap if softcap > 0 else scale * LOG2E.value
         # A descriptor costs the host 20 us (H200, Triton 3.6), longer than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
-        self.precision = "tf32" if takes_tf32(q.dtype) else "ieee"
+        self.precision = precision_of_products(q.dtype, self.arch)
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
 
     @property
