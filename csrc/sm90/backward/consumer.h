@@ -477,7 +477,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
   typename BackwardConsumer<Traits>::Pipes pipes;
   PipelineState<Traits::kKeyStages> pipe_keys;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   float dk[Traits::kKeyTiles][Traits::kD / 2], dv[Traits::kKeyTiles][Traits::kDv / 2];
   const PingPong pingpong{group};
   pingpong.start();

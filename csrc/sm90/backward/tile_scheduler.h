@@ -164,6 +164,11 @@ __device__ __forceinline__ int count_predecessors(const BackwardParams& p, const
   }
 }
 
+// Whether a thread of its own finds work tiles. Where two warps serve dbias and its bias, none is left: the thread that
+// loads finds them.
+template <class Traits>
+constexpr bool kHasScheduler = !Traits::kStoresDbias && !Traits::kSumsDbias;
+
 // A work tile for one query head, as the producer hands it to the other warps.
 template <class Traits>
 struct KeyWorkItem : OfSequence<Traits::kHasSequences> {
