@@ -23,6 +23,7 @@ struct BackwardCall {
   bool groups_share_mask;                  // the heads of a group have the same mask
   bool shares_over_batch;                  // batch entries read the same bias per score or the same mask
   bool has_key_bias;                       // a bias of one value per key
+  bool has_bias;                           // of one value per key, per query and key, or per distance
 };
 
 constexpr int64_t kDbiasColumns = 8;  // of a row of dbias, or of its sums; 16 bytes of dbias are written at a time
@@ -242,7 +243,8 @@ inline BackwardSchedule schedule_backward(const BackwardCall& call, DbiasWriter 
   BackwardSchedule schedule{};
   schedule.completes_dq = takes_two && tiles_k == 2 && call.needs_dq && writer != DbiasWriter::kClusters;
   const bool has_two_tiles = schedule.completes_dq || (takes_two && writer == DbiasWriter::kMain);
-  schedule.block_n = has_two_tiles ? 2 * kTile : backward_block_n(call.head_dim, call.head_dim_v);
+  const bool has_whole = has_whole_tile(call.head_dim, call.head_dim_v) && !has_mask && !call.has_softcap && !call.has_bias;
+  schedule.block_n = has_two_tiles ? 2 * kTile : has_whole ? kTile : backward_block_n(call.head_dim, call.head_dim_v);
   schedule.blocks_k = has_two_tiles ? ceil_div(tiles_k, 2) : tiles_k * (kTile / schedule.block_n);
   schedule.is_ordered = call.needs_dq && call.is_deterministic && !schedule.completes_dq;
   schedule.batch_is_inner = writer == DbiasWriter::kClusters || call.shares_over_batch;
