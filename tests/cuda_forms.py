@@ -24,6 +24,7 @@ BIAS_FORMS = ("none", "vector", "tile", "strided")
 # The same of the backward kernels.
 BACKWARD_FORMS = ("none", "vector", "tile", "stored tile")
 SUMMED = "summed tile"  # of head dims up to 128
+WHOLE = "whole tile of keys"  # without mask and bias, of head dims 192 and 128
 NUM_SMS = 132  # of an H200
 
 
@@ -118,6 +119,10 @@ class Schedule(NamedTuple):
         """Whether a work tile has two tiles of keys."""
         return self.block_n == 256
 
+    def has_whole_tile(self, dims: tuple[int, int]) -> bool:
+        """Whether a work tile has a whole tile of keys, by the kernel of its own of the instance of these head dims."""
+        return max(dims) > 128 and self.block_n == 128
+
 
 WRITERS = ("none", "main", "clusters", "shared_dbias")
 SOURCE = """
@@ -128,7 +133,7 @@ using namespace flash_dmattn;
 extern "C" void schedule(const int64_t* sizes, const int* flags, int64_t num_sms, int64_t* result) {
   BackwardCall call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9],
                     sizes[10], sizes[11], flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0,
-                    flags[5] != 0, flags[6] != 0, flags[7] != 0, flags[8] != 0};
+                    flags[5] != 0, flags[6] != 0, flags[7] != 0, flags[8] != 0, flags[9] != 0};
   const DbiasWriter writer = dbias_writer(call);
   const BackwardSchedule found = schedule_backward(call, writer, num_sms);
   const DbiasSchedule of_dbias =
@@ -180,6 +185,7 @@ def schedule_of(problem: AttentionProblem, num_sms: int = NUM_SMS, *, has_key_or
         p.mask is not None and p.num_heads_k % p.mask.shape[1] == 0,
         shares,
         p.bias_class == "key",
+        p.bias is not None and not p.bias.broadcast()[3],
     )
     result = (ctypes.c_int64 * len(Schedule._fields))()
     _library().schedule((ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_int * len(flags))(*flags), num_sms, result)

@@ -19,7 +19,7 @@ from unittest import mock
 import draws
 from accuracy import run
 from cases import ALL, Case, Numbers
-from cuda_forms import NUM_SMS, backward_form, backward_works, bias_form, instance_of, laid_out, schedule_of
+from cuda_forms import NUM_SMS, WHOLE, backward_form, backward_works, bias_form, instance_of, laid_out, schedule_of
 from descriptors import descriptors_wherever_they_serve
 from draws import BF16, FP16, FP32, KERNELS, Drawn, Features, draw
 from out_of_tree import replaced, rules_without
@@ -142,6 +142,8 @@ def reached_by(call: Sanitized) -> Reached:
     is_shared = schedule.writer == "shared_dbias"
     if case.softcap > 0:
         return {*reached, ("capped", dims, form), ("capped sum", dims, is_shared)}
+    if schedule.has_whole_tile(dims):
+        form = WHOLE
     reached |= {("backward", instance, form, has_mask), ("order", dims, form, has_mask, in_order)}
     reached |= {("works", in_order, *backward_works(problem)), ("shared", instance, has_mask, is_shared)}
     if is_shared:

@@ -187,6 +187,39 @@ def test_two_tiles_of_keys_at_a_time(
     backend.check(case, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("needs_grad", (ALL, ("q",), ("k", "v")), ids="-".join)
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {},
+        {"is_causal": True},
+        {"window_size": (100, 30), "dtype": torch.float16},
+        {"logits": 30.0, "softmax_scale": -0.3},  # p is almost all 0 and 1
+        {"head_dim": 136, "head_dim_v": 72, "bias": ("B", "Hq", "Lq", "1")},  # which moves lse alone
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("lengths", ((1, 128), (65, 129), (300, 330)), ids=str)
+@both_orders
+def test_whole_tiles_of_keys_of_wide_heads(
+    backend: Runner,
+    deterministic: bool,
+    lengths: tuple[int, int],
+    changes: dict[str, Any],
+    needs_grad: tuple[str, ...],
+    unwritten_is_nan: None,
+) -> None:
+    """Blocks have 128 keys of head dims up to 192 and 128, where work tiles are more than SMs."""
+    seqlen_q, seqlen_k = lengths
+    num_heads_k = NUM_SMS // (4 * -(-seqlen_k // TILE)) + 1
+    case = BASE.with_(seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=2 * num_heads_k, num_heads_k=num_heads_k)
+    case = case.with_(**{"head_dim": 192, "head_dim_v": 128, "needs_grad": needs_grad, **changes})
+    assert schedule_of(differentiated(case, deterministic), NUM_SMS).block_n == TILE
+    inputs = case.build()
+    backend.check(case, inputs, deterministic=deterministic)
+    check_again(backend, case, inputs, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("needs_grad", (ALL, ("q",), ("q", "k"), ("q", "bias")), ids="-".join)
 @pytest.mark.parametrize(
     "bias", (None, ("B", "Hq", "Lq", "1"), ("1", "Hq", "Lq", "Lk"), FULL), ids=("none", "per query", "shared", "full")

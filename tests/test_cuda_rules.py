@@ -692,6 +692,30 @@ def test_under_which_masks_blocks_decide(size: tuple[int, int, int], call: dict[
     assert not ordered.blocks_decide  # additions in a fixed order
 
 
+# Head dims of q and v, heads, length, and the rest of a call; keys of a work tile on 132 SMs.
+TILES_OF_KEYS = (
+    ((192, 128), (16, 1024), {}, 64),  # 128 work tiles of 128 keys: fewer than SMs
+    ((192, 128), (16, 2048), {}, 128),
+    ((192, 128), (16, 2048), {"kv_heads": 4, "window_size": (100, 0)}, 128),
+    ((160, 40), (16, 2048), {"bias": (1, 16, 2048, 1)}, 128),  # by the same kernel; a bias that moves lse alone
+    ((192, 128), (16, 2048), {"bias": (1, 16, 1, 2048)}, 64),
+    ((192, 128), (16, 2048), {"mask": (1, 1, 2048, 2048)}, 64),
+    ((192, 128), (16, 2048), {"softcap": 2.0}, 64),
+    ((192, 192), (16, 2048), {}, 64),
+    ((256, 128), (16, 2048), {}, 64),
+)
+
+
+@pytest.mark.parametrize(("head_dims", "size", "call", "keys"), TILES_OF_KEYS, ids=str)
+def test_keys_of_a_work_tile_of_wide_heads(
+    head_dims: tuple[int, int], size: tuple[int, int], call: dict[str, Any], keys: int
+) -> None:
+    heads, length = size
+    q = (1, length, heads, head_dims[0])
+    problem = explained(q=q, head_dim_v=head_dims[1], is_causal="mask" not in call, **call, grad=True).problem
+    assert schedule_of(problem).block_n == keys
+
+
 # Batch, heads, length; chunks of a bias that batch entries share, one for each head, and of one that heads share too.
 CHUNKS = (
     ((256, 4, 256), 8, 33),  # 128 and 132 work tiles

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_triton
-from cuda_forms import ALL_INSTANCES, BACKWARD_FORMS, BIAS_FORMS, SUMMED
+from cuda_forms import ALL_INSTANCES, BACKWARD_FORMS, BIAS_FORMS, SUMMED, WHOLE
 from gpu_checks import SANITIZED
 from kernel_calls import HELD_CALLS, calls_of
 
@@ -60,9 +60,11 @@ def test_every_kernel_of_cuda_is_reached(monkeypatch: pytest.MonkeyPatch) -> Non
     assert by_kind["backward"] == {
         *itertools.product(ALL_INSTANCES, BACKWARD_FORMS, flags),
         *itertools.product(summed, [SUMMED], flags),
+        *(((192, 128, dtype), WHOLE, False) for dtype in dtypes),
     }
     forms = [*itertools.product(INSTANCES, BACKWARD_FORMS), *itertools.product(narrow, [SUMMED])]
-    assert by_kind["order"] == {(*form, *order) for form in forms for order in itertools.product(flags, flags)}
+    orders = {(*form, *order) for form in forms for order in itertools.product(flags, flags)}
+    assert by_kind["order"] == orders | {((192, 128), WHOLE, False, in_order) for in_order in flags}
     assert by_kind["shared"] == set(itertools.product(ALL_INSTANCES, flags, flags))
     assert by_kind["dtype"] == {(instance,) for instance in ALL_INSTANCES}
     # With a softcap, which the kernel of a shared gradient has, too.

@@ -30,6 +30,7 @@ int64_t BackwardPass::row_bytes() const {
 void BackwardPass::schedule_tiles() {
   call.shares_over_batch = shares_over_batch(params, has_bias_tiles(), has_mask);
   call.has_key_bias = bias_form == BackwardBias::kVector;
+  call.has_bias = bias_form != BackwardBias::kNone;
   schedule = schedule_backward(call, writer, num_sms);
   turns_dq = has_turned_dq(kernels.head_dim, kernels.head_dim_v) && bias_form == BackwardBias::kNone && !has_mask &&
              args.softcap <= 0 && !args.dropout_key.has_value() && args.dq.has_value() && !schedule.completes_dq &&

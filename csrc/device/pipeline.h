@@ -23,6 +23,9 @@ struct PipelineState {
   }
 };
 
+// Work tiles that the producer may have handed out while others still read the first of them.
+constexpr int kWorkStages = 3;
+
 // Hands a work tile to the other warps, as one thread.
 template <class Storage, int kStages, class Item>
 __device__ __forceinline__ void hand_out(Storage& shared, PipelineState<kStages>& pipe, const Item& item) {

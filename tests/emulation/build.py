@@ -3,7 +3,7 @@
 csrc is copied. `device/` replaces the two files with assembly, `cub/` replaces CUB's sort, and declarations of shared
 memory of a size set at launch, which only nvcc knows, are rewritten.
 
-    python tests/emulation/build.py flash_dmattn_emulated.so --head-dims 32,64,96,128 --dtypes bf16
+    python tests/emulation/build.py flash_dmattn_emulated.so --head-dims 32,64,96,128,192 --dtypes bf16
 """
 
 from __future__ import annotations
@@ -121,31 +121,6 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
         raise SystemExit("a command of the build failed, and what it said is above")
 
 
-def check_syntax(folder: Path, head_dims: str, dtypes: str) -> list[str]:
-    """Have the compiler read the units of these head dims and dtypes, every template of theirs included.
-
-    Args:
-        folder: of a `build`, whose copy of csrc and flags these are.
-        head_dims, dtypes: as for `build`.
-
-    Returns:
-        The names of the units.
-
-    Raises:
-        SystemExit: a unit does not compile; what the compiler says is printed by then.
-    """
-    os.environ.update(FLASH_DMATTN_HEAD_DIMS=head_dims, FLASH_DMATTN_DTYPES=dtypes)
-    flags = re.search(r"^flags = (.*)$", (folder / "build.ninja").read_text(), re.MULTILINE)
-    assert flags is not None
-    units = build_cuda.attention_units()
-    for unit in units:
-        source = (folder / "csrc" / unit.source).with_suffix(".cpp")
-        command = ["g++", "-fsyntax-only", *flags[1].split(), *unit.defines.split(), source]
-        if subprocess.run(command).returncode != 0:
-            raise SystemExit(f"{unit.name} does not compile, and what the compiler said is above")
-    return [unit.name for unit in units]
-
-
 def _cuda_include(nvcc: str) -> Path:
     said = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
     top = re.search(r"TOP=(.*)", said)
@@ -159,7 +134,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--folder", type=Path, default=Path("build/emulation"))
-    parser.add_argument("--head-dims", default="32,64,96,128")
+    parser.add_argument("--head-dims", default="32,64,96,128,192")
     parser.add_argument("--dtypes", default="bf16")
     options = parser.parse_args()
     build(options.output, options.folder, options.head_dims, options.dtypes)

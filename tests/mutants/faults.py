@@ -30,6 +30,7 @@ _FORWARD_MODE = f"{_INTERPRETED}test_calls_written_by_hand[forward mode]"
 _WORKERS = "tests/test_distributed_workers.py::"
 _RARE = "tests/test_cuda_rare.py::"
 _DISTANCES = "tests/test_cuda_relative.py::"
+_WHOLE = "tests/test_cuda_backward.py::test_whole_tiles_of_keys_of_wide_heads[any order-(300, 330)-{}-q-cuda]"
 _SDPA = "tests/test_sdpa_backend.py::"
 _SEQUENCES = "tests/test_cuda_sequences.py::"
 
@@ -552,6 +553,27 @@ _CSRC = (
         "if (p.dkv_semaphore != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);",
         "",
         (f"{_RARE}test_heads_of_a_group_are_summed_in_their_order[cuda]",),
+    ),
+    Fault(
+        "both consumers add the first half of dq's third panel",
+        "csrc/sm90/backward/consumer.h",
+        "const int first = group * (kRestColumns / 8);",
+        "const int first = 0;",
+        (_WHOLE,),
+    ),
+    Fault(
+        "the next scores are waited for, and the rest of dq is not",
+        "csrc/sm90/backward/consumer.h",
+        "wgmma_wait<kHasNext ? 1 : 0>();\n    wgmma_fence_operand(rest);",
+        "wgmma_fence_operand(rest);",
+        (_WHOLE,),
+    ),
+    Fault(
+        "the thread that finds work tiles waits where nobody wants the next one",
+        "csrc/sm90/backward/producer.h",
+        "!item.is_last || p.tile_counter == nullptr) return;",
+        "!item.is_last) return;",
+        (_WHOLE,),
     ),
     Fault(
         "an empty row keeps its lse and its dlse",

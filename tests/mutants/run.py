@@ -42,9 +42,9 @@ from benchmarks.files import write_whole  # noqa: E402
 
 SECONDS = 900  # of one process; a fault that makes its tests hang is killed after as many
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
-# csrc runs on the emulated GPU, built anew for each fault; head dims 32, 64, 96 and 128 reach what the faults change.
+# csrc runs on the emulated GPU, built anew for each fault; head dims up to 192 reach what the faults change.
 EMULATE = (sys.executable, "tests/emulation/build.py")
-EMULATED_PARTS = ("--head-dims", "32,64,96,128", "--dtypes", "bf16")
+EMULATED_PARTS = ("--head-dims", "32,64,96,128,192", "--dtypes", "bf16")
 # Files with these words take minutes, so they are processes of their own, after all others.
 LONG = (
     *("interpreter", "compiled", "extension", "emulation", "_run", "demo", "training", "workers", "dtensor"),

@@ -38,7 +38,7 @@ __device__ __forceinline__ void send_ds(const BackwardParams& p, Storage& shared
   constexpr int kDsSlices = Traits::kDsSlices;
   PipelineState<Traits::kDsStages> pipe;
   PipelineState<Traits::kExchangeStages> pipe_exchange;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   const int rank = cluster_rank(), lane = threadIdx.x % 32, bytes = Traits::kExchangeBytes / p.cluster;
   const int to = (rank + 1 + lane) % p.cluster;  // so that not all blocks send to the same one at once
   const uint32_t exchange = map_shared_rank(shared_address(shared.exchange) + rank * bytes, to);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void sum_dbias(const BackwardParams& p, Storage& shar
   constexpr int kAtOnce = Traits::kSumsFast ? 2 : 1;  // blocks read at once; clusters have an even number
   PipelineState<Traits::kDsStages> pipe_ds;
   PipelineState<Traits::kExchangeStages> pipe;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   const int rank = cluster_rank(), thread = threadIdx.x % 128;
   const int bytes = Traits::kExchangeBytes / p.cluster, rows = kSliceRows / p.cluster;
   const int chunk = thread % 8;  // 8 of the row's 64 keys

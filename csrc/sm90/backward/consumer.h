@@ -56,6 +56,9 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   // columns.
   static constexpr int kDqColumns = Traits::kDqColumns;
   using DqAccum = float[kDqColumns / 2];
+  // Its half of a third panel.
+  static constexpr int kRestColumns = Traits::kHasThirdPanel ? kPanelColumns / 2 : 16;
+  using DqRest = float[kRestColumns / 2];
   // Columns of the second consumer that exist: at D96 half of its panel is zeros.
   static constexpr int kLastColumns = kBlockM == 64 && kD > kAccumColumns ? kD - kAccumColumns : kDqColumns;
 
@@ -80,6 +83,19 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
         }
       }
       pipe.advance();
+    }
+    wgmma_commit();
+  }
+
+  // The same for its half of a third panel.
+  __device__ __forceinline__ void start_rest_of_dq(DqRest& rest, const DsPipe& pipe) {
+    const uint32_t keys = shared_address(shared.k[this->key_stage]) + 2 * kTile * kRowBytes + group * kRestColumns * 2;
+    const uint64_t k = matrix_descriptor(keys, 16), ds = matrix_descriptor(shared_address(shared.ds[pipe.stage]), 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTile / 16; ++i) {
+      Wgmma<Element, kRestColumns>::run_b_transposed(rest, advance_k_major<kBlockM>(ds, i), advance_mn_major(k, i),
+                                                     i > 0);
     }
     wgmma_commit();
   }
@@ -123,8 +139,20 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
         if (c * 8 >= kLastColumns && group == 1) break;
         red_add_v4(to + accum_offset(c, threadIdx.x % 128), dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
       }
+      if constexpr (Traits::kHasThirdPanel) return;  // the rest follows
       if (p.dq_semaphore != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
     }
+  }
+
+  __device__ __forceinline__ void add_rest_of_dq(const DqRest& rest, const KeyWorkItem<Traits>& item, int block) {
+    float* const to = dq_sums_of(p, item, block, 0) + 2 * kAccumFloats<kD>;
+    const int first = group * (kRestColumns / 8);
+#pragma unroll
+    for (int c = 0; c < kRestColumns / 8; ++c) {
+      red_add_v4(to + accum_offset(first + c, threadIdx.x % 128), rest[4 * c], rest[4 * c + 1], rest[4 * c + 2],
+                 rest[4 * c + 3]);
+    }
+    if (p.dq_semaphore != nullptr) named_barrier_arrive(kHasAddedBarrier + group, 128 + 32);
   }
 
   // Stores dq, (B, Lq, Hq, D), of all keys. A quad stores 16 bytes of a row.
@@ -314,6 +342,46 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     }
   }
 
+  // The products of one query block, with three panels of dq: as `multiply`, in an order that leaves fewer accumulators
+  // alive.
+  template <bool kHasNext>
+  __device__ __forceinline__ void multiply_three_panels(const KeyWorkItem<Traits>& item, int i, const Operand& probs,
+                                                        const Operand& ds, Scores& scores, int last_index,
+                                                        Pipes& pipes) {
+    const int stage = pipes.rows.stage;
+    const PingPong pingpong{group};
+    pingpong.wait();
+    start_dv(probs, stage, 0);
+    share_ds(ds, pipes.ds);
+    pipes.ds.advance();
+    start_dk(ds, stage, 0);
+    if (i > 0) wait_for_ds(pipes.dq);
+    wgmma_wait<1>();
+    wgmma_fence_operand(dv[0]);
+    barrier_arrive_of_warp(&shared.dout_empty[stage]);
+    wgmma_wait<0>();
+    wgmma_fence_operand(dk[0]);
+    barrier_arrive_of_warp(&shared.q_empty[stage]);
+    DqAccum dq;
+    start_dq(dq, pipes.dq);
+    pipes.rows.advance();
+    DqRest rest;
+    start_rest_of_dq(rest, pipes.dq);
+    pingpong.pass();
+    wgmma_wait<1>();
+    wgmma_fence_operand(dq);
+    const bool adds = i > 0 && p.dq_sums != nullptr;
+    if (adds) add_dq(dq, item, last_index, pipes.dq_sums);
+    if constexpr (kHasNext) {
+      barrier_wait(&shared.q_full[pipes.rows.stage], pipes.rows.phase);
+      this->start_scores(scores, pipes.rows.stage);
+    }
+    wgmma_wait<kHasNext ? 1 : 0>();
+    wgmma_fence_operand(rest);
+    if (i > 0) release_ds(pipes.dq);
+    if (adds) add_rest_of_dq(rest, item, last_index);
+  }
+
   // One step: a query block and a key tile, whose scores have been computed. With kHasNext the scores of the next
   // key tile, or of the next query block, have been computed at the end.
   template <bool kHasNext, int kKeyTile>
@@ -323,9 +391,12 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     typename Base::Kept kept;
     this->find_kept_of(kept, item, block.index);
     Scores dp;
+    Operand probs, ds;
     const int stage = pipes.rows.stage;
-    if constexpr (kKeyTile == 0) barrier_wait(&shared.dout_full[stage], pipes.rows.phase);
-    this->start_dp(dp, stage, kKeyTile);
+    if constexpr (kKeyTile == 0 && !Traits::kHasThirdPanel) {
+      barrier_wait(&shared.dout_full[stage], pipes.rows.phase);
+    }
+    if constexpr (!Traits::kHasThirdPanel) this->start_dp(dp, stage, kKeyTile);
     if constexpr (Traits::kHasBiasTiles) {
       finish_with_bias(scores, stage, pipes.bias);
     } else if constexpr (Traits::kIsRelative) {
@@ -338,15 +409,24 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     if constexpr (kHasNext && kIsLast) this->find_block(block, item, i + 1);  // loaded early, to be there when needed
 #pragma unroll
     for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
-    this->mark_dropped(scores, kept);
-    wgmma_wait<0>();
-    wgmma_fence_operand(dp);
-    Operand probs, ds;
-    float sums[2];
-    this->finish_ds(scores, dp, stage, probs, ds, sums);
-    if constexpr (kHasKeyBias) add_key_sums(sums);
-    if constexpr (Traits::kSumsFlat) add_flat_sums(sums, item, index);
-    multiply<kHasNext, kKeyTile>(item, i, probs, ds, scores, last_index, pipes);
+    if constexpr (Traits::kHasThirdPanel) {
+      this->hold_probs(scores, probs);
+      barrier_wait(&shared.dout_full[stage], pipes.rows.phase);
+      this->start_dp(dp, stage, kKeyTile);
+      wgmma_wait<0>();
+      wgmma_fence_operand(dp);
+      this->finish_held(probs, dp, stage, probs, ds);
+      multiply_three_panels<kHasNext>(item, i, probs, ds, scores, last_index, pipes);
+    } else {
+      this->mark_dropped(scores, kept);
+      wgmma_wait<0>();
+      wgmma_fence_operand(dp);
+      float sums[2];
+      this->finish_ds(scores, dp, stage, probs, ds, sums);
+      if constexpr (kHasKeyBias) add_key_sums(sums);
+      if constexpr (Traits::kSumsFlat) add_flat_sums(sums, item, index);
+      multiply<kHasNext, kKeyTile>(item, i, probs, ds, scores, last_index, pipes);
+    }
     if constexpr (kHasNext) {
       wgmma_wait<0>();
       wgmma_fence_operand(scores);
@@ -416,6 +496,13 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       wgmma_wait<0>();
       wgmma_fence_operand(dq);
       finish_dq(dq, item, last_index, pipes.dq_sums);
+      if constexpr (Traits::kHasThirdPanel) {
+        DqRest rest;
+        start_rest_of_dq(rest, pipes.dq);
+        wgmma_wait<0>();
+        wgmma_fence_operand(rest);
+        add_rest_of_dq(rest, item, last_index);
+      }
     }
     release_ds(pipes.dq);
   }
@@ -477,7 +564,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
   typename BackwardConsumer<Traits>::Pipes pipes;
   PipelineState<Traits::kKeyStages> pipe_keys;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   float dk[Traits::kKeyTiles][Traits::kD / 2], dv[Traits::kKeyTiles][Traits::kDv / 2];
   const PingPong pingpong{group};
   pingpong.start();

@@ -21,6 +21,9 @@ constexpr bool has_two_key_tiles(int head_dim, int head_dim_v) { return head_dim
 constexpr int backward_block_n(int head_dim, int head_dim_v) {
   return head_dim <= 128 && head_dim_v <= 128 ? kTile : 64;
 }
+// Whether there is a kernel with block_n of a whole mask tile besides those with half of one. It has no mask, softcap or
+// bias per key or score. Half as much of q and dout is read then, and half as much is added to dq.
+constexpr bool has_whole_tile(int head_dim, int head_dim_v) { return head_dim == 192 && head_dim_v == 128; }
 
 // Whether there are `kTileStore` kernels. Where there are none the shared_dbias kernel stores every dbias.
 constexpr bool backward_stores_dbias(int head_dim, int head_dim_v, bool has_softcap) {

@@ -159,6 +159,7 @@ struct KeyConsumer {
   // The summands of two scores of the thread's key r, in units of log2: bias minus lse of their queries.
   __device__ __forceinline__ float2 added(float2 lse, const BiasWords& bias, int c, int r) const {
     float2 add = make_float2(-lse.x, -lse.y);
+    if constexpr (Traits::kHoldsProbs) add = make_float2(kLift - lse.x, kLift - lse.y);
     if constexpr (Traits::kHasBiasTiles) {
       const float2 values = unpack(bias[c / 2][c % 2 * 2 + r], Element{});
       add.x = fmaf(values.x, kLog2e, add.x);
@@ -245,6 +246,36 @@ struct KeyConsumer {
         ds[c / 2][c % 2 * 2 + r] = pack(p_low * low, p_high * high, Element{});
         // Not from the rounded products: that takes two more registers than there are.
         if constexpr (kSumsKeys) sums[r] = fmaf(p_low, low, fmaf(p_high, high, sums[r]));
+      }
+    }
+  }
+
+  // finish_ds in two parts, where p has no 32 bits until dp is there. The first, before dp is started, holds p in fp16, as
+  // many times larger as fp16 allows: its 11 bits round p less than ds is rounded, down to 2^-29.
+  static constexpr float kLift = 15.0f, kLowered = 1.0f / 32768;
+
+  __device__ __forceinline__ static void hold_probs(const Scores& exps, Operand& held) {
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      uint32_t& word = held[i / 8][i % 8 / 2];
+      word = pack(exps[i], exps[i + 1], __half{});
+      asm volatile("" : "+r"(word)::"memory");
+    }
+  }
+
+  __device__ __forceinline__ void finish_held(const Operand& held, const Scores& dp, int stage, Operand& probs,
+                                              Operand& ds) const {
+    const float* delta = shared.delta[stage] + 2 * (lane % 4);
+#pragma unroll
+    for (int c = 0; c < kBlockM / 8; ++c) {
+      const float2 pair = *reinterpret_cast<const float2*>(delta + 8 * c);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int i = 4 * c + 2 * r;
+        const float2 exps = unpack(held[c / 2][c % 2 * 2 + r], __half{});
+        const float low = exps.x * kLowered, high = exps.y * kLowered;
+        probs[c / 2][c % 2 * 2 + r] = pack(low, high, Element{});
+        ds[c / 2][c % 2 * 2 + r] = pack(low * (dp[i] - pair.x), high * (dp[i + 1] - pair.y), Element{});
       }
     }
   }

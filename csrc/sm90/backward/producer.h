@@ -1,4 +1,4 @@
-// The producer warpgroup: one thread schedules tiles and loads operands by TMA; one warp loads the bias, one stores
+// The producer warpgroup: one thread hands out work tiles, one loads operands by TMA; one warp loads the bias, one stores
 // dbias.
 #pragma once
 
@@ -23,13 +23,9 @@ __device__ __forceinline__ void skip_others(const BackwardParams& p, int index, 
   atomicMax(p.tile_counter, index + p.heads_per_group - static_cast<int>(gridDim.x));
 }
 
-template <class Traits, class Storage>
-__device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& shared) {
-  constexpr int kBlockM = Traits::kBlockM;
-  prefetch_tensor_map(&p.q);
-  prefetch_tensor_map(&p.k);
-  prefetch_tensor_map(&p.v);
-  prefetch_tensor_map(&p.dout);
+// Calls `handle` for each item of the block's work tiles, and for one more, which is not valid, as one thread.
+template <class Traits, class Storage, class Handle>
+__device__ __forceinline__ void find_items(const BackwardParams& p, Storage& shared, Handle handle) {
   [[maybe_unused]] int num_works = 0;
   int num_work_tiles = p.num_work_tiles;
   if constexpr (Traits::kHasSequences) {
@@ -42,9 +38,6 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
     if (has_long) num_work_tiles = p.batch * p.num_heads * p.blocks_k;
   }
 
-  PipelineState<Traits::kStages> pipe;
-  PipelineState<2> pipe_work;
-  PipelineState<Traits::kKeyStages> pipe_keys;
   // A cluster takes one work tile for each of its blocks at a time.
   const int cluster = Traits::kSumsDbias ? p.cluster : 1, rank = Traits::kSumsDbias ? cluster_rank() : 0;
   const int takers = gridDim.x / cluster;
@@ -65,7 +58,11 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
     KeyWorkItem<Traits> item;
     const int tile_index = index * cluster + rank;
     item.is_valid = tile_index < num_work_tiles;
-    const auto work = decode_key_work_tile<Traits>(p, item.is_valid ? tile_index : 0, num_works, has_long);
+    if (!item.is_valid) {
+      handle(item);
+      return;
+    }
+    const auto work = decode_key_work_tile<Traits>(p, tile_index, num_works, has_long);
     if constexpr (Traits::kHasMask && !Traits::kSumsDbias) {
       if (p.has_group != nullptr && work.is_full_group) {
         if (work.head % p.heads_per_group != 0) continue;  // the first head's tile has it
@@ -76,8 +73,7 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
         }
       }
     }
-    const int members = item.is_valid && work.is_full_group ? p.heads_per_group : 1;
-    const int head_k = work.head / p.heads_per_group;
+    const int members = work.is_full_group ? p.heads_per_group : 1;
 #pragma unroll 1
     for (int member = 0; member < members; ++member) {
       item.is_first = member == 0;
@@ -87,42 +83,106 @@ __device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& 
       if constexpr (Traits::kHasSequences) item.sequence = work.sequence;
       item.head = work.head + member;
       item.block_k = work.block_k;
-      if (item.is_valid) item.walk = QueryWalk<Traits>::of(p, item);
+      item.walk = QueryWalk<Traits>::of(p, item);
       if constexpr (Traits::kHasIntervals) {
-        if (p.walk_tiles > 0 && item.is_valid) {
+        if (p.walk_tiles > 0) {
           if (item.walk.steps == 0) leave_head(p, tile_index);
           item.walk.keep_part(work.part, p.walk_tiles);
           if (item.walk.steps == 0) break;
         }
       }
-      hand_out(shared, pipe_work, item);
-      if (!item.is_valid) return;
-      if (item.is_first) {
-        const int stage = pipe_keys.stage;
-        const auto key = key_at(p, work, work.block_k * Traits::kBlockN);
-        uint64_t* full = &shared.keys_full[stage];
-        barrier_wait(&shared.keys_empty[stage], pipe_keys.phase ^ 1);
-        tma_load_panels<Traits::kPanels, Traits::kBlockN>(shared.k[stage], &p.k, full, 0, key, head_k);
-        tma_load_panels<Traits::kPanelsV, Traits::kBlockN>(shared.v[stage], &p.v, full, 0, key, head_k);
-        pipe_keys.advance();
-      }
-      const int64_t rows = first_padded_row_of(p, item);
-#pragma unroll 1
-      for (int step = 0; step < item.walk.steps; ++step) {
-        bool needs_mask;
-        const int row = item.walk.at(step, needs_mask) * kBlockM;
-        const auto at = query_at(p, item, row);
-        uint64_t* full = &shared.q_full[pipe.stage];
-        barrier_wait(&shared.q_empty[pipe.stage], pipe.phase ^ 1);
-        tma_load_panels<Traits::kPanels, kBlockM>(shared.q[pipe.stage], &p.q, full, 0, at, item.head);
-        bulk_load_floats(shared.lse[pipe.stage], p.lse + rows + row, kBlockM, full);
-        full = &shared.dout_full[pipe.stage];
-        barrier_wait(&shared.dout_empty[pipe.stage], pipe.phase ^ 1);
-        tma_load_panels<Traits::kPanelsV, kBlockM>(shared.dout[pipe.stage], &p.dout, full, 0, at, item.head);
-        bulk_load_floats(shared.delta[pipe.stage], p.delta + rows + row, kBlockM, full);
-        pipe.advance();
-      }
+      handle(item);
     }
+  }
+}
+
+// Loads the operands of items, as one thread.
+template <class Traits, class Storage>
+struct OperandLoader {
+  // So many steps before the last one of a work tile is loaded, the next tile is looked for. Earlier it would wait, while
+  // another block may be idle.
+  static constexpr int kStepsAhead = 2;
+
+  const BackwardParams& p;
+  Storage& shared;
+  PipelineState<Traits::kStages> pipe;
+  PipelineState<Traits::kKeyStages> pipe_keys;
+
+  __device__ __forceinline__ void prefetch_maps() const {
+    prefetch_tensor_map(&p.q);
+    prefetch_tensor_map(&p.k);
+    prefetch_tensor_map(&p.v);
+    prefetch_tensor_map(&p.dout);
+  }
+
+  // Calls `want_next` when the next item should be looked for.
+  template <class Want>
+  __device__ __forceinline__ void load(const KeyWorkItem<Traits>& item, Want want_next) {
+    constexpr int kBlockM = Traits::kBlockM;
+    if (item.is_first) {
+      const int stage = pipe_keys.stage, head_k = item.head / p.heads_per_group;
+      const auto key = key_at(p, item, item.block_k * Traits::kBlockN);
+      uint64_t* full = &shared.keys_full[stage];
+      barrier_wait(&shared.keys_empty[stage], pipe_keys.phase ^ 1);
+      tma_load_panels<Traits::kPanels, Traits::kBlockN>(shared.k[stage], &p.k, full, 0, key, head_k);
+      tma_load_panels<Traits::kPanelsV, Traits::kBlockN>(shared.v[stage], &p.v, full, 0, key, head_k);
+      pipe_keys.advance();
+    }
+    const int64_t rows = first_padded_row_of(p, item);
+    const QueryWalk<Traits> walk = item.walk;  // a copy: a load is issued as soon as its stage is free
+    if (walk.steps < kStepsAhead) want_next();
+#pragma unroll 1
+    for (int step = 0; step < walk.steps; ++step) {
+      if (step == walk.steps - kStepsAhead) want_next();
+      bool needs_mask;
+      const int row = walk.at(step, needs_mask) * kBlockM;
+      const auto at = query_at(p, item, row);
+      uint64_t* full = &shared.q_full[pipe.stage];
+      barrier_wait(&shared.q_empty[pipe.stage], pipe.phase ^ 1);
+      tma_load_panels<Traits::kPanels, kBlockM>(shared.q[pipe.stage], &p.q, full, 0, at, item.head);
+      bulk_load_floats(shared.lse[pipe.stage], p.lse + rows + row, kBlockM, full);
+      full = &shared.dout_full[pipe.stage];
+      barrier_wait(&shared.dout_empty[pipe.stage], pipe.phase ^ 1);
+      tma_load_panels<Traits::kPanelsV, kBlockM>(shared.dout[pipe.stage], &p.dout, full, 0, at, item.head);
+      bulk_load_floats(shared.delta[pipe.stage], p.delta + rows + row, kBlockM, full);
+      pipe.advance();
+    }
+  }
+};
+
+// Hands items to the other warps, as one thread, which finds the next ones while the others work.
+template <class Traits, class Storage>
+__device__ __forceinline__ void schedule(const BackwardParams& p, Storage& shared) {
+  PipelineState<kWorkStages> pipe_work;
+  PipelineState<1> pipe_wanted;
+  find_items<Traits>(p, shared, [&](const KeyWorkItem<Traits>& item) {
+    hand_out(shared, pipe_work, item);
+    if (!item.is_valid || !item.is_last || p.tile_counter == nullptr) return;
+    barrier_wait(&shared.work_wanted, pipe_wanted.phase);
+    pipe_wanted.advance();
+  });
+}
+
+template <class Traits, class Storage>
+__device__ __forceinline__ void load_operands(const BackwardParams& p, Storage& shared) {
+  OperandLoader<Traits, Storage> loader{p, shared, {}, {}};
+  PipelineState<kWorkStages> pipe_work;
+  loader.prefetch_maps();
+  if constexpr (kHasScheduler<Traits>) {
+    for (;;) {
+      const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
+      if (!item.is_valid) return;
+      loader.load(item, [&] {
+        if (item.is_last && p.tile_counter != nullptr) barrier_arrive(&shared.work_wanted);
+      });
+      barrier_arrive(&shared.work_empty[pipe_work.stage]);
+      pipe_work.advance();
+    }
+  } else {
+    find_items<Traits>(p, shared, [&](const KeyWorkItem<Traits>& item) {
+      hand_out(shared, pipe_work, item);
+      if (item.is_valid) loader.load(item, [] {});
+    });
   }
 }
 
@@ -131,7 +191,7 @@ template <class Traits, class Storage>
 __device__ __forceinline__ void load_bias(const BackwardParams& p, Storage& shared) {
   constexpr int kPanels = Traits::kBlockN / Traits::kKeyTiles / kPanelColumns;
   PipelineState<Traits::kBiasStages> pipe;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
@@ -159,7 +219,7 @@ __device__ __forceinline__ void load_bias(const BackwardParams& p, Storage& shar
 template <class Traits, class Storage>
 __device__ __forceinline__ void supply_distances(const BackwardParams& p, Storage& shared) {
   PipelineState<Traits::kBiasStages> pipe;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
@@ -186,7 +246,7 @@ template <class Traits, class Storage>
 __device__ __forceinline__ void store_dbias(const BackwardParams& p, Storage& shared) {
   PipelineState<Traits::kDsStages> pipe;
   PipelineState<Traits::kBiasStages> pipe_bias;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
@@ -262,7 +322,7 @@ __device__ __forceinline__ Semaphore semaphore_of(const BackwardParams& p, const
 // ready by then, the consumers are told first.
 template <class Traits, class Storage>
 __device__ __forceinline__ void order_sums(const BackwardParams& p, Storage& shared) {
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;
@@ -295,7 +355,7 @@ __device__ __forceinline__ void order_sums(const BackwardParams& p, Storage& sha
 template <class Traits, class Storage>
 __device__ __forceinline__ void add_turned_dq(const BackwardParams& p, Storage& shared) {
   PipelineState<1> pipe;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);
     if (!item.is_valid) return;

@@ -39,7 +39,8 @@ struct BackwardRoles : KernelRoles {
     init_barriers(shared.work_full, 1);
     const int helpers = Traits::kHasBiasTiles + kIsRelative + Traits::kStoresDbias + has_adding_warp(p);
     init_barriers(shared.work_empty, kConsumers + kWarp * (helpers + Traits::kSumsDbias) +
-                                         kWarpgroup * Traits::kSumsDbias);
+                                         kWarpgroup * Traits::kSumsDbias + kHasScheduler<Traits>);
+    barrier_init(&shared.work_wanted, 1);
     if constexpr (Traits::kSumsDbias) {
       init_barriers(shared.exchange_full, kWarp);
       init_barriers(shared.exchange_empty, kWarpgroup * p.cluster);
@@ -60,6 +61,8 @@ struct BackwardRoles : KernelRoles {
       load_bias<Traits>(p, shared);
     } else if (kIsRelative && warp == 1) {
       if constexpr (kIsRelative) supply_distances<Traits>(p, shared);
+    } else if (kHasScheduler<Traits> && warp == 2) {
+      if (threadIdx.x % 32 == 0) schedule<Traits>(p, shared);
     } else if (Traits::kStoresDbias && warp == 2) {
       store_dbias<Traits>(p, shared);
     } else if (Traits::kSumsDbias && warp == 2) {

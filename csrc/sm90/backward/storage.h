@@ -30,8 +30,9 @@ struct alignas(1024) BackwardStorage {
   uint64_t ds_full[kDsStages * Traits::kDsSlices], ds_empty[kDsStages];
   uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
   uint64_t dq_full[Traits::kConsumers], dq_empty[Traits::kConsumers];
-  uint64_t work_full[2], work_empty[2];
-  KeyWorkItem<Traits> work[2];
+  uint64_t work_full[kWorkStages], work_empty[kWorkStages];
+  uint64_t work_wanted;  // the last loads of a work tile begin, so the next one may be taken
+  KeyWorkItem<Traits> work[kWorkStages];
   // Clusters only: the number of the next work tile, which the first block tells the others; barriers of the exchange.
   int next_tile;
   uint64_t next_tile_full, next_tile_empty;

@@ -164,6 +164,11 @@ __device__ __forceinline__ int count_predecessors(const BackwardParams& p, const
   }
 }
 
+// Whether a thread of its own finds work tiles. Where two warps serve dbias and its bias, none is left: the thread that
+// loads finds them.
+template <class Traits>
+constexpr bool kHasScheduler = !Traits::kStoresDbias && !Traits::kSumsDbias;
+
 // A work tile for one query head, as the producer hands it to the other warps.
 template <class Traits>
 struct KeyWorkItem : OfSequence<Traits::kHasSequences> {
@@ -202,7 +207,7 @@ __device__ __forceinline__ float* dq_sums_of(const BackwardParams& p, const KeyW
   }
   const int tiles_q = (p.seqlen_q + kTile - 1) / kTile;
   const int row = block * (kBlockM / 64) + (kBlockM == 128 ? group : 0);
-  const int panel = Traits::kPanels == 2 ? group : 0;
+  const int panel = Traits::kPanels >= 2 ? group : 0;
   const int first = kBlockM == 64 && kDqColumns < kAccumColumns ? group * (kDqColumns / 8) : 0;
   const int64_t head = static_cast<int64_t>(item.batch) * p.num_heads + item.head;
   // Not by first_padded_tile_of in dense calls: ptxas would schedule the mainloop worse.

@@ -73,12 +73,18 @@ struct BackwardTraits {
   // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all, else half of them
   // or, above D64, a panel; turned, 64 columns and all queries.
   static constexpr int kDqColumns = kTurnsDq ? kBlockM : kBlockM == 64 && kD > 64 ? kAccumColumns : kD * kBlockM / 128;
+  // Of a third panel of dq a consumer has half. dk and dv leave so few registers then that p is held in 16 bits before dp
+  // is started, that dq waits for dk, and that the next scores wait for most of dq.
+  static constexpr bool kHasThirdPanel = kD > 2 * kPanelColumns, kHoldsProbs = kHasThirdPanel;
   // Turned, dq leaves through shared memory, and one warp adds it to device memory: a consumer then need not hold its
   // registers until the additions are on their way.
   static constexpr int kDqBytes = 64 * kDqColumns * static_cast<int>(sizeof(float));  // of a consumer
 
   static_assert(!kTurnsDq || (!kHasMask && kKeyTiles == 1 && !kHasSequences), "where dq may be turned");
   static_assert(kTurnsDq || kDqColumns <= kAccumColumns, "at most an accumulator tile");
+  static_assert(!kHasThirdPanel || (kD == 3 * kPanelColumns && kBlockM == 64 && kKeyTiles == 1 && !kHasBiasTiles &&
+                                    !kHasSoftcap && !kHasDropout && kBias == BackwardBias::kNone),
+                "where there are kernels of three panels");
   static_assert(!(kSumsDbias && kHasSoftcap), "ds has the slope of tanh, and dbias has not");
   static_assert(!kIsRelative || (kSecondCopy % 32 == 16 && kKeyTiles == 1 && !kHasIntervals && !kHasSoftcap &&
                                  !kHasSequences && !kHasDropout),

@@ -142,9 +142,6 @@ struct ItemSplit<true> {
   int split;
 };
 
-// Work tiles that the producer may have handed out while others still read the first of them.
-constexpr int kWorkStages = 3;
-
 // A work tile, or a split of one, as the producer hands it to the other warps.
 template <class Traits>
 struct WorkItem : ItemSplit<Traits::kSplitKv> {

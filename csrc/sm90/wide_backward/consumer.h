@@ -231,7 +231,7 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0), lane = threadIdx.x % 32;
   typename Consumer::PipelineStates score_state, mma_state;
   PipelineState<Traits::kKeyStages> pipe_keys;
-  PipelineState<2> pipe_work;
+  PipelineState<kWorkStages> pipe_work;
   typename Consumer::Sums sums;
   for (;;) {
     const KeyWorkItem<Traits>& item = get_work_tile(shared, pipe_work);

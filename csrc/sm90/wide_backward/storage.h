@@ -26,8 +26,9 @@ struct alignas(1024) WideBackwardStorage {
   uint64_t dout_full[kStages], dout_empty[kStages];                        // dout and delta
   uint64_t ds_full[kScoreStages], ds_empty[kScoreStages];                  // ds and p
   uint64_t bias_full[kScoreStages], bias_empty[kScoreStages];
-  uint64_t work_full[2], work_empty[2];
-  KeyWorkItem<Traits> work[2];
+  uint64_t work_full[kWorkStages], work_empty[kWorkStages];
+  uint64_t work_wanted;  // the last loads of a work tile begin, so the next one may be taken
+  KeyWorkItem<Traits> work[kWorkStages];
 };
 
 }  // namespace flash_dmattn

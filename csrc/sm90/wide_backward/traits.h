@@ -17,7 +17,7 @@ struct WideBackwardTraits {
   static constexpr bool kStoresDbias = kBias == BackwardBias::kTileStore, kSumsDbias = false;
   // With a softcap dbias differs from ds as dq needs it, and there is no room for both beside p, which overwrites the
   // bias: the shared_dbias kernel stores dbias.
-  static constexpr bool kHasSoftcap = kSoftcap, kReplacesBias = false;
+  static constexpr bool kHasSoftcap = kSoftcap, kReplacesBias = false, kHoldsProbs = false;
   static constexpr bool kHasSequences = false, kHasDropout = false;
 
   // One consumer holds dv of the block's keys, the other dk: at D256 128 registers per thread for 64 keys, beside 64 of
