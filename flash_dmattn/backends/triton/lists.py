@@ -12,7 +12,6 @@ from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
 from ...problem import AttentionProblem, Gradients, MaskView, dtype_name
 from ...problem.inputs import Inputs, Saved
 from ...reference.formula import spread_entries
-from ...sequences.layout import token_places
 from ..protocol import Backward, Forward, Rule
 
 BLOCKS_OF_KEYS = (1, 16, 32, 64, 128)
@@ -223,25 +222,24 @@ def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
     assert spec is not None and sequences is not None
     bounds, pages = sequences
     keys, _, slots = x.mask.tensors
-    batch, _, rows, _ = keys.shape
-    own, _, is_used = token_places(bounds, batch, rows, spec.packs_queries)
-    low, high = (each.view(batch, 1, rows, 1) for each in keys_seen(bounds, spec, p.window))
+    own, is_used, *limits = (each[:, None, :, None] for each in keys_seen(bounds, spec, p.window))
+    first, low, high = (each.to(torch.int32) for each in limits)
     if p.flags.block_k > 1:
         keys, slots = _keys_of_blocks(keys, slots, p.flags.block_k, low if p.flags.left >= 0 else None)
     # Lists ascend, so keys that a query does not see, because lengths have changed since, are the last of its list.
     there = (keys >= 0) & (keys <= high)
     if pages is None or spec.rows_k == 0:
-        keys = keys + bounds[own, 2].view(batch, 1, rows, 1)
+        keys = keys + first
     else:
         pitch, size = _pitch(spec.page_size, p.k_strides), spec.page_size
         keys = torch.where(there, keys, 0)
-        place = own.view(batch, 1, rows, 1) * pages.shape[1] + keys // size
+        place = own * pages.shape[1] + keys // size
         page = pages.flatten()[place].clamp(0, max(k.shape[0] - 1, 0))
         keys = page * pitch + keys % size
-        k, v = (_rows_of_pages(each, pitch).expand(batch, -1, -1, -1) for each in (k, v))
-    keys = torch.where(there, keys, -1).to(torch.int32)
+        k, v = (_rows_of_pages(each, pitch).expand(keys.shape[0], -1, -1, -1) for each in (k, v))
+    keys = torch.where(there, keys, -1)
     mask = MaskView("lists", (keys, there.sum(3, dtype=torch.int32), slots))
-    return x._replace(k=k, v=v, mask=mask, sequences=None), is_used.view(batch, 1, rows)
+    return x._replace(k=k, v=v, mask=mask, sequences=None), is_used.squeeze(3)
 
 
 def _keys_of_blocks(keys: Tensor, slots: Tensor, size: int, low: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +31,25 @@ def seen_blocks(
     return low // block_k, torch.div(high, block_k, rounding_mode="floor")
 
 
-def keys_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return the first and the last key of its sequence that each query may see, int64 (1 or S, rows) both.
+class SeenKeys(NamedTuple):
+    """What each query beside sequences may see of its sequence; all (1 or S, rows), int64 but for `is_used`.
 
-    The last is -1 for a query that sees none, such as a row of no sequence.
+    Attributes:
+        own: the number of its sequence, any for a row of no sequence.
+        is_used: whether a row is a query of a sequence.
+        first: the first key of its sequence among the rows of k; 0 where keys are not packed.
+        low, high: the first and the last key that it may see, counted in its sequence; `high` is -1 where it sees none.
+    """
+
+    own: Tensor
+    is_used: Tensor
+    first: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def keys_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> SeenKeys:
+    """Find the keys that queries may see.
 
     Args:
         bounds: int32 (S, 4), of the sequences.
@@ -43,26 +58,15 @@ def keys_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> tu
     """
     shape = (1 if spec.packs_queries else spec.number, spec.rows_q)
     if spec.number == 0 or spec.rows_q == 0:
-        none = bounds.new_full(shape, -1, dtype=torch.int64)
-        return none + 1, none
+        nobody = bounds.new_zeros(shape, dtype=torch.int64)
+        return SeenKeys(nobody, nobody > 0, nobody, nobody, nobody - 1)
     own, place, is_used = token_places(bounds, *shape, spec.packs_queries)
-    seqlen_q, seqlen_k = bounds[own, 1].long(), bounds[own, 3].long()
+    _, seqlen_q, first, seqlen_k = bounds[own].long().unbind(1)
     diagonal, (left, right) = place + seqlen_k - seqlen_q, window
     low = torch.zeros_like(place) if left < 0 else (diagonal - left).clamp(min=0)
     high = seqlen_k - 1 if right < 0 else torch.minimum(diagonal + right, seqlen_k - 1)
-    return low.view(shape), torch.where(is_used, high, -1).clamp(min=-1).view(shape)
-
-
-def rows_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each packed query the row of the first key of its sequence, and the rows that it sees from and to.
-
-    All are (rows,), the first int32; the last row is -1 for a query that sees none.
-    """
-    low, high = (x[0] for x in keys_seen(bounds, spec, window))
-    if spec.number == 0 or spec.rows_q == 0:
-        return low.to(torch.int32), low, high
-    first = bounds[token_places(bounds, 1, spec.rows_q, is_packed=True).own, 2]
-    return first, low + first, torch.where(high < 0, -1, high + first)
+    high = torch.where(is_used, high, -1).clamp(min=-1)
+    return SeenKeys(*(x.view(shape) for x in (own, is_used, first, low, high)))
 
 
 def ordered(

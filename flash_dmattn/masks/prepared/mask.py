@@ -47,7 +47,7 @@ from ..blocks import MaskStats, check_blocks, expand_blocks
 from ..builders import Device, document_pair, padding_mask
 from ..topk import ScoresByRows, select, topk_arguments
 from .intervals import live_keys, order_saves, places_for, reorder_pays
-from .lists import best, keys_seen, ordered, rows_seen, seen_blocks
+from .lists import best, keys_seen, ordered, seen_blocks
 from .operators import (
     interval_walk,
     one_row_form,
@@ -695,12 +695,11 @@ class PreparedMask(ABC):
             if index.shape[0] not in (1, entries):
                 raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}.")
             if values_can_be_read(index):
-                last = keys_seen(bounds, spec, (-1, -1))[1][:, None, :, None]
+                last = keys_seen(bounds, spec, (-1, -1)).high[:, None, :, None]
                 # Rows without keys may list any.
                 _check_entries(index, torch.where(last < 0, lengths[1] - 1, last) // blocks[1])
-            low, high = (
-                torch.div(x[:, None], blocks[1], rounding_mode="floor") for x in keys_seen(bounds, spec, window)
-            )
+            seen = keys_seen(bounds, spec, window)
+            low, high = (torch.div(x[:, None], blocks[1], rounding_mode="floor") for x in (seen.low, seen.high))
             numbers |= {"sequences": sequences, "spec": spec}
             index = index.expand(entries, -1, -1, -1)
 
@@ -815,9 +814,10 @@ class PreparedMask(ABC):
                 f"scores have a batch of {batch}, for blocks {blocks} of {spec.layout} sequences; they need a batch of "
                 "1, single keys and packed sequences."
             )
-        first, low, high = rows_seen(sequences.bounds_of(spec), spec, window)
+        _, _, first, low, high = (x[0] for x in keys_seen(sequences.bounds_of(spec), spec, window))
+        low, high = low + first, torch.where(high < 0, -1, high + first)
         keys, count, slots = best(of, sizes, k, allowed, local, number, lambda own: (low[own], high[own]), device)
-        keys = torch.where(keys < 0, -1, keys - first[:, None])
+        keys = torch.where(keys < 0, -1, keys - first[:, None].to(torch.int32))
         numbers |= {"seqlen_k": spec.max_seqlen_k, "sequences": sequences, "spec": spec}
         return cls._made("lists", (keys, count, slots), **numbers)
 

@@ -18,7 +18,7 @@ from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
 from . import packing
 from .intervals import covering, interval_classes
-from .lists import keys_seen, rows_seen, take
+from .lists import keys_seen, take
 from .mask import PreparedMask as PreparedMask
 from .packing import EMPTY, FULL, TILE, tiles, unpack_sequences
 
@@ -234,8 +234,8 @@ class ListMask(BatchMask):
         spec, sequences = self.spec, self.sequences
         if spec is None or sequences is None or not spec.packs_keys:
             return self.index
-        first, _, _ = rows_seen(sequences.bounds_of(spec), spec, (-1, -1))
-        rows = (self.index + first[:, None]).clamp(max=max(spec.rows_k - 1, 0))
+        first = keys_seen(sequences.bounds_of(spec), spec, (-1, -1)).first.to(torch.int32)
+        rows = (self.index + first[0, :, None]).clamp(max=max(spec.rows_k - 1, 0))
         return torch.where(self.index < 0, -1, rows)
 
     def gather(self, scores: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ class ListMask(BatchMask):
         if self.spec is None or self.sequences is None:
             return super()._within_band(allowed, start, stop)
         window = causal_window(self.is_causal, self.window_size)
-        low, high = keys_seen(self.sequences.bounds_of(self.spec), self.spec, window)
+        *_, low, high = keys_seen(self.sequences.bounds_of(self.spec), self.spec, window)
         keys = torch.arange(self.seqlen_k, device=self.device)
         return allowed & (keys >= low[:, None, start:stop, None]) & (keys <= high[:, None, start:stop, None])
 
