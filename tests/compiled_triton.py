@@ -37,7 +37,7 @@ from flash_dmattn.triton_kernels.list_calls import (
     plan_list_backward,
     plan_list_forward,
 )
-from flash_dmattn.triton_kernels.plan import Call, read_of
+from flash_dmattn.triton_kernels.plan import Call, precision_of_products, read_of
 from flash_dmattn.triton_kernels.plan_sequences import SequenceCall
 from flash_dmattn.triton_kernels.plan_tangents import plan_tangents
 
@@ -139,7 +139,8 @@ class Variant:
         call = Call(q, k, v, self.mask_view(), bias, flags, sink)
         call.arch, call.num_sms, call.heads_first = arch, 132, self.heads_first
         if self.tf32:
-            call.precision = "tf32"
+            with mock.patch("flash_dmattn.triton_kernels.plan.takes_tf32", return_value=True):
+                call.precision = precision_of_products(self.dtype, arch)
         return call
 
 

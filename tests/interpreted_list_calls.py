@@ -9,7 +9,8 @@ from functools import partial
 
 import interpreter
 import torch
-from test_lists import BESIDE, CASES, PAGED, Case, Chosen, assert_close, leaves, results
+from sequence_list_cases import BESIDE, PAGED
+from test_lists import CASES, Case, Chosen, assert_close, leaves, results
 from torch import Tensor
 
 import flash_dmattn
@@ -63,7 +64,7 @@ for lengths, entries in (((6, 8), 0), ((6, 8), 3), ((0, 8), 3), ((6, 0), 3)):
     nothing = torch.full((empty.rows, entries), -1)
     check(PreparedMask.from_lists(nothing, seqlen_q=lengths[0], seqlen_k=lengths[1]), leaves(empty))
 
-# Beside sequences: packed, padded, in pages; softcap, lengths that change, caches whose pages lie apart.
+# Sequences: packed, padded, in pages; softcap, lengths that change, caches whose pages lie apart.
 for case in BESIDE.values():
     call = case.build()
     softcap = 1.5 if number % 2 else 0.0
@@ -107,11 +108,11 @@ refused = {
         "mask": PreparedMask.from_lists(torch.zeros(1, 1, 2).long(), seqlen_q=20, seqlen_k=30, block_size=(256, 1))
     },
 }
-beside = BESIDE["packed, blocks"].build()
+packed = BESIDE["packed, blocks"].build()
 refused["list_sequences"] = {
-    "tensors": beside.tensors,
-    "mask": beside.lists,
-    "bias": Chosen(beside.tensors[3].float().requires_grad_()),
+    "tensors": packed.tensors,
+    "mask": packed.lists,
+    "bias": Chosen(packed.tensors[3].float().requires_grad_()),
 }
 cache = PAGED["one query"].build(torch.float32)
 q, k, v, *_ = cache.tensors

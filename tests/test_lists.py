@@ -14,6 +14,7 @@ import torch
 from cases import DEVICE
 from conftest import needs_triton, refusal_of
 from forked import interpret
+from sequence_list_cases import BESIDE, PAGED, SequenceLists
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -535,7 +536,7 @@ def test_other_backends_refuse_lists_by_a_rule(name: str) -> None:
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 def test_triton_serves_calls_with_lists() -> None:
-    assert "44 passed, 0 failed" in interpret("interpreted_list_calls.py")
+    assert "46 passed, 0 failed" in interpret("interpreted_list_calls.py")
 
 
 def test_explain_names_the_lists() -> None:
@@ -548,143 +549,6 @@ def test_explain_names_the_lists() -> None:
 
 
 # ---- Beside sequences
-
-
-class SequenceLists(NamedTuple):
-    """Sizes of a call with lists beside sequences: the queries and keys of each, and how they lie."""
-
-    layout: str
-    heads: tuple[int, int]
-    lengths: tuple[tuple[int, int], ...]
-    entries: int = 5
-    block_k: int = 1
-    list_heads: int = 1
-    value_heads: int = 1
-    is_causal: bool = True
-    window: tuple[int, int] | None = None
-    shares: bool = False  # whether slots share lists and values
-    head_dims: tuple[int, int] = (8, 6)
-    page_size: int = 4
-    spare: int = 2  # rows of no sequence, at the end of packed tokens or of each slot
-
-    @property
-    def packs(self) -> tuple[bool, bool]:
-        """Whether queries are packed, and keys."""
-        return self.layout in ("packed", "paged_packed"), self.layout == "packed"
-
-    def build(self, dtype: torch.dtype = F64, device: str = "cpu") -> SequenceListCall:
-        """Draw the tensors."""
-        (packs_q, packs_k), number = self.packs, len(self.lengths)
-        lengths_q, lengths_k = (torch.tensor([x[side] for x in self.lengths]) for side in (0, 1))
-        first_q, first_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (lengths_q, lengths_k))
-        slots_q, slots_k = (int(x.max()) + self.spare for x in (lengths_q, lengths_k))
-        rows = (1, int(first_q[-1]) + self.spare) if packs_q else (number, slots_q)
-        pages = -(-slots_k // self.page_size)
-        sizes_k = (1, int(first_k[-1]) + self.spare) if packs_k else (number, slots_k)
-        table = torch.randperm(number * pages + 3)[: number * pages].view(number, pages)
-        if self.layout == "packed":
-            sequences = Sequences.packed(first_q, first_k)
-        elif self.layout == "padded":
-            sequences = Sequences.padded(lengths_k, lengths_q)
-        else:
-            sizes_k = (number * pages + 3, self.page_size)
-            if not packs_q:  # all slots are full
-                lengths_q = torch.full_like(lengths_q, rows[1])
-            sequences = Sequences.paged(table, lengths_k, cu_seqlens_q=first_q if packs_q else None)
-        index = torch.full((1 if packs_q or self.shares else number, self.list_heads, rows[1], self.entries), -1)
-        fewest = int(lengths_k.min())
-        for s in range(number):
-            at = (0, slice(int(first_q[s]), int(first_q[s] + lengths_q[s]))) if packs_q else (s * (not self.shares),)
-            own = index[at[0], :, at[1] if packs_q else slice(int(lengths_q[s]))]
-            last = -(-(fewest if self.shares else int(lengths_k[s])) // self.block_k)
-            own.copy_(torch.randint(-1, last, own.shape))
-        others = {"is_causal": self.is_causal, "window_size": self.window, "block_size": (1, self.block_k)}
-        rows_k = pages * self.page_size if "paged" in self.layout else sizes_k[1]
-        lists = from_lists(index, seqlen_k=rows_k, sequences=sequences, **others).to(device)
-        tensors = (
-            torch.randn(*rows, self.heads[0], self.head_dims[0], dtype=dtype),
-            torch.randn(*sizes_k, self.heads[1], self.head_dims[0], dtype=dtype),
-            torch.randn(*sizes_k, self.heads[1], self.head_dims[1], dtype=dtype),
-            torch.randn(1 if self.shares else index.shape[0], self.value_heads, rows[1], self.entries, dtype=dtype),
-            torch.randn(self.heads[0], dtype=dtype),
-        )
-        places = [
-            (
-                (0, slice(int(first_q[s]), int(first_q[s + 1]))) if packs_q else (s, slice(int(lengths_q[s]))),
-                (0, slice(int(first_k[s]), int(first_k[s + 1]))) if packs_k else (s, slice(int(lengths_k[s]))),
-            )
-            for s in range(number)
-        ]
-        own_table = table if "paged" in self.layout else None
-        return SequenceListCall(self, lists, index, [x.to(device) for x in tensors], places, own_table)
-
-
-class SequenceListCall(NamedTuple):
-    """The tensors of a call; by sequence the places of its queries and of its keys; the pages."""
-
-    case: SequenceLists
-    lists: PreparedMask
-    index: Tensor
-    tensors: list[Tensor]
-    places: list[Any]
-    table: Tensor | None
-
-    def together(self, *tensors: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
-        """The call: (out, lse), with a batch dim if packed."""
-        q, k, v, values, sink = tensors
-        packs_q, packs_k = self.case.packs
-        q, (k, v) = q[0] if packs_q else q, ((x[0] if packs_k else x) for x in (k, v))
-        others = {"sink": sink, "sequences": self.lists.sequences, "return_lse": True, **others}
-        out, lse = attention(q, k, v, self.lists, Chosen(values), **others)
-        return (out[None], lse[None]) if packs_q else (out, lse)
-
-    def alone(self, *tensors: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
-        """The same by a call for each sequence, with lists of its own keys."""
-        q, k, v, values, sink = tensors
-        out = q.new_zeros(*q.shape[:3], v.shape[3]) + sum(x.sum() for x in tensors) * 0.0
-        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf) + out[0, 0, 0, 0] * 0.0
-        for s, ((entry, rows), (entry_k, keys)) in enumerate(self.places):
-            if rows.stop == rows.start:
-                continue
-            if self.table is None:
-                own_k, own_v = k[entry_k, keys], v[entry_k, keys]
-            else:
-                own_k, own_v = (x[self.table[s].to(x.device)].flatten(0, 1)[keys] for x in (k, v))
-            entry_v = min(entry, len(self.index) - 1)
-            lists = from_lists(
-                self.index[entry_v, :, rows].to(q.device),
-                seqlen_k=len(own_k),
-                is_causal=self.case.is_causal,
-                window_size=self.case.window,
-                block_size=(1, self.case.block_k),
-            )
-            own = Chosen(values[min(entry, len(values) - 1), :, rows])
-            more = {"sink": sink, "return_lse": True, "backend": "reference", **others}
-            one, own_lse = attention(q[entry, rows][None], own_k[None], own_v[None], lists, own, **more)
-            out[entry, rows], lse[entry, :, rows] = one[0], own_lse[0]
-        return out, lse
-
-
-LENGTHS = ((3, 6), (0, 2), (5, 5), (4, 9), (2, 0))
-EQUAL = ((3, 7), (3, 7), (3, 7))
-BESIDE = {
-    "packed": SequenceLists("packed", (4, 2), LENGTHS),
-    "packed, lists of key heads, values of query heads": SequenceLists("packed", (4, 2), LENGTHS, 4, 1, 2, 4),
-    "packed, a window": SequenceLists("packed", (2, 1), LENGTHS, 9, is_causal=False, window=(2, 1)),
-    "packed, everything": SequenceLists("packed", (2, 2), LENGTHS, 9, 1, 1, 2, False),
-    "packed, equal lengths": SequenceLists("packed", (2, 1), EQUAL, spare=0),
-    "packed, blocks": SequenceLists("packed", (4, 2), LENGTHS, 3, 4, 2, 2),
-    "padded": SequenceLists("padded", (4, 2), LENGTHS, 5, 1, 2, 4),
-    "padded, blocks and a window": SequenceLists("padded", (2, 1), LENGTHS, 3, 4, window=(3, -1)),
-    "padded, shared": SequenceLists("padded", (2, 1), EQUAL, shares=True),
-    "padded, shared, of several lengths": SequenceLists("padded", (2, 2), ((5, 9), (2, 4), (5, 4)), shares=True),
-}
-PAGED = {
-    "one query": SequenceLists("paged", (4, 2), ((1, 6), (1, 2), (1, 9)), 5, 1, 2, 4, spare=0),
-    "several queries": SequenceLists("paged", (2, 1), ((5, 6), (5, 5), (5, 9)), 5, spare=0),
-    "packed queries": SequenceLists("paged_packed", (4, 2), LENGTHS, 5, 1, 2, 2),
-    "blocks": SequenceLists("paged_packed", (4, 2), LENGTHS, 3, 2),
-}
 
 
 @pytest.mark.parametrize("backend", ("eager", "reference"))
@@ -732,7 +596,7 @@ def test_a_mask_of_lists_beside_sequences_is_the_mask_that_it_stands_for(name: s
         assert torch.equal(part[..., : number[1]], alone.dense()[0]) and not part[..., number[1] :].any()
         allowed += int(part.sum())
     assert torch.equal(lists.dense(1, 4), dense[:, :, 1:4]) and int(dense.sum()) == allowed
-    assert lists.stats().density == pytest.approx(allowed / dense.numel())
+    assert lists.stats().density == pytest.approx(allowed / max(1, dense.numel()))
     for x in (pickle.loads(pickle.dumps(lists)), lists.to("cpu")):
         assert torch.equal(x.dense(), dense) and x.call_key == lists.call_key
     assert torch.equal(torch.where(lists.index < 0, call.index.int(), lists.index), call.index.expand_as(lists.index))
@@ -758,6 +622,40 @@ def test_scores_of_packed_keys_at_lists() -> None:
         torch.testing.assert_close(x, y)
     with pytest.raises(ValueError, match="blocks of 4 keys beside packed sequences; they need single keys"):
         IndexScores(q, k, weights).at(BESIDE["packed, blocks"]._replace(list_heads=1).build().lists)
+
+
+@pytest.mark.parametrize("local", (0, 2))
+@pytest.mark.parametrize("is_causal", (True, False))
+def test_topk_lists_of_packed_keys_are_those_of_each_sequence(is_causal: bool, local: int) -> None:
+    call = BESIDE["packed"].build()
+    sequences, rows_q, rows_k = call.lists.sequences, call.tensors[0].shape[1], call.tensors[1].shape[1]
+    scores = IndexScores(torch.randn(1, rows_q, 2, 4), torch.randn(1, rows_k, 4), torch.rand(1, rows_q, 2))
+    full = torch.randn(2, rows_q, rows_k).round()
+    for x in (scores, full):
+        if local and not is_causal:
+            with pytest.raises(ValueError, match="local is"):
+                from_topk_lists(x, 3, local=local, sequences=sequences)
+            continue
+        lists = from_topk_lists(x, 3, is_causal=is_causal, local=local, sequences=sequences)
+        dense, listed = lists.dense(), 0
+        for (_, rows), (_, keys) in call.places:
+            if rows.start == rows.stop or keys.start == keys.stop:
+                continue
+            own = full[:, rows, keys]
+            if x is scores:
+                own = IndexScores(scores.q[:, rows], scores.k[:, keys], scores.weights[:, rows])
+            alone = from_topk_lists(own, 3, is_causal=is_causal, local=local).dense()[0]
+            assert torch.equal(dense[0, :, rows, : keys.stop - keys.start], alone)
+            listed += int(alone.sum())
+        assert int(dense.sum()) == listed == int(lists.count.sum())
+        again = from_lists(lists.index, seqlen_k=rows_k, sequences=sequences, is_causal=is_causal)
+        assert torch.equal(again.keys, lists.keys) and torch.equal(again.count, lists.count)
+    for other, told in ((SLOTS, "of padded sequences"), (TWO, r"for blocks \(1, 2\) of packed sequences")):
+        size = {} if other is SLOTS else {"block_size": (1, 2), "seqlen_k": 6}
+        with pytest.raises(ValueError, match=told):
+            from_topk_lists(torch.zeros(5, 3 if size else 6), 2, sequences=other, **size)
+    empty = IndexScores(torch.zeros(1, 3, 2, 4), torch.zeros(1, 5, 4), torch.zeros(1, 3, 2))
+    assert (from_topk_lists(empty, 2, sequences=Sequences.packed(torch.tensor([0]))).keys == -1).all()
 
 
 def test_ways_through_a_call_beside_sequences() -> None:
@@ -998,25 +896,25 @@ def test_calls_that_lists_do_not_serve() -> None:
         TypeError, match=r"PreparedMask of the form 'lists'; beside sequences.*from_lists\(index, sequences=...\)"
     ):
         attention(q, k, k, LISTS, sequences=Sequences.padded(torch.tensor([5])))
-    beside, slots = (from_lists(INDEX, seqlen_k=6, sequences=x) for x in (TWO, SLOTS))
+    packed, slots = (from_lists(INDEX, seqlen_k=6, sequences=x) for x in (TWO, SLOTS))
     tokens_q, tokens = q[0], k[0]
     with pytest.raises(ValueError, match=r"prepared beside sequences; it needs sequences=mask\.sequences"):
-        attention(q, k, k, beside)
+        attention(q, k, k, packed)
     with pytest.raises(ValueError, match="prepared for other Sequences than those of the call"):
-        attention(tokens_q, tokens, tokens, beside, sequences=copy.copy(TWO))
+        attention(tokens_q, tokens, tokens, packed, sequences=copy.copy(TWO))
     with pytest.raises(ValueError, match="prepared for seqlen_q 5; it needs that of the call, 6"):
-        attention(tokens, tokens, tokens, beside, sequences=TWO)
+        attention(tokens, tokens, tokens, packed, sequences=TWO)
     with pytest.raises(ValueError, match="is_causal is True, but mask was prepared with"):
-        attention(tokens_q, tokens, tokens, beside, sequences=TWO, is_causal=True)
+        attention(tokens_q, tokens, tokens, packed, sequences=TWO, is_causal=True)
     heads = from_lists(INDEX.expand(1, 3, 5, 4).contiguous(), seqlen_k=6, sequences=TWO)
     with pytest.raises(ValueError, match=r"prepared with 3 heads; it needs one of \[1, 2\]"):
         attention(tokens_q, tokens, tokens, heads, sequences=TWO)
     with pytest.raises(ValueError, match=r"batch in \{1\}"):
-        attention(tokens_q, tokens, tokens, beside, Chosen(VALUES.expand(2, 1, 5, 4)), sequences=TWO)
+        attention(tokens_q, tokens, tokens, packed, Chosen(VALUES.expand(2, 1, 5, 4)), sequences=TWO)
     with pytest.raises(ValueError, match=r"queries or lists in \{5\}"):
-        attention(tokens_q, tokens, tokens, beside, Chosen(VALUES[:, :, :4]), sequences=TWO)
+        attention(tokens_q, tokens, tokens, packed, Chosen(VALUES[:, :, :4]), sequences=TWO)
     with pytest.raises(ValueError, match=r"bias\.bias is set beside lists of sequences; it needs to be None"):
-        attention(tokens_q, tokens, tokens, beside, Chosen(VALUES, torch.zeros(5, 6)), sequences=TWO)
+        attention(tokens_q, tokens, tokens, packed, Chosen(VALUES, torch.zeros(5, 6)), sequences=TWO)
     with pytest.raises(ValueError, match=r"batch in \{1, 2\}"):
         two = torch.zeros(2, 5, 2, 8), torch.zeros(2, 6, 2, 8)
         attention(two[0], two[1], two[1], slots, Chosen(VALUES.expand(3, 1, 5, 4)), sequences=SLOTS)

@@ -27,7 +27,7 @@ from .list_product import list_product_kernel
 from .list_queries import NOTHING, PAIRS, ROWS, list_queries_kernel
 from .list_rows import list_add_kernel, list_bits_kernel, list_counts_kernel, list_rows_kernel
 from .list_tiles import ListKernel, list_tile, members_of_program
-from .plan import MOST_FEW_KEYS, takes_tf32
+from .plan import MOST_FEW_KEYS, precision_of_products
 from .plan_forward import empty_parts, num_key_shares, plan_combine
 from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, NO_SEQUENCES, TILE_BIAS, BiasStrides, Shape, Strides
 from .tile_table import Tile
@@ -150,7 +150,7 @@ class ListCall:
             "PAD_D": self.block_d + self.rest != head_dim,
             "PAD_DV": self.block_dv != flags.head_dim_v,
             "WIDE": span > 2**31 - 1,
-            "PRECISION": "tf32" if takes_tf32(q.dtype) else "ieee",
+            "PRECISION": precision_of_products(q.dtype, self.arch),
         }
 
     @property

@@ -41,7 +41,7 @@ from .tile_table import MOST_FEW_ROWS, Tile, tf32_fits, tile_of
 
 # Up to this many keys fit in one tile of every kernel; backward kernels then compute delta from p and dp.
 MOST_FEW_KEYS = 32
-# The least queries of a tile for products of the kernel of dk and dv where threads have long runs.
+# The least queries of a tile of the kernel of dk and dv where threads have long runs.
 LEAST_LONG_RUNS = 32
 
 
@@ -52,6 +52,11 @@ def takes_tf32(dtype: torch.dtype) -> bool:
     the question, which would be the most expensive part of a launch's key.
     """
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def precision_of_products(dtype: torch.dtype, arch: str) -> str:
+    """Return "tf32" or "ieee", as kernels get it. Triton has no TF32 for gfx950, whose hardware lacks it."""
+    return "tf32" if takes_tf32(dtype) and arch != "gfx950" else "ieee"
 
 
 def read_of(mask: MaskView, columns: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -133,7 +138,7 @@ class Call:
         self.scale_log2 = scale / softcap if softcap > 0 else scale * LOG2E.value
         # A descriptor costs the host 20 us (H200, Triton 3.6), longer than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
-        self.precision = "tf32" if takes_tf32(q.dtype) else "ieee"
+        self.precision = precision_of_products(q.dtype, self.arch)
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
 
     @property
@@ -218,13 +223,20 @@ class Call:
         kinds = {"mask": read, "bias": self.bias_kind, "bias_tma": bias_tma, "few_rows": few}
         if kernel == "forward" and self.has_wide_heads and self.bias_kind == TILE_BIAS.value:
             kernel = "biased forward"
-        return tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
+        tile = tile_of(kernel, self.q.dtype, block_d, self.arch, **kinds)
+        is_short = kernel == "keys" and tile.block_m < LEAST_LONG_RUNS
+        if is_short and self.has_long_runs and self._takes_tensor_cores(kernel):
+            # As many scores as before, so that it still fits.
+            tile = tile._replace(block_m=LEAST_LONG_RUNS, block_n=tile.block_m * tile.block_n // LEAST_LONG_RUNS)
+        return tile
+
+    def _takes_tensor_cores(self, kernel: str) -> bool:
+        return self.q.dtype != torch.float32 or self.precision_of(kernel) == "tf32"
 
     def precision_of(self, kernel: str) -> str:
-        """Return the precision of the products of a kernel: TF32 only if allowed, right, and with room for tiles."""
+        """Return the precision of the products of a kernel: TF32 only if it is allowed and the tiles fit in memory."""
         fits = tf32_fits(kernel, max(self.block_d, self.block_dv), self.arch)
-        is_wrong = kernel == "keys" and self.has_long_runs and self.tile(kernel).block_m < LEAST_LONG_RUNS
-        return self.precision if fits and not is_wrong else "ieee"
+        return self.precision if fits else "ieee"
 
     def launch(
         self, kernel: Any, programs: int, tile: Tile | ShortTile, descriptors: Sequence[Descriptor] = (), **own: Any

@@ -166,10 +166,14 @@ void BackwardPass::store_sums() const {
 
 // Writes zeros to the rows that no sequence has.
 void BackwardPass::fill_gaps_of_gradients() const {
-  const SequenceParams& of = params.sequences;
-  if (args.dq.has_value()) fill_gaps(op, *args.dq, false, nullptr, of, entries, stream);
-  if (args.dk.has_value()) fill_gaps(op, *args.dk, true, nullptr, of, entries, stream);
-  if (args.dv.has_value()) fill_gaps(op, *args.dv, true, nullptr, of, entries, stream);
+  FillGapsParams fill{};
+  const auto add = [&](const std::optional<Tensor>& x, bool are_keys) {
+    if (x.has_value()) fill.of[fill.tensors++] = gaps_of(*x, are_keys, params.sequences);
+  };
+  add(args.dq, false);
+  add(args.dk, true);
+  add(args.dv, true);
+  fill_gaps(op, fill, params.sequences, entries, stream);
 }
 
 // --- operators ----------------------------------------------------------------------------------------------------

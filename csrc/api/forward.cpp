@@ -281,7 +281,12 @@ void forward(const ForwardArguments& call) {
                         : schedule_sequences(call, sizes, tile, num_sms, device.stream, params);
   check(instance.launch(params, variant, work.blocks, device.stream), op, "launching the kernel");
   if (sequences != nullptr) {
-    fill_gaps(op, call.out, false, params.lse, params.sequences, sequences->bounds.size(0), device.stream);
+    FillGapsParams fill{};
+    fill.tensors = 1;
+    fill.of[0] = gaps_of(call.out, false, params.sequences);
+    fill.lse = params.lse;
+    fill.num_heads = static_cast<int>(call.out.size(2));
+    fill_gaps(op, fill, params.sequences, sequences->bounds.size(0), device.stream);
   }
 }
 

@@ -159,19 +159,18 @@ inline torch::stable::Tensor list_works(const char* op, const torch::stable::Ten
   return memory;
 }
 
-// Writes the rows of x (entries, rows, heads, columns), contiguous, that no sequence has; and of lse, if it is given.
-inline void fill_gaps(const char* op, const torch::stable::Tensor& x, bool are_keys, float* lse,
-                      const SequenceParams& params, int64_t number, cudaStream_t stream) {
-  FillGapsParams fill{};
+// A tensor (entries, rows, heads, columns), contiguous, of queries or of keys.
+inline GapsOf gaps_of(const torch::stable::Tensor& x, bool are_keys, const SequenceParams& params) {
+  return {const_cast<void*>(x.const_data_ptr()), static_cast<int>(x.size(1)),
+          static_cast<int>(x.size(2) * x.size(3) / 8), are_keys, are_keys ? params.packs_keys : params.packs_queries};
+}
+
+// Writes the rows of these tensors that no sequence has.
+inline void fill_gaps(const char* op, FillGapsParams fill, const SequenceParams& params, int64_t number,
+                      cudaStream_t stream) {
+  if (fill.tensors == 0) return;
   fill.bounds = params.bounds;
   fill.number = static_cast<int>(number);
-  fill.are_keys = are_keys;
-  fill.packs_rows = are_keys ? params.packs_keys : params.packs_queries;
-  fill.rows = static_cast<int>(x.size(1));
-  fill.chunks = static_cast<int>(x.size(2) * x.size(3) / 8);
-  fill.x = const_cast<void*>(x.const_data_ptr());
-  fill.lse = lse;
-  fill.num_heads = static_cast<int>(x.size(2));
   check(launch_fill_gaps(fill, stream), op, "launching the kernel of the gaps");
 }
 

@@ -89,8 +89,8 @@ class IndexScores:
         sums in a fixed order.
 
         Args:
-            lists: of `PreparedMask.from_topk_lists`, or of `from_lists` with one list for all heads. Beside packed
-                sequences, lists of single keys; q, k and weights are then of all tokens, with a batch of 1.
+            lists: of `PreparedMask.from_topk_lists`, or of `from_lists` with one list for all heads. If they are for
+                packed sequences, they name single keys; q, k and weights are then of all tokens, with a batch of 1.
 
         Returns:
             (B, 1, R, K), in the dtype of q, for `biases.Chosen`; 0 where a list has no key. B is the product of batch

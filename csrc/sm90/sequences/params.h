@@ -53,15 +53,20 @@ struct ListWorksParams {
   int* sequence_of_tile;  // null if not needed
 };
 
-// Writes the rows that belong to no sequence: zeros, and -inf to lse.
+struct GapsOf {
+  void* x;     // (entries, rows, chunks)
+  int rows;    // of an entry
+  int chunks;  // of 16 bytes in a row
+  bool are_keys, packs_rows;
+};
+
+// Writes the rows that belong to no sequence: zeros to at most three tensors, and -inf to lse.
 struct FillGapsParams {
   const int4* bounds;
   int number;  // S
-  bool are_keys, packs_rows;
-  int rows;         // of an entry
-  int chunks;       // of 16 bytes in a row of x
-  void* x;          // (entries, rows, chunks)
-  float* lse;       // (entries, num_heads, rows); null for none
+  int tensors;
+  GapsOf of[3];
+  float* lse;  // (entries, num_heads, rows) of the first tensor; null for none
   int num_heads;
 };
 

@@ -228,9 +228,9 @@ def _in_rows(p: AttentionProblem, x: Inputs) -> tuple[Inputs, Tensor]:
     low, high = (each.view(batch, 1, rows, 1) for each in keys_seen(bounds, spec, p.window))
     if p.flags.block_k > 1:
         keys, slots = _keys_of_blocks(keys, slots, p.flags.block_k, low if p.flags.left >= 0 else None)
-    # A list ascends: keys that its query does not see, also those of lengths that have changed since, are its last.
+    # Lists ascend, so keys that a query does not see, because lengths have changed since, are the last of its list.
     there = (keys >= 0) & (keys <= high)
-    if pages is None:
+    if pages is None or spec.rows_k == 0:
         keys = keys + bounds[own, 2].view(batch, 1, rows, 1)
     else:
         pitch, size = _pitch(spec.page_size, p.k_strides), spec.page_size

@@ -53,6 +53,18 @@ def keys_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> tu
     return low.view(shape), torch.where(is_used, high, -1).clamp(min=-1).view(shape)
 
 
+def rows_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each packed query the row of the first key of its sequence, and the rows that it sees from and to.
+
+    All are (rows,), the first int32; the last row is -1 for a query that sees none.
+    """
+    low, high = (x[0] for x in keys_seen(bounds, spec, window))
+    if spec.number == 0 or spec.rows_q == 0:
+        return low.to(torch.int32), low, high
+    first = bounds[token_places(bounds, 1, spec.rows_q, is_packed=True).own, 2]
+    return first, low + first, torch.where(high < 0, -1, high + first)
+
+
 def ordered(
     index: Tensor, blocks: int, seen_by: Callable[[slice], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,9 +133,8 @@ def best(
     k: int,
     allowed: Tensor | None,
     local: int,
-    block_size: tuple[int, int],
-    lengths: tuple[int, int],
-    band: Band | None,
+    blocks: int,
+    seen_by: Callable[[slice], tuple[Tensor, Tensor]],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, count and slots of the k best blocks of each list, as `topk_mask` chooses them; no row is sorted.
@@ -134,11 +145,10 @@ def best(
         k: how many are chosen.
         allowed: bool (B or 1, H or 1, lists or 1, blocks or 1), or None.
         local: a list also has so many of the last blocks that it may see.
-        block_size, lengths, band: as in `ordered`.
+        blocks, seen_by: as in `ordered`, of (rows,).
         device: of the result.
     """
     batch, heads, number = sizes
-    blocks = -(-lengths[1] // block_size[1])
     places = min(k + local, blocks)
     keys = torch.empty(batch, heads, number, places, dtype=torch.int32, device=device)
     count = keys.new_empty(batch, heads, number)
@@ -146,7 +156,7 @@ def best(
     step = max(1, CHUNK_ELEMENTS // max(1, batch * heads * blocks))
     for start in range(0, number, step):
         rows = slice(start, min(start + step, number))
-        low, high = (x[:, None] for x in seen_blocks(rows, block_size, lengths, band, device))
+        low, high = (x.unsqueeze(-1) for x in seen_by(rows))
         visible = (columns >= low) & (columns <= high)
         if allowed is not None:
             visible = visible & (allowed if allowed.shape[2] == 1 else allowed[:, :, rows])

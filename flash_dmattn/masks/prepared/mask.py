@@ -47,7 +47,7 @@ from ..blocks import MaskStats, check_blocks, expand_blocks
 from ..builders import Device, document_pair, padding_mask
 from ..topk import ScoresByRows, select, topk_arguments
 from .intervals import live_keys, order_saves, places_for, reorder_pays
-from .lists import best, keys_seen, ordered, seen_blocks
+from .lists import best, keys_seen, ordered, rows_seen, seen_blocks
 from .operators import (
     interval_walk,
     one_row_form,
@@ -646,11 +646,11 @@ class PreparedMask(ABC):
         Args:
             index: integers of 2 dims or more, read from the right as (*batch, Hm, R, K), any strides: a list of K keys
                 or blocks for each of R = ceil(seqlen_q / block_q) blocks of queries; -1 stands for none. Hm is 1, Hk or
-                Hq. Leading dims fold as in `from_mask`. Beside sequences it is (Hm, queries of all sequences, K) where
+                Hq. Leading dims fold as in `from_mask`. With sequences it is (Hm, queries of all sequences, K) where
                 queries are packed, else (sequences or 1, Hm, seqlen_q, K).
             seqlen_k: number of keys; beside sequences `k.shape[-3]`, of pages `block_table.shape[1] * page_size`.
             seqlen_q: number of queries; needed if lists are for blocks of them.
-            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k). Beside
+            block_size: queries that share a list, and keys of a block, as one int or (block_q, block_k). With
                 sequences no queries share a list.
             is_causal, window_size: the band, as in `from_mask`.
             sequences: where the sequences of the calls lie.
@@ -696,7 +696,7 @@ class PreparedMask(ABC):
                 raise ValueError(f"index has a batch of {index.shape[0]}; beside these sequences it needs {entries}.")
             if values_can_be_read(index):
                 last = keys_seen(bounds, spec, (-1, -1))[1][:, None, :, None]
-                # What a row without keys lists counts for nobody.
+                # Rows without keys may list any.
                 _check_entries(index, torch.where(last < 0, lengths[1] - 1, last) // blocks[1])
             low, high = (
                 torch.div(x[:, None], blocks[1], rounding_mode="floor") for x in keys_seen(bounds, spec, window)
@@ -728,12 +728,16 @@ class PreparedMask(ABC):
         is_causal: bool = False,
         mask: Tensor | None = None,
         local: int = 0,
+        sequences: Sequences | None = None,
     ) -> PreparedMask:
         """List for each query, or block of queries, the `k` best scored keys, or blocks of keys, that it may see.
 
         With single keys it is equal to `PreparedMask.from_mask(topk_mask(scores, k, is_causal=is_causal, mask=mask))`.
         It looks at the scores of some queries at a time, so `IndexScores` never become a tensor of queries times keys.
         Lists are ascending, without a sort, and nothing waits for the device.
+
+        With packed `sequences` scores are of all queries and all keys, and each query lists keys of its sequence,
+        counted from 0, as `from_lists` takes them. Scores of other sequences are computed and not looked at.
 
         Args:
             scores: float, read from the right as (*batch, H, R or 1, N), without a gradient here; or `IndexScores`. R
@@ -746,6 +750,7 @@ class PreparedMask(ABC):
             is_causal: a list has blocks whose first key its last query may see; calls hide later keys of these.
             mask: bool, broadcastable to the scores: the blocks that may be chosen. Both have 4 dims at most then.
             local: a list also has the last `local` blocks that its last query may see.
+            sequences: where the sequences of the calls lie, packed; blocks are of single keys then.
 
         Returns:
             PreparedMask, of the form "lists", with min(k + local, N) entries. Its `keys` are ascending, so that
@@ -753,7 +758,7 @@ class PreparedMask(ABC):
 
         Raises:
             TypeError: `scores` is not float, `mask` not bool, or `k` or a length is not an int.
-            ValueError: k < 1, shapes that do not fit, `local` without causality.
+            ValueError: k < 1, shapes that do not fit, `local` without causality, sequences that are not packed.
 
         Example:
             >>> from flash_dmattn.masks import PreparedMask
@@ -797,10 +802,24 @@ class PreparedMask(ABC):
                 f"scores have {number} columns; they need {-(-seqlen_k // blocks[1])}, a block of {blocks[1]} of "
                 f"{seqlen_k} keys each."
             )
-        band = make_band(*lengths, causal_window(**limits))
-        tensors = best(of, (batch, heads, rows), k, allowed, local, blocks, lengths, band, device)
-        numbers = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "block_size": blocks, "leading": leading}
-        return cls._made("lists", tensors, **numbers, **limits)
+        window, sizes = causal_window(**limits), (batch, heads, rows)
+        numbers = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "block_size": blocks, **limits}
+        if sequences is None:
+            band = make_band(*lengths, window)
+            seen_by = partial(seen_blocks, block_size=blocks, lengths=lengths, band=band, device=device)
+            tensors = best(of, sizes, k, allowed, local, number, seen_by, device)
+            return cls._made("lists", tensors, **numbers, leading=leading)
+        spec = _spec_beside("scores", of(slice(0, 0)), sequences, *lengths)
+        if spec.layout != "packed" or blocks != (1, 1) or batch != 1:
+            raise ValueError(
+                f"scores have a batch of {batch}, for blocks {blocks} of {spec.layout} sequences; they need a batch of "
+                "1, single keys and packed sequences."
+            )
+        first, low, high = rows_seen(sequences.bounds_of(spec), spec, window)
+        keys, count, slots = best(of, sizes, k, allowed, local, number, lambda own: (low[own], high[own]), device)
+        keys = torch.where(keys < 0, -1, keys - first[:, None])
+        numbers |= {"seqlen_k": spec.max_seqlen_k, "sequences": sequences, "spec": spec}
+        return cls._made("lists", (keys, count, slots), **numbers)
 
     @classmethod
     def from_tree(cls, tree: Tensor) -> PreparedMask:

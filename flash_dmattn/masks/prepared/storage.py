@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ...problem import Band, MaskForm, MaskView, SequenceSpec, causal_window, make_band
 from ...reference.lists import Lists, repeat_heads, spread, table
-from ...sequences.layout import Sequences, token_places
+from ...sequences.layout import Sequences
 from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
 from . import packing
 from .intervals import covering, interval_classes
-from .lists import keys_seen, take
+from .lists import keys_seen, rows_seen, take
 from .mask import PreparedMask as PreparedMask
 from .packing import EMPTY, FULL, TILE, tiles, unpack_sequences
 
@@ -184,7 +184,7 @@ class ListMask(BatchMask):
 
     Keys that the band hides from all queries of a list are left out of it. Where entries are blocks, the band hides
     more keys, and kernels compare positions. All tensors are int32, contiguous and on the mask's device, with
-    R = ceil(Lq / block_q). Beside sequences keys count within each sequence. Bm is 1 and R all queries where these are
+    R = ceil(Lq / block_q). With sequences keys count within each sequence. Bm is 1 and R all queries where these are
     packed, else Bm is their number.
 
     Attributes:
@@ -232,11 +232,10 @@ class ListMask(BatchMask):
     def index_of_rows(self) -> Tensor:
         """`index` with keys counted among the rows of k, where sequences are packed; else as it is."""
         spec, sequences = self.spec, self.sequences
-        if spec is None or sequences is None or not spec.packs_keys or spec.number == 0:
+        if spec is None or sequences is None or not spec.packs_keys:
             return self.index
-        bounds = sequences.bounds_of(spec)
-        own = token_places(bounds, 1, spec.rows_q, is_packed=True).own
-        rows = (self.index + bounds[own, 2].view(1, 1, -1, 1)).clamp(max=max(spec.rows_k - 1, 0))
+        first, _, _ = rows_seen(sequences.bounds_of(spec), spec, (-1, -1))
+        rows = (self.index + first[:, None]).clamp(max=max(spec.rows_k - 1, 0))
         return torch.where(self.index < 0, -1, rows)
 
     def gather(self, scores: Tensor) -> Tensor:
