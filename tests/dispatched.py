@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 class Dispatched(TorchDispatchMode):
     """Show each operator that runs to a function: the operator, its arguments and its result."""
 
-    def __init__(self, show: Callable[[Any, Any, Any], object] = lambda operator, args, result: None) -> None:
+    def __init__(self, show: Callable[[Any, Any, Any], object] | None = None) -> None:
         super().__init__()
-        self._show = show
+        self._show = show or self.show
         self.names: list[str] = []  # operators of this library alone
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -24,6 +24,24 @@ class Dispatched(TorchDispatchMode):
             self.names.append(operator.name().partition("::")[2])
         self._show(operator, args, result)
         return result
+
+    def show(self, operator: Any, args: Any, result: Any) -> None:
+        """Take an operator that has run; a subclass has its own."""
+
+
+class Products(Dispatched):
+    """Count matrix products, their work, and the elements of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.work = self.largest = 0
+
+    def show(self, operator: Any, args: Any, result: Any) -> None:
+        if "bmm" in operator.__name__:
+            self.products += 1
+            self.work += result.numel() * args[1].shape[2]
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.numel())
 
 
 def bytes_made(run: Callable[[], object]) -> list[int]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accuracy import run
 from cases import Case, Inputs
+from dispatched import Dispatched
 from draws import Features
 from draws import draw as draw_case
 from torch import Tensor
@@ -543,13 +544,11 @@ def check_operators(case: ParallelCase) -> list[str]:
     """`torch.library.opcheck` of every operator that a call and its backward pass run; their names."""
     calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
-    class Recording(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function.namespace == "flash_dmattn":
-                calls.setdefault(str(function), (function, args))
-            return function(*args, **(kwargs or {}))
+    def record(operator: Any, arguments: Any, result: Any) -> None:
+        if operator.namespace == "flash_dmattn":
+            calls.setdefault(str(operator), (operator, arguments))
 
-    with Recording():
+    with Dispatched(record):
         parallel(case, draw(case))
     for function, arguments in calls.values():
         args = torch.utils._pytree.tree_map(lambda a: a.detach() if isinstance(a, Tensor) else a, arguments)

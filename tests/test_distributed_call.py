@@ -13,9 +13,7 @@ import torch.distributed as dist
 from distributed_calls import for_few_keys
 from gpu_distributed import REQUIRED, missing_of
 from out_of_tree import registered
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
 from flash_dmattn.distributed import (
@@ -303,22 +301,6 @@ def test_a_context_is_that_of_its_thread_and_ends() -> None:
     assert context_in_force() is None and seen == [None]
     with pytest.raises(ValueError, match="layout is for 2 ranks"):
         use_context_parallel(dist.group.WORLD, SequenceLayout.zigzag(8, 2))
-
-
-def test_a_context_is_nested_in_itself_and_reaches_what_is_recomputed() -> None:
-    seen: list[object] = []
-
-    def region(x: Tensor) -> Tensor:
-        context = context_in_force()
-        seen.append(context and context.layout)
-        return x.exp()
-
-    block = use_context_parallel(dist.group.WORLD, LAYOUT)
-    with block, block:
-        y = checkpoint(region, torch.randn(3, requires_grad=True), use_reentrant=False)
-    assert context_in_force() is None
-    y.sum().backward()
-    assert seen == [LAYOUT, LAYOUT]
 
 
 def test_what_gpu_tests_need_is_asked_for() -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from dispatched import Dispatched
+from dispatched import Products
 from torch import Tensor
 
 import flash_dmattn
@@ -21,25 +21,10 @@ from flash_dmattn.sequences import Sequences
 HK, HQ, D, LENGTH = 2, 4, 16, 1024
 
 
-class Count(Dispatched):
-    """Count matrix products, their work, and the elements of the largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__(self._count)
-        self.products = self.work = self.largest = 0
-
-    def _count(self, operator: Any, arguments: Any, result: Any) -> None:
-        if "bmm" in operator.__name__:
-            self.products += 1
-            self.work += result.numel() * arguments[1].shape[2]
-        if isinstance(result, Tensor):
-            self.largest = max(self.largest, result.numel())
-
-
 @contextmanager
-def counting() -> Iterator[Count]:
+def counting() -> Iterator[Products]:
     """Count what the chunked passes do; around a call a dispatch mode would see no more than the operator."""
-    counted = Count()
+    counted = Products()
 
     def watched(run: Any) -> Any:
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +45,7 @@ def leaves(length: int = LENGTH, batch: int = 1, dtype: torch.dtype = torch.floa
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def count(inputs: list[Tensor], mask: Any, bias: Tensor | None = None, **more: Any) -> tuple[list[Tensor], Count]:
+def count(inputs: list[Tensor], mask: Any, bias: Tensor | None = None, **more: Any) -> tuple[list[Tensor], Products]:
     """Return out and the gradients of a call of eager, and what both passes did."""
     with counting() as counted:
         out = flash_dmattn.attention(*inputs, mask, bias, backend="eager", **more)

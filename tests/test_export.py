@@ -29,7 +29,6 @@ from flash_dmattn.masks import (
     threshold_mask,
     topk_mask,
 )
-from flash_dmattn.nn import RelativePositionBias
 
 OURS = KernelPair("out_of_tree_exported", mask_forms=frozenset({"tiles", "intervals"}))
 LENGTHS = (3, 17, 63, 64, 130, 2048)
@@ -291,27 +290,3 @@ def test_builders_of_masks_keep_a_length_dynamic(name: str) -> None:
     for length in (*few, *many):
         x = torch.randn(2, length, 4, 16)
         torch.testing.assert_close(program(x), module(x), rtol=1e-5, atol=1e-5)
-
-
-class Biased(torch.nn.Module):
-    """A layer with a learned bias of T5's kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position_bias = RelativePositionBias(4)
-        torch.nn.init.normal_(self.position_bias.weight)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, bias=self.position_bias(q.shape[1]))
-
-
-@needs_hints
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
-def test_a_position_bias_keeps_a_length_dynamic_and_has_its_gradient(strict: bool) -> None:
-    module = Biased()
-    length = Dim("length", min=3, max=4096)
-    program = torch.export.export(module, tuple(inputs()), dynamic_shapes=({1: length},) * 3, strict=strict).module()
-    for n in (3, 20, 300):
-        sample = [torch.randn(2, n, heads, 16) for heads in (4, 2, 2)]
-        torch.testing.assert_close(program(*sample), module(*sample))
-        assert_same(gradients(program, *sample), gradients(module, *sample))

@@ -100,28 +100,6 @@ def test_a_bias_of_16_bits_has_its_gradient_summed_in_32(dtype: torch.dtype, sha
         assert_accurate(run(spoiled(call), "flex"), call)
 
 
-@pytest.mark.parametrize("lengths", [((0, 0), (0, 0)), ((0, 0), (2, 0)), ((0, 0), (0, 3)), ((2, 0), (0, 3))], ids=str)
-@pytest.mark.parametrize("spare", [0, 2])
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_calls_without_a_pair(lengths: tuple[tuple[int, int], ...], spare: int, layout: Any) -> None:
-    """No query, no key, or none in one sequence; with a sink, and a bias that may have no elements."""
-    most = tuple(max(n) + (spare if layout == "padded" else 0) for n in zip(*lengths, strict=True))
-    case = THREE.with_(lengths=lengths, layout=layout, spare=(), trailing=(spare, spare), most=most)
-    call = case.with_(bias=("1", "1", "Lq", "Lk")).build()
-    with eager_flex():
-        assert_accurate(run(spoiled(call), "flex"), call)
-
-
-def test_no_sequences_at_all() -> None:
-    q, sink = torch.randn(3, 4, 16, requires_grad=True), torch.randn(4, requires_grad=True)
-    none = Sequences.packed(torch.tensor([0]), max_seqlen_q=4)
-    with eager_flex():
-        out, lse = attention(q, q, q, sink=sink, sequences=none, return_lse=True, backend="flex")
-    assert not out.any() and (lse == -torch.inf).all()
-    for x in torch.autograd.grad(out.sum(), (q, sink)):
-        assert not x.any()
-
-
 # Compilations.
 
 

@@ -205,14 +205,6 @@ def test_without_a_mask_queries_and_keys_are_aligned_at_their_beginning() -> Non
     torch.testing.assert_close(one, call(query=Q[:, :, :1], is_causal=False), rtol=0, atol=0)
 
 
-def test_output_attentions_of_a_model(counted: Counted) -> None:
-    model = make("bert")
-    model.set_attn_implementation("dmattn")
-    options = inputs(model, "masked")
-    with pytest.raises(NotImplementedError, match="probabilities are never made"):
-        model(**options, output_attentions=True)
-
-
 def test_dropout_in_training_alone(counted: Counted) -> None:
     config = transformers.BertConfig(vocab_size=VOCABULARY, **SMALL)  # 0.1, by default
     model = transformers.AutoModel.from_config(config, attn_implementation="dmattn")
