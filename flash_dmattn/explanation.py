@@ -7,11 +7,12 @@ import shutil
 import sys
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .api import attention
 from .backends.mask_choice import unpacking_note
 from .backends.protocol import Backend, Direction, Reason
 from .biases import Band, Bias, ByDistance, Relative
@@ -31,11 +32,13 @@ from .dispatch.selection import (
     select_tangents,
     selected_names,
 )
-from .problem import AttentionProblem, MaskForm, NeedsGrad, Numbers, SequenceSpec, refuse_keywords, unpacked_spec
-from .sequences import Sequences
+from .problem import AttentionProblem, MaskForm, NeedsGrad, Numbers, SequenceSpec, arguments_like, unpacked_spec
 from .validation import describe, refuse_dtensors
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .api import Options
     from .masks import PreparedMask
 
 DTYPES = {
@@ -199,19 +202,10 @@ def explain(
     mask: Tensor | PreparedMask | None = None,
     bias: Bias | None = None,
     *,
-    is_causal: bool = False,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    window_size: tuple[int, int] | None = None,
-    deterministic: bool | None = None,
+    device: str | None = None,
     return_lse: bool = False,
     return_probs: bool = False,
-    backend: BackendChoice = "auto",
-    sink: Tensor | None = None,
-    sequences: Sequences | None = None,
-    dropout_p: float = 0.0,
-    device: str | None = None,
-    **unknown: NoReturn,
+    **options: Unpack[Options],
 ) -> Explanation:
     """Say which backend `flash_dmattn.attention` would run these arguments on, and why not another; computes nothing.
 
@@ -239,24 +233,24 @@ def explain(
     >>> e.problem.arch, e.backward is not None
     ('sm_90', True)
     """
-    if unknown:
-        refuse_keywords(explain, unknown)
-    numbers = Numbers(
-        is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, return_probs, dropout_p
+    tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
+    arguments = arguments_like(
+        attention, explain, **tensors, return_lse=return_lse, return_probs=return_probs, **options
     )
     if type(q) is not Tensor and is_dtensor(q):
         if device is not None:
             raise ValueError(
                 f"device is {device!r}; it needs to be None beside DTensors, whose ranks have GPUs already"
             )
-        options = {**numbers._asdict(), "backend": backend, "sink": sink, "sequences": sequences}
-        explained: Explanation = above().explain(q, k, v, mask, bias, **options)
+        own = [arguments.pop(name) for name in tensors]
+        explained: Explanation = above().explain(*own, **arguments)
         return explained
-    call = prepare_call(q, k, v, mask, bias, sink, sequences, numbers)
-    refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, sink)
+    numbers, backend = Numbers(*(arguments.pop(name) for name in Numbers._fields)), arguments.pop("backend")
+    call = prepare_call(**arguments, numbers=numbers)
+    refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)
     problem, _, _ = describe(call)
     copies = call.copies
-    shape = tuple(mask.shape) if isinstance(mask, Tensor) and sequences is None and call.leading is None else ()
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) and call.spec is None and call.leading is None else ()
     if len(shape) == 2 and shape[0] == problem.batch > 1:
         reading = f"reads mask of shape {shape} as (seqlen_q, seqlen_k)"
         copies += (f"{reading}; padding of (batch, seqlen_k) is masks.padding_mask(mask)",)

@@ -60,7 +60,7 @@ def test_a_wrong_keyword_is_an_error_for_mypy_too() -> None:
     with pytest.raises(TypeError, match="write is_causal="):
         attention(Q, Q, Q, causal=True)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="write is_causal="):
-        flash_dmattn.explain(Q, Q, Q, causal=True)  # type: ignore[arg-type]
+        flash_dmattn.explain(Q, Q, Q, causal=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="is_causal is 1"):
         attention(Q, Q, Q, is_causal=1)  # type: ignore[call-overload]
 

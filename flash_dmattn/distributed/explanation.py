@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..backends.protocol import Backend, Reason
-from ..dispatch.config import BackendChoice, fallback
+from ..dispatch.config import fallback
 from ..dispatch.profiles import cite
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import BackendError, choice_in_force, falls_back, refuse_fallback, selected_names
 from ..explanation import Explanation, Verdict, verdict_of
-from ..problem import AttentionProblem, Numbers, as_scores, dtype_name, refuse_keywords
-from .call import ParallelCall, Request, Strategy, find_backends
+from ..problem import AttentionProblem, Numbers, arguments_like, as_scores, dtype_name
+from .api import context_parallel_attention
+from .call import ParallelCall, Request, find_backends
 from .exchange import share_moved, sum_dtype
 from .group import Group, groups_of
 from .layout import SequenceLayout
 from .slices import ShardedMask, Slice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .api import Options
 
 
 class Transfer(NamedTuple):
@@ -106,22 +111,8 @@ def explain_context_parallel(
     *,
     group: Group,
     layout: SequenceLayout,
-    layout_k: SequenceLayout | None = None,
-    strategy: Strategy = "auto",
-    reduce_bias_grad: bool = False,
-    exchange_dtype: torch.dtype | None = None,
-    head_groups: int | None = None,
-    is_causal: bool = False,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    window_size: tuple[int, int] | None = None,
-    deterministic: bool | None = None,
     return_lse: bool = False,
-    backend: BackendChoice = "auto",
-    sink: Tensor | None = None,
-    sequences: None = None,
-    dropout_p: float = 0.0,
-    **unknown: NoReturn,
+    **options: Unpack[Options],
 ) -> ParallelExplanation:
     """Say what `context_parallel_attention` would do with these arguments on this rank; sends and computes nothing.
 
@@ -151,12 +142,14 @@ def explain_context_parallel(
     ...
     >>> dist.destroy_process_group()
     """
-    if unknown:
-        refuse_keywords(explain_context_parallel, unknown)
-    numbers = Numbers(is_causal, softmax_scale, softcap, window_size, deterministic, return_lse, dropout_p=dropout_p)
-    options = (strategy, head_groups, reduce_bias_grad, exchange_dtype, numbers, sequences is not None)
-    call = Request(q, k, v, mask, bias, sink, groups_of(group), layout, layout_k, *options, 0).describe()
-    requested = choice_in_force(backend)
+    passed = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "group": group, "layout": layout}
+    own, like = explain_context_parallel, context_parallel_attention
+    arguments = arguments_like(like, own, **passed, return_lse=return_lse, **options)
+    requested = choice_in_force(arguments.pop("backend"))
+    numbers = Numbers(**{name: arguments.pop(name) for name in Numbers._fields if name in arguments})
+    groups, has_sequences = groups_of(arguments.pop("group")), arguments.pop("sequences") is not None
+    call = Request(**arguments, groups=groups, numbers=numbers, has_sequences=has_sequences, number=0).describe()
+    layout_k = call.request.layout_k
     is_traded, members = call.strategy == "ulysses", call.members
     problems = call.problems()
     problem = problems[0] if is_traded else call.problem

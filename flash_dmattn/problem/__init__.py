@@ -1,6 +1,7 @@
 """One attention call described without tensors: sizes, layouts, band, flags, architecture, and checks of arguments."""
 
 from .checks import RANKS as RANKS
+from .checks import arguments_like as arguments_like
 from .checks import as_scores as as_scores
 from .checks import check_broadcast as check_broadcast
 from .checks import check_flag as check_flag

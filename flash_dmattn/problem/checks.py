@@ -6,7 +6,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -44,16 +44,27 @@ _NUMBERS = {
 }
 
 
-def refuse_keywords(call: Callable[..., object], unknown: Mapping[str, object]) -> NoReturn:
-    """Refuse keywords that a call does not have, as Python does, and name the right ones."""
+def refuse_keywords(call: Callable[..., object], unknown: Mapping[str, object], like: Any = None) -> NoReturn:
+    """Refuse keywords that a call, or a function whose keywords it takes, does not have; name the right ones."""
     name = next(iter(unknown))
-    names = [known for known, x in inspect.signature(call).parameters.items() if x.kind is not x.VAR_KEYWORD]
+    parameters = {**inspect.signature(like or call).parameters, **inspect.signature(call).parameters}
+    names = [known for known, x in parameters.items() if x.kind is not x.VAR_KEYWORD]
     close = difflib.get_close_matches(name, names, 1)
     if name in OTHER_NAMES:
         hint = f"write {OTHER_NAMES[name]}"
     else:
         hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(names)}"
     raise TypeError(f"{call.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+
+
+def arguments_like(like: Callable[..., object], call: Callable[..., object], **passed: object) -> dict[str, Any]:
+    """Return what was passed to a call that takes the arguments of another function, with that one's defaults."""
+    bound = inspect.signature(like).bind(**passed)
+    bound.apply_defaults()
+    unknown = bound.arguments.pop("unknown")
+    if unknown:
+        refuse_keywords(call, unknown, like)
+    return bound.arguments
 
 
 def check_strided(name: str, x: object) -> None:
