@@ -536,7 +536,8 @@ def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) 
     """Return the gradients of all arguments of the forward operator, in the order and the lists of its schema."""
     dq, dk, dv, dbias, dsink = _gradients(ctx, dout, dlse)
     mask, sequences = ctx.lists
-    return dq, dk, dv, mask, None, dbias, dsink, sequences, None, *(None,) * (operators.NUM_FLAGS + 2)
+    own = (dq, dk, dv, mask, None, dbias, dsink, sequences)
+    return *own, *(None,) * (operators.NUM_INPUTS - len(own) + operators.NUM_FLAGS + 2)
 
 
 torch.library.register_autograd(

@@ -215,7 +215,7 @@ _formulas: dict[Any, Callable[..., int]] = {}
 
 def forward_flop(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: object = None) -> int:
     """Return the FLOP of the forward operator: q k^T and p v, so 2 D + 2 Dv for each allowed pair and query head."""
-    return forward_flop_of(_pairs(q, k, others[6:-2]), q.shape[3], v.shape[3])
+    return forward_flop_of(_pairs(q, k, others[NUM_INPUTS - 3 : -2]), q.shape[3], v.shape[3])
 
 
 def forward_flop_of(pairs: int, head_dim: int, head_dim_v: int) -> int:
@@ -232,7 +232,7 @@ def backward_flop(
     Then dq and dk take 2 D each and dv takes 2 Dv; dbias and dsink take no product. All gradients together take 2.5
     times the forward pass if D is Dv.
     """
-    return backward_flop_of(_pairs(q, k, others[8:-2]), q.shape[3], v.shape[3], others[-1])
+    return backward_flop_of(_pairs(q, k, others[NUM_INPUTS - 1 : -2]), q.shape[3], v.shape[3], others[-1])
 
 
 def backward_flop_of(pairs: int, dim: int, dim_v: int, needs_grad: Sequence[bool]) -> int:
@@ -254,7 +254,7 @@ def tangents_flop(*arguments: Any, out_val: object = None) -> int:
     dim, dim_v = q.shape[3], v.shape[3]
     moves_scores = any(x is not None for x in (tq, tk, tbias, tsink))
     products = dim * (1 + (tq is not None) + (tk is not None)) + dim_v * (1 + (tv is not None) + moves_scores)
-    return _pairs(q, k, arguments[14:-1]) * 2 * products
+    return _pairs(q, k, arguments[5 + NUM_INPUTS : -1]) * 2 * products
 
 
 def tangent_gradients_flop(*arguments: Any, out_val: object = None) -> int:
@@ -265,7 +265,7 @@ def tangent_gradients_flop(*arguments: Any, out_val: object = None) -> int:
     sent, has_tq, has_tk = (dout is not None) + (dtout is not None), tq is not None, tk is not None
     scores = 1 + has_tq + has_tk + need_q * (1 + has_tk) + need_k * (1 + has_tq) + need_tq + need_tk
     values = sent * (1 + need_v) + (dtout is not None) * ((tv is not None) + need_tv)
-    return _pairs(q, k, arguments[19:-2]) * 2 * (q.shape[3] * scores + v.shape[3] * values)
+    return _pairs(q, k, arguments[10 + NUM_INPUTS : -2]) * 2 * (q.shape[3] * scores + v.shape[3] * values)
 
 
 def _pairs(q: Tensor, k: Tensor, numbers: Sequence[Any]) -> int:
