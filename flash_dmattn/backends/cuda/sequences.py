@@ -61,7 +61,7 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         # becomes +inf, with which they add nothing to the gradient.
         in_sequences = lse.masked_fill(lse == -torch.inf, torch.inf) if needs.sink else lse
         if not has_keys:
-            return zero_gradients((q, k, v, bias), dout, dlse, out, in_sequences, sink, needs)
+            return zero_gradients(saved._replace(lse=in_sequences), dout, dlse, needs)
         dq, dk, dv = new_q(q), new_k(k), new_v(v)
         delta = torch.empty_like(lse) if needs_delta else None
         stored = sums = None
