@@ -70,7 +70,7 @@ def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
     """
     results: tuple[Tensor, Tensor]
     is_plain = not (is_transformed() or torch.compiler.is_compiling())
-    is_recorded = is_plain and torch.is_grad_enabled() and any(x.needs_grad)
+    is_recorded = is_plain and any(x.needs_grad)
     if is_jvp_innermost() and not is_recorded:
         primals, tangents = _take_apart(x)
         if any(t is not None for t in tangents) and not is_batched(*tangents):
@@ -222,15 +222,10 @@ class TransformedAttention(torch.autograd.Function):
         (q, k, v, bias, sink, *others), dims = tensors, in_dims[1:]
         if dims[4] is not None or _runs_one_by_one(plan):
             return stacked([_attend_alone(plan, *each) for each in each_call(info.batch_size, dims, tensors)])
+        # The inputs tell which gradients will be needed; all calls share the sink.
+        needs_grad, mapped = Inputs(q, k, v, bias=bias, sink=sink).needs_grad, (q, k, v, bias)
         call = MappedCall(
-            info.batch_size,
-            dims[:4],
-            dims[5:],
-            plan.problem,
-            (q, k, v, bias),
-            others,
-            repeats=_reads_repeats(plan),
-            needs_dsink=sink is not None and sink.requires_grad,
+            info.batch_size, dims[:4], dims[5:], plan.problem, mapped, others, needs_grad, _reads_repeats(plan)
         )
         anew = _chosen_anew(plan, call.problem)
         out, lse = attend(anew, anew.parts.inputs(*call.inputs, sink, *call.mask))
@@ -301,8 +296,7 @@ class TangentAttention(torch.autograd.Function):
         each = []
         for own in each_call(info.batch_size, in_dims[1:], tensors):
             x, tangents = _apart(plan, own)
-            needs_grad = x.needs_grad if torch.is_grad_enabled() else NeedsGrad()
-            anew = _chosen_anew(plan, plan.problem._replace(needs_grad=needs_grad))
+            anew = _chosen_anew(plan, plan.problem._replace(needs_grad=x.needs_grad))
             each.append(_attend_with_tangents(anew, x, tangents))
         return stacked(each)
 
@@ -401,16 +395,9 @@ class AttentionBackward(torch.autograd.Function):
         needs_grad = plan.problem.needs_grad
         if dims[8] is not None or needs_grad.sink or _runs_one_by_one(plan):
             return stacked([differentiate(plan, *own) for own in each_call(info.batch_size, dims, tensors)])
-        call = MappedCall(
-            info.batch_size,
-            dims[4:8],
-            dims[9:],
-            plan.problem,
-            (q, k, v, bias),
-            others,
-            repeats=_reads_repeats(plan),
-            needs_grad=needs_grad,
-        )
+        mapped, where = (q, k, v, bias), (dims[4:8], dims[9:])
+        repeats = _reads_repeats(plan)
+        call = MappedCall(info.batch_size, *where, plan.problem, mapped, others, needs_grad, repeats, is_backward=True)
         if plan.backward is not None and plan.backward.accepts(call.problem, "backward"):
             anew = plan._replace(problem=call.problem, run_forward=None, run_backward=None)
         else:
@@ -490,8 +477,7 @@ def _runs_one_by_one(plan: Plan) -> bool:
 def _attend_alone(plan: Plan, *tensors: Any) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of one mapped call; its own inputs tell which gradients it needs."""
     inputs = plan.parts.inputs(*tensors)
-    needs_grad = inputs.needs_grad if torch.is_grad_enabled() else NeedsGrad()
-    return attend(_chosen_anew(plan, plan.problem._replace(needs_grad=needs_grad)), inputs)
+    return attend(_chosen_anew(plan, plan.problem._replace(needs_grad=inputs.needs_grad)), inputs)
 
 
 def _reads_repeats(plan: Plan) -> bool:
@@ -522,7 +508,7 @@ def _keep_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     """Save what the backward pass of an exported operator reads, and choose its backend."""
     x = operators.read_inputs(inputs[: operators.NUM_INPUTS])
     flags = operators.read_flags(x, inputs[operators.NUM_INPUTS : -2])
-    problem = operators.describe_operands(x, flags, x.needs_grad)
+    problem = operators.describe_operands(x, flags, x.requires_grad)
     # Nobody knows whether lse will have a gradient.
     chosen = select_backward(problem._replace(return_lse=True), inputs[-1] or inputs[-2])
     # The forward pass has run, so its backend does not matter here. The operator received its mask in the form that its

@@ -242,7 +242,8 @@ def explain(
             raise ValueError(
                 f"device is {device!r}; it needs to be None beside DTensors, whose ranks have GPUs already"
             )
-        explained: Explanation = above().explain(*(arguments.pop(name) for name in tensors), **arguments)
+        own = [arguments.pop(name) for name in tensors]
+        explained: Explanation = above().explain(*own, **arguments)
         return explained
     numbers, backend = Numbers(*(arguments.pop(name) for name in Numbers._fields)), arguments.pop("backend")
     call = prepare_call(**arguments, numbers=numbers)

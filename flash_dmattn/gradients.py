@@ -81,10 +81,9 @@ def differentiate_without_keys(p: AttentionProblem) -> Callable[..., Gradients]:
     """Return the backward pass of a class of calls for which no kernel runs: see `has_pairs`."""
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
-        x, out, lse = saved
         if p.sequences is not None:
-            dlse, lse = None, torch.full_like(lse, torch.inf)  # none of the rows has a sink
-        gradients = zero_gradients((x.q, x.k, x.v, x.bias), dout, dlse, out, lse, x.sink, p.needs_grad)
+            dlse, saved = None, saved._replace(lse=torch.full_like(saved.lse, torch.inf))  # no row has a sink
+        gradients = zero_gradients(saved, dout, dlse, p.needs_grad)
         return gradients if dbias_out is None else with_dbias(gradients, dbias_out)
 
     return backward
@@ -137,23 +136,16 @@ def _zero_gradient(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
-def zero_gradients(
-    inputs: Sequence[Tensor | None],
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    sink: Tensor | None,
-    needs_grad: Sequence[bool],
-) -> Gradients:
-    """Return the gradients of a call without any pair: zeros for q, k, v and bias (`inputs`), and dsink from dlse."""
+def zero_gradients(saved: Saved, dout: Tensor, dlse: Tensor | None, needs_grad: Sequence[bool]) -> Gradients:
+    """Return the gradients of a call without any pair: zeros for q, k, v and bias, and dsink from dlse."""
+    x, out, lse = saved
     gradients = tuple(
-        torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else None
-        for x, needed in zip(inputs, needs_grad[:4], strict=True)
+        _zero_gradient(t) if t is not None and needed else None
+        for t, needed in zip((x.q, x.k, x.v, x.bias), needs_grad[:4], strict=True)
     )
-    if sink is None:
+    if x.sink is None:
         return gradients
-    return *gradients, sink_gradient(sink, lse, row_delta(dout, out, dlse, lse)) if needs_grad[4] else None
+    return *gradients, sink_gradient(x.sink, lse, row_delta(dout, out, dlse, lse)) if needs_grad[4] else None
 
 
 def query_gradient(

@@ -209,9 +209,7 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         low = low if flags.left < 0 else max(low, -flags.left)
         high = high if flags.right < 0 else min(high, flags.right)
         check_covered(bias.shape[-1], by_distance.zero, (low, high), sizes.seqlen_q > 0 and sizes.seqlen_k > 0)
-    needs_grad = NeedsGrad()
-    if torch.is_grad_enabled():
-        needs_grad = Inputs(q, k, v, bias=bias, sink=sink).needs_grad
+    needs_grad = Inputs(q, k, v, bias=bias, sink=sink).needs_grad
     if sequences is not None:
         if numbers.return_probs:
             raise ValueError("return_probs is True; calls with sequences have no tensor of all probabilities")

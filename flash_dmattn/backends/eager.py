@@ -51,10 +51,6 @@ def _workspace_bytes(problem: AttentionProblem) -> int:
     return min(_chunk_bytes, 3 * scores)
 
 
-def _notes(problem: AttentionProblem) -> tuple[str, ...]:
-    return ("returns only shapes, strides and dtypes: meta tensors hold no values",) if problem.device == "meta" else ()
-
-
 def _readable(problem: AttentionProblem, x: Inputs) -> AnyMask | None:
     mask = x.mask
     if mask.form == "lists":
@@ -130,7 +126,9 @@ BACKEND = Backend(
     plan_backward=_plan_backward,
     features=frozenset({"mask", "bias", "is_causal", "softcap", "window_size", "deterministic", "return_lse"})
     | {"sink", "sequences", "paged", "tree", "dropout_p", "relative_bias", "band_bias", "lists", "chosen_bias"},
-    notes=_notes,
+    notes=lambda p: (
+        ("returns only shapes, strides and dtypes: meta tensors hold no values",) if p.device == "meta" else ()
+    ),
     mask_forms=frozenset({"dense", "tiles", "intervals", "sequence_tiles", "tree", "lists"}),
     reads_dense=lambda problem, direction: True,
     repeats_entries=True,

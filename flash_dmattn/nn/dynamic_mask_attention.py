@@ -209,15 +209,15 @@ class DynamicMaskAttention(nn.Module):
                 f"keep_window_size is {keep_window_size}; it needs to be at least 1 key, or None for full attention"
             )
         integer("local_window_size", local_window_size)
-        self.hidden_size = hidden_size
-        self.num_heads = num_heads
-        self.num_heads_k = num_heads_k
-        self.head_dim = head_dim
-        self.keep_window_size = keep_window_size
-        self.local_window_size = local_window_size
-        self.rope_theta = rope_theta
+        self.hidden_size, self.num_heads, self.num_heads_k, self.head_dim = (
+            hidden_size,
+            num_heads,
+            num_heads_k,
+            head_dim,
+        )
+        self.keep_window_size, self.local_window_size = keep_window_size, local_window_size
+        self.rope_theta, self.backend = rope_theta, backend
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        self.backend = backend
 
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=projection_bias, **where)
@@ -338,12 +338,10 @@ class DynamicMaskAttention(nn.Module):
         >>> [tuple(t.shape) for t in layer.attention_arguments(torch.randn(1, 10, 32))]
         [(1, 10, 4, 8), (1, 10, 2, 8), (1, 10, 2, 8), (1, 2, 10, 10), (1, 2, 1, 10)]
         """
-        q, k, v, scores, padding = self._inputs(x, attention_mask, cache)
-        if scores is None:
-            return AttentionArguments(q, k, v, padding, None)
-        bias = scores.transpose(1, 2).unsqueeze(2)
-        mask = self._kept_keys(bias.detach(), x.shape[1], padding)
-        return AttentionArguments(q, k, v, mask.dense() if isinstance(mask, PreparedMask) else mask, bias)
+        call = self.attention_call(*self._inputs(x, attention_mask, cache))
+        mask = call["mask"]
+        mask = mask.dense() if isinstance(mask, PreparedMask) else mask
+        return AttentionArguments(call["q"], call["k"], call["v"], mask, call["bias"])
 
     def _inputs(
         self, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None

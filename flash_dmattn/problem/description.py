@@ -313,7 +313,9 @@ class AttentionProblem(NamedTuple):
         batch = self.sequences or f"batch {self.batch}, {self.seqlen_q} queries x {self.seqlen_k} keys"
         parts = [f"{batch}, {heads}, head_dim {dim}", f"{dtype_name(self.dtype)} on {self.arch}"]
         flags = self.flags
-        names = {"none": "mask", "dense": "mask", "tree": "tree", "lists": _describe_lists(flags)}
+        blocks = "keys" if flags.block_k == 1 else f"blocks of {flags.block_k} keys"
+        lists = f"lists of {flags.places} {blocks}{'' if flags.block_q == 1 else f' for {flags.block_q} queries'},"
+        names = {"none": "mask", "dense": "mask", "tree": "tree", "lists": lists}
         mask = names.get(self.mask_form, "prepared mask")
         for name, spec, repeat, packing in (
             (mask, self.mask, flags.mask_repeat, flags.mask_packing),
@@ -374,12 +376,6 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
     "lists": lambda p: p.mask_form == "lists",
     "chosen_bias": lambda p: p.chosen is not None,
 }
-
-
-def _describe_lists(flags: Flags) -> str:
-    blocks = "keys" if flags.block_k == 1 else f"blocks of {flags.block_k} keys"
-    shared = "" if flags.block_q == 1 else f" for {flags.block_q} queries"
-    return f"lists of {flags.places} {blocks}{shared},"
 
 
 class Band(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .description import Arrival, AttentionProblem, MaskForm, NeedsGrad
@@ -123,9 +124,14 @@ class Inputs(NamedTuple):
         return rest if self.dropout is None else (*rest, self.dropout)
 
     @property
-    def needs_grad(self) -> NeedsGrad:
+    def requires_grad(self) -> NeedsGrad:
         tensors = (self.q, self.k, self.v, self.bias, self.sink)
         return NeedsGrad(*(x is not None and x.requires_grad for x in tensors))
+
+    @property
+    def needs_grad(self) -> NeedsGrad:
+        """Which gradients a call of these tensors has to produce here, none under `torch.no_grad()`."""
+        return self.requires_grad if torch.is_grad_enabled() else NeedsGrad()
 
     def in_rows(self, arrival: Arrival) -> Inputs:
         if arrival == "rows":

@@ -211,8 +211,7 @@ class MappedCall:
     entries. A bias that needs a gradient has one in each of the calls, so it is expanded, too.
 
     The arguments describe one mapped call, the attributes of the same names the one call. Without `repeats` a part of
-    the batch may not share an entry of a mask or a bias. `needs_grad` is None for a forward pass, after which the
-    inputs tell, and `needs_dsink` for the sink, which all calls share.
+    the batch may not share an entry of a mask or a bias.
     """
 
     def __init__(
@@ -223,10 +222,10 @@ class MappedCall:
         problem: AttentionProblem,
         inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
         mask: Sequence[Tensor],
+        needs_grad: NeedsGrad,
+        repeats: bool,
         *,
-        repeats: bool = True,
-        needs_grad: NeedsGrad | None = None,
-        needs_dsink: bool = False,
+        is_backward: bool = False,
     ) -> None:
         self._size, self._repeats = size, repeats
         self._batch = problem.batch
@@ -235,10 +234,9 @@ class MappedCall:
         flags = problem.flags
         mask_spec = None
         if bias is not None:
-            own = torch.is_grad_enabled() and bias.requires_grad if needs_grad is None else needs_grad.bias
-            dim = in_dims[3]
+            own, dim = needs_grad.bias, in_dims[3]
             self._bias_dtype, self._bias_batch = bias.dtype, bias.shape[0 if dim is None or dim > 0 else 1]
-            self._folded_bias = self._shared("bias", bias, dim, flags.bias_repeat, own, own and needs_grad is not None)
+            self._folded_bias = self._shared("bias", bias, dim, flags.bias_repeat, own, own and is_backward)
             bias = self._folded_bias.x
             flags = flags._replace(bias_repeat=self._folded_bias.repeat)
         if problem.mask is not None:
@@ -253,10 +251,6 @@ class MappedCall:
             mask_spec = spec_of(mask[0]) if is_dense else unpacked_spec(shape)
         self.inputs = (q, k, v, bias)
         self.mask = tuple(mask)
-        if needs_grad is None:
-            needs_grad = NeedsGrad(*(x is not None and x.requires_grad for x in self.inputs))
-            needs_grad = needs_grad._replace(sink=needs_dsink)
-            needs_grad = needs_grad if torch.is_grad_enabled() else NeedsGrad()
         self.problem = problem._replace(
             batch=size * problem.batch,
             q_strides=spec_of(q).strides,

@@ -255,7 +255,10 @@ def check(each: TileClass, candidates: Sequence[Sizes], device: torch.device, sh
     of the first tile, plus FLOOR. Tiles after one that spoiled the GPU have no verdict.
     """
     call = call_of(each, device, shrink)
-    exact_call = {name: _in_fp32(x) for name, x in call.items()}
+    exact_call = dict(call)
+    for name, x in call.items():
+        if isinstance(x, Tensor):
+            exact_call[name] = x.detach().float().requires_grad_(x.requires_grad)
     exact = [x.detach() for x in pass_of(each, exact_call, "eager")()]
     verdicts: Verdicts = {}
     limits: list[float] = []
@@ -274,10 +277,6 @@ def check(each: TileClass, candidates: Sequence[Sizes], device: torch.device, sh
         wrong = [f"{x:.1e} off, with a limit of {y:.1e}" for x, y in zip(errors, limits) if not x <= y]
         verdicts[sizes] = f"wrong: {wrong[0]}" if wrong else ""
     return verdicts
-
-
-def _in_fp32(x: object) -> object:
-    return x.detach().float().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
 def _is_broken(device: torch.device) -> bool:

@@ -86,11 +86,12 @@ def refuses_entries(p: AttentionProblem, direction: Direction) -> str:
         return ""
     if p.needs_grad.sink:
         return "this backend takes 1 or all where the gradient of a sink is needed, a sum over the batch"
-    if p.needs_grad.bias and p.bias is not None and not _is_of_one_part(p):
-        return (
-            "this backend takes 1 or all where the gradient of bias is needed, and several parts of the batch share it"
-        )
-    return ""
+    if not p.needs_grad.bias or p.bias is None:
+        return ""
+    entries, repeat = p.bias.shape[0], p.flags.bias_repeat
+    if entries == p.batch or (entries * repeat == p.batch and repeat == part_size(p)):
+        return ""  # only one part of the batch reads each entry of the bias
+    return "this backend takes 1 or all where the gradient of bias is needed, and several parts of the batch share it"
 
 
 def part_notes(p: AttentionProblem) -> tuple[str, ...]:
@@ -98,13 +99,6 @@ def part_notes(p: AttentionProblem) -> tuple[str, ...]:
         return ()
     number, shared = p.batch // part_size(p), " and ".join(p.partly_shared)
     return (f"computes the batch in {number} parts, one after the other: a part of it shares {shared}",)
-
-
-def _is_of_one_part(p: AttentionProblem) -> bool:
-    """Return whether only one part of the batch reads each entry of the bias."""
-    assert p.bias is not None
-    entries, repeat = p.bias.shape[0], p.flags.bias_repeat
-    return entries == p.batch or (entries * repeat == p.batch and repeat == part_size(p))
 
 
 def _size(batch: int, *shared: tuple[int, int]) -> int:

@@ -279,11 +279,6 @@ def _has_two_key_tiles(p: AttentionProblem) -> bool:
     return max(p.head_dim, p.head_dim_v) <= 64 and tiles % 2 == 0 and enough
 
 
-def _triton_is_slow(p: AttentionProblem) -> bool:
-    """Return whether the backward kernels of triton are slower, with a bias too."""
-    return p.softcap > 0 or max(p.head_dim, p.head_dim_v) > _NARROW
-
-
 def _least_tiles(p: AttentionProblem) -> int:
     """Return the fewest tiles of 128 queries at which cuda is as fast as triton."""
     if _serves_few_queries(p):
@@ -320,12 +315,8 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
         keys, wins, least_dim = p.seqlen_k if left < 0 else 0, _SEVERAL, 64
     heads = p.batch * p.num_heads
     is_large = any(heads >= least_heads and keys >= least_keys for least_heads, least_keys in wins)
-    return is_large and least_dim < widest <= _NARROW and _reads_keys(p)
-
-
-def _reads_keys(p: AttentionProblem) -> bool:
-    """Return whether TMA reads k and v as they are."""
-    return all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
+    reads_keys = all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
+    return is_large and least_dim < widest <= _NARROW and reads_keys
 
 
 def _fills_half_tiles(p: AttentionProblem) -> bool:
@@ -402,7 +393,8 @@ _AUTO_RULES: tuple[Rule, ...] = (
     _preference(
         "fixed_order",
         lambda p: (
-            _triton_is_slow(p)
+            p.softcap > 0  # the backward kernels of triton are slower then, and for wide heads
+            or max(p.head_dim, p.head_dim_v) > _NARROW
             or not (p.deterministic and p.needs_grad.q and _dbias_is_whole(p))
             or _has_two_key_tiles(p)
         ),
@@ -415,11 +407,6 @@ _AUTO_RULES: tuple[Rule, ...] = (
 # Calls with sequences have kernels and rules of their own.
 
 _SUMMED_KEYS = 64  # up to so many keys of a sequence, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
-
-
-def _stores_dbias(p: AttentionProblem) -> bool:
-    """Return whether dbias of packed queries has an element for each score, so that nothing is summed."""
-    return p.bias is not None and p.bias.shape[1] == p.num_heads and p.bias.shape[3] % COLUMNS == 0
 
 
 _PAGE_SIZES = (16, 32, 64)  # supported, and multiples of _KEYS, which a kernel reads at a time
@@ -521,7 +508,11 @@ _SEQUENCE_RULES: tuple[Rule, ...] = (
     ),
     _backward(
         "sequence_dbias",
-        lambda p: p.dbias_class != "score" or p.flags.bias_packing == "none" or _stores_dbias(p),
+        lambda p: (
+            p.dbias_class != "score"
+            or p.flags.bias_packing == "none"
+            or (_bias(p).shape[1] == p.num_heads and _bias(p).shape[3] % COLUMNS == 0)
+        ),
         lambda p: (
             f"the gradient of bias, of shape {tuple(_bias(p).shape)}, is needed; with packed queries it needs a head "
             "for each query head, and rows of a multiple of 8 keys"

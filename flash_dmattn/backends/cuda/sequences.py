@@ -46,7 +46,7 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
     numbers = _numbers(p, spec)
     read_q, read_k, read_v = _readers(p)
     sides = zip(_sides(p), needs, strict=False)
-    new_q, new_k, new_v = (new_like(*side[1:]) if needed else _no_gradient for side, needed in sides)
+    new_q, new_k, new_v = (new_like(*side[1:]) if needed else lambda x: None for side, needed in sides)
     needs_delta = needs.sink or (dbias_class == "query" and p.sink is not None)
     runs_kernel = any(needs[:3]) or dbias_class in ("key", "score") or needs_delta
     most_k = spec.rows_k if flags.bias_packing == "keys" else min(p.seqlen_k, spec.rows_k)
@@ -61,7 +61,7 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         # becomes +inf, with which they add nothing to the gradient.
         in_sequences = lse.masked_fill(lse == -torch.inf, torch.inf) if needs.sink else lse
         if not has_keys:
-            return zero_gradients((q, k, v, bias), dout, dlse, out, in_sequences, sink, needs)
+            return zero_gradients(saved._replace(lse=in_sequences), dout, dlse, needs)
         dq, dk, dv = new_q(q), new_k(k), new_v(v)
         delta = torch.empty_like(lse) if needs_delta else None
         stored = sums = None
@@ -89,10 +89,6 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         return dq, dk, dv, dbias, dsink
 
     return backward
-
-
-def _no_gradient(x: Tensor) -> None:
-    return None
 
 
 def _numbers(p: AttentionProblem, spec: SequenceSpec) -> tuple[bool, int, int, int, int, int, float]:

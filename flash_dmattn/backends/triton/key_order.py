@@ -73,20 +73,14 @@ class Ordered:
             if orders.shape[0] > 1 and bias.shape[0] not in (1, batch):
                 bias = formula.spread_entries(bias, batch, flags.bias_repeat)
                 self.flags = flags._replace(bias_repeat=1)
-            self._bias_order = self._order_of_bias(bias, orders, p.num_heads)
+            own_order = repeat_heads(orders, p.num_heads) if bias.shape[1] == p.num_heads else orders
+            shape = torch.broadcast_shapes(bias.shape[:2], own_order.shape[:2])  # the larger batch and heads of both
+            self._bias_order = own_order.expand(*shape, -1)
             values = bias[:, :, :1].float().expand(*self._bias_order.shape[:2], 1, seqlen_k)
             bias = values.gather(3, self._bias_order[:, :, None])
         elif bias is not None and bias.shape[3] > places:
             bias = bias[..., :places]  # one value for all keys
         self.inputs = x._replace(k=k, v=v, mask=tiles_of_bounds(p, mask), bias=bias)
-
-    @staticmethod
-    def _order_of_bias(bias: Tensor, order: Tensor, num_heads: int) -> Tensor:
-        """Return the order for a bias, (B, H, Lk), with the larger B and H of bias and order."""
-        if bias.shape[1] == num_heads:
-            order = repeat_heads(order, num_heads)
-        shape = torch.broadcast_shapes(bias.shape[:2], order.shape[:2])
-        return order.expand(*shape, -1)
 
     def by_key(self, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient of k or v, moved back to the keys."""

@@ -348,7 +348,9 @@ def make_mask(
     else:
         call["cache_position"] = cache_position
         q_length, device = cache_position.shape[0], cache_position.device
-        q_offset = _offset_of(cache_position, kv_length)
+        q_offset = 0
+        if q_length != kv_length:  # else nothing has to be read, which would wait for the device
+            q_offset = cache_position[0] if torch.compiler.is_compiling() else int(cache_position[0])
     assert q_length is not None and kv_length is not None
     may_skip = (allow_is_causal_skip, allow_is_bidirectional_skip)
 
@@ -369,19 +371,13 @@ def make_mask(
         window = None  # it reaches every key; under context parallelism other ranks have more keys
     padding = _padding(attention_mask, kv_length, kv_offset, used)
     is_plain = padding is None and rule.documents is None and rule.blocks is None and window is None and used is None
-    if is_plain and not _takes_last_queries(others.get("config")):
+    # Layers that reuse keys and values may compute the last queries alone, and slice their mask. None would then stand
+    # for causality of the first queries, as it does where there are fewer queries than keys.
+    if is_plain and not getattr(others.get("config"), "num_kv_shared_layers", 0):
         if (allow_is_causal_skip and q_length == kv_length) if rule.is_causal else allow_is_bidirectional_skip:
             return None
     shape = (batch_size, 1, q_length, kv_length)
     return LayerMask(shape, padding, rule.documents, rule.is_causal, window, used, device, rule.blocks)
-
-
-def _takes_last_queries(config: Any) -> bool:
-    """Tell whether some layers reuse keys and values: they may compute the last queries alone, and slice their mask.
-
-    None would then stand for causality of the first queries, as it does where there are fewer queries than keys.
-    """
-    return bool(getattr(config, "num_kv_shared_layers", 0))
 
 
 def _are_runs(blocks: Tensor, shape: tuple[int, int]) -> bool:
@@ -392,13 +388,6 @@ def _are_runs(blocks: Tensor, shape: tuple[int, int]) -> bool:
     before = functional.pad(blocks, (1, 0), value=-1)[:, :-1]
     largest = before.cummax(1).values
     return not bool(((blocks >= 0) & (blocks != before) & (blocks <= largest)).any())
-
-
-def _offset_of(cache_position: Tensor, kv_length: int | None) -> int | Tensor:
-    """Find the position of the first query; reads it, which waits for the device, only where nothing else tells."""
-    if cache_position.shape[0] == kv_length:
-        return 0
-    return cache_position[0] if torch.compiler.is_compiling() else int(cache_position[0])
 
 
 def _rule(
