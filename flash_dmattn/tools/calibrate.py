@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -292,13 +292,18 @@ def table(profile: Profile) -> str:
             continue
         taken = dict.fromkeys(choice(profile, row.name, grad) for grad in ((False, True) if row.grad else (False,)))
         lines.append((row.name, *(_cell(figures[backend]) for backend in measured_on(profile.arch)), " / ".join(taken)))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
-    text.insert(1, "  ".join("-" * width for width in widths))
+    text = aligned(lines)
+    text.insert(1, "  ".join("-" * max(len(line[column]) for line in lines) for column in range(len(lines[0]))))
     notes = [f"{backend}: {why}" for backend, why in profile.wrong.items()]
     for name, figures in profile.rows.items():
         notes += [f"{backend}, {name}: {x.error}" for backend, x in figures.items() if x.error]
     return "\n".join(["milliseconds forward / backward", "", *text, *([""] if notes else []), *notes])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Join the cells of each line, all cells of a column as wide as its widest one."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
 
 
 def _cell(figures: Figures) -> str:

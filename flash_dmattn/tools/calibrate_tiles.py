@@ -33,6 +33,7 @@ from .calibrate import (
     Instruments,
     Progress,
     Timer,
+    aligned,
     device_of,
     effect,
     fail,
@@ -192,9 +193,7 @@ def table(timed: Mapping[str, Times]) -> str:
             else:
                 lines.append((name, tile, "-", x))
             name = ""
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    rows = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[3]]).rstrip() for line in lines]
-    return "\n".join(rows)
+    return "\n".join(aligned(lines))
 
 
 @contextlib.contextmanager
