@@ -1,7 +1,7 @@
 // Hopper's PTX instructions, one per function: mbarriers, TMA, clusters, fences, register moves.
 //
-// Source of every form: the PTX ISA, sections on mbarrier, cp.async.bulk, st.async, mapa, barrier.cluster, ldmatrix,
-// bar and setmaxnreg.
+// Source of every form: the PTX ISA, sections on mbarrier, cp.async.bulk, st.async, mapa, cvt, barrier.cluster,
+// ldmatrix, bar and setmaxnreg.
 #pragma once
 
 #include <cstdint>
@@ -158,6 +158,13 @@ __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+
+// Two numbers in fp16, the greatest finite one where they are greater.
+__device__ __forceinline__ uint32_t pack_saturated(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 // The cluster address of the same shared-memory address in the block of this rank.

@@ -12,6 +12,7 @@
 #include "../../device/fragments.h"
 #include "../../device/philox.h"
 #include "../../device/pipeline.h"
+#include "../../device/ptx.h"
 #include "../../device/softcap.h"
 #include "accumulators.h"
 #include "tile_scheduler.h"
@@ -258,7 +259,7 @@ struct KeyConsumer {
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       uint32_t& word = held[i / 8][i % 8 / 2];
-      word = pack(exps[i], exps[i + 1], __half{});
+      word = pack_saturated(exps[i], exps[i + 1]);  // p above 1 is the rounding of huge scores
       asm volatile("" : "+r"(word)::"memory");
     }
   }

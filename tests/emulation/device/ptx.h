@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include <cuda.h>
+#include <cuda_fp16.h>
 
 #include "../cuda_functions.h"
 
@@ -158,6 +159,13 @@ inline void tma_wait_written() {}
 
 // An address in the cluster: the block's rank and one, above the address in its own shared memory.
 constexpr int kRankShift = 24;
+
+inline uint32_t pack_saturated(float low, float high) {
+  constexpr float kMost = 65504.0f;
+  const auto kept = [](float x) { return x > kMost ? kMost : x < -kMost ? -kMost : x; };
+  const __half2 pair = __floats2half2_rn(kept(low), kept(high));
+  return reinterpret_cast<const uint32_t&>(pair);
+}
 
 inline int cluster_rank() { return emulation::current->block->rank; }
 inline uint32_t map_shared_rank(uint32_t address, int rank) {
