@@ -73,8 +73,8 @@ struct BackwardTraits {
   // A consumer's share of dq of a query block: 64 queries and so many columns, of 128 queries all, else half of them
   // or, above D64, a panel; turned, 64 columns and all queries.
   static constexpr int kDqColumns = kTurnsDq ? kBlockM : kBlockM == 64 && kD > 64 ? kAccumColumns : kD * kBlockM / 128;
-  // Of a third panel of dq a consumer has half. dk and dv leave so few registers then that p is held in 16 bits before dp
-  // is started, that dq waits for dk, and that the next scores wait for most of dq.
+  // A consumer has half of a third panel of dq. dk and dv leave few registers then: p is held in 16 bits before dp is
+  // started, dq waits for dk, and the next scores wait for most of dq.
   static constexpr bool kHasThirdPanel = kD > 2 * kPanelColumns, kHoldsProbs = kHasThirdPanel;
   // Turned, dq leaves through shared memory, and one warp adds it to device memory: a consumer then need not hold its
   // registers until the additions are on their way.
