@@ -74,12 +74,9 @@ class KVCache:
             self._check_same_kind(new)
         end = self.length + k.shape[1]
         self._storage = tuple(
-            None if x is None else self._reserve(held if self.length else None, x, end)
+            None if x is None else self._extended(held if self.length else None, x, end)
             for held, x in zip(self._storage, new, strict=True)
         )
-        for held, x in zip(self._storage, new, strict=True):
-            if held is not None and x is not None:
-                held[:, self.length : end] = x
         self.length = end
         keys, values, key_scores = (None if held is None else held[:, :end] for held in self._storage)
         assert keys is not None and values is not None
@@ -98,14 +95,15 @@ class KVCache:
             raise ValueError(f"length is {length}; it needs to be 0 to {self.length}, the tokens that the cache holds")
         self.length = length
 
-    def _reserve(self, held: Tensor | None, x: Tensor, end: int) -> Tensor:
-        if held is not None and held.shape[1] >= end:
-            return held
-        capacity = max(end, self.max_length if held is None else 2 * held.shape[1])
-        grown = x.new_empty((x.shape[0], capacity, *x.shape[2:]))
-        if held is not None:
-            grown[:, : self.length] = held[:, : self.length]
-        return grown
+    def _extended(self, held: Tensor | None, x: Tensor, end: int) -> Tensor:
+        if held is None or held.shape[1] < end:
+            capacity = max(end, self.max_length if held is None else 2 * held.shape[1])
+            grown = x.new_empty((x.shape[0], capacity, *x.shape[2:]))
+            if held is not None:
+                grown[:, : self.length] = held[:, : self.length]
+            held = grown
+        held[:, self.length : end] = x
+        return held
 
     def _check_same_kind(self, new: tuple[Tensor | None, ...]) -> None:
         for name, held, x in zip(("k", "v", "scores"), self._storage, new, strict=True):

@@ -112,12 +112,9 @@ def _profiles() -> Report:
 def _imported(name: str) -> Report:
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == name:
-            return {"error": "not installed"}
-        return {"error": f"{type(error).__name__}: {error}"}
     except Exception as error:  # a broken installation raises whatever it likes, and the report has to say what
-        return {"error": f"{type(error).__name__}: {error}"}
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
+        return {"error": "not installed" if is_missing else f"{type(error).__name__}: {error}"}
     return {"version": getattr(module, "__version__", "unknown")}
 
 

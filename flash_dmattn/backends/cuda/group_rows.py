@@ -59,8 +59,7 @@ def plan_group_rows(p: AttentionProblem, plan: Callable[[AttentionProblem], Atte
     attend = plan(rows._replace(mask_form=choice.form))
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
-        tensors = as_rows(x.q, x.k, x.v, out, lse, first, stop)
-        q, k, v, out, lse = tensors
+        q, k, v, out, lse = as_rows(x.q, x.k, x.v, out, lse, first, stop)
         mask = x.mask
         if mask.dense is not None:
             mask = view_of(rows, choice, scores(mask.dense))
