@@ -410,7 +410,7 @@ def list_jobs(arch: str, head_dim: int) -> list[Job]:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     # Query heads of a key head, queries of a list, head dim of v, keys of an entry, entries.
-    calls = ((128, 1, 512, 1, 512),)
+    calls = ((128, 1, 512, 1, 512), (64, 1, 512, 32, 16))
     if head_dim != 576:
         calls = ((16, 1, head_dim, 1, 512), (16, 1, head_dim, 64, 16), (16, 64, head_dim, 1, 192))
     with (

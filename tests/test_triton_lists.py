@@ -50,3 +50,14 @@ def test_a_block_whose_keys_do_not_fit_goes_by_rows(
     flags = list_calls.ListFlags(1.0, 0.0, -1, -1, 1, keys_each, head_dim)
     call = list_calls.ListCall(q, k, k, keys, None, None, None, None, flags)
     assert call.takes_inverse_lists is fits
+
+
+def test_a_product_of_latent_heads_has_room_where_lists_name_blocks() -> None:
+    from compiled_triton import list_jobs
+
+    from flash_dmattn.triton_kernels.gpus import shared_bytes
+
+    products = {job.key: job for job in list_jobs("sm_90", 576) if job.name == "list_product"}
+    assert len(products) == 2
+    for job in products.values():
+        assert job.compile().shared <= shared_bytes("sm_90")

@@ -92,6 +92,8 @@ def list_tile(
     keys, warps, stages = _row(rows, block_m)
     if keys_each >= keys:
         warps, stages = max(warps, 4), (stages + 1) // 2
+    elif kernel == "product" and keys_each > 1:
+        stages = min(stages, 3)  # a step has several entries, whose keys take a stage of their own
     return Tile(block_m, keys, warps, stages)
 
 
