@@ -463,6 +463,11 @@ WHOM_AUTO_TAKES: dict[str, tuple[Taken, ...]] = {
         (few_queries((32, 32, 8, 2048, 128), 16, None), "cuda", None),
         (few_queries((4, 64, 8, 4096, 128), 8, None), "cuda", None),
         (few_queries((16, 32, 8, 8192, 64), 16, None), "triton", None),
+        # So many keys that the heads of a group become rows, of up to 64 queries.
+        (few_queries((16, 32, 8, 16384, 64), 8, None), "cuda", None),
+        (few_queries((16, 32, 8, 16384, 128), 64, None), "cuda", None),
+        (few_queries((16, 32, 8, 16384, 128), 65, None), "triton", None),
+        (few_queries((16, 32, 16, 16384, 128), 8, None), "triton", None),
     ),
     # One query: what is in sight counts, not what a window could hold.
     "one query": (

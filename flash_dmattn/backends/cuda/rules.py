@@ -10,6 +10,7 @@ from ...problem import AttentionProblem, SequenceSpec, TensorSpec, dtype_name, f
 from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
 from . import extension
+from .group_rows import has_rows_of_queries
 from .operands import COLUMNS, copies_bias, copies_scores, fits, makes_dbias_of_any_rows
 from .parts import part_size
 
@@ -300,23 +301,27 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
     """Return whether cuda is faster with few queries.
 
     With one query and a window, and with several queries, triton reads the keys once for each head of a group. cuda
-    makes these heads rows of one tile where keys are many. It reads by TMA, which is faster for wide rows. Both cases
-    need enough keys and heads to make up for the later start. They need k and v that TMA can read, because a copy would
+    makes these heads rows of one tile where keys are many. It reads by TMA, which is faster for wide rows. Other cases
+    need enough keys and heads to make up for the later start. All need k and v that TMA can read, because a copy would
     take longer than attention.
     """
     plain = p.mask is None and p.bias_tensor is None and p.sink is None and p.softcap == 0 == p.dropout_p
-    few = 0 < p.seqlen_q <= _FEW_QUERIES and p.num_heads >= _GROUP * p.num_heads_k
-    if not (plain and few) or any(p.needs_grad):
-        return False
     left, widest = p.window[0], max(p.head_dim, p.head_dim_v)
+    reads_keys = all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
+    is_group = p.num_heads >= _GROUP * p.num_heads_k and widest <= _NARROW
+    if not (plain and is_group and reads_keys) or p.seqlen_q == 0 or any(p.needs_grad):
+        return False
+    if has_rows_of_queries(p) and widest >= 64:
+        return True
+    if p.seqlen_q > _FEW_QUERIES:
+        return False
     if p.seqlen_q == 1:
         keys, wins, least_dim = min(left + 1, p.seqlen_k), _WINDOWED, 0  # 0 keys, too few, without a window
     else:
         keys, wins, least_dim = p.seqlen_k if left < 0 else 0, _SEVERAL, 64
     heads = p.batch * p.num_heads
     is_large = any(heads >= least_heads and keys >= least_keys for least_heads, least_keys in wins)
-    reads_keys = all(fits_tma(shape, strides, p.dtype.itemsize) for shape, strides in p.rows[1:])
-    return is_large and least_dim < widest <= _NARROW and reads_keys
+    return is_large and widest > least_dim
 
 
 def _fills_half_tiles(p: AttentionProblem) -> bool:
@@ -333,7 +338,7 @@ def _adds_for_few_keys(p: AttentionProblem) -> bool:
     if not (plain and gradients and p.seqlen_q == p.seqlen_k and 96 < max(p.head_dim, p.head_dim_v) <= _NARROW):
         return False
     if p.bias is None:
-        return 2 * _KEYS <= p.seqlen_k <= (512 if p.is_causal else 320) and _tiles_of_rows(p) >= 1536
+        return 2 * _KEYS <= p.seqlen_k <= (448 if p.is_causal else 320) and _tiles_of_rows(p) >= 1536
     is_timed = not p.is_causal and p.seqlen_k % 64 == 0 and 512 <= p.seqlen_k <= 2048
     return is_timed and _dbias_is_whole(p) and _tiles_of_rows(p) >= 768
 
