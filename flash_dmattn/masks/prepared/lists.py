@@ -32,7 +32,7 @@ def seen_blocks(
 
 
 class SeenKeys(NamedTuple):
-    """What each query beside sequences may see of its sequence; all (1 or S, rows), int64 but for `is_used`.
+    """The keys that each query beside sequences may see; all (1 or S, rows), int64 but for `is_used`.
 
     Attributes:
         own: the number of its sequence, any for a row of no sequence.
