@@ -80,14 +80,23 @@ class RankRows(NamedTuple):
             out[:, part.rows, query_heads], lse[:, query_heads, part.rows] = forward_pass(backend, problem)(inputs)
 
     def backward(
-        self, backend: Backend, heads: HeadGroup, rows: tuple[Any, ...], sums: Sums, exchange_dtype: torch.dtype
+        self,
+        backend: Backend,
+        heads: HeadGroup,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sums: Sums,
+        exchange_dtype: torch.dtype,
     ) -> list[Tensor]:
         """Add this group's gradients of q, bias and sink to `sums`; return the needed ones of dk and dv.
 
-        dk and dv are sums over this rank's rows, rounded once to the dtype of the exchange. `rows` are k and v as in
-        `forward`, out, lse, dout and dlse.
+        dk and dv are sums over this rank's rows, rounded once to the dtype of the exchange.
         """
-        (k, v, out, lse, dout, dlse), query_heads = rows, heads.of(self.q.shape[2])
+        query_heads = heads.of(self.q.shape[2])
         dk, dv = (
             KeySum(x, len(self.parts), exchange_dtype) if needed else None
             for x, needed in zip((k, v), self.needs_grad[1:])
@@ -313,8 +322,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor
 
     leaving: tuple[HeadGroup, Pending] | None = None
     for heads, held_k, held_v in arriving:
-        read = (held_k, held_v, out, lse, dout, dlse)
-        sent = rows.backward(backend, heads, read, sums, settings.exchange_dtype)
+        sent = rows.backward(backend, heads, held_k, held_v, out, lse, dout, dlse, sums, settings.exchange_dtype)
         if leaving is not None:
             store(*leaving)
         if sent:  # on its way while the next group is computed
