@@ -68,7 +68,10 @@ class IndexScores:
             if x.device != self.q.device:
                 raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {self.q.device}")
         if self.q.dim() < 4:
-            raise ValueError(f"q has shape {tuple(self.q.shape)}; it needs to be (*batch, seqlen_q, heads, head_dim)")
+            raise ValueError(
+                f"q has shape {tuple(self.q.shape)}; it needs to be (*batch, seqlen_q, heads, head_dim), and packed "
+                "tokens need a batch of 1"
+            )
         if self.k.dtype != self.q.dtype:
             raise TypeError(f"k has dtype {dtype_name(self.k.dtype)}; it needs that of q, {dtype_name(self.q.dtype)}")
         batch, dim = tuple(self.q.shape[:-3]), self.q.shape[-1]
