@@ -13,7 +13,9 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn.backends.cuda import group_rows, passes
+from flash_dmattn.call import prepare_call, run_call
 from flash_dmattn.masks import PreparedMask
+from flash_dmattn.problem import Numbers
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -118,38 +120,47 @@ SEVERAL: dict[str, dict[str, Any]] = {
     "several tiles": {"seqlen_q": 50, "num_heads": 16, "num_heads_k": 2},
     "queries without keys": {"seqlen_q": 9, "seqlen_k": 5, "num_heads": 4},
     "keys to come": {"seqlen_q": 9, "is_causal": False, "window_size": (-1, 3), "num_heads": 4, "softcap": 5.0},
+    "window": {"seqlen_q": 9, "is_causal": False, "window_size": (50, 0), "num_heads": 4},
+    "two of six heads": {"seqlen_q": 9, "num_heads": 6, "num_heads_k": 1},
+    "more heads than rows of a consumer": {"seqlen_q": 3, "num_heads": 128, "num_heads_k": 1},
     "gradients": {"seqlen_q": 20, "num_heads": 4, "needs_grad": ("q", "k", "v"), "dlse": True},
 }
+
+
+def shift_of(case: Case) -> int:
+    x = case.build()
+    return group_rows.group_shift(flash_dmattn.explain(x.q, x.k, x.v, bias=x.bias, sink=x.sink, **case.flags()).problem)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_queries(backend: Runner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The band is of queries, and a row is a head of one; also where blocks share the keys of a tile."""
-    monkeypatch.setattr(group_rows, "LEAST_KEYS", 0)
     case = BASE.with_(**{"is_causal": True, **SEVERAL[name]})
-    x = case.build()
-    assert group_rows.has_rows_of_queries(flash_dmattn.explain(x.q, x.k, x.v, **case.flags()).problem)
+    assert shift_of(case) > 0
     backend.check(case)
     monkeypatch.setattr(passes, "NUM_KV_SPLITS", 3)
     backend.check(case)
 
 
-def test_several_queries_that_go_head_by_head(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window on the left, a bias or a sink, groups that no shift counts, many queries, and few keys."""
+def test_several_queries_with_heads_first(backend: Runner) -> None:
+    """The heads of a query are far apart in q."""
+    x = BASE.with_(seqlen_q=9, num_heads=8).build()
+    rows = flash_dmattn.attention(x.q, x.k, x.v, is_causal=True, backend="cuda")
+    q, k, v = (each.transpose(1, 2).contiguous() for each in (x.q, x.k, x.v))
+    numbers = Numbers(is_causal=True)
+    heads = run_call(prepare_call(q, k, v, None, None, None, None, numbers, heads_first=True), "cuda")[0]
+    torch.testing.assert_close(heads, rows, atol=0.0, rtol=0.0)
+
+
+def test_several_queries_that_go_head_by_head(backend: Runner) -> None:
+    """A bias or a sink, groups of an odd number, many queries."""
     few = BASE.with_(seqlen_q=9, is_causal=True, num_heads=8)
     others: tuple[dict[str, Any], ...] = (
         {"num_heads": 6},
         {"num_heads": 2},
-        {"is_causal": False, "window_size": (50, 0)},
         {"bias": BIASES["shared"]},
         {"sink": "normal"},
         {"seqlen_q": 65},
     )
-    monkeypatch.setattr(group_rows, "LEAST_KEYS", 0)
-    for case in (few.with_(**other) for other in others):
-        x = case.build()
-        explained = flash_dmattn.explain(x.q, x.k, x.v, bias=x.bias, sink=x.sink, **case.flags())
-        assert not group_rows.has_rows_of_queries(explained.problem)
-    monkeypatch.undo()
-    x = few.build()
-    assert not group_rows.has_rows_of_queries(flash_dmattn.explain(x.q, x.k, x.v, **few.flags()).problem)
+    assert all(shift_of(few.with_(**other)) == 0 for other in others)
+    assert shift_of(few) == 2

@@ -82,6 +82,24 @@ bool pays_to_hold_bias(const KernelInstance& instance, Bias form, const Sizes& s
                                                            static_cast<int>(sizes.seqlen_q), sizes.seqlen_k);
 }
 
+// Checks that 2^group_shift heads of a group can be rows, and returns the sizes of the call with them: the kernel takes
+// no bias, mask, sink or dropout beside, and a consumer's 64 rows are whole queries.
+Sizes sizes_in_rows(const ForwardArguments& call, Sizes sizes) {
+  const int64_t shift = call.group_shift;
+  CHECK_FOR(call.op, shift >= 0 && shift <= 6, "group_shift is ", shift, "; it may be 0 to 6");
+  if (shift == 0) return sizes;
+  CHECK_FOR(call.op, sizes.num_heads / sizes.num_heads_k % (int64_t{1} << shift) == 0, "groups have ",
+            sizes.num_heads / sizes.num_heads_k, " heads; group_shift ", shift, " needs a multiple of ", 1 << shift);
+  CHECK_FOR(call.op,
+            call.mask.empty() && !call.bias.has_value() && !call.sink.has_value() && !call.dropout_key.has_value(),
+            "group_shift is for calls without a mask, bias, sink and dropout");
+  sizes.seqlen_q <<= shift;
+  sizes.num_heads >>= shift;
+  CHECK_FOR(call.op, sizes.seqlen_q + sizes.seqlen_k <= kMaxInt / 2, "there are ", sizes.seqlen_q, " rows and ",
+            sizes.seqlen_k, " keys; together they may be 2^30 - 1");
+  return sizes;
+}
+
 // Key blocks that the longest work tile walks. The host does not know how many a mask leaves: it assumes a quarter.
 int64_t longest_walk(const Sizes& sizes, bool has_mask, const ForwardTile& tile, const ForwardParams& params) {
   const int64_t all = ceil_div(sizes.seqlen_k, tile.block_n);
@@ -116,20 +134,22 @@ struct Work {
   Tensor memory, results{};
 };
 
-// Sets the work tiles of a dense call, and their order.
-Work schedule(const ForwardArguments& call, const Sizes& sizes, const ForwardTile& tile, bool has_bias_tiles,
-              int num_sms, cudaStream_t stream, ForwardParams& params) {
+// Sets the work tiles of a dense call, and their order. `rows`: its sizes where heads are rows, which bands do not count.
+Work schedule(const ForwardArguments& call, const Sizes& sizes, const Sizes& rows, const ForwardTile& tile,
+              bool has_bias_tiles, int num_sms, cudaStream_t stream, ForwardParams& params) {
   const bool has_mask = !call.mask.empty(), is_banded = has_band(sizes, call.low, call.high);
-  const int64_t pairs = sizes.batch * sizes.num_heads, blocks_q = ceil_div(sizes.seqlen_q, tile.block_m);
+  const int64_t pairs = rows.batch * rows.num_heads, blocks_q = ceil_div(rows.seqlen_q, tile.block_m);
   CHECK_FOR(call.op, pairs * blocks_q <= kMaxInt / 2, "there are more than 2^30 tiles of rows");
   params.blocks_q = static_cast<int>(blocks_q);
   params.batch_is_inner = shares_over_batch(params, has_bias_tiles, has_mask);
   // A section's keys and values fit in L2.
   const int64_t group_bytes = sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * 2;
-  const int64_t inner_pairs = params.batch_is_inner ? sizes.batch : sizes.num_heads / sizes.num_heads_k;
+  const int64_t inner_pairs = params.batch_is_inner ? rows.batch : rows.num_heads / rows.num_heads_k;
   const int64_t inner_bytes = params.batch_is_inner ? group_bytes * sizes.batch : group_bytes;
   const int64_t most = kSectionBytes / std::max<int64_t>(1, inner_bytes) * inner_pairs;
-  const bool rows_shrink = shortens_rows(sizes, call.low, call.high);
+  // A few queries on many keys: their walks are nearly as long, and L2 decides.
+  constexpr int64_t kFewQueries = 8;
+  const bool rows_shrink = shortens_rows(sizes, call.low, call.high) && kFewQueries * sizes.seqlen_q >= sizes.seqlen_k;
   params.sections = sections_of(pairs, blocks_q, most, inner_pairs, rows_shrink, num_sms);
 
   CHECK_FOR(call.op, call.num_splits >= 0 && call.num_splits <= kMaxSplits, "num_splits is ", call.num_splits,
@@ -240,17 +260,16 @@ void describe_operands(const ForwardArguments& call, const Sizes& sizes, const F
   const auto map_keys = [&](const Tensor& x, const char* name) {
     return variant.has_pages ? pages_map(op, x, name, of.page_box) : map(x, name, tile.block_n);
   };
-  params.q = map(call.q, "q", tile.block_m);
+  params.q = call.group_shift > 0
+                 ? group_rows_map(op, call.q, "q", tile.block_m, static_cast<int>(call.group_shift))
+                 : map(call.q, "q", tile.block_m);
   params.k = map_keys(call.k, "k");
   params.v = map_keys(call.v, "v");
   if (variant.bias == Bias::kTile) params.bias = map_scores(op, *call.bias, "bias", tile.block_m, of);
   set_out(call, sizes, params);
   params.lse = static_cast<float*>(call.lse.mutable_data_ptr());
   set_sink(op, call.sink, sizes.num_heads, call.q, params);
-  set_sizes(sizes, params);
   set_band(sizes, call.low, call.high, params);
-  CHECK_FOR(op, call.group_shift >= 0 && call.group_shift < 16, "group_shift is ", call.group_shift,
-            "; it may be 0 to 15");
   params.group_shift = static_cast<int>(call.group_shift);
   set_scale(call.softmax_scale, call.softcap, params);
   if (!call.mask.empty()) params.mask = mask_tiles(call.mask, call.mask[1], sizes);
@@ -267,7 +286,10 @@ void forward(const ForwardArguments& call) {
                                        ? instance_for(op, kInstances, "", dtype, sizes)
                                        : instance_for(op, kSequencesInstances, "sequences of ", dtype, sizes);
   ForwardParams params{};
+  const Sizes rows = sizes_in_rows(call, sizes);
+  set_sizes(rows, params);
   ForwardVariant variant = choose_variant(call, sizes, instance, has_pages, params);
+  if (sequences == nullptr) variant.queries = rows.seqlen_q;
   const CurrentDevice device(op, call.q);  // before the TMA descriptors, whose encoder needs its context
   const int num_sms = sm_count(op, device.index);
   const bool has_more = !call.mask.empty() || variant.has_dropout || sequences != nullptr ||
@@ -277,7 +299,7 @@ void forward(const ForwardArguments& call) {
   describe_operands(call, sizes, variant, tile, params);
   const bool has_bias_tiles = variant.bias == Bias::kTile || variant.bias == Bias::kStrided;
   const Work work = sequences == nullptr
-                        ? schedule(call, sizes, tile, has_bias_tiles, num_sms, device.stream, params)
+                        ? schedule(call, sizes, rows, tile, has_bias_tiles, num_sms, device.stream, params)
                         : schedule_sequences(call, sizes, tile, num_sms, device.stream, params);
   check(instance.launch(params, variant, work.blocks, device.stream), op, "launching the kernel");
   if (sequences != nullptr) {
@@ -297,7 +319,7 @@ void forward(const ForwardArguments& call) {
 // num_splits: KV splits of the work tiles of the last wave. 1 for none, 0 to let estimate_num_splits choose.
 // one_mask_row: whether the mask lets all queries see the same keys.
 // outside, zero: of a bias by distance, whose values (B, H, 1, n) are in the place of the bias: see set_distances.
-// group_shift: 2^group_shift rows of q that follow each other are heads of one query, to which the band refers.
+// group_shift: 2^group_shift heads of a group are rows of one tile, so that their keys are read once.
 void forward_kernel(Tensor q, Tensor k, Tensor v, std::vector<Tensor> mask, std::optional<Tensor> bias,
                     std::optional<Tensor> sink, Tensor out, Tensor lse, int64_t low, int64_t high, double softmax_scale,
                     double softcap, int64_t num_splits, std::optional<Tensor> dropout_key, double dropout_p,

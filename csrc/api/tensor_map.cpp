@@ -33,16 +33,18 @@ Encode encoder(const char* op) {
   return function;
 }
 
-// The descriptor of a tensor of 16-bit values. Dims and strides (in elements) are innermost first.
+// The descriptor of a tensor of 16-bit values. Dims and strides (in elements) are innermost first. A box has 64 columns,
+// and so many places of the next two dims.
 template <size_t kRank>
 CUtensorMap tensor_map(const char* op, const Tensor& x, const char* name, std::array<int64_t, kRank> sizes,
-                       std::array<int64_t, kRank> strides, int rows, CUtensorMapL2promotion promotion) {
+                       std::array<int64_t, kRank> strides, int rows, CUtensorMapL2promotion promotion,
+                       int outer_rows = 1) {
   CHECK_FOR(op, strides[0] == 1 || sizes[0] == 1, name, " has no unit stride in its last dim");
   cuuint64_t dims[kRank], bytes[kRank - 1];
   cuuint32_t box[kRank], steps[kRank];
   for (size_t dim = 0; dim < kRank; ++dim) {
     dims[dim] = static_cast<cuuint64_t>(sizes[dim]);
-    box[dim] = dim == 0 ? 64 : dim == 1 ? static_cast<cuuint32_t>(rows) : 1;
+    box[dim] = static_cast<cuuint32_t>(dim == 0 ? 64 : dim == 1 ? rows : dim == 2 ? outer_rows : 1);
     steps[dim] = 1;
     if (dim == 0) continue;
     // The stride of a dim of size 1 is never taken, so any valid one will do.
@@ -76,6 +78,12 @@ CUtensorMap rows_map(const char* op, const Tensor& x, const char* name, int rows
   return tensor_map<4>(op, x, name, {x.size(3), x.size(1), x.size(2), x.size(0)},
                        {x.stride(3), x.stride(1), x.stride(2), x.stride(0)}, rows,
                        is_alone ? CU_TENSOR_MAP_L2_PROMOTION_L2_64B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+CUtensorMap group_rows_map(const char* op, const Tensor& x, const char* name, int rows, int shift) {
+  return tensor_map<4>(op, x, name, {x.size(3), x.size(2), x.size(1), x.size(0)},
+                       {x.stride(3), x.stride(2), x.stride(1), x.stride(0)}, 1 << shift,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, rows >> shift);
 }
 
 // A row of a box is 128 bytes, so L2 is told to fetch 128 bytes at a time: faster than 256

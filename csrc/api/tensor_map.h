@@ -15,6 +15,9 @@ namespace flash_dmattn {
 // with a row.
 CUtensorMap rows_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows, bool is_alone = false);
 
+// The same where 2^shift heads of a row become rows that follow each other: dims (D, H, L, B), boxes of so many rows.
+CUtensorMap group_rows_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows, int shift);
+
 // For one value per query and key, (B, H, Lq, Lk): dims (Lk, Lq, H, B). A dim that is shared has size 1.
 CUtensorMap scores_map(const char* op, const torch::stable::Tensor& x, const char* name, int rows);
 

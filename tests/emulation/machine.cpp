@@ -528,10 +528,10 @@ void for_each_of_box(const TensorMap& map, const std::array<int, 5>& at, uint32_
   if (map.is_one != TensorMap::kIsOne) fail("what is given for a tensor map is none");
   if (address % 1024 != 0)
     fail("a box of 128-byte swizzle starts at " + std::to_string(address) + ", not on 1024 bytes");
-  for (uint32_t row = 0; row < map.box[1]; ++row) {
+  for (uint32_t row = 0; row < map.rows_of_box(); ++row) {
     for (uint32_t column = 0; column < map.box[0]; ++column) {
-      const int64_t place[5] = {static_cast<int64_t>(at[0]) + column, static_cast<int64_t>(at[1]) + row, at[2], at[3],
-                                at[4]};
+      const int64_t place[5] = {static_cast<int64_t>(at[0]) + column, static_cast<int64_t>(at[1]) + row % map.box[1],
+                                static_cast<int64_t>(at[2]) + row / map.box[1], at[3], at[4]};
       bool inside = true;
       uint64_t offset = static_cast<uint64_t>(place[0]) * 2;  // of 64 bits, as addresses
       for (uint32_t dim = 0; dim < map.rank; ++dim) {

@@ -216,6 +216,9 @@ struct TensorMap {
   uint32_t rank;
   uint64_t is_one;
 
+  // The places of the dims after the first, each a row of 64 columns.
+  uint32_t rows_of_box() const { return box[1] * box[2]; }
+
   static constexpr uint64_t kIsOne = 0x70616d20726f736e;
 };
 static_assert(sizeof(TensorMap) <= 128);

@@ -19,7 +19,7 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType dtype, cuuint32_t rank, voi
                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                 CUtensorMapFloatOOBfill fill) {
   bool can = (rank == 4 || rank == 5) && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
-             fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && box[0] == 64 && box[1] <= 256;
+             fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && box[0] == 64 && box[1] * box[2] <= 256;
   can &= dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || dtype == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   can &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
   emulation::TensorMap map{};
@@ -27,7 +27,7 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType dtype, cuuint32_t rank, voi
   map.is_one = emulation::TensorMap::kIsOne;
   map.rank = rank;
   for (cuuint32_t dim = 0; can && dim < rank; ++dim) {
-    can &= dim < 2 || box[dim] == 1;
+    can &= dim < 3 || box[dim] == 1;
     can &= steps[dim] == 1 && sizes[dim] >= 1 && sizes[dim] <= cuuint64_t{1} << 32;
     map.sizes[dim] = sizes[dim];
     map.box[dim] = box[dim];

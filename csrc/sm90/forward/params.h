@@ -14,10 +14,10 @@ namespace flash_dmattn {
 // The forward pass. Kernels of calls with sequences read no batch, seqlen_q, seqlen_k, low and high.
 struct ForwardParams : AttentionSizes {
   // The band, low <= j - i <= high; both in [-Lq, Lk]. i is the row >> group_shift: 2^group_shift rows that follow each
-  // other are heads of a query.
+  // other are heads of a query, which out and lse have apart. So seqlen_q counts rows, and num_heads heads of rows.
   int low, high, group_shift;
-  // TMA descriptors, innermost dim first: (D, Lq, Hq, B), (D, Lk, Hk, B), (Dv, Lk, Hk, B), and (Lk, Lq, Hbias, Bbias)
-  // for a bias that is read as tiles.
+  // TMA descriptors, innermost dim first: (D, Lq, Hq, B), but (D, Hq, Lq, B) with a group_shift; (D, Lk, Hk, B),
+  // (Dv, Lk, Hk, B), and (Lk, Lq, Hbias, Bbias) for a bias that is read as tiles.
   CUtensorMap q, k, v, bias;
   void* out;   // (B, Lq, Hq, Dv), entry by entry; in one, rows and heads are so many vectors of Dv apart
   int out_row_step, out_head_step;

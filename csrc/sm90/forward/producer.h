@@ -53,9 +53,16 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, ForwardStorag
   const auto load_queries = [&](const WorkItem<Traits>& item) {
     if (!item.is_valid || item.walk.steps == 0) return;
     barrier_wait(&shared.q_empty[pipe_q.stage], pipe_q.phase ^ 1);
-    const auto at = query_at(p, item.work, item.work.first_row);
+    auto at = query_at(p, item.work, item.work.first_row);
+    int head = item.work.head;
+    if constexpr (Traits::kHasGroups) {
+      if (p.group_shift > 0) {  // heads come before queries in the descriptor
+        at.row = item.work.head << p.group_shift;
+        head = item.work.first_row >> p.group_shift;
+      }
+    }
     tma_load_panels<Traits::kPanels, Traits::kBlockM>(shared.q[pipe_q.stage], &p.q, &shared.q_full[pipe_q.stage], 0, at,
-                                                      item.work.head);
+                                                      head);
     pipe_q.advance();
   };
 

@@ -163,9 +163,10 @@ struct WorkItem : ItemSplit<Traits::kSplitKv> {
       if (this->split >= 0) walk.keep_split(this->split % p.num_splits, p.num_splits);
     }
     walk.skip_empty_half(p, work);
-    first_lse = first_lse_of(p, work) + work.first_row;
-    first_out = (first_query_of(p, work) * p.num_heads + static_cast<int64_t>(work.first_row) * p.out_row_step +
-                 static_cast<int64_t>(work.head) * p.out_head_step) *
+    const int shift = Traits::kHasGroups ? p.group_shift : 0;  // a work tile begins with the first head of a query
+    first_lse = first_lse_of(p, work) + (work.first_row >> shift);
+    first_out = (first_query_of(p, work) * p.num_heads + static_cast<int64_t>(work.first_row >> shift) * p.out_row_step +
+                 static_cast<int64_t>(work.head << shift) * p.out_head_step) *
                 p.head_dim_v;
   }
 };

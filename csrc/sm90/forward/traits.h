@@ -75,6 +75,8 @@ struct ForwardTraits {
 
   // Whether there is split-KV: not for wide rows, nor for a bias that is read value by value, nor of sequences.
   static constexpr bool kSplitKv = kD <= 128 && kDv <= 128 && kBias != Bias::kStrided && !kHasSequences && !kHoldsBias;
+  // Whether rows may be heads of a group (ForwardParams::group_shift): in calls of few queries without more.
+  static constexpr bool kHasGroups = !kHasMask && kBias == Bias::kNone && !kHasSequences && !kHasDropout;
   static_assert(!(kHasSequences && (kHasMask || kBias == Bias::kStrided)), "where there are kernels of sequences");
   static_assert(!kHasDropout || (kBlockN % 16 == 0 && !kHasSequences && kBias != Bias::kStrided),
                 "where there are kernels with dropout");

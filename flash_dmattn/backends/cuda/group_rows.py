@@ -89,43 +89,16 @@ def as_rows(
     )
 
 
+# Rows of more queries fill their tiles without the other heads of the group.
 _MOST_QUERIES = 64
-# Numbers of k and v: copies of q, out and lse take the host longer than the kernel takes for fewer. Tests set 0.
-LEAST_KEYS = 1 << 28
+# The kernel's limit: a consumer's 64 rows are whole queries.
+_MOST_SHIFT = 6
 
 
-def has_rows_of_queries(p: AttentionProblem) -> bool:
-    """Return whether the heads of several queries become rows, which the kernel tells apart by a shift."""
-    group = p.num_heads // p.num_heads_k
-    plain = p.mask_form == "none" and p.bias_tensor is None and p.sink is None
-    few = 1 < p.seqlen_q <= _MOST_QUERIES and p.window[0] < 0 and p.dropout_p == 0
-    keys = p.batch * p.num_heads_k * p.seqlen_k * (p.head_dim + p.head_dim_v)
-    return plain and few and group > 1 and group & (group - 1) == 0 and keys >= LEAST_KEYS
-
-
-def plan_rows_of_queries(p: AttentionProblem, plan: Callable[[AttentionProblem, int], Attend]) -> Attend:
-    """Plan a call of a few queries with a row for each query and head of a group, the heads of a query side by side.
-
-    q is copied into this order, and out and lse from it: they are small beside the keys.
-
-    Args:
-        p: the problem of the class of calls.
-        plan: plans a pass whose band refers to row >> shift.
-    """
-    batch, queries, heads, heads_k = p.batch, p.seqlen_q, p.num_heads, p.num_heads_k
-    group = heads // heads_k
-    rows = queries * group
-    row = heads_k * p.head_dim
-    by_row = p._replace(seqlen_q=rows, num_heads=heads_k, q_strides=(rows * row, row, p.head_dim, 1))
-    attend = plan(by_row, group.bit_length() - 1)
-
-    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
-        q = x.q.unflatten(2, (heads_k, group)).transpose(2, 3).reshape(batch, rows, heads_k, p.head_dim)
-        out_rows = out.new_empty((batch, rows, heads_k, p.head_dim_v))
-        lse_rows = lse.new_empty((batch, heads_k, rows))
-        attend(x._replace(q=q), out_rows, lse_rows)
-        by_head = out.unflatten(2, (heads_k, group)).transpose(2, 3)
-        by_head.copy_(out_rows.unflatten(1, (queries, group)))
-        lse.unflatten(1, (heads_k, group)).transpose(2, 3).copy_(lse_rows.unflatten(2, (queries, group)))
-
-    return run
+def group_shift(p: AttentionProblem) -> int:
+    """Return s where the kernel makes rows of 2^s heads of a group, for each of a few queries, else 0."""
+    group = p.num_heads // max(1, p.num_heads_k)
+    plain = p.mask_form == "none" and p.bias_tensor is None and p.sink is None and p.dropout_p == 0
+    if not (plain and 1 < p.seqlen_q <= _MOST_QUERIES and group > 1):
+        return 0
+    return min((group & -group).bit_length() - 1, _MOST_SHIFT)  # the power of two in the group

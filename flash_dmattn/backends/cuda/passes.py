@@ -24,7 +24,7 @@ from ...reference.sinks import sink_gradient
 from ..mask_choice import interval_walk, reads_scores
 from ..protocol import Backward, Forward
 from . import sequences
-from .group_rows import has_group_rows, has_rows_of_queries, plan_group_rows, plan_rows_of_queries
+from .group_rows import group_shift, has_group_rows, plan_group_rows
 from .operands import (
     Attend,
     bias_reader,
@@ -60,20 +60,18 @@ def plan_forward(p: AttentionProblem) -> Forward:
     return forward
 
 
-def _plan_attend(p: AttentionProblem, group_shift: int = 0) -> Attend:
-    """Plan what writes out and lse. The band refers to query >> group_shift."""
+def _plan_attend(p: AttentionProblem) -> Attend:
+    """Plan what writes out and lse."""
     if part_size(p) != p.batch:
         return attend_in_parts(p, _plan_attend)
     if has_group_rows(p):
         return plan_group_rows(p, _plan_attend)
-    if group_shift == 0 and has_rows_of_queries(p):
-        return plan_rows_of_queries(p, _plan_attend)
     read_rows, read_bias, read_tiles = reader(p.rows, p.dtype.itemsize), forward_bias(p), _tile_reader(p)
-    band = make_band(p.seqlen_q >> group_shift, p.seqlen_k, p.window)
+    band = make_band(p.seqlen_q, p.seqlen_k, p.window)
     low, high = (-p.seqlen_q, p.seqlen_k) if band is None else band
     scale, softcap, dropout_p = p.softmax_scale, p.softcap, p.dropout_p
     one_mask_row = p.flags.one_mask_row and band is None
-    distances = _distances(p)
+    distances, shift = _distances(p), group_shift(p)
     attend = kernels().attend
 
     def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
@@ -89,7 +87,7 @@ def _plan_attend(p: AttentionProblem, group_shift: int = 0) -> Attend:
             bias = read_bias(bias)
         if sink is not None:
             sink = (sink.float() if sink.dtype == torch.float64 else sink).contiguous()
-        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row, *distances, group_shift)
+        numbers = (low, high, scale, softcap, NUM_KV_SPLITS, dropout, dropout_p, one_mask_row, *distances, shift)
         attend(q, k, v, walked, bias, sink, out, lse, *numbers)
 
     return run

@@ -10,7 +10,7 @@ from ...problem import AttentionProblem, SequenceSpec, TensorSpec, dtype_name, f
 from ..mask_choice import prepared_form, reads_scores
 from ..protocol import Rule
 from . import extension
-from .group_rows import has_rows_of_queries
+from .group_rows import group_shift
 from .operands import COLUMNS, copies_bias, copies_scores, fits, makes_dbias_of_any_rows
 from .parts import part_size
 
@@ -311,7 +311,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
     is_group = p.num_heads >= _GROUP * p.num_heads_k and widest <= _NARROW
     if not (plain and is_group and reads_keys) or p.seqlen_q == 0 or any(p.needs_grad):
         return False
-    if has_rows_of_queries(p) and widest >= 64:
+    if group_shift(p) > 0 and left < 0 and widest >= 64:
         return True
     if p.seqlen_q > _FEW_QUERIES:
         return False

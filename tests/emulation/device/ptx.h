@@ -82,7 +82,7 @@ inline void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, uint32
   const auto of = *reinterpret_cast<const emulation::TensorMap*>(map);
   if (of.rank != rank) emulation::fail("a tensor map is of another rank than its instruction");
   const uint32_t address = shared_address(to);
-  copy_with(barrier, static_cast<int>(of.box[0] * of.box[1] * 2),
+  copy_with(barrier, static_cast<int>(of.box[0] * of.rows_of_box() * 2),
             [=](emulation::Block& block) { emulation::load_box(of, at, block, address); });
 }
 
