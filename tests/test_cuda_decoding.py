@@ -132,6 +132,13 @@ def shift_of(case: Case) -> int:
     return group_rows.group_shift(flash_dmattn.explain(x.q, x.k, x.v, bias=x.bias, sink=x.sink, **case.flags()).problem)
 
 
+@pytest.fixture
+def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_rows, "LEAST_KEYS", 0)
+    monkeypatch.setattr(group_rows, "MANY_KEYS", 0)
+
+
+@pytest.mark.usefixtures("few_keys")
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_queries(backend: Runner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The band is of queries, and a row is a head of one; also where blocks share the keys of a tile."""
@@ -142,6 +149,7 @@ def test_several_queries(backend: Runner, name: str, monkeypatch: pytest.MonkeyP
     backend.check(case)
 
 
+@pytest.mark.usefixtures("few_keys")
 def test_several_queries_with_heads_first(backend: Runner) -> None:
     """The heads of a query are far apart in q."""
     x = BASE.with_(seqlen_q=9, num_heads=8).build()
@@ -152,15 +160,20 @@ def test_several_queries_with_heads_first(backend: Runner) -> None:
     torch.testing.assert_close(heads, rows, atol=0.0, rtol=0.0)
 
 
-def test_several_queries_that_go_head_by_head(backend: Runner) -> None:
-    """A bias or a sink, groups of an odd number, many queries."""
+def test_several_queries_that_go_head_by_head(backend: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias or a sink, groups of an odd number, many queries, and few keys in sight."""
     few = BASE.with_(seqlen_q=9, is_causal=True, num_heads=8)
     others: tuple[dict[str, Any], ...] = (
         {"num_heads": 6},
         {"num_heads": 2},
         {"bias": BIASES["shared"]},
         {"sink": "normal"},
-        {"seqlen_q": 65},
+        {"seqlen_q": 33},
+        {"seqlen_q": 65, "seqlen_k": 1024},
     )
+    monkeypatch.setattr(group_rows, "LEAST_KEYS", 2 * 2 * 300 * 128)
     assert all(shift_of(few.with_(**other)) == 0 for other in others)
-    assert shift_of(few) == 2
+    assert shift_of(few) == shift_of(few.with_(seqlen_q=33, seqlen_k=1024)) == 2
+    assert shift_of(few.with_(seqlen_k=299)) == 0
+    assert shift_of(few.with_(is_causal=False, window_size=(290, 0))) == 0
+    assert shift_of(few.with_(is_causal=False, window_size=(291, 0))) == 2

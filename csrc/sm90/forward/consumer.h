@@ -347,24 +347,19 @@ struct Consumer {
     if (p.sink != nullptr) join_sink(work.head, lse, factor);
     if constexpr (Traits::kHasDropout) factor[0] *= p.dropout.scale, factor[1] *= p.dropout.scale;
     const int64_t row_step = static_cast<int64_t>(p.out_row_step) * p.head_dim_v;
-    // Where the thread's rows lie behind its first, in lse and in out; where heads are rows, behind the work tile's first.
-    const auto lse_place = [&](int r) -> int64_t {
-      if constexpr (!Traits::kHasGroups) return 8 * r;
-      const int row = row_of_warp + 8 * r, head = row & ((1 << p.group_shift) - 1);
-      return static_cast<int64_t>(head) * (p.seqlen_q >> p.group_shift) + (row >> p.group_shift);
-    };
-    const auto out_place = [&](int r) {
-      if constexpr (!Traits::kHasGroups) return 8 * r * row_step;
-      const int row = row_of_warp + 8 * r, head = row & ((1 << p.group_shift) - 1);
-      return (row >> p.group_shift) * row_step + static_cast<int64_t>(head) * p.out_head_step * p.head_dim_v;
-    };
-    const int first = Traits::kHasGroups ? 0 : row_of_warp;
-    float* const lse_to = p.lse + item.first_lse + first;
-    Element* const out_to = static_cast<Element*>(p.out) + item.first_out + first * row_step + 8 * (lane % 4);
+    // The thread's second row, 8 behind the first, is of the same query or of the same head.
+    const int shift = Traits::kHasGroups ? p.group_shift : 0;
+    const int query = row_of_warp >> shift, head = row_of_warp & ((1 << shift) - 1), queries = p.seqlen_q >> shift;
+    const int64_t head_step = static_cast<int64_t>(p.out_head_step) * p.head_dim_v;
+    const int64_t lse_step = shift > 3 ? 8 * static_cast<int64_t>(queries) : 8 >> shift;
+    const int64_t out_step = shift > 3 ? 8 * head_step : (8 >> shift) * row_step;
+    float* const lse_to = p.lse + item.first_lse + query + static_cast<int64_t>(head) * queries;
+    Element* const out_to =
+        static_cast<Element*>(p.out) + item.first_out + query * row_step + head * head_step + 8 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool exists = first_row + 8 * r < seqlen_q;
-      if (exists && lane % 4 == 0) lse_to[lse_place(r)] = lse[r];
+      if (exists && lane % 4 == 0) lse_to[r * lse_step] = lse[r];
 #pragma unroll
       for (int c = 0; c < kDv / 32; ++c) {
         uint32_t words[4];
@@ -376,7 +371,7 @@ struct Consumer {
         }
         quad_transpose(words[0], words[1], words[2], words[3], lane);
         if (exists && 8 * (4 * c + lane % 4) < p.head_dim_v) {
-          st_global_v4(out_to + out_place(r) + 32 * c, words);
+          st_global_v4(out_to + r * out_step + 32 * c, words);
         }
       }
     }

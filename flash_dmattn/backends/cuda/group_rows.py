@@ -89,10 +89,13 @@ def as_rows(
     )
 
 
-# Rows of more queries fill their tiles without the other heads of the group.
-_MOST_QUERIES = 64
+# Rows of more queries fill their tiles without the other heads of the group. More than 32 fill a consumer's rows, so that
+# only the keys are read less often, which pays where they are many.
+_MOST_QUERIES, _FULL_QUERIES, MANY_KEYS = 64, 32, 1024
 # The kernel's limit: a consumer's 64 rows are whole queries.
 _MOST_SHIFT = 6
+# Numbers of k and v in sight. Fewer stay in L2, and head by head they need fewer KV splits. Tests set 0, and so for MANY_KEYS.
+LEAST_KEYS = 1 << 24
 
 
 def group_shift(p: AttentionProblem) -> int:
@@ -100,5 +103,10 @@ def group_shift(p: AttentionProblem) -> int:
     group = p.num_heads // max(1, p.num_heads_k)
     plain = p.mask_form == "none" and p.bias_tensor is None and p.sink is None and p.dropout_p == 0
     if not (plain and 1 < p.seqlen_q <= _MOST_QUERIES and group > 1):
+        return 0
+    band = make_band(p.seqlen_q, p.seqlen_k, p.window)
+    seen = p.seqlen_k if band is None else min(p.seqlen_k, band.high - band.low + p.seqlen_q)
+    is_small = p.batch * p.num_heads_k * seen * (p.head_dim + p.head_dim_v) < LEAST_KEYS
+    if is_small or (p.seqlen_q > _FULL_QUERIES and seen < MANY_KEYS):
         return 0
     return min((group & -group).bit_length() - 1, _MOST_SHIFT)  # the power of two in the group

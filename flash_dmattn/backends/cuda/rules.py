@@ -311,7 +311,7 @@ def _serves_few_queries(p: AttentionProblem) -> bool:
     is_group = p.num_heads >= _GROUP * p.num_heads_k and widest <= _NARROW
     if not (plain and is_group and reads_keys) or p.seqlen_q == 0 or any(p.needs_grad):
         return False
-    if group_shift(p) > 0 and left < 0 and widest >= 64:
+    if group_shift(p) > 0:
         return True
     if p.seqlen_q > _FEW_QUERIES:
         return False
