@@ -161,17 +161,18 @@ def run_suites(args: argparse.Namespace) -> int:
 
 def run_report(args: argparse.Namespace) -> int:
     """Write tables and plots of the folders, and the pages if asked for."""
-    folders = args.folders or sorted({path.parent for suite in SUITES for path in runner.PUBLISHED.glob(f"*/{suite}.json")})
+    published = runner.PUBLISHED
+    folders = args.folders or sorted({path.parent for suite in SUITES for path in published.glob(f"*/{suite}.json")})
     if not folders and not args.pages:
-        print(f"no results are under {runner.PUBLISHED}; python -m benchmarks all makes them", file=sys.stderr)
+        print(f"no results are under {published}; python -m benchmarks all makes them", file=sys.stderr)
         return runner.UNFINISHED
     for folder in folders:
         for path in write(folder):
             print(f"written: {path}")
     if args.pages:
-        full = pages.full_run(runner.PUBLISHED)
+        full = pages.full_run(published)
         if full is None:
-            print(f"no full run on a GPU is under {runner.PUBLISHED}: the pages stay as they are", file=sys.stderr)
+            print(f"no full run on a GPU is under {published}: the pages stay as they are", file=sys.stderr)
             return runner.UNFINISHED
         for path in pages.write(ROOT, full):
             print(f"written: {path}")

@@ -21,7 +21,6 @@ from benchmark_systems import (
     PEER,
     REFUSES,
     WRONG,
-    named,
     times,
 )
 
