@@ -120,7 +120,7 @@ def known_seconds(suite: str, published: Path = PUBLISHED) -> dict[str, float]:
 
 
 def share(part: tuple[int, int], cases: list[Case], known: dict[str, float]) -> list[Case]:
-    """Return the cases of one of several processes, which take about as long as those of the others.
+    """Return the cases of one of several processes, so that all processes take about as long.
 
     The longest come first. A case that no run has ended comes last, because it may leave no time for others, and
     counts as the longest.
