@@ -42,10 +42,11 @@ TOOLS = ("memcheck", "initcheck", "racecheck")
 SANITIZED = {"triton": 40, "cuda": 190}  # at least as many as there are calls in kernel_calls.py
 SANITIZED_AT_ONCE = 10
 SANITIZED_INTERVALS = 5
-# Tests that the memory checkers watch, by the backend whose kernels run, with what pytest takes of them.
+# Tests that memory checkers watch: the tools, the backend whose kernels run, seconds, and what pytest takes. Tests of
+# cuda compare on the GPU, where racecheck warns of cuBLAS, and initcheck of reading what TMA has stored.
 SANITIZED_TESTS = {
-    "found": ("triton", "tests/test_find_intervals.py"),
-    "whole_tiles": ("cuda", "tests/test_cuda_backward.py", "-k", "whole_tiles"),
+    "found": (TOOLS, "triton", 90, ("tests/test_find_intervals.py",)),
+    "whole_tiles": (("memcheck",), "cuda", 180, ("tests/test_cuda_backward.py", "-k", "whole_tiles")),
 }
 SECONDS_TO_REPORT = 10
 # Random calls of `fuzz.py`, 10,000 in all: by place how many processes draw them, how many calls that the place serves
@@ -151,9 +152,10 @@ def sanitizer_parts() -> list[Part]:
         for backend, first in (("cuda", 0), ("cuda", 100), ("cuda", 200), ("triton", 300)):
             script = ("tests/run_calls.py", backend, "intervals", str(first), str(SANITIZED_INTERVALS), "cpu")
             parts.append(_sanitized(f"{tool}-intervals-{backend}-{first}", tool, backend, script))
-        for name, (backend, *chosen) in SANITIZED_TESTS.items():
-            command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
-            parts.append(_sanitized(f"{tool}-{name}", tool, backend, command))
+        for name, (tools, backend, seconds, chosen) in SANITIZED_TESTS.items():
+            if tool in tools:
+                command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
+                parts.append(_sanitized(f"{tool}-{name}", tool, backend, command)._replace(seconds=seconds))
         for backend, calls in SANITIZED.items():
             for first in range(0, calls, SANITIZED_AT_ONCE):
                 script = ("tests/run_calls.py", backend, "kernels", str(first), str(SANITIZED_AT_ONCE), "cpu")

@@ -208,7 +208,7 @@ def test_the_command_lists_and_chooses() -> None:
         listed = subprocess.run([*forced, *archs], capture_output=True, text=True, check=True).stdout.splitlines()
         assert [line.split()[0] for line in listed] == [f"{arch}-instructions" for arch in archs or gpu_checks.FORCED]
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
-    assert len(listed.stdout.splitlines()) == 4 + 4 + 2 + 19
+    assert len(listed.stdout.splitlines()) == 4 + 4 + 1 + 19
 
 
 def test_without_a_gpu_nothing_passes(
