@@ -52,13 +52,13 @@ SECONDS_TO_REPORT = 10
 # Random calls of `fuzz.py`, 10,000 in all: by place how many processes draw them, how many calls that the place serves
 # each, and in about how many seconds. Triton compiles most of its calls anew.
 CALLS = {
-    "cuda": (50, 178, 170),
-    "triton": (32, 20, 170),
-    "cuda:triton": (5, 20, 170),
-    "triton:cuda": (5, 20, 170),
+    "cuda": (50, 180, 170),
+    "triton": (28, 20, 170),
+    "cuda:triton": (5, 18, 150),
+    "triton:cuda": (5, 18, 150),
     "eager": (4, 65, 100),
 }
-CALLS_AT_ONCE = 8  # such processes on a GPU: their calls are large, and none knows what memory others hold
+CALLS_AT_ONCE = 10  # such processes on a GPU: their calls are large, and none knows what memory others hold
 RECORD = "fuzz.json"
 
 
