@@ -37,7 +37,6 @@ from .results import SUITES, OtherRun
 from .systems import ALL, DEFAULT
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 DECODE = "decode"
 # Quick results are for looking at, not for the repository.
 QUICK_RESULTS = ROOT / "build" / "benchmarks"
@@ -107,7 +106,7 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         type=_share,
         default=(1, 1),
         metavar="I/N",
-        help="every N-th case: of N processes of one run the I-th",
+        help="of N processes of one run the I-th; all take about as long",
     )
     said = "compile everything before the cases run (default), without running any, or as each case needs it"
     add("--compile", choices=("first", "only", "not"), default="first", help=said)
@@ -140,7 +139,7 @@ def run_suites(args: argparse.Namespace) -> int:
     described = machine.describe(device, args.commit)
     options = runner.Options(
         device=device,
-        out=args.out or (QUICK_RESULTS if args.quick else RESULTS) / machine.slug(described),
+        out=args.out or (QUICK_RESULTS if args.quick else runner.PUBLISHED) / machine.slug(described),
         machine=described,
         only=args.only,
         systems=args.systems,
@@ -162,17 +161,18 @@ def run_suites(args: argparse.Namespace) -> int:
 
 def run_report(args: argparse.Namespace) -> int:
     """Write tables and plots of the folders, and the pages if asked for."""
-    folders = args.folders or sorted({path.parent for suite in SUITES for path in RESULTS.glob(f"*/{suite}.json")})
+    published = runner.PUBLISHED
+    folders = args.folders or sorted({path.parent for suite in SUITES for path in published.glob(f"*/{suite}.json")})
     if not folders and not args.pages:
-        print(f"no results are under {RESULTS}; python -m benchmarks all makes them", file=sys.stderr)
+        print(f"no results are under {published}; python -m benchmarks all makes them", file=sys.stderr)
         return runner.UNFINISHED
     for folder in folders:
         for path in write(folder):
             print(f"written: {path}")
     if args.pages:
-        full = pages.full_run(RESULTS)
+        full = pages.full_run(published)
         if full is None:
-            print(f"no full run on a GPU is under {RESULTS}: the pages stay as they are", file=sys.stderr)
+            print(f"no full run on a GPU is under {published}: the pages stay as they are", file=sys.stderr)
             return runner.UNFINISHED
         for path in pages.write(ROOT, full):
             print(f"written: {path}")

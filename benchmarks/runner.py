@@ -18,7 +18,7 @@ from .cases import PASSES, Case, Pass, cases_of
 from .floors import Rates
 from .progress import progress
 from .report import text
-from .results import Record, Results, missing
+from .results import Record, Results, load, missing
 from .suites import equivalence, memory, model, performance
 from .suites.trial import device_is_lost, forget, stream_of, worded
 
@@ -29,6 +29,7 @@ FAILURES: dict[str, Callable[[Record], list[str]]] = {
     "memory": memory.failures,
     "model": model.failures,
 }
+PUBLISHED = Path(__file__).resolve().parent / "results"  # a folder for each machine
 # Keys of the cases that run on a CPU, where a call of 16k would take minutes.
 CPU_SEQLEN, CPU_SEQLEN_QUICK = 1024, 256
 
@@ -43,7 +44,8 @@ class Options:
         only: parts of names or groups of cases.
         systems: names, or None for all systems of a suite.
         passes: the passes of the performance suite.
-        deadline: seconds on the monotonic clock after which no case begins.
+        deadline: seconds on the monotonic clock. No case begins that may not end by then: it takes as long as in the
+            published run, or as the longest so far.
         share: (i, n): the i-th of n processes that share the cases and the file of results, from 1.
         compiles: "first", before the cases run; "only", and no case runs; "not".
         fresh: start again and do not continue an earlier run.
@@ -89,8 +91,9 @@ def run(suite: str, options: Options) -> int:
     head["planned"] = [case.name for case in planned]
     results = Results(options.out / f"{suite}.json", head, fresh=options.fresh)
     asked = {case.name for case in cases_of(suite, options.only, options.quick)}
-    wanted = share(options.share, [case for case in planned if case.name in asked])
-    todo = [case for case in planned if case.name in wanted and case.name not in results]
+    known = known_seconds(suite)
+    wanted = share(options.share, [case for case in planned if case.name in asked], known)
+    todo = [case for case in wanted if case.name not in results]
     available, reasons = systems.available(head["settings"]["systems"], options.device)
     print(f"{suite}: {machines.line(options.machine)}", flush=True)
     for name, reason in reasons.items():
@@ -100,21 +103,37 @@ def run(suite: str, options: Options) -> int:
         compile_todo(suite, todo, available, options)
     if options.compiles == "only":
         return PASSED
-    _rows(suite, todo, len(wanted), available, results, options)
+    _rows(suite, todo, len(wanted), available, results, options, known)
     failures = [said for row in results.content["rows"] for said in FAILURES[suite](row)]
     for failure in failures:
         print(f"FAILED {failure}", flush=True)
-    left = [name for name in missing(results.content) if name in wanted]
+    left = [name for name in missing(results.content) if name in {case.name for case in wanted}]
     if left:
         print(f"{suite}: {len(left)} of {len(planned)} cases are left; the same command goes on with {left[0]}")
     return UNFINISHED if left else FAILED if failures else PASSED
 
 
-def share(part: tuple[int, int], cases: list[Case]) -> set[str]:
-    """Return the names of cases of one of several processes. Cases of all systems take longest, and are dealt first."""
+def known_seconds(suite: str, published: Path = PUBLISHED) -> dict[str, float]:
+    """Return how long each case took in the published runs, on the machine where it took longest."""
+    rows = [row for path in published.glob(f"*/{suite}.json") for row in load(path)["rows"] if row.get("seconds")]
+    return {row["name"]: max(sum(r["seconds"].values()) for r in rows if r["name"] == row["name"]) for row in rows}
+
+
+def share(part: tuple[int, int], cases: list[Case], known: dict[str, float]) -> list[Case]:
+    """Return the cases of one of several processes, so that all processes take about as long.
+
+    The longest come first. A case that no run has ended comes last, because it may leave no time for others, and
+    counts as the longest.
+    """
     index, count = part
-    ordered = sorted(cases, key=lambda case: not case.all_systems)
-    return {case.name for case in ordered[index - 1 :: count]}
+    longest = max(known.values(), default=1.0)
+    parts: list[list[Case]] = [[] for _ in range(count)]
+    sums = [0.0] * count
+    for case in sorted(cases, key=lambda case: -known.get(case.name, longest)):
+        least = sums.index(min(sums))
+        parts[least].append(case)
+        sums[least] += known.get(case.name, longest)
+    return sorted(parts[index - 1], key=lambda case: case.name not in known)
 
 
 def _rows(
@@ -124,13 +143,14 @@ def _rows(
     available: list[systems.System],
     results: Results,
     options: Options,
+    known: dict[str, float],
 ) -> None:
     longest = 0.0
     with progress(suite, total, total - len(todo)) as bar:
         for case in todo:
             started = time.monotonic()
-            if options.deadline is not None and started + longest > options.deadline:
-                return
+            if options.deadline is not None and started + known.get(case.name, longest) > options.deadline:
+                continue
             bar.case(case.name)
             row = make_row(suite, case, available, options)
             results.add(row)

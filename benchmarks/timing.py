@@ -19,6 +19,7 @@ GRAPH_MS = 0.1
 CAPTURED_MS = 1.0  # the longest run that is then captured, too; launches do not bound longer runs
 REPLAYED_MS = 0.5  # of work in one graph
 LONG_MS = 10.0  # a run of this length makes the time of launches negligible
+SLOW_MS = 1000.0  # runs of one pass, from the second on, take about so long at most; one such run is enough
 # The buffer that empties the L2 cache. Writing it takes some 250 microseconds on an H200, in which the host enqueues
 # the run. Without it, events around a small run would measure the host.
 FLUSH_BYTES = 1 << 30
@@ -68,7 +69,7 @@ def measure(runners: list[Runner], device: torch.device, *, rep_ms: float, least
         runners: the runs to time. An exception ends the runs of its runner, and is stored there.
         device: the device of the runs.
         rep_ms: the approximate time for all runs of a runner, in milliseconds.
-        least, most: limits of the number of runs.
+        least, most: limits of the number of runs; less than `least` where those would take a second or more.
     """
     stopwatch = Stopwatch(device)
     for runner in runners:
@@ -77,7 +78,7 @@ def measure(runners: list[Runner], device: torch.device, *, rep_ms: float, least
     if device.type == "cuda" and any(runner.estimate < GRAPH_MS for runner in alive):
         for runner in (runner for runner in alive if runner.estimate < CAPTURED_MS):
             _capture(runner)
-    counts = [int(min(max(rep_ms / (r.estimate * r.calls), least), most)) for r in alive]
+    counts = [_count(runner, rep_ms, least, most) for runner in alive]
     rounds = max(counts, default=0)
     for index in range(rounds):
         for runner, count in zip(alive, counts, strict=True):
@@ -91,6 +92,14 @@ def measure(runners: list[Runner], device: torch.device, *, rep_ms: float, least
             break
     for runner in alive:
         runner.graph = None  # its memory
+
+
+def _count(runner: Runner, rep_ms: float, least: int, most: int) -> int:
+    """How many runs there are yet to be; none where the one that told how long it takes is kept."""
+    if runner.ms:
+        return 0
+    least = max(1, min(least, int(SLOW_MS / runner.estimate)))
+    return int(min(max(rep_ms / (runner.estimate * runner.calls), least), most))
 
 
 class Stopwatch:
@@ -134,7 +143,10 @@ def _attempt(runner: Runner, action: Callable[[], None]) -> None:
 
 
 def _warm_up(runner: Runner, stopwatch: Stopwatch) -> None:
-    """Run once, then once or thrice to see how long it takes; of a short run, also what the host needs for it."""
+    """Run once, then once or thrice to see how long it takes; of a short run, also what the host needs for it.
+
+    The time of a run of more than a second is kept.
+    """
     runner.how = "events" if stopwatch.on_gpu else "wall clock"
     runner.run()
     for _ in range(3):
@@ -143,7 +155,8 @@ def _warm_up(runner: Runner, stopwatch: Stopwatch) -> None:
         if runner.ms[-1] > LONG_MS:
             break
     runner.estimate = max(1e-4, statistics.median(runner.ms))
-    runner.ms.clear()
+    if runner.estimate <= SLOW_MS:
+        runner.ms.clear()
     if stopwatch.on_gpu and runner.estimate <= LONG_MS:
         host = []
         for _ in range(5):

@@ -14,6 +14,7 @@ failed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -21,7 +22,6 @@ import sys
 import time
 from collections import Counter
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,8 @@ def run(names: list[str], tally: Tally, calls: int, seconds: float, part: int, p
 
     Args:
         names: the places.
-        tally: where they are counted.
-        calls: how many calls.
+        tally: where they are counted, earlier ones too.
+        calls: how many calls there shall be that a place served, with the earlier ones.
         seconds: in what time.
         part: the number of this process among `parts`; each has numbers of its own.
         before: the tally of earlier runs, whose numbers are not drawn again.
@@ -146,22 +146,29 @@ def run(names: list[str], tally: Tally, calls: int, seconds: float, part: int, p
     places = {name: place_of(name) for name in names}
     turns = [(name, kind) for name in names for kind in KINDS.get(name, PAIRS if ":" in name else EMULATED)]
     begun = told = time.monotonic()
-    done = 0
-    while done < calls and time.monotonic() - begun < seconds:
-        name, kind = turns[done % len(turns)]
-        line = tally.of(name, kind)
-        line["next"] = max(line["next"], before.of(name, kind)["next"] + part)
-        failure = run_one(places[name], name, kind, line, parts)
-        done += 1
-        if failure is not None:
-            print(failure, flush=True)
-        if failure is not None or time.monotonic() - told > PROGRESS_SECONDS:
-            told = time.monotonic()
-            tally.save()
+    had = tally.counts().total()
+
+    def save() -> None:
+        tally.save()
+        counts = tally.counts()
+        words = ", ".join(f"{counts[word]:,} {word}" for word in ("passed", "refused", "failed"))
+        print(f"{words}; {(counts.total() - had) / (time.monotonic() - begun + 1e-3):.1f} calls a second", flush=True)
+
+    try:
+        for name, kind in itertools.cycle(turns):
             counts = tally.counts()
-            words = ", ".join(f"{counts[word]:,} {word}" for word in ("passed", "refused", "failed"))
-            print(f"{words}; {done / (told - begun):.1f} calls a second", flush=True)
-    tally.save()
+            if counts["passed"] + counts["failed"] >= calls or time.monotonic() - begun >= seconds:
+                break
+            line = tally.of(name, kind)
+            line["next"] = max(line["next"], before.of(name, kind)["next"] + part)
+            failure = run_one(places[name], name, kind, line, parts)
+            if failure is not None:
+                print(failure, flush=True)
+            if failure is not None or time.monotonic() - told > PROGRESS_SECONDS:
+                told = time.monotonic()
+                save()
+    finally:  # a run that is interrupted goes on where it was
+        save()
     return tally.counts()["failed"] == 0
 
 
@@ -177,7 +184,7 @@ def table(tally: Tally) -> str:
 
 
 def merge(parts: list[Tally], total: Tally) -> None:
-    """Add the tallies of several processes, which each have numbers of their own, to one; their files go."""
+    """Add the tallies of several processes, which each have numbers of their own, to one."""
     for part in parts:
         for place, kinds in part.content["places"].items():
             for kind, line in kinds.items():
@@ -186,31 +193,44 @@ def merge(parts: list[Tally], total: Tally) -> None:
                 for word in ("passed", "refused", "no memory"):
                     own[word] = own.get(word, 0) + line.get(word, 0)
     total.save()
+
+
+def tallies_beside(file: Path) -> list[Tally]:
+    """Return the tallies of processes whose record is to be added to a file."""
+    return [Tally(part) for part in sorted(file.parent.glob(f"{file.stem}.*.json"))]
+
+
+def take_in(total: Tally) -> None:
+    """Add the tallies of processes to the total, and remove their files."""
+    parts = tallies_beside(total.file)
+    merge(parts, total)
     for part in parts:
-        part.file.unlink(missing_ok=True)
+        part.file.unlink()
 
 
 def main() -> int:
     """Run the calls of the command line, in one process or in several."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("places", nargs="+", metavar="PLACE", help="a backend, two, 'interpreter', or an emulated GPU")
-    parser.add_argument("--calls", type=int, default=10**9, help="how many, refused ones included")
+    parser.add_argument("--calls", type=int, default=10**9, help="how many; a call that a rule refuses does not count")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "fuzz.json")
     parser.add_argument("--commit", default="", help="what the record calls this tree, where git is not there to say")
-    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # the number of this process
+    said = "be that one of the processes, from 0, with a record of its own beside --out, until that has --calls"
+    parser.add_argument("--part", type=int, metavar="NUMBER", help=said)
     options = parser.parse_args()
     if options.calls == 10**9 and options.seconds == float("inf"):
         parser.error("--calls or --seconds is needed")
     if options.part is not None:
         part = Tally(options.out.with_suffix(f".{options.part}.json"))
         limits = options.calls, options.seconds
-        run(options.places, part, *limits, options.part, options.processes, Tally(options.out))
-        return 0
+        try:
+            return int(not run(options.places, part, *limits, options.part, options.processes, Tally(options.out)))
+        except KeyboardInterrupt:
+            return 130  # the line before says how far it came
     tally = Tally(options.out, options.commit)
-    parts = partial(options.out.parent.glob, f"{options.out.stem}.*.json")
-    merge([Tally(file) for file in parts()], tally)  # of a run that was ended
+    take_in(tally)  # what a run has left that was ended
     limits = ["--calls", str(-(-options.calls // options.processes)), "--seconds", str(options.seconds)]
     command = [sys.executable, __file__, *options.places, *limits, "--processes", str(options.processes)]
     gpus = torch.cuda.device_count()
@@ -223,8 +243,8 @@ def main() -> int:
     ]
     for process in started:
         process.wait()
-    merge([Tally(file) for file in parts()], tally)
-    lost = [f"process {part} ended with {p.returncode}" for part, p in enumerate(started) if p.returncode]
+    take_in(tally)
+    lost = [f"process {part} ended with {p.returncode}" for part, p in enumerate(started) if p.returncode not in (0, 1)]
     print("\n".join([table(tally), *lost]))
     return int(tally.counts()["failed"] > 0 or bool(lost))
 

@@ -1,13 +1,14 @@
 """Every check that needs a GPU, side by side on one machine: `python tests/gpu_checks.py --help`.
 
     python tests/gpu_checks.py                      # all of it; the same command goes on where the last one stopped
-    python tests/gpu_checks.py --only bf16 random --budget 500
+    python tests/gpu_checks.py --only bf16 calls --budget 500
     python tests/gpu_checks.py --only racecheck --racecheck-extension build/race/_C.abi3.so
     python tests/gpu_checks.py --forced                # triton as for sm_80, sm_86, sm_89 and sm_120, on a Hopper GPU
     python tests/gpu_checks.py --forced sm_80 --only bf16 gpu
 
-Parts run at the same time as far as there are cores for their workers, the longest first, each on the GPU that has the
-fewest. Each writes a log, and checks.json in the same folder says after every part what has come of it at this commit.
+Each part is a process for one core and some two minutes. They run at the same time as far as there are cores, each on
+the GPU that has the fewest. Each writes a log. checks.json in the same folder says after every part what has come of it
+at this commit, and fuzz.json counts the random calls; `reliability.py` reads both.
 Exit status: 0; 1 where a part failed; 2 where there is no GPU; 3 where parts are left, the budget being spent.
 """
 
@@ -27,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,73 +41,121 @@ PASSED, FAILED, UNFINISHED = 0, 1, 3
 TOOLS = ("memcheck", "initcheck", "racecheck")
 SANITIZED = {"triton": 40, "cuda": 190}  # at least as many as there are calls in kernel_calls.py
 SANITIZED_AT_ONCE = 10
-SECONDS_TO_REPORT = 10
-# Random calls of `run_calls.py`: the first of each process, and how many. Triton compiles most of its calls anew, some
-# six seconds each, so the numbers of triton are what 64 cores do in about as long as the suites take.
-CALLS = {
-    ("dense", "cuda"): (range(10000, 18000, 1000), 250),
-    ("intervals", "cuda"): (range(1000, 5000, 1000), 250),
-    ("intervals", "triton"): (range(5000, 9000, 1000), 25),
-    ("short", "cuda"): (range(0, 8000, 1000), 60),
-    ("short", "triton"): (range(20000, 30000, 1000), 15),
-    ("sequences", "cuda"): (range(0, 8000, 1000), 250),
-    ("sequences", "triton"): (range(10000, 22000, 1000), 25),
-    ("trees", "triton"): (range(0, 8000, 1000), 20),
-    ("trees", "eager"): (range(0, 2000, 1000), 200),
-    ("tangents", "triton"): (range(0, 8000, 1000), 25),
-}
 SANITIZED_INTERVALS = 5
-SHARED_SUITE = tuple(f"tests/test_{name}.py" for name in ("calls", "edges"))
-# Files that run whole, with their workers and seconds; of random calls a part, for Triton compiles most of them anew.
-GROUPS = {
-    "serving": (4, 180, ("append", "trees", "nn", "sequence_pack")),
-    "layouts": (8, 300, ("sequences", "cuda_sequences", "sequence_tiles", "triton_sequences")),
-    "dropout": (3, 120, ("dropout", "cuda_dropout", "sinks")),
-    "ways": (2, 60, ("plans", "heads_first", "cuda_dbias_out", "cuda_decoding", "cuda_parts")),
-    "forward_ways": (2, 60, ("cuda_one_mask_row", "cuda_held_bias", "cuda_relative")),
-    "found": (2, 60, ("find_intervals", "interval_mask", "lists", "safety")),
+# Tests that memory checkers watch: the tools, the backend whose kernels run, seconds, and what pytest takes. Tests of
+# cuda compare on the GPU, where racecheck warns of cuBLAS, and initcheck of reading what TMA has stored.
+SANITIZED_TESTS = {
+    "found": (TOOLS, "triton", 90, ("tests/test_find_intervals.py",)),
+    "whole_tiles": (("memcheck",), "cuda", 180, ("tests/test_cuda_backward.py", "-k", "whole_tiles")),
 }
-# GPUs whose kernels a Hopper GPU runs (tests/forced_arch.py), and the parts that run triton so. Some run in so many
-# shares of one core each, so that a short run ends some of each for all GPUs. Others run whole, with so many workers
-# and few random calls. Large sizes, which no architecture decides, and the memory checkers are left out.
+SECONDS_TO_REPORT = 10
+# Random calls of `fuzz.py`, 10,000 in all: by place how many processes draw them, how many calls that the place serves
+# each, and in about how many seconds. Triton compiles most of its calls anew.
+CALLS = {
+    "cuda": (50, 180, 170),
+    "triton": (28, 20, 170),
+    "cuda:triton": (5, 18, 150),
+    "triton:cuda": (5, 18, 150),
+    "eager": (4, 65, 100),
+}
+CALLS_AT_ONCE = 10  # such processes on a GPU: their calls are large, and none knows what memory others hold
+RECORD = "fuzz.json"
+
+
+class Suite(NamedTuple):
+    """Files of tests, in shares that take a core about so many seconds each.
+
+    `forced` is the number of shares where triton runs as for another GPU; 0 leaves them out there.
+    """
+
+    files: tuple[str, ...]
+    shares: int
+    seconds: int
+    chosen: str = ""
+    forced: int = 0
+    dtype: str = ""
+
+
+KERNELS = "triton or cuda"
+# cuda has no fp32 kernels. triton's differ between fp16 and bf16 in a type alone; random calls draw both.
+SUITES = {
+    "sizes": Suite(("gpu_sizes", "cuda_pack"), 2, 100),
+    "fp32": Suite(("calls", "edges"), 24, 150, "triton", 45, "float32"),
+    "bf16": Suite(("calls", "edges"), 24, 150, KERNELS, 45, "bfloat16"),
+    "fp16": Suite(("calls", "edges"), 8, 150, "cuda", 0, "float16"),
+    "gradients": Suite(("cuda_backward",), 28, 150),
+    "layouts": Suite(("sequences", "cuda_sequences", "sequence_tiles", "triton_sequences"), 12, 150, "", 4),
+    "gpu": Suite(("gpu",), 6, 120, KERNELS, 24),
+    "serving": Suite(("append", "trees", "nn", "sequence_pack"), 4, 150, "", 2),
+    "dropout": Suite(("dropout", "cuda_dropout", "sinks"), 3, 120, "", 2),
+    "bugs": Suite(("predecessor_bugs",), 1, 120, KERNELS, 1),
+    "ways": Suite(("plans", "heads_first", "cuda_dbias_out", "cuda_decoding", "cuda_parts"), 1, 120),
+    "forward_ways": Suite(("cuda_one_mask_row", "cuda_held_bias", "cuda_relative"), 1, 120),
+    "found": Suite(("find_intervals", "interval_mask", "lists", "safety"), 1, 120),
+    "parts": Suite(("cuda_kv_splits", "cuda_rare"), 1, 80),
+}
+# Random calls of a test of these files: `fuzz.py` draws more of the same.
+EXAMPLES = "4"
+# GPUs whose kernels a Hopper GPU runs. Large sizes, which no architecture decides, and memory checkers are left out.
 FORCED = ("sm_80", "sm_86", "sm_89", "sm_120")
-FORCED_SHARED = {"random": 50, "fp32": 45, "bf16": 45, "gpu": 24}
-FORCED_WHOLE = {"layouts": 4, "serving": 2, "dropout": 2, "bugs": 1}
-SHARE_SECONDS = 90
-FORCED_PROCESSES, FORCED_CALLS = 2, 12  # that draw random calls of each kind, and how many calls each
-FORCED_EXAMPLES = "4"
+FORCED_SECONDS = 90
+FORCED_CALLS = 12  # of each process that draws calls of triton
 # initcheck does not see what TMA stores, and reports each copy of it to the host. So it checks what kernels read, and
 # leaves copies alone: what they bring back is compared with fp64 in the same calls.
 FLAGS_OF_TOOL = {"initcheck": ("--check-api-memory-access", "no")}
 
 
 class Part(NamedTuple):
-    """One process: `slots` of the machine's cores are kept for it, and `seconds` is what an H200 machine took."""
+    """One process for one core; `seconds` is what an H200 machine took."""
 
     name: str
     command: tuple[str, ...]
-    slots: int
     seconds: int
     environment: dict[str, str] = {}
     needs_racecheck_build: bool = False
 
+    @property
+    def draws(self) -> bool:
+        """Whether it runs random calls, whose record lies in the folder of the logs: it goes on where it was ended."""
+        return RECORD in self.command
 
-def pytest_part(name: str, files: Sequence[str], slots: int, seconds: int, chosen: str = "", **env: str) -> Part:
-    """Some tests, in as many workers as it has slots."""
-    select = ("-k", chosen) if chosen else ()
-    flags = ("-q", "-rf", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", str(slots if slots > 1 else 0))
-    return Part(name, (sys.executable, "-m", "pytest", *flags, *select, *files), slots, seconds, env)
+
+def suite_parts(name: str, shares: int, seconds: int, chosen: str) -> list[Part]:
+    """A part for each share of a suite, of the tests that -k chooses."""
+    suite = SUITES[name]
+    flags = ("-q", "-rf", "-p", "no:cacheprovider", "-p", "no:benchmark", *(("-k", chosen) if chosen else ()))
+    command = (sys.executable, "-m", "pytest", *flags, *(f"tests/test_{file}.py" for file in suite.files))
+    settings = {"FLASH_DMATTN_EXAMPLES": EXAMPLES}
+    settings |= {"FLASH_DMATTN_TEST_DTYPE": suite.dtype} if suite.dtype else {}
+    return [
+        Part(f"{name}-{share}", command, seconds, {**settings, "FLASH_DMATTN_SHARE": f"{share}/{shares}"})
+        for share in range(shares)
+    ]
+
+
+def calls_parts() -> list[Part]:
+    """The processes that draw random calls; no two draw the same number."""
+    places = [(place, index) for place, (processes, _, _) in CALLS.items() for index in range(processes)]
+    parts = []
+    for number, (place, index) in enumerate(places):
+        _, calls, seconds = CALLS[place]
+        which = ("--part", str(number), "--processes", str(len(places)), "--out", RECORD)
+        command = (sys.executable, "tests/fuzz.py", place, "--calls", str(calls), *which)
+        parts.append(Part(f"calls-{place.replace(':', '-')}-{index}", command, seconds))
+    return parts
 
 
 def sanitizer_parts() -> list[Part]:
-    """A part for each tool and ten of the calls of a backend, and some for random calls with interval masks."""
+    """A part for each tool and ten of the calls of a backend, others for random interval masks and for tests."""
     parts = []
     for tool in TOOLS:
         for backend, first in (("cuda", 0), ("cuda", 100), ("cuda", 200), ("triton", 300)):
             script = ("tests/run_calls.py", backend, "intervals", str(first), str(SANITIZED_INTERVALS), "cpu")
             parts.append(_sanitized(f"{tool}-intervals-{backend}-{first}", tool, backend, script))
-        command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_find_intervals.py")
-        parts.append(_sanitized(f"{tool}-found", tool, "triton", command))
+        for name, (tools, backend, seconds, chosen) in SANITIZED_TESTS.items():
+            if tool in tools:
+                command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
+                parts.append(_sanitized(f"{tool}-{name}", tool, backend, command)._replace(seconds=seconds))
         for backend, calls in SANITIZED.items():
             for first in range(0, calls, SANITIZED_AT_ONCE):
                 script = ("tests/run_calls.py", backend, "kernels", str(first), str(SANITIZED_AT_ONCE), "cpu")
@@ -117,80 +167,44 @@ def _sanitized(name: str, tool: str, backend: str, script: Sequence[str]) -> Par
     flags = ("--tool", tool, "--error-exitcode", "1", *FLAGS_OF_TOOL.get(tool, ()))
     check = ("compute-sanitizer", *flags, sys.executable, *script)
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return Part(name, check, 1, 120, alone, tool == "racecheck" and backend != "triton")
+    return Part(name, check, 90, alone, tool == "racecheck" and backend != "triton")
 
 
 def all_parts() -> list[Part]:
-    """Everything docs/testing.md names, in the order in which it starts: the longest first."""
-    kernels = "triton or cuda"
-    # cuda has no fp32 kernels. triton's differ between fp16 and bf16 in a type alone; random calls draw both.
-    dtypes = {
-        "fp32": ("float32", "triton", 440),
-        "bf16": ("bfloat16", kernels, 440),
-        "fp16": ("float16", "cuda", 150),
-    }
+    """Everything docs/testing.md names, as it starts: large sizes while memory is free, then the longest first."""
     command = (sys.executable, "-m", "flash_dmattn")
-    parts = [
-        pytest_part("random", ["tests/test_random.py"], 10, 420, f"kernels and ({kernels})"),
-        *(
-            pytest_part(name, SHARED_SUITE, 8, seconds, chosen, FLASH_DMATTN_TEST_DTYPE=dtype)
-            for name, (dtype, chosen, seconds) in dtypes.items()
-        ),
-        pytest_part("gradients", ["tests/test_cuda_backward.py"], 14, 300),
-        pytest_part("parts", ["tests/test_cuda_kv_splits.py", "tests/test_cuda_rare.py"], 2, 40),
-        pytest_part("gpu", ["tests/test_gpu.py"], 4, 160, kernels),
-        pytest_part("bugs", ["tests/test_predecessor_bugs.py"], 2, 60, kernels),
-        *(
-            pytest_part(name, [f"tests/test_{each}.py" for each in files], slots, seconds, FLASH_DMATTN_EXAMPLES="24")
-            for name, (slots, seconds, files) in GROUPS.items()
-        ),
-        pytest_part("sizes", ["tests/test_gpu_sizes.py", "tests/test_cuda_pack.py"], 2, 100),
-        *(
-            Part(f"{features}-{backend}-{first}", (sys.executable, *script), 1, 150)
-            for (features, backend), (firsts, count) in CALLS.items()
-            for first in firsts
-            for script in [("tests/run_calls.py", backend, features, str(first), str(count))]
-        ),
-        Part("verify", (*command, "info", "--verify"), 1, 200),
-        Part("demo", (*command, "demo", "--quick"), 1, 100),
+    parts = [part for name, suite in SUITES.items() for part in suite_parts(name, *suite[1:4])]
+    parts += [
+        Part("verify", (*command, "info", "--verify"), 200),
+        Part("demo", (*command, "demo", "--quick"), 100),
+        *calls_parts(),
         *sanitizer_parts(),
     ]
-    return sorted(parts, key=lambda part: -part.seconds)
+    return sorted(parts, key=lambda part: (not part.name.startswith("sizes-"), -part.seconds))
 
 
-def forced_parts(parts: Sequence[Part], archs: Sequence[str]) -> list[Part]:
+def forced_parts(archs: Sequence[str]) -> list[Part]:
     """The parts of triton, with its kernels made for other GPUs: first the first share of each part for every GPU."""
-    rounds: list[list[Part]] = []
-
-    def add(share: int, part: Part) -> None:
-        rounds.extend([] for _ in range(share + 1 - len(rounds)))
-        rounds[share].append(part)
-
-    processes = Counter[str]()
-    for part in parts:
-        files = [word for word in part.command if word.startswith("tests/")]
-        if part.name in FORCED_SHARED:
-            chosen = "kernels and triton" if part.name == "random" else "triton"
-            for share in range(FORCED_SHARED[part.name]):
-                variables = {**part.environment, "FLASH_DMATTN_SHARE": f"{share}/{FORCED_SHARED[part.name]}"}
-                add(share, pytest_part(f"{part.name}-{share}", files, 1, SHARE_SECONDS, chosen, **variables))
-        if part.name in FORCED_WHOLE:
-            slots = FORCED_WHOLE[part.name]
-            variables = {**part.environment, "FLASH_DMATTN_EXAMPLES": FORCED_EXAMPLES}
-            add(0, pytest_part(part.name, files, slots, part.seconds // 3, "triton", **variables))
-        kind, backend, _ = (*part.name.split("-"), "", "")[:3]
-        if backend == "triton" and kind not in TOOLS and processes[kind] < FORCED_PROCESSES:
-            command = (*part.command[:-1], str(FORCED_CALLS))
-            add(processes[kind], part._replace(command=command, seconds=SHARE_SECONDS))
-            processes[kind] += 1
-    add(0, pytest_part("instructions", ["tests/test_forced_arch.py"], 1, 20, "on_the_card"))
+    suites = {name: suite for name, suite in SUITES.items() if suite.forced}
+    each = [suite_parts(name, suite.forced, FORCED_SECONDS, "triton") for name, suite in suites.items()]
+    draws = [part for part in calls_parts() if part.name.startswith("calls-triton-") and "triton" in part.command]
+    number = draws[0].command.index("--calls") + 1
+    each.append(
+        [
+            part._replace(command=(*part.command[:number], str(FORCED_CALLS), *part.command[number + 1 :]))
+            for part in draws
+        ]
+    )
+    files = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_forced_arch.py")
+    each.append([Part("instructions", (*files, "-k", "on_the_card"), 20)])
     return [
         part._replace(
             name=f"{arch}-{part.name}",
             environment={**part.environment, "TRITON_OVERRIDE_ARCH": arch.replace("_", "")},
         )
-        for each in rounds
-        for part in each
+        for shares in zip_longest(*each)
+        for part in shares
+        if part is not None
         for arch in archs
     ]
 
@@ -201,22 +215,27 @@ class Board:
 
     path: Path
     commit: str
+    device: str = "GPU"
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, path: Path, commit: str) -> Board:
-        """Load the board of this commit; results of another commit are forgotten."""
-        board = cls(path, commit)
+    def load(cls, path: Path, commit: str, device: str = "GPU") -> Board:
+        """Load the board of this commit; results of another commit are forgotten, random calls among them."""
+        board = cls(path, commit, device)
         if path.exists():
             content = json.loads(path.read_text())
             if content["commit"] == commit:
                 board.rows = content["parts"]
+        if not board.rows:
+            for record in (*path.parent.glob(f"*{RECORD}"), *path.parent.glob("*fuzz.*.json")):
+                record.unlink()
         return board
 
     def add(self, part: Part, status: str, seconds: float, last_line: str) -> None:
         """Write down a part that has ended."""
         self.rows[part.name] = {"status": status, "seconds": round(seconds), "last_line": last_line}
-        write_whole(self.path, json.dumps({"commit": self.commit, "parts": self.rows}, indent=1))
+        content = {"commit": self.commit, "device": self.device, "parts": self.rows}
+        write_whole(self.path, json.dumps(content, indent=1))
 
     def has(self, part: Part) -> bool:
         """Whether it need not run again; one that ran out of time does."""
@@ -250,7 +269,7 @@ def run(
         parts: in the order in which they start.
         board: what is done already.
         folder: of the logs.
-        slots: how many may be taken at once; a part that needs more runs alone.
+        slots: how many run at once, of random calls no more than `CALLS_AT_ONCE` on a GPU.
         deadline: on the monotonic clock; what still runs then is ended.
         where: the folder to run a part in, by name; the repository for others.
         gpus: how many GPUs share the parts.
@@ -259,11 +278,17 @@ def run(
     running: list[Running] = []
     while running or (waiting and time.monotonic() < deadline):
         if time.monotonic() < deadline:
-            for part in list(waiting):
-                taken = [sum(each.part.slots for each in running if each.gpu == gpu) for gpu in range(gpus)]
-                if not running or sum(taken) + part.slots <= slots:
-                    waiting.remove(part)
-                    running.append(start(part, folder, where.get(part.name, ROOT), taken.index(min(taken))))
+            left = deadline - time.monotonic()
+            # Last what would not end in time, and would begin anew; a sort leaves the order of others.
+            for part in sorted(waiting, key=lambda part: part.seconds > left and not part.draws):
+                if len(running) >= slots:
+                    break
+                draws = [sum(each.gpu == gpu for each in running if each.part.draws) for gpu in range(gpus)]
+                if part.draws and min(draws) >= CALLS_AT_ONCE:
+                    continue
+                taken = draws if part.draws else [sum(each.gpu == gpu for each in running) for gpu in range(gpus)]
+                waiting.remove(part)
+                running.append(start(part, folder, where.get(part.name, ROOT), taken.index(min(taken))))
         late = [each for each in running if each.process.poll() is None] if time.monotonic() >= deadline else []
         interrupt(late)
         for each in list(running):
@@ -302,10 +327,12 @@ def start(part: Part, folder: Path, where: Path, gpu: int = 0) -> Running:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": device, **part.environment}
     # A shell's background job ignores the signal that `interrupt` sends, and so would all that it starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The processes of several forced GPUs have the same numbers.
+    record = str(folder / f"{environment.get('TRITON_OVERRIDE_ARCH', '')}{RECORD}")
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(
-                part.command,
+                [record if word == RECORD else word for word in part.command],
                 cwd=where,
                 env=environment,
                 stdout=output,
@@ -340,10 +367,20 @@ def finish(each: Running, board: Board, end: float | None) -> None:
     print(f"{status:10} {seconds:5.0f} s  {each.part.name:24} {last_line}", flush=True)
 
 
-def count_gpus() -> int:
+def find_gpus() -> list[str]:
+    """Return the name of each GPU."""
     import torch  # here, for --list needs none
 
-    return torch.cuda.device_count()
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def add_up_calls(folder: Path, commit: str) -> None:
+    """Write the record of the random calls of all processes."""
+    import fuzz  # here, for it imports torch
+
+    record = folder / RECORD
+    record.unlink(missing_ok=True)
+    fuzz.merge(fuzz.tallies_beside(record), fuzz.Tally(record, commit))
 
 
 def commit_of(folder: Path) -> str:
@@ -377,23 +414,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="print the parts and end")
     chosen = parser.parse_args(arguments)
-    parts = all_parts() if chosen.forced is None else forced_parts(all_parts(), chosen.forced or FORCED)
+    parts = all_parts() if chosen.forced is None else forced_parts(chosen.forced or FORCED)
     parts = [part for part in parts if not chosen.only or any(name in part.name for name in chosen.only)]
     if chosen.racecheck_extension is None:
         parts = [part for part in parts if not part.needs_racecheck_build]
     if chosen.list:
         for part in parts:
-            print(f"{part.name:28} {part.slots:2} workers, some {part.seconds} s")
+            print(f"{part.name:28} some {part.seconds} s")
         return PASSED
-    gpus = count_gpus()
-    if gpus == 0:  # the tests would skip, and pass
+    gpus = find_gpus()
+    if not gpus:  # the tests would skip, and pass
         parser.error("torch finds no GPU, and every part needs one; --list prints them")
     if shutil.which("compute-sanitizer") is None and any(part.command[0] == "compute-sanitizer" for part in parts):
         print("left out: memcheck, initcheck and racecheck (compute-sanitizer, of the CUDA toolkit, is not installed)")
         parts = [part for part in parts if part.command[0] != "compute-sanitizer"]
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    folder = chosen.out.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + chosen.budget
-    board = Board.load(chosen.out / "checks.json", chosen.commit or commit_of(ROOT))
+    board = Board.load(folder / "checks.json", chosen.commit or commit_of(ROOT), gpus[0])
     with tempfile.TemporaryDirectory() as copy:
         where: dict[str, Path] = {}
         if chosen.racecheck_extension is not None:
@@ -401,7 +439,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "build"))
             shutil.copy(chosen.racecheck_extension, tree / "flash_dmattn" / "_C.abi3.so")
             where = {part.name: tree for part in parts if part.needs_racecheck_build}
-        return run(parts, board, chosen.out, slots=chosen.slots, deadline=deadline, where=where, gpus=gpus)
+        status = run(parts, board, folder, slots=chosen.slots, deadline=deadline, where=where, gpus=len(gpus))
+    if chosen.forced is None and any(part.draws for part in parts):
+        add_up_calls(folder, board.commit)
+    return status
 
 
 if __name__ == "__main__":

@@ -159,6 +159,11 @@ def test_repetitions_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (timed.count("q"), timed.count("s")) == (9, 3) == (len(quick.ms), len(slow.ms))
     assert "ss" not in timed and "qqqq" not in timed  # in turns, as far as their numbers allow
     assert quick.summary()["how"] == "wall clock"
+    log.clear()
+    endless, long = (timing.Runner(partial(run, name, s)) for name, s in (("endless", 15.0), ("long", 0.4)))
+    timing.measure([endless, long], CPU, rep_ms=13.0, least=5, most=9)
+    assert log.count("endless") == 2 and endless.summary()["ms"] == pytest.approx(15e3), "the second run is its time"
+    assert (log.count("long"), len(long.ms)) == (2 + 2, 2), "no more runs than a second has room for"
     assert quick.summary()["ms"] == pytest.approx(1.0) and slow.summary()["ms"] == pytest.approx(4.0)
 
 

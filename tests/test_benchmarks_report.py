@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cli, pages
+from benchmarks import cli, pages, runner
 from benchmarks.report import plots, summary, tables, text, write
 from benchmarks.results import SUITES
 
@@ -165,7 +165,7 @@ def test_which_run_the_pages_are_of(tmp_path: Path) -> None:
 
 
 def test_report_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(runner, "PUBLISHED", tmp_path / "results")
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     assert cli.main(["report"]) == 3
     assert f"no results are under {tmp_path / 'results'}; python -m benchmarks all" in capsys.readouterr().err

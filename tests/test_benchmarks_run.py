@@ -21,7 +21,6 @@ from benchmark_systems import (
     PEER,
     REFUSES,
     WRONG,
-    named,
     times,
 )
 
@@ -196,9 +195,10 @@ def test_an_interrupted_run_goes_on(tiny: runner.Options, monkeypatch: pytest.Mo
 
 
 def test_budget(tiny: runner.Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """No case is begun that may not end in time: the longest so far took 30 s."""
-    clock = iter([0.0, 30.0, 40.0])
+    """No case is begun that may not end in time: the longest so far took 30 s, and others what is known of them."""
+    clock = iter([0.0, 30.0, 40.0, 41.0])
     monkeypatch.setattr(runner.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(runner, "known_seconds", lambda suite: {"causal-gqa": 25.0, "bias-bhll-d64": 21.0})
     assert runner.run("performance", replace(tiny, deadline=60.0)) == runner.UNFINISHED
     assert names_in(tiny.out / "performance.json") == ["causal-gqa"]
     assert "2 of 3 cases are left; the same command goes on with bias-bhll-d64" in capsys.readouterr().out
@@ -220,9 +220,15 @@ def test_rows_of_another_run_are_not_mixed(tiny: runner.Options) -> None:
 def test_processes_share_the_cases_and_the_file(tiny: runner.Options) -> None:
     """Each runs its part, and rows that another process added meanwhile stay."""
     every = cases_of("performance")
-    parts = [runner.share((index, 4), every) for index in (1, 2, 3, 4)]
-    assert sorted(name for part in parts for name in part) == sorted(case.name for case in every)
-    assert [sum(named(name).all_systems for name in part) for part in parts] == [2, 2, 2, 2]
+    known = runner.known_seconds("performance")
+    shares = [[case.name for case in runner.share((index, 4), every, known)] for index in (1, 2, 3, 4)]
+    assert sorted(name for part in shares for name in part) == sorted(case.name for case in every)
+    sums = [sum(known.get(name, max(known.values())) for name in part) for part in shares]
+    assert max(sums) - min(sums) < 0.02 * sum(sums)
+    times_of = [[known[name] for name in part if name in known] for part in shares]
+    assert all(part == sorted(part, reverse=True) for part in times_of), "the longest come first"
+    first = runner.share((1, 1), every, {every[1].name: 3.0, every[2].name: 9.0})
+    assert [case.name for case in first[:3]] == [every[2].name, every[1].name, every[0].name], "the unknown come last"
     path = tiny.out / "performance.json"
     assert runner.run("performance", replace(tiny, compiles="only")) == runner.PASSED and names_in(path) == []
     head = {name: results.load(path)[name] for name in ("suite", "machine", "settings", "planned")}

@@ -40,23 +40,50 @@ def test_shrink_leaves_what_a_failure_needs() -> None:
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three calls, then five; two processes have numbers of their own, and one tally."""
+    """Three calls, then five more; two processes have numbers of their own, and one tally."""
     nothing = fuzz.Tally(tmp_path / "none.json")
-    for name, calls, part in (("one.json", 3, 0), ("one.json", 5, 0), ("two.json", 4, 1)):
-        assert fuzz.run(["eager"], fuzz.Tally(tmp_path / name), calls, 600, part, 2, nothing)
-    assert fuzz.Tally(tmp_path / "one.json").of("eager", "dense")["next"] == 4  # calls 0 and 2
-    assert fuzz.Tally(tmp_path / "two.json").of("eager", "dense")["next"] == 3
+    one, two = tmp_path / "whole.0.json", tmp_path / "whole.1.json"
+    for file, calls, part in ((one, 3, 0), (one, 8, 0), (one, 8, 0), (two, 4, 1)):
+        assert fuzz.run(["eager"], fuzz.Tally(file), calls, 600, part, 2, nothing)
+    assert fuzz.Tally(one).of("eager", "dense")["next"] == 4  # calls 0 and 2
+    assert fuzz.Tally(two).of("eager", "dense")["next"] == 3
     total = fuzz.Tally(tmp_path / "whole.json")
-    fuzz.merge([fuzz.Tally(tmp_path / name) for name in ("one.json", "two.json")], total)
+    fuzz.take_in(total)
     assert [path.name for path in tmp_path.iterdir()] == ["whole.json"]
     lines = fuzz.Tally(total.file).content["places"]["eager"]
-    assert sum(line["passed"] + line["refused"] for line in lines.values()) == 12
+    assert sum(line["passed"] for line in lines.values()) == 12
     third = fuzz.Tally(tmp_path / "three.json")
     assert fuzz.run(["eager"], third, 1, 600, 1, 2, total) and third.of("eager", "dense")["next"] == 4 + 1 + 2
     assert fuzz.table(total).count("| 0 |") >= 4
     fuzz.Tally(total.file, "c1").save()
     named = fuzz.Tally(total.file, "c2").content["commit"].split(", ")
     assert named[-2:] == ["c1", "c2"] and len(set(named)) == len(named)  # all commits that it counts
+
+
+def test_a_call_that_a_rule_refuses_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter([None, (None, None), None, (None, None), (None, "wrong")])
+    monkeypatch.setattr(fuzz, "run_number", lambda *_: next(said))
+    monkeypatch.setitem(fuzz.KINDS, "eager", ("dense",))
+    tally = fuzz.Tally(tmp_path / "one.json")
+    assert fuzz.run(["eager"], tally, 2, 600, 0, 1, fuzz.Tally(tmp_path / "none.json"))
+    line = tally.of("eager", "dense")
+    assert (line["passed"], line["refused"], line["next"]) == (2, 2, 4)
+
+
+def test_a_run_that_is_interrupted_keeps_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(place: object, kind: str, number: int) -> tuple[None, None]:
+        if number == 3:
+            raise KeyboardInterrupt
+        return None, None
+
+    monkeypatch.setattr(fuzz, "run_number", interrupted)
+    monkeypatch.setitem(fuzz.KINDS, "eager", ("dense",))
+    command = ["fuzz.py", "eager", "--calls", "9", "--part", "0", "--out", str(tmp_path / "all.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    assert fuzz.main() == 130 and capsys.readouterr().out.startswith("3 passed, 0 refused, 0 failed; ")
+    assert fuzz.Tally(tmp_path / "all.0.json").of("eager", "dense")["passed"] == 3
 
 
 def test_each_process_starts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

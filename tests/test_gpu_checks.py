@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fuzz
 import gpu_checks
 import pytest
 from conftest import pytest_collection_modifyitems
@@ -23,8 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOREVER = time.monotonic() + 10**6
 
 
-def part(name: str, code: str, slots: int = 1, **environment: str) -> Part:
-    return Part(name, (sys.executable, "-c", code), slots, 1, environment)
+def part(name: str, code: str, *arguments: str, seconds: int = 0, **environment: str) -> Part:
+    return Part(name, (sys.executable, "-c", code, *arguments), seconds, environment)
 
 
 def go(parts: list[Part], folder: Path, deadline: float = FOREVER, slots: int = 2, commit: str = "a") -> int:
@@ -70,9 +71,9 @@ def test_what_passed_does_not_run_again_at_the_same_commit(tmp_path: Path) -> No
 
 def test_what_is_late_is_ended_with_its_children_and_runs_again(tmp_path: Path) -> None:
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    parts = [part("slow", child), part("after it", "pass", slots=2)]
+    parts = [part("slow", child), part("after it", "pass")]
     started = time.monotonic()
-    assert go(parts, tmp_path, deadline=started + 1.0) == UNFINISHED
+    assert go(parts, tmp_path, deadline=started + 1.0, slots=1) == UNFINISHED
     assert time.monotonic() - started < 20
     assert statuses(tmp_path) == {"slow": "late"}
     assert go([part("slow", "pass"), parts[1]], tmp_path) == PASSED
@@ -102,6 +103,30 @@ except KeyboardInterrupt:
     assert statuses(tmp_path) == {"slow": "late", "slow too": "late"}
 
 
+def test_random_calls_are_few_on_a_gpu_and_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on where they were, and so begin where other parts would not end."""
+    monkeypatch.setattr(gpu_checks, "CALLS_AT_ONCE", 1)
+    told = f"open({str(tmp_path / 'order')!r}, 'a').write(NAME + ' '); import time; time.sleep(0.5)"
+    parts = [part(name, told.replace("NAME", repr(name)), seconds=1000) for name in "ab"]
+    parts += [part(name, told.replace("NAME", repr(name)), gpu_checks.RECORD, seconds=1000) for name in "cd"]
+    assert go(parts, tmp_path, deadline=time.monotonic() + 100) == PASSED
+    order = (tmp_path / "order").read_text().split()
+    assert sorted(order) == [*"abcd"] and order.index("c") < 2 and order.index("d") > order.index("c")
+
+
+def test_random_calls_are_one_record_of_the_commit(tmp_path: Path) -> None:
+    for number, passed in enumerate((3, 4)):
+        line = {"next": 9, "passed": passed, "refused": 1, "failed": [5] * number}
+        (tmp_path / f"fuzz.{number}.json").write_text(json.dumps({"places": {"cuda": {"dense": line}}}))
+    for _ in range(2):  # the records of processes stay, for they go on
+        gpu_checks.add_up_calls(tmp_path, "c1")
+    content = json.loads((tmp_path / "fuzz.json").read_text())
+    line = content["places"]["cuda"]["dense"]
+    assert content["commit"] == "c1" and (line["passed"], line["refused"], line["failed"]) == (7, 2, [5])
+    assert go([part("any", "pass")], tmp_path, commit="c2") == PASSED
+    assert not list(tmp_path.glob("fuzz*")), "of another commit"
+
+
 def test_initcheck_leaves_copies_alone() -> None:
     """It would report each copy of what TMA stored."""
     commands = {each.name: each.command for each in all_parts()}
@@ -114,28 +139,35 @@ def test_every_file_it_names_is_there() -> None:
     assert len({each.name for each in parts}) == len(parts)
     named = {word for each in parts for word in each.command if word.startswith("tests/")}
     assert {
+        "tests/fuzz.py",
         "tests/run_calls.py",
         "tests/test_gpu_sizes.py",
         "tests/test_cuda_backward.py",
     } <= named
     assert all((ROOT / name).exists() for name in named)
-    assert [each.seconds for each in parts] == sorted((each.seconds for each in parts), reverse=True)
+    assert [each.name for each in parts[:2]] == ["sizes-0", "sizes-1"], "while memory is free"
+    assert [each.seconds for each in parts[2:]] == sorted((each.seconds for each in parts[2:]), reverse=True)
+    numbers = [each.command[each.command.index("--part") + 1] for each in parts if each.draws]
+    assert len(set(numbers)) == len(numbers) and len(set(gpu_checks.CALLS) - set(fuzz.KINDS)) == 0
+    assert sum(processes * calls for processes, calls, _ in gpu_checks.CALLS.values()) == 10000
 
 
 def test_forced_parts_run_triton_alone_as_for_the_other_gpu() -> None:
-    parts = forced_parts(all_parts(), ("sm_80", "sm_120"))
+    parts = forced_parts(("sm_80", "sm_120"))
     names = [each.name.removeprefix("sm_80-") for each in parts[::2]]
     assert [f"sm_120-{name}" for name in names] == [each.name for each in parts[1::2]], "the GPUs take turns"
-    firsts = {*(f"{suite}-0" for suite in gpu_checks.FORCED_SHARED), *gpu_checks.FORCED_WHOLE, "instructions"}
-    assert firsts <= set(names[: len(firsts) + 5]) and len(set(names)) == len(names), "some of each comes first"
-    assert sum("-triton-" in name for name in names) == 2 * 5
+    firsts = {*(f"{name}-0" for name, suite in gpu_checks.SUITES.items() if suite.forced), "calls-triton-0"}
+    assert {*firsts, "instructions"} == set(names[: len(firsts) + 1]), "some of each comes first"
+    assert (
+        len(set(names)) == len(names)
+        and sum("calls-triton-" in name for name in names) == gpu_checks.CALLS["triton"][0]
+    )
     for each in parts:
         assert each.environment["TRITON_OVERRIDE_ARCH"] == each.name.partition("-")[0].replace("_", "")
         words = " ".join(each.command)
-        assert "or cuda" not in words
+        assert "or cuda" not in words and "fuzz.py cuda" not in words
         assert "triton" in words or each.name.endswith("-instructions")
     by_name = {each.name: each for each in parts}
-    assert "kernels and triton" in by_name["sm_80-random-3"].command
     assert by_name["sm_80-bf16-1"].environment["FLASH_DMATTN_TEST_DTYPE"] == "bfloat16"
     shares = {each.environment["FLASH_DMATTN_SHARE"] for each in parts if "-bf16-" in each.name}
     assert shares == {f"{share}/{len(shares)}" for share in range(len(shares))} and len(shares) > 20
@@ -174,10 +206,10 @@ def test_the_command_lists_and_chooses() -> None:
         *(f"racecheck-triton-{first}" for first in (0, 10, 20, 30)),
     ]
     assert [line.split()[0] for line in listed] == expected
-    forced = [sys.executable, gpu_checks.__file__, "--list", "--only", "bugs", "--forced"]
+    forced = [sys.executable, gpu_checks.__file__, "--list", "--only", "instructions", "--forced"]
     for archs in (("sm_120",), ()):
         listed = subprocess.run([*forced, *archs], capture_output=True, text=True, check=True).stdout.splitlines()
-        assert [line.split()[0] for line in listed] == [f"{arch}-bugs" for arch in archs or gpu_checks.FORCED]
+        assert [line.split()[0] for line in listed] == [f"{arch}-instructions" for arch in archs or gpu_checks.FORCED]
     listed = subprocess.run([*command, "--racecheck-extension", "x.so"], capture_output=True, text=True, check=True)
     assert len(listed.stdout.splitlines()) == 4 + 4 + 1 + 19
 
@@ -185,7 +217,7 @@ def test_the_command_lists_and_chooses() -> None:
 def test_without_a_gpu_nothing_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_checks, "count_gpus", lambda: 0)
+    monkeypatch.setattr(gpu_checks, "find_gpus", lambda: [])
     with pytest.raises(SystemExit) as ended:
         gpu_checks.main(["--out", str(tmp_path / "out")])
     assert ended.value.code == 2 and "torch finds no GPU" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from ..inputs import Inputs
 from .protocol import Bound, Mode, Needs, System
 
 MODULE = "cuequivariance_torch"
+KERNELS = "cuequivariance_ops_torch"  # imported by the first call, which does not say what it lacks
 
 
 def module() -> ModuleType:
@@ -28,10 +29,11 @@ def missing(device: torch.device) -> str:
     """Why it is not here."""
     if device.type != "cuda":
         return "its kernels run on GPUs"
-    try:
-        module()
-    except Exception as error:  # a broken installation raises whatever it likes, and the report has to say what
-        return f"{MODULE} cannot be imported: {type(error).__name__}: {error} (its wheels: docs/benchmarks.md)"
+    for name in (MODULE, KERNELS):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a broken installation raises whatever it likes, and the report has to say what
+            return f"{name} cannot be imported: {type(error).__name__}: {error} (its wheels: docs/benchmarks.md)"
     return ""
 
 
