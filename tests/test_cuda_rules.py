@@ -387,7 +387,7 @@ WINDOWED = few_queries((8, 32, 8, 8192, 128), 1, 1024)
         (GRADIENTS, "triton"),
         ({"k_strides": (8192 * 1028, 1028, 128, 1)}, "triton"),  # copied: rows of 2056 bytes
         ({"queries": 0}, "triton"),
-        ({"queries": 17}, "triton"),
+        ({"queries": 65}, "triton"),
     ),
     ids=str,
 )
@@ -453,18 +453,19 @@ WHOM_AUTO_TAKES: dict[str, tuple[Taken, ...]] = {
         ({"q": (1, 2048, 15, 64)}, "triton", None),
         ({"q": (1, 2048, 16, 64), "seqlen_k": 2047}, "triton", None),
     ),
-    # Several queries: of wide heads, without a window on the left, of all keys.
+    # Several queries: from 2^24 numbers of keys in sight on, if heads of a group become rows.
     "several queries": (
-        ({**SEVERAL, "q": (8, 4, 32, 64)}, "triton", None),
-        ({**SEVERAL, "window_size": (4096, 0)}, "triton", None),
+        ({**SEVERAL, "q": (8, 4, 32, 64)}, "cuda", None),
+        ({**SEVERAL, "window_size": (4096, 0)}, "cuda", None),
+        ({**SEVERAL, "window_size": (1020, 0)}, "cuda", None),
+        ({**SEVERAL, "window_size": (1019, 0)}, "triton", None),
         ({**SEVERAL, "window_size": (-1, 3), "is_causal": False}, "cuda", None),
-        ({**SEVERAL, "seqlen_k": 4096}, "cuda", None),
-        ({**SEVERAL, "seqlen_k": 4095}, "triton", None),
+        ({**SEVERAL, "seqlen_k": 1024}, "cuda", None),
         (few_queries((32, 32, 8, 2048, 128), 16, None), "cuda", None),
         (few_queries((4, 64, 8, 4096, 128), 8, None), "cuda", None),
-        (few_queries((16, 32, 8, 8192, 64), 16, None), "triton", None),
-        # So many keys that the heads of a group become rows, of up to 64 queries.
-        (few_queries((16, 32, 8, 16384, 64), 8, None), "cuda", None),
+        (few_queries((4, 32, 8, 8192, 32), 16, None), "cuda", None),
+        (few_queries((8, 40, 8, 4096, 128), 16, None), "cuda", None),
+        (few_queries((8, 40, 8, 4095, 128), 16, None), "triton", None),
         (few_queries((16, 32, 8, 16384, 128), 64, None), "cuda", None),
         (few_queries((16, 32, 8, 16384, 128), 65, None), "triton", None),
         (few_queries((16, 32, 16, 16384, 128), 8, None), "triton", None),

@@ -89,12 +89,13 @@ def as_rows(
     )
 
 
-# Rows of more queries fill their tiles without the other heads of the group. More than 32 fill a consumer's rows, so that
+# Rows of more queries fill their tiles without the other heads of the group. More than 32 fill a consumer's rows: then
 # only the keys are read less often, which pays where they are many.
 _MOST_QUERIES, _FULL_QUERIES, MANY_KEYS = 64, 32, 1024
 # The kernel's limit: a consumer's 64 rows are whole queries.
 _MOST_SHIFT = 6
-# Numbers of k and v in sight. Fewer stay in L2, and head by head they need fewer KV splits. Tests set 0, and so for MANY_KEYS.
+# Numbers of k and v in sight. Fewer stay in L2, and head by head they need fewer KV splits. Tests set this to 0, and
+# MANY_KEYS.
 LEAST_KEYS = 1 << 24
 
 

@@ -258,9 +258,9 @@ _RULES: tuple[Rule, ...] = (
 _LONG = 4096  # keys: from so many on, blocks share the keys of few rows
 _PAIRS_ENOUGH = 512  # work tiles of two key tiles: with so many, pairs mean fewer waves on any GPU
 _NARROW = 128  # head dim: wider calls have other backward kernels, and their blocks do not share keys
-# Calls of few queries: at most _FEW_QUERIES, with groups of at least _GROUP heads. The tables have the least sizes at
-# which cuda is faster, (heads of all entries, keys of a query): _WINDOWED for one query with a window, _SEVERAL for
-# several queries without one.
+# Calls of few queries, with groups of at least _GROUP heads, whose heads do not become rows. The tables have the least
+# sizes at which cuda is faster, (heads of all entries, keys of a query): _WINDOWED for one query with a window, and
+# _SEVERAL for up to _FEW_QUERIES without one.
 _FEW_QUERIES, _GROUP = 16, 4
 _WINDOWED = ((512, 128), (256, 1024), (32, 4096))
 _SEVERAL = ((1024, 2048), (256, 4096), (32, 32768))
@@ -300,10 +300,9 @@ def _least_tiles(p: AttentionProblem) -> int:
 def _serves_few_queries(p: AttentionProblem) -> bool:
     """Return whether cuda is faster with few queries.
 
-    With one query and a window, and with several queries, triton reads the keys once for each head of a group. cuda
-    makes these heads rows of one tile where keys are many. It reads by TMA, which is faster for wide rows. Other cases
-    need enough keys and heads to make up for the later start. All need k and v that TMA can read, because a copy would
-    take longer than attention.
+    With one query and a window, and with several queries, triton reads the keys once for each head of a group, and cuda
+    once for all heads that it makes rows of one tile. Other cases need enough keys and heads to make up for the later
+    start. All need k and v that TMA can read, because a copy would take longer than attention.
     """
     plain = p.mask is None and p.bias_tensor is None and p.sink is None and p.softcap == 0 == p.dropout_p
     left, widest = p.window[0], max(p.head_dim, p.head_dim_v)
