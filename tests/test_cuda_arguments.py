@@ -287,3 +287,27 @@ def test_what_is_said_of_a_mask_of_another_call(backend: Runner) -> None:
         wanted = f"mask[0] is (2, 4, 130, 8); it needs to be (1 or 2, a divisor of 4, {rows}, 8)"
         with pytest.raises(RuntimeError, match=re.escape(wanted)):
             call.run(**others)
+
+
+@pytest.mark.parametrize(
+    ("others", "wanted"),
+    (
+        ({"group_shift": 7}, "group_shift is 7; it may be 0 to 6"),
+        ({"group_shift": -1}, "group_shift is -1; it may be 0 to 6"),
+        ({"group_shift": 2}, "groups have 2 heads; group_shift 2 needs a multiple of 4"),
+        ({"bias": True}, "group_shift is for calls without a mask, bias, sink and dropout"),
+        ({"mask": True}, "group_shift is for calls without a mask, bias, sink and dropout"),
+        ({"sink": True}, "group_shift is for calls without a mask, bias, sink and dropout"),
+    ),
+    ids=str,
+)
+def test_heads_that_cannot_be_rows_are_refused(backend: Runner, others: dict[str, Any], wanted: str) -> None:
+    made = {
+        "bias": lambda: draw(*BIAS),
+        "mask": lambda: tiles()[:2],
+        "sink": lambda: draw(HEADS, dtype=torch.float32),
+    }
+    call = forward(group_shift=1)
+    call.run()
+    with pytest.raises(RuntimeError, match=re.escape(wanted)):
+        call.run(**{name: made[name]() if value is True else value for name, value in others.items()})
