@@ -127,9 +127,10 @@ def few_keys_calls() -> Iterator[str | None]:
     with a huge bias, and kept to 2e-3: by so much p would be off, and ds by more where the terms of delta cancel.
     """
     few: list[Case] = []
-    for seqlen_k, bias in product((2, 20, MOST_FEW_KEYS), (("1", "Hk", "1", "Lk"), ("1", "Hq", "Lq", "Lk"), FULL)):
-        causal = FEW_KEYS.with_(seqlen_k=seqlen_k, is_causal=True, bias=bias)
-        few += [causal.with_(mask=mask) for mask in (None, ("B", "1", "1", "Lk"), SHARED)]
+    biases, masks = (("1", "Hk", "1", "Lk"), ("1", "Hq", "Lq", "Lk"), FULL), (None, ("B", "1", "1", "Lk"), SHARED)
+    for seqlen_k, bias, mask in product((20, MOST_FEW_KEYS), biases, masks):
+        few.append(FEW_KEYS.with_(seqlen_k=seqlen_k, is_causal=True, bias=bias, mask=mask))
+    few += [FEW_KEYS.with_(seqlen_k=2, is_causal=True, bias=bias) for bias in biases]
     for window_size, mask in product(((3, 0), (20, 11), (31, 0)), (None, SHARED, ("B", "Hk", "1", "Lk"))):
         few.append(FEW_KEYS.with_(seqlen_k=96, mask=mask, bias=FULL, window_size=window_size))
     for case in few:
@@ -289,12 +290,11 @@ def wide_head_calls() -> Iterator[str | None]:
     short_calls.DTYPES = ()
     for case in WIDE_CALLS:
         yield failure_of(case, SMALL)
-    for case in WIDE_CALLS:
+    for case, num_sms in zip(WIDE_CALLS, cycle(NUM_SMS)):
         # No launch overlaps, which the interpreter does not know.
         with descriptors_wherever_they_serve(), mock.patch.object(plan, "driver_overlaps", lambda: False):
-            for num_sms in NUM_SMS:
-                choices_changed()  # passes hold the plans that the line above sets aside
-                yield failure_of(case, SMALL, num_sms, arch="sm_90")
+            choices_changed()  # passes hold the plans that the line above sets aside
+            yield failure_of(case, SMALL, num_sms, arch="sm_90")
 
 
 # Biases by distance: clamped ends inside of a tile, at its edge, and beyond all; every way that a mask is read.
