@@ -730,7 +730,7 @@ def scores_of(*shapes: tuple[int, ...], k: Any = torch.float32) -> IndexScores:
 
 
 SCORES = scores_of((2, 5, 2, 4), (2, 6, 4), (2, 5, 2))
-# What is raised, and where.
+# Errors, and the calls that raise them.
 MISTAKES: tuple[tuple[str, Callable[[], object]], ...] = (
     ("TypeError: index has dtype torch.float32", lambda: listed(torch.zeros(5, 4))),
     ("TypeError: index has type list", lambda: listed([[0]])),
@@ -788,7 +788,7 @@ def test_mistakes(text: str, call: Callable[[], object]) -> None:
     assert re.match(text, f"{caught.typename}: {caught.value}")
 
 
-# What is raised where these arguments take the place of lists and of no bias.
+# Errors, and the arguments that raise them in the place of lists and of no bias.
 MISTAKES_OF_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("TypeError: mask is None and bias is a Chosen", {"mask": None, "bias": Chosen(VALUES)}),
     ("TypeError: mask is a Tensor", {"mask": torch.ones(5, 6, dtype=torch.bool), "bias": Chosen(VALUES)}),
