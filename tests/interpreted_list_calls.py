@@ -43,14 +43,14 @@ def check(lists: PreparedMask, given: list[Tensor], bias: Tensor | None = None, 
 
 for case in CASES.values():
     if case.list_heads in (1, case.heads[1]) and case.block[1] in (1, 16):
-        check(case.lists(case.index()), leaves(case), softcap=1.5 if number % 2 else 0.0)
+        check(case.lists(case.index()), leaves(case, case.list_batch), softcap=1.5 if number % 2 else 0.0)
 blocks = Case((4, 2), (21, 70), 3, (2, 16), 2, 4, by_query=False, list_batch=2)
 check(blocks.lists(blocks.index()), leaves(blocks))
-ascending = PreparedMask.from_topk_lists(torch.randn(1, 1, 20, 30), 6, is_causal=True)
-plain = Case((4, 2), (20, 30), 6)
+ascending = PreparedMask.from_topk_lists(torch.randn(1, 1, 9, 30), 6, is_causal=True)
+plain = Case((4, 2), (9, 30), 6)
 check(ascending, leaves(plain))
 check(ascending, leaves(plain), torch.randn(2, 2, 1, 30))
-check(ascending, leaves(plain), torch.randn(1, 1, 30).expand(1, 20, 30))
+check(ascending, leaves(plain), torch.randn(1, 1, 30).expand(1, 9, 30))
 
 # Leading dims: lists of (1, 3), values of (2, 1); only some gradients; no lists of anything.
 index = torch.randint(-1, 6, (1, 3, 1, 5, 4))
@@ -100,12 +100,12 @@ assert_close(list(pair[0]), list(pair[1]), rtol=2e-4, atol=2e-5)
 number += 1
 
 refused = {
-    "list_blocks": {"mask": PreparedMask.from_lists(torch.zeros(1, 20, 2).long(), seqlen_k=30, block_size=(1, 8))},
-    "list_heads": {"mask": PreparedMask.from_lists(torch.arange(80).view(1, 4, 20, 1) % 30, seqlen_k=30)},
+    "list_blocks": {"mask": PreparedMask.from_lists(torch.zeros(1, 9, 2).long(), seqlen_k=30, block_size=(1, 8))},
+    "list_heads": {"mask": PreparedMask.from_lists(torch.arange(36).view(1, 4, 9, 1) % 30, seqlen_k=30)},
     "list_dropout": {"mask": ascending, "dropout_p": 0.5},
-    "list_bias": {"mask": ascending, "bias": torch.randn(20, 30)},
+    "list_bias": {"mask": ascending, "bias": torch.randn(9, 30)},
     "list_queries": {
-        "mask": PreparedMask.from_lists(torch.zeros(1, 1, 2).long(), seqlen_q=20, seqlen_k=30, block_size=(256, 1))
+        "mask": PreparedMask.from_lists(torch.zeros(1, 1, 2).long(), seqlen_q=9, seqlen_k=30, block_size=(256, 1))
     },
 }
 packed = BESIDE["packed, blocks"].build()
@@ -119,7 +119,7 @@ q, k, v, *_ = cache.tensors
 apart = torch.stack((v, v), 1)[:, 0]
 refused["list_pages"] = {"tensors": (q, k, apart), "mask": cache.lists}
 for code, arguments in refused.items():
-    own = arguments.pop("tensors", (torch.randn(1, 20, 4, 16), *torch.randn(2, 1, 30, 2, 16)))
+    own = arguments.pop("tensors", (torch.randn(1, 9, 4, 16), *torch.randn(2, 1, 30, 2, 16)))
     where = arguments["mask"].sequences
     own = [(x[0] if where is not None and where.layout == "packed" else x).float() for x in own[:3]]
     try:

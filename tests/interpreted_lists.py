@@ -48,7 +48,7 @@ def random_calls(first: int, count: int) -> Iterator[str | None]:
 
 
 # The interpreter takes its time for each program: one to a query, or to a block of keys, of a head.
-SMALL = ListCase(seqlen_q=12)
+SMALL = ListCase(seqlen_q=8, seqlen_k=28, group=3)
 WIDE = ListCase(heads_k=1, group=3, head_dim=272, head_dim_v=256, latent=True, most=40, seqlen_q=5)
 STEPS = SMALL.with_(group=3, keys_each=64, seqlen_q=5, seqlen_k=200, is_causal=False, most=3)
 NEARLY_ALL = STEPS.with_(most=2, group=4, lists="one key", dlse=False)  # one block has nearly all of p
@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, ListCase]] = {
         "one query": SMALL.with_(seqlen_q=1),
         "one key": SMALL.with_(seqlen_k=1, is_causal=False),
         # A chunk has at least 32 rows of lists.
-        "chunk borders": SMALL.with_(seqlen_q=34, batch=2, heads_k=1, group=5, most=4),
+        "chunk borders": SMALL.with_(seqlen_q=34, batch=2, heads_k=1, most=4),
         "chunks of p and ds": SMALL.with_(seqlen_q=67, is_causal=False, group=20, queries=2, heads_k=1, most=3),
         "values of heads, over two steps of a block": STEPS.with_(values=("B", "Hq", "R")),
         "values of entries, over two steps of a block": STEPS.with_(order="ascending"),
@@ -199,9 +199,9 @@ def unseen_nan() -> None:
 
 def single_gradients() -> None:
     """A gradient alone has the bits that it has beside all others."""
-    few = SMALL.with_(seqlen_q=6, seqlen_k=24, heads_k=1, sink=True)
-    wide = WIDE.with_(latent=False, seqlen_q=3, seqlen_k=24, is_causal=False)
-    others = (few, few.with_(keys_each=16), few.with_(group=20, queries=2))
+    few = SMALL.with_(seqlen_q=3, seqlen_k=12, heads_k=1, sink=True)
+    wide = WIDE.with_(latent=False, seqlen_q=2, seqlen_k=12, is_causal=False)
+    others = (few, few.with_(keys_each=16, seqlen_k=20), few.with_(group=20, queries=2))
     for case in (*others, wide):
         x = case.build()
         every = run(case, x)

@@ -27,6 +27,7 @@ from flash_dmattn.problem import SequenceSpec
 from flash_dmattn.triton_kernels import sequence_pack
 
 LENGTHS = (0, 1, 33, 128, 129, 150)
+TILE = interpreter.Tile(64, 64, 4, 1)  # of attention, whose steps are the same time of any size
 
 
 def far_masks() -> Iterator[str | None]:
@@ -75,7 +76,7 @@ def attention_calls() -> Iterator[str | None]:
         assert_accurate(results, call)
 
     for call in itertools.islice(filter(has_rows, map(drawn, itertools.count())), 4):
-        interpreter.set_up()
+        interpreter.set_up(TILE)
         yield outcome_of(partial(check, call), call.told)
 
 
@@ -101,7 +102,7 @@ def example(*lengths: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Sequences]:
 
 def transformed_calls() -> Iterator[str | None]:
     """Outcomes of calls in a compiled graph, under transforms, and of a second derivative."""
-    interpreter.set_up()
+    interpreter.set_up(TILE)
     operators.register(lambda tensor: operators.PYTORCH._replace(pack_sequences=sequence_pack.pack_sequences))
 
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sequences: Sequences, backend: str = "triton") -> Tensor:
@@ -118,7 +119,7 @@ def transformed_calls() -> Iterator[str | None]:
         return graph
 
     compiled = torch.compile(call, backend=counted, fullgraph=True, dynamic=True)
-    for lengths in ((130, 20, 7), (3, 150), (64, 64, 20)):
+    for lengths in ((130, 7), (3, 140), (20, 20, 64)):
         q, k, v, mask, sequences = example(*lengths)
         wanted = call(q, k, v, mask, sequences, "eager")
         results = compiled(q, k, v, mask, sequences)
@@ -161,7 +162,7 @@ def switched_off() -> Iterator[str | None]:
 
 def layer_calls() -> Iterator[str | None]:
     """The outcome of a layer that keeps a few keys of packed documents: its bool mask becomes tiles once a step."""
-    interpreter.set_up()
+    interpreter.set_up(TILE)
     torch.manual_seed(0)
     layer = DynamicMaskAttention(32, num_heads=2, num_heads_k=1, keep_window_size=20, backend="eager")
     documents, x = Sequences.packed(torch.tensor([0, 140, 170]), max_seqlen_q=140), torch.randn(170, 32)

@@ -127,9 +127,10 @@ def few_keys_calls() -> Iterator[str | None]:
     with a huge bias, and kept to 2e-3: by so much p would be off, and ds by more where the terms of delta cancel.
     """
     few: list[Case] = []
-    for seqlen_k, bias in product((2, 20, MOST_FEW_KEYS), (("1", "Hk", "1", "Lk"), ("1", "Hq", "Lq", "Lk"), FULL)):
-        causal = FEW_KEYS.with_(seqlen_k=seqlen_k, is_causal=True, bias=bias)
-        few += [causal.with_(mask=mask) for mask in (None, ("B", "1", "1", "Lk"), SHARED)]
+    biases, masks = (("1", "Hk", "1", "Lk"), ("1", "Hq", "Lq", "Lk"), FULL), (None, ("B", "1", "1", "Lk"), SHARED)
+    for seqlen_k, bias, mask in product((20, MOST_FEW_KEYS), biases, masks):
+        few.append(FEW_KEYS.with_(seqlen_k=seqlen_k, is_causal=True, bias=bias, mask=mask))
+    few += [FEW_KEYS.with_(seqlen_k=2, is_causal=True, bias=bias) for bias in biases]
     for window_size, mask in product(((3, 0), (20, 11), (31, 0)), (None, SHARED, ("B", "Hk", "1", "Lk"))):
         few.append(FEW_KEYS.with_(seqlen_k=96, mask=mask, bias=FULL, window_size=window_size))
     for case in few:
@@ -289,21 +290,21 @@ def wide_head_calls() -> Iterator[str | None]:
     short_calls.DTYPES = ()
     for case in WIDE_CALLS:
         yield failure_of(case, SMALL)
-    for case in WIDE_CALLS:
+    for case, num_sms in zip(WIDE_CALLS, cycle(NUM_SMS)):
         # No launch overlaps, which the interpreter does not know.
         with descriptors_wherever_they_serve(), mock.patch.object(plan, "driver_overlaps", lambda: False):
-            for num_sms in NUM_SMS:
-                choices_changed()  # passes hold the plans that the line above sets aside
-                yield failure_of(case, SMALL, num_sms, arch="sm_90")
+            choices_changed()  # passes hold the plans that the line above sets aside
+            yield failure_of(case, SMALL, num_sms, arch="sm_90")
 
 
 # Biases by distance: clamped ends inside of a tile, at its edge, and beyond all; every way that a mask is read.
 T5 = Numbers(("1", "Hq", "1"), 33, 16, "clamp")
-CLAMPED = PLAIN.with_(seqlen_q=70, seqlen_k=140, num_heads=4, num_heads_k=2, relative=T5)
+CLAMPED = PLAIN.with_(seqlen_q=40, seqlen_k=90, relative=T5)
+GROUPED = CLAMPED.with_(num_heads=4, num_heads_k=2, batch=2)
 BY_KEY = ("B", "1", "1", "Lk")
 RELATIVE_CALLS = (
-    CLAMPED.with_(is_causal=True, batch=2),
-    CLAMPED.with_(relative=Numbers(("B", "Hk", "1"), 65, 1, "zero"), batch=2, window_size=(30, 9), softcap=2.0),
+    GROUPED.with_(is_causal=True),
+    GROUPED.with_(relative=Numbers(("B", "Hk", "1"), 65, 1, "zero"), window_size=(30, 9), softcap=2.0),
     CLAMPED.with_(relative=Numbers(("1", "1", "1"), 1, 0, "clamp"), sink="normal", needs_grad=(*ALL, "sink")),
     CLAMPED.with_(relative=Numbers(("1", "Hk", "1"), 2, -40, "clamp"), mask=FULL, mask_kind="empty_rows"),
     CLAMPED.with_(relative=Numbers(("1", "Hq", "1"), 5, 500, "zero")),
@@ -317,10 +318,10 @@ RELATIVE_CALLS = (
 )
 BAND = Numbers(("B", "Hq", "Lq"), 33, 20, "zero")
 BAND_CALLS = (
-    CLAMPED.with_(relative=BAND, batch=2, is_causal=True),
+    GROUPED.with_(relative=BAND, is_causal=True),
     CLAMPED.with_(relative=BAND, mask=FULL, softcap=2.0, dtype=torch.float16),
     CLAMPED.with_(relative=BAND, mask=BY_KEY, window_size=(40, 9)),  # keys are gathered
-    CLAMPED.with_(relative=Numbers(("1", "Hk", "Lq"), 40, -9, "zero"), batch=2, needs_grad=("q", "k", "v")),
+    GROUPED.with_(relative=Numbers(("1", "Hk", "Lq"), 40, -9, "zero"), needs_grad=("q", "k", "v")),
     WIDE.with_(relative=BAND, num_heads=1, needs_grad=("q", "k", "v")),
 )
 
@@ -331,10 +332,10 @@ def relative_calls() -> Iterator[str | None]:
     for case, num_sms in zip((*RELATIVE_CALLS, *BAND_CALLS), cycle(NUM_SMS)):
         yield failure_of(case, SMALL, num_sms)
     for tile in (Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)):  # blocks with values and without, by either side of a tile
-        yield failure_of(BAND_CALLS[0].with_(seqlen_q=150, seqlen_k=230), tile)
+        yield failure_of(BAND_CALLS[0].with_(batch=1, seqlen_q=100, seqlen_k=150), tile)
         for case in RELATIVE_CALLS[:2]:
             values = case.relative._replace(number=37, zero=18)  # a tile reaches the second, another the last but one
-            yield failure_of(case.with_(seqlen_q=150, seqlen_k=230, relative=values), tile)
+            yield failure_of(case.with_(batch=1, seqlen_q=100, seqlen_k=150, relative=values), tile)
     with descriptors_wherever_they_serve(), mock.patch.object(plan, "driver_overlaps", lambda: False):
         choices_changed()
         yield failure_of(CLAMPED.with_(dtype=torch.float16, head_dim=64), Tile(32, 32, 4, 1), arch="sm_90")

@@ -79,7 +79,7 @@ def run_calls(built: Built, features: str, first: int, count: int) -> None:
     assert f"{count} passed, 0 failed" in said
 
 
-@pytest.mark.parametrize(("features", "count"), (("sequences", 120), ("intervals", 60)))
+@pytest.mark.parametrize(("features", "count"), (("sequences", 80), ("intervals", 60)))
 def test_random_calls_of_other_features(built: Built, features: str, count: int) -> None:
     run_calls(built, features, 0, count)
 
@@ -89,18 +89,18 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     "sequences": (4, ("test_cuda_sequences.py",)),
     "decoding": (16, ("test_cuda_decoding.py",)),
     "parts of a batch": (4, ("test_cuda_parts.py",)),
-    "masks of one row": (6, ("test_cuda_one_mask_row.py",)),
+    "masks of one row": (4, ("test_cuda_one_mask_row.py",)),
     "a bias in shared memory": (10, ("test_cuda_held_bias.py",)),
     "dropout": (6, ("test_cuda_dropout.py",)),
-    "a bias by distance": (0, ("test_cuda_relative.py",)),
+    "a bias by distance": (4, ("test_cuda_relative.py",)),
     "making masks": (4, ("test_cuda_pack.py",)),
     "calls by hand": (0, ("test_cuda_arguments.py",)),
-    "dbias in a larger tensor": (4, ("test_cuda_dbias_out.py",)),
-    "calls that random ones rarely are": (0, ("test_cuda_rare.py",)),
+    "dbias in a larger tensor": (3, ("test_cuda_dbias_out.py",)),
+    "calls that random ones rarely are": (4, ("test_cuda_rare.py",)),
     "plans": (24, ("test_plans.py::test_both_ways_give_the_same_bits",)),
-    "key blocks of whole groups": (24, ("test_cuda_backward.py::test_key_blocks_of_whole_groups_under_a_mask",)),
+    "key blocks of whole groups": (16, ("test_cuda_backward.py::test_key_blocks_of_whole_groups_under_a_mask",)),
     "groups first": (
-        6,
+        3,
         (
             "test_cuda_backward.py::test_groups_first_and_then_heads",
             "test_cuda_backward.py::test_groups_first_of_two_tiles_of_keys",

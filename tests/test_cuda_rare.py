@@ -1,6 +1,6 @@
 """Small calls, the same every time, of what random calls of cuda reach rarely: on a GPU or the emulated one.
 
-Each feels some line of the kernels that all else may miss; `mutants/csrc.py` plants a fault there.
+Each feels some line of the kernels that all else may miss; `mutants/faults.py` plants a fault there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ every_bias = pytest.mark.parametrize("bias", BIASES)
 
 
 def check(backend: Runner, case: Case, inputs: Inputs | None = None, arguments: Inputs | None = None) -> None:
-    """Everything that cuda alone returns against fp64; `given`: the same tensors in another form."""
+    """Everything that cuda alone returns against fp64; `arguments`: the same tensors in another form."""
     backend.check(case, inputs, arguments, alone=True)
 
 

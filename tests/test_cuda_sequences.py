@@ -1,6 +1,6 @@
 """Packed, padded and paged sequences on cuda, each form of bias with its gradient: on a GPU or the emulated one.
 
-Random calls reach a bias of one value per score rarely; `mutants/csrc.py` plants its faults of sequences here.
+Random calls reach a bias of one value per score rarely; `mutants/faults.py` plants its faults of sequences here.
 """
 
 from __future__ import annotations

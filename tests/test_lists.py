@@ -715,213 +715,157 @@ def test_lists_of_no_sequence_and_of_nothing() -> None:
 INDEX = torch.zeros(1, 1, 5, 4, dtype=torch.long)
 TWO = Sequences.packed(torch.tensor([0, 2, 5]), torch.tensor([0, 1, 6]))
 SLOTS = Sequences.padded(torch.tensor([6, 3]))
-MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "floats": (lambda: from_lists(torch.zeros(5, 4), seqlen_k=6), TypeError, "index has dtype torch.float32"),
-    "a list": (lambda: from_lists([[0]], seqlen_k=6), TypeError, "index has type list"),  # type: ignore[arg-type]
-    "one dim": (
-        lambda: from_lists(torch.zeros(4, dtype=torch.long), seqlen_k=6),
-        ValueError,
-        "it needs 2 dims or more",
-    ),
-    "below -1": (lambda: from_lists(INDEX - 2, seqlen_k=6), ValueError, "entry -2; each needs to be -1 or from 0 to 5"),
-    "beyond": (lambda: from_lists(INDEX + 6, seqlen_k=6), ValueError, "entry 6; each needs to be -1 or from 0 to 5"),
-    "beyond in blocks": (
-        lambda: from_lists(INDEX + 2, seqlen_k=6, block_size=(1, 4)),
-        ValueError,
-        "entry 2; each needs to be -1 or from 0 to 1",
-    ),
-    "no queries": (
-        lambda: from_lists(INDEX, seqlen_k=6, block_size=2),
-        ValueError,
-        "seqlen_q is None; with lists for 2",
-    ),
-    "too few lists": (
-        lambda: from_lists(INDEX, seqlen_q=20, seqlen_k=6, block_size=(2, 1)),
-        ValueError,
-        "index has 5 lists and seqlen_q is 20; it needs 10 lists",
-    ),
-    "no block": (lambda: from_lists(INDEX, seqlen_k=6, block_size=0), ValueError, r"block_size\[0\] is 0"),
-    "beyond its sequence": (lambda: from_lists(INDEX + 1, seqlen_k=6, sequences=TWO), ValueError, "1; .*from 0 to 0"),
-    "shared by queries of sequences": (
-        lambda: from_lists(INDEX, seqlen_k=6, block_size=(2, 1), sequences=TWO),
-        ValueError,
-        r"block_size\[0\] is 2; beside sequences each query has a list of its own",
-    ),
-    "batch of packed queries": (
-        lambda: from_lists(INDEX.repeat(2, 1, 1, 1), seqlen_k=6, sequences=TWO),
-        ValueError,
-        "index has a batch of 2; beside these sequences it needs 1",
-    ),
-    "batch of slots": (
-        lambda: from_lists(INDEX.repeat(3, 1, 1, 1), seqlen_k=6, sequences=SLOTS),
-        ValueError,
-        "index has a batch of 3; beside these sequences it needs 2",
-    ),
-    "queries of sequences": (
-        lambda: from_lists(INDEX, seqlen_q=7, seqlen_k=6, sequences=TWO),
-        ValueError,
-        "index has 5 lists and seqlen_q is 7",
-    ),
-    "no sequences": (
-        lambda: from_lists(INDEX, seqlen_k=6, sequences=[0, 5]),  # type: ignore[arg-type]
-        TypeError,
-        "sequences is a list",
-    ),
-    "k": (lambda: from_topk_lists(torch.zeros(5, 6), 0), ValueError, "k is 0"),
-    "scores": (
-        lambda: from_topk_lists(torch.zeros(5, 6, dtype=torch.int), 1),
-        TypeError,
-        "scores has dtype torch.int32",
-    ),
-    "no keys": (
-        lambda: from_topk_lists(torch.zeros(5, 6), 1, block_size=(1, 4)),
-        ValueError,
-        "seqlen_k is None; with blocks of 4 keys",
-    ),
-    "columns": (
-        lambda: from_topk_lists(torch.zeros(5, 6), 1, seqlen_k=9, block_size=(1, 4)),
-        ValueError,
-        "scores have 6 columns; they need 3",
-    ),
-    "mask": (
-        lambda: from_topk_lists(torch.zeros(5, 6), 1, mask=torch.ones(5, 7, dtype=torch.bool)),
-        ValueError,
-        "seqlen_k = 6",
-    ),
-    "index k": (
-        lambda: IndexScores(torch.zeros(1, 5, 2, 4), torch.zeros(1, 6, 3), torch.zeros(1, 5, 2)),
-        ValueError,
-        r"k has shape \(1, 6, 3\)",
-    ),
-    "index weights": (
-        lambda: IndexScores(torch.zeros(1, 5, 2, 4), torch.zeros(1, 6, 4), torch.zeros(1, 5)),
-        ValueError,
-        r"weights has shape \(1, 5\)",
-    ),
-    "index dtype": (
-        lambda: IndexScores(torch.zeros(1, 5, 2, 4), torch.zeros(1, 6, 4, dtype=F64), torch.zeros(1, 5, 2)),
-        TypeError,
-        "k has dtype float64",
-    ),
-    "index type": (
-        lambda: IndexScores(torch.zeros(1, 5, 2, 4), None, torch.zeros(1, 5, 2)),  # type: ignore[arg-type]
-        TypeError,
-        "k has type NoneType",
-    ),
-    "index dims": (
-        lambda: IndexScores(torch.zeros(5, 2, 4), torch.zeros(6, 4), torch.zeros(5, 2)),
-        ValueError,
-        r"q has shape \(5, 2, 4\)",
-    ),
-}
-SCORES = IndexScores(torch.zeros(2, 5, 2, 4), torch.zeros(2, 6, 4), torch.zeros(2, 5, 2))
-AT: dict[str, tuple[object, type[Exception], str]] = {
-    "no lists": (torch.ones(5, 6, dtype=torch.bool), TypeError, "lists is a Tensor"),
-    "heads": (from_lists(INDEX.expand(1, 2, 5, 4).contiguous(), seqlen_k=6), ValueError, "lists have 2 heads"),
-    "batch": (from_lists(INDEX.repeat(3, 1, 1, 1), seqlen_k=6), ValueError, "lists have a batch of 3"),
-    "rows": (from_lists(INDEX[:, :, :4], seqlen_k=6), ValueError, "lists have 4 rows for 6 keys"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_of_builders(name: str) -> None:
-    call, kind, text = MISTAKES[name]
-    with pytest.raises(kind, match=text):
-        call()
-
-
-@pytest.mark.parametrize("name", AT)
-def test_mistakes_of_scores_at_lists(name: str) -> None:
-    lists, kind, text = AT[name]
-    with pytest.raises(kind, match=text):
-        SCORES.at(lists)  # type: ignore[arg-type]
-
-
 VALUES = torch.zeros(1, 1, 5, 4)
-LISTS = from_lists(INDEX, seqlen_k=6, is_causal=True)
-BLOCKS = from_lists(INDEX[..., :3, :], seqlen_q=5, seqlen_k=6, block_size=2)
-CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no mask": ({"bias": Chosen(VALUES)}, TypeError, "mask is None and bias is a Chosen"),
-    "bool mask": ({"mask": torch.ones(5, 6, dtype=torch.bool), "bias": Chosen(VALUES)}, TypeError, "mask is a Tensor"),
-    "no tensor": ({"mask": LISTS, "bias": Chosen(None)}, TypeError, "bias.values is a NoneType"),  # type: ignore[arg-type]
-    "dtype": ({"mask": LISTS, "bias": Chosen(VALUES.long())}, TypeError, "bias.values has dtype int64"),
-    "entries": ({"mask": LISTS, "bias": Chosen(VALUES[..., :3])}, ValueError, r"entries of a list in \{4\}"),
-    "rows": ({"mask": LISTS, "bias": Chosen(VALUES[:, :, :3])}, ValueError, r"queries or lists in \{5\}"),
-    "rows of blocks": (
-        {"mask": BLOCKS, "bias": Chosen(VALUES[:, :, :4])},
-        ValueError,
-        r"queries or lists in \{3, 5\}",
-    ),
-    "heads": ({"mask": LISTS, "bias": Chosen(VALUES.expand(1, 3, 5, 4))}, ValueError, r"heads in \{1, 2\}"),
-    "batch": ({"mask": LISTS, "bias": Chosen(VALUES.expand(3, 1, 5, 4))}, ValueError, r"batch in \{1\}"),
-    "dims": ({"mask": LISTS, "bias": Chosen(VALUES[0, 0, 0])}, ValueError, "bias.values has shape"),
-    "more dims": ({"mask": LISTS, "bias": Chosen(VALUES[None])}, ValueError, "bias.values has 2 batch dims"),
-    "bias of blocks": (
-        {"mask": BLOCKS, "bias": Chosen(VALUES[:, :, :3], torch.zeros(6)[None])},
-        ValueError,
-        "beside lists of blocks of 2 keys",
-    ),
-    "bias of others": ({"mask": LISTS, "bias": Chosen(VALUES, torch.zeros(5, 7))}, ValueError, "bias.bias has shape"),
-    "bias no tensor": ({"mask": LISTS, "bias": Chosen(VALUES, 1.0)}, TypeError, "bias.bias is a float"),  # type: ignore[arg-type]
-    "bias of dims": (
-        {"mask": LISTS, "bias": Chosen(VALUES[None], torch.zeros(5, 6))},
-        ValueError,
-        "bias.values has 5 dimensions",
-    ),
-    "queries": ({"mask": from_lists(INDEX[:, :, :4], seqlen_k=6)}, ValueError, "prepared for seqlen_q 4"),
-    "keys": ({"mask": from_lists(INDEX, seqlen_k=7)}, ValueError, "prepared for seqlen_k 7"),
-    "band": ({"mask": LISTS, "window_size": (2, -1)}, ValueError, "mask was prepared with is_causal=True"),
-    "list heads": (
-        {"mask": from_lists(INDEX.expand(1, 3, 5, 4).contiguous(), seqlen_k=6)},
-        ValueError,
-        r"heads in \{1, 2\}",
-    ),
-    "device": ({"mask": LISTS, "bias": Chosen(VALUES.to("meta"))}, ValueError, "bias.values is on meta"),
-}
+listed: Callable[..., PreparedMask] = partial(from_lists, seqlen_k=6)
+best: Callable[..., PreparedMask] = partial(from_topk_lists, torch.zeros(5, 6))
+LISTS = listed(INDEX, is_causal=True)
+BLOCKS = listed(INDEX[..., :3, :], seqlen_q=5, block_size=2)
+THREE_HEADS = INDEX.expand(1, 3, 5, 4).contiguous()
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_mistakes_of_calls(name: str) -> None:
-    arguments, kind, text = CALLS[name]
+def scores_of(*shapes: tuple[int, ...], k: Any = torch.float32) -> IndexScores:
+    """Scores of q, k and weights of these shapes; `k`: a dtype of it, or what stands in its place."""
+    q, own, weights = (torch.zeros(shape) for shape in shapes)
+    return IndexScores(q, own.to(k) if isinstance(k, torch.dtype) else k, weights)
+
+
+SCORES = scores_of((2, 5, 2, 4), (2, 6, 4), (2, 5, 2))
+# Errors, and the calls that raise them.
+MISTAKES: tuple[tuple[str, Callable[[], object]], ...] = (
+    ("TypeError: index has dtype torch.float32", lambda: listed(torch.zeros(5, 4))),
+    ("TypeError: index has type list", lambda: listed([[0]])),
+    ("ValueError: .*it needs 2 dims or more", lambda: listed(INDEX[0, 0, 0])),
+    ("ValueError: .*entry -2; each needs to be -1 or from 0 to 5", lambda: listed(INDEX - 2)),
+    ("ValueError: .*entry 6; each needs to be -1 or from 0 to 5", lambda: listed(INDEX + 6)),
+    ("ValueError: .*entry 2; each needs to be -1 or from 0 to 1", lambda: listed(INDEX + 2, block_size=(1, 4))),
+    ("ValueError: seqlen_q is None; with lists for 2", lambda: listed(INDEX, block_size=2)),
+    (
+        "ValueError: index has 5 lists and seqlen_q is 20; it needs 10 lists",
+        lambda: listed(INDEX, seqlen_q=20, block_size=(2, 1)),
+    ),
+    (r"ValueError: block_size\[0\] is 0", lambda: listed(INDEX, block_size=0)),
+    ("ValueError: .*1; .*from 0 to 0", lambda: listed(INDEX + 1, sequences=TWO)),
+    (
+        r"ValueError: block_size\[0\] is 2; beside sequences each query has a list of its own",
+        lambda: listed(INDEX, block_size=(2, 1), sequences=TWO),
+    ),
+    (
+        "ValueError: index has a batch of 2; beside these sequences it needs 1",
+        lambda: listed(INDEX.repeat(2, 1, 1, 1), sequences=TWO),
+    ),
+    (
+        "ValueError: index has a batch of 3; beside these sequences it needs 2",
+        lambda: listed(INDEX.repeat(3, 1, 1, 1), sequences=SLOTS),
+    ),
+    ("ValueError: index has 5 lists and seqlen_q is 7", lambda: listed(INDEX, seqlen_q=7, sequences=TWO)),
+    ("TypeError: sequences is a list", lambda: listed(INDEX, sequences=[0, 5])),
+    ("ValueError: k is 0", lambda: best(0)),
+    ("TypeError: scores has dtype torch.int32", lambda: from_topk_lists(INDEX.int(), 1)),
+    ("ValueError: seqlen_k is None; with blocks of 4 keys", lambda: best(1, block_size=(1, 4))),
+    ("ValueError: scores have 6 columns; they need 3", lambda: best(1, seqlen_k=9, block_size=(1, 4))),
+    ("ValueError: .*seqlen_k = 6", lambda: best(1, mask=torch.ones(5, 7, dtype=torch.bool))),
+    (r"ValueError: .*k has shape \(1, 6, 3\)", lambda: scores_of((1, 5, 2, 4), (1, 6, 3), (1, 5, 2))),
+    (r"ValueError: .*weights has shape \(1, 5\)", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5))),
+    ("TypeError: k has dtype float64", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5, 2), k=F64)),
+    ("TypeError: k has type NoneType", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5, 2), k=None)),
+    (r"ValueError: q has shape \(5, 2, 4\)", lambda: scores_of((5, 2, 4), (6, 4), (5, 2))),
+    ("TypeError: lists is a Tensor", lambda: SCORES.at(torch.ones(5, 6, dtype=torch.bool))),
+    ("ValueError: lists have 3 heads", lambda: SCORES.at(listed(THREE_HEADS))),
+    ("ValueError: lists have a batch of 3", lambda: SCORES.at(listed(INDEX.repeat(3, 1, 1, 1)))),
+    ("ValueError: lists have 4 rows for 6 keys", lambda: SCORES.at(listed(INDEX[:, :, :4]))),
+    ("TypeError: mask is None", lambda: Chosen(VALUES).dense(None)),
+    (
+        r"TypeError: bias is a Chosen of ranks.*bias.dense\(mask\)",
+        lambda: biases.refuse_by_distance(Chosen(VALUES), "of ranks that share a sequence"),
+    ),
+)
+
+
+@pytest.mark.parametrize(("text", "call"), MISTAKES, ids=range(len(MISTAKES)))
+def test_mistakes(text: str, call: Callable[[], object]) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert re.match(text, f"{caught.typename}: {caught.value}")
+
+
+# Errors, and the arguments that raise them in the place of lists and of no bias.
+MISTAKES_OF_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("TypeError: mask is None and bias is a Chosen", {"mask": None, "bias": Chosen(VALUES)}),
+    ("TypeError: mask is a Tensor", {"mask": torch.ones(5, 6, dtype=torch.bool), "bias": Chosen(VALUES)}),
+    ("TypeError: bias.values is a NoneType", {"bias": Chosen(None)}),
+    ("TypeError: bias.values has dtype int64", {"bias": Chosen(VALUES.long())}),
+    (r"ValueError: .*entries of a list in \{4\}", {"bias": Chosen(VALUES[..., :3])}),
+    (r"ValueError: .*queries or lists in \{5\}", {"bias": Chosen(VALUES[:, :, :3])}),
+    (r"ValueError: .*queries or lists in \{3, 5\}", {"mask": BLOCKS, "bias": Chosen(VALUES[:, :, :4])}),
+    (r"ValueError: .*heads in \{1, 2\}", {"bias": Chosen(VALUES.expand(1, 3, 5, 4))}),
+    (r"ValueError: .*batch in \{1\}", {"bias": Chosen(VALUES.expand(3, 1, 5, 4))}),
+    ("ValueError: bias.values has shape", {"bias": Chosen(VALUES[0, 0, 0])}),
+    ("ValueError: bias.values has 2 batch dims", {"bias": Chosen(VALUES[None])}),
+    (
+        "ValueError: .*beside lists of blocks of 2 keys",
+        {"mask": BLOCKS, "bias": Chosen(VALUES[:, :, :3], torch.zeros(1, 6))},
+    ),
+    ("ValueError: bias.bias has shape", {"bias": Chosen(VALUES, torch.zeros(5, 7))}),
+    ("TypeError: bias.bias is a float", {"bias": Chosen(VALUES, 1.0)}),
+    ("ValueError: bias.values has 5 dimensions", {"bias": Chosen(VALUES[None], torch.zeros(5, 6))}),
+    ("ValueError: .*prepared for seqlen_q 4", {"mask": listed(INDEX[:, :, :4])}),
+    ("ValueError: .*prepared for seqlen_k 7", {"mask": from_lists(INDEX, seqlen_k=7)}),
+    ("ValueError: .*mask was prepared with is_causal=True", {"window_size": (2, -1)}),
+    (r"ValueError: .*heads in \{1, 2\}", {"mask": listed(THREE_HEADS)}),
+    ("ValueError: bias.values is on meta", {"bias": Chosen(VALUES.to("meta"))}),
+)
+
+
+@pytest.mark.parametrize(("text", "arguments"), MISTAKES_OF_CALLS, ids=range(len(MISTAKES_OF_CALLS)))
+def test_mistakes_of_calls(text: str, arguments: dict[str, Any]) -> None:
     q, k = torch.zeros(1, 5, 2, 8), torch.zeros(1, 6, 1, 8)
-    error = refusal_of(lambda: attention(q, k, k, **arguments), lambda: attention(q, k, k, LISTS, Chosen(VALUES)), kind)
-    assert re.search(text, str(error))
-    with pytest.raises(kind, match=text):
+    arguments = {"mask": LISTS, **arguments}
+    error = refusal_of(lambda: attention(q, k, k, **arguments), lambda: attention(q, k, k, LISTS, Chosen(VALUES)))
+    assert re.match(text, f"{type(error).__name__}: {error}")
+    with pytest.raises(type(error), match=re.escape(str(error))):
         explain(q, k, k, **arguments)
 
 
-def test_calls_that_lists_do_not_serve() -> None:
-    q, k = torch.zeros(1, 5, 2, 8), torch.zeros(1, 6, 2, 8)
-    with pytest.raises(
-        TypeError, match=r"PreparedMask of the form 'lists'; beside sequences.*from_lists\(index, sequences=...\)"
-    ):
-        attention(q, k, k, LISTS, sequences=Sequences.padded(torch.tensor([5])))
-    packed, slots = (from_lists(INDEX, seqlen_k=6, sequences=x) for x in (TWO, SLOTS))
-    tokens_q, tokens = q[0], k[0]
-    with pytest.raises(ValueError, match=r"prepared beside sequences; it needs sequences=mask\.sequences"):
-        attention(q, k, k, packed)
-    with pytest.raises(ValueError, match="prepared for other Sequences than those of the call"):
-        attention(tokens_q, tokens, tokens, packed, sequences=copy.copy(TWO))
-    with pytest.raises(ValueError, match="prepared for seqlen_q 5; it needs that of the call, 6"):
-        attention(tokens, tokens, tokens, packed, sequences=TWO)
-    with pytest.raises(ValueError, match="is_causal is True, but mask was prepared with"):
-        attention(tokens_q, tokens, tokens, packed, sequences=TWO, is_causal=True)
-    heads = from_lists(INDEX.expand(1, 3, 5, 4).contiguous(), seqlen_k=6, sequences=TWO)
-    with pytest.raises(ValueError, match=r"prepared with 3 heads; it needs one of \[1, 2\]"):
-        attention(tokens_q, tokens, tokens, heads, sequences=TWO)
-    with pytest.raises(ValueError, match=r"batch in \{1\}"):
-        attention(tokens_q, tokens, tokens, packed, Chosen(VALUES.expand(2, 1, 5, 4)), sequences=TWO)
-    with pytest.raises(ValueError, match=r"queries or lists in \{5\}"):
-        attention(tokens_q, tokens, tokens, packed, Chosen(VALUES[:, :, :4]), sequences=TWO)
-    with pytest.raises(ValueError, match=r"bias\.bias is set beside lists of sequences; it needs to be None"):
-        attention(tokens_q, tokens, tokens, packed, Chosen(VALUES, torch.zeros(5, 6)), sequences=TWO)
-    with pytest.raises(ValueError, match=r"batch in \{1, 2\}"):
-        two = torch.zeros(2, 5, 2, 8), torch.zeros(2, 6, 2, 8)
-        attention(two[0], two[1], two[1], slots, Chosen(VALUES.expand(3, 1, 5, 4)), sequences=SLOTS)
-    with pytest.raises(TypeError, match=r"v is a NoneType; it needs to be a torch.Tensor .*\(k\[..., :n\]"):
-        attention(q, k, None, LISTS)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"bias is a Chosen of ranks.*bias.dense\(mask\)"):
-        biases.refuse_by_distance(Chosen(VALUES), "of ranks that share a sequence")
-    with pytest.raises(TypeError, match="mask is None"):
-        Chosen(VALUES).dense(None)  # type: ignore[arg-type]
-    assert flash_dmattn.masks.IndexScores is IndexScores
+PACKED, PADDED = (listed(INDEX, sequences=x) for x in (TWO, SLOTS))
+MISTAKES_BESIDE_SEQUENCES: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ...] = (
+    (
+        r"TypeError: .*PreparedMask of the form 'lists'; beside sequences.*from_lists\(index, sequences=...\)",
+        (1, 5),
+        {"mask": LISTS, "sequences": Sequences.padded(torch.tensor([5]))},
+    ),
+    (r"ValueError: .*prepared beside sequences; it needs sequences=mask\.sequences", (1, 5), {"sequences": None}),
+    ("ValueError: .*prepared for other Sequences than those of the call", (5,), {"sequences": copy.copy(TWO)}),
+    ("ValueError: .*prepared for seqlen_q 5; it needs that of the call, 6", (6,), {}),
+    ("ValueError: is_causal is True, but mask was prepared with", (5,), {"is_causal": True}),
+    (
+        r"ValueError: .*prepared with 3 heads; it needs one of \[1, 2\]",
+        (5,),
+        {"mask": listed(THREE_HEADS, sequences=TWO)},
+    ),
+    (r"ValueError: .*batch in \{1\}", (5,), {"bias": Chosen(VALUES.expand(2, 1, 5, 4))}),
+    (r"ValueError: .*queries or lists in \{5\}", (5,), {"bias": Chosen(VALUES[:, :, :4])}),
+    (
+        r"ValueError: bias\.bias is set beside lists of sequences; it needs to be None",
+        (5,),
+        {"bias": Chosen(VALUES, torch.zeros(5, 6))},
+    ),
+    (
+        r"ValueError: .*batch in \{1, 2\}",
+        (2, 5),
+        {"mask": PADDED, "bias": Chosen(VALUES.expand(3, 1, 5, 4)), "sequences": SLOTS},
+    ),
+    (
+        r"TypeError: v is a NoneType; it needs to be a torch.Tensor .*\(k\[..., :n\]",
+        (1, 5),
+        {"v": None, "mask": LISTS, "sequences": None},
+    ),
+)
+
+
+@pytest.mark.parametrize(("text", "rows", "arguments"), MISTAKES_BESIDE_SEQUENCES, ids=range(11))
+def test_mistakes_beside_sequences(text: str, rows: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    k = torch.zeros(*rows[:-1], 6, 2, 8)
+    call = {"k": k, "v": k, "mask": PACKED, "sequences": TWO, **arguments}
+    with pytest.raises((TypeError, ValueError)) as caught:
+        attention(torch.zeros(*rows, 2, 8), **call)
+    assert re.match(text, f"{caught.typename}: {caught.value}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -18,49 +19,18 @@ pytestmark = [
 
 CAPABILITIES = (80, 90, 100)
 
-# On sm_80 and sm_100 all masks and biases share the tiles of one table.
-FP32 = tuple(f"{d} {kind}" for kind in ("fp32", "tf32") for d in (64, 128, 256))
-ON_SM_90_ALONE = (
-    *(name for name in VARIANTS if "unaligned" in name or "few queries" in name),
-    "256 tiles",
-    "256 keys",
-    "64 tiles",
-    "128 tiles",
-    "64 keys",
-    "128 keys",
-    *(f"{d} {mask}, relative" for d in (64, 128) for mask in ("tiles", "keys")),
-    *FP32,
-    "512 fp32",
-)
-# Variants with a tile of their own: every row of the tile table is in the plan of one of these.
-PLANNED = [
-    (name, capability)
-    for name in VARIANTS
-    for capability in CAPABILITIES
-    if capability == 90 or name not in ON_SM_90_ALONE
-]
-# fp32 has rows for other GPUs than sm_90, and one more for those with more than 99 KB of shared memory; TF32 does not
-# fit the others everywhere.
-FP32_ELSEWHERE = (("64 fp32", 80), ("128 fp32", 80), ("256 fp32", 80), ("256 fp32", 86), ("256 tf32", 86))
-PLANNED += FP32_ELSEWHERE
-# With wide heads, where a program may have 99 KB of shared memory.
-PLANNED += [(f"512 {form}", 86) for form in ("causal", "full", "shared")]
 # Every run compiles a few, since a clean machine has none of them in Triton's cache and takes ten minutes for all;
 # `test_triton_gpus.py` compiles each kernel once for every GPU, `compile_everything.py` all.
 ELSEWHERE = ("64 plain", "128 full", "128 keys, shared", "256 plain")
 ON_SM_90 = (
     *ELSEWHERE,
-    *("128 tiles, full", "64 shared", "128 softcap", "256 plain", "32 full", "96 tiles, per key", "64 fp32"),
+    *("128 tiles, full", "64 shared", "128 softcap", "32 full", "96 tiles, per key", "64 fp32"),
     *("64 short", "64 few keys", "128 unaligned, full", "64 odd rows", "64 two runs"),
     *("64 sink", "64 one tile, sink", "64 dropout, shared", "64 one tile, dropout"),
     *("512 causal", "512 small"),
     "64 relative",
 )
-PAIRS = [
-    pytest.param(name, capability, id=f"sm_{capability} {name}")
-    for name, capability in PLANNED
-    if name in (ON_SM_90 if capability == 90 else ELSEWHERE)
-]
+PAIRS = [(name, 90) for name in ON_SM_90] + [(name, capability) for name in ELSEWHERE for capability in (80, 100)]
 
 
 # Kernels without a product.
@@ -93,7 +63,7 @@ def stack_limit(capability: int, kernel: str, name: str, head_dim: int) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("name", "capability"), PAIRS)
+@pytest.mark.parametrize(("name", "capability"), PAIRS, ids=str)
 def test_fits_the_gpu(name: str, capability: int) -> None:
     from compiled_triton import Variant, kernels_of
 
@@ -201,13 +171,6 @@ def test_a_shared_dbias_is_compiled_beside_a_set_of_keys_and_dropout() -> None:
     assert last.name == "backward_bias" and "mma" in last.compile().text
 
 
-FORWARD_MODE = (
-    ("sm_90", torch.bfloat16, (64, 128, 256)),
-    ("sm_80", torch.bfloat16, (64, 128, 256)),
-    ("sm_90", torch.float32, (64,)),
-)
-
-
 def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from compiled_triton import Variant, run_plans, tangent_jobs
 
@@ -232,11 +195,13 @@ def test_every_row_of_the_tile_table_is_compiled(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(plan, "tile_of", recorded(plan.tile_of))
     monkeypatch.setattr(plan_tangents, "tangents_tile", recorded(plan_tangents.tangents_tile))
-    for name, capability in PLANNED:
-        run_plans(Variant(**VARIANTS[name]).call(f"sm_{capability}"), lambda *_: None)
-    for arch, dtype, dims in FORWARD_MODE:
-        for dim in dims:
-            tangent_jobs(arch, dtype, dim)
+    for arch, fields in product(("sm_80", "sm_86", "sm_90", "sm_100"), VARIANTS.values()):
+        run_plans(Variant(**fields).call(arch), lambda *_: None)
+    for arch, dtype, dim in (
+        *product(("sm_80", "sm_90"), (torch.bfloat16,), (64, 128, 256)),
+        ("sm_90", torch.float32, 64),
+    ):
+        tangent_jobs(arch, dtype, dim)
     assert not rows
 
 
