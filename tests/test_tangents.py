@@ -28,7 +28,7 @@ from flash_dmattn.dispatch import selection
 from flash_dmattn.dispatch.registry import BACKENDS
 
 
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", range(0, 200, 100))
 def test_random_calls_in_chunks(first: int) -> None:
     for number in range(first, first + 100):
         call = tangent_calls.of_case(number, draw_small(number), DEVICE)
@@ -40,7 +40,7 @@ def test_random_calls_in_chunks(first: int) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 @pytest.mark.parametrize("first", (0, 1000))
 def test_random_calls_on_triton(first: int) -> None:
-    assert "48 passed, 0 failed" in interpret("run_calls.py", "interpreter", "tangents", str(first), "48")
+    assert "30 passed, 0 failed" in interpret("run_calls.py", "interpreter", "tangents", str(first), "30")
 
 
 def gradients_of_tangents(call: tangent_calls.TangentCall, backend: str) -> list[Tensor | None]:
