@@ -258,6 +258,7 @@ def test_a_call_that_does_not_compile_leaves_the_library_usable(backend: str, tm
     script.write_text(f'#!/bin/sh\n{says}\nexec {compiler} "$@"\n')
     script.chmod(0o755)
     caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    caches["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # which takes longer than all else here
     run(NOT_COMPILED, tmp_path, backend, str(broken), **{variable: str(script)}, **caches)
 
 
@@ -290,7 +291,7 @@ def test_a_lost_rank_ends_the_call_of_the_others(fault: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("backend", ["eager"] if DEVICE == "cpu" else ["eager", "triton", "cuda"])
 def test_every_process_has_the_same_bits(backend: str, tmp_path: Path) -> None:
-    folders = [tmp_path / str(number) for number in range(3)]
+    folders = [tmp_path / str(number) for number in range(2)]
     for folder in folders:
         folder.mkdir()
     # One compiles what the others find.
