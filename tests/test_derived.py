@@ -88,11 +88,7 @@ FORMS = {
     "keys": Form(SHAPES, {"mask": PreparedMask.from_mask(KEYS < 0.7, seqlen_q=2)}),
     "intervals": Form({**SHAPES, "bias": (2, 2, 1, 3)}, {"mask": PreparedMask.from_topk(KEYS, 1, seqlen_q=2)}),
     "tiles of sequences": Form(
-        ROWS,
-        {
-            "mask": PreparedMask.from_mask(TOKENS, sequences=PACKED, seqlen_q=5, seqlen_k=6),
-            "sequences": PACKED,
-        },
+        ROWS, {"mask": PreparedMask.from_mask(TOKENS, sequences=PACKED, seqlen_q=5, seqlen_k=6), "sequences": PACKED}
     ),
 }
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

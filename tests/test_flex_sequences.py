@@ -68,7 +68,7 @@ def call_with(bias: tuple[str, ...], mask: tuple[str, ...] | None, **flags: Any)
 def test_every_form_of_a_bias_and_of_a_mask(name: str) -> None:
     shapes = list(FORMS.values())
     index = shapes.index(FORMS[name])
-    mask = shapes[(index * 7 + 3) % len(shapes)]  # each is that of some bias
+    mask = shapes[(index * 7 + 3) % len(shapes)]  # so that each form is a mask once, too
     flags = {"is_causal": True} if index % 2 else {"window_size": (60, 5), "softcap": 2.0}
     call = call_with(FORMS[name], mask, **flags)
     with eager_flex():

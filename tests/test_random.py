@@ -18,14 +18,7 @@ import torch
 from accuracy import assert_accurate
 from cases import DEVICE
 from conftest import Runner
-from cuda_forms import (
-    ALL_INSTANCES,
-    BIAS_FORMS,
-    bias_form,
-    described,
-    instance_of,
-    laid_out,
-)
+from cuda_forms import ALL_INSTANCES, BIAS_FORMS, bias_form, described, instance_of, laid_out
 from descriptors import descriptors_wherever_they_serve
 from draws import (
     CUDA_EDGES,
