@@ -10,19 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_systems import (
-    BROKEN,
-    CPU,
-    EAGER,
-    LATE,
-    MACHINE,
-    MATH,
-    NAN,
-    PEER,
-    REFUSES,
-    WRONG,
-    times,
-)
+from benchmark_systems import BROKEN, CPU, EAGER, LATE, MACHINE, MATH, NAN, PEER, REFUSES, WRONG, times
 
 from benchmarks import cli, dispatch, pages, results, runner, tiles
 from benchmarks.cases import Case, cases_of

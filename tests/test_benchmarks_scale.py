@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import doctest
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from distributed_workers import torchrun
 
 from benchmarks.scale import __main__ as scale
 from benchmarks.scale import predict as model
@@ -18,12 +17,10 @@ from benchmarks.scale.predict import Layer, Machine, Prediction
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_a_quick_run_of_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "benchmarks.scale", "--out", str(tmp_path), "--quick", "--device", "cpu", "--only", "4 on 2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_quick_run_of_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    quick = ("--quick", "--device", "cpu", "--only", "4 on 2")
+    torchrun(2, "-m", "benchmarks.scale", "--out", str(tmp_path), *quick)
     content = json.loads((tmp_path / "scale.json").read_text())
     assert {row["collective"] for row in content["bandwidth"]} == {"all_gather", "all_to_all"}
     ours = [row for row in content["rows"] if row["system"].startswith("ours")]
@@ -69,11 +66,7 @@ def test_a_quick_run_of_two_processes(tmp_path: Path) -> None:
     ],
 )
 def test_refused(
-    arguments: list[str],
-    rank: bool,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], rank: bool, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in (*scale.REQUIRED, "RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn import nn
 from flash_dmattn.backends.protocol import Availability, Rule
-from flash_dmattn.dispatch.registry import BACKENDS
 from flash_dmattn.operators import NUM_FLAGS, flat_flags
 from flash_dmattn.problem import Flags
 
@@ -76,7 +75,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     ("backend", "dynamic"),
     # The reference unrolls into the graph, which costs ten seconds with symbolic sizes.
-    [("auto", False), ("auto", True), ("eager", False), (("eager", "eager"), True), ("reference", False)],
+    [("auto", False), ("auto", True), (("eager", "eager"), True), ("reference", False)],
     ids=str,
 )
 def test_values_and_gradients_are_those_of_eager_mode(backend: Any, dynamic: bool) -> None:
@@ -237,7 +236,7 @@ def test_one_tensor_may_be_several_arguments(name: str) -> None:
 
 
 def test_mask_and_bias_may_come_and_go() -> None:
-    run, counter = compiled(call)
+    run, counter = compiled(call, "eager")
     q, k, v, bias = (x.detach() for x in inputs())
     for _ in range(2):
         for mask in (None, some_mask(), some_mask()[None].expand(4, 5, 7)):
@@ -437,15 +436,8 @@ def test_first_call_of_all_may_be_a_compiled_one(ours: KernelPair) -> None:
     ("flags", "error", "text"),
     [
         ({"backend": "eager", "return_probs": True}, flash_dmattn.BackendUnsupportedError, "return_probs is set"),
-        pytest.param(
-            {"backend": "cuda"},
-            flash_dmattn.BackendUnavailableError,
-            "backend 'cuda' is not available",
-            marks=pytest.mark.skipif(BACKENDS["cuda"].probe().usable, reason="the extension works on this machine"),
-        ),
         ({"window_size": (1, -2)}, ValueError, "both sides need to be at least -1"),
         ({"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True or False"),
-        ({"backend": "nope"}, ValueError, "backend 'nope' is unknown"),
     ],
 )
 def test_refusal_keeps_its_type_and_words(flags: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -138,9 +138,7 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("layout is a int; it needs to be a", lambda: attend(group=mesh_of(2), layout=3)),
         ("layout_k is a int; it needs to", lambda: attend(group=mesh_of(2), layout_k=3)),
     ],
-    flash_dmattn.BackendError: [
-        ("device is cpu", lambda: attend(backend="cuda")),
-    ],
+    flash_dmattn.BackendError: [("device is cpu", lambda: attend(backend="cuda"))],
 }
 
 
@@ -193,12 +191,7 @@ def test_autocast() -> None:
 
 
 def describe(
-    size: int,
-    rows: int = 16,
-    strategy: str = "auto",
-    mask: Any = None,
-    head_groups: int | None = None,
-    **sizes: int,
+    size: int, rows: int = 16, strategy: str = "auto", mask: Any = None, head_groups: int | None = None, **sizes: int
 ) -> ParallelCall:
     """A causal call of rank 0 of a group that need not exist."""
     q, k, v = (x.requires_grad_() for x in tensors(rows, **sizes))

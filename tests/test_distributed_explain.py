@@ -14,11 +14,7 @@ from out_of_tree import registered, replaced
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flash_dmattn
-from flash_dmattn.distributed import (
-    SequenceLayout,
-    ShardedMask,
-    explain_context_parallel,
-)
+from flash_dmattn.distributed import SequenceLayout, ShardedMask, explain_context_parallel
 from flash_dmattn.distributed.explanation import ParallelExplanation
 from flash_dmattn.distributed.slices import plan
 

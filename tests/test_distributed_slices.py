@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -82,8 +83,8 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bias", [name for name in BIASES if not name.startswith("sharded")])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
 def test_slices_together_are_the_whole_call(bias: str, layout: str) -> None:
-    drawn = itertools.product((16, 24), (8, 16, 32), (False, True), WINDOWS)
-    for number, (seqlen_q, seqlen_k, causal, window) in enumerate(drawn):
+    every = list(enumerate(itertools.product((16, 24), (8, 16, 32), (False, True), WINDOWS)))
+    for number, (seqlen_q, seqlen_k, causal, window) in random.Random(f"{layout} {bias}").sample(every, 30):
         size = (1, 2, 4)[number % 3]
         case = P(
             layout=layout,

@@ -12,11 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = "examples/distributed_training.py"
 
 
-@pytest.mark.parametrize(("ranks", "dp"), [(2, 1), (4, 2)], ids=["sequence", "batch and sequence"])
-def test_losses_are_those_of_one_process(ranks: int, dp: int) -> None:
-    printed = torchrun(ranks, "tests/run_and_exit.py", EXAMPLE, "--steps", "6", "--dp", str(dp))
+def test_losses_are_those_of_one_process() -> None:
+    printed = torchrun(4, "tests/run_and_exit.py", EXAMPLE, "--steps", "6", "--dp", "2")
     head, _, *table = printed.splitlines()
-    assert head == f"{dp} x {ranks // dp} ranks: batch x sequence of 128"
+    assert head == "2 x 2 ranks: batch x sequence of 128"
     rows = [[float(cell) for cell in line.split()] for line in table]
     assert [row[0] for row in rows] == list(range(6))
     assert all(abs(row[3]) < 2e-5 and abs(row[1] - row[2]) < 2e-5 for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import partial
 from typing import Any
@@ -47,10 +48,32 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_a_call_over_processes_equals_one_call(name: str, size: int) -> None:
-    for rank, errors in enumerate(workers(size).run("distributed_calls.compared", CASES[name])):
+ON_A_MESH = {
+    "plain": OVER(is_causal=True, dlse=True),
+    "bias of pairs": OVER(is_causal=True, bias="full", mask="full", dlse=True, reduce=True),
+    "bias of groups": OVER(bias="group", mask="shared", num_heads=8, num_heads_k=4, groups=2),
+    "bias of keys": OVER(is_causal=True, bias="keys", mask="keys", dlse=True),
+    "bias sharded": OVER(bias="sharded", mask="sharded", reduce=True),
+    "bias of one head": OVER(bias="one_head", window_size=(9, 4)),
+    "summed": OVER(bias="keys_of_q", reduce=True, sink="normal", dlse=True),
+    "sink": OVER(sink="normal", dlse=True, is_causal=True),
+    "shared heads": OVER(num_heads_k=1, is_causal=True, head_dim=8, head_dim_v=4, dlse=True),
+    "prepared": OVER(mask="prepared_keys", is_causal=True, seqlen_q=16, seqlen_k=48),
+    "outer of one": P(mesh=(1, 4), strategy="auto", num_heads=8, num_heads_k=8, bias="head", is_causal=True, dlse=True),
+    "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", is_causal=True),
+    "contiguous": OVER(layout="contiguous", bias="query", dlse=True),
+}
+
+
+@pytest.mark.parametrize(
+    "case, size",
+    [
+        *(pytest.param(case, size, id=f"{name}-{size}") for name, case in CASES.items() for size in (2, 4)),
+        *(pytest.param(case, 4, id=f"mesh, {name}") for name, case in ON_A_MESH.items()),
+    ],
+)
+def test_a_call_over_processes_equals_one_call(case: ParallelCase, size: int) -> None:
+    for rank, errors in enumerate(workers(size).run("distributed_calls.compared", case)):
         assert max(errors.values()) < TOLERANCE, (rank, errors)
 
 
@@ -94,29 +117,6 @@ def test_parts_give_the_results_of_one_process_and_the_bits_of_all_keys(case: Pa
     for rank, (errors, equal) in enumerate(workers(size).run("distributed_calls.compared_in_parts", case)):
         assert max(errors.values()) < TOLERANCE, (rank, errors)
         assert all(equal.values()), (rank, equal)
-
-
-ON_A_MESH = {
-    "plain": OVER(is_causal=True, dlse=True),
-    "bias of pairs": OVER(is_causal=True, bias="full", mask="full", dlse=True, reduce=True),
-    "bias of groups": OVER(bias="group", mask="shared", num_heads=8, num_heads_k=4, groups=2),
-    "bias of keys": OVER(is_causal=True, bias="keys", mask="keys", dlse=True),
-    "bias sharded": OVER(bias="sharded", mask="sharded", reduce=True),
-    "bias of one head": OVER(bias="one_head", window_size=(9, 4)),
-    "summed": OVER(bias="keys_of_q", reduce=True, sink="normal", dlse=True),
-    "sink": OVER(sink="normal", dlse=True, is_causal=True),
-    "shared heads": OVER(num_heads_k=1, is_causal=True, head_dim=8, head_dim_v=4, dlse=True),
-    "prepared": OVER(mask="prepared_keys", is_causal=True, seqlen_q=16, seqlen_k=48),
-    "outer of one": P(mesh=(1, 4), strategy="auto", num_heads=8, num_heads_k=8, bias="head", is_causal=True, dlse=True),
-    "inner of one": P(mesh=(4, 1), strategy="auto", bias="full", is_causal=True),
-    "contiguous": OVER(layout="contiguous", bias="query", dlse=True),
-}
-
-
-@pytest.mark.parametrize("name", ON_A_MESH)
-def test_a_call_over_a_mesh_of_two_dims_equals_one_call(name: str) -> None:
-    for rank, errors in enumerate(workers(4).run("distributed_calls.compared", ON_A_MESH[name])):
-        assert max(errors.values()) < TOLERANCE, (rank, errors)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -241,8 +241,7 @@ def assert_all_raise(
     assert max(error for _, error in answers) < TOLERANCE, answers
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(("name", "size"), zip(MISTAKES, itertools.cycle((4, 2))))
 def test_a_mistake_of_one_rank_raises_on_all(name: str, size: int) -> None:
     mistake, (what, *values) = MISTAKES[name]
     case, rank = P(mask="full", bias="head", is_causal=True, softcap=1.0, backend="eager"), size // 2
@@ -284,8 +283,14 @@ IN_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name, mistake", [(name, mistake) for name in IN_BACKWARD for mistake in IN_BACKWARD[name][1]])
+@pytest.mark.parametrize(
+    ("name", "mistake", "size"),
+    [
+        (name, mistake, 4 if name in ("sharded", "summed") else 2)
+        for name, (_, mistakes) in IN_BACKWARD.items()
+        for mistake in mistakes
+    ],
+)
 def test_another_backward_pass_on_one_rank_raises_on_all(name: str, mistake: str, size: int) -> None:
     answers = workers(size).run("distributed_calls.mistaken_in_backward", IN_BACKWARD[name][0], mistake)
     (kind, said), _ = answers[0]
@@ -320,7 +325,7 @@ def test_a_group_without_a_cpu_backend_compares_on_the_host_and_keeps_nothing() 
 
 
 COMPILED = {
-    **{f"parts, {name}": IN_PARTS[name] for name in ("plain", "sharded", "groups of heads")},
+    **{f"parts, {name}": IN_PARTS[name] for name in ("plain", "sharded")},
     "mesh": OVER(is_causal=True, bias="full", dlse=True),
     "gather": P(is_causal=True, bias="full", mask="full", groups=2, dlse=True),
     "summed": P(bias="head", reduce=True, mask="prepared", sink="normal", dlse=True),

@@ -10,18 +10,18 @@ import doctest
 import importlib
 import importlib.util
 import io
-import os
 import re
-import subprocess
 import sys
 import textwrap
 import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+import forked
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}) *([^\s`]*).*$")
 # A module that needs one of these may be missing it; any other failing import is a failure.
@@ -104,12 +104,11 @@ def test_page(page: Path, tmp_path: Path) -> None:
     needed = page.stem if page.stem in OPTIONAL else None  # a page on an optional package bears its name
     if needed is not None and importlib.util.find_spec(needed) is None:
         pytest.skip(f"{page.name} needs {needed}, which is not installed")
-    # A fresh interpreter per page: what a reader has who copies the blocks, and settings made there stay there.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_DMATTN_")}
-    environment |= {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
-    command = [sys.executable, __file__, str(page)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    # A process per page, without the package: what a reader has, and settings made there stay there.
+    program = f"import os, sys; sys.path.insert(0, {str(TESTS)!r})\n"
+    program += f"import pathlib, test_docs; os.chdir({str(tmp_path)!r}); test_docs.execute(pathlib.Path({str(page)!r}))"
+    (done,) = forked.run([({"MPLBACKEND": "Agg"}, program)])
+    assert done.status == 0, done.said
 
 
 @pytest.mark.parametrize("name", modules_with_examples())

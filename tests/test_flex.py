@@ -11,6 +11,7 @@ import torch
 from accuracy import assert_accurate, run
 from cases import Case
 from flex_fixture import ROUNDED, ROUNDS_GRADIENTS, eager_flex
+from torch.autograd import forward_ad
 
 import flash_dmattn
 from flash_dmattn.backends.flex import backend as flex
@@ -107,7 +108,7 @@ def test_notes_list_the_copies() -> None:
 
 
 def test_forward_mode_runs_elsewhere() -> None:
-    """FlexAttention would drop the tangent."""
+    """FlexAttention would drop the tangent, also of a dual call whose own gradients it could make."""
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
     actual, expected = (
         torch.func.jvp(lambda q, k, v, b=backend: flash_dmattn.attention(q, k, v, backend=b), (q, k, v), (k, v, q))
@@ -115,12 +116,14 @@ def test_forward_mode_runs_elsewhere() -> None:
     )
     torch.testing.assert_close(actual, expected)
     q.requires_grad_()
-    gradients = [
-        torch.autograd.grad(
-            torch.func.jvp(lambda q, b=b: flash_dmattn.attention(q, k, v, backend=b), (q,), (k,)), q, (v, q)
-        )
-        for b in ("flex", "reference")
-    ]
+    gradients = []
+    for backend in ("flex", "reference"):
+        moved = torch.func.jvp(lambda q, b=backend: flash_dmattn.attention(q, k, v, backend=b), (q,), (k,))
+        with eager_flex(), forward_ad.dual_level():
+            out = flash_dmattn.attention(forward_ad.make_dual(q, k), k, v, backend=backend)
+            primal, tangent = forward_ad.unpack_dual(out)
+        dq = torch.autograd.grad(primal.square().sum(), q)
+        gradients.append((*torch.autograd.grad(moved, q, (v, q)), *dq, tangent))
     torch.testing.assert_close(*gradients)
     assert flash_dmattn.explain(q.detach(), k, v, backend="flex").tangents == "eager"
 

@@ -38,7 +38,7 @@ def drawn(number: int) -> SequenceCall:
 @pytest.mark.parametrize("part", range(6))
 def test_random_calls_with_nan_in_all_rows_of_no_sequence(part: int) -> None:
     with eager_flex():
-        for number in range(500 + part, 590, 6):
+        for number in range(500 + part, 548, 6):
             call = drawn(number)
             assert_accurate(run(spoiled(call), "flex"), call)
 
@@ -67,11 +67,12 @@ def call_with(bias: tuple[str, ...], mask: tuple[str, ...] | None, **flags: Any)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_a_bias_and_of_a_mask(name: str) -> None:
     shapes = list(FORMS.values())
-    other = shapes[(shapes.index(FORMS[name]) * 7 + 3) % len(shapes)]
+    index = shapes.index(FORMS[name])
+    mask = shapes[(index * 7 + 3) % len(shapes)]  # so that each form is a mask once, too
+    flags = {"is_causal": True} if index % 2 else {"window_size": (60, 5), "softcap": 2.0}
+    call = call_with(FORMS[name], mask, **flags)
     with eager_flex():
-        for mask, flags in ((FORMS[name], {"is_causal": True}), (other, {"window_size": (60, 5), "softcap": 2.0})):
-            call = call_with(FORMS[name], mask, **flags)
-            assert_accurate(run(spoiled(call), "flex"), call)
+        assert_accurate(run(spoiled(call), "flex"), call)
 
 
 @pytest.mark.parametrize("shape", ["B-Hk-Lq-Lk", "1-1-Lq-Lk", "B-Hq-1-Lk", "Hk-Tq-Lk", "Hq-1-Tk"])
@@ -119,7 +120,7 @@ def one_class(seed: int, bias: str, mask: str | None) -> None:
 def test_new_lengths_and_numbers_of_sequences_settle_after_two_compilations(bias: str, mask: str | None) -> None:
     compilations = Counter()
     with eager_flex():
-        for seed in range(12):
+        for seed in range(6):
             one_class(seed, bias, mask)
     assert compilations() <= 2
 

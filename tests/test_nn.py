@@ -342,20 +342,15 @@ def cached_call(x: Tensor | None = None, **options: Any) -> Any:
 
 
 BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
-    TypeError: [
-        ("sequences is a list; it needs to be a flash_dmattn.Seq", layer_call(ROWS, sequences=[0, 8])),
-    ],
+    TypeError: [("sequences is a list; it needs to be a flash_dmattn.Seq", layer_call(ROWS, sequences=[0, 8]))],
     RuntimeError: [
         (
             "would lose the gradient of k, v or scores; decode under torch.no_grad()",
             lambda: make_layer()(make_x(), cache=KVCache()),
-        ),
+        )
     ],
     ValueError: [
-        (
-            "num_heads is 4; it needs to be a multiple of num_heads_k, 3",
-            lambda: DynamicMaskAttention(24, 4, 3),
-        ),
+        ("num_heads is 4; it needs to be a multiple of num_heads_k, 3", lambda: DynamicMaskAttention(24, 4, 3)),
         ("head_dim is 5; rotary positions need an even number", lambda: DynamicMaskAttention(24, 4, 2, 5)),
         ("keep_window_size is 0; it needs to be at least 1 key, or None", lambda: make_layer(keep_window_size=0)),
         ("local_window_size is -1; it needs to be >= 0", lambda: make_layer(local_window_size=-1)),

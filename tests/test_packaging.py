@@ -287,15 +287,9 @@ def tree(checkout: Path, tmp_path: Path) -> Path:
 MISSING_TOOLS = {
     "no nvcc": ({"programs": {"nvidia-smi": "echo 9.0"}}, "nvcc was not found in CUDA_HOME, in CUDA_PATH or on PATH"),
     "silent nvcc": ({"programs": {**HOPPER, "nvcc": "exit 0"}}, "nvcc --version names no release"),
-    "old nvcc": (
-        {"programs": {**HOPPER, "nvcc": "echo release 11.8"}},
-        "nvcc is release 11.8; sm_90a needs 12.5",
-    ),
+    "old nvcc": ({"programs": {**HOPPER, "nvcc": "echo release 11.8"}}, "nvcc is release 11.8; sm_90a needs 12.5"),
     "no ninja": ({"programs": HOPPER, "has_ninja": False}, "ninja was not found (pip install ninja)"),
-    "old torch": (
-        {"programs": HOPPER, "torch": "2.9.1"},
-        "torch is 2.9.1; its stable ABI is used as of 2.10",
-    ),
+    "old torch": ({"programs": HOPPER, "torch": "2.9.1"}, "torch is 2.9.1; its stable ABI is used as of 2.10"),
 }
 
 

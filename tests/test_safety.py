@@ -101,8 +101,6 @@ backend, broken = sys.argv[1:]
 device, dtype = ("cpu", torch.float32) if backend == "flex" else ("cuda", torch.bfloat16)
 torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, 200, 2, 64, device=device, dtype=dtype)
-if backend == "flex":
-    torch.compile(torch.square)(q)  # Inductor asks the compiler once what it can do
 open(broken, "w").close()
 for number in range(2):  # nothing is remembered of the first failure
     try:
@@ -258,7 +256,9 @@ def test_a_call_that_does_not_compile_leaves_the_library_usable(backend: str, tm
     script.write_text(f'#!/bin/sh\n{says}\nexec {compiler} "$@"\n')
     script.chmod(0o755)
     caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    run(NOT_COMPILED, tmp_path, backend, str(broken), **{variable: str(script)}, **caches)
+    # Inductor need not ask the compiler first what the CPU can do, which takes longer than all else here.
+    settings = {variable: str(script), "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+    run(NOT_COMPILED, tmp_path, backend, str(broken), **settings, **caches)
 
 
 def triton_compiler() -> str:
@@ -290,7 +290,7 @@ def test_a_lost_rank_ends_the_call_of_the_others(fault: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("backend", ["eager"] if DEVICE == "cpu" else ["eager", "triton", "cuda"])
 def test_every_process_has_the_same_bits(backend: str, tmp_path: Path) -> None:
-    folders = [tmp_path / str(number) for number in range(3)]
+    folders = [tmp_path / str(number) for number in range(2)]
     for folder in folders:
         folder.mkdir()
     # One compiles what the others find.

@@ -219,10 +219,7 @@ def calls_of_torch() -> dict[str, tuple[str, Callable[[], Tensor]]]:
         "batches": ("shapes of q, k and v", lambda: sdpa(q, k.repeat(2, 1, 1, 1), v, mask)),
         "dtypes": ("dtypes of q, k and v", lambda: sdpa(q, k.float(), v, mask)),
         "numbers": ("dtype of the mask", lambda: sdpa(q, k, v, mask.long())),
-        "a mask of few heads": (
-            "shape of the mask",
-            lambda: sdpa(q, k[:, :2], v[:, :2], mask[:, :2], enable_gqa=True),
-        ),
+        "a mask of few heads": ("shape of the mask", lambda: sdpa(q, k[:, :2], v[:, :2], mask[:, :2], enable_gqa=True)),
         "a mask of more dims": ("shape of the mask", lambda: sdpa(q[0], k[0], v[0], mask)),
     }
 

@@ -396,10 +396,7 @@ def test_packed_sequences_on_a_gpu(rows: str, heads_k: int, dim: int, dtype: tor
 @pytest.mark.parametrize("module", [cuda, efficient])
 def test_the_operators_have_these_arguments(module: Any) -> None:
     """torch 2.9 and later have them."""
-    wanted = {
-        cuda: ({"scale", "window_size_left", "window_size_right"}, 10, 14),
-        efficient: ({"scale"}, 11, 16),
-    }
+    wanted = {cuda: ({"scale", "window_size_left", "window_size_right"}, 10, 14), efficient: ({"scale"}, 11, 16)}
     keywords, forward, backward_arguments = wanted[module]
     for operator, positional in ((module._FORWARD, forward), (module._BACKWARD, backward_arguments)):
         arguments = operator._schema.arguments

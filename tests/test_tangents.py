@@ -15,12 +15,10 @@ from cases import DEVICE, Case
 from conftest import needs_triton
 from dispatched import bytes_made
 from draws import Drawn, draw_small
-from flex_fixture import eager_flex
 from forked import interpret
 from out_of_tree import KernelPair, registered
 from test_random import small_chunks
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import flash_dmattn
 from flash_dmattn.backends.eager import BACKEND as EAGER
@@ -28,7 +26,7 @@ from flash_dmattn.dispatch import selection
 from flash_dmattn.dispatch.registry import BACKENDS
 
 
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", range(0, 200, 100))
 def test_random_calls_in_chunks(first: int) -> None:
     for number in range(first, first + 100):
         call = tangent_calls.of_case(number, draw_small(number), DEVICE)
@@ -40,7 +38,7 @@ def test_random_calls_in_chunks(first: int) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 @pytest.mark.parametrize("first", (0, 1000))
 def test_random_calls_on_triton(first: int) -> None:
-    assert "48 passed, 0 failed" in interpret("run_calls.py", "interpreter", "tangents", str(first), "48")
+    assert "30 passed, 0 failed" in interpret("run_calls.py", "interpreter", "tangents", str(first), "30")
 
 
 def gradients_of_tangents(call: tangent_calls.TangentCall, backend: str) -> list[Tensor | None]:
@@ -94,18 +92,6 @@ def test_explain_names_the_backend_of_tangents(backend: Any, head_dim: int, name
     with flash_dmattn.config(disabled=("triton",)):
         if backend != "triton":
             assert flash_dmattn.explain(q, q, q, backend=backend, device="sm_90").tangents != "triton"
-
-
-def test_flex_leaves_a_dual_call_and_its_gradients_to_another_backend() -> None:
-    q, k, v, tangent = torch.randn(4, 1, 5, 2, 16, generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for backend in ("flex", "reference"):
-        leaf = q.clone().requires_grad_()
-        with eager_flex(), forward_ad.dual_level():
-            out = flash_dmattn.attention(forward_ad.make_dual(leaf, tangent), k, v, backend=backend)
-            primal, moved = forward_ad.unpack_dual(out)
-        gradients.append((torch.autograd.grad(primal.square().sum(), leaf)[0], moved))
-    torch.testing.assert_close(*gradients)
 
 
 def test_a_loss_with_tangents_names_who_differentiates_them() -> None:

@@ -146,7 +146,7 @@ def test_positions_follow_the_cache() -> None:
 
 def test_static_cache_compiled() -> None:
     """One graph decodes; a prompt does not go into a static cache under a compiler."""
-    model, tokens = make().eval(), text()
+    model, tokens = make(num_hidden_layers=1).eval(), text()
     flags: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(input_ids=tokens, use_cache=False, **flags)
     config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
@@ -157,7 +157,7 @@ def test_static_cache_compiled() -> None:
 
 def test_compiled_training() -> None:
     """torch.compile(fullgraph=True) of a training step: the same loss and gradients."""
-    model, tokens = make().train(), text()
+    model, tokens = make(num_hidden_layers=1).train(), text()
     result = []
     # Not "aot_eager": in torch 2.13 its softplus_backward of a transposed gradient has other strides than it was told.
     for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")):

@@ -10,17 +10,7 @@ import torch
 pytest.importorskip("transformers", exc_type=ImportError)
 
 import transformers
-from transformers_models import (
-    FAMILIES,
-    VERSION,
-    Counted,
-    Graphs,
-    inputs,
-    limits,
-    make,
-    padding,
-    softmax_in_float64,
-)
+from transformers_models import FAMILIES, VERSION, Counted, Graphs, inputs, limits, make, padding, softmax_in_float64
 
 from flash_dmattn.integrations.transformers import register
 

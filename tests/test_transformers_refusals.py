@@ -62,9 +62,7 @@ REFUSED: dict[type[Exception], list[tuple[str, dict[str, Any]]]] = {
             {"cu_seq_lens_q": LIMITS, "attention_mask": LayerMask((1, 1, 6, 6), is_causal=True, used=4)},
         ),
     ],
-    TypeError: [
-        ("dtype int32; with 4 dims it needs to be bool", {"attention_mask": torch.ones(1, 1, 6, 6).int()}),
-    ],
+    TypeError: [("dtype int32; with 4 dims it needs to be bool", {"attention_mask": torch.ones(1, 1, 6, 6).int()})],
 }
 
 

@@ -17,11 +17,10 @@ from transformers_models import (
     LENGTH,
     Counted,
     Graphs,
+    assert_alike,
     drawn,
-    errors,
     inputs,
     lacks_interface,
-    limits,
     make,
     step,
 )
@@ -50,7 +49,7 @@ def compare(name: str, side: str | None, counted: Counted, **changes: Any) -> No
     assert len(counted.calls) == family.calls
     by_token = side is not None and family.kind in ("causal", "masked")
     keep = options["attention_mask"].bool() if by_token else None
-    assert all(x <= y for x, y in zip(errors(result, wanted, keep), limits(name))), errors(result, wanted, keep)
+    assert_alike(result, wanted, name, keep)
 
 
 @pytest.mark.parametrize(("name", "side"), CASES)
@@ -83,7 +82,7 @@ def test_packed_documents(name: str, rows: int, counted: Counted) -> None:
     if name not in ("llama4", "gpt_oss", "deepseek_v32"):
         forms = {"packed" if call["sequences"] is not None else call["mask"].form for call in counted.calls}
         assert forms == ({"packed"} if rows == 1 else {"intervals"})
-    assert all(x <= y for x, y in zip(errors(result, wanted), limits(name))), errors(result, wanted)
+    assert_alike(result, wanted, name)
 
 
 @pytest.mark.parametrize("limits_are", [torch.int32, torch.int64])
@@ -106,7 +105,7 @@ def test_packed_documents_that_a_collator_describes(name: str, limits_are: torch
     result = step(model, {"input_ids": tokens, "position_ids": POSITIONS, **more}, "dmattn")
     assert len(counted.calls) == 2
     assert counted.calls[0]["sequences"] is counted.calls[1]["sequences"]  # made once
-    assert all(x <= y for x, y in zip(errors(result, wanted), limits(name))), errors(result, wanted)
+    assert_alike(result, wanted, name)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -119,7 +118,7 @@ def test_checkpointing(name: str, reentrant: bool, counted: Counted) -> None:
     result = step(model, options, "dmattn")
     assert len(counted.calls) >= 2 * FAMILIES[name].calls  # Swin recomputes a stage, and each block in it again
     result = result._replace(logits=wanted.logits)  # padded tokens are compared by the test above
-    assert all(x <= y for x, y in zip(errors(result, wanted), limits(name))), errors(result, wanted)
+    assert_alike(result, wanted, name)
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])
@@ -133,7 +132,7 @@ def test_masks_of_the_user(form: str, counted: Counted) -> None:
     wanted = step(model, {**options, "attention_mask": added}, "eager")
     result = step(model, {**options, "attention_mask": allowed if form == "bool" else added}, "dmattn")
     assert len(counted.calls) == 2
-    assert all(x <= y for x, y in zip(errors(result, wanted), limits("llama"))), errors(result, wanted)
+    assert_alike(result, wanted, "llama")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "t5"])
@@ -216,4 +215,4 @@ def test_training_in_one_graph(name: str) -> None:
     result = step(model, options, "dmattn", torch.compile(model, backend=graphs, fullgraph=True))
     assert len(graphs.calls) == 1 and graphs.calls[0] >= 1
     assert all((x is None) == (y is None) for x, y in zip(result.gradients.values(), wanted.gradients.values()))
-    assert all(x <= y for x, y in zip(errors(result, wanted), limits(name))), errors(result, wanted)
+    assert_alike(result, wanted, name)

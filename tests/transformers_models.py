@@ -320,6 +320,12 @@ def errors(result: Outcome, wanted: Outcome, keep: Tensor | None = None) -> tupl
     return relative(*logits), relative(result.loss, wanted.loss), worst
 
 
+def assert_alike(result: Outcome, wanted: Outcome, name: str, keep: Tensor | None = None) -> None:
+    """Hold one step of a family against another, by `errors` and `limits`."""
+    off = errors(result, wanted, keep)
+    assert all(x <= y for x, y in zip(off, limits(name))), off
+
+
 class Counted:
     """The calls of `flash_dmattn.attention` as their arguments, and the masks that layers received."""
 
