@@ -105,6 +105,7 @@ class Case:
     sink_dtype: torch.dtype | None = None
     dropout_p: float = 0.0  # of a key drawn after `torch.manual_seed(seed)`
     relative: Numbers | None = None  # in the place of `bias`
+    key_device: str = ""  # of the call's dropout key, where results are compared on another device
 
     def flags(self) -> dict[str, Any]:
         """The keyword arguments that every implementation of the formula takes."""
@@ -136,11 +137,11 @@ class Case:
         return {"dropout_p": self.dropout_p} if self.dropout_p else {}
 
     def dropout(self, device: torch.device | str = DEVICE) -> Dropout | None:
-        """The dropout of a call right after `torch.manual_seed(seed)`, as the formula takes it."""
+        """The dropout of a call right after `torch.manual_seed(seed)`, as the formula takes it on a device."""
         if not self.dropout_p:
             return None
         torch.manual_seed(self.seed)
-        return Dropout(self.dropout_p, draw_key(torch.device(device)))
+        return Dropout(self.dropout_p, draw_key(torch.device(self.key_device or device)).to(device))
 
     def repro(self) -> str:
         """One line that rebuilds this case, whatever its default dtype there."""

@@ -51,7 +51,7 @@ def simulated(case: ParallelCase, size: int, backend: Backend = EAGER) -> dict[s
         kept = torch.cat([torch.arange(0), *(torch.arange(*run) for run in held)])
         rows = RankRows(parts, places_in(held, parts), views, q, bias, None, flags, needs)
         dtype = formula.softmax_dtype(q)
-        out, lse = torch.empty_like(dout), torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=dtype)
+        out, lse = torch.empty_like(dout), torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=dtype, device=q.device)
         sums = Sums.of(rows)
         groups = case.groups or 1
         for heads in [HeadGroup(place, groups) for place in range(groups)]:

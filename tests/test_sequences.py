@@ -247,6 +247,18 @@ def test_fake_tensors_have_no_values_to_read(call: Callable[[Tensor], Any], infe
             assert shapes() == expected
 
 
+def test_a_traced_layout_asks_for_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers cannot trace the question, and a fake tensor of a GPU stands for theirs."""
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append(True))
+    monkeypatch.setattr(Sequences, "_laid_out", lambda *_: None)  # which a torch without CUDA cannot trace on a GPU
+    with FakeTensorMode():
+        edges = torch.empty(3, dtype=torch.int32, device="cuda")
+        q = torch.empty(8, 2, 16, device="cuda")
+        Sequences.packed(edges, max_seqlen_q=5).lay_out(q, q, q)
+    assert asked == []
+
+
 def test_builders_of_masks_read_no_value_of_fake_tensors() -> None:
     with FakeTensorMode():
         edges = torch.tensor([0, 3, 8], dtype=torch.int32)

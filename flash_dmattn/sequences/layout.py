@@ -261,9 +261,10 @@ class Sequences:
         first = tensors[0]
         # Fake tensors have no values to compare. Wrong types are for `spec` to refuse.
         is_plain = type(first) is Tensor and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-        # The graph of a capture has to compute the layout from the tensors at every replay.
-        is_captured = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not is_plain or torch.compiler.is_compiling() or is_captured:
+        # The graph of a capture has to compute the layout from the tensors at every replay. A compiler cannot trace the
+        # question whether there is one.
+        is_traced = not is_plain or torch.compiler.is_compiling()
+        if is_traced or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
             spec = self.spec(q, k, v, names=names, rows=rows)
             return spec, self._laid_out(spec)
         # Tensors that inference mode makes cannot be saved for a backward pass.
