@@ -110,4 +110,5 @@ def group_shift(p: AttentionProblem) -> int:
     is_small = p.batch * p.num_heads_k * seen * (p.head_dim + p.head_dim_v) < LEAST_KEYS
     if is_small or (p.seqlen_q > _FULL_QUERIES and seen < MANY_KEYS):
         return 0
+    group = int(group)  # the symbol of a compiler has no bits
     return min((group & -group).bit_length() - 1, _MOST_SHIFT)  # the power of two in the group
