@@ -44,8 +44,8 @@ class Options:
         only: parts of names or groups of cases.
         systems: names, or None for all systems of a suite.
         passes: the passes of the performance suite.
-        deadline: seconds on the monotonic clock. No case begins that may not end by then: it takes as long as in the
-            published run, or as the longest so far.
+        deadline: seconds on the monotonic clock. A case that may end later does not begin. The published run says how
+            long a case takes, or else the longest case so far.
         share: (i, n): the i-th of n processes that share the cases and the file of results, from 1.
         compiles: "first", before the cases run; "only", and no case runs; "not".
         fresh: start again and do not continue an earlier run.
@@ -115,8 +115,12 @@ def run(suite: str, options: Options) -> int:
 
 def known_seconds(suite: str, published: Path = PUBLISHED) -> dict[str, float]:
     """Return how long each case took in the published runs, on the machine where it took longest."""
-    rows = [row for path in published.glob(f"*/{suite}.json") for row in load(path)["rows"] if row.get("seconds")]
-    return {row["name"]: max(sum(r["seconds"].values()) for r in rows if r["name"] == row["name"]) for row in rows}
+    known: dict[str, float] = {}
+    for path in published.glob(f"*/{suite}.json"):
+        for row in load(path)["rows"]:
+            if row.get("seconds"):
+                known[row["name"]] = max(known.get(row["name"], 0.0), sum(row["seconds"].values()))
+    return known
 
 
 def share(part: tuple[int, int], cases: list[Case], known: dict[str, float]) -> list[Case]:

@@ -82,8 +82,8 @@ bool pays_to_hold_bias(const KernelInstance& instance, Bias form, const Sizes& s
                                                            static_cast<int>(sizes.seqlen_q), sizes.seqlen_k);
 }
 
-// Checks that 2^group_shift heads of a group can be rows, and returns the sizes of the call with them: the kernel takes
-// no bias, mask, sink or dropout beside, and a consumer's 64 rows are whole queries.
+// Checks that 2^group_shift heads of a group can be rows, and returns the sizes of the call with them. The kernel takes
+// no bias, mask, sink or dropout then. A consumer's 64 rows are whole queries.
 Sizes sizes_in_rows(const ForwardArguments& call, Sizes sizes) {
   const int64_t shift = call.group_shift;
   CHECK_FOR(call.op, shift >= 0 && shift <= 6, "group_shift is ", shift, "; it may be 0 to 6");
@@ -211,8 +211,8 @@ Sizes sizes_of_call(const ForwardArguments& call, bool has_pages) {
 }
 
 // Checks the results, the sequences, the bias, the mask and dropout, and chooses the kernel of the instance.
-ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, const KernelInstance& instance,
-                              bool has_pages, ForwardParams& params) {
+ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, const Sizes& rows,
+                              const KernelInstance& instance, bool has_pages, ForwardParams& params) {
   const char* const op = call.op;
   const SequenceCall* const sequences = call.sequences;
   check_dims(op, call.out, "out", {sizes.batch, sizes.seqlen_q, sizes.num_heads, sizes.head_dim_v}, call.q);
@@ -244,7 +244,7 @@ ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, 
   CHECK_FOR(op, !variant.has_dropout || variant.bias != Bias::kRelative, "dropout has no kernel for a bias by distance");
   variant.has_one_mask_row = call.one_mask_row;
   variant.has_pages = has_pages;
-  variant.queries = sequences == nullptr ? sizes.seqlen_q : sizes.batch * sizes.seqlen_q / sequences->bounds.size(0);
+  variant.queries = sequences == nullptr ? rows.seqlen_q : sizes.batch * sizes.seqlen_q / sequences->bounds.size(0);
   return variant;
 }
 
@@ -288,8 +288,7 @@ void forward(const ForwardArguments& call) {
   ForwardParams params{};
   const Sizes rows = sizes_in_rows(call, sizes);
   set_sizes(rows, params);
-  ForwardVariant variant = choose_variant(call, sizes, instance, has_pages, params);
-  if (sequences == nullptr) variant.queries = rows.seqlen_q;
+  ForwardVariant variant = choose_variant(call, sizes, rows, instance, has_pages, params);
   const CurrentDevice device(op, call.q);  // before the TMA descriptors, whose encoder needs its context
   const int num_sms = sm_count(op, device.index);
   const bool has_more = !call.mask.empty() || variant.has_dropout || sequences != nullptr ||
