@@ -297,9 +297,12 @@ def run(
             running.remove(each)
             finish(each, board, deadline + SECONDS_TO_REPORT if each in late else None)
         time.sleep(0.05)
+    for part in waiting:  # the board names every part
+        if part.name not in board.rows:
+            board.add(part, "late", 0, "not started")
     counts = dict.fromkeys(("passed", "failed", "left"), 0)
     for part in parts:
-        status = board.rows.get(part.name, {}).get("status", "late")
+        status = board.rows[part.name]["status"]
         counts["left" if status == "late" else status] += 1
     print(f"\n{len(parts)} parts: {', '.join(f'{count} {what}' for what, count in counts.items())}", flush=True)
     for line in forced_results(parts, board):
@@ -414,6 +417,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="print the parts and end")
     chosen = parser.parse_args(arguments)
+    if chosen.slots < 1:
+        parser.error(f"--slots is {chosen.slots}, and no part would start; it needs to be 1 or more")
     parts = all_parts() if chosen.forced is None else forced_parts(chosen.forced or FORCED)
     parts = [part for part in parts if not chosen.only or any(name in part.name for name in chosen.only)]
     if chosen.racecheck_extension is None:

@@ -47,7 +47,7 @@ def random_calls() -> list[str]:
 
 def gpu_suite() -> list[str]:
     """Return the table of the GPU suite."""
-    rows = ["| run | parts | passed | failed | cut off by time |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| run | parts | passed | failed | not ended |", "| --- | --- | --- | --- | --- |"]
     for content in read("checks-*.json"):
         counts = Counter(row["status"] for row in content["parts"].values())
         name = f"{content.get('device', 'GPU')}, commit {content['commit']}"

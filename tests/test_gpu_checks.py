@@ -75,7 +75,7 @@ def test_what_is_late_is_ended_with_its_children_and_runs_again(tmp_path: Path) 
     started = time.monotonic()
     assert go(parts, tmp_path, deadline=started + 1.0, slots=1) == UNFINISHED
     assert time.monotonic() - started < 20
-    assert statuses(tmp_path) == {"slow": "late"}
+    assert statuses(tmp_path) == {"slow": "late", "after it": "late"}
     assert go([part("slow", "pass"), parts[1]], tmp_path) == PASSED
 
 
@@ -222,3 +222,9 @@ def test_without_a_gpu_nothing_passes(
         gpu_checks.main(["--out", str(tmp_path / "out")])
     assert ended.value.code == 2 and "torch finds no GPU" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_no_slot_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_checks.main(["--slots", "0", "--list"])
+    assert ended.value.code == 2 and "--slots is 0" in capsys.readouterr().err
