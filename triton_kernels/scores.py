@@ -200,26 +200,6 @@ def block_by_distance(step, nearest, near, IS_NEAR: tl.constexpr):
 
 
 @triton.jit
-def ends_of(
-    first, first_key, shape, distances,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CLAMPS: tl.constexpr, GATHERED: tl.constexpr,
-):  # fmt: skip
-    """Tell whether all scores of a tile are at the first value or before it, and whether all are at the last or beyond.
-
-    If the bias does not clamp, those at the first and the last value are neither.
-    """
-    if GATHERED:
-        return False, False
-    else:
-        least = distances.zero + first_key - first - (shape.seqlen_k - shape.seqlen_q) - (BLOCK_M - 1)
-        most = least + (BLOCK_M - 1) + (BLOCK_N - 1)
-        if CLAMPS:
-            return most <= 0, least >= distances.number - 1
-        else:
-            return most < 0, least >= distances.number
-
-
-@triton.jit
 def places_of(rows, keys, shape, distances, AXIS: tl.constexpr):
     """Return the place of each score of a tile among the values of a bias by distance."""
     steps = tl.expand_dims(keys, 1 - AXIS) - tl.expand_dims(rows, AXIS)
