@@ -6,8 +6,8 @@ the second derivative, or refuses it. In forward mode `TangentAttention` compute
 `TangentGradients` the gradients of a loss that contains tangents.
 
 Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`. Mapped calls run
-one by one if each has its own sink or needs its own gradient of the sink, because a batch has one sink per head. Calls
-with dropout also run one by one, because random numbers go by the number of an entry within its call.
+one by one if each has its own sink or needs its own gradient of the sink, because a batch has one sink per head. So do
+calls with sequences or dropout, which number the entries within each call.
 """
 
 from __future__ import annotations

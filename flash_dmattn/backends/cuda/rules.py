@@ -413,7 +413,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
 _SUMMED_KEYS = 64  # up to so many keys of a sequence, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
 
 
-_PAGE_SIZES = (16, 32, 64)  # supported, and multiples of _KEYS, which a kernel reads at a time
+_PAGE_SIZES = (16, 32, 64)  # and multiples of _KEYS, the keys that a kernel reads at a time
 
 
 def _spec(p: AttentionProblem) -> SequenceSpec:
