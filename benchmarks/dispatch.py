@@ -1,7 +1,7 @@
 """Time what `attention()` adds to its backend on the smallest calls, (1, 8, 2, 16), on the host alone.
 
-The bare backend is its two passes, planned beforehand. Rounds of both alternate
-and the best of each counts: rounds are short, so that some of them find a busy machine idle.
+The bare backend is its two passes, planned beforehand. Rounds of both alternate and the best of each counts: rounds are
+short, so that some of them find a busy machine idle.
 
 `--kinds` times calls with masks, biases and sequences in the place of that, (2, 256, 4, 64) each, beside SDPA and an
 `autograd.Function` that does nothing, which is the floor of a step in Python: forward without gradients, and a step,

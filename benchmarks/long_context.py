@@ -4,8 +4,8 @@ python -m benchmarks.long_context --out FILE.json              # on a GPU: the t
 python -m benchmarks.long_context --plot FILE.json             # anywhere: FILE.png and FILE.svg
 
 Ours takes an `IntervalMask`, made from one score per key; FlexAttention a BlockMask of the same intervals, made
-beforehand; cuDNN attends to all keys of the prefix, heads repeated: the price of no mask. Sampled rows of each output
-that has the mask are held against the formula in fp64, and gradients of FlexAttention against ours.
+beforehand; cuDNN attends to all keys of the prefix, with k and v repeated for all query heads. Sampled rows of each
+output that has the mask are compared with the formula in fp64, and gradients of FlexAttention with ours.
 """
 
 from __future__ import annotations

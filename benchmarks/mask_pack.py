@@ -64,7 +64,7 @@ def cuda_tile_mask(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
 
 
 def compare(extension: bool) -> bool:
-    """Print where the kernels and plain PyTorch on the same GPU differ; return whether they do nowhere."""
+    """Print where the kernels and plain PyTorch on the same GPU differ; return whether all bits are equal."""
     good = True
     for name, mask in equality_cases():
         seqlen_q, seqlen_k = mask.shape[2:]

@@ -61,7 +61,7 @@ def held(make: Callable[[], T], device: torch.device) -> tuple[T, float]:
 def _without_garbage() -> Iterator[None]:
     """Free all garbage, then let collections look only at what is made from here on.
 
-    A peak takes several collections, and with the modules of torch and Triton loaded one of everything is slow.
+    A peak takes several collections, and with torch and Triton loaded a collection of all objects is slow.
     """
     gc.collect()
     gc.freeze()
@@ -74,7 +74,7 @@ def _without_garbage() -> Iterator[None]:
 def _watch_gpu(run: Callable[[], None]) -> tuple[float, float]:
     """Bytes above those before: the most during a run, and those still held after it."""
     torch.cuda.synchronize()
-    gc.collect()  # modules refer to each other, and what they held of the run before is freed at some time
+    gc.collect()  # frees now, and not during the run, what modules that refer to each other held of the run before
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()

@@ -71,7 +71,7 @@ class Options:
 
 
 def plan(suite: str, options: Options) -> list[Case]:
-    """All cases of a suite that a run of these options is of, small ones on a CPU; `only` does not count here."""
+    """Return all cases that a run with these options has, small ones on a CPU; `only` does not count here."""
     cases = cases_of(suite, None, options.quick)
     if suite == "performance":
         cases = [case for case in cases if set(case.passes) & set(options.passes)]

@@ -86,7 +86,7 @@ def kernels_of(case: Case) -> tuple[str, ...]:
 
 
 def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
-    """Tiles that may be good: registers that hold their sums and scores, and are used, and stages that fit."""
+    """Yield tiles that may be good: registers hold their sums and scores and are well used, and their stages fit."""
     width = case.dtype.itemsize
     for block_m, block_n, num_warps, num_stages in product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4)):
         threads = 32 * num_warps

@@ -62,7 +62,7 @@ class Bound(NamedTuple):
 
     Attributes:
         call: what to run.
-        leaves, dout: what it is differentiated by, and with.
+        leaves, dout: the inputs whose gradients are taken, and the gradient of out.
         names: of out and the gradients.
         places: where our rows stand among the rows of the system, None where they are the same.
         around: what both passes run inside of.

@@ -30,7 +30,7 @@ from .trial import device_is_lost, worded
 Record = dict[str, Any]
 # The weight whose gradient is compared. The backward pass computes it last.
 FIRST_WEIGHT = "layers.0.q_proj.weight"
-# The loss is one number: its error is one draw, and a ratio of two draws bounds nothing. Half a unit of bf16 instead.
+# The error of the loss, a single number, may be 0 by chance, so a ratio to it bounds nothing. Half a unit of bf16 does.
 LOSS_LIMIT = 2.0**-9
 
 

@@ -35,7 +35,7 @@ def folds(case: Case) -> bool:
 
 
 def needs(name: str, case: Case, device: torch.device) -> Needs:
-    """The one kernel that takes no tensor to add, and the one whose matrices would not fit; the rest shows when run."""
+    """Refuse what is known before a run: flash takes no mask or bias, and the matrices of math may not fit."""
     if name == "sdpa-flash" and device.type == "cuda" and folds(case):
         return Needs("the kernel takes neither mask nor bias")
     if case.bias == "hd":
@@ -47,7 +47,7 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
 
 
 def missing(name: str, device: torch.device) -> str:
-    """Which kernels the CPU has not."""
+    """Return why a kernel cannot run on the device; "" where it can."""
     return "" if device.type == "cuda" or name in ON_CPU else "PyTorch has no such kernel on CPU"
 
 
