@@ -82,9 +82,9 @@ def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
-    """Return out, lse and their tangents inside of `torch.func.jvp`, computed below it: by what runs around it.
+    """Return out, lse and their tangents inside of `torch.func.jvp`, computed one level below, outside of the jvp.
 
-    An autograd function that is called inside of it goes the same way, but torch makes a class for each such call.
+    An autograd function that is called inside of jvp would go the same way, but torch makes a class for each such call.
     """
     interpreter = retrieve_current_functorch_interpreter()
     level = interpreter.level()
