@@ -108,12 +108,10 @@ class Case:
 
     @property
     def seqlen_q(self) -> int:
-        """Number of queries."""
         return self.seqlen if self.queries is None else self.queries
 
     @property
     def value_dim(self) -> int:
-        """Head dim of v and out."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
@@ -148,7 +146,6 @@ class Case:
 
     @property
     def takes_gradients(self) -> bool:
-        """Return whether any timed pass needs a gradient."""
         return self.passes != ("forward",)
 
     def explain(self, device: str, *, gradients: bool | None = None, return_lse: bool = False) -> Explanation:

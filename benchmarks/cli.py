@@ -180,7 +180,6 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def print_list(args: argparse.Namespace) -> int:
-    """Print every case and every system."""
     for suite in SUITES:
         print(suite)
         for case in cases_of(suite):

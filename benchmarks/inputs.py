@@ -44,7 +44,6 @@ class Inputs(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Numbers of queries and of keys."""
         return self.q.shape[1], self.k.shape[1]
 
     @property

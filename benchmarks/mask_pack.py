@@ -125,7 +125,6 @@ def copy_bandwidth() -> float:
 
 
 def result_bytes(prepared: object) -> int:
-    """Return the bytes of a prepared mask."""
     fields = (getattr(prepared, field.name) for field in dataclasses.fields(prepared))  # type: ignore[arg-type]
     return sum(x.numel() * x.element_size() for x in fields if isinstance(x, torch.Tensor))
 
@@ -186,7 +185,6 @@ def main() -> int:
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    """Print every strip size."""
     if not torch.cuda.is_available():
         print("sweep strips: torch finds no GPU on this machine.", file=sys.stderr)
         return 2
@@ -195,7 +193,6 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 
 def add_parser(searches: Any) -> None:
-    """Add the sweep to the command line."""
     command = searches.add_parser("strips", help="strips of the mask packing of Triton")
     command.set_defaults(run=run_sweep)
 

@@ -255,7 +255,6 @@ def _runners(batch: Batch, system: System) -> tuple[Runner, Runner]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", nargs="+", default=["cuda", "triton"])
     parser.add_argument("--case", nargs="*", default=[""], help="words of the cases to run; all of them by default")

@@ -87,7 +87,6 @@ def rounded(x: Any) -> Any:
 
 
 def load(path: Path) -> Record:
-    """The content of a file of results."""
     content: Record = json.loads(path.read_text(encoding="utf-8"))
     if content.get("schema") != SCHEMA:
         raise OtherRun(f"{path} has schema {content.get('schema')!r}, and this version reads {SCHEMA}")

@@ -188,7 +188,6 @@ def run_rows(rows: list[Row], device: torch.device, rep_ms: float) -> bool:
 
 
 def main() -> int:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--rep-ms", type=float, default=200, help="about how long each row is timed")

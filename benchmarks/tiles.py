@@ -301,7 +301,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_parser(searches: Any) -> None:
-    """Add the subcommand to the command line."""
     command = searches.add_parser("tiles", help="tiles of the Triton kernels")
     command.add_argument("names", nargs="*", choices=[*CASES, []], metavar="CASE", help="cases; all of them by default")
     command.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))

@@ -14,7 +14,6 @@ Record = dict[str, Any]
 
 
 def page(content: Record) -> str:
-    """The whole page."""
     bodies = {"equivalence": _equivalence, "performance": _performance, "memory": _memory, "model": _model}
     lines = [f"# {content['suite'].capitalize()}", "", f"{machines.line(content['machine'])}.", ""]
     lines += bodies[content["suite"]](content)
@@ -27,7 +26,6 @@ def page(content: Record) -> str:
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
-    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
 

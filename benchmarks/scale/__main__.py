@@ -40,7 +40,6 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Run, or report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the folder to write")
     parser.add_argument(

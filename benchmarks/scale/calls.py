@@ -124,7 +124,6 @@ class Work:
         return (self.window, -1) if self.kind == "window" else None
 
     def layout(self, group: Group) -> SequenceLayout:
-        """Which rank has which rows."""
         return SequenceLayout.zigzag(self.length, group.size)
 
     def tensors(self, group: Group) -> dict[str, Tensor]:

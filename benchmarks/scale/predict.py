@@ -247,7 +247,6 @@ def read_machine(path: str | Path) -> Machine:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale.predict", description=__doc__.split("\n")[0])
     integers: dict[str, Any] = {"type": int, "metavar": "N"}

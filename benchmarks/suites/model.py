@@ -52,12 +52,10 @@ class Step:
         return cls(decoder, attends, dict(decoder.named_parameters()))
 
     def loss(self) -> Tensor:
-        """The forward pass."""
         loss: Tensor = self.decoder(self.attends)
         return loss
 
     def __call__(self) -> tuple[Tensor, ...]:
-        """The gradients of the leaves."""
         return torch.autograd.grad(self.loss(), list(self.leaves.values()))
 
     def first(self) -> Results:

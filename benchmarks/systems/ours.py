@@ -45,7 +45,6 @@ def refusal(name: str, problem: AttentionProblem, passes: tuple[Direction, ...])
 
 
 def missing(name: str, device: torch.device) -> str:
-    """Why a backend does not work here."""
     if name in ("cuda", "triton") and device.type == "cpu":
         return "its kernels run on GPUs"
     return BACKENDS[name].probe().reason
