@@ -203,7 +203,7 @@ class Truth:
         return float((x.double() - exact).norm() / exact.norm().clamp(min=1e-12))
 
     def holds(self, batch: Batch, system: System) -> bool:
-        """Return whether all errors of a system are within the rule; print those that are not."""
+        """Return whether all errors of a system are within the rule; print the others."""
         good = True
         names = ("out", "dq", "dk", "dv", "dbias")
         for name, x, exact, allowed in zip(names, self.results(batch, system.run), self.exact, self.allowed):
