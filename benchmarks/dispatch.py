@@ -29,7 +29,7 @@ BATCH, LENGTH, HEADS, HEAD_DIM = OF_KINDS = (2, 256, 4, 64)
 
 
 def best_us(functions: Sequence[Callable[[], object]], rounds: int, calls: int) -> list[float]:
-    """The least time of one call of each function, in microseconds, over alternating rounds."""
+    """Return the least time of one call of each function, in microseconds, over alternating rounds."""
     best = [float("inf")] * len(functions)
     for _ in range(rounds):
         for i, function in enumerate(functions):

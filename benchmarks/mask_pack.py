@@ -30,7 +30,7 @@ STRIPS = [(keys, warps) for keys in (128, 256, 512, 1024) for warps in (2, 4, 8,
 
 
 def random_mask(*shape: int) -> torch.Tensor:
-    """Random bools, with some tiles full and some empty."""
+    """Return random bools, with some tiles full and some empty."""
     mask = torch.empty(shape, dtype=torch.bool, device="cuda")
     mask.view(torch.uint8).random_(0, 2)
     mask[..., : shape[-2] // 3, : shape[-1] // 2] = True
@@ -39,7 +39,7 @@ def random_mask(*shape: int) -> torch.Tensor:
 
 
 def equality_cases() -> Iterator[tuple[str, torch.Tensor]]:
-    """Masks of every load width, broadcast form and layout, more than 65535 heads, more than 2^31 elements."""
+    """Yield masks of every load width, broadcast form and layout, more than 65535 heads, more than 2^31 elements."""
     for shape in ((2, 3, 1, 1), (1, 2, 7, 130), (2, 2, 300, 1040), (1, 1, 1000, 4096), (2, 1, 129, 4095)):
         yield str(shape), random_mask(*shape)
     wide = random_mask(2, 2, 500, 1200)
@@ -118,7 +118,7 @@ def host_microseconds(run: Callable[[], object], repeats: int = 200) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy of 1 GiB."""
+    """Return bytes read and written per second by a copy of 1 GiB."""
     source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / (1e-3 * milliseconds(lambda: target.copy_(source)))

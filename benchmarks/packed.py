@@ -93,7 +93,7 @@ class Batch:
                 self.mask[:, first : first + length, :length] = kept[0]
 
     def prepared(self) -> Any:
-        """The mask as tiles, with causality."""
+        """Return the mask as tiles, with causality."""
         assert self.mask is not None
         rows = len(self.q)
         return PreparedMask.from_mask(

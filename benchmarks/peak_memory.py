@@ -72,7 +72,7 @@ def _without_garbage() -> Iterator[None]:
 
 
 def _watch_gpu(run: Callable[[], None]) -> tuple[float, float]:
-    """Bytes above those before: the most during a run, and those still held after it."""
+    """Return bytes above those before: the most during a run, and those still held after it."""
     torch.cuda.synchronize()
     gc.collect()  # frees now, and not during the run, what modules that refer to each other held of the run before
     before = torch.cuda.memory_allocated()
@@ -85,7 +85,7 @@ def _watch_gpu(run: Callable[[], None]) -> tuple[float, float]:
 
 
 def _watch_cpu(run: Callable[[], None]) -> tuple[float, float]:
-    """The same by the allocations that the profiler sees: the allocator of the CPU counts nothing itself."""
+    """Return the same by the allocations that the profiler sees: the allocator of the CPU counts nothing itself."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

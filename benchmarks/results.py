@@ -94,7 +94,7 @@ def load(path: Path) -> Record:
 
 
 def missing(content: Record) -> list[str]:
-    """The planned cases that have no row."""
+    """Return the planned cases that have no row."""
     done = {row["name"] for row in content["rows"]}
     return [name for name in content["planned"] if name not in done]
 

@@ -194,7 +194,7 @@ def _modes_of(suite: str, system: systems.System, case: Case) -> tuple[systems.M
 
 
 def make_row(suite: str, case: Case, available: list[systems.System], options: Options) -> Record:
-    """The row of a case; an exception outside any system, for instance no memory for the inputs, is its error."""
+    """Make the row of a case; an exception outside any system, such as no memory for the inputs, is its error."""
     device = options.device
     effort = performance.QUICK if options.quick else performance.FULL
     functions: dict[str, Callable[..., Record]] = {

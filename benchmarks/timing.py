@@ -55,7 +55,7 @@ class Runner:
 
 
 def gradients(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
-    """The backward pass that is timed; the graph stays, for the next run."""
+    """Run the backward pass that is timed; the graph stays, for the next run."""
     return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 

@@ -210,7 +210,7 @@ MODEL_YARDSTICK = (("plain PyTorch", "plain"), ("limit", "limits"))
 
 
 def model_rows(row: Record) -> Iterator[tuple[list[str], str]]:
-    """The cells of `MODEL_HEAD` and a note, for a decoder without attention, then for every system."""
+    """Yield the cells of `MODEL_HEAD` and a note, for a decoder without attention, then for every system."""
     bare = row["without_attention"]
     if bare is not None:
         yield ["no attention", ms(bare["ms"]), f"{ms(bare['p20'])}-{ms(bare['p80'])}", "-", "-", "-", "-"], ""

@@ -144,7 +144,7 @@ class Work:
         return tensors
 
     def mask_rows(self, group: Group, rows: Tensor | None = None) -> Tensor:
-        """The mask of a whole call, (1, 1 or Hk, L, L), or some rows of it."""
+        """Return the mask of a whole call, (1, 1 or Hk, L, L), or some rows of it."""
         if self.kind == "packed":
             # Ends of documents at random places, so that lengths differ as they do in a corpus.
             draw = torch.Generator().manual_seed(1)
@@ -157,7 +157,7 @@ class Work:
         return mask if rows is None else mask.index_select(2, rows)
 
     def on_one_gpu(self, group: Group) -> Bound:
-        """The call of one GPU."""
+        """Return the call of one GPU."""
         x = self.tensors(group)
         mask = PreparedMask.from_mask(self.mask_rows(group), is_causal=True) if self.is_masked else None
         leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
@@ -178,7 +178,7 @@ class Work:
         strategy: Literal["gather", "ulysses"] = "gather",
         all_keys: bool = False,
     ) -> Bound:
-        """The call of this rank; with `all_keys` every key is sent, also under a window."""
+        """Return the call of this rank; with `all_keys` every key is sent, also under a window."""
         layout, x = self.layout(group), self.tensors(group)
         x = {name: self._share(layout, name, tensor, group.rank) for name, tensor in x.items()}
         mask = None
@@ -227,7 +227,7 @@ def names_of(leaves: Sequence[Tensor]) -> tuple[str, ...]:
 
 
 def cases(group: Group, sizes: Sizes) -> Iterator[Work]:
-    """Every case; those whose bias or mask takes long to make come last."""
+    """Yield every case; those whose bias or mask takes long to make come last."""
     rest: dict[str, Any] = {"head_dim": sizes.head_dim, "kept": sizes.kept, "window": sizes.window}
     rest |= {"document": sizes.document, "dtype": sizes.dtype}
     for length in sizes.lengths:

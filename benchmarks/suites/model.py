@@ -48,7 +48,7 @@ class Step:
 
     @classmethod
     def of(cls, decoder: Decoder, attends: Sequence[Attend]) -> Step:
-        """The step for every parameter."""
+        """Return the step for every parameter."""
         return cls(decoder, attends, dict(decoder.named_parameters()))
 
     def loss(self) -> Tensor:

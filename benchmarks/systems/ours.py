@@ -40,7 +40,7 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
 
 
 def refusal(name: str, problem: AttentionProblem, passes: tuple[Direction, ...]) -> str:
-    """Every rule of a backend that some passes of a call break, in words."""
+    """Return every rule of a backend that some passes of a call break, in words."""
     return "; ".join(str(reason) for reason in BACKENDS[name].broken_rules(problem, passes))
 
 

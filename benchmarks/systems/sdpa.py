@@ -52,7 +52,7 @@ def missing(name: str, device: torch.device) -> str:
 
 
 def bind(kernel: SDPBackend, inputs: Inputs, mode: Mode) -> Bound:
-    """The pinned call; k and v are repeated, which is timed, where a kernel has no grouped heads."""
+    """Return the pinned call; k and v are repeated, which is timed, where a kernel has no grouped heads."""
     q, k, v = (x.transpose(1, 2) for x in inputs[:3])
     seqlen_q, seqlen_k = inputs.lengths
     folded = inputs.mask is not None or inputs.bias is not None or (inputs.is_causal and seqlen_q != seqlen_k)
@@ -98,7 +98,7 @@ def fold(inputs: Inputs, allowed: Tensor | None = None) -> Tensor | None:
 
 
 def per_query_head(x: Tensor | None, inputs: Inputs) -> Tensor | None:
-    """A mask or bias with 1 or Hq heads."""
+    """Return a mask or bias with 1 or Hq heads."""
     heads = inputs.q.shape[2]
     return x if x is None or x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)
 

@@ -23,7 +23,7 @@ _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @cache
 def installed_instances() -> frozenset[str] | None:
-    """The names of the kernel instances in the extension, read without loading it; None without an extension."""
+    """Return the names of the kernel instances in the extension, read without loading it; None without an extension."""
     try:
         path = extension.find()
         return None if path is None else frozenset(extension.build_info(path)["instances"])
