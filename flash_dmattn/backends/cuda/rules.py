@@ -346,7 +346,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
     _preference(
         "few_rows",
         lambda p: p.seqlen_q >= _ROWS or _fills_half_tiles(p) or _serves_few_queries(p),
-        lambda p: f"there are {p.seqlen_q} queries, less than the {_ROWS} of a tile",
+        lambda p: f"seqlen_q is {p.seqlen_q}; a tile has {_ROWS} queries",
     ),
     _preference(
         "few_tiles",
@@ -527,7 +527,7 @@ _SEQUENCE_AUTO_RULES: tuple[Rule, ...] = (
     _preference(
         "short_sequences",
         lambda p: _mean_queries(p) >= _ROWS,
-        lambda p: f"sequences have {_mean_queries(p):.0f} queries on average, less than the {_ROWS} of a tile",
+        lambda p: f"sequences have {_mean_queries(p):.0f} queries on average; a tile has {_ROWS}",
     ),
 )
 
