@@ -33,7 +33,7 @@ Times = dict[tuple[str, str, str], list[float]]
 
 
 def copy_with(extension: Path, folder: Path) -> Path:
-    """A copy of the checkout below a folder, with a file as its extension."""
+    """Return a copy of the checkout below a folder, with a file as its extension."""
     tree = folder / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
     shutil.copy(extension, tree / "flash_dmattn" / EXTENSION)
@@ -41,7 +41,7 @@ def copy_with(extension: Path, folder: Path) -> Path:
 
 
 def time_build(tree: Path, out: Path, options: Sequence[str], system: str) -> dict[tuple[str, str], float]:
-    """Milliseconds by case and pass of one process.
+    """Return milliseconds by case and pass of one process.
 
     Raises:
         RuntimeError: the run failed, a result was wrong, or no case was served; what it printed is the message.

@@ -108,12 +108,10 @@ class Case:
 
     @property
     def seqlen_q(self) -> int:
-        """Number of queries."""
         return self.seqlen if self.queries is None else self.queries
 
     @property
     def value_dim(self) -> int:
-        """Head dim of v and out."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
@@ -124,7 +122,7 @@ class Case:
         return f"{self.batch},{self.heads},{self.heads_k},{lengths},{dims}"
 
     def shape_of(self, form: str) -> tuple[int, ...]:
-        """The 4-D shape of a mask or bias of these dims; (1, H, distances) of a bias by distance."""
+        """Return the 4-D shape of a mask or bias of these dims; (1, H, distances) of a bias by distance."""
         heads = self.heads if "h" in form else self.heads_k if "k" in form else 1
         if "d" in form:
             return 1, heads, 2 * self.reach + 1
@@ -148,7 +146,6 @@ class Case:
 
     @property
     def takes_gradients(self) -> bool:
-        """Return whether any timed pass needs a gradient."""
         return self.passes != ("forward",)
 
     def explain(self, device: str, *, gradients: bool | None = None, return_lse: bool = False) -> Explanation:
@@ -206,7 +203,7 @@ class Case:
 
 
 def spelled(form: str) -> str:
-    """The dims of a form as the documentation writes them: "bkj" is (B,Hk,1,L)."""
+    """Return the dims of a form as the documentation writes them: "bkj" is (B,Hk,1,L)."""
     heads = "Hq" if "h" in form else "Hk" if "k" in form else "1"
     if "d" in form:
         return f"(1,{heads},distances)"
@@ -374,7 +371,7 @@ def _decode() -> Iterator[Case]:
 
 
 def _speculative() -> Iterator[Case]:
-    """A few causal queries on long keys: drafted tokens that a model checks at once."""
+    """Yield a few causal queries on long keys: drafted tokens that a model checks at once."""
 
     def case(queries: int, batch: int, seqlen: int, head_dim: int = 128) -> Case:
         name = f"speculative-{queries}" + ("" if head_dim == 128 else f"-d{head_dim}")
@@ -475,7 +472,7 @@ GROUPS = {
 
 
 def cases_of(suite: str, only: list[str] | None = None, quick: bool = False) -> list[Case]:
-    """The cases of a suite whose name or group contains one of `only`; with `quick`, of those the ones marked so."""
+    """Return the cases of a suite whose name or group contains one of `only`; with `quick` those marked so."""
     chosen = [case for case in CASES if case.group in GROUPS[suite]]
     if only is not None:
         chosen = [case for case in chosen if any(part in case.name or part in case.group for part in only)]

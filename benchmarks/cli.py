@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser, whose subcommands set `run`."""
+    """Return the parser, whose subcommands set `run`."""
     top = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -180,7 +180,6 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def print_list(args: argparse.Namespace) -> int:
-    """Print every case and every system."""
     for suite in SUITES:
         print(suite)
         for case in cases_of(suite):

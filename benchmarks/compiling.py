@@ -67,7 +67,7 @@ def _be_one_of_many() -> None:
 
 
 def _compile(job: Job) -> str:
-    """Run a job in a worker; what kept it from being run."""
+    """Run a job in a worker; return what kept it from running."""
     try:
         with stream_of(job.device):
             inputs = make_inputs(job.case, job.device)

@@ -1,7 +1,7 @@
 """Time what `attention()` adds to its backend on the smallest calls, (1, 8, 2, 16), on the host alone.
 
-The bare backend is its two passes, planned beforehand. Rounds of both alternate
-and the best of each counts: rounds are short, so that some of them find a busy machine idle.
+The bare backend is its two passes, planned beforehand. Rounds of both alternate and the best of each counts: rounds are
+short, so that some of them find a busy machine idle.
 
 `--kinds` times calls with masks, biases and sequences in the place of that, (2, 256, 4, 64) each, beside SDPA and an
 `autograd.Function` that does nothing, which is the floor of a step in Python: forward without gradients, and a step,
@@ -29,7 +29,7 @@ BATCH, LENGTH, HEADS, HEAD_DIM = OF_KINDS = (2, 256, 4, 64)
 
 
 def best_us(functions: Sequence[Callable[[], object]], rounds: int, calls: int) -> list[float]:
-    """The least time of one call of each function, in microseconds, over alternating rounds."""
+    """Return the least time of one call of each function, in microseconds, over alternating rounds."""
     best = [float("inf")] * len(functions)
     for _ in range(rounds):
         for i, function in enumerate(functions):
@@ -78,13 +78,11 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Allocate the result."""
         ctx.save_for_backward(q, k, v)
         return torch.empty_like(q)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Allocate the gradients."""
         return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
@@ -127,7 +125,6 @@ def kinds(device: torch.device) -> dict[str, tuple[tuple[torch.Tensor, ...], Cal
 
 
 def run_kinds(options: argparse.Namespace, device: torch.device) -> int:
-    """Print the table of kinds of calls."""
     print(f"microseconds of the host for q, k, v of {OF_KINDS} on {device.type}, backend {options.backend!r}")
     print(f"{'':30}{'forward':>10}{'step':>10}")
     calls = kinds(device)
@@ -149,7 +146,6 @@ def run_kinds(options: argparse.Namespace, device: torch.device) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     if args.kinds:
@@ -166,7 +162,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to the command line."""
     command = commands.add_parser("dispatch", help="what attention() adds to its backend, on the host")
     command.add_argument("--rounds", type=int, default=1000)
     command.add_argument("--calls", type=int, default=10, help="calls in one round")

@@ -37,7 +37,7 @@ class Floor(NamedTuple):
     moved: float
 
     def ms(self, rates: Rates) -> float:
-        """The milliseconds that these take at least."""
+        """Return the milliseconds that these take at least."""
         return 1e3 * max(self.flop / rates.flop, self.moved / rates.bytes)
 
 
@@ -46,7 +46,7 @@ def _size(x: Tensor | None) -> int:
 
 
 def floors(inputs: Inputs, pairs: float, *, reads_mask: bool) -> dict[str, Floor]:
-    """The floors of forward, backward and of both, the step.
+    """Return the floors of forward, backward and of both, the step.
 
     Args:
         inputs: the call.

@@ -44,7 +44,6 @@ class Inputs(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Numbers of queries and of keys."""
         return self.q.shape[1], self.k.shape[1]
 
     @property
@@ -60,7 +59,7 @@ class Inputs(NamedTuple):
 def allowed_by(
     mask: Tensor | None, is_causal: bool, seqlen_q: int, seqlen_k: int, device: torch.device
 ) -> Tensor | None:
-    """A mask and causality as one dense bool tensor (B | 1, H | 1, Lq, Lk), or None where everything is allowed."""
+    """Join mask and causality to one dense bool tensor (B | 1, H | 1, Lq, Lk); None where everything is allowed."""
     if is_causal:
         causal = masks.causal_mask(seqlen_q, seqlen_k, device)
         mask = causal if mask is None else mask & causal
@@ -68,7 +67,7 @@ def allowed_by(
 
 
 def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Random normal inputs, the same for every call; they require gradients where the case takes any."""
+    """Return random normal inputs, the same for every call; they require gradients where the case takes any."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -94,7 +93,7 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.bfl
 
 
 def make_mask(case: Case, rule: MaskRule, scores: Tensor, generator: torch.Generator) -> Tensor:
-    """The bool mask of a case by its rule; `scores` (B, Hk, 1, L) are what "keys" and "topk" select by."""
+    """Return the bool mask of a case by its rule; `scores` (B, Hk, 1, L) are what "keys" and "topk" select by."""
     device, (seqlen_q, seqlen_k) = scores.device, (case.seqlen_q, case.seqlen)
     if rule.kind in ("keys", "topk"):
         return masks.topk_mask(scores, min(rule.size, seqlen_k), is_causal=rule.kind == "topk")
@@ -123,7 +122,7 @@ def make_mask(case: Case, rule: MaskRule, scores: Tensor, generator: torch.Gener
 
 
 def make_lists(case: Case, rule: MaskRule, generator: torch.Generator) -> masks.PreparedMask:
-    """The lists of a case: the best of random scores."""
+    """Return the lists of a case: the best of random scores."""
     rows, columns = (-(-length // each) for length, each in zip((case.seqlen_q, case.seqlen), rule.block, strict=True))
     scores = torch.rand(case.batch, case.heads_k, rows, columns, generator=generator, device=generator.device)
     return masks.PreparedMask.from_topk_lists(
@@ -132,13 +131,13 @@ def make_lists(case: Case, rule: MaskRule, generator: torch.Generator) -> masks.
 
 
 def layer_mask(case: Case, bias: Tensor) -> Tensor:
-    """The dense mask (B, Hk, L, L) of a layer of a model, of its bias (B | 1, Hk, 1, L)."""
+    """Return the dense mask (B, Hk, L, L) of a layer of a model, of its bias (B | 1, Hk, 1, L)."""
     assert case.mask is not None and case.mask.kind == "topk"
     return masks.topk_mask(bias.detach(), min(case.mask.size, case.seqlen), is_causal=True)
 
 
 def shifted_windows(batch: int, per_side: int, seqlen: int, device: torch.device) -> Tensor:
-    """The mask (B, 1, L, L) of windows that are shifted by half a side: see "windows" in `MaskRule`."""
+    """Return the mask (B, 1, L, L) of windows that are shifted by half a side: see "windows" in `MaskRule`."""
     window = torch.arange(batch, device=device) % per_side**2
     side = math.isqrt(seqlen - 1) + 1
     token = torch.arange(seqlen, device=device)

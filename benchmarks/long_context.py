@@ -4,8 +4,8 @@ python -m benchmarks.long_context --out FILE.json              # on a GPU: the t
 python -m benchmarks.long_context --plot FILE.json             # anywhere: FILE.png and FILE.svg
 
 Ours takes an `IntervalMask`, made from one score per key; FlexAttention a BlockMask of the same intervals, made
-beforehand; cuDNN attends to all keys of the prefix, heads repeated: the price of no mask. Sampled rows of each output
-that has the mask are held against the formula in fp64, and gradients of FlexAttention against ours.
+beforehand; cuDNN attends to all keys of the prefix, with k and v repeated for all query heads. Sampled rows of each
+output that has the mask are compared with the formula in fp64, and gradients of FlexAttention with ours.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Inputs:
 
 
 def bind_ours(inputs: Inputs, mask: IntervalMask) -> Callable[[], Tensor]:
-    """The call on the cuda backend."""
+    """Return the call on the cuda backend."""
 
     def call() -> Tensor:
         out = flash_dmattn.attention(inputs.q, inputs.k, inputs.v, mask, inputs.scores, backend="cuda")
@@ -74,7 +74,7 @@ def bind_ours(inputs: Inputs, mask: IntervalMask) -> Callable[[], Tensor]:
 
 
 def bind_flex(inputs: Inputs, mask: IntervalMask) -> Callable[[], Tensor]:
-    """The same mask and bias as a mask_mod and a score_mod that read them."""
+    """Return the same mask and bias as a mask_mod and a score_mod that read them."""
     import torch._dynamo
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -120,7 +120,7 @@ BIND = {"cuda": bind_ours, "flexattention": bind_flex, "sdpa-cudnn": bind_cudnn}
 
 
 def error_of_rows(inputs: Inputs, mask: IntervalMask, out: Tensor) -> float:
-    """The largest relative error of sampled rows of an output."""
+    """Return the largest relative error of sampled rows of an output."""
     worst, step = 0.0, max(1, inputs.length // SAMPLED_ROWS)
     for row in range(step - 1, inputs.length, step):
         allowed = mask.dense(row, row + 1)[0, :, 0]
@@ -180,7 +180,7 @@ def run(length: int, system: str, device: torch.device, wanted: list[Tensor] | N
 
 
 def table(rows: list[Row]) -> str:
-    """The results, a line for each length and system."""
+    """Return the results, a line for each length and system."""
     lines = ["| keys | system | making | forward | backward | MiB at the peak | error of rows, gradients beside ours |"]
     lines.append("| --- " * 7 + "|")
     for row in rows:

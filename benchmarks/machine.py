@@ -18,7 +18,7 @@ PEER_PACKAGES = ("flash-attn-4", "cuequivariance-torch")
 
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """The machine as results have it; `commit` names what runs where git cannot tell."""
+    """Return the machine as results have it; `commit` names what runs where git cannot tell."""
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_properties(device).name if on_gpu else "CPU"
     description: dict[str, Any] = {"device": name, "kind": device.type}
@@ -55,7 +55,7 @@ def line(machine: dict[str, Any]) -> str:
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """The name of the folder of its results: "nvidia-h200", "cpu"."""
+    """Return the name of the folder of its results: "nvidia-h200", "cpu"."""
     return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
 
 

@@ -30,7 +30,7 @@ STRIPS = [(keys, warps) for keys in (128, 256, 512, 1024) for warps in (2, 4, 8,
 
 
 def random_mask(*shape: int) -> torch.Tensor:
-    """Random bools, with some tiles full and some empty."""
+    """Return random bools, with some tiles full and some empty."""
     mask = torch.empty(shape, dtype=torch.bool, device="cuda")
     mask.view(torch.uint8).random_(0, 2)
     mask[..., : shape[-2] // 3, : shape[-1] // 2] = True
@@ -39,7 +39,7 @@ def random_mask(*shape: int) -> torch.Tensor:
 
 
 def equality_cases() -> Iterator[tuple[str, torch.Tensor]]:
-    """Masks of every load width, broadcast form and layout, more than 65535 heads, more than 2^31 elements."""
+    """Yield masks of every load width, broadcast form and layout, more than 65535 heads, more than 2^31 elements."""
     for shape in ((2, 3, 1, 1), (1, 2, 7, 130), (2, 2, 300, 1040), (1, 1, 1000, 4096), (2, 1, 129, 4095)):
         yield str(shape), random_mask(*shape)
     wide = random_mask(2, 2, 500, 1200)
@@ -64,7 +64,7 @@ def cuda_tile_mask(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
 
 
 def compare(extension: bool) -> bool:
-    """Print where the kernels and plain PyTorch on the same GPU differ; return whether they do nowhere."""
+    """Print where the kernels and plain PyTorch on the same GPU differ; return whether all bits are equal."""
     good = True
     for name, mask in equality_cases():
         seqlen_q, seqlen_k = mask.shape[2:]
@@ -118,14 +118,13 @@ def host_microseconds(run: Callable[[], object], repeats: int = 200) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy of 1 GiB."""
+    """Return bytes read and written per second by a copy of 1 GiB."""
     source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / (1e-3 * milliseconds(lambda: target.copy_(source)))
 
 
 def result_bytes(prepared: object) -> int:
-    """Return the bytes of a prepared mask."""
     fields = (getattr(prepared, field.name) for field in dataclasses.fields(prepared))  # type: ignore[arg-type]
     return sum(x.numel() * x.element_size() for x in fields if isinstance(x, torch.Tensor))
 
@@ -186,7 +185,6 @@ def main() -> int:
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    """Print every strip size."""
     if not torch.cuda.is_available():
         print("sweep strips: torch finds no GPU on this machine.", file=sys.stderr)
         return 2
@@ -195,7 +193,6 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 
 def add_parser(searches: Any) -> None:
-    """Add the sweep to the command line."""
     command = searches.add_parser("strips", help="strips of the mask packing of Triton")
     command.set_defaults(run=run_sweep)
 

@@ -93,7 +93,7 @@ class Batch:
                 self.mask[:, first : first + length, :length] = kept[0]
 
     def prepared(self) -> Any:
-        """The mask as tiles, with causality."""
+        """Return the mask as tiles, with causality."""
         assert self.mask is not None
         rows = len(self.q)
         return PreparedMask.from_mask(
@@ -203,7 +203,7 @@ class Truth:
         return float((x.double() - exact).norm() / exact.norm().clamp(min=1e-12))
 
     def holds(self, batch: Batch, system: System) -> bool:
-        """Return whether a system is as exact as it has to be; what is not is printed."""
+        """Return whether all errors of a system are within the rule; print the others."""
         good = True
         names = ("out", "dq", "dk", "dv", "dbias")
         for name, x, exact, allowed in zip(names, self.results(batch, system.run), self.exact, self.allowed):
@@ -255,7 +255,6 @@ def _runners(batch: Batch, system: System) -> tuple[Runner, Runner]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", nargs="+", default=["cuda", "triton"])
     parser.add_argument("--case", nargs="*", default=[""], help="words of the cases to run; all of them by default")

@@ -33,7 +33,7 @@ MOST_MISSING = 0.05
 
 
 def full_run(results: Path) -> Path | None:
-    """The folder of the full run on a GPU: one whose performance has nearly every case and is no quick one."""
+    """Return the folder of the full run on a GPU: one whose performance has nearly every case and is no quick one."""
     for path in sorted(results.glob("*/performance.json")):
         content = load(path)
         is_full = len(missing(content)) <= MOST_MISSING * len(content["planned"])
@@ -54,7 +54,7 @@ def write(root: Path, folder: Path) -> list[Path]:
 
 
 def replace_section(page: str, heading: str, body: str) -> str:
-    """A page with the text of one section replaced.
+    """Return a page with the text of one section replaced.
 
     Raises:
         ValueError: the page has no such heading.
@@ -274,5 +274,5 @@ def _equivalence_lines(content: Record) -> list[str]:
 
 
 def wrapped(text: str) -> list[str]:
-    """Lines of at most 120 characters."""
+    """Return lines of at most 120 characters."""
     return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)

@@ -61,7 +61,7 @@ def held(make: Callable[[], T], device: torch.device) -> tuple[T, float]:
 def _without_garbage() -> Iterator[None]:
     """Free all garbage, then let collections look only at what is made from here on.
 
-    A peak takes several collections, and with the modules of torch and Triton loaded one of everything is slow.
+    A peak takes several collections, and with torch and Triton loaded a collection of all objects is slow.
     """
     gc.collect()
     gc.freeze()
@@ -72,9 +72,9 @@ def _without_garbage() -> Iterator[None]:
 
 
 def _watch_gpu(run: Callable[[], None]) -> tuple[float, float]:
-    """Bytes above those before: the most during a run, and those still held after it."""
+    """Return bytes above those before: the most during a run, and those still held after it."""
     torch.cuda.synchronize()
-    gc.collect()  # modules refer to each other, and what they held of the run before is freed at some time
+    gc.collect()  # frees now, and not during the run, what modules that refer to each other held of the run before
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
@@ -85,7 +85,7 @@ def _watch_gpu(run: Callable[[], None]) -> tuple[float, float]:
 
 
 def _watch_cpu(run: Callable[[], None]) -> tuple[float, float]:
-    """The same by the allocations that the profiler sees: the allocator of the CPU counts nothing itself."""
+    """Return the same by the allocations that the profiler sees: the allocator of the CPU counts nothing itself."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -87,7 +87,6 @@ def rounded(x: Any) -> Any:
 
 
 def load(path: Path) -> Record:
-    """The content of a file of results."""
     content: Record = json.loads(path.read_text(encoding="utf-8"))
     if content.get("schema") != SCHEMA:
         raise OtherRun(f"{path} has schema {content.get('schema')!r}, and this version reads {SCHEMA}")
@@ -95,7 +94,7 @@ def load(path: Path) -> Record:
 
 
 def missing(content: Record) -> list[str]:
-    """The planned cases that have no row."""
+    """Return the planned cases that have no row."""
     done = {row["name"] for row in content["rows"]}
     return [name for name in content["planned"] if name not in done]
 

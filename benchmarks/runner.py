@@ -71,7 +71,7 @@ class Options:
 
 
 def plan(suite: str, options: Options) -> list[Case]:
-    """All cases of a suite that a run of these options is of, small ones on a CPU; `only` does not count here."""
+    """Return all cases that a run with these options has, small ones on a CPU; `only` does not count here."""
     cases = cases_of(suite, None, options.quick)
     if suite == "performance":
         cases = [case for case in cases if set(case.passes) & set(options.passes)]
@@ -194,7 +194,7 @@ def _modes_of(suite: str, system: systems.System, case: Case) -> tuple[systems.M
 
 
 def make_row(suite: str, case: Case, available: list[systems.System], options: Options) -> Record:
-    """The row of a case; an exception outside any system, for instance no memory for the inputs, is its error."""
+    """Make the row of a case; an exception outside any system, such as no memory for the inputs, is its error."""
     device = options.device
     effort = performance.QUICK if options.quick else performance.FULL
     functions: dict[str, Callable[..., Record]] = {

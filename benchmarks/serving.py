@@ -64,7 +64,7 @@ class Pool:
         self.bytes = 2 * sum(LENGTHS) * HEADS_K * DIM * self.k.element_size()
 
     def normal(self, *shape: int) -> Tensor:
-        """Random values in bf16."""
+        """Return random values in bf16."""
         return torch.randn(shape, generator=self.random, device=self.device, dtype=torch.bfloat16)
 
     def is_accurate(self, q: Tensor, run: Callable[[], Tensor], sees: Tensor) -> bool:
@@ -146,7 +146,7 @@ def _planned(flashinfer: ModuleType, pool: Pool, q: Tensor) -> Callable[[], Tens
 
 
 def append_rows(device: str) -> Iterator[Row]:
-    """A token of each of 64 sequences, and 2048 of each of 4: as it is called, and its kernel alone."""
+    """Yield a token of each of 64 sequences, and 2048 of each of 4: as it is called, and its kernel alone."""
     for count, tokens in ((64, 1), (4, 2048)):
         pages = torch.randperm(count * 64, device=device, dtype=torch.int32).view(count, 64)
         caches = [torch.zeros(count * 64, 64, HEADS_K, DIM, dtype=torch.bfloat16, device=device) for _ in "kv"]
@@ -188,7 +188,6 @@ def run_rows(rows: list[Row], device: torch.device, rep_ms: float) -> bool:
 
 
 def main() -> int:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--rep-ms", type=float, default=200, help="about how long each row is timed")

@@ -79,14 +79,14 @@ KERNELS = ("forward", "keys", "queries", "product", "bias")
 
 
 def kernels_of(case: Case) -> tuple[str, ...]:
-    """The kernels that a case runs."""
+    """Return the kernels that a case runs."""
     if case.head_dim > 256:  # whose gradients take the tiles of `pair_tiles`
         return ("forward", "bias") if case.bias == "shared" else ("forward",)
     return ("forward", "keys", *{"full": ("product",), "shared": ("queries", "bias")}.get(case.bias, ("queries",)))
 
 
 def candidates(case: Case, kernel: str) -> Iterator[tuple[int, int, int, int]]:
-    """Tiles that may be good: registers that hold their sums and scores, and are used, and stages that fit."""
+    """Yield tiles that may be good: registers hold their sums and scores and are well used, and their stages fit."""
     width = case.dtype.itemsize
     for block_m, block_n, num_warps, num_stages in product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4)):
         threads = 32 * num_warps
@@ -155,7 +155,7 @@ def runner(case: Case, kernel: str, tensors: Any) -> Callable[[], list[Tensor]]:
 
 
 def with_tile(case: Case, kernel: str, tile: tuple[int, ...], tensors: Any) -> Callable[[], list[Tensor]]:
-    """The same with a tile of our choice."""
+    """Return the same with a tile of our choice."""
     from flash_dmattn.triton_kernels import plan, tile_table
 
     plan.tile_of = lambda name, *a, **b: tile_table.Tile(*tile) if name == kernel else tile_table.tile_of(name, *a, **b)
@@ -183,7 +183,7 @@ def compile_share(chosen: list[tuple[str, str, Any]], index: int, count: int) ->
 
 
 def sweep(names: list[str], kernels: list[str], processes: int) -> dict[tuple[str, str], list[tuple[float, Any]]]:
-    """Milliseconds of every tile of every case and kernel, fastest first; a table is printed as it grows."""
+    """Return milliseconds of every tile of every case and kernel, fastest first; a table is printed as it grows."""
     from triton.testing import do_bench
 
     started = time.monotonic()
@@ -251,7 +251,7 @@ def compare_with_small() -> None:
 
 
 def rewritten(source: str, table: str, kernel: str, row: int, tile: tuple[int, ...], reason: str) -> str:
-    """The table's source with one row replaced; a table without kernels has one row for all of them."""
+    """Return the table's source with one row replaced; a table without kernels has one row for all of them."""
     start = source.index(f"\n{table} = {{")
     inner = source.find(f'\n    "{kernel}": {{', start)
     end = source.index("\n}", start)
@@ -301,7 +301,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_parser(searches: Any) -> None:
-    """Add the subcommand to the command line."""
     command = searches.add_parser("tiles", help="tiles of the Triton kernels")
     command.add_argument("names", nargs="*", choices=[*CASES, []], metavar="CASE", help="cases; all of them by default")
     command.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))

@@ -55,7 +55,7 @@ class Runner:
 
 
 def gradients(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
-    """The backward pass that is timed; the graph stays, for the next run."""
+    """Run the backward pass that is timed; the graph stays, for the next run."""
     return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
@@ -95,7 +95,7 @@ def measure(runners: list[Runner], device: torch.device, *, rep_ms: float, least
 
 
 def _count(runner: Runner, rep_ms: float, least: int, most: int) -> int:
-    """How many runs there are yet to be; none where the one that told how long it takes is kept."""
+    """Return how many runs are left; none where the run that showed how long it takes is kept."""
     if runner.ms:
         return 0
     least = max(1, min(least, int(SLOW_MS / runner.estimate)))
@@ -143,7 +143,7 @@ def _attempt(runner: Runner, action: Callable[[], None]) -> None:
 
 
 def _warm_up(runner: Runner, stopwatch: Stopwatch) -> None:
-    """Run once, then once or thrice to see how long it takes; of a short run, also what the host needs for it.
+    """Run once, then one to three times to see how long it takes; time the host, too, for a short run.
 
     The time of a run of more than a second is kept.
     """

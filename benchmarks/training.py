@@ -110,7 +110,7 @@ def documents(lengths: Sequence[int], device: torch.device) -> Inputs:
 
 
 def images(count: int, size: int, device: torch.device) -> Inputs:
-    """Random pictures with random labels."""
+    """Return random pictures with random labels."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(count, 3, size, size, generator=generator).to(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -118,7 +118,7 @@ def images(count: int, size: int, device: torch.device) -> Inputs:
 
 
 def batches(sizes: Sizes) -> Iterator[Batch]:
-    """Every row of the table."""
+    """Yield every row of the table."""
 
     def n(length: int) -> int:
         return max(int(length * sizes.scale), 4)
@@ -140,7 +140,7 @@ def batches(sizes: Sizes) -> Iterator[Batch]:
 
 
 def make_model(batch: Batch, sizes: Sizes, implementation: str, device: torch.device) -> Any:
-    """The model of a row in training mode, with the same weights for every implementation."""
+    """Return the model of a row in training mode, with the same weights for every implementation."""
     torch.manual_seed(0)
     config: Any
     if batch.model == "llama":
@@ -224,7 +224,7 @@ def run(batch: Batch, sizes: Sizes, device: torch.device, steps: int) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Every row of the command line; 1 where losses differ."""
+    """Run every row of the command line; return 1 where losses differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=("llama", "t5", "swin"), default=("llama", "t5", "swin"))
     parser.add_argument("--match", default="", help="only batches with this in their name")

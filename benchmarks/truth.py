@@ -71,7 +71,7 @@ class Yardstick:
         self.limits = {name: yardstick.RATIO * x + yardstick.FLOOR for name, x in self.errors.items()}
 
     def part(self, name: str, x: Tensor) -> Tensor:
-        """The heads of a tensor that plain PyTorch computes."""
+        """Return the heads of a tensor that plain PyTorch computes."""
         dim = 1 if name in ("dbias", "lse") else 2
         return x if x.shape[dim] == 1 else x.narrow(dim, 0, x.shape[dim] // self.parts)
 
@@ -134,10 +134,10 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 
 def errors(results: Results, exact: Results) -> dict[str, float]:
-    """The error of every result, in the order of `exact`."""
+    """Return the error of every result, in the order of `exact`."""
     return {name: error(results[name], x) for name, x in exact.items() if name in results}
 
 
 def wrong(measured: dict[str, float], limits: dict[str, float], ours: bool) -> list[str]:
-    """The tensors whose error is above the limit, which for peers is at least 3e-2."""
+    """Return the tensors whose error is above the limit, which for peers is at least 3e-2."""
     return [name for name, x in measured.items() if not x <= (limits[name] if ours else max(limits[name], PEER_LIMIT))]

@@ -154,7 +154,6 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _add_calibrate(commands: Any) -> None:
-    """Add `calibrate` to the parser of the command line."""
     parser = commands.add_parser(
         "calibrate",
         help="time the backends on this machine's GPU or CPU, so that auto takes the fastest",

@@ -144,9 +144,9 @@ def attention(
             `masks.padding_mask(padding)`. A dimension of stride 0 is never materialised. A mask has no gradient.
             It may be a prepared mask of `flash_dmattn.masks`, which serves any number of calls of its lengths. A
             prepared mask includes is_causal and window_size: leave them unset here, or pass the same limits. With
-            `sequences` it must be prepared for sequences, by `from_mask`, `from_ragged` or `from_tree`.
-            A hidden key may be anything, even NaN. A hidden value may not be NaN or inf, because 0 * NaN is NaN, as in
-            torch. With `sequences` nothing beyond their lengths is read: see docs/masks.md.
+            `sequences` it must be prepared for these sequences, or by `from_tree`.
+            A hidden key may be NaN. A hidden value may not be NaN or inf, because 0 * NaN is NaN, as in torch. With
+            `sequences` nothing beyond their lengths is read: see docs/masks.md.
         bias: added to the scaled scores, without being scaled; -inf masks. Shapes are as for mask, any float dtype.
             Its gradient has its shape and dtype, is accumulated in fp32 and rounded once. A `biases.Relative` or
             `biases.Band` has values by the distance of query and key, and no tensor of one for each score is made. A

@@ -6,8 +6,8 @@ the second derivative, or refuses it. In forward mode `TangentAttention` compute
 `TangentGradients` the gradients of a loss that contains tangents.
 
 Under `torch.vmap` both passes run once, with the mapped dim folded into the batch: see `MappedCall`. Mapped calls run
-one by one if each has its own sink or needs its own gradient of the sink, because a batch has one sink per head. Calls
-with dropout also run one by one, because random numbers go by the number of an entry within its call.
+one by one if each has its own sink or needs its own gradient of the sink, because a batch has one sink per head. So do
+calls with sequences or dropout, which number the entries within each call.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def _attend_in_forward_mode(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
-    """Return out, lse and their tangents inside of `torch.func.jvp`, computed below it: by what runs around it.
+    """Return out, lse and their tangents inside of `torch.func.jvp`, computed one level below, outside of the jvp.
 
-    An autograd function that is called inside of it goes the same way, but torch makes a class for each such call.
+    An autograd function that is called inside of jvp would go the same way, but torch makes a class for each such call.
     """
     interpreter = retrieve_current_functorch_interpreter()
     level = interpreter.level()

@@ -60,6 +60,9 @@ class Relative(NamedTuple):
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
         """Make the matrix of these values, for calls that need it: (*batch, Hv, Lq, Lk); with a gradient.
 
+        Raises:
+            ValueError: a distance has no value, and `outside` is "error".
+
         >>> Relative(torch.tensor([[1, 2, 3]]), zero=1, outside="clamp").dense(2, 3)
         tensor([[[1, 2, 3],
                  [1, 1, 2]]])
@@ -88,7 +91,11 @@ class Band(NamedTuple):
     zero: int
 
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
-        """Make the matrix of these values, for calls that need it: (*batch, H, Lq, Lk); with a gradient."""
+        """Make the matrix of these values, for calls that need it: (*batch, H, Lq, Lk); with a gradient.
+
+        Raises:
+            ValueError: the values have other than seqlen_q rows.
+        """
         return _dense(self, seqlen_q, seqlen_k)
 
 
@@ -129,7 +136,7 @@ class Chosen(NamedTuple):
         """Make the matrix of these values, for calls that need it: (B, H, Lq, Lk), 0 beside the lists; with a gradient.
 
         Args:
-            mask: of `PreparedMask.from_lists` or `from_topk_lists`.
+            mask: of `PreparedMask.from_lists` or `from_topk_lists`; any other is a TypeError.
         """
         lists = lists_beside(mask)
         slots = slot_table(lists.as_lists, lists.seqlen_q, lists.seqlen_k)
@@ -280,6 +287,9 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
     Returns:
         values of (H, 2 * max_distance + 1), or (H, max_distance + 1) where later keys are not seen.
 
+    Raises:
+        TypeError, ValueError: `max_distance` is no int, or too small for the buckets.
+
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
 
     Example:
@@ -342,7 +352,7 @@ def from_function(
     device: torch.device | str | None = None,
     outside: Outside = "error",
 ) -> Relative:
-    """Make a bias of what a function says of each distance, with the function's gradients.
+    """Make a bias of the values that a function returns for each distance, with the function's gradients.
 
     Args:
         function: gets the distances in fp32, (n,), ascending; returns the values, (H, n) or (n,).
@@ -350,6 +360,9 @@ def from_function(
             `outside` says otherwise.
         device: of the distances.
         outside: see `Relative`.
+
+    Raises:
+        ValueError: `low` is above `high`.
 
     Example:
         >>> from_function(lambda distance: -distance.abs().log1p(), -1, 2).values  # KERPLE, of one head

@@ -1,4 +1,4 @@
-"""The two operators of torch, one for each pass, through which watched calls go, whatever the backend.
+"""The operators of torch, one for each pass, through which watched calls go, whatever the backend.
 
 They are declared with `Library.define` and `impl`, and an `autograd.Function` around them differentiates them, which
 takes less than half the time of `custom_op` and `register_autograd`. Programs of `torch.export` have only the

@@ -24,8 +24,8 @@ CPU_CHUNK_BYTES = 8 * 2**20
 GOOD_ROWS = 128
 GOOD_KEYS = 1024
 
-# A chunk of so many scores needs no second entry or head beside it. Those that share a chunk read every key that one of
-# them sees, so it covers only one where each has a mask of its own.
+# From so many scores on a chunk need not hold several entries or heads. Where each has its own mask it then holds one:
+# entries and heads that share a chunk read every key that any of them sees.
 GOOD_SCORES = 2**16
 
 # A block of queries gathers the keys that it sees if they are fewer than this share of the keys from the first to the

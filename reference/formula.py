@@ -105,8 +105,7 @@ def gradients(
 
     Returns:
         ``(dq, dk, dv, dbias)`` in the shapes and dtypes of q, k, v, and bias or its values; dbias is None without a
-        bias. With a sink
-        ``(dq, dk, dv, dbias, dsink)``.
+        bias. With a sink ``(dq, dk, dv, dbias, dsink)``.
 
     Source: the softmax derivative of FlashAttention (arXiv:2205.14135, appendix B.2), with dlse subtracted from delta.
 

@@ -176,7 +176,7 @@ def _bytes_of(keys: slice) -> slice:
 
 
 def _unpack(bytes_: Tensor, keys: slice) -> Tensor:
-    """The bits of `keys` in the last dim of the bytes that hold them, as bools."""
+    """Return the bits of `keys` in the last dim of the bytes that hold them, as bools."""
     bits = bytes_[..., None] >> torch.arange(_BITS, dtype=torch.uint8, device=bytes_.device)
     first = keys.start % _BITS
     return bits.bitwise_and_(1).flatten(-2)[..., first : first + keys.stop - keys.start].bool()

@@ -56,7 +56,7 @@ class QueryBlocks(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the keys of a (B, Lk, Hk, X) tensor as (N, K, 1, X)."""
-        # The key more is zero: products with it have to be finite.
+        # The extra key is zero, so that products with it are finite.
         rows = F.pad(x.transpose(1, 2), (0, 0, 0, 1)).to(self.dtype)
         return rows.reshape(-1, x.shape[3]).index_select(0, self.places).view(len(self.mask.start), -1, 1, x.shape[3])
 
@@ -157,7 +157,7 @@ def query_blocks(
     slot = torch.arange(total) - (counts.cumsum(0) - counts)[block]
     keys = torch.full((len(counts), most), seqlen_k).index_put_((block, slot), key)
     keys = keys.view(mask_batch, mask_heads, blocks, most).expand(batch, heads, -1, -1)
-    # The key that stands for none is seen by no query.
+    # No query sees the extra key.
     bounds = [F.pad(x, (0, 1)).expand(batch, heads, -1)[:, :, None].expand(-1, -1, blocks, -1) for x in mask]
     own_mask = Intervals(*((x.gather(3, keys) - first).reshape(entries, 1, most) for x in bounds))
     head = torch.arange(batch * heads).view(batch, heads, 1, 1)

@@ -152,7 +152,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 }
 # The code of each preference, and a call that auto passes over for it alone.
 PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
-    "few_rows": ({"q": (64, 1, 16, 64), "seqlen_k": 4096}, "there are 1 queries"),
+    "few_rows": ({"q": (64, 1, 16, 64), "seqlen_k": 4096}, "seqlen_q is 1; a tile has 128"),
     "few_tiles": ({"q": (1, 256, 4, 128), "seqlen_k": 4096}, "there are 8 tiles of 128 queries of a head; from 128 on"),
     "narrow_heads": ({"q": (2, 4096, 16, 32), "seqlen_k": 128}, "head dims are 32 and 32 (v), of 128 keys"),
     "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
@@ -167,7 +167,7 @@ PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
         {"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},
         "deterministic is True and",
     ),
-    "short_sequences": (SHORT_PACKED, "sequences have 64 queries on average, less than the 128 of a tile"),
+    "short_sequences": (SHORT_PACKED, "sequences have 64 queries on average; a tile has 128"),
 }
 NEVER_TAKEN = (
     ("dtype", {"dtype": "fp64"}),

@@ -77,7 +77,7 @@ def write(content: Record, folder: Path) -> list[Path]:
 
 
 def shown(rows: list[Record]) -> list[str]:
-    """The systems of a plot; all that there are where else none of ours would be among them, as on a CPU."""
+    """Return the systems of a plot; all that there are where else none of ours would be among them, as on a CPU."""
     present = {name: is_ours for name, is_ours in summary.systems_of(rows).items() if any(has_result(rows, name))}
     chosen = [name for name in IN_PLOTS if name in present]
     return chosen if any(present[name] for name in chosen) else list(present)
@@ -91,7 +91,7 @@ def has_result(rows: list[Record], system: str) -> Iterator[bool]:
 
 
 def time_of(line: Record, name: str) -> tuple[float, bool] | None:
-    """Milliseconds of a pass with the mask charged, and whether its results are wrong."""
+    """Return milliseconds of a pass with the mask charged, and whether its results are wrong."""
     column = line["columns"].get("call")
     if column is None or column[name] is None:
         return None
@@ -99,7 +99,7 @@ def time_of(line: Record, name: str) -> tuple[float, bool] | None:
 
 
 def prepared_time_of(line: Record, name: str) -> float | None:
-    """Milliseconds of a pass with the mask prepared beforehand."""
+    """Return milliseconds of a pass with the mask prepared beforehand."""
     column = line["columns"].get("prepared")
     return None if column is None or column[name] is None or column["wrong"] else column[name]["ms"]
 
@@ -126,7 +126,7 @@ def _panels(rows: list[Record]) -> list[str]:
 
 
 def ratios(rows: list[Record], content: Record, systems: Sequence[str] = PEERS, floor: bool = False) -> Figure:
-    """A row for each call, a dot for each system: its time divided by ours, a panel for each pass."""
+    """Draw a row for each call, a dot for each system: its time divided by ours, a panel for each pass."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     panels = _panels(rows)
@@ -171,7 +171,7 @@ def ratios(rows: list[Record], content: Record, systems: Sequence[str] = PEERS, 
 
 
 def _time(row: Record, system: str, name: str) -> float | None:
-    """The time of a pass with right results: ours with its mask charged, a peer's as README counts it."""
+    """Return the time of a pass with right results: ours with its mask charged, a peer's as README counts it."""
     for line in (line for line in row["systems"] if line["system"] == system and line["ours"]):
         timed = time_of(line, name)
         return None if timed is None or timed[1] else timed[0]
@@ -194,7 +194,7 @@ def _grid(axes: Axes) -> None:
 
 
 def curves(rows: list[Record], content: Record) -> Figure:
-    """Milliseconds over what is swept, a curve for each system, with the floor dotted and prepared masks dashed."""
+    """Draw milliseconds over what is swept, a curve for each system; the floor dotted, prepared masks dashed."""
     systems, panels = shown(rows), _panels(rows)
     rows = sorted(rows, key=lambda row: row["x"])
     figure = _figure(WIDTH, 5.0)
@@ -289,7 +289,7 @@ def model(rows: list[Record], content: Record) -> Figure:
 
 
 def errors(rows: list[Record], content: Record) -> Figure:
-    """Every error divided by its limit, a column for each system, a point for each tensor of each case."""
+    """Draw every error divided by its limit, a column for each system, a point for each tensor of each case."""
     systems = list(summary.systems_of(rows))
     figure = _figure(WIDTH, 5.2)
     axes = figure.subplots()

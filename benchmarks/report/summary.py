@@ -41,7 +41,7 @@ def is_right(column: Record) -> bool:
 
 
 def time_of(row: Record, system: str, name: str) -> float | None:
-    """The least time of a peer in one pass, its mask prepared beforehand where that is faster; None without results."""
+    """Return the least time of a peer in a pass, its mask prepared beforehand where that is faster, or None."""
     times = [
         column[name]["ms"]
         for line in row["systems"]
@@ -53,7 +53,7 @@ def time_of(row: Record, system: str, name: str) -> float | None:
 
 
 def fastest_peer(row: Record, name: str) -> Time | None:
-    """The fastest peer with right results in one pass, its mask prepared beforehand where that is faster."""
+    """Return the fastest peer with right results in one pass, its mask prepared beforehand where that is faster."""
     times = [
         Time(column[name]["ms"], line["system"])
         for line in row["systems"]
@@ -65,7 +65,7 @@ def fastest_peer(row: Record, name: str) -> Time | None:
 
 
 def ours(row: Record, name: str, prepared: bool = False) -> Time | None:
-    """The time of what "auto" takes for a pass, with the mask as a bool tensor or prepared beforehand."""
+    """Return the time of what "auto" takes for a pass, with the mask as a bool tensor or prepared beforehand."""
     forward, backward = row["auto"]
     for line in row["systems"]:
         column = line["columns"].get("prepared" if prepared and row["has_mask"] else "call")
@@ -83,7 +83,7 @@ def ours(row: Record, name: str, prepared: bool = False) -> Time | None:
 
 
 def standings(rows: list[Record], names: tuple[str, ...] = ("forward", "backward")) -> list[Standing]:
-    """Every pass of every row that "auto" was timed in."""
+    """Return every pass of every row that "auto" was timed in."""
     result = []
     for row in (row for row in rows if "error" not in row):
         for name in (name for name in names if name in row["floor_ms"]):
@@ -95,5 +95,5 @@ def standings(rows: list[Record], names: tuple[str, ...] = ("forward", "backward
 
 
 def systems_of(rows: list[Record]) -> dict[str, bool]:
-    """The systems of all rows in order of appearance, and whether they are ours."""
+    """Return the systems of all rows in order of appearance, and whether they are ours."""
     return {line["system"]: line["ours"] for row in rows for line in row["systems"]}

@@ -14,7 +14,6 @@ Record = dict[str, Any]
 
 
 def page(content: Record) -> str:
-    """The whole page."""
     bodies = {"equivalence": _equivalence, "performance": _performance, "memory": _memory, "model": _model}
     lines = [f"# {content['suite'].capitalize()}", "", f"{machines.line(content['machine'])}.", ""]
     lines += bodies[content["suite"]](content)
@@ -27,7 +26,6 @@ def page(content: Record) -> str:
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
-    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
 
@@ -212,7 +210,7 @@ MODEL_YARDSTICK = (("plain PyTorch", "plain"), ("limit", "limits"))
 
 
 def model_rows(row: Record) -> Iterator[tuple[list[str], str]]:
-    """The cells of `MODEL_HEAD` and a note, for a decoder without attention, then for every system."""
+    """Yield the cells of `MODEL_HEAD` and a note, for a decoder without attention, then for every system."""
     bare = row["without_attention"]
     if bare is not None:
         yield ["no attention", ms(bare["ms"]), f"{ms(bare['p20'])}-{ms(bare['p80'])}", "-", "-", "-", "-"], ""

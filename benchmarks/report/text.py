@@ -29,7 +29,7 @@ def label(system: str) -> str:
 
 
 def ms(x: float | None) -> str:
-    """Milliseconds to three digits."""
+    """Return milliseconds to three digits."""
     if x is None:
         return "-"
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 1 else f"{x:.3f}"
@@ -41,12 +41,12 @@ def mb(x: float | None) -> str:
 
 
 def errors(values: Record) -> str:
-    """Relative errors; None stands for one that is NaN or infinite."""
+    """Return relative errors; None stands for one that is NaN or infinite."""
     return ", ".join(f"{name} {'NaN' if x is None else format(x, '.1e')}" for name, x in values.items())
 
 
 def row(suite: str, record: Record) -> str:
-    """A row on a few lines of a terminal."""
+    """Return a row on a few lines of a terminal."""
     head = f"    {record['shape']}, {record['what']}"
     if "error" in record:
         return f"{head}\n    {record['error']}"
@@ -81,7 +81,7 @@ def _performance(record: Record) -> list[str]:
 
 
 def failed(line: Record) -> str:
-    """The note of a system in a model: that its row failed and by what, or what else there is to say."""
+    """Return the note of a system in a model: that its row failed and by what, or what else there is to say."""
     lines = [f"FAILED: {', '.join(line['wrong'])}"] if line["wrong"] else []
     if line["reason"]:
         lines.append(f"FAILED: {line['reason']}" if line["failed"] else line["reason"])

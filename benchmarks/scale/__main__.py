@@ -40,7 +40,6 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Run, or report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the folder to write")
     parser.add_argument(
@@ -67,7 +66,7 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Every case, on every rank; rank 0 writes."""
+    """Run every case, on every rank; rank 0 writes."""
     group = start(arguments.device)
     started = time.monotonic()
     sizes = QUICK if arguments.quick else Sizes()
@@ -171,14 +170,14 @@ def beside_one_gpu(
 
 
 def one_gpu(group: Group, work: Work) -> tuple[dict[str, float], list[Tensor]]:
-    """The times of one GPU, and of its results the rows that this rank has."""
+    """Return the times of one GPU, and of its results the rows that this rank has."""
     inputs = work.on_one_gpu(group)
     times = time_passes(group, inputs.call, inputs.leaves, inputs.dout)
     return {"one_forward_ms": times.forward, "one_backward_ms": times.backward}, work.rows_of_rank(group, times.results)
 
 
 def said_of(failure: Exception) -> str:
-    """A line for a row."""
+    """Return a line for a row."""
     return f"{type(failure).__name__}: {failure}".split("\n")[0][:300]
 
 

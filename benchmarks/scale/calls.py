@@ -62,7 +62,7 @@ class Bound(NamedTuple):
 
     Attributes:
         call: what to run.
-        leaves, dout: what it is differentiated by, and with.
+        leaves, dout: the inputs whose gradients are taken, and the gradient of out.
         names: of out and the gradients.
         places: where our rows stand among the rows of the system, None where they are the same.
         around: what both passes run inside of.
@@ -124,7 +124,6 @@ class Work:
         return (self.window, -1) if self.kind == "window" else None
 
     def layout(self, group: Group) -> SequenceLayout:
-        """Which rank has which rows."""
         return SequenceLayout.zigzag(self.length, group.size)
 
     def tensors(self, group: Group) -> dict[str, Tensor]:
@@ -145,7 +144,7 @@ class Work:
         return tensors
 
     def mask_rows(self, group: Group, rows: Tensor | None = None) -> Tensor:
-        """The mask of a whole call, (1, 1 or Hk, L, L), or some rows of it."""
+        """Return the mask of a whole call, (1, 1 or Hk, L, L), or some rows of it."""
         if self.kind == "packed":
             # Ends of documents at random places, so that lengths differ as they do in a corpus.
             draw = torch.Generator().manual_seed(1)
@@ -158,7 +157,7 @@ class Work:
         return mask if rows is None else mask.index_select(2, rows)
 
     def on_one_gpu(self, group: Group) -> Bound:
-        """The call of one GPU."""
+        """Return the call of one GPU."""
         x = self.tensors(group)
         mask = PreparedMask.from_mask(self.mask_rows(group), is_causal=True) if self.is_masked else None
         leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "bias") if name in x]
@@ -179,7 +178,7 @@ class Work:
         strategy: Literal["gather", "ulysses"] = "gather",
         all_keys: bool = False,
     ) -> Bound:
-        """The call of this rank; with `all_keys` every key is sent, also under a window."""
+        """Return the call of this rank; with `all_keys` every key is sent, also under a window."""
         layout, x = self.layout(group), self.tensors(group)
         x = {name: self._share(layout, name, tensor, group.rank) for name, tensor in x.items()}
         mask = None
@@ -228,7 +227,7 @@ def names_of(leaves: Sequence[Tensor]) -> tuple[str, ...]:
 
 
 def cases(group: Group, sizes: Sizes) -> Iterator[Work]:
-    """Every case; those whose bias or mask takes long to make come last."""
+    """Yield every case; those whose bias or mask takes long to make come last."""
     rest: dict[str, Any] = {"head_dim": sizes.head_dim, "kept": sizes.kept, "window": sizes.window}
     rest |= {"document": sizes.document, "dtype": sizes.dtype}
     for length in sizes.lengths:

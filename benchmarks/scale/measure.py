@@ -50,7 +50,7 @@ def time_passes(group: Group, call: Callable[[], Tensor], leaves: Sequence[Tenso
 
 
 def timed(group: Group, run: Callable[[], Any]) -> float:
-    """Milliseconds of a run on the slowest rank, the median of several."""
+    """Return milliseconds of a run on the slowest rank, the median of several."""
     once = _slowest(group, [_once(group, run)])[0]
     if once > SLOW:
         return _slowest(group, [_once(group, run)])[0]
@@ -87,7 +87,7 @@ def _slowest(group: Group, milliseconds: list[float]) -> list[float]:
 def compare(
     group: Group, names: Sequence[str], results: Sequence[Tensor], wanted: Sequence[Tensor], places: Tensor | None
 ) -> dict[str, Any]:
-    """Relative errors of each result on the worst rank, and whether all are what rounding leaves.
+    """Return relative errors of each result on the worst rank, and whether all are what rounding leaves.
 
     Args:
         names: of the results.
@@ -103,7 +103,7 @@ def compare(
 
 
 def bandwidths(group: Group, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """A row for each collective and size: `mb` a rank has, and GB/s that it receives."""
+    """Yield a row for each collective and size: `mb` a rank has, and GB/s that it receives."""
     for size in sizes:
         mine = torch.zeros(size // 2, dtype=torch.bfloat16, device=group.device)
         gathered = torch.empty(size // 2 * group.size, dtype=torch.bfloat16, device=group.device)

@@ -37,12 +37,12 @@ def peers(device: torch.device, work: Work) -> list[tuple[str, Bind]]:
 
 @lru_cache
 def mesh_of(group: Group) -> DeviceMesh:
-    """The ranks as a mesh of one dim, the same one for every call."""
+    """Return the ranks as a mesh of one dim, the same one for every call."""
     return init_device_mesh(group.device.type, (group.size,))
 
 
 def bind(kernel: str, method: str, grouped: bool, group: Group, work: Work) -> Bound:
-    """The call of this rank: head-tail shards, causal."""
+    """Return the call of this rank: head-tail shards, causal."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 

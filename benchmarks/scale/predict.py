@@ -103,7 +103,7 @@ class Layer:
 
 
 def density_of(length: int, window: int) -> float:
-    """The share of all scores that a causal window leaves.
+    """Return the share of all scores that a causal window leaves.
 
     >>> density_of(4, 1)  # 7 of 16: 1 + 2 + 2 + 2
     0.4375
@@ -152,7 +152,7 @@ def wire(machine: Machine, volume: float, peers: int, gbs: float) -> float:
 
 
 def predict(machine: Machine, layer: Layer, gpus: int, inner: int = 1) -> Prediction | None:
-    """The prediction for one way of sharing a layer; None where its sizes do not allow that.
+    """Return the prediction for one way of sharing a layer; None where its sizes do not allow that.
 
     Args:
         machine, layer: as they are.
@@ -199,7 +199,7 @@ def predict(machine: Machine, layer: Layer, gpus: int, inner: int = 1) -> Predic
 
 
 def best(machine: Machine, layer: Layer, gpus: int, strategy: Strategy) -> Prediction | None:
-    """The fastest way that a strategy allows; None where no way fits the sizes of the layer.
+    """Return the fastest way that a strategy allows; None where no way fits the sizes of the layer.
 
     Args:
         strategy: "gather" keys and values; "ulysses", heads only; or "2d", heads within a node and keys between them.
@@ -210,7 +210,7 @@ def best(machine: Machine, layer: Layer, gpus: int, strategy: Strategy) -> Predi
 
 
 def table(machine: Machine, layers: Sequence[Layer], gpus: Sequence[int]) -> str:
-    """A markdown table with a row for each layer, number of GPUs and strategy that is possible."""
+    """Return a markdown table with a row for each layer, number of GPUs and strategy that is possible."""
     header: tuple[str, ...] = ("length", "heads", "GPUs", "strategy", "inner x outer", "forward ms", "backward ms")
     header += ("efficiency", "transient GB")
     rows = [header, ("---",) * len(header)]
@@ -228,7 +228,7 @@ def table(machine: Machine, layers: Sequence[Layer], gpus: Sequence[int]) -> str
 
 
 def read_machine(path: str | Path) -> Machine:
-    """A machine from JSON: its fields by name, or an object that has them under "machine"; the rest is as above.
+    """Return a machine from JSON: its fields by name, or an object that has them under "machine"; the rest is as above.
 
     Raises:
         ValueError: a name that `Machine` does not have, or a value that is no positive number.
@@ -247,7 +247,6 @@ def read_machine(path: str | Path) -> Machine:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale.predict", description=__doc__.split("\n")[0])
     integers: dict[str, Any] = {"type": int, "metavar": "N"}

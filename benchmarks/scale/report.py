@@ -31,7 +31,7 @@ def write(content: Record, folder: Path) -> list[Path]:
 
 
 def name_of(row: Record) -> str:
-    """The system, with the number of head groups where it was asked for."""
+    """Return the system, with the number of head groups where it was asked for."""
     groups = row["head_groups"]
     return str(row["system"]) if groups is None else f"{row['system']}, {groups} group{'s' if groups > 1 else ''}"
 
@@ -48,7 +48,7 @@ def line(row: Record) -> str:
 
 
 def page(content: Record) -> str:
-    """The run as markdown."""
+    """Return the run as markdown."""
     head = ["case", "system", "forward ms", "backward ms", "one GPU ms", "efficiency", "of the forward pass", "error"]
     body: list[list[str]] = []
     for row in content["rows"]:

@@ -17,7 +17,7 @@ Record = dict[str, Any]
 
 
 def row(case: Case, systems: list[System], device: torch.device) -> Record:
-    """The errors of out, lse, dq, dk, dv and dbias of every system, and whether the accuracy rule permits them."""
+    """Measure the errors of out, lse, dq, dk, dv and dbias of every system, and judge them by the accuracy rule."""
     inputs = make_inputs(case, device)
     exact = truth(inputs, case.takes_gradients)
     yardstick = Yardstick(inputs, exact)

@@ -30,7 +30,7 @@ from .trial import device_is_lost, worded
 Record = dict[str, Any]
 # The weight whose gradient is compared. The backward pass computes it last.
 FIRST_WEIGHT = "layers.0.q_proj.weight"
-# The loss is one number: its error is one draw, and a ratio of two draws bounds nothing. Half a unit of bf16 instead.
+# The error of the loss, a single number, may be 0 by chance, so a ratio to it bounds nothing. Half a unit of bf16 does.
 LOSS_LIMIT = 2.0**-9
 
 
@@ -48,16 +48,14 @@ class Step:
 
     @classmethod
     def of(cls, decoder: Decoder, attends: Sequence[Attend]) -> Step:
-        """The step for every parameter."""
+        """Return the step for every parameter."""
         return cls(decoder, attends, dict(decoder.named_parameters()))
 
     def loss(self) -> Tensor:
-        """The forward pass."""
         loss: Tensor = self.decoder(self.attends)
         return loss
 
     def __call__(self) -> tuple[Tensor, ...]:
-        """The gradients of the leaves."""
         return torch.autograd.grad(self.loss(), list(self.leaves.values()))
 
     def first(self) -> Results:

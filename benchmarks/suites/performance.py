@@ -124,7 +124,7 @@ def describe(case: Case, inputs: Inputs, device: torch.device, rates: Rates) -> 
 
 
 def check(trial: Trial, exact: Results, limits: dict[str, float], inputs: Inputs) -> Record:
-    """The column of a system before it is timed: what it got wrong, and its memory."""
+    """Return the column of a system before it is timed: what it got wrong, and its memory."""
     column = _empty(trial.reason, trial.failed)
     column["first_call_s"] = trial.first_call_s
     if trial.call is None:

@@ -120,7 +120,7 @@ def forget(device: torch.device) -> None:
 
 
 def worded(error: BaseException, warned: list[str] | None = None) -> str:
-    """An exception in one line, with what SDPA warned of the kernel it was pinned to."""
+    """Return an exception in one line, with what SDPA warned of the kernel it was pinned to."""
     said = [f"{type(error).__name__}: {' '.join(str(error).split())}"[:REASON_LENGTH]]
     for text in dict.fromkeys(text.partition(" (Triggered")[0] for text in warned or ()):
         if "attention" in text.lower() and "not used because" not in text and "runtime disabled" not in text:

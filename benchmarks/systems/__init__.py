@@ -52,7 +52,7 @@ def available(names: Sequence[str], device: torch.device) -> tuple[list[System],
 
 
 def chosen(suite: str, names: Sequence[str] | None, *, quick: bool, device: torch.device) -> list[str]:
-    """The names that a run takes: those asked for, else all of the suite; a quick one on a GPU compiles no graphs."""
+    """Return the systems of a run: those asked for, else all of the suite; a quick run on a GPU compiles no graphs."""
     if names is not None:
         return [by_name(name).name for name in names]
     defaults = [by_name(name) for name in DEFAULT[suite]]

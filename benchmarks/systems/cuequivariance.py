@@ -21,12 +21,10 @@ KERNELS = "cuequivariance_ops_torch"  # imported by the first call, which does n
 
 
 def module() -> ModuleType:
-    """Its module of functions."""
     return importlib.import_module(MODULE)
 
 
 def missing(device: torch.device) -> str:
-    """Why it is not here."""
     if device.type != "cuda":
         return "its kernels run on GPUs"
     for name in (MODULE, KERNELS):

@@ -25,13 +25,11 @@ KEEP_COMPILED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 def interface() -> ModuleType:
-    """Its module of functions."""
     os.environ.setdefault(KEEP_COMPILED, "1")
     return importlib.import_module(MODULE)
 
 
 def missing(device: torch.device) -> str:
-    """Why it is not here."""
     if device.type != "cuda":
         return "its kernels run on GPUs"
     try:

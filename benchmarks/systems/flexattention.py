@@ -35,7 +35,7 @@ def needs(case: Case, device: torch.device) -> Needs:
 
 
 def bind(inputs: Inputs, mode: Mode) -> Bound:
-    """The call, compiled anew for the case, with its backward where gradients are enabled."""
+    """Return the call, compiled anew for the case, with its backward where gradients are enabled."""
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False  # else the compiled backward refuses retain_graph=True
@@ -70,7 +70,7 @@ def with_fewer_stages(make: Callable[[dict[str, int]], T], works: Callable[[T], 
 
 
 def build(inputs: Inputs, mode: Mode, options: dict[str, int]) -> Bound:
-    """The call with given kernel options."""
+    """Return the call with given kernel options."""
     from torch.nn.attention import flex_attention as torch_flex
 
     aux = {"return_aux": torch_flex.AuxRequest(lse=True)} if mode.with_lse else {}
@@ -189,7 +189,7 @@ def mask_counter(
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles of every row are set, and their indices first in a row of all."""
+    """Return how many tiles of every row are set, and their indices first in a row of all."""
     return tiles.sum(-1, dtype=torch.int32), tiles.byte().argsort(dim=-1, descending=True, stable=True).int()
 
 

@@ -40,12 +40,11 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
 
 
 def refusal(name: str, problem: AttentionProblem, passes: tuple[Direction, ...]) -> str:
-    """Every rule of a backend that some passes of a call break, in words."""
+    """Return every rule of a backend that some passes of a call break, in words."""
     return "; ".join(str(reason) for reason in BACKENDS[name].broken_rules(problem, passes))
 
 
 def missing(name: str, device: torch.device) -> str:
-    """Why a backend does not work here."""
     if name in ("cuda", "triton") and device.type == "cpu":
         return "its kernels run on GPUs"
     return BACKENDS[name].probe().reason

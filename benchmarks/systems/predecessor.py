@@ -20,7 +20,6 @@ INTERFACE = "flash_dmattn_interface"
 
 
 def missing(device: torch.device) -> str:
-    """Why flash-dmattn 1.x is not here."""
     if device.type != "cuda":
         return "its kernels run on GPUs"
     if PREDECESSOR not in os.environ:

@@ -35,7 +35,7 @@ def folds(case: Case) -> bool:
 
 
 def needs(name: str, case: Case, device: torch.device) -> Needs:
-    """The one kernel that takes no tensor to add, and the one whose matrices would not fit; the rest shows when run."""
+    """Refuse what is known before a run: flash takes no mask or bias, and the matrices of math may not fit."""
     if name == "sdpa-flash" and device.type == "cuda" and folds(case):
         return Needs("the kernel takes neither mask nor bias")
     if case.bias == "hd":
@@ -47,12 +47,12 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
 
 
 def missing(name: str, device: torch.device) -> str:
-    """Which kernels the CPU has not."""
+    """Return why a kernel cannot run on the device; "" where it can."""
     return "" if device.type == "cuda" or name in ON_CPU else "PyTorch has no such kernel on CPU"
 
 
 def bind(kernel: SDPBackend, inputs: Inputs, mode: Mode) -> Bound:
-    """The pinned call; k and v are repeated, which is timed, where a kernel has no grouped heads."""
+    """Return the pinned call; k and v are repeated, which is timed, where a kernel has no grouped heads."""
     q, k, v = (x.transpose(1, 2) for x in inputs[:3])
     seqlen_q, seqlen_k = inputs.lengths
     folded = inputs.mask is not None or inputs.bias is not None or (inputs.is_causal and seqlen_q != seqlen_k)
@@ -98,7 +98,7 @@ def fold(inputs: Inputs, allowed: Tensor | None = None) -> Tensor | None:
 
 
 def per_query_head(x: Tensor | None, inputs: Inputs) -> Tensor | None:
-    """A mask or bias with 1 or Hq heads."""
+    """Return a mask or bias with 1 or Hq heads."""
     heads = inputs.q.shape[2]
     return x if x is None or x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)
 

@@ -1,1 +1,1 @@
-"""The backends, one module each; `flash_dmattn.dispatch.selection` holds them in order of preference."""
+"""The backends, a module or a folder each; `flash_dmattn.dispatch.registry` has them in order of preference."""

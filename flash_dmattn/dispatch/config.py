@@ -295,7 +295,7 @@ class config(Block):
             backend: as above.
             disabled: all backends that are off, () for none. It replaces FLASH_DMATTN_DISABLE.
             fallback: as above.
-            record: refused, because only blocks record decisions.
+            record: refused with a TypeError, because only blocks record decisions.
 
         >>> import flash_dmattn
         >>> flash_dmattn.config.set(backend="eager", disabled="flex")

@@ -417,8 +417,8 @@ def usual_order(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def _order(is_plain: bool, has_dbias: bool, has_sequences: bool) -> tuple[str, ...]:
-    # sdpa compiles nothing, triton has fast kernels for dbias, and flex copies sequences into rows of its own. Packed
-    # sequences have run on a GPU with triton alone so far.
+    # sdpa compiles nothing, triton has fast kernels for dbias, and flex copies sequences into rows of its own. With
+    # packed sequences only triton has been timed of the three.
     if is_plain:
         return ("triton", "sdpa", "flex") if has_sequences else ("sdpa", "flex", "triton")
     return ("triton", "flex", "sdpa") if has_dbias or has_sequences else ("flex", "triton", "sdpa")

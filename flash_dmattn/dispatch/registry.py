@@ -56,7 +56,7 @@ _changing = threading.Lock()
 
 
 def register_backend(backend: Backend, *, before: str | None = None) -> None:
-    """Add an out-of-tree backend.
+    """Add an out-of-tree backend; docs/adding_a_backend.md has examples.
 
     Args:
         backend: a `flash_dmattn.Backend`.

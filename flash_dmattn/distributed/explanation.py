@@ -285,7 +285,6 @@ def _traded(call: ParallelCall) -> tuple[list[Transfer], list[Transfer]]:
 
 
 def _summed(call: ParallelCall) -> Iterator[Transfer]:
-    """Count gradients of what ranks share."""
     needs = call.problem.needs_grad
 
     def gathered(what: str, own: int, size: int) -> Transfer:

@@ -149,7 +149,7 @@ class RankRows(NamedTuple):
 
 
 class KeySum:
-    """The gradient of all keys or values that a rank holds: a sum of one term for each slice, in the end of `dtype`."""
+    """The gradient of all keys or values that a rank holds: a sum of one term for each slice, rounded to `dtype`."""
 
     def __init__(self, like: Tensor, number: int, dtype: torch.dtype) -> None:
         self._like, self._dtype = like, dtype

@@ -246,9 +246,9 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 # node of a graph, and compiled graphs are kept on disk. So it gets a node of another name.
 @torch.compiler.allow_in_graph
 def _traced(*args: Any, **kwargs: Any) -> Any:
-    """Run it under a mode that belongs to no thread, and whose counts nobody reads.
+    """Run `F.multi_head_attention_forward` under a mode that belongs to no thread, and whose counts nobody reads.
 
-    Nothing is strict there: each mask that gets through it is one that we serve.
+    The mode is not strict, because flash_dmattn serves every mask that this function passes on.
     """
     mode = _Interception(thread=0)
     mode.entries.append(_Entry(False, mode))
@@ -352,7 +352,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether operators of this library see the tensor itself: not where it is nested, distributed or the like."""
+    """Return whether operators of this library see the tensor itself; not if it is nested, distributed or the like."""
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # Dynamo before 2.12 cannot compare functions
         if type(x).__torch_function__ not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
             return False
@@ -379,7 +379,7 @@ def _shapes_fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
 
 
 def _mask_fits(mask: Tensor, scores: tuple[int, ...]) -> bool:
-    """Whether the mask broadcasts to the scores; one with more dims would make the result larger."""
+    """Return whether the mask broadcasts to the scores; one with more dims would make the result larger."""
     if mask.dim() > len(scores):
         return False
     return all(size in (1, wanted) for size, wanted in zip(reversed(mask.shape), reversed(scores)))

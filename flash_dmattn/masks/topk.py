@@ -269,9 +269,9 @@ def topk_stops(keys: Tensor, k: int) -> Tensor:
     rank = ranks(keys)
     positions = torch.arange(length, device=keys.device).expand(rows, -1)
     threshold = kth_smallest_of_prefixes(rank, positions + 1, k)
-    # A prefix of fewer than k keys keeps them all; it has the greatest rank for its threshold otherwise, which rises.
+    # A prefix of fewer than k keys keeps them all. Its greatest rank, which rises, would break the order of thresholds.
     threshold = threshold.masked_fill(positions + 1 < k, length)
-    # The first position with a threshold below the rank, where both are negated so that the row ascends.
+    # Find the first position with a threshold below the rank; both are negated, so that the row ascends.
     passed = torch.searchsorted(threshold.neg(), rank.neg(), right=True)
     return passed.maximum(positions).contiguous()
 

@@ -85,6 +85,9 @@ class KVCache:
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on, as after a rejected draft; the storage is kept.
 
+        Raises:
+            ValueError: the cache does not hold so many tokens.
+
         >>> cache = KVCache()
         >>> _ = cache.append(torch.zeros(1, 5, 1, 2), torch.zeros(1, 5, 1, 2), None)
         >>> cache.truncate(2)

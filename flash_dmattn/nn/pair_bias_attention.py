@@ -35,6 +35,9 @@ class PairBiasAttention(nn.Module):
         backend: of the call, as in `attention`.
         device, dtype: of the parameters.
 
+    Raises:
+        ValueError: `num_heads` does not divide `dim`, and `head_dim` is None.
+
     Source: algorithm 24 of Abramson et al., "Accurate structure prediction of biomolecular interactions with AlphaFold
         3", 2024, without its conditioning.
 

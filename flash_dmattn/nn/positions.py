@@ -39,6 +39,9 @@ class RelativePositionBias(nn.Module):
     Attributes:
         weight: (num_buckets, num_heads), zeros at first; T5's checkpoints have it as `relative_attention_bias.weight`.
 
+    Raises:
+        TypeError, ValueError: a number is no int, is too small, or an odd `num_buckets` beside `is_bidirectional`.
+
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
 
     Example:

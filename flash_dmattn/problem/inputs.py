@@ -55,8 +55,8 @@ class SequenceView(NamedTuple):
 
     Attributes:
         bounds: int32 (S, 4), contiguous, a row each: the first query, how many, the first key, how many. The firsts are
-            places in a row of packed tokens, ascending, and 0 where queries or keys are not packed. Whatever the
-            tensors say that it was made of, no row of it leaves q, k or v.
+            places in a row of packed tokens, ascending, and 0 where queries or keys are not packed. They lie within q,
+            k and v, even if the caller's lengths do not.
         block_table: int32 (S, P), whose entry j // page_size is the page of key j; None where keys are not in pages.
             Its entries may be wrong: kernels clamp them.
     """
@@ -97,8 +97,7 @@ class Inputs(NamedTuple):
     """The tensors of a call, as a pass of a backend receives them.
 
     Attributes:
-        q, k, v: (B, L, H, D). A backend that reads such tensors receives (B, H, L, D) where `AttentionProblem.arrival`
-            is "heads_first".
+        q, k, v: (B, L, H, D); for passes with `Backend.reads_as_arrived` as `AttentionProblem.arrival` says.
         mask: in the form that the problem names.
         bias: 4-D, each dimension 1 or full, the heads also those of k; a dimension of stride 0 is a broadcast one.
         sink: (Hq,).

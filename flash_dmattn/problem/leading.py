@@ -119,8 +119,8 @@ def _fold_values(x: Tensor, sizes: Dims, check: Callable[[Dims], None]) -> _Fold
 def _fold_shared(name: str, x: Tensor, batch: Dims, *, keeps_shape: bool, repeats: bool = True) -> _Folded:
     """Fold a tensor (*dims, ...) of a mask or a bias that broadcasts over the leading dims `batch`.
 
-    A dim that is shared between two that are not has to be expanded: no repeat is like it. Without `repeats` no part of
-    the batch may share an entry. With `keeps_shape` each element has a gradient of its own; else dims of stride 0 count
+    A shared dim between two that are not has to be expanded: no repeat describes it. Without `repeats` no part of the
+    batch may share an entry. With `keeps_shape` each element has a gradient of its own; else dims of stride 0 count
     as size 1, so that none of them is copied.
     """
     leading = len(batch)

@@ -101,6 +101,8 @@ class Sequences:
             seqlens_k: (S,), int32 or int64: how many keys of each slot are used.
             seqlens_q: the same of the queries; None for all Lq.
 
+        Raises: as `packed`.
+
         >>> import torch, flash_dmattn
         >>> q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
         >>> used = flash_dmattn.Sequences.padded(torch.tensor([9, 4]))  # a cache: what lies behind is not read
@@ -131,6 +133,8 @@ class Sequences:
             cu_seqlens_q: as for `packed`.
             max_seqlen_q, max_seqlen_k: bounds on the lengths, as Python ints; max_seqlen_k is P * page_size by
                 default. They decide which kernels run, and so how results are rounded.
+
+        Raises: as `packed`.
 
         >>> import torch, flash_dmattn
         >>> pool_k, pool_v = torch.randn(2, 6, 16, 4, 32)  # 6 pages of 16 keys

@@ -55,7 +55,7 @@ def _notes(problem: AttentionProblem) -> tuple[str, ...]:
     )
     is_copied = copies_bias(p) and (any(p.needs_grad) or forward_copies_bias(p))
     bias = (copy_note(p),) if is_copied else ()
-    lists = ("walks the listed tiles, whose lists each pass makes of the mask",) if p.mask_form == "lists" else ()
+    lists = ("walks the listed tiles: each pass makes lists of tiles of the mask",) if p.mask_form == "lists" else ()
     return interval_notes(problem, gathers=False) + lists + rows + bias + part_notes(p)
 
 
@@ -70,7 +70,7 @@ BACKEND = Backend(
     probe=probe,
     notes=_notes,
     mask_forms=frozenset({"tiles", "intervals"}),
-    # The heads of a group become rows of one query, and their mask is packed after that.
+    # With one query the heads of a group become rows of one tile, and their mask is packed after that.
     reads_dense=lambda problem, direction: direction == "forward" and has_group_rows(problem),
     # Tokens without views; no pass takes head-first tensors.
     reads_as_arrived=lambda problem, direction: problem.arrival == "tokens" and takes_tokens(problem, direction),

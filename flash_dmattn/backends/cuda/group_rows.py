@@ -89,13 +89,13 @@ def as_rows(
     )
 
 
-# Rows of more queries fill their tiles without the other heads of the group. More than 32 fill a consumer's rows: then
-# only the keys are read less often, which pays where they are many.
+# More than 64 queries fill a tile without the other heads of the group. More than 32 fill the rows of a consumer
+# warpgroup: the only gain then is that keys are read less often, which pays where they are many.
 _MOST_QUERIES, _FULL_QUERIES, MANY_KEYS = 64, 32, 1024
-# The kernel's limit: a consumer's 64 rows are whole queries.
+# The kernel's limit: the 64 rows of a consumer warpgroup are whole queries.
 _MOST_SHIFT = 6
-# Numbers of k and v in sight. Fewer stay in L2, and head by head they need fewer KV splits. Tests set this to 0, and
-# MANY_KEYS.
+# Values of k and v in sight. Fewer stay in L2, where reading them for each head costs less than more KV splits would.
+# Tests set this and MANY_KEYS to 0.
 LEAST_KEYS = 1 << 24
 
 

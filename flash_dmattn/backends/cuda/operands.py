@@ -93,7 +93,6 @@ def _is_small_and_shared(p: AttentionProblem) -> bool:
 
 
 def _operand_values(p: AttentionProblem) -> int:
-    """Return how many values q, k, v and out have."""
     return p.batch * (p.seqlen_q * p.num_heads + p.seqlen_k * p.num_heads_k) * (p.head_dim + p.head_dim_v)
 
 

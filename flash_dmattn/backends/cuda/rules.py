@@ -23,7 +23,7 @@ _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @cache
 def installed_instances() -> frozenset[str] | None:
-    """The names of the kernel instances in the extension, read without loading it; None without an extension."""
+    """Return the names of the kernel instances in the extension, read without loading it; None without an extension."""
     try:
         path = extension.find()
         return None if path is None else frozenset(extension.build_info(path)["instances"])
@@ -346,7 +346,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
     _preference(
         "few_rows",
         lambda p: p.seqlen_q >= _ROWS or _fills_half_tiles(p) or _serves_few_queries(p),
-        lambda p: f"there are {p.seqlen_q} queries, less than the {_ROWS} of a tile",
+        lambda p: f"seqlen_q is {p.seqlen_q}; a tile has {_ROWS} queries",
     ),
     _preference(
         "few_tiles",
@@ -413,7 +413,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
 _SUMMED_KEYS = 64  # up to so many keys of a sequence, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
 
 
-_PAGE_SIZES = (16, 32, 64)  # supported, and multiples of _KEYS, which a kernel reads at a time
+_PAGE_SIZES = (16, 32, 64)  # and multiples of _KEYS, the keys that a kernel reads at a time
 
 
 def _spec(p: AttentionProblem) -> SequenceSpec:
@@ -527,7 +527,7 @@ _SEQUENCE_AUTO_RULES: tuple[Rule, ...] = (
     _preference(
         "short_sequences",
         lambda p: _mean_queries(p) >= _ROWS,
-        lambda p: f"sequences have {_mean_queries(p):.0f} queries on average, less than the {_ROWS} of a tile",
+        lambda p: f"sequences have {_mean_queries(p):.0f} queries on average; a tile has {_ROWS}",
     ),
 )
 

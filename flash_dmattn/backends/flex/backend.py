@@ -23,7 +23,7 @@ def _largest_row_span(p: AttentionProblem) -> int:
 
 
 def _listed_tiles(p: AttentionProblem) -> int:
-    """The elements of a tile list of a call with sequences."""
+    """Count the elements of a tile list of a call with sequences."""
     if p.sequences is None:
         return 0
     queries, keys = extents(p.sequences)
@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
             f"a list of the tiles of all sequences has {_listed_tiles(p)} elements; FlexAttention's kernels find their "
             f"places in it with 32 bits, so at most {_INT32_MAX}"
         ),
-        "split the batch: each sequence has tiles of its own, and a list a row for each of queries, a column of keys",
+        "split the batch: the lists have a row for each tile of queries and a column for each tile of keys",
     ),
     Rule(
         "relative_sequences",
@@ -176,7 +176,7 @@ def notes(problem: AttentionProblem) -> tuple[str, ...]:
     if any(needs) and not (needs.q and needs.k and needs.v):
         costs.append("computes dq, dk and dv together, also where only some of them are needed")
     if problem.sink is not None:
-        costs.append("scales out by the share of the keys beside the sink, once more rounded")
+        costs.append("scales out by the share of probability that the sink leaves, which rounds it once more")
     for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides)):
         if problem.device == "cpu" and problem.sequences is None and strides[3] != 1:
             costs.append(f"copies {name}: FlexAttention's CPU kernel needs the head dim contiguous")

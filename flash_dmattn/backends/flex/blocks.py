@@ -55,7 +55,7 @@ class Blocks(NamedTuple):
 
 
 def limits_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
-    """Lower and upper limits on key - query; None where a limit excludes no pair, as for 1 query or a wide window."""
+    """Return the limits on key - query; None where a limit excludes no pair, as for 1 query or a wide window."""
     offset = problem.seqlen_k - problem.seqlen_q
     left, right = problem.window
     lower = offset - left if left >= 0 else None
@@ -96,8 +96,8 @@ def dense_tensors(
 ) -> list[Tensor]:
     """Make the lists of a dense call, then the limits that it has as tensors, filled on the device.
 
-    Entry b of the batch reads entry b // repeat of the mask, cyclically. A tile where mask and limits each allow
-    something, but nothing in common, is listed as partly allowed: it costs time alone, as its pairs are tested again.
+    Entry b of the batch reads entry b // repeat of the mask, cyclically. A tile in which mask and limits allow pairs,
+    but no common one, is listed as partly allowed. The kernel tests its pairs, which only costs time.
 
     >>> made = dense_tensors(None, None, 0, 1, 256, 256, torch.device("cpu"), 1, 1)
     >>> made[0].tolist(), made[2].tolist()  # the diagonal, and what lies below it
@@ -133,7 +133,7 @@ _DENSE = define(
 
 
 def tile_edges(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First and last position of every tile; the last tile may be short."""
+    """Return the first and the last position of every tile; the last tile may be short."""
     first = torch.arange((length + BLOCK - 1) // BLOCK, device=device, dtype=torch.int32) * BLOCK
     return first, (first + (BLOCK - 1)).clamp(max=length - 1)
 
@@ -141,7 +141,7 @@ def tile_edges(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def band(
     lower: int | None, upper: int | None, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """In which tiles limits on key - query allow a pair, and in which every pair; rows and keys are tile edges."""
+    """Return in which tiles limits on key - query allow a pair, and in which every pair, from the edges of tiles."""
     # key - query takes every value between its extremes on a tile, so the extremes decide.
     least, most = keys[0] - rows[1], keys[1] - rows[0]
     some = every = torch.ones_like(least, dtype=torch.bool)
@@ -153,7 +153,7 @@ def band(
 
 
 def mask_classes(mask: Tensor, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """In which tiles a 4-D mask allows a pair, and in which every pair; dims of size 1 keep it."""
+    """Return in which tiles a 4-D mask allows a pair, and in which every pair; dims of size 1 keep it."""
     # Counting reads the mask once, where any() and all() would read it twice; a ragged edge is never padded (a copy).
     area = torch.ones((), dtype=torch.int32, device=mask.device)
     count = mask

@@ -84,7 +84,7 @@ def ready(problem: AttentionProblem, x: Inputs) -> Inputs:
 def attend(
     problem: AttentionProblem, x: Inputs, blocks: Blocks, packing: tuple[Packing | None, Packing | None] = (None, None)
 ) -> tuple[Tensor, ...]:
-    """Run FlexAttention on a dense call, or on the rows that sequences are laid out in, and add what it has not.
+    """Run FlexAttention on a dense call, or on the rows that sequences are laid out in, and add what it lacks.
 
     `packing` says how mask and bias are read through the places of `blocks`; None reads by row and column.
     """
@@ -130,7 +130,7 @@ def attend(
 def specialisation(
     problem: AttentionProblem, x: Inputs, bias: Tensor | None, blocks: Blocks, is_static: bool
 ) -> tuple[object, ...]:
-    """Name everything that makes torch compile a graph anew beside its form; it takes every length of 1 for constant.
+    """Return what else than its form makes torch compile a graph anew; torch treats each length of 1 as a constant.
 
     A static graph is compiled for all of its sizes. `bias` is as the graph receives it.
     """
@@ -165,7 +165,7 @@ def _num_stages(problem: AttentionProblem, mask: Tensor | None, bias: Tensor | N
 
 
 def widens(dtype: torch.dtype, needs_grad: bool, held: BiasClass) -> bool:
-    """Whether a bias of this dtype and class is copied to fp32."""
+    """Return whether a bias of this dtype and class is copied to fp32."""
     # A gradient is added up in the dtype of its input, so in fp32; fp64 would slow the kernel down. With 16 bits for a
     # key the forward kernel takes 6 ms in the place of 0.1 (H200, torch 2.11, 2 x 2048 x 16 x 64).
     return dtype == torch.float64 or (dtype != torch.float32 and (needs_grad or held == "key"))

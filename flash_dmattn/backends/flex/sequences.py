@@ -1,4 +1,4 @@
-"""Calls with sequences: their rows laid out in tiles, a dense call of these, and its results put where the tokens lie.
+"""Calls with sequences: lays rows out in tiles, runs a dense call on them, and moves its results back to the tokens.
 
 No tile has rows of two sequences. Otherwise NaN would reach a sequence from another one: kernels multiply by 0 what
 they mask, and NaN times 0 is NaN.
@@ -223,7 +223,7 @@ def _side(bounds: Tensor, extent: Extent) -> tuple[Side, Tensor]:
 
 
 def _limits(bounds: Tensor, queries: Side, first_row_k: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
-    """First and last row of keys that each row of queries may see: int32, 1 and 0 for an empty row."""
+    """Return the first and the last row of keys that each row of queries may see: int32, 1 and 0 for an empty row."""
     seqlen_q, seqlen_k = bounds[:, 1], bounds[:, 3]
     own = queries.sequence
     middle = queries.place + (seqlen_k - seqlen_q)[own]
@@ -235,8 +235,8 @@ def _limits(bounds: Tensor, queries: Side, first_row_k: Tensor, left: int, right
 
 
 def _band_classes(bounds: Tensor, queries: Side, keys: Side, left: int, right: int) -> tuple[Tensor, Tensor]:
-    """In which tiles a sequence has a pair in its band, and which hold such pairs alone: (1, 1, rows, columns)."""
-    # A tile is as its first row, which has a token unless the tile is left over.
+    """Return which tiles hold a pair in the band of a sequence, and which only such pairs: (1, 1, rows, columns)."""
+    # A tile belongs to the sequence of its first row, which has a token unless the tile is left over.
     own_q, own_k = queries.sequence[::BLOCK], keys.sequence[::BLOCK]
     first_row, first_key = queries.place[::BLOCK], keys.place[::BLOCK]
     last_row = torch.minimum(first_row + (BLOCK - 1), bounds[:, 1][own_q] - 1)

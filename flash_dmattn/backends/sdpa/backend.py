@@ -19,8 +19,8 @@ from . import cpu, cuda, efficient
 # of calls. Its forward pass converts 16 bits row by row, which costs more.
 _LITTLE_WORK = 2**20
 _LITTLE_WORK_IN_HALF = 2**18
-# With causality the kernel visits blocks of 512 keys whole, and so most of the hidden ones of calls of so many keys. A
-# mask of pairs is also made into floats, of all pairs.
+# With causality the kernel visits whole blocks of 512 keys. So in calls of up to so many keys it visits most of the
+# hidden ones. A mask of pairs also becomes a float for every pair.
 _WHOLE_BLOCKS, _WHOLE_BLOCKS_OF_PAIRS = range(257, 769), range(257, 2049)
 # From so many multiplications on, reading keys once for each group of heads, as eager does, counts.
 _GROUPED_WORK = 2**26
@@ -86,7 +86,7 @@ def _skips_few_keys(p: AttentionProblem) -> bool:
 
 
 def _decodes_groups(p: AttentionProblem) -> bool:
-    """Return whether a call has few queries, whose groups of heads the kernel of a CPU reads keys for one by one."""
+    """Return whether a call has few queries and groups of heads: the kernel of a CPU reads keys for each head anew."""
     group, queries = p.num_heads // max(p.num_heads_k, 1), max(p.seqlen_q, 1)
     if group < 4 or not (8 if p.head_dim > 64 else 4) <= group * queries <= 64:
         return False

@@ -17,11 +17,11 @@ from ..protocol import Backward, Direction, Forward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-# Causal calls of so many queries are cut into blocks. In longer ones the keys that the kernel visits for nothing are
-# few, and it takes more queries at a time.
+# Causal calls of so many queries are cut into blocks. In longer ones few of the keys that the kernel visits are hidden,
+# and it takes more queries at a time.
 _CAUSAL_BLOCK = 128
 _CUT_FROM, _CUT_TO = 192, 1024
-_LOSES_SCORES = 2.0**60  # a lse beyond it is of a bias that leaves nothing of q k, in fp64 either
+_LOSES_SCORES = 2.0**60  # with a larger lse, a bias is so large that q k is lost in its rounding, in fp64 too
 
 
 def kernel_is_causal(p: AttentionProblem) -> bool:
@@ -180,14 +180,15 @@ def plan_backward(p: AttentionProblem) -> Backward:
             lse = lse.masked_fill(is_empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
             dlse = None if dlse is None else dlse.masked_fill(is_empty, 0.0)
             if _size(lse, torch.inf) > LARGE_LSE:
-                # Its rounding would show in every p. Scores that are moved by it have a small one.
+                # The rounding of a large lse would show in every p. So lse is subtracted from the scores first: the
+                # lse of the moved scores is small.
                 added_to = lse.new_zeros(()) if mask is None else mask
                 moved = (added_to - lse[..., None]).expand(shape)
                 new_lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=moved, scale=scale)[1]
                 has_lost = lse.abs() > _LOSES_SCORES
                 if has_lost.any():
-                    # A bias as large leaves nothing of q k, which moving would bring back. So these rows stay, and dout
-                    # is divided by the number of keys that share the largest bias, which lse is too large to hold.
+                    # A bias so large has lost q k, which moving would bring back. So these rows are not moved, and dout
+                    # is divided by the number of keys that share the largest bias, which such an lse cannot hold.
                     seen = moved.tril() + torch.full_like(moved, -torch.inf).triu(1) if is_causal else moved
                     total = seen.logsumexp(-1).exp().masked_fill(~has_lost, 1.0)
                     dout = dout / total.transpose(1, 2)[..., None]

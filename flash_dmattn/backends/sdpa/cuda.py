@@ -39,7 +39,6 @@ def _band(p: AttentionProblem) -> tuple[bool, dict[str, int | float]]:
 
 
 def _has_empty_rows(p: AttentionProblem) -> bool:
-    """Return whether the band leaves a query without a key."""
     band = make_band(p.seqlen_q, p.seqlen_k, p.window)
     return band is not None and (band.high < 0 or p.seqlen_q - 1 + band.low >= p.seqlen_k)
 
@@ -64,7 +63,6 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
 
 def _plan_packed_forward(p: AttentionProblem) -> Forward:
-    """Plan the forward pass of packed sequences."""
     if not _has_packed_pairs(p):
         return lambda x: fill_empty(*empty_outputs(x.q, x.v), None)
     # Told of one query each, the kernel takes row i for sequence i where query heads share a key head.
@@ -132,7 +130,6 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
 
 def _plan_packed_backward(p: AttentionProblem) -> Backward:
-    """Plan the backward pass of packed sequences."""
     if not _has_packed_pairs(p):
         return differentiate_without_keys(p)
     (is_causal, numbers), longest, needs_grad = _band(p), (p.seqlen_q, p.seqlen_k), p.needs_grad

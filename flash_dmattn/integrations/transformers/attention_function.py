@@ -184,8 +184,8 @@ def attend_without(names: frozenset[str]) -> Callable[..., tuple[Tensor, None]]:
 def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None) -> Tensor:
     """Restrict a mask to chosen keys.
 
-    The model has made scores of all pairs to choose by. Its layers have no groups of heads that could share a key, so
-    that tiles of a mask are faster than lists.
+    The model has already made scores of all pairs. Its layers have no groups of heads that could share a key, so tiles
+    of a mask are faster than lists.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         refuse_unknown(module, {"indices": indices})

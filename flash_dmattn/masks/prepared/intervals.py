@@ -56,11 +56,11 @@ def key_intervals(mask: Tensor, seqlen_q: int, band: Band | None, reorder: bool)
 
 
 def mask_intervals(bits: Tensor, row_lists: Tensor, seqlen_k: int) -> MaskIntervals:
-    """Return the first query that sees each key, one more than the last, and four numbers; of the bits of a `TileMask`.
+    """Return from the bits of a `TileMask` the first query that sees each key, the one after the last, and numbers.
 
     A key is seen by one run of queries if and only if as many see it as there are from the first to the last. The
-    numbers, int64, say whether a key is seen by several runs; how many keys of a head are live, at most; how many pairs
-    attend; how many tiles are active. If the first is 1, a kernel may leave anything in the rest.
+    numbers, four of int64, are: 1 if some key is seen by several runs; the most live keys of a head; the pairs that
+    attend; the active tiles. If the first is 1, a kernel may leave anything in the rest.
     """
     batch, num_heads, seqlen_q, _ = bits.shape
     start, stop, count = (torch.zeros(batch, num_heads, seqlen_k, dtype=torch.int64, device=bits.device) for _ in "abc")

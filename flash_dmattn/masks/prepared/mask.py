@@ -929,7 +929,6 @@ class PreparedMask(ABC):
 
     @classmethod
     def _tiled(cls, words: Words, shape: Shape, device: torch.device, limits: Fields) -> PreparedMask:
-        """Make tiles of words and of a band."""
         bits, classes = pack_rows(words, shape, make_band(*shape[2:], causal_window(**limits)), device)
         tensors = bits, classes, *packer(bits).list_tiles(classes)
         return cls._made("tiles", tensors, seqlen_q=shape[2], seqlen_k=shape[3], **limits)

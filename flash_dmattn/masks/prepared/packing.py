@@ -181,7 +181,7 @@ class Side(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """How many tiles of rows there are numbers for."""
+        """Number of tiles that have numbers, also of tiles of no sequence."""
         return self.rows // TILE + self.first.shape[0]
 
     def tile_places(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,7 +204,7 @@ def tile_count(rows: int, spec: SequenceSpec) -> int:
 
 
 def packs_nothing(mask: Tensor, spec: SequenceSpec) -> bool:
-    """Tell whether no pair has a bit that may be set, or none has a bit at all."""
+    """Tell whether there are no bits, or none that may be set."""
     return spec.number == 0 or mask.numel() == 0 or row_counts(spec)[0] == 0 or spec.max_seqlen_k == 0
 
 

@@ -289,10 +289,10 @@ class ListMask(BatchMask):
 class SequenceTileMask(PreparedMask):
     """A mask beside sequences, as bits and lists of 128 x 128 tiles, with causality and window of each folded in.
 
-    A sequence has tiles of its own. With `first` its first query among all queries, its rows of tiles begin with number
-    `first // 128 + s`; columns so with keys. R counts the rows of queries: of packed tokens, or of S slots one behind
-    another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and max_seqlen_q, the
-    fields are as of a `TileMask`:
+    A sequence has tiles of its own. If `first` is the first query of sequence s among all queries, its rows of tiles
+    begin with number `first // 128 + s`; columns of tiles are numbered likewise by keys. R counts the rows of q, slots
+    one behind another. With Tq = R // 128 + S, Tk likewise of keys, and C and D the tiles of max_seqlen_k and
+    max_seqlen_q, the fields are as in a `TileMask`:
 
     Attributes:
         bits: int32 (1, Hm, R, 4 * C), of the keys of its sequence; 0 past the last key, and in rows of no sequence.
