@@ -151,6 +151,13 @@ def test_the_api_page_has_every_public_name(name: str) -> None:
     assert public <= named, f"docs/api.md lacks {sorted(public - named)}"
 
 
+@pytest.mark.parametrize("folder", ("csrc", "triton_kernels"))
+def test_the_map_of_a_folder_names_every_file(folder: str) -> None:
+    text = (ROOT / folder / "README.md").read_text()
+    sources = (path for path in (ROOT / folder).rglob("*") if path.suffix in (".h", ".cu", ".cpp", ".py"))
+    assert [path.name for path in sorted(sources) if f"{path.name}`" not in text] == []
+
+
 def test_blocks_are_found_where_they_are() -> None:
     page = "# t\n\n```python\na = 1\n```\n\ntext\n\n1. item\n   ````python\n   b = '```'\n   ````\n```text\nout\n```\n"
     assert fenced_blocks(page) == [
