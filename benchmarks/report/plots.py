@@ -126,7 +126,7 @@ def _panels(rows: list[Record]) -> list[str]:
 
 
 def ratios(rows: list[Record], content: Record, systems: Sequence[str] = PEERS, floor: bool = False) -> Figure:
-    """Draw a row for each call, a dot for each system: its time divided by ours, a panel for each pass."""
+    """Draw a row for each call, a mark for each system: its time divided by ours, a panel for each pass."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     panels = _panels(rows)
@@ -164,9 +164,11 @@ def ratios(rows: list[Record], content: Record, systems: Sequence[str] = PEERS, 
     names = [f"{textwrap.fill(row['what'], 34)}\n{row['shape']}" for row in rows]
     all_axes[0].set_yticks(range(len(rows)), names, fontsize=8)
     all_axes[0].set_ylim(len(rows) - 0.5, -0.5)
-    notes = "below each call its B,Hq,Hk,L,D; right of the line flash_dmattn is faster; no dot: not served, or wrong"
+    notes = "below each call its B,Hq,Hk,L,D; right of the line flash_dmattn is faster; no mark: not served, or wrong"
     if any(max(line.get_xdata(), default=0.0) == FARTHEST for axes in all_axes for line in axes.lines):
-        notes += f"; a dot at {FARTHEST:g}: {FARTHEST:g} or more"
+        notes += f"; a mark at {FARTHEST:g}: {FARTHEST:g} or more"
+    if floor:
+        notes += f"; a row without a floor: below {NEAREST:g}"
     return _finish(figure, content, notes)
 
 
