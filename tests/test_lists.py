@@ -16,6 +16,7 @@ from conftest import needs_triton, refusal_of
 from forked import interpret
 from sequence_list_cases import BESIDE, PAGED, SequenceLists
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
@@ -477,6 +478,35 @@ def test_transforms_and_compilers() -> None:
     torch.testing.assert_close(got, wanted)
     with torch.profiler.profile():  # calls go through the operator
         torch.testing.assert_close(torch.autograd.grad(call(q, k, values).sum(), values)[0], wanted)
+
+
+def test_a_selector_trains_under_transforms_and_compilers() -> None:
+    def call(x: Tensor) -> Tensor:
+        scores = IndexScores(x, x[:, :, 0], x[..., 0])
+        lists = from_topk_lists(scores, 3, is_causal=True)
+        named = from_lists(lists.index.flip(3), seqlen_k=x.shape[1])
+        per_key = x[:, :, 0, 0][:, None, None]
+        return attention(x, x, x, lists, Chosen(scores.at(lists))) + attention(
+            x, x, x, named, Chosen(scores.at(named), per_key)
+        )
+
+    def gradient(x: Tensor, of: Callable[[Tensor], Tensor] = call) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(of(x).square().sum(), x)[0]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for length in (6, 9, 11, 14):
+        x = torch.randn(2, length, 2, 4, dtype=F64)
+        torch.testing.assert_close(gradient(x, compiled), gradient(x))
+    assert counter.frame_count == 2
+    torch.testing.assert_close(torch.func.grad(lambda x: call(x).square().sum())(x), gradient(x))
+
+
+def test_an_index_may_have_any_integer_dtype() -> None:
+    index = torch.tensor([[0, 3], [2, 1]])
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        assert torch.equal(from_lists(index.to(dtype), seqlen_k=4).dense(), from_lists(index, seqlen_k=4).dense())
 
 
 def test_leading_dims() -> None:
