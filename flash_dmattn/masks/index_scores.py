@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..definition import is_transformed
-from ..problem import dtype_name
+from ..problem import check_flag, check_number, dtype_name
 from .topk import CHUNK_ELEMENTS, rectified, row_chunks
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class IndexScores:
                 raise TypeError(f"{name} has {has}; it needs to be a floating-point torch.Tensor")
             if x.device != self.q.device:
                 raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {self.q.device}")
+        check_flag("relu", self.relu)
+        if self.scale is not None:
+            check_number("scale", self.scale)
         if self.q.dim() < 4:
             raise ValueError(
                 f"q has shape {tuple(self.q.shape)}; it needs to be (*batch, seqlen_q, heads, head_dim), and packed "
