@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masks.arguments import integer
-from .problem import Outside, as_scores
+from .problem import Outside, as_scores, dtype_name
 from .reference import distances
 from .reference.lists import by_query, dense_bias, repeat_heads, slot_table
 
@@ -139,6 +139,13 @@ class Chosen(NamedTuple):
             mask: of `PreparedMask.from_lists` or `from_topk_lists`; any other is a TypeError.
         """
         lists = lists_beside(mask)
+        _check_tensor(self.values)
+        rows, places = lists.sizes_of_values
+        if not 2 <= self.values.dim() <= 4 or self.values.shape[-2] not in rows or self.values.shape[-1] != places:
+            raise ValueError(
+                f"bias.values has shape {tuple(self.values.shape)}; it needs (batch, heads, "
+                f"{' or '.join(map(str, sorted(set(rows))))}, {places}), a value for each entry of the lists"
+            )
         slots = slot_table(lists.as_lists, lists.seqlen_q, lists.seqlen_k)
         made = dense_bias(as_scores(self.values), slots, lists.block_size[0])
         if self.bias is None:
@@ -162,8 +169,7 @@ class Chosen(NamedTuple):
             )
         if self.bias is None:
             return self.values
-        if not isinstance(self.bias, Tensor):
-            raise TypeError(f"bias.bias is a {type(self.bias).__name__}; it needs to be a torch.Tensor or None")
+        _check_tensor(self.bias, "bias.bias")
         if lists.sequences is not None:
             raise ValueError(
                 "bias.bias is set beside lists of sequences; it needs to be None: add what it has for lists.index to "
@@ -173,6 +179,13 @@ class Chosen(NamedTuple):
             if not 2 <= x.dim() <= 4:
                 raise ValueError(f"bias.{name} has {x.dim()} dimensions; beside each other both need 2, 3 or 4")
         bias, block_k = as_scores(self.bias), lists.block_size[1]
+        shapes = (as_scores(self.values).shape, bias.shape, lists.shape)
+        if not _broadcast(*(x[0] for x in shapes)) or not _broadcast(*(x[1] for x in shapes), of_groups=True):
+            raise ValueError(
+                f"bias.bias has shape {tuple(self.bias.shape)} beside bias.values of {tuple(self.values.shape)} and "
+                f"lists of {lists.shape[1]} heads for a batch of {lists.shape[0]}; it needs a batch and heads of 1, or "
+                "of theirs"
+            )
         if bias.shape[-1] == 1:
             added = bias
         elif block_k > 1:
@@ -240,9 +253,17 @@ def split(bias: Any) -> tuple[Any, ByDistance | None]:
     return values if is_band else values.unsqueeze(-2), ByDistance(zero, outside, is_band)
 
 
-def _check_tensor(values: object) -> None:
+def _check_tensor(values: object, name: str = "bias.values") -> None:
     if not isinstance(values, Tensor):
-        raise TypeError(f"bias.values is a {type(values).__name__}; it needs to be a floating-point torch.Tensor")
+        raise TypeError(f"{name} is a {type(values).__name__}; it needs to be a floating-point torch.Tensor")
+    if not values.is_floating_point() and name != "bias.values":  # a call names the dtypes that it takes
+        raise TypeError(f"{name} has dtype {dtype_name(values.dtype)}; it needs to be a floating-point torch.Tensor")
+
+
+def _broadcast(*sizes: int, of_groups: bool = False) -> bool:
+    """Return whether sizes are 1 or the same; with `of_groups` also where they divide the largest, as heads of k do."""
+    most = max(sizes)
+    return all(x in (1, most) or (of_groups and x > 0 and most % x == 0) for x in sizes)
 
 
 def refuse_by_distance(bias: object, where: str) -> None:
@@ -257,6 +278,7 @@ def refuse_by_distance(bias: object, where: str) -> None:
 def _dense(bias: Relative | Band, seqlen_q: int, seqlen_k: int) -> Tensor:
     values, numbers = split(bias)
     assert numbers is not None
+    integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k)
     if numbers.has_rows and values.shape[-2] != seqlen_q:
         raise ValueError(f"bias.values has {values.shape[-2]} queries; it needs seqlen_q of them, {seqlen_q}")
     if numbers.outside == "error":
@@ -297,7 +319,11 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
         >>> t5(weight).values.shape
         torch.Size([4, 257])
     """
-    integer("max_distance", max_distance, weight.shape[0] // (4 if is_bidirectional else 2) + 1)
+    _check_tensor(weight, "weight")
+    least = 4 if is_bidirectional else 2
+    if weight.dim() != 2 or weight.shape[0] < least:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; it needs (buckets, heads), {least} buckets or more")
+    integer("max_distance", max_distance, weight.shape[0] // least + 1)
     reach = torch.arange(-max_distance, (max_distance if is_bidirectional else 0) + 1, device=weight.device)
     rows = t5_buckets(reach, weight.shape[0], max_distance, is_bidirectional)
     return Relative(F.embedding(rows, weight).T, max_distance, "clamp")
@@ -340,7 +366,11 @@ def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int | None = None) -> Relativ
         >>> alibi(torch.tensor([0.5]), 2, 3).values
         tensor([[-1.0000, -0.5000, -0.0000, -0.5000]])
     """
-    low = 1 - max(seqlen_q if seqlen_k is None else seqlen_k, 1)
+    _check_tensor(slopes, "slopes")
+    if slopes.dim() != 1:
+        raise ValueError(f"slopes has shape {tuple(slopes.shape)}; it needs (heads,)")
+    integer("seqlen_q", seqlen_q)
+    low = 1 - max(seqlen_q if seqlen_k is None else integer("seqlen_k", seqlen_k), 1)
     slopes = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
     return from_function(lambda distance: -slopes[:, None] * distance.abs(), low, max(seqlen_q, 1) - 1, slopes.device)
 
@@ -370,5 +400,14 @@ def from_function(
     """
     if low > high:
         raise ValueError(f"low is {low} and high is {high}; low needs to be at most high")
+    if not callable(function):
+        raise TypeError(f"function is a {type(function).__name__}; it needs to be a function of the distances")
     values = function(torch.arange(low, high + 1, device=device).float())
+    if not isinstance(values, Tensor):
+        raise TypeError(f"function returns a {type(values).__name__}; it needs to return a floating-point torch.Tensor")
+    if values.dim() == 0 or values.shape[-1] != high + 1 - low:
+        raise ValueError(
+            f"function returns shape {tuple(values.shape)}; it needs to return (heads, {high + 1 - low}) or "
+            f"({high + 1 - low},), a value for each distance from {low} to {high}"
+        )
     return Relative(values[None] if values.dim() == 1 else values, -low, outside)

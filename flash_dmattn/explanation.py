@@ -273,9 +273,10 @@ def parse_arch(name: str) -> str:
     Raises:
         ValueError: it is neither "cpu" nor the name of a GPU's architecture.
     """
-    if name == "cpu" or re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
-        return name
-    match = re.fullmatch(r"sm_?(\d{2,3})[af]?", name)
+    text = name if isinstance(name, str) else ""
+    if text == "cpu" or re.fullmatch(r"gfx[0-9a-f]{3,4}", text):
+        return text
+    match = re.fullmatch(r"sm_?(\d{2,3})[af]?", text)
     if match is None:
         raise ValueError(
             f"device is {name!r}; it needs to be 'cpu' or the architecture of a GPU such as 'sm_90' or 'gfx942'"

@@ -235,6 +235,24 @@ def test_one_tensor_may_be_several_arguments(name: str) -> None:
     assert counter.frame_count == 1
 
 
+PACKED_BY_ROWS: dict[str, Callable[[int], flash_dmattn.masks.PreparedMask]] = {
+    "blocks": lambda n: flash_dmattn.masks.PreparedMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), n, n, n),
+    "documents": lambda n: flash_dmattn.masks.PreparedMask.from_documents(torch.arange(n) // 4),
+    "a function": lambda n: flash_dmattn.masks.PreparedMask.from_mask_mod(lambda b, h, i, j: (i - j) % 3 == 0, n, n),
+}
+
+
+@pytest.mark.parametrize("name", PACKED_BY_ROWS)
+def test_a_mask_packed_by_rows_may_be_made_inside(name: str) -> None:
+    def call_of(x: Tensor) -> Tensor:
+        return flash_dmattn.attention(x, x, x, PACKED_BY_ROWS[name](x.shape[1]))
+
+    run, _ = compiled(call_of)
+    for length in (6, 9):
+        x = torch.randn(1, length, 2, 8)
+        torch.testing.assert_close(run(x), call_of(x))
+
+
 def test_mask_and_bias_may_come_and_go() -> None:
     run, counter = compiled(call, "eager")
     q, k, v, bias = (x.detach() for x in inputs())

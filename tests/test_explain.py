@@ -235,6 +235,7 @@ def test_shapes_and_tensors_on_meta_are_explained_as_tensors_are(dims: tuple[int
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"device": 9}, "device is 9; it needs to be 'cpu' or the architecture of a GPU such as 'sm_90'"),
         ({"device": "gpu"}, "device is 'gpu'; it needs to be 'cpu' or the architecture of a GPU such as 'sm_90'"),
         ({"device": "sm_9"}, "device is 'sm_9'"),
         ({"dtype": "int8"}, "dtype is 'int8'; it needs to be one of fp16"),

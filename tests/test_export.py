@@ -16,6 +16,7 @@ from torch.export import Dim
 from flash_dmattn import Sequences, attention
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.masks import (
+    IndexScores,
     PreparedMask,
     causal_mask,
     combine,
@@ -267,6 +268,12 @@ BUILDERS: dict[str, Callable[[Tensor, int], Any]] = {
     "prepared keys": lambda x, n: PreparedMask.from_mask(padding_mask(USED, n), seqlen_q=n),
     "prepared window": lambda x, n: PreparedMask.from_window(n, n, window_size=(3, 0)),
     "prepared top keys": lambda x, n: PreparedMask.from_topk(x[:1, :, 0, 0], 5),
+    "prepared blocks": lambda x, n: PreparedMask.from_blocks(causal_mask((n + 7) // 8, (n + 7) // 8), 8, n, n),
+    "prepared documents": lambda x, n: PreparedMask.from_documents(document_ids(USED, n)),
+    "prepared function": lambda x, n: PreparedMask.from_mask_mod(lambda b, h, i, j: (i - j) % 3 == 0, n, n),
+    "prepared lists": lambda x, n: PreparedMask.from_lists((torch.arange(n) // 2)[:, None], seqlen_k=n),
+    "prepared top lists": lambda x, n: PreparedMask.from_topk_lists((x[:, :, 0] @ x[:, :, 0].mT)[:, None], 5),
+    "prepared selector": lambda x, n: PreparedMask.from_topk_lists(IndexScores(x, x[:, :, 0], x[..., 0]), 5),
 }
 
 

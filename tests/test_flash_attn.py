@@ -204,6 +204,9 @@ Q, CACHE = torch.zeros(2, 1, HEADS, DIM), torch.zeros(2, 8, HEADS_K, DIM)
             ValueError,
             r"alibi_slopes has .*\(3,\); it needs float32, and \(4,\) or \(2, 4\)",
         ),
+        ({"alibi_slopes": 0.5}, TypeError, "alibi_slopes is a float; it needs to be a torch.Tensor"),
+        ({"cache_seqlens": [3, 3]}, TypeError, "cache_seqlens is a list; it needs to be a torch.Tensor"),
+        ({"window_size": 4}, TypeError, r"window_size is 4; it needs to be None or a pair \(left, right\)"),
         ({"alibi_slopes": SLOPES.double()}, ValueError, "alibi_slopes has dtype torch.float64"),
     ),
 )
@@ -215,5 +218,7 @@ def test_refusals_of_caches(named: dict[str, Any], error: type[Exception], messa
 def test_refusals() -> None:
     with pytest.raises(NotImplementedError, match="return_attn_probs is True beside dropout_p"):
         flash_attn_func(Q, Q, Q, 0.1, return_attn_probs=True)
+    with pytest.raises(TypeError, match="kv is a NoneType; it needs"):
+        flash_attn_kvpacked_func(Q, None)
     with pytest.raises(ValueError, match=r"qkv has shape \(2, 1, 4, 16\); it needs 3 tensors in its third to last dim"):
         flash_attn_qkvpacked_func(Q)

@@ -16,6 +16,7 @@ from conftest import needs_triton, refusal_of
 from forked import interpret
 from sequence_list_cases import BESIDE, PAGED, SequenceLists
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
@@ -479,6 +480,35 @@ def test_transforms_and_compilers() -> None:
         torch.testing.assert_close(torch.autograd.grad(call(q, k, values).sum(), values)[0], wanted)
 
 
+def test_a_selector_trains_under_transforms_and_compilers() -> None:
+    def call(x: Tensor) -> Tensor:
+        scores = IndexScores(x, x[:, :, 0], x[..., 0])
+        lists = from_topk_lists(scores, 3, is_causal=True)
+        named = from_lists(lists.index.flip(3), seqlen_k=x.shape[1])
+        per_key = x[:, :, 0, 0][:, None, None]
+        return attention(x, x, x, lists, Chosen(scores.at(lists))) + attention(
+            x, x, x, named, Chosen(scores.at(named), per_key)
+        )
+
+    def gradient(x: Tensor, of: Callable[[Tensor], Tensor] = call) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(of(x).square().sum(), x)[0]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for length in (6, 9, 11, 14):
+        x = torch.randn(2, length, 2, 4, dtype=F64)
+        torch.testing.assert_close(gradient(x, compiled), gradient(x))
+    assert counter.frame_count == 2
+    torch.testing.assert_close(torch.func.grad(lambda x: call(x).square().sum())(x), gradient(x))
+
+
+def test_an_index_may_have_any_integer_dtype() -> None:
+    index = torch.tensor([[0, 3], [2, 1]])
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        assert torch.equal(from_lists(index.to(dtype), seqlen_k=4).dense(), from_lists(index, seqlen_k=4).dense())
+
+
 def test_leading_dims() -> None:
     index = torch.randint(-1, 6, (1, 3, 1, 5, 4))
     lists = from_lists(index, seqlen_k=6)
@@ -773,7 +803,12 @@ MISTAKES: tuple[tuple[str, Callable[[], object]], ...] = (
     ("ValueError: lists have 3 heads", lambda: SCORES.at(listed(THREE_HEADS))),
     ("ValueError: lists have a batch of 3", lambda: SCORES.at(listed(INDEX.repeat(3, 1, 1, 1)))),
     ("ValueError: lists have 4 rows for 6 keys", lambda: SCORES.at(listed(INDEX[:, :, :4]))),
+    ("TypeError: scale is a str", lambda: IndexScores(SCORES.q, SCORES.k, SCORES.weights, scale="1")),
+    ("TypeError: relu is 'yes'", lambda: IndexScores(SCORES.q, SCORES.k, SCORES.weights, relu="yes")),
     ("TypeError: mask is None", lambda: Chosen(VALUES).dense(None)),
+    ("TypeError: bias.values is a NoneType", lambda: Chosen(None).dense(LISTS)),
+    (r"ValueError: bias.values has shape \(1, 1, 5, 3\); .*4\)", lambda: Chosen(VALUES[..., :3]).dense(LISTS)),
+    (r"ValueError: bias.values has shape \(1, 1, 3, 4\); ", lambda: Chosen(VALUES[:, :, :3]).dense(LISTS)),
     (
         r"TypeError: bias is a Chosen of ranks.*bias.dense\(mask\)",
         lambda: biases.refuse_by_distance(Chosen(VALUES), "of ranks that share a sequence"),
@@ -807,6 +842,8 @@ MISTAKES_OF_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     ("ValueError: bias.bias has shape", {"bias": Chosen(VALUES, torch.zeros(5, 7))}),
     ("TypeError: bias.bias is a float", {"bias": Chosen(VALUES, 1.0)}),
+    ("TypeError: bias.bias has dtype int64", {"bias": Chosen(VALUES, torch.zeros(5, 6).long())}),
+    (r"ValueError: bias.bias has shape \(3, 5, 6\)", {"bias": Chosen(VALUES.expand(1, 2, 5, 4), torch.zeros(3, 5, 6))}),
     ("ValueError: bias.values has 5 dimensions", {"bias": Chosen(VALUES[None], torch.zeros(5, 6))}),
     ("ValueError: .*prepared for seqlen_q 4", {"mask": listed(INDEX[:, :, :4])}),
     ("ValueError: .*prepared for seqlen_k 7", {"mask": from_lists(INDEX, seqlen_k=7)}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -339,6 +340,31 @@ WRONG: tuple[tuple[Any, type[Exception], str], ...] = (
     (Band(torch.ones(4, 6, 9), 4), ValueError, "it needs batch in {1, 3}, heads in {1, 2, 4} and seqlen_q in {5}"),
     (Relative(torch.ones(4, 9, device="meta"), 4, "clamp"), ValueError, "bias.values is on meta; it needs to be on"),
 )
+
+
+# Errors of builders, and the calls that raise them.
+WRONG_BUILDERS: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
+    (lambda: biases.t5(None), TypeError, "weight is a NoneType; it needs to be a floating-point torch.Tensor"),  # type: ignore[arg-type]
+    (lambda: biases.t5(torch.ones(32, 2).long()), TypeError, "weight has dtype int64; it needs to be a floating"),
+    (lambda: biases.t5(torch.ones(32)), ValueError, "weight has shape (32,); it needs (buckets, heads), 4 buckets"),
+    (lambda: biases.t5(torch.ones(3, 2)), ValueError, "weight has shape (3, 2); it needs (buckets, heads), 4 buckets"),
+    (lambda: biases.alibi([1.0], 4), TypeError, "slopes is a list; it needs to be a floating-point torch.Tensor"),  # type: ignore[arg-type]
+    (lambda: biases.alibi(torch.ones(2, 1), 4), ValueError, "slopes has shape (2, 1); it needs (heads,)"),
+    (lambda: biases.alibi(torch.ones(2), -1), ValueError, "seqlen_q is -1; it needs to be >= 0"),
+    (lambda: biases.alibi(torch.ones(2), 4, 4.0), TypeError, "seqlen_k is 4.0 (float); it needs to be an int"),  # type: ignore[arg-type]
+    (lambda: biases.from_function(None, -3, 3), TypeError, "function is a NoneType; it needs to be a function"),  # type: ignore[arg-type]
+    (lambda: biases.from_function(lambda x: 1.0, -3, 3), TypeError, "function returns a float; it needs to return"),  # type: ignore[arg-type, return-value]
+    (lambda: biases.from_function(lambda x: x[:2], -3, 3), ValueError, "function returns shape (2,); it needs to"),
+    (lambda: relative(2, 9, zero=4).dense(-1, 3), ValueError, "seqlen_q is -1; it needs to be >= 0"),
+    (lambda: relative(2, 9, zero=4).dense(1, None), TypeError, "seqlen_k is None (NoneType); it needs to be an int"),  # type: ignore[arg-type]
+)
+
+
+@pytest.mark.parametrize(("call", "kind", "says"), WRONG_BUILDERS, ids=range(len(WRONG_BUILDERS)))
+def test_wrong_arguments_of_builders_are_named(call: Callable[[], object], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(("bias", "kind", "says"), WRONG, ids=range(len(WRONG)))

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import Sequences, append_to_cache, attention
+from ..problem import check_window
 
 __all__ = [
     "flash_attn_func",
@@ -299,6 +300,7 @@ def flash_attn_with_kvcache(
         if cache_seqlens is not None:
             if isinstance(cache_seqlens, int):
                 cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+            _check_tensor("cache_seqlens", cache_seqlens)
             new = 0 if k is None else k.shape[1]
             seqlens_k = cache_seqlens + new
             if block_table is None:
@@ -313,7 +315,13 @@ def flash_attn_with_kvcache(
     return result[:2] if return_softmax_lse else result
 
 
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+
+
 def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
+    _check_tensor(name, packed)
     if packed.dim() < 4 or packed.shape[-3] != number:
         raise ValueError(f"{name} has shape {tuple(packed.shape)}; it needs {number} tensors in its third to last dim")
     return packed.unbind(-3)
@@ -322,6 +330,7 @@ def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -> Any:
     if isinstance(options.window_size, Tensor):  # flash-attn takes any two numbers, and its own tests pass a tensor
         options = options._replace(window_size=tuple(options.window_size.tolist()))
+    options = options._replace(window_size=check_window(options.window_size))
     if options.return_lse and options.dropout_p > 0:
         raise NotImplementedError("return_attn_probs is True beside dropout_p; dropped probabilities are never stored")
     is_paged = batch.sequences is not None and batch.sequences.block_table is not None
@@ -345,7 +354,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -
         is_causal=options.causal,
         softmax_scale=options.softmax_scale,
         softcap=options.softcap,
-        window_size=None if tuple(options.window_size) == (-1, -1) else options.window_size,
+        window_size=None if options.window_size == (-1, -1) else options.window_size,
         deterministic=options.deterministic or None,
         return_lse=options.return_lse,
         sequences=batch.sequences,
@@ -363,6 +372,7 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batc
     If a query sees no later key, -slope * (i - j) is slope * j less a constant of its row. Softmax takes no notice of
     the constant, so the bias has one value for each key.
     """
+    _check_tensor("alibi_slopes", slopes)
     num_heads, entries = q.shape[-2], q.shape[0] if batch.seqlens_k is None else batch.seqlens_k.shape[0]
     if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((num_heads,), (entries, num_heads)):
         needs = f"({num_heads},) or ({entries}, {num_heads})"

@@ -35,9 +35,21 @@ def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, in
     return integer(f"{name}[0]", value[0], minimum), integer(f"{name}[1]", value[1], minimum)
 
 
+def as_tensor(name: str, value: IntsLike, device: torch.device | str | None = None) -> Tensor:
+    """Return `value` as torch does, on a device if one is named."""
+    try:
+        return torch.as_tensor(value, device=device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if isinstance(value, Tensor):
+            raise  # the device is at fault
+        raise TypeError(
+            f"{name} is {value!r} ({type(value).__name__}); it needs to be an integer torch.Tensor, or a list of ints."
+        ) from error
+
+
 def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> Tensor:
     """Return `value` as an integer tensor whose rank is one of `ndims`."""
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    tensor = value if isinstance(value, Tensor) else as_tensor(name, value)
     if not isinstance(value, Tensor) and tensor.numel() == 0:
         tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own: torch calls it float
     if tensor.dtype not in INTEGER_DTYPES:

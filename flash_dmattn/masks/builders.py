@@ -13,6 +13,7 @@ from .arguments import (
     INTEGER_DTYPES,
     IntsLike,
     align_heads,
+    as_tensor,
     bool_mask,
     common_shape,
     float_scores,
@@ -208,7 +209,7 @@ def padding_mask(
     """
     if side not in ("right", "left"):
         raise ValueError(f"side is {side!r}; it needs to be 'right' or 'left'.")
-    values = torch.as_tensor(lengths_or_mask, device=device)
+    values = as_tensor("lengths_or_mask", lengths_or_mask, device)
     if values.dim() == 2:
         if values.dtype != torch.bool and values.dtype not in INTEGER_DTYPES:
             raise TypeError(f"lengths_or_mask has dtype {values.dtype}; it needs bool or integer; pass mask > 0.5.")

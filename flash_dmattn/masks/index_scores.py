@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import dtype_name
-from .topk import CHUNK_ELEMENTS
+from ..definition import is_transformed
+from ..problem import check_flag, check_number, dtype_name
+from .topk import CHUNK_ELEMENTS, rectified, row_chunks
 
 if TYPE_CHECKING:
     from .prepared.mask import PreparedMask
     from .prepared.storage import ListMask
-
-# Heads whose products exist at once.
-_HEADS = 8
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,6 +65,9 @@ class IndexScores:
                 raise TypeError(f"{name} has {has}; it needs to be a floating-point torch.Tensor")
             if x.device != self.q.device:
                 raise ValueError(f"{name} is on {x.device}; it needs to be on the device of q, {self.q.device}")
+        check_flag("relu", self.relu)
+        if self.scale is not None:
+            check_number("scale", self.scale)
         if self.q.dim() < 4:
             raise ValueError(
                 f"q has shape {tuple(self.q.shape)}; it needs to be (*batch, seqlen_q, heads, head_dim), and packed "
@@ -88,8 +89,8 @@ class IndexScores:
     def at(self, lists: PreparedMask) -> Tensor:
         """Return the scores of the keys that lists name, with gradients of q, k and weights.
 
-        It recomputes products in the backward pass, a part of the queries at a time, and keeps none. Gradients are
-        sums in a fixed order.
+        It recomputes products in the backward pass, a part of the queries at a time, and keeps none, except under
+        transforms of `torch.func`, which refuse checkpoints. Gradients are sums in a fixed order.
 
         Args:
             lists: of `PreparedMask.from_topk_lists`, or of `from_lists` with one list for all heads. If they are for
@@ -128,12 +129,11 @@ class IndexScores:
             return q.new_zeros(q.shape[0], 1, number, places) + (q.sum() + k.sum() + weights.sum()) * 0.0
         from torch.utils.checkpoint import checkpoint  # importing flash_dmattn does not need it
 
+        run: Any = self._chosen
+        if not is_transformed():
+            run = partial(checkpoint, self._chosen, use_reentrant=False, preserve_rng_state=False)
         step = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * places * max(q.shape[2], q.shape[3])))
-        parts = []
-        for start in range(0, number, step):
-            rows = slice(start, start + step)
-            arguments = (q[:, rows], k, weights[:, rows], index[:, 0, rows])
-            parts.append(checkpoint(self._chosen, *arguments, use_reentrant=False, preserve_rng_state=False))
+        parts = [run(q[:, rows], k, weights[:, rows], index[:, 0, rows]) for rows in row_chunks(number, step)]
         return torch.cat(parts, 1).unsqueeze(1)
 
     def _chosen(self, q: Tensor, k: Tensor, weights: Tensor, index: Tensor) -> Tensor:
@@ -141,31 +141,8 @@ class IndexScores:
         first = torch.arange(batch, device=k.device)[:, None, None] * number
         # Not by indexing, whose gradient adds in any order on some devices.
         taken = F.embedding(index.clamp(min=0).long() + first, k.reshape(-1, dim))
-        products = self._rectified(torch.einsum("bihd,bikd->bihk", q, taken))
+        products = rectified(torch.einsum("bihd,bikd->bihk", q, taken), dim, self.relu, self.scale)
         return (weights.to(q.dtype).unsqueeze(3) * products).sum(2).masked_fill(index < 0, 0.0)
-
-    def _rectified(self, products: Tensor) -> Tensor:
-        products = products * (self.q.shape[-1] ** -0.5 if self.scale is None else self.scale)
-        return products.relu() if self.relu else products
 
     def _folded(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q.flatten(0, -4), self.k.flatten(0, -3), self.weights.flatten(0, -3)
-
-    def rows(self) -> tuple[Callable[[slice], Tensor], tuple[int, int, int]]:
-        """Return a function that computes the scores of some queries, (B, 1, rows, Lk) in fp32, without a gradient.
-
-        The batch, the queries and the keys come with it.
-        """
-        q, k, weights = (x.detach() for x in self._folded())
-        wide: Any = torch.promote_types(q.dtype, torch.float32)
-
-        def of(rows: slice) -> Tensor:
-            own, factors = q[:, rows], weights[:, rows].to(wide)
-            total = torch.zeros(own.shape[0], own.shape[1], k.shape[1], dtype=wide, device=q.device)
-            for start in range(0, own.shape[2], _HEADS):
-                heads = slice(start, start + _HEADS)
-                products = self._rectified(torch.einsum("bihd,bjd->bihj", own[:, :, heads], k).to(wide))
-                total += torch.einsum("bih,bihj->bij", factors[:, :, heads], products)
-            return total.unsqueeze(1)
-
-        return of, (q.shape[0], q.shape[1], k.shape[1])

@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..definition import define
-from ..problem import collapse
+from ..problem import collapse, hint
 from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, on_one_device, pad
 
+# Heads of `IndexScores` whose products exist at once.
+HEADS = 8
 # Elements a chunk of rows may hold; about 25 bytes of work each (key, candidates, tie counter).
 CHUNK_ELEMENTS = 1 << 22
 
 
-@runtime_checkable
 class ScoresByRows(Protocol):
-    """Scores that are computed for some queries at a time: `IndexScores`."""
+    """Scores that are computed for some queries at a time: `IndexScores`, which has these attributes."""
 
     @property
-    def batch_dims(self) -> tuple[int, ...]:
-        """The dims in front of queries."""
-        ...
+    def q(self) -> Tensor: ...
+    @property
+    def k(self) -> Tensor: ...
+    @property
+    def weights(self) -> Tensor: ...
+    @property
+    def relu(self) -> bool: ...
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def batch_dims(self) -> tuple[int, ...]: ...
 
-    def rows(self) -> tuple[Callable[[slice], Tensor], tuple[int, int, int]]:
-        """Return a function that computes the scores of some queries, (B, 1, rows, Lk), and B, Lq and Lk."""
-        ...
+
+def weighted_products(q: Tensor, k: Tensor, weights: Tensor, relu: bool, scale: float | None, rows: slice) -> Tensor:
+    """Compute the scores of `IndexScores` for some queries and all keys, (B, 1, rows, Lk) in fp32."""
+    wide: Any = torch.promote_types(q.dtype, torch.float32)
+    q, k, weights = q.flatten(0, -4)[:, rows], k.flatten(0, -3), weights.flatten(0, -3)[:, rows]
+    total = torch.zeros(q.shape[0], q.shape[1], k.shape[1], dtype=wide, device=q.device)
+    for start in range(0, q.shape[2], HEADS):
+        heads = slice(start, start + HEADS)
+        products = rectified(torch.einsum("bihd,bjd->bihj", q[:, :, heads], k).to(wide), q.shape[3], relu, scale)
+        total += torch.einsum("bih,bihj->bij", weights[:, :, heads].to(wide), products)
+    return total.unsqueeze(1)
+
+
+def row_chunks(number: int, step: int) -> list[slice]:
+    """Split rows into chunks. One chunk has no ends, because a loop binds a length that a compiler has a symbol for."""
+    if hint(number) <= hint(step):
+        return [slice(None)]
+    return [slice(start, start + step) for start in range(0, number, step)]
+
+
+def rectified(products: Tensor, dim: int, relu: bool, scale: float | None) -> Tensor:
+    """Scale the products of heads of `dim` channels, and with `relu` set negative ones to 0."""
+    products = products * (dim**-0.5 if scale is None else scale)
+    return products.relu() if relu else products
 
 
 def topk_mask(

@@ -39,6 +39,7 @@ _MOST = sys.float_info.max
 # By argument: its type, its least and its greatest value, and these in words.
 _NUMBERS = {
     "softmax_scale": ("a number or None", -_MOST, _MOST, "finite"),
+    "scale": ("a number or None", -_MOST, _MOST, "finite"),
     "softcap": ("a number, 0.0 for none", 0.0, _MOST, "finite and at least 0 (0 is off)"),
     "dropout_p": ("a number from 0 to 1, 0.0 for none", 0.0, 1.0, "a probability, from 0 to 1"),
 }
@@ -90,7 +91,7 @@ def check_flag(name: str, value: bool) -> bool:
 
 
 def check_number(name: str, value: float) -> float:
-    """Return softmax_scale, softcap or dropout_p as a float; refuse NaN and values out of range."""
+    """Return a number of `_NUMBERS` as a float; refuse NaN and values out of range."""
     kind, least, most, needs = _NUMBERS[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a {type(value).__name__}; it needs to be {kind}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...definition import define
 from ...problem import Band, SequenceSpec
 from ...reference.lists import spread, table
 from ...sequences.layout import token_places
@@ -19,11 +20,11 @@ CHUNK_ELEMENTS = topk.CHUNK_ELEMENTS
 
 
 def seen_blocks(
-    rows: slice, block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None, device: torch.device
+    block_size: tuple[int, int], lengths: tuple[int, int], band: Band | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the first and the last block of keys that some query of each list may see, int64 (rows,) both."""
+    """Return the first and the last block of keys that some query of each list may see, int64 (lists,) both."""
     (block_q, block_k), (seqlen_q, seqlen_k) = block_size, lengths
-    first = torch.arange(rows.start, rows.stop, device=device) * block_q
+    first = torch.arange(-(-seqlen_q // block_q), device=device) * block_q
     last = (first + block_q - 1).clamp(max=seqlen_q - 1)
     low, high = torch.zeros_like(first), torch.full_like(first, seqlen_k - 1)
     if band is not None:
@@ -69,16 +70,21 @@ def keys_seen(bounds: Tensor, spec: SequenceSpec, window: tuple[int, int]) -> Se
     return SeenKeys(*(x.view(shape) for x in (own, is_used, first, low, high)))
 
 
-def ordered(
-    index: Tensor, blocks: int, seen_by: Callable[[slice], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor, Tensor]:
+def ordered(index: Tensor, blocks: int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the keys, count and slots of a `ListMask`, by one sort of key and slot together, in chunks of rows.
 
     Args:
         index: integers (Bm, Hm, R, K); what is no block, or not seen by any query of its list, is left out.
         blocks: how many blocks of keys there are.
-        seen_by: returns the first and the last block that some query of each list may see, (rows,) or (Bm, 1, rows).
+        low, high: the first and the last block that some query of each list may see, (R,) or (Bm, 1, R).
     """
+    # Loops follow the sizes, which a compiler would bind: it sees one operator.
+    run = _ORDERED if torch.compiler.is_compiling() else _ordered
+    tensors: tuple[Tensor, Tensor, Tensor] = run(index, blocks, low, high)
+    return tensors
+
+
+def _ordered(index: Tensor, blocks: int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, number, places = index.shape
     keys = torch.empty(index.shape, dtype=torch.int32, device=index.device)
     slots, count = torch.empty_like(keys), keys.new_empty(index.shape[:3])
@@ -89,8 +95,8 @@ def ordered(
     for start in range(0, number, step):
         rows = slice(start, min(start + step, number))
         part = index[:, :, rows].long()
-        low, high = (x.unsqueeze(-1) for x in seen_by(rows))
-        part = torch.where((part >= low) & (part <= high) & (part >= 0) & (part < blocks), part, blocks).to(narrow)
+        seen = (part >= low[..., rows, None]) & (part <= high[..., rows, None]) & (part >= 0) & (part < blocks)
+        part = torch.where(seen, part, blocks).to(narrow)
         packed = (part * places + own).sort(-1).values
         key = torch.div(packed, max(places, 1), rounding_mode="floor")
         again = torch.zeros_like(key, dtype=torch.bool)
@@ -103,6 +109,19 @@ def ordered(
             made[:, :, rows] = moved.scatter_(-1, place, values.to(torch.int32))[..., :places]
         count[:, :, rows] = left.sum(-1, dtype=torch.int32)
     return keys, count, slots
+
+
+def _ordered_fake(index: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    keys = index.new_empty(index.shape, dtype=torch.int32)
+    return keys, keys.new_empty(index.shape[:3]), torch.empty_like(keys)
+
+
+_ORDERED = define(
+    "order_lists",
+    "(Tensor index, SymInt blocks, Tensor low, Tensor high) -> (Tensor keys, Tensor count, Tensor slots)",
+    _ordered,
+    _ordered_fake,
+)
 
 
 def tiles_of_lists(
@@ -132,41 +151,92 @@ def tiles_of_lists(
 
 
 def best(
-    scores_of: Callable[[slice], Tensor],
-    sizes: tuple[int, int, int],
-    k: int,
+    scores: Tensor | topk.ScoresByRows,
     allowed: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    sizes: tuple[int, int, int, int],
+    k: int,
     local: int,
-    blocks: int,
-    seen_by: Callable[[slice], tuple[Tensor, Tensor]],
-    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, count and slots of the k best blocks of each list, as `topk_mask` chooses them; no row is sorted.
 
     Args:
-        scores_of: returns the scores of some lists, (B, H, rows, blocks).
-        sizes: the batch, the heads and the lists of the result.
-        k: how many are chosen.
+        scores: (B or 1, H or 1, lists or 1, blocks), or those that are computed for some lists at a time.
         allowed: bool (B or 1, H or 1, lists or 1, blocks or 1), or None.
+        low, high: as in `ordered`, (lists,).
+        sizes: the batch, the heads and the lists of the result, and the blocks.
+        k: how many are chosen.
         local: a list also has so many of the last blocks that it may see.
-        blocks, seen_by: as in `ordered`, of (rows,).
-        device: of the result.
     """
-    batch, heads, number = sizes
-    places = min(k + local, blocks)
-    keys = torch.empty(batch, heads, number, places, dtype=torch.int32, device=device)
-    count = keys.new_empty(batch, heads, number)
-    columns = torch.arange(blocks, device=device)
+    if isinstance(scores, Tensor):
+        tensors, relu, scale = [scores], False, None
+    else:
+        tensors, relu, scale = [scores.q, scores.k, scores.weights], scores.relu, scores.scale
+    run = _BEST if torch.compiler.is_compiling() else _best
+    keys, count = run([x.detach() for x in tensors], relu, scale, allowed, low, high, *sizes, k, local)
+    return keys, count, keys.new_empty(*sizes[:3], 0)
+
+
+def _best(
+    tensors: list[Tensor],
+    relu: bool,
+    scale: float | None,
+    allowed: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    batch: int,
+    heads: int,
+    number: int,
+    blocks: int,
+    k: int,
+    local: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute `best` of the tensors of the scores: the scores themselves, or q, k and weights of `IndexScores`."""
+    rows_of: Any = _rows if len(tensors) == 1 else partial(topk.weighted_products, relu=relu, scale=scale)
+    keys, count = _best_fake(tensors, relu, scale, allowed, low, high, batch, heads, number, blocks, k, local)
+    columns = torch.arange(blocks, device=keys.device)
     step = max(1, CHUNK_ELEMENTS // max(1, batch * heads * blocks))
     for start in range(0, number, step):
         rows = slice(start, min(start + step, number))
-        low, high = (x.unsqueeze(-1) for x in seen_by(rows))
-        visible = (columns >= low) & (columns <= high)
+        visible = (columns >= low[rows, None]) & (columns <= high[rows, None])
         if allowed is not None:
-            visible = visible & (allowed if allowed.shape[2] == 1 else allowed[:, :, rows])
-        scores = topk.sort_keys(scores_of(rows), visible)
-        keys[:, :, rows], count[:, :, rows] = operators.packer(scores).list_best(scores, high[:, 0], k, local, places)
-    return keys, count, keys.new_empty(batch, heads, number, 0)
+            visible = visible & _rows(allowed, rows)
+        scores = topk.sort_keys(rows_of(*tensors, rows=rows), visible)
+        made = operators.packer(scores).list_best(scores, high[rows], k, local, keys.shape[3])
+        keys[:, :, rows], count[:, :, rows] = made
+    return keys, count
+
+
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor if tensor.shape[2] == 1 else tensor[:, :, rows]
+
+
+def _best_fake(
+    tensors: list[Tensor],
+    relu: bool,
+    scale: float | None,
+    allowed: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    batch: int,
+    heads: int,
+    number: int,
+    blocks: int,
+    k: int,
+    local: int,
+) -> tuple[Tensor, Tensor]:
+    keys = tensors[0].new_empty(batch, heads, number, min(k + local, blocks), dtype=torch.int32)
+    return keys, keys.new_empty(batch, heads, number)
+
+
+_BEST = define(
+    "list_best",
+    "(Tensor[] scores, bool relu, float? scale, Tensor? allowed, Tensor low, Tensor high, SymInt batch, SymInt heads, "
+    "SymInt number, SymInt blocks, SymInt k, SymInt local) -> (Tensor keys, Tensor count)",
+    _best,
+    _best_fake,
+)
 
 
 class _Take(torch.autograd.Function):
@@ -176,9 +246,11 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(scores: Tensor, index: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(scores.shape[:3], index.shape[:3])
         if scores.shape[3] == 0:
-            return scores.new_zeros(torch.broadcast_shapes(scores.shape[:3], index.shape[:3]) + index.shape[3:])
-        taken = torch.take_along_dim(scores, index.clamp(min=0).long(), 3)
+            return scores.new_zeros(shape + index.shape[3:])
+        # Not `take_along_dim`, which binds a length that a compiler has a symbol for.
+        taken = scores.expand(*shape, -1).gather(3, index.clamp(min=0).long().expand(*shape, -1))
         return taken.masked_fill(index < 0, 0.0)
 
     @staticmethod
@@ -202,8 +274,7 @@ class _Put(torch.autograd.Function):
         number = shape[3]
         sums = values.new_zeros(shape, dtype=torch.promote_types(values.dtype, torch.float32))
         step = max(1, CHUNK_ELEMENTS // max(1, values.shape[0] * values.shape[1] * number))
-        for start in range(0, values.shape[2], step):
-            rows = slice(start, start + step)
+        for rows in topk.row_chunks(values.shape[2], step):
             place = index[:, :, rows].long()
             place = torch.where(place < 0, number, place).expand(values[:, :, rows].shape)
             row = values.new_zeros((*place.shape[:3], number + 1)).scatter_(3, place, values[:, :, rows])[..., :number]

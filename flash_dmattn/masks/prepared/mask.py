@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -702,17 +703,13 @@ class PreparedMask(ABC):
             low, high = (torch.div(x[:, None], blocks[1], rounding_mode="floor") for x in (seen.low, seen.high))
             numbers |= {"sequences": sequences, "spec": spec}
             index = index.expand(entries, -1, -1, -1)
-
-            def seen_by(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-                return low[..., rows], high[..., rows]
         else:
             lengths = _lengths_of_lists("index", index.shape[2], blocks, seqlen_q, integer("seqlen_k", seqlen_k))
             if values_can_be_read(index):
                 _check_entries(index, torch.full((1, 1, 1, 1), -(-lengths[1] // blocks[1]) - 1))
             numbers |= {"leading": leading}
-            band = make_band(*lengths, window)
-            seen_by = partial(seen_blocks, block_size=blocks, lengths=lengths, band=band, device=index.device)
-        tensors = ordered(index, -(-lengths[1] // blocks[1]), seen_by)
+            low, high = seen_blocks(blocks, lengths, make_band(*lengths, window), index.device)
+        tensors = ordered(index, -(-lengths[1] // blocks[1]), low, high)
         return cls._made("lists", tensors, seqlen_q=lengths[0], seqlen_k=lengths[1], **numbers)
 
     @classmethod
@@ -769,22 +766,21 @@ class PreparedMask(ABC):
         """
         blocks, limits = pair("block_size", block_size, 1), _topk_limits(k, is_causal, local)
         allowed, leading = None if mask is None else bool_mask("mask", mask), None
-        if isinstance(scores, ScoresByRows):
-            of, (batch, rows, number) = scores.rows()
-            heads, device = 1, of(slice(0, 0)).device
+        if not isinstance(scores, Tensor) and hasattr(scores, "batch_dims"):
+            one, heads, batch = scores.q, 1, math.prod(scores.batch_dims)
+            rows, number = scores.q.shape[-3], scores.k.shape[-2]
             leading = scores.batch_dims if len(scores.batch_dims) > 1 else None
         else:
-            folded, leading = _folded(scores) if mask is None else (scores, None)
+            folded: Any = scores
+            if mask is None:
+                folded, leading = _folded(folded)
             values = collapse(float_scores(folded), dims=(0, 1, 2))
             if allowed is not None:
                 values, allowed = align_heads([values, collapse(allowed)], ["scores", "mask"])
-            (batch, heads, rows, number), device = values.shape, values.device
-
-            def of(rows: slice) -> Tensor:
-                return values if values.shape[2] == 1 else values[:, :, rows]
-
+            one, scores = values, values
+            batch, heads, rows, number = values.shape
         if allowed is not None:
-            on_one_device(mask=allowed, scores=of(slice(0, 0)))
+            on_one_device(mask=allowed, scores=one)
             shape = common_shape([allowed, allowed.new_empty(batch, heads, rows, number)], ["mask", "scores"])
             if shape[3] != number:
                 raise ValueError(f"mask has {allowed.shape[3]} keys, scores {number}; mask needs 1 or as many keys.")
@@ -801,14 +797,13 @@ class PreparedMask(ABC):
                 f"scores have {number} columns; they need {-(-seqlen_k // blocks[1])}, a block of {blocks[1]} of "
                 f"{seqlen_k} keys each."
             )
-        window, sizes = causal_window(**limits), (batch, heads, rows)
+        window, sizes = causal_window(**limits), (batch, heads, rows, number)
         numbers = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "block_size": blocks, **limits}
         if sequences is None:
-            band = make_band(*lengths, window)
-            seen_by = partial(seen_blocks, block_size=blocks, lengths=lengths, band=band, device=device)
-            tensors = best(of, sizes, k, allowed, local, number, seen_by, device)
+            low, high = seen_blocks(blocks, lengths, make_band(*lengths, window), one.device)
+            tensors = best(scores, allowed, low, high, sizes, k, local)
             return cls._made("lists", tensors, **numbers, leading=leading)
-        spec = _spec_beside("scores", of(slice(0, 0)), sequences, *lengths)
+        spec = _spec_beside("scores", one, sequences, *lengths)
         if spec.layout != "packed" or blocks != (1, 1) or batch != 1:
             raise ValueError(
                 f"scores have a batch of {batch}, for blocks {blocks} of {spec.layout} sequences; they need a batch of "
@@ -816,7 +811,7 @@ class PreparedMask(ABC):
             )
         _, _, first, low, high = (x[0] for x in keys_seen(sequences.bounds_of(spec), spec, window))
         low, high = low + first, torch.where(high < 0, -1, high + first)
-        keys, count, slots = best(of, sizes, k, allowed, local, number, lambda own: (low[own], high[own]), device)
+        keys, count, slots = best(scores, allowed, low, high, sizes, k, local)
         keys = torch.where(keys < 0, -1, keys - first[:, None].to(torch.int32))
         numbers |= {"seqlen_k": spec.max_seqlen_k, "sequences": sequences, "spec": spec}
         return cls._made("lists", (keys, count, slots), **numbers)
@@ -1066,6 +1061,7 @@ def _lengths_of_lists(
 
 def _check_entries(index: torch.Tensor, last: torch.Tensor) -> None:
     """Refuse an entry of lists (Bm, Hm, R, K) that is below -1 or beyond the last block of its list."""
+    index = index.long()  # -1 is a large number in uint8
     wrong = (index < -1) | (index > last)
     if bool(wrong.any()):
         place = tuple(wrong.nonzero()[0].tolist())

@@ -44,8 +44,13 @@ def tiles(length: int) -> int:
 def pack_words(rows: Tensor) -> Tensor:
     """Pack bool rows (..., Lk) as bits: int32 (..., 4 * ceil(Lk / 128)), bit j % 32 of word j // 32; padding is 0."""
     padded = pad(rows, (0, -rows.size(-1) % TILE)).contiguous()
-    # A contiguous tensor may still start between two words, or have odd strides where a size is 1.
-    if padded.storage_offset() % 8 or any(stride % 8 for stride in padded.stride()[:-1]):
+    # A contiguous tensor may still start between two words, or have odd strides where a size is 1. A compiler cannot
+    # trace where tensors start.
+    if (
+        torch.compiler.is_compiling()
+        or padded.storage_offset() % 8
+        or any(stride % 8 for stride in padded.stride()[:-1])
+    ):
         padded = padded.clone(memory_format=torch.contiguous_format)
     eights = padded.view(torch.int64) * GATHER_EIGHT >> 56
     return eights.to(torch.uint8).view(torch.int32)

@@ -219,11 +219,19 @@ class ListMask(BatchMask):
         """The lists as `flash_dmattn.reference` takes them."""
         return Lists(self.keys, self.slots, *self.block_size)
 
-    @cached_property
+    @property
     def index(self) -> Tensor:
         """The keys in the places of the index that the mask was made of; -1 where nothing is left."""
         if self.slots.shape[3] == 0:
             return self.keys
+        # A compiler cannot take the lock of a cached property.
+        return self._moved() if torch.compiler.is_compiling() else self._index
+
+    @cached_property
+    def _index(self) -> Tensor:
+        return self._moved()
+
+    def _moved(self) -> Tensor:
         more = torch.where(self.slots < 0, self.keys.shape[3], self.slots).long()
         places = self.keys.new_full((*self.keys.shape[:3], self.keys.shape[3] + 1), -1)
         return places.scatter_(3, more, self.keys)[..., :-1].contiguous()
