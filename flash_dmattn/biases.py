@@ -180,7 +180,7 @@ class Chosen(NamedTuple):
                 raise ValueError(f"bias.{name} has {x.dim()} dimensions; beside each other both need 2, 3 or 4")
         bias, block_k = as_scores(self.bias), lists.block_size[1]
         shapes = (as_scores(self.values).shape, bias.shape, lists.shape)
-        if not _broadcast(*(x[0] for x in shapes)) or not _broadcast(*(x[1] for x in shapes), of_groups=True):
+        if not _broadcast(*(x[0] for x in shapes)) or not _broadcast(*(x[1] for x in shapes), divides=True):
             raise ValueError(
                 f"bias.bias has shape {tuple(self.bias.shape)} beside bias.values of {tuple(self.values.shape)} and "
                 f"lists of {lists.shape[1]} heads for a batch of {lists.shape[0]}; it needs a batch and heads of 1, or "
@@ -260,10 +260,10 @@ def _check_tensor(values: object, name: str = "bias.values") -> None:
         raise TypeError(f"{name} has dtype {dtype_name(values.dtype)}; it needs to be a floating-point torch.Tensor")
 
 
-def _broadcast(*sizes: int, of_groups: bool = False) -> bool:
-    """Return whether sizes are 1 or the same; with `of_groups` also where they divide the largest, as heads of k do."""
+def _broadcast(*sizes: int, divides: bool = False) -> bool:
+    """Return whether sizes are 1 or the same; with `divides` also if they divide the largest, as heads of k do."""
     most = max(sizes)
-    return all(x in (1, most) or (of_groups and x > 0 and most % x == 0) for x in sizes)
+    return all(x in (1, most) or (divides and x > 0 and most % x == 0) for x in sizes)
 
 
 def refuse_by_distance(bias: object, where: str) -> None:

@@ -206,6 +206,16 @@ Q, CACHE = torch.zeros(2, 1, HEADS, DIM), torch.zeros(2, 8, HEADS_K, DIM)
         ),
         ({"alibi_slopes": 0.5}, TypeError, "alibi_slopes is a float; it needs to be a torch.Tensor"),
         ({"cache_seqlens": [3, 3]}, TypeError, "cache_seqlens is a list; it needs to be a torch.Tensor"),
+        (
+            {"cache_seqlens": torch.ones(2)},
+            ValueError,
+            r"cache_seqlens has shape \(2,\) and dtype float32; it needs int32",
+        ),
+        (
+            {"cache_seqlens": torch.ones(9).int()},
+            ValueError,
+            r"cache_seqlens has shape \(9,\) and dtype int32; it needs",
+        ),
         ({"window_size": 4}, TypeError, r"window_size is 4; it needs to be None or a pair \(left, right\)"),
         ({"alibi_slopes": SLOPES.double()}, ValueError, "alibi_slopes has dtype torch.float64"),
     ),

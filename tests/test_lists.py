@@ -500,6 +500,17 @@ def test_a_selector_trains_under_transforms_and_compilers() -> None:
         x = torch.randn(2, length, 2, 4, dtype=F64)
         torch.testing.assert_close(gradient(x, compiled), gradient(x))
     assert counter.frame_count == 2
+
+    def dense(x: Tensor) -> Tensor:
+        lists = from_topk_lists(IndexScores(x, x[:, :, 0], x[..., 0]), 3, is_causal=True)
+        return Chosen(lists.index.to(x.dtype)).dense(lists)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(dense, backend=counter, fullgraph=True)
+    for length in (6, 9, 11, 14):
+        x = torch.randn(2, length, 2, 4, dtype=F64)
+        assert torch.equal(compiled(x), dense(x))
+    assert counter.frame_count == 2
     torch.testing.assert_close(torch.func.grad(lambda x: call(x).square().sum())(x), gradient(x))
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import Sequences, append_to_cache, attention
-from ..problem import check_window
+from ..problem import check_window, dtype_name
 
 __all__ = [
     "flash_attn_func",
@@ -301,6 +301,11 @@ def flash_attn_with_kvcache(
             if isinstance(cache_seqlens, int):
                 cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
             _check_tensor("cache_seqlens", cache_seqlens)
+            if cache_seqlens.dtype not in (torch.int32, torch.int64) or cache_seqlens.shape != q.shape[:1]:
+                shape, dtype = tuple(cache_seqlens.shape), dtype_name(cache_seqlens.dtype)
+                raise ValueError(
+                    f"cache_seqlens has shape {shape} and dtype {dtype}; it needs int32 or int64 ({q.shape[0]},)"
+                )
             new = 0 if k is None else k.shape[1]
             seqlens_k = cache_seqlens + new
             if block_table is None:

@@ -162,7 +162,7 @@ def best(
     """Return keys, count and slots of the k best blocks of each list, as `topk_mask` chooses them; no row is sorted.
 
     Args:
-        scores: (B or 1, H or 1, lists or 1, blocks), or those that are computed for some lists at a time.
+        scores: (B or 1, H or 1, lists or 1, blocks); or `IndexScores`, which are computed for some lists at a time.
         allowed: bool (B or 1, H or 1, lists or 1, blocks or 1), or None.
         low, high: as in `ordered`, (lists,).
         sizes: the batch, the heads and the lists of the result, and the blocks.
