@@ -1,8 +1,8 @@
 """Build the documentation as a site: `python docs/build_site.py`, then open build/site/index.html.
 
-MkDocs reads one folder. Pages of README.md, docs, examples, benchmarks and csrc link to each other by their paths, so
-the folder gets copies with the same paths. It also gets a page for each module, which mkdocstrings fills from
-docstrings. A warning is an error.
+MkDocs reads one folder. Pages of README.md, docs, examples, benchmarks and the folders of kernels link to each other by
+their paths, so the folder gets copies with the same paths. It also gets a page for each module, which mkdocstrings
+fills from docstrings. A warning is an error.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ PAGES = (
     "examples",
     "benchmarks/results",
     "csrc/README.md",
+    "triton_kernels/README.md",
     "tests/emulation/README.md",
 )
 # Modules of the reference, in the order of the menu.

@@ -212,20 +212,8 @@ def _rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if tensor.shape[2] == 1 else tensor[:, :, rows]
 
 
-def _best_fake(
-    tensors: list[Tensor],
-    relu: bool,
-    scale: float | None,
-    allowed: Tensor | None,
-    low: Tensor,
-    high: Tensor,
-    batch: int,
-    heads: int,
-    number: int,
-    blocks: int,
-    k: int,
-    local: int,
-) -> tuple[Tensor, Tensor]:
+def _best_fake(tensors: list[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, number, blocks, k, local = others[5:]
     keys = tensors[0].new_empty(batch, heads, number, min(k + local, blocks), dtype=torch.int32)
     return keys, keys.new_empty(batch, heads, number)
 
