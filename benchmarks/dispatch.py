@@ -3,9 +3,9 @@
 The bare backend is its two passes, planned beforehand. Rounds of both alternate and the best of each counts: rounds are
 short, so that some of them find a busy machine idle.
 
-`--kinds` times calls with masks, biases and sequences in the place of that, (2, 256, 4, 64) each, beside SDPA and an
-`autograd.Function` that does nothing, which is the floor of a step in Python: forward without gradients, and a step,
-which is forward and backward.
+`--kinds` times other calls, of (2, 256, 4, 64): with masks, biases and sequences. It times a forward pass without
+gradients, and a step, which is forward and backward. SDPA and an `autograd.Function` that does nothing stand beside
+them; the latter is the floor of a step in Python.
 """
 
 from __future__ import annotations

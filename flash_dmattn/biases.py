@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masks.arguments import integer
-from .problem import Outside, as_scores, dtype_name
+from .problem import Outside, as_scores, check_tensor, dtype_name
 from .reference import distances
 from .reference.lists import by_query, dense_bias, repeat_heads, slot_table
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Band", "Chosen", "Relative", "alibi", "from_function", "t5", "t5_buckets"]
 
 _OUTSIDE = ("error", "clamp", "zero")
+_FLOAT = "a floating-point torch.Tensor"  # for messages
 
 
 class Relative(NamedTuple):
@@ -139,7 +140,7 @@ class Chosen(NamedTuple):
             mask: of `PreparedMask.from_lists` or `from_topk_lists`; any other is a TypeError.
         """
         lists = lists_beside(mask)
-        _check_tensor(self.values)
+        check_tensor("bias.values", self.values, _FLOAT)
         rows, places = lists.sizes_of_values
         if not 2 <= self.values.dim() <= 4 or self.values.shape[-2] not in rows or self.values.shape[-1] != places:
             raise ValueError(
@@ -162,14 +163,14 @@ class Chosen(NamedTuple):
             ValueError: the bias tells keys of a block apart, has too many dims, or is beside sequences.
         """
         lists = lists_beside(mask)
-        _check_tensor(self.values)
+        check_tensor("bias.values", self.values, _FLOAT)
         if self.values.dim() < 2:
             raise ValueError(
                 f"bias.values has shape {tuple(self.values.shape)}; it needs (*batch, heads, rows, entries)"
             )
         if self.bias is None:
             return self.values
-        _check_tensor(self.bias, "bias.bias")
+        _check_float("bias.bias", self.bias)
         if lists.sequences is not None:
             raise ValueError(
                 "bias.bias is set beside lists of sequences; it needs to be None: add what it has for lists.index to "
@@ -236,7 +237,7 @@ def split(bias: Any) -> tuple[Any, ByDistance | None]:
         return bias, None
     is_band = isinstance(bias, Band)
     kind, values, zero = type(bias).__name__, bias.values, bias.zero
-    _check_tensor(values)
+    check_tensor("bias.values", values, _FLOAT)
     if isinstance(zero, bool) or not isinstance(zero, (int, torch.SymInt)):
         raise TypeError(f"bias.zero is a {type(zero).__name__}; it needs to be an int, the index of distance 0")
     outside: Outside = "zero" if isinstance(bias, Band) else bias.outside
@@ -253,11 +254,10 @@ def split(bias: Any) -> tuple[Any, ByDistance | None]:
     return values if is_band else values.unsqueeze(-2), ByDistance(zero, outside, is_band)
 
 
-def _check_tensor(values: object, name: str = "bias.values") -> None:
-    if not isinstance(values, Tensor):
-        raise TypeError(f"{name} is a {type(values).__name__}; it needs to be a floating-point torch.Tensor")
-    if not values.is_floating_point() and name != "bias.values":  # a call names the dtypes that it takes
-        raise TypeError(f"{name} has dtype {dtype_name(values.dtype)}; it needs to be a floating-point torch.Tensor")
+def _check_float(name: str, x: object) -> None:
+    check_tensor(name, x, _FLOAT)
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs to be {_FLOAT}")
 
 
 def _broadcast(*sizes: int, divides: bool = False) -> bool:
@@ -310,7 +310,8 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
         values of (H, 2 * max_distance + 1), or (H, max_distance + 1) where later keys are not seen.
 
     Raises:
-        TypeError, ValueError: `max_distance` is no int, or too small for the buckets.
+        TypeError: `weight` is no tensor of floats, or `max_distance` no int.
+        ValueError: `weight` has another shape or too few buckets, or `max_distance` is too small for them.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
 
@@ -319,7 +320,7 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
         >>> t5(weight).values.shape
         torch.Size([4, 257])
     """
-    _check_tensor(weight, "weight")
+    _check_float("weight", weight)
     least = 4 if is_bidirectional else 2
     if weight.dim() != 2 or weight.shape[0] < least:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it needs (buckets, heads), {least} buckets or more")
@@ -359,6 +360,10 @@ def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int | None = None) -> Relativ
         seqlen_q: number of queries.
         seqlen_k: number of keys; as many as queries by default.
 
+    Raises:
+        TypeError: `slopes` is no tensor of floats, or a length no int.
+        ValueError: `slopes` has another shape, or a length is negative.
+
     Source: Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
         2022.
 
@@ -366,7 +371,7 @@ def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int | None = None) -> Relativ
         >>> alibi(torch.tensor([0.5]), 2, 3).values
         tensor([[-1.0000, -0.5000, -0.0000, -0.5000]])
     """
-    _check_tensor(slopes, "slopes")
+    _check_float("slopes", slopes)
     if slopes.dim() != 1:
         raise ValueError(f"slopes has shape {tuple(slopes.shape)}; it needs (heads,)")
     integer("seqlen_q", seqlen_q)
@@ -392,7 +397,8 @@ def from_function(
         outside: see `Relative`.
 
     Raises:
-        ValueError: `low` is above `high`.
+        TypeError: `function` is no function, or returns no tensor.
+        ValueError: `low` is above `high`, or `function` returns another number of values.
 
     Example:
         >>> from_function(lambda distance: -distance.abs().log1p(), -1, 2).values  # KERPLE, of one head
@@ -404,7 +410,7 @@ def from_function(
         raise TypeError(f"function is a {type(function).__name__}; it needs to be a function of the distances")
     values = function(torch.arange(low, high + 1, device=device).float())
     if not isinstance(values, Tensor):
-        raise TypeError(f"function returns a {type(values).__name__}; it needs to return a floating-point torch.Tensor")
+        raise TypeError(f"function returns a {type(values).__name__}; it needs to return {_FLOAT}")
     if values.dim() == 0 or values.shape[-1] != high + 1 - low:
         raise ValueError(
             f"function returns shape {tuple(values.shape)}; it needs to return (heads, {high + 1 - low}) or "

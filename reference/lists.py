@@ -87,10 +87,15 @@ def dense_bias(values: Tensor, slots: Tensor, block_q: int) -> Tensor:
     values, slots = repeat_heads(by_query(values, slots.shape[2], block_q), heads), repeat_heads(slots, heads)
     if values.shape[3] == 0:
         return values.new_zeros(slots.shape) + values.flatten()[:0].sum()
-    shape = torch.broadcast_shapes(values.shape[:3], slots.shape[:3])
+    return gather_entries(values, slots)
+
+
+def gather_entries(values: Tensor, index: Tensor) -> Tensor:
+    """Return what an index names in each row of values, both of four dims that broadcast; 0 where it is negative."""
+    shape = torch.broadcast_shapes(values.shape[:3], index.shape[:3])
     # Not `take_along_dim`, which binds a length that a compiler has a symbol for.
-    taken = values.expand(*shape, -1).gather(3, slots.clamp(min=0).expand(*shape, -1))
-    return taken.masked_fill(slots < 0, 0.0)
+    taken = values.expand(*shape, -1).gather(3, index.clamp(min=0).long().expand(*shape, -1))
+    return taken.masked_fill(index < 0, 0.0)
 
 
 def value_gradient(dbias: Tensor, values: Tensor, slots: Tensor, block_q: int) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import Sequences, append_to_cache, attention
-from ..problem import check_window, dtype_name
+from ..problem import check_tensor, check_window, dtype_name
 
 __all__ = [
     "flash_attn_func",
@@ -300,7 +300,7 @@ def flash_attn_with_kvcache(
         if cache_seqlens is not None:
             if isinstance(cache_seqlens, int):
                 cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-            _check_tensor("cache_seqlens", cache_seqlens)
+            check_tensor("cache_seqlens", cache_seqlens)
             if cache_seqlens.dtype not in (torch.int32, torch.int64) or cache_seqlens.shape != q.shape[:1]:
                 shape, dtype = tuple(cache_seqlens.shape), dtype_name(cache_seqlens.dtype)
                 raise ValueError(
@@ -320,13 +320,8 @@ def flash_attn_with_kvcache(
     return result[:2] if return_softmax_lse else result
 
 
-def _check_tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
-
-
 def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
-    _check_tensor(name, packed)
+    check_tensor(name, packed)
     if packed.dim() < 4 or packed.shape[-3] != number:
         raise ValueError(f"{name} has shape {tuple(packed.shape)}; it needs {number} tensors in its third to last dim")
     return packed.unbind(-3)
@@ -377,7 +372,7 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batc
     If a query sees no later key, -slope * (i - j) is slope * j less a constant of its row. Softmax takes no notice of
     the constant, so the bias has one value for each key.
     """
-    _check_tensor("alibi_slopes", slopes)
+    check_tensor("alibi_slopes", slopes)
     num_heads, entries = q.shape[-2], q.shape[0] if batch.seqlens_k is None else batch.seqlens_k.shape[0]
     if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((num_heads,), (entries, num_heads)):
         needs = f"({num_heads},) or ({entries}, {num_heads})"

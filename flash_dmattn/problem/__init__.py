@@ -8,6 +8,7 @@ from .checks import check_flag as check_flag
 from .checks import check_number as check_number
 from .checks import check_scores as check_scores
 from .checks import check_strided as check_strided
+from .checks import check_tensor as check_tensor
 from .checks import check_values as check_values
 from .checks import check_window as check_window
 from .checks import packing_of as packing_of

@@ -83,6 +83,12 @@ def check_strided(name: str, x: object) -> None:
         )
 
 
+def check_tensor(name: str, x: object, needs: str = "a torch.Tensor") -> None:
+    """Refuse what is no tensor; `needs` says what the argument needs to be."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it needs to be {needs}")
+
+
 def check_flag(name: str, value: bool) -> bool:
     """Refuse anything but a bool, so that a tensor or a string never silently counts as True."""
     if value is True or value is False:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..definition import define
-from ..problem import FLOAT_DTYPES, PACKED_QUERIES, Layout, dtype_name, values_can_be_read
+from ..problem import FLOAT_DTYPES, PACKED_QUERIES, Layout, check_tensor, dtype_name, values_can_be_read
 from .layout import Sequences, token_places
 
 
@@ -71,8 +71,7 @@ def _check_tensors(tensors: dict[str, Tensor], sequences: Sequences) -> None:
     """Refuse tensors of another type, dtype or device, with a gradient, or with shared memory."""
     k_cache = tensors["k_cache"]
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+        check_tensor(name, x)
         if x.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs float16, bfloat16, float32 or float64")
         if x.dtype != k_cache.dtype:

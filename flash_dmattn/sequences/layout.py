@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import RANKS, Layout, SequenceSpec, SequenceView, check_strided, values_can_be_read
+from ..problem import RANKS, Layout, SequenceSpec, SequenceView, check_strided, check_tensor, values_can_be_read
 
 # The fields of `Sequences` that are tensors.
 _TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "block_table")
@@ -207,8 +207,7 @@ class Sequences:
         """
         rank_q, rank_k = RANKS[self.layout]
         for name, x, rank, shape in zip(names, (q, k, v), (rank_q, rank_k, rank_k), _SHAPES[self.layout], strict=True):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+            check_tensor(name, x)
             if x.dim() != rank:
                 raise ValueError(
                     f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; beside "
@@ -383,8 +382,8 @@ def _check_integers(tensors: dict[str, Tensor | None], *required: str) -> None:
     for name, x in tensors.items():
         if x is None and name not in required:
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be an int32 or int64 torch.Tensor")
+        check_tensor(name, x, "an int32 or int64 torch.Tensor")
+        assert x is not None
         if x.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} has dtype {str(x.dtype).removeprefix('torch.')}; it needs int32 or int64")
         rank = 2 if name == "block_table" else 1

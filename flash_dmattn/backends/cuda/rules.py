@@ -300,9 +300,9 @@ def _least_tiles(p: AttentionProblem) -> int:
 def _serves_few_queries(p: AttentionProblem) -> bool:
     """Return whether cuda is faster with few queries.
 
-    With one query and a window, and with several queries, triton reads the keys once for each head of a group. cuda
-    makes heads rows of one tile, and reads the keys once for all of them. Other cases need enough keys and heads to
-    make up for the later start. All need k and v that TMA can read, because a copy would take longer than attention.
+    With several queries, or one and a window, triton reads the keys once for each head of a group. cuda makes these
+    heads rows of one tile, and reads the keys once. Other calls need enough keys and heads to make up for the later
+    start of cuda. All need k and v that TMA can read, because a copy would take longer than attention.
     """
     plain = p.mask is None and p.bias_tensor is None and p.sink is None and p.softcap == 0 == p.dropout_p
     left, widest = p.window[0], max(p.head_dim, p.head_dim_v)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...definition import define
 from ...problem import Band, SequenceSpec
-from ...reference.lists import spread, table
+from ...reference.lists import gather_entries, spread, table
 from ...sequences.layout import token_places
 from .. import topk
 from . import intervals, operators, packing
@@ -234,12 +234,10 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(scores: Tensor, index: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(scores.shape[:3], index.shape[:3])
         if scores.shape[3] == 0:
+            shape = torch.broadcast_shapes(scores.shape[:3], index.shape[:3])
             return scores.new_zeros(shape + index.shape[3:])
-        # Not `take_along_dim`, which binds a length that a compiler has a symbol for.
-        taken = scores.expand(*shape, -1).gather(3, index.clamp(min=0).long().expand(*shape, -1))
-        return taken.masked_fill(index < 0, 0.0)
+        return gather_entries(scores, index)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
