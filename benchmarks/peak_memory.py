@@ -39,12 +39,11 @@ def peaks(call: Call, leaves: list[Tensor], dout: Tensor, *, backward: bool = Tr
     def run_backward() -> None:
         kept.extend(torch.autograd.grad(kept[0], leaves, dout))
 
-    with _without_garbage():
-        with torch.set_grad_enabled(backward):
-            forward, held = watch(run_forward)
-        if not backward:
-            return Peaks(forward / MIB, None, None)
-        peak, _ = watch(run_backward)
+    with torch.set_grad_enabled(backward):
+        forward, held = watch(run_forward)
+    if not backward:
+        return Peaks(forward / MIB, None, None)
+    peak, _ = watch(run_backward)
     return Peaks(forward / MIB, peak / MIB, max(forward, held + peak) / MIB)
 
 
@@ -52,18 +51,16 @@ def held(make: Callable[[], T], device: torch.device) -> tuple[T, float]:
     """Return the result of `make`, and the MiB that stay allocated after it, without garbage."""
     made: list[T] = []
     watch = _watch_gpu if device.type == "cuda" else _watch_cpu
-    with _without_garbage():
-        _, kept = watch(lambda: made.append(make()))
+    _, kept = watch(lambda: made.append(make()))
     return made[0], kept / MIB
 
 
 @contextmanager
-def _without_garbage() -> Iterator[None]:
-    """Free all garbage, then let collections look only at what is made from here on.
+def quick_collections() -> Iterator[None]:
+    """Let collections of garbage look only at objects that are made from here on.
 
-    A peak takes several collections, and with torch and Triton loaded a collection of all objects is slow.
+    A peak takes several, and with torch and Triton loaded a collection of all objects takes half a second.
     """
-    gc.collect()
     gc.freeze()
     try:
         yield

@@ -16,11 +16,13 @@ from . import compiling, systems
 from . import machine as machines
 from .cases import PASSES, Case, Pass, cases_of
 from .floors import Rates
+from .peak_memory import quick_collections
 from .progress import progress
 from .report import text
 from .results import Record, Results, load, missing
 from .suites import equivalence, memory, model, performance
 from .suites.trial import device_is_lost, forget, stream_of, worded
+from .turns import Alone, at_once, turns_of
 
 PASSED, FAILED, USAGE, UNFINISHED = 0, 1, 2, 3
 FAILURES: dict[str, Callable[[Record], list[str]]] = {
@@ -46,7 +48,8 @@ class Options:
         passes: the passes of the performance suite.
         deadline: seconds on the monotonic clock. A case that may end later does not begin. The published run says how
             long a case takes, or else the longest case so far.
-        share: (i, n): the i-th of n processes that share the cases and the file of results, from 1.
+        share: (i, n): the i-th of n processes that share the cases and the file of results, from 1. Those on one GPU
+            prepare cases side by side, and time one after another.
         compiles: "first", before the cases run; "only", and no case runs; "not".
         fresh: start again and do not continue an earlier run.
     """
@@ -150,13 +153,16 @@ def _rows(
     known: dict[str, float],
 ) -> None:
     longest = 0.0
+    turn = turns_of(options.device, options.out, options.share[1])
     with progress(suite, total, total - len(todo)) as bar:
         for case in todo:
             started = time.monotonic()
             if options.deadline is not None and started + known.get(case.name, longest) > options.deadline:
                 continue
             bar.case(case.name)
-            row = make_row(suite, case, available, options)
+            with turn() as alone:
+                forget(options.device)
+                row = make_row(suite, case, available, options, alone)
             results.add(row)
             bar.line(text.row(suite, row))
             bar.done()
@@ -164,7 +170,7 @@ def _rows(
             if row.get("lost"):
                 bar.line(f"{row['lost']} left the GPU unusable for this process; run again to go on")
                 return
-            forget(options.device)
+    forget(options.device)
 
 
 def systems_of(suite: str, case: Case, available: list[systems.System], device: torch.device) -> list[systems.System]:
@@ -193,8 +199,13 @@ def _modes_of(suite: str, system: systems.System, case: Case) -> tuple[systems.M
     return (systems.Mode(with_lse=suite == "equivalence"),)
 
 
-def make_row(suite: str, case: Case, available: list[systems.System], options: Options) -> Record:
-    """Make the row of a case; an exception outside any system, such as no memory for the inputs, is its error."""
+def make_row(
+    suite: str, case: Case, available: list[systems.System], options: Options, alone: Alone = at_once
+) -> Record:
+    """Make the row of a case; an exception outside any system, such as no memory for the inputs, is its error.
+
+    `alone` waits until this process may time.
+    """
     device = options.device
     effort = performance.QUICK if options.quick else performance.FULL
     functions: dict[str, Callable[..., Record]] = {
@@ -205,11 +216,12 @@ def make_row(suite: str, case: Case, available: list[systems.System], options: O
             passes=options.passes,
             effort=effort,
             rates=Rates(**options.machine["rates"]),
+            alone=alone,
         ),
         "model": partial(model.row, effort=effort),
     }
     try:
-        with stream_of(device):
+        with stream_of(device), quick_collections():
             row = functions[suite](case, systems_of(suite, case, available, device), device)
         json.dumps(row, allow_nan=False)
     except Exception as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from benchmark_systems import BROKEN, CPU, EAGER, LATE, MACHINE, MATH, NAN, PEER, REFUSES, WRONG, times
 
-from benchmarks import cli, dispatch, pages, results, runner, tiles
+from benchmarks import cli, dispatch, pages, results, runner, tiles, turns
 from benchmarks.cases import Case, cases_of
 from benchmarks.floors import Rates
 from benchmarks.inputs import Inputs
@@ -28,17 +29,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, re
     folder = tmp_path_factory.mktemp("results")
     chosen = [EAGER, MATH, WRONG, NAN, BROKEN, LATE, REFUSES, PEER]
     statuses = {}
-    gc.collect()
-    gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "unfreeze", lambda: None)  # each of some hundred collections would look at all of torch
         patch.setattr(runner, "CPU_SEQLEN", 128)
         patch.setattr(performance, "FULL", performance.Effort(1.0, 2, 3))
         patch.setattr(runner.systems, "available", lambda names, device: (chosen, {"fa4": "not here"}))
         for suite, case in ONE_CASE.items():
             options = runner.Options(device=CPU, out=folder, machine=MACHINE, only=[case])
             statuses[suite] = runner.run(suite, options)
-    gc.unfreeze()
     yield {suite: results.load(folder / f"{suite}.json") for suite in ONE_CASE}, statuses
 
 
@@ -226,6 +223,43 @@ def test_processes_share_the_cases_and_the_file(tiny: runner.Options) -> None:
     assert names_in(path) == ["causal-gqa", "bias-bhll-d64", "decode-8k"]
     late.leave_out({"fa4": "not here"})
     assert names_in(path) == ["causal-gqa", "bias-bhll-d64", "decode-8k"]
+
+
+def test_processes_on_one_gpu_time_one_after_another(tmp_path: Path) -> None:
+    """Locks belong to the open files of each, so that threads stand for processes."""
+    changes = threading.Lock()
+    preparing: set[int] = set()
+    timing: set[int] = set()
+    most_at_once, wrong, timed = 0, [], []
+
+    def process(index: int) -> None:
+        nonlocal most_at_once
+        turn = turns.Turns(tmp_path, "GPU-0").case
+        for case in range(4):
+            with turn() as alone:
+                with changes:
+                    wrong.extend([f"{index} prepares while {timing} time"] if timing else [])
+                    preparing.add(index)
+                    most_at_once = max(most_at_once, len(preparing))
+                time.sleep(0.01 * (1 + index))
+                with changes:
+                    preparing.remove(index)
+                alone()
+                with changes:
+                    wrong.extend([f"{index} times beside {preparing | timing}"] * bool(preparing | timing))
+                    timing.add(index)
+                time.sleep(0.005)
+                with changes:
+                    timing.remove(index)
+                    timed.append((index, case))
+
+    threads = [threading.Thread(target=process, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong and len(timed) == 12
+    assert most_at_once == 3, "cases are prepared side by side"
 
 
 def test_a_case_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ..peak_memory import peaks
 from ..systems import System
 from ..timing import Call, Runner, gradients, measure
 from ..truth import Results, Yardstick, errors, truth, wrong
+from ..turns import Alone, at_once
 from .equivalence import finite
 from .trial import Trial, attempt, device_is_lost, worded
 
@@ -53,7 +54,14 @@ FULL, QUICK = Effort(60.0, 5, 50), Effort(10.0, 3, 10)
 
 
 def row(
-    case: Case, systems: list[System], device: torch.device, *, passes: Sequence[Pass], effort: Effort, rates: Rates
+    case: Case,
+    systems: list[System],
+    device: torch.device,
+    *,
+    passes: Sequence[Pass],
+    effort: Effort,
+    rates: Rates,
+    alone: Alone = at_once,
 ) -> Record:
     """Check and time every system, and measure its memory.
 
@@ -64,6 +72,7 @@ def row(
         passes: the passes to time, if the case has them.
         effort: how long to time.
         rates: the rates of the device, for floors.
+        alone: waits until this process may time.
     """
     lap = Laps(device)
     inputs = make_inputs(case, device)
@@ -88,6 +97,8 @@ def row(
             columns.append((column, trial))
     del exact
     lap("first runs")
+    alone()
+    lap("turn")
     for name in (name for name in case.passes if name in passes):
         if record.get("lost"):
             break
@@ -96,7 +107,7 @@ def row(
         if broken and device_is_lost(device):
             record["lost"] = " or ".join(dict.fromkeys(broken))
     lap("timed runs")
-    record["seconds"] = lap.seconds
+    record["seconds"] = {name: seconds for name, seconds in lap.seconds.items() if name != "turn"}
     pairs = record["counts"]["pairs"]
     for column, trial in columns:
         pass_floors = floors(inputs, pairs, reads_mask=not trial.mode.prepared)
