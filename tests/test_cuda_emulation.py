@@ -152,12 +152,13 @@ def test_what_the_emulation_notices(built: Built) -> None:
     said = run(built.mistakes)
     runs = {name: (int(right), error) for name, right, error in re.findall(r"(.*): (\d+) of 40 runs right; (.*)", said)}
     assert runs.pop("none") == (40, "")
-    assert len(runs) == 9 and all(right < 40 for right, _ in runs.values()), said
+    assert len(runs) == 10 and all(right < 40 for right, _ in runs.values()), said
     for name, message in (
         ("never gives back", "no thread can go on"),
         ("lanes part", "a lane is at __ballot_sync while others of its warp are at __syncwarp"),
         ("never fences", "an accumulator that was waited for without wgmma_fence_operand"),
         ("leaves shared memory", "shared memory ends before address"),
+        ("never clears", "a kernel adds to memory that nobody has cleared"),
         ("starts too early", "a thread does not wait for the kernel before"),
     ):
         assert runs[name][0] == 0 and message in runs[name][1], said

@@ -255,9 +255,10 @@ def scattered(case: Case, **flags: Any) -> IntervalMask:
     return PreparedMask.from_topk(scores, 9, is_causal=True, seqlen_q=case.seqlen_q, **flags).to(DEVICE)
 
 
-def check_intervals(backend: Runner, case: Case, mask: IntervalMask) -> None:
+def check_intervals(backend: Runner, case: Case, mask: IntervalMask, *, deterministic: bool = False) -> None:
     inputs = replace(case.build(), mask=mask.unpacked().to(DEVICE))
-    check(backend, case, inputs, replace(inputs, mask=mask.to(DEVICE)))
+    arguments = replace(inputs, mask=mask.to(DEVICE))
+    backend.check(case, inputs, arguments, alone=True, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("deterministic", (False, True))
@@ -302,9 +303,10 @@ def test_walks_of_an_interval_mask_that_several_blocks_share(backend: Runner) ->
     check_intervals(backend, case, mask)
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("live", ((100, 300), (0, 700), (400, 1)), ids=str)
-def test_heads_end_where_their_live_keys_do(backend: Runner, live: tuple[int, int]) -> None:
-    """Key blocks without a live key are not visited; blocks of the next head are."""
+def test_heads_end_where_their_live_keys_do(backend: Runner, live: tuple[int, int], deterministic: bool) -> None:
+    """Key blocks without a live key are not visited, whose sums hold what memory held; blocks of the next head are."""
     case = BASE.with_(seqlen_q=300, seqlen_k=700, num_heads=4, num_heads_k=2, bias=PER_KEY)
     numbers = torch.Generator().manual_seed(5)
     rank = torch.stack([torch.randperm(700, generator=numbers) for _ in live])
@@ -313,7 +315,7 @@ def test_heads_end_where_their_live_keys_do(backend: Runner, live: tuple[int, in
     for seed in range(3):
         if DEVICE == "cpu":
             emulated_cuda.configure(seed + 1, seed)
-        check_intervals(backend, case, mask)
+        check_intervals(backend, case, mask, deterministic=deterministic)
 
 
 def test_entries_and_heads_with_intervals_of_their_own(backend: Runner) -> None:

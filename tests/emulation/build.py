@@ -32,6 +32,8 @@ REWRITES = (
     (re.compile(r"extern __shared__ .*?(\w+) (\w+)\[\];"), r"\1* const \2 = ::emulation::shared_memory();"),
     # Operators ask for the device of their tensors.
     (re.compile(r"\b\w+\.is_cuda\(\)"), "true"),
+    # Scratch memory starts as what no kernel writes.
+    (re.compile(r"return (torch::stable::new_empty\(.*\));"), r"return ::emulation::unwritten(\1);"),
     # How many multiprocessors there are, and which driver, may change and is asked for again.
     (re.compile(r"static ((?:std::array<.*>|const bool) known)"), r"\1"),
 )

@@ -55,7 +55,11 @@ T __ldg(const T* from) {
 template <class T>
 T atomicAdd(T* to, T value) {
   const T before = *to;
-  *to = before + value;
+  if constexpr (std::is_same_v<T, float>) {
+    emulation::add(to, value);
+  } else {
+    *to = before + value;
+  }
   return before;
 }
 

@@ -26,6 +26,24 @@ namespace emulation {
 
 constexpr int kLanes = 32, kWarpgroupThreads = 128;
 
+// Bits of memory that nobody has written: a NaN, or -1.
+constexpr uint32_t kUnwritten = 0xffffffffu;
+
+// Returns a new tensor as memory that nobody has written.
+template <class Tensor>
+Tensor unwritten(Tensor x) {
+  std::memset(x.mutable_data_ptr(), 0xff, static_cast<size_t>(x.numel()) * x.element_size());
+  return x;
+}
+
+// Adds to a sum in device memory.
+inline void add(float* to, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, to, sizeof(bits));
+  if (bits == kUnwritten) fail("a kernel adds to memory that nobody has cleared");
+  *to += value;
+}
+
 struct Dim {
   unsigned x = 1, y = 1, z = 1;
 };

@@ -21,6 +21,7 @@ enum class Mistake {
   kLanesPart,
   kNeverFences,
   kLeavesSharedMemory,
+  kNeverClears,
   kStartsTooEarly
 };
 
@@ -70,7 +71,8 @@ void product_kernel(CUtensorMap a, CUtensorMap b, float* out) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   for (int i = 0; i < kSize / 2; ++i) {
     const int row = warp * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    out[row * kSize + column] = sums[i];
+    if (kMistake != Mistake::kNeverClears) out[row * kSize + column] = 0.0f;
+    atomicAdd(out + row * kSize + column, sums[i]);
   }
 }
 
@@ -110,7 +112,7 @@ void try_out(const char* name) {
   std::string error;
   for (int run = 0; run < kRuns; ++run) {
     emulation::settings.seed = static_cast<uint64_t>(run);
-    std::fill(out.begin(), out.end(), NAN);
+    std::memset(out.data(), 0xff, out.size() * sizeof(float));
     try {
       emulation::Launch launch(1, 256, sizeof(Storage));
       launch.starts_early = true;
@@ -137,5 +139,6 @@ int main() {
   try_out<Mistake::kLanesPart>("lanes part");
   try_out<Mistake::kNeverFences>("never fences");
   try_out<Mistake::kLeavesSharedMemory>("leaves shared memory");
+  try_out<Mistake::kNeverClears>("never clears");
   try_out<Mistake::kStartsTooEarly>("starts too early");
 }

@@ -555,6 +555,13 @@ _CSRC = (
         (f"{_DISTANCES}test_tiles_beyond_the_values_add_to_their_end",),
     ),
     Fault(
+        "in a fixed order blocks of dead keys are visited",
+        "csrc/sm90/backward/producer.h",
+        "if (p.key_order != nullptr && item.walk.steps == 0)",
+        "if (p.walk_tiles > 0 && item.walk.steps == 0)",
+        (f"{_RARE}test_heads_end_where_their_live_keys_do[(100, 300)-True-cuda]",),
+    ),
+    Fault(
         "heads of a group add to dk and dv out of turn",
         "csrc/sm90/backward/consumer.h",
         "if (p.dkv_semaphore != nullptr) named_barrier_sync(kMayAddBarrier + group, 128 + 32);",

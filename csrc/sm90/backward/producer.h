@@ -85,8 +85,13 @@ __device__ __forceinline__ void find_items(const BackwardParams& p, Storage& sha
       item.block_k = work.block_k;
       item.walk = QueryWalk<Traits>::of(p, item);
       if constexpr (Traits::kHasIntervals) {
+        // Sums of a tile of dead keys alone are neither cleared nor read. All heads of the group leave it, so that none
+        // waits for another's turn to add.
+        if (p.key_order != nullptr && item.walk.steps == 0) {
+          if (p.walk_tiles > 0) leave_head(p, tile_index);
+          break;
+        }
         if (p.walk_tiles > 0) {
-          if (item.walk.steps == 0) leave_head(p, tile_index);
           item.walk.keep_part(work.part, p.walk_tiles);
           if (item.walk.steps == 0) break;
         }

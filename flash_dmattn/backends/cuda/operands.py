@@ -150,6 +150,11 @@ def padded_rows(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:3], _padded(x.shape[3])))
 
 
+def copy_unpadded(x: Tensor, padded: Tensor) -> Tensor:
+    """Fill x with the rows of a tensor that `padded_rows` allocated, and return it."""
+    return x.copy_(padded[..., : x.shape[3]])
+
+
 def copy_note(p: AttentionProblem) -> str:
     assert p.bias is not None
     shape, strides, dtype = p.bias

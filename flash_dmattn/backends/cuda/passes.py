@@ -28,6 +28,7 @@ from .group_rows import group_shift, has_group_rows, plan_group_rows
 from .operands import (
     Attend,
     bias_reader,
+    copy_unpadded,
     forward_bias,
     kernels,
     padded_rows,
@@ -251,7 +252,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             differentiate(*tensors, *nothing, delta, *numbers, *chunks)
         dbias = stored
         if pads and allocate_bias is not None and bias is not None and stored is not None:
-            dbias = allocate_bias(bias).copy_(stored[..., : p.seqlen_k])
+            dbias = copy_unpadded(allocate_bias(bias), stored)
         if sums is not None and bias is not None:
             dbias = key_gradient(bias, sums, num_heads_k, repeat)
         elif dbias_class == "query" and bias is not None:

@@ -139,7 +139,7 @@ inline void bulk_add_floats(float* to, const void* from, int bytes) {
   emulation::Block* const block = emulation::current->block;
   const auto operation = [=] {
     const auto* values = reinterpret_cast<const float*>(block->at(address, count));
-    for (size_t i = 0; i < count / sizeof(float); ++i) to[i] += values[i];
+    for (size_t i = 0; i < count / sizeof(float); ++i) emulation::add(to + i, values[i]);
   };
   if (emulation::acts_at_once()) {
     operation();
@@ -250,10 +250,8 @@ inline int atom_add_acq_rel(int* to, int value) {
 }
 inline void red_add_v4(float* to, float a, float b, float c, float d) {
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulation::fail("red_add_v4 is not on 16 bytes");
-  to[0] += a;
-  to[1] += b;
-  to[2] += c;
-  to[3] += d;
+  const float values[] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) emulation::add(to + i, values[i]);
 }
 
 // --- registers --------------------------------------------------------------------------------------------------
