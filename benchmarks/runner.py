@@ -204,7 +204,7 @@ def make_row(
 ) -> Record:
     """Make the row of a case; an exception outside any system, such as no memory for the inputs, is its error.
 
-    `alone` waits until this process may time.
+    `alone` waits until this process may time; what had no memory beside other processes is made again then.
     """
     device = options.device
     effort = performance.QUICK if options.quick else performance.FULL
@@ -220,13 +220,23 @@ def make_row(
         ),
         "model": partial(model.row, effort=effort),
     }
-    try:
-        with stream_of(device), quick_collections():
-            row = functions[suite](case, systems_of(suite, case, available, device), device)
-        json.dumps(row, allow_nan=False)
-    except Exception as error:
-        row = {"name": case.name, "group": case.group, "shape": case.shape, "what": case.what}
-        row |= {"error": worded(error), "systems": []}
-        if device_is_lost(device):
-            row["lost"] = "the case"
+
+    def make() -> tuple[Record, bool]:
+        """Return the row, and whether there was no memory for it."""
+        try:
+            with stream_of(device), quick_collections():
+                row = functions[suite](case, systems_of(suite, case, available, device), device)
+            json.dumps(row, allow_nan=False)
+        except Exception as error:
+            row = {"name": case.name, "group": case.group, "shape": case.shape, "what": case.what}
+            row |= {"error": worded(error), "systems": []}
+            if device_is_lost(device):
+                row["lost"] = "the case"
+            return row, isinstance(error, torch.OutOfMemoryError)
+        return row, False
+
+    row, lacks_memory = make()
+    if lacks_memory and alone():
+        forget(device)
+        row, _ = make()
     return row

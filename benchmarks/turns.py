@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-Alone = Callable[[], None]
+Alone = Callable[[], bool]  # waits; whether other processes may have held memory until then
 
 
 class Turns:
@@ -31,11 +31,17 @@ class Turns:
         """Prepare a case; the function that is yielded waits until this process may time it."""
         from fcntl import LOCK_EX, LOCK_SH, LOCK_UN, flock  # Windows has none
 
-        def alone() -> None:
-            torch.cuda.empty_cache()  # for those that still prepare
-            flock(self._waiting, LOCK_SH)
-            flock(self._busy, LOCK_UN)
-            flock(self._busy, LOCK_EX)
+        is_alone = False
+
+        def alone() -> bool:
+            nonlocal is_alone
+            if not is_alone:
+                torch.cuda.empty_cache()  # for those that still prepare
+                flock(self._waiting, LOCK_SH)
+                flock(self._busy, LOCK_UN)
+                flock(self._busy, LOCK_EX)
+                is_alone = True
+            return True
 
         flock(self._waiting, LOCK_EX)
         flock(self._busy, LOCK_SH)
@@ -54,5 +60,6 @@ def turns_of(device: torch.device, folder: Path, processes: int) -> Callable[[],
     return lambda: nullcontext(at_once)
 
 
-def at_once() -> None:
-    """Do nothing: no other process shares the device."""
+def at_once() -> bool:
+    """Wait for nothing: no other process shares the device."""
+    return False

@@ -13,12 +13,13 @@ import pytest
 import torch
 from benchmark_systems import BROKEN, CPU, EAGER, LATE, MACHINE, MATH, NAN, PEER, REFUSES, WRONG, times
 
-from benchmarks import cli, dispatch, pages, results, runner, tiles, turns
+from benchmarks import cli, dispatch, inputs, pages, results, runner, tiles, turns
 from benchmarks.cases import Case, cases_of
 from benchmarks.floors import Rates
 from benchmarks.inputs import Inputs
 from benchmarks.report import plots, tables, text
 from benchmarks.suites import equivalence, model, performance
+from benchmarks.systems import Bound, Mode
 
 ONE_CASE = {"performance": "topk-8k", "equivalence": "form-topk", "memory": "memory-bias-1hll", "model": "decoder"}
 
@@ -260,6 +261,37 @@ def test_processes_on_one_gpu_time_one_after_another(tmp_path: Path) -> None:
         thread.join(30)
     assert not wrong and len(timed) == 12
     assert most_at_once == 3, "cases are prepared side by side"
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_no_memory_beside_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    """A system or the inputs of a case are made again when this process is alone, and only then."""
+    needs_memory = iter((True, False, True, False))  # inputs; inputs again; a system; the system again
+
+    def check_memory() -> None:
+        if next(needs_memory, False):
+            raise torch.OutOfMemoryError("no memory for it")
+
+    def make_inputs(case: Case, device: torch.device) -> Inputs:
+        check_memory()
+        return inputs.make_inputs(case, device)
+
+    def bind(operands: Inputs, mode: Mode) -> Bound:
+        check_memory()
+        return EAGER.bind(operands, mode)
+
+    monkeypatch.setattr(performance, "make_inputs", make_inputs)
+    options = runner.Options(device=CPU, out=tmp_path, machine=MACHINE, passes=("forward",), quick=True)
+    (case,) = (case.reduced(64) for case in cases_of("performance") if case.name == "topk-8k")
+    systems = [EAGER._replace(bind=bind, prepares=False)]
+    row = runner.make_row("performance", case, systems, options, lambda: shared)
+    if shared:
+        assert times(row, "eager")["reason"] == "" and times(row, "eager")["forward"]["ms"] > 0
+        assert next(needs_memory, None) is None
+    else:
+        assert row["error"] == "OutOfMemoryError: no memory for it"
+        row = runner.make_row("performance", case, systems, options, lambda: shared)
+        assert times(row, "eager")["reason"] == "OutOfMemoryError: no memory for it"
 
 
 def test_a_case_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

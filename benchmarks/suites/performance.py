@@ -16,7 +16,7 @@ from ..cases import TILE, Case, Pass
 from ..floors import Floor, Rates, floors
 from ..inputs import Inputs, count, make_inputs
 from ..peak_memory import peaks
-from ..systems import System
+from ..systems import Mode, System
 from ..timing import Call, Runner, gradients, measure
 from ..truth import Results, Yardstick, errors, truth, wrong
 from ..turns import Alone, at_once
@@ -24,6 +24,9 @@ from .equivalence import finite
 from .trial import Trial, attempt, device_is_lost, worded
 
 Record = dict[str, Any]
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError.__name__  # begins the reason of a system that failed so
 
 
 class Effort(NamedTuple):
@@ -72,7 +75,7 @@ def row(
         passes: the passes to time, if the case has them.
         effort: how long to time.
         rates: the rates of the device, for floors.
-        alone: waits until this process may time.
+        alone: waits until this process may time. A system that had no memory beside other processes runs again then.
     """
     lap = Laps(device)
     inputs = make_inputs(case, device)
@@ -81,35 +84,48 @@ def row(
     exact = truth(inputs, case.takes_gradients)
     limits = record["limits"] = Yardstick(inputs, exact).limits
     lap("truth")
-    columns: list[tuple[Record, Trial]] = []
+    columns: dict[tuple[str, str], tuple[Record, Trial]] = {}
+
+    def run_first(system: System, name: str, mode: Mode, line: Record) -> None:
+        trial = attempt(system, mode, case, inputs)
+        line["backends"] = list(trial.needs.backends)
+        column = line["columns"][name] = check(trial, exact, limits, inputs)
+        if trial.failed and device_is_lost(device):
+            record["lost"] = system.name
+        columns[system.name, name] = column, trial
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for other processes on this GPU
+
     for system in systems:
         line: Record = {"system": system.name, "ours": system.ours, "backends": [], "columns": {}}
         record["systems"].append(line)
         for name, mode in system.modes(case).items():
             if record.get("lost"):
                 line["columns"][name] = _empty(f"not run: {record['lost']} left the GPU unusable", failed=True)
-                continue
-            trial = attempt(system, mode, case, inputs)
-            line["backends"] = list(trial.needs.backends)
-            column = line["columns"][name] = check(trial, exact, limits, inputs)
-            if trial.failed and device_is_lost(device):
-                record["lost"] = system.name
-            columns.append((column, trial))
-    del exact
+            else:
+                run_first(system, name, mode, line)
     lap("first runs")
-    alone()
+    lines = {line["system"]: line for line in record["systems"]}
+    again = [key for key, (column, _) in columns.items() if OUT_OF_MEMORY in column["reason"]]
+    if not again:
+        exact.clear()
+    shared = alone()
     lap("turn")
+    for system_name, name in again if shared and not record.get("lost") else ():
+        trial = columns[system_name, name][1]
+        run_first(trial.system, name, trial.mode, lines[system_name])
+    exact.clear()
     for name in (name for name in case.passes if name in passes):
         if record.get("lost"):
             break
-        time_pass(name, columns, inputs, effort)
-        broken = [trial.system.name for column, trial in columns if column["failed"]]
+        time_pass(name, list(columns.values()), inputs, effort)
+        broken = [trial.system.name for column, trial in columns.values() if column["failed"]]
         if broken and device_is_lost(device):
             record["lost"] = " or ".join(dict.fromkeys(broken))
     lap("timed runs")
     record["seconds"] = {name: seconds for name, seconds in lap.seconds.items() if name != "turn"}
     pairs = record["counts"]["pairs"]
-    for column, trial in columns:
+    for column, trial in columns.values():
         pass_floors = floors(inputs, pairs, reads_mask=not trial.mode.prepared)
         for name in case.passes:
             relate(column[name], pass_floors[name], rates)
