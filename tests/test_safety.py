@@ -347,7 +347,7 @@ def test_thousands_of_shapes_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(table, "most", min(table.most, 256))
 
     def step(number: int) -> None:
-        # Triton compiles kernels for multiples of 16 and for 1. No length or number of heads is one, all strides of q are.
+        # Triton compiles for multiples of 16 and for 1. No length or number of heads is one; every stride of q is.
         lengths, heads = (3 + 2 * (number % 49), 3 + 2 * (number % 47)), 2 + number % 3
         q = torch.randn(1, lengths[0], heads, 16, device=DEVICE, requires_grad=True)
         k, v = (torch.randn(1, lengths[1], heads, 16, device=DEVICE, requires_grad=True) for _ in range(2))
