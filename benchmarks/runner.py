@@ -48,8 +48,8 @@ class Options:
         passes: the passes of the performance suite.
         deadline: seconds on the monotonic clock. A case that may end later does not begin. The published run says how
             long a case takes, or else the longest case so far.
-        share: (i, n): the i-th of n processes that share the cases and the file of results, from 1. Those on one GPU
-            prepare cases side by side, and time one after another.
+        share: (i, n): the i-th of n processes that share the cases and the file of results, from 1. Processes on one
+            GPU prepare cases side by side, and time them one after another.
         compiles: "first", before the cases run; "only", and no case runs; "not".
         fresh: start again and do not continue an earlier run.
     """
@@ -204,7 +204,7 @@ def make_row(
 ) -> Record:
     """Make the row of a case; an exception outside any system, such as no memory for the inputs, is its error.
 
-    `alone` waits until this process may time; what had no memory beside other processes is made again then.
+    `alone` waits until this process may time. A row that had no memory beside other processes is made again then.
     """
     device = options.device
     effort = performance.QUICK if options.quick else performance.FULL

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-Alone = Callable[[], bool]  # waits; whether other processes may have held memory until then
+Alone = Callable[[], bool]  # waits, and returns whether other processes may have used the GPU until then
 
 
 class Turns:
@@ -23,7 +23,8 @@ class Turns:
     """
 
     def __init__(self, folder: Path, gpu: str) -> None:
-        # Shared by those that wait or time; shared by those that prepare, or held by the one that times.
+        # Processes that wait or time share the first lock. Processes that prepare share the second; one that times has
+        # it alone.
         self._waiting, self._busy = ((folder / f"{name}-{gpu}.lock").open("a") for name in ("waiting", "busy"))
 
     @contextmanager
@@ -36,7 +37,7 @@ class Turns:
         def alone() -> bool:
             nonlocal is_alone
             if not is_alone:
-                torch.cuda.empty_cache()  # for those that still prepare
+                torch.cuda.empty_cache()  # other processes still prepare
                 flock(self._waiting, LOCK_SH)
                 flock(self._busy, LOCK_UN)
                 flock(self._busy, LOCK_EX)

@@ -1,6 +1,6 @@
 """The host code of the CUDA extension against the headers of other versions of torch, on request.
 
-Every build of the extension compiles it against those of the installed version.
+Every build of the extension compiles the same code against the headers of the installed version.
 """
 
 from __future__ import annotations

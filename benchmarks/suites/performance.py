@@ -90,11 +90,11 @@ def row(
         trial = attempt(system, mode, case, inputs)
         line["backends"] = list(trial.needs.backends)
         column = line["columns"][name] = check(trial, exact, limits, inputs)
+        columns[system.name, name] = column, trial
         if trial.failed and device_is_lost(device):
             record["lost"] = system.name
-        columns[system.name, name] = column, trial
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # for other processes on this GPU
+        elif device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes may use this GPU
 
     for system in systems:
         line: Record = {"system": system.name, "ours": system.ours, "backends": [], "columns": {}}
@@ -109,9 +109,9 @@ def row(
     again = [key for key, (column, _) in columns.items() if OUT_OF_MEMORY in column["reason"]]
     if not again:
         exact.clear()
-    shared = alone()
+    was_shared = not record.get("lost") and alone()
     lap("turn")
-    for system_name, name in again if shared and not record.get("lost") else ():
+    for system_name, name in again if was_shared else ():
         trial = columns[system_name, name][1]
         run_first(trial.system, name, trial.mode, lines[system_name])
     exact.clear()
