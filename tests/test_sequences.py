@@ -548,11 +548,20 @@ def test_padding_names_what_does_not_fit() -> None:
         flash_dmattn.sequences.Padding(torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"mask has shape \(3,\); it needs \(sequences, tokens\)"):
         flash_dmattn.sequences.Padding(torch.ones(3, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"mask is complex64; it needs to be a torch\.Tensor of bools or integers"):
+        flash_dmattn.sequences.Padding(torch.ones(2, 3, dtype=torch.complex64))
     padding = flash_dmattn.sequences.Padding(torch.ones(2, 3, dtype=torch.bool))
+    for name, call in (("x", padding.unpad), ("tokens", padding.pad)):
+        with pytest.raises(TypeError, match=rf"{name} is a list; it needs to be a torch\.Tensor"):
+            call([1.0])
+        with pytest.raises(ValueError, match=rf"{name} is on meta; it needs to be on the device of the mask, cpu"):
+            call(torch.ones(6, 2, device="meta"))
     with pytest.raises(ValueError, match=r"x has shape \(3, 2\); it needs \(2, 3\) in front"):
         padding.unpad(torch.ones(3, 2))
-    with pytest.raises(ValueError, match="tokens has 5 tokens; the mask has 6"):
+    with pytest.raises(ValueError, match=r"tokens has shape \(5, 2\); the mask has 6 tokens"):
         padding.pad(torch.ones(5, 2))
+    with pytest.raises(ValueError, match=r"tokens has shape \(\); the mask has 6 tokens"):
+        padding.pad(torch.ones(()))
 
 
 def test_inference_mode() -> None:
