@@ -60,7 +60,7 @@ class DynamicMaskConfig(transformers.PreTrainedConfig):
         others: of `transformers.PreTrainedConfig`.
 
     Raises:
-        ValueError: what `flash_dmattn.nn.DynamicMaskAttention` refuses, when a model is made of it.
+        TypeError, ValueError: what `flash_dmattn.nn.DynamicMaskAttention` refuses, when a model is made of it.
 
     >>> from flash_dmattn.examples.dynamic_mask_model import DynamicMaskConfig
     >>> DynamicMaskConfig(hidden_size=64, num_attention_heads=4, keep_window_size=16).head_dim

@@ -380,6 +380,8 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("keep_window_size is 2.5 (float); it needs to be an int", lambda: make_layer(keep_window_size=2.5)),
         ("rope_theta is a NoneType; it needs to be a number", lambda: make_layer(rope_theta=None)),
         ("softmax_scale is a str; it needs to be a number", lambda: make_layer(softmax_scale="1")),
+        ("qk_norm is None; it needs to be True or False", lambda: make_layer(qk_norm=None)),
+        ("projection_bias is 'no'; it needs to be True or False", lambda: make_layer(projection_bias="no")),
         ("x is a list; it needs to be a torch.Tensor", layer_call([1.0])),
         ("x is a NoneType; it needs to be a torch.Tensor", layer_call(None, sequences=PACKED)),
         ("attention_mask is a list; it needs to be a bool or", layer_call(make_x(), attention_mask=[[1]])),

@@ -212,6 +212,8 @@ ERRORS: list[tuple[str, Callable[[], object]]] = [
     ("seqlen_k is 4 without seqlen_q", lambda: RelativePositionBias(2)(seqlen_k=4)),
     ("height is 0", lambda: WindowPositionBias(0, 3, 2)),
     ("num_heads is 0", lambda: alibi_slopes(0)),
+    ("is_gated is None; it needs to be True or False", lambda: PairBiasAttention(8, 4, 2, is_gated=None)),
+    ("is_bidirectional is 'no'; it needs to be True or", lambda: RelativePositionBias(2, is_bidirectional="no")),
 ]
 
 

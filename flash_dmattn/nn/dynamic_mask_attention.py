@@ -13,7 +13,7 @@ from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.arguments import integer
 from flash_dmattn.masks.prepared.intervals import reorder_pays
 from flash_dmattn.masks.prepared.operators import run_score_keys, run_topk_intervals
-from flash_dmattn.problem import check_number, check_tensor, dtype_name, values_can_be_read
+from flash_dmattn.problem import check_flag, check_number, check_tensor, dtype_name, values_can_be_read
 from flash_dmattn.sequences import Sequences
 from flash_dmattn.sequences.layout import token_places
 
@@ -115,7 +115,7 @@ class KVCache:
 
     @staticmethod
     def _check(k: Tensor, v: Tensor, scores: Tensor | None) -> None:
-        """Refuse what is no float tensor, and shapes that do not fit that of k."""
+        """Refuse what is no float tensor, and shapes that do not fit k."""
         for name, x, needs in (("k", k, "B, L, Hk, D"), ("v", v, "B, L, Hk, Dv"), ("scores", scores, "B, L, Hk")):
             if x is None and name == "scores":
                 continue
@@ -191,7 +191,7 @@ class DynamicMaskAttention(nn.Module):
     score_scale (Hk,) is A.
 
     Raises:
-        TypeError: a size or a window is no int, or rope_theta or softmax_scale no number.
+        TypeError: a size or a window is no int, rope_theta or softmax_scale no number, or a switch no bool.
         ValueError: heads that do not divide, an odd head_dim, a window below one key, or a rope_theta of 0 or below.
 
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention", 2025, as used by the Doge models; RoFormer for the
@@ -235,6 +235,8 @@ class DynamicMaskAttention(nn.Module):
                 f"keep_window_size is {keep_window_size}; it needs to be at least 1 key, or None for full attention"
             )
         integer("local_window_size", local_window_size)
+        check_flag("qk_norm", qk_norm)
+        check_flag("projection_bias", projection_bias)
         if isinstance(rope_theta, bool) or not isinstance(rope_theta, (int, float)):
             raise TypeError(f"rope_theta is a {type(rope_theta).__name__}; it needs to be a number")
         if not 0 < rope_theta < float("inf"):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import flash_dmattn
 from flash_dmattn.dispatch.config import BackendChoice
 from flash_dmattn.masks.arguments import integer
-from flash_dmattn.problem import check_tensor
+from flash_dmattn.problem import check_flag, check_tensor
 
 
 class PairBiasAttention(nn.Module):
@@ -38,7 +38,7 @@ class PairBiasAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError: a size is no int.
+        TypeError: a size is no int, or `is_gated` no bool.
         ValueError: a size is below 1; `num_heads` does not divide `dim`, and `head_dim` is None.
 
     Source: algorithm 24 of Abramson et al., "Accurate structure prediction of biomolecular interactions with AlphaFold
@@ -71,6 +71,7 @@ class PairBiasAttention(nn.Module):
         sizes = {"dim": dim, "pair_dim": pair_dim, "num_heads": num_heads}
         for name, size in (sizes if head_dim is None else sizes | {"head_dim": head_dim}).items():
             integer(name, size, 1)
+        check_flag("is_gated", is_gated)
         if head_dim is None and dim % num_heads:
             raise ValueError(f"dim is {dim} and num_heads {num_heads}, which does not divide it; pass head_dim")
         head_dim = dim // num_heads if head_dim is None else head_dim

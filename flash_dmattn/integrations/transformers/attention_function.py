@@ -94,7 +94,7 @@ def attend(
         refuse_unknown(module, others)
     if indices is not None:
         attention_mask = _chosen(module, indices, attention_mask)
-    # What is no mask and no bias, such as a BlockMask, must not count as none.
+    # An object of another type, such as a BlockMask, must not count as no mask.
     if attention_mask is not None and not isinstance(attention_mask, LayerMask):
         check_tensor("attention_mask", attention_mask)
     if position_bias is not None and not isinstance(position_bias, TableBias):
