@@ -129,6 +129,7 @@ class Keys:
         device: theirs.
 
     Raises:
+        TypeError: attention_mask has floats.
         ValueError: attention_mask has another shape.
         NotImplementedError: several tokens go into a static cache under torch.compile.
 
@@ -150,6 +151,8 @@ class Keys:
                     f"attention_mask has shape {shape}; it needs to be (batch, keys), non-zero for a real token: which "
                     "keys a query sees is the choice of the model"
                 )
+            if padding.is_floating_point():  # numbers to be added to scores, 0 for a real token, say the opposite
+                raise TypeError(f"attention_mask has dtype {padding.dtype}; it needs bools or integers")
             padding = padding.bool()
         if is_static(cache):
             if padding is None or padding.dim() == 2:

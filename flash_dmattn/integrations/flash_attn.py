@@ -15,7 +15,7 @@ All functions share these arguments:
 - `alibi_slopes`: float32 (H,) or (B, H): adds -slope * |i + Lk - Lq - j| to the score of query i and key j. Where no
   later key is seen, this costs one number for each key; elsewhere a float32 bias of (1 or B, H, Lq, Lk);
 - `deterministic`: True asks for gradients with equal bits from run to run; False follows torch's global setting;
-- `return_attn_probs`: return (out, lse, None) in the place of out; lse is float32.
+- `return_attn_probs`: return (out, lse, None) in the place of out; lse is float32, and float64 beside float64.
 """
 
 from __future__ import annotations
