@@ -168,6 +168,18 @@ def test_a_cache_holds_what_cat_would_make_of_several_dtypes() -> None:
         assert k.dtype == both.dtype and k.equal(both) and v.equal(2 * both) and scores.equal(both[..., 0])
 
 
+def test_a_cache_goes_from_one_mode_to_another() -> None:
+    """A prompt in inference mode, and a step outside of it, where torch forbids to write to what was made inside."""
+    layer, x, cache = make_layer().requires_grad_(False), make_x(), KVCache(max_length=64)
+    steps = []
+    for mode, piece in zip(
+        (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad), x.split(5, 1)
+    ):
+        with mode():
+            steps.append(layer(piece, cache=cache))
+    torch.testing.assert_close(torch.cat(steps, dim=1), layer(x), **EXACT)
+
+
 def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
     layer, x, cache = make_layer().requires_grad_(False), make_x(), KVCache()
     layer(x[:, :9], cache=cache)
@@ -384,6 +396,7 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("projection_bias is 'no'; it needs to be True or False", lambda: make_layer(projection_bias="no")),
         ("x is a list; it needs to be a torch.Tensor", layer_call([1.0])),
         ("x is a NoneType; it needs to be a torch.Tensor", layer_call(None, sequences=PACKED)),
+        ("x has layout torch.sparse_coo; it needs a strided tensor", layer_call(make_x().to_sparse())),
         ("attention_mask is a list; it needs to be a bool or", layer_call(make_x(), attention_mask=[[1]])),
         ("attention_mask has dtype float32; it needs", layer_call(make_x(), attention_mask=torch.zeros(2, LENGTH))),
         ("cache is a list; it needs to be a KVCache", layer_call(make_x(), cache=[])),

@@ -543,6 +543,16 @@ def test_padding_is_taken_out_and_put_back() -> None:
     assert padding.sequences.cu_seqlens_q.diff().tolist() == real.sum(1).tolist()
 
 
+def test_a_padding_of_inference_mode_serves_training() -> None:
+    with torch.inference_mode():
+        padding = flash_dmattn.sequences.Padding(torch.tensor([[1, 1, 0], [0, 1, 1]]))
+    x = torch.randn(2, 3, 2, 8, requires_grad=True)
+    tokens = padding.unpad(x)
+    out = flash_dmattn.attention(tokens, tokens, tokens, is_causal=True, sequences=padding.sequences)
+    (gradient,) = torch.autograd.grad(padding.pad(out).sum(), x)
+    assert gradient.isfinite().all() and not gradient[0, 2].any()
+
+
 def test_padding_names_what_does_not_fit() -> None:
     with pytest.raises(TypeError, match=r"mask is float32; it needs to be a torch\.Tensor of bools or integers"):
         flash_dmattn.sequences.Padding(torch.ones(2, 3))

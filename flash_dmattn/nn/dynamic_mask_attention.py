@@ -13,7 +13,7 @@ from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.arguments import integer
 from flash_dmattn.masks.prepared.intervals import reorder_pays
 from flash_dmattn.masks.prepared.operators import run_score_keys, run_topk_intervals
-from flash_dmattn.problem import check_flag, check_number, check_tensor, dtype_name, values_can_be_read
+from flash_dmattn.problem import check_flag, check_number, check_strided, check_tensor, dtype_name, values_can_be_read
 from flash_dmattn.sequences import Sequences
 from flash_dmattn.sequences.layout import token_places
 
@@ -104,7 +104,7 @@ class KVCache:
 
     def _extended(self, held: Tensor | None, x: Tensor, end: int) -> Tensor:
         dtype = x.dtype if held is None else torch.promote_types(held.dtype, x.dtype)
-        if held is None or held.shape[1] < end or held.dtype != dtype:
+        if held is None or held.shape[1] < end or held.dtype != dtype or _is_read_only(held):
             capacity = max(end, self.max_length if held is None else 2 * held.shape[1])
             grown = x.new_empty((x.shape[0], capacity, *x.shape[2:]), dtype=dtype)
             if held is not None:
@@ -142,6 +142,11 @@ class KVCache:
                 )
             if held.device != x.device:
                 raise ValueError(f"{name} is on {x.device}; the cache is on {held.device}")
+
+
+def _is_read_only(x: Tensor) -> bool:
+    """Tell whether torch forbids to write here: outside of inference mode to a tensor that was made inside."""
+    return not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
 
 
 class AttentionArguments(NamedTuple):
@@ -394,6 +399,7 @@ class DynamicMaskAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Compute the arguments of `attention_call`; no scores with full attention."""
         check_tensor("x", x)
+        check_strided("x", x)
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (batch, length, {self.hidden_size})")
         if cache is not None and not isinstance(cache, KVCache):
@@ -439,6 +445,7 @@ class DynamicMaskAttention(nn.Module):
         if cache is not None:
             raise ValueError(f"cache is a {type(cache).__name__}; beside packed sequences it needs to be None")
         check_tensor("x", x)
+        check_strided("x", x)
         if x.dim() != 2 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; beside these sequences it needs to be (tokens, {self.hidden_size})"

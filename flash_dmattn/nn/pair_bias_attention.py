@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import flash_dmattn
 from flash_dmattn.dispatch.config import BackendChoice
 from flash_dmattn.masks.arguments import integer
-from flash_dmattn.problem import check_flag, check_tensor
+from flash_dmattn.problem import check_flag, check_strided, check_tensor
 
 
 class PairBiasAttention(nn.Module):
@@ -105,6 +105,7 @@ class PairBiasAttention(nn.Module):
             ValueError: x, pair or mask has another shape.
         """
         check_tensor("x", x)
+        check_strided("x", x)
         if x.dim() < 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (*batch, length, {self.dim})")
         self._check_shared("pair", pair, x, (x.shape[-2], x.shape[-2], self.pair_dim))

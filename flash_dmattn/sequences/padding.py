@@ -46,11 +46,11 @@ class Padding:
             raise TypeError(f"mask is {kind}; it needs to be a torch.Tensor of bools or integers, 1 for real tokens")
         if mask.dim() != 2:
             raise ValueError(f"mask has shape {tuple(mask.shape)}; it needs (sequences, tokens)")
-        real = mask != 0
         self._shape = (mask.shape[0], mask.shape[1])
-        self.indices = real.flatten().nonzero().flatten()
-        lengths = real.sum(1)
-        edges = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        with torch.inference_mode(False):  # what inference mode makes cannot be saved for a backward pass
+            real = mask != 0
+            self.indices = real.flatten().nonzero().flatten()
+            edges = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0))
         self.sequences = Sequences.packed(edges, max_seqlen_q=mask.shape[1])
 
     def unpad(self, x: Tensor) -> Tensor:
