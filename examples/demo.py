@@ -143,16 +143,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; or 1 if a gradient is outside its limit or the held-out loss did not end well under the unigram entropy.
     """
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
     started = time.perf_counter()
     torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
+    try:
+        device = torch.device(arguments.device)
+        torch.zeros(1, device=device).item()
+        with flash_dmattn.config(backend=arguments.backend):
+            pass
+    except (RuntimeError, AssertionError, ValueError) as error:  # torch built without CUDA asserts that it has it
+        name = "backend" if isinstance(error, ValueError) else "device"
+        parser.error(f"argument --{name}: {str(error).splitlines()[0]}")
     sizes = sizes_for(device)
     dtype = DTYPES[arguments.dtype or sizes.dtype]
     keep, batch_size = arguments.keep or sizes.keep, arguments.batch_size or sizes.batch_size
     line(_versions(device))
 
     corpus = load_corpus()
+    longest = len(corpus.held_out) - 1
+    if (arguments.context or sizes.context) > longest:
+        parser.error(f"argument --context: {arguments.context} is more than the {longest} bytes to test on")
     entropy = _show_corpus(corpus)
     training = TrainingConfig(
         steps=arguments.steps or (sizes.quick_steps if arguments.quick else sizes.steps),

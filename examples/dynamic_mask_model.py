@@ -60,7 +60,7 @@ class DynamicMaskConfig(transformers.PreTrainedConfig):
         others: of `transformers.PreTrainedConfig`.
 
     Raises:
-        ValueError: what `flash_dmattn.nn.DynamicMaskAttention` refuses, when a model is made of it.
+        TypeError, ValueError: what `flash_dmattn.nn.DynamicMaskAttention` refuses, when a model is made of it.
 
     >>> from flash_dmattn.examples.dynamic_mask_model import DynamicMaskConfig
     >>> DynamicMaskConfig(hidden_size=64, num_attention_heads=4, keep_window_size=16).head_dim
@@ -129,6 +129,7 @@ class Keys:
         device: theirs.
 
     Raises:
+        TypeError: attention_mask has floats.
         ValueError: attention_mask has another shape.
         NotImplementedError: several tokens go into a static cache under torch.compile.
 
@@ -150,6 +151,8 @@ class Keys:
                     f"attention_mask has shape {shape}; it needs to be (batch, keys), non-zero for a real token: which "
                     "keys a query sees is the choice of the model"
                 )
+            if padding.is_floating_point():  # numbers to be added to scores, 0 for a real token, say the opposite
+                raise TypeError(f"attention_mask has dtype {padding.dtype}; it needs bools or integers")
             padding = padding.bool()
         if is_static(cache):
             if padding is None or padding.dim() == 2:

@@ -194,6 +194,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"v_cache": POOL[:, :, :1].expand(3, 4, 2, 8)},
         "ValueError: v_cache has shape (3, 4, 2, 8) and strides (64, 16, 0, 1); it needs memory of its own for each",
     ),
+    (
+        "paged",
+        {"k_cache": torch.zeros(100).as_strided((3, 4, 2, 8), (24, 8, 8, 1))},
+        "ValueError: k_cache has shape (3, 4, 2, 8) and strides (24, 8, 8, 1); it needs memory of its own for each",
+    ),
     ("paged", {"v": NEW[:1]}, "ValueError: v has shape (1, 1, 2, 8); but for the last size it needs that of k, (2, 1"),
     ("paged", {"v_cache": POOL[:2]}, "ValueError: v_cache has shape (2, 4, 2, 8); but for the last size it needs that"),
     ("paged", dict.fromkeys("kv", NEW[:, :, :1]), "ValueError: k has 1 heads of 8; it needs those of k_cache, 2 of 8"),

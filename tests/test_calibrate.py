@@ -145,6 +145,8 @@ def test_what_is_not_reached_in_time_is_left_out() -> None:
     assert clock() - 100.0 <= 100
     assert f"not reached in 100 s: {', '.join(row.name for row in ROWS[2:])}; what was compiled is kept" in printed
     assert printed.count("not reached\n") == len(ROWS) - 2
+    on_a_cpu = calibrate(instruments(Clock(), seconds=20.0, arch="cpu"), seconds=100)[1]
+    assert "; give more with --seconds" in on_a_cpu and "compiled" not in on_a_cpu, "nothing is compiled there"
 
 
 def test_a_cpu_has_a_profile_of_sdpa_and_eager(

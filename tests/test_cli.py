@@ -189,6 +189,15 @@ def test_info_shows_an_environment_that_no_import_accepts() -> None:
     assert re.fullmatch(message, refused.stderr), refused.stderr
 
 
+def test_info_shows_what_its_output_cannot_encode(tmp_path: Path) -> None:
+    profile = tmp_path / "käse.json"
+    profile.write_text('{"format": "\\ud800"}')
+    profile.chmod(0o600)
+    done = command("info", FLASH_DMATTN_PROFILE=str(profile), PYTHONUTF8="0", PYTHONIOENCODING="ascii:strict")
+    assert done.returncode == 0, done.stderr
+    assert "k\\xe4se.json has format '\\ud800'" in done.stdout
+
+
 def fake_nvidia_smi(folder: Path, script: str) -> str:
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "nvidia-smi").chmod(0o755)

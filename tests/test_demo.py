@@ -217,3 +217,12 @@ def test_arguments_are_checked(capsys):
     assert stopped.value.code == 2
     assert "0 is not a positive number" in capsys.readouterr().err
     assert command._positive("1") == 1
+    for words, message in (
+        (["--device", "nope"], "argument --device: Expected one of cpu"),
+        (["--device", "meta"], "argument --device: "),
+        (["--backend", "nope"], "argument --backend: backend 'nope' is unknown"),
+        (["--context", "100000000"], "argument --context: 100000000 is more than the "),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main([*words, "--steps", "1", "--quick"])
+        assert stopped.value.code == 2 and message in capsys.readouterr().err

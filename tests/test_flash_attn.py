@@ -218,14 +218,46 @@ Q, CACHE = torch.zeros(2, 1, HEADS, DIM), torch.zeros(2, 8, HEADS_K, DIM)
         ),
         ({"window_size": 4}, TypeError, r"window_size is 4; it needs to be None or a pair \(left, right\)"),
         ({"alibi_slopes": SLOPES.double()}, ValueError, "alibi_slopes has dtype torch.float64"),
+        ({"alibi_slopes": SLOPES.to("meta")}, ValueError, "alibi_slopes is on meta; it needs to be on the device of q"),
+        ({"window_size": torch.tensor(4)}, TypeError, r"window_size is \(4,\); it needs to be None or a pair"),
+        ({"cache_seqlens": True}, TypeError, r"cache_seqlens is True \(bool\); it needs to be an int"),
+        ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; it needs"),
+        ({"cache_seqlens": 2**40}, ValueError, "cache_seqlens is 1099511627776; it needs"),
+        ({"q": None}, TypeError, "q is a NoneType; it needs to be a torch.Tensor"),
+        ({"k_cache": None}, TypeError, "k_cache is a NoneType; it needs to be a torch.Tensor"),
+        ({"v_cache": [1], "cache_seqlens": 3}, TypeError, "v_cache is a list; it needs to be a torch.Tensor"),
+        ({"k": [1], "v": CACHE, "cache_seqlens": 3}, TypeError, "k is a list; it needs to be a torch.Tensor"),
+        ({"k": CACHE[0, 0, 0], "v": CACHE, "cache_seqlens": 3}, ValueError, r"k has shape \(16,\); it needs 4 dim"),
     ),
 )
 def test_refusals_of_caches(named: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        flash_attn_with_kvcache(Q, CACHE, CACHE, **named)
+        flash_attn_with_kvcache(**{"q": Q, "k_cache": CACHE, "v_cache": CACHE, **named})
+
+
+def test_no_sequences_beside_slopes() -> None:
+    none, q, k = torch.zeros(1, dtype=torch.int32), torch.randn(3, HEADS, DIM), torch.randn(3, HEADS_K, DIM)
+    out, lse, _ = flash_attn_varlen_func(
+        q, k, k, none, none, 0, 0, causal=True, alibi_slopes=SLOPES, return_attn_probs=True
+    )
+    assert not out.any() and (lse == -math.inf).all()
 
 
 def test_refusals() -> None:
+    ends, tokens = torch.tensor([0, 2], dtype=torch.int32), Q[:, 0]
+    for q, k in ((None, Q), (Q, None)):
+        with pytest.raises(TypeError, match=r"[qk] is a NoneType; it needs to be a torch\.Tensor"):
+            flash_attn_func(q, k, k, alibi_slopes=SLOPES)
+    with pytest.raises(ValueError, match=r"q has shape \(16,\); it needs 4 dimensions"):
+        flash_attn_func(Q[0, 0, 0], Q, Q, alibi_slopes=SLOPES)
+    with pytest.raises(TypeError, match="dropout_p is a NoneType; it needs to be a number"):
+        flash_attn_func(Q, Q, Q, None, return_attn_probs=True)
+    with pytest.raises(TypeError, match=r"cu_seqlens_k is a list; it needs to be an int32 or int64 torch\.Tensor"):
+        flash_attn_varlen_func(tokens, tokens, tokens, ends, [0, 2], 2, 2)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k has shape \(\); it needs 1 dimension"):
+        flash_attn_varlen_func(tokens, tokens, tokens, ends, ends[1], 2, 2)
+    with pytest.raises(TypeError, match="max_seqlen_q is None"):
+        flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, None, None, alibi_slopes=SLOPES)
     with pytest.raises(NotImplementedError, match="return_attn_probs is True beside dropout_p"):
         flash_attn_func(Q, Q, Q, 0.1, return_attn_probs=True)
     with pytest.raises(TypeError, match="kv is a NoneType; it needs"):

@@ -157,6 +157,39 @@ def test_a_cache_emptied_by_truncate_takes_another_batch_and_dtype(dtype):
     torch.testing.assert_close(torch.cat(steps, dim=1), layer(other), **tolerance)
 
 
+def test_a_cache_holds_what_cat_would_make_of_several_dtypes() -> None:
+    """A prompt under autocast, a step without it, and the other way round: nothing is rounded."""
+    pieces = [torch.randn(1, 3, 2, 4, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    for order in (pieces, pieces[::-1]):
+        cache = KVCache(max_length=64)
+        for piece in order:
+            k, v, scores = cache.append(piece, 2 * piece, piece[..., 0])
+        both = torch.cat(order, dim=1)
+        assert k.dtype == both.dtype and k.equal(both) and v.equal(2 * both) and scores.equal(both[..., 0])
+
+
+def test_a_cache_goes_from_one_mode_to_another() -> None:
+    """A prompt in inference mode, and a step outside of it, where torch forbids to write to what was made inside."""
+    layer, x, cache = make_layer().requires_grad_(False), make_x(), KVCache(max_length=64)
+    steps = []
+    for mode, piece in zip(
+        (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad), x.split(5, 1)
+    ):
+        with mode():
+            steps.append(layer(piece, cache=cache))
+    torch.testing.assert_close(torch.cat(steps, dim=1), layer(x), **EXACT)
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
+    layer, x, cache = make_layer().requires_grad_(False), make_x(), KVCache()
+    layer(x[:, :9], cache=cache)
+    for mask, error in ((torch.ones(2, 9, dtype=torch.long), ValueError), (torch.ones(2, 10), TypeError)):
+        with pytest.raises(error, match="attention_mask has"):
+            layer(x[:, 9:10], attention_mask=mask, cache=cache)
+    assert cache.length == 9
+    torch.testing.assert_close(layer(x[:, 9:], cache=cache), layer(x)[:, 9:], **EXACT)
+
+
 @pytest.mark.parametrize("seqlen_q", [1, 4])
 def test_scores_are_ranked_by_the_nearest_step(seqlen_q):
     """The last bits of a score may decide a product, but not the mask."""
@@ -334,6 +367,13 @@ def layer_call(x: Tensor, **arguments: Any) -> Callable[[], Any]:
     return lambda: make_layer().requires_grad_(False)(x, **arguments)
 
 
+NEW = torch.zeros(2, 3, HEADS_K, HEAD_DIM)  # keys or values for a cache
+
+
+def call_arguments(scores: Tensor | None, padding: Tensor | None = None, **options: Any) -> Any:
+    return make_layer(**options).attention_call(NEW, NEW, NEW, scores, padding)
+
+
 def cached_call(x: Tensor | None = None, **options: Any) -> Any:
     """Append x to the cache of a layer with other options, in which a text lies."""
     cache = KVCache()
@@ -342,7 +382,29 @@ def cached_call(x: Tensor | None = None, **options: Any) -> Any:
 
 
 BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
-    TypeError: [("sequences is a list; it needs to be a flash_dmattn.Seq", layer_call(ROWS, sequences=[0, 8]))],
+    TypeError: [
+        ("sequences is a list; it needs to be a flash_dmattn.Seq", layer_call(ROWS, sequences=[0, 8])),
+        ("hidden_size is None", lambda: DynamicMaskAttention(None, 4)),
+        ("num_heads is None", lambda: DynamicMaskAttention(24, None)),
+        ("num_heads is 4.0", lambda: DynamicMaskAttention(24, 4.0)),
+        ("num_heads_k is 2.0", lambda: DynamicMaskAttention(24, 4, 2.0)),
+        ("head_dim is True", lambda: DynamicMaskAttention(24, 4, 2, True)),
+        ("keep_window_size is 2.5 (float); it needs to be an int", lambda: make_layer(keep_window_size=2.5)),
+        ("rope_theta is a NoneType; it needs to be a number", lambda: make_layer(rope_theta=None)),
+        ("softmax_scale is a str; it needs to be a number", lambda: make_layer(softmax_scale="1")),
+        ("qk_norm is None; it needs to be True or False", lambda: make_layer(qk_norm=None)),
+        ("projection_bias is 'no'; it needs to be True or False", lambda: make_layer(projection_bias="no")),
+        ("x is a list; it needs to be a torch.Tensor", layer_call([1.0])),
+        ("x is a NoneType; it needs to be a torch.Tensor", layer_call(None, sequences=PACKED)),
+        ("x has layout torch.sparse_coo; it needs a strided tensor", layer_call(make_x().to_sparse())),
+        ("attention_mask is a list; it needs to be a bool or", layer_call(make_x(), attention_mask=[[1]])),
+        ("attention_mask has dtype float32; it needs", layer_call(make_x(), attention_mask=torch.zeros(2, LENGTH))),
+        ("cache is a list; it needs to be a KVCache", layer_call(make_x(), cache=[])),
+        ("k is a NoneType; it needs to be a torch.Tensor", lambda: KVCache().append(None, NEW, None)),
+        ("v is a NoneType; it needs to be a torch.Tensor", lambda: KVCache().append(NEW, None, None)),
+        ("k has dtype int64; it needs floats", lambda: KVCache().append(NEW.long(), NEW, None)),
+        ("length is True (bool); it needs to be an int", lambda: KVCache().truncate(True)),
+    ],
     RuntimeError: [
         (
             "would lose the gradient of k, v or scores; decode under torch.no_grad()",
@@ -351,6 +413,22 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
     ],
     ValueError: [
         ("num_heads is 4; it needs to be a multiple of num_heads_k, 3", lambda: DynamicMaskAttention(24, 4, 3)),
+        ("hidden_size is 0; it needs to be >= 1", lambda: DynamicMaskAttention(0, 4, head_dim=2)),
+        ("num_heads is 0; it needs to be >= 1", lambda: DynamicMaskAttention(24, 0)),
+        ("rope_theta is 0; it needs to be above 0", lambda: make_layer(rope_theta=0)),
+        ("v has shape (2, 1, 2, 6); beside k of shape (2, 3, 2, 6)", lambda: KVCache().append(NEW, NEW[:, :1], None)),
+        ("v has shape (1, 3, 2, 6); beside k of shape (2, 3, 2, 6)", lambda: KVCache().append(NEW, NEW[:1], None)),
+        ("scores has shape (2, 1, 2); beside k", lambda: KVCache().append(NEW, NEW, NEW[:, :1, :, 0])),
+        ("k has shape (3, 2, 6); beside k of shape", lambda: KVCache().append(NEW[0], NEW[0], None)),
+        ("scores is None; a layer whose keep_window_size is 5 needs", lambda: call_arguments(None)),
+        (
+            "scores is a tensor; a layer whose keep_window_size is None needs None",
+            lambda: call_arguments(NEW[..., 0], keep_window_size=None),
+        ),
+        (
+            "padding has shape (2, 3); it needs to be (2 or 1, 1, 1, 3)",
+            lambda: call_arguments(NEW[..., 0], NEW[..., 0, 0]),
+        ),
         ("head_dim is 5; rotary positions need an even number", lambda: DynamicMaskAttention(24, 4, 2, 5)),
         ("keep_window_size is 0; it needs to be at least 1 key, or None", lambda: make_layer(keep_window_size=0)),
         ("local_window_size is -1; it needs to be >= 0", lambda: make_layer(local_window_size=-1)),

@@ -182,6 +182,15 @@ def test_pairs_that_rows_share_are_not_expanded(monkeypatch: pytest.MonkeyPatch)
 
 ERRORS: list[tuple[str, Callable[[], object]]] = [
     ("dim is 10 and num_heads 3, which does not divide it", lambda: PairBiasAttention(10, 4, 3)),
+    ("dim is None", lambda: PairBiasAttention(None, 4, 2)),
+    ("pair_dim is 0; it needs to be >= 1", lambda: PairBiasAttention(8, 0, 2)),
+    ("num_heads is 0; it needs to be >= 1", lambda: PairBiasAttention(8, 4, 0)),
+    ("head_dim is -3; it needs to be >= 1", lambda: PairBiasAttention(8, 4, 2, -3)),
+    ("x is a list; it needs to be a torch.Tensor", lambda: PairBiasAttention(8, 4, 2)([1], torch.ones(1))),
+    (
+        "pair is a NoneType; it needs to be a torch.Tensor",
+        lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 3, 8), None),
+    ),
     (r"x has shape \(2, 8\)", lambda: PairBiasAttention(8, 4, 2)(torch.ones(2, 8), torch.ones(2, 3, 3, 4))),
     (
         r"pair has shape \(3, 3, 3, 4\); .* needs to be \(2 or 1, 3, 3, 4\)",
@@ -203,10 +212,12 @@ ERRORS: list[tuple[str, Callable[[], object]]] = [
     ("seqlen_k is 4 without seqlen_q", lambda: RelativePositionBias(2)(seqlen_k=4)),
     ("height is 0", lambda: WindowPositionBias(0, 3, 2)),
     ("num_heads is 0", lambda: alibi_slopes(0)),
+    ("is_gated is None; it needs to be True or False", lambda: PairBiasAttention(8, 4, 2, is_gated=None)),
+    ("is_bidirectional is 'no'; it needs to be True or", lambda: RelativePositionBias(2, is_bidirectional="no")),
 ]
 
 
 @pytest.mark.parametrize("message, call", ERRORS)
 def test_errors(message: str, call: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()

@@ -336,6 +336,11 @@ def test_one_object_nests() -> None:
     assert_nothing_is_left()
 
 
+def test_strict_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="strict is 'no'; it needs to be True or False"):
+        intercept_sdpa(strict="no")
+
+
 def test_contexts_may_end_in_any_order() -> None:
     first, second = intercept_sdpa(), intercept_sdpa(strict=True)
     one = first.__enter__()

@@ -543,16 +543,35 @@ def test_padding_is_taken_out_and_put_back() -> None:
     assert padding.sequences.cu_seqlens_q.diff().tolist() == real.sum(1).tolist()
 
 
+def test_a_padding_of_inference_mode_serves_training() -> None:
+    with torch.inference_mode():
+        padding = flash_dmattn.sequences.Padding(torch.tensor([[1, 1, 0], [0, 1, 1]]))
+    x = torch.randn(2, 3, 2, 8, requires_grad=True)
+    tokens = padding.unpad(x)
+    out = flash_dmattn.attention(tokens, tokens, tokens, is_causal=True, sequences=padding.sequences)
+    (gradient,) = torch.autograd.grad(padding.pad(out).sum(), x)
+    assert gradient.isfinite().all() and not gradient[0, 2].any()
+
+
 def test_padding_names_what_does_not_fit() -> None:
     with pytest.raises(TypeError, match=r"mask is float32; it needs to be a torch\.Tensor of bools or integers"):
         flash_dmattn.sequences.Padding(torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"mask has shape \(3,\); it needs \(sequences, tokens\)"):
         flash_dmattn.sequences.Padding(torch.ones(3, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"mask is complex64; it needs to be a torch\.Tensor of bools or integers"):
+        flash_dmattn.sequences.Padding(torch.ones(2, 3, dtype=torch.complex64))
     padding = flash_dmattn.sequences.Padding(torch.ones(2, 3, dtype=torch.bool))
+    for name, call in (("x", padding.unpad), ("tokens", padding.pad)):
+        with pytest.raises(TypeError, match=rf"{name} is a list; it needs to be a torch\.Tensor"):
+            call([1.0])
+        with pytest.raises(ValueError, match=rf"{name} is on meta; it needs to be on the device of the mask, cpu"):
+            call(torch.ones(6, 2, device="meta"))
     with pytest.raises(ValueError, match=r"x has shape \(3, 2\); it needs \(2, 3\) in front"):
         padding.unpad(torch.ones(3, 2))
-    with pytest.raises(ValueError, match="tokens has 5 tokens; the mask has 6"):
+    with pytest.raises(ValueError, match=r"tokens has shape \(5, 2\); the mask has 6 tokens"):
         padding.pad(torch.ones(5, 2))
+    with pytest.raises(ValueError, match=r"tokens has shape \(\); the mask has 6 tokens"):
+        padding.pad(torch.ones(()))
 
 
 def test_inference_mode() -> None:

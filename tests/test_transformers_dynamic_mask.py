@@ -244,7 +244,8 @@ def test_check_lists_its_layers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"attention_mask": torch.ones(2, 19)}, ValueError, r"has shape \(2, 19\); it needs \(batch, 20\)"),
+        ({"attention_mask": torch.ones(2, 19).bool()}, ValueError, r"has shape \(2, 19\); it needs \(batch, 20\)"),
+        ({"attention_mask": torch.ones(2, 20)}, TypeError, "dtype torch.float32; it needs bools or integers"),
         ({"attention_mask": torch.ones(2, 1, 20, 20)}, ValueError, r"\(2, 1, 20, 20\); it needs to be \(batch, keys\)"),
         ({"output_attentions": True}, NotImplementedError, "output_attentions: probabilities are never made"),
         ({"cu_seq_lens_q": torch.zeros(2)}, NotImplementedError, "cu_seq_lens_q: give each document a row"),

@@ -62,7 +62,13 @@ REFUSED: dict[type[Exception], list[tuple[str, dict[str, Any]]]] = {
             {"cu_seq_lens_q": LIMITS, "attention_mask": LayerMask((1, 1, 6, 6), is_causal=True, used=4)},
         ),
     ],
-    TypeError: [("dtype int32; with 4 dims it needs to be bool", {"attention_mask": torch.ones(1, 1, 6, 6).int()})],
+    TypeError: [
+        ("dtype int32; with 4 dims it needs to be bool", {"attention_mask": torch.ones(1, 1, 6, 6).int()}),
+        (r"attention_mask is a list; it needs to be a torch\.Tensor", {"attention_mask": [[True] * 6]}),
+        (r"position_bias is a list; it needs to be a torch\.Tensor", {"position_bias": [0.0]}),
+        ("cu_seq_lens_q is a list; it needs to be an int32", {"cu_seq_lens_q": [0, 2, 6]}),
+        ("cu_seq_lens_k is a list; it needs to be an int32", {"cu_seq_lens_q": LIMITS, "cu_seq_lens_k": [0, 2, 6]}),
+    ],
 }
 
 
@@ -104,8 +110,9 @@ def test_ignored_arguments_are_those_of_the_last_registration() -> None:
     for used in ("position_bias", "cu_seq_lens_k"):
         with pytest.raises(ValueError, match=f"ignored_arguments has {used}, which attention uses"):
             register(ignored_arguments=["mine", used])
-    with pytest.raises(TypeError, match='the name "mine"; it needs to be a list'):
-        register(ignored_arguments="mine")
+    for no_names in ("mine", None, [1]):
+        with pytest.raises(TypeError, match=r"ignored_arguments is .*; it needs to be a list of names"):
+            register(ignored_arguments=no_names)
 
 
 def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +266,11 @@ def test_check_says_what_each_module_runs_on(counted: Counted) -> None:
     result = check(model)
     assert not result.complete and result.rows[0].problem is not None
     assert 'its configuration says "sdpa"' in result.rows[0].problem
+
+
+def test_check_needs_a_module() -> None:
+    with pytest.raises(TypeError, match=r"model is a NoneType; it needs to be a torch\.nn\.Module"):
+        check(None)
 
 
 def test_check_names_modules_that_compute_attention_themselves(counted: Counted) -> None:

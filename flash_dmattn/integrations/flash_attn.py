@@ -15,7 +15,7 @@ All functions share these arguments:
 - `alibi_slopes`: float32 (H,) or (B, H): adds -slope * |i + Lk - Lq - j| to the score of query i and key j. Where no
   later key is seen, this costs one number for each key; elsewhere a float32 bias of (1 or B, H, Lq, Lk);
 - `deterministic`: True asks for gradients with equal bits from run to run; False follows torch's global setting;
-- `return_attn_probs`: return (out, lse, None) in the place of out; lse is float32.
+- `return_attn_probs`: return (out, lse, None) in the place of out; lse is float32, and float64 beside float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from .. import Sequences, append_to_cache, attention
-from ..problem import check_tensor, check_window, dtype_name
+from ..masks.arguments import integer
+from ..problem import check_number, check_tensor, check_window, dtype_name
 
 __all__ = [
     "flash_attn_func",
@@ -187,6 +188,10 @@ def flash_attn_varlen_func(
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
+    for name, edges in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_tensor(name, edges, "an int32 or int64 torch.Tensor")
+        if edges.dim() != 1:
+            raise ValueError(f"{name} has shape {tuple(edges.shape)}; it needs 1 dimension")
     seqlens_k = cu_seqlens_k.diff()
     if block_table is None:
         sequences = Sequences.packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
@@ -294,11 +299,18 @@ def flash_attn_with_kvcache(
         raise ValueError(
             "cache_seqlens is None; new keys and pages need it: the number of keys in each cache before the call"
         )
+    tensors: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    for name, x in (tensors if k is None else tensors | {"k": k, "v": v}).items():
+        check_tensor(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs 4 dimensions")
     options = _Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax_lse)
     batch = _Batch()
     with torch.no_grad():
         if cache_seqlens is not None:
             if isinstance(cache_seqlens, int):
+                if not 0 <= integer("cache_seqlens", cache_seqlens) < 2**31:
+                    raise ValueError(f"cache_seqlens is {cache_seqlens}; it needs to be a number of keys in the cache")
                 cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
             check_tensor("cache_seqlens", cache_seqlens)
             if cache_seqlens.dtype not in (torch.int32, torch.int64) or cache_seqlens.shape != q.shape[:1]:
@@ -329,9 +341,9 @@ def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -> Any:
     if isinstance(options.window_size, Tensor):  # flash-attn takes any two numbers, and its own tests pass a tensor
-        options = options._replace(window_size=tuple(options.window_size.tolist()))
+        options = options._replace(window_size=tuple(options.window_size.flatten().tolist()))
     options = options._replace(window_size=check_window(options.window_size))
-    if options.return_lse and options.dropout_p > 0:
+    if options.return_lse and check_number("dropout_p", options.dropout_p) > 0:
         raise NotImplementedError("return_attn_probs is True beside dropout_p; dropped probabilities are never stored")
     is_paged = batch.sequences is not None and batch.sequences.block_table is not None
     if is_paged and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -373,6 +385,12 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batc
     the constant, so the bias has one value for each key.
     """
     check_tensor("alibi_slopes", slopes)
+    for name, x in (("q", q), ("k", k)):
+        check_tensor(name, x)
+        if x.dim() < 3:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs 4 dimensions, or 3 of packed sequences")
+    if slopes.device != q.device:
+        raise ValueError(f"alibi_slopes is on {slopes.device}; it needs to be on the device of q, {q.device}")
     num_heads, entries = q.shape[-2], q.shape[0] if batch.seqlens_k is None else batch.seqlens_k.shape[0]
     if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((num_heads,), (entries, num_heads)):
         needs = f"({num_heads},) or ({entries}, {num_heads})"
@@ -384,7 +402,8 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batc
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
         offset: int | Tensor = seqlen_k - seqlen_q
     else:
-        seqlen_q, seqlen_k = batch.max_seqlen_q, batch.max_seqlen_k
+        seqlen_q = integer("max_seqlen_q", batch.max_seqlen_q)
+        seqlen_k = integer("max_seqlen_k", batch.max_seqlen_k)
         offset = (batch.seqlens_k - (seqlen_q if batch.seqlens_q is None else batch.seqlens_q))[:, None]
     keys = torch.arange(seqlen_k, device=q.device, dtype=torch.float32)
     place = torch.arange(seqlen_q, device=q.device)[None] + offset  # where the diagonal meets each query: (1 or S, Lq)
@@ -396,6 +415,8 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batc
         return bias, None
     if batch.ends_q is None or batch.seqlens_k is None:
         return bias, slopes[:, :, None] * (place - last)[:, None]
+    if entries == 0:
+        return bias, None  # no token has a sequence, and lse is -inf everywhere
     tokens = torch.arange(q.shape[0], device=q.device)
     owner = torch.searchsorted(batch.ends_q, tokens, right=True).clamp(max=entries - 1)  # its sequence
     place = tokens - batch.ends_q[owner] + batch.seqlens_k[owner]

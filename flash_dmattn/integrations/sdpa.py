@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import attention
-from ..problem import FLOAT_DTYPES
+from ..problem import FLOAT_DTYPES, check_flag
 from ..validation import AUTOCAST_DEVICES
 
 __all__ = ["intercept_sdpa"]
@@ -45,6 +45,7 @@ class intercept_sdpa(ContextDecorator):
         A context manager that gives a `Tally`, which counts calls and prints as a table.
 
     Raises:
+        TypeError: strict is no bool.
         NotImplementedError: inside, under `strict`: the reason why a call is not served.
 
     Equivalent to the call of torch but for rows without a key: here they and their gradients are 0, while torch's
@@ -61,7 +62,7 @@ class intercept_sdpa(ContextDecorator):
     """
 
     def __init__(self, *, strict: bool = False) -> None:
-        self._strict = strict
+        self._strict = check_flag("strict", strict)
         self._entries: list[_Entry] = []  # open ones, of all threads and tasks
 
     def __enter__(self) -> Tally:

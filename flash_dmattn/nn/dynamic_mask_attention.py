@@ -13,7 +13,7 @@ from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks.arguments import integer
 from flash_dmattn.masks.prepared.intervals import reorder_pays
 from flash_dmattn.masks.prepared.operators import run_score_keys, run_topk_intervals
-from flash_dmattn.problem import values_can_be_read
+from flash_dmattn.problem import check_flag, check_number, check_strided, check_tensor, dtype_name, values_can_be_read
 from flash_dmattn.sequences import Sequences
 from flash_dmattn.sequences.layout import token_places
 
@@ -65,9 +65,12 @@ class KVCache:
 
         Raises:
             RuntimeError: a gradient is being recorded; the storage is written in place and has none.
-            ValueError: batch, heads or the presence of scores differ from what is cached.
+            TypeError: k, v or scores is no tensor of floats.
+            ValueError: k, v and scores do not fit one another; batch, heads, device or the presence of scores differ
+                from what is cached. Nothing is appended then.
         """
         new = (k, v, scores)
+        self._check(k, v, scores)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in new):
             raise RuntimeError("KVCache.append would lose the gradient of k, v or scores; decode under torch.no_grad()")
         if self.length:
@@ -86,6 +89,7 @@ class KVCache:
         """Forget every token from position ``length`` on, as after a rejected draft; the storage is kept.
 
         Raises:
+            TypeError: length is no int.
             ValueError: the cache does not hold so many tokens.
 
         >>> cache = KVCache()
@@ -94,19 +98,35 @@ class KVCache:
         >>> cache.length
         2
         """
-        if not 0 <= length <= self.length:
+        if integer("length", length) > self.length:
             raise ValueError(f"length is {length}; it needs to be 0 to {self.length}, the tokens that the cache holds")
         self.length = length
 
     def _extended(self, held: Tensor | None, x: Tensor, end: int) -> Tensor:
-        if held is None or held.shape[1] < end:
+        dtype = x.dtype if held is None else torch.promote_types(held.dtype, x.dtype)
+        if held is None or held.shape[1] < end or held.dtype != dtype or _is_read_only(held):
             capacity = max(end, self.max_length if held is None else 2 * held.shape[1])
-            grown = x.new_empty((x.shape[0], capacity, *x.shape[2:]))
+            grown = x.new_empty((x.shape[0], capacity, *x.shape[2:]), dtype=dtype)
             if held is not None:
                 grown[:, : self.length] = held[:, : self.length]
             held = grown
         held[:, self.length : end] = x
         return held
+
+    @staticmethod
+    def _check(k: Tensor, v: Tensor, scores: Tensor | None) -> None:
+        """Refuse what is no float tensor, and shapes that do not fit k."""
+        for name, x, needs in (("k", k, "B, L, Hk, D"), ("v", v, "B, L, Hk, Dv"), ("scores", scores, "B, L, Hk")):
+            if x is None and name == "scores":
+                continue
+            check_tensor(name, x)
+            assert x is not None
+            if not x.is_floating_point():
+                raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it needs floats")
+            if x.dim() != needs.count(",") + 1 or x.shape[:3] != k.shape[:3]:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}; beside k of shape {tuple(k.shape)} it needs to be ({needs})"
+                )
 
     def _check_same_kind(self, new: tuple[Tensor | None, ...]) -> None:
         for name, held, x in zip(("k", "v", "scores"), self._storage, new, strict=True):
@@ -120,6 +140,13 @@ class KVCache:
                     f"{name} has shape {tuple(x.shape)}; the cache holds "
                     f"({held.shape[0]}, {self.length}, {', '.join(map(str, held.shape[2:]))}): only dim 1 may differ"
                 )
+            if held.device != x.device:
+                raise ValueError(f"{name} is on {x.device}; the cache is on {held.device}")
+
+
+def _is_read_only(x: Tensor) -> bool:
+    """Tell whether torch forbids to write here: outside of inference mode to a tensor that was made inside."""
+    return not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
 
 
 class AttentionArguments(NamedTuple):
@@ -169,7 +196,8 @@ class DynamicMaskAttention(nn.Module):
     score_scale (Hk,) is A.
 
     Raises:
-        ValueError: heads that do not divide, an odd head_dim, or a window below one key.
+        TypeError: a size or a window is no int, rope_theta or softmax_scale no number, or a switch no bool.
+        ValueError: heads that do not divide, an odd head_dim, a window below one key, or a rope_theta of 0 or below.
 
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention", 2025, as used by the Doge models; RoFormer for the
     positions; Ainslie et al., "GQA", 2023, for the grouped heads.
@@ -199,17 +227,25 @@ class DynamicMaskAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_heads_k = num_heads if num_heads_k is None else num_heads_k
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        if num_heads_k < 1 or num_heads % num_heads_k:
+        integer("hidden_size", hidden_size, 1)
+        integer("num_heads", num_heads, 1)
+        num_heads_k = num_heads if num_heads_k is None else integer("num_heads_k", num_heads_k, 1)
+        head_dim = hidden_size // num_heads if head_dim is None else integer("head_dim", head_dim)
+        if num_heads % num_heads_k:
             raise ValueError(f"num_heads is {num_heads}; it needs to be a multiple of num_heads_k, {num_heads_k}")
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number of at least 2")
-        if keep_window_size is not None and keep_window_size < 1:
+        if keep_window_size is not None and integer("keep_window_size", keep_window_size) < 1:
             raise ValueError(
                 f"keep_window_size is {keep_window_size}; it needs to be at least 1 key, or None for full attention"
             )
         integer("local_window_size", local_window_size)
+        check_flag("qk_norm", qk_norm)
+        check_flag("projection_bias", projection_bias)
+        if isinstance(rope_theta, bool) or not isinstance(rope_theta, (int, float)):
+            raise TypeError(f"rope_theta is a {type(rope_theta).__name__}; it needs to be a number")
+        if not 0 < rope_theta < float("inf"):
+            raise ValueError(f"rope_theta is {rope_theta}; it needs to be above 0, and finite")
         self.hidden_size, self.num_heads, self.num_heads_k, self.head_dim = (
             hidden_size,
             num_heads,
@@ -218,7 +254,7 @@ class DynamicMaskAttention(nn.Module):
         )
         self.keep_window_size, self.local_window_size = keep_window_size, local_window_size
         self.rope_theta, self.backend = rope_theta, backend
-        self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.softmax_scale = head_dim**-0.5 if softmax_scale is None else check_number("softmax_scale", softmax_scale)
 
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=projection_bias, **where)
@@ -255,7 +291,9 @@ class DynamicMaskAttention(nn.Module):
             zero.
 
         Raises:
+            TypeError: an argument has the wrong type, or attention_mask is one of floats.
             ValueError: x or attention_mask has the wrong shape, or arguments do not go together.
+            Others: as `KVCache.append`. After an error the cache is as before.
 
         >>> layer = DynamicMaskAttention(32, num_heads=2, keep_window_size=4).double().requires_grad_(False)
         >>> x, cache = torch.randn(1, 10, 32, dtype=torch.float64), KVCache()
@@ -307,9 +345,12 @@ class DynamicMaskAttention(nn.Module):
             q: (B, L, Hq, D), the last L positions.
             k, v: (B, Lk, Hk, D), all positions.
             scores: (B, Lk, Hk) from `key_scores`, or None with full attention.
-            padding: (B, 1, 1, Lk) bool, True for a real key; None where all are.
+            padding: (B or 1, 1, 1, Lk) bool, True for a real key; None where all are.
             query_index: (1,), the index among the keys of a single query that is not the last, as in a cache of fixed
                 length; padding is False for the keys behind it then.
+
+        Raises:
+            ValueError: scores are there with full attention, or None without; padding has another shape.
 
         >>> layer = DynamicMaskAttention(32, num_heads=2, keep_window_size=4)
         >>> q, k, v = layer.project(torch.randn(1, 10, 32), torch.zeros(10, 8))
@@ -317,6 +358,15 @@ class DynamicMaskAttention(nn.Module):
         >>> tuple(call["bias"].shape), tuple(flash_dmattn.attention(**call).shape)
         ((1, 2, 1, 10), (1, 10, 2, 16))
         """
+        if (scores is None) != (self.keep_window_size is None):
+            has, needs = ("None", "those of key_scores") if scores is None else ("a tensor", "None")
+            raise ValueError(
+                f"scores is {has}; a layer whose keep_window_size is {self.keep_window_size} needs {needs}"
+            )
+        if padding is not None and (padding.shape[1:] != (1, 1, k.shape[1]) or padding.shape[0] not in (1, len(k))):
+            raise ValueError(
+                f"padding has shape {tuple(padding.shape)}; it needs to be ({len(k)} or 1, 1, 1, {k.shape[1]})"
+            )
         bias = None if scores is None else scores.transpose(1, 2).unsqueeze(2)
         mask = padding if bias is None else self._kept_keys(bias.detach(), q.shape[1], padding, query_index)
         return self._call(q, k, v, mask, bias)
@@ -348,23 +398,36 @@ class DynamicMaskAttention(nn.Module):
         self, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Compute the arguments of `attention_call`; no scores with full attention."""
+        check_tensor("x", x)
+        check_strided("x", x)
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (batch, length, {self.hidden_size})")
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"cache is a {type(cache).__name__}; it needs to be a KVCache")
         past = 0 if cache is None else cache.length
+        if attention_mask is not None:  # before the cache changes
+            self._check_padding(attention_mask, (x.shape[0], past + x.shape[1]))
         positions = torch.arange(past, past + x.shape[1], device=x.device)
         q, k, v = self.project(x, rotary_angles(positions, self.head_dim, self.rope_theta))
         scores = self.key_scores(v)
         if cache is not None:
             k, v, scores = cache.append(k, v, scores)
-        if attention_mask is None:
-            return q, k, v, scores, None
-        needed = (x.shape[0], k.shape[1])
+        return q, k, v, scores, None if attention_mask is None else attention_mask.bool()[:, None, None, :]
+
+    @staticmethod
+    def _check_padding(attention_mask: Tensor, needed: tuple[int, int]) -> None:
+        check_tensor("attention_mask", attention_mask, "a bool or integer torch.Tensor")
         if tuple(attention_mask.shape) != needed:
             raise ValueError(
                 f"attention_mask has shape {tuple(attention_mask.shape)}; it needs to be (batch, keys) = {needed}, "
                 "cached tokens included"
             )
-        return q, k, v, scores, attention_mask.bool()[:, None, None, :]
+        # Numbers to be added to scores, 0 for a real token, would say the opposite.
+        if attention_mask.is_floating_point() or attention_mask.is_complex():
+            raise TypeError(
+                f"attention_mask has dtype {dtype_name(attention_mask.dtype)}; it needs bools or integers, "
+                "non-zero for real tokens"
+            )
 
     def _packed_call(
         self, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None, sequences: Sequences
@@ -381,6 +444,8 @@ class DynamicMaskAttention(nn.Module):
             )
         if cache is not None:
             raise ValueError(f"cache is a {type(cache).__name__}; beside packed sequences it needs to be None")
+        check_tensor("x", x)
+        check_strided("x", x)
         if x.dim() != 2 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; beside these sequences it needs to be (tokens, {self.hidden_size})"

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 import flash_dmattn
 from flash_dmattn.dispatch.config import BackendChoice
+from flash_dmattn.masks.arguments import integer
+from flash_dmattn.problem import check_flag, check_strided, check_tensor
 
 
 class PairBiasAttention(nn.Module):
@@ -36,7 +38,8 @@ class PairBiasAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: `num_heads` does not divide `dim`, and `head_dim` is None.
+        TypeError: a size is no int, or `is_gated` no bool.
+        ValueError: a size is below 1; `num_heads` does not divide `dim`, and `head_dim` is None.
 
     Source: algorithm 24 of Abramson et al., "Accurate structure prediction of biomolecular interactions with AlphaFold
         3", 2024, without its conditioning.
@@ -65,6 +68,10 @@ class PairBiasAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"dim": dim, "pair_dim": pair_dim, "num_heads": num_heads}
+        for name, size in (sizes if head_dim is None else sizes | {"head_dim": head_dim}).items():
+            integer(name, size, 1)
+        check_flag("is_gated", is_gated)
         if head_dim is None and dim % num_heads:
             raise ValueError(f"dim is {dim} and num_heads {num_heads}, which does not divide it; pass head_dim")
         head_dim = dim // num_heads if head_dim is None else head_dim
@@ -94,8 +101,11 @@ class PairBiasAttention(nn.Module):
             (*batch, L, dim) in x's dtype. Where an entry has padding alone it is what o_proj makes of zeros.
 
         Raises:
+            TypeError: x, pair or mask is no tensor, or mask none of bools.
             ValueError: x, pair or mask has another shape.
         """
+        check_tensor("x", x)
+        check_strided("x", x)
         if x.dim() < 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (*batch, length, {self.dim})")
         self._check_shared("pair", pair, x, (x.shape[-2], x.shape[-2], self.pair_dim))
@@ -115,6 +125,7 @@ class PairBiasAttention(nn.Module):
 
     @staticmethod
     def _check_shared(name: str, shared: Tensor, x: Tensor, sizes: tuple[int, ...]) -> None:
+        check_tensor(name, shared)
         batch = x.shape[:-2]
         dims = shared.shape[: -len(sizes)]
         if (

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flash_dmattn.biases import Relative, t5, t5_buckets
 from flash_dmattn.masks.arguments import integer
+from flash_dmattn.problem import check_flag
 
 
 class RelativePositionBias(nn.Module):
@@ -40,7 +41,8 @@ class RelativePositionBias(nn.Module):
         weight: (num_buckets, num_heads), zeros at first; T5's checkpoints have it as `relative_attention_bias.weight`.
 
     Raises:
-        TypeError, ValueError: a number is no int, is too small, or an odd `num_buckets` beside `is_bidirectional`.
+        TypeError: a number is no int, or `is_bidirectional` no bool.
+        ValueError: a number is too small, or an odd `num_buckets` beside `is_bidirectional`.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
 
@@ -66,6 +68,7 @@ class RelativePositionBias(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = integer("num_heads", num_heads, 1)
+        check_flag("is_bidirectional", is_bidirectional)
         self.num_buckets = integer("num_buckets", num_buckets, 4 if is_bidirectional else 2)
         if is_bidirectional and num_buckets % 2:
             raise ValueError(f"num_buckets is {num_buckets}; with is_bidirectional it needs to be even")

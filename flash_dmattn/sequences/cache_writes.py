@@ -83,11 +83,23 @@ def _check_tensors(tensors: dict[str, Tensor], sequences: Sequences) -> None:
             raise ValueError(
                 f"{name} requires grad; what is written to a cache has no gradient (call under torch.no_grad())"
             )
-        is_cache = name.endswith("_cache")
-        if is_cache and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+        if name.endswith("_cache") and _overlaps(x):
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; it needs memory of its own for each value"
             )
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Tell whether values of a tensor share memory; only by strides of 0 while compiling, where sizes are symbols."""
+    dims = [(stride, n) for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
+    if torch.compiler.is_compiling() or x.numel() == 0:
+        return any(stride == 0 for stride, _ in dims)
+    reach = 0  # of the dims with smaller strides
+    for stride, n in sorted(dims):
+        if stride <= reach:
+            return True
+        reach += (n - 1) * stride
+    return False
 
 
 def _check_sizes(tensors: dict[str, Tensor]) -> None:

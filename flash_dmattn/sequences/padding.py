@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..problem import check_tensor
 from .layout import Sequences
 
 
@@ -40,24 +41,26 @@ class Padding:
     """
 
     def __init__(self, mask: Tensor) -> None:
-        if not isinstance(mask, Tensor) or mask.is_floating_point():
+        if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
             kind = str(mask.dtype).removeprefix("torch.") if isinstance(mask, Tensor) else type(mask).__name__
             raise TypeError(f"mask is {kind}; it needs to be a torch.Tensor of bools or integers, 1 for real tokens")
         if mask.dim() != 2:
             raise ValueError(f"mask has shape {tuple(mask.shape)}; it needs (sequences, tokens)")
-        real = mask != 0
         self._shape = (mask.shape[0], mask.shape[1])
-        self.indices = real.flatten().nonzero().flatten()
-        lengths = real.sum(1)
-        edges = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        with torch.inference_mode(False):  # what inference mode makes cannot be saved for a backward pass
+            real = mask != 0
+            self.indices = real.flatten().nonzero().flatten()
+            edges = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0))
         self.sequences = Sequences.packed(edges, max_seqlen_q=mask.shape[1])
 
     def unpad(self, x: Tensor) -> Tensor:
         """Take the real tokens (tokens, ...) out of a tensor (S, L, ...); differentiable.
 
         Raises:
-            ValueError: x has other sizes in front than the mask.
+            TypeError: x is no tensor.
+            ValueError: x has other sizes in front than the mask, or is on another device.
         """
+        self._check("x", x)
         if tuple(x.shape[:2]) != self._shape:
             raise ValueError(f"x has shape {tuple(x.shape)}; it needs {self._shape} in front, as the mask")
         return x.flatten(0, 1)[self.indices]
@@ -66,12 +69,22 @@ class Padding:
         """Put tokens (tokens, ...) back into (S, L, ...), with zeros for padding; differentiable.
 
         Raises:
-            ValueError: there are more or fewer tokens than the mask has.
+            TypeError: tokens is no tensor.
+            ValueError: there are more or fewer tokens than the mask has, or they are on another device.
         """
-        if tokens.shape[0] != self.indices.shape[0]:
-            raise ValueError(f"tokens has {tokens.shape[0]} tokens; the mask has {self.indices.shape[0]}")
+        self._check("tokens", tokens)
+        number = self.indices.shape[0]
+        if tokens.shape[:1] != (number,):
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)}; the mask has {number} tokens")
         flat = tokens.new_zeros((self._shape[0] * self._shape[1], *tokens.shape[1:]))
         return flat.index_copy(0, self.indices, tokens).unflatten(0, self._shape)
+
+    def _check(self, name: str, x: Tensor) -> None:
+        check_tensor(name, x)
+        if x.device != self.indices.device:
+            raise ValueError(
+                f"{name} is on {x.device}; it needs to be on the device of the mask, {self.indices.device}"
+            )
 
     def __reduce__(self) -> tuple[object, ...]:
         # For pickle, copy and `torch.save`.

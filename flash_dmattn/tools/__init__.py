@@ -17,6 +17,8 @@ def require_torch(command: str) -> None:
 
 def run_piped(main: Callable[[], int]) -> int:
     """Return the exit status of `main`; 1 if the reader of its output, such as `head`, has ended before."""
+    # A damaged profile or a variable may have characters that stdout cannot encode.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         status = main()
         sys.stdout.flush()

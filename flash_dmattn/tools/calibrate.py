@@ -152,7 +152,8 @@ def calibrate(instruments: Instruments, seconds: float, stream: TextIO, progress
     status = save(profile if known is None else profile._replace(tiles=known.tiles), stream)
     if status == 0:
         missed = ", ".join(row.name for row in ROWS if row.name not in profile.rows)
-        again = f"not reached in {seconds:.0f} s: {missed}; what was compiled is kept, so run it once more"
+        more = "give more with --seconds" if profile.arch == "cpu" else "what was compiled is kept, so run it once more"
+        again = f"not reached in {seconds:.0f} s: {missed}; {more}"
         taken = "auto goes by it from now on; python -m flash_dmattn explain cites it"
         stream.write(f"{effect(profile.arch, again if missed else '', 'rules', 'auto', taken)}\n")
     return status

@@ -38,7 +38,7 @@ def register(*, ignored_arguments: Iterable[str] = ()) -> str:
     Raises:
         ImportError: on import of this package, without transformers 5.0 or later.
         ValueError: an argument to ignore is one that attention needs.
-        TypeError: `ignored_arguments` is a single name.
+        TypeError: `ignored_arguments` is no list of names, or a single one.
 
     Equivalent, in transformers' own words, to `AttentionInterface.register` and `AttentionMaskInterface.register`.
 
@@ -51,9 +51,11 @@ def register(*, ignored_arguments: Iterable[str] = ()) -> str:
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 50])
     """
-    if isinstance(ignored_arguments, str):
-        raise TypeError(f'ignored_arguments is the name "{ignored_arguments}"; it needs to be a list of names')
-    ignored = frozenset(ignored_arguments)
+    is_list = isinstance(ignored_arguments, Iterable) and not isinstance(ignored_arguments, str)
+    names: list[Any] = list(ignored_arguments) if is_list else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"ignored_arguments is {ignored_arguments!r}; it needs to be a list of names")
+    ignored = frozenset(names)
     used = sorted(ignored & USED)
     if used:
         raise ValueError(f"ignored_arguments has {', '.join(used)}, which attention uses; it needs names of no effect")
@@ -114,6 +116,7 @@ def check(model: nn.Module, **inputs: Any) -> Check:
     Raises:
         NotImplementedError: the model has no attention interface, so that nothing in it can run on flash_dmattn.
             transformers constructs such a model with "dmattn" without a word.
+        TypeError: the model is no `torch.nn.Module`.
         Others: as the forward of the model.
 
     >>> import torch, transformers
@@ -126,6 +129,8 @@ def check(model: nn.Module, **inputs: Any) -> Check:
     model.layers.0.self_attn (LlamaAttention): sdpa
     model.layers.1.self_attn (LlamaAttention): sdpa
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; it needs to be a torch.nn.Module")
     asks, computes = asks_for_attention, computes_attention
     modules = {name: part for name, part in model.named_modules() if asks(type(part)) or computes(type(part))}
     if not any(asks(type(part)) for part in modules.values()):

@@ -17,7 +17,7 @@ from ...biases import Bias
 from ...call import prepare_call, run_call
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
-from ...problem import Numbers, collapse, dtype_name
+from ...problem import Numbers, check_tensor, collapse, dtype_name
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
 from .models import TableBias
@@ -94,6 +94,11 @@ def attend(
         refuse_unknown(module, others)
     if indices is not None:
         attention_mask = _chosen(module, indices, attention_mask)
+    # An object of another type, such as a BlockMask, must not count as no mask.
+    if attention_mask is not None and not isinstance(attention_mask, LayerMask):
+        check_tensor("attention_mask", attention_mask)
+    if position_bias is not None and not isinstance(position_bias, TableBias):
+        check_tensor("position_bias", position_bias)
     table = position_bias if isinstance(position_bias, TableBias) else None
     bias: Tensor | None = None
     if isinstance(position_bias, Tensor) and not _is_empty_bias(module, position_bias):
@@ -275,6 +280,8 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
             f"cu_seq_lens_q is given with a batch of {batch}; packed sequences need a batch of 1, one row of all tokens"
         )
     limits_k = limits_q if limits_k is None else limits_k
+    for name, limits in (("cu_seq_lens_q", limits_q), ("cu_seq_lens_k", limits_k)):
+        check_tensor(name, limits, "an int32 or int64 torch.Tensor")
     values = (limits_q, limits_k, longest_q, longest_k)
     tensors = [x for x in values if isinstance(x, Tensor)]
     # Tensors of inference mode do not say when they change.
