@@ -820,6 +820,12 @@ MISTAKES: tuple[tuple[str, Callable[[], object]], ...] = (
     ("TypeError: bias.values is a NoneType", lambda: Chosen(None).dense(LISTS)),
     (r"ValueError: bias.values has shape \(1, 1, 5, 3\); .*4\)", lambda: Chosen(VALUES[..., :3]).dense(LISTS)),
     (r"ValueError: bias.values has shape \(1, 1, 3, 4\); ", lambda: Chosen(VALUES[:, :, :3]).dense(LISTS)),
+    ("TypeError: bias.bias is a list", lambda: Chosen(VALUES, [0.0]).dense(LISTS)),
+    ("TypeError: bias.bias has dtype int64", lambda: Chosen(VALUES, torch.zeros(5, 6).long()).dense(LISTS)),
+    (
+        r"ValueError: bias.bias has shape \(5, 4\); it needs to broadcast to .*\(1, 1, 5, 6\)",
+        lambda: Chosen(VALUES, torch.zeros(5, 4)).dense(LISTS),
+    ),
     (
         r"TypeError: bias is a Chosen of ranks.*bias.dense\(mask\)",
         lambda: biases.refuse_by_distance(Chosen(VALUES), "of ranks that share a sequence"),
