@@ -809,6 +809,7 @@ MISTAKES: tuple[tuple[str, Callable[[], object]], ...] = (
     (r"ValueError: .*weights has shape \(1, 5\)", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5))),
     ("TypeError: k has dtype float64", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5, 2), k=F64)),
     ("TypeError: k has type NoneType", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5, 2), k=None)),
+    (r"ValueError: q has shape \(1, 5, 2, 0\); its head_dim", lambda: scores_of((1, 5, 2, 0), (1, 6, 0), (1, 5, 2))),
     (r"ValueError: q has shape \(5, 2, 4\)", lambda: scores_of((5, 2, 4), (6, 4), (5, 2))),
     ("TypeError: lists is a Tensor", lambda: SCORES.at(torch.ones(5, 6, dtype=torch.bool))),
     ("ValueError: lists have 3 heads", lambda: SCORES.at(listed(THREE_HEADS))),
