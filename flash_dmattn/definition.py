@@ -45,9 +45,10 @@ def is_transformed() -> bool:
 
 
 def _is_transform_traced() -> bool:
-    # Dynamo takes no answer for None.
-    functorch = torch._C._functorch
-    return torch.compiler.is_compiling() and isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter)
+    if not torch.compiler.is_compiling():
+        return False
+    # Not by `is None`, which Dynamo answers with False.
+    return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
 
 
 def telling(*arguments: Any) -> tuple[Any, ...]:
