@@ -27,6 +27,7 @@ from .definition import (
     each_call,
     is_batched,
     is_jvp_innermost,
+    is_nested_gradient_traced,
     is_transformed,
     is_watched,
     one_by_one,
@@ -51,6 +52,12 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_exporting() or (plan.backward is None and not is_transformed()):
             # An exported program keeps the operator only, whose derivative is registered below.
             return run_forward(plan, x)
+        if is_nested_gradient_traced():
+            # Dynamo drops the derivative of the gradient of every autograd function.
+            raise NotImplementedError(
+                "torch.compile traces torch.func.grad of attention inside of another transform, of which it keeps no "
+                'derivative; call attention(..., backend="reference"), or transform outside of torch.compile'
+            )
         if torch.compiler.is_compiling() or is_transformed():
             results = TransformedAttention.apply(plan, *distinct(x.q, x.k, x.v, x.bias, x.sink, *x.others))
             return results

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masks.arguments import integer
-from .problem import Outside, as_scores, check_tensor, dtype_name
+from .problem import Outside, as_scores, bounded, check_flag, check_tensor, dtype_name
 from .reference import distances
 from .reference.lists import by_query, dense_bias, repeat_heads, slot_table
 
@@ -138,6 +138,10 @@ class Chosen(NamedTuple):
 
         Args:
             mask: of `PreparedMask.from_lists` or `from_topk_lists`; any other is a TypeError.
+
+        Raises:
+            TypeError: the mask has no lists, or values or the bias are no tensors.
+            ValueError: the values do not fit the lists, or the bias does not broadcast to the result.
         """
         lists = lists_beside(mask)
         check_tensor("bias.values", self.values, _FLOAT)
@@ -151,7 +155,19 @@ class Chosen(NamedTuple):
         made = dense_bias(as_scores(self.values), slots, lists.block_size[0])
         if self.bias is None:
             return made
+        _check_float("bias.bias", self.bias)
         bias = as_scores(self.bias)
+        batch, heads, *lengths = made.shape
+        if (
+            not 2 <= self.bias.dim() <= 4
+            or not _broadcast(bias.shape[0], batch)
+            or not _broadcast(bias.shape[1], heads, divides=True)
+            or not all(own in (1, size) for own, size in zip(bias.shape[2:], lengths, strict=True))
+        ):
+            raise ValueError(
+                f"bias.bias has shape {tuple(self.bias.shape)}; it needs to broadcast to (batch, heads, seqlen_q, "
+                f"seqlen_k), {tuple(made.shape)}"
+            )
         heads = max(made.shape[1], bias.shape[1])
         return repeat_heads(made, heads) + repeat_heads(bias, heads)
 
@@ -251,7 +267,7 @@ def split(bias: Any) -> tuple[Any, ByDistance | None]:
         )
     if values.shape[-1] == 0:
         raise ValueError(f"bias.values has shape {tuple(values.shape)}, of no distance; it needs one at least")
-    return values if is_band else values.unsqueeze(-2), ByDistance(zero, outside, is_band)
+    return values if is_band else values.unsqueeze(-2), ByDistance(bounded(zero), outside, is_band)
 
 
 def _check_float(name: str, x: object) -> None:
@@ -310,7 +326,7 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
         values of (H, 2 * max_distance + 1), or (H, max_distance + 1) where later keys are not seen.
 
     Raises:
-        TypeError: `weight` is no tensor of floats, or `max_distance` no int.
+        TypeError: `weight` is no tensor of floats, `max_distance` no int, or `is_bidirectional` no bool.
         ValueError: `weight` has another shape or too few buckets, or `max_distance` is too small for them.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
@@ -324,6 +340,7 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
     least = 4 if is_bidirectional else 2
     if weight.dim() != 2 or weight.shape[0] < least:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it needs (buckets, heads), {least} buckets or more")
+    check_flag("is_bidirectional", is_bidirectional)
     integer("max_distance", max_distance, weight.shape[0] // least + 1)
     reach = torch.arange(-max_distance, (max_distance if is_bidirectional else 0) + 1, device=weight.device)
     rows = t5_buckets(reach, weight.shape[0], max_distance, is_bidirectional)
@@ -397,13 +414,16 @@ def from_function(
         outside: see `Relative`.
 
     Raises:
-        TypeError: `function` is no function, or returns no tensor.
+        TypeError: `function` is no function, or returns no tensor; `low` or `high` is no int.
         ValueError: `low` is above `high`, or `function` returns another number of values.
 
     Example:
         >>> from_function(lambda distance: -distance.abs().log1p(), -1, 2).values  # KERPLE, of one head
         tensor([[-0.6931, -0.0000, -0.6931, -1.0986]])
     """
+    for name, x in (("low", low), ("high", high)):
+        if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+            raise TypeError(f"{name} is {x!r} ({type(x).__name__}); it needs to be an int")
     if low > high:
         raise ValueError(f"low is {low} and high is {high}; low needs to be at most high")
     if not callable(function):

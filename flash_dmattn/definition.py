@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import profiler
 
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
@@ -41,6 +42,31 @@ def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func` is running, such as grad, vmap or jvp; False inside compilers."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _is_transform_traced() -> bool:
+    if not torch.compiler.is_compiling():
+        return False
+    # Not by `is None`, which Dynamo answers with False.
+    return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
+
+
+def telling(*arguments: Any) -> tuple[Any, ...]:
+    """Return the arguments; where a compiler traces a transform of `torch.func`, views of the tensors.
+
+    Dynamo says that the argument of a function below `torch.func.grad` needs no gradient. A view of it needs one.
+    """
+    if not _is_transform_traced():
+        return arguments
+    return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in arguments)
+
+
+def is_nested_gradient_traced() -> bool:
+    """Return whether a compiler traces `torch.func.grad` or vjp inside of another transform."""
+    if not _is_transform_traced():
+        return False
+    innermost = retrieve_current_functorch_interpreter()
+    return bool(innermost.key() == torch._C._functorch.TransformType.Grad and innermost.level() > 1)
 
 
 def is_jvp_innermost() -> bool:

@@ -29,6 +29,7 @@ from .problem import (
     check_flag,
     check_number,
     check_scores,
+    check_softcap,
     check_strided,
     check_values,
     check_window,
@@ -186,7 +187,7 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
     flags = Flags(
         *causal_window(causal, window),
         int(q.shape[3]) ** -0.5 if scale is None else check_number("softmax_scale", scale),
-        check_number("softcap", numbers.softcap),
+        check_softcap(numbers.softcap, scale),
         torch.are_deterministic_algorithms_enabled()
         if numbers.deterministic is None
         else check_flag("deterministic", numbers.deterministic),

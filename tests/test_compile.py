@@ -289,6 +289,46 @@ def test_autocast_inside_and_outside() -> None:
     assert run(*arguments[:3], None, arguments[3])[0].dtype == torch.float32
 
 
+GRADIENTS_INSIDE: dict[str, Callable[..., Any]] = {
+    "of q and a bias": lambda q, k, v, bias: torch.func.grad(
+        lambda q, bias: flash_dmattn.attention(q, k, v, None, bias[0], is_causal=True).square().sum(), argnums=(0, 1)
+    )(q, bias),
+    "of v": lambda q, k, v, bias: torch.func.vjp(lambda v: flash_dmattn.attention(q, k, v), v)[1](q[..., :6]),
+    "of a sink": lambda q, k, v, bias: torch.func.grad(
+        lambda sink: flash_dmattn.attention(q, k, v, sink=sink, return_lse=True)[1].square().sum()
+    )(bias[0, 0, 0, :4]),
+}
+NESTED_GRADIENTS_INSIDE: dict[str, Callable[..., Any]] = {
+    "of a gradient": lambda q, k, v, bias, **options: torch.func.grad(
+        lambda q: torch.func.grad(lambda q: flash_dmattn.attention(q * 2, k, v, **options).square().sum())(q).norm()
+    )(q),
+    "of mapped calls": lambda q, k, v, bias, **options: torch.vmap(
+        torch.func.grad(lambda q, k, v: flash_dmattn.attention(q[None], k[None], v[None], **options).square().sum())
+    )(q, k, v),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", GRADIENTS_INSIDE)
+def test_gradients_inside_are_those_of_eager_mode(name: str, dynamic: bool) -> None:
+    arguments, call = [x.detach() for x in inputs()], GRADIENTS_INSIDE[name]
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(compiled(*arguments), call(*arguments))
+
+
+@pytest.mark.parametrize("name", NESTED_GRADIENTS_INSIDE)
+def test_nested_gradients_inside_break_the_graph_and_are_not_wrong(name: str) -> None:
+    arguments, call = [x.detach() for x in inputs()], NESTED_GRADIENTS_INSIDE[name]
+    exact = call(*arguments, backend="eager")
+    torch.testing.assert_close(torch.compile(call, backend="aot_eager")(*arguments, backend="eager"), exact)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="keeps no derivative"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(*arguments, backend="eager")
+    torch._dynamo.reset()
+    in_one_graph = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(in_one_graph(*arguments, backend="reference"), exact)
+
+
 def test_module_with_checkpoint() -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:

@@ -809,6 +809,7 @@ MISTAKES: tuple[tuple[str, Callable[[], object]], ...] = (
     (r"ValueError: .*weights has shape \(1, 5\)", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5))),
     ("TypeError: k has dtype float64", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5, 2), k=F64)),
     ("TypeError: k has type NoneType", lambda: scores_of((1, 5, 2, 4), (1, 6, 4), (1, 5, 2), k=None)),
+    (r"ValueError: q has shape \(1, 5, 2, 0\); its head_dim", lambda: scores_of((1, 5, 2, 0), (1, 6, 0), (1, 5, 2))),
     (r"ValueError: q has shape \(5, 2, 4\)", lambda: scores_of((5, 2, 4), (6, 4), (5, 2))),
     ("TypeError: lists is a Tensor", lambda: SCORES.at(torch.ones(5, 6, dtype=torch.bool))),
     ("ValueError: lists have 3 heads", lambda: SCORES.at(listed(THREE_HEADS))),
@@ -820,6 +821,12 @@ MISTAKES: tuple[tuple[str, Callable[[], object]], ...] = (
     ("TypeError: bias.values is a NoneType", lambda: Chosen(None).dense(LISTS)),
     (r"ValueError: bias.values has shape \(1, 1, 5, 3\); .*4\)", lambda: Chosen(VALUES[..., :3]).dense(LISTS)),
     (r"ValueError: bias.values has shape \(1, 1, 3, 4\); ", lambda: Chosen(VALUES[:, :, :3]).dense(LISTS)),
+    ("TypeError: bias.bias is a list", lambda: Chosen(VALUES, [0.0]).dense(LISTS)),
+    ("TypeError: bias.bias has dtype int64", lambda: Chosen(VALUES, torch.zeros(5, 6).long()).dense(LISTS)),
+    (
+        r"ValueError: bias.bias has shape \(5, 4\); it needs to broadcast to .*\(1, 1, 5, 6\)",
+        lambda: Chosen(VALUES, torch.zeros(5, 4)).dense(LISTS),
+    ),
     (
         r"TypeError: bias is a Chosen of ranks.*bias.dense\(mask\)",
         lambda: biases.refuse_by_distance(Chosen(VALUES), "of ranks that share a sequence"),

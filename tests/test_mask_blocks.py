@@ -124,6 +124,7 @@ BAD_CALLS = [
     (lambda: masks.expand_blocks(ONES, 0, 4, 4), ValueError, r"block_size\[0\] is 0; it needs to be >= 1"),
     (lambda: masks.expand_blocks(ONES, "2", 4, 4), TypeError, r"block_size is '2'; it needs to be an int or a pair"),
     (lambda: masks.expand_blocks(ONES.int(), 2, 4, 4), TypeError, r"block_mask has dtype torch\.int32"),
+    (lambda: masks.smooth_blocks(ONES, 1, is_causal="no"), TypeError, r"is_causal is 'no'; it needs to be True or"),
     (lambda: masks.smooth_blocks(ONES, (1, -1)), ValueError, r"block_size\[1\] is -1; it needs to be >= 1"),
     (
         lambda: masks.smooth_blocks(ONES, 1, allowed=ONES.new_ones(3, 1)),

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash_dmattn.masks import PreparedMask, topk_mask
 from flash_dmattn.masks import topk as topk_module
-from flash_dmattn.masks import topk_mask
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INF, NAN = math.inf, math.nan
@@ -109,11 +109,21 @@ def test_scores_that_require_grad_and_transposed_scores():
     assert torch.equal(got, brute_force(scores.detach(), 2, True, seqlen_q=6))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_k_may_be_any_number_above_the_keys(is_causal):
+    scores = torch.randn(1, 2, 1, 7)
+    for k in (8, 2**63 - 1, 10**30):
+        assert torch.equal(topk_mask(scores, k, is_causal=is_causal), topk_mask(scores, 7, is_causal=is_causal))
+        prepared = PreparedMask.from_topk(scores, k, is_causal=is_causal, local=k if is_causal else 0)
+        assert torch.equal(prepared.dense(), topk_mask(scores, 7, is_causal=is_causal).expand(1, 2, 7, 7))
+
+
 ROW = torch.zeros(1, 2, 1, 4)
 BAD_CALLS = [
     (lambda: topk_mask(ROW, 0), ValueError, r"^k is 0; it needs to be >= 1\.$"),
     (lambda: topk_mask(ROW, -3), ValueError, r"^k is -3; it needs to be >= 1\.$"),
     (lambda: topk_mask(ROW, 1.5), TypeError, r"k is 1\.5 \(float\); it needs to be an int >= 1"),
+    (lambda: topk_mask(ROW, 1, is_causal=1), TypeError, r"is_causal is 1; it needs to be True or False"),
     (lambda: topk_mask(ROW.int(), 1), TypeError, r"scores has dtype torch\.int32; it needs to be a float tensor"),
     (lambda: topk_mask([1.0], 1), TypeError, r"scores has type list; it needs to be a float tensor"),
     (lambda: topk_mask(torch.tensor(1.0), 1), ValueError, r"scores is 0-D; it needs a dim of keys"),

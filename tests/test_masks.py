@@ -174,6 +174,11 @@ def test_negative_lengths(name, argument, value):
         getattr(masks, name)(**lengths, **more)
 
 
+@pytest.mark.parametrize("side", [2**63 - 1, 10**30])
+def test_a_window_beyond_all_keys_hides_none(side):
+    assert masks.sliding_window_mask(3, 5, (side, side)).all()
+
+
 BAD_CALLS = [
     (lambda: masks.causal_mask(2.0, 2), TypeError, r"seqlen_q is 2\.0 \(float\); it needs to be an int >= 0"),
     (lambda: masks.causal_mask(True, 2), TypeError, r"seqlen_q is True \(bool\)"),
@@ -196,6 +201,7 @@ BAD_CALLS = [
     (lambda: masks.padding_mask([1, 2]), ValueError, r"seqlen is None; it needs to be the padded length"),
     (lambda: masks.padding_mask([[1, 0]], 3), ValueError, r"lengths_or_mask has shape \(1, 2\); it needs seqlen = 3"),
     (lambda: masks.padding_mask(torch.ones(1, 2)), TypeError, r"dtype torch\.float32.* pass mask > 0\.5"),
+    (lambda: masks.padding_mask(torch.ones(0), 2), TypeError, r"lengths_or_mask has dtype torch\.float32"),
     (lambda: masks.padding_mask([True, False], 2), TypeError, r"lengths_or_mask has dtype torch\.bool"),
     (lambda: masks.padding_mask(None), TypeError, r"lengths_or_mask is None \(NoneType\); it needs to be an integer"),
     (lambda: masks.document_ids("no"), TypeError, r"lengths is 'no' \(str\); it needs to be an integer torch.Tensor"),

@@ -281,13 +281,23 @@ def test_a_function_of_flex_attention_gives_what_its_tensor_gives(name, band, ch
 @pytest.mark.parametrize(
     ("mask_mod", "message"),
     [
+        (lambda b, h, q_idx, kv_idx: True, "mask_mod returns a bool; it needs to return a bool tensor"),
+        (lambda b, h, q_idx, kv_idx: (q_idx > kv_idx)[None], r"mask_mod returns shape \(1,\); it needs to return a sc"),
         (torch.ones(3, 3), "mask_mod is a Tensor; it needs to be a function"),
         (lambda b, h, q_idx, kv_idx: q_idx - kv_idx, "mask_mod returns torch.int64; it needs to return bool"),
     ],
 )
 def test_a_function_that_gives_no_bool_is_refused(mask_mod, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         PreparedMask.from_mask_mod(mask_mod, 3, 3)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 3), (3, 0), (0, 0)])
+def test_a_function_of_flex_attention_is_not_asked_about_no_pairs(seqlen_q, seqlen_k):
+    mask_mod = lambda b, h, q_idx, kv_idx: (q_idx * 7 + kv_idx * 3) % 5 < 3  # torch.vmap refuses it for an empty dim
+    prepared = PreparedMask.from_mask_mod(mask_mod, seqlen_q, seqlen_k)
+    assert (prepared.seqlen_q, prepared.seqlen_k) == (seqlen_q, seqlen_k)
+    assert not prepared.dense().any()
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,19 @@ def test_distances_that_the_call_does_not_have_need_no_value() -> None:
     )
 
 
+@pytest.mark.parametrize("zero", (10**30, -(10**30)))
+@pytest.mark.parametrize("outside", ("clamp", "zero"))
+def test_zero_may_lie_anywhere(zero: int, outside: Any) -> None:
+    q, k, v = tensors(3, 5, 8, 4, 2, 8)
+    values = torch.randn(4, 9, dtype=q.dtype)
+
+    def grads(zero: int) -> Tensor:  # transforms see operators, whose numbers have 64 bits
+        square = lambda values: attention(q, k, v, bias=Relative(values, zero, outside)).square().sum()
+        return torch.func.grad(square)(values)
+
+    torch.testing.assert_close(grads(zero), grads(100 if zero > 0 else -100))
+
+
 WRONG: tuple[tuple[Any, type[Exception], str], ...] = (
     (Relative([[1.0]], 0), TypeError, "bias.values is a list; it needs to be a floating-point torch.Tensor"),  # type: ignore[arg-type]
     (Relative(torch.ones(2, 3, dtype=torch.int64), 0), TypeError, "bias.values has dtype int64; it needs float16"),
@@ -346,6 +359,7 @@ WRONG: tuple[tuple[Any, type[Exception], str], ...] = (
 WRONG_BUILDERS: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
     (lambda: biases.t5(None), TypeError, "weight is a NoneType; it needs to be a floating-point torch.Tensor"),  # type: ignore[arg-type]
     (lambda: biases.t5(torch.ones(32, 2).long()), TypeError, "weight has dtype int64; it needs to be a floating"),
+    (lambda: biases.t5(torch.ones(32, 2), is_bidirectional=1), TypeError, "is_bidirectional is 1; it needs to be"),  # type: ignore[arg-type]
     (lambda: biases.t5(torch.ones(32)), ValueError, "weight has shape (32,); it needs (buckets, heads), 4 buckets"),
     (lambda: biases.t5(torch.ones(3, 2)), ValueError, "weight has shape (3, 2); it needs (buckets, heads), 4 buckets"),
     (lambda: biases.alibi([1.0], 4), TypeError, "slopes is a list; it needs to be a floating-point torch.Tensor"),  # type: ignore[arg-type]
@@ -353,6 +367,8 @@ WRONG_BUILDERS: tuple[tuple[Callable[[], object], type[Exception], str], ...] = 
     (lambda: biases.alibi(torch.ones(2), -1), ValueError, "seqlen_q is -1; it needs to be >= 0"),
     (lambda: biases.alibi(torch.ones(2), 4, 4.0), TypeError, "seqlen_k is 4.0 (float); it needs to be an int"),  # type: ignore[arg-type]
     (lambda: biases.from_function(None, -3, 3), TypeError, "function is a NoneType; it needs to be a function"),  # type: ignore[arg-type]
+    (lambda: biases.from_function(torch.abs, 0.0, 3), TypeError, "low is 0.0 (float); it needs to be an int"),  # type: ignore[arg-type]
+    (lambda: biases.from_function(torch.abs, 0, "3"), TypeError, "high is '3' (str); it needs to be an int"),  # type: ignore[arg-type]
     (lambda: biases.from_function(lambda x: 1.0, -3, 3), TypeError, "function returns a float; it needs to return"),  # type: ignore[arg-type, return-value]
     (lambda: biases.from_function(lambda x: x[:2], -3, 3), ValueError, "function returns shape (2,); it needs to"),
     (lambda: relative(2, 9, zero=4).dense(-1, 3), ValueError, "seqlen_q is -1; it needs to be >= 0"),

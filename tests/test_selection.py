@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 import sys
 import threading
 import warnings
@@ -317,6 +318,15 @@ def test_forced_backend_that_refuses_the_call_gives_every_reason() -> None:
     for text in ("'picky' does not support this call", "dtype is torch.float64 (cast q, k and v)", "4 heads on 2"):
         assert text in str(error)
     assert "\n  backends that accept it: " in str(error)
+
+
+def test_errors_cross_processes() -> None:
+    x = torch.randn(1, 3, 2, 8)
+    with pytest.raises(flash_dmattn.BackendUnsupportedError) as caught:
+        flash_dmattn.attention(x, x, x, return_probs=True, backend="eager")
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert type(error) is flash_dmattn.BackendUnsupportedError and str(error) == str(caught.value)
+    assert vars(error) == vars(caught.value) and error.backend == "eager" and error.reasons
 
 
 def test_probabilities_are_refused_by_every_backend_but_the_reference() -> None:

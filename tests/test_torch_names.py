@@ -24,6 +24,8 @@ NAMES = {
     "torch._C._TorchDispatchModeKey.FAKE": "the argument of the one before",
     "torch._C._functorch.peek_interpreter_stack": "whether a transform of torch.func runs",
     "torch._C._functorch.TransformType.Jvp": "whether the innermost transform is jvp",
+    "torch._C._functorch.TransformType.Grad": "whether it is grad or vjp",
+    "torch._C._functorch.CInterpreter": "whether one runs, in words that Dynamo can trace",
     "torch._C._functorch.is_functorch_wrapped_tensor": "whether a tensor is the wrapper of a transform",
     "torch._C._functorch": "get_unwrapped, for a message that names the tensor inside of wrappers",
     "torch._C._functorch.unwrap_if_dead": "a tensor that outlived a transform, as Function.apply does",

@@ -110,6 +110,14 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "softcap nan": ({"softcap": math.nan}, ValueError, ("softcap is nan", "finite")),
     "softcap str": ({"softcap": "30"}, TypeError, ("softcap is a str", "number")),
     "softcap None": ({"softcap": None}, TypeError, ("softcap is a NoneType", "0.0 for none")),
+    "softcap beyond float32": ({"softcap": 1e39}, ValueError, ("softcap is 1e+39", "finite in float32")),
+    "softcap too small": ({"softcap": 1e-39}, ValueError, ("softcap is 1e-39", "larger", "divided by it in float32")),
+    "softcap too small for the scale": (
+        {"softcap": 1e-30, "softmax_scale": 1e10},
+        ValueError,
+        ("softcap is 1e-30 beside softmax_scale 10000000000.0", "larger"),
+    ),
+    "scale beyond float32": ({"softmax_scale": -1e39}, ValueError, ("softmax_scale is -1e+39", "finite in float32")),
     "scale infinite": ({"softmax_scale": -math.inf}, ValueError, ("softmax_scale is -inf", "finite")),
     "scale nan": ({"softmax_scale": math.nan}, ValueError, ("softmax_scale is nan", "finite")),
     "scale str": ({"softmax_scale": "1"}, TypeError, ("softmax_scale is a str", "number or None")),
@@ -283,6 +291,7 @@ def test_validation_comes_before_any_backend(monkeypatch: pytest.MonkeyPatch) ->
         ({"window_size": [2, -1]}, {"window_size": (2, -1)}),
         ({"window_size": [-1, -1]}, {}),
         ({"window_size": (LQ + LK, LQ + LK)}, {}),
+        ({"window_size": (10**30, 2**63 - 1)}, {}),
     ],
     ids=str,
 )
@@ -290,3 +299,8 @@ def test_numbers_may_be_written_in_other_ways(changes: dict[str, Any], like: dic
     arguments = tensors(bias=torch.randn(HK, LQ, LK))
     one, other = (flash_dmattn.attention(**arguments, **flags, backend=backend) for flags in (changes, like))
     assert torch.equal(one, other)
+    pulled = [
+        torch.func.grad(lambda q, flags=flags: flash_dmattn.attention(**arguments | {"q": q}, **flags).sum())
+        for flags in (changes, like)
+    ]  # transforms see operators, whose numbers have 64 bits
+    assert torch.equal(*(pull(arguments["q"]) for pull in pulled))

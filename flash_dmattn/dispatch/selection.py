@@ -32,9 +32,9 @@ class BackendError(RuntimeError):
     """
 
     def __init__(
-        self, message: str, *, backend: str, reasons: tuple[Reason, ...] = (), accepted_by: tuple[str, ...] = ()
+        self, message: str, *, backend: str = "", reasons: tuple[Reason, ...] = (), accepted_by: tuple[str, ...] = ()
     ) -> None:
-        super().__init__(message)
+        super().__init__(message)  # pickle calls the class with it alone, and sets the attributes afterwards
         self.backend = backend
         self.reasons = reasons
         self.accepted_by = accepted_by

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..problem import collapse
+from ..problem import check_flag, collapse
 from .arguments import bool_mask, common_shape, integer, pad, pair
 from .builders import causal_mask, combine
 
@@ -114,7 +114,8 @@ def smooth_blocks(
         4-D bool tensor of the broadcast shape.
 
     Raises:
-        TypeError, ValueError: not a bool mask, a block size below 1, shapes that do not broadcast.
+        TypeError, ValueError: not a bool mask, a block size below 1, a flag that is no bool, shapes that do not
+            broadcast.
 
     Example:
         >>> smooth_blocks(torch.tensor([[True, True, True, False, False, True]]), (1, 3)).int()
@@ -122,6 +123,7 @@ def smooth_blocks(
     """
     mask = bool_mask("mask", mask)
     blocks = pair("block_size", block_size, 1)
+    check_flag("is_causal", is_causal)
     operands = [("mask", mask)] if allowed is None else [("mask", mask), ("allowed", bool_mask("allowed", allowed))]
     # One head of each: grouped heads are for combine to align.
     seqlen_q, seqlen_k = common_shape([m[:, :1] for _, m in operands], [name for name, _ in operands])[2:]

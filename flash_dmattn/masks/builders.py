@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..problem import collapse, values_can_be_read
+from ..problem import bounded, collapse, values_can_be_read
 from .arguments import (
     INTEGER_DTYPES,
     IntsLike,
@@ -86,7 +86,7 @@ def sliding_window_mask(seqlen_q: int, seqlen_k: int, window_size: tuple[int, in
     """
     if isinstance(window_size, int):
         raise TypeError(f"window_size is {window_size}; it needs to be a pair (left, right), -1 for no limit.")
-    left, right = pair("window_size", window_size, -1)
+    left, right = (bounded(side) for side in pair("window_size", window_size, -1))
     rows, keys = _positions(seqlen_q, seqlen_k, device)
     mask = keys.expand(seqlen_q, -1) >= rows - (left if left >= 0 else seqlen_q + seqlen_k)
     if right >= 0:
@@ -216,7 +216,9 @@ def padding_mask(
         if seqlen is not None and values.size(1) != integer("seqlen", seqlen):
             raise ValueError(f"lengths_or_mask has shape {tuple(values.shape)}; it needs seqlen = {seqlen} keys.")
         return (values != 0)[:, None, None]
-    lengths = integer_tensor("lengths_or_mask", values if values.numel() else values.long(), (1, 2))
+    is_list = not isinstance(lengths_or_mask, Tensor)
+    values = values.long() if is_list and values.numel() == 0 else values  # torch calls an empty list float
+    lengths = integer_tensor("lengths_or_mask", values, (1, 2))
     if seqlen is None:
         raise ValueError("seqlen is None; it needs to be the padded length, because lengths_or_mask holds lengths.")
     lengths_within("lengths_or_mask", lengths, integer("seqlen", seqlen))

@@ -73,6 +73,8 @@ class IndexScores:
                 f"q has shape {tuple(self.q.shape)}; it needs to be (*batch, seqlen_q, heads, head_dim), and packed "
                 "tokens need a batch of 1"
             )
+        if self.q.shape[-1] == 0:
+            raise ValueError(f"q has shape {tuple(self.q.shape)}; its head_dim needs to be at least 1")
         if self.k.dtype != self.q.dtype:
             raise TypeError(f"k has dtype {dtype_name(self.k.dtype)}; it needs that of q, {dtype_name(self.q.dtype)}")
         batch, dim = tuple(self.q.shape[:-3]), self.q.shape[-1]

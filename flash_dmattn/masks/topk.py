@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..definition import define
-from ..problem import collapse, hint
+from ..problem import bounded, check_flag, collapse, hint
 from .arguments import align_heads, bool_mask, common_shape, float_scores, integer, on_one_device, pad
 
 # Heads of `IndexScores` whose products exist at once.
@@ -93,7 +93,7 @@ def topk_mask(
         Bool tensor (B, H, Lq, Lk); (B, H, 1, Lk) where neither scores, mask nor causality vary by query.
 
     Raises:
-        TypeError: `scores` is not float, `mask` is not bool, or `k` is not an int.
+        TypeError: `scores` is not float, `mask` is not bool, `k` is not an int, or `is_causal` is no bool.
         ValueError: k < 1, or shapes that do not broadcast.
 
     Source: the dynamic mask of "Trainable Dynamic Mask Sparse Attention", 2025, made exact per prefix.
@@ -108,7 +108,8 @@ def topk_mask(
         >>> topk_mask(scores, 2).shape
         torch.Size([1, 1, 1, 4])
     """
-    integer("k", k, 1)
+    k = bounded(integer("k", k, 1))
+    check_flag("is_causal", is_causal)
     # Loops follow the sizes, which a compiler would bind: it sees one operator.
     run = _OPERATOR if torch.compiler.is_compiling() else _selected
     selected: Tensor = run(*topk_arguments(scores, mask, seqlen_q), k, is_causal)

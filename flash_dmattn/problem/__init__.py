@@ -3,10 +3,12 @@
 from .checks import RANKS as RANKS
 from .checks import arguments_like as arguments_like
 from .checks import as_scores as as_scores
+from .checks import bounded as bounded
 from .checks import check_broadcast as check_broadcast
 from .checks import check_flag as check_flag
 from .checks import check_number as check_number
 from .checks import check_scores as check_scores
+from .checks import check_softcap as check_softcap
 from .checks import check_strided as check_strided
 from .checks import check_tensor as check_tensor
 from .checks import check_values as check_values

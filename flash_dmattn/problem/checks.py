@@ -35,12 +35,13 @@ OTHER_NAMES = {
     "attn_mask": "mask= where it is bool, bias= where it is added to scores",
     "enable_gqa": "nothing: the heads of k may always be fewer",
 }
-_MOST = sys.float_info.max
+_MOST = torch.finfo(torch.float32).max  # of what kernels and torch compute with
+_FAR = 2**62
 # By argument: its type, its least and its greatest value, and these in words.
 _NUMBERS = {
-    "softmax_scale": ("a number or None", -_MOST, _MOST, "finite"),
-    "scale": ("a number or None", -_MOST, _MOST, "finite"),
-    "softcap": ("a number, 0.0 for none", 0.0, _MOST, "finite and at least 0 (0 is off)"),
+    "softmax_scale": ("a number or None", -_MOST, _MOST, "finite in float32"),
+    "scale": ("a number or None", -_MOST, _MOST, "finite in float32"),
+    "softcap": ("a number, 0.0 for none", 0.0, _MOST, "finite in float32 and at least 0 (0 is off)"),
     "dropout_p": ("a number from 0 to 1, 0.0 for none", 0.0, 1.0, "a probability, from 0 to 1"),
 }
 
@@ -106,6 +107,23 @@ def check_number(name: str, value: float) -> float:
     return float(value)
 
 
+def check_softcap(softcap: float, softmax_scale: float | None) -> float:
+    """Return a softcap by which scaled scores can be divided in float32; the default scale is at most 1."""
+    softcap = check_number("softcap", softcap)
+    largest = 2.0 if softmax_scale is None else max(abs(softmax_scale), 2.0)
+    if softcap > 0.0 and not largest <= softcap * _MOST:
+        raise ValueError(
+            f"softcap is {softcap} beside softmax_scale {softmax_scale}; it needs to be larger, because scores are "
+            "divided by it in float32 (0 is off)"
+        )
+    return softcap
+
+
+def bounded(x: int) -> int:
+    """Cut an int that is added to positions where it lies beyond all of them, so that sums fit in 64 bits."""
+    return x if -_FAR < x < _FAR else (_FAR if x > 0 else -_FAR)
+
+
 def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
     """Return the window as (left, right), -1 for an unlimited side; None is (-1, -1)."""
     if window_size is None:
@@ -118,7 +136,7 @@ def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
             raise TypeError(f"window_size is {window_size!r}; both sides need to be ints, -1 for unlimited")
         if side < -1:
             raise ValueError(f"window_size is {window_size!r}; both sides need to be at least -1 (-1 is unlimited)")
-    return (left, right)
+    return (bounded(left), bounded(right))
 
 
 def values_can_be_read(x: Tensor) -> bool:

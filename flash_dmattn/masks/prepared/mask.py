@@ -18,6 +18,7 @@ from ...problem import (
     MaskForm,
     MaskView,
     SequenceSpec,
+    bounded,
     causal_window,
     check_flag,
     check_scores,
@@ -333,7 +334,7 @@ class PreparedMask(ABC):
 
         Raises:
             TypeError: `mask_mod` is no function, or returns anything but a bool tensor; sizes are not integer.
-            ValueError: a size below 0.
+            ValueError: a size below 0, or `mask_mod` returns more than a scalar.
 
         Example:
             >>> from flash_dmattn.masks import PreparedMask
@@ -349,12 +350,26 @@ class PreparedMask(ABC):
         batches, heads, queries, keys = (
             torch.arange(integer(name, size), device=device) for name, size in sizes.items()
         )
-        allowed: Callable[..., Tensor] = mask_mod
+        if 0 in sizes.values():  # torch.vmap may refuse an empty dim
+            nothing = torch.zeros(1, 1, dtype=torch.bool, device=device)
+            return cls.from_mask(
+                nothing, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, window_size=window_size
+            )
+
+        def allowed_pair(*position: Tensor) -> Tensor:
+            made: Any = mask_mod(*position)
+            if not isinstance(made, Tensor):
+                raise TypeError(f"mask_mod returns a {type(made).__name__}; it needs to return a bool tensor.")
+            if made.dtype != torch.bool:
+                raise TypeError(f"mask_mod returns {made.dtype}; it needs to return bool.")
+            if made.dim() > 0:
+                raise ValueError(f"mask_mod returns shape {tuple(made.shape)}; it needs to return a scalar.")
+            return made
+
+        allowed: Callable[..., Tensor] = allowed_pair
         for dim in (3, 2, 1, 0):
             allowed = torch.vmap(allowed, in_dims=tuple(0 if place == dim else None for place in range(4)))
         corner = allowed(batches, heads, queries[:2], keys[:2])
-        if corner.dtype != torch.bool:
-            raise TypeError(f"mask_mod returns {corner.dtype}; it needs to return bool.")
         batch, num_heads, rows, _ = collapse(corner).shape  # vmap expands the dims that the function does not depend on
         if rows == 1:
             one_row = allowed(batches[:batch], heads[:num_heads], queries[:1], keys)
@@ -592,6 +607,7 @@ class PreparedMask(ABC):
                     [1, 0, 1, 0]], dtype=torch.int32)
         """
         limits = _topk_limits(k, is_causal, local)
+        k, local = bounded(k), bounded(local)
         if reorder is not None:
             check_flag("reorder", reorder)
         _check_compact(compact, reorder)
