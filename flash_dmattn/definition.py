@@ -51,7 +51,7 @@ def _is_transform_traced() -> bool:
     return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
 
 
-def telling(*arguments: Any) -> tuple[Any, ...]:
+def seen_by_grad(*arguments: Any) -> tuple[Any, ...]:
     """Return the arguments; where a compiler traces a transform of `torch.func`, views of the tensors.
 
     Dynamo says that the argument of a function below `torch.func.grad` needs no gradient. A view of it needs one.
