@@ -17,7 +17,7 @@ from cases import DEVICE
 
 TESTS = Path(__file__).parent
 BUILD = TESTS / "emulation" / "build.py"
-CASES = 70
+CASES = 50
 HEAD_DIMS, DTYPES = "32,64,96,128,192", "bf16"
 # Why a test is skipped there: kernels of other head dims, dtypes and backends, gradients that triton would make, and
 # what a test says of CPU tensors.
@@ -79,7 +79,7 @@ def run_calls(built: Built, features: str, first: int, count: int) -> None:
     assert f"{count} passed, 0 failed" in said
 
 
-@pytest.mark.parametrize(("features", "count"), (("sequences", 80), ("intervals", 60)))
+@pytest.mark.parametrize(("features", "count"), (("sequences", 50), ("intervals", 60)))
 def test_random_calls_of_other_features(built: Built, features: str, count: int) -> None:
     run_calls(built, features, 0, count)
 
@@ -92,15 +92,15 @@ EMULATED: dict[str, tuple[int, tuple[str, ...]]] = {
     "masks of one row": (4, ("test_cuda_one_mask_row.py",)),
     "a bias in shared memory": (10, ("test_cuda_held_bias.py",)),
     "dropout": (6, ("test_cuda_dropout.py",)),
-    "a bias by distance": (4, ("test_cuda_relative.py",)),
+    "a bias by distance": (2, ("test_cuda_relative.py",)),
     "making masks": (4, ("test_cuda_pack.py",)),
     "calls by hand": (0, ("test_cuda_arguments.py",)),
-    "dbias in a larger tensor": (3, ("test_cuda_dbias_out.py",)),
-    "calls that random ones rarely are": (4, ("test_cuda_rare.py",)),
+    "dbias in a larger tensor": (2, ("test_cuda_dbias_out.py",)),
+    "calls that random ones rarely are": (3, ("test_cuda_rare.py",)),
     "plans": (24, ("test_plans.py::test_both_ways_give_the_same_bits",)),
-    "key blocks of whole groups": (16, ("test_cuda_backward.py::test_key_blocks_of_whole_groups_under_a_mask",)),
+    "key blocks of whole groups": (12, ("test_cuda_backward.py::test_key_blocks_of_whole_groups_under_a_mask",)),
     "groups first": (
-        3,
+        1,
         (
             "test_cuda_backward.py::test_groups_first_and_then_heads",
             "test_cuda_backward.py::test_groups_first_of_two_tiles_of_keys",

@@ -27,7 +27,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 without_gpu = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="kernels run on a GPU; the interpreter has a test of its own")
 
-CALLS = 40  # in the interpreter
+CALLS = 72  # in the interpreter
 
 
 @needs_triton
