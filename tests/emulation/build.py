@@ -94,10 +94,18 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
     torch = at[0]
     others = (torch / "include", sysconfig.get_path("include"), _cuda_include(build_cuda.find_nvcc()))
     includes = " ".join([f"-I{source}", *(f"-isystem {path}" for path in others)])
+    first = source / "cuda_functions.h"
     lines = [
-        f"flags = {FLAGS} {build_cuda.TORCH_DEFINE} {includes} -include cuda_functions.h",
+        f"flags = {FLAGS} {build_cuda.TORCH_DEFINE} {includes}",
+        # Every file includes it, and reading it takes a second: g++ takes the precompiled one where flags agree.
+        "rule header",
+        "  command = g++ $flags -x c++-header -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = $out",
+        f"build {first}.gch: header {first}",
         "rule cpp",
-        "  command = g++ $flags $more -MD -MF $out.d -c $in -o $out",
+        "  command = g++ $flags -include cuda_functions.h $more -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $out",
@@ -108,14 +116,18 @@ def build(output: Path, folder: Path, head_dims: str, dtypes: str) -> None:
     objects = []
     for unit in units:
         path = (source / unit.source).with_suffix(".cpp")
-        lines += [f"build {unit.object}: cpp {path}", f"  more = {unit.defines}"]
+        lines += [f"build {unit.object}: cpp {path} | {first}.gch", f"  more = {unit.defines}"]
         objects.append(unit.object)
     for name in ("machine", "runtime"):
-        lines += [f"build {name}.o: cpp {source / name}.cpp", f"  more = {MACHINE_FLAGS}"]
+        lines += [f"build {name}.o: cpp {source / name}.cpp | {first}.gch", f"  more = {MACHINE_FLAGS}"]
         objects.append(f"{name}.o")
     lines += [f"build {output}: link {' '.join(objects)}"]
     lines += ["rule program", "  command = g++ $in -o $out", "  description = $out"]
-    lines += [f"build mistakes.o: cpp {source / 'mistakes.cpp'}", "build mistakes: program mistakes.o machine.o", ""]
+    lines += [
+        f"build mistakes.o: cpp {source / 'mistakes.cpp'} | {first}.gch",
+        "build mistakes: program mistakes.o machine.o",
+        "",
+    ]
     build_cuda.write_if_changed(folder / "build.ninja", "\n".join(lines))
     build_cuda.write_if_changed(output.with_suffix(".json"), json.dumps([unit.name for unit in units]))
     ninja = build_cuda.find_ninja()
