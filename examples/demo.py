@@ -161,14 +161,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     line(_versions(device))
 
     corpus = load_corpus()
-    longest = len(corpus.held_out) - 1
-    if (arguments.context or sizes.context) > longest:
-        parser.error(f"argument --context: {arguments.context} is more than the {longest} bytes to test on")
+    context, longest = arguments.context or sizes.context, len(corpus.held_out) - 1
+    if context > longest:
+        parser.error(f"argument --context: {context} is more than the {longest} bytes to test on")
     entropy = _show_corpus(corpus)
     training = TrainingConfig(
         steps=arguments.steps or (sizes.quick_steps if arguments.quick else sizes.steps),
         batch_size=batch_size,
-        context=arguments.context or sizes.context,
+        context=context,
         seed=arguments.seed,
         evaluations=2 if arguments.quick else 10,
         evaluation_windows=max(batch_size, 8 if arguments.quick else 32),

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad, profiler
 from .autograd import attend, paired_for_tangents
 from .backends.mask_choice import forward_of, view_of
 from .biases import Bias, Chosen, split
-from .definition import is_transformed, is_watched, seen_by_grad
+from .definition import is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Blocks, Decision, blocks, process
 from .dispatch.plan import Plan, make_plan
@@ -65,7 +65,11 @@ def prepare_call(
     if sequences is not None:
         spec, where = lay_out(sequences, q, k, v, mask)
         arrival = "tokens" if spec.packs_queries else "rows"
-    q, k, v, values, sink = seen_by_grad(*follow_autocast(q, k, v), values, sink)
+    q, k, v = follow_autocast(q, k, v)
+    if is_transform_traced():
+        # Dynamo says that the argument of a function below `torch.func.grad` needs no gradient. A view of it needs one.
+        views: list[Any] = [x.view_as(x) if isinstance(x, Tensor) else x for x in (q, k, v, values, sink)]
+        q, k, v, values, sink = views
     if arrival != "rows" and (torch.compiler.is_compiling() or is_transformed()):
         # The views are steps of the graph then, which compilers and transforms see.
         q, k, v, arrival = in_rows(q, arrival), in_rows(k, arrival), in_rows(v, arrival), "rows"

@@ -44,26 +44,17 @@ def is_transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _is_transform_traced() -> bool:
+def is_transform_traced() -> bool:
+    """Return whether a compiler traces a transform of `torch.func`."""
     if not torch.compiler.is_compiling():
         return False
     # Not by `is None`, which Dynamo answers with False.
     return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
 
 
-def seen_by_grad(*arguments: Any) -> tuple[Any, ...]:
-    """Return the arguments; where a compiler traces a transform of `torch.func`, views of the tensors.
-
-    Dynamo says that the argument of a function below `torch.func.grad` needs no gradient. A view of it needs one.
-    """
-    if not _is_transform_traced():
-        return arguments
-    return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in arguments)
-
-
 def is_nested_gradient_traced() -> bool:
     """Return whether a compiler traces `torch.func.grad` or vjp inside of another transform."""
-    if not _is_transform_traced():
+    if not is_transform_traced():
         return False
     innermost = retrieve_current_functorch_interpreter()
     return bool(innermost.key() == torch._C._functorch.TransformType.Grad and innermost.level() > 1)

@@ -1,5 +1,6 @@
 """Tools for people on top of the library: the command line, info and calibrate."""
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -17,8 +18,9 @@ def require_torch(command: str) -> None:
 
 def run_piped(main: Callable[[], int]) -> int:
     """Return the exit status of `main`; 1 if the reader of its output, such as `head`, has ended before."""
-    # A damaged profile or a variable may have characters that stdout cannot encode.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another
+        # A damaged profile or a variable may have characters that stdout cannot encode.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main()
         sys.stdout.flush()

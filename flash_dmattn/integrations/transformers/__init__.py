@@ -52,8 +52,8 @@ def register(*, ignored_arguments: Iterable[str] = ()) -> str:
     torch.Size([1, 3, 50])
     """
     is_list = isinstance(ignored_arguments, Iterable) and not isinstance(ignored_arguments, str)
-    names: list[Any] = list(ignored_arguments) if is_list else [None]
-    if not all(isinstance(name, str) for name in names):
+    names = list(ignored_arguments) if is_list else []
+    if not is_list or not all(isinstance(name, str) for name in names):
         raise TypeError(f"ignored_arguments is {ignored_arguments!r}; it needs to be a list of names")
     ignored = frozenset(names)
     used = sorted(ignored & USED)
