@@ -47,8 +47,7 @@ SOURCES = (
     "sm90/mask/sort.cu",
     "sm90/mask/topk.cu",
     "sm90/sequences/few_keys.cu",
-    "sm90/sequences/fill_gaps.cu",
-    "sm90/sequences/list_works.cu",
+    "sm90/sequences/prepare.cu",
     "sm90/shared_dbias/add_chunks.cu",
     "sm90/shared_dbias/add_diagonals.cu",
 )

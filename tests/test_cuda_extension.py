@@ -36,7 +36,7 @@ LOAD_WIDE = (
     "gather_keys",
     "add_chunks",
     "few_keys",
-    "fill_gaps",
+    "prepare_kernel",
     "clear_dbias_kernel",
 )
 WIDE, NARROW = "PackTraitsILb1E", "PackTraitsILb0E"
@@ -52,7 +52,6 @@ OTHERS = {
     "few_keys_kernel": 2,
     "clear_dbias_kernel": 1,
     "clear_masked_dbias_kernel": 1,
-    "fill_gaps_kernel": 1,
     "fill_multiprocessor": 1,
     "gather_bias_kernel": 1,
     "gather_keys_kernel": 1,
@@ -61,9 +60,9 @@ OTHERS = {
     "key_codes_kernel": 1,
     "list_long_tiles_kernel": 1,
     "list_tiles_kernel": 1,
-    "list_works_kernel": 1,
     "order_lists_kernel": 1,
     "pack_mask_kernel": 4,
+    "prepare_kernel": 1,
     "topk_intervals_kernel": 1,
     "topk_segments_kernel": 1,
     "topk_stops_kernel": 1,

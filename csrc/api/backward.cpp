@@ -79,7 +79,6 @@ void BackwardPass::run() {
     check(kernels.main(params, bias_form, mask_form, schedule.block_n, turns_dq, blocks, stream), op,
           "launching the kernel");
     store_sums();
-    if (sequences != nullptr) fill_gaps_of_gradients();
   }
   if (has_dvalues()) store_dvalues();
 }
@@ -162,18 +161,6 @@ void BackwardPass::store_sums() const {
   const double dv_factor = params.dropout.key != nullptr ? params.dropout.scale : 1.0;
   add(sums.results[2], args.dv, params.dv_sums, true, dv_columns, dv_factor);
   if (tiles > 0 || turns_dq) check(kernels.sums(sums, stream), op, "launching the kernel of the sums");
-}
-
-// Writes zeros to the rows that no sequence has.
-void BackwardPass::fill_gaps_of_gradients() const {
-  FillGapsParams fill{};
-  const auto add = [&](const std::optional<Tensor>& x, bool are_keys) {
-    if (x.has_value()) fill.of[fill.tensors++] = gaps_of(*x, are_keys, params.sequences);
-  };
-  add(args.dq, false);
-  add(args.dk, true);
-  add(args.dv, true);
-  fill_gaps(op, fill, params.sequences, entries, stream);
 }
 
 // --- operators ----------------------------------------------------------------------------------------------------

@@ -141,7 +141,6 @@ struct BackwardPass {
   void order_lists();
   void sum_delta() const;
   void store_sums() const;
-  void fill_gaps_of_gradients() const;
 };
 
 }  // namespace flash_dmattn

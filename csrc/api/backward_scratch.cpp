@@ -82,7 +82,14 @@ void BackwardPass::list_tiles() {
   pairs = sizes.num_heads;
   rows_of_pair = padded_tiles * kTile;
   blocks = static_cast<int>(std::min<int64_t>(tiles * sizes.num_heads_k, num_sms));
-  works = list_works(op, args.q, entries, true, kTile, tiles, padded_tiles, of, nullptr, stream);
+  FillGapsParams gaps{};
+  const auto add = [&](const std::optional<Tensor>& x, bool are_keys) {
+    if (x.has_value()) gaps.of[gaps.tensors++] = gaps_of(*x, are_keys, of);
+  };
+  add(args.dq, false);
+  add(args.dk, true);
+  add(args.dv, true);
+  works = list_works(op, args.q, entries, true, kTile, tiles, padded_tiles, gaps, num_sms, of, nullptr, stream);
   const int64_t head_bytes = all_q * row_bytes() * params.heads_per_group;
   of.section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / head_bytes, 1, sizes.num_heads_k));
 }

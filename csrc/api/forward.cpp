@@ -195,8 +195,14 @@ Work schedule_sequences(const ForwardArguments& call, const Sizes& sizes, const 
   const int64_t group_bytes = all_k * (sizes.head_dim + sizes.head_dim_v) * 2;
   const int64_t most = params.heads_per_group * std::max<int64_t>(1, kSectionBytes / group_bytes);
   of.section = static_cast<int>(std::min(sizes.num_heads, most));
+  FillGapsParams gaps{};
+  gaps.tensors = 1;
+  gaps.of[0] = gaps_of(call.out, false, of);
+  gaps.lse = params.lse;
+  gaps.num_heads = static_cast<int>(sizes.num_heads);
   return {static_cast<int>(std::min<int64_t>(tiles * sizes.num_heads, num_sms)),
-          list_works(call.op, call.q, number, false, tile.block_m, tiles, 0, of, &params.tile_counter, stream)};
+          list_works(call.op, call.q, number, false, tile.block_m, tiles, 0, gaps, num_sms, of, &params.tile_counter,
+                     stream)};
 }
 
 // The sizes of a call. With pages an entry has as many keys as a row of the table has room for.
@@ -301,14 +307,6 @@ void forward(const ForwardArguments& call) {
                         ? schedule(call, sizes, rows, tile, has_bias_tiles, num_sms, device.stream, params)
                         : schedule_sequences(call, sizes, tile, num_sms, device.stream, params);
   check(instance.launch(params, variant, work.blocks, device.stream), op, "launching the kernel");
-  if (sequences != nullptr) {
-    FillGapsParams fill{};
-    fill.tensors = 1;
-    fill.of[0] = gaps_of(call.out, false, params.sequences);
-    fill.lse = params.lse;
-    fill.num_heads = static_cast<int>(call.out.size(2));
-    fill_gaps(op, fill, params.sequences, sequences->bounds.size(0), device.stream);
-  }
 }
 
 // mask is {}, or (bits, row_lists) of a TileMask, or (bounds, row_lists) of an IntervalMask; low and high are the band

@@ -131,12 +131,18 @@ inline int64_t most_blocks(int64_t number, int64_t all_rows, int64_t most, int64
   return std::min(number * ceil_div(most, rows), all_rows / rows + number);
 }
 
+// A tensor (entries, rows, heads, columns), contiguous, of queries or of keys.
+inline GapsOf gaps_of(const torch::stable::Tensor& x, bool are_keys, const SequenceParams& params) {
+  return {const_cast<void*>(x.const_data_ptr()), static_cast<int>(x.size(1)),
+          static_cast<int>(x.size(2) * x.size(3) / 8), are_keys, are_keys ? params.packs_keys : params.packs_queries};
+}
+
 // Lists the work tiles of a pass, blocks of so many rows, at most `blocks`; the tensor that is returned holds them. The
 // forward pass also gets a counter, which is 0. The backward pass, where padded_tiles > 0, gets the sequence of each
-// padded tile.
+// padded tile. The same kernel writes the rows of results that no sequence has, `gaps`, where no later kernel writes.
 inline torch::stable::Tensor list_works(const char* op, const torch::stable::Tensor& like, int64_t number, bool by_keys,
-                                        int64_t rows, int64_t blocks, int64_t padded_tiles, SequenceParams& params,
-                                        int** counter, cudaStream_t stream) {
+                                        int64_t rows, int64_t blocks, int64_t padded_tiles, const FillGapsParams& gaps,
+                                        int num_sms, SequenceParams& params, int** counter, cudaStream_t stream) {
   // Pairs of integers start on 8 bytes: the list of works comes first.
   torch::stable::Tensor memory =
       empty(like, {2 * blocks + 2 + number + padded_tiles}, torch::headeronly::ScalarType::Int);
@@ -152,26 +158,11 @@ inline torch::stable::Tensor list_works(const char* op, const torch::stable::Ten
   list.firsts = list.num_works + 2;
   if (counter != nullptr) *counter = list.counter = list.num_works + 1;
   if (padded_tiles > 0) list.sequence_of_tile = list.firsts + number;
-  check(launch_list_works(list, stream), op, "launching the kernel of the work tiles");
+  check(launch_prepare({list, gaps}, num_sms, stream), op, "launching the kernel of the work tiles and the gaps");
   params.works = list.works;
   params.num_works = list.num_works;
   params.sequence_of_tile = list.sequence_of_tile;
   return memory;
-}
-
-// A tensor (entries, rows, heads, columns), contiguous, of queries or of keys.
-inline GapsOf gaps_of(const torch::stable::Tensor& x, bool are_keys, const SequenceParams& params) {
-  return {const_cast<void*>(x.const_data_ptr()), static_cast<int>(x.size(1)),
-          static_cast<int>(x.size(2) * x.size(3) / 8), are_keys, are_keys ? params.packs_keys : params.packs_queries};
-}
-
-// Writes the rows of these tensors that no sequence has.
-inline void fill_gaps(const char* op, FillGapsParams fill, const SequenceParams& params, int64_t number,
-                      cudaStream_t stream) {
-  if (fill.tensors == 0) return;
-  fill.bounds = params.bounds;
-  fill.number = static_cast<int>(number);
-  check(launch_fill_gaps(fill, stream), op, "launching the kernel of the gaps");
 }
 
 }  // namespace flash_dmattn

@@ -1,4 +1,4 @@
-// The kernels before and after the attention kernels in a call with sequences.
+// The kernels beside those of attention in a call with sequences.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,8 +8,7 @@
 namespace flash_dmattn {
 
 // Launched on the current device; each returns the launch's error.
-cudaError_t launch_list_works(const ListWorksParams& params, cudaStream_t stream);
-cudaError_t launch_fill_gaps(const FillGapsParams& params, cudaStream_t stream);
+cudaError_t launch_prepare(const PrepareParams& params, int num_sms, cudaStream_t stream);
 
 // With at most so many keys the rounding of out to 16 bits shows in the gradients: delta is summed from scores instead.
 constexpr int kFewKeys = 64;

@@ -62,12 +62,15 @@ struct GapsOf {
 
 // Writes the rows that belong to no sequence: zeros to at most three tensors, and -inf to lse.
 struct FillGapsParams {
-  const int4* bounds;
-  int number;  // S
   int tensors;
   GapsOf of[3];
   float* lse;  // (entries, num_heads, rows) of the first tensor; null for none
   int num_heads;
+};
+
+struct PrepareParams {
+  ListWorksParams list;
+  FillGapsParams gaps;
 };
 
 // Sums delta of sequences of few keys from scores, in the place of what the kernel of the rows wrote.

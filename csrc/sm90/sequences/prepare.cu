@@ -1,5 +1,8 @@
-// The work tiles of a call with sequences: blocks of queries, or of keys, of all sequences, longest walk first.
-// One block of threads: a prefix sum over sequences, and a counting sort of the tiles by the length of their walks.
+// The kernel before those of attention in a call with sequences. One block of threads lists the work tiles: blocks of
+// queries, or of keys, of all sequences, longest walk first. The other blocks write the rows that no sequence has. One
+// launch for both: the host needs some 5 us for each (docs/notes/sequences.md).
+#include <algorithm>
+
 #include "../kernel_launch.h"
 #include "launch.h"
 #include "sequence.h"
@@ -43,9 +46,9 @@ __device__ __forceinline__ int count_steps(const Sequence& of, bool by_keys, int
   return last < first ? 0 : last / kTile + 1 - first / kTile;
 }
 
-__global__ void __launch_bounds__(kThreads) list_works_kernel(const __grid_constant__ ListWorksParams p) {
+// A prefix sum over sequences, and a counting sort of the tiles by the length of their walks.
+__device__ __forceinline__ void list_works(const ListWorksParams& p) {
   __shared__ int buckets[kBuckets], warp_sums[32];
-  griddep_wait();
   const int thread = threadIdx.x;
   buckets[thread] = 0;
 
@@ -104,10 +107,59 @@ __global__ void __launch_bounds__(kThreads) list_works_kernel(const __grid_const
   if (p.counter != nullptr) *p.counter = 0;
 }
 
+// The rows of no sequence: between two, before the first, behind the last, and unused ends of slots. A gap is shared by
+// as many of the `warps` as there are for each, so that one long gap has them all.
+__device__ __forceinline__ void fill_gaps(const FillGapsParams& p, int number, const int4* bounds, int warp, int warps) {
+  const int lane = threadIdx.x % 32;
+  const auto range_of = [&](int s, bool are_keys) {
+    const int4 of = bounds[s];
+    return are_keys ? make_int2(of.z, of.w) : make_int2(of.x, of.y);
+  };
+  const int most_gaps = number + 1, shares = max(1, warps / (most_gaps * p.tensors));
+  for (int64_t at = warp; at < static_cast<int64_t>(most_gaps) * p.tensors * shares; at += warps) {
+    const int share = static_cast<int>(at % shares), gap_of_tensor = static_cast<int>(at / shares);
+    const int gap = gap_of_tensor / p.tensors, tensor = gap_of_tensor % p.tensors;
+    const GapsOf& of = p.of[tensor];
+    int begin = 0, end = of.rows;
+    int64_t entry = 0;
+    if (of.packs_rows) {
+      if (gap > 0) {
+        const int2 before = range_of(gap - 1, of.are_keys);
+        begin = before.x + before.y;
+      }
+      if (gap < number) end = range_of(gap, of.are_keys).x;
+    } else {
+      if (gap == number) continue;  // a gap for each slot
+      begin = range_of(gap, of.are_keys).y;
+      entry = gap;
+    }
+    const int64_t chunks = static_cast<int64_t>(end - begin) * of.chunks;
+    uint4* const to = static_cast<uint4*>(of.x) + (entry * of.rows + begin) * of.chunks;
+    for (int64_t chunk = share * 32 + lane; chunk < chunks; chunk += shares * 32) to[chunk] = make_uint4(0, 0, 0, 0);
+    if (p.lse == nullptr || tensor > 0) continue;
+    for (int head = 0; head < p.num_heads; ++head) {
+      float* const row = p.lse + (entry * p.num_heads + head) * of.rows;
+      for (int i = begin + share * 32 + lane; i < end; i += shares * 32) row[i] = -INFINITY;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams p) {
+  griddep_wait();
+  if (blockIdx.x == 0) {
+    list_works(p.list);
+  } else {
+    constexpr int kWarps = kThreads / 32;
+    fill_gaps(p.gaps, p.list.number, p.list.sequences.bounds, (blockIdx.x - 1) * kWarps + threadIdx.x / 32,
+              (gridDim.x - 1) * kWarps);
+  }
+}
+
 }  // namespace
 
-cudaError_t launch_list_works(const ListWorksParams& params, cudaStream_t stream) {
-  return KernelLaunch(1, kThreads, stream).run(list_works_kernel, params);
+cudaError_t launch_prepare(const PrepareParams& params, int num_sms, cudaStream_t stream) {
+  const int blocks = params.gaps.tensors == 0 ? 1 : std::max(num_sms, 2);
+  return KernelLaunch(blocks, kThreads, stream).run(prepare_kernel, params);
 }
 
 }  // namespace flash_dmattn
