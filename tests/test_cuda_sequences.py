@@ -115,6 +115,35 @@ def test_a_forward_pass_repeats(backend: Runner) -> None:
     assert torch.equal(first["out"], second["out"]) and torch.equal(first["lse"], second["lse"])
 
 
+@pytest.mark.parametrize(("number", "tail"), ((1, 700), (45, 3), (5000, 90)))
+def test_rows_of_no_sequence_are_written(
+    backend: Runner, number: int, tail: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warps share a gap where there are few, and take several where there are many, as on an emulated GPU are 45."""
+    if DEVICE == "cpu" and number > 100:
+        pytest.skip("the emulated GPU has too few warps for so many sequences")
+
+    def of_nan(*sizes: Any, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        return torch.full(sizes[0] if len(sizes) == 1 else sizes, torch.nan, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "empty", of_nan)
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
+    starts = torch.arange(number + 1, device=DEVICE) * 3  # two used rows of three
+    rows = number * 3 + tail
+    used = (torch.arange(rows, device=DEVICE) < number * 3) & (torch.arange(rows, device=DEVICE) % 3 < 2)
+    two = torch.full((number,), 2, device=DEVICE)
+    q, k, v = (
+        torch.randn(rows, heads, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (HEADS, HEADS_K, HEADS_K)
+    )
+    sequences = Sequences.packed(starts, max_seqlen_q=3, max_seqlen_k=3, seqlens_q=two, seqlens_k=two)
+    out, lse = flash_dmattn.attention(q, k, v, sequences=sequences, return_lse=True, backend="cuda")
+    gradients = torch.autograd.grad(out.sum() + lse[:, used].sum(), (q, k, v))
+    assert bool((lse[:, ~used] == -torch.inf).all()) and bool(lse[:, used].isfinite().all())
+    for x in (out, *gradients):
+        assert bool((x[~used] == 0).all()) and bool(x[used].isfinite().all())
+
+
 def test_wrong_tables_stay_inside(backend: Runner) -> None:
     """On a GPU nobody looks at them; results are of what is there."""
     if DEVICE == "cpu":

@@ -56,8 +56,10 @@ _FEW_ROWS_WIDE, _FEW_ROWS_WIDE_GFX = (32, 8, 2), (32, 4, 1)
 _ONE_PASS = Tile(16, 64, 4, 1)
 # Split-KV of a few queries: a share has at least LEAST_PART keys, and about PART keys of the longest sequence.
 LEAST_PART, PART = 256, 4096
-# Programs that share the rows of one gap, and the values that each writes at a time.
-_GAP_SHARE, _GAP_BLOCK = 4, 1024
+# Values that a program writes at a time into a gap, and how many programs share a gap: at least 4, and together at least
+# 4 for each SM, because few gaps may be long.
+_GAP_BLOCK = 1024
+_GAP_SHARE, _GAP_PROGRAMS = 4, 4
 
 
 class SequenceCall(Call):
@@ -189,6 +191,8 @@ class SequenceCall(Call):
         """
         packed = self.spec.packs_queries if column == 0 else self.spec.packs_keys
         _, rows, heads, width = shape
+        gaps = self.number + packed
+        share = max(_GAP_SHARE, _GAP_PROGRAMS * self.num_sms // gaps)
         rest = by_name(
             fill_gaps_kernel,
             {},
@@ -196,13 +200,13 @@ class SequenceCall(Call):
             rows=rows,
             width=heads * width,
             num_heads=heads,
+            share=share,
             COLUMN=column,
             IS_PACKED=packed,
-            SHARE=_GAP_SHARE,
             BLOCK=_GAP_BLOCK,
             HAS_LSE=has_lse,
         )
-        return Launch(fill_gaps_kernel, (self.number + packed) * _GAP_SHARE, rest)
+        return Launch(fill_gaps_kernel, gaps * share, rest)
 
 
 def plan_forward(call: SequenceCall) -> Callable[..., None]:

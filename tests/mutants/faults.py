@@ -415,6 +415,13 @@ _CSRC = (
         (f"{_SEQUENCES}test_every_bias[none-cuda]",),
     ),
     Fault(
+        "a gap after those that the warps begin with is left",
+        "csrc/sm90/sequences/prepare.cu",
+        "at += warps) {",
+        "at += warps + 1) {",
+        (f"{_SEQUENCES}test_rows_of_no_sequence_are_written[45-3-cuda]",),
+    ),
+    Fault(
         "gradients of packed keys are summed where those of the first sequence are",
         "csrc/sm90/sequences/sequence.h",
         "static_cast<int64_t>(work.head) * of.rows_k + work.sequence.first_k;",
