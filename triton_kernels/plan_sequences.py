@@ -56,8 +56,8 @@ _FEW_ROWS_WIDE, _FEW_ROWS_WIDE_GFX = (32, 8, 2), (32, 4, 1)
 _ONE_PASS = Tile(16, 64, 4, 1)
 # Split-KV of a few queries: a share has at least LEAST_PART keys, and about PART keys of the longest sequence.
 LEAST_PART, PART = 256, 4096
-# Values that a program writes at a time into a gap, and how many programs share a gap: at least 4, and together at least
-# 4 for each SM, because few gaps may be long.
+# Values that a program writes at a time into a gap, and the least number of programs of a gap. Few gaps may be long, so
+# that all gaps together have 4 programs for each SM.
 _GAP_BLOCK = 1024
 _GAP_SHARE, _GAP_PROGRAMS = 4, 4
 
