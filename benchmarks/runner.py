@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from . import machine as machines
 from .cases import PASSES, Case, Pass, cases_of
 from .floors import Rates
 from .peak_memory import quick_collections
-from .progress import progress
+from .progress import Progress, progress
 from .report import text
 from .results import Record, Results, load, missing
 from .suites import equivalence, memory, model, performance
@@ -153,9 +154,13 @@ def _rows(
     known: dict[str, float],
 ) -> None:
     longest = 0.0
-    turn = turns_of(options.device, options.out, options.share[1])
-    with progress(suite, total, total - len(todo)) as bar:
-        for case in todo:
+    turns = turns_of(options.device, options.out, options.share[1])
+
+    def run_cases(cases: list[Case], bar: Progress, turn: Callable[[], AbstractContextManager[Alone]]) -> list[Case]:
+        """Add the rows of these cases; return the cases that had no memory beside other processes."""
+        nonlocal longest
+        left = []
+        for case in cases:
             started = time.monotonic()
             if options.deadline is not None and started + known.get(case.name, longest) > options.deadline:
                 continue
@@ -163,14 +168,24 @@ def _rows(
             with turn() as alone:
                 forget(options.device)
                 row = make_row(suite, case, available, options, alone)
+            longest = max(longest, time.monotonic() - started)
+            if alone is not at_once and performance.OUT_OF_MEMORY in json.dumps(row):
+                left.append(case)
+                continue
             results.add(row)
             bar.line(text.row(suite, row))
             bar.done()
-            longest = max(longest, time.monotonic() - started)
             if row.get("lost"):
                 bar.line(f"{row['lost']} left the GPU unusable for this process; run again to go on")
-                return
-    forget(options.device)
+                return []
+        forget(options.device)
+        return left
+
+    with progress(suite, total, total - len(todo)) as bar:
+        left = run_cases(todo, bar, turns.case if turns else lambda: nullcontext(at_once))
+        if turns:
+            with turns.last():
+                run_cases(left, bar, lambda: nullcontext(at_once))
 
 
 def systems_of(suite: str, case: Case, available: list[systems.System], device: torch.device) -> list[systems.System]:
@@ -204,7 +219,7 @@ def make_row(
 ) -> Record:
     """Make the row of a case; an exception outside any system, such as no memory for the inputs, is its error.
 
-    `alone` waits until this process may time. A row that had no memory beside other processes is made again then.
+    `alone` waits until this process may time.
     """
     device = options.device
     effort = performance.QUICK if options.quick else performance.FULL
@@ -221,22 +236,13 @@ def make_row(
         "model": partial(model.row, effort=effort),
     }
 
-    def make() -> tuple[Record, bool]:
-        """Return the row, and whether there was no memory for it."""
-        try:
-            with stream_of(device), quick_collections():
-                row = functions[suite](case, systems_of(suite, case, available, device), device)
-            json.dumps(row, allow_nan=False)
-        except Exception as error:
-            row = {"name": case.name, "group": case.group, "shape": case.shape, "what": case.what}
-            row |= {"error": worded(error), "systems": []}
-            if device_is_lost(device):
-                row["lost"] = "the case"
-            return row, isinstance(error, torch.OutOfMemoryError)
-        return row, False
-
-    row, lacks_memory = make()
-    if lacks_memory and alone():
-        forget(device)
-        row, _ = make()
+    try:
+        with stream_of(device), quick_collections():
+            row = functions[suite](case, systems_of(suite, case, available, device), device)
+        json.dumps(row, allow_nan=False)
+    except Exception as error:
+        row = {"name": case.name, "group": case.group, "shape": case.shape, "what": case.what}
+        row |= {"error": worded(error), "systems": []}
+        if device_is_lost(device):
+            row["lost"] = "the case"
     return row

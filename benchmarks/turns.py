@@ -1,9 +1,12 @@
-"""Turns of processes that share a GPU: they prepare cases side by side, and time them one after another."""
+"""Turns of processes that share a GPU: they prepare cases side by side, and time them one after another.
+
+A case that has no memory beside those of other processes comes last, when all processes have ended the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,7 +18,7 @@ class Turns:
     """Locks of one GPU in the folder of a run; every process of the run has them.
 
     Nobody times while another process prepares, and nobody begins to prepare while another waits to time or times. So
-    all prepare one case each, then all time, and the next round begins.
+    all prepare one case each, then all time, and the next round begins. Each process calls `last` at the end, once.
 
     Args:
         folder: where the files of the locks are made.
@@ -23,14 +26,18 @@ class Turns:
     """
 
     def __init__(self, folder: Path, gpu: str) -> None:
+        from fcntl import LOCK_SH, flock  # Windows has none
+
         # Processes that wait or time share the first lock. Processes that prepare share the second; one that times has
-        # it alone.
-        self._waiting, self._busy = ((folder / f"{name}-{gpu}.lock").open("a") for name in ("waiting", "busy"))
+        # it alone. The third is shared until a process has ended its cases.
+        files = ((folder / f"{name}-{gpu}.lock").open("a") for name in ("waiting", "busy", "cases"))
+        self._waiting, self._busy, self._cases = files
+        flock(self._cases, LOCK_SH)
 
     @contextmanager
     def case(self) -> Iterator[Alone]:
         """Prepare a case; the function that is yielded waits until this process may time it."""
-        from fcntl import LOCK_EX, LOCK_SH, LOCK_UN, flock  # Windows has none
+        from fcntl import LOCK_EX, LOCK_SH, LOCK_UN, flock
 
         is_alone = False
 
@@ -53,12 +60,24 @@ class Turns:
             flock(self._busy, LOCK_UN)
             flock(self._waiting, LOCK_UN)
 
+    @contextmanager
+    def last(self) -> Iterator[None]:
+        """Wait until every process has ended its cases, and have the GPU alone: one process at a time comes here."""
+        from fcntl import LOCK_EX, LOCK_UN, flock
 
-def turns_of(device: torch.device, folder: Path, processes: int) -> Callable[[], AbstractContextManager[Alone]]:
-    """Return what a process enters for each case: turns where several processes of the run may share its GPU."""
+        flock(self._cases, LOCK_UN)
+        flock(self._cases, LOCK_EX)
+        try:
+            yield
+        finally:
+            flock(self._cases, LOCK_UN)
+
+
+def turns_of(device: torch.device, folder: Path, processes: int) -> Turns | None:
+    """Return the turns of a process; None unless several processes of the run may share its GPU."""
     if device.type == "cuda" and processes > 1:
-        return Turns(folder, str(torch.cuda.get_device_properties(device).uuid)).case
-    return lambda: nullcontext(at_once)
+        return Turns(folder, str(torch.cuda.get_device_properties(device).uuid))
+    return None
 
 
 def at_once() -> bool:

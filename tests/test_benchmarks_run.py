@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from benchmark_systems import BROKEN, CPU, EAGER, LATE, MACHINE, MATH, NAN, PEER, REFUSES, WRONG, times
 
-from benchmarks import cli, dispatch, inputs, pages, results, runner, tiles, turns
+from benchmarks import cli, dispatch, pages, results, runner, tiles, turns
 from benchmarks.cases import Case, cases_of
 from benchmarks.floors import Rates
 from benchmarks.inputs import Inputs
@@ -264,34 +265,71 @@ def test_processes_on_one_gpu_time_one_after_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", (False, True))
-def test_no_memory_beside_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    """A system or the inputs of a case are made again when this process is alone, and only then."""
-    needs_memory = iter((True, False, True, False))  # inputs; inputs again; a system; the system again
-
-    def check_memory() -> None:
-        if next(needs_memory, False):
-            raise torch.OutOfMemoryError("no memory for it")
-
-    def make_inputs(case: Case, device: torch.device) -> Inputs:
-        check_memory()
-        return inputs.make_inputs(case, device)
+def test_a_system_without_memory_runs_again_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    failures = iter([torch.OutOfMemoryError("no memory for it")])
 
     def bind(operands: Inputs, mode: Mode) -> Bound:
-        check_memory()
+        for failure in failures:
+            raise failure
         return EAGER.bind(operands, mode)
 
-    monkeypatch.setattr(performance, "make_inputs", make_inputs)
     options = runner.Options(device=CPU, out=tmp_path, machine=MACHINE, passes=("forward",), quick=True)
     (case,) = (case.reduced(64) for case in cases_of("performance") if case.name == "topk-8k")
     systems = [EAGER._replace(bind=bind, prepares=False)]
-    row = runner.make_row("performance", case, systems, options, lambda: shared)
-    if shared:
-        assert times(row, "eager")["reason"] == "" and times(row, "eager")["forward"]["ms"] > 0
-        assert next(needs_memory, None) is None
-    else:
-        assert row["error"] == "OutOfMemoryError: no memory for it"
-        row = runner.make_row("performance", case, systems, options, lambda: shared)
-        assert times(row, "eager")["reason"] == "OutOfMemoryError: no memory for it"
+    line = times(runner.make_row("performance", case, systems, options, lambda: shared), "eager")
+    assert line["reason"] == ("" if shared else "OutOfMemoryError: no memory for it")
+    assert (line["forward"] is not None) == shared
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_a_case_without_memory_comes_last(tiny: runner.Options, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    """It runs again when all processes have ended their cases; without others it fails at once, for good."""
+    real, events = runner.make_row, []
+
+    def make_row(suite: str, case: Case, *rest: Any) -> results.Record:
+        row = real(suite, case, *rest)
+        is_first = case.name not in events
+        events.append(case.name)
+        return {**row, "error": "OutOfMemoryError"} if is_first and case.name == "causal-gqa" else row
+
+    class Last(turns.Turns):
+        @contextmanager
+        def last(self) -> Iterator[None]:
+            events.append("last")
+            with super().last():
+                yield
+
+    monkeypatch.setattr(runner, "make_row", make_row)
+    monkeypatch.setattr(runner, "turns_of", lambda device, folder, _: Last(folder, "GPU-0") if shared else None)
+    assert runner.run("performance", tiny) == runner.PASSED
+    rows = results.load(tiny.out / "performance.json")["rows"]
+    first, *others = "causal-gqa", "bias-bhll-d64", "decode-8k"
+    assert events == [first, *others, *(["last", first] if shared else [])]
+    assert [row["name"] for row in rows] == [first, *others]
+    assert [row["error"] for row in rows] == ["none" if shared else "OutOfMemoryError", "none", "none"]
+
+
+def test_the_last_cases_wait_for_every_process(tmp_path: Path) -> None:
+    """Locks belong to the open files of each, so that threads stand for processes."""
+    events: list[str] = []
+    slow, quick = (turns.Turns(tmp_path, "GPU-0") for _ in "ab")
+
+    def run_last() -> None:
+        with quick.last():
+            events.append("quick, last")
+
+    thread = threading.Thread(target=run_last)
+    thread.start()
+    time.sleep(0.05)
+    with slow.case() as alone:
+        alone()
+        events.append("slow")
+    with slow.last():
+        events.append("slow, last")
+    thread.join(30)
+    assert events[0] == "slow" and sorted(events[1:]) == ["quick, last", "slow, last"]
 
 
 def test_a_case_that_cannot_be_made_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
