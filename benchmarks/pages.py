@@ -109,7 +109,7 @@ def docs_section(folder: Path, root: Path) -> str:
     where = f"../{folder.relative_to(root).as_posix()}"
     all_standings = standings(content["rows"])
     places = {suite: folder_of(suite, folder) for suite in SUITES}
-    left = missing(content)
+    left = [*missing(content), *(row["name"] for row in content["rows"] if row.get("error"))]
     slower = sorted((s for s in all_standings if place(s) == "behind"), key=lambda s: s.ratio or 0.0)
     lines = [
         WRITTEN_BY,

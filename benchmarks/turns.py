@@ -1,6 +1,6 @@
 """Turns of processes that share a GPU: they prepare cases side by side, and time them one after another.
 
-A case that has no memory beside those of other processes comes last, when all processes have ended the others.
+A case without memory beside other processes comes last, when every process has ended its other cases.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Iterable
 
@@ -9,7 +10,7 @@ import torch
 
 import flash_dmattn
 
-PROGRESS = 20  # calls
+PROGRESS_SECONDS = 5.0
 
 
 def outcome_of(check: Callable[[], object], told: str) -> str | None:
@@ -31,11 +32,13 @@ def report(outcomes: Iterable[str | None]) -> int:
     """Print the failures, None being none, and a line of counts; returns the exit status of the script."""
     torch.set_num_threads(1)
     passed = failed = 0
+    told = time.monotonic()
     for outcome in outcomes:
         passed, failed = passed + (outcome is None), failed + (outcome is not None)
         if outcome is not None:
             print(outcome, flush=True)
-        if (passed + failed) % PROGRESS == 0:  # a process that is ended says how far it came
+        if time.monotonic() - told > PROGRESS_SECONDS:  # a process that is ended says how far it came
             print(f"{passed} passed, {failed} failed so far", flush=True)
+            told = time.monotonic()
     print(f"{passed} passed, {failed} failed")
     return min(failed, 100)

@@ -178,6 +178,8 @@ def test_report_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert cli.main(["report", "--pages"]) == 0
     assert (folder / "performance.md").read_text() == tables.page(PERFORMANCE)
     assert "old" not in (tmp_path / "README.md").read_text()
+    said = " ".join((tmp_path / "docs" / "benchmarks.md").read_text().split())
+    assert f"Not reached: {FAILED_ROW['name']}." in said
 
 
 def test_committed_pages_are_of_the_committed_run() -> None:

@@ -123,10 +123,10 @@ def test_rows_of_no_sequence_are_written(
     if DEVICE == "cpu" and number > 100:
         pytest.skip("the emulated GPU has too few warps for so many sequences")
 
-    def of_nan(*sizes: Any, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    def filled_with_nan(*sizes: Any, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         return torch.full(sizes[0] if len(sizes) == 1 else sizes, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(torch, "empty", of_nan)
+    monkeypatch.setattr(torch, "empty", filled_with_nan)
     monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
     starts = torch.arange(number + 1, device=DEVICE) * 3  # two used rows of three
     rows = number * 3 + tail

@@ -1,4 +1,4 @@
-// The kernels beside those of attention in a call with sequences.
+// A call with sequences launches these kernels besides the attention kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>

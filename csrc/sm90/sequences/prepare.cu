@@ -1,6 +1,6 @@
-// The kernel before those of attention in a call with sequences. One block of threads lists the work tiles: blocks of
-// queries, or of keys, of all sequences, longest walk first. The other blocks write the rows that no sequence has. One
-// launch for both: the host needs some 5 us for each (docs/notes/sequences.md).
+// Prepares a pass of a call with sequences. One block of threads lists the work tiles: blocks of queries, or of keys, of
+// all sequences, longest walk first. The other blocks write the rows that no sequence has. Both are one kernel, because
+// the host takes some 4 us for a launch (docs/notes/sequences.md).
 #include <algorithm>
 
 #include "../kernel_launch.h"
