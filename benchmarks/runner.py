@@ -183,7 +183,7 @@ def _rows(
 
     with progress(suite, total, total - len(todo)) as bar:
         left = run_cases(todo, bar, turns.case if turns else lambda: nullcontext(at_once))
-        if turns:
+        if turns and left:
             with turns.last():
                 run_cases(left, bar, lambda: nullcontext(at_once))
 

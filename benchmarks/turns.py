@@ -18,7 +18,8 @@ class Turns:
     """Locks of one GPU in the folder of a run; every process of the run has them.
 
     Nobody times while another process prepares, and nobody begins to prepare while another waits to time or times. So
-    all prepare one case each, then all time, and the next round begins. Each process calls `last` at the end, once.
+    all prepare one case each, then all time, and the next round begins. A process that has ended its cases calls `last`
+    or drops its turns, for which others may wait.
 
     Args:
         folder: where the files of the locks are made.
@@ -29,7 +30,7 @@ class Turns:
         from fcntl import LOCK_SH, flock  # Windows has none
 
         # Processes that wait or time share the first lock. Processes that prepare share the second; one that times has
-        # it alone. The third is shared until a process has ended its cases.
+        # it alone. The third is shared by all that have cases left.
         files = ((folder / f"{name}-{gpu}.lock").open("a") for name in ("waiting", "busy", "cases"))
         self._waiting, self._busy, self._cases = files
         flock(self._cases, LOCK_SH)
