@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from .report import text
 from .results import Record, Results, load, missing
 from .suites import equivalence, memory, model, performance
 from .suites.trial import device_is_lost, forget, stream_of, worded
-from .turns import Alone, at_once, turns_of
+from .turns import Alone, Turns, at_once, turns_of
 
 PASSED, FAILED, USAGE, UNFINISHED = 0, 1, 2, 3
 FAILURES: dict[str, Callable[[Record], list[str]]] = {
@@ -154,9 +154,8 @@ def _rows(
     known: dict[str, float],
 ) -> None:
     longest = 0.0
-    turns = turns_of(options.device, options.out, options.share[1])
 
-    def run_cases(cases: list[Case], bar: Progress, turn: Callable[[], AbstractContextManager[Alone]]) -> list[Case]:
+    def run_cases(cases: list[Case], bar: Progress, turns: Turns | None = None) -> list[Case]:
         """Add the rows of these cases; return the cases that had no memory beside other processes."""
         nonlocal longest
         left = []
@@ -165,11 +164,11 @@ def _rows(
             if options.deadline is not None and started + known.get(case.name, longest) > options.deadline:
                 continue
             bar.case(case.name)
-            with turn() as alone:
+            with turns.case() if turns else nullcontext(at_once) as alone:
                 forget(options.device)
                 row = make_row(suite, case, available, options, alone)
             longest = max(longest, time.monotonic() - started)
-            if alone is not at_once and performance.OUT_OF_MEMORY in json.dumps(row):
+            if turns and not row.get("lost") and performance.OUT_OF_MEMORY in json.dumps(row):
                 left.append(case)
                 continue
             results.add(row)
@@ -182,10 +181,11 @@ def _rows(
         return left
 
     with progress(suite, total, total - len(todo)) as bar:
-        left = run_cases(todo, bar, turns.case if turns else lambda: nullcontext(at_once))
-        if turns and left:
-            with turns.last():
-                run_cases(left, bar, lambda: nullcontext(at_once))
+        shared = turns_of(options.device, options.out, options.share[1])
+        left = run_cases(todo, bar, shared)
+        if shared and left:
+            with shared.last():
+                run_cases(left, bar)
 
 
 def systems_of(suite: str, case: Case, available: list[systems.System], device: torch.device) -> list[systems.System]:

@@ -311,6 +311,22 @@ def test_a_case_without_memory_comes_last(tiny: runner.Options, monkeypatch: pyt
     assert [row["error"] for row in rows] == ["none" if shared else "OutOfMemoryError", "none", "none"]
 
 
+def test_a_lost_gpu_ends_the_run_although_a_system_had_no_memory(
+    tiny: runner.Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No case runs after it, neither at once nor at the end."""
+    real, made = runner.make_row, []
+
+    def make_row(suite: str, case: Case, *rest: Any) -> results.Record:
+        made.append(case.name)
+        return {**real(suite, case, *rest), "error": "OutOfMemoryError", "lost": "fa4"}
+
+    monkeypatch.setattr(runner, "make_row", make_row)
+    monkeypatch.setattr(runner, "turns_of", lambda device, folder, _: turns.Turns(folder, "GPU-0"))
+    assert runner.run("performance", tiny) == runner.UNFINISHED
+    assert made == names_in(tiny.out / "performance.json") == ["causal-gqa"]
+
+
 def test_the_last_cases_wait_for_every_process(tmp_path: Path) -> None:
     """Locks belong to the open files of each, so that threads stand for processes."""
     events: list[str] = []
