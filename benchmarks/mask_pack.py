@@ -24,7 +24,6 @@ from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared import packing
 from flash_dmattn.masks.prepared.storage import TileMask
 from flash_dmattn.problem import Band, causal_window, make_band
-from flash_dmattn.triton_kernels import key_pack, mask_pack
 
 STRIPS = [(keys, warps) for keys in (128, 256, 512, 1024) for warps in (2, 4, 8, 16)]
 
@@ -65,6 +64,8 @@ def cuda_tile_mask(mask: torch.Tensor, band: Band | None) -> list[torch.Tensor]:
 
 def compare(extension: bool) -> bool:
     """Print where the kernels and plain PyTorch on the same GPU differ; return whether all bits are equal."""
+    from flash_dmattn.triton_kernels import key_pack, mask_pack
+
     good = True
     for name, mask in equality_cases():
         seqlen_q, seqlen_k = mask.shape[2:]
@@ -131,6 +132,8 @@ def result_bytes(prepared: object) -> int:
 
 def table(copy: float, extension: bool) -> None:
     """Print the time of packing, of the lists, and of both: by `from_mask`, and by the extension."""
+    from flash_dmattn.triton_kernels import mask_pack
+
     print(f"{'mask':34}{'load':>6}{'pack ms':>9}{'lists ms':>9}{'both ms':>9}{'GB/s':>7}{'of copy':>9}{'cuda ms':>9}")
     for length, is_causal in itertools.product((16384, 8192, 16380, 16383), (False, True)):
         mask = random_mask(1, 4, length, length)
@@ -161,6 +164,8 @@ def table(copy: float, extension: bool) -> None:
 
 def sweep(copy: float) -> None:
     """Print packing alone for every strip size, best first, for each load width, without and with a causal band."""
+    from flash_dmattn.triton_kernels import mask_pack
+
     for length, is_causal in itertools.product((16384, 16380, 16383), (False, True)):
         mask, band = random_mask(1, 4, length, length), make_band(length, length, causal_window(is_causal, (-1, -1)))
         runs = {strip: partial(mask_pack.pack_mask, mask, band, strip=strip) for strip in STRIPS}
