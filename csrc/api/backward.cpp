@@ -110,6 +110,7 @@ void BackwardPass::sum_delta() const {
   few.dout = rows_of(args.dout);
   few.dlse = rows.dlse;
   few.lse = rows.lse_log2;
+  few.split_lse = rows.split_lse;
   few.delta = rows.delta;
   few.row_delta = rows.row_delta;
   few.bias_values = params.bias_values;

@@ -14,6 +14,7 @@
 #include "../../device/pipeline.h"
 #include "../../device/ptx.h"
 #include "../../device/softcap.h"
+#include "../operands.h"
 #include "accumulators.h"
 #include "tile_scheduler.h"
 
@@ -25,6 +26,7 @@ struct KeyConsumer {
   static constexpr int kD = Traits::kD, kDv = Traits::kDv, kBlockM = Traits::kBlockM;
   static constexpr int kScores = kBlockM / 2;  // of a thread
   static constexpr int kSteps = kBlockM / 16;  // of 16 queries
+  static constexpr bool kHasBias = Traits::kBias != BackwardBias::kNone;
   static constexpr bool kHasKeyBias = Traits::kBias == BackwardBias::kVector;
   static constexpr bool kSumsKeys = kHasKeyBias || Traits::kBias == BackwardBias::kRelativeSum;
   using Scores = float[kScores];
@@ -34,7 +36,7 @@ struct KeyConsumer {
   Storage& shared;
   const int group, warp, lane;  // which consumer, so which 64 keys of a key tile; which warp of it
   const int key_stage;          // the pipeline stage of k and v
-  float key_bias[2];            // the bias of the thread's two keys, in units of log2
+  float key_bias[2];            // the bias of the thread's two keys
 
   __device__ __forceinline__ static int first_key(const KeyWorkItem<Traits>& item) {
     return item.block_k * Traits::kBlockN;
@@ -157,27 +159,48 @@ struct KeyConsumer {
     for (int i = 0; i < kSteps; ++i) read_sixteen(bias, i, tile);
   }
 
+  // Rows whose lse is great have -inf in its place (BackwardParams::split_lse). Where a warp finds one in a block, it
+  // reads lse of all its rows in two parts; elsewhere this returns null. The first query is the thread's own.
+  __device__ __forceinline__ const float2* great_rows(const KeyWorkItem<Traits>& item, int block, int stage) const {
+    if constexpr (!kHasBias) return nullptr;
+    bool is_great = false;
+#pragma unroll
+    for (int i = 0; i < kBlockM; i += 32) {
+      is_great |= (kBlockM % 32 == 0 || i + lane < kBlockM) && shared.lse[stage][i + lane] == -INFINITY;
+    }
+    if (!__any_sync(0xffffffffu, is_great)) return nullptr;
+    return p.split_lse + first_padded_row_of(p, item) + block * kBlockM + 2 * (lane % 4);
+  }
+
+  // The bias of two scores of the thread's key r.
+  __device__ __forceinline__ float2 bias_of(const BiasWords& bias, int c, int r) const {
+    if constexpr (Traits::kHasBiasTiles) return unpack(bias[c / 2][c % 2 * 2 + r], Element{});
+    return kHasKeyBias ? make_float2(key_bias[r], key_bias[r]) : make_float2(0.0f, 0.0f);
+  }
+
   // The summands of two scores of the thread's key r, in units of log2: bias minus lse of their queries.
   __device__ __forceinline__ float2 added(float2 lse, const BiasWords& bias, int c, int r) const {
     float2 add = make_float2(-lse.x, -lse.y);
     if constexpr (Traits::kHoldsProbs) add = make_float2(kLift - lse.x, kLift - lse.y);
-    if constexpr (Traits::kHasBiasTiles) {
-      const float2 values = unpack(bias[c / 2][c % 2 * 2 + r], Element{});
+    if constexpr (Traits::kHasBiasTiles || kHasKeyBias) {
+      const float2 values = bias_of(bias, c, r);
       add.x = fmaf(values.x, kLog2e, add.x);
       add.y = fmaf(values.y, kLog2e, add.y);
-    } else if constexpr (kHasKeyBias) {
-      add.x += key_bias[r];
-      add.y += key_bias[r];
     }
     // With a softcap masked keys are already -inf, and adding an overflow to +inf would give NaN.
-    if constexpr (Traits::kHasBiasTiles && Traits::kHasSoftcap) {
+    if constexpr ((Traits::kHasBiasTiles || kHasKeyBias) && Traits::kHasSoftcap) {
       add = make_float2(fminf(add.x, FLT_MAX), fminf(add.y, FLT_MAX));
     }
     return add;
   }
 
-  // Turns products into scores minus lse, in units of log2.
-  __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias) {
+  // Turns products into scores minus lse, in units of log2. `great` is from great_rows.
+  __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias, const float2* great) {
+    if (kHasBias && great != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) finish_great_sixteen(i, scores, bias, great);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) finish_sixteen(i, scores, stage, bias);
   }
@@ -196,6 +219,22 @@ struct KeyConsumer {
         for (int e = 0; e < 2; ++e) {
           float& score = scores[4 * c + 2 * r + e];
           score = fmaf(score, scale, e == 0 ? add.x : add.y);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish_great_sixteen(int i, Scores& scores, const BiasWords& bias,
+                                                       const float2* great) {
+#pragma unroll
+    for (int c = 2 * i; c < 2 * i + 2; ++c) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 values = bias_of(bias, c, r);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = scores[4 * c + 2 * r + e];
+          score = great_exponent(score, p.softmax_scale, e == 0 ? values.x : values.y, great[8 * c + e]);
         }
       }
     }
@@ -288,14 +327,22 @@ struct KeyConsumer {
   // `sums`. lse and delta point to the values of the thread's first query.
   __device__ __forceinline__ void finish_capped(int i, const Scores& tanhs, const Scores& dp, float cap,
                                                 const float* lse, const float* delta, const BiasWords& bias,
-                                                Quarter& probs, Quarter& ds, Quarter& dbias, float (&sums)[2]) const {
+                                                const float2* great, Quarter& probs, Quarter& ds, Quarter& dbias,
+                                                float (&sums)[2]) const {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const int c = 2 * i + w / 2, r = w % 2, at = 4 * c + 2 * r;
       const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * c);
-      const float2 add = added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
-      const float p_low = exp2_approx(fmaf(tanhs[at], cap, add.x));
-      const float p_high = exp2_approx(fmaf(tanhs[at + 1], cap, add.y));
+      float2 exponents;
+      if (kHasBias && great != nullptr) {
+        const float2 values = bias_of(bias, c, r);
+        exponents.x = great_exponent(tanhs[at], p.softcap, values.x, great[8 * c]);
+        exponents.y = great_exponent(tanhs[at + 1], p.softcap, values.y, great[8 * c + 1]);
+      } else {
+        const float2 add = added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
+        exponents = make_float2(fmaf(tanhs[at], cap, add.x), fmaf(tanhs[at + 1], cap, add.y));
+      }
+      const float p_low = exp2_approx(exponents.x), p_high = exp2_approx(exponents.y);
       const float low = dp[at] - delta_pair.x, high = dp[at + 1] - delta_pair.y;
       const float ds_low = p_low * low, ds_high = p_high * high;
       probs[w] = pack(p_low, p_high, Element{});
@@ -396,8 +443,7 @@ struct KeyConsumer {
       with_bias(p, item, [&](auto bias) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          key_bias[r] = bias(0, min(first_key(item) + key_of_block(r), last_key)) * kLog2e;
-          if constexpr (Traits::kHasSoftcap) key_bias[r] = fminf(key_bias[r], FLT_MAX);  // as in `added`
+          key_bias[r] = bias(0, min(first_key(item) + key_of_block(r), last_key));
         }
       });
     }

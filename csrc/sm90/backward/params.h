@@ -37,8 +37,9 @@ struct BackwardParams : AttentionSizes {
   float* dbias_sums;   // (B, Hq, Lk), for a bias per key; null if not needed
   void* summed_dbias;  // (1, Hq, Lq, Lk), contiguous, Lk a multiple of 8, of a bias that batch entries share; else null
   int cluster;         // blocks in a cluster: one per batch entry where they sum dbias, else 1
-  const float* lse;    // (B, Hq, padded_rows), base 2; +inf for empty rows and for padding
+  const float* lse;    // (B, Hq, padded_rows), base 2; +inf for empty rows and for padding, -inf in great ones
   const float* delta;  // (B, Hq, padded_rows), of BackwardRowsParams
+  const float2* split_lse;  // (B, Hq, padded_rows), of great_exponent in operands.h; null in kernels without a bias
   float softmax_scale;
 
   MaskTiles mask;                    // with lists of columns; `ordered` below if the order of additions is fixed
@@ -127,12 +128,14 @@ struct GroupWalks {
 // The kernel before the backward kernel: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for accumulators.
 struct BackwardRowsParams : AttentionSizes {
   const void* out;         // (B, Lq, Hq, Dv), contiguous
-  const float* lse;        // (B, Hq, Lq), contiguous
+  const void* lse;         // (B, Hq, Lq), contiguous, fp32 or, as ForwardParams says, wide
+  bool has_wide_lse;
   Rows dout;               // aligned to 16 bytes
   RowValues dlse;          // null for zeros
   BiasValues bias_values;  // one value per query, which changes lse; null for none
   float* lse_log2;         // (B, Hq, padded_rows)
   float* delta;            // (B, Hq, padded_rows)
+  float2* split_lse;       // (B, Hq, padded_rows); null if not needed
   int padded_rows;         // Lq in whole tiles of 128, or in whole blocks of queries; not of calls with sequences
   float* row_delta;        // (B, Hq, Lq), the same for the caller; null if not needed
   // Memory to clear: `zeros` times 16 bytes.

@@ -236,7 +236,7 @@ __device__ __forceinline__ void supply_distances(const BackwardParams& p, Storag
       barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
       float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);
       with_bias(p, item, [&](auto bias) {
-        write_distances<-1>(to, Traits::kSecondCopy, p.distances, last, Traits::kDistances, kLog2e, bias);
+        write_distances<-1>(to, Traits::kSecondCopy, p.distances, last, Traits::kDistances, bias);
       });
       barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
       pipe.advance();
