@@ -327,7 +327,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     }
     DqAccum dq;
     // The first step has no step before it: it multiplies whatever lies there and does not add the result. A branch
-    // around wgmma would cost registers.
+    // around wgmma would cost registers. TMA may be filling k, and nobody has written ds: the product may be anything, NaN
+    // included, and no thread reads it.
     if (i > 0) wait_for_ds(pipes.dq);
     if constexpr (Traits::kTurnsDq) {
       // ptxas finds no place for dq while dv still reads p: it would wait behind every single product.
