@@ -187,16 +187,17 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // finish_scores with a tile of bias, loaded 16 queries ahead of its use. Loaded all at once, the first lse would wait
   // behind it.
-  __device__ __forceinline__ void finish_with_bias(Scores& scores, int stage, BiasPipe& pipe, const float2* great) {
+  __device__ __forceinline__ void finish_with_bias(Scores& scores, int stage, BiasPipe& pipe,
+                                                   const KeyWorkItem<Traits>& item, int block) {
     BiasWords bias;
     const uint32_t tile = shared_address(shared.bias[pipe.stage]) + this->matrices_offset();
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
     this->read_sixteen(bias, 0, tile);
-    if (great != nullptr) {
+    if (this->has_great_rows(stage)) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         if (i > 0) this->read_sixteen(bias, i, tile);
-        this->finish_great_sixteen(i, scores, bias, great);
+        this->finish_great_sixteen(i, scores, bias, item, block);
       }
     } else {
 #pragma unroll
@@ -212,31 +213,34 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   // finish_scores with a bias by distance. The thread's second key, 8 behind its first, has the distances of 8 queries
   // before.
   __device__ __forceinline__ void finish_with_distances(Scores& scores, int stage, BiasPipe& pipe,
-                                                        const float2* great) {
+                                                        const KeyWorkItem<Traits>& item, int block) {
     const float scale = p.softmax_scale * kLog2e;
     const float* lse = shared.lse[stage] + 2 * (lane % 4);
     const int place = Traits::kBlockN - 1 - this->key_of_block(1) + 2 * (lane % 4);
     const float* values = reinterpret_cast<const float*>(shared.bias[pipe.stage]) +
                           pair_of_distances(place, Traits::kSecondCopy);
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
-    float2 pairs[2];
-    pairs[1] = *reinterpret_cast<const float2*>(values);
+    const auto for_each_two = [&](auto finish) {
+      float2 pairs[2];
+      pairs[1] = *reinterpret_cast<const float2*>(values);
 #pragma unroll
-    for (int c = 0; c < kBlockM / 8; ++c) {
-      pairs[0] = *reinterpret_cast<const float2*>(values + 8 * (c + 1));
-      const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * c);
+      for (int c = 0; c < kBlockM / 8; ++c) {
+        pairs[0] = *reinterpret_cast<const float2*>(values + 8 * (c + 1));
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float* two = &scores[4 * c + 2 * r];
-        if (great != nullptr) {
-          two[0] = great_exponent(two[0], p.softmax_scale, pairs[r].x, great[8 * c]);
-          two[1] = great_exponent(two[1], p.softmax_scale, pairs[r].y, great[8 * c + 1]);
-        } else {
-          two[0] = fmaf(two[0], scale, fmaf(pairs[r].x, kLog2e, -pair.x));
-          two[1] = fmaf(two[1], scale, fmaf(pairs[r].y, kLog2e, -pair.y));
-        }
+        for (int r = 0; r < 2; ++r) finish(*reinterpret_cast<float(*)[2]>(&scores[4 * c + 2 * r]), pairs[r], c);
+        pairs[1] = pairs[0];
       }
-      pairs[1] = pairs[0];
+    };
+    if (this->has_great_rows(stage)) {
+      for_each_two([&](float(&two)[2], float2 pair, int c) {
+        this->finish_great(two, pair, p.softmax_scale, item, block, c);
+      });
+    } else {
+      for_each_two([&](float(&two)[2], float2 pair, int c) {
+        const float2 of_queries = *reinterpret_cast<const float2*>(lse + 8 * c);
+        two[0] = fmaf(two[0], scale, fmaf(pair.x, kLog2e, -of_queries.x));
+        two[1] = fmaf(two[1], scale, fmaf(pair.y, kLog2e, -of_queries.y));
+      });
     }
     barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
     pipe.advance();
@@ -258,21 +262,22 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   //
   // Each 16 queries are written to shared memory at once, which makes ptxas free their registers before it loads lse
   // and delta of the next. Otherwise it delays ds until dk is multiplied, and up to 90 registers spill.
-  __device__ __forceinline__ void share_capped(const Scores& tanhs, const Scores& dp, const float2* great, Pipes& pipes,
-                                               Operand& probs, Operand& ds) {
+  __device__ __forceinline__ void share_capped(const Scores& tanhs, const Scores& dp, const KeyWorkItem<Traits>& item,
+                                               int block, Pipes& pipes, Operand& probs, Operand& ds) {
     const float cap = p.softcap * kLog2e;
     const float* lse = shared.lse[pipes.rows.stage] + 2 * (lane % 4);
     const float* delta = shared.delta[pipes.rows.stage] + 2 * (lane % 4);
     const uint32_t bias_tile = shared_address(shared.bias[pipes.bias.stage]) + this->matrices_offset();
     const uint32_t ds_tile = shared_address(shared.ds[pipes.ds.stage]) + this->matrices_offset();
     BiasWords bias, dbias;
+    const bool has_great = this->has_great_rows(pipes.rows.stage);
     if constexpr (Traits::kHasBiasTiles) barrier_wait(&shared.bias_full[pipes.bias.stage], pipes.bias.phase);
     barrier_wait(&shared.ds_empty[pipes.ds.stage], pipes.ds.phase ^ 1);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       if constexpr (Traits::kHasBiasTiles) ldmatrix_x4_trans(bias[i], bias_tile + i * 16 * kRowBytes);
       float sums[2] = {0.0f, 0.0f};
-      this->finish_capped(i, tanhs, dp, cap, lse, delta, bias, great, probs[i], ds[i], dbias[i], sums);
+      this->finish_capped(i, tanhs, dp, cap, lse, delta, bias, has_great, item, block, probs[i], ds[i], dbias[i], sums);
       stmatrix_x4_trans(ds[i], ds_tile + i * 16 * kRowBytes);
       // Overwrites the matrices that the warp has just loaded.
       if constexpr (Traits::kReplacesBias) stmatrix_x4_trans(dbias[i], bias_tile + i * 16 * kRowBytes);
@@ -412,13 +417,12 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       barrier_wait(&shared.dout_full[stage], pipes.rows.phase);
     }
     if constexpr (!Traits::kHasThirdPanel) this->start_dp(dp, stage, kKeyTile);
-    const float2* const great = this->great_rows(item, block.index, stage);
     if constexpr (Traits::kHasBiasTiles) {
-      finish_with_bias(scores, stage, pipes.bias, great);
+      finish_with_bias(scores, stage, pipes.bias, item, block.index);
     } else if constexpr (Traits::kIsRelative) {
-      finish_with_distances(scores, stage, pipes.bias, great);
+      finish_with_distances(scores, stage, pipes.bias, item, block.index);
     } else {
-      this->finish_scores(scores, stage, {}, great);
+      this->finish_scores(scores, stage, {}, item, block.index);
     }
     if (block.needs_mask) this->apply_mask(scores, block.words, item, block.index, kKeyTile);
     const int index = block.index;
@@ -464,10 +468,9 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   __device__ __forceinline__ void step_capped(const KeyWorkItem<Traits>& item, int i, Scores& scores, Scores& dp,
                                               Block& block, int& last_index, Pipes& pipes) {
     const int index = block.index;
-    const float2* const great = this->great_rows(item, index, pipes.rows.stage);
     if constexpr (kHasNext) this->find_block(block, item, i + 1);  // loaded early, to be there when needed
     Operand probs, ds;
-    share_capped(scores, dp, great, pipes, probs, ds);
+    share_capped(scores, dp, item, index, pipes, probs, ds);
     multiply<kHasNext, 0>(item, i, probs, ds, scores, last_index, pipes);
     if constexpr (kHasNext) start_capped(item, scores, dp, block, pipes);
     last_index = index;

@@ -159,17 +159,26 @@ struct KeyConsumer {
     for (int i = 0; i < kSteps; ++i) read_sixteen(bias, i, tile);
   }
 
-  // Rows whose lse is great have -inf in its place (BackwardParams::split_lse). Where a warp finds one in a block, it
-  // reads lse of all its rows in two parts; elsewhere this returns null. The first query is the thread's own.
-  __device__ __forceinline__ const float2* great_rows(const KeyWorkItem<Traits>& item, int block, int stage) const {
-    if constexpr (!kHasBias) return nullptr;
+  // Whether a block has a row whose lse is great: it has -inf in its place. Then lse of all its rows is read in two parts.
+  __device__ __forceinline__ bool has_great_rows(int stage) const {
+    if constexpr (!kHasBias) return false;
     bool is_great = false;
 #pragma unroll
     for (int i = 0; i < kBlockM; i += 32) {
       is_great |= (kBlockM % 32 == 0 || i + lane < kBlockM) && shared.lse[stage][i + lane] == -INFINITY;
     }
-    if (!__any_sync(0xffffffffu, is_great)) return nullptr;
-    return p.split_lse + first_padded_row_of(p, item) + block * kBlockM + 2 * (lane % 4);
+    return __any_sync(0xffffffffu, is_great);
+  }
+
+  // The thread's two scores of each 8 queries get their exponents, the c-th 8 queries and key r. Nothing is in a hurry
+  // here: loads wait for each other, so that ptxas keeps few registers for them.
+  __device__ __forceinline__ void finish_great(float (&two)[2], float2 bias, float factor, const KeyWorkItem<Traits>& item,
+                                               int block, int c) const {
+    const float2* lse = p.split_lse + first_padded_row_of(p, item) + block * kBlockM + 2 * (lane % 4) + 8 * c;
+    asm volatile("" ::: "memory");
+    const float4 both = *reinterpret_cast<const float4*>(lse);
+    two[0] = great_exponent(two[0], factor, bias.x, make_float2(both.x, both.y));
+    two[1] = great_exponent(two[1], factor, bias.y, make_float2(both.z, both.w));
   }
 
   // The bias of two scores of the thread's key r.
@@ -194,11 +203,12 @@ struct KeyConsumer {
     return add;
   }
 
-  // Turns products into scores minus lse, in units of log2. `great` is from great_rows.
-  __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias, const float2* great) {
-    if (kHasBias && great != nullptr) {
+  // Turns products into scores minus lse, in units of log2.
+  __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias,
+                                                const KeyWorkItem<Traits>& item, int block) {
+    if (has_great_rows(stage)) {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) finish_great_sixteen(i, scores, bias, great);
+      for (int i = 0; i < kSteps; ++i) finish_great_sixteen(i, scores, bias, item, block);
       return;
     }
 #pragma unroll
@@ -225,17 +235,13 @@ struct KeyConsumer {
   }
 
   __device__ __forceinline__ void finish_great_sixteen(int i, Scores& scores, const BiasWords& bias,
-                                                       const float2* great) {
+                                                       const KeyWorkItem<Traits>& item, int block) {
 #pragma unroll
     for (int c = 2 * i; c < 2 * i + 2; ++c) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float2 values = bias_of(bias, c, r);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = scores[4 * c + 2 * r + e];
-          score = great_exponent(score, p.softmax_scale, e == 0 ? values.x : values.y, great[8 * c + e]);
-        }
+        float(&two)[2] = *reinterpret_cast<float(*)[2]>(&scores[4 * c + 2 * r]);
+        finish_great(two, bias_of(bias, c, r), p.softmax_scale, item, block, c);
       }
     }
   }
@@ -327,22 +333,20 @@ struct KeyConsumer {
   // `sums`. lse and delta point to the values of the thread's first query.
   __device__ __forceinline__ void finish_capped(int i, const Scores& tanhs, const Scores& dp, float cap,
                                                 const float* lse, const float* delta, const BiasWords& bias,
-                                                const float2* great, Quarter& probs, Quarter& ds, Quarter& dbias,
-                                                float (&sums)[2]) const {
+                                                bool has_great, const KeyWorkItem<Traits>& item, int block,
+                                                Quarter& probs, Quarter& ds, Quarter& dbias, float (&sums)[2]) const {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const int c = 2 * i + w / 2, r = w % 2, at = 4 * c + 2 * r;
       const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * c);
-      float2 exponents;
-      if (kHasBias && great != nullptr) {
-        const float2 values = bias_of(bias, c, r);
-        exponents.x = great_exponent(tanhs[at], p.softcap, values.x, great[8 * c]);
-        exponents.y = great_exponent(tanhs[at + 1], p.softcap, values.y, great[8 * c + 1]);
+      float exponents[2] = {tanhs[at], tanhs[at + 1]};
+      if (kHasBias && has_great) {
+        finish_great(exponents, bias_of(bias, c, r), p.softcap, item, block, c);
       } else {
         const float2 add = added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
-        exponents = make_float2(fmaf(tanhs[at], cap, add.x), fmaf(tanhs[at + 1], cap, add.y));
+        exponents[0] = fmaf(exponents[0], cap, add.x), exponents[1] = fmaf(exponents[1], cap, add.y);
       }
-      const float p_low = exp2_approx(exponents.x), p_high = exp2_approx(exponents.y);
+      const float p_low = exp2_approx(exponents[0]), p_high = exp2_approx(exponents[1]);
       const float low = dp[at] - delta_pair.x, high = dp[at + 1] - delta_pair.y;
       const float ds_low = p_low * low, ds_high = p_high * high;
       probs[w] = pack(p_low, p_high, Element{});

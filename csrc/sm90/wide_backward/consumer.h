@@ -51,7 +51,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     }
     wgmma_wait<1>();
     wgmma_fence_operand(scores);
-    this->finish_scores(scores, at.rows.stage, bias, this->great_rows(item, block.index, at.rows.stage));
+    this->finish_scores(scores, at.rows.stage, bias, item, block.index);
     if (block.needs_mask) this->apply_mask(scores, block.words, item, block.index);
 #pragma unroll
     for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
@@ -76,7 +76,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     const float* delta = shared.delta[at.rows.stage] + 2 * (lane % 4);
     const uint32_t bias_tile = shared_address(shared.bias[at.scores.stage]) + this->matrices_offset();
     const uint32_t ds_tile = shared_address(shared.ds[at.scores.stage]) + this->matrices_offset();
-    const float2* const great = this->great_rows(item, block.index, at.rows.stage);
+    const bool has_great = this->has_great_rows(at.rows.stage);
     BiasWords bias;
     float ds_sums[2] = {0.0f, 0.0f};
     if constexpr (Traits::kHasBiasTiles) barrier_wait(&shared.bias_full[at.scores.stage], at.scores.phase);
@@ -85,7 +85,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     for (int i = 0; i < kSteps; ++i) {
       if constexpr (Traits::kHasBiasTiles) ldmatrix_x4_trans(bias[i], bias_tile + i * 16 * kRowBytes);
       typename Base::Quarter probs, ds, unused;
-      this->finish_capped(i, scores, dp, cap, lse, delta, bias, great, probs, ds, unused, ds_sums);
+      this->finish_capped(i, scores, dp, cap, lse, delta, bias, has_great, item, block.index, probs, ds, unused, ds_sums);
       // Overwrites the matrices that the warp has just loaded.
       stmatrix_x4_trans(probs, bias_tile + i * 16 * kRowBytes);
       stmatrix_x4_trans(ds, ds_tile + i * 16 * kRowBytes);
