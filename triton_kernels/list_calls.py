@@ -127,7 +127,7 @@ class ListCall:
             "lists": self.lists,
             "blocks": self.blocks,
             "heads_k": self.heads_k,
-            "scale_log2": flags.scale / flags.softcap if flags.softcap > 0 else flags.scale * LOG2E.value,
+            "score_scale": flags.scale / flags.softcap if flags.softcap > 0 else flags.scale * LOG2E.value,
             "scale": flags.scale,
             "softcap": flags.softcap,
             "BLOCK_D": self.block_d,

@@ -71,9 +71,9 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     has_few_keys, new_q = call.has_few_keys, new_like(call.q.shape, call.q.stride())
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
-        lse_log2, delta = delta_of(dout, out, dlse, lse, None)
-        read = (q, k, v, bias, dout, lse_log2, delta)
+        (q, k, v, mask, bias, sink, _, dropout), out, lse, lse_low = saved
+        read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
+        delta = read[-1]
         read_sink = sink if has_few_keys else None
         if has_few_keys and sink is not None and (need_sink or per_row):
             delta = row_delta(dout, out, dlse, lse)
@@ -92,18 +92,19 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         elif bias_of is not None:
             dbias = bias_of(read, mask, read_sink, None, dropout)
         elif per_row and bias is not None:
-            dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta)
+            dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta, lse_low)
         if sink is None:
             return dq, dk, dv, dbias
-        return dq, dk, dv, dbias, sink_gradient(sink, lse, delta) if need_sink else None
+        return dq, dk, dv, dbias, sink_gradient(sink, lse, delta, lse_low) if need_sink else None
 
     return run
 
 
 def plan_delta(
     call: Call, dout: Tensor, dlse: Tensor | None, few_keys: bool, rows: Shape | None = None
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Plan lse in base 2, and delta = rowsum(dout * out) - dlse: run(dout, out, dlse, lse, bounds).
+) -> Callable[..., tuple[Tensor, Tensor | None, Tensor]]:
+    """Plan what backward kernels read of each row, lse, what it drops, and delta = rowsum(dout * out) - dlse:
+    run(saved, dout, dlse).
 
     Args:
         few_keys: whether the kernels that read delta compute the sum.
@@ -126,12 +127,14 @@ def plan_delta(
     )
     launch = Launch(delta_kernel, tiles * call.shape.num_heads, rest)
 
-    def run(
-        dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor, bounds: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-        launch(dout, out, dlse, lse, lse_log2, delta, bounds)
-        return lse_log2, delta
+    is_biased = call.is_biased
+
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        x, out, lse, lse_low = saved
+        row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
+        bounds = None if x.sequences is None else x.sequences.bounds
+        launch(dout, out, dlse, lse, None if is_biased else lse_low, x.bias, row_lse, delta, bounds)
+        return row_lse, lse_low if is_biased else None, delta
 
     return run
 
@@ -182,7 +185,7 @@ def plan_keys(
         descriptors.append(call.bias_descriptor(3, bias, tile))
     dbias_tma = stored and bias is not None and tma and not has_key_mask and _rows_fit_tma(bias)
     if dbias_tma and bias is not None:
-        descriptors.append(_dbias_descriptor(11, bias, tile))
+        descriptors.append(_dbias_descriptor(12, bias, tile))
     launch = call.launch(
         backward_keys_kernel,
         grid_tiles * entries * owners,

@@ -27,6 +27,7 @@ from .tile_ops import (
     PADDED,
     PAGED,
     PAGED_PACKED,
+    ROW_BIAS,
     TILE_BIAS,
     BiasStrides,
     MaskStrides,
@@ -185,7 +186,7 @@ class SequenceCall(Call):
         return {**super().values(), "layout": self.layout, "SEQUENCES": self.code}
 
     def plan_fill(self, shape: Sequence[int], column: int, has_lse: bool = False) -> Launch:
-        """Plan the kernel that fills rows of no sequence in tensors of this shape, (B, L, H, D): run(x, lse, bounds).
+        """Plan the kernel that fills rows of no sequence in tensors of this shape, (B, L, H, D): run(x, lse, lse_low, bounds).
 
         `column` of the bounds has the first row of each sequence: 0 for queries, 2 for keys.
         """
@@ -210,7 +211,7 @@ class SequenceCall(Call):
 
 
 def plan_forward(call: SequenceCall) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(x, out, lse)."""
+    """Plan out and lse of one class of calls: run(x, out, lse, lse_low)."""
     shape, tile = call.shape, call.tile("forward")
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
@@ -232,7 +233,7 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
         tile = Tile(max(16, triton.next_power_of_2(most_rows)), *step)
         tiles, search, heads, grouped = call.number, False, call.num_heads_k, shape.group > 1
         splits = _key_parts(call, tiles * heads)
-    has_rows_of_heads = grouped and call.bias is not None
+    has_rows_of_heads = grouped and call.is_biased
     bias_tma = not grouped and call.bias_tma()
     launch = call.launch(
         forward_kernel,
@@ -286,7 +287,9 @@ def plan_backward(
         call.take_one_pass()
     # With few keys in every sequence, lse only changes its base, alike for all rows: rows of no sequence have -inf.
     few = shape.seqlen_k <= call.layout.few_keys
-    rows_q = shape._replace(batch=dout.shape[0], seqlen_q=call.rows_q) if few else None
+    # Not beside a bias of one value per query, which goes by sequences.
+    has_row_bias = call.bias_kind == ROW_BIAS.value
+    rows_q = shape._replace(batch=dout.shape[0], seqlen_q=call.rows_q) if few and not has_row_bias else None
     delta_of = plan_delta(call, dout, dlse, few, rows_q)
     pairs_of = keys_of = sums_of = queries_of = None
     if call.has_wide_heads:
@@ -305,10 +308,9 @@ def plan_backward(
     new_q = new_like(call.q.shape, call.q.stride())
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        (q, k, v, mask, bias, sink, sequences, dropout), out, lse = saved
+        (q, k, v, mask, bias, sink, sequences, dropout), out, lse, lse_low = saved
         assert sequences is not None
-        lse_log2, delta = delta_of(dout, out, dlse, lse, sequences.bounds)
-        read = (q, k, v, bias, dout, lse_log2, delta)
+        read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
         dq = dk = dv = dbias = None
         if pairs_of is not None:
             dq, dk, dv, dbias = pairs_of(read, mask, None, sequences.bounds, dropout)
@@ -321,24 +323,26 @@ def plan_backward(
         if dq is not None:
             if queries_of is not None:
                 queries_of(read, mask, None, sequences.bounds, dropout, dq)
-            fill_q(dq, None, sequences.bounds)
+            fill_q(dq, None, None, sequences.bounds)
         if dk is not None:
-            fill_k(dk, None, sequences.bounds)
+            fill_k(dk, None, None, sequences.bounds)
         if dv is not None:
-            fill_v(dv, None, sequences.bounds)
+            fill_v(dv, None, None, sequences.bounds)
         if bias_of is not None:
             dbias = bias_of(read, mask, None, sequences.bounds, dropout)
         rows = None
         if sink is not None and (need_sink or kind == "query"):
             rows = row_delta(dout, out, dlse, lse)
         if kind == "query" and bias is not None:
-            dbias = sequence_query_gradient(bias, dlse, lse, num_heads_k, flags, sink, rows, sequences.bounds)
+            dbias = sequence_query_gradient(
+                bias, dlse, lse, num_heads_k, flags, sink, rows, sequences.bounds, lse_low
+            )
         if sink is None:
             return dq, dk, dv, dbias
         if not need_sink or rows is None:
             return dq, dk, dv, dbias, None
         # Rows of no sequence have no sink. Their lse of -inf would look like a row that has a sink and no keys, so it
         # becomes +inf, with which they add nothing to the gradient.
-        return dq, dk, dv, dbias, sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows)
+        return dq, dk, dv, dbias, sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows, lse_low)
 
     return run

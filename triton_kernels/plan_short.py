@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_dmattn.gradients import key_gradient, new_like, query_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
-from flash_dmattn.problem.inputs import Saved
+from flash_dmattn.problem.inputs import Inputs, Saved
 from flash_dmattn.reference.sinks import sink_gradient
 
 from .plan import Call, row_strides
@@ -20,7 +20,7 @@ from .short_backward import KEY_SUM, NO_DBIAS, SLOTS, STORE, short_backward_kern
 from .short_calls import ShortCall, ShortTile, backward_tiles, forward_tile
 from .short_forward import short_forward_kernel
 from .short_rows import Walk
-from .tile_ops import DENSE_ROW, NO_BIAS, TILE_BIAS
+from .tile_ops import DENSE_ROW, TILE_BIAS
 
 
 def _walk(call: Call, tiles: int, sums_dbias: bool = False) -> tuple[Walk, int, int]:
@@ -49,8 +49,8 @@ def _values(call: Call, tile: ShortTile, walk: Walk, *read: Tensor) -> dict[str,
         "access": call.dense_mask_strides(),
         "walk": walk,
         "MASK": DENSE_ROW.value if one_row else call.mask_kind,
-        # Every bias is read as one value per score; a broadcast dim has stride 0.
-        "BIAS": NO_BIAS.value if call.bias is None else TILE_BIAS.value,
+        # A bias that adds to scores is read as one value per score; a broadcast dim has stride 0.
+        "BIAS": TILE_BIAS.value if call.is_biased else call.bias_kind,
         "WIDE": call.wide(*read),
         "STAGES": tile.num_stages,
         "HAS_SINK": call.has_sink,
@@ -58,13 +58,17 @@ def _values(call: Call, tile: ShortTile, walk: Walk, *read: Tensor) -> dict[str,
 
 
 def plan_short_forward(call: Call) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(x, out, lse)."""
+    """Plan out and lse of one class of calls: run(x, out, lse, lse_low)."""
     q, k, v, shape = call.q, call.k, call.v, call.shape
     tile = forward_tile(ShortCall.of(q, k, v, call.mask, call.arch))
     assert tile is not None
     walk, _, programs = _walk(call, triton.cdiv(shape.seqlen_q, tile.block_m))
     launch = call.launch(short_forward_kernel, programs, tile, **_values(call, tile, walk, q, k, v))
-    return lambda x, out, lse: launch(x.q, x.k, x.v, x.bias, *mask_tensors(x.mask), out, lse, x.sink, x.dropout)
+
+    def run(x: Inputs, out: Tensor, lse: Tensor, lse_low: Tensor | None) -> None:
+        launch(x.q, x.k, x.v, x.bias, *mask_tensors(x.mask), out, lse, lse_low, x.sink, x.dropout)
+
+    return run
 
 
 def plan_short_backward(
@@ -121,7 +125,7 @@ def plan_short_backward(
     sum_sizes, num_heads = (shape.batch, shape.num_heads, shape.seqlen_k), shape.num_heads
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        (q, k, v, mask, bias, sink, _, dropout), _, lse = saved
+        (q, k, v, mask, bias, sink, _, dropout), _, lse, lse_low = saved
         dq = None if new_q is None else new_q(q)
         dk = None if new_k is None else new_k(k)
         dv = None if new_v is None else new_v(v)
@@ -134,7 +138,8 @@ def plan_short_backward(
         if needs_delta:
             delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
         for launch in launches:
-            launch(q, k, v, bias, dout, lse, dlse, *mask_tensors(mask), delta, dq, dk, dv, made, sink, dropout)
+            read = (q, k, v, bias, dout, lse, lse_low, dlse, *mask_tensors(mask))
+            launch(*read, delta, dq, dk, dv, made, sink, dropout)
         if add is not None:
             add(made, dbias)
         if sink is None and not (sums_keys or is_query):
@@ -143,9 +148,10 @@ def plan_short_backward(
         if bias is not None and sums_keys:
             dbias = key_gradient(bias, made, num_heads, repeat)
         elif bias is not None and is_query:
-            dbias = query_gradient(bias, dlse, lse, num_heads, repeat, sink, row_delta)
+            dbias = query_gradient(bias, dlse, lse, num_heads, repeat, sink, row_delta, lse_low)
         if sink is None:
             return dq, dk, dv, dbias
-        return dq, dk, dv, dbias, sink_gradient(sink, lse, row_delta) if need_sink and row_delta is not None else None
+        dsink = sink_gradient(sink, lse, row_delta, lse_low) if need_sink and row_delta is not None else None
+        return dq, dk, dv, dbias, dsink
 
     return run

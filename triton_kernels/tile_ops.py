@@ -9,6 +9,8 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# The least number of fp32, where running maxima begin: not at -inf, because -inf - -inf is NaN in a row without keys.
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 # How a kernel reads a mask. BAND: there is none but the band. TILES: lists of 128 x 128 tiles, and bits. KEYS: the
 # positions of the kept keys. DENSE: a bool tensor as it is. DENSE_ROW, for short rows: a bool tensor with one row for
@@ -29,11 +31,12 @@ PADDED: tl.constexpr = tl.constexpr(2)
 PAGED: tl.constexpr = tl.constexpr(3)
 PAGED_PACKED: tl.constexpr = tl.constexpr(4)
 
-# How a bias is read: not at all, one value per key, one per query, or one per score. DISTANCES and CLAMPED: one per
+# How a bias is read: not at all, one value per query, one per key, or one per score. DISTANCES and CLAMPED: one per
 # distance, 0 beyond the values, or the first or last value. BANDED: one per query and distance, 0 beyond.
+# Up to ROW_BIAS nothing is added to scores: a value of a whole row moves its lse alone.
 NO_BIAS: tl.constexpr = tl.constexpr(0)
-KEY_BIAS: tl.constexpr = tl.constexpr(1)
-ROW_BIAS: tl.constexpr = tl.constexpr(2)
+ROW_BIAS: tl.constexpr = tl.constexpr(1)
+KEY_BIAS: tl.constexpr = tl.constexpr(2)
 TILE_BIAS: tl.constexpr = tl.constexpr(3)
 DISTANCES: tl.constexpr = tl.constexpr(4)
 CLAMPED: tl.constexpr = tl.constexpr(5)
@@ -357,16 +360,12 @@ def soft_cap(x):
 
 
 @triton.jit
-def row_totals(p, sink, h, lse_rows, axis: tl.constexpr, HAS_SINK: tl.constexpr):
-    """Sum p over all keys of each row, which this tile holds, and add the sink.
-
-    The sum is 1 but for the rounding of lse, which matters where lse is large. `lse_rows` is in base 2. An empty row
-    has +inf there, and its sum is 0.
-    """
-    total = tl.sum(p, axis)
-    if HAS_SINK:
-        total += tl.math.exp2(tl.load(sink + h).to(tl.float32) * LOG2E - lse_rows)
-    return total
+def row_values(bias, strides, b, h, rows, shape, BIAS: tl.constexpr):
+    """Load the values of rows of a bias of one value per query; 0 for other biases."""
+    if BIAS == ROW_BIAS:
+        return load_vector(shared_head(bias, strides, b, h), rows, shape.seqlen_q, strides.row)
+    else:
+        return 0.0
 
 
 @triton.jit
@@ -376,17 +375,73 @@ def renormalize(p, total, axis: tl.constexpr):
 
 
 @triton.jit
-def join_sink(natural, logits):
-    """Add the sinks of rows to their lse, and return also the share that the keys keep of each row.
+def log_sums(row_max, row_sum, values, BIAS: tl.constexpr):
+    """Return lse of rows as two numbers to be added, since one fp32 number near 1e9 has no room for log(row_sum); and
+    the divisor of out.
 
-    lse and sinks are natural logarithms; -inf stands for no keys or no sink.
+    Args:
+        row_max: in base 2, or natural where the bias adds to scores.
+        row_sum: of exp(score - row_max). It is 0 in rows without keys alone: the greatest score of a row adds 1.
+        values: of a bias of one value per query.
+        BIAS: how the bias is read.
     """
-    top = tl.maximum(natural, logits)
-    top_or_0 = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf is NaN
-    keys = tl.math.exp2((natural - top_or_0) * LOG2E)
-    total = keys + tl.math.exp2((logits - top_or_0) * LOG2E)
-    total_or_1 = tl.where(total > 0.0, total, 1.0)
-    return top + tl.math.log2(total_or_1) * LN2, keys / total_or_1
+    total = tl.where(row_sum == 0.0, 1.0, row_sum)
+    rest = tl.math.log2(total) * LN2
+    top = row_max
+    if BIAS <= ROW_BIAS:
+        top = row_max * LN2
+    top = tl.where(row_sum == 0.0, float("-inf"), top)
+    if BIAS == ROW_BIAS:
+        natural = top
+        top = natural + values
+        # What rounding drops from `top`: exact, because the greater number comes first.
+        dropped = tl.where(tl.abs(values) > tl.abs(natural), values - top + natural, natural - top + values)
+        rest += tl.where(tl.abs(top) < float("inf"), dropped, 0.0)
+        # A row of -inf has no keys. A row of inf or NaN is NaN, as inf - inf in the softmax.
+        other = tl.where(values == float("-inf"), float("inf"), float("nan"))
+        total = tl.where(tl.abs(values) < float("inf"), total, other)
+        top = tl.where(values == float("inf"), float("nan"), top)
+    return top, rest, total
+
+
+@triton.jit
+def join_sink(top, rest, logits):
+    """Add the sinks of rows to what `log_sums` returned, and return also the share that the keys keep of each row.
+
+    Sinks are natural logarithms; -inf stands for none.
+    """
+    joint = tl.maximum(top, logits)
+    joint_or_0 = tl.where(joint == float("-inf"), 0.0, joint)  # -inf - -inf is NaN
+    own = (top - joint_or_0) + rest
+    others = logits - joint_or_0
+    shift = tl.maximum(own, others)
+    shift = tl.where(shift == float("-inf"), 0.0, shift)
+    keys = tl.math.exp2((own - shift) * LOG2E)
+    total = keys + tl.math.exp2((others - shift) * LOG2E)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    return joint, tl.where(empty, 0.0, shift + tl.math.log2(total) * LN2), keys / total
+
+
+@triton.jit
+def store_lse(lse, low, at, top, rest, stored):
+    """Store lse of rows, rounded, and what rounding drops from it, unless `low` is None.
+
+    In rows whose lse is infinite or NaN it drops 0.
+    """
+    rounded = top + rest
+    tl.store(lse + at, rounded, mask=stored)
+    if low is not None:
+        tl.store(low + at, tl.where(tl.abs(rounded) < float("inf"), top - rounded + rest, 0.0), mask=stored)
+
+
+@triton.jit
+def load_low(low, at, row_ok):
+    """Load what rounding dropped from lse of rows; 0 where the forward pass did not tell."""
+    if low is not None:
+        return tl.load(low + at, mask=row_ok, other=0.0)
+    else:
+        return tl.zeros(at.shape, tl.float32)
 
 
 @triton.jit
