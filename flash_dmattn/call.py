@@ -102,7 +102,10 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
         # A plan has no passes if sizes may be symbols. Then the pass is planned for this call only.
         results = (plan.run_forward or forward_of(plan.forward, plan.problem))(inputs)
     else:
-        results = attend(plan, inputs)
+        out, lse = attend(plan, inputs)
+        if problem.return_lse and lse.dtype == torch.float64 != problem.dtype:
+            lse = lse.float()  # see `Backend.wide_lse`
+        results = out, lse
     if call.leading is not None:
         return tuple(x.view(*call.leading, *x.shape[1:]) for x in results)
     if call.spec is not None and call.spec.packs_queries and call.arrival == "rows":

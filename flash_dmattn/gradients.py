@@ -15,20 +15,21 @@ from .reference.sinks import row_delta, sink_gradient, through_lse
 Allocate = Callable[[Tensor], Tensor]
 
 
-def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate (out, lse) as every backend returns them: contiguous, lse fp32 (fp64 for fp64)."""
+def empty_outputs(q: Tensor, v: Tensor, wide_lse: bool = False) -> tuple[Tensor, Tensor]:
+    """Allocate (out, lse) as every backend returns them: contiguous, lse fp32 (fp64 for fp64, or if it is wide)."""
     batch, seqlen_q, num_heads, _ = q.shape
     dtype, device = q.dtype, q.device
     # Sizes as separate arguments: torch takes a third longer to read a tuple.
     out = torch.empty(batch, seqlen_q, num_heads, v.shape[3], dtype=dtype, device=device)
-    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    lse_dtype = torch.float64 if wide_lse or dtype == torch.float64 else torch.float32
     return out, torch.empty(batch, num_heads, seqlen_q, dtype=lse_dtype, device=device)
 
 
 def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Return `q -> (out, lse)`, which allocates like `empty_outputs`, for a class of calls in at most 32 bits.
 
-    out is (B, L, H, Dv), also for q in head-first layout; of tokens it is (T, H, Dv), and lse (H, T).
+    out is (B, L, H, Dv), also for q in head-first layout; of tokens it is (T, H, Dv), and lse (H, T). With a bias
+    lse is wide: see `Backend.wide_lse`.
     """
     entries, rows, strides = p.batch, p.seqlen_q, tuple(p.q_strides)
     if p.sequences is not None:
@@ -37,11 +38,12 @@ def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Te
     stats: tuple[int, ...] = (entries, p.num_heads, rows)
     if p.arrival == "tokens":
         sizes, stats, strides = sizes[1:], stats[1:], strides[1:]
-    empty, float32, dtype = torch.empty, torch.float32, p.dtype
+    empty, dtype = torch.empty, p.dtype
+    lse_dtype = torch.float32 if p.bias_tensor is None else torch.float64
     if p.arrival != "heads_first" and p.head_dim == p.head_dim_v and strides == contiguous_strides(sizes):
         empty_like = torch.empty_like  # takes half as long as torch.empty with sizes
-        return lambda q: (empty_like(q), empty(*stats, dtype=float32, device=q.device))
-    return lambda q: (empty(*sizes, dtype=dtype, device=q.device), empty(*stats, dtype=float32, device=q.device))
+        return lambda q: (empty_like(q), empty(*stats, dtype=lse_dtype, device=q.device))
+    return lambda q: (empty(*sizes, dtype=dtype, device=q.device), empty(*stats, dtype=lse_dtype, device=q.device))
 
 
 def has_pairs(p: AttentionProblem) -> bool:
@@ -65,11 +67,11 @@ def fill_empty(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, T
     return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
 
 
-def run_without_keys(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
-    """Return the forward pass of a class of calls for which no kernel runs: see `has_pairs`."""
+def run_without_keys(p: AttentionProblem, wide_lse: bool = False) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+    """Return the forward pass of a class of calls for which no kernel runs: see `has_pairs`, and `Backend.wide_lse`."""
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = empty_outputs(x.q, x.v)
+        out, lse = empty_outputs(x.q, x.v, wide_lse and p.bias_tensor is not None)
         if p.sequences is not None:  # rows of no sequence have no sink either
             return fill_empty(out, lse, None)
         return fill_empty(out, lse, x.sink) if p.seqlen_k == 0 else (out, lse)

@@ -183,7 +183,8 @@ def _run_tangent_gradients(*arguments: Any) -> list[Tensor]:
 
 def _tangents_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x = read_inputs(arguments[5 : 5 + NUM_INPUTS])
-    return (*empty_outputs(x.q, x.v), *empty_outputs(x.q, x.v))
+    wide = x.bias is not None and BACKENDS[arguments[-1]].wide_lse
+    return (*empty_outputs(x.q, x.v, wide), *empty_outputs(x.q, x.v, wide))
 
 
 def _tangent_gradients_fake(*arguments: Any) -> list[Tensor]:
@@ -191,8 +192,9 @@ def _tangent_gradients_fake(*arguments: Any) -> list[Tensor]:
     return empty_gradients((x.q, x.k, x.v, x.bias, x.sink) * 2, arguments[-1])
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return empty_outputs(q, v)
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    x = read_inputs(arguments[:NUM_INPUTS])
+    return empty_outputs(x.q, x.v, x.bias is not None and BACKENDS[arguments[-2]].wide_lse)
 
 
 def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:

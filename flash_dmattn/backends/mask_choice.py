@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..problem import (
@@ -180,9 +181,17 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
 
 def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
     """Return the backward pass, with the same conversions; gradients lie as q, k and v arrived."""
+    run = _plan_backward(backend, problem)
+    if problem.bias_tensor is None or backend.wide_lse or problem.dtype == torch.float64:
+        return run
+    # The forward pass may have run on a backend with a wide lse.
+    return lambda saved, *sent, **more: run(saved._replace(lse=saved.lse.float()), *sent, **more)
+
+
+def _plan_backward(backend: Backend, problem: AttentionProblem) -> Backward:
     assert backend.plan_backward is not None
     if problem.arrival != "rows" and not backend.reads_as_arrived(problem, "backward"):
-        return through_rows(problem, backward_of(backend, problem._replace(arrival="rows")))
+        return through_rows(problem, _plan_backward(backend, problem._replace(arrival="rows")))
     choice = _choose(problem, ((backend, "backward"),))
     if choice.form == problem.mask_form:
         return backend.plan_backward(problem)
@@ -219,6 +228,8 @@ def tangent_gradients_of(backend: Backend, problem: AttentionProblem, needs_grad
     run = backend.plan_tangent_gradients(problem._replace(arrival="rows", mask_form=choice.form), needs_grad)
 
     def gradients(x: Inputs, own: Tangents, lse: Tensor, sent: Cotangents) -> tuple[Tangents, Tangents]:
+        if not backend.wide_lse and problem.dtype != torch.float64:
+            lse = lse.float()
         inputs = x.in_rows(arrival)._replace(mask=convert(problem, choice, x.mask, x.sequences))
         rows = Cotangents(*(result_in_rows(each, arrival) for each in sent))
         both = run(inputs, tangents_in_rows(own, arrival), result_in_rows(lse, arrival), rows)

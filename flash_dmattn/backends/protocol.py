@@ -130,6 +130,9 @@ class Backend:
             as `mask_repeat` and `bias_repeat` of `Flags` say.
         refuses_entries: for a backend without `repeats_entries`: why a pass refuses such a mask or bias; empty if it
             accepts it.
+        wide_lse: whether the lse of calls with a bias is float64 between its passes. Next to a bias of -1e9, float32
+            cannot hold the log of the sum; `attention` returns float32 all the same. Where log(sum) would vanish even
+            in float64, `join_lse` in csrc/sm90/operands.h and triton_kernels/tile_ops.py scales it.
         stores_dbias: whether `backward` takes dbias_out=: see `Backward`.
         differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch. Without it
             second derivatives are refused.
@@ -157,6 +160,7 @@ class Backend:
     refuses_entries: Callable[[AttentionProblem, Direction], str] = lambda problem, direction: (
         "this backend takes 1 or all"
     )
+    wide_lse: bool = False
     stores_dbias: bool = False
     differentiable_backward: Callable[[AttentionProblem, Inputs, Tensor, Tensor | None], Gradients] | None = None
     has_forward_ad: bool = False

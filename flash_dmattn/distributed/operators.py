@@ -302,7 +302,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         settings.compare("forward", x)
     arriving, rows = settings.arriving(x), settings.rows(x)
     backend = BACKENDS[settings.forward]
-    out, lse = empty_outputs(x.q, x.v)
+    out, lse = empty_outputs(x.q, x.v, x.bias is not None and backend.wide_lse)
     for heads, held_k, held_v in arriving:
         rows.forward(backend, heads, held_k, held_v, out, lse)
     return out, lse
@@ -332,6 +332,11 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor
     return [y for y in (sums.q, dk, dv, sums.bias, sums.sink) if y is not None]
 
 
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    x, settings = Operands(*arguments[:6]), GatherSettings.of(arguments[6:])
+    return empty_outputs(x.q, x.v, x.bias is not None and BACKENDS[settings.forward].wide_lse)
+
+
 def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
     x = Operands(*arguments[:6])
     return empty_gradients((x.q, x.k, x.v, x.bias, x.sink), arguments[-1])  # needs_grad, the last of the settings
@@ -352,7 +357,7 @@ gather_forward = register(
         "gather_forward",
         f"({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)",
         _forward,
-        lambda q, k, v, *_: empty_outputs(q, v),
+        _forward_fake,
     ),
     _forward_flop,
 )
@@ -409,6 +414,8 @@ class GatherGradients(torch.autograd.Function):
 
 def _gradients(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> Gradients:
     q, k, v, bias, sink, out, lse, settings, *mask = arguments
+    if dlse is not None and dlse.dtype == torch.float64 != q.dtype:
+        dlse = dlse.float()
     gradients = gather_backward(dout, dlse, q, k, v, mask, bias, sink, out, lse, *settings.flat)
     return spread(gradients, NeedsGrad(*settings.needs_grad))
 
@@ -441,9 +448,11 @@ def attend_gathered(
     tensors = [x for view in views for x in view.tensors]
     if pair.backward is None and not is_transformed():
         out, lse = gather_forward(q, k, v, tensors, bias, sink, *settings.flat)
-        return out, lse
-    results: tuple[Tensor, Tensor] = GatherAttention.apply(*distinct(q, k, v, bias, sink, settings, *tensors))
-    return results
+    else:
+        out, lse = GatherAttention.apply(*distinct(q, k, v, bias, sink, settings, *tensors))
+    if problem.return_lse and lse.dtype == torch.float64 != q.dtype:
+        lse = lse.float()  # see `Backend.wide_lse`
+    return out, lse
 
 
 def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | None) -> list[MaskView]:

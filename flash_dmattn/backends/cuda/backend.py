@@ -75,5 +75,6 @@ BACKEND = Backend(
     # Tokens without views; no pass takes head-first tensors.
     reads_as_arrived=lambda problem, direction: problem.arrival == "tokens" and takes_tokens(problem, direction),
     refuses_entries=refuses_entries,
+    wide_lse=True,
     stores_dbias=True,
 )

@@ -48,7 +48,7 @@ NUM_DBIAS_CHUNKS = 0
 
 def plan_forward(p: AttentionProblem) -> Forward:
     if not has_pairs(p):
-        return run_without_keys(p)
+        return run_without_keys(p, wide_lse=True)
     if p.sequences is not None:
         return sequences.plan_forward(p)
     outputs, attend = allocate_outputs(p), _plan_attend(p)

@@ -214,4 +214,5 @@ BACKEND = Backend(
     reads_dense=reads_dense,
     reads_as_arrived=reads_as_arrived,
     repeats_entries=True,
+    wide_lse=True,
 )

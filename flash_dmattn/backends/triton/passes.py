@@ -116,7 +116,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
     if p.mask_form == "lists":
         return lists.plan_forward(p)
     if not has_pairs(p):
-        return run_without_keys(p)
+        return run_without_keys(p, wide_lse=True)
     launch, flags, arrival, outputs = kernels(), p.flags, p.arrival, allocate_outputs(p)
     short = p.sequences is None and is_short(p, "forward")
     has_bounds = p.mask_form == "intervals" and not short
@@ -154,7 +154,8 @@ def plan_tangents(p: AttentionProblem) -> ForwardTangents:
     launch, has_keys = importlib.import_module("flash_dmattn.triton_kernels.plan_tangents"), has_pairs(p)
 
     def tangents(x: Inputs, own: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        (out, lse), (tout, tlse) = empty_outputs(x.q, x.v), empty_outputs(x.q, x.v)
+        wide = x.bias is not None
+        (out, lse), (tout, tlse) = empty_outputs(x.q, x.v, wide), empty_outputs(x.q, x.v, wide)
         if not has_keys or p.sequences is not None:  # also for rows of no sequence
             sink = None if p.sequences is not None else x.sink
             fill_empty(out, lse, sink)
