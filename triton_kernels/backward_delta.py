@@ -1,7 +1,7 @@
 """The kernel that runs before the backward kernels: delta = rowsum(dout * out) - dlse, and lse as they read it.
 
-lse is in base 2 like their scores, or natural beside a bias that adds to these. A bias of one value per query is taken
-off here, so that no other kernel reads it.
+lse is in base 2 like their scores, or natural beside a bias that adds to these, and then two numbers: see `split_lse`.
+A bias of one value per query is taken off here, so that no other kernel reads it.
 
 With `FEW_KEYS` it leaves out the sum. The backward kernels then hold all keys of a row in one tile, and compute the sum
 from p and dp, because a row of few keys does not average out the rounding of out to 16 bits.
@@ -19,11 +19,12 @@ from .tile_ops import (
     NO_SEQUENCES,
     PACKED,
     ROW_BIAS,
-    load_low,
+    lse_less,
     row_values,
     scores_from,
     sequence_at,
     shape_of,
+    split_lse,
     tiles_of_rows,
 )
 
@@ -34,9 +35,9 @@ def delta_kernel(
     out,
     dlse,
     lse,
-    lse_low,
     bias,
     row_lse,
+    row_low,
     delta,
     bounds,
     dout_strides,
@@ -52,7 +53,7 @@ def delta_kernel(
     SEQUENCES: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """Compute one tile of rows of one head per program; out, lse and lse_low are contiguous."""
+    """Compute one tile of rows of one head per program; out and lse are contiguous."""
     program = tl.program_id(0)
     if SEQUENCES == NO_SEQUENCES:
         tiles_m = tl.cdiv(shape.seqlen_q, BLOCK_M)
@@ -98,7 +99,10 @@ def delta_kernel(
         d -= tl.where(empty, 0.0, tl.load(e_rows, mask=row_ok, other=0.0).to(tl.float32))
     tl.store(delta + place, d, mask=row_ok)
     if BIAS == ROW_BIAS:
-        natural = natural - values + load_low(lse_low, place, row_ok)
+        natural = lse_less(natural, values)
+    if row_low is not None:
+        natural, low = split_lse(natural)
+        tl.store(row_low + place, low, mask=row_ok)
     if BIAS <= ROW_BIAS:
         natural = natural * LOG2E
     tl.store(row_lse + place, tl.where(empty, float("inf"), natural), mask=row_ok)

@@ -36,7 +36,7 @@ def backward_diagonals_kernel(
     bias,
     dout,
     row_lse,
-    lse_low,
+    row_low,
     delta,
     mask_data,
     mask_index,
@@ -129,7 +129,7 @@ def backward_diagonals_kernel(
             statistics = (b * shape.num_heads + h) * shape.seqlen_q
             row_ok = rows < shape.seqlen_q
             lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
-            low_rows = load_low(lse_low, statistics + rows, row_ok)
+            low_rows = load_low(row_low, statistics + rows, row_ok)
             d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
             q_tile = load_tile(
                 q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
@@ -154,7 +154,7 @@ def backward_diagonals_kernel(
                     allowed &= kept[None, :]
                 s = tl.where(allowed, s, float("-inf"))
             logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
-            p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, True, lse_low is not None)
+            p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, True, row_low is not None)
             v_tile = load_tile(
                 v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,

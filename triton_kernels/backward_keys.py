@@ -122,7 +122,7 @@ def backward_keys_kernel(
     bias,
     dout,
     row_lse,
-    lse_low,
+    row_low,
     delta,
     mask_data,
     mask_index,
@@ -311,7 +311,7 @@ def backward_keys_kernel(
                         BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
                     )  # fmt: skip
                     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
-                    low_rows = load_low(lse_low, statistics + rows, row_ok)
+                    low_rows = load_low(row_low, statistics + rows, row_ok)
                     if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:  # loaded early, to have arrived when ds needs it
                         d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -336,7 +336,7 @@ def backward_keys_kernel(
                         )
                     else:
                         p = probabilities(
-                            s, lse_rows, low_rows, logits, 0, FEW_KEYS, HAS_SINK, BIASED, lse_low is not None
+                            s, lse_rows, low_rows, logits, 0, FEW_KEYS, HAS_SINK, BIASED, row_low is not None
                         )
                     weights = p
                     if DROPOUT:

@@ -56,7 +56,7 @@ def backward_queries_kernel(
     bias,
     dout,
     row_lse,
-    lse_low,
+    row_low,
     delta,
     mask_data,
     mask_index,
@@ -155,7 +155,7 @@ def backward_queries_kernel(
         BLOCK_M, BLOCK_DV, False, True, True, PAD_DV,
     )  # fmt: skip
     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
-    low_rows = load_low(lse_low, statistics + rows, row_ok)
+    low_rows = load_low(row_low, statistics + rows, row_ok)
     d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
     BIASED: tl.constexpr = BIAS > ROW_BIAS
     bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
@@ -211,7 +211,7 @@ def backward_queries_kernel(
                     s * (factor * LOG2E), less, low_rows, logits - value, 1, FEW_KEYS, HAS_SINK, False, False
                 )
             else:
-                p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, lse_low is not None)
+                p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, row_low is not None)
             v_tile = load_tile(
                 v, v_strides, b_row, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,

@@ -5,10 +5,9 @@ With s the scores, over tiles j of keys (Dao, FlashAttention-2, algorithm 1)::
     m' = max(m, rowmax(s_j));  p = exp(s_j - m');  c = exp(m - m');  l = l * c + rowsum(p);  acc = acc * c + p @ v_j
     out = acc / l;  lse = m + log(l)
 
-Without a bias s is in base 2. With one it is natural, and lse has a second number, `lse_low`: what rounding drops from
-it. Beside a bias of 1e9 that is all of log(l).
+Without a bias s is in base 2. With one it is natural, and lse is in fp64: next to a bias of 1e9 fp32 would lose log(l).
 
-The sink of a head is one more score of every row, without a value; it comes last. So does a bias of one value per query.
+The sink of a head is one more score of every row, without a value; it comes last, after a bias of one value per query.
 
 Tiles that need no mask check come first, in a loop without mask code. A second loop has the tiles at an edge of the
 band, and the partial tiles of a mask.
@@ -75,7 +74,6 @@ def forward_kernel(
     mask_index,
     out,
     lse,
-    lse_low,
     sink,
     bounds,
     table,
@@ -128,11 +126,10 @@ def forward_kernel(
 ):
     """Compute out and lse of one tile of queries.
 
-    out (B, Lq, Hq, Dv), lse (B, Hq, Lq) and lse_low, shaped as lse, are contiguous; lse_low may be None. `scale` is
-    the absolute value of `score_scale` of `Call`. The sink of a row is at `sink_of_head` and `sink_of_row` times its
-    indices.
+    out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous. `scale` is the absolute value of `score_scale` of `Call`.
+    The sink of a row is at `sink_of_head` and `sink_of_row` times its indices.
 
-    With SPLIT_KEYS (split-KV) there are `splits` outs and lses in fp32, one for each share of the keys; the combine
+    With SPLIT_KEYS (split-KV) there are `splits` lses, and outs in fp32, one for each share of the keys; the combine
     kernel adds the sink.
 
     With SEQUENCES a program has queries of one sequence. `bounds` says where sequences lie and how long they are,
@@ -341,7 +338,7 @@ def forward_kernel(
             row_max = new_max
 
     row_bias = row_values(bias, bias_strides, b, h, rows, shape, BIAS)
-    top, rest, total = log_sums(row_max, row_sum, row_bias, BIAS)
+    great, small, total = log_sums(row_max, row_sum, row_bias, BIAS)
     row_ok = rows < shape.seqlen_q
     if SPLIT_KEYS:
         before = part.to(tl.int64) * all_rows
@@ -354,9 +351,9 @@ def forward_kernel(
         acc_o = acc_o * tl.cast(dropout.scale, tl.float32)
     if HAS_SINK:
         logits = tl.load(sink + h * sink_of_head + rows * sink_of_row, mask=row_ok, other=float("-inf"))
-        top, rest, share = join_sink(top, rest, logits.to(tl.float32))
+        great, small, share = join_sink(great, small, logits.to(tl.float32))
         acc_o = acc_o * share[:, None]
     tl.store(out_rows, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     if COLUMN_PARTS > 1:
         row_ok = row_ok & (column == 0)  # one of them stores what all have
-    store_lse(lse, lse_low, statistics + rows, top, rest, row_ok)
+    store_lse(lse + statistics + rows, great, small, row_ok)

@@ -25,18 +25,18 @@ from .preferred_tiles import on_change
 from .short_calls import ShortCall
 
 
-def forward(x: Inputs, out: Tensor, lse: Tensor, lse_low: Tensor | None, flags: Flags) -> None:
-    """Write out (B, Lq, Hq, Dv), lse and lse_low (B, Hq, Lq), all contiguous, of a call whose pass is not planned."""
+def forward(x: Inputs, out: Tensor, lse: Tensor, flags: Flags) -> None:
+    """Write out (B, Lq, Hq, Dv) and lse (B, Hq, Lq), both contiguous, of a call whose pass is not planned."""
     x = readable(x)
     with on_device(x.q):
         if x.mask.dense is not None and x.sequences is None and not _short(x).serves_forward():
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
-        key = ("forward", x.mask.form, flags, lse_low is None, *signature(*tensors_of(x)))
-        plans.find(key, lambda: forward_plan(planned_call(x, flags)))(x, out, lse, lse_low)
+        key = ("forward", x.mask.form, flags, *signature(*tensors_of(x)))
+        plans.find(key, lambda: forward_plan(planned_call(x, flags)))(x, out, lse)
 
 
 def forward_plan(call: Call) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(x, out, lse, lse_low)."""
+    """Plan out and lse of one class of calls: run(x, out, lse)."""
     if isinstance(call, plan_sequences.SequenceCall):
         return plan_sequences.plan_forward(call)
     is_short = not call.flags.outside and ShortCall.of(call.q, call.k, call.v, call.mask, call.arch).serves_forward()
@@ -90,15 +90,14 @@ def packed_for_group_rows(bools: Tensor, q: Tensor, k: Tensor, flags: Flags) -> 
 
 def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, flags: Flags, needs_grad: NeedsGrad) -> Gradients:
     """Compute the requested gradients of a call whose pass is not planned."""
-    x, out, lse, low = saved
+    x, out, lse = saved
     x, dout, out, lse = readable(x), unit_rows(dout), out.contiguous(), lse.contiguous()
-    low = None if low is None else low.contiguous()
     with on_device(x.q):
         if x.mask.dense is not None and x.sequences is None and not _short(x).serves_backward():
             x = x._replace(mask=_packed(x.mask.dense, x.q.shape[1], x.k.shape[1], flags))
-        key = ("backward", x.mask.form, needs_grad, flags, *signature(*tensors_of(x), dout, dlse, out, lse, low))
+        key = ("backward", x.mask.form, needs_grad, flags, *signature(*tensors_of(x), dout, dlse, out, lse))
         plan = plans.find(key, lambda: backward_plan(planned_call(x, flags), dout, dlse, needs_grad))
-        return plan(Saved(x, out, lse, low), dout, dlse)
+        return plan(Saved(x, out, lse), dout, dlse)
 
 
 def needs_fp32_delta(dtype: torch.dtype, seqlen_k: int, window: tuple[int, int], needs_grad: NeedsGrad) -> bool:
@@ -116,7 +115,7 @@ def _with_out_in_fp32(saved: Saved, flags: Flags) -> Saved:
     x = saved.inputs
     q, k, v = x.q.float(), x.k.float(), x.v.float()
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    forward(x._replace(q=q, k=k, v=v), out, torch.empty_like(saved.lse), None, flags)
+    forward(x._replace(q=q, k=k, v=v), out, torch.empty_like(saved.lse), flags)
     return saved._replace(out=out)
 
 

@@ -40,7 +40,6 @@ def list_forward_kernel(
     sink,
     out,
     lse,
-    lse_low,
     q_strides,
     k_strides,
     v_strides,
@@ -74,9 +73,9 @@ def list_forward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute one part of the members of a row; out (B, Lq, Hq, Dv), lse and lse_low (B, Hq, Lq) are contiguous.
+    """Compute one part of the members of a row; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous.
 
-    With SHARES above 1 a program walks one share of the list. Results then have a first dim of shares, and
+    With SHARES above 1 a program walks one share of the list. out and lse then have a first dim of shares, and
     `combine_kernel` joins these.
 
     Head dims are BLOCK_D columns and REST more. With LATENT the values of keys are their first BLOCK_D columns.
@@ -110,13 +109,12 @@ def list_forward_kernel(
     slots += number * lists.most
     end = tl.load(counts + number) * KEYS_EACH
     begin = 0
-    statistics = (b * shape.num_heads + h) * shape.seqlen_q + rows
     if SHARES > 1:
         each = tl.cdiv(tl.cdiv(end, BLOCK_N), SHARES) * BLOCK_N
         begin = share * each
         end = tl.minimum(end, begin + each)
         out += share.to(tl.int64) * (shape.batch * shape.seqlen_q) * (shape.num_heads * shape.head_dim_v)
-        statistics += share.to(tl.int64) * (shape.batch * shape.seqlen_q) * shape.num_heads
+        lse += share.to(tl.int64) * (shape.batch * shape.seqlen_q) * shape.num_heads
     value_head = values_of(values, value_strides, b, h_k, row, rows, h, GROUP, VALUES)
     bias_head = bias_of_keys(bias, bias_strides, b, h_k, h, GROUP, BIAS)
 
@@ -154,12 +152,12 @@ def list_forward_kernel(
         acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=PRECISION)
         row_max = new_max
 
-    top, rest, total = log_sums(row_max, row_sum, 0.0, KEY_BIAS if BIASED else NO_BIAS)
+    great, small, total = log_sums(row_max, row_sum, 0.0, KEY_BIAS if BIASED else NO_BIAS)
     if HAS_SINK:
-        top, rest, share = join_sink(top, rest, tl.load(sink + h).to(tl.float32))
+        great, small, share = join_sink(great, small, tl.load(sink + h).to(tl.float32))
         acc_o = acc_o * share[:, None]
     line = (b * shape.seqlen_q + rows) * shape.num_heads + h
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     at = out + line[:, None] * shape.head_dim_v + dims_v[None, :]
     tl.store(at, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
-    store_lse(lse, lse_low, statistics, top, rest, row_ok)
+    store_lse(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, great, small, row_ok)

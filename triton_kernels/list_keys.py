@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .list_ops import NO_VALUES, OF_ENTRIES, OF_HEADS, lse_of_rows
 from .scores import exp_of_rows, scaled
-from .tile_ops import KEY_BIAS, NO_BIAS, entry_of, in_band, load_low, shared_head
+from .tile_ops import KEY_BIAS, NO_BIAS, entry_of, in_band, shared_head
 
 
 @triton.jit(do_not_specialize=["first_owner"])
@@ -25,7 +25,6 @@ def list_keys_kernel(
     bias,
     dout,
     lse,
-    lse_low,
     delta,
     inverse,
     offsets,
@@ -133,12 +132,10 @@ def list_keys_kernel(
     members = tl.arange(0, BLOCK_M)
     q += b * q_strides.batch
     dout += b * dout_strides.batch
-    first_statistics = b * shape.num_heads * shape.seqlen_q
-    lse += first_statistics
-    delta += first_statistics
-    if lse_low is not None:
-        lse_low += first_statistics
+    lse += b * shape.num_heads * shape.seqlen_q
+    delta += b * shape.num_heads * shape.seqlen_q
     BIASED: tl.constexpr = VALUES != NO_VALUES or BIAS != NO_BIAS
+    IS_WIDE: tl.constexpr = lse.dtype.element_ty == tl.float64
     for start in tl.range(0, (end - begin) * MEMBERS, BLOCK_M, num_stages=STAGES):
         place = start + members
         place_ok = place < (end - begin) * MEMBERS
@@ -188,10 +185,9 @@ def list_keys_kernel(
             allowed = key_ok[:, None]
         statistics = h * shape.seqlen_q + rows
         natural = tl.load(lse + statistics, mask=row_ok, other=float("-inf"))  # p of no row is 0
-        lse_rows = lse_of_rows(natural, BIASED)
-        low_rows = load_low(lse_low, statistics, row_ok)
+        lse_rows, low_rows = lse_of_rows(natural, BIASED)
         d = tl.load(delta + statistics, mask=row_ok, other=0.0)
-        p = tl.where(allowed, exp_of_rows(s, lse_rows, low_rows, 0, BIASED, lse_low is not None), 0.0)
+        p = tl.where(allowed, exp_of_rows(s, lse_rows, low_rows, 0, BIASED, IS_WIDE), 0.0)
         at_g = dout + (h * dout_strides.head + rows * dout_strides.row)
         if PAD_DV:
             g_tile = tl.load(at_g[:, None] + dims_v[None, :], mask=row_ok[:, None] & ok_dv, other=0.0)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, entry_of, in_band, shared_head
+from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, entry_of, in_band, shared_head, split_lse
 
 # How the values of entries are read: not at all, one for each entry, also one for each query head, also one for each
 # query of a row of lists.
@@ -218,13 +218,14 @@ def add_key_bias(x, factor, head, stride, keys, key_ok, row_ok, BIAS: tl.constex
 
 @triton.jit
 def lse_of_rows(natural, BIASED: tl.constexpr):
-    """Turn lse of rows into what is taken off scores, which are in base 2 unless BIASED.
+    """Turn lse of rows into the two numbers of `split_lse`; the first is in base 2, as scores are, unless BIASED.
 
     An empty row has -inf, and gets +inf, so that p = exp(s - lse) is 0 and not NaN.
     """
+    great, small = split_lse(natural)
     if not BIASED:
-        natural = natural * LOG2E
-    return tl.where(natural == float("-inf"), float("inf"), natural)
+        great = great * LOG2E
+    return tl.where(great == float("-inf"), float("inf"), great), small
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from .list_ops import (
     values_of,
 )
 from .scores import exp_of_rows, scaled
-from .tile_ops import NO_BIAS, load_low
+from .tile_ops import NO_BIAS
 
 
 @triton.jit(do_not_specialize=["first_owner", "first_row"])
@@ -42,7 +42,6 @@ def list_pairs_kernel(
     bias,
     dout,
     lse,
-    lse_low,
     delta,
     dvalues,
     masses,
@@ -138,10 +137,9 @@ def list_pairs_kernel(
     s = add_key_bias(s, factor, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
     s = members_see(s, rows, keys, key_ok, shape, QUERIES, LEFT, RIGHT)
     statistics = (b * shape.num_heads + h) * shape.seqlen_q + rows
-    lse_rows = lse_of_rows(tl.load(lse + statistics, mask=row_ok, other=float("-inf")), BIASED)
-    low_rows = load_low(lse_low, statistics, row_ok)
+    lse_rows, low_rows = lse_of_rows(tl.load(lse + statistics, mask=row_ok, other=float("-inf")), BIASED)
     d = tl.load(delta + statistics, mask=row_ok, other=0.0)
-    p = exp_of_rows(s, lse_rows, low_rows, 1, BIASED, lse_low is not None)
+    p = exp_of_rows(s, lse_rows, low_rows, 1, BIASED, lse.dtype.element_ty == tl.float64)
     ds = p * (dp - d[:, None])
     if NEED_VALUES:
         tl.static_assert(KEYS_EACH <= BLOCK_N, "an entry has its places in one program")

@@ -32,7 +32,7 @@ from .list_ops import (
     values_of,
 )
 from .scores import probabilities, scaled, score_gradients
-from .tile_ops import NO_BIAS, NO_SEQUENCES, load_low
+from .tile_ops import NO_BIAS, NO_SEQUENCES
 
 # A program stores for dk and dv: nothing, rows, or p and ds.
 NOTHING: tl.constexpr = tl.constexpr(0)
@@ -54,7 +54,6 @@ def list_queries_kernel(
     dout,
     out,
     lse,
-    lse_low,
     dlse,
     delta,
     dq,
@@ -144,8 +143,8 @@ def list_queries_kernel(
     statistics = (b * shape.num_heads + h) * shape.seqlen_q + rows
     natural = tl.load(lse + statistics, mask=row_ok, other=float("-inf"))
     BIASED: tl.constexpr = VALUES != NO_VALUES or BIAS != NO_BIAS
-    lse_rows = lse_of_rows(natural, BIASED)
-    low_rows = load_low(lse_low, statistics, row_ok)
+    lse_rows, low_rows = lse_of_rows(natural, BIASED)
+    IS_WIDE: tl.constexpr = lse.dtype.element_ty == tl.float64
     logits = 0.0
     if HAS_SINK and FEW_KEYS:
         logits = tl.load(sink + h).to(tl.float32)
@@ -196,7 +195,7 @@ def list_queries_kernel(
             factor = 1.0
         s = add_key_bias(s, factor, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
         s = members_see(s, rows, keys, key_ok, shape, QUERIES, LEFT, RIGHT)
-        p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, lse_low is not None)
+        p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, IS_WIDE)
         if LATENT:
             v_tile = k_tile
         else:

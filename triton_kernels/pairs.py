@@ -76,7 +76,7 @@ def pairs_kernel(
     bias,
     dout,
     row_lse,
-    lse_low,
+    row_low,
     delta,
     mask_data,
     mask_index,
@@ -263,9 +263,9 @@ def pairs_kernel(
                 BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
             )  # fmt: skip
         lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
-        low_rows = load_low(lse_low, statistics + rows, row_ok)
+        low_rows = load_low(row_low, statistics + rows, row_ok)
         logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
-        p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, lse_low is not None)
+        p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, row_low is not None)
         weights = p
         if DROPOUT:
             kept = is_kept(

@@ -26,7 +26,7 @@ from .kernel_launch import Descriptor, Launch, by_name
 from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
-from .tile_ops import BAND, BANDED, CLAMPED, KEYS, NO_SEQUENCES, TILES, Shape
+from .tile_ops import BAND, BANDED, CLAMPED, KEYS, NO_SEQUENCES, ROW_BIAS, TILES, Shape
 from .tile_table import Tile
 
 # Parts of dk and dv that are optional take at most this much memory.
@@ -71,7 +71,7 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
     has_few_keys, new_q = call.has_few_keys, new_like(call.q.shape, call.q.stride())
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        (q, k, v, mask, bias, sink, _, dropout), out, lse, lse_low = saved
+        (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
         read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
         delta = read[-1]
         read_sink = sink if has_few_keys else None
@@ -92,10 +92,10 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
         elif bias_of is not None:
             dbias = bias_of(read, mask, read_sink, None, dropout)
         elif per_row and bias is not None:
-            dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta, lse_low)
+            dbias = query_gradient(bias, dlse, lse, num_heads_k, repeat, sink, delta)
         if sink is None:
             return dq, dk, dv, dbias
-        return dq, dk, dv, dbias, sink_gradient(sink, lse, delta, lse_low) if need_sink else None
+        return dq, dk, dv, dbias, sink_gradient(sink, lse, delta) if need_sink else None
 
     return run
 
@@ -103,8 +103,8 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
 def plan_delta(
     call: Call, dout: Tensor, dlse: Tensor | None, few_keys: bool, rows: Shape | None = None
 ) -> Callable[..., tuple[Tensor, Tensor | None, Tensor]]:
-    """Plan what backward kernels read of each row, lse, what it drops, and delta = rowsum(dout * out) - dlse:
-    run(saved, dout, dlse).
+    """Plan what backward kernels read of each row, lse, in two numbers where it is in fp64, and
+    delta = rowsum(dout * out) - dlse: run(saved, dout, dlse).
 
     Args:
         few_keys: whether the kernels that read delta compute the sum.
@@ -127,14 +127,15 @@ def plan_delta(
     )
     launch = Launch(delta_kernel, tiles * call.shape.num_heads, rest)
 
-    is_biased = call.is_biased
+    is_biased, has_row_bias = call.is_biased, call.bias_kind == ROW_BIAS.value
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        x, out, lse, lse_low = saved
-        row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
+        x, out, lse = saved
         bounds = None if x.sequences is None else x.sequences.bounds
-        launch(dout, out, dlse, lse, None if is_biased else lse_low, x.bias, row_lse, delta, bounds)
-        return row_lse, lse_low if is_biased else None, delta
+        row_lse, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
+        low = torch.empty_like(row_lse) if is_biased and lse.dtype == torch.float64 else None
+        launch(dout, out, dlse, lse, x.bias if has_row_bias else None, row_lse, low, delta, bounds)
+        return row_lse, low, delta
 
     return run
 

@@ -27,7 +27,7 @@ VALUES_OF_THREAD, COMBINE_WARPS, COMBINE_VALUES = 32, 4, 8192
 
 
 def plan_forward(call: Call) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(x, out, lse, lse_low)."""
+    """Plan out and lse of one class of calls: run(x, out, lse)."""
     shape, tile = call.shape, call.tile("forward")
     few = call.has_few_rows
     parts = call.column_parts(tile)
@@ -66,15 +66,13 @@ def run_in_shares(
     rows of no sequence filled."""
     combine = plan_combine(call.values(), shape, splits, call.has_sink, call.overlaps) if splits > 1 else None
 
-    def run(x: Inputs, out: Tensor, lse: Tensor, lse_low: Tensor | None) -> None:
-        results = (out, lse, lse_low)
-        made = results if combine is None else empty_parts(splits, *results)
-        sink = x.sink if combine is None else None
-        launch(x.q, x.k, x.v, x.bias, *read_of(x.mask), *made, sink, *(x.sequences or _NOWHERE), x.dropout)
+    def run(x: Inputs, out: Tensor, lse: Tensor) -> None:
+        made = (out, lse, x.sink) if combine is None else (*empty_parts(splits, out, lse), None)
+        launch(x.q, x.k, x.v, x.bias, *read_of(x.mask), *made, *(x.sequences or _NOWHERE), x.dropout)
         if combine is not None:
-            combine(*made, *results, x.sink)
+            combine(*made[:2], out, lse, x.sink)
         if fill is not None and x.sequences is not None:
-            fill(*results, x.sequences.bounds)
+            fill(out, lse, x.sequences.bounds)
 
     return run
 
@@ -103,7 +101,7 @@ def num_key_shares(heads: int, blocks: int, most_programs: int) -> int:
 
 
 def plan_combine(values: dict[str, Any], shape: Shape, splits: int, has_sink: bool, overlaps: bool) -> Launch:
-    """Plan the kernel that adds the shares of out, of this shape, and a sink: run(*parts, out, lse, lse_low, sink)."""
+    """Plan the kernel that adds the shares of out, of this shape, and a sink: run(parts, parts_lse, out, lse, sink)."""
     rows = shape.batch * shape.num_heads * shape.seqlen_q
     shares = triton.next_power_of_2(splits)
     num_warps = max(1, min(COMBINE_WARPS, shares * values["BLOCK_DV"] // (32 * VALUES_OF_THREAD)))
@@ -123,8 +121,7 @@ def plan_combine(values: dict[str, Any], shape: Shape, splits: int, has_sink: bo
     return Launch(combine_kernel, rows, rest, options)
 
 
-def empty_parts(splits: int, *results: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Allocate out, lse and lse_low of each share of the keys, in fp32."""
-    return tuple(
-        None if x is None else torch.empty((splits, *x.shape), dtype=torch.float32, device=x.device) for x in results
-    )
+def empty_parts(splits: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate out, in fp32, and lse of each share of the keys."""
+    parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
+    return parts, torch.empty((splits, *lse.shape), dtype=lse.dtype, device=out.device)

@@ -186,7 +186,7 @@ class SequenceCall(Call):
         return {**super().values(), "layout": self.layout, "SEQUENCES": self.code}
 
     def plan_fill(self, shape: Sequence[int], column: int, has_lse: bool = False) -> Launch:
-        """Plan the kernel that fills rows of no sequence in tensors of this shape, (B, L, H, D): run(x, lse, lse_low, bounds).
+        """Plan the kernel that fills rows of no sequence in tensors of this shape, (B, L, H, D): run(x, lse, bounds).
 
         `column` of the bounds has the first row of each sequence: 0 for queries, 2 for keys.
         """
@@ -211,7 +211,7 @@ class SequenceCall(Call):
 
 
 def plan_forward(call: SequenceCall) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(x, out, lse, lse_low)."""
+    """Plan out and lse of one class of calls: run(x, out, lse)."""
     shape, tile = call.shape, call.tile("forward")
     tiles, search = call.tiles_of_queries(tile.block_m)
     heads, grouped, splits = shape.num_heads, False, 1
@@ -308,7 +308,7 @@ def plan_backward(
     new_q = new_like(call.q.shape, call.q.stride())
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        (q, k, v, mask, bias, sink, sequences, dropout), out, lse, lse_low = saved
+        (q, k, v, mask, bias, sink, sequences, dropout), out, lse = saved
         assert sequences is not None
         read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
         dq = dk = dv = dbias = None
@@ -323,26 +323,24 @@ def plan_backward(
         if dq is not None:
             if queries_of is not None:
                 queries_of(read, mask, None, sequences.bounds, dropout, dq)
-            fill_q(dq, None, None, sequences.bounds)
+            fill_q(dq, None, sequences.bounds)
         if dk is not None:
-            fill_k(dk, None, None, sequences.bounds)
+            fill_k(dk, None, sequences.bounds)
         if dv is not None:
-            fill_v(dv, None, None, sequences.bounds)
+            fill_v(dv, None, sequences.bounds)
         if bias_of is not None:
             dbias = bias_of(read, mask, None, sequences.bounds, dropout)
         rows = None
         if sink is not None and (need_sink or kind == "query"):
             rows = row_delta(dout, out, dlse, lse)
         if kind == "query" and bias is not None:
-            dbias = sequence_query_gradient(
-                bias, dlse, lse, num_heads_k, flags, sink, rows, sequences.bounds, lse_low
-            )
+            dbias = sequence_query_gradient(bias, dlse, lse, num_heads_k, flags, sink, rows, sequences.bounds)
         if sink is None:
             return dq, dk, dv, dbias
         if not need_sink or rows is None:
             return dq, dk, dv, dbias, None
         # Rows of no sequence have no sink. Their lse of -inf would look like a row that has a sink and no keys, so it
         # becomes +inf, with which they add nothing to the gradient.
-        return dq, dk, dv, dbias, sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows, lse_low)
+        return dq, dk, dv, dbias, sink_gradient(sink, lse.masked_fill(lse == -torch.inf, torch.inf), rows)
 
     return run

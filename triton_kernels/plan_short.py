@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_dmattn.gradients import key_gradient, new_like, query_gradient
 from flash_dmattn.problem import Gradients, MaskView, NeedsGrad, bias_class
-from flash_dmattn.problem.inputs import Inputs, Saved
+from flash_dmattn.problem.inputs import Saved
 from flash_dmattn.reference.sinks import sink_gradient
 
 from .plan import Call, row_strides
@@ -58,17 +58,13 @@ def _values(call: Call, tile: ShortTile, walk: Walk, *read: Tensor) -> dict[str,
 
 
 def plan_short_forward(call: Call) -> Callable[..., None]:
-    """Plan out and lse of one class of calls: run(x, out, lse, lse_low)."""
+    """Plan out and lse of one class of calls: run(x, out, lse)."""
     q, k, v, shape = call.q, call.k, call.v, call.shape
     tile = forward_tile(ShortCall.of(q, k, v, call.mask, call.arch))
     assert tile is not None
     walk, _, programs = _walk(call, triton.cdiv(shape.seqlen_q, tile.block_m))
     launch = call.launch(short_forward_kernel, programs, tile, **_values(call, tile, walk, q, k, v))
-
-    def run(x: Inputs, out: Tensor, lse: Tensor, lse_low: Tensor | None) -> None:
-        launch(x.q, x.k, x.v, x.bias, *mask_tensors(x.mask), out, lse, lse_low, x.sink, x.dropout)
-
-    return run
+    return lambda x, out, lse: launch(x.q, x.k, x.v, x.bias, *mask_tensors(x.mask), out, lse, x.sink, x.dropout)
 
 
 def plan_short_backward(
@@ -125,7 +121,7 @@ def plan_short_backward(
     sum_sizes, num_heads = (shape.batch, shape.num_heads, shape.seqlen_k), shape.num_heads
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        (q, k, v, mask, bias, sink, _, dropout), _, lse, lse_low = saved
+        (q, k, v, mask, bias, sink, _, dropout), _, lse = saved
         dq = None if new_q is None else new_q(q)
         dk = None if new_k is None else new_k(k)
         dv = None if new_v is None else new_v(v)
@@ -138,8 +134,7 @@ def plan_short_backward(
         if needs_delta:
             delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
         for launch in launches:
-            read = (q, k, v, bias, dout, lse, lse_low, dlse, *mask_tensors(mask))
-            launch(*read, delta, dq, dk, dv, made, sink, dropout)
+            launch(q, k, v, bias, dout, lse, dlse, *mask_tensors(mask), delta, dq, dk, dv, made, sink, dropout)
         if add is not None:
             add(made, dbias)
         if sink is None and not (sums_keys or is_query):
@@ -148,10 +143,9 @@ def plan_short_backward(
         if bias is not None and sums_keys:
             dbias = key_gradient(bias, made, num_heads, repeat)
         elif bias is not None and is_query:
-            dbias = query_gradient(bias, dlse, lse, num_heads, repeat, sink, row_delta, lse_low)
+            dbias = query_gradient(bias, dlse, lse, num_heads, repeat, sink, row_delta)
         if sink is None:
             return dq, dk, dv, dbias
-        dsink = sink_gradient(sink, lse, row_delta, lse_low) if need_sink and row_delta is not None else None
-        return dq, dk, dv, dbias, dsink
+        return dq, dk, dv, dbias, sink_gradient(sink, lse, row_delta) if need_sink and row_delta is not None else None
 
     return run

@@ -15,7 +15,6 @@ from .tile_ops import (
     DISTANCES,
     KEY_BIAS,
     LOG2E,
-    NO_BIAS,
     NO_SEQUENCES,
     ROW_BIAS,
     TILE_BIAS,
@@ -72,8 +71,8 @@ def add_bias(
 ):  # fmt: skip
     """Make a tile of scores out of what `scaled` returned: x * factor plus the bias.
 
-    One rounding, in every kernel: beside a bias of 1e9 that rounding is 32, and p = exp(s - lse) is right if the forward
-    and the backward pass have the same s.
+    There is one rounding, the same in every kernel. Next to a bias of 1e9 it is up to 32, and p = exp(s - lse) is right
+    because both passes have the same s.
 
     `vector` is from `bias_vector`, `window` from `values_of_tile`. With GROUPED the rows belong to several heads. With
     GATHERED the keys of the tile are no run.

@@ -17,7 +17,7 @@ import triton.language as tl
 from .dropout import is_kept
 from .scores import exp_of_rows, row_totals, scaled, sink_logits
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LN2, LOG2E, ROW_BIAS, load_low, load_tile, renormalize, row_values
+from .tile_ops import LN2, LOG2E, ROW_BIAS, load_tile, lse_less, renormalize, row_values, split_lse
 
 # Which gradient of a bias this kernel makes: none, sums over the queries of each key, ds of every head, or the sum of
 # ds over the heads of a walk, with a slot for each chunk of the walk.
@@ -42,7 +42,6 @@ def short_backward_kernel(
     bias,
     dout,
     lse,
-    lse_low,
     dlse,
     mask,
     stop,
@@ -124,6 +123,7 @@ def short_backward_kernel(
         BLOCK_M, BLOCK_N, BIAS, LEFT, RIGHT, WIDE,
     )  # fmt: skip
     BIASED: tl.constexpr = BIAS > ROW_BIAS
+    IS_WIDE: tl.constexpr = lse.dtype.element_ty == tl.float64
     row_bias = row_values(bias, bias_strides, b, first_head, rows, shape, BIAS)
     next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
     for member in tl.range(begin, end, num_stages=STAGES):
@@ -159,13 +159,13 @@ def short_backward_kernel(
         if ALL_KEYS:
             natural = tl.load(lse + line, mask=row_ok, other=float("-inf"))
             empty = natural == float("-inf")
-            low_rows = load_low(lse_low, line, row_ok)
             if BIAS == ROW_BIAS:
-                natural = natural - row_bias + low_rows
+                natural = lse_less(natural, row_bias)
+            lse_rows, low_rows = split_lse(natural)
             if not BIASED:
-                natural = natural * LOG2E
-            lse_rows = tl.where(empty, float("inf"), natural)  # exp(-inf - -inf) is NaN
-            p = exp_of_rows(s, lse_rows, low_rows, 1, BIASED, lse_low is not None)
+                lse_rows = lse_rows * LOG2E
+            lse_rows = tl.where(empty, float("inf"), lse_rows)  # exp(-inf - -inf) is NaN
+            p = exp_of_rows(s, lse_rows, low_rows, 1, BIASED, IS_WIDE)
             logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
             total = row_totals(p, lse_rows, low_rows, logits, 1, HAS_SINK, BIASED)
             p = renormalize(p, total, 1)
@@ -183,9 +183,9 @@ def short_backward_kernel(
             divisor = tl.load(delta + all_rows + line, mask=row_ok, other=float("inf"))
             lse_rows = divisor
             if BIASED:
-                lse_rows = tl.load(lse + line, mask=row_ok, other=float("-inf"))
+                lse_rows = tl.load(lse + line, mask=row_ok, other=float("-inf")).to(tl.float32)
                 lse_rows = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows)
-            p = exp_of_rows(s, lse_rows, divisor, 1, BIASED, lse_low is not None)
+            p = exp_of_rows(s, lse_rows, divisor, 1, BIASED, IS_WIDE)
         if NEED_V:
             weights = p
             if DROPOUT:

@@ -24,7 +24,6 @@ def short_forward_kernel(
     stop,
     out,
     lse,
-    lse_low,
     sink,
     dropout_key,
     q_strides,
@@ -107,11 +106,11 @@ def short_forward_kernel(
             BLOCK_N, BLOCK_DV, False, WIDE, True, PAD_DV,
         )  # fmt: skip
         o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
-        top, rest, total = log_sums(row_max, row_sum, row_bias, BIAS)
+        great, small, total = log_sums(row_max, row_sum, row_bias, BIAS)
         at = out + ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
         if HAS_SINK:
             logits = tl.load(sink + h * sink_of_head + rows * sink_of_row, mask=row_ok, other=float("-inf"))
-            top, rest, share = join_sink(top, rest, logits.to(tl.float32))
+            great, small, share = join_sink(great, small, logits.to(tl.float32))
             o = o * share[:, None]
         tl.store(at, (o / total[:, None]).to(out.dtype.element_ty), mask=stored)
-        store_lse(lse, lse_low, (b * shape.num_heads + h) * shape.seqlen_q + rows, top, rest, row_ok)
+        store_lse(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, great, small, row_ok)

@@ -325,7 +325,7 @@ def tangents_kernel(
                 acc_t = tl.dot(weights, tv_tile, acc_t, input_precision=PRECISION)
 
     row_bias = row_values(bias, bias_strides, b, h, rows, shape, BIAS)
-    top, rest_of_lse, total = log_sums(row_max, row_sum, row_bias, BIAS)
+    great, small, total = log_sums(row_max, row_sum, row_bias, BIAS)
     row_ok = rows < shape.seqlen_q
     if SUMS_REST:
         rest = rest / total
@@ -334,14 +334,14 @@ def tangents_kernel(
     if TBIAS == ROW_BIAS:
         mean += row_values(tbias, tbias_strides, b, h, rows, shape, TBIAS)
     if BIAS == ROW_BIAS or TBIAS == ROW_BIAS:
-        mean = tl.where(top == float("-inf"), 0.0, mean)
+        mean = tl.where(great == float("-inf"), 0.0, mean)
     if DROPOUT:
         factor = tl.cast(dropout.scale, tl.float32)
         acc_o = acc_o * factor
         acc_t = acc_t * factor
     if HAS_SINK:
         logits = tl.load(sink + h).to(tl.float32) + tl.zeros([BLOCK_M], tl.float32)
-        top, rest_of_lse, share = join_sink(top, rest_of_lse, logits)
+        great, small, share = join_sink(great, small, logits)
         joint = mean * share
         if HAS_TSINK:
             # A sink of -inf is none, also in a row without keys.
@@ -354,5 +354,5 @@ def tangents_kernel(
     tl.store(out + line, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     tl.store(tout + line, (acc_t / total[:, None]).to(tout.dtype.element_ty), mask=stored)
     row_ok = row_ok & (column == 0)  # one of the parts stores what all have
-    store_lse(lse, None, statistics + rows, top, rest_of_lse, row_ok)
+    store_lse(lse + statistics + rows, great, small, row_ok)
     tl.store(tlse + statistics + rows, mean, mask=row_ok)

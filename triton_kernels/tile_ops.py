@@ -376,8 +376,7 @@ def renormalize(p, total, axis: tl.constexpr):
 
 @triton.jit
 def log_sums(row_max, row_sum, values, BIAS: tl.constexpr):
-    """Return lse of rows as two numbers to be added, since one fp32 number near 1e9 has no room for log(row_sum); and
-    the divisor of out.
+    """Return lse of rows as (great, small), to be added, and the divisor of out: `great` may hide all of `small`.
 
     Args:
         row_max: in base 2, or natural where the bias adds to scores.
@@ -385,59 +384,83 @@ def log_sums(row_max, row_sum, values, BIAS: tl.constexpr):
         values: of a bias of one value per query.
         BIAS: how the bias is read.
     """
-    total = tl.where(row_sum == 0.0, 1.0, row_sum)
-    rest = tl.math.log2(total) * LN2
-    top = row_max
+    empty = row_sum == 0.0
+    total = tl.where(empty, 1.0, row_sum)
+    great = row_max
+    small = tl.math.log2(total) * LN2
     if BIAS <= ROW_BIAS:
-        top = row_max * LN2
-    top = tl.where(row_sum == 0.0, float("-inf"), top)
+        great = row_max * LN2
     if BIAS == ROW_BIAS:
-        natural = top
-        top = natural + values
-        # What rounding drops from `top`: exact, because the greater number comes first.
-        dropped = tl.where(tl.abs(values) > tl.abs(natural), values - top + natural, natural - top + values)
-        rest += tl.where(tl.abs(top) < float("inf"), dropped, 0.0)
-        # A row of -inf has no keys. A row of inf or NaN is NaN, as inf - inf in the softmax.
-        other = tl.where(values == float("-inf"), float("inf"), float("nan"))
-        total = tl.where(tl.abs(values) < float("inf"), total, other)
-        top = tl.where(values == float("inf"), float("nan"), top)
-    return top, rest, total
+        small += great
+        # In the formula a row of -inf has no keys, and one of +inf is NaN, as inf - inf is.
+        great = tl.where(values == float("inf"), float("nan"), values)
+        total = tl.where(values == float("-inf"), float("inf"), total + (great - great))
+        total = tl.where(empty, 1.0, total)
+    return tl.where(empty, float("-inf"), great), tl.where(empty, 0.0, small), total
 
 
 @triton.jit
-def join_sink(top, rest, logits):
-    """Add the sinks of rows to what `log_sums` returned, and return also the share that the keys keep of each row.
+def join_sink(great, small, logits):
+    """Add the sinks of rows to their lse from `log_sums`, and return also the share that the keys keep of each row.
 
     Sinks are natural logarithms; -inf stands for none.
     """
-    joint = tl.maximum(top, logits)
+    joint = tl.maximum(great + small, logits)
     joint_or_0 = tl.where(joint == float("-inf"), 0.0, joint)  # -inf - -inf is NaN
-    own = (top - joint_or_0) + rest
+    own = (great - joint_or_0) + small
     others = logits - joint_or_0
-    shift = tl.maximum(own, others)
-    shift = tl.where(shift == float("-inf"), 0.0, shift)
-    keys = tl.math.exp2((own - shift) * LOG2E)
-    total = keys + tl.math.exp2((others - shift) * LOG2E)
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    return joint, tl.where(empty, 0.0, shift + tl.math.log2(total) * LN2), keys / total
+    top = tl.maximum(own, others)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    keys = tl.math.exp2((own - top) * LOG2E)
+    total = keys + tl.math.exp2((others - top) * LOG2E)
+    total = tl.where(total == 0.0, 1.0, total)
+    return joint, top + tl.math.log2(total) * LN2, keys / total
 
 
 @triton.jit
-def store_lse(lse, low, at, top, rest, stored):
-    """Store lse of rows, rounded, and what rounding drops from it, unless `low` is None.
+def unit_of(great):
+    """Return the unit of what is added to a number: `join_lse` in csrc/sm90/operands.h does the same."""
+    return tl.where(tl.abs(great) > 2147483648.0, tl.abs(great) * (1.0 / 2147483648.0), 1.0)
 
-    In rows whose lse is infinite or NaN it drops 0.
+
+@triton.jit
+def store_lse(lse, great, small, stored):
+    """Store lse of rows, which is great + small, in fp32, or in fp64 where there is a bias.
+
+    fp64 holds both numbers up to 2^31. The steps of fp32 beyond are larger than any logarithm of a sum, which is stored
+    in the bits below them: rounded to fp32, lse is `great`.
     """
-    rounded = top + rest
-    tl.store(lse + at, rounded, mask=stored)
-    if low is not None:
-        tl.store(low + at, tl.where(tl.abs(rounded) < float("inf"), top - rounded + rest, 0.0), mask=stored)
+    if lse.dtype.scalar.element_ty == tl.float64:
+        wide = great.to(tl.float64)
+        wide = tl.where(great == float("-inf"), wide, wide + small.to(tl.float64) * unit_of(great).to(tl.float64))
+        tl.store(lse, wide, mask=stored)
+    else:
+        tl.store(lse, great + small, mask=stored)
+
+
+@triton.jit
+def split_lse(lse):
+    """Return the two numbers of an lse that `store_lse` has stored: score - lse is (score - great) - small."""
+    great = lse.to(tl.float32)
+    if lse.dtype == tl.float64:
+        small = (lse - great.to(tl.float64)) / unit_of(great).to(tl.float64)
+        return great, tl.where(tl.abs(great) < float("inf"), small, 0.0).to(tl.float32)
+    else:
+        return great, tl.zeros(lse.shape, tl.float32)
+
+
+@triton.jit
+def lse_less(lse, values):
+    """Return lse of rows less a bias of one value per query, in fp32."""
+    less = lse - values
+    if lse.dtype == tl.float64:
+        less = less / unit_of(values).to(tl.float64)
+    return less.to(tl.float32)
 
 
 @triton.jit
 def load_low(low, at, row_ok):
-    """Load what rounding dropped from lse of rows; 0 where the forward pass did not tell."""
+    """Load the small numbers of lse of rows; 0 where there are none."""
     if low is not None:
         return tl.load(low + at, mask=row_ok, other=0.0)
     else:
