@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import probabilities, scaled, score_gradients
+from .scores import probabilities, scaled, score_gradients, sink_logits
 from .tile_ops import (
     DENSE,
     KEYS,
-    LOG2E,
     NO_SEQUENCES,
     PACKED,
+    ROW_BIAS,
     TILE,
     TILES,
     band_of_queries,
@@ -28,6 +28,7 @@ from .tile_ops import (
     in_band,
     load_bias,
     load_bools,
+    load_low,
     load_tile,
     mask_head,
     reader_of,
@@ -45,7 +46,8 @@ def backward_bias_kernel(
     v,
     bias,
     dout,
-    lse_log2,
+    row_lse,
+    row_low,
     delta,
     mask_data,
     mask_index,
@@ -61,7 +63,7 @@ def backward_bias_kernel(
     bias_strides,
     mask_strides,
     shape,
-    scale_log2,
+    score_scale,
     softcap,
     bias_batch,
     bias_heads,
@@ -97,7 +99,7 @@ def backward_bias_kernel(
     sequence. With PACKED_ROWS the bias has packed queries, so the rows of a tile belong to one sequence; the caller
     zeroes dbias first, because no program stores the rows between sequences.
     """
-    scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
+    score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
     if PACKED_ROWS:
@@ -141,6 +143,7 @@ def backward_bias_kernel(
     if LEFT and SEQUENCES == NO_SEQUENCES:
         end = tl.where(last_key < first + shift - shape.left, 0, end)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    BIASED: tl.constexpr = BIAS > ROW_BIAS
     for entry in range(begin, end):
         b = reader_of(owner_b, entry // members, bias_strides.repeat, bias_batch).to(tl.int64)
         h = owner * members + entry % members
@@ -193,7 +196,8 @@ def backward_bias_kernel(
                 k_at = k + first_k.to(tl.int64) * k_strides.row
                 v_at = v + first_k.to(tl.int64) * v_strides.row
                 dout_at = dout + first_q.to(tl.int64) * dout_strides.row
-            lse_rows = tl.load(lse_log2 + statistics + rows, mask=is_row, other=float("inf"))
+            lse_rows = tl.load(row_lse + statistics + rows, mask=is_row, other=float("inf"))
+            low_rows = load_low(row_low, statistics + rows, is_row)
             d = tl.load(delta + statistics + rows, mask=is_row, other=0.0)
             q_tile = load_tile(
                 q_at, q_strides, b_row, h, first, rows, entry_shape.seqlen_q, dims, shape.head_dim,
@@ -204,8 +208,8 @@ def backward_bias_kernel(
                 BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            s = scaled(s, scale_log2, softcap, SOFTCAP)[0]
-            s += bias_tile.to(tl.float32) * LOG2E
+            s, factor, _ = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
+            s = tl.fma(s, factor, bias_tile.to(tl.float32)) if BIASED else s * factor
             allowed = in_band(rows[:, None], keys[None, :], entry_shape, LEFT, RIGHT)
             if MASK == TILES:
                 data = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)[0]
@@ -220,7 +224,8 @@ def backward_bias_kernel(
             elif MASK == KEYS:
                 allowed &= kept[None, :]
             s = tl.where(allowed, s, float("-inf"))
-            p = probabilities(s, lse_rows, sink, h, 1, FEW_KEYS, HAS_SINK)
+            logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
+            p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, row_low is not None)
             v_tile = load_tile(
                 v_at, v_strides, b_row, h_k, first_key, keys, entry_shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,

@@ -1,9 +1,12 @@
-"""The kernel that runs before the backward kernels: delta = rowsum(dout * out) - dlse, and lse in base 2.
+"""The kernel that runs before the backward kernels: delta = rowsum(dout * out) - dlse, and lse as they read it.
+
+lse is in base 2 like their scores, or natural beside a bias that adds to these, and then two numbers: see `split_lse`.
+A bias of one value per query is taken off here, so that no other kernel reads it.
 
 With `FEW_KEYS` it leaves out the sum. The backward kernels then hold all keys of a row in one tile, and compute the sum
 from p and dp, because a row of few keys does not average out the rounding of out to 16 bits.
 
-An empty row has lse -inf. The kernel writes +inf, so that p = exp2(s - lse) is 0 and not NaN, and ignores its dlse.
+An empty row has lse -inf. The kernel writes +inf, so that p = exp(s - lse) is 0 and not NaN, and ignores its dlse.
 """
 
 from __future__ import annotations
@@ -11,7 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import LOG2E, NO_SEQUENCES, PACKED, sequence_at, tiles_of_rows
+from .tile_ops import (
+    LOG2E,
+    NO_SEQUENCES,
+    PACKED,
+    ROW_BIAS,
+    lse_less,
+    row_values,
+    scores_from,
+    sequence_at,
+    shape_of,
+    split_lse,
+    tiles_of_rows,
+)
 
 
 @triton.jit
@@ -20,15 +35,19 @@ def delta_kernel(
     out,
     dlse,
     lse,
-    lse_log2,
+    bias,
+    row_lse,
+    row_low,
     delta,
     bounds,
     dout_strides,
     dlse_strides,
+    bias_strides,
     shape,
     layout,
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BIAS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     FEW_KEYS: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -42,6 +61,7 @@ def delta_kernel(
         h = program // tiles_m % shape.num_heads
         rows = program % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
         row_ok = rows < shape.seqlen_q
+        values = row_values(bias, bias_strides, b, h, rows, shape, BIAS)
         first_row = b * shape.seqlen_q
         place = (b * shape.num_heads + h) * shape.seqlen_q + rows
     else:
@@ -49,10 +69,15 @@ def delta_kernel(
         h = program // tiles
         own, tile = sequence_at(program % tiles, bounds, shape.seqlen_q, layout.number, SEARCH, 0, BLOCK_M)
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        row_ok = rows < tl.load(bounds + own * 4 + 1)
+        queries = tl.load(bounds + own * 4 + 1)
+        row_ok = rows < queries
         takes_sum = tl.load(bounds + own * 4 + 3) > layout.few_keys
-        b = own.to(tl.int64) * (0 if SEQUENCES == PACKED else 1)
+        b = own.to(tl.int64)
         first_q = tl.load(bounds + own * 4)
+        if BIAS == ROW_BIAS:
+            bias = scores_from(bias, bias_strides, layout.bias_rows, 0, first_q, first_q)
+        values = row_values(bias, bias_strides, b, h, rows, shape_of(shape, queries, 0), BIAS)
+        b = b * (0 if SEQUENCES == PACKED else 1)
         first_row = b * layout.rows_q
         rows += first_q
         place = (b * shape.num_heads + h) * layout.rows_q + rows
@@ -73,4 +98,11 @@ def delta_kernel(
         e_rows = dlse + b * dlse_strides[0] + h.to(tl.int64) * dlse_strides[1] + rows.to(tl.int64) * dlse_strides[2]
         d -= tl.where(empty, 0.0, tl.load(e_rows, mask=row_ok, other=0.0).to(tl.float32))
     tl.store(delta + place, d, mask=row_ok)
-    tl.store(lse_log2 + place, tl.where(empty, float("inf"), natural * LOG2E), mask=row_ok)
+    if BIAS == ROW_BIAS:
+        natural = lse_less(natural, values)
+    if row_low is not None:
+        natural, low = split_lse(natural)
+        tl.store(row_low + place, low, mask=row_ok)
+    if BIAS <= ROW_BIAS:
+        natural = natural * LOG2E
+    tl.store(row_lse + place, tl.where(empty, float("inf"), natural), mask=row_ok)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import probabilities, scaled, score_gradients, spread, values_of_tile
+from .scores import probabilities, scaled, score_gradients, sink_logits, spread, values_of_tile
 from .tile_ops import (
     DENSE,
     KEYS,
@@ -21,6 +21,7 @@ from .tile_ops import (
     entry_of,
     in_band,
     load_bools,
+    load_low,
     load_tile,
     mask_head,
     reader_of,
@@ -34,7 +35,8 @@ def backward_diagonals_kernel(
     v,
     bias,
     dout,
-    lse_log2,
+    row_lse,
+    row_low,
     delta,
     mask_data,
     mask_index,
@@ -49,7 +51,7 @@ def backward_diagonals_kernel(
     bias_strides,
     mask_strides,
     shape,
-    scale_log2,
+    score_scale,
     softcap,
     bias_batch,
     bias_heads,
@@ -82,7 +84,7 @@ def backward_diagonals_kernel(
     Place y of a row has the scores of key - query = y - (BLOCK_M - 1), counted from the corner of each tile.
     BLOCK_M and BLOCK_N are equal. `classes` is 0 for tiles of the mask with nothing allowed.
     """
-    scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
+    score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
     diagonal = first_diagonal + program % diagonals
@@ -126,7 +128,8 @@ def backward_diagonals_kernel(
         if visit:
             statistics = (b * shape.num_heads + h) * shape.seqlen_q
             row_ok = rows < shape.seqlen_q
-            lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
+            lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
+            low_rows = load_low(row_low, statistics + rows, row_ok)
             d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
             q_tile = load_tile(
                 q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
@@ -137,8 +140,8 @@ def backward_diagonals_kernel(
                 BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            s = scaled(s, scale_log2, softcap, SOFTCAP)[0]
-            s += values
+            s, factor, _ = scaled(s, score_scale, softcap, SOFTCAP, True)
+            s = tl.fma(s, factor, values)
             if EDGES:
                 allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)
                 if MASK == TILES:
@@ -150,7 +153,8 @@ def backward_diagonals_kernel(
                 elif MASK == KEYS:
                     allowed &= kept[None, :]
                 s = tl.where(allowed, s, float("-inf"))
-            p = probabilities(s, lse_rows, sink, h, 1, FEW_KEYS, HAS_SINK)
+            logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
+            p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, True, row_low is not None)
             v_tile = load_tile(
                 v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,

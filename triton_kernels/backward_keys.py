@@ -2,7 +2,7 @@
 
 Scores are computed transposed, (keys, queries), so that p and ds feed dv and dk without a transpose::
 
-    p = exp2(s - lse);  dv += p @ dout;  ds = p * (v @ dout^T - delta);  dk += ds @ q;  dbias = ds or rowsum(ds)
+    p = exp(s - lse);  dv += p @ dout;  ds = p * (v @ dout^T - delta);  dk += ds @ q;  dbias = ds or rowsum(ds)
 
 With dropout, dv is computed from the dropped p, and v @ dout^T is dropped like p; ds is computed from p itself.
 
@@ -28,6 +28,7 @@ from .scores import (
     probabilities,
     scaled,
     score_gradients,
+    sink_logits,
     values_of_tile,
 )
 from .tile_ops import (
@@ -37,13 +38,16 @@ from .tile_ops import (
     DENSE,
     DISTANCES,
     KEYS,
+    LOG2E,
     NO_BIAS,
     NO_SEQUENCES,
     PACKED,
+    ROW_BIAS,
     TILE,
     TILES,
     block_at,
     bounds_of,
+    load_low,
     load_tile,
     mask_head,
     queries_of_keys,
@@ -117,7 +121,8 @@ def backward_keys_kernel(
     v,
     bias,
     dout,
-    lse_log2,
+    row_lse,
+    row_low,
     delta,
     mask_data,
     mask_index,
@@ -135,7 +140,7 @@ def backward_keys_kernel(
     bias_strides,
     mask_strides,
     shape,
-    scale_log2,
+    score_scale,
     scale,
     softcap,
     owners,
@@ -184,7 +189,7 @@ def backward_keys_kernel(
     dk and dv are shaped as k and v, and the caller zeroes dbias. With ONE_PASS the kernel also writes the rows of dq,
     shaped as q, of all sequences with at most BLOCK_N keys.
     """
-    scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
+    score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
@@ -262,6 +267,7 @@ def backward_keys_kernel(
         acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         acc_bias = tl.zeros([BLOCK_N], tl.float32)
         acc_last = tl.zeros([BLOCK_N], tl.float32)
+        BIASED: tl.constexpr = BIAS > ROW_BIAS
         for member in range(0, members):
             h = owner * members + member
             statistics = (b_row * shape.num_heads + h) * row_pitch + first_q
@@ -276,8 +282,11 @@ def backward_keys_kernel(
             NEAR: tl.constexpr = (BIAS == DISTANCES or BIAS == CLAMPED or BIAS == BANDED) and MASK == BAND
             near = 0
             if NEAR:
-                nearest, near = near_blocks(first_key, start, inside, shape, distances, BLOCK_M, BLOCK_N, BIAS, 0)
                 before_values, beyond_values = end_values(bias_head, bias_strides, distances, BIAS)
+                nearest, near = near_blocks(
+                    first_key, start, inside, before_values, beyond_values, shape, distances,
+                    BLOCK_M, BLOCK_N, BIAS, 0,
+                )  # fmt: skip
             for phase in tl.static_range(-1 if NEAR else 0, 2 if EDGES else 1):
                 steps = near if phase == -1 else inside - near if phase == 0 else before + after
                 begin = 0
@@ -301,17 +310,16 @@ def backward_keys_kernel(
                         q, q_strides, b_row, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
                         BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
                     )  # fmt: skip
-                    lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
+                    lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
+                    low_rows = load_low(row_low, statistics + rows, row_ok)
                     if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:  # loaded early, to have arrived when ds needs it
                         d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-                    s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
-                    if IS_FAR:  # later queries are farther to the right of a key
-                        lse_rows -= tl.where(step < nearest, beyond_values, before_values)
-                    else:
+                    s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
+                    if not IS_FAR:
                         s = add_bias(
-                            s, bias, bias_head, key_bias, window, bias_strides, b, h, first + bias_row, first_key,
-                            rows, keys, shape, distances,
+                            s, factor, bias, bias_head, key_bias, window, bias_strides, b, h, first + bias_row,
+                            first_key, rows, keys, shape, distances,
                             BLOCK_M, BLOCK_N, BIAS, 0, BIAS_TMA, WIDE, False, MASK == KEYS,
                         )  # fmt: skip
                     if phase == 1:
@@ -319,7 +327,17 @@ def backward_keys_kernel(
                             s, data, mask_strides, b, h, first_place, rows, keys, shape,
                             BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 0, False,
                         )  # fmt: skip
-                    p = probabilities(s, lse_rows, sink, h, 0, FEW_KEYS, HAS_SINK)
+                    logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
+                    if IS_FAR:  # later queries are farther to the right of a key
+                        value = tl.where(step < nearest, beyond_values, before_values)
+                        less = (lse_rows - value + low_rows) * LOG2E
+                        p = probabilities(
+                            s * (factor * LOG2E), less, low_rows, logits - value, 0, FEW_KEYS, HAS_SINK, False, False
+                        )
+                    else:
+                        p = probabilities(
+                            s, lse_rows, low_rows, logits, 0, FEW_KEYS, HAS_SINK, BIASED, row_low is not None
+                        )
                     weights = p
                     if DROPOUT:
                         kept = is_kept(

@@ -1,6 +1,6 @@
 """The query-stationary backward kernel: dq of one tile of queries of one head per program.
 
-p = exp2(s - lse);  ds = p * (dout @ v^T - delta);  dq += ds @ k
+p = exp(s - lse);  ds = p * (dout @ v^T - delta);  dq += ds @ k
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .scores import (
     probabilities,
     scaled,
     score_gradients,
+    sink_logits,
     values_of_tile,
 )
 from .tile_ops import (
@@ -28,13 +29,16 @@ from .tile_ops import (
     DENSE,
     DISTANCES,
     KEYS,
+    LOG2E,
     NO_BIAS,
     NO_SEQUENCES,
     PACKED,
+    ROW_BIAS,
     TILES,
     block_at,
     bounds_of,
     keys_of_queries,
+    load_low,
     load_tile,
     mask_head,
     scores_from,
@@ -51,7 +55,8 @@ def backward_queries_kernel(
     v,
     bias,
     dout,
-    lse_log2,
+    row_lse,
+    row_low,
     delta,
     mask_data,
     mask_index,
@@ -66,7 +71,7 @@ def backward_queries_kernel(
     bias_strides,
     mask_strides,
     shape,
-    scale_log2,
+    score_scale,
     scale,
     softcap,
     layout,
@@ -95,7 +100,7 @@ def backward_queries_kernel(
     DROPOUT: tl.constexpr,
 ):
     """Compute one tile of dq (B, Lq, Hq, D), which is contiguous."""
-    scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
+    score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
@@ -149,9 +154,12 @@ def backward_queries_kernel(
         dout, dout_strides, b_row, h, first, rows, shape.seqlen_q, dims_v, shape.head_dim_v,
         BLOCK_M, BLOCK_DV, False, True, True, PAD_DV,
     )  # fmt: skip
-    lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
+    lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
+    low_rows = load_low(row_low, statistics + rows, row_ok)
     d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
-    bias_head, row_bias = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
+    BIASED: tl.constexpr = BIAS > ROW_BIAS
+    bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
+    logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
     walk, start, inside, before, after = keys_of_queries(
         first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
@@ -160,8 +168,10 @@ def backward_queries_kernel(
     NEAR: tl.constexpr = (BIAS == DISTANCES or BIAS == CLAMPED or BIAS == BANDED) and MASK == BAND
     near = 0
     if NEAR:
-        nearest, near = near_blocks(first, start, inside, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1)
         before_values, beyond_values = end_values(bias_head, bias_strides, distances, BIAS)
+        nearest, near = near_blocks(
+            first, start, inside, before_values, beyond_values, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1
+        )
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for phase in tl.static_range(-1 if NEAR else 0, 2 if EDGES else 1):
         steps = near if phase == -1 else inside - near if phase == 0 else before + after
@@ -183,21 +193,25 @@ def backward_queries_kernel(
                 BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
-            shift = lse_rows
-            if IS_FAR:
-                shift = lse_rows - tl.where(step < nearest, before_values, beyond_values)
-            else:
+            s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
+            if not IS_FAR:
                 s = add_bias(
-                    s, bias, bias_head, row_bias, window, bias_strides, b, h, first + bias_row, place, rows, keys,
-                    shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
+                    s, factor, bias, bias_head, vector, window, bias_strides, b, h, first + bias_row, place, rows,
+                    keys, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
                 )  # fmt: skip
             if phase == 1:
                 s = masked_scores(
                     s, data, mask_strides, b, h, place, rows, keys, shape,
                     BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
                 )  # fmt: skip
-            p = probabilities(s, shift, sink, h, 1, FEW_KEYS, HAS_SINK)
+            if IS_FAR:
+                value = tl.where(step < nearest, before_values, beyond_values)
+                less = (lse_rows - value + low_rows) * LOG2E
+                p = probabilities(
+                    s * (factor * LOG2E), less, low_rows, logits - value, 1, FEW_KEYS, HAS_SINK, False, False
+                )
+            else:
+                p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, row_low is not None)
             v_tile = load_tile(
                 v, v_strides, b_row, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,

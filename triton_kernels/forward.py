@@ -1,11 +1,13 @@
 """The forward kernel: each program computes out and lse of one tile of queries of one head.
 
-With s the scores in base 2, over tiles j of keys (Dao, FlashAttention-2, algorithm 1)::
+With s the scores, over tiles j of keys (Dao, FlashAttention-2, algorithm 1)::
 
-    m' = max(m, rowmax(s_j));  p = exp2(s_j - m');  c = exp2(m - m');  l = l * c + rowsum(p);  acc = acc * c + p @ v_j
-    out = acc / l;  lse = (m + log2(l)) * ln 2
+    m' = max(m, rowmax(s_j));  p = exp(s_j - m');  c = exp(m - m');  l = l * c + rowsum(p);  acc = acc * c + p @ v_j
+    out = acc / l;  lse = m + log(l)
 
-The sink of a head is one more score of every row, without a value; it comes last.
+Without a bias s is in base 2. With one it is natural, and lse is in fp64: next to a bias of 1e9 fp32 would lose log(l).
+
+The sink of a head is one more score of every row, without a value; it comes last, after a bias of one value per query.
 
 Tiles that need no mask check come first, in a loop without mask code. A second loop has the tiles at an edge of the
 band, and the partial tiles of a mask.
@@ -34,12 +36,14 @@ from .tile_ops import (
     DENSE,
     DISTANCES,
     KEYS,
-    LN2,
+    LOG2E,
+    LOWEST,
     NO_BIAS,
     NO_SEQUENCES,
     PACKED,
     PAGED,
     PAGED_PACKED,
+    ROW_BIAS,
     TILES,
     TREE,
     block_at,
@@ -48,9 +52,12 @@ from .tile_ops import (
     keys_of_queries,
     load_pages,
     load_tile,
+    log_sums,
     mask_head,
+    row_values,
     scores_from,
     sequence_at,
+    store_lse,
     tiles_from,
     tiles_of_rows,
 )
@@ -119,10 +126,10 @@ def forward_kernel(
 ):
     """Compute out and lse of one tile of queries.
 
-    out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous. `scale` is |softmax_scale| * log2(e), or
-    |softmax_scale| / softcap. The sink of a row is at `sink_of_head` and `sink_of_row` times its indices.
+    out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous. `scale` is the absolute value of `score_scale` of `Call`.
+    The sink of a row is at `sink_of_head` and `sink_of_row` times its indices.
 
-    With SPLIT_KEYS (split-KV) there are `splits` outs and lses in fp32, one for each share of the keys; the combine
+    With SPLIT_KEYS (split-KV) there are `splits` lses, and outs in fp32, one for each share of the keys; the combine
     kernel adds the sink.
 
     With SEQUENCES a program has queries of one sequence. `bounds` says where sequences lie and how long they are,
@@ -224,7 +231,8 @@ def forward_kernel(
     if NEGATIVE:
         # Exact. The scale is then >= 0, so that the largest product of a row is also its largest score.
         q_tile = -q_tile
-    bias_head, row_bias = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
+    BIASED: tl.constexpr = BIAS > ROW_BIAS
+    bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h_k * shape.group if GROUPED else h, MASK)
     if MASK == TREE:
         walk, start, inside, before, after = keys_of_trees(
@@ -241,15 +249,17 @@ def forward_kernel(
     near = 0
     nearest = 0
     if NEAR:
-        nearest, near = near_blocks(first, start, inside, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1)
         before_values, beyond_values = end_values(bias_head, bias_strides, distances, BIAS)
+        nearest, near = near_blocks(
+            first, start, inside, before_values, beyond_values, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1
+        )
     if ONE_LOOP:
         start, inside, before, after = start - before, 0, 0, inside + before + after
     if SPLIT_KEYS:  # shares count the blocks of both loops, so that they differ by one block at most
         begin_part = (inside + before + after) * part // splits
         end_part = (inside + before + after) * (part + 1) // splits
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for phase in tl.static_range(1 if ONE_LOOP else -1 if NEAR else 0, 2 if EDGES else 1):
@@ -283,12 +293,12 @@ def forward_kernel(
                     BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
                 )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            if SOFTCAP or (BIAS != NO_BIAS and not IS_FAR) or phase == 1:
-                s = scaled(s, scale, softcap, SOFTCAP)[0]
-            if not IS_FAR:
+            s, factor, _ = scaled(s, scale, softcap, SOFTCAP, BIASED)
+            MAKES_SCORES: tl.constexpr = SOFTCAP or BIASED or phase == 1
+            if MAKES_SCORES and not IS_FAR:
                 s = add_bias(
-                    s, bias, bias_head, row_bias, window, bias_strides, b, h, first + bias_row, place, rows, keys,
-                    shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED, MASK == KEYS,
+                    s, factor, bias, bias_head, vector, window, bias_strides, b, h, first + bias_row, place, rows,
+                    keys, shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, GROUPED, MASK == KEYS,
                 )  # fmt: skip
             if phase == 1:
                 s = masked_scores(
@@ -297,19 +307,18 @@ def forward_kernel(
                 )  # fmt: skip
             if IS_FAR:
                 value = tl.where(step < nearest, before_values, beyond_values)
-                factor = 1.0 if SOFTCAP else scale
                 new_max = tl.maximum(row_max, tl.max(s, 1) * factor + value)
-                shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-                p = tl.math.exp2(s * factor - (shift - value)[:, None])
-            elif SOFTCAP or BIAS != NO_BIAS or phase == 1:
+                p = tl.math.exp2(s * (factor * LOG2E) - ((new_max - value) * LOG2E)[:, None])  # one fma
+            elif BIASED:
                 new_max = tl.maximum(row_max, tl.max(s, 1))
-                shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN
-                p = tl.math.exp2(s - shift[:, None])
+                p = tl.math.exp2((s - new_max[:, None]) * LOG2E)
+            elif MAKES_SCORES:
+                new_max = tl.maximum(row_max, tl.max(s, 1))
+                p = tl.math.exp2(s - new_max[:, None])
             else:
-                new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
-                shift = new_max
-                p = tl.math.exp2(s * scale - shift[:, None])  # one fma
-            rescale = tl.math.exp2(row_max - shift)
+                new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+                p = tl.math.exp2(s * factor - new_max[:, None])  # one fma
+            rescale = tl.math.exp2((row_max - new_max) * LOG2E if BIASED else row_max - new_max)
             row_sum = row_sum * rescale + tl.sum(p, 1)
             if DROPOUT:
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)
@@ -328,7 +337,8 @@ def forward_kernel(
             acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=PRECISION)
             row_max = new_max
 
-    total = tl.where(row_sum > 0, row_sum, 1.0)
+    row_bias = row_values(bias, bias_strides, b, h, rows, shape, BIAS)
+    great, small, total = log_sums(row_max, row_sum, row_bias, BIAS)
     row_ok = rows < shape.seqlen_q
     if SPLIT_KEYS:
         before = part.to(tl.int64) * all_rows
@@ -337,14 +347,13 @@ def forward_kernel(
     line = statistics + rows if HEADS_FIRST else (first_row + rows) * shape.num_heads + h
     out_rows = out + line[:, None] * shape.head_dim_v + dims_v[None, :]
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
-    natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
     if DROPOUT:
         acc_o = acc_o * tl.cast(dropout.scale, tl.float32)
     if HAS_SINK:
         logits = tl.load(sink + h * sink_of_head + rows * sink_of_row, mask=row_ok, other=float("-inf"))
-        natural, share = join_sink(natural, logits.to(tl.float32))
+        great, small, share = join_sink(great, small, logits.to(tl.float32))
         acc_o = acc_o * share[:, None]
     tl.store(out_rows, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     if COLUMN_PARTS > 1:
         row_ok = row_ok & (column == 0)  # one of them stores what all have
-    tl.store(lse + statistics + rows, natural, mask=row_ok)
+    store_lse(lse + statistics + rows, great, small, row_ok)

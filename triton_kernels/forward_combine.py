@@ -2,6 +2,8 @@
 
     lse = logsumexp_i lse_i;  out = sum_i exp(lse_i - lse) out_i
 
+lse_i and lse are in fp64 where there is a bias: see `store_lse`.
+
 It then adds the sink of the head, if there is one. Sizes alone decide the order of the sums, so results repeat exactly.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_ops import LN2, LOG2E, join_sink
+from .tile_ops import LN2, LOG2E, join_sink, split_lse, store_lse, unit_of
 
 
 @triton.jit
@@ -57,22 +59,26 @@ def combine_kernel(
     at = parts + ((some * size + line) * shape.head_dim_v)[:, None] + dims[None, :]
     values = tl.load(at, mask=(some < splits)[:, None] & is_value[None, :], other=0.0)
     top = tl.max(all_lse, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.math.exp2((all_lse - shift) * LOG2E), 0)
-    acc = tl.sum(tl.math.exp2((logits - shift) * LOG2E)[:, None] * values, 0)
+    great = top
+    small = 0.0
+    factor = LOG2E
+    if parts_lse.dtype.element_ty == tl.float64:
+        great, small = split_lse(top)
+        factor = LOG2E / unit_of(great)
+    shift = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf is NaN
+    total = tl.sum(tl.math.exp2((all_lse - shift).to(tl.float32) * factor), 0)
+    acc = tl.sum(tl.math.exp2((logits - shift).to(tl.float32) * factor)[:, None] * values, 0)
     for first in tl.static_range(AT_ONCE, SPLITS, AT_ONCE):
         some = first + tl.arange(0, AT_ONCE)
         logits = tl.load(parts_lse + some * size + row, mask=some < splits, other=float("-inf"))
         at = parts + ((some * size + line) * shape.head_dim_v)[:, None] + dims[None, :]
         values = tl.load(at, mask=(some < splits)[:, None] & is_value[None, :], other=0.0)
-        acc += tl.sum(tl.math.exp2((logits - shift) * LOG2E)[:, None] * values, 0)
-    total_or_1 = tl.where(total > 0, total, 1.0)
-    natural = tl.where(total > 0, shift + tl.math.log2(total_or_1) * LN2, float("-inf"))
+        acc += tl.sum(tl.math.exp2((logits - shift).to(tl.float32) * factor)[:, None] * values, 0)
+    total = tl.where(total == 0.0, 1.0, total)  # a row without keys
+    small += tl.math.log2(total) * LN2
     if HAS_SINK:
         logit = tl.load(sink + h * sink_of_head + row % shape.seqlen_q * sink_of_row)
-        natural, share = join_sink(natural, logit.to(tl.float32))
+        great, small, share = join_sink(great, small, logit.to(tl.float32))
         acc = acc * share
-    tl.store(
-        out + tl.cast(line, tl.int64) * shape.head_dim_v + dims, (acc / total_or_1).to(out.dtype.element_ty), is_value
-    )
-    tl.store(lse + row, natural)
+    tl.store(out + tl.cast(line, tl.int64) * shape.head_dim_v + dims, (acc / total).to(out.dtype.element_ty), is_value)
+    store_lse(lse + row, great, small, None)

@@ -111,6 +111,7 @@ class ListCall:
             else:
                 own = values.shape[1] not in (1, self.heads_k)
                 self.value_kind = OF_HEADS.value if own else OF_ENTRIES.value
+        self.is_biased = values is not None or bias is not None
         bias_kind = NO_BIAS.value
         if bias is not None:
             bias_strides = self._strides(bias, 1)
@@ -127,7 +128,10 @@ class ListCall:
             "lists": self.lists,
             "blocks": self.blocks,
             "heads_k": self.heads_k,
-            "scale_log2": flags.scale / flags.softcap if flags.softcap > 0 else flags.scale * LOG2E.value,
+            # As of `Call`: with values or a bias scores are natural.
+            "score_scale": flags.scale / flags.softcap
+            if flags.softcap > 0
+            else flags.scale * (1.0 if self.is_biased else LOG2E.value),
             "scale": flags.scale,
             "softcap": flags.softcap,
             "BLOCK_D": self.block_d,
@@ -242,7 +246,9 @@ def list_forward(
     *,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, Hq, Lq, Dv), whose heads of a query lie side by side, and lse (B, Hq, Lq), natural, in fp32.
+    """Return out (B, Hq, Lq, Dv), whose heads of a query lie side by side, and natural lse (B, Hq, Lq).
+
+    lse is in fp32, or with values or a bias in fp64, as `store_lse` stores it.
 
     Args:
         values: (Bv, Hv, Lq or R, slots), one for each entry of the lists. Hv is 1, Hk or Hq.
@@ -256,7 +262,8 @@ def list_forward(
         v = None
     q, k, v = _unit_rows(q), _unit_rows(k), None if v is None else _unit_rows(v)
     out = torch.empty(q.shape[0], q.shape[2], q.shape[1], flags.head_dim_v, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse_dtype = torch.float32 if values is None and bias_key is None else torch.float64
+    lse = torch.empty(q.shape[:3], dtype=lse_dtype, device=q.device)
     with on_device(q):
         key = ("list forward", flags, tile, *signature(q, k, v, keys, count, slots, values, bias_key, sink))
         make = lambda: plan_list_forward(ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), tile)
@@ -418,7 +425,7 @@ def plan_list_backward(
         out: Tensor, lse: Tensor, inverse: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         batch, heads, seqlen_q, head_dim = q.shape
-        delta = torch.empty_like(lse)
+        delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
         dq = torch.empty(batch, seqlen_q, heads, head_dim, dtype=q.dtype, device=q.device) if needs.q else None
         dvalues = makes_values.allocate(values) if needs.values and values is not None else None
         masses = dvalues
@@ -437,7 +444,8 @@ def plan_list_backward(
                 launch_queries(*read, *written, *rows)
 
         if by_pairs:
-            launch_delta(dout, _contiguous_out(out), _or(dlse, lse), lse, torch.empty_like(lse), delta, lse)
+            row_lse = torch.empty_like(delta)  # which nobody reads: other kernels read lse itself
+            launch_delta(dout, _contiguous_out(out), _or(dlse, lse), lse, None, row_lse, None, delta, None)
 
         dk = dv = None
         if keep == NOTHING.value:
@@ -712,7 +720,7 @@ def true_sums(
     if sink is None:
         error /= total
     else:
-        share = torch.exp(sink.float().unsqueeze(-1) - lse)
+        share = torch.exp(sink.unsqueeze(-1) - lse).float()
         error.addcmul_(delta, share, value=-1).div_(total + share)
     if dlse is not None:
         error -= dlse

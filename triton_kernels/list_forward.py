@@ -24,7 +24,7 @@ from .list_ops import (
     values_of,
 )
 from .scores import scaled
-from .tile_ops import LN2, join_sink
+from .tile_ops import KEY_BIAS, LOG2E, LOWEST, NO_BIAS, join_sink, log_sums, store_lse
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def list_forward_kernel(
     bias_strides,
     shape,
     lists,
-    scale_log2,
+    score_scale,
     softcap,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -82,7 +82,7 @@ def list_forward_kernel(
 
     All rows of a key-value head follow each other, so that its k and v stay in L2.
     """
-    scale_log2 = tl.cast(scale_log2, tl.float32)
+    score_scale = tl.cast(score_scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
     part = program % PARTS
@@ -118,7 +118,8 @@ def list_forward_kernel(
     value_head = values_of(values, value_strides, b, h_k, row, rows, h, GROUP, VALUES)
     bias_head = bias_of_keys(bias, bias_strides, b, h_k, h, GROUP, BIAS)
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    BIASED: tl.constexpr = VALUES != NO_VALUES or BIAS != NO_BIAS
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc_o = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -127,16 +128,21 @@ def list_forward_kernel(
         k_rest = k_tile
         if REST > 0:
             k_rest = load_keys(k, k_strides.row, keys, key_ok, dims_rest, shape.head_dim, PAD_D, WIDE, KEYS_EACH)
-        s = scaled(dot_rows(q_tile, q_rest, k_tile, k_rest, REST, PRECISION), scale_log2, softcap, SOFTCAP)[0]
+        s = dot_rows(q_tile, q_rest, k_tile, k_rest, REST, PRECISION)
+        s, factor, _ = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
         if VALUES != NO_VALUES:
             slot = slots_at(slots, entry, key_ok, SLOTS, BLOCK_N, KEYS_EACH)
-            s = add_values(s, value_head, value_strides.key, slot, key_ok, row_ok, VALUES, BLOCK_N, KEYS_EACH)
-        s = add_key_bias(s, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
+            s = add_values(s, factor, value_head, value_strides.key, slot, key_ok, row_ok, VALUES, BLOCK_N, KEYS_EACH)
+            factor = 1.0
+        s = add_key_bias(s, factor, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
         s = members_see(s, rows, keys, key_ok, shape, QUERIES, LEFT, RIGHT)
         new_max = tl.maximum(row_max, tl.max(s, 1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN
-        p = tl.math.exp2(s - shift[:, None])
-        rescale = tl.math.exp2(row_max - shift)
+        if BIASED:
+            p = tl.math.exp2((s - new_max[:, None]) * LOG2E)
+            rescale = tl.math.exp2((row_max - new_max) * LOG2E)
+        else:
+            p = tl.math.exp2(s - new_max[:, None])
+            rescale = tl.math.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         acc_o = acc_o * rescale[:, None]
         if LATENT:
@@ -146,13 +152,12 @@ def list_forward_kernel(
         acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision=PRECISION)
         row_max = new_max
 
-    total = tl.where(row_sum > 0, row_sum, 1.0)
-    natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
+    great, small, total = log_sums(row_max, row_sum, 0.0, KEY_BIAS if BIASED else NO_BIAS)
     if HAS_SINK:
-        natural, share = join_sink(natural, tl.load(sink + h).to(tl.float32))
+        great, small, share = join_sink(great, small, tl.load(sink + h).to(tl.float32))
         acc_o = acc_o * share[:, None]
     line = (b * shape.seqlen_q + rows) * shape.num_heads + h
     stored = row_ok[:, None] & (dims_v < shape.head_dim_v)[None, :]
     at = out + line[:, None] * shape.head_dim_v + dims_v[None, :]
     tl.store(at, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
-    tl.store(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, natural, mask=row_ok)
+    store_lse(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, great, small, row_ok)

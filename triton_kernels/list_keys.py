@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .list_ops import NO_VALUES, OF_ENTRIES, OF_HEADS, in_base_2
-from .scores import scaled
-from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, entry_of, in_band, shared_head
+from .list_ops import NO_VALUES, OF_ENTRIES, OF_HEADS, lse_of_rows
+from .scores import exp_of_rows, scaled
+from .tile_ops import KEY_BIAS, NO_BIAS, entry_of, in_band, shared_head
 
 
 @triton.jit(do_not_specialize=["first_owner"])
@@ -43,7 +43,7 @@ def list_keys_kernel(
     blocks,
     most_segments,
     cut,
-    scale_log2,
+    score_scale,
     scale,
     softcap,
     BLOCK_M: tl.constexpr,
@@ -73,7 +73,7 @@ def list_keys_kernel(
     segments (lists, blocks + 1) its first segment. A segment has `cut` entries, the last of a block may
     have fewer. parts are (owners, most_segments, KEYS_EACH, head dim) in fp32, contiguous.
     """
-    scale_log2 = tl.cast(scale_log2, tl.float32)
+    score_scale = tl.cast(score_scale, tl.float32)
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     segment = tl.program_id(0) % most_segments
@@ -124,7 +124,6 @@ def list_keys_kernel(
     if BIAS == KEY_BIAS:
         bias_head = shared_head(bias, bias_strides, b, h_k * GROUP)
         key_bias = tl.load(bias_head + keys.to(tl.int64) * bias_strides.key, mask=key_ok, other=0.0).to(tl.float32)
-        key_bias = key_bias * LOG2E
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     acc_rest = acc_k
@@ -135,6 +134,8 @@ def list_keys_kernel(
     dout += b * dout_strides.batch
     lse += b * shape.num_heads * shape.seqlen_q
     delta += b * shape.num_heads * shape.seqlen_q
+    BIASED: tl.constexpr = VALUES != NO_VALUES or BIAS != NO_BIAS
+    IS_WIDE: tl.constexpr = lse.dtype.element_ty == tl.float64
     for start in tl.range(0, (end - begin) * MEMBERS, BLOCK_M, num_stages=STAGES):
         place = start + members
         place_ok = place < (end - begin) * MEMBERS
@@ -158,7 +159,7 @@ def list_keys_kernel(
         if REST > 0:
             q_rest = tl.load(at_q[:, None] + dims_rest[None, :], mask=row_ok[:, None] & ok_rest, other=0.0)
             s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision=PRECISION)
-        s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
+        s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
         if VALUES != NO_VALUES:
             slot = (entry % MOST).to(tl.int32)
             if SLOTS:
@@ -168,21 +169,25 @@ def list_keys_kernel(
                 at_value = row
             head = shared_head(values, value_strides, b, h) + at_value.to(tl.int64) * value_strides.row
             value = tl.load(head + slot * value_strides.key, mask=row_ok, other=0.0)
-            s += (value.to(tl.float32) * LOG2E)[None, :]
+            s = tl.fma(s, factor, value.to(tl.float32)[None, :])
+            factor = 1.0
         if BIAS == KEY_BIAS:
-            s += key_bias[:, None]
+            s = tl.fma(s, factor, key_bias[:, None])
         elif BIAS != NO_BIAS:
             at_bias = shared_head(bias, bias_strides, b, h)[None, :] + (keys.to(tl.int64) * bias_strides.key)[:, None]
             tile = tl.load(at_bias, mask=row_ok[None, :] & key_ok[:, None], other=0.0)
-            s += tile.to(tl.float32) * LOG2E
+            s = tl.fma(s, factor, tile.to(tl.float32))
+        elif VALUES == NO_VALUES:
+            s = s * factor
         if LEFT or RIGHT:
             allowed = in_band(rows[None, :], keys[:, None], shape, LEFT, RIGHT)
         else:
             allowed = key_ok[:, None]
         statistics = h * shape.seqlen_q + rows
-        lse_rows = in_base_2(tl.load(lse + statistics, mask=row_ok, other=float("-inf")))  # p of no row is 0
+        natural = tl.load(lse + statistics, mask=row_ok, other=float("-inf"))  # p of no row is 0
+        lse_rows, low_rows = lse_of_rows(natural, BIASED)
         d = tl.load(delta + statistics, mask=row_ok, other=0.0)
-        p = tl.where(allowed, tl.math.exp2(s - lse_rows[None, :]), 0.0)
+        p = tl.where(allowed, exp_of_rows(s, lse_rows, low_rows, 0, BIASED, IS_WIDE), 0.0)
         at_g = dout + (h * dout_strides.head + rows * dout_strides.row)
         if PAD_DV:
             g_tile = tl.load(at_g[:, None] + dims_v[None, :], mask=row_ok[:, None] & ok_dv, other=0.0)

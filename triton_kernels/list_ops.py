@@ -16,7 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, entry_of, in_band, shared_head
+from .tile_ops import KEY_BIAS, LOG2E, NO_BIAS, entry_of, in_band, shared_head, split_lse
 
 # How the values of entries are read: not at all, one for each entry, also one for each query head, also one for each
 # query of a row of lists.
@@ -175,23 +175,21 @@ def values_of(values, strides, b, h_k, row, rows, h, GROUP: tl.constexpr, VALUES
 
 @triton.jit
 def add_values(
-    s, head, stride, slot, key_ok, row_ok, VALUES: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_EACH: tl.constexpr
+    x, factor, head, stride, slot, key_ok, row_ok, VALUES: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_EACH: tl.constexpr
 ):  # fmt: skip
-    """Add the values of a step's entries to scores, in base 2."""
+    """Make scores out of what `scaled` returned: x * factor plus the values of a step's entries, rounded once."""
     if VALUES == OF_ENTRIES:
         if KEYS_EACH == 1:
-            s += (tl.load(head + slot * stride).to(tl.float32) * LOG2E)[None, :]
+            return tl.fma(x, factor, tl.load(head + slot * stride).to(tl.float32)[None, :])
         elif KEYS_EACH >= BLOCK_N:
-            s += tl.load(head + slot * stride).to(tl.float32) * LOG2E
+            return tl.fma(x, factor, tl.load(head + slot * stride).to(tl.float32))
         else:
-            s += (tl.load(head + slot * stride, mask=key_ok, other=0.0).to(tl.float32) * LOG2E)[None, :]
-    elif VALUES != NO_VALUES:
-        if KEYS_EACH >= BLOCK_N:
-            s += (tl.load(head + slot * stride, mask=row_ok, other=0.0).to(tl.float32) * LOG2E)[:, None]
-        else:
-            at = head[:, None] + (slot * stride)[None, :]
-            s += tl.load(at, mask=row_ok[:, None] & key_ok[None, :], other=0.0).to(tl.float32) * LOG2E
-    return s
+            return tl.fma(x, factor, tl.load(head + slot * stride, mask=key_ok, other=0.0).to(tl.float32)[None, :])
+    elif KEYS_EACH >= BLOCK_N:
+        return tl.fma(x, factor, tl.load(head + slot * stride, mask=row_ok, other=0.0).to(tl.float32)[:, None])
+    else:
+        at = head[:, None] + (slot * stride)[None, :]
+        return tl.fma(x, factor, tl.load(at, mask=row_ok[:, None] & key_ok[None, :], other=0.0).to(tl.float32))
 
 
 @triton.jit
@@ -206,20 +204,28 @@ def bias_of_keys(bias, strides, b, h_k, h, GROUP: tl.constexpr, BIAS: tl.constex
 
 
 @triton.jit
-def add_key_bias(s, head, stride, keys, key_ok, row_ok, BIAS: tl.constexpr):
-    """Add a bias per key to scores, in base 2."""
-    if BIAS == KEY_BIAS:
-        s += (tl.load(head + keys.to(tl.int64) * stride, mask=key_ok, other=0.0).to(tl.float32) * LOG2E)[None, :]
-    elif BIAS != NO_BIAS:
+def add_key_bias(x, factor, head, stride, keys, key_ok, row_ok, BIAS: tl.constexpr):
+    """Make scores as `add_values` does, with a bias per key. With a factor of 1 it adds to scores."""
+    if BIAS == NO_BIAS:
+        return x * factor
+    elif BIAS == KEY_BIAS:
+        values = tl.load(head + keys.to(tl.int64) * stride, mask=key_ok, other=0.0).to(tl.float32)
+        return tl.fma(x, factor, values[None, :])
+    else:
         at = head[:, None] + (keys.to(tl.int64) * stride)[None, :]
-        s += tl.load(at, mask=row_ok[:, None] & key_ok[None, :], other=0.0).to(tl.float32) * LOG2E
-    return s
+        return tl.fma(x, factor, tl.load(at, mask=row_ok[:, None] & key_ok[None, :], other=0.0).to(tl.float32))
 
 
 @triton.jit
-def in_base_2(natural):
-    """Turn lse of rows to base 2; an empty row has -inf, and gets +inf, so that p = exp2(s - lse) is 0 and not NaN."""
-    return tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
+def lse_of_rows(natural, BIASED: tl.constexpr):
+    """Turn lse of rows into the two numbers of `split_lse`; the first is in base 2, as scores are, unless BIASED.
+
+    An empty row has -inf, and gets +inf, so that p = exp(s - lse) is 0 and not NaN.
+    """
+    great, small = split_lse(natural)
+    if not BIASED:
+        great = great * LOG2E
+    return tl.where(great == float("-inf"), float("inf"), great), small
 
 
 @triton.jit

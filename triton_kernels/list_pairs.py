@@ -15,10 +15,10 @@ from .list_ops import (
     add_key_bias,
     add_values,
     bias_of_keys,
-    in_base_2,
     keys_at,
     load_keys,
     load_members,
+    lse_of_rows,
     members_of,
     members_see,
     row_of_lists,
@@ -26,7 +26,8 @@ from .list_ops import (
     store_value_gradients,
     values_of,
 )
-from .scores import scaled
+from .scores import exp_of_rows, scaled
+from .tile_ops import NO_BIAS
 
 
 @triton.jit(do_not_specialize=["first_owner", "first_row"])
@@ -57,7 +58,7 @@ def list_pairs_kernel(
     shape,
     lists,
     chunk,
-    scale_log2,
+    score_scale,
     softcap,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -83,7 +84,7 @@ def list_pairs_kernel(
     MASSES: tl.constexpr,
 ):
     """Compute BLOCK_N places of one part of the members of a row; see `list_queries_kernel` for what is stored."""
-    scale_log2 = tl.cast(scale_log2, tl.float32)
+    score_scale = tl.cast(score_scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
     start = program % TILES * BLOCK_N
@@ -124,19 +125,21 @@ def list_pairs_kernel(
             v_tile = load_keys(v, v_strides.row, keys, key_ok, dims, DIM_V, DIM_V % COLUMNS != 0, WIDE, KEYS_EACH)
             dp = tl.dot(g_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
 
-    s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
+    BIASED: tl.constexpr = VALUES != NO_VALUES or BIAS != NO_BIAS
+    s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
     slot = entry
     if VALUES != NO_VALUES:
         value_head = values_of(values, value_strides, b, h_k, row, rows, h, GROUP, VALUES)
         slot = slots_at(slots, entry, key_ok, SLOTS, BLOCK_N, KEYS_EACH)
-        s = add_values(s, value_head, value_strides.key, slot, key_ok, row_ok, VALUES, BLOCK_N, KEYS_EACH)
+        s = add_values(s, factor, value_head, value_strides.key, slot, key_ok, row_ok, VALUES, BLOCK_N, KEYS_EACH)
+        factor = 1.0
     bias_head = bias_of_keys(bias, bias_strides, b, h_k, h, GROUP, BIAS)
-    s = add_key_bias(s, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
+    s = add_key_bias(s, factor, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
     s = members_see(s, rows, keys, key_ok, shape, QUERIES, LEFT, RIGHT)
     statistics = (b * shape.num_heads + h) * shape.seqlen_q + rows
-    lse_rows = in_base_2(tl.load(lse + statistics, mask=row_ok, other=float("-inf")))
+    lse_rows, low_rows = lse_of_rows(tl.load(lse + statistics, mask=row_ok, other=float("-inf")), BIASED)
     d = tl.load(delta + statistics, mask=row_ok, other=0.0)
-    p = tl.math.exp2(s - lse_rows[:, None])
+    p = exp_of_rows(s, lse_rows, low_rows, 1, BIASED, lse.dtype.element_ty == tl.float64)
     ds = p * (dp - d[:, None])
     if NEED_VALUES:
         tl.static_assert(KEYS_EACH <= BLOCK_N, "an entry has its places in one program")

@@ -1,6 +1,6 @@
 """The query-stationary backward kernel of attention over lists: dq, delta and the gradient of values, of one row.
 
-p = exp2(s - lse);  ds = p * (dout @ v^T - delta);  dq += ds @ k;  a value's gradient is the sum of ds over who read it
+p = exp(s - lse);  ds = p * (dout @ v^T - delta);  dq += ds @ k;  a value's gradient is the sum of ds over who read it
 
 For dk and dv it also stores, as rows, what a row of lists adds to each of its keys: see `list_rows.py`. Or it stores p
 and ds, and another kernel makes the rows.
@@ -18,10 +18,10 @@ from .list_ops import (
     add_values,
     bias_of_keys,
     dot_rows,
-    in_base_2,
     keys_at,
     load_keys,
     load_members,
+    lse_of_rows,
     members_of,
     members_see,
     places_in_rows,
@@ -32,7 +32,7 @@ from .list_ops import (
     values_of,
 )
 from .scores import probabilities, scaled, score_gradients
-from .tile_ops import NO_SEQUENCES
+from .tile_ops import NO_BIAS, NO_SEQUENCES
 
 # A program stores for dk and dv: nothing, rows, or p and ds.
 NOTHING: tl.constexpr = tl.constexpr(0)
@@ -77,7 +77,7 @@ def list_queries_kernel(
     shape,
     lists,
     chunk,
-    scale_log2,
+    score_scale,
     scale,
     softcap,
     BLOCK_M: tl.constexpr,
@@ -116,7 +116,7 @@ def list_queries_kernel(
     (B, Hq, Lq, slots) where members have values of their own. With MASSES it has the latter, too, and masses gets the
     sum of p over the keys of each entry: `true_sums` in `list_calls.py` needs both.
     """
-    scale_log2 = tl.cast(scale_log2, tl.float32)
+    score_scale = tl.cast(score_scale, tl.float32)
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
@@ -142,7 +142,12 @@ def list_queries_kernel(
 
     statistics = (b * shape.num_heads + h) * shape.seqlen_q + rows
     natural = tl.load(lse + statistics, mask=row_ok, other=float("-inf"))
-    lse_rows = in_base_2(natural)
+    BIASED: tl.constexpr = VALUES != NO_VALUES or BIAS != NO_BIAS
+    lse_rows, low_rows = lse_of_rows(natural, BIASED)
+    IS_WIDE: tl.constexpr = lse.dtype.element_ty == tl.float64
+    logits = 0.0
+    if HAS_SINK and FEW_KEYS:
+        logits = tl.load(sink + h).to(tl.float32)
     d = tl.zeros([BLOCK_M], tl.float32)
     if not FEW_KEYS:
         o_tile = load_members(out, out_strides, b, rows, h, row_ok, dims_v, shape.head_dim_v, PAD_DV)
@@ -181,14 +186,16 @@ def list_queries_kernel(
         k_rest = k_tile
         if REST > 0:
             k_rest = load_keys(k, k_strides.row, keys, key_ok, dims_rest, shape.head_dim, PAD_D, WIDE, KEYS_EACH)
-        s, slope = scaled(dot_rows(q_tile, q_rest, k_tile, k_rest, REST, PRECISION), scale_log2, softcap, SOFTCAP)
+        s = dot_rows(q_tile, q_rest, k_tile, k_rest, REST, PRECISION)
+        s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
         slot = entry
         if VALUES != NO_VALUES:
             slot = slots_at(slots, entry, key_ok, SLOTS, BLOCK_N, KEYS_EACH)
-            s = add_values(s, value_head, value_strides.key, slot, key_ok, row_ok, VALUES, BLOCK_N, KEYS_EACH)
-        s = add_key_bias(s, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
+            s = add_values(s, factor, value_head, value_strides.key, slot, key_ok, row_ok, VALUES, BLOCK_N, KEYS_EACH)
+            factor = 1.0
+        s = add_key_bias(s, factor, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
         s = members_see(s, rows, keys, key_ok, shape, QUERIES, LEFT, RIGHT)
-        p = probabilities(s, lse_rows, sink, h, 1, FEW_KEYS, HAS_SINK)
+        p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, IS_WIDE)
         if LATENT:
             v_tile = k_tile
         else:

@@ -1,6 +1,6 @@
 """The first kernel of the backward pass of wide heads: p and ds of every (query, key) pair, stored in 16 bits.
 
-    p = exp2(s - lse);  ds = p * (dout @ v^T - delta)
+    p = exp(s - lse);  ds = p * (dout @ v^T - delta)
 
 The sums of dq, dk or dv of a tile of such heads leave no room for the products that make p and ds. So a program makes
 one tile of pairs, in steps over the head dim, and stores it; pair_products.py multiplies what is stored. A launch makes
@@ -19,18 +19,29 @@ import triton.language as tl
 
 from .backward_keys import KEY_SUM, NO_DBIAS, STORE, store_rows, store_tile
 from .dropout import is_kept
-from .scores import add_bias, bias_vector, masked_scores, probabilities, scaled, score_gradients, values_of_tile
+from .scores import (
+    add_bias,
+    bias_vector,
+    masked_scores,
+    probabilities,
+    scaled,
+    score_gradients,
+    sink_logits,
+    values_of_tile,
+)
 from .tile_ops import (
     DENSE,
     KEYS,
     NO_BIAS,
     NO_SEQUENCES,
     PACKED,
+    ROW_BIAS,
     TILE,
     TILES,
     band_of_queries,
     bounds_of,
     entry_of,
+    load_low,
     load_tile,
     mask_head,
     scores_from,
@@ -64,7 +75,8 @@ def pairs_kernel(
     v,
     bias,
     dout,
-    lse_log2,
+    row_lse,
+    row_low,
     delta,
     mask_data,
     mask_index,
@@ -87,7 +99,7 @@ def pairs_kernel(
     bias_strides,
     mask_strides,
     shape,
-    scale_log2,
+    score_scale,
     softcap,
     distances,
     layout,
@@ -127,7 +139,7 @@ def pairs_kernel(
     With STORE ds also goes to dbias as `backward_keys_kernel` stores it. Under KEY_SUM key_parts, fp32 (slots, parts,
     Lk), gets the sum over the queries of each tile. The caller zeroes both.
     """
-    scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
+    score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     program = tl.program_id(0)
     if SEQUENCES == NO_SEQUENCES:
@@ -235,13 +247,14 @@ def pairs_kernel(
                     BLOCK_N, DEPTH, TMA, WIDE, True, PAD_DV, at,
                 )  # fmt: skip
                 dp = tl.dot(g_tile, tl.trans(v_tile), dp)
-        s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
-        bias_head, row_bias = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
+        BIASED: tl.constexpr = BIAS > ROW_BIAS
+        s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
+        bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
         window = values_of_tile(
             bias_head, bias_strides, first, first_place, shape, distances, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
         )
         s = add_bias(
-            s, bias, bias_head, row_bias, window, bias_strides, b, h, first, first_place, rows, keys, shape,
+            s, factor, bias, bias_head, vector, window, bias_strides, b, h, first, first_place, rows, keys, shape,
             distances, BLOCK_M, BLOCK_N, BIAS, 1, False, WIDE, False, MASK == KEYS,
         )  # fmt: skip
         if EDGES:
@@ -249,8 +262,10 @@ def pairs_kernel(
                 s, data, mask_strides, b, h, first_place, rows, keys, shape,
                 BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
             )  # fmt: skip
-        lse_rows = tl.load(lse_log2 + statistics + rows, mask=row_ok, other=float("inf"))
-        p = probabilities(s, lse_rows, sink, h, 1, FEW_KEYS, HAS_SINK)
+        lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
+        low_rows = load_low(row_low, statistics + rows, row_ok)
+        logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
+        p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, row_low is not None)
         weights = p
         if DROPOUT:
             kept = is_kept(

@@ -135,11 +135,17 @@ class Call:
         folded = mask.form in ("tiles", "sequence_tiles", "intervals")
         self.band = (False, False) if folded else (left >= 0, right >= 0)
         softcap, scale = flags.softcap, flags.softmax_scale
-        self.scale_log2 = scale / softcap if softcap > 0 else scale * LOG2E.value
+        # The factor of products of q and k. Scores are in base 2, but natural where a bias adds to them.
+        self.score_scale = scale / softcap if softcap > 0 else scale if self.is_biased else scale * LOG2E.value
         # A descriptor costs the host 20 us (H200, Triton 3.6), longer than a small call takes the GPU.
         self.pays_for_tma = batch * num_heads * seqlen_q * seqlen_k * (head_dim + head_dim_v) >= 2**34
         self.precision = precision_of_products(q.dtype, self.arch)
         self.heads_first = False  # whether out is (B, Hq, Lq, Dv) in memory
+
+    @property
+    def is_biased(self) -> bool:
+        """Return whether a bias adds to scores; one of one value per query moves lse alone."""
+        return self.bias_kind > ROW_BIAS.value
 
     @property
     def has_wide_heads(self) -> bool:
@@ -252,7 +258,7 @@ class Call:
             "bias_strides": self.bias_strides(),
             "mask_strides": self.mask_strides(),
             "shape": self.shape,
-            "scale_log2": self.scale_log2,
+            "score_scale": self.score_scale,
             "scale": self.flags.softmax_scale,
             "softcap": self.flags.softcap,
             "sink_of_head": self.sink_strides[0],

@@ -26,7 +26,7 @@ from .kernel_launch import Descriptor, Launch, by_name
 from .plan import Call, classes_of, num_kv_splits, read_of, row_strides
 from .plan_pairs import plan_pairs
 from .plan_slots import PROGRAMS_WITH_SLOTS, chunks_of, empty_slots, most_slots, plan_sum
-from .tile_ops import BAND, BANDED, CLAMPED, KEYS, NO_SEQUENCES, TILES, Shape
+from .tile_ops import BAND, BANDED, CLAMPED, KEYS, NO_SEQUENCES, ROW_BIAS, TILES, Shape
 from .tile_table import Tile
 
 # Parts of dk and dv that are optional take at most this much memory.
@@ -72,8 +72,8 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
 
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
         (q, k, v, mask, bias, sink, _, dropout), out, lse = saved
-        lse_log2, delta = delta_of(dout, out, dlse, lse, None)
-        read = (q, k, v, bias, dout, lse_log2, delta)
+        read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
+        delta = read[-1]
         read_sink = sink if has_few_keys else None
         if has_few_keys and sink is not None and (need_sink or per_row):
             delta = row_delta(dout, out, dlse, lse)
@@ -102,8 +102,9 @@ def plan_backward(call: Call, dout: Tensor, dlse: Tensor | None, needs_grad: Nee
 
 def plan_delta(
     call: Call, dout: Tensor, dlse: Tensor | None, few_keys: bool, rows: Shape | None = None
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Plan lse in base 2, and delta = rowsum(dout * out) - dlse: run(dout, out, dlse, lse, bounds).
+) -> Callable[..., tuple[Tensor, Tensor | None, Tensor]]:
+    """Plan what backward kernels read of each row, lse, in two numbers where it is in fp64, and
+    delta = rowsum(dout * out) - dlse: run(saved, dout, dlse).
 
     Args:
         few_keys: whether the kernels that read delta compute the sum.
@@ -126,12 +127,15 @@ def plan_delta(
     )
     launch = Launch(delta_kernel, tiles * call.shape.num_heads, rest)
 
-    def run(
-        dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor, bounds: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-        launch(dout, out, dlse, lse, lse_log2, delta, bounds)
-        return lse_log2, delta
+    is_biased, has_row_bias = call.is_biased, call.bias_kind == ROW_BIAS.value
+
+    def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        x, out, lse = saved
+        bounds = None if x.sequences is None else x.sequences.bounds
+        row_lse, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
+        low = torch.empty_like(row_lse) if is_biased and lse.dtype == torch.float64 else None
+        launch(dout, out, dlse, lse, x.bias if has_row_bias else None, row_lse, low, delta, bounds)
+        return row_lse, low, delta
 
     return run
 
@@ -182,7 +186,7 @@ def plan_keys(
         descriptors.append(call.bias_descriptor(3, bias, tile))
     dbias_tma = stored and bias is not None and tma and not has_key_mask and _rows_fit_tma(bias)
     if dbias_tma and bias is not None:
-        descriptors.append(_dbias_descriptor(11, bias, tile))
+        descriptors.append(_dbias_descriptor(12, bias, tile))
     launch = call.launch(
         backward_keys_kernel,
         grid_tiles * entries * owners,

@@ -80,7 +80,7 @@ def run_in_shares(
 def forward_values(call: Call, tile: Tile, splits: int) -> dict[str, Any]:
     """Name the arguments that the forward kernel takes both with and without sequences."""
     return {
-        "scale": abs(call.scale_log2),
+        "scale": abs(call.score_scale),
         "splits": splits,
         "WIDE": call.wide(call.k, call.v),
         "SPLIT_KEYS": splits > 1,
@@ -122,6 +122,6 @@ def plan_combine(values: dict[str, Any], shape: Shape, splits: int, has_sink: bo
 
 
 def empty_parts(splits: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate out and lse of each share of the keys, in fp32."""
+    """Allocate out, in fp32, and lse of each share of the keys."""
     parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
-    return parts, torch.empty((splits, *lse.shape), dtype=torch.float32, device=out.device)
+    return parts, torch.empty((splits, *lse.shape), dtype=lse.dtype, device=out.device)

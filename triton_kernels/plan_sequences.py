@@ -27,6 +27,7 @@ from .tile_ops import (
     PADDED,
     PAGED,
     PAGED_PACKED,
+    ROW_BIAS,
     TILE_BIAS,
     BiasStrides,
     MaskStrides,
@@ -232,7 +233,7 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
         tile = Tile(max(16, triton.next_power_of_2(most_rows)), *step)
         tiles, search, heads, grouped = call.number, False, call.num_heads_k, shape.group > 1
         splits = _key_parts(call, tiles * heads)
-    has_rows_of_heads = grouped and call.bias is not None
+    has_rows_of_heads = grouped and call.is_biased
     bias_tma = not grouped and call.bias_tma()
     launch = call.launch(
         forward_kernel,
@@ -286,7 +287,9 @@ def plan_backward(
         call.take_one_pass()
     # With few keys in every sequence, lse only changes its base, alike for all rows: rows of no sequence have -inf.
     few = shape.seqlen_k <= call.layout.few_keys
-    rows_q = shape._replace(batch=dout.shape[0], seqlen_q=call.rows_q) if few else None
+    # Not beside a bias of one value per query, which goes by sequences.
+    has_row_bias = call.bias_kind == ROW_BIAS.value
+    rows_q = shape._replace(batch=dout.shape[0], seqlen_q=call.rows_q) if few and not has_row_bias else None
     delta_of = plan_delta(call, dout, dlse, few, rows_q)
     pairs_of = keys_of = sums_of = queries_of = None
     if call.has_wide_heads:
@@ -307,8 +310,7 @@ def plan_backward(
     def run(saved: Saved, dout: Tensor, dlse: Tensor | None) -> Gradients:
         (q, k, v, mask, bias, sink, sequences, dropout), out, lse = saved
         assert sequences is not None
-        lse_log2, delta = delta_of(dout, out, dlse, lse, sequences.bounds)
-        read = (q, k, v, bias, dout, lse_log2, delta)
+        read = (q, k, v, bias, dout, *delta_of(saved, dout, dlse))
         dq = dk = dv = dbias = None
         if pairs_of is not None:
             dq, dk, dv, dbias = pairs_of(read, mask, None, sequences.bounds, dropout)

@@ -20,7 +20,7 @@ from .short_backward import KEY_SUM, NO_DBIAS, SLOTS, STORE, short_backward_kern
 from .short_calls import ShortCall, ShortTile, backward_tiles, forward_tile
 from .short_forward import short_forward_kernel
 from .short_rows import Walk
-from .tile_ops import DENSE_ROW, NO_BIAS, TILE_BIAS
+from .tile_ops import DENSE_ROW, TILE_BIAS
 
 
 def _walk(call: Call, tiles: int, sums_dbias: bool = False) -> tuple[Walk, int, int]:
@@ -49,8 +49,8 @@ def _values(call: Call, tile: ShortTile, walk: Walk, *read: Tensor) -> dict[str,
         "access": call.dense_mask_strides(),
         "walk": walk,
         "MASK": DENSE_ROW.value if one_row else call.mask_kind,
-        # Every bias is read as one value per score; a broadcast dim has stride 0.
-        "BIAS": NO_BIAS.value if call.bias is None else TILE_BIAS.value,
+        # A bias that adds to scores is read as one value per score; a broadcast dim has stride 0.
+        "BIAS": TILE_BIAS.value if call.is_biased else call.bias_kind,
         "WIDE": call.wide(*read),
         "STAGES": tile.num_stages,
         "HAS_SINK": call.has_sink,

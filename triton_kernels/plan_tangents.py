@@ -14,7 +14,6 @@ from . import launch
 from .kernel_launch import Launch, on_device
 from .plan import Call, read_of, row_strides
 from .tangents import tangents_kernel
-from .tile_ops import LOG2E
 from .tile_table import READ_BY_SCORE, Tile, tangents_tile
 
 # The place of tq among the kernel's arguments; tk, tv and the tangent of the bias follow.
@@ -59,8 +58,8 @@ def plan_tangents(x: Inputs, tangents: Tangents, flags: Flags) -> Launch:
         **row_strides(tq=own.q, tk=own.k, tv=own.v),
         bias_strides=call.bias_strides(bias_tma),
         tbias_strides=own.bias_strides(tbias_tma),
-        scale=abs(call.scale_log2),
-        tangent_scale=abs(flags.softmax_scale) * LOG2E.value,
+        scale=abs(call.score_scale),
+        tangent_scale=abs(flags.softmax_scale),
         TBIAS=own.bias_kind,
         TMA=tma,
         BIAS_TMA=bias_tma,

@@ -15,7 +15,6 @@ from .tile_ops import (
     DISTANCES,
     KEY_BIAS,
     LOG2E,
-    NO_BIAS,
     NO_SEQUENCES,
     ROW_BIAS,
     TILE_BIAS,
@@ -28,7 +27,7 @@ from .tile_ops import (
     load_rows_of_heads,
     load_vector,
     renormalize,
-    row_totals,
+    row_values,
     shared_head,
     soft_cap,
 )
@@ -36,27 +35,28 @@ from .tree_mask import tree_allows
 
 
 @triton.jit
-def scaled(products, scale_log2, softcap, SOFTCAP: tl.constexpr):
-    """Turn products of q and k into scores in base 2; the second result is the derivative of their softcap."""
+def scaled(products, score_scale, softcap, SOFTCAP: tl.constexpr, BIASED: tl.constexpr):
+    """Return what scores without a bias are multiples of, this factor, and the derivative of their softcap.
+
+    Scores are in base 2. With BIASED they are natural, so that a bias is added as it is: see `add_bias`.
+    """
     if SOFTCAP:
-        t, slope = soft_cap(products * scale_log2)
-        return t * (softcap * LOG2E), slope
+        t, slope = soft_cap(products * score_scale)
+        if BIASED:
+            return t, softcap, slope
+        else:
+            return t, softcap * LOG2E, slope
     else:
-        return products * scale_log2, 1.0
+        return products, score_scale, 1.0
 
 
 @triton.jit
-def bias_vector(bias, strides, b, h, places, shape, BIAS: tl.constexpr, AXIS: tl.constexpr):
-    """Prepare a bias of one value per query or key for `add_bias`: (pointer to its head, values that all tiles share).
-
-    `places` are the rows of the tile if AXIS is 1, else its keys.
-    """
-    if BIAS != NO_BIAS and BIAS != TILE_BIAS:
+def bias_vector(bias, strides, b, h, keys, shape, BIAS: tl.constexpr, AXIS: tl.constexpr):
+    """Prepare a bias for `add_bias`: (pointer to its head, its values of keys that all tiles share if AXIS is 0)."""
+    if BIAS > ROW_BIAS and BIAS != TILE_BIAS:
         head = shared_head(bias, strides, b, h)
-        if BIAS == ROW_BIAS and AXIS == 1:
-            return head, load_vector(head, places, shape.seqlen_q, strides.row) * LOG2E
-        elif BIAS == KEY_BIAS and AXIS == 0:
-            return head, load_vector(head, places, shape.seqlen_k, strides.key) * LOG2E
+        if BIAS == KEY_BIAS and AXIS == 0:
+            return head, load_vector(head, keys, shape.seqlen_k, strides.key)
         else:
             return head, 0.0
     else:
@@ -65,11 +65,14 @@ def bias_vector(bias, strides, b, h, places, shape, BIAS: tl.constexpr, AXIS: tl
 
 @triton.jit
 def add_bias(
-    s, bias, head, vector, window, strides, b, h, first, first_key, rows, keys, shape, distances,
+    x, factor, bias, head, vector, window, strides, b, h, first, first_key, rows, keys, shape, distances,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
     TMA: tl.constexpr, WIDE: tl.constexpr, GROUPED: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
-    """Add the bias to a tile of scores, in base 2.
+    """Make a tile of scores out of what `scaled` returned: x * factor plus the bias.
+
+    There is one rounding, the same in every kernel. Next to a bias of 1e9 it is up to 32, and p = exp(s - lse) is right
+    because both passes have the same s.
 
     `vector` is from `bias_vector`, `window` from `values_of_tile`. With GROUPED the rows belong to several heads. With
     GATHERED the keys of the tile are no run.
@@ -81,25 +84,23 @@ def add_bias(
             tile = load_bias(bias, strides, b, h, first, first_key, rows, keys, shape, BLOCK_M, BLOCK_N, TMA, WIDE)
         if AXIS == 0:
             tile = tl.trans(tile)
-        s += tile.to(tl.float32) * LOG2E
+        return tl.fma(x, factor, tile.to(tl.float32))
     elif BIAS == KEY_BIAS:
         if AXIS == 1:
-            vector = load_vector(head, keys, shape.seqlen_k, strides.key) * LOG2E
-        s += tl.expand_dims(vector, 1 - AXIS)
-    elif BIAS == ROW_BIAS:
-        if AXIS == 0:
-            vector = load_vector(head, rows, shape.seqlen_q, strides.row) * LOG2E
-        s += tl.expand_dims(vector, AXIS)
+            vector = load_vector(head, keys, shape.seqlen_k, strides.key)
+        return tl.fma(x, factor, tl.expand_dims(vector, 1 - AXIS))
     elif BIAS == DISTANCES or BIAS == CLAMPED:
         if GATHERED:
-            s += values_at(head, strides, places_of(rows, keys, shape, distances, AXIS), distances, BIAS)
+            values = values_at(head, strides, places_of(rows, keys, shape, distances, AXIS), distances, BIAS)
         else:
-            s += spread(window, BLOCK_M, BLOCK_N, AXIS)
+            values = spread(window, BLOCK_M, BLOCK_N, AXIS)
+        return tl.fma(x, factor, values)
     elif BIAS == BANDED:
         line = rows.to(tl.int64) * strides.row
         at, inside = in_values(line, strides.key, rows, keys, shape, distances, AXIS)
-        s += tl.load(head + at, mask=inside, other=0.0).to(tl.float32) * LOG2E
-    return s
+        return tl.fma(x, factor, tl.load(head + at, mask=inside, other=0.0).to(tl.float32))
+    else:
+        return x * factor
 
 
 @triton.jit
@@ -128,9 +129,9 @@ def spread(window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.conste
 
 @triton.jit
 def values_at(head, strides, places, distances, BIAS: tl.constexpr):
-    """Load the values at places of a bias by distance, in base 2; places beyond them get its ends, or 0."""
+    """Load the values at places of a bias by distance; places beyond them get its ends, or 0."""
     inside = tl.minimum(tl.maximum(places, 0), distances.number - 1)
-    values = tl.load(head + inside * strides.key).to(tl.float32) * LOG2E
+    values = tl.load(head + inside * strides.key).to(tl.float32)
     if BIAS == DISTANCES:
         values = tl.where(inside == places, values, 0.0)
     return values
@@ -155,23 +156,27 @@ def values_of_tile(
 
 @triton.jit
 def end_values(head, strides, distances, BIAS: tl.constexpr):
-    """Return what scores before and beyond the values of a bias by distance get, in base 2."""
+    """Return what scores before and beyond the values of a bias by distance get."""
     if BIAS == CLAMPED:
         last = tl.load(head + (distances.number - 1) * strides.key)
-        return tl.load(head).to(tl.float32) * LOG2E, last.to(tl.float32) * LOG2E
+        return tl.load(head).to(tl.float32), last.to(tl.float32)
     else:
         return 0.0, 0.0
 
 
 @triton.jit
 def near_blocks(
-    first, start, inside, shape, distances,
+    first, start, inside, before_values, beyond_values, shape, distances,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
     """Count the blocks of a run that a bias by distance has values for: (blocks before these, these).
 
     All scores of another block are beyond one end of the values. The run has `inside` blocks from block `start` on: of
     keys, beside a tile whose first query is `first`, or with AXIS 0 of queries, beside a first key.
+
+    Loops over other blocks take the value of their end from the maximum or lse of a row, and never round its sum with
+    a score. Beside a great end, from `end_values`, that would be another score than in a pass whose blocks lie
+    otherwise, so all blocks then count.
     """
     zero = distances.zero - (shape.seqlen_k - shape.seqlen_q)
     if AXIS == 1:
@@ -187,7 +192,17 @@ def near_blocks(
         high -= 1
     begin = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(low, 0), BLOCK), start), start + inside)
     end = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(high, 0), BLOCK), begin), start + inside)
+    if BIAS == CLAMPED:
+        great = is_great(before_values) | is_great(beyond_values)
+        begin = tl.where(great, start, begin)
+        end = tl.where(great, start + inside, end)
     return (begin - start).to(tl.int32), (end - begin).to(tl.int32)
+
+
+@triton.jit
+def is_great(value):
+    """Return whether the sum of a finite value and a score may be rounded by more than 1e-5."""
+    return (tl.abs(value) > 256.0) & (tl.abs(value) < float("inf"))
 
 
 @triton.jit
@@ -230,14 +245,60 @@ def masked_scores(
 
 
 @triton.jit
+def exp_of_rows(s, lse_rows, low_rows, AXIS: tl.constexpr, BIASED: tl.constexpr, HAS_LOW: tl.constexpr):
+    """Compute exp of scores less lse of their rows, in base 2; if BIASED both are natural, and `low_rows` is taken off.
+
+    Great numbers are subtracted first, which is exact where they are nearly equal. With HAS_LOW the forward pass has
+    told what rounding dropped from lse, and rounded its scores as this kernel does, so that p is at most 1 but for the
+    last bits. Another backend may round otherwise: near 1e30 to a number 1e23 away. So the exponent is cut at 0.
+    """
+    exponent = s - tl.expand_dims(lse_rows, AXIS)
+    if BIASED:
+        low_rows = tl.expand_dims(low_rows * LOG2E, AXIS)
+        if HAS_LOW:
+            exponent = tl.fma(exponent, LOG2E, -low_rows)
+        else:
+            exponent = tl.minimum(exponent * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL) - low_rows
+    return tl.math.exp2(exponent)
+
+
+@triton.jit
+def row_totals(p, lse_rows, low_rows, logits, AXIS: tl.constexpr, HAS_SINK: tl.constexpr, BIASED: tl.constexpr):
+    """Sum p over all keys of each row, which this tile holds, and add the sink, whose logits are from `sink_logits`.
+
+    The sum is 1 but for the rounding of lse, which matters where lse is large; of an empty row it is 0.
+    """
+    total = tl.sum(p, AXIS)
+    if HAS_SINK:
+        if BIASED:
+            total += tl.math.exp2((logits - lse_rows - low_rows) * LOG2E)
+        else:
+            total += tl.math.exp2(logits * LOG2E - lse_rows)
+    return total
+
+
+@triton.jit
 def probabilities(
-    s, lse_rows, sink, h, AXIS: tl.constexpr, FEW_KEYS: tl.constexpr, HAS_SINK: tl.constexpr
+    s, lse_rows, low_rows, logits, AXIS: tl.constexpr,
+    FEW_KEYS: tl.constexpr, HAS_SINK: tl.constexpr, BIASED: tl.constexpr, HAS_LOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute p of a tile of scores; with FEW_KEYS the tile has all keys of a row, and p is normalised again."""
-    p = tl.math.exp2(s - tl.expand_dims(lse_rows, AXIS))
+    """Compute p of a tile of scores; with FEW_KEYS the tile has all keys of a row, and p is normalised again.
+
+    `lse_rows` of an empty row is inf.
+    """
+    p = exp_of_rows(s, lse_rows, low_rows, AXIS, BIASED, HAS_LOW)
     if FEW_KEYS:
-        p = renormalize(p, row_totals(p, sink, h, lse_rows, AXIS, HAS_SINK), AXIS)
+        p = renormalize(p, row_totals(p, lse_rows, low_rows, logits, AXIS, HAS_SINK, BIASED), AXIS)
     return p
+
+
+@triton.jit
+def sink_logits(sink, bias, strides, b, h, rows, shape, BIAS: tl.constexpr, HAS_SINK: tl.constexpr):
+    """Load the sink of a head less a bias of one value per query, as lse of backward kernels is; 0 without a sink."""
+    if HAS_SINK:
+        return tl.load(sink + h).to(tl.float32) - row_values(bias, strides, b, h, rows, shape, BIAS)
+    else:
+        return 0.0
 
 
 @triton.jit

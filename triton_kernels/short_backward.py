@@ -1,6 +1,6 @@
 """The backward kernel of short rows: it computes p and ds of a head once, and all gradients from them.
 
-p = exp2(s - lse);  dp = dout @ v^T;  ds = p * (dp - rowsum(p * dp) + dlse);
+p = exp(s - lse);  dp = dout @ v^T;  ds = p * (dp - rowsum(p * dp) + dlse);
 dv = p^T @ dout;  dk = ds^T @ q;  dq = ds @ k;  dbias = ds, or its sum over the heads of a walk
 
 With dropout, dv is computed from the dropped p, and dp is dropped like p; ds is computed from p itself.
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import scaled
+from .scores import exp_of_rows, row_totals, scaled, sink_logits
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LOG2E, load_tile, renormalize, row_totals
+from .tile_ops import LN2, LOG2E, ROW_BIAS, load_tile, lse_less, renormalize, row_values, split_lse
 
 # Which gradient of a bias this kernel makes: none, sums over the queries of each key, ds of every head, or the sum of
 # ds over the heads of a walk, with a slot for each chunk of the walk.
@@ -61,7 +61,7 @@ def short_backward_kernel(
     access,
     shape,
     walk,
-    scale_log2,
+    score_scale,
     scale,
     softcap,
     dropout,
@@ -92,13 +92,13 @@ def short_backward_kernel(
     """Compute gradients from one tile of scores, for each head of a walk.
 
     With ALL_KEYS the tile has whole rows, and dq is made. Else it has whole columns, and reads what the first run has
-    stored: `delta`, fp32 (2, B, Hq, Lq), with delta and with lse in base 2. A tile of whole rows and columns makes all
-    gradients.
+    stored: `delta`, fp32 (2, B, Hq, Lq), with delta, and with what `exp_of_rows` takes off so that p sums to 1. A tile
+    of whole rows and columns makes all gradients.
 
     dq, dk, dv (B, L, H, D) are contiguous. So is dbias: (B, Hq, Lq, Lk), or slots (chunks, Bb, Hb, Lq, Lk) in fp32, or
     sums (B, Hq, Lk) in fp32.
     """
-    scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
+    score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     owner_b, slot, tile, begin, end, first_head, members_h = walk_of(walk, shape, tl.program_id(0))
@@ -122,6 +122,9 @@ def short_backward_kernel(
         bias, bias_strides, b, first_head, first, first_key, rows, keys, shape,
         BLOCK_M, BLOCK_N, BIAS, LEFT, RIGHT, WIDE,
     )  # fmt: skip
+    BIASED: tl.constexpr = BIAS > ROW_BIAS
+    IS_WIDE: tl.constexpr = lse.dtype.element_ty == tl.float64
+    row_bias = row_values(bias, bias_strides, b, first_head, rows, shape, BIAS)
     next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
     for member in tl.range(begin, end, num_stages=STAGES):
         dense = next_dense
@@ -146,8 +149,8 @@ def short_backward_kernel(
         )  # fmt: skip
         line = (b * shape.num_heads + h) * shape.seqlen_q + rows
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        s, slope = scaled(s, scale_log2, softcap, SOFTCAP)
-        s += base
+        s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
+        s = tl.fma(s, factor, base)
         s = masked(s, dense, mask, stop, access, b, h, first_key, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         if DROPOUT:
@@ -156,10 +159,15 @@ def short_backward_kernel(
         if ALL_KEYS:
             natural = tl.load(lse + line, mask=row_ok, other=float("-inf"))
             empty = natural == float("-inf")
-            # +inf for an empty row: exp2(-inf - -inf) is NaN
-            lse_rows = tl.where(empty, float("inf"), natural * LOG2E)
-            p = tl.math.exp2(s - lse_rows[:, None])
-            total = row_totals(p, sink, h, lse_rows, 1, HAS_SINK)
+            if BIAS == ROW_BIAS:
+                natural = lse_less(natural, row_bias)
+            lse_rows, low_rows = split_lse(natural)
+            if not BIASED:
+                lse_rows = lse_rows * LOG2E
+            lse_rows = tl.where(empty, float("inf"), lse_rows)  # exp(-inf - -inf) is NaN
+            p = exp_of_rows(s, lse_rows, low_rows, 1, BIASED, IS_WIDE)
+            logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
+            total = row_totals(p, lse_rows, low_rows, logits, 1, HAS_SINK, BIASED)
             p = renormalize(p, total, 1)
             d = tl.sum(p * dp, 1)
             if HAS_DLSE:
@@ -167,12 +175,17 @@ def short_backward_kernel(
                 d -= tl.where(empty, 0.0, tl.load(at, mask=row_ok, other=0.0).to(tl.float32))
             if STORE_DELTA:
                 tl.store(delta + line, d, mask=row_ok)
-                log2 = tl.where(empty, float("inf"), natural * LOG2E + tl.math.log2(tl.where(empty, 1.0, total)))
-                tl.store(delta + all_rows + line, log2, mask=row_ok)
+                divisor = tl.math.log2(tl.where(empty, 1.0, total))
+                divisor = low_rows + divisor * LN2 if BIASED else lse_rows + divisor
+                tl.store(delta + all_rows + line, divisor, mask=row_ok)
         else:
             d = tl.load(delta + line, mask=row_ok, other=0.0)
-            log2_rows = delta + all_rows + line
-            p = tl.math.exp2(s - tl.load(log2_rows, mask=row_ok, other=float("inf"))[:, None])
+            divisor = tl.load(delta + all_rows + line, mask=row_ok, other=float("inf"))
+            lse_rows = divisor
+            if BIASED:
+                lse_rows = tl.load(lse + line, mask=row_ok, other=float("-inf")).to(tl.float32)
+                lse_rows = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows)
+            p = exp_of_rows(s, lse_rows, divisor, 1, BIASED, IS_WIDE)
         if NEED_V:
             weights = p
             if DROPOUT:

@@ -1,6 +1,6 @@
 """The forward kernel of short rows: all keys of a head lie in one tile.
 
-p = exp2(s - rowmax(s));  l = rowsum(p);  out = p @ v / l;  lse = (rowmax(s) + log2(l)) * ln 2, and then the sink
+p = exp(s - rowmax(s));  l = rowsum(p);  out = p @ v / l;  lse = rowmax(s) + log(l), and then the sink
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from .dropout import is_kept
 from .scores import scaled
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LN2, join_sink, load_tile
+from .tile_ops import LOG2E, LOWEST, ROW_BIAS, join_sink, load_tile, log_sums, row_values, store_lse
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def short_forward_kernel(
     access,
     shape,
     walk,
-    scale_log2,
+    score_scale,
     softcap,
     sink_of_head,
     sink_of_row,
@@ -56,7 +56,7 @@ def short_forward_kernel(
     DROPOUT: tl.constexpr,
 ):
     """Compute one tile of queries for each head of a walk; out (B, Lq, Hq, Dv) and lse (B, Hq, Lq) are contiguous."""
-    scale_log2 = tl.cast(scale_log2, tl.float32)  # Inductor passes floats as fp64
+    score_scale = tl.cast(score_scale, tl.float32)  # Inductor passes floats as fp64
     softcap = tl.cast(softcap, tl.float32)
     owner_b, _, tile, begin, end, first_head, members_h = walk_of(walk, shape, tl.program_id(0))
     first = tile * BLOCK_M
@@ -71,6 +71,8 @@ def short_forward_kernel(
         bias, bias_strides, b, first_head, first, 0, rows, keys, shape,
         BLOCK_M, BLOCK_N, BIAS, LEFT, RIGHT, WIDE,
     )  # fmt: skip
+    BIASED: tl.constexpr = BIAS > ROW_BIAS
+    row_bias = row_values(bias, bias_strides, b, first_head, rows, shape, BIAS)
     next_dense = load_dense(mask, access, b, h, rows, keys, shape, MASK, WIDE)
     for member in tl.range(begin, end, num_stages=STAGES):
         dense = next_dense
@@ -87,11 +89,14 @@ def short_forward_kernel(
             BLOCK_N, BLOCK_D, False, WIDE, True, PAD_D,
         )  # fmt: skip
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        s = scaled(s, scale_log2, softcap, SOFTCAP)[0]
-        s += base
+        s, factor, _ = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
+        s = tl.fma(s, factor, base)
         s = masked(s, dense, mask, stop, access, b, h, 0, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
-        row_max = tl.max(s, 1)
-        p = tl.math.exp2(s - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])  # -inf - -inf is NaN
+        row_max = tl.maximum(tl.max(s, 1), LOWEST)
+        if BIASED:
+            p = tl.math.exp2((s - row_max[:, None]) * LOG2E)
+        else:
+            p = tl.math.exp2(s - row_max[:, None])
         row_sum = tl.sum(p, 1)
         if DROPOUT:
             kept = is_kept(dropout_key, dropout, b, h, first, 0, rows, keys, BLOCK_M, BLOCK_N, False, 1)
@@ -101,12 +106,11 @@ def short_forward_kernel(
             BLOCK_N, BLOCK_DV, False, WIDE, True, PAD_DV,
         )  # fmt: skip
         o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
-        total = tl.where(row_sum > 0, row_sum, 1.0)
+        great, small, total = log_sums(row_max, row_sum, row_bias, BIAS)
         at = out + ((b * shape.seqlen_q + rows) * shape.num_heads + h)[:, None] * shape.head_dim_v + dims_v[None, :]
-        natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
         if HAS_SINK:
             logits = tl.load(sink + h * sink_of_head + rows * sink_of_row, mask=row_ok, other=float("-inf"))
-            natural, share = join_sink(natural, logits.to(tl.float32))
+            great, small, share = join_sink(great, small, logits.to(tl.float32))
             o = o * share[:, None]
         tl.store(at, (o / total[:, None]).to(out.dtype.element_ty), mask=stored)
-        tl.store(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, natural, mask=row_ok)
+        store_lse(lse + (b * shape.num_heads + h) * shape.seqlen_q + rows, great, small, row_ok)

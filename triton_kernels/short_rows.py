@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tile_ops import BAND, DENSE, DENSE_ROW, LOG2E, NO_BIAS, TILES, bits_of, in_band, load_bias, reader_of, shared_head
+from .tile_ops import BAND, DENSE, DENSE_ROW, ROW_BIAS, TILES, bits_of, in_band, load_bias, reader_of, shared_head
 
 
 class Walk(NamedTuple):
@@ -64,11 +64,11 @@ def base_scores(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Make the scores that all heads of a walk add, in base 2: the bias, and -inf outside the band or the tensors."""
+    """Make what all heads of a walk add to their scores: the bias, and -inf outside the band or the tensors."""
     base = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if BIAS != NO_BIAS:
+    if BIAS > ROW_BIAS:
         tile = load_bias(bias, strides, b, h, first, first_key, rows, keys, shape, BLOCK_M, BLOCK_N, False, WIDE)
-        base = tile.to(tl.float32) * LOG2E
+        base = tile.to(tl.float32)
     return tl.where(in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT), base, float("-inf"))
 
 

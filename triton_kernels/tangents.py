@@ -26,12 +26,14 @@ from .scores import add_bias, bias_vector, masked_scores, scaled, values_of_tile
 from .tile_ops import (
     DENSE,
     KEYS,
-    LN2,
+    LOG2E,
+    LOWEST,
     NO_BIAS,
     NO_SEQUENCES,
     PACKED,
     PAGED,
     PAGED_PACKED,
+    ROW_BIAS,
     TILES,
     TREE,
     block_at,
@@ -40,9 +42,12 @@ from .tile_ops import (
     keys_of_queries,
     load_pages,
     load_tile,
+    log_sums,
     mask_head,
+    row_values,
     scores_from,
     sequence_at,
+    store_lse,
     tiles_from,
     tiles_of_rows,
 )
@@ -140,12 +145,13 @@ def tangents_kernel(
     With COLUMN_PARTS above 1 so many programs compute the same scores, and each has BLOCK_DV columns of v and of out.
 
     out and tout (B, Lq, Hq, Dv), lse and tlse (B, Hq, Lq) are contiguous. `scale` is as for the forward kernel, and
-    `tangent_scale` is |softmax_scale| * log2(e). Masks, sequences and dropout are as for the forward kernel.
+    `tangent_scale` is |softmax_scale|. Masks, sequences and dropout are as for the forward kernel.
     """
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats as fp64
     tangent_scale = tl.cast(tangent_scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
-    MOVES_SCORES: tl.constexpr = HAS_TQ or HAS_TK or TBIAS != NO_BIAS
+    BIASED: tl.constexpr = BIAS > ROW_BIAS
+    MOVES_SCORES: tl.constexpr = HAS_TQ or HAS_TK or TBIAS > ROW_BIAS
     SUMS_REST: tl.constexpr = MOVES_SCORES and q.dtype.element_ty == tl.float32
     program = tl.program_id(0) // COLUMN_PARTS
     column = tl.program_id(0) % COLUMN_PARTS * BLOCK_DV
@@ -216,8 +222,8 @@ def tangents_kernel(
         )  # fmt: skip
         if NEGATIVE:
             tq_tile = -tq_tile
-    bias_head, row_bias = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
-    tbias_head, row_tbias = bias_vector(tbias, tbias_strides, b, h, rows, shape, TBIAS, 1)
+    bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
+    tbias_head, tvector = bias_vector(tbias, tbias_strides, b, h, rows, shape, TBIAS, 1)
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
     if MASK == TREE:
         walk, start, inside, before, after = keys_of_trees(
@@ -228,7 +234,7 @@ def tangents_kernel(
             first, last, index, mask_strides, shape, MASK, LEFT, RIGHT, BLOCK_N
         )
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M], tl.float32)
@@ -250,9 +256,9 @@ def tangents_kernel(
                 bias_head, bias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, BIAS, MASK == KEYS
             )
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            s, slope = scaled(s, scale, softcap, SOFTCAP)
+            s, factor, slope = scaled(s, scale, softcap, SOFTCAP, BIASED)
             s = add_bias(
-                s, bias, bias_head, row_bias, window, bias_strides, b, h, first + bias_row, place, rows, keys,
+                s, factor, bias, bias_head, vector, window, bias_strides, b, h, first + bias_row, place, rows, keys,
                 shape, distances, BLOCK_M, BLOCK_N, BIAS, 1, BIAS_TMA, WIDE, False, MASK == KEYS,
             )  # fmt: skip
             if phase == 1:
@@ -261,9 +267,12 @@ def tangents_kernel(
                     BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
                 )  # fmt: skip
             new_max = tl.maximum(row_max, tl.max(s, 1))
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN
-            p = tl.math.exp2(s - shift[:, None])
-            rescale = tl.math.exp2(row_max - shift)
+            if BIASED:
+                p = tl.math.exp2((s - new_max[:, None]) * LOG2E)
+                rescale = tl.math.exp2((row_max - new_max) * LOG2E)
+            else:
+                p = tl.math.exp2(s - new_max[:, None])
+                rescale = tl.math.exp2(row_max - new_max)
             earlier_sum = row_sum * rescale
             row_sum = earlier_sum + tl.sum(p, 1)
             row_max = new_max
@@ -277,20 +286,19 @@ def tangents_kernel(
                         SEQUENCES, PAGE, BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
                     )  # fmt: skip
                     ts = tl.dot(q_tile, tl.trans(tk_tile), ts, input_precision=PRECISION)
-                ts *= tangent_scale
                 if SOFTCAP:
                     ts *= slope
                 moved = values_of_tile(
                     tbias_head, tbias_strides, first, place, shape, distances, BLOCK_M, BLOCK_N, TBIAS, MASK == KEYS
                 )
                 ts = add_bias(
-                    ts, tbias, tbias_head, row_tbias, moved, tbias_strides, b, h, first + bias_row, place, rows, keys,
-                    shape, distances, BLOCK_M, BLOCK_N, TBIAS, 1, TBIAS_TMA, WIDE, False, MASK == KEYS,
+                    ts, tangent_scale, tbias, tbias_head, tvector, moved, tbias_strides, b, h, first + bias_row, place,
+                    rows, keys, shape, distances, BLOCK_M, BLOCK_N, TBIAS, 1, TBIAS_TMA, WIDE, False, MASK == KEYS,
                 )  # fmt: skip
                 total = total * rescale + tl.sum(p * ts, 1)
-                new_mean = total / tl.where(row_sum > 0, row_sum, 1.0) * LN2
+                new_mean = total / tl.where(row_sum == 0.0, 1.0, row_sum)
                 lift = mean - new_mean
-                ts = ts * LN2 - new_mean[:, None]
+                ts = ts - new_mean[:, None]
                 mean = new_mean
                 if SUMS_REST:
                     rest = rest * rescale + lift * earlier_sum + tl.sum(p * ts, 1)
@@ -316,20 +324,24 @@ def tangents_kernel(
                 )  # fmt: skip
                 acc_t = tl.dot(weights, tv_tile, acc_t, input_precision=PRECISION)
 
-    total = tl.where(row_sum > 0, row_sum, 1.0)
+    row_bias = row_values(bias, bias_strides, b, h, rows, shape, BIAS)
+    great, small, total = log_sums(row_max, row_sum, row_bias, BIAS)
     row_ok = rows < shape.seqlen_q
     if SUMS_REST:
         rest = rest / total
         acc_t -= acc_o * rest[:, None]
         mean += rest
-    natural = tl.where(row_sum > 0, (row_max + tl.math.log2(total)) * LN2, float("-inf"))
+    if TBIAS == ROW_BIAS:
+        mean += row_values(tbias, tbias_strides, b, h, rows, shape, TBIAS)
+    if BIAS == ROW_BIAS or TBIAS == ROW_BIAS:
+        mean = tl.where(great == float("-inf"), 0.0, mean)
     if DROPOUT:
         factor = tl.cast(dropout.scale, tl.float32)
         acc_o = acc_o * factor
         acc_t = acc_t * factor
     if HAS_SINK:
         logits = tl.load(sink + h).to(tl.float32) + tl.zeros([BLOCK_M], tl.float32)
-        natural, share = join_sink(natural, logits)
+        great, small, share = join_sink(great, small, logits)
         joint = mean * share
         if HAS_TSINK:
             # A sink of -inf is none, also in a row without keys.
@@ -342,5 +354,5 @@ def tangents_kernel(
     tl.store(out + line, (acc_o / total[:, None]).to(out.dtype.element_ty), mask=stored)
     tl.store(tout + line, (acc_t / total[:, None]).to(tout.dtype.element_ty), mask=stored)
     row_ok = row_ok & (column == 0)  # one of the parts stores what all have
-    tl.store(lse + statistics + rows, natural, mask=row_ok)
+    store_lse(lse + statistics + rows, great, small, row_ok)
     tl.store(tlse + statistics + rows, mean, mask=row_ok)

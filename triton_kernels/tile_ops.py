@@ -9,6 +9,8 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# The least number of fp32, where running maxima begin: not at -inf, because -inf - -inf is NaN in a row without keys.
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 # How a kernel reads a mask. BAND: there is none but the band. TILES: lists of 128 x 128 tiles, and bits. KEYS: the
 # positions of the kept keys. DENSE: a bool tensor as it is. DENSE_ROW, for short rows: a bool tensor with one row for
@@ -29,11 +31,12 @@ PADDED: tl.constexpr = tl.constexpr(2)
 PAGED: tl.constexpr = tl.constexpr(3)
 PAGED_PACKED: tl.constexpr = tl.constexpr(4)
 
-# How a bias is read: not at all, one value per key, one per query, or one per score. DISTANCES and CLAMPED: one per
+# How a bias is read: not at all, one value per query, one per key, or one per score. DISTANCES and CLAMPED: one per
 # distance, 0 beyond the values, or the first or last value. BANDED: one per query and distance, 0 beyond.
+# Up to ROW_BIAS nothing is added to scores: a value of a whole row moves its lse alone.
 NO_BIAS: tl.constexpr = tl.constexpr(0)
-KEY_BIAS: tl.constexpr = tl.constexpr(1)
-ROW_BIAS: tl.constexpr = tl.constexpr(2)
+ROW_BIAS: tl.constexpr = tl.constexpr(1)
+KEY_BIAS: tl.constexpr = tl.constexpr(2)
 TILE_BIAS: tl.constexpr = tl.constexpr(3)
 DISTANCES: tl.constexpr = tl.constexpr(4)
 CLAMPED: tl.constexpr = tl.constexpr(5)
@@ -357,16 +360,12 @@ def soft_cap(x):
 
 
 @triton.jit
-def row_totals(p, sink, h, lse_rows, axis: tl.constexpr, HAS_SINK: tl.constexpr):
-    """Sum p over all keys of each row, which this tile holds, and add the sink.
-
-    The sum is 1 but for the rounding of lse, which matters where lse is large. `lse_rows` is in base 2. An empty row
-    has +inf there, and its sum is 0.
-    """
-    total = tl.sum(p, axis)
-    if HAS_SINK:
-        total += tl.math.exp2(tl.load(sink + h).to(tl.float32) * LOG2E - lse_rows)
-    return total
+def row_values(bias, strides, b, h, rows, shape, BIAS: tl.constexpr):
+    """Load the values of rows of a bias of one value per query; 0 for other biases."""
+    if BIAS == ROW_BIAS:
+        return load_vector(shared_head(bias, strides, b, h), rows, shape.seqlen_q, strides.row)
+    else:
+        return 0.0
 
 
 @triton.jit
@@ -376,17 +375,96 @@ def renormalize(p, total, axis: tl.constexpr):
 
 
 @triton.jit
-def join_sink(natural, logits):
-    """Add the sinks of rows to their lse, and return also the share that the keys keep of each row.
+def log_sums(row_max, row_sum, values, BIAS: tl.constexpr):
+    """Return lse of rows as (great, small), to be added, and the divisor of out: `great` may hide all of `small`.
 
-    lse and sinks are natural logarithms; -inf stands for no keys or no sink.
+    Args:
+        row_max: in base 2, or natural where the bias adds to scores.
+        row_sum: of exp(score - row_max). It is 0 in rows without keys alone: the greatest score of a row adds 1.
+        values: of a bias of one value per query.
+        BIAS: how the bias is read.
     """
-    top = tl.maximum(natural, logits)
-    top_or_0 = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf is NaN
-    keys = tl.math.exp2((natural - top_or_0) * LOG2E)
-    total = keys + tl.math.exp2((logits - top_or_0) * LOG2E)
-    total_or_1 = tl.where(total > 0.0, total, 1.0)
-    return top + tl.math.log2(total_or_1) * LN2, keys / total_or_1
+    empty = row_sum == 0.0
+    total = tl.where(empty, 1.0, row_sum)
+    great = row_max
+    small = tl.math.log2(total) * LN2
+    if BIAS <= ROW_BIAS:
+        great = row_max * LN2
+    if BIAS == ROW_BIAS:
+        small += great
+        # In the formula a row of -inf has no keys, and one of +inf is NaN, as inf - inf is.
+        great = tl.where(values == float("inf"), float("nan"), values)
+        total = tl.where(values == float("-inf"), float("inf"), total + (great - great))
+        total = tl.where(empty, 1.0, total)
+    return tl.where(empty, float("-inf"), great), tl.where(empty, 0.0, small), total
+
+
+@triton.jit
+def join_sink(great, small, logits):
+    """Add the sinks of rows to their lse from `log_sums`, and return also the share that the keys keep of each row.
+
+    Sinks are natural logarithms; -inf stands for none.
+    """
+    joint = tl.maximum(great + small, logits)
+    joint_or_0 = tl.where(joint == float("-inf"), 0.0, joint)  # -inf - -inf is NaN
+    own = (great - joint_or_0) + small
+    others = logits - joint_or_0
+    top = tl.maximum(own, others)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    keys = tl.math.exp2((own - top) * LOG2E)
+    total = keys + tl.math.exp2((others - top) * LOG2E)
+    total = tl.where(total == 0.0, 1.0, total)
+    return joint, top + tl.math.log2(total) * LN2, keys / total
+
+
+@triton.jit
+def unit_of(great):
+    """Return the unit of what is added to a number: `join_lse` in csrc/sm90/operands.h does the same."""
+    return tl.where(tl.abs(great) > 2147483648.0, tl.abs(great) * (1.0 / 2147483648.0), 1.0)
+
+
+@triton.jit
+def store_lse(lse, great, small, stored):
+    """Store lse of rows, which is great + small, in fp32, or in fp64 where there is a bias.
+
+    fp64 holds both numbers up to 2^31. The steps of fp32 beyond are larger than any logarithm of a sum, which is stored
+    in the bits below them: rounded to fp32, lse is `great`.
+    """
+    if lse.dtype.scalar.element_ty == tl.float64:
+        wide = great.to(tl.float64)
+        wide = tl.where(great == float("-inf"), wide, wide + small.to(tl.float64) * unit_of(great).to(tl.float64))
+        tl.store(lse, wide, mask=stored)
+    else:
+        tl.store(lse, great + small, mask=stored)
+
+
+@triton.jit
+def split_lse(lse):
+    """Return the two numbers of an lse that `store_lse` has stored: score - lse is (score - great) - small."""
+    great = lse.to(tl.float32)
+    if lse.dtype == tl.float64:
+        small = (lse - great.to(tl.float64)) / unit_of(great).to(tl.float64)
+        return great, tl.where(tl.abs(great) < float("inf"), small, 0.0).to(tl.float32)
+    else:
+        return great, tl.zeros(lse.shape, tl.float32)
+
+
+@triton.jit
+def lse_less(lse, values):
+    """Return lse of rows less a bias of one value per query, in fp32."""
+    less = lse - values
+    if lse.dtype == tl.float64:
+        less = less / unit_of(values).to(tl.float64)
+    return less.to(tl.float32)
+
+
+@triton.jit
+def load_low(low, at, row_ok):
+    """Load the small numbers of lse of rows; 0 where there are none."""
+    if low is not None:
+        return tl.load(low + at, mask=row_ok, other=0.0)
+    else:
+        return tl.zeros(at.shape, tl.float32)
 
 
 @triton.jit

@@ -207,7 +207,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
         dout = unit_rows(dout)
         strides = dout.stride(), None if dlse is None else dlse.stride()
         places = _places(x, dout, dlse, saved.out, saved.lse)
-        key = (this, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), strides, *places)
+        key = (this, x.q.get_device(), is_fp32 and takes_tf32(torch.float32), saved.lse.dtype, strides, *places)
         plan = plans.get(key)
         if plan is None:
             plan = plans.keep(key, run_on(x.q, make_plan, x, dout, dlse))
