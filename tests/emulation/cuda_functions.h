@@ -112,6 +112,16 @@ inline void __syncthreads() {
   emulation::named_barrier_sync(0, static_cast<int>(emulation::current->block->threads.size()));
 }
 
+inline int __syncthreads_or(int x) {
+  int& any = emulation::current->block->any_vote;
+  __syncthreads();  // the votes of the call before have been read
+  any = 0;
+  __syncthreads();
+  any |= x;
+  __syncthreads();
+  return any;
+}
+
 // --- of a warp, always of all lanes -------------------------------------------------------------------------------
 
 inline void emulation_check_mask(unsigned mask) {

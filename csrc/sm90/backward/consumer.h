@@ -187,24 +187,17 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // finish_scores with a tile of bias, loaded 16 queries ahead of its use. Loaded all at once, the first lse would wait
   // behind it.
+  template <bool kGreat>
   __device__ __forceinline__ void finish_with_bias(Scores& scores, int stage, BiasPipe& pipe,
                                                    const KeyWorkItem<Traits>& item, int block) {
     BiasWords bias;
     const uint32_t tile = shared_address(shared.bias[pipe.stage]) + this->matrices_offset();
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
     this->read_sixteen(bias, 0, tile);
-    if (this->has_great_rows(stage)) {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        if (i > 0) this->read_sixteen(bias, i, tile);
-        this->finish_great_sixteen(i, scores, bias, item, block);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        if (i + 1 < kSteps) this->read_sixteen(bias, i + 1, tile);
-        this->finish_sixteen(i, scores, stage, bias);
-      }
+    for (int i = 0; i < kSteps; ++i) {
+      if (i + 1 < kSteps) this->read_sixteen(bias, i + 1, tile);
+      this->template finish_sixteen<kGreat>(i, scores, stage, bias, item, block);
     }
     barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
     pipe.advance();
@@ -212,6 +205,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // finish_scores with a bias by distance. The thread's second key, 8 behind its first, has the distances of 8 queries
   // before.
+  template <bool kGreat>
   __device__ __forceinline__ void finish_with_distances(Scores& scores, int stage, BiasPipe& pipe,
                                                         const KeyWorkItem<Traits>& item, int block) {
     const float scale = p.softmax_scale * kLog2e;
@@ -220,27 +214,23 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     const float* values = reinterpret_cast<const float*>(shared.bias[pipe.stage]) +
                           pair_of_distances(place, Traits::kSecondCopy);
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
-    const auto for_each_two = [&](auto finish) {
-      float2 pairs[2];
-      pairs[1] = *reinterpret_cast<const float2*>(values);
+    float2 pairs[2];
+    pairs[1] = *reinterpret_cast<const float2*>(values);
 #pragma unroll
-      for (int c = 0; c < kBlockM / 8; ++c) {
-        pairs[0] = *reinterpret_cast<const float2*>(values + 8 * (c + 1));
+    for (int c = 0; c < kBlockM / 8; ++c) {
+      pairs[0] = *reinterpret_cast<const float2*>(values + 8 * (c + 1));
+      const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * c);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) finish(*reinterpret_cast<float(*)[2]>(&scores[4 * c + 2 * r]), pairs[r], c);
-        pairs[1] = pairs[0];
+      for (int r = 0; r < 2; ++r) {
+        float(&two)[2] = *reinterpret_cast<float(*)[2]>(&scores[4 * c + 2 * r]);
+        if constexpr (kGreat) {
+          this->finish_great(two, pairs[r], p.softmax_scale, item, block, c);
+        } else {
+          two[0] = fmaf(two[0], scale, fmaf(pairs[r].x, kLog2e, -pair.x));
+          two[1] = fmaf(two[1], scale, fmaf(pairs[r].y, kLog2e, -pair.y));
+        }
       }
-    };
-    if (this->has_great_rows(stage)) {
-      for_each_two([&](float(&two)[2], float2 pair, int c) {
-        this->finish_great(two, pair, p.softmax_scale, item, block, c);
-      });
-    } else {
-      for_each_two([&](float(&two)[2], float2 pair, int c) {
-        const float2 of_queries = *reinterpret_cast<const float2*>(lse + 8 * c);
-        two[0] = fmaf(two[0], scale, fmaf(pair.x, kLog2e, -of_queries.x));
-        two[1] = fmaf(two[1], scale, fmaf(pair.y, kLog2e, -of_queries.y));
-      });
+      pairs[1] = pairs[0];
     }
     barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
     pipe.advance();
@@ -262,6 +252,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   //
   // Each 16 queries are written to shared memory at once, which makes ptxas free their registers before it loads lse
   // and delta of the next. Otherwise it delays ds until dk is multiplied, and up to 90 registers spill.
+  template <bool kGreat>
   __device__ __forceinline__ void share_capped(const Scores& tanhs, const Scores& dp, const KeyWorkItem<Traits>& item,
                                                int block, Pipes& pipes, Operand& probs, Operand& ds) {
     const float cap = p.softcap * kLog2e;
@@ -270,14 +261,13 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     const uint32_t bias_tile = shared_address(shared.bias[pipes.bias.stage]) + this->matrices_offset();
     const uint32_t ds_tile = shared_address(shared.ds[pipes.ds.stage]) + this->matrices_offset();
     BiasWords bias, dbias;
-    const bool has_great = this->has_great_rows(pipes.rows.stage);
     if constexpr (Traits::kHasBiasTiles) barrier_wait(&shared.bias_full[pipes.bias.stage], pipes.bias.phase);
     barrier_wait(&shared.ds_empty[pipes.ds.stage], pipes.ds.phase ^ 1);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       if constexpr (Traits::kHasBiasTiles) ldmatrix_x4_trans(bias[i], bias_tile + i * 16 * kRowBytes);
       float sums[2] = {0.0f, 0.0f};
-      this->finish_capped(i, tanhs, dp, cap, lse, delta, bias, has_great, item, block, probs[i], ds[i], dbias[i], sums);
+      this->template finish_capped<kGreat>(i, tanhs, dp, cap, lse, delta, bias, item, block, probs[i], ds[i], dbias[i], sums);
       stmatrix_x4_trans(ds[i], ds_tile + i * 16 * kRowBytes);
       // Overwrites the matrices that the warp has just loaded.
       if constexpr (Traits::kReplacesBias) stmatrix_x4_trans(dbias[i], bias_tile + i * 16 * kRowBytes);
@@ -404,7 +394,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // One step: a query block and a key tile, whose scores have been computed. With kHasNext the scores of the next
   // key tile, or of the next query block, have been computed at the end.
-  template <bool kHasNext, int kKeyTile>
+  template <bool kGreat, bool kHasNext, int kKeyTile>
   __device__ __forceinline__ void step(const KeyWorkItem<Traits>& item, int i, Scores& scores, Block& block,
                                        int& last_index, Pipes& pipes) {
     constexpr bool kIsLast = kKeyTile == kKeyTiles - 1;
@@ -418,11 +408,11 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     }
     if constexpr (!Traits::kHasThirdPanel) this->start_dp(dp, stage, kKeyTile);
     if constexpr (Traits::kHasBiasTiles) {
-      finish_with_bias(scores, stage, pipes.bias, item, block.index);
+      finish_with_bias<kGreat>(scores, stage, pipes.bias, item, block.index);
     } else if constexpr (Traits::kIsRelative) {
-      finish_with_distances(scores, stage, pipes.bias, item, block.index);
+      finish_with_distances<kGreat>(scores, stage, pipes.bias, item, block.index);
     } else {
-      this->finish_scores(scores, stage, {}, item, block.index);
+      this->template finish_scores<kGreat>(scores, stage, {}, item, block.index);
     }
     if (block.needs_mask) this->apply_mask(scores, block.words, item, block.index, kKeyTile);
     const int index = block.index;
@@ -464,18 +454,19 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // With a softcap: one query block, whose tanh and dp have been computed. With kHasNext tanh and dp of the next block
   // have been computed at the end.
-  template <bool kHasNext>
+  template <bool kGreat, bool kHasNext>
   __device__ __forceinline__ void step_capped(const KeyWorkItem<Traits>& item, int i, Scores& scores, Scores& dp,
                                               Block& block, int& last_index, Pipes& pipes) {
     const int index = block.index;
     if constexpr (kHasNext) this->find_block(block, item, i + 1);  // loaded early, to be there when needed
     Operand probs, ds;
-    share_capped(scores, dp, item, index, pipes, probs, ds);
+    share_capped<kGreat>(scores, dp, item, index, pipes, probs, ds);
     multiply<kHasNext, 0>(item, i, probs, ds, scores, last_index, pipes);
     if constexpr (kHasNext) start_capped(item, scores, dp, block, pipes);
     last_index = index;
   }
 
+  template <bool kGreat>
   __device__ __forceinline__ void mainloop(const KeyWorkItem<Traits>& item, Pipes& pipes) {
     const int last = item.walk.steps - 1;
     // With two key tiles ptxas must not know that the loop below runs at least once: it would compute the descriptors
@@ -491,21 +482,21 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       Scores dp;
       start_capped(item, scores, dp, block, pipes);
 #pragma unroll 1
-      for (int i = 0; i < last; ++i) step_capped<true>(item, i, scores, dp, block, last_index, pipes);
-      step_capped<false>(item, last, scores, dp, block, last_index, pipes);
+      for (int i = 0; i < last; ++i) step_capped<kGreat, true>(item, i, scores, dp, block, last_index, pipes);
+      step_capped<kGreat, false>(item, last, scores, dp, block, last_index, pipes);
     } else {
       wgmma_wait<0>();
       wgmma_fence_operand(scores);
       if constexpr (kKeyTiles == 1) {
 #pragma unroll 1
-        for (int i = 0; i < last; ++i) step<true, 0>(item, i, scores, block, last_index, pipes);
-        step<false, 0>(item, last, scores, block, last_index, pipes);
+        for (int i = 0; i < last; ++i) step<kGreat, true, 0>(item, i, scores, block, last_index, pipes);
+        step<kGreat, false, 0>(item, last, scores, block, last_index, pipes);
       } else {
         // The last step is like the others and starts scores of whatever follows its q: half the code.
 #pragma unroll 1
         for (int i = 0; i < item.walk.steps; ++i) {
-          step<true, 0>(item, i, scores, block, last_index, pipes);
-          step<true, 1>(item, i, scores, block, last_index, pipes);
+          step<kGreat, true, 0>(item, i, scores, block, last_index, pipes);
+          step<kGreat, true, 1>(item, i, scores, block, last_index, pipes);
         }
       }
     }
@@ -604,7 +595,11 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    consumer.mainloop(item, pipes);
+    if (BackwardConsumer<Traits>::kHasBias && item.has_great) {
+      consumer.template mainloop<BackwardConsumer<Traits>::kHasBias>(item, pipes);
+    } else {
+      consumer.template mainloop<false>(item, pipes);
+    }
     consumer.store_key_sums(item);
     consumer.store_flat_sums(item);
     if (item.is_last) {

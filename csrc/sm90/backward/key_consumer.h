@@ -159,19 +159,8 @@ struct KeyConsumer {
     for (int i = 0; i < kSteps; ++i) read_sixteen(bias, i, tile);
   }
 
-  // Whether a block has a row whose lse is great: it has -inf in its place. Then lse of all its rows is read in two parts.
-  __device__ __forceinline__ bool has_great_rows(int stage) const {
-    if constexpr (!kHasBias) return false;
-    bool is_great = false;
-#pragma unroll
-    for (int i = 0; i < kBlockM; i += 32) {
-      is_great |= (kBlockM % 32 == 0 || i + lane < kBlockM) && shared.lse[stage][i + lane] == -INFINITY;
-    }
-    return __any_sync(0xffffffffu, is_great);
-  }
-
-  // The thread's two scores of each 8 queries get their exponents, the c-th 8 queries and key r. Nothing is in a hurry
-  // here: loads wait for each other, so that ptxas keeps few registers for them.
+  // Gives the thread's two scores of the c-th 8 queries their exponents, where lse may be great. Loads wait for each other,
+  // so that ptxas keeps few registers for them.
   __device__ __forceinline__ void finish_great(float (&two)[2], float2 bias, float factor, const KeyWorkItem<Traits>& item,
                                                int block, int c) const {
     const float2* lse = p.split_lse + first_padded_row_of(p, item) + block * kBlockM + 2 * (lane % 4) + 8 * c;
@@ -203,20 +192,29 @@ struct KeyConsumer {
     return add;
   }
 
-  // Turns products into scores minus lse, in units of log2.
+  // Turns products into scores minus lse, in units of log2. kGreat: rows of the item may have a great lse.
+  template <bool kGreat>
   __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias,
                                                 const KeyWorkItem<Traits>& item, int block) {
-    if (has_great_rows(stage)) {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) finish_great_sixteen(i, scores, bias, item, block);
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) finish_sixteen(i, scores, stage, bias);
+    for (int i = 0; i < kSteps; ++i) finish_sixteen<kGreat>(i, scores, stage, bias, item, block);
   }
 
   // The same for the i-th 16 queries.
-  __device__ __forceinline__ void finish_sixteen(int i, Scores& scores, int stage, const BiasWords& bias) {
+  template <bool kGreat>
+  __device__ __forceinline__ void finish_sixteen(int i, Scores& scores, int stage, const BiasWords& bias,
+                                                 const KeyWorkItem<Traits>& item, int block) {
+    if constexpr (kGreat) {
+#pragma unroll
+      for (int c = 2 * i; c < 2 * i + 2; ++c) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float(&two)[2] = *reinterpret_cast<float(*)[2]>(&scores[4 * c + 2 * r]);
+          finish_great(two, bias_of(bias, c, r), p.softmax_scale, item, block, c);
+        }
+      }
+      return;
+    }
     const float scale = p.softmax_scale * kLog2e;
     const float* lse = shared.lse[stage] + 2 * (lane % 4);
 #pragma unroll
@@ -230,18 +228,6 @@ struct KeyConsumer {
           float& score = scores[4 * c + 2 * r + e];
           score = fmaf(score, scale, e == 0 ? add.x : add.y);
         }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void finish_great_sixteen(int i, Scores& scores, const BiasWords& bias,
-                                                       const KeyWorkItem<Traits>& item, int block) {
-#pragma unroll
-    for (int c = 2 * i; c < 2 * i + 2; ++c) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float(&two)[2] = *reinterpret_cast<float(*)[2]>(&scores[4 * c + 2 * r]);
-        finish_great(two, bias_of(bias, c, r), p.softmax_scale, item, block, c);
       }
     }
   }
@@ -331,16 +317,17 @@ struct KeyConsumer {
   // With a softcap: finish_scores, p and finish_ds in one, for the i-th 16 queries, whose scores cap_scores has left as
   // tanh. ds includes the slope of tanh; the gradients of a bias do not: dbias, where it overwrites the bias, and
   // `sums`. lse and delta point to the values of the thread's first query.
+  template <bool kGreat>
   __device__ __forceinline__ void finish_capped(int i, const Scores& tanhs, const Scores& dp, float cap,
                                                 const float* lse, const float* delta, const BiasWords& bias,
-                                                bool has_great, const KeyWorkItem<Traits>& item, int block,
-                                                Quarter& probs, Quarter& ds, Quarter& dbias, float (&sums)[2]) const {
+                                                const KeyWorkItem<Traits>& item, int block, Quarter& probs, Quarter& ds,
+                                                Quarter& dbias, float (&sums)[2]) const {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const int c = 2 * i + w / 2, r = w % 2, at = 4 * c + 2 * r;
       const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * c);
       float exponents[2] = {tanhs[at], tanhs[at + 1]};
-      if (kHasBias && has_great) {
+      if constexpr (kGreat) {
         finish_great(exponents, bias_of(bias, c, r), p.softcap, item, block, c);
       } else {
         const float2 add = added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);

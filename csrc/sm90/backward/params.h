@@ -39,7 +39,10 @@ struct BackwardParams : AttentionSizes {
   int cluster;         // blocks in a cluster: one per batch entry where they sum dbias, else 1
   const float* lse;    // (B, Hq, padded_rows), base 2; +inf for empty rows and for padding, -inf in great ones
   const float* delta;  // (B, Hq, padded_rows), of BackwardRowsParams
-  const float2* split_lse;  // (B, Hq, padded_rows), of great_exponent in operands.h; null in kernels without a bias
+  // Of calls whose kernel has a bias, for rows whose lse is great (kGreatLse in operands.h): lse of all rows in two parts,
+  // (B, Hq, padded_rows), and for each tile of 128 rows four bytes, of 32 rows each, which are not 0 where one is great.
+  const float2* split_lse;
+  const uint32_t* great_rows;
   float softmax_scale;
 
   MaskTiles mask;                    // with lists of columns; `ordered` below if the order of additions is fixed
@@ -135,7 +138,8 @@ struct BackwardRowsParams : AttentionSizes {
   BiasValues bias_values;  // one value per query, which changes lse; null for none
   float* lse_log2;         // (B, Hq, padded_rows)
   float* delta;            // (B, Hq, padded_rows)
-  float2* split_lse;       // (B, Hq, padded_rows); null if not needed
+  float2* split_lse;       // as in BackwardParams; null if not needed
+  uint8_t* great_rows;
   int padded_rows;         // Lq in whole tiles of 128, or in whole blocks of queries; not of calls with sequences
   float* row_delta;        // (B, Hq, Lq), the same for the caller; null if not needed
   // Memory to clear: `zeros` times 16 bytes.

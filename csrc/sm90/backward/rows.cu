@@ -156,6 +156,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, distance, kLanes);
     }
+    bool is_great = false;
     if (lane == 0) {
       float lse = INFINITY;
       SplitLse natural{INFINITY, 0.0f};
@@ -176,11 +177,19 @@ __global__ void __launch_bounds__(kThreads, 5)
       }
       if (p.split_lse != nullptr) {
         p.split_lse[at] = make_float2(natural.high, natural.low * kLog2e);
-        if (fabsf(natural.high) > kGreatLse && natural.high != INFINITY) lse = -INFINITY;
+        is_great = fabsf(natural.high) > kGreatLse && natural.high != INFINITY;
+        if (is_great) lse = -INFINITY;
       }
       p.lse_log2[at] = lse;
       p.delta[at] = exists ? sum : 0.0f;
       if (exists && p.row_delta != nullptr) p.row_delta[first_lse_of(p, work) + row] = sum;
+    }
+    if (p.split_lse != nullptr) {
+      // The block's rows are in one tile, because tiles are whole multiples of them.
+      constexpr int kBytes = kThreads / kLanes / 32;
+      static_assert(kTile % (kThreads / kLanes) == 0 && kBytes > 0);
+      const bool any = __syncthreads_or(is_great);
+      if (threadIdx.x < kBytes) p.great_rows[at / 32 + threadIdx.x] = any;
     }
   }
   uint4* cleared = static_cast<uint4*>(p.cleared);

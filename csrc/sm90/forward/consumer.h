@@ -28,7 +28,7 @@ struct Consumer {
   // row_max: what is subtracted from scores, the greatest of them or up to kSlack less; 0 in a row without a key so far.
   float row_max[2], row_sum[2];
   float threshold[2];  // only a score above it makes row_max grow: -inf in a row without a key so far
-  bool is_great;       // see softmax
+  bool has_negative, is_great;  // some threshold of the warp's rows is negative; see softmax
 
   // Offset of the thread's row of the warp's first four bias matrices, in a panel of the bias tile; or of its first two
   // values by distance.
@@ -148,10 +148,9 @@ struct Consumer {
     }
   }
 
-  // A bias by distance of which a tile has one value: it is not in the scores yet, nor is p.factor.
+  // What a score still lacks: it is unit * score + value. A tile of a bias by distance may have one value for all.
   struct Flat {
-    bool is_left = false;
-    float value = 0.0f;
+    float value = 0.0f, unit = 1.0f, inverse_unit = 1.0f;
   };
 
   // Adds a bias by distance. If the tile has one value, returns it instead, for `softmax` to add. The thread's second
@@ -166,7 +165,7 @@ struct Consumer {
     uint32_t pair[2];
     if (is_flat(of, first, Traits::kDistances)) {
       ld_shared_v2(pair[0], pair[1], start);
-      flat = {true, __uint_as_float(pair[0])};
+      flat = {__uint_as_float(pair[0]), p.factor, p.inverse_factor};
       if (!(p.factor > 0)) add_flat(scores, flat);  // else the greatest product has the greatest score
     } else {
 #pragma unroll
@@ -190,8 +189,8 @@ struct Consumer {
 
   __device__ __forceinline__ void add_flat(float (&scores)[kScores], Flat& flat) {
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] = fmaf(scores[i], p.factor, flat.value);
-    flat.is_left = false;
+    for (int i = 0; i < kScores; ++i) scores[i] = fmaf(scores[i], flat.unit, flat.value);
+    flat = {};
   }
 
   // Turns products into scores in units of p.scale: applies f and adds the bias, but for what it returns. With a bias a
@@ -232,15 +231,15 @@ struct Consumer {
   // the GPU compares three in one instruction. The greatest float has the greatest bits, signed, if it is positive, and
   // the least bits, unsigned, if all are negative: each comparison is right on its side of 0. A negative NaN is left out;
   // its probability tells.
-  __device__ __forceinline__ static bool exceeds(const float (&scores)[kScores], int r, float bound) {
-    if (bound >= 0.0f) {
-      int top = __float_as_int(scores[2 * r]);
+  __device__ __forceinline__ static bool exceeds_positive(const float (&scores)[kScores], int r, float bound) {
+    int top = __float_as_int(scores[2 * r]);
 #pragma unroll
-      for (int c = 0; c < kScores / 4; ++c) {
-        top = max(max(top, __float_as_int(scores[4 * c + 2 * r])), __float_as_int(scores[4 * c + 2 * r + 1]));
-      }
-      return top > __float_as_int(bound);
+    for (int c = 0; c < kScores / 4; ++c) {
+      top = max(max(top, __float_as_int(scores[4 * c + 2 * r])), __float_as_int(scores[4 * c + 2 * r + 1]));
     }
+    return !(__int_as_float(top) <= bound);
+  }
+  __device__ __forceinline__ static bool exceeds_negative(const float (&scores)[kScores], int r, float bound) {
     unsigned top = __float_as_uint(scores[2 * r]);
 #pragma unroll
     for (int c = 0; c < kScores / 4; ++c) {
@@ -259,30 +258,40 @@ struct Consumer {
   // factor, which the sum takes out, but for the 16-bit rounding of p. With is_great, where the error would show, scores
   // and row_max are subtracted exactly.
   __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&rescale)[2], Flat flat) {
-    float scale = p.scale * kLog2e, bound[2] = {threshold[0], threshold[1]};
-    if (Traits::kIsRelative && flat.is_left) {
+    float bound[2], shift[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) bound[r] = (bound[r] - flat.value) * p.inverse_factor;
+    for (int r = 0; r < 2; ++r) {
+      bound[r] = threshold[r];
+      shift[r] = row_max[r] * (p.scale * kLog2e);
+      if constexpr (Traits::kIsRelative) {
+        bound[r] = (threshold[r] - flat.value) * flat.inverse_unit;
+        shift[r] = fmaf(flat.value, -kLog2e, shift[r]);
+      }
     }
-    bool is_above = exceeds(scores, 0, bound[0]);
-    is_above |= exceeds(scores, 1, bound[1]);
-    const bool needs_rescale = __any_sync(0xffffffffu, is_above);
-    if (Traits::kIsRelative && flat.is_left && (needs_rescale || is_great)) add_flat(scores, flat);
-    if (needs_rescale) raise_maxima(scores, rescale);
-    float shift[2];
-    if (is_great) {
+    bool are_negative = has_negative;
+    if constexpr (Traits::kIsRelative) are_negative = __any_sync(0xffffffffu, bound[0] < 0.0f || bound[1] < 0.0f);
+    bool is_above = false;
+    if (!are_negative) {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) scores[i] -= row_max[i / 2 % 2];
-      shift[0] = shift[1] = 0.0f;
+      for (int r = 0; r < 2; ++r) is_above |= exceeds_positive(scores, r, bound[r]);
     } else {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) shift[r] = row_max[r] * scale;
+      for (int r = 0; r < 2; ++r) {
+        is_above |= bound[r] < 0.0f ? exceeds_negative(scores, r, bound[r]) : exceeds_positive(scores, r, bound[r]);
+      }
     }
-    if (Traits::kIsRelative && flat.is_left) {
+    const bool needs_rescale = __any_sync(0xffffffffu, is_above);
+    if (needs_rescale || is_great) {
+      if constexpr (Traits::kIsRelative) add_flat(scores, flat);
+      if (needs_rescale) raise_maxima(scores, rescale);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) shift[r] = fmaf(flat.value, -kLog2e, shift[r]);
-      scale = p.factor * kLog2e;
+      for (int r = 0; r < 2; ++r) shift[r] = is_great ? 0.0f : row_max[r] * (p.scale * kLog2e);
+      if (is_great) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) scores[i] -= row_max[i / 2 % 2];
+      }
     }
+    const float scale = (Traits::kIsRelative ? flat.unit : p.scale) * kLog2e;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale, -shift[i / 2 % 2]));
 #pragma unroll
@@ -301,7 +310,7 @@ struct Consumer {
     // Above it a rounded shift is wrong by up to 2^-14: half of what fp16 rounds p by.
     constexpr float kGreatShift = 1024.0f;
     const float scale = p.scale * kLog2e;
-    bool has_great = false;
+    bool is_negative = false, has_great = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float before = threshold[r] == -INFINITY ? -INFINITY : row_max[r];
@@ -316,8 +325,10 @@ struct Consumer {
       row_sum[r] *= rescale[r];
       row_max[r] = top == -INFINITY ? 0.0f : top;
       threshold[r] = top + kSlack / kLog2e * p.inverse_scale;
+      is_negative |= threshold[r] < 0.0f;
       has_great |= fabsf(row_max[r] * scale) > kGreatShift;
     }
+    has_negative = __any_sync(0xffffffffu, is_negative);
     is_great = __any_sync(0xffffffffu, has_great);
   }
 
@@ -361,20 +372,17 @@ struct Consumer {
     }
   }
 
-  // Writes out and lse of the work tile.
-  __device__ __forceinline__ void epilogue(const WorkItem<Traits>& item) {
-    const Work& work = item.work;
+  // lse and the factor of out of the thread's rows, of calls with a sink or a wide lse.
+  __device__ __forceinline__ void finish_rows(const Work& work, double (&lse)[2], float (&factor)[2]) {
     const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
-    const int first_row = work.first_row + row_of_warp, seqlen_q = seqlen_q_of(p, work);
-    float top[2], sum[2], factor[2], bias[2] = {0.0f, 0.0f};
+    float top[2], sum[2], bias[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] = quad_sum(row_sum[r]);
-      // A row is empty where no key added to its sum; a sum of NaN is none of these.
       top[r] = sum[r] == 0.0f ? -INFINITY : row_max[r] * p.scale;
       factor[r] = sum[r] == 0.0f ? 0.0f : 1.0f;
-      const int row = first_row + 8 * r;
-      if (per_query && row < seqlen_q) with_bias(p, work, [&](auto bias_at) { bias[r] = bias_at(row, 0); });
+      const int row = work.first_row + row_of_warp + 8 * r;
+      if (per_query && row < seqlen_q_of(p, work)) with_bias(p, work, [&](auto bias_at) { bias[r] = bias_at(row, 0); });
     }
     if (p.sink != nullptr) {
 #pragma unroll
@@ -384,7 +392,6 @@ struct Consumer {
       }
       join_sink(work.head, top, sum, factor);
     }
-    double lse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool is_empty = top[r] == -INFINITY || bias[r] == -INFINITY;
@@ -392,6 +399,26 @@ struct Consumer {
       lse[r] = is_empty ? -INFINITY : join_lse(bias[r] == 0.0f ? top[r] : bias[r], small);
       // bias - bias: NaN where the bias of a row is NaN or +inf, and its probabilities with it.
       factor[r] = is_empty || factor[r] == 0.0f ? 0.0f : factor[r] * reciprocal_approx(sum[r]) + (bias[r] - bias[r]);
+    }
+  }
+
+  // Writes out and lse of the work tile.
+  __device__ __forceinline__ void epilogue(const WorkItem<Traits>& item) {
+    const Work& work = item.work;
+    const int first_row = work.first_row + row_of_warp, seqlen_q = seqlen_q_of(p, work);
+    float lse[2], factor[2];
+    double wide_lse[2];
+    if (p.sink == nullptr && !p.has_wide_lse) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // A row is empty where no key added to its sum; a sum of NaN is none of these.
+        const float sum = quad_sum(row_sum[r]);
+        lse[r] = sum == 0.0f ? -INFINITY : fmaf(row_max[r], p.scale, log_approx(sum));
+        factor[r] = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
+      }
+    } else {
+      finish_rows(work, wide_lse, factor);
+      lse[0] = static_cast<float>(wide_lse[0]), lse[1] = static_cast<float>(wide_lse[1]);
     }
     if constexpr (Traits::kHasDropout) factor[0] *= p.dropout.scale, factor[1] *= p.dropout.scale;
     const int64_t row_step = static_cast<int64_t>(p.out_row_step) * p.head_dim_v;
@@ -409,9 +436,9 @@ struct Consumer {
       const bool exists = first_row + 8 * r < seqlen_q;
       if (exists && lane % 4 == 0) {
         if (p.has_wide_lse) {
-          static_cast<double*>(p.lse)[first_lse + r * lse_step] = lse[r];
+          static_cast<double*>(p.lse)[first_lse + r * lse_step] = wide_lse[r];
         } else {
-          static_cast<float*>(p.lse)[first_lse + r * lse_step] = static_cast<float>(lse[r]);
+          static_cast<float*>(p.lse)[first_lse + r * lse_step] = lse[r];
         }
       }
 #pragma unroll
@@ -573,7 +600,7 @@ __device__ __forceinline__ void consume_forward(const ForwardParams& p, ForwardS
     Consumer<Traits> consumer{
         p,           shared,       group,        lane,         row_of_warp,
         pipe_q.stage, out,         {0.0f, 0.0f}, {0.0f, 0.0f}, {-INFINITY, -INFINITY},
-        false,       bias_offset};
+        true,        false,        bias_offset};
     const bool has_rows = work.first_row + group * 64 < seqlen_q_of(p, work);
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full[pipe_q.stage], pipe_q.phase);

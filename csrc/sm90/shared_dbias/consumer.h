@@ -1,6 +1,8 @@
 // A consumer warpgroup: sums ds of 64 queries and 128 keys over heads.
 #pragma once
 
+#include <type_traits>
+
 #include "../../device/fragments.h"
 #include "../../device/philox.h"
 #include "../../device/softcap.h"
@@ -108,16 +110,8 @@ struct SharedDbiasConsumer {
     }
   }
 
-  // lse of the thread's two rows in two parts, where some row of the warp has a great lse (BackwardParams::split_lse).
-  struct GreatRows {
-    bool is_there = false;
-    float2 lse[2];
-  };
-
-  __device__ __forceinline__ GreatRows great_rows(const RowStats& lse, const DbiasWorkTile& work, int position) const {
-    GreatRows rows;
-    if (!__any_sync(0xffffffffu, lse.values[0] == -INFINITY || lse.values[1] == -INFINITY)) return rows;
-    rows.is_there = true;
+  // lse of the thread's two rows in two parts (BackwardParams::split_lse).
+  __device__ __forceinline__ void load_split_lse(float2 (&split)[2], const DbiasWorkTile& work, int position) const {
     int64_t first;
     if constexpr (Traits::kIsRelative) {
       const TileOfDiagonal of = tile_of_diagonal(p, work, position);
@@ -125,14 +119,23 @@ struct SharedDbiasConsumer {
     } else {
       first = (first_padded_tile_of(p, summed_head<Traits::kHasSequences>(p, work, position)) + work.block_q) * kTile;
     }
-    rows.lse[0] = p.split_lse[first + row_of_tile()];
-    rows.lse[1] = p.split_lse[first + row_of_tile() + 8];
-    return rows;
+    split[0] = p.split_lse[first + row_of_tile()];
+    split[1] = p.split_lse[first + row_of_tile() + 8];
+  }
+
+  // The exponent of p of the thread's row r, from a product, or tanh with a softcap. kGreat: its lse may be great, and is
+  // in `split` then.
+  template <bool kGreat>
+  __device__ __forceinline__ float exponent(float product, float bias, int r, const RowStats& lse,
+                                            const float2 (&split)[2]) const {
+    const float factor = Traits::kHasSoftcap ? p.softcap : p.softmax_scale;
+    if constexpr (kGreat) return great_exponent(product, factor, bias, split[r]);
+    return fmaf(product, factor * kLog2e, fmaf(bias, kLog2e, -lse.values[r]));
   }
 
   // Turns products into scores minus lse, bias included, in units of log2.
-  __device__ __forceinline__ void finish_scores(Scores& scores, const RowStats& lse, const GreatRows& great) {
-    const float factor = Traits::kHasSoftcap ? p.softcap : p.softmax_scale, scale = factor * kLog2e;
+  template <bool kGreat>
+  __device__ __forceinline__ void finish_scores(Scores& scores, const RowStats& lse, const float2 (&split)[2]) {
     // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
     const int row = group * 64 + warp * 16 + lane % 16;
     const uint32_t tile = shared_address(shared.bias[bias_stage]) + row * kRowBytes;
@@ -150,13 +153,8 @@ struct SharedDbiasConsumer {
           low = tanh_exact(p.pre_scale * low);
           high = tanh_exact(p.pre_scale * high);
         }
-        if (great.is_there) {
-          low = great_exponent(low, factor, pair.x, great.lse[i % 2]);
-          high = great_exponent(high, factor, pair.y, great.lse[i % 2]);
-        } else {
-          low = fmaf(low, scale, fmaf(pair.x, kLog2e, -lse.values[i % 2]));
-          high = fmaf(high, scale, fmaf(pair.y, kLog2e, -lse.values[i % 2]));
-        }
+        low = exponent<kGreat>(low, pair.x, i % 2, lse, split);
+        high = exponent<kGreat>(high, pair.y, i % 2, lse, split);
       }
     }
   }
@@ -179,8 +177,8 @@ struct SharedDbiasConsumer {
 
   // finish_scores with a bias by distance. The thread's second row, 8 below its first, has the distances of 8 keys
   // before.
-  __device__ __forceinline__ void finish_with_distances(Scores& scores, const RowStats& lse, const GreatRows& great) {
-    const float scale = p.softmax_scale * kLog2e;
+  template <bool kGreat>
+  __device__ __forceinline__ void finish_with_distances(Scores& scores, const RowStats& lse, const float2 (&split)[2]) {
     const float* values = window() + pair_of_distances(7 - lane / 4 + 2 * (lane % 4), Traits::kSecondCopy);
     float2 before = *reinterpret_cast<const float2*>(values);
 #pragma unroll
@@ -189,12 +187,7 @@ struct SharedDbiasConsumer {
       const float values_of_four[4] = {pair.x, pair.y, before.x, before.y};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float& score = scores[4 * c + i];
-        if (great.is_there) {
-          score = great_exponent(score, p.softmax_scale, values_of_four[i], great.lse[i / 2]);
-        } else {
-          score = fmaf(score, scale, fmaf(values_of_four[i], kLog2e, -lse.values[i / 2]));
-        }
+        scores[4 * c + i] = exponent<kGreat>(scores[4 * c + i], values_of_four[i], i / 2, lse, split);
       }
       before = pair;
     }
@@ -268,11 +261,19 @@ struct SharedDbiasConsumer {
     wgmma_wait<1>();
     wgmma_fence_operand(scores);
     release(first);
-    const GreatRows great = great_rows(lse, work, position);
-    if constexpr (Traits::kIsRelative) {
-      finish_with_distances(scores, lse, great);
+    const auto finish = [&](auto is_great, const float2(&split)[2]) {
+      if constexpr (Traits::kIsRelative) {
+        finish_with_distances<decltype(is_great)::value>(scores, lse, split);
+      } else {
+        finish_scores<decltype(is_great)::value>(scores, lse, split);
+      }
+    };
+    float2 split[2];
+    if (__any_sync(0xffffffffu, lse.values[0] == -INFINITY || lse.values[1] == -INFINITY)) {
+      load_split_lse(split, work, position);
+      finish(std::true_type{}, split);
     } else {
-      finish_scores(scores, lse, great);
+      finish(std::false_type{}, split);
     }
     wgmma_fence_operand(scores);
     pingpong.pass();
