@@ -595,7 +595,7 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    if (BackwardConsumer<Traits>::kHasBias && item.has_great) {
+    if (BackwardConsumer<Traits>::kHasBias && item.great != nullptr) {
       consumer.template mainloop<BackwardConsumer<Traits>::kHasBias>(item, pipes);
     } else {
       consumer.template mainloop<false>(item, pipes);

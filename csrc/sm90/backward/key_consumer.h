@@ -163,9 +163,7 @@ struct KeyConsumer {
   // so that ptxas keeps few registers for them.
   __device__ __forceinline__ void finish_great(float (&two)[2], float2 bias, float factor, const KeyWorkItem<Traits>& item,
                                                int block, int c) const {
-    const float2* lse = p.split_lse + first_padded_row_of(p, item) + block * kBlockM + 2 * (lane % 4) + 8 * c;
-    asm volatile("" ::: "memory");
-    const float4 both = *reinterpret_cast<const float4*>(lse);
+    const float4 both = *reinterpret_cast<const float4*>(item.great + block * kBlockM + 2 * (lane % 4) + 8 * c);
     two[0] = great_exponent(two[0], factor, bias.x, make_float2(both.x, both.y));
     two[1] = great_exponent(two[1], factor, bias.y, make_float2(both.z, both.w));
   }

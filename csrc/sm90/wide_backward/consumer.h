@@ -249,7 +249,7 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    if (Consumer::kHasBias && item.has_great) {
+    if (Consumer::kHasBias && item.great != nullptr) {
       consumer.template mainloop<Consumer::kHasBias>(item, score_state, mma_state);
     } else {
       consumer.template mainloop<false>(item, score_state, mma_state);
