@@ -151,11 +151,17 @@ def run_plans(call: Call, launch: Callable[..., None]) -> None:
     key = key_of(call)
     needs_grad = NeedsGrad(True, True, True, True, call.has_sink)
     out, dout = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(q)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+    lse = lse_of(q, bias)
     with mock.patch.object(Launch, "__call__", launch):
         x = Inputs(q, k, v, mask, bias, sink, None, key)
         forward_plan(call)(x, out, lse)
         backward_plan(call, dout, None, needs_grad)(Saved(x, out, lse), dout, None)
+
+
+def lse_of(q: Tensor, bias: Tensor | None) -> Tensor:
+    """The lse of rows (B, L, H, D), which is wide where there is a bias."""
+    dtype = torch.float32 if bias is None else torch.float64
+    return torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=dtype, device=q.device)
 
 
 def key_of(call: Call) -> Tensor | None:
@@ -240,7 +246,7 @@ def run_sequence_plans(variant: SequenceVariant, arch: str, launch: Callable[...
     key = key_of(call)
     q, k, v, mask, bias = call.q, call.k, call.v, call.mask, call.bias
     sink = torch.empty(q.shape[2], dtype=q.dtype, device=q.device) if call.has_sink else None
-    out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+    out, lse = torch.empty_like(q), lse_of(q, bias)
     with mock.patch.object(Launch, "__call__", launch):
         x = Inputs(q, k, v, mask, bias, sink, sequences, key)
         forward_plan(call)(x, out, lse)
@@ -396,7 +402,7 @@ def tangent_jobs(arch: str, dtype: torch.dtype, head_dim: int) -> list[Job]:
             variant = Variant(head_dim, dtype=dtype, **fields)
             rows, bias = [variant.rows(2048, 16) for _ in range(3)], variant.call(arch).bias
             x, tangents = Inputs(*rows, MaskView("none"), bias), Tangents(*rows, bias, None)
-            out, lse = torch.empty_like(rows[0]), torch.empty(4, 16, 2048, device="meta")
+            out, lse = torch.empty_like(rows[0]), lse_of(rows[0], bias)
             plan, read = plan_tangents(x, tangents, flags), read_of(x.mask)
             record(plan, *rows, bias, *tangents[:4], *read, out, lse, out, lse, None, None, None, None, None)
     return jobs
@@ -423,7 +429,7 @@ def list_jobs(arch: str, head_dim: int) -> list[Job]:
             rows = 4096 // queries
             keys, count = meta(1, 1, rows, entries, dtype=torch.int32), meta(1, 1, rows, dtype=torch.int32)
             values = meta(1, 1, rows, entries, dtype=torch.float32)
-            out, lse = meta(1, group, 4096, dim_v), meta(1, group, 4096, dtype=torch.float32)
+            out, lse = meta(1, group, 4096, dim_v), meta(1, group, 4096, dtype=torch.float64)
             flags = ListFlags(head_dim**-0.5, 0.0, -1, -1, queries, keys_each, dim_v)
             call = ListCall(q, k, v, keys, None, values, None, None, flags)
             lists = (q, k, v, keys, count, None, values, None, None)

@@ -208,7 +208,7 @@ def backward_bias_kernel(
                 BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            s, factor, _ = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
+            s, factor, _slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
             s = tl.fma(s, factor, bias_tile.to(tl.float32)) if BIASED else s * factor
             allowed = in_band(rows[:, None], keys[None, :], entry_shape, LEFT, RIGHT)
             if MASK == TILES:

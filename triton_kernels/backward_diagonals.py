@@ -140,7 +140,7 @@ def backward_diagonals_kernel(
                 BLOCK_N, BLOCK_D, TMA, WIDE, True, PAD_D,
             )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            s, factor, _ = scaled(s, score_scale, softcap, SOFTCAP, True)
+            s, factor, _slope = scaled(s, score_scale, softcap, SOFTCAP, True)
             s = tl.fma(s, factor, values)
             if EDGES:
                 allowed = in_band(rows[:, None], keys[None, :], shape, LEFT, RIGHT)

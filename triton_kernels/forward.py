@@ -293,7 +293,7 @@ def forward_kernel(
                     BLOCK_N, BLOCK_D, TMA, WIDE, phase == 1, PAD_D,
                 )  # fmt: skip
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            s, factor, _ = scaled(s, scale, softcap, SOFTCAP, BIASED)
+            s, factor, _slope = scaled(s, scale, softcap, SOFTCAP, BIASED)
             MAKES_SCORES: tl.constexpr = SOFTCAP or BIASED or phase == 1
             if MAKES_SCORES and not IS_FAR:
                 s = add_bias(

@@ -129,7 +129,7 @@ def list_forward_kernel(
         if REST > 0:
             k_rest = load_keys(k, k_strides.row, keys, key_ok, dims_rest, shape.head_dim, PAD_D, WIDE, KEYS_EACH)
         s = dot_rows(q_tile, q_rest, k_tile, k_rest, REST, PRECISION)
-        s, factor, _ = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
+        s, factor, _slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
         if VALUES != NO_VALUES:
             slot = slots_at(slots, entry, key_ok, SLOTS, BLOCK_N, KEYS_EACH)
             s = add_values(s, factor, value_head, value_strides.key, slot, key_ok, row_ok, VALUES, BLOCK_N, KEYS_EACH)

@@ -89,7 +89,7 @@ def short_forward_kernel(
             BLOCK_N, BLOCK_D, False, WIDE, True, PAD_D,
         )  # fmt: skip
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        s, factor, _ = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
+        s, factor, _slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
         s = tl.fma(s, factor, base)
         s = masked(s, dense, mask, stop, access, b, h, 0, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
         row_max = tl.maximum(tl.max(s, 1), LOWEST)

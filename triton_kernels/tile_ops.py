@@ -420,7 +420,8 @@ def join_sink(great, small, logits):
 @triton.jit
 def unit_of(great):
     """Return the unit of what is added to a number: `join_lse` in csrc/sm90/operands.h does the same."""
-    return tl.where(tl.abs(great) > 2147483648.0, tl.abs(great) * (1.0 / 2147483648.0), 1.0)
+    is_great = (tl.abs(great) > 2147483648.0) & (tl.abs(great) < float("inf"))
+    return tl.where(is_great, tl.abs(great) * (1.0 / 2147483648.0), 1.0)
 
 
 @triton.jit
