@@ -596,7 +596,12 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     consumer.start_key_sums();
     consumer.load_key_bias(item);
     if (BackwardConsumer<Traits>::kHasBias && item.great != nullptr) {
-      consumer.template mainloop<BackwardConsumer<Traits>::kHasBias>(item, pipes);
+      // By lanes of its own: the compiler would compute what both loops need before either, and hold it in both.
+      int own_lane = lane;
+      asm volatile("" : "+r"(own_lane));
+      BackwardConsumer<Traits> own{
+          {p, shared, group, warp, own_lane, pipe_keys.stage, {consumer.key_bias[0], consumer.key_bias[1]}}, dk, dv};
+      own.template mainloop<BackwardConsumer<Traits>::kHasBias>(item, pipes);
     } else {
       consumer.template mainloop<false>(item, pipes);
     }

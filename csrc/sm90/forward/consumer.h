@@ -29,6 +29,9 @@ struct Consumer {
   float row_max[2], row_sum[2];
   float threshold[2];  // only a score above it makes row_max grow: -inf in a row without a key so far
   bool has_negative, is_great;  // some threshold of the warp's rows is negative; see softmax
+  // Kernels with a bias have no registers and no time for either: there a row of a negative threshold, or that is great,
+  // has a threshold of NaN, so that each step raises row_max.
+  static constexpr bool kComparesNegative = Traits::kBias == Bias::kNone;
 
   // Offset of the thread's row of the warp's first four bias matrices, in a panel of the bias tile; or of its first two
   // values by distance.
@@ -268,12 +271,14 @@ struct Consumer {
         shift[r] = fmaf(flat.value, -kLog2e, shift[r]);
       }
     }
-    bool are_negative = has_negative;
-    if constexpr (Traits::kIsRelative) are_negative = __any_sync(0xffffffffu, bound[0] < 0.0f || bound[1] < 0.0f);
     bool is_above = false;
-    if (!are_negative) {
+    if (!kComparesNegative || !has_negative) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) is_above |= exceeds_positive(scores, r, bound[r]);
+      for (int r = 0; r < 2; ++r) {
+        is_above |= exceeds_positive(scores, r, bound[r]);
+        // A flat bias above the threshold: the greatest score may be negative.
+        if constexpr (Traits::kIsRelative) is_above |= !(bound[r] >= 0.0f);
+      }
     } else {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -281,7 +286,7 @@ struct Consumer {
       }
     }
     const bool needs_rescale = __any_sync(0xffffffffu, is_above);
-    if (needs_rescale || is_great) {
+    if (needs_rescale || (kComparesNegative && is_great)) {
       if constexpr (Traits::kIsRelative) add_flat(scores, flat);
       if (needs_rescale) raise_maxima(scores, rescale);
 #pragma unroll
@@ -324,9 +329,11 @@ struct Consumer {
       rescale[r] = top == -INFINITY ? 1.0f : exp2_approx((before - top) * scale);
       row_sum[r] *= rescale[r];
       row_max[r] = top == -INFINITY ? 0.0f : top;
+      const bool is_great_row = fabsf(row_max[r] * scale) > kGreatShift;
+      has_great |= is_great_row;
       threshold[r] = top + kSlack / kLog2e * p.inverse_scale;
       is_negative |= threshold[r] < 0.0f;
-      has_great |= fabsf(row_max[r] * scale) > kGreatShift;
+      if (!kComparesNegative && top != -INFINITY && (is_great_row || threshold[r] < 0.0f)) threshold[r] = NAN;
     }
     has_negative = __any_sync(0xffffffffu, is_negative);
     is_great = __any_sync(0xffffffffu, has_great);

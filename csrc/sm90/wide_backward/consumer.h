@@ -250,7 +250,10 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
     consumer.start_key_sums();
     consumer.load_key_bias(item);
     if (Consumer::kHasBias && item.great != nullptr) {
-      consumer.template mainloop<Consumer::kHasBias>(item, score_state, mma_state);
+      int own_lane = lane;  // as in consume_backward
+      asm volatile("" : "+r"(own_lane));
+      Consumer own{{p, shared, 0, warp, own_lane, pipe_keys.stage, {consumer.key_bias[0], consumer.key_bias[1]}}, sums};
+      own.template mainloop<Consumer::kHasBias>(item, score_state, mma_state);
     } else {
       consumer.template mainloop<false>(item, score_state, mma_state);
     }

@@ -206,7 +206,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
             dq = None if new_q is None else new_q(q)
             dk = None if new_k is None else new_k(k)
             dv = None if new_v is None else new_v(v)
-        delta = torch.empty_like(lse) if needs_delta else None
+        delta = torch.empty_like(lse, dtype=torch.float32) if needs_delta else None
         stored = sums = None
         if pads and bias is not None:
             stored = padded_rows(bias)

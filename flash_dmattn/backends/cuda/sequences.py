@@ -63,7 +63,7 @@ def plan_backward(p: AttentionProblem, num_dbias_chunks: Callable[[], int]) -> B
         if not has_keys:
             return zero_gradients(saved._replace(lse=in_sequences), dout, dlse, needs)
         dq, dk, dv = new_q(q), new_k(k), new_v(v)
-        delta = torch.empty_like(lse) if needs_delta else None
+        delta = torch.empty_like(lse, dtype=torch.float32) if needs_delta else None
         stored = sums = None
         if dbias_class == "key":
             sums = torch.zeros(sums_shape, dtype=torch.float32, device=q.device)
