@@ -87,7 +87,7 @@ _calls: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # the calls of
 
 
 def _call_one(dout: Tensor, dlse: Tensor | None, call: int) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(0) if x is None else x for x in _calls[call](dout, dlse))
+    return tuple(dout.new_empty(0) if x is None else x for x in _calls[call](dout, dlse))
 
 
 LIBRARY.define("one_by_one(Tensor dout, Tensor? dlse, int call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")

@@ -51,13 +51,13 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None],
     if band is None and p.mask is None and p.bias is None:
         return None
     heads, shape = p.num_heads, (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
-    zero, hidden = (torch.tensor(x, dtype=added_dtype(p)) for x in (0.0, -torch.inf))
+    zero, hidden = (torch.tensor(x, dtype=added_dtype(p), device="cpu") for x in (0.0, -torch.inf))
 
     def added(mask: Tensor | None, bias: Tensor | None) -> Tensor:
         x = zero if bias is None else repeat_heads(bias, heads).to(zero.dtype)
         allowed = None if mask is None else repeat_heads(mask, heads)
         if band is not None:
-            diagonals = torch.arange(p.seqlen_k) - torch.arange(p.seqlen_q)[:, None]
+            diagonals = torch.arange(p.seqlen_k, device="cpu") - torch.arange(p.seqlen_q, device="cpu")[:, None]
             inside = (diagonals >= band.low) & (diagonals <= band.high)
             allowed = inside if allowed is None else allowed & inside
         return (x if allowed is None else torch.where(allowed, x, hidden)).expand(shape)

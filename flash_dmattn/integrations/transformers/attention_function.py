@@ -416,6 +416,7 @@ def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:
 
 def _are_intervals(documents: Tensor, layout: SequenceLayout, rank: int) -> bool:
     """Tell whether documents are the intervals of a rank: transformers takes a gap in positions for a new document."""
-    lengths = torch.tensor([stop - start for start, stop in layout.intervals[rank]], device=documents.device)
-    number = torch.repeat_interleave(torch.arange(len(lengths), device=documents.device), lengths)
+    device = documents.device
+    lengths = torch.tensor([b - a for a, b in layout.intervals[rank]], dtype=torch.int64, device=device)
+    number = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
     return documents.shape[1] == len(number) and bool((documents - documents[:, :1] == number).all())

@@ -145,7 +145,7 @@ class LayerMask(BlockMask):
                 keys = min(-(-used // _KEYS_OF_A_PLAN) * _KEYS_OF_A_PLAN, self._shape[3])
             mask = None if self.padding is None else self.padding[..., :keys]
             if keys > used:
-                is_used = (torch.arange(keys) < used)[None, None, None]
+                is_used = (torch.arange(keys, device="cpu") < used)[None, None, None]
                 mask = is_used if mask is None else mask & is_used
             self._first_keys = MaskArguments(mask, self.is_causal, self.window), keys
         return self._first_keys
