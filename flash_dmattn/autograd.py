@@ -106,7 +106,9 @@ def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor
     level = interpreter.level()
 
     def below(*tensors: Tensor | None) -> tuple[Any, ...]:
-        return tuple(None if t is None else torch._C._functorch._unwrap_for_grad(t, level) for t in tensors)
+        # A tensor that has outlived another transform has no level, which torch asserts.
+        inside = (None if t is None else _unwrapped(t) for t in tensors)
+        return tuple(None if t is None else torch._C._functorch._unwrap_for_grad(t, level) for t in inside)
 
     inputs, own = plan.parts.inputs(*below(x.q, x.k, x.v, x.bias, x.sink, *x.others)), Tangents(*below(*tangents))
     with interpreter.lower():

@@ -300,7 +300,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "topk_mask": lambda: masks.topk_mask(SCORES, 3),
     "blocks": lambda: [masks.expand_blocks(SCORES > 0, 2, 48, 48), masks.smooth_blocks(SCORES > 0, 2)],
     "mask_stats": lambda: [str(masks.mask_stats(SCORES > 0))],
-    "from_mask": lambda: [masks.PreparedMask.from_mask(SCORES > 0), masks.PreparedMask.from_mask(SCORES[:, :, :1] > 0, seqlen_q=9)],
+    "from_mask": lambda: [
+        masks.PreparedMask.from_mask(SCORES > 0),
+        masks.PreparedMask.from_mask(SCORES[:, :, :1] > 0, seqlen_q=9),
+    ],
     "from_blocks": lambda: masks.PreparedMask.from_blocks(SCORES > 0, 128, 3072, 3072),
     "from_window": lambda: masks.PreparedMask.from_window(300, 300, is_causal=True, device="cpu"),
     "from_mask_mod": lambda: masks.PreparedMask.from_mask_mod(lambda b, h, i, j: i >= j, 30, 30, device="cpu"),
@@ -315,7 +318,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "Chosen": lambda: of(
         lambda x: flash_dmattn.attention(
-            X[:, :4], X[:, :4], X[:, :4], masks.PreparedMask.from_lists(INDEX, seqlen_k=4), flash_dmattn.biases.Chosen(x)
+            X[:, :4],
+            X[:, :4],
+            X[:, :4],
+            masks.PreparedMask.from_lists(INDEX, seqlen_k=4),
+            flash_dmattn.biases.Chosen(x),
         ),
         SCORES[:, :, :4, :2],
     ),

@@ -29,6 +29,7 @@ NAMES = {
     "torch._C._functorch.CInterpreter": "whether one runs, in words that Dynamo can trace",
     "torch._C._functorch.is_functorch_wrapped_tensor": "whether a tensor is the wrapper of a transform",
     "torch._C._functorch": "get_unwrapped, for a message that names the tensor inside of wrappers",
+    "torch._C._DisableFuncTorch": "a value for a cache, computed outside of the transforms that run",
     "torch._C._functorch.unwrap_if_dead": "a tensor that outlived a transform, as Function.apply does",
     "torch._C._functorch._unwrap_for_grad": "the tensor that jvp wraps; a call inside computes below it",
     "torch._C._functorch._wrap_for_grad": "the way back",

@@ -261,7 +261,7 @@ def list_forward(
         key = ("list forward", flags, tile, *signature(q, k, v, keys, count, slots, values, bias_key, sink))
         make = lambda: plan_list_forward(ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), tile)
         plans.find(key, make)(q, k, v, keys, count, slots, values, bias_key, sink, out, lse)
-    return out.transpose(1, 2), lse
+    return out.transpose_(1, 2), lse
 
 
 def plan_list_forward(call: ListCall, tile: Tile | None = None) -> Callable[..., None]:

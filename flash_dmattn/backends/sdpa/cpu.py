@@ -75,6 +75,11 @@ def _plan_rows(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Tensor, 
     return lambda x: (_rows(x.q), _rows(x.k), _rows(x.v))
 
 
+def _as_results(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the kernel wrote as (B, L, H, D) and lse; in place, as in `mask_choice.forward_of`."""
+    return out.transpose_(1, 2).contiguous(), lse.contiguous()
+
+
 def _rows(x: Tensor) -> Tensor:
     x = x.transpose(1, 2)
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
@@ -98,7 +103,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
         def forward_plain(x: Inputs) -> tuple[Tensor, Tensor]:
             out, lse = _FORWARD(*rows(x), 0.0, is_causal, scale=scale)
-            return out.transpose(1, 2).contiguous(), lse.contiguous()
+            return _as_results(out, lse)
 
         return forward_plain
 
@@ -111,7 +116,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
                 out, lse = _without_hidden_keys(out, lse, q, k, v, mask, is_causal, scale)
             is_empty = ~_sees_key(mask, is_causal)
             out, lse = out.masked_fill(is_empty[..., None], 0.0), lse.masked_fill(is_empty, -torch.inf)
-        return out.transpose(1, 2).contiguous(), lse.contiguous()
+        return _as_results(out, lse)
 
     return forward
 
