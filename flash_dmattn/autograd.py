@@ -34,8 +34,15 @@ from .definition import (
     stacked,
 )
 from .dispatch.plan import Plan, backward_pass, laid_anew, tangent_gradients_pass, tangents_pass
-from .dispatch.registry import last_resort
-from .dispatch.selection import choice_in_force, select_backward, select_pair, select_tangent_gradients, select_tangents
+from .dispatch.selection import (
+    choice_in_force,
+    record,
+    select_backward,
+    select_pair,
+    select_second_derivative,
+    select_tangent_gradients,
+    select_tangents,
+)
 from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
 from .problem.inputs import Inputs, as_arrived, parts_of, result_in_rows
 from .reference.tangents import Cotangents, Tangents
@@ -49,6 +56,8 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
     if forward_ad._current_level >= 0:
         return _attend_in_forward_mode(plan, x)
     if plan.run_forward is None:  # the call may be watched
+        if not is_transformed():
+            record(plan)
         if torch.compiler.is_exporting() or (plan.backward is None and not is_transformed()):
             # An exported program keeps the operator only, whose derivative is registered below.
             return run_forward(plan, x)
@@ -97,7 +106,9 @@ def _attend_below_jvp(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor
     level = interpreter.level()
 
     def below(*tensors: Tensor | None) -> tuple[Any, ...]:
-        return tuple(None if t is None else torch._C._functorch._unwrap_for_grad(t, level) for t in tensors)
+        # A tensor that has outlived another transform has no level, which torch asserts.
+        inside = (None if t is None else _unwrapped(t) for t in tensors)
+        return tuple(None if t is None else torch._C._functorch._unwrap_for_grad(t, level) for t in inside)
 
     inputs, own = plan.parts.inputs(*below(x.q, x.k, x.v, x.bias, x.sink, *x.others)), Tangents(*below(*tangents))
     with interpreter.lower():
@@ -215,6 +226,7 @@ class TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Plan, *inputs: Any) -> tuple[Tensor, Tensor]:
+        record(plan)
         return run_forward(plan, plan.parts.inputs(*inputs))
 
     @staticmethod
@@ -333,6 +345,7 @@ def _take_apart(x: Inputs) -> tuple[Inputs, Tangents]:
 def _run_tangents(plan: Plan, x: Inputs, tangents: Tangents) -> tuple[Tensor, ...]:
     problem = plan.problem
     backend = select_tangents(problem, plan.forward)
+    record(plan._replace(forward=backend))
     is_shown = problem.device == "meta" or profiler._is_profiler_enabled or is_batched(*tangents)
     if is_shown or is_watched(*x[:3], *tangents):
         return operators.tangents(problem, backend.name, x, tangents)
@@ -432,16 +445,12 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Differentiate the gradient formula of the backend, if it has one; it recomputes p as an (Lq, Lk) matrix."""
+        """Differentiate the gradient formula of the backend, or for auto of eager; p is an (Lq, Lk) matrix there."""
         plan: Plan = ctx.plan
-        problem, backend, arrival = plan.problem, plan.backward, plan.problem.arrival
-        assert backend is not None
-        formula = backend.differentiable_backward
-        if formula is None:
-            raise NotImplementedError(
-                f"backend {backend.name!r} has no second derivative of attention; "
-                'call attention(..., backend="eager"), which has one'
-            )
+        problem, arrival = plan.problem, plan.problem.arrival
+        assert plan.backward is not None
+        formula = select_second_derivative(problem, plan.backward, plan.requested).differentiable_backward
+        assert formula is not None
         num_inputs = 2 + NUM_INPUTS
         inputs, others = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]
         present = [x for x in inputs if x is not None]
@@ -502,9 +511,12 @@ def _reads_repeats(plan: Plan) -> bool:
 
 
 def _chosen_anew(plan: Plan, problem: AttentionProblem) -> Plan:
-    """Choose backends for a call that `torch.vmap` has folded; its mask keeps the form that it has."""
+    """Choose backends for a call that a transform has changed; its mask keeps the form that it has."""
     forward, backward = select_pair(problem, plan.requested)
-    return plan._replace(problem=problem, forward=forward, backward=backward, run_forward=None, run_backward=None)
+    anew = plan._replace(
+        described=problem, problem=problem, forward=forward, backward=backward, run_forward=None, run_backward=None
+    )
+    return paired_for_tangents(anew) if forward.is_differentiable else anew
 
 
 def paired_for_tangents(plan: Plan) -> Plan:
@@ -513,7 +525,7 @@ def paired_for_tangents(plan: Plan) -> Plan:
     forward = select_tangents(problem, plan.forward)
     backward = None
     if any(problem.needs_grad):
-        backward = forward if forward.accepts(problem, "backward") else last_resort()
+        backward = select_backward(problem, forward.name)
     return plan._replace(
         forward=forward, backward=backward, is_differentiable=False, run_forward=None, run_backward=None
     )

@@ -13,10 +13,10 @@ from .backends.mask_choice import forward_of, view_of
 from .biases import Bias, Chosen, split
 from .definition import is_transform_traced, is_transformed, is_watched
 from .dispatch.checkpoints import follow_checkpoints
-from .dispatch.config import BackendChoice, Blocks, Decision, blocks, process
+from .dispatch.config import BackendChoice, Blocks, blocks, process
 from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
-from .dispatch.selection import choice_in_force, choose, falls_back, report_fallback, selected_names
+from .dispatch.selection import choice_in_force, choose, falls_back, record, report_fallback
 from .problem import Arrival, Numbers, as_scores, fold_call
 from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
@@ -85,10 +85,13 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
     problem = plan.described
     if plan.falls_back:
         report_fallback(problem)
-    if around.records is not None and not torch.compiler.is_compiling():
-        around.records.append(Decision(problem, plan.requested, *selected_names(problem, plan)))
-    if forward_ad._current_level >= 0 and plan.is_differentiable and not plan.forward.has_forward_ad:
+    is_forward_mode = forward_ad._current_level >= 0
+    if is_forward_mode and plan.is_differentiable and not plan.forward.has_forward_ad:
         plan = paired_for_tangents(plan)
+    # Where torch transforms a call, another one may run, on other backends: `autograd` records the watched calls.
+    is_final = plan.is_differentiable or (plan.run_forward is not None and not is_forward_mode)
+    if is_final and around.records is not None:
+        record(plan)
     dropout = draw_key(call.q.device) if problem.flags.dropout_p > 0 else None
     if mask is None:
         view = NO_MASK

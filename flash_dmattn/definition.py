@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,20 @@ def unless_watched(operator: Callable[..., Any], function: Callable[..., Any]) -
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func` is running, such as grad, vmap or jvp; False inside compilers."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_of_transform(*tensors: Tensor) -> bool:
+    """Return whether a tensor belongs to a transform of `torch.func`, with which it ends: no cache may outlive it."""
+    for x in tensors:  # a loop, as in `is_watched`
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return True
+    return False
+
+
+def outside_of_transforms() -> AbstractContextManager[None]:
+    """Compute below all transforms that run, with tensors of none: results belong to none, and may be cached."""
+    context: AbstractContextManager[None] = torch._C._DisableFuncTorch() if is_transformed() else nullcontext()
+    return context
 
 
 def is_transform_traced() -> bool:
@@ -87,7 +102,7 @@ _calls: dict[int, Callable[..., tuple[Tensor | None, ...]]] = {}  # the calls of
 
 
 def _call_one(dout: Tensor, dlse: Tensor | None, call: int) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(0) if x is None else x for x in _calls[call](dout, dlse))
+    return tuple(dout.new_empty(0) if x is None else x for x in _calls[call](dout, dlse))
 
 
 LIBRARY.define("one_by_one(Tensor dout, Tensor? dlse, int call) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")

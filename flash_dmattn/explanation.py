@@ -23,6 +23,7 @@ from .dispatch.profiles import cite, gpu_names
 from .dispatch.registry import BACKENDS
 from .dispatch.selection import (
     BackendError,
+    BackendUnavailableError,
     choice_in_force,
     choose,
     falls_back,
@@ -90,7 +91,7 @@ class Explanation:
         copies: the tensors that are copied for any backend, because their leading dims do not fold into one. Another
             line says how a mask of two dims is read where it could be padding, too.
         tangents: the backend of the call in forward mode (`torch.func.jvp`), which computes out with its tangent; None
-            where the call would raise.
+            where that would raise.
     """
 
     problem: AttentionProblem
@@ -393,7 +394,10 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
     try:
         selection = choose(problem, requested)
         is_differentiable = selection.forward.has_forward_ad
-        tangents = (selection.forward if is_differentiable else select_tangents(problem, selection.forward)).name
+        try:
+            tangents = (selection.forward if is_differentiable else select_tangents(problem, selection.forward)).name
+        except BackendUnavailableError:
+            tangents = None
         if fallback() == "error" and falls_back(problem, requested, selection):
             refuse_fallback(problem)
         forward, backward = selected_names(problem, selection)

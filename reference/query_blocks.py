@@ -139,7 +139,7 @@ def query_blocks(
     (batch, seqlen_q, num_heads, _), (seqlen_k, heads) = q.shape, k.shape[1:3]
     mask_batch, mask_heads, _ = mask.start.shape
     group, rows, most_bytes = num_heads // heads, _rows_of_blocks(q, k), arguments["chunk_bytes"]
-    first = torch.arange(0, seqlen_q, rows, dtype=mask.start.dtype)[:, None]
+    first = torch.arange(0, seqlen_q, rows, dtype=mask.start.dtype, device=q.device)[:, None]
     blocks = len(first)
     if mask_batch * mask_heads * blocks * seqlen_k > most_bytes:
         return None
@@ -154,13 +154,13 @@ def query_blocks(
     if sharing * group * rows * most > GOOD_SCORES:
         return None
     block, key = seen.nonzero().unbind(1)
-    slot = torch.arange(total) - (counts.cumsum(0) - counts)[block]
-    keys = torch.full((len(counts), most), seqlen_k).index_put_((block, slot), key)
+    slot = torch.arange(total, device=q.device) - (counts.cumsum(0) - counts)[block]
+    keys = key.new_full((len(counts), most), seqlen_k).index_put_((block, slot), key)
     keys = keys.view(mask_batch, mask_heads, blocks, most).expand(batch, heads, -1, -1)
     # No query sees the extra key.
     bounds = [F.pad(x, (0, 1)).expand(batch, heads, -1)[:, :, None].expand(-1, -1, blocks, -1) for x in mask]
     own_mask = Intervals(*((x.gather(3, keys) - first).reshape(entries, 1, most) for x in bounds))
-    head = torch.arange(batch * heads).view(batch, heads, 1, 1)
+    head = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
     places = (keys + head * (seqlen_k + 1)).flatten()
     sizes = (batch, heads, group, blocks, rows)
     return QueryBlocks(sizes, (seqlen_q, seqlen_k), places, own_mask, formula.softmax_dtype(q))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DEVICE, DTYPE
 from out_of_tree import KernelPair, registered
 from torch import Tensor
 
@@ -161,6 +162,24 @@ def test_second_derivative_of_a_kernel_backend_is_refused_with_a_way_out() -> No
     torch.testing.assert_close(second, expected, rtol=1e-9, atol=1e-11)
 
 
+def test_auto_takes_the_second_derivative_of_eager() -> None:
+    """Whatever backend the first one ran on, and whatever form of the mask its passes read; where eager is not off."""
+    inputs = leaves()
+    again = torch.autograd.grad(loss(*inputs, backend="reference"), inputs, create_graph=True)
+    expected = torch.autograd.grad(sum(x.sin().sum() for x in again), inputs)
+    for forms in ({"dense"}, {"dense", "tiles"}):
+        ours = KernelPair("ours", mask_forms=frozenset(forms))
+        with registered(ours, before="sdpa"):
+            first = torch.autograd.grad(loss(*inputs, backend="auto"), inputs, create_graph=True)
+            total = sum(x.sin().sum() for x in first)
+            with flash_dmattn.config(disabled="eager"), pytest.raises(flash_dmattn.BackendUnavailableError) as caught:
+                torch.autograd.grad(total, inputs, retain_graph=True)
+            torch.testing.assert_close(torch.autograd.grad(total, inputs), expected, rtol=1e-9, atol=1e-11)
+        assert set(ours.ran) == {"forward", "backward"} and set(ours.received) == {max(forms)}
+        assert str(caught.value).startswith("a second derivative needs backend 'eager', which does not serve it here: ")
+        assert "it is switched off (leave config(disabled=...)" in str(caught.value)
+
+
 # Batched gradients, by the transform of torch that is older than torch.func
 
 BATCHED: dict[str, dict[str, Any]] = {
@@ -190,7 +209,7 @@ def test_batched_gradients_are_those_of_each(name: str, backend: str) -> None:
         ]
         expected = [None if x[0] is None else torch.stack(x) for x in zip(*each, strict=True)]
         torch.testing.assert_close(list(mapped), expected, rtol=1e-10, atol=1e-12)
-        if create_graph and backend != "auto":
+        if create_graph:
             seconds = [
                 torch.autograd.grad(sum(x.sin().sum() for x in first if x is not None), inputs, **options)
                 for first in (expected, mapped)
@@ -206,3 +225,167 @@ def test_batched_gradients_of_rows_with_heads_first() -> None:
         mapped = torch.autograd.grad(out, (q, k, v), many, retain_graph=True, is_grads_batched=True)
         each = [torch.autograd.grad(out, (q, k, v), x, retain_graph=True) for x in many]
         torch.testing.assert_close(mapped, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+
+
+# Results may be written to: torch refuses that for an output of an autograd function that is a view
+
+LISTS = flash_dmattn.masks.PreparedMask.from_lists(torch.tensor([[0, 2], [1, 4], [3, 0]]), seqlen_k=5)
+WRITTEN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"mask": torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) < 0.6},
+    "a row without keys": {"mask": torch.tensor([[True], [False], [True]]).expand(3, 5)},
+    "no key": {"mask": torch.zeros(1, 5, dtype=torch.bool)},
+    "lists": {"mask": LISTS},
+    "padded": {"sequences": flash_dmattn.Sequences.padded(torch.tensor([3, 5]))},
+    "packed": {"sequences": flash_dmattn.Sequences.packed(torch.tensor([0, 1, 6]), torch.tensor([0, 4, 10]))},
+    "softcap": {"softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("arrival", ["rows", "heads first", "leading dims"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_results_may_be_written_to(name: str, arrival: str, backend: Any) -> None:
+    flags = {key: x.to(DEVICE) if hasattr(x, "to") else x for key, x in WRITTEN[name].items()}
+    q, k = torch.randn(2, 3, 4, 32, dtype=DTYPE, device=DEVICE), torch.randn(2, 5, 2, 32, dtype=DTYPE, device=DEVICE)
+    if "sequences" in flags and arrival == "leading dims":
+        pytest.skip("sequences are the batch")
+    if name == "packed":
+        q, k = q.flatten(0, 1), k.flatten(0, 1)
+    if arrival == "heads first":
+        q, k = (x.transpose(-3, -2).contiguous().transpose(-3, -2) for x in (q, k))
+    if arrival == "leading dims":
+        q, k = q[:, None], k[:, None]
+    q.requires_grad_()
+    for returns in (True, False) if backend.name != "flex" else (False,):
+        call = {**flags, "return_lse": returns, "backend": backend.name}
+        error = flash_dmattn.explain(q, k, k, **call).error
+        if error is not None:
+            pytest.skip(error)
+        results = flash_dmattn.attention(q, k, k, **call)
+        for x in results if isinstance(results, tuple) else (results,):
+            expected = x.detach() + 1
+            x += 1
+            assert torch.equal(x.detach(), expected)
+
+
+# What is kept of a call outlives the transform in which it was made, whose tensors do not
+
+X = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(7))
+BEST = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(8))
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x.sin(),)),
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).sin().sum())(x),
+    "vmap": lambda call, x: torch.vmap(call)(torch.stack([x, x.sin()])),
+    "jvp of grad": lambda call, x: torch.func.jvp(torch.func.grad(lambda x: call(x).sin().sum()), (x,), (x.sin(),)),
+    "vmap of jvp": lambda call, x: torch.vmap(lambda x: torch.func.jvp(call, (x,), (x,)))(torch.stack([x, x.sin()])),
+    "no transform": lambda call, x: call(x),
+}
+Keeping = tuple[Callable[[Tensor], Tensor], Callable[[], Any]]
+
+
+def keeps_layouts(sequences: flash_dmattn.Sequences, shape: tuple[int, ...], **options: Any) -> Keeping:
+    def call(x: Tensor) -> Tensor:
+        x = x.view(*x.shape[:-3], *shape) if x.dim() == 3 else x
+        return flash_dmattn.attention(x, x, x, sequences=sequences, **options)
+
+    return call, lambda: [layout[2].tensors for layout in sequences._layouts.values()]
+
+
+def keeps_places_of_lists() -> Keeping:
+    """The order of entries in the index, which a selector of keys reads for its scores."""
+    lists = flash_dmattn.masks.PreparedMask.from_lists(torch.tensor([[3, 1]] * 8), seqlen_k=8)
+    return lambda x: x * lists.index[0, 0, :, :1, None], lambda: [vars(lists).get("_index")]
+
+
+def keeps_lists_of_flex() -> Keeping:
+    from flash_dmattn.backends.flex import sequences as flex
+
+    sequences = flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8]))
+    bounds = sequences.lay_out(X, X, X)[1].bounds
+    problem = flash_dmattn.explain(X, X, X, sequences=sequences).problem
+    call = lambda x: x * flex.sequence_blocks(problem, bounds, None).queries.place[:8, None, None]
+    return call, lambda: [list(blocks) for blocks in flex._kept[bounds].values()]
+
+
+def keeps_a_mask_of_transformers(**options: Any) -> Keeping:
+    mask_function = pytest.importorskip("flash_dmattn.integrations.transformers.mask_function")
+    mask = mask_function.LayerMask((1, 1, 8, 8), is_causal=True, device="cpu", **options)
+
+    def call(x: Tensor) -> Tensor:
+        made = mask.arguments(False)._asdict()
+        made["mask"] = made["mask"] if mask.first_keys() is None else mask.first_keys()[0].mask
+        x = x[None] if made["sequences"] is None or made["sequences"].layout == "padded" else x
+        return flash_dmattn.attention(x, x, x, **made)
+
+    return call, lambda: [list(mask._arguments.values()), mask._first_keys]
+
+
+def keeps_copies_of_transformers() -> Keeping:
+    layers = pytest.importorskip("flash_dmattn.integrations.transformers.attention_function")
+    bias, limits = BEST.mT, torch.tensor([0, 3, 8])
+
+    def call(x: Tensor) -> Tensor:
+        packed = layers.take_packed(dict(zip(layers.PACKED, (limits, limits, 5, 5), strict=True)), 1)
+        out = flash_dmattn.attention(x[None], x[None], x[None], bias=layers.in_dtype(bias, torch.float32))
+        return out[0] + flash_dmattn.attention(x, x, x, sequences=packed)
+
+    def kept() -> Any:
+        entries = [entry for table in (layers._copies, layers._limits) for entry in table._entries.values()]
+        return [entry[1] if isinstance(entry[1], Tensor) else entry[1]._tensors for entry in entries]
+
+    return call, kept
+
+
+KEPT: dict[str, Callable[[], Keeping]] = {
+    "packed": lambda: keeps_layouts(flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8])), (8, 2, 4)),
+    "padded": lambda: keeps_layouts(flash_dmattn.Sequences.padded(torch.tensor([3, 4])), (2, 4, 2, 4), is_causal=True),
+    "tree": lambda: keeps_layouts(
+        flash_dmattn.Sequences.padded(torch.tensor([3, 4])),
+        (2, 4, 2, 4),
+        mask=flash_dmattn.masks.PreparedMask.from_tree(torch.ones(1, 4, 4, dtype=torch.bool).tril()),
+    ),
+    "compared by value": lambda: keeps_layouts(
+        flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8]).share_memory_()), (8, 2, 4)
+    ),
+    "places of lists": keeps_places_of_lists,
+    "lists of flex": keeps_lists_of_flex,
+    "documents": lambda: keeps_a_mask_of_transformers(documents=torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])),
+    "blocks": lambda: keeps_a_mask_of_transformers(blocks=torch.tensor([[-1, 0, 0, 1, 1, 1, -1, -1]])),
+    "a static cache": lambda: keeps_a_mask_of_transformers(used=torch.tensor(8), padding=BEST[:, :1, :1] > 0),
+    "copies": keeps_copies_of_transformers,
+}
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    if isinstance(x, (list, tuple)):
+        return [tensor for part in x for tensor in tensors_in(part)]
+    if isinstance(x, flash_dmattn.Sequences):
+        return [*x._tensors, *tensors_in([layout[2] for layout in x._layouts.values()])]
+    return [x] if isinstance(x, Tensor) else tensors_in(x.tensors) if hasattr(x, "tensors") else []
+
+
+@pytest.mark.parametrize("way", TRANSFORMS)
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_outlives_a_transform(name: str, way: str) -> None:
+    call, kept = KEPT[name]()
+    for _ in range(2):
+        TRANSFORMS[way](call, X)
+        assert not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in(kept())))
+    for transform in TRANSFORMS.values():
+        torch.testing.assert_close(transform(call, X), transform(KEPT[name]()[0], X), rtol=0, atol=0)
+
+
+def test_sequences_of_a_transform_that_has_ended() -> None:
+    """Their own tensors are of it, and so nothing is kept of them."""
+    made: list[flash_dmattn.Sequences] = []
+
+    def call(x: Tensor) -> Tensor:
+        made.append(flash_dmattn.Sequences.packed(torch.tensor([0, 3, 8])))
+        return flash_dmattn.attention(x, x, x, sequences=made[0])
+
+    expected = torch.func.jvp(call, (X,), (X,))
+    for _ in range(2):
+        torch.testing.assert_close(torch.func.jvp(call, (X,), (X,)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(call(X), keeps_layouts(made[-1], (8, 2, 4))[0](X), rtol=0, atol=0)
+    assert not made[0]._layouts

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flash_dmattn
 from flash_dmattn import masks
-from flash_dmattn.dispatch import config
+from flash_dmattn.dispatch import config, registry
 from flash_dmattn.distributed import SequenceLayout, ShardedMask
 from flash_dmattn.problem import allowed_pairs
 
@@ -209,6 +209,164 @@ def test_a_saved_mask_of_another_form_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"form is 'dense'; it needs to be one of \['intervals', 'keys', .*'tiles'"):
         copy.deepcopy(Saved())
+
+
+# Defaults of torch
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(2, 24, 2, 8, generator=GENERATOR)
+SCORES = torch.randn(2, 1, 24, 24, generator=GENERATOR)
+INDEX = torch.tensor([[0, -1], [1, 0], [0, 2], [1, 3]])
+SLOPES = torch.tensor([0.5, 0.25])
+PACKED, USED, EDGES = X.flatten(0, 1), torch.tensor([5, 24]), torch.tensor([0, 5, 48])
+TABLE, POOL = torch.tensor([[2, 0], [1, 3]]), X.view(4, 12, 2, 8)
+
+
+def of(call: Callable[..., Any], *leaves: Tensor) -> tuple[Any, ...]:
+    """What a call returns, and the first and second derivatives of it."""
+    leaves = tuple(x.detach().requires_grad_() for x in leaves)
+    out = call(*leaves)
+    first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves, allow_unused=True)
+    return out, *first, *(x for x in second if x is not None)
+
+
+def self_attention(x: Tensor, *arguments: Any, **options: Any) -> Any:
+    return flash_dmattn.attention(x, x, x, *arguments, **options)
+
+
+def batched_gradients(x: Tensor) -> tuple[Tensor, ...]:
+    x = x.detach().requires_grad_()
+    out, lse = self_attention(x, return_lse=True)
+    sent = torch.ones(3, *out.shape, device="cpu", dtype=x.dtype), torch.ones(3, *lse.shape, device="cpu")
+    return torch.autograd.grad((out, lse), x, sent, is_grads_batched=True)
+
+
+def of_transformers() -> list[Any]:
+    mask_function = pytest.importorskip("flash_dmattn.integrations.transformers.mask_function")
+    options: dict[str, Any] = {"is_causal": True, "device": "cpu"}
+    made = [
+        mask_function.LayerMask((2, 1, 24, 24), USED[:, None, None, None] > torch.arange(24, device="cpu"), **options),
+        mask_function.LayerMask((2, 1, 24, 24), documents=(SCORES[:, 0, 0] > 0).cumsum(1), **options),
+        mask_function.LayerMask((2, 1, 24, 24), blocks=(SCORES[:, 0, 0] > 0).cumsum(1), **options),
+        mask_function.LayerMask((1, 1, 24, 24), documents=(SCORES[:1, 0, 0] > 0).cumsum(1), **options),
+        mask_function.LayerMask((2, 1, 1, 24), used=torch.tensor(5, device="cpu"), **options),
+    ]
+    return [(mask.arguments(False), mask.first_keys()) for mask in made]
+
+
+def appended(sequences: flash_dmattn.Sequences, cache: Tensor, new: Tensor) -> Tensor:
+    cache = cache.clone()
+    flash_dmattn.append_to_cache(cache, None, new, None, sequences)
+    return cache
+
+
+# Calls whose tensors are on a CPU, with the numbers that they hold in float32.
+CALLS: dict[str, Callable[[], Any]] = {
+    **{
+        f"{name} on {backend}": lambda options=options, backend=backend: of(
+            lambda x: self_attention(x, backend=backend, **options), X
+        )
+        for backend in ("auto", "eager", "reference")
+        for name, options in {
+            "plain": {},
+            "causal": {"is_causal": True},
+            "window": {"window_size": (5, 0)},
+            "softcap": {"softcap": 2.0},
+            "mask": {"mask": SCORES > 0},
+            "key mask": {"mask": USED[:, None, None, None] > torch.arange(24)},
+            "bias": {"bias": SCORES},
+            "bias in 16 bits": {"bias": SCORES.bfloat16()},
+            "sink": {"sink": SLOPES},
+            "relative": {"bias": flash_dmattn.biases.Relative(SCORES[0, :, 0, :5], 2, "clamp")},
+            "padded": {"sequences": flash_dmattn.Sequences.padded(USED)},
+        }.items()
+    },
+    "packed": lambda: of(lambda x: self_attention(x, sequences=flash_dmattn.Sequences.packed(EDGES)), PACKED),
+    "paged": lambda: flash_dmattn.attention(X, POOL, POOL, sequences=flash_dmattn.Sequences.paged(TABLE, USED)),
+    "a cache": lambda: appended(flash_dmattn.Sequences.padded(USED, torch.tensor([2, 1], device="cpu")), X, X[:, :2]),
+    "padding": lambda: flash_dmattn.sequences.Padding(X[..., 0, 0] > 0).unpad(X),
+    "many intervals": lambda: of(
+        lambda x: self_attention(x, masks.PreparedMask.from_topk(LONG[0, :, 0, 0], 16, is_causal=True)), LONG
+    ),
+    "forward mode": lambda: torch.func.jvp(lambda x: self_attention(x, SCORES > 0, SCORES), (X,), (X,)),
+    "vmap": lambda: torch.vmap(lambda x: self_attention(x, is_causal=True))(X[:, None]),
+    "batched gradients": lambda: batched_gradients(X),
+    "explain": lambda: [str(flash_dmattn.explain(X, X, X, SCORES > 0, bias=SCORES))],
+    "causal_mask": lambda: masks.causal_mask(3, 4, device="cpu"),
+    "prefix_lm_mask": lambda: [masks.prefix_lm_mask(2, 3, 4, device="cpu"), masks.prefix_lm_mask(USED, 24, 24)],
+    "padding_mask": lambda: [masks.padding_mask(USED, 24), masks.padding_mask(INDEX.abs())],
+    "document masks": lambda: masks.document_mask(masks.document_ids(USED, total_length=30)),
+    "topk_mask": lambda: masks.topk_mask(SCORES, 3),
+    "blocks": lambda: [masks.expand_blocks(SCORES > 0, 2, 48, 48), masks.smooth_blocks(SCORES > 0, 2)],
+    "mask_stats": lambda: [str(masks.mask_stats(SCORES > 0))],
+    "from_mask": lambda: [
+        masks.PreparedMask.from_mask(SCORES > 0),
+        masks.PreparedMask.from_mask(SCORES[:, :, :1] > 0, seqlen_q=9),
+    ],
+    "from_blocks": lambda: masks.PreparedMask.from_blocks(SCORES > 0, 128, 3072, 3072),
+    "from_window": lambda: masks.PreparedMask.from_window(300, 300, is_causal=True, device="cpu"),
+    "from_mask_mod": lambda: masks.PreparedMask.from_mask_mod(lambda b, h, i, j: i >= j, 30, 30, device="cpu"),
+    "from_documents": lambda: masks.PreparedMask.from_documents(masks.document_ids(USED)),
+    "from_lengths": lambda: masks.PreparedMask.from_lengths(USED, 24, 24),
+    "from_intervals": lambda: masks.PreparedMask.from_intervals(USED - 5, USED, 24),
+    "from_topk": lambda: masks.PreparedMask.from_topk(SCORES[:, :, :1], 3, is_causal=True),
+    "from_lists": lambda: masks.PreparedMask.from_lists(INDEX, seqlen_k=4, is_causal=True),
+    "from_topk_lists": lambda: masks.PreparedMask.from_topk_lists(SCORES, 3, is_causal=True),
+    "IndexScores": lambda: masks.PreparedMask.from_topk_lists(
+        masks.IndexScores(X, X[:, :, 0], torch.ones(2, 24, 2, device="cpu", dtype=torch.float32)), 3
+    ),
+    "Chosen": lambda: of(
+        lambda x: flash_dmattn.attention(
+            X[:, :4],
+            X[:, :4],
+            X[:, :4],
+            masks.PreparedMask.from_lists(INDEX, seqlen_k=4),
+            flash_dmattn.biases.Chosen(x),
+        ),
+        SCORES[:, :, :4, :2],
+    ),
+    "from_tree": lambda: masks.PreparedMask.from_tree(SCORES[0, :, :3, :3] > 0),
+    "t5": lambda: flash_dmattn.biases.t5(SCORES[0, 0, :, :2]),
+    "alibi": lambda: flash_dmattn.biases.alibi(SLOPES, 24),
+    "alibi_slopes": lambda: flash_dmattn.nn.alibi_slopes(6, device="cpu"),
+    "from_function": lambda: flash_dmattn.biases.from_function(lambda d: d.abs().float(), 24, 24, device="cpu"),
+    "DynamicMaskAttention": lambda: of(LAYER, X.flatten(2)),
+    "transformers": of_transformers,
+}
+LONG = torch.randn(1, 2048, 2, 16, generator=GENERATOR)
+LAYER = flash_dmattn.nn.DynamicMaskAttention(16, 2, keep_window_size=4)
+
+
+def tensors_of(x: Any) -> list[Any]:
+    if isinstance(x, (list, tuple)):
+        return [each for part in x for each in tensors_of(part)]
+    if isinstance(x, (Tensor, str, int, type(None))):
+        return [x]
+    return tensors_of(x._tensors if isinstance(x, flash_dmattn.Sequences) else x.tensors)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_call_looks_at_the_default_device_or_dtype_of_torch(name: str) -> None:
+    registry.choices_changed()
+    with torch.device("meta"):  # first: a plan is made here, and what it keeps serves the calls below
+        found = tensors_of(CALLS[name]())
+    expected = tensors_of(CALLS[name]())
+    torch.set_default_dtype(torch.float64)
+    try:
+        registry.choices_changed()
+        of_float64 = tensors_of(CALLS[name]())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(found) == len(of_float64) == len(expected) > 0
+    for x, y, want in zip(found, of_float64, expected, strict=True):
+        if isinstance(want, Tensor):
+            assert x.device == y.device == want.device
+            assert x.dtype == y.dtype == want.dtype
+            assert torch.equal(x, want)
+            assert torch.equal(y, want)
+        else:
+            assert x == y == want
 
 
 # FLOP

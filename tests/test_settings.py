@@ -284,6 +284,44 @@ def test_decisions_say_what_ran_and_for_what() -> None:
     )
 
 
+def test_decisions_and_settings_under_transforms() -> None:
+    """Another call runs there than the one that is written, on other backends: that is what they say and bind."""
+    x, many = torch.randn(1, 8, 2, 8), torch.randn(64, 1, 64, 1, 32, dtype=torch.bfloat16)
+    attend = lambda x: flash_dmattn.attention(x, x, x)
+    by_name = lambda x: flash_dmattn.attention(x, x, x, backend="sdpa")
+    with flash_dmattn.config(record=(decisions := [])):
+        calls: list[Callable[[], Any]] = [
+            lambda: torch.func.jvp(attend, (x,), (x,)),
+            lambda: torch.func.jvp(by_name, (x,), (x,)),
+            lambda: torch.func.grad(lambda x: attend(x).sum())(x),
+            lambda: torch.vmap(attend)(many),
+            lambda: torch.vmap(attend)(many[:, :, :8, :, :8].float()),
+            lambda: torch.vmap(torch.func.grad(lambda x: attend(x).sum()))(many),
+        ]
+        ran = []
+        for each in calls:
+            each()
+            ran.append([(d.problem.batch, d.forward, d.backward) for d in decisions])
+            decisions.clear()
+    # One call on a CPU takes sdpa; 64 of them with much work, eager.
+    assert flash_dmattn.explain(many[0], many[0], many[0]).forward == "sdpa"
+    assert ran == [
+        [(1, "eager", None)],
+        [(1, "eager", None)],
+        [(1, "sdpa", "sdpa")],
+        [(64, "eager", None)],
+        [(64, "sdpa", None)],
+        [(64, "eager", None)],
+    ]
+    with flash_dmattn.config(disabled="eager"):
+        assert flash_dmattn.explain(x, x, x).tangents is None
+        for call in (attend, by_name):
+            with pytest.raises(flash_dmattn.BackendUnavailableError, match="in forward mode needs backend 'eager'"):
+                torch.func.jvp(call, (x,), (x,))
+        torch.func.jvp(lambda x: flash_dmattn.attention(x, x, x, backend="reference"), (x,), (x,))
+    assert flash_dmattn.explain(x, x, x).tangents == "eager"
+
+
 # A checkpointed region is recomputed as it ran, wherever its backward pass is.
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 # Each with what it is for, and the public one that is missing.
 NAMES = {
@@ -28,6 +29,7 @@ NAMES = {
     "torch._C._functorch.CInterpreter": "whether one runs, in words that Dynamo can trace",
     "torch._C._functorch.is_functorch_wrapped_tensor": "whether a tensor is the wrapper of a transform",
     "torch._C._functorch": "get_unwrapped, for a message that names the tensor inside of wrappers",
+    "torch._C._DisableFuncTorch": "a value for a cache, computed outside of the transforms that run",
     "torch._C._functorch.unwrap_if_dead": "a tensor that outlived a transform, as Function.apply does",
     "torch._C._functorch._unwrap_for_grad": "the tensor that jvp wraps; a call inside computes below it",
     "torch._C._functorch._wrap_for_grad": "the way back",
@@ -183,3 +185,44 @@ ON_INSTANCES |= {"._maybe_max_seqlen", "._ragged_idx", "._timeout"}
 @pytest.mark.parametrize("name", sorted(NAMES.keys() - ON_INSTANCES))
 def test_it_exists(name: str) -> None:
     assert is_there(name)
+
+
+# Functions whose tensors are where torch's default device is, and those of them whose dtype may be torch's default.
+MAKERS = {function.__name__ for function in _device_constructors()} - {"range"}  # not the range of Python
+TYPED = MAKERS - {"arange", "as_tensor", "asarray", "randint", "randperm", "tril_indices", "triu_indices"}
+
+
+def defaults_taken(tree: ast.AST) -> Iterator[str]:
+    """Calls of such a function, by whatever name of its own, that leave the device or the dtype to the caller."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.alias))}
+    for node in ast.walk(tree):
+        path = dotted(node.func) if isinstance(node, ast.Call) else None
+        if path is None or path[-1] not in MAKERS or path[0] not in {"torch"} | ({path[-1]} - own):
+            continue
+        assert isinstance(node, ast.Call)
+        named = {keyword.arg for keyword in node.keywords}
+        needed = {"device", "dtype"} if path[-1] in TYPED else {"device"}
+        if None not in named and not needed <= named:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_tensor_takes_the_default_device_or_dtype_of_the_caller() -> None:
+    trees = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in SOURCES}
+    taken = {f"{path}:{call}" for path, tree in trees.items() for call in defaults_taken(tree)}
+    assert taken == set(), "a plan or a mask that keeps it fails under another default: name device= and dtype="
+
+
+@pytest.mark.parametrize(
+    ("line", "is_taken"),
+    [
+        ("import torch\ntorch.zeros(3, dtype=x.dtype)", True),
+        ("torch.zeros(3, device=x.device)", True),
+        ("torch.arange(3)", True),
+        ("torch.arange(3, device=x.device)", False),
+        ("make = torch.empty\nempty(3)", True),
+        ("torch.full((1,), 0, **like)", False),
+        ("x.new_zeros(3)", False),
+    ],
+)
+def test_such_a_call_is_seen(line: str, is_taken: bool) -> None:
+    assert bool(list(defaults_taken(ast.parse(line)))) == is_taken

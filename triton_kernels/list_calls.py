@@ -268,7 +268,7 @@ def list_forward(
         key = ("list forward", flags, tile, *signature(q, k, v, keys, count, slots, values, bias_key, sink))
         make = lambda: plan_list_forward(ListCall(q, k, v, keys, slots, values, bias_key, sink, flags), tile)
         plans.find(key, make)(q, k, v, keys, count, slots, values, bias_key, sink, out, lse)
-    return out.transpose(1, 2), lse
+    return out.transpose_(1, 2), lse
 
 
 def plan_list_forward(call: ListCall, tile: Tile | None = None) -> Callable[..., None]:
@@ -543,7 +543,7 @@ def _plan_rows(
         words = torch.empty(keys_of_chunk, chunks.words, dtype=torch.int32, device=device)
         before, counts = torch.empty_like(words), torch.empty(keys_of_chunk, dtype=torch.int32, device=device)
         offsets, used = counts, int(needs_keys)
-        sums = torch.zeros(used * call.owners, shape.seqlen_k, size, device=device)
+        sums = torch.zeros(used * call.owners, shape.seqlen_k, size, dtype=torch.float32, device=device)
         rows = torch.empty(used * programs * places, size, dtype=_row_dtype(q.dtype), device=device)
         kept = (rows, q)
         if keep == PAIRS.value:
@@ -642,7 +642,10 @@ def _plan_inverse(call: ListCall, dout: Tensor, tiles: dict[str, Tile]) -> Calla
         number = (offsets.diff(dim=1) + (cut - 1)) // cut
         segments = torch.zeros_like(offsets, dtype=torch.int32)
         torch.cumsum(number, 1, dtype=torch.int32, out=segments[:, 1:])
-        parts = [torch.empty(owners, most_segments, keys_each, dim, device=q.device) for dim in head_dims]
+        parts = [
+            torch.empty(owners, most_segments, keys_each, dim, dtype=torch.float32, device=q.device)
+            for dim in head_dims
+        ]
         sums = [
             torch.empty(shape.batch, shape.seqlen_k, call.heads_k, dim, dtype=q.dtype, device=q.device)
             for dim in head_dims
@@ -679,7 +682,7 @@ def _plan_value_gradient(call: ListCall, parts: int, has_masses: bool) -> ValueG
     def allocate(values: Tensor) -> Tensor:
         size = (*sizes, lists.most)
         if has_masses:
-            return torch.zeros(2, *size[1:], device=values.device)
+            return torch.zeros(2, *size[1:], dtype=torch.float32, device=values.device)
         # Zeros: an entry beyond the count, and one that canonical lists dropped, are nobody's.
         is_own = size == (1, *values.shape)
         return torch.zeros(size, dtype=values.dtype if is_own else torch.float32, device=values.device)

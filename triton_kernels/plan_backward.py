@@ -248,7 +248,9 @@ def plan_keys(
         dbias = new_bias(bias) if new_bias is not None else None
         sums = ends = None
         if has_ends:
-            ends = torch.zeros((2, shape.batch, owners, grid_tiles * tile.block_n), device=k.device)
+            ends = torch.zeros(
+                (2, shape.batch, owners, grid_tiles * tile.block_n), dtype=torch.float32, device=k.device
+            )
         if per_key:
             sums = new_sums(sums_shape, dtype=torch.float32, device=k.device)
         if gather is not None:

@@ -15,7 +15,7 @@ from ..backends.sdpa.backend import BACKEND as sdpa
 from ..backends.triton.backend import BACKEND as triton
 from ..problem import AttentionProblem, hinted
 from .checkpoints import follow_checkpoints
-from .config import BackendChoice, check_choice, choice, disabled, fallback, process
+from .config import BackendChoice, Decision, blocks, check_choice, choice, disabled, fallback, process
 from .profiles import COMMAND, Judgement, goes_by_profile, judgement, usual_order, why_unjudged
 from .registry import BACKENDS, check_name, last_resort, works
 
@@ -102,7 +102,7 @@ def select_tangents(problem: AttentionProblem, forward: Backend) -> Backend:
     for backend in (forward, pairs_with):
         if backend is not None and backend.serves_tangents(problem) and _serves(backend, problem, "forward"):
             return backend
-    return last_resort()
+    return _last_resort_with("plan_tangents", "a call in forward mode", problem)
 
 
 def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, requested: BackendChoice) -> Backend:
@@ -114,7 +114,40 @@ def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, reque
             f"backend {tangents.name!r}, which computed the tangents, has no gradients of them; detach the tangents of "
             'out and lse, or call attention(..., backend="eager"), which has them'
         )
-    return last_resort()
+    return _last_resort_with("plan_tangent_gradients", "the gradient of a tangent", problem)
+
+
+def select_second_derivative(problem: AttentionProblem, backward: Backend, requested: BackendChoice) -> Backend:
+    """Choose the backend whose formula of the gradients has a derivative: that of the backward pass, or as above."""
+    if backward.differentiable_backward is not None:
+        return backward
+    if requested != "auto":
+        raise NotImplementedError(
+            f"backend {backward.name!r} has no second derivative of attention; "
+            'call attention(..., backend="eager"), which has one'
+        )
+    return _last_resort_with("differentiable_backward", "a second derivative", problem)
+
+
+def _last_resort_with(ability: str, what: str, problem: AttentionProblem) -> Backend:
+    """Return the last resort of auto for what other backends lack; refuse that where it is switched off."""
+    backend = last_resort()
+    if backend.name in disabled() or getattr(backend, ability) is None:
+        reasons = reasons_against(backend, problem, ())
+        lines = [f"{what} needs backend {backend.name!r}, which does not serve it here: {problem}"]
+        lines += [f"  - {reason}" for reason in reasons]
+        raise BackendUnavailableError("\n".join(lines), backend=backend.name, reasons=reasons)
+    return backend
+
+
+def record(plan: Any) -> None:
+    """Append the backends of a plan to the list of the block around a call; compiled regions run without Python."""
+    if torch.compiler.is_compiling():
+        return
+    records = blocks.now.records
+    if records is not None:
+        problem = plan.described
+        records.append(Decision(problem, plan.requested, *selected_names(problem, plan)))
 
 
 def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:

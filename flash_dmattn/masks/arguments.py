@@ -36,12 +36,12 @@ def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, in
 
 
 def as_tensor(name: str, value: IntsLike, device: torch.device | str | None = None) -> Tensor:
-    """Return `value` as torch does, on a device if one is named."""
+    """Return `value` as a tensor, on a device if one is named; a tensor never follows torch's default device."""
+    if isinstance(value, Tensor):
+        return value if device is None else value.to(device)
     try:
         return torch.as_tensor(value, device=device)
     except (RuntimeError, TypeError, ValueError) as error:
-        if isinstance(value, Tensor):
-            raise  # the device is at fault
         raise TypeError(
             f"{name} is {value!r} ({type(value).__name__}); it needs to be an integer torch.Tensor, or a list of ints."
         ) from error
@@ -49,7 +49,7 @@ def as_tensor(name: str, value: IntsLike, device: torch.device | str | None = No
 
 def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> Tensor:
     """Return `value` as an integer tensor whose rank is one of `ndims`."""
-    tensor = value if isinstance(value, Tensor) else as_tensor(name, value)
+    tensor = as_tensor(name, value)
     if not isinstance(value, Tensor) and tensor.numel() == 0:
         tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own: torch calls it float
     if tensor.dtype not in INTEGER_DTYPES:

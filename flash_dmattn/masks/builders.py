@@ -254,7 +254,7 @@ def prefix_lm_mask(prefix_lengths: int | IntsLike, seqlen_q: int, seqlen_k: int,
                   [1, 1, 1]]]], dtype=torch.int32)
     """
     if isinstance(prefix_lengths, (int, torch.SymInt)):
-        prefix_lengths = torch.full((1,), integer("prefix_lengths", prefix_lengths), dtype=torch.int64)
+        prefix_lengths = torch.full((1,), integer("prefix_lengths", prefix_lengths), dtype=torch.int64, device=device)
     prefix = integer_tensor("prefix_lengths", prefix_lengths, (1,))
     prefix = prefix if device is None else prefix.to(device)
     rows, keys = _positions(seqlen_q, seqlen_k, prefix.device)

@@ -148,6 +148,14 @@ def values_can_be_read(x: Tensor) -> bool:
     return is_plain and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def counts_changes(x: Tensor) -> bool:
+    """Tell whether `x._version` changes with the values: not in inference mode, nor where NumPy or a process writes."""
+    if x.is_inference() or x.device.type != "cpu":
+        return not x.is_inference()
+    storage = x.untyped_storage()
+    return storage.resizable() and not storage.is_shared()
+
+
 def as_scores(x: Tensor) -> Tensor:
     """View a mask or a bias of 2, 3 or 4 dimensions, read from the right, as (batch, heads, seqlen_q, seqlen_k)."""
     dims = x.dim()

@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import RANKS, Layout, SequenceSpec, SequenceView, check_strided, check_tensor, values_can_be_read
+from ..definition import is_of_transform, outside_of_transforms
+from ..problem import (
+    RANKS,
+    Layout,
+    SequenceSpec,
+    SequenceView,
+    check_strided,
+    check_tensor,
+    counts_changes,
+    values_can_be_read,
+)
 
 # The fields of `Sequences` that are tensors.
 _TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "block_table")
@@ -25,9 +35,9 @@ class Sequences:
     `Sequences.packed`, `Sequences.padded` and `Sequences.paged` make one. Its tensors are on the device of q. It keeps
     the caller's tensors, int32 or int64, and no copies: changed in place, they count from the next call on.
 
-    Their layout is made once for all layers, and anew after a change that torch counts. On a GPU each call lays out
-    tensors of inference mode anew, because torch does not count their changes. A kernel of another library changes
-    tensors uncounted, too; make new `Sequences` then.
+    Their layout is made once for all layers, and anew after a change. On a CPU values are compared where torch counts
+    no changes: in inference mode, in memory that NumPy or a process shares. On a GPU each call lays out tensors
+    of inference mode anew. A kernel of another library changes tensors there uncounted; make new `Sequences` then.
 
     Attributes:
         layout: "packed", "padded", "paged", or "paged_packed" where the queries of a paged batch are packed.
@@ -270,21 +280,28 @@ class Sequences:
         if is_traced or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
             spec = self.spec(q, k, v, names=names, rows=rows)
             return spec, self._laid_out(spec)
+        if is_of_transform(*tensors):
+            spec = self.spec(q, k, v, names=names, rows=rows)
+            return spec, self._checked_layout(spec, k, names)
         # Tensors that inference mode makes cannot be saved for a backward pass.
         slot = (q.shape, k.shape, v.shape, q.device, torch.is_inference_mode_enabled())
         kept = self._layouts.get(slot)
         if kept is not None and _are_as_before(tensors, kept[0]):
             return kept[1:]
         spec = self.spec(q, k, v, names=names, rows=rows)
-        states = list(map(_state, tensors))  # as they are before their values are read
-        if self.device.type == "cpu":
-            self._check_values(spec, k.shape[0], names[:2])
-        view = self._laid_out(spec)
+        with outside_of_transforms():
+            states = list(map(_state, tensors))  # as they are before their values are read
+            view = self._checked_layout(spec, k, names)
         if kept is None and len(self._layouts) >= _MOST_LAYOUTS:
             for oldest in tuple(self._layouts)[:1]:  # a copy: another thread may add one
                 self._layouts.pop(oldest, None)
         self._layouts[slot] = states, spec, view
         return spec, view
+
+    def _checked_layout(self, spec: SequenceSpec, k: Tensor, names: tuple[str, str, str]) -> SequenceView:
+        if self.device.type == "cpu":
+            self._check_values(spec, k.shape[0], names[:2])
+        return self._laid_out(spec)
 
     def _laid_out(self, spec: SequenceSpec) -> SequenceView:
         table = self.block_table
@@ -360,7 +377,7 @@ _SHAPES = {
 
 def _state(x: Tensor) -> int | Tensor | None:
     """Return what tells later whether x has changed: its version; without one a copy, unless that waits for a GPU."""
-    if not x.is_inference():
+    if counts_changes(x):
         return x._version
     return x.clone() if x.device.type == "cpu" else None
 
@@ -368,8 +385,8 @@ def _state(x: Tensor) -> int | Tensor | None:
 def _are_as_before(tensors: tuple[Tensor, ...], states: list[int | Tensor | None]) -> bool:
     """Tell whether no tensor has changed since its state was taken; False where nobody can tell."""
     for x, state in zip(tensors, states, strict=True):
-        if not x.is_inference():
-            if x._version != state:
+        if counts_changes(x):
+            if isinstance(state, Tensor) or x._version != state:
                 return False
         elif not (isinstance(state, Tensor) and torch.equal(x, state)):
             return False

@@ -387,13 +387,13 @@ def call_of(row: Row, device: torch.device, shrink: int = 1) -> dict[str, Any]:
     row = row._replace(seqlen_q=max(1, row.seqlen_q // shrink), seqlen_k=max(1, row.seqlen_k // shrink))
 
     def normal(*shape: int, grad: bool = row.grad) -> Tensor:
-        x = torch.randn(shape, generator=generator, device=device).to(dtype)
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
         return x.requires_grad_(grad)
 
     keys = (row.batch, row.seqlen_k, row.num_heads_k, row.head_dim)
     call = {"q": normal(row.batch, row.seqlen_q, NUM_HEADS, row.head_dim), "k": normal(*keys), "v": normal(*keys)}
     if row.mask_shape is not None:
-        call["mask"] = torch.rand(row.mask_shape, generator=generator, device=device) < 0.5
+        call["mask"] = torch.rand(row.mask_shape, generator=generator, dtype=torch.float32, device=device) < 0.5
     if row.bias_shape is not None:
         call["bias"] = normal(*row.bias_shape, grad=row.dbias)
     return call

@@ -218,7 +218,7 @@ def call_of(each: TileClass, device: torch.device, shrink: int = 1) -> dict[str,
     seqlen = (SEQLEN_BIAS if each.has_bias else SEQLEN) // shrink
 
     def normal(name: str, *shape: int) -> Tensor:
-        x = torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(torch.bfloat16)
         return x.requires_grad_(name in each.needed)
 
     call: dict[str, Any] = {name: normal(name, BATCH, seqlen, NUM_HEADS, each.row) for name in ("q", "k", "v")}
@@ -243,7 +243,8 @@ def pass_of(each: TileClass, call: Mapping[str, Any], backend: str) -> Callable[
         return forward
     out, leaves = forward()[0], [call[name] for name in each.needed]
     # A gradient that is not the same for all rows: for one of ones, ds would be zero without the rounding of out.
-    dout = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(1), device=out.device).to(out.dtype)
+    generator = torch.Generator(out.device).manual_seed(1)
+    dout = torch.randn(out.shape, generator=generator, dtype=torch.float32, device=out.device).to(out.dtype)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 

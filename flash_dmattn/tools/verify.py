@@ -47,7 +47,7 @@ class Case:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
         tensors = {
             "q": normal(BATCH, SEQLEN_Q, NUM_HEADS, HEAD_DIM),
@@ -56,7 +56,7 @@ class Case:
         }
         mask = None
         if self.mask is not None:
-            mask = torch.rand(self.mask, generator=generator) < 0.5
+            mask = torch.rand(self.mask, generator=generator, dtype=torch.float32, device="cpu") < 0.5
             mask[..., 0] = True  # no row is empty by chance
             if self.empty_rows:
                 mask[..., ::5, :] = False

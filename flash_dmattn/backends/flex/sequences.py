@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...definition import define
+from ...definition import define, is_of_transform, outside_of_transforms
 from ...problem import AttentionProblem, MaskView, Packing, SequenceSpec
 from ...problem.inputs import Inputs
 from ...sequences.layout import token_places
@@ -140,12 +140,13 @@ def sequence_blocks(problem: AttentionProblem, bounds: Tensor, mask: Tensor | No
     numbers: list[Any] = [problem.flags.mask_packing, *map(list, sides), *window, problem.num_heads]
     if torch.compiler.is_compiling():
         return _named(_SEQUENCES(bounds, mask, *numbers))
-    if mask is not None:
+    if mask is not None or is_of_transform(bounds):
         return _named(_sequence_tensors(bounds, mask, *numbers))
     kept = _kept.setdefault(bounds, {})
     blocks: SequenceBlocks | None = kept.get((sides, window))
     if blocks is None:
-        blocks = kept[sides, window] = _named(_sequence_tensors(bounds, None, *numbers))
+        with outside_of_transforms():
+            blocks = kept[sides, window] = _named(_sequence_tensors(bounds, None, *numbers))
     return blocks
 
 

@@ -51,13 +51,13 @@ def _plan_added(p: AttentionProblem) -> Callable[[Tensor | None, Tensor | None],
     if band is None and p.mask is None and p.bias is None:
         return None
     heads, shape = p.num_heads, (p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
-    zero, hidden = (torch.tensor(x, dtype=added_dtype(p)) for x in (0.0, -torch.inf))
+    zero, hidden = (torch.tensor(x, dtype=added_dtype(p), device="cpu") for x in (0.0, -torch.inf))
 
     def added(mask: Tensor | None, bias: Tensor | None) -> Tensor:
         x = zero if bias is None else repeat_heads(bias, heads).to(zero.dtype)
         allowed = None if mask is None else repeat_heads(mask, heads)
         if band is not None:
-            diagonals = torch.arange(p.seqlen_k) - torch.arange(p.seqlen_q)[:, None]
+            diagonals = torch.arange(p.seqlen_k, device="cpu") - torch.arange(p.seqlen_q, device="cpu")[:, None]
             inside = (diagonals >= band.low) & (diagonals <= band.high)
             allowed = inside if allowed is None else allowed & inside
         return (x if allowed is None else torch.where(allowed, x, hidden)).expand(shape)
@@ -73,6 +73,11 @@ def _plan_rows(p: AttentionProblem) -> Callable[[Inputs], tuple[Tensor, Tensor, 
     if is_read:
         return lambda x: (x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2))
     return lambda x: (_rows(x.q), _rows(x.k), _rows(x.v))
+
+
+def _as_results(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the kernel wrote as (B, L, H, D) and lse; in place, as in `mask_choice.forward_of`."""
+    return out.transpose_(1, 2).contiguous(), lse.contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -98,7 +103,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
         def forward_plain(x: Inputs) -> tuple[Tensor, Tensor]:
             out, lse = _FORWARD(*rows(x), 0.0, is_causal, scale=scale)
-            return out.transpose(1, 2).contiguous(), lse.contiguous()
+            return _as_results(out, lse)
 
         return forward_plain
 
@@ -111,7 +116,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
                 out, lse = _without_hidden_keys(out, lse, q, k, v, mask, is_causal, scale)
             is_empty = ~_sees_key(mask, is_causal)
             out, lse = out.masked_fill(is_empty[..., None], 0.0), lse.masked_fill(is_empty, -torch.inf)
-        return out.transpose(1, 2).contiguous(), lse.contiguous()
+        return _as_results(out, lse)
 
     return forward
 

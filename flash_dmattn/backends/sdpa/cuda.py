@@ -77,7 +77,7 @@ def _plan_packed_forward(p: AttentionProblem) -> Forward:
             out.masked_fill_(is_unused[:, None, None], 0.0),
             lse.masked_fill_(lse.isinf() | is_unused, -torch.inf),
         )
-        return out[None], lse[None]
+        return out.unsqueeze_(0), lse.unsqueeze_(0)  # in place, as in `mask_choice.forward_of`
 
     return forward
 

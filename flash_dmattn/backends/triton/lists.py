@@ -148,7 +148,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = calls.list_forward(*_operands(p, x), numbers)
-        return out.transpose(1, 2), lse
+        return out.transpose_(1, 2), lse  # in place, as in `mask_choice.forward_of`
 
     return forward
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 
 from ... import Sequences, attention
 from ...biases import Bias
 from ...call import prepare_call, run_call
+from ...definition import is_of_transform, is_transformed
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
-from ...problem import Numbers, check_tensor, collapse, dtype_name
+from ...problem import Numbers, check_tensor, collapse, counts_changes, dtype_name
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
 from .models import TableBias
@@ -216,7 +216,10 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 class Kept:
-    """Values that were made of tensors: each is kept while its tensors live, and made anew after they have changed."""
+    """Values that were made of tensors: each is kept while its tensors live, and made anew after they have changed.
+
+    None is kept where torch does not count changes, nor of a transform of `torch.func`, with which its tensors end.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[object, tuple[object, Any, list[weakref.ref[Tensor]]]] = {}
@@ -224,8 +227,11 @@ class Kept:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: object, version: object, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-        """Return what `make` has made of these tensors; `key` has their ids, `version` their versions."""
+    def get(self, key: object, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+        """Return what `make` has made of these tensors; `key` has their ids."""
+        if is_transformed() or not all(map(counts_changes, tensors)):
+            return make()
+        version = [x._version for x in tensors]
         entry = self._entries.get(key)
         if entry is None or entry[0] != version:
             refs = [weakref.ref(x, lambda _: self._entries.pop(key, None)) for x in tensors]
@@ -248,9 +254,9 @@ def in_dtype(bias: Tensor, dtype: torch.dtype) -> Tensor:
         return collapse(bias, range(bias.dim())).to(dtype).contiguous()
 
     # A leaf that needs a gradient would be kept alive by its own copy; a compiler finds equal expressions itself.
-    if torch.compiler.is_compiling() or (bias.is_leaf and bias.requires_grad) or bias.is_inference():
+    if torch.compiler.is_compiling() or (bias.is_leaf and bias.requires_grad):
         return copied()
-    copy: Tensor = _copies.get((id(bias), dtype, torch.is_grad_enabled()), bias._version, [bias], copied)
+    copy: Tensor = _copies.get((id(bias), dtype, torch.is_grad_enabled()), [bias], copied)
     return copy
 
 
@@ -284,8 +290,7 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
         check_tensor(name, limits, "an int32 or int64 torch.Tensor")
     values = (limits_q, limits_k, longest_q, longest_k)
     tensors = [x for x in values if isinstance(x, Tensor)]
-    # Tensors of inference mode do not say when they change.
-    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
+    if torch.compiler.is_compiling():
         return _packed(*values)
 
     def made() -> Sequences:
@@ -295,7 +300,7 @@ def take_packed(arguments: dict[str, Any], batch: int) -> Sequences | None:
 
     # Every layer passes the same ones.
     key = tuple([id(x) if isinstance(x, Tensor) else x for x in values])
-    sequences: Sequences = _limits.get(key, [x._version for x in tensors], tensors, made)
+    sequences: Sequences = _limits.get(key, tensors, made)
     return sequences
 
 
@@ -323,11 +328,13 @@ def _is_empty_bias(module: nn.Module, bias: Tensor) -> bool:
     no_table = getattr(module, "has_relative_attention_bias", None) is False
     if not no_table or not getattr(module, "is_decoder", False) or getattr(module, "is_causal", True):
         return False
-    if torch.compiler.is_compiling() or bias.requires_grad or bias.is_inference() or type(bias) is not Tensor:
+    if torch.compiler.is_compiling() or bias.requires_grad or type(bias) is not Tensor:
         return False
-    if bias.is_meta or is_wrapped(bias) or (bias.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if bias.is_meta or is_of_transform(bias) or not counts_changes(bias):
         return False
-    return bool(_zeros.get(id(bias), bias._version, [bias], lambda: not bool(bias.any())))
+    if bias.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool(_zeros.get(id(bias), [bias], lambda: not bool(bias.any())))
 
 
 def _refuse_forgotten_window(
@@ -416,6 +423,7 @@ def _refuse_local(mask: LayerMask, layout: SequenceLayout, rank: int) -> None:
 
 def _are_intervals(documents: Tensor, layout: SequenceLayout, rank: int) -> bool:
     """Tell whether documents are the intervals of a rank: transformers takes a gap in positions for a new document."""
-    lengths = torch.tensor([stop - start for start, stop in layout.intervals[rank]], device=documents.device)
-    number = torch.repeat_interleave(torch.arange(len(lengths), device=documents.device), lengths)
+    device = documents.device
+    lengths = torch.tensor([b - a for a, b in layout.intervals[rank]], dtype=torch.int64, device=device)
+    number = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
     return documents.shape[1] == len(number) and bool((documents - documents[:, :1] == number).all())

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from ... import Sequences
+from ...definition import is_transformed
 from ...distributed.group import context_in_force
 from ...masks import PreparedMask
 from .models import MODELS_ASK_FOR_TENSORS, masking_utils, read_tables, refuse_config_without_interface
@@ -131,6 +132,8 @@ class LayerMask(BlockMask):
 
         A bias for each pair of tokens does not fit packed sequences.
         """
+        if is_transformed():  # what is made there ends with the transform
+            return self._make(with_bias)
         if with_bias not in self._arguments:
             self._arguments[with_bias] = self._make(with_bias)
         return self._arguments[with_bias]
@@ -139,16 +142,18 @@ class LayerMask(BlockMask):
         """Return the arguments for the keys of a static cache that a layer passes, and how many; None for all keys."""
         if self.used is None or torch.compiler.is_compiling() or torch.device(self._device or "cpu").type != "cpu":
             return None
-        if self._first_keys is None:
+        made = self._first_keys
+        if made is None or is_transformed():
             used = keys = int(self.used)
             if self._shape[2] == 1 and self.window is None:
                 keys = min(-(-used // _KEYS_OF_A_PLAN) * _KEYS_OF_A_PLAN, self._shape[3])
             mask = None if self.padding is None else self.padding[..., :keys]
             if keys > used:
-                is_used = (torch.arange(keys) < used)[None, None, None]
+                is_used = (torch.arange(keys, device="cpu") < used)[None, None, None]
                 mask = is_used if mask is None else mask & is_used
-            self._first_keys = MaskArguments(mask, self.is_causal, self.window), keys
-        return self._first_keys
+            made = MaskArguments(mask, self.is_causal, self.window), keys
+            self._first_keys = None if is_transformed() else made
+        return made
 
     def _make(self, with_bias: bool) -> MaskArguments:
         batch, _, seqlen_q, seqlen_k = self._shape

@@ -295,7 +295,7 @@ class PreparedMask(ABC):
             [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
         """
         shape = (1, 1, integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
-        device = torch.empty(0, device=device).device
+        device = torch.empty(0, dtype=torch.bool, device=device).device
 
         def words(start: int, stop: int) -> Tensor:
             return band_words(start, stop, seqlen_k, None, device)
@@ -722,7 +722,8 @@ class PreparedMask(ABC):
         else:
             lengths = _lengths_of_lists("index", index.shape[2], blocks, seqlen_q, integer("seqlen_k", seqlen_k))
             if values_can_be_read(index):
-                _check_entries(index, torch.full((1, 1, 1, 1), -(-lengths[1] // blocks[1]) - 1))
+                last = index.new_full((1, 1, 1, 1), -(-lengths[1] // blocks[1]) - 1, dtype=torch.int64)
+                _check_entries(index, last)
             numbers |= {"leading": leading}
             low, high = seen_blocks(blocks, lengths, make_band(*lengths, window), index.device)
         tensors = ordered(index, -(-lengths[1] // blocks[1]), low, high)

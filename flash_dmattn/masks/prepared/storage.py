@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from ...definition import is_of_transform, outside_of_transforms
 from ...problem import Band, MaskForm, MaskView, SequenceSpec, causal_window, make_band
 from ...reference.lists import Lists, repeat_heads, spread, table
 from ...sequences.layout import Sequences
@@ -225,11 +226,13 @@ class ListMask(BatchMask):
         if self.slots.shape[3] == 0:
             return self.keys
         # A compiler cannot take the lock of a cached property.
-        return self._moved() if torch.compiler.is_compiling() else self._index
+        is_kept = not (torch.compiler.is_compiling() or is_of_transform(self.keys, self.slots))
+        return self._index if is_kept else self._moved()
 
     @cached_property
     def _index(self) -> Tensor:
-        return self._moved()
+        with outside_of_transforms():
+            return self._moved()
 
     def _moved(self) -> Tensor:
         more = torch.where(self.slots < 0, self.keys.shape[3], self.slots).long()
