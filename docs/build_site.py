@@ -1,8 +1,8 @@
 """Build the documentation as a site: `python docs/build_site.py`, then open build/site/index.html.
 
-MkDocs reads one folder. Pages of docs, examples, benchmarks and the folders of kernels link to each other by their paths,
-so the folder gets copies with the same paths. docs/index.md is the first page, and README.md, which GitHub shows first, the
-page install.md. There is also a page for each module, which mkdocstrings fills from docstrings. A warning is an error.
+MkDocs reads one folder. Pages of docs, examples, benchmarks and the folders of kernels link to each other by their
+paths, so the folder gets copies with the same paths. docs/index.md becomes the first page, and README.md install.md. The
+folder also gets a page for each module, which mkdocstrings fills from docstrings. A warning is an error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def copy_pages(folder: Path) -> None:
     (folder / "install.md").write_text((ROOT / "README.md").read_text().replace("](docs/index.md)", "](index.md)"))
     first = (folder / "docs" / "index.md").read_text()
     (folder / "docs" / "index.md").unlink()
-    first = re.sub(r"\]\((?!\.\./|#|\w+:)", "](docs/", first).replace("](../", "](").replace("](README.md", "](install.md")
+    first = re.sub(r"\]\((?!\.\./|#|\w+:)", "](docs/", first).replace("](../", "](")
+    first = first.replace("](README.md", "](install.md")
     (folder / "index.md").write_text(f"---\ntitle: flash_dmattn\nhide: [navigation, toc]\n---\n\n{first}")
 
 
@@ -65,7 +66,7 @@ def write_reference(folder: Path) -> None:
     """Write a page for each module, with the names that it exports in the order of docs/api.md, and a list of them."""
     folder.mkdir()
     order = (ROOT / "docs" / "api.md").read_text()
-    listed = ["# Reference", "", "Every public name, from its docstring. [API](../docs/api.md) has a line for each.", ""]
+    listed = ["# Reference", "", "Every public name; [API](../docs/api.md) has a line for each.", ""]
     listed += ["| module | names |", "| --- | --- |"]
     for name in MODULES:
         module = importlib.import_module(name)
