@@ -9,7 +9,7 @@ from setuptools import Command, Extension, __version__, find_packages, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
-# Without build isolation pip takes the setuptools that is there, which may be that of a new environment of Python 3.11.
+# Without build isolation pip takes the installed setuptools. A new environment of Python 3.11 has 65.5.
 if int(__version__.partition(".")[0]) < 77:
     sys.exit(
         f"setuptools is {__version__}; it needs to be 77 or later, which reads the license of pyproject.toml: "

@@ -1,8 +1,8 @@
 """Build the documentation as a site: `python docs/build_site.py`, then open build/site/index.html.
 
-MkDocs reads one folder. Pages of docs, examples, benchmarks and the folders of kernels link to each other by their
-paths, so the folder gets copies with the same paths. docs/index.md becomes the first page, and README.md install.md. The
-folder also gets a page for each module, which mkdocstrings fills from docstrings. A warning is an error.
+MkDocs reads one folder. Pages of docs, examples, benchmarks and the folders of kernels link to each other by paths.
+So the folder gets copies with the same paths. docs/index.md becomes the first page, and README.md install.md.
+A page for each module comes from docstrings, by mkdocstrings. A warning is an error.
 """
 
 from __future__ import annotations
