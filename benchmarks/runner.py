@@ -35,7 +35,7 @@ FAILURES: dict[str, Callable[[Record], list[str]]] = {
 PUBLISHED = Path(__file__).resolve().parent / "results"  # a folder for each machine
 # Keys of the cases that run on a CPU, where a call of 16k would take minutes.
 CPU_SEQLEN, CPU_SEQLEN_QUICK = 1024, 256
-# Of a quick run on an idle CPU core.
+# A quick run takes about so long on an idle CPU core.
 CPU_QUICK_SECONDS = {"equivalence": 20, "performance": 20, "memory": 10, "model": 15}
 
 

@@ -25,7 +25,7 @@ from flash_dmattn.masks import PreparedMask
 from flash_dmattn.problem import device_arch
 from flash_dmattn.tools.verify import FLOOR, RATIO, Outcome, Sample
 
-RESULTS = ("out", "dq", "dk", "dv", "dbias")  # what the gradient check compares
+RESULTS = ("out", "dq", "dk", "dv", "dbias")  # of the gradient check
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_FACTS, NUM_BITS, NUM_QUESTIONS = 16, 8, 64
 NOISE, FACT, QUESTION = 0, 1, 2
@@ -173,7 +173,8 @@ class Recall(Layer):
         kinds, names, bits, _ = inputs
         x = self.norm(self.kind(kinds) + self.name(names) + self.bits(bits))
         q, v = self.heads(self.qv_proj(x), 2)
-        call = {"q": q, "k": q, "v": v, "mask": None, "bias": None, "is_causal": True, "softmax_scale": 1.0}
+        call: dict[str, Any] = {"q": q, "k": q, "v": v, "mask": None, "bias": None}
+        call |= {"is_causal": True, "softmax_scale": 1.0}
         if self.sees == "window":
             call["window_size"] = (self.sizes.keep - 1, 0)
         elif self.sees == "top-k":
@@ -478,7 +479,8 @@ def _save_picture(out_dir: Path, tasks: tuple[Task, Task]) -> None:
         return
     pairs, recall = tasks
     figure = Figure(figsize=(14, 7.2), dpi=110, layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(1.6, 1))
+    grid = figure.add_gridspec(2, 1, height_ratios=(1.6, 1))
+    top, bottom = (figure.add_subfigure(grid[row]) for row in range(2))
     by_step, by_time = top.subplots(1, 2)
     for axes, task, title in (
         (by_step, pairs, "Pairs: is there a common neighbour?"),

@@ -32,7 +32,7 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
     where = device_arch(device)
     if name == AUTO:
         chosen = case.explain(where)
-        return Needs(backends=(chosen.forward, chosen.backward) if case.takes_gradients else (chosen.forward,))
+        return Needs(backends=tuple(name for name in (chosen.forward, chosen.backward) if name is not None))
     alone = case.explain(where, gradients=False).problem
     with_lse = case.explain(where, gradients=False, return_lse=True).problem
     forward, lse = (refusal(name, problem, ("forward",)) for problem in (alone, with_lse))
