@@ -25,22 +25,27 @@ OLDEST := transformers-5.0 triton-3.5
 # $(call have,module) is a shell condition: can RUN import it?
 have = $(RUN) -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("$(1)") is None)'
 
+# Of two idle cores; a GPU is faster.
+QUICK_TIME := 3 minutes on two cores
+BENCH_TIME := a minute
+
 .DEFAULT_GOAL := help
 BENCHES := bench-equivalence bench-performance bench-model
 .PHONY: help demo test quick lint docs bench $(BENCHES) wheel release clean check-python
 
 help:
-	@echo "make demo    train a small language model with dynamic-mask attention and check its gradients"
-	@echo "make test    ruff, mypy and the whole test suite, in $(WORKERS) workers"
-	@echo "make quick   ruff and the part of the suite that tests/quick.txt names: under two minutes on two cores"
+	@echo "make demo    2 minutes: learned pair bias and top-k keys beside other attention, gradients, a picture;"
+	@echo "             DEMO_ARGS=--quick takes half a minute"
+	@echo "make test    25 minutes on two cores: ruff, mypy and the whole test suite, in $(WORKERS) workers"
+	@echo "make quick   $(QUICK_TIME): ruff and a part of the suite"
 	@echo "make lint    ruff and mypy alone"
-	@echo "make bench   the quick benchmarks: what every system computes and how fast, in a minute; on a CPU too"
+	@echo "make bench   $(BENCH_TIME): what every system computes and how fast, few cases; on a CPU too"
 	@echo "make docs    build the documentation as a site, build/site/index.html; a warning or a dead link is an error"
 	@echo "make wheel   build dist/*.whl with the CUDA extension, GPU or none; without it: FLASH_DMATTN_BUILD_CUDA=skip"
 	@echo "make release build dist/: sdist, pure wheel, Hopper wheel; check and install them; print how to publish"
 	@echo "make clean   remove what the above wrote, the virtual environment included"
 	@echo
-	@echo "The first of them makes the virtual environment $(VENV) and installs requirements-dev.txt there."
+	@echo "The first of them makes the virtual environment $(VENV) and installs requirements-dev.txt there: 2 minutes."
 	@echo "PYTHON=python3.12      the interpreter to make it with (3.10 or later)"
 	@echo "VENV=path              another virtual environment"
 	@echo "NO_VENV=1              install nothing and use PYTHON as it is, for example beside a GPU build of torch"
@@ -52,6 +57,7 @@ demo: $(READY)
 
 # At most so many cases of each test: enough to take each way through the library.
 quick: $(READY)
+	@echo "==> $(QUICK_TIME); make test has the files that tests/quick.txt leaves out, and all cases of each test"
 	@if $(call have,ruff); then echo "==> ruff"; $(RUN) -m ruff check . && $(RUN) -m ruff format --check .; fi
 	@$(call have,xdist) || { echo "make quick needs pytest and pytest-xdist: $(RUN) -m pip install pytest-xdist" >&2; exit 1; }
 	@FLASH_DMATTN_SAMPLE=12 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
@@ -60,6 +66,7 @@ quick: $(READY)
 # A worker that dies (a segmentation fault) loses the one case it was in: xdist reports it and starts another worker.
 # Not with --dist loadgroup or loadscope: there xdist 3.8.0 waits for ever or repeats the crash (its issues 1323, 1327).
 test: lint
+	@echo "==> 25 minutes on two cores; tests that need a GPU are skipped where there is none"
 	@$(call have,pytest) || { echo "make test needs pytest, and $(RUN) does not have it: $(RUN) -m pip install pytest" >&2; exit 1; }
 	@if $(call have,xdist); then \
 		echo "==> pytest, $(WORKERS) workers"; \
@@ -80,6 +87,7 @@ docs: $(READY)
 	else echo "make docs needs mkdocs-material and mkdocstrings-python: $(RUN) -m pip install mkdocs-material mkdocstrings-python" >&2; exit 1; fi
 
 bench: $(BENCHES)
+	@echo "==> all cases, and memory: $(RUN) -m benchmarks all"
 
 $(BENCHES): bench-%: $(READY)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m benchmarks $* --quick
@@ -125,14 +133,14 @@ endif
 
 # --no-build-isolation: setup.py must see the torch that is installed. --no-deps: the pins are the whole list.
 # -v where the CUDA extension is built: pip would hide the progress of some minutes.
-# --no-compile: pip would compile 7500 files for most of a minute; Python compiles those that are imported.
+# --quiet: a line for each package would be 300 lines. --no-compile: pip would compile 7500 files for most of a minute; Python compiles those that are imported.
 $(VENV)/.flash_dmattn_ready: requirements-dev.txt $(OLDEST:%=requirements-%.txt) pyproject.toml setup.py
 	@$(MAKE) --no-print-directory check-python
 	@echo "==> 1/3 virtual environment $(VENV)"
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv "$(VENV)" || \
 		{ echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: python3-venv) or choose another with PYTHON=..." >&2; exit 1; }
-	@echo "==> 2/3 requirements-dev.txt (torch is the large one)"
-	@$(RUN) -m pip install --disable-pip-version-check --no-compile -r requirements-dev.txt
+	@echo "==> 2/3 requirements-dev.txt: about two minutes, most of it for torch"
+	@$(RUN) -m pip install --disable-pip-version-check --no-compile --quiet -r requirements-dev.txt
 	@for oldest in $(OLDEST); do \
 		rm -rf "$(VENV)/$$oldest" && $(RUN) -m pip install --disable-pip-version-check --no-compile --no-deps --quiet \
 			--target "$(VENV)/$$oldest" -r "requirements-$$oldest.txt" || exit 1; \

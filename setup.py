@@ -5,9 +5,16 @@ import sys
 from pathlib import Path
 from typing import ClassVar
 
-from setuptools import Command, Extension, find_packages, setup
+from setuptools import Command, Extension, __version__, find_packages, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+
+# Without build isolation pip takes the installed setuptools. A new environment of Python 3.11 has 65.5.
+if int(__version__.partition(".")[0]) < 77:
+    sys.exit(
+        f"setuptools is {__version__}; it needs to be 77 or later, which reads the license of pyproject.toml: "
+        f'{sys.executable} -m pip install "setuptools>=77"'
+    )
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc"))  # a build backend runs this file without its folder on the path

@@ -67,7 +67,7 @@ def replace_section(page: str, heading: str, body: str) -> str:
 
 
 def readme_section(folder: Path, root: Path) -> str:
-    """Make the section of README.md: one call of each kind, by "auto" and by the best known peers, and a plot."""
+    """Make the section of README.md: one call of each kind, by "auto" and by the best known peers."""
     content = load(folder / "performance.json")
     rows = [row for row in content["rows"] if row["name"] in KINDS and "error" not in row]
     where = folder.relative_to(root).as_posix()
@@ -84,8 +84,6 @@ def readme_section(folder: Path, root: Path) -> str:
         ),
         "",
         *_peers_table(rows),
-        "",
-        f"![time of each peer divided by ours, a row for each of these calls]({where}/performance-ratios.png)",
         "",
         *wrapped(
             f"More: [every case]({where}/performance.md), and [how it is measured, and where we are ahead or behind]"

@@ -35,6 +35,8 @@ FAILURES: dict[str, Callable[[Record], list[str]]] = {
 PUBLISHED = Path(__file__).resolve().parent / "results"  # a folder for each machine
 # Keys of the cases that run on a CPU, where a call of 16k would take minutes.
 CPU_SEQLEN, CPU_SEQLEN_QUICK = 1024, 256
+# A quick run takes about so long on an idle CPU core.
+CPU_QUICK_SECONDS = {"equivalence": 20, "performance": 20, "memory": 10, "model": 15}
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def run(suite: str, options: Options) -> int:
     print(f"{suite}: {machines.line(options.machine)}", flush=True)
     for name, reason in reasons.items():
         print(f"    {name} is left out: {reason}", flush=True)
+    print(f"    {forecast(suite, todo, options, known)}", flush=True)
     results.leave_out(reasons)
     if options.compiles != "not":
         compile_todo(suite, todo, available, options)
@@ -115,6 +118,19 @@ def run(suite: str, options: Options) -> int:
     if left:
         print(f"{suite}: {len(left)} of {len(planned)} cases are left; the same command goes on with {left[0]}")
     return UNFINISHED if left else FAILED if failures else PASSED
+
+
+def forecast(suite: str, todo: list[Case], options: Options, known: dict[str, float]) -> str:
+    """Say how many cases run, what is left out, and about how long it takes if an earlier run tells."""
+    on_cpu, every = options.device.type == "cpu", len(cases_of(suite))
+    said = [f"{len(todo)} of {every} cases" + (" (--quick)" if options.quick else "")]
+    if on_cpu and suite != "equivalence":
+        said.append(f"at {CPU_SEQLEN_QUICK if options.quick else CPU_SEQLEN} keys or fewer")
+    if on_cpu and options.quick:
+        said.append(f"about {CPU_QUICK_SECONDS[suite]} s on an idle core")
+    elif not on_cpu and todo and all(case.name in known for case in todo):
+        said.append(f"about {sum(known[case.name] for case in todo):.0f} s, and before them the compilers")
+    return ", ".join(said)
 
 
 def known_seconds(suite: str, published: Path = PUBLISHED) -> dict[str, float]:
@@ -163,7 +179,8 @@ def _rows(
             started = time.monotonic()
             if options.deadline is not None and started + known.get(case.name, longest) > options.deadline:
                 continue
-            bar.case(case.name)
+            # On a CPU the name may tell of more keys than there are.
+            bar.case(case.name if options.device.type == "cuda" else f"{case.name}, here with {case.seqlen} keys")
             with turns.case() if turns else nullcontext(at_once) as alone:
                 forget(options.device)
                 row = make_row(suite, case, available, options, alone)

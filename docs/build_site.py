@@ -1,8 +1,8 @@
 """Build the documentation as a site: `python docs/build_site.py`, then open build/site/index.html.
 
-MkDocs reads one folder. Pages of README.md, docs, examples, benchmarks and the folders of kernels link to each other by
-their paths, so the folder gets copies with the same paths. It also gets a page for each module, which mkdocstrings
-fills from docstrings. A warning is an error.
+MkDocs reads one folder. Pages of docs, examples, benchmarks and the folders of kernels link to each other by paths.
+So the folder gets copies with the same paths. docs/index.md becomes the first page, and README.md install.md.
+A page for each module comes from docstrings, by mkdocstrings. A warning is an error.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,11 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
-    "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
     "LICENSE",
+    "CITATION.cff",
     "docs",
     "examples",
     "benchmarks/results",
@@ -53,19 +54,31 @@ def copy_pages(folder: Path) -> None:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, target)
+    (folder / "install.md").write_text((ROOT / "README.md").read_text().replace("](docs/index.md)", "](index.md)"))
+    first = (folder / "docs" / "index.md").read_text()
+    (folder / "docs" / "index.md").unlink()
+    first = re.sub(r"\]\((?!\.\./|#|\w+:)", "](docs/", first).replace("](../", "](")
+    first = first.replace("](README.md", "](install.md")
+    (folder / "index.md").write_text(f"---\ntitle: flash_dmattn\nhide: [navigation, toc]\n---\n\n{first}")
 
 
 def write_reference(folder: Path) -> None:
-    """Write a page for each module, with the names that it exports in the order of docs/api.md."""
+    """Write a page for each module, with the names that it exports in the order of docs/api.md, and a list of them."""
     folder.mkdir()
     order = (ROOT / "docs" / "api.md").read_text()
+    listed = ["# Reference", "", "Every public name; [API](../docs/api.md) has a line for each.", ""]
+    listed += ["| module | names |", "| --- | --- |"]
     for name in MODULES:
         module = importlib.import_module(name)
         lines = [f"# {name}", ""]
         names = [x for x in module.__all__ if not x.startswith("_") and not isinstance(getattr(module, x), ModuleType)]
-        for exported in sorted(names, key=lambda x: order.index(f"`{x}")):
+        names.sort(key=lambda x: order.index(f"`{x}"))
+        for exported in names:
             lines += [f"::: {name}.{exported}", ""]
         (folder / f"{name}.md").write_text("\n".join(lines))
+        linked = ", ".join(f"[{x}]({name}.md#{name}.{x})" for x in names)
+        listed.append(f"| [{name}]({name}.md) | {linked} |")
+    (folder / "index.md").write_text("\n".join([*listed, ""]))
 
 
 def main() -> int:

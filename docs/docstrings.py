@@ -12,12 +12,15 @@ import griffe
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n *\S.*)*", re.MULTILINE)
 
 
+# A page that a docstring names, as in "see docs/masks.md". MkDocs finds dead links.
+PAGE = re.compile(r"(?<![\w/(\[`])(docs/\w+\.md)\b")
+
 # A line of Args that describes several arguments, and the lines that continue it.
 SHARED = re.compile(r"^( +)(\w+(?:, \w+)+):(.*(?:\n\1 +\S.*)*)", re.MULTILINE)
 
 
 def as_markdown(docstring: str) -> str:
-    """Return a docstring with examples as fenced blocks and an entry for each argument."""
+    """Return a docstring with examples as fenced blocks, an entry for each argument, and links to pages."""
 
     def fenced(example: re.Match[str]) -> str:
         return f"{example[1]}```pycon\n{example[0]}\n{example[1]}```"
@@ -26,6 +29,7 @@ def as_markdown(docstring: str) -> str:
         return "\n".join(f"{shared[1]}{name}:{shared[3]}" for name in shared[2].split(", "))
 
     text = EXAMPLE.sub(fenced, SHARED.sub(each, inspect.cleandoc(docstring)))
+    text = PAGE.sub(r"[\1](../\1)", text)
     return re.sub(r"::$", ":", re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE), flags=re.MULTILINE)
 
 

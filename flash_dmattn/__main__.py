@@ -30,7 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_calibrate(commands)
     # Only to list the command; the demo parses its own arguments.
-    commands.add_parser("demo", help="train a small language model with dynamic-mask attention", add_help=False)
+    commands.add_parser(
+        "demo", help="train with a learned pair bias and learned top-k keys; check gradients", add_help=False
+    )
     return parser
 
 

@@ -408,7 +408,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "[1/" in said and "cuda is left out: its kernels run on GPUs" in said
     assert names_in(tmp_path / "performance.json") == ["topk-8k"] and (tmp_path / "performance.md").exists()
     (row,) = results.load(tmp_path / "performance.json")["rows"]
-    assert {line["system"] for line in row["systems"]} == {"eager", "sdpa-flash", "sdpa-math", "flexattention"}
+    assert {line["system"] for line in row["systems"]} == {"auto", "eager", "sdpa-flash", "sdpa-math", "flexattention"}
     assert times(row, "eager")["forward"]["ms"] > 0 and times(row, "flexattention")["forward"]["ms"] > 0
     assert times(row, "flexattention")["reason"] == "backward: FlexAttention has no backward pass on CPU"
     assert times(row, "eager")["backward"] is None and times(row, "eager")["step"] is None

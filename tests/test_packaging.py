@@ -212,6 +212,40 @@ def test_sdist_holds_what_is_tested_and_builds_the_same_wheel(wheel: Path, tmp_p
     assert names(rebuilt) == names(wheel)
 
 
+def install_block() -> list[str]:
+    """The commands of README's section on installing."""
+    section = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("\n## ")[0]
+    return [line.partition("#")[0].strip() for line in section.splitlines() if line.startswith("    ")]
+
+
+@builds
+def test_the_install_block_of_the_readme_runs_as_printed(tree: Path, tmp_path: Path) -> None:
+    """In a new environment, without a network: torch and what is built with are those of this interpreter.
+
+    ensurepip brings the oldest pip that this Python may have, and up to 3.11 a setuptools that is too old.
+    """
+    environment = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", environment, cwd=tmp_path)
+    python = environment / "bin" / "python"
+    *installing, demo = install_block()
+    assert demo.startswith("python -m flash_dmattn demo")  # tests/test_demo.py runs it
+    first = installing[0]
+    required = {Requirement(word.strip('"')).name for word in first.split()[4:]}
+    assert {"torch", "setuptools"} <= required
+    if sys.version_info < (3, 12):
+        too_early = run(python, "-m", "pip", "install", "--no-build-isolation", tree, cwd=tmp_path, check=False)
+        assert too_early.returncode != 0
+        assert f"it needs to be 77 or later, which reads the license of pyproject.toml: {python}" in too_early.stdout
+        run(python, "-m", "pip", "uninstall", "-y", "setuptools", cwd=tmp_path)
+    (site,) = environment.glob("lib/python*/site-packages")
+    packages = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+    (site / "those_of_the_tests.pth").write_text("\n".join(packages))
+    path = f"{environment / 'bin'}:{os.environ['PATH']}"
+    script = "set -e\n" + "\n".join(installing)
+    done = run("sh", "-c", script, cwd=tree, PATH=path, PIP_NO_INDEX="1", PIP_FIND_LINKS="").stdout
+    assert f"{site / 'flash_dmattn'}\n" in done and re.search("backend eager +usable", done), done
+
+
 def test_building_takes_setuptools_alone() -> None:
     assert [requirement.name for requirement in map(Requirement, PYPROJECT["build-system"]["requires"])] == [
         "setuptools"

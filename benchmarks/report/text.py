@@ -10,6 +10,7 @@ LABELS = {
     "cuda": "cuda",
     "triton": "triton",
     "flex": "flex",
+    "auto": "auto",
     "eager": "eager",
     "reference": "reference",
     "sdpa-cudnn": "SDPA, cuDNN",

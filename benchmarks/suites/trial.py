@@ -122,6 +122,8 @@ def forget(device: torch.device) -> None:
 def worded(error: BaseException, warned: list[str] | None = None) -> str:
     """Return an exception in one line, with what SDPA warned of the kernel it was pinned to."""
     said = [f"{type(error).__name__}: {' '.join(str(error).split())}"[:REASON_LENGTH]]
+    if "No available kernel" in said[0]:  # of SDPA, pinned to a kernel that does not serve the call
+        said = ["not available here"]
     for text in dict.fromkeys(text.partition(" (Triggered")[0] for text in warned or ()):
         if "attention" in text.lower() and "not used because" not in text and "runtime disabled" not in text:
             said.append(text)

@@ -26,7 +26,7 @@ DEFAULT = {
     "performance": tuple(system.name for system in ALL if system.name != "reference"),
     "memory": tuple(system.name for system in ALL if system.name != "reference"),
     # SDPA has its fastest kernel with a dense mask, and the formula, which replaces it on a CPU.
-    "model": ("cuda", "triton", "eager", "sdpa-cudnn", "sdpa-math", "flexattention"),
+    "model": ("cuda", "triton", "auto", "eager", "sdpa-cudnn", "sdpa-math", "flexattention"),
 }
 
 

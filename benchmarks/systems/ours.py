@@ -1,4 +1,7 @@
-"""Our backends as columns: each by name, `cuda` with the backward pass of `triton` where it has none for a call."""
+"""Our backends as columns: each by name, `cuda` with the backward pass of `triton` where it has none for a call.
+
+On a CPU there is also what "auto" takes; on a GPU that is one of the others.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from ..cases import Case
 from ..inputs import Inputs
 from .protocol import Attend, Bound, Mode, Needs, System
 
-NAMES = ("cuda", "triton", "flex", "eager", "reference")
+AUTO = "auto"
+NAMES = ("cuda", "triton", "flex", AUTO, "eager", "reference")
 # The backend whose backward pass is taken if the backend itself refuses it.
 PAIRED = {"cuda": "triton"}
 
@@ -26,6 +30,9 @@ PAIRED = {"cuda": "triton"}
 def needs(name: str, case: Case, device: torch.device) -> Needs:
     """Return what the rules of a backend refuse of a case."""
     where = device_arch(device)
+    if name == AUTO:
+        chosen = case.explain(where)
+        return Needs(backends=tuple(name for name in (chosen.forward, chosen.backward) if name is not None))
     alone = case.explain(where, gradients=False).problem
     with_lse = case.explain(where, gradients=False, return_lse=True).problem
     forward, lse = (refusal(name, problem, ("forward",)) for problem in (alone, with_lse))
@@ -45,6 +52,8 @@ def refusal(name: str, problem: AttentionProblem, passes: tuple[Direction, ...])
 
 
 def missing(name: str, device: torch.device) -> str:
+    if name == AUTO:
+        return "" if device.type == "cpu" else "the backend that it takes has a row"
     if name in ("cuda", "triton") and device.type == "cpu":
         return "its kernels run on GPUs"
     return BACKENDS[name].probe().reason
@@ -85,8 +94,8 @@ def _takes_lists(name: str, inputs: Inputs) -> bool:
 def layers(name: str, case: Case, biases: Sequence[torch.Tensor]) -> list[Attend]:
     """`flash_dmattn.attention` with the mask of each layer as intervals, made of its bias: nothing of (L, L)."""
     assert case.mask is not None and case.mask.kind == "topk"
-    forward, backward = needs(name, case, biases[0].device).backends
-    choice: BackendChoice = name if forward == backward else (forward, backward)
+    backends = needs(name, case, biases[0].device).backends
+    choice: BackendChoice = name if len(set(backends)) == 1 else (backends[0], backends[-1])
     kept = min(case.mask.size, case.seqlen)
     prepared = [masks.PreparedMask.from_topk(bias, kept, is_causal=True, seqlen_q=case.seqlen_q) for bias in biases]
 

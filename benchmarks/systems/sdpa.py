@@ -35,7 +35,7 @@ def folds(case: Case) -> bool:
 
 
 def needs(name: str, case: Case, device: torch.device) -> Needs:
-    """Refuse what is known before a run: flash takes no mask or bias, and the matrices of math may not fit."""
+    """Refuse what is known before a run: what flash does not take, and matrices of math that may not fit."""
     if name == "sdpa-flash" and device.type == "cuda" and folds(case):
         return Needs("the kernel takes neither mask nor bias")
     if case.bias == "hd":
@@ -43,7 +43,8 @@ def needs(name: str, case: Case, device: torch.device) -> Needs:
     scores = 4 * case.batch * case.heads * case.seqlen_q * case.seqlen
     if name == "sdpa-math" and scores > MATRIX_BYTES:
         return Needs(f"a matrix of scores takes {scores / 2**30:.0f} GiB")
-    return Needs(lse_refusal="it is not returned")
+    no_gradient = name == "sdpa-flash" and device.type == "cpu" and case.bias is not None and case.takes_gradients
+    return Needs("", "the kernel of CPUs has no gradient of a bias" if no_gradient else "", "it is not returned")
 
 
 def missing(name: str, device: torch.device) -> str:
