@@ -196,11 +196,16 @@ def check_values(
 
 
 def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
-    """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows."""
+    """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows.
+
+    Beside one query token one row may be either: it is packed keys unless it has max_seqlen_k columns and k has not.
+    """
     if len(shape) == 4:
         return "none"
     if len(shape) == 3 and spec.packs_queries:
-        return "keys" if shape[1] == 1 != shape[2] and spec.packs_keys else "queries"
+        is_one_row = shape[1] == 1 != shape[2] and spec.packs_keys
+        is_query = is_one_row and spec.rows_q == 1 and shape[2] != spec.rows_k and shape[2] == spec.max_seqlen_k
+        return "keys" if is_one_row and not is_query else "queries"
     forms = ["4 dimensions, (sequences, heads, max_seqlen_q, max_seqlen_k)"]
     if spec.packs_queries:
         forms.append("3, (heads, queries of all sequences, max_seqlen_k)")
@@ -229,16 +234,17 @@ def check_scores(
         for size, is_named, dim in zip(shape[2:], spec.names_max, names[2:], strict=True)
         if dim in by_position and size > 1 and not is_named
     ]
-    call = f"Sequences.{spec.layout.removesuffix('_packed')}(..., {', '.join(unnamed)})"
+    # Of a dim without a name nothing is said until the others fit.
+    without = {x.partition("=")[0] for x in unnamed}
+    allowed = tuple(() if dim in without else sizes for dim, sizes in zip(names, allowed, strict=True))
     if not _fits(shape, allowed):
-        advice = f"; sequences do not name their longest, which counts as all tokens: {call}" if unnamed else ""
-        if packing == "queries":
-            advice = f"; by position in each sequence it has 4 dimensions, {name}[None]"
+        advice = "" if packing == "none" else f"; by position in each sequence it has 4 dimensions, {name}[None]"
         raise ValueError(_misfit(name, shape[first:], names[first:], allowed[first:]) + advice)
     if unnamed:
+        call = f"Sequences.{spec.layout.removesuffix('_packed')}(..., {', '.join(unnamed)})"
         raise ValueError(
-            f"{name} has shape {tuple(shape[first:])}, by position; it needs {unnamed[0].partition('=')[0]}, which the "
-            f"sequences do not name ({call})"
+            f"{name} has shape {tuple(shape[first:])}, read as ({', '.join(names[first:])}); it needs "
+            f"{' and '.join(x.partition('=')[0] for x in unnamed)}, which the sequences do not name ({call})"
         )
 
 
