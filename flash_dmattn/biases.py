@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masks.arguments import integer
-from .problem import Outside, as_scores, bounded, check_flag, check_tensor, dtype_name
+from .problem import Outside, as_scores, bounded, check_flag, check_tensor, dtype_name, is_int
 from .reference import distances
 from .reference.lists import by_query, dense_bias, repeat_heads, slot_table
 
@@ -283,7 +283,7 @@ def split(bias: Any) -> tuple[Any, ByDistance | None]:
     is_band = isinstance(bias, Band)
     kind, values, zero = type(bias).__name__, bias.values, bias.zero
     check_tensor("bias.values", values, _FLOAT)
-    if isinstance(zero, bool) or not isinstance(zero, (int, torch.SymInt)):
+    if not is_int(zero):
         raise TypeError(f"bias.zero is a {type(zero).__name__}; it needs to be an int, the index of distance 0")
     outside: Outside = "zero" if isinstance(bias, Band) else bias.outside
     if outside not in _OUTSIDE:
@@ -356,7 +356,8 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
 
     Raises:
         TypeError: `weight` is no tensor of floats, `max_distance` no int, or `is_bidirectional` no bool.
-        ValueError: `weight` has another shape or too few buckets, or `max_distance` is too small for them.
+        ValueError: `weight` has another shape, too few buckets, or an odd number beside `is_bidirectional`, or
+            `max_distance` is too small for them.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
 
@@ -370,6 +371,8 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
     if weight.dim() != 2 or weight.shape[0] < least:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it needs (buckets, heads), {least} buckets or more")
     check_flag("is_bidirectional", is_bidirectional)
+    if is_bidirectional and weight.shape[0] % 2:
+        raise ValueError(f"weight has {weight.shape[0]} buckets; with is_bidirectional it needs an even number")
     integer("max_distance", max_distance, weight.shape[0] // least + 1)
     reach = torch.arange(-max_distance, (max_distance if is_bidirectional else 0) + 1, device=weight.device)
     rows = t5_buckets(reach, weight.shape[0], max_distance, is_bidirectional)
@@ -451,7 +454,7 @@ def from_function(
         tensor([[-0.6931, -0.0000, -0.6931, -1.0986]])
     """
     for name, x in (("low", low), ("high", high)):
-        if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        if not is_int(x):
             raise TypeError(f"{name} is {x!r} ({type(x).__name__}); it needs to be an int")
     if low > high:
         raise ValueError(f"low is {low} and high is {high}; low needs to be at most high")

@@ -13,6 +13,7 @@ from .checks import check_strided as check_strided
 from .checks import check_tensor as check_tensor
 from .checks import check_values as check_values
 from .checks import check_window as check_window
+from .checks import is_int as is_int
 from .checks import packing_of as packing_of
 from .checks import refuse_keywords as refuse_keywords
 from .checks import values_can_be_read as values_can_be_read

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
@@ -94,13 +95,15 @@ def check_flag(name: str, value: bool) -> bool:
     """Refuse anything but a bool, so that a tensor or a string never silently counts as True."""
     if value is True or value is False:
         return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):  # the latter up to NumPy 1
+        return bool(value)
     raise TypeError(f"{name} is {value!r}; it needs to be True or False")
 
 
 def check_number(name: str, value: float) -> float:
     """Return a number of `_NUMBERS` as a float; refuse NaN and values out of range."""
     kind, least, most, needs = _NUMBERS[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):  # Real: the numbers of NumPy
         raise TypeError(f"{name} is a {type(value).__name__}; it needs to be {kind}")
     if not least <= value <= most:  # not isfinite: torch.compile cannot trace it with dynamic floats
         raise ValueError(f"{name} is {value}; it needs to be {needs}")
@@ -119,8 +122,14 @@ def check_softcap(softcap: float, softmax_scale: float | None) -> float:
     return softcap
 
 
+def is_int(x: object) -> bool:
+    """Tell whether x is an int: a size that a compiler has a symbol for, or a number of NumPy, too; not a bool."""
+    return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
+
+
 def bounded(x: int) -> int:
     """Cut an int that is added to positions where it lies beyond all of them, so that sums fit in 64 bits."""
+    x = x if isinstance(x, (int, torch.SymInt)) else int(x)
     return x if -_FAR < x < _FAR else (_FAR if x > 0 else -_FAR)
 
 
@@ -132,7 +141,7 @@ def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
         raise TypeError(f"window_size is {window_size!r}; it needs to be None or a pair (left, right) of ints")
     left, right = window_size
     for side in (left, right):
-        if isinstance(side, bool) or not isinstance(side, int):
+        if not is_int(side):
             raise TypeError(f"window_size is {window_size!r}; both sides need to be ints, -1 for unlimited")
         if side < -1:
             raise ValueError(f"window_size is {window_size!r}; both sides need to be at least -1 (-1 is unlimited)")
