@@ -160,8 +160,8 @@ def _refuse_inference(x: Inputs, error: RuntimeError) -> NoReturn:
     named += [("mask", list(x.mask.tensors)), ("sequences", [] if x.sequences is None else list(x.sequences))]
     made = " and ".join(name for name, own in named if any(t is not None and t.is_inference() for t in own))
     raise RuntimeError(
-        f"{made or 'an argument'} made in torch.inference_mode() cannot be saved for a backward pass; make it outside of "
-        "inference mode, where clone() of a tensor does, or call under torch.no_grad()"
+        f"{made or 'an argument'} made in torch.inference_mode() cannot be saved for a backward pass; make it outside "
+        "of inference mode, where clone() of a tensor does, or call under torch.no_grad()"
     ) from error
 
 

@@ -320,5 +320,5 @@ def test_ints_of_numpy_are_sizes() -> None:
     shared = {"bias": flash_dmattn.biases.Relative(values, np.int64(4), "clamp")}
     whole = {"bias": flash_dmattn.biases.Relative(values, 4, "clamp")}
     assert torch.equal(*(flash_dmattn.attention(x[None], x[None], x[None], **kind) for kind in (shared, whole)))
-    with pytest.raises(TypeError, match="is_causal is .*; it needs to be True or False"):
+    with pytest.raises(TypeError, match=r"is_causal is .*; it needs to be True or False"):
         flash_dmattn.attention(x[None], x[None], x[None], is_causal=np.int64(1))

@@ -315,7 +315,8 @@ class config(Block):
                 None if record is _LEFT_OUT else record,
             )
         )
-        self._arguments: dict[str, Any] = {"backend": backend, "disabled": disabled, "fallback": fallback, "record": record}
+        given = {"backend": backend, "disabled": disabled, "fallback": fallback, "record": record}
+        self._arguments: dict[str, Any] = given
         self._is_waiting = True
 
     @staticmethod
