@@ -447,8 +447,7 @@ class AttentionBackward(torch.autograd.Function):
         formula = backend.differentiable_backward
         if formula is None:
             raise NotImplementedError(
-                f"backend {backend.name!r} has no second derivative of attention; "
-                'call attention(..., backend="eager"), which has one'
+                f'backend {backend.name!r} has no second derivative of attention; backend="eager" has one'
             )
         num_inputs = 2 + NUM_INPUTS
         inputs, others = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]
