@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..definition import is_mapped
 from .description import Layout, Packing, SequenceSpec
 
 # Dimensions of q, and of k and v, in each layout.
@@ -151,10 +152,11 @@ def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
 def values_can_be_read(x: Tensor) -> bool:
     """Tell whether values may decide an error: reading them must not stop a GPU or break a graph, and some must exist.
 
-    Fake tensors say that they are on a CPU. They are a subclass, as are other tensors whose values are elsewhere.
+    Fake tensors say that they are on a CPU. They are a subclass, as are other tensors whose values are elsewhere. Below
+    `torch.vmap` a tensor has the values of all calls.
     """
     is_plain = type(x) is Tensor or type(x) is torch.nn.Parameter
-    return is_plain and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return is_plain and x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(x)
 
 
 def as_scores(x: Tensor) -> Tensor:
