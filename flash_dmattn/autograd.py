@@ -13,7 +13,7 @@ calls with sequences or dropout, which number the entries within each call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -74,7 +74,12 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
         return run_forward(plan, x)
     q, k, v, _, bias, sink, *_ = x
     bias, sink = None if bias is None else _unwrapped(bias), None if sink is None else _unwrapped(sink)
-    results = _record(_unwrapped(q), _unwrapped(k), _unwrapped(v), bias, sink, plan, x)
+    try:
+        results = _record(_unwrapped(q), _unwrapped(k), _unwrapped(v), bias, sink, plan, x)
+    except RuntimeError as error:
+        if "nference tensors cannot be saved" in str(error):
+            _refuse_inference(x, error)
+        raise
     return results
 
 
@@ -164,6 +169,17 @@ def _run_backward(plan: Plan, dout: Tensor, dlse: Tensor | None, kept: Sequence[
         run = backward_pass(backend, problem)
     gradients = run(saved, dout, dlse)
     return gradients if len(gradients) == 5 else (*gradients, None)
+
+
+def _refuse_inference(x: Inputs, error: RuntimeError) -> NoReturn:
+    """Name the tensors of inference mode that a backward pass would need."""
+    named = [(name, [getattr(x, name)]) for name in ("q", "k", "v", "bias", "sink")]
+    named += [("mask", list(x.mask.tensors)), ("sequences", [] if x.sequences is None else list(x.sequences))]
+    made = " and ".join(name for name, own in named if any(t is not None and t.is_inference() for t in own))
+    raise RuntimeError(
+        f"{made or 'an argument'} made in torch.inference_mode() cannot be saved for a backward pass; make it outside "
+        "of inference mode, where clone() of a tensor does, or call under torch.no_grad()"
+    ) from error
 
 
 def _keep(ctx: Any, plan: Plan, x: Inputs, out: Tensor, lse: Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masks.arguments import integer
-from .problem import Outside, as_scores, bounded, check_flag, check_tensor, dtype_name
+from .problem import Outside, as_scores, bounded, check_flag, check_tensor, dtype_name, is_int
 from .reference import distances
 from .reference.lists import by_query, dense_bias, repeat_heads, slot_table
 
@@ -115,8 +116,8 @@ class Chosen(NamedTuple):
         values: (*batch, H, Lq, K), or (*batch, H, R, K) with one row for each of the R lists of a head; any float
             dtype, any strides. Entries are in the order of the index that made the lists. H is 1, the heads of k or the
             heads of q; batch dims are 1 or full.
-        bias: an ordinary bias beside it, a tensor. With blocks of keys it needs to have one value per query; beside
-            sequences it needs to be None.
+        bias: an ordinary bias, a tensor, which is added to the values in fp32. With blocks of keys it needs to have one
+            value per query; beside sequences it needs to be None.
 
     Example:
         >>> import torch
@@ -134,7 +135,7 @@ class Chosen(NamedTuple):
     bias: Tensor | None = None
 
     def dense(self, mask: PreparedMask) -> Tensor:
-        """Make the matrix of these values, for calls that need it: (B, H, Lq, Lk), 0 beside the lists; with a gradient.
+        """Make the matrix of these values, for calls that need it: (*batch, H, Lq, Lk), 0 elsewhere; with a gradient.
 
         Args:
             mask: of `PreparedMask.from_lists` or `from_topk_lists`; any other is a TypeError.
@@ -145,6 +146,9 @@ class Chosen(NamedTuple):
         """
         lists = lists_beside(mask)
         check_tensor("bias.values", self.values, _FLOAT)
+        if self._has_batch_dims(lists):
+            one, folded, batch_dims = self._fold(lists)
+            return one.dense(folded).unflatten(0, batch_dims)
         rows, places = lists.sizes_of_values
         if not 2 <= self.values.dim() <= 4 or self.values.shape[-2] not in rows or self.values.shape[-1] != places:
             raise ValueError(
@@ -168,8 +172,7 @@ class Chosen(NamedTuple):
                 f"bias.bias has shape {tuple(self.bias.shape)}; it needs to broadcast to (batch, heads, seqlen_q, "
                 f"seqlen_k), {tuple(made.shape)}"
             )
-        heads = max(made.shape[1], bias.shape[1])
-        return repeat_heads(made, heads) + repeat_heads(bias, heads)
+        return _sum(made, bias)
 
     def with_bias(self, mask: Any) -> Tensor:
         """Return the values, with what the ordinary bias adds at each entry.
@@ -192,9 +195,11 @@ class Chosen(NamedTuple):
                 "bias.bias is set beside lists of sequences; it needs to be None: add what it has for lists.index to "
                 "bias.values"
             )
-        for name, x in (("values", self.values), ("bias", self.bias)):
-            if not 2 <= x.dim() <= 4:
-                raise ValueError(f"bias.{name} has {x.dim()} dimensions; beside each other both need 2, 3 or 4")
+        if self.bias.dim() < 2:
+            raise ValueError(f"bias.bias has shape {tuple(self.bias.shape)}; it needs (*batch, heads, Lq, Lk)")
+        if self._has_batch_dims(lists):
+            one, folded, batch_dims = self._fold(lists)
+            return one.with_bias(folded).unflatten(0, batch_dims)
         bias, block_k = as_scores(self.bias), lists.block_size[1]
         shapes = (as_scores(self.values).shape, bias.shape, lists.shape)
         if not _broadcast(*(x[0] for x in shapes)) or not _broadcast(*(x[1] for x in shapes), divides=True):
@@ -220,8 +225,32 @@ class Chosen(NamedTuple):
         values = as_scores(self.values)
         if added.shape[2] not in (1, values.shape[2]):
             values, added = (by_query(x, lists.seqlen_q, lists.block_size[0]) for x in (values, added))
-        heads = max(values.shape[1], added.shape[1])
-        return repeat_heads(values, heads) + repeat_heads(added, heads)
+        return _sum(values, added)
+
+    def _has_batch_dims(self, lists: ListMask) -> bool:
+        return max(x.dim() for x in self if isinstance(x, Tensor)) > 4 or lists.leading is not None
+
+    def _fold(self, lists: ListMask) -> tuple[Chosen, ListMask, tuple[int, ...]]:
+        """Fold the batch dims of values, bias and lists into one; return also these dims."""
+        tensors = [x for x in self if isinstance(x, Tensor)]
+        shapes = [*(tuple(x.shape[:-3]) for x in tensors), lists.batch_dims]
+        try:
+            dims = tuple(torch.broadcast_shapes(*shapes))
+        except RuntimeError:
+            beside = "" if self.bias is None else f", bias.bias {shapes[1]}"
+            raise ValueError(
+                f"bias.values has batch dims {shapes[0]}{beside} and the lists {shapes[-1]}; each needs to be 1 or the "
+                "same"
+            ) from None
+        one = Chosen(*(x.expand(*dims, *x[(None,) * (3 - x.dim())].shape[-3:]).flatten(0, -4) for x in tensors))
+        return one, replace(lists.expand_batch(dims), leading=None), dims
+
+
+def _sum(values: Tensor, bias: Tensor) -> Tensor:
+    """Add two tensors of four dims, with the heads of either, in fp32 at least: 16 bits would round the sum."""
+    heads = max(values.shape[1], bias.shape[1])
+    dtype = torch.promote_types(torch.promote_types(values.dtype, bias.dtype), torch.float32)
+    return repeat_heads(values, heads).to(dtype) + repeat_heads(bias, heads)
 
 
 def lists_beside(mask: Any) -> ListMask:
@@ -254,7 +283,7 @@ def split(bias: Any) -> tuple[Any, ByDistance | None]:
     is_band = isinstance(bias, Band)
     kind, values, zero = type(bias).__name__, bias.values, bias.zero
     check_tensor("bias.values", values, _FLOAT)
-    if isinstance(zero, bool) or not isinstance(zero, (int, torch.SymInt)):
+    if not is_int(zero):
         raise TypeError(f"bias.zero is a {type(zero).__name__}; it needs to be an int, the index of distance 0")
     outside: Outside = "zero" if isinstance(bias, Band) else bias.outside
     if outside not in _OUTSIDE:
@@ -327,7 +356,8 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
 
     Raises:
         TypeError: `weight` is no tensor of floats, `max_distance` no int, or `is_bidirectional` no bool.
-        ValueError: `weight` has another shape or too few buckets, or `max_distance` is too small for them.
+        ValueError: `weight` has another shape, too few buckets, or an odd number beside `is_bidirectional`, or
+            `max_distance` is too small for them.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
 
@@ -341,6 +371,8 @@ def t5(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int = 128
     if weight.dim() != 2 or weight.shape[0] < least:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it needs (buckets, heads), {least} buckets or more")
     check_flag("is_bidirectional", is_bidirectional)
+    if is_bidirectional and weight.shape[0] % 2:
+        raise ValueError(f"weight has {weight.shape[0]} buckets; with is_bidirectional it needs an even number")
     integer("max_distance", max_distance, weight.shape[0] // least + 1)
     reach = torch.arange(-max_distance, (max_distance if is_bidirectional else 0) + 1, device=weight.device)
     rows = t5_buckets(reach, weight.shape[0], max_distance, is_bidirectional)
@@ -422,7 +454,7 @@ def from_function(
         tensor([[-0.6931, -0.0000, -0.6931, -1.0986]])
     """
     for name, x in (("low", low), ("high", high)):
-        if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        if not is_int(x):
             raise TypeError(f"{name} is {x!r} ({type(x).__name__}); it needs to be an int")
     if low > high:
         raise ValueError(f"low is {low} and high is {high}; low needs to be at most high")

@@ -16,7 +16,7 @@ from .dispatch.checkpoints import follow_checkpoints
 from .dispatch.config import BackendChoice, Blocks, blocks, process
 from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
-from .dispatch.selection import choice_in_force, choose, falls_back, record, report_fallback
+from .dispatch.selection import choice_in_force, choose, falls_back, record, report_fallback, without_order
 from .problem import Arrival, Numbers, as_scores, fold_call
 from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
@@ -24,7 +24,7 @@ from .remembered import Remembered
 from .sequences import Sequences
 from .sequences.layout import lay_out
 from .sequences.padding import Jagged
-from .validation import Call, describe, follow_autocast, refuse_dtensors
+from .validation import Call, describe, follow_autocast, follows_warn_only, refuse_dtensors
 
 if TYPE_CHECKING:
     from .validation import Mask
@@ -131,6 +131,8 @@ def _plan_for(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Plan,
         refuse_dtensors(call.q, call.k, call.v, call.mask, call.bias, call.sink)
     problem, mask, bias = describe(call)
     requested = choice_in_force(backend)
+    if follows_warn_only(call, problem):
+        problem = without_order(problem, requested)
     selection = choose(problem, requested)
     # Sizes are tensors under torch.jit.trace, and symbols under compilers. Meta tensors have no values for a pass.
     is_plain = key is not None and type(problem.seqlen_q) is int
@@ -176,7 +178,7 @@ def _key(call: Call, backend: BackendChoice, around: Blocks) -> tuple[Any, ...] 
             call.by_distance,
             call.is_chosen,
             torch.is_grad_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
+            torch.get_deterministic_debug_mode(),
             # The settings themselves, and not the choice that follows from them, which takes longer to compute.
             backend,
             around.backend,

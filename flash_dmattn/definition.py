@@ -59,6 +59,16 @@ def outside_of_transforms() -> AbstractContextManager[None]:
     return context
 
 
+def is_mapped(x: Tensor) -> bool:
+    """Return whether a tensor has the values of all calls that a `torch.vmap` maps; compilers cannot tell."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
 def is_transform_traced() -> bool:
     """Return whether a compiler traces a transform of `torch.func`."""
     if not torch.compiler.is_compiling():

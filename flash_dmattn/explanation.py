@@ -32,9 +32,10 @@ from .dispatch.selection import (
     refuse_fallback,
     select_tangents,
     selected_names,
+    without_order,
 )
 from .problem import AttentionProblem, MaskForm, NeedsGrad, Numbers, SequenceSpec, arguments_like, unpacked_spec
-from .validation import describe, refuse_dtensors
+from .validation import describe, follows_warn_only, refuse_dtensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -255,7 +256,10 @@ def explain(
     if len(shape) == 2 and shape[0] == problem.batch > 1:
         reading = f"reads mask of shape {shape} as (seqlen_q, seqlen_k)"
         copies += (f"{reading}; padding of (batch, seqlen_k) is masks.padding_mask(mask)",)
-    return explain_description(problem if device is None else _moved(problem, device), backend, copies)
+    problem = problem if device is None else _moved(problem, device)
+    if follows_warn_only(call, problem):
+        problem = without_order(problem, choice_in_force(backend), warn=False)
+    return explain_description(problem, backend, copies)
 
 
 def _moved(problem: AttentionProblem, device: str) -> AttentionProblem:

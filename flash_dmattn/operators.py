@@ -202,9 +202,22 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[T
     return empty_gradients((x.q, x.k, x.v, x.bias, x.sink), arguments[-1])
 
 
-def _map_one_by_one(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """Map the operator under `torch.func.vmap` in a graph, where the rules of `autograd.py` do not apply."""
+    if any(isinstance(x, Tensor) and torch._C._functorch.is_gradtrackingtensor(x) for x in arguments):
+        # Dynamo runs the operator itself below vmap, and the derivative of an operator serves no transform. This error
+        # breaks the graph.
+        raise NotImplementedError(
+            "torch.compile traces torch.func.grad of vmap of attention, for which it keeps no derivative; "
+            'call attention(..., backend="reference"), or transform outside of torch.compile'
+        )
     return stacked([_forward_operator(*own) for own in each_call(info.batch_size, in_dims, arguments)])
+
+
+def _map_backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Any], list[Any]]:
+    """Map the operator of the backward pass in a graph, as jacrev does."""
+    results, dims = stacked([_backward_operator(*own) for own in each_call(info.batch_size, in_dims, arguments)])
+    return list(results), list(dims)
 
 
 # FLOP of the operators, for `torch.utils.flop_counter.FlopCounterMode`. A matrix product of one pair of a query and a
@@ -320,7 +333,8 @@ _tangent_gradients_operator = register(
     define("attention_tangent_gradients", TANGENT_GRADIENTS_SCHEMA, _run_tangent_gradients, _tangent_gradients_fake),
     tangent_gradients_flop,
 )
-torch.library.register_vmap("flash_dmattn::attention_forward", _map_one_by_one, lib=LIBRARY)
+torch.library.register_vmap("flash_dmattn::attention_forward", _map_forward, lib=LIBRARY)
+torch.library.register_vmap("flash_dmattn::attention_backward", _map_backward, lib=LIBRARY)
 
 
 def describe_operands(x: Inputs, flags: Flags, needs_grad: NeedsGrad = NeedsGrad()) -> AttentionProblem:  # noqa: B008

@@ -226,6 +226,13 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
     return problem, mask, bias
 
 
+def follows_warn_only(call: Call, problem: AttentionProblem) -> bool:
+    """Tell whether a fixed order of sums is asked for by torch's warn-only mode alone; compilers cannot see that."""
+    if call.numbers.deterministic is not None or not problem.deterministic or torch.compiler.is_compiling():
+        return False
+    return torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 _NO_REPEATS = Repeats()
 _UNPACKED: Packing = "none"
 

@@ -65,8 +65,8 @@ class Batch:
     ) -> None:
         if is_capturing(bounds.device):
             raise RuntimeError(
-                'backend="eager" reads the lengths of sequences on the host, which cannot be captured in a CUDA graph; '
-                "another backend can"
+                "eager and reference read the lengths of sequences on the host, which cannot be captured in a CUDA "
+                "graph; another backend can"
             )
         if type(bounds) is not Tensor:  # torch's own error would only name an operator
             raise RuntimeError(

@@ -514,6 +514,28 @@ def compared_on_a_device_group() -> tuple[list[str], int, int]:
     return kinds, meanwhile, kept() - before
 
 
+def second_derivative(strategy: str, backend: str) -> float | str:
+    """Return how far the gradient of a gradient is from that of one process, or what is said of it."""
+    layout = SequenceLayout.zigzag(16, dist.get_world_size())
+    rank, group = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 16, 4, 8, dtype=torch.float64) for _ in range(3)]
+
+    def second(*x: Tensor, **call: Any) -> Tensor:
+        leaves = [y.detach().requires_grad_() for y in x]
+        attend: Any = flash_dmattn.attention if not call else context_parallel_attention
+        out = attend(*leaves, is_causal=True, **(call or {"backend": "eager"}))
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return torch.stack(torch.autograd.grad(sum(y.square().sum() for y in first), leaves))
+
+    own = [layout.shard(x, 1, rank) for x in whole]
+    try:
+        got = second(*own, group=group, layout=layout, strategy=strategy, backend=backend)
+    except NotImplementedError as error:
+        return str(error)
+    return float((got - layout.shard(second(*whole), 2, rank)).abs().max())
+
+
 def under_fake_tensors() -> tuple[tuple[int, ...], tuple[str, bool]]:
     """Return the shape of a result under fake tensors, and what this rank says of its own mistake there."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -136,6 +136,26 @@ def test_no_gradient_no_graph() -> None:
     assert ours.ran == ["forward"]
 
 
+@pytest.mark.parametrize("backend", ("auto", "eager"))
+def test_what_inference_mode_made_is_named_where_it_cannot_train(backend: str) -> None:
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+    with torch.inference_mode():
+        mask, other = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(), torch.randn(1, 8, 2, 16)
+        prepared, sink = flash_dmattn.masks.PreparedMask.from_mask(mask), torch.zeros(2)
+    for arguments, named in (
+        ({"mask": mask}, "mask"),
+        ({"mask": prepared, "k": other}, "k and mask"),
+        ({"bias": torch.zeros(8, 8), "sink": sink}, "sink"),
+    ):
+        call = {"q": q, "k": q, "v": q, "backend": backend, **arguments}
+        message = rf"^{named} made in torch.inference_mode\(\) cannot be saved for a backward pass; make it outside"
+        with pytest.raises(RuntimeError, match=message):
+            flash_dmattn.attention(**call)
+        with torch.no_grad():
+            flash_dmattn.attention(**call)
+    flash_dmattn.attention(q, q, q, mask.clone(), backend=backend).sum().backward()
+
+
 def test_a_tensor_that_outlived_a_transform_passes_its_gradient_on() -> None:
     q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
     kept: list[Tensor] = []

@@ -297,6 +297,9 @@ GRADIENTS_INSIDE: dict[str, Callable[..., Any]] = {
     "of a sink": lambda q, k, v, bias: torch.func.grad(
         lambda sink: flash_dmattn.attention(q, k, v, sink=sink, return_lse=True)[1].square().sum()
     )(bias[0, 0, 0, :4]),
+    "of each number of out": lambda q, k, v, bias: torch.func.jacrev(
+        lambda q, bias: flash_dmattn.attention(q, k[:1], v[:1], None, bias[0], is_causal=True, backend="eager"), (0, 1)
+    )(q[:1], bias),
 }
 NESTED_GRADIENTS_INSIDE: dict[str, Callable[..., Any]] = {
     "of a gradient": lambda q, k, v, bias, **options: torch.func.grad(
@@ -305,6 +308,11 @@ NESTED_GRADIENTS_INSIDE: dict[str, Callable[..., Any]] = {
     "of mapped calls": lambda q, k, v, bias, **options: torch.vmap(
         torch.func.grad(lambda q, k, v: flash_dmattn.attention(q[None], k[None], v[None], **options).square().sum())
     )(q, k, v),
+    "of a map": lambda q, k, v, bias, **options: torch.func.grad(
+        lambda q: torch.vmap(lambda *x: flash_dmattn.attention(*x, **options).square().sum())(
+            q[:, None], k[:, None], v[:, None]
+        ).sum()
+    )(q),
 }
 
 

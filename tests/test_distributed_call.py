@@ -292,6 +292,11 @@ def test_a_context_is_that_of_its_thread_and_ends() -> None:
         thread.start()
         thread.join()
     assert context_in_force() is None and seen == [None]
+    with use_context_parallel(mesh_of(2), LAYOUT):
+        now = context_in_force()
+        assert now is not None and now.rank == 0
+    with pytest.raises(ValueError, match="group is a mesh of 3 dims; it needs one or two"):
+        use_context_parallel(mesh_of(3), LAYOUT)
     with pytest.raises(ValueError, match="layout is for 2 ranks"):
         use_context_parallel(dist.group.WORLD, SequenceLayout.zigzag(8, 2))
 

@@ -34,14 +34,17 @@ def tokens() -> Tensor:
     return torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def compared(family: str, layout_name: str, changes: dict[str, Any], length: int = LENGTH) -> float:
+def compared(
+    family: str, layout_name: str, changes: dict[str, Any], length: int = LENGTH, mesh: tuple[int, int] | None = None
+) -> float:
     """The largest difference of logits, and of any gradient of a weight once ranks have summed it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     layout: SequenceLayout = getattr(SequenceLayout, layout_name)(length, size)
     alone, model, words = make(family, **changes), make(family, **changes), tokens()[:, :length]
     wanted = alone(words, use_cache=False).logits
     wanted.square().sum().backward()
-    with use_context_parallel(dist.group.WORLD, layout):
+    group = dist.group.WORLD if mesh is None else dist.init_device_mesh("cpu", mesh, mesh_dim_names=("outer", "inner"))
+    with use_context_parallel(group, layout):
         positions = layout.positions(rank)[None].expand(2, -1)
         logits = model(layout.shard(words, 1, rank), position_ids=positions, use_cache=False).logits
         logits.square().sum().backward()
@@ -80,6 +83,13 @@ def refused(what: str, ranks: tuple[int, ...]) -> str:
 @pytest.mark.parametrize("family, layout", [("llama", "zigzag"), ("mistral", "zigzag"), ("gemma2", "contiguous")])
 def test_a_model_over_ranks_equals_the_model(family: str, layout: str) -> None:
     assert max(workers(2).run("test_distributed_transformers.compared", family, layout, {})) < TOLERANCE
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 2)], ids=str)
+def test_a_model_over_a_mesh_equals_the_model(mesh: tuple[int, int]) -> None:
+    size = mesh[0] * mesh[1]
+    ranks = workers(size).run("test_distributed_transformers.compared", "llama", "zigzag", {}, LENGTH, mesh)
+    assert max(ranks) < TOLERANCE
 
 
 def test_a_window_longer_than_a_part_of_the_sequence() -> None:

@@ -177,6 +177,21 @@ def test_results_are_equal_bit_by_bit_from_run_to_run(name: str) -> None:
     assert workers(4).run("distributed_calls.repeated", REPEATED[name]) == [True] * 4
 
 
+@pytest.mark.parametrize("strategy, backend", [("ulysses", "eager"), ("ulysses", "sdpa"), ("gather", "eager")])
+def test_second_derivatives(strategy: str, backend: str) -> None:
+    """Only heads that are traded have one, and the others say so."""
+    for result in workers(2).run("distributed_calls.second_derivative", strategy, backend):
+        if (strategy, backend) == ("ulysses", "eager"):
+            assert isinstance(result, float) and result < 1e-10
+        else:
+            assert isinstance(result, str) and result.startswith(
+                "context_parallel_attention has no second derivative with strategy='gather'; "
+                if strategy == "gather"
+                else "backend 'sdpa' has no second derivative of attention; "
+            )
+            assert 'backend="eager"' in result and "attention(" not in result
+
+
 def test_every_rank_has_the_same_bits_of_a_summed_gradient() -> None:
     case = P(bias="head", reduce=True, is_causal=True, dtype=torch.float32, dlse=True)
     first, *others = workers(4).run("distributed_calls.gradient_of_bias", case)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import GRADIENTS, assert_accurate, assert_empty_rows_ignore_dlse, run
-from cases import Case
+from accuracy import GRADIENTS, assert_accurate, assert_empty_rows_ignore_dlse, oracle, run
+from cases import Case, Inputs
 from conftest import Runner
 from layouts import LAYOUTS, rearranged
 from test_calls import check
@@ -17,7 +17,7 @@ from test_calls import check
 import flash_dmattn
 from flash_dmattn.backends import eager
 from flash_dmattn.masks import PreparedMask
-from flash_dmattn.reference import chunks
+from flash_dmattn.reference import chunks, formula
 
 FULL, PER_KEY = ("B", "Hq", "Lq", "Lk"), ("1", "Hk", "1", "Lk")
 RESULTS = ("out", "lse", *GRADIENTS)
@@ -69,6 +69,91 @@ def test_the_lse_of_an_empty_row_takes_no_gradient(backend: Runner, bias: tuple)
     case = Case(mask=("B", "1", "Lq", "Lk"), mask_kind="empty_rows", bias=bias)
     inputs = case.build()
     assert_empty_rows_ignore_dlse(backend.attention(case, inputs), case, inputs)
+
+
+# Backends that are held to "NaN and infinities" in docs/mathematics.md.
+HELD_TO_NAN = ("eager", "sdpa", "flex", "reference")
+QKV = ("q", "k", "v")
+SPOILT = Case(seqlen_q=20, seqlen_k=20, needs_grad=QKV)
+SHORT = SPOILT.with_(seqlen_q=7, seqlen_k=7)
+SPOILT_CALLS: dict[str, tuple[Case, tuple[str, ...]]] = {
+    "plain": (SPOILT, QKV),
+    "short rows": (SHORT, QKV),
+    "causal": (SPOILT.with_(is_causal=True), QKV),
+    "causal, in blocks": (SPOILT.with_(is_causal=True, batch=1, seqlen_q=193, seqlen_k=193), ("q", "k", "last of k")),
+    "window": (SPOILT.with_(window_size=(5, 2)), QKV),
+    "mask": (SPOILT.with_(mask=FULL, mask_kind="empty_rows"), QKV),
+    "softcap": (SPOILT.with_(softcap=3.0), ("q", "k")),
+    **{
+        f"bias {'-'.join(shape)}, {name}": (case.with_(bias=shape, needs_grad=grads), (*QKV, "bias", "all of bias"))
+        for name, case in (("full", SPOILT), ("short", SHORT), ("causal", SPOILT.with_(is_causal=True)))
+        for shape, grads in (
+            (FULL, (*QKV, "bias")),
+            (("1", "1", "1", "Lk"), (*QKV, "bias")),
+            (("B", "Hq", "Lq", "1"), QKV),  # its gradient is dlse, whatever the scores are
+        )
+    },
+    "bias beside a mask": (SPOILT.with_(mask=FULL, bias=PER_KEY), (*QKV, "bias")),
+    "bias of -inf": (SPOILT.with_(bias=FULL, bias_kind="inf"), (*QKV, "bias")),
+    "bias without a gradient": (SHORT.with_(bias=FULL, is_causal=True), ("q", "bias", "all of bias")),
+    "sink": (SPOILT.with_(sink="normal", needs_grad=(*QKV, "sink")), (*QKV, "sink")),
+}
+
+
+def spoilt(inputs: Inputs, where: str, value: float) -> Inputs:
+    """The inputs with a value in one place of a tensor, such as the middle query or the second key, or in all."""
+    name = where.rpartition(" ")[2]
+    x = getattr(inputs, name).clone()
+    if where in ("sink", "all of bias"):
+        x[1 if where == "sink" else slice(None)] = value
+    elif where == "bias":
+        x[0, -1, x.shape[2] // 2, min(1, x.shape[3] - 1)] = value
+    else:
+        x[0, {"q": x.shape[1] // 2, "last of k": -1}.get(where, 1), 1, 2] = value
+    return replace(inputs, **{name: x})
+
+
+@pytest.mark.parametrize("value", (torch.nan, torch.inf, -torch.inf))
+@pytest.mark.parametrize("name", SPOILT_CALLS)
+@pytest.mark.parametrize("backend", HELD_TO_NAN, indirect=True)
+def test_what_is_no_number_reaches_all_that_see_it(backend: Runner, name: str, value: float) -> None:
+    """Out and lse are as in the formula. Gradients are no numbers where a bad row sees a pair, perhaps elsewhere."""
+    case, places = SPOILT_CALLS[name]
+    for where in places:
+        inputs = spoilt(case.build(), where, value)
+        got, exact, x = backend(case, inputs), oracle(case, inputs), case.in_formula(inputs.to(torch.float64))
+        keep = formula.allowed(inputs.mask, *case.sizes(("Lq", "Lk")), case.is_causal, case.window_size, x.q.device)
+        keep = torch.ones((), dtype=torch.bool, device=x.q.device) if keep is None else keep
+        keep = keep.expand(case.sizes(FULL))
+        for result in ("out", "lse"):
+            both = got[result], exact[result]
+            if where == "v":  # a backend that skips a hidden key skips its value, too
+                both = tuple(y[keep[..., 1]] if result == "lse" else y[keep[..., 1].mT] for y in both)
+            kinds = [torch.stack((y.isnan(), y == torch.inf, y == -torch.inf)) for y in both]
+            assert torch.equal(*kinds), f"{result} of {where}"
+        bad_rows = ~exact["out"].isfinite().all(-1)
+        pairs = keep & bad_rows.mT[..., None]
+        seen_keys = pairs.any(2).unflatten(1, (case.num_heads_k, -1)).any(2).mT
+        reached = {"dq": bad_rows, "dk": seen_keys, "dv": seen_keys}
+        own_rows, own_keys = (~y.isfinite().all(-1) for y in (x.q, x.k + x.v))
+        own_keys = own_keys | own_rows.any(1, keepdim=True).unflatten(2, (case.num_heads_k, -1)).any(3)
+        own = {"dq": own_rows, "dk": own_keys, "dv": own_keys}
+        if x.bias is not None:
+            reached["dbias"] = formula.grouped(pairs.double(), case.num_heads_k, case.num_heads)
+            reached["dbias"] = formula.bias_gradient(reached["dbias"], x.bias, case.num_heads) > 0
+        flags = {**case.flags(), "sink": x.sink}
+        everywhere = formula.gradients(x.dout, None, x.q, x.k, x.v, x.mask, x.bias, **flags)
+        for result, most in zip((*GRADIENTS, "dsink"), everywhere, strict=False):
+            if got.get(result) is None:
+                continue
+            finite = [y.isfinite() for y in (got[result], exact[result], most)]
+            if result in ("dq", "dk", "dv"):
+                finite = [y.all(-1) for y in finite]
+            found, seen, hidden = (~y for y in finite)
+            # FlexAttention makes p of +inf anew from its lse, which is +inf there (docs/backends.md).
+            if not (result == "dv" and backend.name == "flex" and abs(value) == torch.inf):
+                assert not (seen & reached.get(result, seen) & ~found).any(), f"{result} of {where} is finite"
+            assert not (found & ~hidden & ~own.get(result, hidden)).any(), f"{result} of {where} is not finite"
 
 
 HIDING: dict[str, tuple[dict[str, Any], str]] = {

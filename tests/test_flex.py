@@ -138,3 +138,23 @@ def test_flex_works_where_its_cpu_kernel_compiles(
     availability = flex._load()
     assert availability.usable is usable
     assert usable or f"torch serves this CPU as {capability}" in availability.reason
+
+
+def test_warn_only_determinism_warns_where_a_named_backend_has_no_order() -> None:
+    q, bias = torch.randn(1, 8, 2, 16), torch.zeros(1, 2, 8, 8, requires_grad=True)
+    with eager_flex():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            with pytest.warns(UserWarning, match="backend 'flex' adds sums of this call in any order") as caught:
+                flash_dmattn.attention(q, q, q, bias=bias, backend="flex").sum().backward()
+            assert caught[0].filename == __file__
+            explained = flash_dmattn.explain(q, q, q, bias=bias, backend="flex")
+            assert explained.error is None and not explained.problem.deterministic
+            assert flash_dmattn.explain(q, q, q, bias=bias).problem.deterministic
+            with pytest.raises(flash_dmattn.BackendUnsupportedError, match="adds it up with atomics"):
+                flash_dmattn.attention(q, q, q, bias=bias, backend="flex", deterministic=True)
+            torch.use_deterministic_algorithms(True)
+            with pytest.raises(flash_dmattn.BackendUnsupportedError, match="adds it up with atomics"):
+                flash_dmattn.attention(q, q, q, bias=bias, backend="flex")
+        finally:
+            torch.use_deterministic_algorithms(False)

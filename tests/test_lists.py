@@ -404,14 +404,48 @@ def test_index_scores_with_leading_dims_and_of_blocks() -> None:
     scores = IndexScores(q, k, weights)
     lists = from_topk_lists(scores, 2, seqlen_q=20, seqlen_k=29, block_size=(4, 8), is_causal=True)
     assert lists.shape == (6, 1, 20, 29) and lists.batch_dims == (2, 3)
-    assert scores.at(lists).shape == (6, 1, 5, 2)
+    assert scores.at(lists).shape == (2, 3, 1, 5, 2)
     x = torch.randn(2, 3, 20, 2, 8)
     y = torch.randn(2, 3, 29, 1, 8)
-    values = scores.at(lists).unflatten(0, (2, 3))
+    values = scores.at(lists)
     got = attention(x, y, y, lists, Chosen(values), backend="eager")
     torch.testing.assert_close(got, attention(x, y, y, lists, Chosen(values), backend="reference"))
+    matrix = Chosen(values).dense(lists)
+    torch.testing.assert_close(got, attention(x, y, y, lists, matrix, backend="reference"))
     empty = IndexScores(q[..., :0, :, :], k, weights[..., :0, :])
-    assert empty.at(from_topk_lists(empty, 2, seqlen_q=0)).shape == (6, 1, 0, 2)
+    assert empty.at(from_topk_lists(empty, 2, seqlen_q=0)).shape == (2, 3, 1, 0, 2)
+
+
+@pytest.mark.parametrize("shape", ((2, 1, 2, 5, 6), (3, 1, 5, 1), (1, 3, 1, 1, 6), (5, 6)))
+@pytest.mark.parametrize("shared", (False, True))
+def test_a_bias_beside_chosen_values_with_leading_dims(shape: tuple[int, ...], shared: bool) -> None:
+    q, k = torch.randn(2, 3, 5, 2, 4), torch.randn(2, 3, 6, 2, 4)
+    lists = from_lists(torch.randint(-1, 6, (1, 5, 4) if shared else (2, 1, 1, 5, 4)), seqlen_k=6)
+    values, bias = torch.randn(2, 3, 1, 5, 4, requires_grad=True), torch.randn(shape, requires_grad=True)
+    outs = [
+        attention(q, k, k, lists, added, backend="eager")
+        for added in (Chosen(values, bias), Chosen(values, bias).dense(lists))
+    ]
+    own = lists.dense().view(*(() if shared else (2, 1)), 1, 5, 6)
+    outs.append(attention(q, k, k, own, Chosen(values).dense(lists) + bias, backend="reference"))
+    gradients = [torch.autograd.grad(out.square().sum(), (values, bias)) for out in outs]
+    for out, grads in zip(outs[:2], gradients[:2], strict=True):
+        for x, y in zip((out, *grads), (outs[2], *gradients[2]), strict=True):
+            torch.testing.assert_close(x, y)
+    with pytest.raises(ValueError, match=r"batch dims \(2, 3\), bias.bias \(2, 2\)"):
+        attention(q, k, k, lists, Chosen(values, torch.zeros(2, 2, 1, 5, 6)))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_a_bias_and_chosen_values_of_16_bits_are_added_in_fp32(dtype: torch.dtype) -> None:
+    q, k = torch.randn(1, 5, 1, 4, dtype=dtype), torch.randn(1, 6, 1, 4, dtype=dtype)
+    lists = from_lists(torch.stack([torch.randperm(6)[:4] for _ in range(5)]), seqlen_k=6)
+    values, bias = (10 + torch.randn(1, 1, 5, 4)).to(dtype), (10 + torch.randn(1, 1, 5, 6)).to(dtype)
+    exact = Chosen(values.double()).dense(lists) + bias.double()
+    wanted = attention(*(x.double() for x in (q, k, k)), lists, exact, return_lse=True)[1]
+    for added in (Chosen(values, bias), Chosen(values, bias).dense(lists)):
+        lse = attention(q, k, k, lists, added, return_lse=True, backend="eager")[1]
+        torch.testing.assert_close(lse.double(), wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", ((2, 4, 1, 30), (1, 2, 25, 30), (25, 1), (1, 4, 25, 1), (30,)))
@@ -862,7 +896,7 @@ MISTAKES_OF_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("TypeError: bias.bias is a float", {"bias": Chosen(VALUES, 1.0)}),
     ("TypeError: bias.bias has dtype int64", {"bias": Chosen(VALUES, torch.zeros(5, 6).long())}),
     (r"ValueError: bias.bias has shape \(3, 5, 6\)", {"bias": Chosen(VALUES.expand(1, 2, 5, 4), torch.zeros(3, 5, 6))}),
-    ("ValueError: bias.values has 5 dimensions", {"bias": Chosen(VALUES[None], torch.zeros(5, 6))}),
+    ("ValueError: bias.values has 2 batch dims", {"bias": Chosen(VALUES[None], torch.zeros(5, 6))}),
     ("ValueError: .*prepared for seqlen_q 4", {"mask": listed(INDEX[:, :, :4])}),
     ("ValueError: .*prepared for seqlen_k 7", {"mask": from_lists(INDEX, seqlen_k=7)}),
     ("ValueError: .*mask was prepared with is_causal=True", {"window_size": (2, -1)}),

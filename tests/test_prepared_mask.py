@@ -3,13 +3,16 @@
 import copy
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from key_parts import check_told_apart, parts, tensor_changes
 from mask_checks import BANDS, by_place, check_fields, check_stats, in_band, same, tiled_mask
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
+import flash_dmattn
 from flash_dmattn import Sequences, masks
 from flash_dmattn.masks import PreparedMask
 from flash_dmattn.masks.prepared import packing
@@ -394,3 +397,43 @@ def test_every_kind_of_prepared_mask_is_told_apart():
     assert len({mask.call_key for mask in KINDS.values()}) == len(KINDS)
     assert PreparedMask.from_mask(~ALLOWED, is_causal=True).call_key == KINDS["TileMask"].call_key  # whatever it allows
     assert all(not isinstance(part, torch.Tensor) for mask in KINDS.values() for part in parts(mask.call_key).values())
+
+
+MAPPED: dict[str, Callable[[Tensor], PreparedMask]] = {
+    "topk": lambda s: PreparedMask.from_topk(s[..., :1, :], 3),
+    "causal topk": lambda s: PreparedMask.from_topk(s[..., :1, :], 3, is_causal=True, local=2, reorder=True),
+    "topk of allowed keys": lambda s: PreparedMask.from_topk(s[:, :1, :1], 3, mask=s[:1, :, -1:] > 0),
+    "intervals": lambda s: PreparedMask.from_intervals((s[0, :, 0] * 2).long(), (s[0, :, 1] * 9).long(), 8),
+    "lengths": lambda s: PreparedMask.from_lengths((s[:, 0, 0, 0].abs() * 3).long().clamp(0, 8), 8, 8),
+    "keys": lambda s: PreparedMask.from_mask(s[:, :, :1] > 0, seqlen_q=8),
+    "tiles": lambda s: PreparedMask.from_mask(s > 0),
+    "topk lists": lambda s: PreparedMask.from_topk_lists(s, 3, is_causal=True),
+    "lists": lambda s: PreparedMask.from_lists(s.topk(3, -1).indices, seqlen_k=8),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_masks_are_prepared_below_vmap(name: str) -> None:
+    q, scores, make = torch.randn(3, 2, 8, 2, 16), torch.randn(3, 2, 2, 8, 8), MAPPED[name]
+
+    def call(q: Tensor, scores: Tensor) -> Tensor:
+        return flash_dmattn.attention(q, q, q, make(scores), backend="eager")
+
+    wanted = torch.stack([call(*each) for each in zip(q, scores, strict=True)])
+    torch.testing.assert_close(torch.vmap(call)(q, scores), wanted)
+    pulled = torch.func.grad(lambda q: torch.vmap(call)(q, scores).square().sum())(q)
+    alone = torch.stack([torch.func.grad(lambda q, s=s: call(q, s).square().sum())(x) for x, s in zip(q, scores)])
+    torch.testing.assert_close(pulled, alone)
+
+
+@pytest.mark.parametrize(
+    ("what", "make"),
+    [
+        ("compact=True needs", lambda s: PreparedMask.from_topk(s[..., :1, :], 2, is_causal=True, compact=True)),
+        ("find_intervals=True needs", lambda s: PreparedMask.from_mask(s > 0, find_intervals=True)),
+        ("this mask needs", lambda s: PreparedMask.from_documents((s[0, 0] > 0).long())),
+    ],
+)
+def test_what_needs_values_is_refused_below_vmap(what: str, make: Callable[[Tensor], PreparedMask]) -> None:
+    with pytest.raises(NotImplementedError, match=rf"^{what} the values of one call, and torch.vmap maps several; "):
+        torch.vmap(lambda s: make(s).tensors[0])(torch.randn(3, 1, 2, 8, 8))

@@ -361,6 +361,7 @@ WRONG_BUILDERS: tuple[tuple[Callable[[], object], type[Exception], str], ...] = 
     (lambda: biases.t5(torch.ones(32, 2).long()), TypeError, "weight has dtype int64; it needs to be a floating"),
     (lambda: biases.t5(torch.ones(32, 2), is_bidirectional=1), TypeError, "is_bidirectional is 1; it needs to be"),  # type: ignore[arg-type]
     (lambda: biases.t5(torch.ones(32)), ValueError, "weight has shape (32,); it needs (buckets, heads), 4 buckets"),
+    (lambda: biases.t5(torch.ones(33, 2)), ValueError, "weight has 33 buckets; with is_bidirectional it needs an even"),
     (lambda: biases.t5(torch.ones(3, 2)), ValueError, "weight has shape (3, 2); it needs (buckets, heads), 4 buckets"),
     (lambda: biases.alibi([1.0], 4), TypeError, "slopes is a list; it needs to be a floating-point torch.Tensor"),  # type: ignore[arg-type]
     (lambda: biases.alibi(torch.ones(2, 1), 4), ValueError, "slopes has shape (2, 1); it needs (heads,)"),

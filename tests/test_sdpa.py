@@ -547,6 +547,20 @@ def outcome(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> l
     return [out.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
 
 
+def test_functions_that_run_attention_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They see the names of their module as these are at each call."""
+    made: list[object] = []
+    kind = sdpa.FunctionType
+    monkeypatch.setattr(sdpa, "FunctionType", lambda *a: made.append(a) or kind(*a))
+    monkeypatch.setattr(sdpa, "_RUNS_OTHERS", {F.multi_head_attention_forward})
+    sdpa._unasked.cache_clear()
+    unasked = [sdpa._unasked(F.multi_head_attention_forward) for _ in range(2)]
+    assert unasked[0] is unasked[1] and len(made) == 1
+    monkeypatch.setattr(F, "of_this_test", 3, raising=False)
+    assert unasked[0].__globals__["of_this_test"] == 3
+    assert not unasked[0].__globals__["has_torch_function"]()
+
+
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
 @pytest.mark.parametrize("name", modules())
 def test_modules_of_torch(name: str, mode: str) -> None:

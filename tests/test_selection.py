@@ -21,7 +21,7 @@ import flash_dmattn
 from flash_dmattn import FallbackWarning, call
 from flash_dmattn.backends.cuda import backend as cuda
 from flash_dmattn.backends.cuda import rules
-from flash_dmattn.backends.protocol import Availability, Rule
+from flash_dmattn.backends.protocol import Availability, Probe, Rule
 from flash_dmattn.backends.triton import backend as triton
 from flash_dmattn.backends.triton import passes
 from flash_dmattn.dispatch import registry, selection
@@ -388,6 +388,28 @@ def test_probe_of_a_broken_install_keeps_the_exception_and_never_raises(
         results(module.BACKEND.name)
     assert caught.value.__cause__ is actual.exception
     torch.testing.assert_close(results("auto"), results("reference"))
+
+
+def test_threads_probe_a_backend_once() -> None:
+    loads: list[int] = []
+    inside, others = threading.Event(), threading.Event()
+
+    def load() -> Availability:
+        loads.append(1)
+        inside.set()
+        others.wait(10)
+        return Availability(True)
+
+    probe = Probe(load)
+    threads = [threading.Thread(target=probe) for _ in range(4)]
+    threads[0].start()
+    inside.wait()
+    for thread in threads[1:]:
+        thread.start()
+    others.set()
+    for thread in threads:
+        thread.join()
+    assert len(loads) == 1 and probe().usable
 
 
 def test_probe_is_left_alone_where_a_rule_refuses_already() -> None:

@@ -470,17 +470,26 @@ BAD: dict[str, Callable[[], Any]] = {
     ): lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 5), sequences=TWO),
     (
         "ValueError: bias has shape (2, 1, 5), read as (heads, 1, keys of all sequences); it needs heads in "
-        "{1, 2} and keys of all sequences in {1, 8}"
+        "{1, 2} and keys of all sequences in {1, 8}; by position in each sequence it has 4 dimensions, bias[None]"
     ): lambda: attention(X, X, X, bias=torch.zeros(2, 1, 5), sequences=TWO),
     (
-        "ValueError: bias has shape (2, 2, 8, 8), by position; it needs max_seqlen_q, which the sequences do "
-        "not name (Sequences.packed(..., max_seqlen_q=8, max_seqlen_k=8))"
+        "ValueError: bias has shape (2, 2, 8, 8), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it needs "
+        "max_seqlen_q and max_seqlen_k, which the sequences do not name (Sequences.packed(..., max_seqlen_q=8, "
+        "max_seqlen_k=8))"
     ): lambda: attention(X, X, X, bias=torch.zeros(2, 2, 8, 8), sequences=Sequences.packed(cu(0, 3, 8))),
     (
         "ValueError: bias has shape (1, 2, 5, 5), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it needs "
-        "sequences in {1, 2}, heads in {1, 2}, max_seqlen_q in {1, 8} and max_seqlen_k in {1, 8}; sequences do not "
-        "name their longest, which counts as all tokens: Sequences.packed(..., max_seqlen_q=5, max_seqlen_k=5)"
+        "max_seqlen_q and max_seqlen_k, which the sequences do not name (Sequences.packed(..., max_seqlen_q=5, "
+        "max_seqlen_k=5))"
     ): lambda: attention(X, X, X, bias=torch.zeros(1, 2, 5, 5), sequences=Sequences.packed(cu(0, 3, 8))),
+    (
+        "ValueError: bias has shape (2, 8, 5), read as (heads, queries of all sequences, max_seqlen_k); it needs "
+        "max_seqlen_k, which the sequences do not name (Sequences.packed(..., max_seqlen_k=5))"
+    ): lambda: attention(X, X, X, bias=torch.zeros(2, 8, 5), sequences=Sequences.packed(cu(0, 3, 8))),
+    (
+        "ValueError: bias has shape (3, 2, 5, 5), read as (sequences, heads, max_seqlen_q, max_seqlen_k); it needs "
+        "sequences in {1, 2} and heads in {1, 2}"
+    ): lambda: attention(X, X, X, bias=torch.zeros(3, 2, 5, 5), sequences=Sequences.packed(cu(0, 3, 8))),
     (
         "ValueError: bias has shape (2, 5, 5), read as (heads, queries of all sequences, max_seqlen_k); it needs heads "
         "in {1, 2}, queries of all sequences in {1, 8} and max_seqlen_k in {1, 5}; by position in each sequence it has "
@@ -498,6 +507,20 @@ def test_bad_input_is_refused_by_name(message: str) -> None:
         BAD[message], lambda: attention(X, X, X, sequences=TWO), inference="requires grad" not in message
     )
     assert f"{type(error).__name__}: {error}".startswith(message)
+
+
+def test_one_row_beside_one_query_token() -> None:
+    """It has the keys of the query's sequence, of max_seqlen_k, or packed keys."""
+    q, k = torch.randn(1, 2, 4), torch.randn(9, 2, 4)
+    sequences = Sequences.packed(cu(0, 0, 1), cu(0, 4, 9), max_seqlen_q=1, max_seqlen_k=5)
+    alone = k[None, 4:]
+    mask, bias = torch.tensor([[[True, False, True, True, False]]]), torch.randn(2, 1, 5)
+    wanted = attention(q[None], alone, alone, mask, bias)[0]
+    torch.testing.assert_close(attention(q, k, k, mask, bias, sequences=sequences), wanted)
+    prepared = flash_dmattn.masks.PreparedMask.from_mask(mask, sequences=sequences, seqlen_q=1, seqlen_k=9)
+    torch.testing.assert_close(attention(q, k, k, prepared, bias, sequences=sequences), wanted)
+    packed = torch.nn.functional.pad(mask, (4, 0)), torch.nn.functional.pad(bias, (4, 0))
+    torch.testing.assert_close(attention(q, k, k, *packed, sequences=sequences), wanted)
 
 
 def test_check_reads_the_values() -> None:

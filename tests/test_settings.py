@@ -114,6 +114,29 @@ def test_a_block_that_is_never_entered_says_so(arguments: dict[str, Any], shown:
         flash_dmattn.config.set(backend="auto")
 
 
+def test_a_block_decorates_a_function() -> None:
+    decisions: list[Any] = []
+
+    @flash_dmattn.config(backend="reference", record=decisions)
+    def call(x: Tensor) -> Tensor:
+        return flash_dmattn.attention(x, x, x)
+
+    x = torch.randn(1, 3, 2, 8)
+    assert call.__name__ == "call" and torch.equal(call(x), call(x))
+    assert [decision.forward for decision in decisions] == ["reference"] * 2
+    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(x), call(x))
+    assert ran() == AUTO
+
+    async def later() -> None: ...
+
+    with pytest.raises(TypeError, match=r"config decorates 'later', .* write `with config\(\.\.\.\):` inside of it"):
+        decorate = flash_dmattn.config(backend="eager")
+        with decorate:
+            decorate(later)
+    with pytest.raises(TypeError, match="config decorates a Tensor; it needs a function"), decorate:
+        decorate(x)
+
+
 def test_one_block_has_several_settings_and_the_process_keeps_what_is_left_out() -> None:
     flash_dmattn.config.set(backend="reference", disabled="flex", fallback="silent")
     decisions: list[Any] = []
@@ -240,6 +263,8 @@ def test_a_wrong_setting_is_refused_when_it_is_made(
             choose(**{**others, name: value})
     with pytest.raises(TypeError, match="positional argument"):
         choose("eager")
+    with pytest.raises(TypeError, match=r"config.* got an unexpected keyword argument 'backendd'; .* mean 'backend'\?"):
+        choose(backendd="eager")
     assert ran() == AUTO
     assert (config.process.disabled, config.process.fallback) == ((), "warn")
 

@@ -8,6 +8,7 @@ import re
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import refusal_of
@@ -292,6 +293,8 @@ def test_validation_comes_before_any_backend(monkeypatch: pytest.MonkeyPatch) ->
         ({"window_size": [-1, -1]}, {}),
         ({"window_size": (LQ + LK, LQ + LK)}, {}),
         ({"window_size": (10**30, 2**63 - 1)}, {}),
+        ({"softmax_scale": np.float32(0.5), "softcap": np.int64(2)}, {"softmax_scale": 0.5, "softcap": 2.0}),
+        ({"window_size": (np.int64(2), np.int32(-1)), "is_causal": np.bool_(True)}, {"window_size": (2, 0)}),
     ],
     ids=str,
 )
@@ -304,3 +307,18 @@ def test_numbers_may_be_written_in_other_ways(changes: dict[str, Any], like: dic
         for flags in (changes, like)
     ]  # transforms see operators, whose numbers have 64 bits
     assert torch.equal(*(pull(arguments["q"]) for pull in pulled))
+
+
+def test_ints_of_numpy_are_sizes() -> None:
+    five = np.int64(5)
+    assert torch.equal(flash_dmattn.masks.causal_mask(five, five), flash_dmattn.masks.causal_mask(5, 5))
+    sequences = flash_dmattn.Sequences.packed(torch.tensor([0, 2, 7]), max_seqlen_q=five)
+    assert type(sequences.max_seqlen_q) is type(sequences.max_seqlen_k) is int
+    x = torch.randn(7, 2, 8)
+    assert flash_dmattn.attention(x, x, x, bias=torch.zeros(1, 1, 5, 5), sequences=sequences).shape == x.shape
+    values = torch.randn(2, 9)
+    shared = {"bias": flash_dmattn.biases.Relative(values, np.int64(4), "clamp")}
+    whole = {"bias": flash_dmattn.biases.Relative(values, 4, "clamp")}
+    assert torch.equal(*(flash_dmattn.attention(x[None], x[None], x[None], **kind) for kind in (shared, whole)))
+    with pytest.raises(TypeError, match=r"is_causal is .*; it needs to be True or False"):
+        flash_dmattn.attention(x[None], x[None], x[None], is_causal=np.int64(1))

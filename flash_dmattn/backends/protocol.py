@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..problem import FEATURES, AttentionProblem, Gradients, MaskForm
@@ -86,15 +88,20 @@ class Availability(NamedTuple):
 
 
 class Probe:
-    """A `probe` of a `Backend` that loads what the backend needs once; its result is reused."""
+    """A `probe` of a `Backend` that loads what the backend needs once, for all threads; its result is reused."""
 
     def __init__(self, load: Callable[[], Availability]) -> None:
         self.load = load
         self.found: Availability | None = None
+        self._loading = threading.Lock()
 
     def __call__(self) -> Availability:
-        if self.found is None:
+        if self.found is None and torch.compiler.is_compiling():  # Dynamo, which runs on one thread, enters no lock
             self.found = self.load()
+        if self.found is None:
+            with self._loading:
+                if self.found is None:
+                    self.found = self.load()
         return self.found
 
 

@@ -8,9 +8,11 @@ asyncio have their own blocks, and inherit those in force if they start in a cop
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -89,6 +91,14 @@ def _check_names(names: str | tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         check_name(name)
     return tuple(dict.fromkeys(names))
+
+
+def _refuse_unknown(call: str, unknown: Mapping[str, object]) -> None:
+    for name in unknown:
+        raise TypeError(
+            f"{call}() got an unexpected keyword argument {name!r}; "
+            + needed(name, ("backend", "disabled", "fallback", "record"))
+        )
 
 
 def _check_one_of(values: tuple[str, ...], value: Any, source: str) -> Any:
@@ -192,10 +202,34 @@ def fallback() -> Fallback:
 
 
 class Block:
-    """Settings for the length of a `with` block; one object may be entered any number of times, also in itself."""
+    """Settings for the length of a `with` block; one object may be entered any number of times, also in itself.
+
+    As a decorator it is entered for each call of a function.
+    """
 
     def __init__(self, change: Blocks) -> None:
         self.change = change
+
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function, whose calls then run inside of this block."""
+        name = type(self).__name__
+        if not callable(func):
+            raise TypeError(f"{name} decorates a {type(func).__name__}; it needs a function, or a `with` statement")
+        if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+            raise TypeError(
+                f"{name} decorates {func.__name__!r}, whose body runs after its call has returned; write `with {name}"
+                "(...):` inside of it"
+            )
+
+        @functools.wraps(func)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self._anew():
+                return func(*args, **kwargs)
+
+        return inside
+
+    def _anew(self) -> Any:
+        return self
 
     def enter(self) -> None:
         """Put one more block into force in this context."""
@@ -229,6 +263,8 @@ def _in_force(entered: tuple[Block, ...]) -> Blocks:
 class config(Block):
     """Choose or switch off backends, say what a fallback does and record decisions, for the calls in a `with` block.
 
+    It also decorates a function, for the calls in it.
+
     `config.set` does so for the process. Threads and tasks of asyncio have their own blocks. One that starts in a copy
     of a context (`contextvars`), as every task does, inherits those around its start. A region of
     `torch.utils.checkpoint` with use_reentrant=False is recomputed on the backends of its forward pass, wherever
@@ -244,7 +280,7 @@ class config(Block):
 
     Raises:
         ValueError: a name is unknown.
-        TypeError: an argument is of another type.
+        TypeError: an argument is of another type, or unknown.
 
     >>> import torch, flash_dmattn
     >>> x = torch.randn(1, 8, 2, 16)
@@ -266,7 +302,9 @@ class config(Block):
         disabled: str | tuple[str, ...] = (),
         fallback: Fallback = _LEFT_OUT,
         record: list[Decision] = _LEFT_OUT,
+        **unknown: object,
     ) -> None:
+        _refuse_unknown("config", unknown)
         if record is not _LEFT_OUT and not isinstance(record, list):
             raise TypeError(f"record is {record!r}; it needs to be a list, to which decisions are appended")
         super().__init__(
@@ -277,6 +315,8 @@ class config(Block):
                 None if record is _LEFT_OUT else record,
             )
         )
+        given = {"backend": backend, "disabled": disabled, "fallback": fallback, "record": record}
+        self._arguments: dict[str, Any] = given
         self._is_waiting = True
 
     @staticmethod
@@ -286,6 +326,7 @@ class config(Block):
         disabled: str | tuple[str, ...] = _LEFT_OUT,
         fallback: Fallback = _LEFT_OUT,
         record: list[Decision] = _LEFT_OUT,
+        **unknown: object,
     ) -> None:
         """Change the settings of the process, which hold where no block says otherwise.
 
@@ -301,6 +342,7 @@ class config(Block):
         >>> flash_dmattn.config.set(backend="eager", disabled="flex")
         >>> flash_dmattn.config.set(backend="auto", disabled=())
         """
+        _refuse_unknown("config.set", unknown)
         if record is not _LEFT_OUT:
             raise TypeError("config.set takes no record; it needs a block: with flash_dmattn.config(record=decisions)")
         checked = config(backend=backend, disabled=() if disabled is _LEFT_OUT else disabled, fallback=fallback)
@@ -315,6 +357,15 @@ class config(Block):
     def __enter__(self) -> None:
         self._is_waiting = False
         self.enter()
+
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function, whose calls then run inside of this block."""
+        decorated = super().__call__(func)
+        self._is_waiting = False
+        return decorated
+
+    def _anew(self) -> config:
+        return config(**self._arguments)  # torch.compile enters no block that was made outside of the graph
 
     def __del__(self) -> None:
         if self._is_waiting:

@@ -123,8 +123,7 @@ def select_second_derivative(problem: AttentionProblem, backward: Backend, reque
         return backward
     if requested != "auto":
         raise NotImplementedError(
-            f"backend {backward.name!r} has no second derivative of attention; "
-            'call attention(..., backend="eager"), which has one'
+            f'backend {backward.name!r} has no second derivative of attention; backend="eager" has one'
         )
     return _last_resort_with("differentiable_backward", "a second derivative", problem)
 
@@ -159,6 +158,32 @@ def choose(problem: AttentionProblem, requested: BackendChoice) -> Selection:
         BackendUnavailableError: a backend was named and does not work on this machine.
     """
     return _choose_auto(problem) if requested == "auto" else _choose_named(problem, check_choice(requested))
+
+
+def without_order(problem: AttentionProblem, requested: BackendChoice, *, warn: bool = True) -> AttentionProblem:
+    """Return a problem whose `deterministic` is torch's warn-only mode: False where a named backend has no fixed order.
+
+    With `warn` it says so, as torch's own functions do. "auto" always finds a backend with one.
+    """
+    if requested == "auto":
+        return problem
+    names = check_choice(requested)
+    forward, backward = (names, names) if isinstance(names, str) else names
+    asked = [(forward, "forward"), (backward, "backward")][: len(passes_of(problem))]
+    free = problem._replace(flags=problem.flags._replace(deterministic=False))
+    serve_ordered, serve_free = (
+        all([check_name(name).accepts(p, own) for name, own in asked]) for p in (problem, free)
+    )
+    if serve_ordered or not serve_free:
+        return problem
+    if warn:
+        warnings.warn(
+            f"backend {requested!r} adds sums of this call in any order, although "
+            "torch.use_deterministic_algorithms(True, warn_only=True) is in force; deterministic=True refuses it, and "
+            f"backend='auto' takes one with a fixed order: {problem}",
+            stacklevel=5,
+        )
+    return free
 
 
 def falls_back(problem: AttentionProblem, requested: BackendChoice, selection: Selection) -> bool:

@@ -154,7 +154,7 @@ def context_parallel_attention(
         TypeError, ValueError: an argument is wrong on some rank, or ranks differ. All ranks raise the same error, in
             every call and backward pass; it names the ranks and what each has.
         BackendUnsupportedError, BackendUnavailableError: as in `attention`; one pair of backends serves all ranks.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, which only "ulysses" with `backend="eager"` has.
 
     Gathered keys: Llama Team, The Llama 3 herd of models (2024). Traded heads: Jacobs et al., DeepSpeed Ulysses (2023).
     Chunks in zigzag: Brandon et al., Striped attention (2023), and ring-flash-attention.

@@ -50,7 +50,7 @@ class Members(NamedTuple):
     rank: int
 
 
-def members_of(group: Group) -> Members:
+def _members_of(group: Group) -> Members:
     """Return the members of a group, or of a mesh of one dim."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -61,7 +61,7 @@ def members_of(group: Group) -> Members:
     if not isinstance(group, ProcessGroup):
         raise TypeError(
             f"group is a {type(group).__name__}; it needs to be a torch.distributed ProcessGroup "
-            "(torch.distributed.group.WORLD is that of all ranks) or a DeviceMesh of one dim"
+            "(torch.distributed.group.WORLD is that of all ranks) or a DeviceMesh of one or two dims"
         )
     return Members(group.group_name, group.size(), group.rank())
 
@@ -72,8 +72,8 @@ def groups_of(group: Group) -> tuple[Members, ...]:
     It raises on this rank alone: without a group no other rank can be told.
     """
     if isinstance(group, DeviceMesh) and group.ndim == 2:
-        return tuple([members_of(group.get_group(dim)) for dim in (1, 0)])
-    return (members_of(group),)
+        return tuple([_members_of(group.get_group(dim)) for dim in (1, 0)])
+    return (_members_of(group),)
 
 
 def check_layout(layout: SequenceLayout, size: int, name: str = "layout") -> None:
@@ -89,7 +89,7 @@ def process_group(name: str) -> ProcessGroup:
 
 
 class InContext(NamedTuple):
-    """A group, who has which positions, and which rank of it this process is."""
+    """A group or mesh, who has which positions, and which rank of the layout this process is."""
 
     group: Group
     layout: SequenceLayout
@@ -111,9 +111,11 @@ class use_context_parallel(Block):
     """
 
     def __init__(self, group: Group, layout: SequenceLayout) -> None:
-        members = members_of(group)
-        check_layout(layout, members.size)
-        super().__init__(Blocks(parallel=InContext(group, layout, members.rank)))
+        size, rank = 1, 0
+        for members in groups_of(group):  # the inner dim of a mesh first
+            size, rank = size * members.size, rank + size * members.rank
+        check_layout(layout, size)
+        super().__init__(Blocks(parallel=InContext(group, layout, rank)))
         self._layout = layout
 
     def __enter__(self) -> SequenceLayout:

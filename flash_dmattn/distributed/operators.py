@@ -407,8 +407,8 @@ class GatherGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         raise NotImplementedError(
-            "context_parallel_attention has no second derivative; "
-            'flash_dmattn.attention(..., backend="eager") has one on one device'
+            "context_parallel_attention has no second derivative with strategy='gather'; "
+            "strategy='ulysses' has one with backend=\"eager\""
         )
 
 

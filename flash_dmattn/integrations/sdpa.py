@@ -6,6 +6,7 @@ and `serve` turns such a call into one of `flash_dmattn.attention`.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -190,13 +191,10 @@ class _Interception(TorchFunctionMode):
 
         Torch switches a mode off while it handles a call, and a plain call of the function would ask the mode again.
         """
-        names = func.__globals__ | dict.fromkeys(_QUESTIONS, lambda *_: False)
-        unasked = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-        unasked.__kwdefaults__ = func.__kwdefaults__
         self.entered.append(func)
         try:
             with self:
-                return unasked(*args, **kwargs)
+                return _unasked(func)(*args, **kwargs)
         finally:
             self.entered.remove(func)
 
@@ -241,6 +239,26 @@ class _Interception(TorchFunctionMode):
 _RUNS_OTHERS: set[Any] = {F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 # The names by which these functions ask whether to hand themselves over.
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+class _Names(dict[str, Any]):
+    """The globals of a module as they are at each look-up, but for the names that are its own."""
+
+    def __init__(self, others: dict[str, Any], own: dict[str, Any]) -> None:
+        super().__init__(own)
+        self.others = others
+
+    def __missing__(self, name: str) -> Any:
+        return self.others[name]
+
+
+@functools.cache
+def _unasked(func: Any) -> Any:
+    """Return a function of `_RUNS_OTHERS` as one that does not ask whether to hand itself over."""
+    names = _Names(func.__globals__, dict.fromkeys(_QUESTIONS, lambda *_: False))
+    unasked = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    unasked.__kwdefaults__ = func.__kwdefaults__
+    return unasked
 
 
 # torch.compile does not look into F.multi_head_attention_forward: inside of a context and outside it would be the same

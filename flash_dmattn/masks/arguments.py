@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import check_strided, values_can_be_read
+from ..problem import check_strided, is_int, values_can_be_read
 
 # Lengths, or 0/1 masks, as users hold them: a tensor, or nested Python lists.
 IntsLike = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -19,17 +19,17 @@ INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 
 def integer(name: str, value: int, minimum: int = 0) -> int:
     """Return `value`, an int of at least `minimum`; a size that a compiler has a symbol for stays that symbol."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    if not is_int(value):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it needs to be an int >= {minimum}.")
     if value < minimum:
         raise ValueError(f"{name} is {value}; it needs to be >= {minimum}.")
-    return value
+    return value if isinstance(value, (int, torch.SymInt)) else int(value)
 
 
 def pair(name: str, value: int | tuple[int, int], minimum: int) -> tuple[int, int]:
     """Return `value` as a pair of ints of at least `minimum`; one int stands for both."""
-    if isinstance(value, (int, torch.SymInt)):
-        value = (value, value)
+    if is_int(value):
+        value = (value, value)  # type: ignore[assignment]
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"{name} is {value!r}; it needs to be an int or a pair of ints.")
     return integer(f"{name}[0]", value[0], minimum), integer(f"{name}[1]", value[1], minimum)

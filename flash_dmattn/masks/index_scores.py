@@ -99,8 +99,8 @@ class IndexScores:
                 packed sequences, they name single keys; q, k and weights are then of all tokens, with a batch of 1.
 
         Returns:
-            (B, 1, R, K), in the dtype of q, for `biases.Chosen`; 0 where a list has no key. B is the product of batch
-            dims, R the number of lists, K of their entries.
+            (*batch, 1, R, K), in the dtype of q, for `biases.Chosen`; 0 where a list has no key. R is the number of
+            lists, K of their entries.
 
         Raises:
             TypeError: no lists.
@@ -128,7 +128,8 @@ class IndexScores:
                 f"{k.shape[1]}"
             )
         if blocks == 0 or q.numel() == 0:
-            return q.new_zeros(q.shape[0], 1, number, places) + (q.sum() + k.sum() + weights.sum()) * 0.0
+            made = q.new_zeros(q.shape[0], 1, number, places) + (q.sum() + k.sum() + weights.sum()) * 0.0
+            return made.unflatten(0, self.batch_dims)
         from torch.utils.checkpoint import checkpoint  # importing flash_dmattn does not need it
 
         run: Any = self._chosen
@@ -136,7 +137,7 @@ class IndexScores:
             run = partial(checkpoint, self._chosen, use_reentrant=False, preserve_rng_state=False)
         step = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * places * max(q.shape[2], q.shape[3])))
         parts = [run(q[:, rows], k, weights[:, rows], index[:, 0, rows]) for rows in row_chunks(number, step)]
-        return torch.cat(parts, 1).unsqueeze(1)
+        return torch.cat(parts, 1).unsqueeze(1).unflatten(0, self.batch_dims)
 
     def _chosen(self, q: Tensor, k: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         batch, number, dim = k.shape

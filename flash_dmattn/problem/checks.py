@@ -6,11 +6,13 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ..definition import is_mapped
 from .description import Layout, Packing, SequenceSpec
 
 # Dimensions of q, and of k and v, in each layout.
@@ -94,13 +96,15 @@ def check_flag(name: str, value: bool) -> bool:
     """Refuse anything but a bool, so that a tensor or a string never silently counts as True."""
     if value is True or value is False:
         return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):  # the latter up to NumPy 1
+        return bool(value)
     raise TypeError(f"{name} is {value!r}; it needs to be True or False")
 
 
 def check_number(name: str, value: float) -> float:
     """Return a number of `_NUMBERS` as a float; refuse NaN and values out of range."""
     kind, least, most, needs = _NUMBERS[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):  # Real: the numbers of NumPy
         raise TypeError(f"{name} is a {type(value).__name__}; it needs to be {kind}")
     if not least <= value <= most:  # not isfinite: torch.compile cannot trace it with dynamic floats
         raise ValueError(f"{name} is {value}; it needs to be {needs}")
@@ -119,8 +123,14 @@ def check_softcap(softcap: float, softmax_scale: float | None) -> float:
     return softcap
 
 
+def is_int(x: object) -> bool:
+    """Tell whether x is an int: a size that a compiler has a symbol for, or a number of NumPy, too; not a bool."""
+    return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
+
+
 def bounded(x: int) -> int:
     """Cut an int that is added to positions where it lies beyond all of them, so that sums fit in 64 bits."""
+    x = x if isinstance(x, (int, torch.SymInt)) else int(x)
     return x if -_FAR < x < _FAR else (_FAR if x > 0 else -_FAR)
 
 
@@ -132,7 +142,7 @@ def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
         raise TypeError(f"window_size is {window_size!r}; it needs to be None or a pair (left, right) of ints")
     left, right = window_size
     for side in (left, right):
-        if isinstance(side, bool) or not isinstance(side, int):
+        if not is_int(side):
             raise TypeError(f"window_size is {window_size!r}; both sides need to be ints, -1 for unlimited")
         if side < -1:
             raise ValueError(f"window_size is {window_size!r}; both sides need to be at least -1 (-1 is unlimited)")
@@ -142,10 +152,11 @@ def check_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
 def values_can_be_read(x: Tensor) -> bool:
     """Tell whether values may decide an error: reading them must not stop a GPU or break a graph, and some must exist.
 
-    Fake tensors say that they are on a CPU. They are a subclass, as are other tensors whose values are elsewhere.
+    Fake tensors say that they are on a CPU. They are a subclass, as are other tensors whose values are elsewhere. Below
+    `torch.vmap` a tensor has the values of all calls.
     """
     is_plain = type(x) is Tensor or type(x) is torch.nn.Parameter
-    return is_plain and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return is_plain and x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(x)
 
 
 def counts_changes(x: Tensor) -> bool:
@@ -204,11 +215,16 @@ def check_values(
 
 
 def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
-    """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows."""
+    """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows.
+
+    Beside one query token one row may be either: it is packed keys unless it has max_seqlen_k columns and k has not.
+    """
     if len(shape) == 4:
         return "none"
     if len(shape) == 3 and spec.packs_queries:
-        return "keys" if shape[1] == 1 != shape[2] and spec.packs_keys else "queries"
+        is_one_row = shape[1] == 1 != shape[2] and spec.packs_keys
+        is_query = is_one_row and spec.rows_q == 1 and shape[2] != spec.rows_k and shape[2] == spec.max_seqlen_k
+        return "keys" if is_one_row and not is_query else "queries"
     forms = ["4 dimensions, (sequences, heads, max_seqlen_q, max_seqlen_k)"]
     if spec.packs_queries:
         forms.append("3, (heads, queries of all sequences, max_seqlen_k)")
@@ -237,16 +253,17 @@ def check_scores(
         for size, is_named, dim in zip(shape[2:], spec.names_max, names[2:], strict=True)
         if dim in by_position and size > 1 and not is_named
     ]
-    call = f"Sequences.{spec.layout.removesuffix('_packed')}(..., {', '.join(unnamed)})"
+    # Of a dim without a name nothing is said until the others fit.
+    without = {x.partition("=")[0] for x in unnamed}
+    allowed = tuple(() if dim in without else sizes for dim, sizes in zip(names, allowed, strict=True))
     if not _fits(shape, allowed):
-        advice = f"; sequences do not name their longest, which counts as all tokens: {call}" if unnamed else ""
-        if packing == "queries":
-            advice = f"; by position in each sequence it has 4 dimensions, {name}[None]"
+        advice = "" if packing == "none" else f"; by position in each sequence it has 4 dimensions, {name}[None]"
         raise ValueError(_misfit(name, shape[first:], names[first:], allowed[first:]) + advice)
     if unnamed:
+        call = f"Sequences.{spec.layout.removesuffix('_packed')}(..., {', '.join(unnamed)})"
         raise ValueError(
-            f"{name} has shape {tuple(shape[first:])}, by position; it needs {unnamed[0].partition('=')[0]}, which the "
-            f"sequences do not name ({call})"
+            f"{name} has shape {tuple(shape[first:])}, read as ({', '.join(names[first:])}); it needs "
+            f"{' and '.join(x.partition('=')[0] for x in unnamed)}, which the sequences do not name ({call})"
         )
 
 

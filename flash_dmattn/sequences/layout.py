@@ -15,9 +15,11 @@ from ..problem import (
     Layout,
     SequenceSpec,
     SequenceView,
+    bounded,
     check_strided,
     check_tensor,
     counts_changes,
+    is_int,
     values_can_be_read,
 )
 
@@ -417,10 +419,12 @@ def _checked(sequences: Sequences) -> Sequences:
         bound = getattr(sequences, name)
         if bound is None:
             continue
-        if isinstance(bound, (bool, Tensor)) or not isinstance(bound, (int, torch.SymInt)):
+        if not is_int(bound):
             raise TypeError(f"{name} is a {type(bound).__name__}; it needs to be an int")
         if bound < 0:
             raise ValueError(f"{name} is {bound}; it needs to be at least 0")
+        if not isinstance(bound, (int, torch.SymInt)):  # a number of NumPy
+            sequences = replace(sequences, **{name: bounded(bound)})
     if sequences.cu_seqlens_q is not None and sequences.cu_seqlens_q.shape[0] == 0:
         raise ValueError("cu_seqlens_q has shape (0,); it needs one entry more than there are sequences")
     number = sequences.number

@@ -199,9 +199,11 @@ def _with_sink(problem: AttentionProblem, results: tuple[Tensor, ...], sink: Ten
     out, lse = results
     logits = sink.to(lse.dtype)[:, None]
     has_none = logits == -torch.inf
-    gap = torch.where(has_none, torch.inf, lse - logits)  # of an empty row too, where that is NaN
+    logits = logits.masked_fill(has_none, 0.0)
+    logits = logits + 0 * logits  # a sink of +inf is NaN in the softmax
+    gap = torch.where(has_none, torch.inf, lse - logits)
     share = torch.nn.functional.logsigmoid(gap).exp().mT.unsqueeze(3)
-    lse = torch.where(has_none, lse, torch.logaddexp(lse, logits.masked_fill(has_none, 0.0)))
+    lse = torch.where(has_none, lse, torch.logaddexp(lse, logits))
     return ((out.to(lse.dtype) * share).to(out.dtype), lse)[: 1 + problem.return_lse]
 
 

@@ -126,8 +126,10 @@ def run(
     if not form.return_lse:
         return (results.transpose(1, 2),)
     out, aux = results
-    # The fill cuts the gradient of an empty row's lse: whatever arrives for it, even inf, must not meet p = 0.
-    return out.transpose(1, 2), aux.lse.masked_fill(aux.lse == -torch.inf, -torch.inf)
+    # The fill cuts the gradient of an empty row's lse: whatever arrives for it, even inf, must not meet p = 0. With a
+    # score of +inf out is NaN, and so is lse on every backend.
+    lse = aux.lse.masked_fill(aux.lse == torch.inf, torch.nan)
+    return out.transpose(1, 2), lse.masked_fill(lse == -torch.inf, -torch.inf)
 
 
 def _index(shared: Shared, places: Places | None, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.linalg import vector_norm as _size  # of order inf the largest absolute value, of -inf the least; NaN stays
 
 from ...gradients import differentiate_without_keys, has_pairs, run_without_keys
-from ...problem import AttentionProblem, Gradients, make_band
+from ...problem import AttentionProblem, Gradients, collapse, make_band
 from ...problem.inputs import Inputs, Saved, as_arrived
 from ...reference.eager import LARGE_LSE
 from ...reference.lists import repeat_heads
+from ..eager import BACKEND as EAGER
+from ..mask_choice import forward_of
 from ..protocol import Backward, Direction, Forward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -95,30 +97,40 @@ def plan_forward(p: AttentionProblem) -> Forward:
     if not has_pairs(p):
         return run_without_keys(p)
     added, rows, is_causal, scale = _plan_added(p), _plan_rows(p), kernel_is_causal(p), p.softmax_scale
-
-    if added is None:
-        in_blocks = is_causal and _CUT_FROM <= p.seqlen_k <= _CUT_TO
-        if in_blocks and p.dtype in (torch.float32, torch.float64):  # joining would round 16 bits once more
-            return lambda x: _attend_in_blocks(*rows(x), scale)
-
-        def forward_plain(x: Inputs) -> tuple[Tensor, Tensor]:
-            out, lse = _FORWARD(*rows(x), 0.0, is_causal, scale=scale)
-            return _as_results(out, lse)
-
-        return forward_plain
+    in_blocks = added is None and is_causal and _CUT_FROM <= p.seqlen_k <= _CUT_TO
+    in_blocks = in_blocks and p.dtype in (torch.float32, torch.float64)  # joining would round 16 bits once more
 
     def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         q, k, v = rows(x)
-        mask = added(x.mask.dense, x.bias)
-        out, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-        if not _size(lse, -torch.inf) > 0:  # the kernel writes 0 for rows that see no key
-            if lse.isnan().any():
-                out, lse = _without_hidden_keys(out, lse, q, k, v, mask, is_causal, scale)
-            is_empty = ~_sees_key(mask, is_causal)
-            out, lse = out.masked_fill(is_empty[..., None], 0.0), lse.masked_fill(is_empty, -torch.inf)
-        return _as_results(out, lse)
+        mask = None if added is None else added(x.mask.dense, x.bias)
+        if in_blocks:
+            out, lse = _attend_in_blocks(q, k, v, scale)
+        else:
+            out, lse = _as_results(*_FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale))
+        if _is_usual(lse):
+            return out, lse
+        if mask is not None:
+            if not _size(lse, torch.inf) < torch.inf:
+                limits = mask if x.bias is None or added is None else added(x.mask.dense, None)
+                out, lse = _without_hidden(out, lse, q, k, v, mask, limits, is_causal, scale)
+            # Rows that see no key, for which the kernel writes 0. A bias of -inf beside a score of NaN is NaN.
+            if x.bias is None or _size(q, torch.inf) + _size(k, torch.inf) < torch.inf:
+                is_empty = ~_sees_key(mask, is_causal)
+                out, lse = out.masked_fill(is_empty.mT[..., None], 0.0), lse.masked_fill(is_empty, -torch.inf)
+        # The kernel writes 0 for short rows of NaN, too, and for scores that are all -inf. Beside a score of +inf its
+        # lse is +inf or NaN.
+        is_lost = (lse == 0) | (lse == torch.inf) | lse.isnan()
+        if is_lost.any():
+            new_out, new_lse = forward_of(EAGER, p)(x)
+            out, lse = torch.where(is_lost.mT[..., None], new_out, out), torch.where(is_lost, new_lse, lse)
+        return out, lse
 
     return forward
+
+
+def _is_usual(lse: Tensor) -> bool:
+    """Return whether no lse is 0, NaN or infinite: other rows of the kernel are right."""
+    return bool(_size(lse, -torch.inf) > 0) and bool(_size(lse, torch.inf) < torch.inf)
 
 
 def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -135,6 +147,8 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
         if first > 0:
             before, lse_before = _FORWARD(q_block, k[:, :, :first], v[:, :, :first], 0.0, False, scale=scale)
             total = torch.logaddexp(lse, lse_before)
+            if not (_is_usual(lse) and _is_usual(lse_before)):  # a block may have lost what its other block lacks
+                total.masked_fill_((lse == 0) | (lse_before == 0), torch.nan)
             out = out.mul_(lse.sub(total).exp_()[..., None])
             out.addcmul_(before, lse_before.sub(total).exp_()[..., None])
             lse = total
@@ -146,7 +160,7 @@ def _sees_key(mask: Tensor, is_causal: bool) -> Tensor:
     """Return whether each query sees a key, bool (B or 1, H or 1, Lq or 1)."""
     for dim in range(3):
         mask = mask[(slice(None),) * dim + (slice(1),)] if mask.stride(dim) == 0 else mask
-    seen = mask > -torch.inf
+    seen = mask != -torch.inf  # NaN is seen
     if not is_causal:
         return seen.any(-1)
     if seen.shape[2] == 1:
@@ -154,17 +168,29 @@ def _sees_key(mask: Tensor, is_causal: bool) -> Tensor:
     return seen.tril().any(-1)
 
 
-def _without_hidden_keys(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, is_causal: bool, scale: float
+def _without_hidden(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    limits: Tensor,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute rows anew that see no key with NaN or inf: the kernel adds the mask, and NaN - inf is NaN."""
-    is_bad = ~k.isfinite().all(-1)
-    clean = k.masked_fill(is_bad[..., None], 0.0)
-    new_out, new_lse = _FORWARD(q, clean, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-    seen = mask > -torch.inf
-    seen = seen.tril() if is_causal else seen
-    sees_bad = (seen & repeat_heads(is_bad, q.shape[1])[:, :, None]).any(-1)
-    return torch.where(sees_bad[..., None], out, new_out), torch.where(sees_bad, lse, new_lse)
+    """Compute rows anew that see no key and no bias with NaN or +inf: the kernel adds the mask, and NaN - inf is NaN.
+
+    `limits` is the mask without the bias.
+    """
+    bad_keys, bad_added = ~k.isfinite().all(-1), collapse(mask)
+    bad_added = bad_added.isnan() | (bad_added == torch.inf)
+    clean = collapse(mask).masked_fill(bad_added, 0.0).expand(mask.shape)
+    clean_k = k.masked_fill(bad_keys[..., None], 0.0)
+    new_out, new_lse = _FORWARD(q, clean_k, v, 0.0, is_causal, attn_mask=clean, scale=scale)
+    sees_bad = (limits > -torch.inf) & (repeat_heads(bad_keys, q.shape[1])[:, :, None] | bad_added)
+    sees_bad = (sees_bad.tril() if is_causal else sees_bad).any(-1)
+    return torch.where(sees_bad.mT[..., None], out, new_out.transpose(1, 2)), torch.where(sees_bad, lse, new_lse)
 
 
 def plan_backward(p: AttentionProblem) -> Backward:
@@ -184,13 +210,13 @@ def plan_backward(p: AttentionProblem) -> Backward:
             is_empty = lse == -torch.inf
             lse = lse.masked_fill(is_empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
             dlse = None if dlse is None else dlse.masked_fill(is_empty, 0.0)
-            if _size(lse, torch.inf) > LARGE_LSE:
+            if not _size(lse, torch.inf) <= LARGE_LSE:
                 # The rounding of a large lse would show in every p. So lse is subtracted from the scores first: the
                 # lse of the moved scores is small.
                 added_to = lse.new_zeros(()) if mask is None else mask
                 moved = (added_to - lse[..., None]).expand(shape)
                 new_lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=moved, scale=scale)[1]
-                has_lost = lse.abs() > _LOSES_SCORES
+                has_lost = ~(lse.abs() <= _LOSES_SCORES)  # and NaN, which stays
                 if has_lost.any():
                     # A bias so large has lost q k, which moving would bring back. So these rows are not moved, and dout
                     # is divided by the number of keys that share the largest bias, which such an lse cannot hold.

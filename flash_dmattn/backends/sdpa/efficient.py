@@ -66,7 +66,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
         lse = lse[..., : p.seqlen_q].contiguous()
         if x.bias is not None:
             # The kernel writes 0 for rows that see no key.
-            sees_key = x.bias > _LOWEST
+            sees_key = ~(x.bias <= _LOWEST)  # NaN is seen
             if mask_type:
                 shape = (*sees_key.shape[:2], p.seqlen_q, p.seqlen_k)
                 sees_key = sees_key.expand(shape).tril(p.seqlen_k - p.seqlen_q)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...definition import define
+from ...definition import define, is_transformed
 from ...problem import Band, SequenceSpec
 from ...reference.lists import gather_entries, spread, table
 from ...sequences.layout import token_places
@@ -78,8 +78,8 @@ def ordered(index: Tensor, blocks: int, low: Tensor, high: Tensor) -> tuple[Tens
         blocks: how many blocks of keys there are.
         low, high: the first and the last block that some query of each list may see, (R,) or (Bm, 1, R).
     """
-    # Loops follow the sizes, which a compiler would bind: it sees one operator.
-    run = _ORDERED if torch.compiler.is_compiling() else _ordered
+    # Loops follow the sizes, which a compiler would bind, and write into tensors: compilers and vmap see one operator.
+    run = _ORDERED if torch.compiler.is_compiling() or is_transformed() else _ordered
     tensors: tuple[Tensor, Tensor, Tensor] = run(index, blocks, low, high)
     return tensors
 
@@ -122,6 +122,7 @@ _ORDERED = define(
     _ordered,
     _ordered_fake,
 )
+operators.map_each("order_lists", _ORDERED)
 
 
 def tiles_of_lists(
@@ -173,7 +174,7 @@ def best(
         tensors, relu, scale = [scores], False, None
     else:
         tensors, relu, scale = [scores.q, scores.k, scores.weights], scores.relu, scores.scale
-    run = _BEST if torch.compiler.is_compiling() else _best
+    run = _BEST if torch.compiler.is_compiling() or is_transformed() else _best
     keys, count = run([x.detach() for x in tensors], relu, scale, allowed, low, high, *sizes, k, local)
     return keys, count, keys.new_empty(*sizes[:3], 0)
 
@@ -225,6 +226,7 @@ _BEST = define(
     _best,
     _best_fake,
 )
+operators.map_each("list_best", _BEST)
 
 
 class _Take(torch.autograd.Function):

@@ -156,12 +156,25 @@ def _prepare_fake(
     return [empty(seqlen_q, columns * TILE_WORDS), classes, empty(rows, 2 + columns), empty(columns, 2 + rows)]
 
 
-def _prepare_mapped(info: Any, in_dims: tuple[Any, ...], mask: Tensor, *others: Any) -> tuple[list[Tensor], list[int]]:
-    """Map over `torch.vmap`: the masks of all its calls become entries of one."""
-    masks = mask.movedim(in_dims[0], 0)
-    entries = masks.shape[:2]
-    made = _PREPARE(masks.flatten(0, 1), *others)
-    return [x.view(*entries, *x.shape[1:]) for x in made], [0] * len(made)
+def _map_entries(name: str, operator: Callable[..., Any]) -> None:
+    """Let `torch.vmap` map an operator of tensors (Bm, ...): what all its calls have becomes entries of one call."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        moved = [
+            x if not isinstance(x, Tensor) else x[None] if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(arguments, in_dims, strict=True)
+        ]
+        # Scores and what is allowed may each have one entry for all of their batch.
+        (batch,) = torch.broadcast_shapes(*(x.shape[1:2] for x in moved if isinstance(x, Tensor)))
+        entries = (info.batch_size, batch)
+        folded = [x.expand(*entries, *x.shape[2:]).flatten(0, 1) if isinstance(x, Tensor) else x for x in moved]
+        made = operator(*folded)
+        if isinstance(made, Tensor):
+            return made.view(*entries, *made.shape[1:]), 0
+        kind = type(made)
+        return kind(x.view(*entries, *x.shape[1:]) for x in made), kind([0] * len(made))
+
+    torch.library.register_vmap(f"flash_dmattn::{name}", rule, lib=LIBRARY)
 
 
 _PREPARE = define(
@@ -171,7 +184,7 @@ _PREPARE = define(
     _prepare_fake,
 )
 _run_prepare = unless_watched(_PREPARE, _prepare_mask)
-torch.library.register_vmap("flash_dmattn::prepare_mask", _prepare_mapped, lib=LIBRARY)
+_map_entries("prepare_mask", _PREPARE)
 
 
 def pack_beside(
@@ -211,10 +224,16 @@ def _pack_beside_fake(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *
     ]
 
 
-def _pack_beside_mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    """Map over `torch.vmap`: each of its calls has tiles of its own."""
-    results, dims = stacked([_PACK_BESIDE(*each) for each in each_call(info.batch_size, in_dims, arguments)])
-    return list(results), list(dims)
+def map_each(name: str, operator: Callable[..., Any]) -> None:
+    """Let `torch.vmap` map an operator call by call."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        made = [operator(*each) for each in each_call(info.batch_size, in_dims, arguments)]
+        kind = type(made[0])
+        results, dims = stacked(made)
+        return kind(results), kind(dims)
+
+    torch.library.register_vmap(f"flash_dmattn::{name}", rule, lib=LIBRARY)
 
 
 _PACK_BESIDE = define(
@@ -224,7 +243,7 @@ _PACK_BESIDE = define(
     _pack_beside,
     _pack_beside_fake,
 )
-torch.library.register_vmap("flash_dmattn::prepare_sequence_mask", _pack_beside_mapped, lib=LIBRARY)
+map_each("prepare_sequence_mask", _PACK_BESIDE)
 
 
 def _score_keys_fake(scores: Tensor, allowed: Tensor | None) -> Tensor:
@@ -245,6 +264,10 @@ run_topk_intervals = define(
     lambda keys, *numbers: packer(keys).topk_intervals(keys, *numbers),
     lambda keys, *_: (keys.new_empty(keys.shape, dtype=torch.int32), keys.new_empty(keys.shape, dtype=torch.int32)),
 )
+
+
+_map_entries("score_keys", run_score_keys)
+_map_entries("topk_intervals", run_topk_intervals)
 
 
 def _interval_walk(start: Tensor, stop: Tensor, seqlen_q: int, reorder: bool, places: int) -> list[Tensor]:
@@ -269,6 +292,7 @@ _WALK = define(
     _interval_walk_fake,
 )
 _run_walk = unless_watched(_WALK, _interval_walk)
+_map_entries("interval_walk", _WALK)
 
 
 def interval_walk(

@@ -237,7 +237,7 @@ class ListMask(BatchMask):
     def _moved(self) -> Tensor:
         more = torch.where(self.slots < 0, self.keys.shape[3], self.slots).long()
         places = self.keys.new_full((*self.keys.shape[:3], self.keys.shape[3] + 1), -1)
-        return places.scatter_(3, more, self.keys)[..., :-1].contiguous()
+        return places.scatter(3, more, self.keys)[..., :-1].contiguous()
 
     @property
     def index_of_rows(self) -> Tensor:
