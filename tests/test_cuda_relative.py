@@ -149,6 +149,12 @@ def test_random_numbers(backend: Runner, seed: int) -> None:
         backend.check(differentiated, alone=case.seqlen_k > 32)  # of fewer keys triton makes the gradients, by a rule
 
 
+def test_the_gradient_of_a_sink_alone(backend: Runner) -> None:
+    """Only delta is computed, which reads no bias."""
+    case = BASE.with_(seqlen_q=200, seqlen_k=300, sink="normal", needs_grad=("sink",))
+    backend.check(case, alone=True)
+
+
 def test_values_of_any_strides(backend: Runner) -> None:
     case = BASE.with_(seqlen_q=200, seqlen_k=300)
     inputs = case.build()

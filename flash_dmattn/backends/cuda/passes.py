@@ -249,7 +249,7 @@ def _plan_differentiate(p: AttentionProblem) -> Differentiate:
         elif delta is not None:
             nothing = (None, None, None, None, None)
             tensors = (dout, dlse, q, k, v, walked, None, None, out, lse_read)
-            differentiate(*tensors, *nothing, delta, *numbers, *chunks)
+            differentiate(*tensors, *nothing, delta, *numbers, *chunks[:3], 0, 0)  # delta is that of any bias
         dbias = stored
         if pads and allocate_bias is not None and bias is not None and stored is not None:
             dbias = copy_unpadded(allocate_bias(bias), stored)
