@@ -33,6 +33,78 @@ def default_dtype(name: str) -> torch.dtype:
 DTYPE = default_dtype(os.environ.get("FLASH_DMATTN_TEST_DTYPE") or "float32")
 
 
+# Data that are not centred, by groups: `Case.data`. A number is the size of the scores (`MEANS`), the lowest score
+# (`STEPS`) or what a bias has at a place (`GREAT`); "min" is finfo.min, which kernels in base 2 take as -inf. `STEPS`
+# names the score of the keys that a kernel may visit first, and the value of the flat ends of a bias by distance.
+MEANS = tuple(f"{kind} {size}" for kind in ("equal", "opposite") for size in (20, 200, 2000, 10000))
+SIGNS = ("positive", "negative")
+STEPS = {"steps 200": (-150.0, 150.0), "steps 40": (-20.0, 20.0), "steps 30": (-14.0, 10.0)}
+JUMPS = ("jumps",)
+PLACES = ("row", "entry", "value", "others")
+GREAT = (*(f"{place} {x}" for place in PLACES for x in ("-1e6", "-1e9", "-1e30")), "key 1e6", "key 1e9", "key 1e30")
+GREAT_MIN = tuple(f"{place} min" for place in PLACES)
+SEEN = tuple(f"seen {value} {name}" for value in ("nan", "inf") for name in NAMES)
+HIDDEN = tuple(f"hidden {value} {name}" for value in ("nan", "inf") for name in NAMES[1:])
+
+
+def with_means(data: str, q: Tensor, k: Tensor, scale: float, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """q and k (..., L, H, D) of a kind of `MEANS`, `SIGNS` or `STEPS`; of another kind as they are."""
+    kind, _, number = data.partition(" ")
+    head_dim, factor = q.shape[-1], scale if abs(scale) > 1e-3 else 1.0
+    if data in SIGNS:
+        return q.abs(), k.abs() if kind == "positive" else -k.abs()
+    if data in STEPS:
+        # The last 128 keys, which a kernel may visit first, have one score; others rise up to -1 in any order.
+        keys = k.shape[-3]
+        far = min(128, -(-keys // 2))
+        rising = torch.linspace(-float(number), -1.0, keys - far)
+        order = torch.rand(k.shape[:-1], generator=random).movedim(-2, 0)[: keys - far].argsort(0)
+        scores = torch.full((keys, *k.shape[:-3], k.shape[-2]), STEPS[data][0])
+        scores[: keys - far] = rising[order]
+        steps = scores.movedim(0, -2).unsqueeze(-1) / (head_dim * factor)
+        return torch.ones_like(q), steps.to(k).expand_as(k).contiguous()
+    if data in MEANS:
+        # A mean of one coordinate moves all scores of a row alike; one of all coordinates spreads them, too.
+        size = 1 if torch.rand((), generator=random) < 0.5 else head_dim
+        product = min(float(number) / abs(factor), 3e4)  # unscaled, and of fp16 in plain PyTorch
+        mean = torch.where(torch.arange(head_dim) < size, (product / size) ** 0.5, 0.0).to(q.device)
+        return (q + mean).to(q.dtype), (k + (mean if kind == "equal" else -mean)).to(k.dtype)
+    return q, k
+
+
+def with_great_values(data: str, bias: Tensor, random: torch.Generator) -> Tensor:
+    """A bias of a kind of `JUMPS` or `GREAT`, or the values of one by distance; of another kind as it is.
+
+    The last dims are queries, or 1, and keys or distances. Of three dims, as of packed sequences, an "entry" is the
+    first half of the tokens.
+    """
+    place, _, number = data.partition(" ")
+    limits, shape = torch.finfo(bias.dtype), bias.shape
+    if bias.numel() == 0 or data not in (*JUMPS, *GREAT, *GREAT_MIN):
+        return bias
+    if data in JUMPS:
+        jumps = 300 * torch.randint(-3, 4, (shape[-1],), generator=random)
+        return (bias + jumps.to(bias.device)).to(bias.dtype)
+    row, key, one = (int(torch.randint(size, (), generator=random)) for size in (*shape[-2:], bias.numel()))
+    value = limits.min if number == "min" else min(max(float(number), limits.min), limits.max)
+    great = torch.zeros(shape, dtype=torch.bool)
+    if place == "entry" and bias.dim() == 4:
+        great[-1] = True
+    elif place == "entry":
+        tokens = -1 if shape[-2] == 1 else -2
+        great.narrow(tokens, 0, -(-shape[tokens] // 2)).fill_(True)
+    elif place == "others":
+        great[:] = True
+        great[..., key] = False
+    elif place == "value":
+        great.view(-1)[one] = True
+    elif place == "row":
+        great[..., row, :] = True
+    else:
+        great[..., key] = True
+    return bias.masked_fill(great.to(bias.device), value)
+
+
 def _converted(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, Distances):
         return x._replace(values=x.values.detach().to(dtype))
@@ -77,7 +149,7 @@ class Case:
     `mask_kind`: "random", "empty_rows" (every third query), "empty_tiles" (the first half of the keys and a block),
     "none_allowed", "all_allowed". `bias_kind`: "normal", "inf" (a third of it -inf), "min" (finfo.min), "huge" (1e4).
     `sink`: None, "normal", "inf" (every other head has none), "huge" (1e4, -1e4 in turn); with "sink" in `needs_grad`
-    its gradient is needed.
+    its gradient is needed. `data`: "centred", or a kind of the groups above.
     """
 
     batch: int = 2
@@ -105,6 +177,7 @@ class Case:
     sink_dtype: torch.dtype | None = None
     dropout_p: float = 0.0  # of a key drawn after `torch.manual_seed(seed)`
     relative: Numbers | None = None  # in the place of `bias`
+    data: str = "centred"
     key_device: str = ""  # of the call's dropout key, where results are compared on another device
 
     def flags(self) -> dict[str, Any]:
@@ -192,7 +265,38 @@ class Case:
                 bias = bias * 1e4
         mask = None if self.mask is None else self._mask(random).to(device)
         sink = None if self.sink is None else self._sink(random).to(device)
-        return Inputs(q, k, v, mask, bias, dout, dlse, sink)
+        inputs = Inputs(q, k, v, mask, bias, dout, dlse, sink)
+        return inputs if self.data == "centred" else self._uncentred(inputs)
+
+    def _uncentred(self, x: Inputs) -> Inputs:
+        """The tensors as `data` has them."""
+        random = torch.Generator().manual_seed(self.seed)
+        scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+        q, k = with_means(self.data, x.q, x.k, scale, random)
+        bias = None if x.bias is None else with_great_values(self.data, x.bias, random)
+        x = replace(x, q=q, k=k, bias=bias)
+        if bias is not None and bias.numel() and self.relative is not None and self.data in STEPS:
+            bias[..., 0] = bias[..., -1] = STEPS[self.data][1]
+        elif bias is not None and self.relative is None and self.data in GREAT and self.seed % 2:
+            # What arrives at a row of great scores is 0: nothing of it may reach a gradient.
+            rows = (bias.abs() > 6e4).all(-1)[(None,) * (4 - bias.dim())]
+            rows = rows.repeat_interleave(self.num_heads // rows.shape[1], 1) if rows.shape[1] > 1 else rows
+            x = replace(x, dout=x.dout.masked_fill(rows.mT.unsqueeze(-1), 0.0))
+        return self._spoiled(x) if self.data in (*SEEN, *HIDDEN) else x
+
+    def _spoiled(self, x: Inputs) -> Inputs:
+        """The tensors with one NaN or inf, or with a quarter of the keys full of them and hidden by the mask."""
+        how, value, name = self.data.split()
+        spoiled, last = getattr(x, name), slice(self.seqlen_k - -(-self.seqlen_k // 4), None)
+        if spoiled is None or (how == "hidden" and (x.mask is None or x.mask.shape[-1] != self.seqlen_k)):
+            return x  # a call that was made simpler
+        spoiled = spoiled.clone()
+        if how == "seen":
+            spoiled.view(-1)[spoiled.numel() // 2 : spoiled.numel() // 2 + 1] = float(value)
+        else:
+            (spoiled[:, last] if name in "kv" else spoiled[..., last]).fill_(float(value))
+            x.mask[..., last] = False
+        return replace(x, **{name: spoiled})
 
     def _sink(self, random: torch.Generator) -> Tensor:
         sink = torch.randn(self.num_heads, generator=random) + math.log(max(self.seqlen_k, 1))  # as much as all keys

@@ -102,7 +102,7 @@ class Runner:
 
     def refusal(self, case: Case, inputs: Inputs) -> str | None:
         """Why the backend does not serve a case, in the words of its rules; None where it does."""
-        if self.name != "eager" and case.bias_kind == "min":
+        if self.name != "eager" and (case.bias_kind == "min" or case.data.endswith(" min")):
             return f"{self.name}: it computes in base 2, where a bias of finfo.min overflows to -inf (docs/backends.md)"
         if (
             self.name == "flex"

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
-from cases import ALL, DEVICE, Case, Inputs, Numbers
+from cases import ALL, DEVICE, GREAT, GREAT_MIN, HIDDEN, JUMPS, MEANS, SEEN, SIGNS, STEPS, Case, Inputs, Numbers
 from layouts import LAYOUTS, offset, rearranged
 from torch import Tensor
 
@@ -31,6 +31,9 @@ PER_QUERY = tuple(form for form in FORMS if form[3] == "1")
 PER_KEY = tuple(form for form in FORMS if form[2:] == ("1", "Lk"))
 PER_SCORE = tuple(form for form in FORMS if form[2:] == ("Lq", "Lk"))
 QKV = ("q", "k", "v")
+SHARES = {"any": 0.0, "uncentred": 1.0}  # of calls whose data are not centred, by what a program is asked for
+UNCENTRED = SHARES["any"]
+DATA = (MEANS, (*SIGNS, *STEPS), JUMPS, GREAT, GREAT, SEEN, HIDDEN)
 ANY: Features = {
     "batch": (1, 2, 3),
     "num_heads_k": (1, 2, 3),
@@ -51,12 +54,14 @@ ANY: Features = {
     "sink": (None, None, "normal", "normal", "inf", "huge"),
     "sink_dtype": (None, None, FP32, BF16, FP16, FP64),
     "dropout_p": (0.0,) * 5 + (0.1, 0.5, 0.9, 1.0),
+    "data": DATA,
 }
 
 
 def draw(rng: random.Random, features: Features, seed: int) -> Case:
     """A call of these features; each field that they leave out has the choices of `ANY`."""
-    values = {name: rng.choice(choices) for name, choices in {**ANY, **features}.items() if name != "relative"}
+    features = {**ANY, **features}
+    values = {name: rng.choice(choices) for name, choices in features.items() if name not in ("relative", "data")}
     values["num_heads"] = values["num_heads_k"] * values.pop("group")
     if values["bias"] is None and "relative" in features:  # its own numbers, so that all else is drawn as without it
         values["relative"] = draw_relative(random.Random(f"relative {seed}"), values, features["relative"])
@@ -65,7 +70,34 @@ def draw(rng: random.Random, features: Features, seed: int) -> Case:
         values["needs_grad"] = ("sink",)
     elif values["sink"] is not None and has_gradient:
         values["needs_grad"] = (*values["needs_grad"], "sink")
-    return Case(**values, seed=seed)
+    return with_data(Case(**values, seed=seed), features["data"])
+
+
+def with_data(case: Case, groups: Sequence[Sequence[str]] = DATA) -> Case:
+    """The case, or for a share of `UNCENTRED` one whose data are of a kind of these groups that it has room for."""
+    rng, has_bias = random.Random(f"data {case.seed}"), case.bias is not None or case.relative is not None
+    hides = case.mask is not None and case.mask[3] == "Lk" and case.seqlen_k > 1
+    fits = {JUMPS: has_bias, GREAT: has_bias, (*GREAT, *GREAT_MIN): has_bias, HIDDEN: hides}
+    served = [group for group in groups if fits.get(group, True)]
+    served += [tuple(STEPS)] * 4 * (case.relative is not None and len(served) > 0)  # beside its flat ends
+    if rng.random() >= UNCENTRED or case.dtype == FP64 or not served:
+        return case
+    kinds = [x for x in rng.choice(served) if not x.endswith(" bias") or case.bias is not None]
+    # Great scores beside others would be a matter of rounding alone.
+    case = case.with_(data=rng.choice(kinds), logits=1.0, bias_kind="normal")
+    if case.data in HIDDEN and (case.data.endswith("bias") and case.bias[3] != "Lk"):
+        case = case.with_(data="hidden nan k")
+    without_sink = tuple(name for name in case.needs_grad if name != "sink")
+    if case.data in STEPS and case.relative is not None:  # tiles beyond its values, and maxima that these tiles raise
+        wide = case.relative._replace(number=3, zero=1, outside="zero" if case.relative.letters[2] == "Lq" else "clamp")
+        plain = {"window_size": None, "softmax_scale": None, "sink": None, "needs_grad": without_sink}
+        return case.with_(relative=wide, **plain)
+    if case.data in (*GREAT, *GREAT_MIN) and case.bias is not None and case.bias[3] == "1":
+        return case.with_(sink=None, needs_grad=without_sink)  # the great value may be left out, see `accuracy.py`
+    if case.data not in (*SEEN, *HIDDEN):
+        return case
+    # A dropped NaN is 0, and so is one at a scale of 0 in products of BLAS.
+    return case.with_(dropout_p=0.0, softmax_scale=case.softmax_scale or None, needs_grad=without_sink)
 
 
 def draw_relative(rng: random.Random, values: Mapping[str, Any], rows: Sequence[str]) -> Numbers | None:
@@ -124,6 +156,7 @@ SMALL: Features = {
     "head_dim_v": (0, 0, 8, 16, 48),
     "dtype": (FP32, BF16, FP16) + ((FP64,) if DEVICE == "cpu" else ()),
     "bias_kind": ("normal", "normal", "inf", "min"),
+    "data": tuple((*GREAT, *GREAT_MIN) if group is GREAT else group for group in DATA),
     "window_size": (None, None, *itertools.product((-1, 0, 1, 5, 20, 50), repeat=2)),
     "relative": ("1", "1", "Lq"),
 }
@@ -219,6 +252,7 @@ def draw_cuda(number: int) -> Drawn:
         "seqlen_k": (lengths[number % len(lengths)],),
         "mask": (CUDA_FORMS[(number + number // 84) % len(CUDA_FORMS)] if has_mask else None,),
         "bias": (forms[(number + number // 168) % len(forms)],),
+        "data": (),
     }
     if not has_gradients:
         features |= {"needs_grad": ((),), "dlse": (False,)}
@@ -229,6 +263,13 @@ def draw_cuda(number: int) -> Drawn:
         case = _differentiable(case, rng)
     if INSTANCES[instance] != (64, 64) or case.softcap > 0:  # the kernels of 64 alone have dropout
         case = case.with_(dropout_p=0.0)
+    if case.bias is None and INSTANCES[instance] in ((64, 64), (128, 128)) and number // 168 % 3:
+        values = {name: getattr(case, name) for name in ("seqlen_q", "seqlen_k", "window_size", "is_causal")}
+        relative = draw_relative(random.Random(f"relative {number}"), values, ("1",))
+        case = case if relative is None else case.with_(relative=relative, softcap=0.0, dropout_p=0.0)
+    case = with_data(case)
+    if case.data in STEPS and case.relative is not None:  # so that there are several tiles of keys
+        case = case.with_(mask=None, seqlen_k=rng.choice((512, 600)))
     # Calls with dropout read tiles of a bias in the dtype of q.
     case = case.with_(bias_dtype=None) if case.dropout_p else case
     layout = rng.choice((None, None, None, *("aligned_margins",) * 4, *LAYOUTS))
@@ -364,7 +405,7 @@ def smaller(case: Case) -> Case:
 
 
 DRAWS: dict[str, Callable[[int], Drawn]] = {
-    **dict.fromkeys(("eager", "flex"), draw_small),
+    **dict.fromkeys(("eager", "flex", "sdpa"), draw_small),
     "triton": draw_triton,
     "cuda": draw_cuda,
 }

@@ -3,6 +3,7 @@
     python tests/fuzz.py eager --calls 2000                     # on a CPU
     python tests/fuzz.py triton cuda --seconds 500 --processes 8  # on all GPUs that there are
     python tests/fuzz.py cuda:triton --calls 500                # a pair: out from one, gradients from the other
+    python tests/fuzz.py triton cuda --calls 2000 --data uncentred  # great means, great biases, NaN: `Case.data`
 
 The kinds of `run_calls.py` take turns, and every call has a number, so that two runs draw the same calls.
 A result is compared with the fp64 formula by the rule of `accuracy.py`. A call that fails is printed with the command
@@ -30,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 if __name__ == "__main__" and "interpreter" in sys.argv[1:]:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton decides at its import
 
+import draws  # noqa: E402
 import torch  # noqa: E402
 from outcomes import outcome_of  # noqa: E402
 from run_calls import Check, Place, place_of, run_number  # noqa: E402
@@ -50,6 +52,7 @@ KINDS = {
 }
 PAIRS = ("dense", "sequences")  # dead keys of interval masks hold NaN, which eager multiplies by 0
 EMULATED = ("dense", "intervals", "sequences")
+UNCENTRED = ("dense", "short", "intervals", "wide", "sequences", "trees", "tangents")  # kinds that have such data
 SHRINKING_SECONDS = 60.0
 PROGRESS_SECONDS = 5.0
 
@@ -127,7 +130,8 @@ def run_one(place: Place, name: str, kind: str, line: dict[str, Any], step: int)
         torch.cuda.empty_cache()
         return None
     line["failed"].append(number)
-    repeat = f"python tests/run_calls.py {name} {kind} {number} 1"
+    data = next(data for data, share in draws.SHARES.items() if share == draws.UNCENTRED)
+    repeat = f"python tests/run_calls.py {name} {kind} {number} 1" + f" --data {data}" * (data != "any")
     return f"{repeat}\n{outcome}\nthe simplest call that fails:\n{shrink(check, outcome)}"
 
 
@@ -145,6 +149,8 @@ def run(names: list[str], tally: Tally, calls: int, seconds: float, part: int, p
     torch.set_num_threads(1)
     places = {name: place_of(name) for name in names}
     turns = [(name, kind) for name in names for kind in KINDS.get(name, PAIRS if ":" in name else EMULATED)]
+    is_uncentred = draws.UNCENTRED == 1.0
+    turns = [turn for turn in turns if turn[1] in UNCENTRED or not is_uncentred]
     begun = told = time.monotonic()
     had = tally.counts().total()
 
@@ -159,8 +165,9 @@ def run(names: list[str], tally: Tally, calls: int, seconds: float, part: int, p
             counts = tally.counts()
             if counts["passed"] + counts["failed"] >= calls or time.monotonic() - begun >= seconds:
                 break
-            line = tally.of(name, kind)
-            line["next"] = max(line["next"], before.of(name, kind)["next"] + part)
+            told_kind = f"{kind}, uncentred" if is_uncentred else kind
+            line = tally.of(name, told_kind)
+            line["next"] = max(line["next"], before.of(name, told_kind)["next"] + part)
             failure = run_one(places[name], name, kind, line, parts)
             if failure is not None:
                 print(failure, flush=True)
@@ -217,11 +224,13 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "fuzz.json")
     parser.add_argument("--commit", default="", help="what the record calls this tree, where git is not there to say")
+    parser.add_argument("--data", choices=draws.SHARES, default="any", help="only calls whose data are not centred")
     said = "be that one of the processes, from 0, with a record of its own beside --out, until that has --calls"
     parser.add_argument("--part", type=int, metavar="NUMBER", help=said)
     options = parser.parse_args()
     if options.calls == 10**9 and options.seconds == float("inf"):
         parser.error("--calls or --seconds is needed")
+    draws.UNCENTRED = draws.SHARES[options.data]
     if options.part is not None:
         part = Tally(options.out.with_suffix(f".{options.part}.json"))
         limits = options.calls, options.seconds
@@ -232,7 +241,8 @@ def main() -> int:
     tally = Tally(options.out, options.commit)
     take_in(tally)  # what a run has left that was ended
     limits = ["--calls", str(-(-options.calls // options.processes)), "--seconds", str(options.seconds)]
-    command = [sys.executable, __file__, *options.places, *limits, "--processes", str(options.processes)]
+    command = [sys.executable, __file__, *options.places, *limits, "--data", options.data]
+    command += ["--processes", str(options.processes)]
     gpus = torch.cuda.device_count()
     started = [
         subprocess.Popen(

@@ -102,6 +102,7 @@ def random_case(seed: int, large: bool) -> ParallelCase:
         "dtype": (torch.bfloat16,),
         "mask_kind": ("random",),
         "bias_kind": ("normal",),
+        "data": (),
         "window_size": (None, None, (unit, 3), (-1, 5), (2 * unit, -1)),
         "needs_grad": (("q", "k", "v", "bias"),),
         "dlse": (True,),  # without it gradients of one value per query are zeros, and no relative error is small

@@ -86,6 +86,7 @@ WORKS: Features = {
     "mask_kind": ("empty_tiles",),
     "bias": (None, FULL, FULL, SHARED_BY_ENTRIES, SHARED_BY_ENTRIES),
     "bias_kind": ("normal",),
+    "data": (),
     "softcap": (0.0, 0.0, 0.0, 5.0),
     "window_size": (None,),
     "needs_grad": (ALL,),
@@ -113,7 +114,7 @@ def drawn_of_cuda() -> Iterator[Sanitized]:
     for number in range(2400):
         drawn = draws.draw_cuda(number)
         splits = random.Random(f"splits {number}").choice((1, 1, 3))
-        yield Sanitized(drawn._replace(case=draws.smaller(drawn.case)), splits)
+        yield Sanitized(drawn._replace(case=draws.smaller(drawn.case.with_(data="centred"))), splits)
     for number in range(2000):
         rng = random.Random(f"works {number}")
         head_dim, head_dim_v = rng.choice((*INSTANCES, *INSTANCES[:4]))
@@ -173,6 +174,7 @@ TRITON: Features = {
     "mask_kind": ("random", "empty_rows", "empty_tiles"),
     "bias": (None, FULL, FULL, *3 * (SHARED_BY_ENTRIES, SHARED_BY_ALL), ("1", "Hk", "1", "Lk"), ("B", "Hq", "Lq", "1")),
     "needs_grad": (ALL, ALL, ("k", "bias")),
+    "data": (),
 }
 
 
@@ -182,7 +184,7 @@ def drawn_of_triton() -> Iterator[Sanitized]:
         rng = random.Random(f"triton {number}")
         if number % 4 == 0:
             drawn = draws.draw_short(number)
-            yield Sanitized(drawn._replace(case=draws.smaller(drawn.case)))
+            yield Sanitized(drawn._replace(case=draws.smaller(drawn.case.with_(data="centred"))))
             continue
         layout, few_pairs = rng.choice((None, None, "offset_by_one")), rng.random() < 0.4
         case = draws.smaller(draw(rng, TRITON, number))

@@ -7,14 +7,26 @@ there. Pairs of different sequences are masked, and a mask or a bias is gathered
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import draws
 import torch
-from accuracy import Results, chance, failures_of, row_variances, with_rounding
-from cases import DEVICE, Inputs
+from accuracy import (
+    RATIO,
+    Results,
+    as_fp32_holds,
+    as_kernels_hold,
+    chance,
+    failures_of,
+    in_plain_pytorch,
+    row_variances,
+    with_rounding,
+    with_scores_held,
+)
+from cases import DEVICE, GREAT, JUMPS, MEANS, SEEN, SIGNS, Inputs, with_great_values, with_means
 from layouts import LAYOUTS as STRIDES
 from torch import Tensor
 
@@ -28,7 +40,6 @@ from flash_dmattn.problem import inputs as operands
 from flash_dmattn.problem.checks import packing_of
 from flash_dmattn.problem.inputs import result_in_rows
 from flash_dmattn.reference import formula
-from flash_dmattn.reference import yardstick as plain
 from flash_dmattn.reference.dropout import Dropout, draw_key
 
 LEAVES = ("q", "k", "v", "bias", "sink")
@@ -59,6 +70,7 @@ class SequenceCall:
     needs_grad: tuple[str, ...]
     told: str  # how it was drawn
     seed: int = 0  # after which the key of dropout is drawn
+    data: str = "centred"  # as in `Case`
 
     @property
     def packs_queries(self) -> bool:
@@ -257,7 +269,25 @@ def draw(
         f"draw({number}, {layout!r}, is_loose={is_loose})",
         number,
     )
-    return call
+    return call if is_loose else with_data(call)
+
+
+def with_data(call: SequenceCall) -> SequenceCall:
+    """The call, or for a share of `draws.UNCENTRED` one whose data are not centred."""
+    rng, bias = random.Random(f"data {call.seed}"), call.bias
+    groups = [MEANS, SIGNS, SEEN[:2]] + [JUMPS, GREAT, GREAT] * (bias is not None and bias.shape[-1] > 1)
+    if rng.random() >= draws.UNCENTRED or call.q.dtype == torch.float64:
+        return call
+    data, torch_rng = rng.choice(rng.choice(groups)), torch.Generator().manual_seed(call.seed)
+    scale = call.flags["softmax_scale"] or call.q.shape[-1] ** -0.5
+    q, k = with_means(data, call.q, call.k, scale, torch_rng)
+    bias = None if bias is None else with_great_values(data, bias, torch_rng)
+    call = replace(call, q=q, k=k, bias=bias, data=data, told=f"{call.told} of data {data!r}")
+    if data not in SEEN:
+        return call
+    x = q if data.endswith("q") else k
+    x.view(-1)[x.numel() // 2 : x.numel() // 2 + 1] = torch.nan
+    return replace(call, needs_grad=(), dlse=None, flags={**call.flags, "dropout_p": 0.0})
 
 
 # As the CUDA kernels take them: queries for blocks of three consumers, beside few keys, and any length.
@@ -542,9 +572,14 @@ def _dense(call: SequenceCall, tokens: Tokens, leaves: dict[str, Tensor | None])
     )
 
 
-def expected(call: SequenceCall) -> tuple[Results, Results, Inputs]:
-    """The results in fp64, the results of plain PyTorch in the dtype of the call, and the dense call in fp64."""
+def expected(call: SequenceCall, hold: Callable[[Tensor], Tensor] | None = None) -> tuple[Results, Results, Inputs]:
+    """The results in fp64, the results of plain PyTorch in the dtype of the call, and the dense call in fp64.
+
+    Scores in fp64 are what `hold` makes of them.
+    """
     tokens = Tokens(call)
+    if hold is None and call.data in GREAT:
+        hold = as_fp32_holds
     actual = []
     numbers = {k: x for k, x in call.flags.items() if k in ("softcap", "softmax_scale")}
     numbers["dropout"] = tokens.dropout()
@@ -554,7 +589,10 @@ def expected(call: SequenceCall) -> tuple[Results, Results, Inputs]:
             n: None if (x := getattr(arguments, n)) is None else x.detach().cpu().requires_grad_() for n in LEAVES
         }
         x = _dense(arguments, tokens, leaves)
-        out, lse = formula.attention(x.q, x.k, x.v, x.mask, x.bias, **numbers, sink=x.sink)
+        bias = x.bias
+        if dtype == torch.float64 and hold is not None:
+            bias = with_scores_held(x.q, x.k, bias, numbers, hold)
+        out, lse = formula.attention(x.q, x.k, x.v, x.mask, bias, **numbers, sink=x.sink)
         present = {n: y for n, y in leaves.items() if y is not None}
         inputs = [y for y in (x.q, x.k, x.v, x.bias, x.sink) if y is not None]
         if dtype == torch.float64:
@@ -562,8 +600,9 @@ def expected(call: SequenceCall) -> tuple[Results, Results, Inputs]:
             outputs, arriving = ((out,), (x.dout,)) if x.dlse is None else ((out, safe), (x.dout, x.dlse))
             gradients = torch.autograd.grad(outputs, inputs, arriving, retain_graph=True)
         else:
-            plain_gradients = plain.gradients(x.dout, x.dlse, x.q, x.k, x.v, x.mask, x.bias, **numbers, sink=x.sink)
-            gradients = tuple(g for g in plain_gradients if g is not None)
+            with torch.no_grad():
+                out, lse, *own = in_plain_pytorch(call.data, x, **numbers, sink=x.sink)
+            gradients = tuple(g for g in own if g is not None)
         own = torch.autograd.grad(inputs, list(present.values()), gradients, allow_unused=True)
         empty = tokens.q[:, 0] < 0
         lse = lse.detach()[0].masked_fill(empty, -torch.inf)
@@ -580,12 +619,30 @@ def expected(call: SequenceCall) -> tuple[Results, Results, Inputs]:
 def assert_accurate(results: Results, call: SequenceCall) -> None:
     """The rule of `accuracy.assert_accurate` for a call with sequences."""
     exact, in_dtype, dense = expected(call)
+    if call.data in SEEN:
+        for name in ("out", "lse"):
+            bad = exact[name].isnan()
+            assert torch.equal(results[name].isnan().cpu(), bad), f"{call.told}: {name} has NaN in other places"
+            results, exact, in_dtype = (
+                {**x, name: x[name].masked_fill(bad.to(x[name].device), 0.0)} for x in (results, exact, in_dtype)
+            )
     spread = _spread(call, exact, in_dtype, dense) if call.sink is not None and call.needs_grad else {}
     unasked = {f"d{name}" for name in LEAVES if name not in call.needs_grad}
     wanted = {**exact, **dict.fromkeys(unasked)}
     like = {"out": call.dout, **{f"d{name}": getattr(call, name) for name in LEAVES}}
 
+    unlucky: list[Results] = []
+
     def by_chance(name: str) -> float:
+        if call.data in (*MEANS, *JUMPS, *GREAT):
+            if not unlucky:
+                holds = (as_kernels_hold(dense, call.flags.get("softmax_scale"), seed) for seed in range(4))
+                unlucky.extend(expected(call, hold)[0] for hold in holds)
+            own, *others = (x[name].double() for x in (exact, *unlucky))
+            return max(least(name), *(RATIO * (x - own)[own > -torch.inf].norm().item() for x in others))
+        return least(name)
+
+    def least(name: str) -> float:
         if name not in ("out", "dq", "dk", "dv"):
             return 0.0
         numbers = {k: y for k, y in call.flags.items() if k in ("softcap", "softmax_scale")}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from accuracy import Results, assert_accurate, chance_by_delta, error, oracle, probabilities, yardstick
+from accuracy import Results, assert_accurate, chance_by_delta, error, oracle, probabilities, run, yardstick
 from cases import Case, Inputs
 
+import flash_dmattn
 from flash_dmattn.reference import formula
 from flash_dmattn.reference.yardstick import FLOOR, RATIO
 
@@ -142,3 +144,58 @@ def test_dbias_of_few_kept_keys_is_off_by_no_more_than_that(backend: Any, kept: 
     p, bound = bound_of_delta(FEW_KEPT, x)
     terms = torch.einsum("bihd,bjhd->bhij", x.dout.abs(), x.v.abs())
     assert ((got - exact).abs() <= p * (bound + 1e-4 * terms) + 1e-6).all()
+
+
+GREAT = Case(bias=("B", "Hq", "Lq", "Lk"), bias_dtype=torch.float32, data="row -1e9", seqlen_q=20, seqlen_k=40)
+
+
+def results_of(case: Case) -> tuple[Inputs, Results]:
+    """The tensors of a case, and its results on eager."""
+    inputs = case.build()
+    return inputs, run(partial(flash_dmattn.attention, return_lse=True, backend="eager"), case, inputs)
+
+
+@pytest.mark.parametrize("data", ("row -1e6", "row -1e9", "entry -1e30", "key 1e9"))
+def test_rows_of_great_scores_have_a_probability(data: str) -> None:
+    """Results pass as they are; those of great rows do not at three times or a third of it, nor do all others then."""
+    inputs, results = results_of(GREAT.with_(data=data, seed=2))
+    case = GREAT.with_(data=data, seed=2)
+    assert_accurate(results, case, inputs)
+    is_great = results["lse"].abs() > 1e5
+    assert is_great.any()
+    for name, rows in (("out", is_great), ("dq", is_great), ("lse", ~is_great), ("out", ~is_great)):
+        for factor in (3.0, 1 / 3):
+            by = torch.where(rows, factor, 1.0) if name == "lse" else torch.where(rows, factor, 1.0).mT.unsqueeze(-1)
+            if torch.equal(results[name] * by, results[name]):
+                continue  # one key has all of p, and nothing passes through to q; or no row is ordinary
+            with pytest.raises(AssertionError, match=f"{name}: error"):
+                assert_accurate({**results, name: results[name] * by}, case, inputs)
+    with pytest.raises(AssertionError, match="dv: error"):
+        assert_accurate({**results, "dv": results["dv"] * 3}, case, inputs)
+
+
+def test_great_means_allow_no_wrong_softmax() -> None:
+    """Scores of -1e4 in bfloat16: products rounded to 16 bits would be off by tens, and allow any p."""
+    case = Case(dtype=torch.bfloat16, data="opposite 10000", seqlen_q=60, seqlen_k=80, head_dim=64)
+    inputs, results = results_of(case)
+    assert_accurate(results, case, inputs)
+    for name in ("out", "dk", "dv"):
+        with pytest.raises(AssertionError, match=f"{name}: error"):
+            assert_accurate({**results, name: results[name] * 1.1}, case, inputs)
+
+
+def test_a_nan_is_neither_lost_nor_made() -> None:
+    """A row that sees one has it in all results; a product with a probability of 0 may have one or not."""
+    case = Case(mask=("B", "1", "1", "Lk"), bias=("1", "Hq", "Lq", "Lk"), dlse=True, seqlen_q=20, seqlen_k=40)
+    for data in ("seen nan q", "seen nan k", "seen inf bias", "hidden nan k", "hidden inf v", "hidden nan bias"):
+        inputs, results = results_of(case.with_(data=data))
+        assert_accurate(results, case.with_(data=data), inputs)
+        for name in ("out", "lse", "dq", "dk", "dv", "dbias"):
+            lost, made = (results[name].nan_to_num(0.0, 0.0), results[name].clone())
+            made.view(-1)[0] = torch.nan
+            if data.startswith("seen") and not torch.equal(lost, results[name]):
+                with pytest.raises(AssertionError, match=f"{name}: NaN lost in [1-9]"):
+                    assert_accurate({**results, name: lost}, case.with_(data=data), inputs)
+            if name in ("lse", "out") and not results[name].view(-1)[0].isnan() and data != "hidden inf v":
+                with pytest.raises(AssertionError, match=f"{name}: NaN lost in 0 places, made in 1"):
+                    assert_accurate({**results, name: made}, case.with_(data=data), inputs)

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import draws
 import fuzz
 import pytest
 import reliability
 import run_calls
+import torch
 from cases import Case
 from draws import Drawn, simpler
 from run_calls import Check
@@ -60,6 +62,32 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert named[-2:] == ["c1", "c2"] and len(set(named)) == len(named)  # all commits that it counts
 
 
+def test_calls_that_are_not_centred_have_numbers_and_a_command_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every call that is drawn has such data, and a record of its kind."""
+    monkeypatch.setattr(draws, "UNCENTRED", draws.UNCENTRED)
+    drawn: list[Case] = []
+
+    def run(place: object, kind: str, number: int) -> tuple[Check, str | None]:
+        drawn.append(draws.draw_small(number).case)
+        return failing(Drawn(drawn[-1])), "wrong"
+
+    monkeypatch.setattr(fuzz, "run_number", run)
+    monkeypatch.setitem(fuzz.KINDS, "eager", ("appends", "dense"))
+    command = ["fuzz.py", "eager", "--calls", "40", "--data", "uncentred", "--part", "0"]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path / "all.json")])
+    assert fuzz.main() == 1
+    assert [*fuzz.Tally(tmp_path / "all.0.json").content["places"]["eager"]] == ["dense, uncentred"]
+    assert all((case.data == "centred") == (case.dtype == torch.float64) for case in drawn)
+    assert "python tests/run_calls.py eager dense 7 1 --data uncentred" in capsys.readouterr().out
+    for case in drawn:
+        steps = [x.case for x in simpler(Drawn(case))]
+        assert case.data == "centred" or case.with_(data="centred") in steps
+        for x in steps:
+            x.build("cpu")
+
+
 def test_a_call_that_a_rule_refuses_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter([None, (None, None), None, (None, None), (None, "wrong")])
     monkeypatch.setattr(fuzz, "run_number", lambda *_: next(said))
@@ -90,13 +118,14 @@ def test_each_process_starts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     started: list[str] = []
 
     def start(command: list[str], env: dict[str, str]) -> SimpleNamespace:
-        started.append(command[command.index("--part") + 1])
+        started.append(" ".join(command[command.index(word) + 1] for word in ("--part", "--data")))
         return SimpleNamespace(wait=lambda: 0, returncode=0)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    command = ["fuzz.py", "eager", "--calls", "4", "--processes", "2", "--commit", "c1"]
+    command = ["fuzz.py", "eager", "--calls", "4", "--processes", "2", "--commit", "c1", "--data", "uncentred"]
+    monkeypatch.setattr(draws, "UNCENTRED", draws.UNCENTRED)
     monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path / "all.json")])
-    assert fuzz.main() == 0 and started == ["0", "1"]
+    assert fuzz.main() == 0 and started == ["0 uncentred", "1 uncentred"]
 
 
 def test_a_failure_is_told_with_the_command_that_repeats_it(

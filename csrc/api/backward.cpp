@@ -110,6 +110,7 @@ void BackwardPass::sum_delta() const {
   few.dout = rows_of(args.dout);
   few.dlse = rows.dlse;
   few.lse = rows.lse_log2;
+  few.split_lse = rows.split_lse;
   few.delta = rows.delta;
   few.row_delta = rows.row_delta;
   few.bias_values = params.bias_values;
@@ -221,6 +222,8 @@ void implement(Library& m) {
 
 }  // namespace
 
+// The shapes of tensors are checked, but not the numbers in a mask: lists, bounds and the order of keys have to be those
+// that the packing operators of this library write. Others would lead kernels out of their tensors.
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? key_order, "

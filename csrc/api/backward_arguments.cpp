@@ -84,7 +84,9 @@ void BackwardPass::describe_rows() {
   const auto [batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v] = sizes;
   const ScalarType dtype = args.q.scalar_type();
   check_array(op, args.out, "out", {batch, seqlen_q, heads, head_dim_v}, dtype, args.q);
-  check_array(op, args.lse, "lse", {batch, heads, seqlen_q}, ScalarType::Float, args.q);
+  rows.has_wide_lse = args.lse.scalar_type() == ScalarType::Double;
+  check_array(op, args.lse, "lse", {batch, heads, seqlen_q}, rows.has_wide_lse ? ScalarType::Double : ScalarType::Float,
+              args.q);
   check_dims(op, args.dout, "dout", {batch, seqlen_q, heads, head_dim_v}, args.q);
   check_dtype(op, args.dout, "dout", dtype);
   if (args.dq.has_value()) check_array(op, *args.dq, "dq", {batch, seqlen_q, heads, head_dim}, dtype, args.q);
@@ -94,7 +96,7 @@ void BackwardPass::describe_rows() {
   const bool has_entries = sequences == nullptr || !sequences->is_packed;
   set_sizes(sizes, rows);
   rows.out = args.out.const_data_ptr();
-  rows.lse = static_cast<const float*>(args.lse.const_data_ptr());
+  rows.lse = args.lse.const_data_ptr();
   rows.dout = rows_of(args.dout);
   if (!has_entries) rows.dout.stride_b = 0;
   if (args.dlse.has_value()) {

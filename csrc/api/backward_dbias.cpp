@@ -141,6 +141,7 @@ SharedDbiasParams BackwardPass::summed_operands(const Sizes& scores) const {
   if (has_mask) shared.mask = mask_tiles(args.mask, args.mask[1], scores);
   shared.slots = slots;
   shared.lse = params.lse;
+  shared.split_lse = params.split_lse;
   shared.delta = params.delta;
   shared.softmax_scale = params.softmax_scale;
   shared.softcap = params.softcap;

@@ -99,7 +99,7 @@ void BackwardPass::list_tiles() {
 // The arrays of one allocation of floats: where each starts, on a cache line of 128 bytes. Misaligned accumulators cost
 // 2 % (docs/notes/cuda_tried.md, "Backward kernel").
 struct BackwardPass::Layout {
-  int64_t rows, has_long, has_group, slots, flat_sums;
+  int64_t rows, split_lse, great_rows, has_long, has_group, slots, flat_sums;
   // The others start as zeros, but for dk and dv where only some of their rows are cleared.
   int64_t dbias_counter, counter, dq_semaphore, dkv_semaphore, dq, dk, dv;
   int64_t length = 0;
@@ -124,6 +124,8 @@ BackwardPass::Layout BackwardPass::lay_out() const {
   Layout at{};
   at.masks = schedule.blocks_decide ? (heads.has_batch ? sizes.batch : 1) * heads.mask_heads : 0;
   at.rows = at.reserve(2 * padded_rows);
+  at.split_lse = at.reserve(bias_form == BackwardBias::kNone ? 0 : 2 * padded_rows);
+  at.great_rows = at.reserve(bias_form == BackwardBias::kNone ? 0 : padded_rows / kTile);
   at.has_long = at.reserve(ceil_div(at.masks, 4));
   at.has_group = at.reserve(schedule.blocks_decide ? ceil_div(pairs_k * tiles_k * (kTile / kAccumRows), 4) : 0);
   at.slots = at.reserve(dbias_schedule.has_slots ? dbias_schedule.chunks * dbias_schedule.slot_floats : 0);
@@ -152,6 +154,10 @@ void BackwardPass::allocate() {
   rows.sequences = params.sequences;
   params.lse = rows.lse_log2;
   params.delta = rows.delta;
+  rows.split_lse = reinterpret_cast<float2*>(floats(at.split_lse, at.great_rows));
+  rows.great_rows = reinterpret_cast<uint8_t*>(floats(at.great_rows, at.has_long));
+  params.split_lse = rows.split_lse;
+  params.great_rows = reinterpret_cast<const uint32_t*>(rows.great_rows);
   slots = floats(at.slots, at.flat_sums);
   params.flat_sums = reinterpret_cast<float2*>(floats(at.flat_sums, at.dbias_counter));
   dbias_counter = ints(at.dbias_counter, at.counter);

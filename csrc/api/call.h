@@ -97,21 +97,16 @@ void set_softcap(double softmax_scale, double softcap, Params& params) {
 }
 
 // For the forward pass. The softmax computes scale * score - scale * max in one instruction, so scale must be positive;
-// a bias is multiplied by 1 / scale, so scale must not be tiny either.
-inline void set_scale(double softmax_scale, double softcap, ForwardParams& params) {
+// what is above it is compared with in units of scale, so scale must not be tiny either.
+inline void set_scale(double softmax_scale, double softcap, bool has_bias, ForwardParams& params) {
   constexpr double kLeastScale = 1e-6;
-  if (softcap > 0) {
-    params.transforms = true;
-    params.scale = 1.0f;
-    set_softcap(softmax_scale, softcap, params);
-  } else if (softmax_scale < kLeastScale) {
-    params.transforms = true;
-    params.scale = 1.0f;
-    params.pre_scale = static_cast<float>(softmax_scale);
-  } else {
-    params.scale = static_cast<float>(softmax_scale);
-  }
+  set_softcap(softmax_scale, softcap, params);
+  params.transforms = softcap > 0 || (!has_bias && softmax_scale < kLeastScale);
+  params.scale = has_bias || params.transforms ? 1.0f : static_cast<float>(softmax_scale);
   params.inverse_scale = 1.0f / params.scale;
+  params.factor = static_cast<float>(softcap > 0 ? softcap : softmax_scale);
+  params.inverse_factor = 1.0f / params.factor;
+  if (!(softcap > 0)) params.pre_scale = static_cast<float>(softmax_scale);
 }
 
 // Dropout of probabilities, of a kernel instance that has it: the key of a call, int64 (2,), and how many are dropped.

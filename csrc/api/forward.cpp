@@ -199,6 +199,7 @@ Work schedule_sequences(const ForwardArguments& call, const Sizes& sizes, const 
   gaps.tensors = 1;
   gaps.of[0] = gaps_of(call.out, false, of);
   gaps.lse = params.lse;
+  gaps.has_wide_lse = params.has_wide_lse;
   gaps.num_heads = static_cast<int>(sizes.num_heads);
   return {static_cast<int>(std::min<int64_t>(tiles * sizes.num_heads, num_sms)),
           list_works(call.op, call.q, number, false, tile.block_m, tiles, 0, gaps, num_sms, of, &params.tile_counter,
@@ -224,7 +225,10 @@ ForwardVariant choose_variant(const ForwardArguments& call, const Sizes& sizes, 
   check_dims(op, call.out, "out", {sizes.batch, sizes.seqlen_q, sizes.num_heads, sizes.head_dim_v}, call.q);
   check_dtype(op, call.out, "out", call.q.scalar_type());
   CHECK_FOR(op, sequences == nullptr || call.out.is_contiguous(), "out needs to be contiguous");
-  check_array(op, call.lse, "lse", {sizes.batch, sizes.num_heads, sizes.seqlen_q}, ScalarType::Float, call.q);
+  params.has_wide_lse = call.bias.has_value();
+  check_array(op, call.lse, "lse", {sizes.batch, sizes.num_heads, sizes.seqlen_q},
+              params.has_wide_lse ? ScalarType::Double : ScalarType::Float, call.q);
+  params.lse = call.lse.mutable_data_ptr();
   if (sequences != nullptr) {
     params.sequences = sequence_params(op, *sequences, sizes, call.bias, call.q);
     if (has_pages) {
@@ -273,11 +277,10 @@ void describe_operands(const ForwardArguments& call, const Sizes& sizes, const F
   params.v = map_keys(call.v, "v");
   if (variant.bias == Bias::kTile) params.bias = map_scores(op, *call.bias, "bias", tile.block_m, of);
   set_out(call, sizes, params);
-  params.lse = static_cast<float*>(call.lse.mutable_data_ptr());
   set_sink(op, call.sink, sizes.num_heads, call.q, params);
   set_band(sizes, call.low, call.high, params);
   params.group_shift = static_cast<int>(call.group_shift);
-  set_scale(call.softmax_scale, call.softcap, params);
+  set_scale(call.softmax_scale, call.softcap, variant.bias != Bias::kNone, params);
   if (!call.mask.empty()) params.mask = mask_tiles(call.mask, call.mask[1], sizes);
 }
 
@@ -349,6 +352,8 @@ void implement(Library& m) {
 
 }  // namespace
 
+// The shapes of tensors are checked, but not the numbers in a mask: lists, bounds and the order of keys have to be those
+// that the packing operators of this library write. Others would lead kernels out of their tensors.
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_forward_kernel(Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? bias, Tensor? sink, Tensor(a!) out, "

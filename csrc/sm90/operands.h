@@ -1,12 +1,43 @@
-// Mask and bias of a work tile: where they lie, and plain loads of a bias.
+// Mask and bias of a work tile: where they lie, and plain loads of a bias. Also lse of rows whose bias may be great.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "../device/fragments.h"
 #include "sequences/sequence.h"
 
 namespace flash_dmattn {
+
+// lse of a row, from its maximum and the log of its sum. A float cannot hold both next to a bias of -1e9: p would not be
+// normalised in the backward pass. A double does, up to maxima of 2^31. The steps of floats beyond are greater than any
+// log of a sum, which goes into the bits below them: rounded to a float, lse is the maximum.
+__device__ __forceinline__ double join_lse(float max, float log_sum) {
+  const double unit = fabsf(max) > 0x1p31f ? fabsf(max) * 0x1p-31 : 1.0;
+  return fabsf(max) == INFINITY ? max + log_sum : max + log_sum * unit;
+}
+
+// The same in two floats, whose difference from a score is right: (score - high) - low.
+struct SplitLse {
+  float high, low;
+};
+
+__device__ __forceinline__ SplitLse split_lse(double lse) {
+  const float high = static_cast<float>(lse);
+  if (fabsf(high) == INFINITY) return {high, 0.0f};
+  const double unit = fabsf(high) > 0x1p31f ? fabsf(high) * 0x1p-31 : 1.0;
+  return {high, static_cast<float>((lse - high) / unit)};
+}
+
+// Of a greater lse fp32 has steps of 2^-14 and more, by which p would be wrong.
+constexpr float kGreatLse = 512.0f;
+
+// The exponent of p, in base 2, where lse is great: x is high and y low of SplitLse, the latter in base 2. The score is
+// rounded as in the forward pass. In case the products differ in their last bits, p is at most 1. NaN stays NaN.
+__device__ __forceinline__ float great_exponent(float product, float factor, float bias, float2 lse) {
+  const float exponent = fmaf(fmaf(product, factor, bias) - lse.x, kLog2e, -lse.y);
+  return exponent > 0.0f ? 0.0f : exponent;
+}
 
 // A head, for functions that take a work tile.
 struct HeadAt {
@@ -147,15 +178,15 @@ __device__ __forceinline__ int first_place(const Distances& of, int last_row, in
   return of.origin + first_key - last_row;
 }
 
-// Writes values of so many places in fp32, times a factor, from `first` on upwards or downwards, as one warp. The second
-// copy begins with the second value, so that any two neighbours start on 8 bytes in one of them.
+// Writes values of so many places in fp32, from `first` on upwards or downwards, as one warp. The second copy begins with
+// the second value, so that any two neighbours start on 8 bytes in one of them.
 template <int kStep, class F>
 __device__ __forceinline__ void write_distances(float* to, int second_copy, const Distances& of, int first, int count,
-                                                float factor, F value_at) {
+                                                F value_at) {
 #pragma unroll 4
   for (int i = threadIdx.x % 32; i < count; i += 32) {
     const int place = min(max(first + kStep * i, of.lowest), of.highest);
-    const float value = place >= 0 && place < of.number ? value_at(0, place) * factor : 0.0f;
+    const float value = place >= 0 && place < of.number ? value_at(0, place) : 0.0f;
     to[i] = value;
     if (i > 0) to[second_copy + i - 1] = value;
   }

@@ -1,6 +1,9 @@
 // Persistent, warp-specialised kernels: barriers, the roles of warpgroups, and the launch.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+
 #include "../device/ptx.h"
 #include "kernel_launch.h"
 
@@ -68,8 +71,17 @@ cudaError_t launch_persistent(void (*kernel)(Params), const Params& params, int 
   // warpgroups ask for more than others release, the kernel hangs.
   constexpr int kWarpgroups = Traits::kThreads / 128, kRegisters = 65536 / Traits::kThreads / 8 * 8;
   static_assert(Traits::kRegisters <= kWarpgroups * kRegisters, "registers of a block");
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  // A device keeps the attribute, and setting it takes the host a microsecond.
+  static std::atomic<uint64_t> devices_with_it{0};
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if ((devices_with_it.load(std::memory_order_relaxed) & bit) == 0) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
+    devices_with_it.fetch_or(bit, std::memory_order_relaxed);
+  }
   return KernelLaunch(blocks, Traits::kThreads, stream, kBytes, cluster).run(kernel, params);
 }
 

@@ -43,6 +43,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 inline float __uint_as_float(unsigned bits) { return emulation::from_bits<float>(bits); }
 inline float __int_as_float(int bits) { return emulation::from_bits<float>(bits); }
 inline int __float_as_int(float x) { return emulation::from_bits<int>(emulation::to_bits(x)); }
+inline unsigned __float_as_uint(float x) { return emulation::from_bits<unsigned>(emulation::to_bits(x)); }
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }  // 0 of NaN
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
@@ -109,6 +110,16 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 
 inline void __syncthreads() {
   emulation::named_barrier_sync(0, static_cast<int>(emulation::current->block->threads.size()));
+}
+
+inline int __syncthreads_or(int x) {
+  int& any = emulation::current->block->any_vote;
+  __syncthreads();  // the votes of the call before have been read
+  any = 0;
+  __syncthreads();
+  any |= x;
+  __syncthreads();
+  return any;
 }
 
 // --- of a warp, always of all lanes -------------------------------------------------------------------------------

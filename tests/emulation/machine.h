@@ -124,6 +124,7 @@ struct Barrier {
 static_assert(sizeof(Barrier) == 8);
 
 struct Block {
+  int any_vote = 0;  // of __syncthreads_or
   unsigned index = 0;
   int rank = 0;  // in its cluster
   Cluster* cluster = nullptr;

@@ -55,6 +55,10 @@ int aoti_torch_create_device_guard(int32_t, void** guard) {
 int aoti_torch_delete_device_guard(void*) { return 0; }
 
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* version) {
   *version = emulation::settings.driver;

@@ -187,7 +187,9 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // finish_scores with a tile of bias, loaded 16 queries ahead of its use. Loaded all at once, the first lse would wait
   // behind it.
-  __device__ __forceinline__ void finish_with_bias(Scores& scores, int stage, BiasPipe& pipe) {
+  template <bool kGreat>
+  __device__ __forceinline__ void finish_with_bias(Scores& scores, int stage, BiasPipe& pipe,
+                                                   const KeyWorkItem<Traits>& item, int block) {
     BiasWords bias;
     const uint32_t tile = shared_address(shared.bias[pipe.stage]) + this->matrices_offset();
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
@@ -195,7 +197,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       if (i + 1 < kSteps) this->read_sixteen(bias, i + 1, tile);
-      this->finish_sixteen(i, scores, stage, bias);
+      this->template finish_sixteen<kGreat>(i, scores, stage, bias, item, block);
     }
     barrier_arrive_of_warp(&shared.bias_empty[pipe.stage]);
     pipe.advance();
@@ -203,7 +205,9 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // finish_scores with a bias by distance. The thread's second key, 8 behind its first, has the distances of 8 queries
   // before.
-  __device__ __forceinline__ void finish_with_distances(Scores& scores, int stage, BiasPipe& pipe) {
+  template <bool kGreat>
+  __device__ __forceinline__ void finish_with_distances(Scores& scores, int stage, BiasPipe& pipe,
+                                                        const KeyWorkItem<Traits>& item, int block) {
     const float scale = p.softmax_scale * kLog2e;
     const float* lse = shared.lse[stage] + 2 * (lane % 4);
     const int place = Traits::kBlockN - 1 - this->key_of_block(1) + 2 * (lane % 4);
@@ -218,9 +222,13 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * c);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float* two = &scores[4 * c + 2 * r];
-        two[0] = fmaf(two[0], scale, pairs[r].x - pair.x);
-        two[1] = fmaf(two[1], scale, pairs[r].y - pair.y);
+        float(&two)[2] = *reinterpret_cast<float(*)[2]>(&scores[4 * c + 2 * r]);
+        if constexpr (kGreat) {
+          this->finish_great(two, pairs[r], p.softmax_scale, item, block, c);
+        } else {
+          two[0] = fmaf(two[0], scale, fmaf(pairs[r].x, kLog2e, -pair.x));
+          two[1] = fmaf(two[1], scale, fmaf(pairs[r].y, kLog2e, -pair.y));
+        }
       }
       pairs[1] = pairs[0];
     }
@@ -244,8 +252,9 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
   //
   // Each 16 queries are written to shared memory at once, which makes ptxas free their registers before it loads lse
   // and delta of the next. Otherwise it delays ds until dk is multiplied, and up to 90 registers spill.
-  __device__ __forceinline__ void share_capped(const Scores& tanhs, const Scores& dp, Pipes& pipes, Operand& probs,
-                                               Operand& ds) {
+  template <bool kGreat>
+  __device__ __forceinline__ void share_capped(const Scores& tanhs, const Scores& dp, const KeyWorkItem<Traits>& item,
+                                               int block, Pipes& pipes, Operand& probs, Operand& ds) {
     const float cap = p.softcap * kLog2e;
     const float* lse = shared.lse[pipes.rows.stage] + 2 * (lane % 4);
     const float* delta = shared.delta[pipes.rows.stage] + 2 * (lane % 4);
@@ -258,7 +267,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     for (int i = 0; i < kSteps; ++i) {
       if constexpr (Traits::kHasBiasTiles) ldmatrix_x4_trans(bias[i], bias_tile + i * 16 * kRowBytes);
       float sums[2] = {0.0f, 0.0f};
-      this->finish_capped(i, tanhs, dp, cap, lse, delta, bias, probs[i], ds[i], dbias[i], sums);
+      this->template finish_capped<kGreat>(i, tanhs, dp, cap, lse, delta, bias, item, block, probs[i], ds[i], dbias[i], sums);
       stmatrix_x4_trans(ds[i], ds_tile + i * 16 * kRowBytes);
       // Overwrites the matrices that the warp has just loaded.
       if constexpr (Traits::kReplacesBias) stmatrix_x4_trans(dbias[i], bias_tile + i * 16 * kRowBytes);
@@ -313,7 +322,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     }
     DqAccum dq;
     // The first step has no step before it: it multiplies whatever lies there and does not add the result. A branch
-    // around wgmma would cost registers.
+    // around wgmma would cost registers. TMA may be filling k, and nobody has written ds: the product may be anything, NaN
+    // included, and no thread reads it.
     if (i > 0) wait_for_ds(pipes.dq);
     if constexpr (Traits::kTurnsDq) {
       // ptxas finds no place for dq while dv still reads p: it would wait behind every single product.
@@ -384,7 +394,7 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // One step: a query block and a key tile, whose scores have been computed. With kHasNext the scores of the next
   // key tile, or of the next query block, have been computed at the end.
-  template <bool kHasNext, int kKeyTile>
+  template <bool kGreat, bool kHasNext, int kKeyTile>
   __device__ __forceinline__ void step(const KeyWorkItem<Traits>& item, int i, Scores& scores, Block& block,
                                        int& last_index, Pipes& pipes) {
     constexpr bool kIsLast = kKeyTile == kKeyTiles - 1;
@@ -398,11 +408,11 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     }
     if constexpr (!Traits::kHasThirdPanel) this->start_dp(dp, stage, kKeyTile);
     if constexpr (Traits::kHasBiasTiles) {
-      finish_with_bias(scores, stage, pipes.bias);
+      finish_with_bias<kGreat>(scores, stage, pipes.bias, item, block.index);
     } else if constexpr (Traits::kIsRelative) {
-      finish_with_distances(scores, stage, pipes.bias);
+      finish_with_distances<kGreat>(scores, stage, pipes.bias, item, block.index);
     } else {
-      this->finish_scores(scores, stage, {});
+      this->template finish_scores<kGreat>(scores, stage, {}, item, block.index);
     }
     if (block.needs_mask) this->apply_mask(scores, block.words, item, block.index, kKeyTile);
     const int index = block.index;
@@ -444,18 +454,19 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
 
   // With a softcap: one query block, whose tanh and dp have been computed. With kHasNext tanh and dp of the next block
   // have been computed at the end.
-  template <bool kHasNext>
+  template <bool kGreat, bool kHasNext>
   __device__ __forceinline__ void step_capped(const KeyWorkItem<Traits>& item, int i, Scores& scores, Scores& dp,
                                               Block& block, int& last_index, Pipes& pipes) {
     const int index = block.index;
     if constexpr (kHasNext) this->find_block(block, item, i + 1);  // loaded early, to be there when needed
     Operand probs, ds;
-    share_capped(scores, dp, pipes, probs, ds);
+    share_capped<kGreat>(scores, dp, item, index, pipes, probs, ds);
     multiply<kHasNext, 0>(item, i, probs, ds, scores, last_index, pipes);
     if constexpr (kHasNext) start_capped(item, scores, dp, block, pipes);
     last_index = index;
   }
 
+  template <bool kGreat>
   __device__ __forceinline__ void mainloop(const KeyWorkItem<Traits>& item, Pipes& pipes) {
     const int last = item.walk.steps - 1;
     // With two key tiles ptxas must not know that the loop below runs at least once: it would compute the descriptors
@@ -471,21 +482,21 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
       Scores dp;
       start_capped(item, scores, dp, block, pipes);
 #pragma unroll 1
-      for (int i = 0; i < last; ++i) step_capped<true>(item, i, scores, dp, block, last_index, pipes);
-      step_capped<false>(item, last, scores, dp, block, last_index, pipes);
+      for (int i = 0; i < last; ++i) step_capped<kGreat, true>(item, i, scores, dp, block, last_index, pipes);
+      step_capped<kGreat, false>(item, last, scores, dp, block, last_index, pipes);
     } else {
       wgmma_wait<0>();
       wgmma_fence_operand(scores);
       if constexpr (kKeyTiles == 1) {
 #pragma unroll 1
-        for (int i = 0; i < last; ++i) step<true, 0>(item, i, scores, block, last_index, pipes);
-        step<false, 0>(item, last, scores, block, last_index, pipes);
+        for (int i = 0; i < last; ++i) step<kGreat, true, 0>(item, i, scores, block, last_index, pipes);
+        step<kGreat, false, 0>(item, last, scores, block, last_index, pipes);
       } else {
         // The last step is like the others and starts scores of whatever follows its q: half the code.
 #pragma unroll 1
         for (int i = 0; i < item.walk.steps; ++i) {
-          step<true, 0>(item, i, scores, block, last_index, pipes);
-          step<true, 1>(item, i, scores, block, last_index, pipes);
+          step<kGreat, true, 0>(item, i, scores, block, last_index, pipes);
+          step<kGreat, true, 1>(item, i, scores, block, last_index, pipes);
         }
       }
     }
@@ -584,7 +595,11 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    consumer.mainloop(item, pipes);
+    if (BackwardConsumer<Traits>::kHasBias && item.great != nullptr) {
+      consumer.template mainloop<BackwardConsumer<Traits>::kHasBias>(item, pipes);
+    } else {
+      consumer.template mainloop<false>(item, pipes);
+    }
     consumer.store_key_sums(item);
     consumer.store_flat_sums(item);
     if (item.is_last) {

@@ -14,6 +14,7 @@
 #include "../../device/pipeline.h"
 #include "../../device/ptx.h"
 #include "../../device/softcap.h"
+#include "../operands.h"
 #include "accumulators.h"
 #include "tile_scheduler.h"
 
@@ -25,6 +26,7 @@ struct KeyConsumer {
   static constexpr int kD = Traits::kD, kDv = Traits::kDv, kBlockM = Traits::kBlockM;
   static constexpr int kScores = kBlockM / 2;  // of a thread
   static constexpr int kSteps = kBlockM / 16;  // of 16 queries
+  static constexpr bool kHasBias = Traits::kBias != BackwardBias::kNone;
   static constexpr bool kHasKeyBias = Traits::kBias == BackwardBias::kVector;
   static constexpr bool kSumsKeys = kHasKeyBias || Traits::kBias == BackwardBias::kRelativeSum;
   using Scores = float[kScores];
@@ -34,7 +36,7 @@ struct KeyConsumer {
   Storage& shared;
   const int group, warp, lane;  // which consumer, so which 64 keys of a key tile; which warp of it
   const int key_stage;          // the pipeline stage of k and v
-  float key_bias[2];            // the bias of the thread's two keys, in units of log2
+  float key_bias[2];            // the bias of the thread's two keys
 
   __device__ __forceinline__ static int first_key(const KeyWorkItem<Traits>& item) {
     return item.block_k * Traits::kBlockN;
@@ -157,33 +159,60 @@ struct KeyConsumer {
     for (int i = 0; i < kSteps; ++i) read_sixteen(bias, i, tile);
   }
 
+  // Gives the thread's two scores of the c-th 8 queries their exponents, where lse may be great. Loads wait for each other,
+  // so that ptxas keeps few registers for them.
+  __device__ __forceinline__ void finish_great(float (&two)[2], float2 bias, float factor, const KeyWorkItem<Traits>& item,
+                                               int block, int c) const {
+    const float4 both = *reinterpret_cast<const float4*>(item.great + block * kBlockM + 2 * (lane % 4) + 8 * c);
+    two[0] = great_exponent(two[0], factor, bias.x, make_float2(both.x, both.y));
+    two[1] = great_exponent(two[1], factor, bias.y, make_float2(both.z, both.w));
+  }
+
+  // The bias of two scores of the thread's key r.
+  __device__ __forceinline__ float2 bias_of(const BiasWords& bias, int c, int r) const {
+    if constexpr (Traits::kHasBiasTiles) return unpack(bias[c / 2][c % 2 * 2 + r], Element{});
+    return kHasKeyBias ? make_float2(key_bias[r], key_bias[r]) : make_float2(0.0f, 0.0f);
+  }
+
   // The summands of two scores of the thread's key r, in units of log2: bias minus lse of their queries.
   __device__ __forceinline__ float2 added(float2 lse, const BiasWords& bias, int c, int r) const {
     float2 add = make_float2(-lse.x, -lse.y);
     if constexpr (Traits::kHoldsProbs) add = make_float2(kLift - lse.x, kLift - lse.y);
-    if constexpr (Traits::kHasBiasTiles) {
-      const float2 values = unpack(bias[c / 2][c % 2 * 2 + r], Element{});
+    if constexpr (Traits::kHasBiasTiles || kHasKeyBias) {
+      const float2 values = bias_of(bias, c, r);
       add.x = fmaf(values.x, kLog2e, add.x);
       add.y = fmaf(values.y, kLog2e, add.y);
-    } else if constexpr (kHasKeyBias) {
-      add.x += key_bias[r];
-      add.y += key_bias[r];
     }
     // With a softcap masked keys are already -inf, and adding an overflow to +inf would give NaN.
-    if constexpr (Traits::kHasBiasTiles && Traits::kHasSoftcap) {
+    if constexpr ((Traits::kHasBiasTiles || kHasKeyBias) && Traits::kHasSoftcap) {
       add = make_float2(fminf(add.x, FLT_MAX), fminf(add.y, FLT_MAX));
     }
     return add;
   }
 
-  // Turns products into scores minus lse, in units of log2.
-  __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias) {
+  // Turns products into scores minus lse, in units of log2. kGreat: rows of the item may have a great lse.
+  template <bool kGreat>
+  __device__ __forceinline__ void finish_scores(Scores& scores, int stage, const BiasWords& bias,
+                                                const KeyWorkItem<Traits>& item, int block) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) finish_sixteen(i, scores, stage, bias);
+    for (int i = 0; i < kSteps; ++i) finish_sixteen<kGreat>(i, scores, stage, bias, item, block);
   }
 
   // The same for the i-th 16 queries.
-  __device__ __forceinline__ void finish_sixteen(int i, Scores& scores, int stage, const BiasWords& bias) {
+  template <bool kGreat>
+  __device__ __forceinline__ void finish_sixteen(int i, Scores& scores, int stage, const BiasWords& bias,
+                                                 const KeyWorkItem<Traits>& item, int block) {
+    if constexpr (kGreat) {
+#pragma unroll
+      for (int c = 2 * i; c < 2 * i + 2; ++c) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float(&two)[2] = *reinterpret_cast<float(*)[2]>(&scores[4 * c + 2 * r]);
+          finish_great(two, bias_of(bias, c, r), p.softmax_scale, item, block, c);
+        }
+      }
+      return;
+    }
     const float scale = p.softmax_scale * kLog2e;
     const float* lse = shared.lse[stage] + 2 * (lane % 4);
 #pragma unroll
@@ -286,16 +315,23 @@ struct KeyConsumer {
   // With a softcap: finish_scores, p and finish_ds in one, for the i-th 16 queries, whose scores cap_scores has left as
   // tanh. ds includes the slope of tanh; the gradients of a bias do not: dbias, where it overwrites the bias, and
   // `sums`. lse and delta point to the values of the thread's first query.
+  template <bool kGreat>
   __device__ __forceinline__ void finish_capped(int i, const Scores& tanhs, const Scores& dp, float cap,
                                                 const float* lse, const float* delta, const BiasWords& bias,
-                                                Quarter& probs, Quarter& ds, Quarter& dbias, float (&sums)[2]) const {
+                                                const KeyWorkItem<Traits>& item, int block, Quarter& probs, Quarter& ds,
+                                                Quarter& dbias, float (&sums)[2]) const {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const int c = 2 * i + w / 2, r = w % 2, at = 4 * c + 2 * r;
       const float2 delta_pair = *reinterpret_cast<const float2*>(delta + 8 * c);
-      const float2 add = added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
-      const float p_low = exp2_approx(fmaf(tanhs[at], cap, add.x));
-      const float p_high = exp2_approx(fmaf(tanhs[at + 1], cap, add.y));
+      float exponents[2] = {tanhs[at], tanhs[at + 1]};
+      if constexpr (kGreat) {
+        finish_great(exponents, bias_of(bias, c, r), p.softcap, item, block, c);
+      } else {
+        const float2 add = added(*reinterpret_cast<const float2*>(lse + 8 * c), bias, c, r);
+        exponents[0] = fmaf(exponents[0], cap, add.x), exponents[1] = fmaf(exponents[1], cap, add.y);
+      }
+      const float p_low = exp2_approx(exponents[0]), p_high = exp2_approx(exponents[1]);
       const float low = dp[at] - delta_pair.x, high = dp[at + 1] - delta_pair.y;
       const float ds_low = p_low * low, ds_high = p_high * high;
       probs[w] = pack(p_low, p_high, Element{});
@@ -396,8 +432,7 @@ struct KeyConsumer {
       with_bias(p, item, [&](auto bias) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          key_bias[r] = bias(0, min(first_key(item) + key_of_block(r), last_key)) * kLog2e;
-          if constexpr (Traits::kHasSoftcap) key_bias[r] = fminf(key_bias[r], FLT_MAX);  // as in `added`
+          key_bias[r] = bias(0, min(first_key(item) + key_of_block(r), last_key));
         }
       });
     }

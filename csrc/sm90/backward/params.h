@@ -37,8 +37,12 @@ struct BackwardParams : AttentionSizes {
   float* dbias_sums;   // (B, Hq, Lk), for a bias per key; null if not needed
   void* summed_dbias;  // (1, Hq, Lq, Lk), contiguous, Lk a multiple of 8, of a bias that batch entries share; else null
   int cluster;         // blocks in a cluster: one per batch entry where they sum dbias, else 1
-  const float* lse;    // (B, Hq, padded_rows), base 2; +inf for empty rows and for padding
+  const float* lse;    // (B, Hq, padded_rows), base 2; +inf for empty rows and for padding, -inf in great ones
   const float* delta;  // (B, Hq, padded_rows), of BackwardRowsParams
+  // Of calls whose kernel has a bias, for rows whose lse is great (kGreatLse in operands.h): lse of all rows in two parts,
+  // (B, Hq, padded_rows), and for each tile of 128 rows four bytes, of 32 rows each, which are not 0 where one is great.
+  const float2* split_lse;
+  const uint32_t* great_rows;
   float softmax_scale;
 
   MaskTiles mask;                    // with lists of columns; `ordered` below if the order of additions is fixed
@@ -127,12 +131,15 @@ struct GroupWalks {
 // The kernel before the backward kernel: lse in base 2, delta = rowsum(dout * out) - dlse, and zeros for accumulators.
 struct BackwardRowsParams : AttentionSizes {
   const void* out;         // (B, Lq, Hq, Dv), contiguous
-  const float* lse;        // (B, Hq, Lq), contiguous
+  const void* lse;         // (B, Hq, Lq), contiguous, fp32 or, as ForwardParams says, wide
+  bool has_wide_lse;
   Rows dout;               // aligned to 16 bytes
   RowValues dlse;          // null for zeros
   BiasValues bias_values;  // one value per query, which changes lse; null for none
   float* lse_log2;         // (B, Hq, padded_rows)
   float* delta;            // (B, Hq, padded_rows)
+  float2* split_lse;       // as in BackwardParams; null if not needed
+  uint8_t* great_rows;
   int padded_rows;         // Lq in whole tiles of 128, or in whole blocks of queries; not of calls with sequences
   float* row_delta;        // (B, Hq, Lq), the same for the caller; null if not needed
   // Memory to clear: `zeros` times 16 bytes.

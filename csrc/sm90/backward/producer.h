@@ -84,6 +84,7 @@ __device__ __forceinline__ void find_items(const BackwardParams& p, Storage& sha
       item.head = work.head + member;
       item.block_k = work.block_k;
       item.walk = QueryWalk<Traits>::of(p, item);
+      item.great = find_great_rows<Traits>(p, item);
       if constexpr (Traits::kHasIntervals) {
         // Sums of a tile of dead keys alone are neither cleared nor read. All heads of the group leave it, so that none
         // waits for another's turn to add.
@@ -236,7 +237,7 @@ __device__ __forceinline__ void supply_distances(const BackwardParams& p, Storag
       barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
       float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);
       with_bias(p, item, [&](auto bias) {
-        write_distances<-1>(to, Traits::kSecondCopy, p.distances, last, Traits::kDistances, kLog2e, bias);
+        write_distances<-1>(to, Traits::kSecondCopy, p.distances, last, Traits::kDistances, bias);
       });
       barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
       pipe.advance();

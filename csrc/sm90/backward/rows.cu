@@ -156,22 +156,40 @@ __global__ void __launch_bounds__(kThreads, 5)
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, distance, kLanes);
     }
+    bool is_great = false;
     if (lane == 0) {
       float lse = INFINITY;
+      SplitLse natural{INFINITY, 0.0f};
       if (exists) {
-        const float natural = p.lse[first_lse_of(p, work) + row];
-        if (natural != -INFINITY) {
+        const int64_t from = first_lse_of(p, work) + row;
+        natural = p.has_wide_lse ? split_lse(static_cast<const double*>(p.lse)[from])
+                                 : SplitLse{static_cast<const float*>(p.lse)[from], 0.0f};
+        if (natural.high != -INFINITY) {
           if (p.dlse.data != nullptr) {
             sum -= p.dlse.data[entry * p.dlse.stride_b + work.head * p.dlse.stride_h + row_of_entry * p.dlse.stride_q];
           }
           float bias = 0.0f;
           if (p.bias_values.data != nullptr) with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
-          lse = (natural - bias) * kLog2e;
+          lse = ((natural.high - bias) + natural.low) * kLog2e;
+        } else {
+          natural.high = INFINITY;
         }
+      }
+      if (p.split_lse != nullptr) {
+        p.split_lse[at] = make_float2(natural.high, natural.low * kLog2e);
+        is_great = fabsf(natural.high) > kGreatLse && natural.high != INFINITY;
+        if (is_great) lse = -INFINITY;
       }
       p.lse_log2[at] = lse;
       p.delta[at] = exists ? sum : 0.0f;
       if (exists && p.row_delta != nullptr) p.row_delta[first_lse_of(p, work) + row] = sum;
+    }
+    if (p.split_lse != nullptr) {
+      // The block's rows are in one tile, because tiles are whole multiples of them.
+      constexpr int kBytes = kThreads / kLanes / 32;
+      static_assert(kTile % (kThreads / kLanes) == 0 && kBytes > 0);
+      const bool any = __syncthreads_or(is_great);
+      if (threadIdx.x < kBytes) p.great_rows[at / 32 + threadIdx.x] = any;
     }
   }
   uint4* cleared = static_cast<uint4*>(p.cleared);

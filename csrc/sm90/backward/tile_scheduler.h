@@ -175,9 +175,23 @@ struct KeyWorkItem : OfSequence<Traits::kHasSequences> {
   bool is_valid;           // false after the last
   bool is_first, is_last;  // of the tile's heads
   bool is_full_group;      // as in KeyWorkTile
+  const float2* great;     // BackwardParams::split_lse of the head where great_rows names one of its rows, else null
   int batch, head, block_k;
   QueryWalk<Traits> walk;
 };
+
+// For KeyWorkItem::great.
+template <class Traits, class Work>
+__device__ __forceinline__ const float2* find_great_rows(const BackwardParams& p, const Work& work) {
+  if constexpr (Traits::kBias == BackwardBias::kNone) return nullptr;
+  const int64_t first = first_padded_tile_of(p, work);
+  const uint32_t* const tiles = p.great_rows + first;
+  const int number = (seqlen_q_of(p, work) + kTile - 1) / kTile;
+  uint32_t any = 0;
+#pragma unroll 8
+  for (int tile = 0; tile < number; ++tile) any |= tiles[tile];
+  return any != 0 ? p.split_lse + first * kTile : nullptr;
+}
 
 // Query blocks of a head that there is room for.
 template <class Traits>

@@ -25,8 +25,10 @@ struct Consumer {
   const int group, lane, row_of_warp;  // which consumer; the first of the thread's two rows within the work tile
   const int query_stage;
   float (&out)[kOut];
+  // row_max: what is subtracted from scores, the greatest of them or up to kSlack less; 0 in a row without a key so far.
   float row_max[2], row_sum[2];
-  float threshold[2];  // only a score above it makes row_max grow
+  float threshold[2];  // only a score above it makes row_max grow: -inf in a row without a key so far
+  bool has_negative, is_great;  // some threshold of the warp's rows is negative; see softmax
 
   // Offset of the thread's row of the warp's first four bias matrices, in a panel of the bias tile; or of its first two
   // values by distance.
@@ -135,36 +137,48 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kBiasWords; ++i) {
         const float2 pair = unpack(bias[i], Element{});
-        scores[2 * i] = fmaf(pair.x, p.inverse_scale, scores[2 * i]);
-        scores[2 * i + 1] = fmaf(pair.y, p.inverse_scale, scores[2 * i + 1]);
+        scores[2 * i] = fmaf(scores[2 * i], p.factor, pair.x);
+        scores[2 * i + 1] = fmaf(scores[2 * i + 1], p.factor, pair.y);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) scores[i] += __uint_as_float(bias[2 * (i / 4) + i % 2]);
+      for (int i = 0; i < kScores; ++i) {
+        scores[i] = fmaf(scores[i], p.factor, __uint_as_float(bias[2 * (i / 4) + i % 2]));
+      }
     }
   }
 
+  // What a score still lacks: it is unit * score + value. A tile of a bias by distance may have one value for all.
+  struct Flat {
+    float value = 0.0f, unit = 1.0f, inverse_unit = 1.0f;
+  };
+
   // Adds a bias by distance. If the tile has one value, returns it instead, for `softmax` to add. The thread's second
   // row, 8 below its first, has the distances of 8 keys before.
-  __device__ __forceinline__ float add_distances(float (&scores)[kScores], PipelineState<Traits::kBiasStages>& pipe,
-                                                 const Walk<Traits>& walk, const Work& work, int block) {
+  __device__ __forceinline__ Flat add_distances(float (&scores)[kScores], PipelineState<Traits::kBiasStages>& pipe,
+                                                const Walk<Traits>& walk, const Work& work, int block) {
     const Distances& of = p.distances;
     const int first = first_place(of, work.first_row + Traits::kBlockM - 1, block * kBlockN);
     const uint32_t start = shared_address(shared.bias[pipe.stage]);
-    float flat = 0.0f;
+    Flat flat;
     barrier_wait(&shared.bias_full[pipe.stage], pipe.phase);
     uint32_t pair[2];
     if (is_flat(of, first, Traits::kDistances)) {
       ld_shared_v2(pair[0], pair[1], start);
-      flat = __uint_as_float(pair[0]);
+      flat = {__uint_as_float(pair[0]), p.factor, p.inverse_factor};
+      if (!(p.factor > 0)) add_flat(scores, flat);  // else the greatest product has the greatest score
     } else {
 #pragma unroll
       for (int c = -1; c < kBlockN / 8; ++c) {
         ld_shared_v2(pair[0], pair[1], start + bias_offset + (c + 1) * 32);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (c >= 0) scores[4 * c + e] += __uint_as_float(pair[e]);
-          if (c + 1 < kBlockN / 8) scores[4 * (c + 1) + 2 + e] += __uint_as_float(pair[e]);
+          const float value = __uint_as_float(pair[e]);
+          if (c >= 0) scores[4 * c + e] = fmaf(scores[4 * c + e], p.factor, value);
+          if (c + 1 < kBlockN / 8) {
+            float& score = scores[4 * (c + 1) + 2 + e];
+            score = fmaf(score, p.factor, value);
+          }
         }
       }
     }
@@ -173,14 +187,21 @@ struct Consumer {
     return flat;
   }
 
-  // Turns products into scores in units of p.scale: applies f and adds the bias, but for what it returns.
-  __device__ __forceinline__ float finish_scores(float (&scores)[kScores], const Work& work, int block,
-                                                 BiasWords& bias, PipelineState<Traits::kBiasStages>& pipe,
-                                                 const Walk<Traits>& walk) {
+  __device__ __forceinline__ void add_flat(float (&scores)[kScores], Flat& flat) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = fmaf(scores[i], flat.unit, flat.value);
+    flat = {};
+  }
+
+  // Turns products into scores in units of p.scale: applies f and adds the bias, but for what it returns. With a bias a
+  // score is rounded once, as in the backward kernels: there p = exp(score - lse) is right beside a bias of any size.
+  __device__ __forceinline__ Flat finish_scores(float (&scores)[kScores], const Work& work, int block, BiasWords& bias,
+                                                PipelineState<Traits::kBiasStages>& pipe, const Walk<Traits>& walk) {
     if (p.transforms) {
       if (p.softcap > 0) {
+        const float cap = Traits::kBias == Bias::kNone ? p.softcap : 1.0f;  // else p.factor
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) scores[i] = p.softcap * tanh_exact(p.pre_scale * scores[i]);
+        for (int i = 0; i < kScores; ++i) scores[i] = cap * tanh_exact(p.pre_scale * scores[i]);
       } else {
 #pragma unroll
         for (int i = 0; i < kScores; ++i) scores[i] *= p.pre_scale;
@@ -199,43 +220,78 @@ struct Consumer {
           // Beyond the end any value will do: the row is not stored, the key is masked.
           const int row = min(work.first_row + row_of_warp + i / 2 % 2 * 8, p.seqlen_q - 1);
           const int key = min(first_key + i / 4 * 8 + i % 2, p.seqlen_k - 1);
-          scores[i] = fmaf(bias(row, key), p.inverse_scale, scores[i]);
+          scores[i] = fmaf(scores[i], p.factor, bias(row, key));
         }
       });
     }
-    return 0.0f;
+    return {};
+  }
+
+  // Whether a score of the thread's row r is above a bound, or is NaN. Compares the bits of floats as integers, of which
+  // the GPU compares three in one instruction. The greatest float has the greatest bits, signed, if it is positive, and
+  // the least bits, unsigned, if all are negative: each comparison is right on its side of 0. A negative NaN is left out;
+  // its probability tells.
+  __device__ __forceinline__ static bool exceeds_positive(const float (&scores)[kScores], int r, float bound) {
+    int top = __float_as_int(scores[2 * r]);
+#pragma unroll
+    for (int c = 0; c < kScores / 4; ++c) {
+      top = max(max(top, __float_as_int(scores[4 * c + 2 * r])), __float_as_int(scores[4 * c + 2 * r + 1]));
+    }
+    return !(__int_as_float(top) <= bound);
+  }
+  __device__ __forceinline__ static bool exceeds_negative(const float (&scores)[kScores], int r, float bound) {
+    unsigned top = __float_as_uint(scores[2 * r]);
+#pragma unroll
+    for (int c = 0; c < kScores / 4; ++c) {
+      top = min(min(top, __float_as_uint(scores[4 * c + 2 * r])), __float_as_uint(scores[4 * c + 2 * r + 1]));
+    }
+    return top < __float_as_uint(bound);
   }
 
   // Online softmax of a step. row_max is subtracted before the exponential; it is raised only when some score of the
   // warp's rows exceeds it by more than kSlack (in powers of 2). Only then must out and row_sum be rescaled, and only
   // then do the threads of a quad exchange maxima. Probabilities reach 2^kSlack, which fp32 and the 16-bit types can
-  // hold. `flat` is still to be added to all scores. Returns whether out must be rescaled.
+  // hold. Returns whether out must be rescaled.
   // Source: FlashAttention-4's conditional rescaling.
-  __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&rescale)[2], float flat) {
-    const float scale = p.scale * kLog2e;
-    bool exceeds = false;
+  //
+  // The subtraction is part of an fma with a rounded shift. All p of a row then have the rounding error of the shift as a
+  // factor, which the sum takes out, but for the 16-bit rounding of p. With is_great, where the error would show, scores
+  // and row_max are subtracted exactly.
+  __device__ __forceinline__ bool softmax(float (&scores)[kScores], float (&rescale)[2], Flat flat) {
+    float bound[2], shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // The maximum of the scores' bits as integers, because the GPU compares three integers in one instruction. It is
-      // right if some score is positive; otherwise it is negative, and below every threshold.
-      int top = __float_as_int(scores[2 * r]);
-#pragma unroll
-      for (int c = 0; c < kScores / 4; ++c) {
-        top = max(max(top, __float_as_int(scores[4 * c + 2 * r])), __float_as_int(scores[4 * c + 2 * r + 1]));
-      }
-      exceeds |= !(__int_as_float(top) <= (Traits::kIsRelative ? threshold[r] - flat : threshold[r]));
-    }
-    float shift[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) shift[r] = (Traits::kIsRelative ? row_max[r] - flat : row_max[r]) * scale;
-    const bool needs_rescale = __any_sync(0xffffffffu, exceeds);
-    if (needs_rescale) {
+      bound[r] = threshold[r];
+      shift[r] = row_max[r] * (p.scale * kLog2e);
       if constexpr (Traits::kIsRelative) {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) scores[i] += flat;
+        bound[r] = (threshold[r] - flat.value) * flat.inverse_unit;
+        shift[r] = fmaf(flat.value, -kLog2e, shift[r]);
       }
-      raise_maxima(scores, rescale, shift);
     }
+    bool are_negative = has_negative;
+    if constexpr (Traits::kIsRelative) are_negative = __any_sync(0xffffffffu, bound[0] < 0.0f || bound[1] < 0.0f);
+    bool is_above = false;
+    if (!are_negative) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) is_above |= exceeds_positive(scores, r, bound[r]);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        is_above |= bound[r] < 0.0f ? exceeds_negative(scores, r, bound[r]) : exceeds_positive(scores, r, bound[r]);
+      }
+    }
+    const bool needs_rescale = __any_sync(0xffffffffu, is_above);
+    if (needs_rescale || is_great) {
+      if constexpr (Traits::kIsRelative) add_flat(scores, flat);
+      if (needs_rescale) raise_maxima(scores, rescale);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) shift[r] = is_great ? 0.0f : row_max[r] * (p.scale * kLog2e);
+      if (is_great) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) scores[i] -= row_max[i / 2 % 2];
+      }
+    }
+    const float scale = (Traits::kIsRelative ? flat.unit : p.scale) * kLog2e;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale, -shift[i / 2 % 2]));
 #pragma unroll
@@ -248,41 +304,32 @@ struct Consumer {
     return needs_rescale;
   }
 
-  // Raises row_max to the greatest score so far, with row_sum, threshold and `shift`, which is what is subtracted.
-  __device__ __forceinline__ void raise_maxima(float (&scores)[kScores], float (&rescale)[2], float (&shift)[2]) {
+  // Raises row_max to the greatest score so far, with all that follows from it.
+  __device__ __forceinline__ void raise_maxima(const float (&scores)[kScores], float (&rescale)[2]) {
     constexpr float kSlack = 8.0f;
-    // A large shift is rounded by up to 2^-24 of itself, and the exponent with it. In 16 bits such a probability would
-    // differ from what row_sum counts: a row with a single key would not be exact.
-    constexpr float kGreatShift = 128.0f;
+    // Above it a rounded shift is wrong by up to 2^-14: half of what fp16 rounds p by.
+    constexpr float kGreatShift = 1024.0f;
     const float scale = p.scale * kLog2e;
-    bool is_great = false;
+    bool is_negative = false, has_great = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float top = row_max[r];
+      const float before = threshold[r] == -INFINITY ? -INFINITY : row_max[r];
+      float top = before;
 #pragma unroll
       for (int c = 0; c < kScores / 4; ++c) {
         top = fmaxf(top, fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
       }
       top = quad_max(top);
-      // A row with no key so far has both maxima at -inf; its out and row_sum are 0.
-      rescale[r] = top == -INFINITY ? 1.0f : exp2_approx((row_max[r] - top) * scale);
+      // A row with no key so far has a row_sum of 0, and out may be rescaled by anything.
+      rescale[r] = top == -INFINITY ? 1.0f : exp2_approx((before - top) * scale);
       row_sum[r] *= rescale[r];
-      row_max[r] = top;
-      shift[r] = top == -INFINITY ? 0.0f : top * scale;
-      is_great |= fabsf(shift[r]) > kGreatShift;
-      // NaN makes every step raise the maxima: where a negative score may be too large, or the shift is.
-      const float bound = top + kSlack / kLog2e * p.inverse_scale;
-      threshold[r] = bound >= 0.0f && fabsf(shift[r]) <= kGreatShift ? bound : NAN;
+      row_max[r] = top == -INFINITY ? 0.0f : top;
+      threshold[r] = top + kSlack / kLog2e * p.inverse_scale;
+      is_negative |= threshold[r] < 0.0f;
+      has_great |= fabsf(row_max[r] * scale) > kGreatShift;
     }
-    if (__any_sync(0xffffffffu, is_great)) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float top_or_0 = row_max[r] == -INFINITY ? 0.0f : row_max[r];
-        shift[r] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) scores[4 * (i / 2) + 2 * r + i % 2] -= top_or_0;
-      }
-    }
+    has_negative = __any_sync(0xffffffffu, is_negative);
+    is_great = __any_sync(0xffffffffu, has_great);
   }
 
   // Drops probabilities of a block; the epilogue scales what is kept. row_sum has all of them.
@@ -310,41 +357,69 @@ struct Consumer {
     for (int i = 0; i < kOut; ++i) out[i] *= rescale[i / 2 % 2];
   }
 
-  // Takes the sink of a head into lse, and into the factor of out the share of the keys beside it. Once per work tile,
-  // after its splits are combined.
-  __device__ __forceinline__ void join_sink(int head, float (&lse)[2], float (&factor)[2]) {
+  // Takes the sink of a head into the maxima and sums of rows, and returns what remains of the keys. Once per work tile,
+  // after its splits are combined. `top`: natural, -inf in a row without a key.
+  __device__ __forceinline__ void join_sink(int head, float (&top)[2], float (&sum)[2], float (&factor)[2]) {
     const float sink = load_float(p.sink, p.sink_dtype, head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float top = fmaxf(lse[r], sink);
-      if (top == -INFINITY) continue;  // neither a key nor a sink
-      const float keys = exp2_approx((lse[r] - top) * kLog2e);
-      const float total = keys + exp2_approx((sink - top) * kLog2e);
-      lse[r] = top + logf(total);
-      factor[r] *= keys / total;
+      const float keys = top[r];
+      top[r] = fmaxf(keys, sink);
+      if (top[r] == -INFINITY) continue;  // neither a key nor a sink
+      const float share = exp2_approx((keys - top[r]) * kLog2e);
+      sum[r] = fmaf(sum[r], share, exp2_approx((sink - top[r]) * kLog2e));
+      factor[r] = share;
+    }
+  }
+
+  // lse and the factor of out of the thread's rows, of calls with a sink or a wide lse.
+  __device__ __forceinline__ void finish_rows(const Work& work, double (&lse)[2], float (&factor)[2]) {
+    const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
+    float top[2], sum[2], bias[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] = quad_sum(row_sum[r]);
+      top[r] = sum[r] == 0.0f ? -INFINITY : row_max[r] * p.scale;
+      factor[r] = sum[r] == 0.0f ? 0.0f : 1.0f;
+      const int row = work.first_row + row_of_warp + 8 * r;
+      if (per_query && row < seqlen_q_of(p, work)) with_bias(p, work, [&](auto bias_at) { bias[r] = bias_at(row, 0); });
+    }
+    if (p.sink != nullptr) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {  // the sink competes with scores that have the bias
+        if (top[r] != -INFINITY) top[r] += bias[r];
+        bias[r] = 0.0f;
+      }
+      join_sink(work.head, top, sum, factor);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool is_empty = top[r] == -INFINITY || bias[r] == -INFINITY;
+      const float small = bias[r] == 0.0f ? log_approx(sum[r]) : top[r] + log_approx(sum[r]);
+      lse[r] = is_empty ? -INFINITY : join_lse(bias[r] == 0.0f ? top[r] : bias[r], small);
+      // bias - bias: NaN where the bias of a row is NaN or +inf, and its probabilities with it.
+      factor[r] = is_empty || factor[r] == 0.0f ? 0.0f : factor[r] * reciprocal_approx(sum[r]) + (bias[r] - bias[r]);
     }
   }
 
   // Writes out and lse of the work tile.
   __device__ __forceinline__ void epilogue(const WorkItem<Traits>& item) {
     const Work& work = item.work;
-    const bool per_query = Traits::kBias == Bias::kNone && p.bias_is_per_query;
     const int first_row = work.first_row + row_of_warp, seqlen_q = seqlen_q_of(p, work);
     float lse[2], factor[2];
+    double wide_lse[2];
+    if (p.sink == nullptr && !p.has_wide_lse) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(row_sum[r]);
-      lse[r] = sum > 0 ? fmaf(row_max[r], p.scale, log_approx(sum)) : -INFINITY;
-      factor[r] = sum > 0 ? reciprocal_approx(sum) : 0.0f;
-      const int row = first_row + 8 * r;
-      if (per_query && row < seqlen_q) {
-        float bias;
-        with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, 0); });
-        lse[r] += bias;
-        if (bias == -INFINITY) factor[r] = 0.0f;  // the row attends nothing
+      for (int r = 0; r < 2; ++r) {
+        // A row is empty where no key added to its sum; a sum of NaN is none of these.
+        const float sum = quad_sum(row_sum[r]);
+        lse[r] = sum == 0.0f ? -INFINITY : fmaf(row_max[r], p.scale, log_approx(sum));
+        factor[r] = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
       }
+    } else {
+      finish_rows(work, wide_lse, factor);
+      lse[0] = static_cast<float>(wide_lse[0]), lse[1] = static_cast<float>(wide_lse[1]);
     }
-    if (p.sink != nullptr) join_sink(work.head, lse, factor);
     if constexpr (Traits::kHasDropout) factor[0] *= p.dropout.scale, factor[1] *= p.dropout.scale;
     const int64_t row_step = static_cast<int64_t>(p.out_row_step) * p.head_dim_v;
     // The thread's second row, 8 behind the first, is of the same query or of the same head.
@@ -353,13 +428,19 @@ struct Consumer {
     const int64_t head_step = static_cast<int64_t>(p.out_head_step) * p.head_dim_v;
     const int64_t lse_step = shift > 3 ? 8 * static_cast<int64_t>(queries) : 8 >> shift;
     const int64_t out_step = shift > 3 ? 8 * head_step : (8 >> shift) * row_step;
-    float* const lse_to = p.lse + item.first_lse + query + static_cast<int64_t>(head) * queries;
+    const int64_t first_lse = item.first_lse + query + static_cast<int64_t>(head) * queries;
     Element* const out_to =
         static_cast<Element*>(p.out) + item.first_out + query * row_step + head * head_step + 8 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool exists = first_row + 8 * r < seqlen_q;
-      if (exists && lane % 4 == 0) lse_to[r * lse_step] = lse[r];
+      if (exists && lane % 4 == 0) {
+        if (p.has_wide_lse) {
+          static_cast<double*>(p.lse)[first_lse + r * lse_step] = wide_lse[r];
+        } else {
+          static_cast<float*>(p.lse)[first_lse + r * lse_step] = lse[r];
+        }
+      }
 #pragma unroll
       for (int c = 0; c < kDv / 32; ++c) {
         uint32_t words[4];
@@ -406,7 +487,7 @@ struct Consumer {
       wgmma_wait<0>();
       wgmma_fence_operand(scores);
       barrier_arrive_of_warp(&shared.k_empty[pipe_k.stage]);  // per warp: its rows of the product are done
-      const float flat = finish_scores(scores, work, block, bias, pipe_bias, walk);
+      const Flat flat = finish_scores(scores, work, block, bias, pipe_bias, walk);
       if (needs_mask) apply_mask(scores, mask_words, bits, work, block);
       softmax(scores, rescale, flat);  // nothing to rescale yet
       drop(scores, work, block);
@@ -431,7 +512,7 @@ struct Consumer {
       wgmma_wait<1>();
       wgmma_fence_operand(scores);
       barrier_arrive_of_warp(&shared.k_empty[pipe_k.stage]);
-      const float flat = finish_scores(scores, work, block, bias, pipe_bias, walk);
+      const Flat flat = finish_scores(scores, work, block, bias, pipe_bias, walk);
       if constexpr (Traits::kPingPongAfterBias) {
         wgmma_fence_operand(scores);
         pingpong_pass();
@@ -517,8 +598,9 @@ __device__ __forceinline__ void consume_forward(const ForwardParams& p, ForwardS
     std::conditional_t<(Traits::kDv > 128), const Walk<Traits>&, const Walk<Traits>> walk = item.walk;
     float out[Traits::kDv / 2];
     Consumer<Traits> consumer{
-        p,          shared,     group, lane, row_of_warp, pipe_q.stage, out, {-INFINITY, -INFINITY}, {0.0f, 0.0f},
-        {NAN, NAN}, bias_offset};
+        p,           shared,       group,        lane,         row_of_warp,
+        pipe_q.stage, out,         {0.0f, 0.0f}, {0.0f, 0.0f}, {-INFINITY, -INFINITY},
+        true,        false,        bias_offset};
     const bool has_rows = work.first_row + group * 64 < seqlen_q_of(p, work);
     if (walk.steps > 0) {
       barrier_wait(&shared.q_full[pipe_q.stage], pipe_q.phase);

@@ -21,11 +21,15 @@ struct ForwardParams : AttentionSizes {
   CUtensorMap q, k, v, bias;
   void* out;   // (B, Lq, Hq, Dv), entry by entry; in one, rows and heads are so many vectors of Dv apart
   int out_row_step, out_head_step;
-  float* lse;  // (B, Hq, Lq), contiguous, natural logarithm
+  // (B, Hq, Lq), contiguous, natural logarithm; wide, of calls with a bias, it is of join_lse in operands.h, else fp32.
+  void* lse;
+  bool has_wide_lse;
 
-  // A score is scale * f(q k) + bias, and scale is positive. f(x) is softcap * tanh(pre_scale * x) with a softcap,
-  // pre_scale * x if only pre_scale is set, and x otherwise.
-  float scale, inverse_scale, softcap, pre_scale;
+  // Kernels without a bias: a score is scale * f(q k), and scale is positive. f(x) is softcap * tanh(pre_scale * x) with a
+  // softcap, pre_scale * x if only pre_scale is set, and x otherwise.
+  // Kernels with a bias: a score is factor * f(q k) + bias, and scale is 1. f(x) is tanh(pre_scale * x) with a softcap,
+  // which is the factor then, and x otherwise.
+  float scale, inverse_scale, factor, inverse_factor, softcap, pre_scale;
   bool transforms;  // f(x) is not x
 
   MaskTiles mask;          // with lists of rows

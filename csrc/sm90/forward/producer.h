@@ -161,8 +161,7 @@ __device__ __forceinline__ void load_pages(const ForwardParams& p, ForwardStorag
   }
 }
 
-// Supplies the bias of each key block, as one warp: tiles by TMA; a bias per key or by distance as fp32, divided by the
-// scale.
+// Supplies the bias of each key block, as one warp: tiles by TMA; a bias per key or by distance as fp32.
 template <class Traits>
 __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStorage<Traits>& shared) {
   constexpr int kBlockN = Traits::kBlockN, kPerLane = kBlockN / 32;
@@ -207,7 +206,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);
         with_bias(p, work, [&](auto bias) {
-          write_distances<1>(to, Traits::kSecondCopy, of, first, count, p.inverse_scale, bias);
+          write_distances<1>(to, Traits::kSecondCopy, of, first, count, bias);
         });
         barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
       } else {
@@ -220,7 +219,7 @@ __device__ __forceinline__ void produce_bias(const ForwardParams& p, ForwardStor
         barrier_wait(&shared.bias_empty[pipe.stage], pipe.phase ^ 1);
         float* to = reinterpret_cast<float*>(shared.bias[pipe.stage]);
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i) to[i * 32 + lane] = values[i] * p.inverse_scale;
+        for (int i = 0; i < kPerLane; ++i) to[i * 32 + lane] = values[i];
         barrier_arrive_of_warp(&shared.bias_full[pipe.stage]);
       }
       pipe.advance(bias_stages(walk));

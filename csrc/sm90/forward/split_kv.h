@@ -15,7 +15,7 @@
 namespace flash_dmattn {
 
 // Layout of a split, in fours of floats per thread: first the maxima and sums of its two rows, then its elements of
-// out.
+// out. The maximum of a row without a key is -inf.
 template <class Traits>
 constexpr int kSplitWarps = 4 * Traits::kConsumers;
 template <class Traits>
@@ -36,7 +36,8 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
   float* const results = p.split_results + static_cast<int64_t>(tile) * p.num_splits * kSplitFloats<Traits>;
   if (exists) {
     float* const own = results + static_cast<int64_t>(split - tile * p.num_splits) * kSplitFloats<Traits> + thread * 4;
-    *reinterpret_cast<float4*>(own) = make_float4(row_max[0], row_max[1], row_sum[0], row_sum[1]);
+    *reinterpret_cast<float4*>(own) = make_float4(row_sum[0] == 0.0f ? -INFINITY : row_max[0],
+                                                  row_sum[1] == 0.0f ? -INFINITY : row_max[1], row_sum[0], row_sum[1]);
 #pragma unroll
     for (int i = 0; i < kFours; ++i) {
       *reinterpret_cast<float4*>(own + (1 + i) * kThreads * 4) =

@@ -76,10 +76,13 @@ __global__ void __launch_bounds__(kThreads) few_keys_kernel(const __grid_constan
         for (int i = 0; i < kQueries; ++i) {
           const int row = first_row + i;
           if (i >= rows || key < row + sequence.low || key > row + sequence.high) continue;
-          float score = scores[i] * p.softmax_scale;
-          if (p.bias_values.data != nullptr) with_bias(p, work, [&](auto bias) { score += bias(row, key); });
-          // lse is +inf where nothing is attended: 0.
-          sums[i] = fmaf(exp2_approx(fmaf(score, kLog2e, -p.lse[padded + i])), products[i], sums[i]);
+          float bias = 0.0f;
+          if (p.bias_values.data != nullptr) with_bias(p, work, [&](auto bias_at) { bias = bias_at(row, key); });
+          const float lse = p.lse[padded + i];  // +inf where nothing is attended: p is 0
+          const float exponent =
+              lse == -INFINITY ? great_exponent(scores[i], p.softmax_scale, bias, p.split_lse[padded + i])
+                               : fmaf(fmaf(scores[i], p.softmax_scale, bias), kLog2e, -lse);
+          sums[i] = fmaf(exp2_approx(exponent), products[i], sums[i]);
         }
       }
 #pragma unroll

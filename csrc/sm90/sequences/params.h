@@ -64,7 +64,8 @@ struct GapsOf {
 struct FillGapsParams {
   int tensors;
   GapsOf of[3];
-  float* lse;  // (entries, num_heads, rows) of the first tensor; null for none
+  void* lse;  // (entries, num_heads, rows) of the first tensor, fp32 or fp64; null for none
+  bool has_wide_lse;
   int num_heads;
 };
 
@@ -79,6 +80,7 @@ struct FewKeysParams : AttentionSizes {
   Rows q, k, v, dout;
   RowValues dlse;    // null for zeros
   const float* lse;  // (Hq, 128 padded_tiles), base 2
+  const float2* split_lse;  // as in BackwardParams
   float* delta;      // (Hq, 128 padded_tiles)
   float* row_delta;  // the same for the caller, (1, Hq, Tq) or (S, Hq, Lq); null if not needed
   BiasValues bias_values;  // not one value per query, which lse does not contain any more

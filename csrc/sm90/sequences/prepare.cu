@@ -138,8 +138,14 @@ __device__ __forceinline__ void fill_gaps(const FillGapsParams& p, int number, c
     for (int64_t chunk = share * 32 + lane; chunk < chunks; chunk += shares * 32) to[chunk] = make_uint4(0, 0, 0, 0);
     if (p.lse == nullptr || tensor > 0) continue;
     for (int head = 0; head < p.num_heads; ++head) {
-      float* const row = p.lse + (entry * p.num_heads + head) * of.rows;
-      for (int i = begin + share * 32 + lane; i < end; i += shares * 32) row[i] = -INFINITY;
+      const int64_t row = (entry * p.num_heads + head) * of.rows;
+      for (int i = begin + share * 32 + lane; i < end; i += shares * 32) {
+        if (p.has_wide_lse) {
+          static_cast<double*>(p.lse)[row + i] = -INFINITY;
+        } else {
+          static_cast<float*>(p.lse)[row + i] = -INFINITY;
+        }
+      }
     }
   }
 }

@@ -1,6 +1,8 @@
 // A consumer warpgroup: sums ds of 64 queries and 128 keys over heads.
 #pragma once
 
+#include <type_traits>
+
 #include "../../device/fragments.h"
 #include "../../device/philox.h"
 #include "../../device/softcap.h"
@@ -108,9 +110,32 @@ struct SharedDbiasConsumer {
     }
   }
 
+  // lse of the thread's two rows in two parts (BackwardParams::split_lse).
+  __device__ __forceinline__ void load_split_lse(float2 (&split)[2], const DbiasWorkTile& work, int position) const {
+    int64_t first;
+    if constexpr (Traits::kIsRelative) {
+      const TileOfDiagonal of = tile_of_diagonal(p, work, position);
+      first = (first_padded_tile_of(p, of.head) + of.work.block_q) * kTile;
+    } else {
+      first = (first_padded_tile_of(p, summed_head<Traits::kHasSequences>(p, work, position)) + work.block_q) * kTile;
+    }
+    split[0] = p.split_lse[first + row_of_tile()];
+    split[1] = p.split_lse[first + row_of_tile() + 8];
+  }
+
+  // The exponent of p of the thread's row r, from a product, or tanh with a softcap. kGreat: its lse may be great, and is
+  // in `split` then.
+  template <bool kGreat>
+  __device__ __forceinline__ float exponent(float product, float bias, int r, const RowStats& lse,
+                                            const float2 (&split)[2]) const {
+    const float factor = Traits::kHasSoftcap ? p.softcap : p.softmax_scale;
+    if constexpr (kGreat) return great_exponent(product, factor, bias, split[r]);
+    return fmaf(product, factor * kLog2e, fmaf(bias, kLog2e, -lse.values[r]));
+  }
+
   // Turns products into scores minus lse, bias included, in units of log2.
-  __device__ __forceinline__ void finish_scores(Scores& scores, const RowStats& lse) {
-    const float scale = (Traits::kHasSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
+  template <bool kGreat>
+  __device__ __forceinline__ void finish_scores(Scores& scores, const RowStats& lse, const float2 (&split)[2]) {
     // The lane's row of the four matrices of a load: rows 0 to 7 and 8 to 15 of two neighbouring chunks.
     const int row = group * 64 + warp * 16 + lane % 16;
     const uint32_t tile = shared_address(shared.bias[bias_stage]) + row * kRowBytes;
@@ -128,8 +153,8 @@ struct SharedDbiasConsumer {
           low = tanh_exact(p.pre_scale * low);
           high = tanh_exact(p.pre_scale * high);
         }
-        low = fmaf(low, scale, fmaf(pair.x, kLog2e, -lse.values[i % 2]));
-        high = fmaf(high, scale, fmaf(pair.y, kLog2e, -lse.values[i % 2]));
+        low = exponent<kGreat>(low, pair.x, i % 2, lse, split);
+        high = exponent<kGreat>(high, pair.y, i % 2, lse, split);
       }
     }
   }
@@ -140,29 +165,30 @@ struct SharedDbiasConsumer {
     return reinterpret_cast<float*>(shared.bias[0]) + (group * 4 + warp) * Traits::kWindow;
   }
 
-  // Loads the values of the warp's distances, in units of log2. Every tile of the diagonal has the same.
+  // Loads the values of the warp's distances. Every tile of the diagonal has the same.
   __device__ __forceinline__ void load_values(const DbiasWorkTile& work) {
     const int last_row = work.block_q * kTile + group * 64 + warp * 16 + 15;
     const int first = first_place(p.distances, last_row, work.block_k * kTile);
     with_bias(p, HeadAt{work.batch, work.first_head}, [&](auto bias) {
-      write_distances<1>(window(), Traits::kSecondCopy, p.distances, first, Traits::kDistances, kLog2e, bias);
+      write_distances<1>(window(), Traits::kSecondCopy, p.distances, first, Traits::kDistances, bias);
     });
     __syncwarp();
   }
 
   // finish_scores with a bias by distance. The thread's second row, 8 below its first, has the distances of 8 keys
   // before.
-  __device__ __forceinline__ void finish_with_distances(Scores& scores, const RowStats& lse) {
-    const float scale = p.softmax_scale * kLog2e;
+  template <bool kGreat>
+  __device__ __forceinline__ void finish_with_distances(Scores& scores, const RowStats& lse, const float2 (&split)[2]) {
     const float* values = window() + pair_of_distances(7 - lane / 4 + 2 * (lane % 4), Traits::kSecondCopy);
     float2 before = *reinterpret_cast<const float2*>(values);
 #pragma unroll
     for (int c = 0; c < kTile / 8; ++c) {
       const float2 pair = *reinterpret_cast<const float2*>(values + 8 * (c + 1));
-      scores[4 * c] = fmaf(scores[4 * c], scale, pair.x - lse.values[0]);
-      scores[4 * c + 1] = fmaf(scores[4 * c + 1], scale, pair.y - lse.values[0]);
-      scores[4 * c + 2] = fmaf(scores[4 * c + 2], scale, before.x - lse.values[1]);
-      scores[4 * c + 3] = fmaf(scores[4 * c + 3], scale, before.y - lse.values[1]);
+      const float values_of_four[4] = {pair.x, pair.y, before.x, before.y};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[4 * c + i] = exponent<kGreat>(scores[4 * c + i], values_of_four[i], i / 2, lse, split);
+      }
       before = pair;
     }
   }
@@ -235,10 +261,19 @@ struct SharedDbiasConsumer {
     wgmma_wait<1>();
     wgmma_fence_operand(scores);
     release(first);
-    if constexpr (Traits::kIsRelative) {
-      finish_with_distances(scores, lse);
+    const auto finish = [&](auto is_great, const float2(&split)[2]) {
+      if constexpr (Traits::kIsRelative) {
+        finish_with_distances<decltype(is_great)::value>(scores, lse, split);
+      } else {
+        finish_scores<decltype(is_great)::value>(scores, lse, split);
+      }
+    };
+    float2 split[2];
+    if (__any_sync(0xffffffffu, lse.values[0] == -INFINITY || lse.values[1] == -INFINITY)) {
+      load_split_lse(split, work, position);
+      finish(std::true_type{}, split);
     } else {
-      finish_scores(scores, lse);
+      finish(std::false_type{}, split);
     }
     wgmma_fence_operand(scores);
     pingpong.pass();

@@ -21,7 +21,8 @@ struct SharedDbiasParams : AttentionSizes {
   // (chunks, Bd, Hd, Lq, slot_columns), the sums of each chunk; null if dbias is written. By distance
   // (chunks, Bd, Hd, diagonals, kDiagonalFloats).
   float* slots;
-  const float* lse;    // (B, Hq, 128 Tq), base 2; +inf for empty rows and for padding
+  const float* lse;    // (B, Hq, 128 Tq), base 2; +inf for empty rows and for padding, -inf in great ones
+  const float2* split_lse;  // as in BackwardParams
   const float* delta;  // (B, Hq, 128 Tq)
   float softmax_scale;
 

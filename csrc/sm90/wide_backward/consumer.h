@@ -42,6 +42,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
   // --- scores ---------------------------------------------------------------------------------------------------
 
   // Finishes the scores of one of its own blocks and writes p and ds to shared memory.
+  template <bool kGreat>
   __device__ __forceinline__ void share_scores(Scores& scores, Scores& dp, const Block& block,
                                                const KeyWorkItem<Traits>& item, const PipelineStates& at) {
     BiasWords bias;
@@ -51,7 +52,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     }
     wgmma_wait<1>();
     wgmma_fence_operand(scores);
-    this->finish_scores(scores, at.rows.stage, bias);
+    this->template finish_scores<kGreat>(scores, at.rows.stage, bias, item, block.index);
     if (block.needs_mask) this->apply_mask(scores, block.words, item, block.index);
 #pragma unroll
     for (int s = 0; s < kScores; ++s) scores[s] = exp2_approx(scores[s]);
@@ -68,6 +69,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
   }
 
   // The same with a softcap, 16 queries at a time, once dp is there.
+  template <bool kGreat>
   __device__ __forceinline__ void share_capped(Scores& scores, Scores& dp, const Block& block,
                                                const KeyWorkItem<Traits>& item, const PipelineStates& at) {
     this->cap_scores(scores, dp, block, item);
@@ -84,7 +86,8 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     for (int i = 0; i < kSteps; ++i) {
       if constexpr (Traits::kHasBiasTiles) ldmatrix_x4_trans(bias[i], bias_tile + i * 16 * kRowBytes);
       typename Base::Quarter probs, ds, unused;
-      this->finish_capped(i, scores, dp, cap, lse, delta, bias, probs, ds, unused, ds_sums);
+      this->template finish_capped<kGreat>(i, scores, dp, cap, lse, delta, bias, item, block.index, probs, ds, unused,
+                                           ds_sums);
       // Overwrites the matrices that the warp has just loaded.
       stmatrix_x4_trans(probs, bias_tile + i * 16 * kRowBytes);
       stmatrix_x4_trans(ds, ds_tile + i * 16 * kRowBytes);
@@ -92,6 +95,7 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     add_key_sums(ds_sums);
   }
 
+  template <bool kGreat>
   __device__ __forceinline__ void produce_scores(const KeyWorkItem<Traits>& item, int step, const PipelineStates& at) {
     Block block;
     this->find_block(block, item, step);
@@ -101,9 +105,9 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
     barrier_wait(&shared.dout_full[at.rows.stage], at.rows.phase);
     this->start_dp(dp, at.rows.stage);
     if constexpr (Traits::kHasSoftcap) {
-      share_capped(scores, dp, block, item, at);
+      share_capped<kGreat>(scores, dp, block, item, at);
     } else {
-      share_scores(scores, dp, block, item, at);
+      share_scores<kGreat>(scores, dp, block, item, at);
     }
     fence_proxy_async_shared();
     barrier_arrive_of_warp(&shared.ds_full[at.scores.stage]);
@@ -174,12 +178,13 @@ struct WideBackwardConsumer : KeyConsumer<Traits, WideBackwardStorage<Traits>> {
   // The first consumer computes the scores of even blocks, the second the scores of odd blocks. The second does so
   // before it multiplies the even blocks: one consumer's products run while the other computes scores. score_state and
   // mma_state are the pipeline positions of the next block of either kind.
+  template <bool kGreat>
   __device__ __forceinline__ void mainloop(const KeyWorkItem<Traits>& item, PipelineStates& score_state,
                                            PipelineStates& mma_state) {
 #pragma unroll 1
     for (int i = -kGroup; i < item.walk.steps; ++i) {
       if (i + kGroup < item.walk.steps) {
-        if (score_state.scores.stage == kGroup) produce_scores(item, i + kGroup, score_state);
+        if (score_state.scores.stage == kGroup) produce_scores<kGreat>(item, i + kGroup, score_state);
         score_state.advance();
       }
       if (i >= 0) {
@@ -244,7 +249,11 @@ __device__ __forceinline__ void consume_wide_backward(const BackwardParams& p, W
     }
     consumer.start_key_sums();
     consumer.load_key_bias(item);
-    consumer.mainloop(item, score_state, mma_state);
+    if (Consumer::kHasBias && item.great != nullptr) {
+      consumer.template mainloop<Consumer::kHasBias>(item, score_state, mma_state);
+    } else {
+      consumer.template mainloop<false>(item, score_state, mma_state);
+    }
     consumer.store_key_sums(item);
     if (item.is_last) {
       barrier_arrive_of_warp(&shared.keys_empty[pipe_keys.stage]);
