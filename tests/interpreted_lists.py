@@ -91,13 +91,28 @@ CASES: dict[str, dict[str, ListCase]] = {
         "wide heads": WIDE.with_(keys_each=16, most=6, seqlen_k=90),
     },
     "best keys": {},
+    # A constant in all scores: -1e9, or 2^100 where nothing else is great.
+    "great": {
+        "by rows": SMALL,
+        "by rows, a sink": SMALL.with_(sink=True, values=("B", "Hq", "Lq")),
+        "inverse lists": STEPS.with_(values=("1", "Hk", "R"), keys_each=32),
+        "inverse lists, a bias per key": SMALL.with_(values=None, bias_heads=1, group=1, heads_k=1, is_causal=False),
+        "masses, a sink": STEPS.with_(sink=True, group=2),
+        "few keys, a sink": SMALL.with_(most=5, sink=True),
+        "wide heads": WIDE,
+        "wide heads, a sink": WIDE.with_(sink=True, keys_each=16, most=6, seqlen_k=90),
+    },
 }
 
 
 def edge_calls(kind: str) -> Iterator[str | None]:
     """Outcomes of the calls of a kind."""
     for told, case in CASES[kind].items():
-        if kind == "rounded out":
+        if kind == "great":
+            yield outcome_of(partial(great, case, -1e9), told)
+            if not case.sink:
+                yield outcome_of(partial(great, case, 2.0**100), told)
+        elif kind == "rounded out":
             yield outcome_of(partial(rounded_out, case), told)
         elif kind == "shares":
             # Each program walks a third of a list.
@@ -115,7 +130,21 @@ def edge_calls(kind: str) -> Iterator[str | None]:
     if kind == "sizes":
         yield outcome_of(minus_infinity, "values of -inf")
         yield outcome_of(unseen_nan, "NaN that nobody chose")
+        yield outcome_of(seen_nan, "NaN that some rows chose")
         yield outcome_of(single_gradients, "one gradient alone")
+
+
+def great(case: ListCase, constant: float) -> None:
+    """Scores that all have a great constant have the gradients of their rest; values and sinks have it."""
+    x = case.build()
+    for each in (x.values if x.values is not None else x.bias, x.sink):
+        if each is not None:
+            each += constant
+    for shares in (1, 3):
+        interpreter.set_up()
+        with mock.patch.object(list_calls, "num_key_shares", return_value=shares):
+            off = differences(run(case, x), dense(case, x, torch.float64, constant=constant))
+        assert max(off.values()) < LIMIT, off
 
 
 def rounded_out(case: ListCase) -> None:
@@ -195,6 +224,22 @@ def unseen_nan() -> None:
             mine, other = got[name], clean[name]
             assert mine is not None and other is not None
             assert torch.equal(mine[:, :, :last], other[:, :, :last]), name
+
+
+def seen_nan() -> None:
+    """A NaN in a key makes out and lse NaN in the rows that list it, of shares of a list too, and in no other."""
+    for case in (SMALL.with_(is_causal=False, most=12), SMALL.with_(values=None, sink=True, is_causal=False)):
+        x = case.build()
+        x.k[:, :, 9] = torch.nan
+        lists_it = (x.keys == 9).any(3).expand(case.batch, case.heads, -1)
+        for shares in (1, 3):
+            interpreter.set_up()
+            with mock.patch.object(list_calls, "num_key_shares", return_value=shares):
+                out, lse = list_calls.list_forward(
+                    x.q, x.k, x.v, x.keys, x.count, x.slots, x.values, x.bias, x.sink, case.flags
+                )
+            assert torch.equal(lse.isnan(), lists_it) and 0 < lists_it.sum() < lists_it.numel()
+            assert torch.equal(out.isnan(), lists_it[..., None].expand(out.shape))
 
 
 def single_gradients() -> None:

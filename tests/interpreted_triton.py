@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
+from typing import Any
 from unittest import mock
 
 import interpreter
 import tangent_calls
 import torch
-from accuracy import assert_empty_rows_ignore_dlse, error, oracle, run
+from accuracy import assert_empty_rows_ignore_dlse, error, gross, oracle, run
 from cases import ALL, Case, Inputs, Numbers
 from descriptors import descriptors_wherever_they_serve
 from draws import Drawn
@@ -31,9 +32,11 @@ from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import Sequences
-from flash_dmattn.biases import Relative
+from flash_dmattn.biases import Relative, split
 from flash_dmattn.dispatch.registry import choices_changed
 from flash_dmattn.masks import PreparedMask
+from flash_dmattn.reference import formula
+from flash_dmattn.reference.distances import Distances, dense
 from flash_dmattn.triton_kernels import launch, plan, plan_forward, plan_slots, short_calls
 from flash_dmattn.triton_kernels.plan import MOST_FEW_KEYS
 
@@ -423,6 +426,203 @@ def reads_tiles_of_tangents(names: tuple[str, ...], head_dim: int) -> None:
     tangent_calls.assert_accurate(call.run("triton"), call)
 
 
+# A constant that all scores of a row have changes no gradient: in every kernel that reads a bias, one by one.
+GREAT = PLAIN.with_(bias=FULL)
+KEYED = ("1", "Hk", "1", "Lk")
+GREAT_CALLS = (
+    GREAT.with_(is_causal=True, softcap=2.0),
+    GREAT.with_(bias=SHARED, softmax_scale=-0.4),  # dbias has a kernel of its own
+    GREAT.with_(bias=SHARED, mask=SHARED, mask_kind="empty_rows", num_heads=4, num_heads_k=2, dropout_p=0.4),
+    GREAT.with_(bias=KEYED, window_size=(9, 5)),
+    GREAT.with_(bias=KEYED, mask=BY_KEY, seqlen_q=9),  # keys are gathered
+    GREAT.with_(bias=("B", "Hq", "Lq", "1"), sink="normal", needs_grad=(*ALL, "sink")),
+    GREAT.with_(bias=("B", "Hq", "Lq", "1"), seqlen_k=20, sink="normal", needs_grad=(*ALL, "sink")),
+    GREAT.with_(sink="normal", needs_grad=(*ALL, "sink")),
+    GREAT.with_(seqlen_k=20, sink="normal", needs_grad=(*ALL, "sink")),  # few keys, which are normalised again
+    CLAMPED.with_(is_causal=True),
+    CLAMPED.with_(seqlen_k=20, sink="normal"),
+    CLAMPED.with_(relative=Numbers(("1", "Hq", "1"), 300, 150, "error"), softcap=2.0),
+    CLAMPED.with_(mask=BY_KEY, seqlen_q=9),
+    CLAMPED.with_(relative=Numbers(("B", "Hq", "Lq"), 300, 150, "zero")),
+    # Programs share the keys, with a sink or without.
+    FEW_ROWS.with_(bias=("1", "Hk", "Lq", "Lk"), sink="normal"),
+    FEW_ROWS.with_(bias=KEYED),
+    FEW_ROWS.with_(bias=("B", "Hq", "Lq", "1")),
+    GROUPS.with_(bias=("B", "Hq", "1", "Lk"), sink="normal"),
+    GROUPS.with_(bias=("B", "Hq", "1", "1")),
+    # Short rows in 16 bits, in one run and in two; and wide heads.
+    GREAT.with_(dtype=torch.float16, num_heads_k=2, seqlen_k=50),
+    GREAT.with_(dtype=torch.float16, num_heads_k=2, seqlen_k=50, bias=SHARED, sink="normal", needs_grad=(*ALL, "sink")),
+    GREAT.with_(dtype=torch.float16, num_heads_k=2, seqlen_k=50, bias=("B", "Hq", "Lq", "1"), sink="normal"),
+    GREAT.with_(dtype=torch.float16, num_heads_k=2, seqlen_q=80, seqlen_k=90, bias=SHARED),
+    WIDE.with_(bias=KEYED, seqlen_q=20, seqlen_k=40),
+)
+CONSTANTS = (-1e9, 2.0**100)
+
+
+def great_calls() -> Iterator[str | None]:
+    """Outcomes of calls whose biases all have a great constant, or have it in one row."""
+    short_calls.DTYPES = (torch.float16,)
+    with mock.patch.object(short_calls, "TWO_RUNS_FROM", 0):
+        choices_changed()
+        for case, constant in product(GREAT_CALLS, CONSTANTS):
+            has_rows = case.bias is not None and case.bias[2] == "Lq" and not (case.sink and case.bias[3] == "1")
+            for one_row in (False, True) if has_rows else (False,):
+                set_up(Tile(32, 32, 4, 1), 64 if case.needs_grad == () else 1)
+                told = f"{case.repro()}\n  {constant:g} {'in one row' if one_row else ''}"
+                yield outcome_of(partial(right_beside_a_constant, constant, case, one_row), told)
+    for layout, shape in product(("packed", "padded", "paged"), ("position", "tokens", "key", "row")):
+        set_up(Tile(32, 32, 4, 1))
+        yield outcome_of(partial(right_in_sequences, layout, shape), f"{layout}, bias per {shape}")
+    for case in (GREAT, GREAT.with_(bias=KEYED), GREAT.with_(bias=("B", "Hq", "Lq", "1")), CLAMPED):
+        set_up(Tile(32, 32, 4, 1))
+        yield outcome_of(partial(right_in_forward_mode, case), f"forward mode, {case.repro()}")
+
+
+def right_beside_a_constant(constant: float, case: Case, one_row: bool) -> None:
+    plain = case.build()
+    assert plain.bias is not None
+    rows = slice(3, 4) if one_row else slice(None)
+    inputs, exact = (replace(plain, bias=plain.bias.to(dtype)) for dtype in (torch.float32, torch.float64))
+    inputs.bias[:, :, rows] += constant  # type: ignore[index]
+    exact.bias.copy_(inputs.bias)  # type: ignore[union-attr, arg-type]
+    if plain.sink is not None and not one_row and constant < 0:  # as all scores; a sink may be smaller or larger, too
+        inputs = replace(inputs, sink=plain.sink.float() + constant)
+    exact = replace(inputs.to(torch.float64), bias=exact.bias)
+    shift = torch.zeros(case.seqlen_q)
+    if case.bias is not None and case.bias[3] == "1":
+        # Such a bias is not added to scores, and fp64 has no room for 1e30 and these. The constant moves lse alone.
+        shift[rows] = constant
+        exact.bias[:, :, rows] -= constant  # type: ignore[index]
+        exact = exact if exact.sink is None else replace(exact, sink=exact.sink - constant)
+    got = run(attention, case, inputs)
+    interpreter.assert_margins()
+    want = run(partial(attention_of_rounded, case), case, exact, {"dropout": case.dropout("cpu")})
+    want["lse"] = want["lse"] + shift  # type: ignore[operator]
+    # Sums of ds that cancel have the size of their terms.
+    sizes, limit = gross(case, plain), 1e-5 if case.dtype == torch.float32 else 3e-3
+    for name, x in got.items():
+        assert (x is None) == (want[name] is None)
+        if x is not None:
+            off = error(x, want[name], sizes.get(name))  # type: ignore[arg-type]
+            assert off < limit, f"{name} is off by {off:.1e}"
+
+
+def right_in_sequences(layout: str, shape: str) -> None:
+    """All scores of the second sequence have a great constant, of some queries or of a few."""
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([[5, 40], [33, 37], [0, 7], [17, 2]], dtype=torch.int32)
+    ends = torch.cat((torch.zeros(1, 2, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)))
+    most, packs = (2 if layout == "paged" else 33), layout == "packed"
+    if packs:
+        sizes, sequences = [(55,), (86,)], Sequences.packed(*ends.unbind(1), max_seqlen_q=33, max_seqlen_k=40)
+    elif layout == "padded":
+        sizes, sequences = [(4, most), (4, 40)], Sequences.padded(lengths[:, 1], lengths[:, 0])
+    else:
+        pages = torch.arange(20, dtype=torch.int32).view(4, 5)
+        sizes, sequences = [(4, most), (20, 8)], Sequences.paged(pages, lengths[:, 1])
+    forms = {"position": (4, 4, most, 40), "key": (4, 1, 1, 40), "row": (4, 4, most, 1)}
+    if packs:
+        forms |= {"tokens": (4, 55, 40), "key": (2, 1, 86), "row": (4, 55, 1)}
+    if shape not in forms:
+        return
+    needs_grad, great = layout != "paged", torch.zeros(forms[shape])
+    if not packs or shape == "position":
+        great[1] = -1e9
+    else:
+        rows, keys = slice(5, 38), slice(40, 77)
+        (great[..., keys] if shape == "key" else great[:, rows]).fill_(-1e9)
+    q, k, v = (
+        torch.randn(*sizes[n > 0], heads, 8, generator=random).requires_grad_(needs_grad)
+        for n, heads in enumerate((4, 2, 2))
+    )
+    results = []
+    for backend in ("triton", "eager"):
+        # A bias of one value per query is not added to scores, which then are what they were.
+        plain = backend == "eager" and shape == "row"
+        bias = (torch.zeros_like(great) if plain else great.clone()).requires_grad_(needs_grad)
+        out, lse = flash_dmattn.attention(
+            q, k, v, bias=bias, sequences=sequences, is_causal=True, return_lse=True, backend=backend
+        )
+        sent = (out * out.detach().cos()).sum()
+        results.append([out, *([] if plain or shape == "row" else [lse])])
+        results[-1] += torch.autograd.grad(sent, (q, k, v, bias)) if needs_grad else ()
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def right_in_forward_mode(case: Case) -> None:
+    """A great constant in one row, or in all values by distance, moves lse alone."""
+    call = tangent_calls.of_case(0, Drawn(case), "cpu")
+    bias = call.tensors["bias"].clone()
+    is_row_bias = case.bias is not None and case.bias[3] == "1"
+    (bias[..., 3, :] if case.bias is not None and case.bias[2] == "Lq" else bias).add_(-1e9)
+    call = replace(call, tensors={**call.tensors, "bias": bias})
+    plain = replace(call, tensors={**call.tensors, "bias": torch.zeros_like(bias)}) if is_row_bias else call
+    got, want = call.run("triton"), plain.run("eager")
+    names = ("out", "tout", "tlse") if is_row_bias else tuple(got)
+    torch.testing.assert_close([got[n] for n in names], [want[n] for n in names], rtol=1e-4, atol=1e-5)
+
+
+# NaN and inf in one query, one key, or one value of the bias, and which rows of out and lse see it.
+ODD_CALLS = (
+    *(GREAT.with_(bias=bias, batch=1) for bias in (None, FULL, KEYED, ("B", "Hq", "Lq", "1"))),
+    CLAMPED,
+    GREAT.with_(bias=None, is_causal=True, sink="normal"),
+    GREAT.with_(is_causal=True),
+    GREAT.with_(bias=None, softcap=2.0, mask=SHARED),
+    FEW_ROWS,
+    FEW_ROWS.with_(bias=KEYED, sink="normal"),
+    GREAT.with_(dtype=torch.float16, num_heads_k=2, seqlen_k=50, bias=None),
+    GREAT.with_(dtype=torch.float16, num_heads_k=2, seqlen_k=50, sink="normal"),
+)
+
+
+def odd_calls() -> Iterator[str | None]:
+    """Outcomes of asking which results of a call with NaN or inf in it are NaN, infinite or 0, beside eager."""
+    short_calls.DTYPES = (torch.float16,)
+    choices_changed()
+    for case in ODD_CALLS:
+        set_up(Tile(32, 32, 4, 1), 64 if case.seqlen_k == 300 else 1)
+        yield outcome_of(partial(has_nan_as_eager, case.with_(needs_grad=())), case.repro())
+
+
+def has_nan_as_eager(case: Case) -> None:
+    for name, value in product(("q", "k", "keys", "bias", "sink"), (torch.nan, torch.inf, -torch.inf)):
+        inputs = case.build()
+        x = {"keys": inputs.k}.get(name, getattr(inputs, name, None))
+        if x is None:
+            continue
+        if name == "sink":
+            x[0] = value
+        else:
+            rows = (0, slice(None), 0) if name == "keys" else (0, 3, 0) if name != "bias" else (0, 0, -1)
+            x[rows][..., 0] = value
+        results = [run(partial(attention, backend=backend), case, inputs) for backend in ("triton", "eager")]
+        for result in ("out", "lse"):
+            mine, other = (x[result].float() for x in results)  # type: ignore[union-attr]
+            for kind in (torch.isnan, torch.isposinf, torch.isneginf, lambda x: x == 0):
+                assert torch.equal(kind(mine), kind(other)), f"{value} in {name}: {kind} of {result}"
+
+
+def attention_of_rounded(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Any, **more: Any
+) -> tuple[Tensor, ...]:
+    """The formula in fp64, of scores that are rounded to fp32 once; a bias of one value per query is not added to them.
+
+    Gradients are those of scores that are not rounded.
+    """
+    values, numbers = split(bias)
+    if numbers is not None:
+        bias = dense(Distances(values, numbers.zero, numbers.outside == "clamp"), case.seqlen_q, case.seqlen_k)
+    if case.bias is None or case.bias[3] != "1":
+        scale = formula.default_scale(q, case.softmax_scale)
+        s = formula.scores(q, k, None, None, False, scale, case.softcap, None)[0].detach()
+        own = formula.grouped(bias, case.num_heads_k, case.num_heads)
+        rounded = (s + own.detach()).float().double()
+        bias = (own - own.detach() + (rounded - s)).flatten(1, 2)
+    return formula.attention(q, k, v, mask, bias, **more)
+
+
 def main(what: str, *name: str) -> int:
     """Run the calls that a word stands for; returns the exit status."""
     calls = {
@@ -437,6 +637,8 @@ def main(what: str, *name: str) -> int:
         "leading": leading_calls,
         "relative": relative_calls,
         "forward mode": forward_mode_calls,
+        "great": great_calls,
+        "odd": odd_calls,
     }
     return report(calls[what](*name))
 

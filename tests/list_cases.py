@@ -165,12 +165,14 @@ def dense(
     dtype: torch.dtype,
     matmul: torch.dtype | None = None,
     rounded: Tensor | None = None,
+    constant: float = 0.0,
 ) -> dict[str, Tensor | None]:
     """All results of the dense formula by autograd, in a dtype.
 
     Args:
         matmul: the dtype of products.
         rounded: an out whose rounding reaches gradients by way of delta, as it does in kernels.
+        constant: a number in all scores and sinks, for which scores are rounded to fp32.
     """
     matmul = matmul or dtype
 
@@ -211,11 +213,14 @@ def dense(
         s = s + own.gather(3, slot.clamp(min=0))
     if x.bias is not None:
         s = s + x.bias.to(dtype).repeat_interleave(case.heads // x.bias.shape[1], 1)
+    if constant:
+        s = s + (s.detach().float().to(dtype) - s.detach()) - constant
     scores = s
     s = s.masked_fill(~allowed, -math.inf)
     logits = s
     if sink is not None:
-        logits = torch.cat([s, sink[None, :, None, None].expand(case.batch, -1, case.seqlen_q, 1)], -1)
+        sinks = (sink - constant)[None, :, None, None].expand(case.batch, -1, case.seqlen_q, 1)
+        logits = torch.cat([s, sinks], -1)
     lse = torch.logsumexp(logits, -1)
     p = torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1))
     out = torch.matmul(p.to(matmul), values_in.to(matmul))
@@ -230,7 +235,7 @@ def dense(
         if sink is not None and sink.grad is not None:
             share = torch.exp(sink.detach()[:, None] - lse.detach())
             sink.grad -= (share * moved).sum((0, 2))
-    results = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad}
+    results = {"out": out.detach(), "lse": lse.detach() + constant, "dq": q.grad, "dk": k.grad}
     others = {"dv": v, "dvalues": values, "dsink": sink}
     results.update({name: None if t is None else t.grad for name, t in others.items()})
 
@@ -245,7 +250,7 @@ def dense(
         by_head = abs(case.flags.scale) * torch.matmul(ds.mT, q.abs())
         results["size of dk"] = by_head.unflatten(1, (-1, case.group)).sum(2)
         if sink is not None:
-            results["size of dsink"] = (torch.exp(sink[:, None] - lse) * row).sum((0, 2))
+            results["size of dsink"] = (torch.exp((sink - constant)[:, None] - lse) * row).sum((0, 2))
     if values is not None:
         results["size of dvalues"] = torch.autograd.grad(scores, values, ds, retain_graph=True)[0]
     return results

@@ -124,6 +124,9 @@ class Driver:
         self.launches.append((function.value, *sizes, stream, *arguments))
         return self.status
 
+    def cuGetErrorString(self, status: int, place: Any) -> None:
+        place._obj.value = {700: b"an illegal memory access was encountered"}.get(status)
+
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
@@ -151,7 +154,7 @@ def test_the_driver_gets_a_stream_addresses_and_numbers(streams: list[int], cuda
 
 
 @pytest.mark.parametrize("vendor", ["cuda"])
-def test_triton_launches_what_the_driver_refuses(streams: list[int], cuda: Driver) -> None:
+def test_triton_launches_where_a_thread_has_no_context(streams: list[int], cuda: Driver) -> None:
     from flash_dmattn.triton_kernels.kernel_launch import Launch
 
     launch, x = Launch(Kernel(), 5, ((-2, 9, (2**40, True)), 0.5, 64)), torch.zeros(4)
@@ -159,6 +162,28 @@ def test_triton_launches_what_the_driver_refuses(streams: list[int], cuda: Drive
     cuda.status = 201
     launch(x, None, x)
     assert len(launch.compiled.by_triton) == 1
+
+
+@pytest.mark.parametrize("vendor", ["cuda"])
+@pytest.mark.parametrize(
+    ("status", "words"), [(700, "error 700, an illegal memory access was encountered"), (9999, "error 9999, unknown")]
+)
+def test_an_error_of_the_driver_is_the_error_of_the_launch(
+    status: int, words: str, streams: list[int], cuda: Driver
+) -> None:
+    from flash_dmattn.triton_kernels.kernel_launch import Launch
+
+    kernel = Kernel()
+    kernel.__name__ = "forward_kernel"  # type: ignore[attr-defined]
+    launch, x = Launch(kernel, 5, ((-2, 9, (2**40, True)), 0.5, 64)), torch.zeros(4)
+    launch(x, None, x)
+    cuda.status = status
+    with pytest.raises(RuntimeError, match=f"did not launch forward_kernel: {words}"):
+        launch(x, None, x)
+    assert launch.compiled.by_triton == []
+    cuda.status = 0
+    launch(x, None, x)
+    assert len(cuda.launches) == 2 and len(launch.by_driver.blocks) == 1
 
 
 @pytest.mark.parametrize("vendor", ["cuda"])

@@ -311,7 +311,6 @@ def backward_keys_kernel(
                         BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
                     )  # fmt: skip
                     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
-                    low_rows = load_low(row_low, statistics + rows, row_ok)
                     if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:  # loaded early, to have arrived when ds needs it
                         d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -327,10 +326,11 @@ def backward_keys_kernel(
                             s, data, mask_strides, b, h, first_place, rows, keys, shape,
                             BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 0, False,
                         )  # fmt: skip
+                    low_rows = load_low(row_low, statistics + rows, row_ok)  # late: early it would spill more
                     logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
                     if IS_FAR:  # later queries are farther to the right of a key
                         value = tl.where(step < nearest, beyond_values, before_values)
-                        less = (lse_rows - value + low_rows) * LOG2E
+                        less = (lse_rows - value) * LOG2E - low_rows
                         p = probabilities(
                             s * (factor * LOG2E), less, low_rows, logits - value, 0, FEW_KEYS, HAS_SINK, False, False
                         )

@@ -206,7 +206,7 @@ def backward_queries_kernel(
                 )  # fmt: skip
             if IS_FAR:
                 value = tl.where(step < nearest, before_values, beyond_values)
-                less = (lse_rows - value + low_rows) * LOG2E
+                less = (lse_rows - value) * LOG2E - low_rows
                 p = probabilities(
                     s * (factor * LOG2E), less, low_rows, logits - value, 1, FEW_KEYS, HAS_SINK, False, False
                 )

@@ -308,7 +308,9 @@ def forward_kernel(
             if IS_FAR:
                 value = tl.where(step < nearest, before_values, beyond_values)
                 new_max = tl.maximum(row_max, tl.max(s, 1) * factor + value)
-                p = tl.math.exp2(s * (factor * LOG2E) - ((new_max - value) * LOG2E)[:, None])  # one fma
+                shift = (new_max - value) * LOG2E
+                shift = tl.where(shift == float("-inf"), LOWEST, shift)
+                p = tl.math.exp2(s * (factor * LOG2E) - shift[:, None])  # one fma
             elif BIASED:
                 new_max = tl.maximum(row_max, tl.max(s, 1))
                 p = tl.math.exp2((s - new_max[:, None]) * LOG2E)

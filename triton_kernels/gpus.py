@@ -44,6 +44,10 @@ GPUS = (
 LEAST_SHARED = {"sm": 99 * KIB, "gfx": 64 * KIB}
 
 
+# GPUs with what the tiles for Hopper ask for: that much shared memory, TMA, and launches that overlap.
+LIKE_HOPPER = ("sm_90", "sm_100")
+
+
 def gpu_of(arch: str) -> Gpu | None:
     """Return the row of an architecture, or None."""
     return next((gpu for gpu in GPUS if gpu.arch == arch), None)

@@ -55,6 +55,8 @@ def run_on(x: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
+# CUDA_ERROR_INVALID_CONTEXT, a status of the CUDA driver.
+INVALID_CONTEXT = 201
 # CUDA 12.3 is the first driver whose graphs may contain launches that overlap (programmatic dependent launch).
 FIRST_TO_OVERLAP = 12030
 
@@ -170,6 +172,13 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def _error_of(status: int) -> str:
+    """Put a status of the driver into its words."""
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    return f"error {status}, {(text.value or b'unknown').decode()}"
+
+
 def flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the type of each argument that the compiled kernel has, and its value."""
     if isinstance(kind, tuple):
@@ -238,8 +247,10 @@ class Launch:
         fill(buffer, place, stream, *[x.data_ptr() for x in tensors if x is not None])  # type: ignore[union-attr]
         status = launch(config, kernel, parameters, None)
         blocks.append(block)
-        if status != 0:  # a thread without a context, or an error, which Triton puts into words
+        if status == INVALID_CONTEXT:  # a thread without a context, to which Triton gives one
             self._launch_by_triton(tensors)
+        elif status != 0:
+            raise RuntimeError(f"the CUDA driver did not launch {self.kernel.__name__}: {_error_of(status)}")
 
     def _launch_by_triton(self, tensors: Sequence[Tensor | int | None]) -> None:
         arguments: list[Any] = [*tensors]

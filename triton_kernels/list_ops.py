@@ -218,14 +218,14 @@ def add_key_bias(x, factor, head, stride, keys, key_ok, row_ok, BIAS: tl.constex
 
 @triton.jit
 def lse_of_rows(natural, BIASED: tl.constexpr):
-    """Turn lse of rows into the two numbers of `split_lse`; the first is in base 2, as scores are, unless BIASED.
+    """Turn lse of rows into the two numbers that `exp_of_rows` takes.
 
     An empty row has -inf, and gets +inf, so that p = exp(s - lse) is 0 and not NaN.
     """
     great, small = split_lse(natural)
     if not BIASED:
         great = great * LOG2E
-    return tl.where(great == float("-inf"), float("inf"), great), small
+    return tl.where(great == float("-inf"), float("inf"), great), small * -LOG2E
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from .gpus import KIB, shared_bytes
+from .gpus import KIB, LIKE_HOPPER, shared_bytes
 from .kernel_launch import next_power_of_2
 from .tile_table import Tile
 
@@ -72,7 +72,7 @@ def list_tile(
         keys_each: keys of a block that an entry names. The entry of a whole step is one number, which takes no stage.
         holds_v: whether heads are wide, and a step of "forward" loads v beside k.
     """
-    small = dtype == torch.float32 or arch != "sm_90"
+    small = dtype == torch.float32 or arch not in LIKE_HOPPER
     if kernel in ("pairs", "rows"):
         # An entry has its places in one program.
         if small:

@@ -13,6 +13,7 @@ from flash_dmattn.problem import Flags, MaskView, bias_class, device_arch, fits_
 from flash_dmattn.reference.dropout import scale_of, threshold_of
 
 from .dropout import Dropout
+from .gpus import LIKE_HOPPER
 from .kernel_launch import Descriptor, Launch, by_name, driver_overlaps
 from .short_calls import ShortTile
 from .tile_ops import (
@@ -203,8 +204,8 @@ class Call:
 
     @property
     def overlaps(self) -> bool:
-        """Return whether a kernel may start before the kernel that it reads from has ended; only sm_90 was measured."""
-        return self.arch == "sm_90" and driver_overlaps()
+        """Return whether a kernel may start before the kernel that it reads from has ended."""
+        return self.arch in LIKE_HOPPER and driver_overlaps()
 
     @property
     def has_dropout(self) -> bool:
@@ -330,7 +331,7 @@ class Call:
 
     def tma(self, *tensors: Tensor) -> bool:
         """Return whether tiles of (B, L, H, D) tensors are loaded by TMA."""
-        serves = self.arch == "sm_90" and self.q.dtype != torch.float32 and self.pays_for_tma
+        serves = self.arch in LIKE_HOPPER and self.q.dtype != torch.float32 and self.pays_for_tma
         return serves and all(_fits_tma(x) for x in tensors)
 
     def bias_tma(self) -> bool:

@@ -17,6 +17,7 @@ from flash_dmattn.reference.sinks import row_delta, sink_gradient
 from .backward_keys import KEY_SUM, NO_DBIAS, STORE
 from .fill_gaps import fill_gaps_kernel
 from .forward import forward_kernel
+from .gpus import LIKE_HOPPER
 from .kernel_launch import Launch, by_name
 from .plan import MOST_FEW_KEYS, Call
 from .plan_backward import plan_bias, plan_delta, plan_keys, plan_queries
@@ -224,7 +225,7 @@ def plan_forward(call: SequenceCall) -> Callable[..., None]:
     # dropout: its random numbers go by tiles of queries of one head. Not a bias by distance, which counts by rows.
     if is_few and call.spec.layout != "packed" and not call.has_dropout and call.distances is None:
         # One tile holds the queries of a sequence for all heads of a group, which read the same keys.
-        has_room = call.arch == "sm_90" and max(call.block_d, call.block_dv) <= 128
+        has_room = call.arch in LIKE_HOPPER and max(call.block_d, call.block_dv) <= 128
         step = _FEW_ROWS_SMALL
         if call.has_wide_heads:
             step = _FEW_ROWS_WIDE_GFX if call.arch.startswith("gfx") else _FEW_ROWS_WIDE

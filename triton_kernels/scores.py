@@ -246,19 +246,20 @@ def masked_scores(
 
 @triton.jit
 def exp_of_rows(s, lse_rows, low_rows, AXIS: tl.constexpr, BIASED: tl.constexpr, HAS_LOW: tl.constexpr):
-    """Compute exp of scores less lse of their rows, in base 2; if BIASED both are natural, and `low_rows` is taken off.
+    """Compute exp of scores less lse of their rows, both in base 2, or if BIASED natural.
 
-    Great numbers are subtracted first, which is exact where they are nearly equal. With HAS_LOW the forward pass has
-    told what rounding dropped from lse, and rounded its scores as this kernel does, so that p is at most 1 but for the
-    last bits. Another backend may round otherwise: near 1e30 to a number 1e23 away. So the exponent is cut at 0.
+    If BIASED, great numbers are subtracted first, which is exact where they are nearly equal. Then `low_rows`, in base
+    2, is added: minus what lse has below the steps of fp32. With HAS_LOW the forward pass has told it, and has rounded
+    its scores as this kernel does, so that p is at most 1 but for the last bits. Another backend may round otherwise:
+    near 1e30 to a number 1e23 away. So the exponent is cut at 0.
     """
     exponent = s - tl.expand_dims(lse_rows, AXIS)
     if BIASED:
-        low_rows = tl.expand_dims(low_rows * LOG2E, AXIS)
+        low_rows = tl.expand_dims(low_rows, AXIS)
         if HAS_LOW:
-            exponent = tl.fma(exponent, LOG2E, -low_rows)
+            exponent = tl.fma(exponent, LOG2E, low_rows)
         else:
-            exponent = tl.minimum(exponent * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL) - low_rows
+            exponent = tl.minimum(exponent * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL) + low_rows
     return tl.math.exp2(exponent)
 
 
@@ -271,7 +272,7 @@ def row_totals(p, lse_rows, low_rows, logits, AXIS: tl.constexpr, HAS_SINK: tl.c
     total = tl.sum(p, AXIS)
     if HAS_SINK:
         if BIASED:
-            total += tl.math.exp2((logits - lse_rows - low_rows) * LOG2E)
+            total += tl.math.exp2((logits - lse_rows) * LOG2E + low_rows)
         else:
             total += tl.math.exp2(logits * LOG2E - lse_rows)
     return total

@@ -17,7 +17,7 @@ import triton.language as tl
 from .dropout import is_kept
 from .scores import exp_of_rows, row_totals, scaled, sink_logits
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LN2, LOG2E, ROW_BIAS, load_tile, lse_less, renormalize, row_values, split_lse
+from .tile_ops import LOG2E, ROW_BIAS, load_tile, lse_less, renormalize, row_values, split_lse
 
 # Which gradient of a bias this kernel makes: none, sums over the queries of each key, ds of every head, or the sum of
 # ds over the heads of a walk, with a slot for each chunk of the walk.
@@ -162,6 +162,7 @@ def short_backward_kernel(
             if BIAS == ROW_BIAS:
                 natural = lse_less(natural, row_bias)
             lse_rows, low_rows = split_lse(natural)
+            low_rows = low_rows * -LOG2E
             if not BIASED:
                 lse_rows = lse_rows * LOG2E
             lse_rows = tl.where(empty, float("inf"), lse_rows)  # exp(-inf - -inf) is NaN
@@ -176,11 +177,11 @@ def short_backward_kernel(
             if STORE_DELTA:
                 tl.store(delta + line, d, mask=row_ok)
                 divisor = tl.math.log2(tl.where(empty, 1.0, total))
-                divisor = low_rows + divisor * LN2 if BIASED else lse_rows + divisor
+                divisor = low_rows - divisor if BIASED else lse_rows + divisor
                 tl.store(delta + all_rows + line, divisor, mask=row_ok)
         else:
             d = tl.load(delta + line, mask=row_ok, other=0.0)
-            divisor = tl.load(delta + all_rows + line, mask=row_ok, other=float("inf"))
+            divisor = tl.load(delta + all_rows + line, mask=row_ok, other=float("-inf" if BIASED else "inf"))
             lse_rows = divisor
             if BIASED:
                 lse_rows = tl.load(lse + line, mask=row_ok, other=float("-inf")).to(tl.float32)

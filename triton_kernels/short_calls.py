@@ -10,6 +10,8 @@ from torch import Tensor
 
 from flash_dmattn.problem import AttentionProblem, MaskForm, MaskView, device_arch
 
+from .gpus import LIKE_HOPPER
+
 # Not fp32: its products run outside the tensor cores, and tiles of whole rows would not fit in registers.
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 MASK_FORMS: frozenset[MaskForm] = frozenset({"none", "dense", "tiles", "intervals"})
@@ -69,7 +71,7 @@ def _block(length: int) -> int:
 
 def _fits(call: ShortCall, length: int) -> bool:
     # Other GPUs have not been measured, and some have a fourth of the shared memory.
-    is_large = call.arch in ("sm_90", "cpu")
+    is_large = call.arch in (*LIKE_HOPPER, "cpu")
     return length <= (128 if is_large else 64) and call.head_dim <= (128 if is_large else 64)
 
 
@@ -92,7 +94,7 @@ def backward_tile(call: ShortCall) -> ShortTile | None:
     if size == 32 * 32:
         return ShortTile(block_m, block_n, 2 if call.head_dim <= 64 else 4, 2)
     if size <= 64 * 64:
-        return ShortTile(block_m, block_n, 4, 2 if call.arch == "sm_90" else 1)
+        return ShortTile(block_m, block_n, 4, 2 if call.arch in LIKE_HOPPER else 1)
     return ShortTile(block_m, block_n, 8, 2)
 
 

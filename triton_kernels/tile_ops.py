@@ -461,7 +461,7 @@ def lse_less(lse, values):
 
 @triton.jit
 def load_low(low, at, row_ok):
-    """Load the small numbers of lse of rows; 0 where there are none."""
+    """Load `low_rows` of `exp_of_rows`; 0 where the forward pass did not tell what they are made of."""
     if low is not None:
         return tl.load(low + at, mask=row_ok, other=0.0)
     else:
