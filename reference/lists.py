@@ -59,9 +59,20 @@ def table(keys: Tensor, slots: Tensor, first: int, number: int) -> Tensor:
 
 def spread(x: Tensor, dim: int, block: int, start: int, stop: int) -> Tensor:
     """Repeat each element of a dim for its block, beginning with block start // block; return start to stop."""
-    if block > 1:
-        x = x.repeat_interleave(block, dim)
+    if block > 1:  # no more than is left of a block that is longer than all
+        x = x.repeat_interleave(min(block, start % block + stop - start), dim)
     return x.narrow(dim, start % block, stop - start)
+
+
+def sum_blocks(x: Tensor, dim: int, block: int, start: int) -> Tensor:
+    """Return the sums of a dim over blocks, of which the first element is number `start`: the reverse of `spread`."""
+    length = x.shape[dim]
+    if block == 1:
+        return x
+    if 0 < start % block + length <= block:  # one block, perhaps longer than all
+        return x.sum(dim, keepdim=True)
+    padding = (0, 0) * (x.dim() - 1 - dim) + (start % block, -(start + length) % block)
+    return F.pad(x, padding).unflatten(dim, (-1, block)).sum(dim + 1)
 
 
 def blocks_of(run: slice, block: int) -> slice:
@@ -105,7 +116,7 @@ def value_gradient(dbias: Tensor, values: Tensor, slots: Tensor, block_q: int) -
     zeros = dbias.new_zeros(*dbias.shape[:3], values.shape[3])
     sums = zeros.scatter_add(3, slots.clamp(min=0), dbias.masked_fill(slots < 0, 0.0)) if values.shape[3] else zeros
     if values.shape[2] != sums.shape[2]:
-        sums = F.pad(sums, (0, 0, 0, -sums.shape[2] % block_q)).unflatten(2, (-1, block_q)).sum(3)
+        sums = sum_blocks(sums, 2, block_q, 0)
     if values.shape[1] not in (1, heads):
         sums = sums.unflatten(1, (values.shape[1], -1)).sum(2)
     return sums.sum_to_size(values.shape)
@@ -113,7 +124,9 @@ def value_gradient(dbias: Tensor, values: Tensor, slots: Tensor, block_q: int) -
 
 def by_query(values: Tensor, seqlen_q: int, block_q: int) -> Tensor:
     """Give each query the values of its list."""
-    return values if values.shape[2] == seqlen_q else values.repeat_interleave(block_q, 2)[:, :, :seqlen_q]
+    if values.shape[2] == seqlen_q:
+        return values
+    return values.repeat_interleave(min(block_q, max(seqlen_q, 1)), 2)[:, :, :seqlen_q]
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import formula
 from .blocks import Block, grouped_own
 from .chunks import Chunks, Span
 from .distances import ChunkBias, Distances, dense, distance_sums
-from .lists import Chosen, blocks_of, spread
+from .lists import Chosen, blocks_of, spread, sum_blocks
 from .masks import ListReader, run_of
 
 _LOG2_E = math.log2(math.e)
@@ -342,15 +341,12 @@ class ChosenGradient(BiasGradient):
         # Where heads share the lists and the values, they are added before they are moved.
         shared = [1 if a == b == 1 else n for a, b, n in zip(slots.shape[:3], total.shape[:3], ds.shape, strict=False)]
         ds = ds.sum_to_size((*shared, *ds.shape[3:]))
-        if step > 1:
-            ds = F.pad(ds, (run.start % step, -run.stop % step)).unflatten(4, (-1, step)).sum(5)
+        ds = sum_blocks(ds, 4, step, run.start)
         # One more place takes what no entry chose. Each other one is written once, so that the order does not matter.
         moved = ds.new_zeros((*ds.shape[:4], total.shape[4] + 1))
         place = torch.where(slots < 0, total.shape[4], slots).long().expand(ds.shape)
         moved = moved.scatter_(4, place, ds)[..., :-1]
-        if self._block_q > 1:
-            before, after = block.rows.start % self._block_q, -block.rows.stop % self._block_q
-            moved = F.pad(moved, (0, 0, before, after)).unflatten(3, (-1, self._block_q)).sum(4)
+        moved = sum_blocks(moved, 3, self._block_q, block.rows.start)
         total += moved.sum_to_size(total.shape)
 
 

@@ -214,7 +214,10 @@ def test_the_effect_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.process, "rules", "profile")
     assert "auto goes by it from now on" in calibrate(instruments(arch="sm_90"))[1]
     monkeypatch.setattr(config.process, "profile", "off")
-    assert "FLASH_DMATTN_PROFILE=off: auto does not read it" in calibrate(instruments())[1]
+    before = {path: path.read_bytes() for path in profiles.folder().iterdir()}
+    _, printed, _ = calibrate(instruments(arch="sm_86"))
+    assert "FLASH_DMATTN_PROFILE=off: no profile is written" in printed and "auto reads none" in printed
+    assert {path: path.read_bytes() for path in profiles.folder().iterdir()} == before
 
 
 # Checks

@@ -129,6 +129,14 @@ FAULTS: dict[str, tuple[Case, Callable[[Inputs], Inputs]]] = {
     "keys that end in a unit": (BASE.with_(seqlen_q=197, seqlen_k=197, bias=SCORES, is_causal=True), lambda x: x),
     "scale below 0": (BASE.with_(seqlen_q=13, softmax_scale=-0.4, is_causal=True, bias=SCORES), lambda x: x),
     "huge scores": (BASE.with_(bias=SCORES, bias_kind="huge", needs_grad=QKV), lambda x: x),
+    **{
+        f"products of {size:g}{', causal' * is_causal}": (
+            BASE.with_(seqlen_q=13, logits=size, is_causal=is_causal, needs_grad=QKV),
+            lambda x: x,
+        )
+        for size in (1e19, 1e30)
+        for is_causal in (False, True)
+    },
     "rows of finfo.min": (BASE.with_(bias=SCORES, needs_grad=QKV), rows_of_min),
     "causal rows of finfo.min": (
         BASE.with_(seqlen_q=33, seqlen_k=33, is_causal=True, bias=SCORES, needs_grad=QKV),

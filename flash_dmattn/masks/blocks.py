@@ -17,11 +17,12 @@ CHUNK_ELEMENTS = 1 << 24
 
 def tile_counts(mask: Tensor, block_size: tuple[int, int]) -> Tensor:
     """Count the True of each tile of a (..., Lq, Lk) mask: int32 (..., ceil(Lq/bq), ceil(Lk/bk))."""
-    block_q, block_k = block_size
     *lead, seqlen_q, seqlen_k = mask.shape
-    tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
     if torch.compiler.is_compiling():  # which fuses what is copied here, and would bind the sizes by the chunks
         return _tile_counts(mask, block_size)
+    # A tile beyond the mask is one tile of its size, for which nothing is padded.
+    block_q, block_k = block_size = min(block_size[0], max(seqlen_q, 1)), min(block_size[1], max(seqlen_k, 1))
+    tiles_q, tiles_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
     counts = torch.empty(*lead, tiles_q, tiles_k, dtype=torch.int32, device=mask.device)
     rows_at_once = max(1, CHUNK_ELEMENTS * seqlen_q // max(1, mask.numel()))
     step = max(1, rows_at_once // block_q)
@@ -47,8 +48,8 @@ def tile_sizes(seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], device
     """Count the positions of each tile; the last ones are cut: int32 (ceil(Lq/bq), ceil(Lk/bk))."""
     sizes = []
     for length, block in zip((seqlen_q, seqlen_k), block_size, strict=True):
-        starts = torch.arange(0, length, block, device=device, dtype=torch.int32)
-        sizes.append((length - starts).clamp(max=block))
+        starts = torch.arange(0, length, block, device=device)
+        sizes.append((length - starts).clamp(max=block).to(torch.int32))
     return sizes[0][:, None] * sizes[1]
 
 

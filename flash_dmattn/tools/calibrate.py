@@ -178,6 +178,9 @@ def new_profile(gpu: str, arch: str, driver: str) -> Profile:
 
 def save(profile: Profile, stream: TextIO) -> int:
     """Write a profile to its place, and put it in force; return 1 where it cannot be written, else 0."""
+    if process.profile == "off":
+        stream.write("FLASH_DMATTN_PROFILE=off: no profile is written\n")
+        return 0
     path = profiles.path_of(profile.gpu)
     try:
         write(profile, path)
@@ -235,7 +238,7 @@ def effect(arch: str, left_out: str, what: str, reader: str, taken: str) -> str:
     """Say what a part of a profile, "rules" or "tiles", will change for its reader, and what was left out of it."""
     lines = [left_out] if left_out else []
     if process.profile == "off":
-        lines.append(f"FLASH_DMATTN_PROFILE=off: {reader} does not read it in this environment")
+        lines.append(f"FLASH_DMATTN_PROFILE=off: {reader} reads none in this environment")
     elif arch == "sm_90" and process.rules != "profile":
         lines.append(f"on sm_90 the built-in {what} stay in force; FLASH_DMATTN_RULES=profile lets the profile decide")
     else:

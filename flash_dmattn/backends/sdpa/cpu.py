@@ -14,7 +14,7 @@ from ...problem.inputs import Inputs, Saved, as_arrived
 from ...reference.eager import LARGE_LSE
 from ...reference.lists import repeat_heads
 from ..eager import BACKEND as EAGER
-from ..mask_choice import forward_of
+from ..mask_choice import backward_of, forward_of
 from ..protocol import Backward, Direction, Forward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -23,7 +23,9 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 # and it takes more queries at a time.
 _CAUSAL_BLOCK = 128
 _CUT_FROM, _CUT_TO = 192, 1024
-_LOSES_SCORES = 2.0**60  # with a larger lse, a bias is so large that q k is lost in its rounding, in fp64 too
+# Rows with a larger lse are left to eager, in both passes: roundings of their scores differ by more than exp holds. A
+# bias of -1e9, as padding often has it, is not one of these.
+_EXACT_LSE = 2.0**30
 
 
 def kernel_is_causal(p: AttentionProblem) -> bool:
@@ -110,7 +112,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
         if _is_usual(lse):
             return out, lse
         if mask is not None:
-            if not _size(lse, torch.inf) < torch.inf:
+            if not _size(lse, torch.inf) < torch.inf:  # or NaN
                 limits = mask if x.bias is None or added is None else added(x.mask.dense, None)
                 out, lse = _without_hidden(out, lse, q, k, v, mask, limits, is_causal, scale)
             # Rows that see no key, for which the kernel writes 0. A bias of -inf beside a score of NaN is NaN.
@@ -119,7 +121,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
                 out, lse = out.masked_fill(is_empty.mT[..., None], 0.0), lse.masked_fill(is_empty, -torch.inf)
         # The kernel writes 0 for short rows of NaN, too, and for scores that are all -inf. Beside a score of +inf its
         # lse is +inf or NaN.
-        is_lost = (lse == 0) | (lse == torch.inf) | lse.isnan()
+        is_lost = (lse == 0) | ~(lse.abs() <= _EXACT_LSE) & (lse != -torch.inf)
         if is_lost.any():
             new_out, new_lse = forward_of(EAGER, p)(x)
             out, lse = torch.where(is_lost.mT[..., None], new_out, out), torch.where(is_lost, new_lse, lse)
@@ -129,8 +131,8 @@ def plan_forward(p: AttentionProblem) -> Forward:
 
 
 def _is_usual(lse: Tensor) -> bool:
-    """Return whether no lse is 0, NaN or infinite: other rows of the kernel are right."""
-    return bool(_size(lse, -torch.inf) > 0) and bool(_size(lse, torch.inf) < torch.inf)
+    """Return whether no lse is 0, NaN or very large: other rows of the kernel are right."""
+    return bool(_size(lse, -torch.inf) > 0) and bool(_size(lse, torch.inf) <= _EXACT_LSE)
 
 
 def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -210,22 +212,14 @@ def plan_backward(p: AttentionProblem) -> Backward:
             is_empty = lse == -torch.inf
             lse = lse.masked_fill(is_empty, 0.0)  # exp(-inf - 0) is the 0 that exp(-inf - -inf) is not
             dlse = None if dlse is None else dlse.masked_fill(is_empty, 0.0)
-            if not _size(lse, torch.inf) <= LARGE_LSE:
+            largest = float(_size(lse, torch.inf))
+            if not largest <= _EXACT_LSE:
+                return backward_of(EAGER, p)(saved, dout, dlse)
+            if largest > LARGE_LSE:
                 # The rounding of a large lse would show in every p. So lse is subtracted from the scores first: the
                 # lse of the moved scores is small.
-                added_to = lse.new_zeros(()) if mask is None else mask
-                moved = (added_to - lse[..., None]).expand(shape)
+                moved = ((lse.new_zeros(()) if mask is None else mask) - lse[..., None]).expand(shape)
                 new_lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=moved, scale=scale)[1]
-                has_lost = ~(lse.abs() <= _LOSES_SCORES)  # and NaN, which stays
-                if has_lost.any():
-                    # A bias so large has lost q k, which moving would bring back. So these rows are not moved, and dout
-                    # is divided by the number of keys that share the largest bias, which such an lse cannot hold.
-                    seen = moved.tril() + torch.full_like(moved, -torch.inf).triu(1) if is_causal else moved
-                    total = seen.logsumexp(-1).exp().masked_fill(~has_lost, 1.0)
-                    dout = dout / total.transpose(1, 2)[..., None]
-                    dlse = None if dlse is None else dlse / total
-                    moved = torch.where(has_lost[..., None], added_to, moved)
-                    new_lse = torch.where(has_lost, lse, new_lse)
                 mask, lse = moved, new_lse.masked_fill(is_empty, 0.0)
         tensors = (_rows(dout), q, k, v, out.transpose(1, 2))
         if dlse is None:

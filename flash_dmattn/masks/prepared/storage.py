@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...definition import is_of_transform, outside_of_transforms
 from ...problem import Band, MaskForm, MaskView, SequenceSpec, causal_window, make_band
-from ...reference.lists import Lists, repeat_heads, spread, table
+from ...reference.lists import Lists, by_query, repeat_heads, spread, table
 from ...sequences.layout import Sequences
 from ..arguments import pad
 from ..blocks import MaskStats, mask_stats
@@ -261,7 +261,7 @@ class ListMask(BatchMask):
         """
         index, block_q = self.index, self.block_size[0]
         if scores.shape[2] not in (1, index.shape[2]):
-            index = index.repeat_interleave(block_q, 2)[:, :, : self.seqlen_q]
+            index = by_query(index, self.seqlen_q, block_q)
         heads = max(scores.shape[1], index.shape[1])
         return take(repeat_heads(scores, heads), repeat_heads(index, heads))
 
