@@ -29,8 +29,8 @@ struct Consumer {
   float row_max[2], row_sum[2];
   float threshold[2];  // only a score above it makes row_max grow: -inf in a row without a key so far
   bool has_negative, is_great;  // some threshold of the warp's rows is negative; see softmax
-  // Kernels with a bias have no registers and no time for either: there a row of a negative threshold, or that is great,
-  // has a threshold of NaN, so that each step raises row_max.
+  // Kernels with a bias have no registers and no time for either: there each step raises row_max of a row whose threshold is
+  // negative, or NaN, as it is of great rows.
   static constexpr bool kComparesNegative = Traits::kBias == Bias::kNone;
 
   // Offset of the thread's row of the warp's first four bias matrices, in a panel of the bias tile; or of its first two
@@ -276,8 +276,7 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         is_above |= exceeds_positive(scores, r, bound[r]);
-        // A flat bias above the threshold: the greatest score may be negative.
-        if constexpr (Traits::kIsRelative) is_above |= !(bound[r] >= 0.0f);
+        if constexpr (!kComparesNegative) is_above |= !(bound[r] >= 0.0f);
       }
     } else {
 #pragma unroll
@@ -333,7 +332,7 @@ struct Consumer {
       has_great |= is_great_row;
       threshold[r] = top + kSlack / kLog2e * p.inverse_scale;
       is_negative |= threshold[r] < 0.0f;
-      if (!kComparesNegative && top != -INFINITY && (is_great_row || threshold[r] < 0.0f)) threshold[r] = NAN;
+      if (!kComparesNegative && is_great_row) threshold[r] = NAN;
     }
     has_negative = __any_sync(0xffffffffu, is_negative);
     is_great = __any_sync(0xffffffffu, has_great);
