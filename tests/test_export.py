@@ -295,3 +295,37 @@ def test_builders_of_masks_keep_a_length_dynamic(name: str) -> None:
     for length in (*few, *many):
         x = torch.randn(2, length, 4, 16)
         torch.testing.assert_close(program(x), module(x), rtol=1e-5, atol=1e-5)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, folds: bool) -> None:
+        super().__init__()
+        self.folds = folds
+
+    def forward(self, q: Tensor) -> Tensor:
+        scale = q.shape[1] ** -0.5
+        if self.folds:
+            return attention(q * scale, q, q, softmax_scale=1.0)
+        return attention(q, q, q, softmax_scale=scale)
+
+
+def test_a_scale_made_of_a_dynamic_length_belongs_in_q() -> None:
+    q, shapes = torch.randn(1, 20, 2, 8), ({1: Dim.AUTO},)
+    with pytest.raises(TypeError, match=r"softmax_scale is made of a dynamic length, .*multiply q by it and pass"):
+        torch.export.export(Scaled(False), (q,), dynamic_shapes=shapes)
+    program, other = torch.export.export(Scaled(True), (q,), dynamic_shapes=shapes).module(), torch.randn(1, 33, 2, 8)
+    torch.testing.assert_close(program(other), Scaled(False)(other))
+
+
+class OfSequences(torch.nn.Module):
+    def forward(self, q: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return attention(q, q, q, sequences=Sequences.packed(cu_seqlens), is_causal=True)
+
+
+def test_one_sequence_beside_a_dynamic_number_of_them_has_an_empty_one() -> None:
+    dims = ({0: Dim("tokens", min=2, max=4096)}, {0: Dim("edges", min=3, max=100)})
+    sample = torch.randn(20, 2, 8), torch.tensor([0, 5, 20])
+    program = torch.export.export(OfSequences(), sample, dynamic_shapes=dims).module()
+    q = torch.randn(7, 2, 8)
+    wanted = attention(q[None], q[None], q[None], is_causal=True)[0]
+    torch.testing.assert_close(program(q, torch.tensor([0, 7, 7])), wanted)

@@ -104,6 +104,9 @@ def check_flag(name: str, value: bool) -> bool:
 def check_number(name: str, value: float) -> float:
     """Return a number of `_NUMBERS` as a float; refuse NaN and values out of range."""
     kind, least, most, needs = _NUMBERS[name]
+    if isinstance(value, torch.SymFloat):
+        advice = "; multiply q by it and pass softmax_scale=1.0" if name == "softmax_scale" else ""
+        raise TypeError(f"{name} is made of a dynamic length, and torch.export keeps numbers of a call{advice}")
     if isinstance(value, bool) or not isinstance(value, (int, float, Real)):  # Real: the numbers of NumPy
         raise TypeError(f"{name} is a {type(value).__name__}; it needs to be {kind}")
     if not least <= value <= most:  # not isfinite: torch.compile cannot trace it with dynamic floats
