@@ -205,7 +205,7 @@ def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
         # Without a compiler the other one would import it.
         return (outside if "torch._dynamo" in sys.modules else function)(*arguments, **named)
 
-    # What torch.compiler.disable(reason=...) sets, without its import of dynamo.
+    # As torch.compiler.disable(reason=...) does, without its import of dynamo.
     vars(run).update({"_torchdynamo_disable": True, "_torchdynamo_disable_msg": reason})
     return run
 

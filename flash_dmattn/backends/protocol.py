@@ -132,7 +132,7 @@ class Backend:
             accepts it.
         stores_dbias: whether `backward` takes dbias_out=: see `Backward`.
         differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch. Without it
-            second derivatives are refused.
+            auto takes that of eager, and calls that name the backend have no second derivative.
         has_forward_ad: whether PyTorch's forward mode (torch.func.jvp) goes through its forward pass.
         plan_tangents: problem -> tangents(inputs, tangents) -> (out, lse, tout, tlse), a forward pass in forward mode.
             Calls of a backend without one run on another: see `selection.select_tangents`.

@@ -118,7 +118,7 @@ def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, reque
 
 
 def select_second_derivative(problem: AttentionProblem, backward: Backend, requested: BackendChoice) -> Backend:
-    """Choose the backend whose formula of the gradients has a derivative: that of the backward pass, or as above."""
+    """Choose the backend whose gradients have a derivative: the one that computed them, or for auto the last resort."""
     if backward.differentiable_backward is not None:
         return backward
     if requested != "auto":
