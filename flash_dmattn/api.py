@@ -198,7 +198,7 @@ def attention(
         ValueError: shapes, devices or values do not fit, or the backend is unknown.
         BackendUnsupportedError: the named backend refuses this call; the message gives every reason.
         BackendUnavailableError: the named backend does not work on this machine.
-        NotImplementedError: on a second derivative through a kernel backend, or the gradient of a tangent
+        NotImplementedError: on a second derivative through a named kernel backend, or the gradient of a tangent
             (`torch.func.jvp`) that a named one computed; backend="eager" has both.
 
     Sources: the recurrence over key blocks is from Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).

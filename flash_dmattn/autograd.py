@@ -58,7 +58,8 @@ def attend(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
     if plan.run_forward is None:  # the call may be watched
         if not is_transformed():
             record(plan)
-        if torch.compiler.is_exporting() or (plan.backward is None and not is_transformed()):
+        # Not `is_exporting()`, which Dynamo of torch 2.11 answers with True in every graph.
+        if torch.compiler._is_exporting_flag or (plan.backward is None and not is_transformed()):
             # An exported program keeps the operator only, whose derivative is registered below.
             return run_forward(plan, x)
         if is_nested_gradient_traced():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,3 +198,22 @@ def tensor_key(x: Tensor) -> tuple[Any, ...]:
     """Return the properties of a tensor that distinguish classes of calls."""
     # The layout, too, because mkldnn tensors have strides like dense ones.
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.layout
+
+
+def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a function out of compiled graphs, which break around it; `fullgraph=True` is refused with this reason."""
+    reason = f"attention in one graph needs torch 2.11 or later, and this is {torch.__version__}"
+    outside = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **named: Any) -> Any:
+        # Without a compiler the other one would import it.
+        return (outside if "torch._dynamo" in sys.modules else function)(*arguments, **named)
+
+    # As torch.compiler.disable(reason=...) does, without its import of dynamo.
+    vars(run).update({"_torchdynamo_disable": True, "_torchdynamo_disable_msg": reason})
+    return run
+
+
+if torch.__version__ < "2.11":  # Dynamo reads no property of a named tuple there
+    prepare_call, run_call = _outside_of_graphs(prepare_call), _outside_of_graphs(run_call)

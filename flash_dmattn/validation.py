@@ -36,6 +36,7 @@ from .problem import (
     describe_tensors,
     dtype_name,
     packing_of,
+    replaced,
     spec_of,
     unpacked_spec,
 )
@@ -204,7 +205,7 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
     if mask_form == "lists":
         lists: Any = mask
         block_q, block_k = lists.block_size
-        flags = flags._replace(block_q=block_q, block_k=block_k, places=lists.keys.shape[3])
+        flags = replaced(flags, block_q=block_q, block_k=block_k, places=lists.keys.shape[3])
     if by_distance is not None and by_distance.outside == "error" and bias is not None:
         low, high = 1 - sizes.seqlen_k, sizes.seqlen_q - 1
         low = low if flags.left < 0 else max(low, -flags.left)
@@ -217,7 +218,8 @@ def describe(call: Call) -> tuple[AttentionProblem, Mask, Tensor | None]:
         if sequences.has_pages and any(needs_grad):
             wanted = ", ".join(name for name, needed in zip(NeedsGrad._fields, needs_grad, strict=True) if needed)
             raise ValueError(f"{wanted} requires grad; keys in pages have no gradients (call under torch.no_grad())")
-    problem = describe_tensors(q, k, v, mask_spec, mask_form, bias, sink, flags, needs_grad)._replace(
+    problem = replaced(
+        describe_tensors(q, k, v, mask_spec, mask_form, bias, sink, flags, needs_grad),
         is_causal=causal,
         window_size=window,
         return_lse=check_flag("return_lse", numbers.return_lse),

@@ -218,11 +218,12 @@ X = torch.randn(2, 24, 2, 8, generator=GENERATOR)
 SCORES = torch.randn(2, 1, 24, 24, generator=GENERATOR)
 INDEX = torch.tensor([[0, -1], [1, 0], [0, 2], [1, 3]])
 SLOPES = torch.tensor([0.5, 0.25])
-PACKED, USED, EDGES = X.flatten(0, 1), torch.tensor([5, 24]), torch.tensor([0, 5, 48])
+TOKENS, USED = X.flatten(0, 1), torch.tensor([5, 24])
+PACKED = flash_dmattn.Sequences.packed(torch.tensor([0, 5, 48]))
 TABLE, POOL = torch.tensor([[2, 0], [1, 3]]), X.view(4, 12, 2, 8)
 
 
-def of(call: Callable[..., Any], *leaves: Tensor) -> tuple[Any, ...]:
+def with_derivatives(call: Callable[..., Any], *leaves: Tensor) -> tuple[Any, ...]:
     """What a call returns, and the first and second derivatives of it."""
     leaves = tuple(x.detach().requires_grad_() for x in leaves)
     out = call(*leaves)
@@ -242,7 +243,7 @@ def batched_gradients(x: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad((out, lse), x, sent, is_grads_batched=True)
 
 
-def of_transformers() -> list[Any]:
+def masks_of_transformers() -> list[Any]:
     mask_function = pytest.importorskip("flash_dmattn.integrations.transformers.mask_function")
     options: dict[str, Any] = {"is_causal": True, "device": "cpu"}
     made = [
@@ -264,7 +265,7 @@ def appended(sequences: flash_dmattn.Sequences, cache: Tensor, new: Tensor) -> T
 # Calls whose tensors are on a CPU, with the numbers that they hold in float32.
 CALLS: dict[str, Callable[[], Any]] = {
     **{
-        f"{name} on {backend}": lambda options=options, backend=backend: of(
+        f"{name} on {backend}": lambda options=options, backend=backend: with_derivatives(
             lambda x: self_attention(x, backend=backend, **options), X
         )
         for backend in ("auto", "eager", "reference")
@@ -282,11 +283,11 @@ CALLS: dict[str, Callable[[], Any]] = {
             "padded": {"sequences": flash_dmattn.Sequences.padded(USED)},
         }.items()
     },
-    "packed": lambda: of(lambda x: self_attention(x, sequences=flash_dmattn.Sequences.packed(EDGES)), PACKED),
+    "packed": lambda: with_derivatives(lambda x: self_attention(x, sequences=PACKED), TOKENS),
     "paged": lambda: flash_dmattn.attention(X, POOL, POOL, sequences=flash_dmattn.Sequences.paged(TABLE, USED)),
     "a cache": lambda: appended(flash_dmattn.Sequences.padded(USED, torch.tensor([2, 1], device="cpu")), X, X[:, :2]),
     "padding": lambda: flash_dmattn.sequences.Padding(X[..., 0, 0] > 0).unpad(X),
-    "many intervals": lambda: of(
+    "many intervals": lambda: with_derivatives(
         lambda x: self_attention(x, masks.PreparedMask.from_topk(LONG[0, :, 0, 0], 16, is_causal=True)), LONG
     ),
     "forward mode": lambda: torch.func.jvp(lambda x: self_attention(x, SCORES > 0, SCORES), (X,), (X,)),
@@ -316,7 +317,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "IndexScores": lambda: masks.PreparedMask.from_topk_lists(
         masks.IndexScores(X, X[:, :, 0], torch.ones(2, 24, 2, device="cpu", dtype=torch.float32)), 3
     ),
-    "Chosen": lambda: of(
+    "Chosen": lambda: with_derivatives(
         lambda x: flash_dmattn.attention(
             X[:, :4],
             X[:, :4],
@@ -331,8 +332,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "alibi": lambda: flash_dmattn.biases.alibi(SLOPES, 24),
     "alibi_slopes": lambda: flash_dmattn.nn.alibi_slopes(6, device="cpu"),
     "from_function": lambda: flash_dmattn.biases.from_function(lambda d: d.abs().float(), 24, 24, device="cpu"),
-    "DynamicMaskAttention": lambda: of(LAYER, X.flatten(2)),
-    "transformers": of_transformers,
+    "DynamicMaskAttention": lambda: with_derivatives(LAYER, X.flatten(2)),
+    "transformers": masks_of_transformers,
 }
 LONG = torch.randn(1, 2048, 2, 16, generator=GENERATOR)
 LAYER = flash_dmattn.nn.DynamicMaskAttention(16, 2, keep_window_size=4)

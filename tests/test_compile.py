@@ -19,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
-from flash_dmattn import nn
+from flash_dmattn import api, nn
+from flash_dmattn import call as call_module
 from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.operators import NUM_FLAGS, flat_flags
 from flash_dmattn.problem import Flags
@@ -502,11 +503,41 @@ def test_first_call_of_all_may_be_a_compiled_one(ours: KernelPair) -> None:
     ("flags", "error", "text"),
     [
         ({"backend": "eager", "return_probs": True}, flash_dmattn.BackendUnsupportedError, "return_probs is set"),
+        ({"backend": "sdpa", "softcap": 2.0}, flash_dmattn.BackendUnsupportedError, "softcap is set; this backend"),
+        ({"backend": ("sdpa", "cuda")}, flash_dmattn.BackendUnavailableError, "device is cpu; the extension runs"),
         ({"window_size": (1, -2)}, ValueError, "both sides need to be at least -1"),
         ({"is_causal": 1}, TypeError, "is_causal is 1; it needs to be True or False"),
     ],
 )
 def test_refusal_keeps_its_type_and_words(flags: dict[str, Any], error: type[Exception], text: str) -> None:
-    x = inputs()[1].detach()
+    x = inputs()[1].detach().requires_grad_()
     with pytest.raises(error, match=text):
         torch.compile(lambda x: flash_dmattn.attention(x, x, x, **flags), backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", ("eager", "sdpa"), "flex", "cuda"])
+def test_refusal_in_one_graph_names_the_backend(backend: Any) -> None:
+    x = inputs()[1].detach().requires_grad_()
+    run = torch.compile(
+        lambda x: flash_dmattn.attention(x, x, x, backend=backend, softcap=2.0), backend="aot_eager", fullgraph=True
+    )
+    name = backend if isinstance(backend, str) else backend[1]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"backend '{name}' does not serve this call; .*explain"):
+        run(x)
+
+
+def test_a_torch_without_such_graphs_breaks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch before 2.11; in one graph it is refused."""
+    for name in ("prepare_call", "run_call"):
+        monkeypatch.setattr(api, name, call_module._outside_of_graphs(getattr(api, name)))
+    x = inputs()[1].detach().requires_grad_()
+    attend = lambda x: flash_dmattn.attention(x * 2, x, x, is_causal=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    results = torch.compile(attend, backend=counter)(x), attend(x)
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), x) for out in results))
+    targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert targets and not any("flash_dmattn" in target for target in targets)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"needs torch 2\.11 or later, and this is "):
+        torch.compile(attend, backend="aot_eager", fullgraph=True)(x)

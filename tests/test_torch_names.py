@@ -44,6 +44,9 @@ NAMES = {
     # torch.compile. The public decorators import dynamo, which takes seconds of every process that does not compile.
     "._dynamo_marked_constant": "what torch.compiler.assume_constant_result sets",
     "torch._disable_dynamo": "torch.compiler.disable, once dynamo is there",
+    "._torchdynamo_disable": "what torch.compiler.disable sets",
+    "._torchdynamo_disable_msg": "likewise, with its reason",
+    "torch.compiler._is_exporting_flag": "whether a program is exported: see `attend`",
     "torch._functorch.config.patch": "donated_buffer, which refuses retain_graph=True: no option of torch.compile",
     "torch._dynamo.lookup_backend": "the graph compiler of a name, to be run under that switch",
     "._forward_cls": "the graph of a node, to say of it that no buffer is reused",
@@ -178,7 +181,7 @@ def is_there(name: str) -> bool:
 
 
 # Attributes of objects that a test would have to make, or that the library sets.
-ON_INSTANCES = {"._forward_cls", "._dynamo_marked_constant"}
+ON_INSTANCES = {"._forward_cls", "._dynamo_marked_constant", "._torchdynamo_disable", "._torchdynamo_disable_msg"}
 ON_INSTANCES |= {"._maybe_max_seqlen", "._ragged_idx", "._timeout"}
 
 

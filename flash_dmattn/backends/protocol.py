@@ -142,7 +142,7 @@ class Backend:
             in float64, `join_lse` in csrc/sm90/operands.h and triton_kernels/tile_ops.py scales it.
         stores_dbias: whether `backward` takes dbias_out=: see `Backward`.
         differentiable_backward: (problem, inputs, dout, dlse) -> gradients, in differentiable PyTorch. Without it
-            second derivatives are refused.
+            auto takes that of eager, and calls that name the backend have no second derivative.
         has_forward_ad: whether PyTorch's forward mode (torch.func.jvp) goes through its forward pass.
         plan_tangents: problem -> tangents(inputs, tangents) -> (out, lse, tout, tlse), a forward pass in forward mode.
             Calls of a backend without one run on another: see `selection.select_tangents`.

@@ -35,7 +35,10 @@ follow_checkpoints: Callable[[], None] = lambda: None
 
 
 class Decision(NamedTuple):
-    """The backends that one call of `attention` ran on; `backward` is None where no gradient is needed."""
+    """The backends that one call of `attention` ran on.
+
+    `backward` is None where no gradient is needed, or where a transform of `torch.func` chooses when it comes to that.
+    """
 
     problem: object
     requested: BackendChoice
@@ -276,7 +279,8 @@ class config(Block):
             stay off.
         fallback: the policy if "auto" finds only eager PyTorch for a call on an accelerator. "warn" is the default and
             warns once per cause. "silent" says nothing. "error" raises `BackendUnsupportedError`.
-        record: a list. Every call of `attention` appends a `Decision` to it.
+        record: a list. Every call of `attention` appends a `Decision` to it. Under transforms of `torch.func` the calls
+            that run do so: one for many that `torch.vmap` maps, or two where tangents are computed behind out.
 
     Raises:
         ValueError: a name is unknown.

@@ -118,7 +118,7 @@ def select_tangent_gradients(problem: AttentionProblem, tangents: Backend, reque
 
 
 def select_second_derivative(problem: AttentionProblem, backward: Backend, requested: BackendChoice) -> Backend:
-    """Choose the backend whose formula of the gradients has a derivative: that of the backward pass, or as above."""
+    """Choose the backend whose gradients have a derivative: the one that computed them, or for auto the last resort."""
     if backward.differentiable_backward is not None:
         return backward
     if requested != "auto":
@@ -357,6 +357,7 @@ def _backends_accepting(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction, ...]) -> NoReturn:
+    _refuse_in_graph(f"backend {backend.name!r} does not serve this call")
     reasons = reasons_against(backend, problem, passes)
     accepted_by = _backends_accepting(problem)
     is_missing = any(reason.code == "unavailable" for reason in reasons)
@@ -372,12 +373,19 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
     raise kind("\n".join(lines), backend=backend.name, reasons=reasons, accepted_by=accepted_by) from cause
 
 
+def _refuse_in_graph(verdict: str) -> None:
+    """Refuse a call that Dynamo traces, which cannot list reasons; where a graph may break, it is refused again."""
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(f"{verdict}; flash_dmattn.explain of the same arguments says why")
+
+
 def _all_reasons(problem: AttentionProblem, backends: Iterable[Backend]) -> tuple[Reason, ...]:
     passes = passes_of(problem)
     return tuple(reason for each in backends for reason in reasons_against(each, problem, passes, auto=True))
 
 
 def refuse_all(problem: AttentionProblem) -> NoReturn:
+    _refuse_in_graph("no backend accepts this call")
     reasons = _all_reasons(problem, BACKENDS.table.values())
     accepted_by = _backends_accepting(problem)
     lines = [f"no backend accepts this call: {problem}"]

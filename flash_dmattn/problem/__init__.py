@@ -46,6 +46,7 @@ from .description import hint as hint
 from .description import hinted as hinted
 from .description import keys_of_query as keys_of_query
 from .description import make_band as make_band
+from .description import replaced as replaced
 from .description import sm_number as sm_number
 from .description import spec_of as spec_of
 from .description import unpacked_spec as unpacked_spec

@@ -29,6 +29,11 @@ Packing = Literal["none", "queries", "keys"]
 Outside = Literal["error", "clamp", "zero"]
 
 
+def replaced(x: Any, **changes: Any) -> Any:
+    """Return `x._replace(**changes)`, which Dynamo of torch 2.11 cannot rebuild where a graph breaks."""
+    return type(x)(**{**x._asdict(), **changes})
+
+
 class NeedsGrad(NamedTuple):
     """Which gradients a call has to produce."""
 
@@ -280,7 +285,7 @@ class AttentionProblem(NamedTuple):
         """Describe the call with this tensor of a bias, of the kind that the flags say."""
         spec, flags = None if bias is None else spec_of(bias), self.flags
         relative, chosen = spec if flags.outside else None, spec if flags.chosen else None
-        return self._replace(bias=None if relative or chosen else spec, relative=relative, chosen=chosen)
+        return replaced(self, bias=None if relative or chosen else spec, relative=relative, chosen=chosen)
 
     @property
     def bias_class(self) -> BiasClass | None:

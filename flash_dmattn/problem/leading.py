@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .checks import batch_names, check_broadcast, check_strided, check_values
-from .description import AttentionProblem, NeedsGrad, spec_of, unpacked_spec
+from .description import AttentionProblem, NeedsGrad, replaced, spec_of, unpacked_spec
 
 Dims = tuple[int, ...]
 
@@ -238,7 +238,7 @@ class MappedCall:
             self._bias_dtype, self._bias_batch = bias.dtype, bias.shape[0 if dim is None or dim > 0 else 1]
             self._folded_bias = self._shared("bias", bias, dim, flags.bias_repeat, own, own and is_backward)
             bias = self._folded_bias.x
-            flags = flags._replace(bias_repeat=self._folded_bias.repeat)
+            flags = replaced(flags, bias_repeat=self._folded_bias.repeat)
         if problem.mask is not None:
             is_mapped = any(dim is not None for dim in mask_dims)
             is_dense = problem.mask_form == "dense"
@@ -246,12 +246,13 @@ class MappedCall:
                 self._shared("mask", x, dim, flags.mask_repeat, not is_dense, is_mapped)
                 for x, dim in zip(mask, mask_dims, strict=True)
             ]
-            mask, flags = [x for x, *_ in folded], flags._replace(mask_repeat=folded[0].repeat)
+            mask, flags = [x for x, *_ in folded], replaced(flags, mask_repeat=folded[0].repeat)
             shape = (mask[0].shape[0], *problem.mask.shape[1:])
             mask_spec = spec_of(mask[0]) if is_dense else unpacked_spec(shape)
         self.inputs = (q, k, v, bias)
         self.mask = tuple(mask)
-        self.problem = problem._replace(
+        folded_problem: AttentionProblem = replaced(
+            problem,
             batch=size * problem.batch,
             q_strides=spec_of(q).strides,
             k_strides=spec_of(k).strides,
@@ -259,7 +260,8 @@ class MappedCall:
             mask=mask_spec,
             flags=flags,
             needs_grad=needs_grad,
-        ).with_bias(bias)
+        )
+        self.problem = folded_problem.with_bias(bias)
 
     def fold(self, x: Tensor, dim: int | None) -> Tensor:
         """Fold a tensor with one entry for each of the batch, (B, ...) without its mapped dim, to (size * B, ...)."""

@@ -81,8 +81,8 @@ def _skips_few_keys(p: AttentionProblem) -> bool:
     if p.mask is None and p.bias is None:
         is_grouped = p.num_heads > p.num_heads_k and _work(p) >= _GROUPED_WORK
         return is_grouped and p.seqlen_k < _WHOLE_BLOCKS.stop
-    reads_pairs = p.mask is not None and p.mask.shape[2] > 1
-    return p.seqlen_k in (_WHOLE_BLOCKS_OF_PAIRS if reads_pairs else _WHOLE_BLOCKS)
+    lengths = _WHOLE_BLOCKS_OF_PAIRS if p.mask is not None and p.mask.shape[2] > 1 else _WHOLE_BLOCKS
+    return lengths.start <= p.seqlen_k < lengths.stop  # not `in`, which Dynamo of torch 2.11 asks of no symbol
 
 
 def _decodes_groups(p: AttentionProblem) -> bool:
