@@ -404,7 +404,7 @@ struct Consumer {
       const float small = bias[r] == 0.0f ? log_approx(sum[r]) : top[r] + log_approx(sum[r]);
       lse[r] = is_empty ? -INFINITY : join_lse(bias[r] == 0.0f ? top[r] : bias[r], small);
       // bias - bias: NaN where the bias of a row is NaN or +inf, and its probabilities with it.
-      factor[r] = is_empty || factor[r] == 0.0f ? 0.0f : factor[r] * reciprocal_approx(sum[r]) + (bias[r] - bias[r]);
+      factor[r] = is_empty ? 0.0f : factor[r] * reciprocal_approx(sum[r]) + (bias[r] - bias[r]);
     }
   }
 
@@ -620,6 +620,10 @@ __device__ __forceinline__ void consume_forward(const ForwardParams& p, ForwardS
     bool has_result = has_rows;
     if constexpr (Traits::kSplitKv) {
       if (item.split >= 0) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (consumer.threshold[r] == -INFINITY) consumer.row_max[r] = -INFINITY;
+        }
         has_result = combine_splits<Traits>(p, item.split, work.first_row + row_of_warp, out, consumer.row_max,
                                             consumer.row_sum);
       }

@@ -21,7 +21,8 @@ constexpr int kSplitWarps = 4 * Traits::kConsumers;
 template <class Traits>
 constexpr int kSplitFloats = (1 + Traits::kDv / 8) * 4 * 32 * kSplitWarps<Traits>;
 
-// `row`: the first of the thread's two rows. Takes out, row_max and row_sum of the split. Returns true in the warp that
+// `row`: the first of the thread's two rows. Takes out, row_max and row_sum of the split; row_max of a row without a key is
+// -inf, which the threads of a row have to agree on, and its row_sum is that of the thread. Returns true in the warp that
 // has combined all splits of the work tile; false in the others, and in warps without rows.
 template <class Traits>
 __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split, int row,
@@ -36,8 +37,7 @@ __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split
   float* const results = p.split_results + static_cast<int64_t>(tile) * p.num_splits * kSplitFloats<Traits>;
   if (exists) {
     float* const own = results + static_cast<int64_t>(split - tile * p.num_splits) * kSplitFloats<Traits> + thread * 4;
-    *reinterpret_cast<float4*>(own) = make_float4(row_sum[0] == 0.0f ? -INFINITY : row_max[0],
-                                                  row_sum[1] == 0.0f ? -INFINITY : row_max[1], row_sum[0], row_sum[1]);
+    *reinterpret_cast<float4*>(own) = make_float4(row_max[0], row_max[1], row_sum[0], row_sum[1]);
 #pragma unroll
     for (int i = 0; i < kFours; ++i) {
       *reinterpret_cast<float4*>(own + (1 + i) * kThreads * 4) =
