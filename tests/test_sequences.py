@@ -328,7 +328,7 @@ def test_each_table_alone_is_followed(kind: str, name: str, dtype: torch.dtype, 
         before = [x.clone() for x in kept.tensors]
         if writer == "NumPy, later":
             changed = changed.numpy()
-        changed[(1, 0) if changed.dim() == 2 else 1] -= 1
+        changed[(1, 0) if changed.ndim == 2 else 1] -= 1
         view = sequences.lay_out(q, k, k)[1]
         assert view is not kept and sequences.lay_out(q, k, k)[1] is view
         anew = replace(sequences).lay_out(q, k, k)[1]
