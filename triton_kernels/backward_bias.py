@@ -28,7 +28,7 @@ from .tile_ops import (
     in_band,
     load_bias,
     load_bools,
-    load_low,
+    load_low_delta,
     load_tile,
     mask_head,
     reader_of,
@@ -47,7 +47,7 @@ def backward_bias_kernel(
     bias,
     dout,
     row_lse,
-    row_low,
+    low_delta,
     delta,
     mask_data,
     mask_index,
@@ -197,8 +197,7 @@ def backward_bias_kernel(
                 v_at = v + first_k.to(tl.int64) * v_strides.row
                 dout_at = dout + first_q.to(tl.int64) * dout_strides.row
             lse_rows = tl.load(row_lse + statistics + rows, mask=is_row, other=float("inf"))
-            low_rows = load_low(row_low, statistics + rows, is_row)
-            d = tl.load(delta + statistics + rows, mask=is_row, other=0.0)
+            low_rows, d = load_low_delta(low_delta, delta, statistics + rows, is_row)
             q_tile = load_tile(
                 q_at, q_strides, b_row, h, first, rows, entry_shape.seqlen_q, dims, shape.head_dim,
                 BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
@@ -225,7 +224,7 @@ def backward_bias_kernel(
                 allowed &= kept[None, :]
             s = tl.where(allowed, s, float("-inf"))
             logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
-            p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, row_low is not None)
+            p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None)
             v_tile = load_tile(
                 v_at, v_strides, b_row, h_k, first_key, keys, entry_shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,

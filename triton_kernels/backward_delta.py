@@ -1,7 +1,8 @@
 """The kernel that runs before the backward kernels: delta = rowsum(dout * out) - dlse, and lse as they read it.
 
 lse is in base 2 like their scores, or natural beside a bias that adds to these, and then two numbers: `exp_of_rows`
-says why. A bias of one value per query is taken off here, so that no other kernel reads it.
+says why. The second and delta are pairs in a tensor of 64 bits. A bias of one value per query is taken off here, so
+that no other kernel reads it.
 
 With `FEW_KEYS` it leaves out the sum. The backward kernels then hold all keys of a row in one tile, and compute the sum
 from p and dp, because a row of few keys does not average out the rounding of out to 16 bits.
@@ -37,7 +38,7 @@ def delta_kernel(
     lse,
     bias,
     row_lse,
-    row_low,
+    low_delta,
     delta,
     bounds,
     dout_strides,
@@ -100,9 +101,10 @@ def delta_kernel(
     tl.store(delta + place, d, mask=row_ok)
     if BIAS == ROW_BIAS:
         natural = lse_less(natural, values)
-    if row_low is not None:
+    if low_delta is not None:
         natural, low = split_lse(natural)
-        tl.store(row_low + place, low * -LOG2E, mask=row_ok)
+        low = (low * -LOG2E).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        tl.store(low_delta + place, low | (d.to(tl.int32, bitcast=True).to(tl.int64) << 32), mask=row_ok)
     if BIAS <= ROW_BIAS:
         natural = natural * LOG2E
     tl.store(row_lse + place, tl.where(empty, float("inf"), natural), mask=row_ok)

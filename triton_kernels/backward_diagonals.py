@@ -21,7 +21,7 @@ from .tile_ops import (
     entry_of,
     in_band,
     load_bools,
-    load_low,
+    load_low_delta,
     load_tile,
     mask_head,
     reader_of,
@@ -36,7 +36,7 @@ def backward_diagonals_kernel(
     bias,
     dout,
     row_lse,
-    row_low,
+    low_delta,
     delta,
     mask_data,
     mask_index,
@@ -129,8 +129,7 @@ def backward_diagonals_kernel(
             statistics = (b * shape.num_heads + h) * shape.seqlen_q
             row_ok = rows < shape.seqlen_q
             lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
-            low_rows = load_low(row_low, statistics + rows, row_ok)
-            d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
+            low_rows, d = load_low_delta(low_delta, delta, statistics + rows, row_ok)
             q_tile = load_tile(
                 q, q_strides, b, h, first, rows, shape.seqlen_q, dims, shape.head_dim,
                 BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
@@ -154,7 +153,7 @@ def backward_diagonals_kernel(
                     allowed &= kept[None, :]
                 s = tl.where(allowed, s, float("-inf"))
             logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
-            p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, True, row_low is not None)
+            p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, True, low_delta is not None)
             v_tile = load_tile(
                 v, v_strides, b, h_k, first_key, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, True, PAD_DV,

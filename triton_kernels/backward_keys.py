@@ -47,7 +47,7 @@ from .tile_ops import (
     TILES,
     block_at,
     bounds_of,
-    load_low,
+    load_low_delta,
     load_tile,
     mask_head,
     queries_of_keys,
@@ -122,7 +122,7 @@ def backward_keys_kernel(
     bias,
     dout,
     row_lse,
-    row_low,
+    low_delta,
     delta,
     mask_data,
     mask_index,
@@ -311,8 +311,8 @@ def backward_keys_kernel(
                         BLOCK_M, BLOCK_D, TMA, WIDE, True, PAD_D,
                     )  # fmt: skip
                     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
-                    if NEED_K or DBIAS != NO_DBIAS or ONE_PASS:  # loaded early, to have arrived when ds needs it
-                        d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
+                    # delta is loaded early, to have arrived when ds needs it. Pairs take as many loads as delta alone.
+                    low_rows, d = load_low_delta(low_delta, delta, statistics + rows, row_ok)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                     s, factor, slope = scaled(s, score_scale, softcap, SOFTCAP, BIASED)
                     if not IS_FAR:
@@ -326,7 +326,6 @@ def backward_keys_kernel(
                             s, data, mask_strides, b, h, first_place, rows, keys, shape,
                             BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 0, False,
                         )  # fmt: skip
-                    low_rows = load_low(row_low, statistics + rows, row_ok)  # late: early it would spill more
                     logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
                     if IS_FAR:  # later queries are farther to the right of a key
                         value = tl.where(step < nearest, beyond_values, before_values)
@@ -336,7 +335,7 @@ def backward_keys_kernel(
                         )
                     else:
                         p = probabilities(
-                            s, lse_rows, low_rows, logits, 0, FEW_KEYS, HAS_SINK, BIASED, row_low is not None
+                            s, lse_rows, low_rows, logits, 0, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None
                         )
                     weights = p
                     if DROPOUT:

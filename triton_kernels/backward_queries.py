@@ -38,7 +38,7 @@ from .tile_ops import (
     block_at,
     bounds_of,
     keys_of_queries,
-    load_low,
+    load_low_delta,
     load_tile,
     mask_head,
     scores_from,
@@ -56,7 +56,7 @@ def backward_queries_kernel(
     bias,
     dout,
     row_lse,
-    row_low,
+    low_delta,
     delta,
     mask_data,
     mask_index,
@@ -155,9 +155,11 @@ def backward_queries_kernel(
         BLOCK_M, BLOCK_DV, False, True, True, PAD_DV,
     )  # fmt: skip
     lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
-    low_rows = load_low(row_low, statistics + rows, row_ok)
-    d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
     BIASED: tl.constexpr = BIAS > ROW_BIAS
+    # What lse has below the steps of fp32 is a factor of whole rows of dq. In the loop it would take the registers that
+    # leave room for a second program.
+    LOW_LAST: tl.constexpr = BIASED and SEQUENCES == NO_SEQUENCES
+    low_rows, d = load_low_delta(None if LOW_LAST else low_delta, delta, statistics + rows, row_ok)
     bias_head, vector = bias_vector(bias, bias_strides, b, h, rows, shape, BIAS, 1)
     logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
     data, index = mask_head(mask_data, mask_index, mask_strides, b, h, MASK)
@@ -211,7 +213,7 @@ def backward_queries_kernel(
                     s * (factor * LOG2E), less, low_rows, logits - value, 1, FEW_KEYS, HAS_SINK, False, False
                 )
             else:
-                p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, row_low is not None)
+                p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None)
             v_tile = load_tile(
                 v, v_strides, b_row, h_k, place, keys, shape.seqlen_k, dims_v, shape.head_dim_v,
                 BLOCK_N, BLOCK_DV, TMA, WIDE, phase == 1, PAD_DV,
@@ -224,6 +226,9 @@ def backward_queries_kernel(
             if SOFTCAP:
                 ds = ds * slope
             acc_dq = tl.dot(ds.to(k_tile.dtype), k_tile, acc_dq, input_precision=PRECISION)
+    if LOW_LAST and not FEW_KEYS:
+        low_rows, _ = load_low_delta(low_delta, delta, statistics + rows, row_ok)
+        acc_dq = acc_dq * tl.math.exp2(low_rows)[:, None]
     place = ((first_row + rows) * shape.num_heads + h)[:, None] * shape.head_dim + dims[None, :]
     stored = row_ok[:, None] & (dims < shape.head_dim)[None, :]
     tl.store(dq + place, (acc_dq * scale).to(dq.dtype.element_ty), mask=stored)

@@ -41,7 +41,7 @@ from .tile_ops import (
     band_of_queries,
     bounds_of,
     entry_of,
-    load_low,
+    load_low_delta,
     load_tile,
     mask_head,
     scores_from,
@@ -76,7 +76,7 @@ def pairs_kernel(
     bias,
     dout,
     row_lse,
-    row_low,
+    low_delta,
     delta,
     mask_data,
     mask_index,
@@ -263,9 +263,9 @@ def pairs_kernel(
                 BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
             )  # fmt: skip
         lse_rows = tl.load(row_lse + statistics + rows, mask=row_ok, other=float("inf"))
-        low_rows = load_low(row_low, statistics + rows, row_ok)
+        low_rows, d = load_low_delta(low_delta, delta, statistics + rows, row_ok)
         logits = sink_logits(sink, bias, bias_strides, b, h, rows, shape, BIAS, HAS_SINK)
-        p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, row_low is not None)
+        p = probabilities(s, lse_rows, low_rows, logits, 1, FEW_KEYS, HAS_SINK, BIASED, low_delta is not None)
         weights = p
         if DROPOUT:
             kept = is_kept(
@@ -285,7 +285,6 @@ def pairs_kernel(
             else:
                 tl.store(p_pairs + at_pairs, weights.to(p_pairs.dtype.element_ty), mask=is_line[:, None])
         if MAKE_DS:
-            d = tl.load(delta + statistics + rows, mask=row_ok, other=0.0)
             ds, _ = score_gradients(p, dp, d, few, 1, FEW_KEYS, SEQUENCES)
             if DBIAS == KEY_SUM:
                 sums = tl.sum(tl.where(is_line[:, None], ds, 0.0), 0)

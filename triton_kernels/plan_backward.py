@@ -133,9 +133,11 @@ def plan_delta(
         x, out, lse = saved
         bounds = None if x.sequences is None else x.sequences.bounds
         row_lse, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
-        low = torch.empty_like(row_lse) if is_biased and lse.dtype == torch.float64 else None
-        launch(dout, out, dlse, lse, x.bias if has_row_bias else None, row_lse, low, delta, bounds)
-        return row_lse, low, delta
+        pairs = None
+        if is_biased and lse.dtype == torch.float64:
+            pairs = torch.empty(lse.shape, dtype=torch.int64, device=lse.device)
+        launch(dout, out, dlse, lse, x.bias if has_row_bias else None, row_lse, pairs, delta, bounds)
+        return row_lse, pairs, delta
 
     return run
 

@@ -460,12 +460,14 @@ def lse_less(lse, values):
 
 
 @triton.jit
-def load_low(low, at, row_ok):
-    """Load `low_rows` of `exp_of_rows`; 0 where the forward pass did not tell what they are made of."""
-    if low is not None:
-        return tl.load(low + at, mask=row_ok, other=0.0)
+def load_low_delta(low_delta, delta, at, row_ok):
+    """Load `low_rows` of `exp_of_rows`, and delta: as pairs of 64 bits, or delta alone where nobody told the former."""
+    if low_delta is not None:
+        pairs = tl.load(low_delta + at, mask=row_ok, other=0)
+        low_rows = pairs.to(tl.int32).to(tl.float32, bitcast=True)
+        return low_rows, (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     else:
-        return tl.zeros(at.shape, tl.float32)
+        return tl.zeros(at.shape, tl.float32), tl.load(delta + at, mask=row_ok, other=0.0)
 
 
 @triton.jit
