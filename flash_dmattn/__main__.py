@@ -150,7 +150,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         call["backend"] = parse_choice(call["backend"])
         explanation = explain_problem(**call)
     except (ValueError, TypeError) as error:
-        arguments.fail(" ".join(str(error).split()))
+        arguments.fail(" ".join(str(error).split()).replace("device is", "--arch is", 1))
     print(json.dumps(explanation.to_dict(), indent=2) if arguments.json else explanation)
     return 0
 
@@ -199,7 +199,9 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 
 def _gpu_or_cpu(text: str) -> int | str:
-    return text if text == "cpu" else _at_least(0)(text)
+    if text != "cpu" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} needs to be the index of a GPU, from 0, or cpu")
+    return text if text == "cpu" else int(text)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

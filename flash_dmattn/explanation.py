@@ -284,7 +284,8 @@ def parse_arch(name: str) -> str:
     match = re.fullmatch(r"sm_?(\d{2,3})[af]?", text)
     if match is None:
         raise ValueError(
-            f"device is {name!r}; it needs to be 'cpu' or the architecture of a GPU such as 'sm_90' or 'gfx942'"
+            f"device is {name!r}; it needs to be 'cpu' or the architecture of a GPU, such as 'sm_80' (A100), 'sm_90' "
+            "(H100, H200), 'sm_100' (B200) or 'gfx942' (MI300)"
         )
     return f"sm_{match[1]}"
 
@@ -406,7 +407,7 @@ def explain_description(problem: AttentionProblem, backend: BackendChoice, copie
             refuse_fallback(problem)
         forward, backward = selected_names(problem, selection)
     except BackendError as refusal:
-        error, tangents = str(refusal), None
+        error, tangents = refusal.details, None
     return Explanation(
         problem,
         requested,

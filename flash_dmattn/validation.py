@@ -272,7 +272,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: Sequ
         raise ValueError(f"k has head_dim {k.shape[3]}; it needs that of q, {head_dim}")
     if head_dim == 0 or head_dim_v == 0:
         raise ValueError(f"q, k and v have head dims {head_dim} and {head_dim_v} (v); they need at least 1")
-    if num_heads_k == 0 or num_heads % num_heads_k != 0:
+    if num_heads == 0 or num_heads_k == 0:
+        raise ValueError(f"q has {num_heads} heads and k has {num_heads_k}; they need at least 1")
+    if num_heads % num_heads_k != 0:
         is_heads_first = seqlen_k > 0 and seqlen_q % seqlen_k == 0
         advice = "; if heads come first in q, k and v, pass q.transpose(1, 2), and so k and v" if is_heads_first else ""
         raise ValueError(

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_dmattn import attention
+from flash_dmattn.integrations import flash_attn as names
 from flash_dmattn.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -176,7 +178,12 @@ def test_a_call_with_pages_has_a_forward_pass_alone() -> None:
 def test_rows_without_keys() -> None:
     q, k = torch.randn(1, 4, 2, DIM), torch.randn(1, 2, 2, DIM)
     out, lse, _ = flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
-    assert not out[:, :2].any() and (lse[..., :2] == -math.inf).all() and lse[..., 2:].isfinite().all()
+    assert not out[:, :2].any() and (lse[..., :2] == math.inf).all() and lse[..., 2:].isfinite().all()  # as there
+    lse = flash_attn_with_kvcache(q, k, k, cache_seqlens=2, causal=True, return_softmax_lse=True)[1]
+    assert (lse[..., :2] == math.inf).all() and lse[..., 2:].isfinite().all()
+    q.requires_grad_()
+    flash_attn_func(q, k, k, causal=True, return_attn_probs=True)[1][..., 2:].sum().backward()
+    assert not q.grad[:, :2].any() and q.grad.isfinite().all()
 
 
 def test_dropout() -> None:
@@ -222,6 +229,8 @@ Q, CACHE = torch.zeros(2, 1, HEADS, DIM), torch.zeros(2, 8, HEADS_K, DIM)
         ({"window_size": torch.tensor(4)}, TypeError, r"window_size is \(4,\); it needs to be None or a pair"),
         ({"cache_seqlens": True}, TypeError, r"cache_seqlens is True \(bool\); it needs to be an int"),
         ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; it needs"),
+        ({"cache_seqlens": 8, "k": CACHE, "v": CACHE}, ValueError, "cache_seqlens is 8 for entry 0, and k has 8 new"),
+        ({"cu_seqlens_q": Q}, NotImplementedError, "cu_seqlens_q is set; .*flash_attn_varlen_func"),
         ({"cache_seqlens": 2**40}, ValueError, "cache_seqlens is 1099511627776; it needs"),
         ({"q": None}, TypeError, "q is a NoneType; it needs to be a torch.Tensor"),
         ({"k_cache": None}, TypeError, "k_cache is a NoneType; it needs to be a torch.Tensor"),
@@ -240,7 +249,77 @@ def test_no_sequences_beside_slopes() -> None:
     out, lse, _ = flash_attn_varlen_func(
         q, k, k, none, none, 0, 0, causal=True, alibi_slopes=SLOPES, return_attn_probs=True
     )
-    assert not out.any() and (lse == -math.inf).all()
+    assert not out.any() and (lse == math.inf).all()
+
+
+def test_bounds_may_be_tensors() -> None:
+    ends, q = torch.tensor([0, 5, 12], dtype=torch.int32), torch.randn(12, HEADS, DIM)
+    longest = (ends[1:] - ends[:-1]).max()
+    wanted = flash_attn_varlen_func(q, q, q, ends, ends, 7, 7, causal=True)
+    assert flash_attn_varlen_func(q, q, q, ends, ends, longest, longest, causal=True).equal(wanted)
+    qkv = q[:, None].expand(-1, 3, -1, -1)
+    assert flash_attn_varlen_qkvpacked_func(qkv, ends, longest, causal=True).equal(wanted)
+    with pytest.raises(TypeError, match="max_seqlen_q is a Tensor"):
+        flash_attn_varlen_func(q, q, q, ends, ends, torch.tensor(7.0), 7)
+
+
+def test_names_of_newer_versions() -> None:
+    ends, q, sink = torch.tensor([0, 5, 12], dtype=torch.int32), torch.randn(12, HEADS, DIM), torch.randn(HEADS)
+    dense = q[None]
+    out = flash_attn_func(dense, dense, dense, learnable_sink=sink, num_splits=2, pack_gqa=True, attention_chunk=0)
+    torch.testing.assert_close(out, attention(dense, dense, dense, sink=sink))
+    causal = flash_attn_func(dense, dense, dense, causal=True)
+    assert flash_attn_func(dense, dense, dense, window_size=(None, 0)).equal(causal)
+    used = torch.tensor([3, 7], dtype=torch.int32)
+    out = flash_attn_varlen_func(q, q, q, ends, ends, 7, 7, causal=True, seqused_q=used, seqused_k=used)
+    alone = attention(dense[:, :3], dense[:, :3], dense[:, :3], is_causal=True)
+    torch.testing.assert_close(out[:3], alone[0])
+    assert not out[3:5].any()
+    pool, table = torch.randn(2, 16, HEADS_K, DIM), torch.tensor([[1, 0], [0, 1]], dtype=torch.int32)
+    paged = {"causal": True, "seqused_k": torch.tensor([20, 9], dtype=torch.int32)}
+    first = flash_attn_varlen_func(q, pool, pool, ends, None, 7, 20, page_table=table, **paged)
+    limits = torch.tensor([0, 20, 29], dtype=torch.int32)
+    assert first.equal(flash_attn_varlen_func(q, pool, pool, ends, limits, 7, 20, causal=True, block_table=table))
+    for named, message in (
+        ({"attention_chunk": 4}, "attention_chunk is set; it needs to be 0 here: pass a mask"),
+        ({"q_descale": sink}, "q_descale is set; it needs to be None here"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            flash_attn_func(dense, dense, dense, **named)
+    with pytest.raises(ImportError, match=r"apply_rotary_emb of flash-attn is not in .*apply_rotary"):
+        from flash_dmattn.integrations.flash_attn import apply_rotary_emb  # noqa: F401
+    assert not hasattr(names, "nothing") and names.__version__.startswith("2.")
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    (
+        (lambda **named: flash_attn_func(Q, Q, Q, **named), "flash_attn_func"),
+        (lambda **named: flash_attn_qkvpacked_func(Q[:, :, None].repeat(1, 1, 3, 1, 1), **named), "qkvpacked_func"),
+        (lambda **named: flash_attn_kvpacked_func(Q, Q[:, :, None].repeat(1, 1, 2, 1, 1), **named), "kvpacked_func"),
+        (lambda **named: flash_attn_with_kvcache(Q, CACHE, CACHE, **named), "flash_attn_with_kvcache"),
+    ),
+)
+def test_a_wrong_name_is_answered_by_the_function_that_was_called(call: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected .* 'causl'; did you mean 'causal'"):
+        call(causl=True)
+    with pytest.raises(TypeError, match=rf"{name}\(\) .* 'attn_bias'; flash_dmattn.attention takes a mask and a bias"):
+        call(attn_bias=Q)
+
+
+def test_padding_is_taken_out_and_put_back() -> None:
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])
+    x = torch.randn(3, 3, HEADS, DIM, requires_grad=True)
+    tokens, indices, edges, longest, used = names.unpad_input(x, mask)
+    assert tokens.equal(x[mask.bool()]) and edges.tolist() == [0, 2, 4, 4] and edges.dtype == torch.int32
+    assert (longest, used.tolist()) == (2, [2, 2, 0])
+    back = names.pad_input(tokens, indices, 3, 3)
+    assert back.equal(x * mask[..., None, None])
+    back.sum().backward()
+    assert x.grad.equal((mask[..., None, None] == 1).float().expand_as(x))
+    assert names.index_first_axis(x.flatten(0, 1), indices).equal(tokens)
+    _, indices, edges, _, used = names.unpad_input(x, mask, 1 - mask)
+    assert edges.tolist() == [0, 3, 6, 9] and len(indices) == 9 and used.tolist() == [2, 2, 0]
 
 
 def test_refusals() -> None:

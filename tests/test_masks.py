@@ -153,7 +153,8 @@ def test_combine_and_none():
     mask = random_mask(1, 1, 3, 4)
     assert torch.equal(masks.combine(None, mask, None), mask)
     assert masks.combine(None, None) is None
-    assert masks.combine() is None
+    with pytest.raises(TypeError, match=r"combine\(\) has no masks; it needs one or more"):
+        masks.combine()
     assert masks.combine(mask, None, op="or") is None
 
 

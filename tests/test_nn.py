@@ -429,6 +429,8 @@ BAD: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
             "padding has shape (2, 3); it needs to be (2 or 1, 1, 1, 3)",
             lambda: call_arguments(NEW[..., 0], NEW[..., 0, 0]),
         ),
+        ("hidden_size is 33 and num_heads 4; their quotient, the head_dim", lambda: DynamicMaskAttention(33, 4)),
+        ("hidden_size is 28 and num_heads 4; their quotient, the head_dim", lambda: DynamicMaskAttention(28, 4)),
         ("head_dim is 5; rotary positions need an even number", lambda: DynamicMaskAttention(24, 4, 2, 5)),
         ("keep_window_size is 0; it needs to be at least 1 key, or None", lambda: make_layer(keep_window_size=0)),
         ("local_window_size is -1; it needs to be >= 0", lambda: make_layer(local_window_size=-1)),

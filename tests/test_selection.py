@@ -297,9 +297,13 @@ def test_forced_backend_that_does_not_work_here() -> None:
         ("broken", "unavailable", "libours cannot be loaded", "reinstall")
     ]
     assert "eager" in error.accepted_by and "broken" not in error.accepted_by
-    assert "backend 'broken' is not available: batch 2, 5 queries x 7 keys, 4 heads on 2 key-value" in str(error)
-    assert str(error).endswith("\n  - libours cannot be loaded (reinstall)")
-    assert "\n  backends that accept it: " in str(error)
+    assert str(error) == (
+        "backend 'broken' is not available; pass backend='auto', or one that accepts it: 'eager', 'reference'\n"
+        "  - libours cannot be loaded (reinstall)"
+    )
+    assert "backend 'broken' is not available: batch 2, 5 queries x 7 keys, 4 heads on 2 key-value" in error.details
+    assert error.details.endswith("\n  - libours cannot be loaded (reinstall)")
+    assert "\n  backends that accept it: " in error.details
 
 
 def test_forced_backend_that_refuses_the_call_gives_every_reason() -> None:
@@ -315,9 +319,27 @@ def test_forced_backend_that_refuses_the_call_gives_every_reason() -> None:
     assert isinstance(error, flash_dmattn.BackendError) and isinstance(error, RuntimeError)
     assert error.__cause__ is None
     assert [reason.code for reason in error.reasons] == ["dtype", "heads", "forward_only"]
+    assert str(error).splitlines() == [
+        "backend 'picky' does not support this call; pass backend='auto', or one that accepts it: 'eager', 'reference'",
+        "  - dtype is torch.float64 (cast q, k and v)",
+        "  2 more: print(flash_dmattn.explain(...).error) with the arguments of the call",
+    ]
     for text in ("'picky' does not support this call", "dtype is torch.float64 (cast q, k and v)", "4 heads on 2"):
-        assert text in str(error)
-    assert "\n  backends that accept it: " in str(error)
+        assert text in error.details
+    assert "\n  backends that accept it: " in error.details
+
+
+def test_an_error_of_a_real_call_is_short() -> None:
+    q = torch.randn(1, 3, 2, 7, dtype=torch.float64, requires_grad=True)
+    for backend in ("cuda", "triton", "flex", "sdpa"):
+        call = {"bias": torch.zeros(3, 3, requires_grad=True), "sink": torch.zeros(2), "dropout_p": 0.1}
+        with pytest.raises(flash_dmattn.BackendError) as caught:
+            flash_dmattn.attention(q, q, q, **call, backend=backend)
+        first, reason, *more = str(caught.value).splitlines()
+        assert "pass backend='auto', or one that accepts it: 'eager'" in first and reason.startswith("  - ")
+        assert len(more) <= 1 and len(str(caught.value)) < 500
+        explained = flash_dmattn.explain(q, q, q, **call, backend=backend).error
+        assert explained == caught.value.details and all(str(x) in explained for x in caught.value.reasons)
 
 
 def test_errors_cross_processes() -> None:
@@ -334,7 +356,7 @@ def test_probabilities_are_refused_by_every_backend_but_the_reference() -> None:
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match="return_probs is set") as caught:
         flash_dmattn.attention(x, x, x, return_probs=True, backend="eager")
     assert caught.value.accepted_by == ("reference",)
-    assert str(caught.value).splitlines()[1] == "  backends that accept it: 'reference'"
+    assert str(caught.value).splitlines()[0].endswith("does not support this call; pass backend='reference'")
     with pytest.raises(flash_dmattn.BackendUnsupportedError, match=r"^no backend accepts this call unasked") as caught:
         flash_dmattn.attention(x, x, x, return_probs=True)
     assert caught.value.backend == "auto"
@@ -384,8 +406,9 @@ def test_probe_of_a_broken_install_keeps_the_exception_and_never_raises(
     assert not actual.usable
     assert type(actual.exception) is error
     assert "undefined symbol: cudaGetDevice" in actual.reason
-    with pytest.raises(flash_dmattn.BackendUnavailableError, match="undefined symbol") as caught:
+    with pytest.raises(flash_dmattn.BackendUnavailableError) as caught:
         results(module.BACKEND.name)
+    assert "undefined symbol" in caught.value.details
     assert caught.value.__cause__ is actual.exception
     torch.testing.assert_close(results("auto"), results("reference"))
 

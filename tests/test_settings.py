@@ -239,11 +239,13 @@ def test_tasks_have_blocks_of_their_own_and_inherit_those_around_their_start(blo
     assert not is_in_force()
 
 
-UNKNOWN = r"backend '(nope|auto)' is unknown; it needs to be one of 'cuda', "
+UNKNOWN = r"backend 'nope' is unknown; it needs to be one of 'cuda', "
+PAIR = r"backend is \('auto', 'eager'\); a pair names a backend for each pass: pass 'auto' alone for both"
 NO_CHOICE = r"backend is .*; it needs to be a name, a pair \(forward, backward\), or"
 NO_NAMES = r"disabled is .*; it needs to be a name or a tuple of names"
 WRONG: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
-    ("backend", ("nope", ("eager", "nope"), ("auto", "eager")), ValueError, UNKNOWN),
+    ("backend", ("nope", ("eager", "nope")), ValueError, UNKNOWN),
+    ("backend", (("auto", "eager"),), ValueError, PAIR),
     ("backend", (None, 3, ("eager",), ("eager", 3), ["eager", "eager"]), TypeError, NO_CHOICE),
     ("disabled", ("nope", ("eager", "nope")), ValueError, UNKNOWN),
     ("disabled", (None, 3, ["eager"], ("eager", 3)), TypeError, NO_NAMES),

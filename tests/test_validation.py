@@ -71,7 +71,7 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "no kv heads": (
         {"k": torch.randn(B, LK, 0, D), "v": torch.randn(B, LK, 0, DV)},
         ValueError,
-        ("q has 4 heads and k has 0", "multiple"),
+        ("q has 4 heads and k has 0", "they need at least 1"),
     ),
     "mask float": ({"mask": torch.ones(LQ, LK)}, TypeError, ("mask has dtype float32", "needs bool", "bias")),
     "mask uint8": ({"mask": torch.ones(LQ, LK, dtype=torch.uint8)}, TypeError, ("mask has dtype uint8", "needs bool")),
@@ -143,7 +143,13 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "backend list": ({"backend": ["eager", "eager"]}, TypeError, ("backend is ['eager', 'eager']", "pair")),
     "backend three": ({"backend": ("eager",) * 3}, TypeError, ("backend is ('eager', 'eager', 'eager')", "pair")),
     "pair unknown": ({"backend": ("eager", "nope")}, ValueError, ("backend 'nope' is unknown", "'triton'")),
-    "pair auto": ({"backend": ("auto", "eager")}, ValueError, ("backend 'auto' is unknown", "'triton'")),
+    "no heads": (
+        {name: torch.randn(B, n, 0, D) for name, n in (("q", LQ), ("k", LK), ("v", LK))},
+        ValueError,
+        ("q has 0 heads and k has 0; they need at least 1",),
+    ),
+    "another case": ({"backend": "SDPA"}, ValueError, ("backend 'SDPA' is unknown", "did you mean 'sdpa'?")),
+    "pair auto": ({"backend": ("auto", "eager")}, ValueError, ("backend is ('auto', 'eager')", "a pair names")),
     "pair of one function": (
         {"backend": ("eager", "reference")},
         ValueError,

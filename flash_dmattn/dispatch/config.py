@@ -54,8 +54,10 @@ class Decision(NamedTuple):
 
 
 def similar(name: object, names: Iterable[str]) -> str | None:
-    """Return the name that a wrong name resembles most, or None."""
-    return next(iter(difflib.get_close_matches(str(name), tuple(names), n=1)), None)
+    """Return the name that a wrong name resembles most, in any case of letters, or None."""
+    known = {one.lower(): one for one in names}
+    close = difflib.get_close_matches(str(name).lower(), tuple(known), n=1)
+    return known[close[0]] if close else None
 
 
 def needed(name: object, names: Iterable[str]) -> str:
@@ -71,6 +73,8 @@ def check_choice(backend: BackendChoice) -> BackendChoice:
     pair = backend if isinstance(backend, tuple) else (backend, backend)
     if len(pair) != 2 or not all(isinstance(name, str) for name in pair):
         raise TypeError(f"backend is {backend!r}; it needs to be a name, a pair (forward, backward), or 'auto'")
+    if isinstance(backend, tuple) and "auto" in backend:
+        raise ValueError(f"backend is {backend!r}; a pair names a backend for each pass: pass 'auto' alone for both")
     if backend != "auto":
         for name in pair:
             check_name(name)

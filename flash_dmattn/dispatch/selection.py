@@ -29,19 +29,27 @@ class BackendError(RuntimeError):
         backend: the one that was asked for.
         reasons: each with a backend, a code, the values of the call and a hint.
         accepted_by: backends that would accept the same call here.
+        details: the call and every reason in words, which `explain` shows, too.
     """
 
     def __init__(
-        self, message: str, *, backend: str = "", reasons: tuple[Reason, ...] = (), accepted_by: tuple[str, ...] = ()
+        self,
+        message: str,
+        *,
+        backend: str = "",
+        reasons: tuple[Reason, ...] = (),
+        accepted_by: tuple[str, ...] = (),
+        details: str = "",
     ) -> None:
         super().__init__(message)  # pickle calls the class with it alone, and sets the attributes afterwards
         self.backend = backend
         self.reasons = reasons
         self.accepted_by = accepted_by
+        self.details = details or message
 
 
 class BackendUnsupportedError(BackendError):
-    """The backend works on this machine but not for this call; `reasons` lists every rule the call breaks."""
+    """The backend works on this machine but not for this call; `reasons` has every rule the call breaks."""
 
 
 class BackendUnavailableError(BackendError):
@@ -365,12 +373,22 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
     out_of_service = is_missing or any(reason.code == "disabled" for reason in reasons)
     verdict = "is not available" if out_of_service else "does not support this call"
     lines = [f"backend {backend.name!r} {verdict}: {problem}"]
+    instead = "no other accepts it"
     if accepted_by:
-        lines.append(f"  backends that accept it: {', '.join(map(repr, accepted_by))}")
+        names = ", ".join(map(repr, accepted_by))
+        lines.append(f"  backends that accept it: {names}")
+        by_name_only = accepted_by == ("reference",)
+        instead = f"pass backend={names}" if by_name_only else f"pass backend='auto', or one that accepts it: {names}"
     lines += [f"  - {reason}" for reason in reasons]
     lines += [f"    | {line}" for line in details.splitlines()]
+    # What to do, and the first reason; a page of text would hide both.
+    message = f"backend {backend.name!r} {verdict}; {instead}\n  - {reasons[0]}"
+    if len(reasons) > 1 or details:
+        others = f"{len(reasons) - 1} more" if len(reasons) > 1 else "more of this"
+        message += f"\n  {others}: print(flash_dmattn.explain(...).error) with the arguments of the call"
     kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
-    raise kind("\n".join(lines), backend=backend.name, reasons=reasons, accepted_by=accepted_by) from cause
+    own = {"backend": backend.name, "reasons": reasons, "accepted_by": accepted_by}
+    raise kind(message, **own, details="\n".join(lines)) from cause
 
 
 def _refuse_in_graph(verdict: str) -> None:

@@ -4,14 +4,19 @@ Code that imports them from `flash_attn` runs here after one changed line::
 
     from flash_dmattn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 
-Three things differ. A row without a key has lse -inf, where flash-attn has +inf. Probabilities, the third value under
-`return_attn_probs=True`, are always None. Every device, dtype and head dim that `attention` serves is served.
+Two things differ. Probabilities, the third value under `return_attn_probs=True`, are always None. Every device, dtype
+and head dim that `attention` serves is served. A row without a key has lse +inf, as there; in `attention` it has -inf.
+
+The functions of `flash_attn.bert_padding` are here, too. Arguments of FlashAttention-3 and -4 are taken by name:
+`learnable_sink`, and for packed sequences `seqused_q`, `seqused_k` and `page_table`. `num_splits`, `pack_gqa` and
+`sm_margin` change the speed of their kernels alone, and have no effect. Others of theirs are refused unless they have
+their default.
 
 All functions share these arguments:
 
 - `dropout_p`, `softmax_scale` (None means D ** -0.5) and `softcap`, as in `attention`;
 - `causal`: query i attends to keys j <= i + Lk - Lq;
-- `window_size`: (left, right), also as a tensor; -1 for an unlimited side;
+- `window_size`: (left, right), also as a tensor; -1 or None for an unlimited side;
 - `alibi_slopes`: float32 (H,) or (B, H): adds -slope * |i + Lk - Lq - j| to the score of query i and key j. Where no
   later key is seen, this costs one number for each key; elsewhere a float32 bias of (1 or B, H, Lq, Lk);
 - `deterministic`: True asks for gradients with equal bits from run to run; False follows torch's global setting;
@@ -20,15 +25,20 @@ All functions share these arguments:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import Sequences, append_to_cache, attention
+from ..dispatch.config import similar
 from ..masks.arguments import integer
-from ..problem import check_number, check_tensor, check_window, dtype_name
+from ..problem import check_number, check_tensor, check_window, dtype_name, values_can_be_read
 
+__version__ = "2.8.3"  # of flash-attn, whose functions these are
 __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -37,9 +47,40 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "index_first_axis",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
 ]
 
 Result = Tensor | tuple[Tensor, Tensor, None]
+
+# Arguments of FlashAttention-3 and -4 that are not here: their defaults, and what to do instead.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "attention_chunk": (0, "pass a mask to flash_dmattn.attention"),
+    "mask_mod": (None, "flash_dmattn.attention takes masks.PreparedMask.from_mask_mod(mask_mod, ...)"),
+    "score_mod": (None, "flash_dmattn.attention takes a bias"),
+    "aux_tensors": (None, "flash_dmattn.attention takes a mask and a bias"),
+    "block_sparse_tensors": (None, "flash_dmattn.attention takes masks.PreparedMask.from_blocks(...)"),
+    "qv": (None, "append it to q, and its keys to k"),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), (None, "scale q, k and v in 16 bits")),
+}
+_WITHOUT_EFFECT = ("num_splits", "pack_gqa", "sm_margin")
+# Names of the package that are not here, and what to use instead.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("apply_rotary_emb", "RotaryEmbedding"),
+        "flash_dmattn.nn.positions has rotary_angles, and apply_rotary for q and k",
+    ),
+    "flash_attn_combine": "lse joins parts of the keys: docs/mathematics.md",
+    "get_scheduler_metadata": "kernels here need no metadata",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ELSEWHERE:  # not an AttributeError, of which "from ... import" drops the text
+        raise ImportError(f"{name} of flash-attn is not in {__name__}: {_ELSEWHERE[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Batch(NamedTuple):
@@ -70,6 +111,8 @@ class _ForwardAlone(torch.autograd.Function):
 
 
 class _Options(NamedTuple):
+    """What all functions share; `newer` are arguments of FlashAttention-3 and -4."""
+
     dropout_p: float
     softmax_scale: float | None
     causal: bool
@@ -78,6 +121,7 @@ class _Options(NamedTuple):
     alibi_slopes: Tensor | None
     deterministic: bool
     return_lse: bool
+    sink: Tensor | None = None
 
 
 def flash_attn_func(
@@ -92,12 +136,16 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    **newer: Any,
 ) -> Result:
     """Compute attention as `flash_attn.flash_attn_func` does.
 
     Args:
         q: (B, Lq, Hq, D).
         k, v: (B, Lk, Hk, D) with Hq % Hk == 0.
+        learnable_sink: (Hq,), the `sink` of `attention`.
         others: see the module.
 
     Returns:
@@ -114,10 +162,11 @@ def flash_attn_func(
     >>> tuple(out.shape), tuple(lse.shape)
     ((2, 8, 4, 16), (2, 4, 8))
     """
+    _check_newer(flash_attn_func, newer)
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return _attend(q, k, v, options, _Batch())
+    return _attend(q, k, v, options._replace(sink=learnable_sink), _Batch())
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **named: Any) -> Result:
@@ -130,6 +179,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **named: Any) -> Res
     >>> tuple(flash_attn_qkvpacked_func(torch.randn(2, 8, 3, 4, 16), causal=True).shape)
     (2, 8, 4, 16)
     """
+    _check_named(flash_attn_qkvpacked_func, flash_attn_func, named, 3)
     q, k, v = _split("qkv", qkv, 3)
     return flash_attn_func(q, k, v, *arguments, **named)
 
@@ -139,6 +189,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: An
 
     See `flash_attn_func` for the other arguments, returns and errors.
     """
+    _check_named(flash_attn_kvpacked_func, flash_attn_func, named, 3)
     k, v = _split("kv", kv, 2)
     return flash_attn_func(q, k, v, *arguments, **named)
 
@@ -148,9 +199,9 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -160,6 +211,12 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    **newer: Any,
 ) -> Result:
     """Compute attention of packed sequences as `flash_attn.flash_attn_varlen_func` does.
 
@@ -167,8 +224,11 @@ def flash_attn_varlen_func(
         q: (Tq, Hq, D).
         k, v: (Tk, Hk, D); with `block_table` (pages, page_size, Hk, D), without gradients.
         cu_seqlens_q, cu_seqlens_k: (S + 1,), int32: where each sequence begins, and where the last one ends.
-        max_seqlen_q, max_seqlen_k: bounds on the lengths.
-        block_table: (S, P), int32: the pages of each sequence.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths; a tensor of one number is read, which waits for the device.
+        block_table: (S, P), int32: the pages of each sequence; `page_table` is another name of it.
+        seqused_q, seqused_k: (S,), int32: how many tokens of each sequence are used. Beside `block_table` `seqused_k`
+            stands in the place of `cu_seqlens_k`, which may be None then.
+        learnable_sink: (Hq,), the `sink` of `attention`.
         others: see the module.
 
     Returns:
@@ -185,31 +245,44 @@ def flash_attn_varlen_func(
     >>> tuple(flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True).shape)
     (8, 4, 16)
     """
+    _check_newer(flash_attn_varlen_func, newer)
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
+    block_table = _one_table(block_table, page_table)
     for name, edges in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if edges is None and name == "cu_seqlens_k" and block_table is not None and seqused_k is not None:
+            continue
         check_tensor(name, edges, "an int32 or int64 torch.Tensor")
+        assert edges is not None
         if edges.dim() != 1:
             raise ValueError(f"{name} has shape {tuple(edges.shape)}; it needs 1 dimension")
-    seqlens_k = cu_seqlens_k.diff()
+    if alibi_slopes is not None and (seqused_q is not None or (seqused_k is not None and block_table is None)):
+        raise NotImplementedError("alibi_slopes are set beside seqused_q or seqused_k; pack the used tokens alone")
+    most = {"max_seqlen_q": _bound(max_seqlen_q), "max_seqlen_k": _bound(max_seqlen_k)}
+    seqlens_k = seqused_k if cu_seqlens_k is None else cu_seqlens_k.diff()
     if block_table is None:
-        sequences = Sequences.packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        used = {"seqlens_q": seqused_q, "seqlens_k": seqused_k}
+        sequences = Sequences.packed(cu_seqlens_q, cu_seqlens_k, **most, **used)
+    elif seqused_q is not None:
+        raise NotImplementedError("seqused_q is set beside pages; it needs to be None: pack the used queries alone")
     else:
-        sequences = Sequences.paged(
-            block_table, seqlens_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
-        )
-    batch = _Batch(sequences, cu_seqlens_q.diff(), seqlens_k, cu_seqlens_q[1:], max_seqlen_q, max_seqlen_k)
-    return _attend(q, k, v, options, batch)
+        seqlens_k = seqlens_k if seqused_k is None else seqused_k
+        assert seqlens_k is not None
+        sequences = Sequences.paged(block_table, seqlens_k, cu_seqlens_q=cu_seqlens_q, **most)
+    numbers = (most["max_seqlen_q"], most["max_seqlen_k"])
+    batch = _Batch(sequences, cu_seqlens_q.diff(), seqlens_k, cu_seqlens_q[1:], *numbers)
+    return _attend(q, k, v, options._replace(sink=learnable_sink), batch)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *arguments: Any, **named: Any
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None, *arguments: Any, **named: Any
 ) -> Result:
     """Compute attention as `flash_attn.flash_attn_varlen_qkvpacked_func` does: qkv is (T, 3, H, D).
 
     See `flash_attn_varlen_func` for the other arguments, returns and errors.
     """
+    _check_named(flash_attn_varlen_qkvpacked_func, flash_attn_varlen_func, named, 7)
     q, k, v = _split("qkv", qkv, 3)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments, **named)
 
@@ -219,8 +292,8 @@ def flash_attn_varlen_kvpacked_func(
     kv: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
     *arguments: Any,
     **named: Any,
 ) -> Result:
@@ -228,6 +301,7 @@ def flash_attn_varlen_kvpacked_func(
 
     See `flash_attn_varlen_func` for the other arguments, returns and errors.
     """
+    _check_named(flash_attn_varlen_kvpacked_func, flash_attn_varlen_func, named, 7)
     k, v = _split("kv", kv, 2)
     ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return flash_attn_varlen_func(q, k, v, *ends, *arguments, **named)
@@ -253,6 +327,10 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    **newer: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Write new keys and values into a cache, and attend to it, as `flash_attn.flash_attn_with_kvcache` does.
 
@@ -261,7 +339,8 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (B, Lc, Hk, D); with `block_table` (pages, page_size, Hk, D). They get k and v in place.
         k, v: (B, L, Hk, D): keys and values that follow those of the cache; L is Lq for causal calls.
         cache_seqlens: (B,), int32, or one int: how many keys each cache has before the call; None means all Lc.
-        block_table: (B, P), int32: the pages of each cache.
+        block_table: (B, P), int32: the pages of each cache; `page_table` is another name of it.
+        learnable_sink: (Hq,), the `sink` of `attention`.
         num_splits: has no effect; kernels split keys by the sizes of the call.
         rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad: refused.
         others: see the module.
@@ -284,7 +363,11 @@ def flash_attn_with_kvcache(
     >>> bool(k_cache[0, 20].equal(k[0, 0]))
     True
     """
+    queries = newer.pop("cu_seqlens_q", None)
+    _check_newer(flash_attn_with_kvcache, newer)
+    block_table = _one_table(block_table, page_table)
     refused = {
+        "cu_seqlens_q": (queries, "call flash_attn_varlen_func with block_table and seqused_k"),
         "rotary_cos": (rotary_cos, "rotate q and k before the call"),
         "rotary_sin": (rotary_sin, "rotate q and k before the call"),
         "cache_batch_idx": (cache_batch_idx, "pass the entries of the cache in the order of q, or a block_table"),
@@ -305,7 +388,7 @@ def flash_attn_with_kvcache(
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs 4 dimensions")
     options = _Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax_lse)
-    batch = _Batch()
+    options, batch = options._replace(sink=learnable_sink), _Batch()
     with torch.no_grad():
         if cache_seqlens is not None:
             if isinstance(cache_seqlens, int):
@@ -319,17 +402,122 @@ def flash_attn_with_kvcache(
                     f"cache_seqlens has shape {shape} and dtype {dtype}; it needs int32 or int64 ({q.shape[0]},)"
                 )
             new = 0 if k is None else k.shape[1]
-            seqlens_k = cache_seqlens + new
+            seqlens_k, slots = cache_seqlens + new, k_cache.shape[1]
+            if block_table is not None:
+                check_tensor("block_table", block_table)
+                slots = slots * block_table.shape[-1]
+            if values_can_be_read(cache_seqlens):
+                for entry, number in enumerate(cache_seqlens.tolist()):
+                    if not 0 <= number <= slots - new:
+                        raise ValueError(
+                            f"cache_seqlens is {number} for entry {entry}, and k has {new} new keys; the cache has "
+                            f"room for {slots}"
+                        )
             if block_table is None:
-                sequences, slots = Sequences.padded(seqlens_k), k_cache.shape[1]
+                sequences = Sequences.padded(seqlens_k)
             else:
-                sequences, slots = Sequences.paged(block_table, seqlens_k), block_table.shape[1] * k_cache.shape[1]
+                sequences = Sequences.paged(block_table, seqlens_k)
             if k is not None and v is not None:
                 # The same keys, as the sequences of a call whose queries are the new tokens.
                 append_to_cache(k_cache, v_cache, k, v, sequences)
             batch = _Batch(sequences, None, seqlens_k, None, q.shape[1], slots)
         result = _attend(q, k_cache, v_cache, options, batch)
     return result[:2] if return_softmax_lse else result
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """Take rows of the first dim, as `flash_attn.bert_padding.index_first_axis` does."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Put rows into zeros (first_axis_dim, ...), as `flash_attn.bert_padding.index_put_first_axis` does."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Take the padding out of (B, L, ...), as `flash_attn.bert_padding.unpad_input` does; it waits for the device.
+
+    Args:
+        hidden_states: (B, L, ...).
+        attention_mask: (B, L), bool or 0/1: which tokens are real.
+        unused_mask: (B, L): tokens that are kept, but not counted as used.
+
+    Returns:
+        The tokens (T, ...), their places in B * L, cu_seqlens (B + 1,) in int32, the longest length as an int, and how
+        many tokens of each entry are used, (B,) in int32.
+
+    >>> import torch
+    >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    >>> tokens, indices, cu_seqlens, most, _ = unpad_input(torch.arange(6).view(2, 3), mask)
+    >>> tokens.tolist(), indices.tolist(), cu_seqlens.tolist(), most
+    ([0, 1, 3], [0, 1, 3], [0, 2, 3], 2)
+    """
+    check_tensor("hidden_states", hidden_states)
+    check_tensor("attention_mask", attention_mask)
+    if attention_mask.dim() != 2 or hidden_states.shape[:2] != attention_mask.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; it needs (batch, seqlen), the first dims of "
+            f"hidden_states, {tuple(hidden_states.shape)}"
+        )
+    used = attention_mask != 0
+    kept = used if unused_mask is None else used | (unused_mask != 0)
+    seqlens = kept.sum(1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(seqlens.max()) if seqlens.numel() else 0
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return tokens, indices, cu_seqlens, longest, used.sum(1, dtype=torch.int32)
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Put tokens (T, ...) back into (B, L, ...) with zeros, as `flash_attn.bert_padding.pad_input` does."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def _bound(most: Any) -> Any:
+    """Return a bound on lengths as an int where it is a tensor of one integer, as `cu_seqlens.diff().max()` is."""
+    if isinstance(most, Tensor) and most.numel() == 1 and not (most.is_floating_point() or most.dtype == torch.bool):
+        return int(most)
+    return most
+
+
+def _one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
+    if block_table is not None and page_table is not None:
+        raise ValueError("block_table and page_table are set; one of them needs to be None")
+    return page_table if block_table is None else block_table
+
+
+def _check_newer(call: Callable[..., Any], newer: dict[str, Any]) -> None:
+    """Refuse arguments that no flash-attn has, and those of newer ones that would change a result."""
+    for name, value in newer.items():
+        if name in _WITHOUT_EFFECT:
+            continue
+        if name not in _REFUSED:
+            _refuse_name(call, call, name)
+        default, instead = _REFUSED[name]
+        if value is not default and not (default == 0 and value == 0):
+            raise NotImplementedError(f"{name} is set; it needs to be {default} here: {instead}")
+
+
+def _check_named(call: Callable[..., Any], inner: Callable[..., Any], named: dict[str, Any], first: int) -> None:
+    """Refuse names that a packed function does not take: the first ones of the other function, and unknown ones."""
+    known = tuple(inspect.signature(inner).parameters)
+    for name in named:
+        if name in known[:first] or (name not in known and name not in _WITHOUT_EFFECT and name not in _REFUSED):
+            _refuse_name(call, inner, name, first)
+
+
+def _refuse_name(call: Callable[..., Any], inner: Callable[..., Any], name: str, first: int = 0) -> NoReturn:
+    own = [x for x in inspect.signature(call).parameters if x not in ("arguments", "named", "newer")]
+    names = dict.fromkeys([*own, *(x for x in tuple(inspect.signature(inner).parameters)[first:] if x != "newer")])
+    meant = similar(name, names)
+    hint = f"it takes {', '.join(names)}" if meant is None else f"did you mean {meant!r}?"
+    if name in ("mask", "bias", "attn_mask", "attn_bias", "attention_mask"):
+        hint = "flash_dmattn.attention takes a mask and a bias"
+    raise TypeError(f"{call.__name__}() got an unexpected keyword argument {name!r}; {hint}")
 
 
 def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
@@ -342,6 +530,8 @@ def _split(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -> Any:
     if isinstance(options.window_size, Tensor):  # flash-attn takes any two numbers, and its own tests pass a tensor
         options = options._replace(window_size=tuple(options.window_size.flatten().tolist()))
+    if isinstance(options.window_size, (tuple, list)):
+        options = options._replace(window_size=tuple(-1 if side is None else side for side in options.window_size))
     options = options._replace(window_size=check_window(options.window_size))
     if options.return_lse and check_number("dropout_p", options.dropout_p) > 0:
         raise NotImplementedError("return_attn_probs is True beside dropout_p; dropped probabilities are never stored")
@@ -371,11 +561,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -
         return_lse=options.return_lse,
         sequences=batch.sequences,
         dropout_p=options.dropout_p,
+        sink=options.sink,
     )
     if isinstance(results, Tensor):
         return results
     out, lse = results
-    return out, lse if shift is None else lse - shift, None
+    lse = lse if shift is None else lse - shift
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf), None
 
 
 def _alibi(slopes: Tensor, q: Tensor, k: Tensor, options: _Options, batch: _Batch) -> tuple[Tensor, Tensor | None]:

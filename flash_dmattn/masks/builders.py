@@ -300,10 +300,10 @@ def combine(*masks: Tensor | None, op: Literal["and", "or"] = "and") -> Tensor |
         op: `"and"` or `"or"`.
 
     Returns:
-        A 4-D bool tensor, or None where nothing is masked (no mask at all, or None under `"or"`).
+        A 4-D bool tensor, or None where nothing is masked (all are None, or one is under `"or"`).
 
     Raises:
-        TypeError: a mask is not a bool tensor.
+        TypeError: a mask is not a bool tensor, or none is passed.
         ValueError: shapes that do not broadcast, heads that do not divide, two devices, or an unknown `op`.
 
     Example:
@@ -316,6 +316,8 @@ def combine(*masks: Tensor | None, op: Literal["and", "or"] = "and") -> Tensor |
     """
     if op not in ("and", "or"):
         raise ValueError(f"op is {op!r}; it needs to be 'and' or 'or'.")
+    if not masks:
+        raise TypeError("combine() has no masks; it needs one or more, of which each may be None")
     named = [(f"masks[{i}]", mask) for i, mask in enumerate(masks) if mask is not None]
     if not named or (op == "or" and len(named) < len(masks)):
         return None

@@ -230,7 +230,14 @@ class DynamicMaskAttention(nn.Module):
         integer("hidden_size", hidden_size, 1)
         integer("num_heads", num_heads, 1)
         num_heads_k = num_heads if num_heads_k is None else integer("num_heads_k", num_heads_k, 1)
-        head_dim = hidden_size // num_heads if head_dim is None else integer("head_dim", head_dim)
+        if head_dim is None:
+            head_dim = hidden_size // num_heads
+            if hidden_size % num_heads or head_dim % 2:
+                raise ValueError(
+                    f"hidden_size is {hidden_size} and num_heads {num_heads}; their quotient, the head_dim, needs to "
+                    "be even, for rotary positions: pass head_dim, or others"
+                )
+        integer("head_dim", head_dim)
         if num_heads % num_heads_k:
             raise ValueError(f"num_heads is {num_heads}; it needs to be a multiple of num_heads_k, {num_heads_k}")
         if head_dim < 2 or head_dim % 2:

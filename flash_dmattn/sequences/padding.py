@@ -119,7 +119,8 @@ class Jagged:
                 raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs (sequences, ragged, heads, head_dim)")
         if k.shape[1] != v.shape[1]:
             raise ValueError(
-                f"v has ragged lengths {v.shape[1]}; it needs those of k, {k.shape[1]} (share the offsets)"
+                "v is a nested tensor with other offsets than k; it needs to share them, as "
+                "torch.nested.nested_tensor_from_jagged(v.values(), k.offsets()) does"
             )
         self._like: Any = q
         self.q, self.k, self.v = q.values(), k.values(), v.values()
