@@ -19,14 +19,8 @@ def test_random_calls(first: int) -> None:
     assert "16 passed, 0 failed" in interpret("interpreted_lists.py", "random", str(first), "16")
 
 
-EDGES = {
-    "sizes": 16,
-    "wide heads": 8,
-    "rounded out": 5,
-    "shares": 4,
-    "best keys": 12,
-    "great": 12,
-}  # calls of each kind
+# Calls of each kind.
+EDGES = {"sizes": 16, "wide heads": 8, "rounded out": 5, "shares": 4, "best keys": 12, "great": 12}
 
 
 @pytest.mark.parametrize("kind", EDGES)

@@ -432,8 +432,7 @@ def store_lse(lse, great, small, stored):
     in the bits below them: rounded to fp32, lse is `great`.
     """
     if lse.dtype.scalar.element_ty == tl.float64:
-        wide = great.to(tl.float64)
-        wide = tl.where(great == float("-inf"), wide, wide + small.to(tl.float64) * unit_of(great).to(tl.float64))
+        wide = great.to(tl.float64) + small.to(tl.float64) * unit_of(great).to(tl.float64)
         tl.store(lse, wide, mask=stored)
     else:
         tl.store(lse, great + small, mask=stored)
