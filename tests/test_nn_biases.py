@@ -167,6 +167,18 @@ def test_pair_bias_attention(
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
 
 
+def test_a_mask_may_have_the_form_of_attention() -> None:
+    layer, (x, pair) = PairBiasAttention(12, 5, num_heads=3), (torch.randn(2, 7, 12), torch.randn(2, 7, 7, 5))
+    mask = torch.tensor([[1.0] * 7, [1.0] * 4 + [0.0] * 3])
+    with pytest.raises(TypeError, match=r"mask has dtype float32; it needs bool, True for a token: mask\.bool\(\)"):
+        layer(x, pair, mask)
+    wanted = layer(x, pair, mask.bool())
+    assert layer(x, pair, flash_dmattn.masks.padding_mask(mask > 0.5)).equal(wanted)
+    assert layer(x, pair, mask.bool()[:, None, None].expand(2, 3, 7, 7)).equal(wanted)
+    rows = layer(x[:, None], pair[:, None], flash_dmattn.masks.padding_mask(mask > 0.5)[:, None])
+    torch.testing.assert_close(rows[:, 0], wanted)
+
+
 def test_pairs_that_rows_share_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     biases: list[Tensor] = []
     attend = flash_dmattn.attention

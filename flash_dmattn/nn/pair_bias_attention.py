@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import flash_dmattn
 from flash_dmattn.dispatch.config import BackendChoice
 from flash_dmattn.masks.arguments import integer
-from flash_dmattn.problem import check_flag, check_strided, check_tensor
+from flash_dmattn.problem import check_flag, check_strided, check_tensor, dtype_name
 
 
 class PairBiasAttention(nn.Module):
@@ -26,7 +26,7 @@ class PairBiasAttention(nn.Module):
     Rows of an alignment, or of a pair representation, are batch dims: x is (B, N, L, dim). They share their pairs,
     which are (B, 1, L, L, pair_dim): the projection and the gradient of pairs keep that size.
 
-    x comes in normalised, or not, as the model has it.
+    x comes in normalised, or not, as the model has it. docs/biases.md has the names of OpenFold's parameters.
 
     Args:
         dim: width of x.
@@ -94,8 +94,8 @@ class PairBiasAttention(nn.Module):
         Args:
             x: (*batch, L, dim), with one batch dim or more.
             pair: (*batch, L, L, pair_dim), each batch dim as in x or 1; entry (i, j) belongs to query i and key j.
-            mask: bool (*batch, L), each batch dim as in x or 1; True for a token, False for padding. None without
-                padding.
+            mask: bool (*batch, L), each batch dim as in x or 1; True for a token, False for padding. Or as in
+                `attention`, of all dims, (*batch, H or 1, L or 1, L). None without padding.
 
         Returns:
             (*batch, L, dim) in x's dtype. Where an entry has padding alone it is what o_proj makes of zeros.
@@ -109,19 +109,29 @@ class PairBiasAttention(nn.Module):
         if x.dim() < 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; it needs to be (*batch, length, {self.dim})")
         self._check_shared("pair", pair, x, (x.shape[-2], x.shape[-2], self.pair_dim))
-        if mask is not None:
-            self._check_shared("mask", mask, x, (x.shape[-2],))
+        keys = None if mask is None else self._mask(mask, x)
         projections = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (rearrange(y, "... l (h d) -> ... l h d", h=self.num_heads) for y in projections)
         # Contiguous, because kernels copy tiles of rows of unit stride.
         bias = rearrange(self.pair_proj(self.pair_norm(pair)), "... i j h -> ... h i j").contiguous()
-        keys = None if mask is None else rearrange(mask, "... j -> ... 1 1 j")
         out = flash_dmattn.attention(q, k, v, keys, bias, backend=self.backend)
         out = rearrange(out, "... l h d -> ... l (h d)")
         if self.gate_proj is not None:
             out = torch.sigmoid(self.gate_proj(x)) * out
         result: Tensor = self.o_proj(out)
         return result
+
+    def _mask(self, mask: Tensor, x: Tensor) -> Tensor:
+        """Return the mask as `attention` takes it."""
+        check_tensor("mask", mask)
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"mask has dtype {dtype_name(mask.dtype)}; it needs bool, True for a token: mask.bool() of 0 and 1"
+            )
+        if mask.dim() == x.dim() + 1:
+            return mask
+        self._check_shared("mask", mask, x, (x.shape[-2],))
+        return rearrange(mask, "... j -> ... 1 1 j")
 
     @staticmethod
     def _check_shared(name: str, shared: Tensor, x: Tensor, sizes: tuple[int, ...]) -> None:
