@@ -327,8 +327,8 @@ class Call:
         for x in (self.bias, self.mask.dense):
             if x is not None:
                 spans.append(sum(n * stride for n, stride in zip(x.shape[2:], x.stride()[2:], strict=True)))
-        # 1024, because a row may be longer than its stride. Offsets beyond the end may overflow: what reaches there has a
-        # mask.
+        # 1024, because a row may be longer than its stride. Offsets beyond the end may overflow: what reaches there is
+        # masked.
         return max(spans) + 1024 > 2**31 - 1
 
     def tma(self, *tensors: Tensor) -> bool:
