@@ -177,7 +177,7 @@ def without_order(problem: AttentionProblem, requested: BackendChoice, *, warn: 
         return problem
     names = check_choice(requested)
     forward, backward = (names, names) if isinstance(names, str) else names
-    asked = [(forward, "forward"), (backward, "backward")][: len(passes_of(problem))]
+    asked = tuple(zip((forward, backward), passes_of(problem)))
     free = problem._replace(flags=problem.flags._replace(deterministic=False))
     serve_ordered, serve_free = (
         all([check_name(name).accepts(p, own) for name, own in asked]) for p in (problem, free)
@@ -387,8 +387,8 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
         others = f"{len(reasons) - 1} more" if len(reasons) > 1 else "more of this"
         message += f"\n  {others}: print(flash_dmattn.explain(...).error) with the arguments of the call"
     kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
-    own = {"backend": backend.name, "reasons": reasons, "accepted_by": accepted_by}
-    raise kind(message, **own, details="\n".join(lines)) from cause
+    said = "\n".join(lines)
+    raise kind(message, backend=backend.name, reasons=reasons, accepted_by=accepted_by, details=said) from cause
 
 
 def _refuse_in_graph(verdict: str) -> None:

@@ -262,8 +262,7 @@ def flash_attn_varlen_func(
     most = {"max_seqlen_q": _bound(max_seqlen_q), "max_seqlen_k": _bound(max_seqlen_k)}
     seqlens_k = seqused_k if cu_seqlens_k is None else cu_seqlens_k.diff()
     if block_table is None:
-        used = {"seqlens_q": seqused_q, "seqlens_k": seqused_k}
-        sequences = Sequences.packed(cu_seqlens_q, cu_seqlens_k, **most, **used)
+        sequences = Sequences.packed(cu_seqlens_q, cu_seqlens_k, **most, seqlens_q=seqused_q, seqlens_k=seqused_k)
     elif seqused_q is not None:
         raise NotImplementedError("seqused_q is set beside pages; it needs to be None: pack the used queries alone")
     else:

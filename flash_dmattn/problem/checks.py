@@ -92,22 +92,23 @@ def check_tensor(name: str, x: object, needs: str = "a torch.Tensor") -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; it needs to be {needs}")
 
 
-def check_flag(name: str, value: bool) -> bool:
+def check_flag(name: str, value: Any) -> bool:
     """Refuse anything but a bool, so that a tensor or a string never silently counts as True."""
     if value is True or value is False:
-        return value
+        return bool(value)
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):  # the latter up to NumPy 1
         return bool(value)
     raise TypeError(f"{name} is {value!r}; it needs to be True or False")
 
 
-def check_number(name: str, value: float) -> float:
+def check_number(name: str, value: Any) -> float:
     """Return a number of `_NUMBERS` as a float; refuse NaN and values out of range."""
     kind, least, most, needs = _NUMBERS[name]
     if isinstance(value, torch.SymFloat):
         advice = "; multiply q by it and pass softmax_scale=1.0" if name == "softmax_scale" else ""
         raise TypeError(f"{name} is made of a dynamic length, and torch.export keeps numbers of a call{advice}")
-    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):  # Real: the numbers of NumPy
+    is_number = isinstance(value, (int, float, Real)) and not isinstance(value, bool)  # Real: the numbers of NumPy
+    if not is_number:
         raise TypeError(f"{name} is a {type(value).__name__}; it needs to be {kind}")
     if not least <= value <= most:  # not isfinite: torch.compile cannot trace it with dynamic floats
         raise ValueError(f"{name} is {value}; it needs to be {needs}")
@@ -250,6 +251,7 @@ def check_scores(
         names, rows = ("", "heads", "queries of all sequences", "max_seqlen_k"), (1, spec.rows_q)
     elif packing == "keys":
         names, rows, keys = ("", "heads", "1", "keys of all sequences"), (), (1, spec.rows_k)
+    allowed: tuple[tuple[int, ...], ...]
     allowed = ((1, spec.number) if packing == "none" else (1,), () if heads is None else (1, *heads), rows, keys)
     unnamed = [
         f"{dim}={size}"
