@@ -104,6 +104,12 @@ def read_flags(x: Inputs, arguments: Sequence[Any]) -> Flags:
 
 def forward(problem: AttentionProblem, backend: str, backward: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Call the operator of the forward pass; it gets views (B, L, H, D) of q, k and v, however they arrive."""
+    onnx = None if torch.compiler.is_compiling() else sys.modules.get("torch.onnx")
+    if onnx is not None and onnx.is_in_onnx_export():
+        raise NotImplementedError(
+            'ONNX has no operator like that of attention; call attention(..., backend="reference"), which is plain '
+            "PyTorch, or use torch.export"
+        )
     x, named = inputs.in_rows(problem.arrival), "" if backward == backend else backward
     out, lse = _forward_operator(*_flat(x), *flat_flags(problem.flags), backend, named)
     return (out.squeeze_(0), lse.squeeze_(0)) if problem.arrival == "tokens" else (out, lse)

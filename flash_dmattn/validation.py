@@ -241,6 +241,11 @@ _UNPACKED: Packing = "none"
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: SequenceSpec | None) -> _Sizes:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if type(x).__name__ == "Proxy":
+            raise TypeError(
+                f"{name} is a Proxy of torch.fx.symbolic_trace, which has no shape; make the function that calls "
+                "attention a leaf by torch.fx.wrap, or use torch.export"
+            )
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor of 4 dimensions"

@@ -329,3 +329,34 @@ def test_one_sequence_beside_a_dynamic_number_of_them_has_an_empty_one() -> None
     q = torch.randn(7, 2, 8)
     wanted = attention(q[None], q[None], q[None], is_causal=True)[0]
     torch.testing.assert_close(program(q, torch.tensor([0, 7, 7])), wanted)
+
+
+torch.fx.wrap("leaf")
+
+
+def leaf(q: Tensor) -> Tensor:
+    return attention(q, q, q)
+
+
+class Called(torch.nn.Module):
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, q: Tensor) -> Tensor:
+        return self.call(q)
+
+
+class OfALeaf(torch.nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return leaf(q)
+
+
+def test_what_other_exporters_do_is_said() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(TypeError, match=r"q is a Proxy of torch\.fx\.symbolic_trace, .* torch\.fx\.wrap"):
+        torch.fx.symbolic_trace(Called(lambda q: attention(q, q, q)))
+    torch.testing.assert_close(torch.fx.symbolic_trace(OfALeaf())(q), leaf(q))
+    torch.testing.assert_close(torch.jit.trace(OfALeaf(), q)(q), leaf(q))
+    with pytest.raises(NotImplementedError, match=r"ONNX has no operator .*backend=.reference.*torch\.export"):
+        torch.onnx.export(OfALeaf(), (q,), io.BytesIO(), dynamo=False)
