@@ -145,7 +145,7 @@ def without_order(problem: AttentionProblem, requested: BackendChoice, *, warn: 
         return problem
     names = check_choice(requested)
     forward, backward = (names, names) if isinstance(names, str) else names
-    asked = [(forward, "forward"), (backward, "backward")][: len(passes_of(problem))]
+    asked = list(zip((forward, backward), passes_of(problem)))
     free = problem._replace(flags=problem.flags._replace(deterministic=False))
     serve_ordered, serve_free = (
         all([check_name(name).accepts(p, own) for name, own in asked]) for p in (problem, free)
@@ -348,13 +348,13 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
         instead = f"pass backend={names}" if by_name_only else f"pass backend='auto', or one that accepts it: {names}"
     lines += [f"  - {reason}" for reason in reasons]
     lines += [f"    | {line}" for line in details.splitlines()]
-    # What to do, and the first reason; a page of text would hide both.
+    # A page of text would hide what to do.
     message = f"backend {backend.name!r} {verdict}; {instead}\n  - {reasons[0]}"
     if len(reasons) > 1 or details:
         others = f"{len(reasons) - 1} more" if len(reasons) > 1 else "more of this"
         message += f"\n  {others}: print(flash_dmattn.explain(...).error) with the arguments of the call"
     kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
-    own = {"backend": backend.name, "reasons": reasons, "accepted_by": accepted_by}
+    own: Any = {"backend": backend.name, "reasons": reasons, "accepted_by": accepted_by}
     raise kind(message, **own, details="\n".join(lines)) from cause
 
 

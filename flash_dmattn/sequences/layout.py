@@ -415,7 +415,8 @@ def _checked(sequences: Sequences) -> Sequences:
         if bound < 0:
             raise ValueError(f"{name} is {bound}; it needs to be at least 0")
         if not isinstance(bound, (int, torch.SymInt)):  # a number of NumPy
-            sequences = replace(sequences, **{name: bounded(bound)})
+            own: Any = {name: bounded(bound)}
+            sequences = replace(sequences, **own)
     if sequences.cu_seqlens_q is not None and sequences.cu_seqlens_q.shape[0] == 0:
         raise ValueError("cu_seqlens_q has shape (0,); it needs one entry more than there are sequences")
     number = sequences.number
