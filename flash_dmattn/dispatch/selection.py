@@ -381,7 +381,7 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
         instead = f"pass backend={names}" if by_name_only else f"pass backend='auto', or one that accepts it: {names}"
     lines += [f"  - {reason}" for reason in reasons]
     lines += [f"    | {line}" for line in details.splitlines()]
-    # What to do, and the first reason; a page of text would hide both.
+    # A page of text would hide what to do.
     message = f"backend {backend.name!r} {verdict}; {instead}\n  - {reasons[0]}"
     if len(reasons) > 1 or details:
         others = f"{len(reasons) - 1} more" if len(reasons) > 1 else "more of this"

@@ -111,7 +111,7 @@ class _ForwardAlone(torch.autograd.Function):
 
 
 class _Options(NamedTuple):
-    """What all functions share; `newer` are arguments of FlashAttention-3 and -4."""
+    """The arguments that all functions share."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -226,8 +226,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (S + 1,), int32: where each sequence begins, and where the last one ends.
         max_seqlen_q, max_seqlen_k: bounds on the lengths; a tensor of one number is read, which waits for the device.
         block_table: (S, P), int32: the pages of each sequence; `page_table` is another name of it.
-        seqused_q, seqused_k: (S,), int32: how many tokens of each sequence are used. Beside `block_table` `seqused_k`
-            stands in the place of `cu_seqlens_k`, which may be None then.
+        seqused_q, seqused_k: (S,), int32: how many tokens of each sequence are used. With `block_table`, `cu_seqlens_k`
+            may be None where `seqused_k` is given.
         learnable_sink: (Hq,), the `sink` of `attention`.
         others: see the module.
 

@@ -104,7 +104,8 @@ def check_flag(name: str, value: Any) -> bool:
 def check_number(name: str, value: Any) -> float:
     """Return a number of `_NUMBERS` as a float; refuse NaN and values out of range."""
     kind, least, most, needs = _NUMBERS[name]
-    if isinstance(value, torch.SymFloat):
+    given: object = value
+    if isinstance(given, torch.SymFloat):
         advice = "; multiply q by it and pass softmax_scale=1.0" if name == "softmax_scale" else ""
         raise TypeError(f"{name} is made of a dynamic length, and torch.export keeps numbers of a call{advice}")
     is_number = isinstance(value, (int, float, Real)) and not isinstance(value, bool)  # Real: the numbers of NumPy
@@ -221,7 +222,7 @@ def check_values(
 def packing_of(name: str, shape: Sequence[int], spec: SequenceSpec) -> Packing:
     """Return which dim of a mask or a bias is packed, by its rank, and at rank 3 by its number of rows.
 
-    Beside one query token one row may be either: it is packed keys unless it has max_seqlen_k columns and k has not.
+    With one query token a row may be either: it is packed keys unless it has max_seqlen_k columns and k has not.
     """
     if len(shape) == 4:
         return "none"
@@ -258,12 +259,12 @@ def check_scores(
         for size, is_named, dim in zip(shape[2:], spec.names_max, names[2:], strict=True)
         if dim in by_position and size > 1 and not is_named
     ]
-    # Of a dim without a name nothing is said until the others fit.
+    # The error does not mention a dim without a name until the others fit.
     without = {x.partition("=")[0] for x in unnamed}
-    allowed = tuple(() if dim in without else sizes for dim, sizes in zip(names, allowed, strict=True))
-    if not _fits(shape, allowed):
+    fits = tuple(() if dim in without else sizes for dim, sizes in zip(names, allowed, strict=True))
+    if not _fits(shape, fits):
         advice = "" if packing == "none" else f"; by position in each sequence it has 4 dimensions, {name}[None]"
-        raise ValueError(_misfit(name, shape[first:], names[first:], allowed[first:]) + advice)
+        raise ValueError(_misfit(name, shape[first:], names[first:], fits[first:]) + advice)
     if unnamed:
         call = f"Sequences.{spec.layout.removesuffix('_packed')}(..., {', '.join(unnamed)})"
         raise ValueError(
