@@ -192,6 +192,8 @@ LINES = {
         FEW_ROWS.with_(mask=("B", "1", "1", "Lk"), window_size=(150, 40), sink="normal"),
         GROUPS.with_(mask=("B", "Hk", "1", "Lk")),
         GROUPS.with_(mask=("B", "Hq", "1", "Lk"), softcap=2.0),
+        # Shares count the blocks near the values of a bias by distance before all others.
+        FEW_ROWS.with_(seqlen_q=40, seqlen_k=600, relative=Numbers(("1", "Hq", "1"), 33, 400, "clamp"), logits=3.0),
     ),
     # A logit of each head: in rows of many keys and of none, where few keys are normalised again, and for the G heads
     # of a group as rows of one.
