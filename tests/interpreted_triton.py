@@ -195,6 +195,8 @@ LINES = {
         FEW_ROWS.with_(mask=("B", "1", "1", "Lk"), window_size=(150, 40), sink="normal"),
         GROUPS.with_(mask=("B", "Hk", "1", "Lk")),
         GROUPS.with_(mask=("B", "Hq", "1", "Lk"), softcap=2.0),
+        # Shares count the blocks near the values of a bias by distance before all others.
+        FEW_ROWS.with_(seqlen_q=40, seqlen_k=600, relative=Numbers(("1", "Hq", "1"), 33, 400, "clamp"), logits=3.0),
     ),
     # A logit of each head: in rows of many keys and of none, where few keys are normalised again, and for the G heads
     # of a group as rows of one.
@@ -226,13 +228,20 @@ WALKED = PLAIN.with_(batch=3, seqlen_q=20, seqlen_k=33, num_heads_k=2, mask=FULL
 
 
 def walk_calls() -> Iterator[str | None]:
-    """Outcomes of walks over all heads of a call, and over the heads of two chunks."""
+    """Outcomes of walks over all heads of a call, over the heads of two chunks, and of two runs of the backward kernel.
+
+    In the rows of great scores lse is rounded to 64 and more, and each run normalises their probabilities again.
+    """
     short_calls.DTYPES = EVERY_DTYPE
     for programs, bias in ((1, None), (1, ("1", "1", "Lq", "Lk")), (2, ("1", "1", "Lq", "Lk"))):
         plan_slots.PROGRAMS_PER_SM = plan_slots.PROGRAMS_WITH_SLOTS = programs
         case = WALKED.with_(bias=bias)
         # A read of the row behind the last one would end the process.
         yield failure_of(case, SMALL, inputs=rearranged(case.build(), LAYOUTS["offset_by_one"]))
+    short_calls.TWO_RUNS_FROM = 1
+    for data in ("row -1e9", "entry -1e6"):
+        case = PLAIN.with_(batch=2, num_heads_k=2, seqlen_q=120, seqlen_k=128, bias=("1", "Hq", "Lq", "Lk"))
+        yield failure_of(case.with_(dtype=torch.float16, bias_dtype=torch.float32, data=data), SMALL)
 
 
 def line_calls(name: str) -> Iterator[str | None]:

@@ -235,7 +235,7 @@ def draw(
 
     def expanded(x: Tensor | None) -> Tensor | None:
         """The same shape, now and then with a stride of 0 on one dim."""
-        if x is None or not is_loose or loose.random() < 0.8:
+        if x is None or not is_loose or loose.random() < 0.8 or x.numel() == 0:
             return x
         return x.narrow(loose.randrange(x.dim()), 0, 1).expand(x.shape)
 

@@ -12,7 +12,7 @@ from typing import Any
 import emulated_cuda
 import pytest
 import torch
-from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, run
+from accuracy import assert_accurate, assert_empty_rows_ignore_dlse, error, run
 from cases import ALL, DEVICE, Case, Inputs
 from conftest import Runner
 
@@ -50,6 +50,23 @@ def test_head_dims_of_a_panel_and_a_half(backend: Runner, bias: str, head_dim: i
     """Consumers have shares of dq of 64 columns and of what is left; dk and dv are summed and stored."""
     check(backend, BASE.with_(bias=BIASES[bias], head_dim=head_dim))
     check(backend, BASE.with_(bias=BIASES[bias], head_dim=head_dim, seqlen_q=200, num_heads_k=1, is_causal=True))
+
+
+@pytest.mark.parametrize("sign", (1, -1))
+def test_great_scores_are_subtracted_before_they_are_scaled(backend: Runner, sign: int) -> None:
+    """A row of one key has its value bit for bit, and equal keys of several tiles have equal weights.
+
+    A score of 8e6 times log2(e) is rounded by up to 2^-1, of which the exponential would make 1.4.
+    """
+    case = BASE.with_(seqlen_q=400, seqlen_k=400, is_causal=True)
+    x = case.build()
+    q, k = torch.zeros_like(x.q), torch.zeros_like(x.k)
+    q[..., 0], k[..., 0] = 8000.0, sign * 8000.0
+    out, _ = backend.attention(case, x)(q, k, x.v, is_causal=True)
+    v = x.v.repeat_interleave(2, 2)
+    assert torch.equal(out[:, 0], v[:, 0])
+    means = v.float().cumsum(1) / torch.arange(1, 401, device=v.device)[:, None, None]
+    assert error(out, means) < torch.finfo(torch.bfloat16).eps / 2
 
 
 @every_bias

@@ -71,7 +71,7 @@ def test_every_bias(backend: Runner, form: str) -> None:
 
 @pytest.mark.parametrize("form", ("none", "of each sequence", "shared by all", "queries by position"))
 def test_padded_entries(backend: Runner, form: str) -> None:
-    check(made(BIASES[form], padded=True, window_size=(64, 20)))
+    check(made(BIASES[form], padded=True, window_size=(20, 20)))  # shorter than the sequence of few keys
 
 
 @pytest.mark.parametrize("form", ("packed rows", "of each sequence", "shared by sequences", "shared by all"))
@@ -213,8 +213,9 @@ def shifted(x: Tensor, other: Tensor) -> Tensor:
 @pytest.mark.parametrize("place", (interleaved, by_heads, shifted))
 def test_pools_lie_anyhow(backend: Runner, place: Any) -> None:
     call = spoiled(made(page_size=32, is_causal=True))
-    tensors = replace(call, k=place(call.k, call.v), v=place(call.v, call.k))
-    assert_accurate(attend(tensors), made(page_size=32, is_causal=True))
+    wanted, v = made(page_size=32, is_causal=True), place(call.v, call.k)
+    for k in (place(call.k, call.v), call.k):  # pages of k may lie apart as those of v do, or otherwise
+        assert_accurate(attend(replace(call, k=k, v=v)), wanted)
 
 
 def with_table(call: SequenceCall, table: Tensor) -> SequenceCall:

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from distributed_calls import BIASES, P, ParallelCase, draw, one_process, shard_
 from flash_dmattn.backends.eager import BACKEND as EAGER
 from flash_dmattn.backends.protocol import Backend, Backward, Forward
 from flash_dmattn.distributed import SequenceLayout, ShardedMask
+from flash_dmattn.distributed import exchange as exchanging
 from flash_dmattn.distributed.exchange import places_in, runs_read
 from flash_dmattn.distributed.operators import KeySum, RankRows, Sums
 from flash_dmattn.distributed.slices import HeadGroup, plan
@@ -125,6 +127,32 @@ def test_a_sharded_mask_is_that_of_the_rank(causal: bool, window: Any, rows: boo
         assert torch.equal(prepared.dense(), wanted)
         assert torch.equal(prepared.to("cpu").dense(), wanted)
         assert f"rank={rank} of 3" in repr(prepared)
+
+
+def test_ranks_of_a_head_stand_side_by_side() -> None:
+    """As the query heads of a key-value head do, where there are more ranks than such heads."""
+    assert [HeadGroup(place, 4).of(2) for place in range(4)] == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
+    assert [HeadGroup(place, 4).of(8) for place in range(4)] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
+
+
+@pytest.mark.parametrize("sends_parts", (True, False))
+def test_gradients_of_all_ranks_are_added_in_fp32(monkeypatch: pytest.MonkeyPatch, sends_parts: bool) -> None:
+    """The sum of 256, 1, 1 and 1, which four ranks send for the same keys, would be 256 in bfloat16."""
+
+    def send(received: torch.Tensor, sent: torch.Tensor, **others: Any) -> Any:
+        received.copy_(sent)  # what this rank sends to a rank is what that one sends to it
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(exchanging, "dist", SimpleNamespace(all_to_all_single=send))
+    monkeypatch.setattr(exchanging, "process_group", lambda name: None)
+    keys = torch.tensor([256.0, 1, 1, 1], dtype=torch.bfloat16).repeat_interleave(2).view(1, 8, 1)
+    each = tuple(((2 * rank, 2 * rank + 2),) for rank in range(4))
+    if sends_parts:
+        moves = exchanging.Moves(0, each[0], ((0, 8),), (each[0],) * 4, each, ())
+        pending = exchanging.give_back([keys], 1, moves, "")
+    else:
+        pending = exchanging.scatter([keys], 1, SequenceLayout.contiguous(8, 4), 0, "")
+    assert torch.equal(pending.wait()[0], torch.full((1, 2, 1), 259.0))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

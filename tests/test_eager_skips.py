@@ -181,6 +181,19 @@ def test_blocks_of_few_keys_are_one_call(
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
 
 
+def test_blocks_of_few_keys_read_the_bias_of_their_entry() -> None:
+    """Two of four entries share a bias, and all of them a mask; in fp32, whose calls can be one of blocks."""
+    torch.manual_seed(8)
+    q, k, v = (x.detach().unflatten(0, (2, 2)).requires_grad_() for x in leaves(400, 4, torch.float32))
+    bias = torch.randn(2, 1, 1, 1, 400, requires_grad=True)
+    mask = PreparedMask.from_topk(torch.randn(1, HK, 1, 400), 20, is_causal=True, seqlen_q=400)
+    results = []
+    for own, backend in ((bias, "eager"), (bias.expand(2, 2, 1, 1, 400), "reference")):
+        out = flash_dmattn.attention(q, k, v, mask if backend == "eager" else mask.dense(), own, backend=backend)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 def test_a_block_of_few_keys_reads_no_other_key() -> None:
     torch.manual_seed(9)
     q, k, v = (x.detach() for x in leaves(dtype=torch.float32))

@@ -173,6 +173,12 @@ def test_a_call_with_pages_has_a_forward_pass_alone() -> None:
     torch.testing.assert_close(out, plain(q, keys, keys, causal=True)[0])
     with pytest.raises(RuntimeError, match="keys in pages have no gradients"):
         out.sum().backward()
+    for needs in range(1, 8):  # whichever of q, k and v need one
+        leaves = (x.detach().requires_grad_(bool(needs >> i & 1)) for i, x in enumerate((q, pool, pool.clone())))
+        out, lse = flash_attn_varlen_func(*leaves, *ends, 3, 20, block_table=table, return_attn_probs=True)[:2]
+        assert out.requires_grad and not lse.requires_grad
+        with pytest.raises(RuntimeError, match="keys in pages have no gradients"):
+            out.sum().backward()
 
 
 def test_rows_without_keys() -> None:

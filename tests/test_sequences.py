@@ -548,6 +548,9 @@ def test_nested_tensors_are_packed_sequences(lengths: Any) -> None:
     sequences = Sequences.packed(*offsets, seqlens_q=used_q, seqlens_k=used_k)
     wanted, rows = attention(q, k, v, is_causal=True, sequences=sequences, return_lse=True)
     assert out.is_nested and torch.equal(out.values(), wanted) and torch.equal(lse.values(), rows)
+    each = [4, 5] if used_q is None else used_q.tolist()  # tokens of the results, as of q
+    assert [len(x) for x in out.unbind()] == [len(x) for x in nested[0].unbind()] == each
+    assert [x.shape[1] for x in lse.unbind()] == each
     gradients = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out.values(), wanted))
     torch.testing.assert_close(*gradients)
     assert "2 packed sequences of 9 queries" in str(flash_dmattn.explain(*nested))

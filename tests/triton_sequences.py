@@ -236,6 +236,14 @@ def masks_of_tiles(count: int = 8, first: int = 0) -> Iterator[str | None]:
         few = (call for call in drawn if len(call.lengths) <= 3 and call.q[..., 0].numel() <= MOST_ROWS)
         for call in itertools.islice((call for call in few if call.mask is not None and is_one(call)), count // 4):
             yield checked(call, tiles_are_accurate)
+    # Two sequences share the gradient of a bias of one value per score; the first tile of one is empty, and the second
+    # of the other.
+    shared = SMALL.with_(mask=("B", "1", "Lq", "Lk"), bias=("1", "Hq", "Lq", "Lk"), needs_grad=("bias",))
+    for empty in (0, 1):
+        call = shared.with_(lengths=((130, 20), (140, 33)), trailing=(5 * empty, 5)).build()
+        call.mask[empty, :, :128] = call.mask[1 - empty, :, 128:] = False
+        set_up(random.Random(empty))
+        yield outcome_of(lambda call=call: assert_accurate(run(call, tiles=True), call), call.told)
 
 
 MADE = {

@@ -98,7 +98,7 @@ class _ForwardAlone(torch.autograd.Function):
     """Give out of pages, as flash-attn does where inputs require grad, and refuse its backward pass."""
 
     @staticmethod
-    def forward(q: Tensor, out: Tensor) -> Tensor:
+    def forward(needing: Tensor, out: Tensor) -> Tensor:
         return out.view_as(out)
 
     @staticmethod
@@ -535,13 +535,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -
     if options.return_lse and check_number("dropout_p", options.dropout_p) > 0:
         raise NotImplementedError("return_attn_probs is True beside dropout_p; dropped probabilities are never stored")
     is_paged = batch.sequences is not None and batch.sequences.block_table is not None
-    if is_paged and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    needing = [x for x in (q, k, v) if x.requires_grad]  # any of them has autograd ask for a gradient
+    if is_paged and torch.is_grad_enabled() and needing:
         with torch.no_grad():
             results = _attend(q, k, v, options, batch)
         return (
-            _ForwardAlone.apply(q, results)
+            _ForwardAlone.apply(needing[0], results)
             if isinstance(results, Tensor)
-            else (_ForwardAlone.apply(q, results[0]), *results[1:])
+            else (_ForwardAlone.apply(needing[0], results[0]), *results[1:])
         )
     bias = shift = None
     if options.alibi_slopes is not None:

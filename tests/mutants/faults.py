@@ -49,6 +49,20 @@ _PYTHON = (
         ("tests/test_derived.py::test_forward_mode_is_that_of_the_reference[gradients of dual tensors-numbers]",),
     ),
     Fault(
+        "a loss of the tangent of lse alone takes the plain backward pass",
+        "flash_dmattn/autograd.py",
+        "if cotangents[2] is None and cotangents[3] is None:",
+        "if cotangents[2] is None:",
+        ("tests/test_tangents.py::test_gradients_of_tangents_in_chunks",),
+    ),
+    Fault(
+        "triton: rows of the tangent of v lie as those of v",
+        "triton_kernels/tangents.py",
+        "tv += first_k.to(tl.int64) * tv_strides.row",
+        "tv += first_k.to(tl.int64) * v_strides.row",
+        (f"{_TANGENTS}1000]",),
+    ),
+    Fault(
         "triton: a new mean of the tangents does not move the sum so far",
         "triton_kernels/tangents.py",
         "acc_t += acc_o * lift[:, None]",
@@ -61,6 +75,56 @@ _PYTHON = (
         "d._replace(slot=d.slot + _FIRST_TANGENT)",
         "d",
         (_FORWARD_MODE,),
+    ),
+    # The second of two features
+    Fault(
+        "keys follow an order beside dropout",
+        "flash_dmattn/backends/mask_choice.py",
+        "return has_one_order and problem.dropout_p == 0 and not",
+        "return has_one_order and not",
+        (f"{_INTERPRETED}test_interval_masks",),
+    ),
+    Fault(
+        "gradients of keys that ranks read of each other are summed in 16 bits",
+        "flash_dmattn/distributed/exchange.py",
+        "rows, dtype = length_of(moves.own), sum_dtype(tensors[0].dtype)",
+        "rows, dtype = length_of(moves.own), tensors[0].dtype",
+        ("tests/test_distributed_slices.py::test_gradients_of_all_ranks_are_added_in_fp32[True]",),
+    ),
+    Fault(
+        "gradients of all keys are summed in 16 bits",
+        "flash_dmattn/distributed/exchange.py",
+        "total = first.to(sum_dtype(first.dtype), copy=True)",
+        "total = first.clone()",
+        ("tests/test_distributed_slices.py::test_gradients_of_all_ranks_are_added_in_fp32[False]",),
+    ),
+    Fault(
+        "of more ranks than key-value heads every other one has a head",
+        "flash_dmattn/distributed/slices.py",
+        "first = self.place // (self.number // heads)",
+        "first = self.place % heads",
+        ("tests/test_distributed_slices.py::test_ranks_of_a_head_stand_side_by_side",),
+    ),
+    Fault(
+        "pages that alone need a gradient are taken as constants",
+        "flash_dmattn/integrations/flash_attn.py",
+        "needing = [x for x in (q, k, v) if x.requires_grad]",
+        "needing = [x for x in (q,) if x.requires_grad]",
+        ("tests/test_flash_attn.py::test_a_call_with_pages_has_a_forward_pass_alone",),
+    ),
+    Fault(
+        "nested results lose their lengths",
+        "flash_dmattn/sequences/padding.py",
+        "nested_tensor_from_jagged(values, like.offsets(), like.lengths())",
+        "nested_tensor_from_jagged(values, like.offsets())",
+        ("tests/test_sequences.py::test_nested_tensors_are_packed_sequences",),
+    ),
+    Fault(
+        "blocks of queries read a bias that other entries share",
+        "reference/query_blocks.py",
+        "and entries <= {1, batch}",
+        "and mask.start.shape[0] in (1, batch)",
+        ("tests/test_eager_skips.py::test_blocks_of_few_keys_read_the_bias_of_their_entry",),
     ),
     # Lists of keys
     Fault(
@@ -334,6 +398,20 @@ _PYTHON = (
 
 _TRITON = (
     Fault(
+        "triton: shares of the keys leave out far blocks beside a bias by distance",
+        "triton_kernels/forward.py",
+        "near if phase == 0 else inside",
+        "2 * near if phase == 0 else inside",
+        (f"{_LINES}[parts]",),
+    ),
+    Fault(
+        "triton: the gradient of a bias that sequences share reads the tiles of the first one",
+        "triton_kernels/backward_bias.py",
+        "(first_row // TILE).to(tl.int32) + b.to(tl.int32)",
+        "(first_row // TILE).to(tl.int32) + slot",
+        ("tests/test_triton_sequences.py::test_in_the_interpreter[made]",),
+    ),
+    Fault(
         "a block of keys is read from one page where pages are longer but no multiple of it",
         "triton_kernels/tile_ops.py",
         "PAGE % BLOCK == 0",
@@ -602,6 +680,27 @@ _CSRC = (
         "if (natural != -INFINITY) {",
         "if (true) {",
         (f"{_RARE}test_the_lse_of_an_empty_row_takes_no_gradient[cuda]",),
+    ),
+    Fault(
+        "delta of sequences of few keys has keys left of the window",
+        "csrc/sm90/sequences/few_keys.cu",
+        "key < row + sequence.low || ",
+        "",
+        (f"{_SEQUENCES}test_padded_entries",),
+    ),
+    Fault(
+        "pages of v are taken to lie as those of k",
+        "csrc/api/sequences.h",
+        'rows_of_page(v, "v")',
+        "params.page_rows_k",
+        (f"{_SEQUENCES}test_pools_lie_anyhow",),
+    ),
+    Fault(
+        "great maxima are scaled before they are subtracted",
+        "csrc/sm90/forward/consumer.h",
+        "constexpr float kGreatShift = 1",
+        "constexpr float kGreatShift = 1e30f + 1",
+        (f"{_RARE}test_great_scores_are_subtracted_before_they_are_scaled",),
     ),
 )
 
