@@ -35,6 +35,7 @@ NAMES = {
     "torch._C._functorch._wrap_for_grad": "the way back",
     "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter": "what runs around jvp",
     "torch._C._functorch.is_legacy_batchedtensor": "whether is_grads_batched=True hands over gradients as one",
+    "torch._C._functorch.is_gradtrackingtensor": "whether a tensor is of a gradient around vmap, in a graph",
     "torch.autograd.forward_ad._current_level": "whether tangents are about; a dual tensor tells, once it is unpacked",
     "torch.autograd.profiler._is_profiler_enabled": "whether a profiler is to be shown operators",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "whether a subclass may be unwrapped by a compiler",
