@@ -43,6 +43,7 @@ from .dispatch.selection import (
     select_tangent_gradients,
     select_tangents,
 )
+from .gradients import narrow
 from .problem import AttentionProblem, Gradients, MappedCall, MaskChoice, NeedsGrad
 from .problem.inputs import Inputs, as_arrived, parts_of, result_in_rows
 from .reference.tangents import Cotangents, Tangents
@@ -143,7 +144,7 @@ def run_forward(plan: Plan, x: Inputs) -> tuple[Tensor, Tensor]:
 
 def differentiate(plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any) -> Gradients:
     """Return the five gradients, recorded by autograd if a second derivative may be needed, of what `_keep` saved."""
-    dlse = _narrow(dlse, dout)
+    dlse = narrow(dlse, dout.dtype)
     watched = is_watched(dout, dlse, *kept)
     if is_batched(dout, dlse):
         return one_by_one(lambda dout, dlse: differentiate(plan, dout, dlse, *kept), dout, dlse)
@@ -152,11 +153,6 @@ def differentiate(plan: Plan, dout: Tensor, dlse: Tensor | None, *kept: Any) -> 
         gradients: Gradients = function.apply(plan, dout, dlse, *kept)
         return gradients
     return _run_backward(plan, dout, dlse, kept, watched)
-
-
-def _narrow(dlse: Tensor | None, dout: Tensor) -> Tensor | None:
-    """Bring the gradient of a wide lse, see `Backend.wide_lse`, back to float32."""
-    return dlse.float() if dlse is not None and dlse.dtype == torch.float64 != dout.dtype else dlse
 
 
 def _run_backward(plan: Plan, dout: Tensor, dlse: Tensor | None, kept: Sequence[Any], watched: bool) -> Gradients:
@@ -323,7 +319,7 @@ class TangentAttention(torch.autograd.Function):
             return None, *gradients, *(None,) * NUM_INPUTS, *others
         needed = needs_grad[: 2 * NUM_INPUTS]
         dout, dlse, dtout, dtlse = cotangents
-        cotangents = dout, _narrow(dlse, out), dtout, _narrow(dtlse, out)
+        cotangents = dout, narrow(dlse, out.dtype), dtout, narrow(dtlse, out.dtype)
         return None, *TangentGradients.apply(plan, needed, *cotangents, lse, *tensors), *others
 
     @staticmethod

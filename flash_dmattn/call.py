@@ -20,6 +20,7 @@ from .dispatch.config import BackendChoice, Blocks, blocks, process
 from .dispatch.plan import Plan, make_plan
 from .dispatch.registry import BACKENDS, on_change
 from .dispatch.selection import choice_in_force, choose, falls_back, record, report_fallback, without_order
+from .gradients import narrow
 from .problem import Arrival, Numbers, as_scores, fold_call
 from .problem.inputs import NO_MASK, Inputs, in_rows
 from .reference.dropout import draw_key
@@ -109,9 +110,7 @@ def run_call(call: Call, backend: BackendChoice) -> tuple[Tensor, ...]:
         results = (plan.run_forward or forward_of(plan.forward, plan.problem))(inputs)
     else:
         out, lse = attend(plan, inputs)
-        if problem.return_lse and lse.dtype == torch.float64 != problem.dtype:
-            lse = lse.float()  # see `Backend.wide_lse`
-        results = out, lse
+        results = out, narrow(lse, problem.dtype) if problem.return_lse else lse
     if call.leading is not None:
         return tuple(x.view(*call.leading, *x.shape[1:]) for x in results)
     if call.spec is not None and call.spec.packs_queries and call.arrival == "rows":

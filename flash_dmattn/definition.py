@@ -173,6 +173,18 @@ def stacked(each: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], tuple[Any, 
     return results, tuple(None if x is None else 0 for x in results)
 
 
+def map_each(name: str, operator: Callable[..., Any]) -> None:
+    """Let `torch.vmap` map an operator call by call; it returns a tuple or a list of tensors."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        made = [operator(*each) for each in each_call(info.batch_size, in_dims, arguments)]
+        kind = type(made[0])
+        results, dims = stacked(made)
+        return kind(results), kind(dims)
+
+    torch.library.register_vmap(f"flash_dmattn::{name}", rule, lib=LIBRARY)
+
+
 def is_watched(*tensors: object) -> bool:
     """Return whether a call has to go through its operator.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from .reference.formula import sum_entries
 from .reference.sinks import row_delta, sink_gradient, through_lse
 
 Allocate = Callable[[Tensor], Tensor]
+_Statistic = TypeVar("_Statistic", Tensor, "Tensor | None")
 
 
 def empty_outputs(q: Tensor, v: Tensor, wide_lse: bool = False) -> tuple[Tensor, Tensor]:
@@ -23,6 +25,11 @@ def empty_outputs(q: Tensor, v: Tensor, wide_lse: bool = False) -> tuple[Tensor,
     out = torch.empty(batch, seqlen_q, num_heads, v.shape[3], dtype=dtype, device=device)
     lse_dtype = torch.float64 if wide_lse or dtype == torch.float64 else torch.float32
     return out, torch.empty(batch, num_heads, seqlen_q, dtype=lse_dtype, device=device)
+
+
+def narrow(x: _Statistic, dtype: torch.dtype) -> _Statistic:
+    """Bring a wide lse, or its gradient, to fp32, but not of calls whose dtype is fp64: see `Backend.wide_lse`."""
+    return x if x is None or not x.dtype == torch.float64 != dtype else x.float()
 
 
 def allocate_outputs(p: AttentionProblem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

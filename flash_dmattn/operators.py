@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .backends.mask_choice import tangents_in_rows, through_rows
-from .definition import LIBRARY, define, each_call, stacked
+from .definition import LIBRARY, define, each_call, map_each, stacked
 from .dispatch.plan import backward_pass, forward_pass, tangent_gradients_pass, tangents_pass
 from .dispatch.registry import BACKENDS
 from .gradients import empty_gradients, empty_outputs, spread
@@ -189,7 +189,7 @@ def _run_tangent_gradients(*arguments: Any) -> list[Tensor]:
 
 def _tangents_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x = read_inputs(arguments[5 : 5 + NUM_INPUTS])
-    wide = x.bias is not None and BACKENDS[arguments[-1]].wide_lse
+    wide = BACKENDS[arguments[-1]].widens(x.bias)
     return (*empty_outputs(x.q, x.v, wide), *empty_outputs(x.q, x.v, wide))
 
 
@@ -200,7 +200,7 @@ def _tangent_gradients_fake(*arguments: Any) -> list[Tensor]:
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     x = read_inputs(arguments[:NUM_INPUTS])
-    return empty_outputs(x.q, x.v, x.bias is not None and BACKENDS[arguments[-2]].wide_lse)
+    return empty_outputs(x.q, x.v, BACKENDS[arguments[-2]].widens(x.bias))
 
 
 def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
@@ -218,12 +218,6 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[
             'call attention(..., backend="reference"), or transform outside of torch.compile'
         )
     return stacked([_forward_operator(*own) for own in each_call(info.batch_size, in_dims, arguments)])
-
-
-def _map_backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Any], list[Any]]:
-    """Map the operator of the backward pass in a graph, as jacrev does."""
-    results, dims = stacked([_backward_operator(*own) for own in each_call(info.batch_size, in_dims, arguments)])
-    return list(results), list(dims)
 
 
 # FLOP of the operators, for `torch.utils.flop_counter.FlopCounterMode`. A matrix product of one pair of a query and a
@@ -340,7 +334,7 @@ _tangent_gradients_operator = register(
     tangent_gradients_flop,
 )
 torch.library.register_vmap("flash_dmattn::attention_forward", _map_forward, lib=LIBRARY)
-torch.library.register_vmap("flash_dmattn::attention_backward", _map_backward, lib=LIBRARY)
+map_each("attention_backward", _backward_operator)  # as jacrev does in a graph
 
 
 def describe_operands(x: Inputs, flags: Flags, needs_grad: NeedsGrad = NeedsGrad()) -> AttentionProblem:  # noqa: B008

@@ -552,13 +552,16 @@ def test_functions_that_run_attention_are_prepared_once(monkeypatch: pytest.Monk
     made: list[object] = []
     kind = sdpa.FunctionType
     monkeypatch.setattr(sdpa, "FunctionType", lambda *a: made.append(a) or kind(*a))
-    monkeypatch.setattr(sdpa, "_RUNS_OTHERS", {F.multi_head_attention_forward})
-    sdpa._unasked.cache_clear()
-    unasked = [sdpa._unasked(F.multi_head_attention_forward) for _ in range(2)]
-    assert unasked[0] is unasked[1] and len(made) == 1
-    monkeypatch.setattr(F, "of_this_test", 3, raising=False)
-    assert unasked[0].__globals__["of_this_test"] == 3
-    assert not unasked[0].__globals__["has_torch_function"]()
+    module, call = modules()["attention"]
+    x = torch.randn(3, 9, 16)
+    with intercept_sdpa() as tally:
+        for _ in range(2):
+            call(module, x).sum().backward()
+    assert tally.served == 2 and not made
+    unasked = sdpa._UNASKED[F.multi_head_attention_forward]
+    monkeypatch.setattr(F, "only_in_this_test", 3, raising=False)
+    assert unasked.__globals__["only_in_this_test"] == 3
+    assert not unasked.__globals__["has_torch_function"]()
 
 
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])

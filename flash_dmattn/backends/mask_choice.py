@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from ..gradients import narrow
 from ..problem import (
     Arrival,
     AttentionProblem,
@@ -182,10 +182,11 @@ def forward_of(backend: Backend, problem: AttentionProblem) -> Forward:
 def backward_of(backend: Backend, problem: AttentionProblem) -> Backward:
     """Return the backward pass, with the same conversions; gradients lie as q, k and v arrived."""
     run = _plan_backward(backend, problem)
-    if problem.bias_tensor is None or backend.wide_lse or problem.dtype == torch.float64:
+    if problem.bias_tensor is None or backend.wide_lse:
         return run
     # The forward pass may have run on a backend with a wide lse.
-    return lambda saved, *sent, **more: run(saved._replace(lse=saved.lse.float()), *sent, **more)
+    dtype = problem.dtype
+    return lambda saved, *sent, **more: run(saved._replace(lse=narrow(saved.lse, dtype)), *sent, **more)
 
 
 def _plan_backward(backend: Backend, problem: AttentionProblem) -> Backward:
@@ -228,8 +229,7 @@ def tangent_gradients_of(backend: Backend, problem: AttentionProblem, needs_grad
     run = backend.plan_tangent_gradients(problem._replace(arrival="rows", mask_form=choice.form), needs_grad)
 
     def gradients(x: Inputs, own: Tangents, lse: Tensor, sent: Cotangents) -> tuple[Tangents, Tangents]:
-        if not backend.wide_lse and problem.dtype != torch.float64:
-            lse = lse.float()
+        lse = lse if backend.wide_lse else narrow(lse, problem.dtype)
         inputs = x.in_rows(arrival)._replace(mask=convert(problem, choice, x.mask, x.sequences))
         rows = Cotangents(*(result_in_rows(each, arrival) for each in sent))
         both = run(inputs, tangents_in_rows(own, arrival), result_in_rows(lse, arrival), rows)

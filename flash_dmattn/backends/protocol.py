@@ -185,6 +185,10 @@ class Backend:
         """Return whether auto takes it only if no other backend serves a call, and then warns on an accelerator."""
         return self.workspace_bytes is not None
 
+    def widens(self, bias: Tensor | None) -> bool:
+        """Return whether lse is float64 between the passes of a call with this bias: see `wide_lse`."""
+        return self.wide_lse and bias is not None
+
     def accepts(self, problem: AttentionProblem, direction: Direction) -> bool:
         """Return whether it serves one pass of a call: the fast form of `broken_rules`."""
         if problem.partly_shared and not self.repeats_entries and self.refuses_entries(problem, direction):

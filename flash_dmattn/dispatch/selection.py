@@ -368,9 +368,9 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
     _refuse_in_graph(f"backend {backend.name!r} does not serve this call")
     reasons = reasons_against(backend, problem, passes)
     accepted_by = _backends_accepting(problem)
-    is_missing = any(reason.code == "unavailable" for reason in reasons)
+    out_of_service = [reason for reason in reasons if reason.code in ("disabled", "unavailable")]
+    is_missing = any(reason.code == "unavailable" for reason in out_of_service)
     cause, details = backend.probe()[3:] if is_missing else (None, "")
-    out_of_service = is_missing or any(reason.code == "disabled" for reason in reasons)
     verdict = "is not available" if out_of_service else "does not support this call"
     lines = [f"backend {backend.name!r} {verdict}: {problem}"]
     instead = "no other accepts it"
@@ -379,15 +379,14 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
         lines.append(f"  backends that accept it: {names}")
         by_name_only = accepted_by == ("reference",)
         instead = f"pass backend={names}" if by_name_only else f"pass backend='auto', or one that accepts it: {names}"
-    lines += [f"  - {reason}" for reason in reasons]
-    lines += [f"    | {line}" for line in details.splitlines()]
-    # A page of text would hide what to do.
-    message = f"backend {backend.name!r} {verdict}; {instead}\n  - {reasons[0]}"
-    if len(reasons) > 1 or details:
-        others = f"{len(reasons) - 1} more" if len(reasons) > 1 else "more of this"
+    details = "".join(f"\n    | {line}" for line in details.splitlines())  # what a compiler said
+    said = "\n".join([*lines, *(f"  - {reason}" for reason in reasons)]) + details
+    # All reasons are a page of text, which would hide what to do. The one here is the verdict's.
+    message = f"backend {backend.name!r} {verdict}; {instead}\n  - {(*out_of_service, *reasons)[0]}{details}"
+    if len(reasons) > 1:
+        others = f"{len(reasons) - 1} more"
         message += f"\n  {others}: print(flash_dmattn.explain(...).error) with the arguments of the call"
     kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
-    said = "\n".join(lines)
     raise kind(message, backend=backend.name, reasons=reasons, accepted_by=accepted_by, details=said) from cause
 
 

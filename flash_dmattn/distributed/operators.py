@@ -17,7 +17,7 @@ from ..definition import define, distinct, is_transformed
 from ..dispatch.plan import backward_pass, forward_pass
 from ..dispatch.registry import BACKENDS
 from ..dispatch.selection import Selection
-from ..gradients import empty_gradient, empty_gradients, empty_outputs, spread, with_dbias
+from ..gradients import empty_gradient, empty_gradients, empty_outputs, narrow, spread, with_dbias
 from ..operators import backward_flop_of, describe_operands, forward_flop_of, register
 from ..problem import AttentionProblem, Flags, Gradients, MaskView, NeedsGrad, allowed_pairs
 from ..problem.inputs import Inputs, Saved
@@ -302,7 +302,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         settings.compare("forward", x)
     arriving, rows = settings.arriving(x), settings.rows(x)
     backend = BACKENDS[settings.forward]
-    out, lse = empty_outputs(x.q, x.v, x.bias is not None and backend.wide_lse)
+    out, lse = empty_outputs(x.q, x.v, backend.widens(x.bias))
     for heads, held_k, held_v in arriving:
         rows.forward(backend, heads, held_k, held_v, out, lse)
     return out, lse
@@ -334,7 +334,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     x, settings = Operands(*arguments[:6]), GatherSettings.of(arguments[6:])
-    return empty_outputs(x.q, x.v, x.bias is not None and BACKENDS[settings.forward].wide_lse)
+    return empty_outputs(x.q, x.v, BACKENDS[settings.forward].widens(x.bias))
 
 
 def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
@@ -414,9 +414,7 @@ class GatherGradients(torch.autograd.Function):
 
 def _gradients(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> Gradients:
     q, k, v, bias, sink, out, lse, settings, *mask = arguments
-    if dlse is not None and dlse.dtype == torch.float64 != q.dtype:
-        dlse = dlse.float()
-    gradients = gather_backward(dout, dlse, q, k, v, mask, bias, sink, out, lse, *settings.flat)
+    gradients = gather_backward(dout, narrow(dlse, q.dtype), q, k, v, mask, bias, sink, out, lse, *settings.flat)
     return spread(gradients, NeedsGrad(*settings.needs_grad))
 
 
@@ -450,9 +448,7 @@ def attend_gathered(
         out, lse = gather_forward(q, k, v, tensors, bias, sink, *settings.flat)
     else:
         out, lse = GatherAttention.apply(*distinct(q, k, v, bias, sink, settings, *tensors))
-    if problem.return_lse and lse.dtype == torch.float64 != q.dtype:
-        lse = lse.float()  # see `Backend.wide_lse`
-    return out, lse
+    return out, narrow(lse, q.dtype) if problem.return_lse else lse
 
 
 def _views(call: ParallelCall, pair: Selection, mask: Tensor | ShardedMask | None) -> list[MaskView]:

@@ -6,7 +6,6 @@ and `serve` turns such a call into one of `flash_dmattn.attention`.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -182,7 +181,7 @@ class _Interception(TorchFunctionMode):
             if func is F.multi_head_attention_forward and self.entries:
                 return _traced(*args, **kwargs)
             return func(*args, **kwargs)
-        if func in _RUNS_OTHERS and func not in self.entered and all(kind is Tensor for kind in types):
+        if func in _UNASKED and func not in self.entered and all(kind is Tensor for kind in types):
             return self.enter(func, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -194,7 +193,7 @@ class _Interception(TorchFunctionMode):
         self.entered.append(func)
         try:
             with self:
-                return _unasked(func)(*args, **kwargs)
+                return _UNASKED[func](*args, **kwargs)
         finally:
             self.entered.remove(func)
 
@@ -234,10 +233,7 @@ class _Interception(TorchFunctionMode):
             _thread.passes_on = False
 
 
-# Functions that torch hands over as a whole, and that run attention inside: their own, or calls that a backward pass
-# computes again.
-_RUNS_OTHERS: set[Any] = {F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-# The names by which these functions ask whether to hand themselves over.
+# The names by which functions of torch ask whether to hand themselves over.
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -252,13 +248,20 @@ class _Names(dict[str, Any]):
         return self.others[name]
 
 
-@functools.cache
 def _unasked(func: Any) -> Any:
-    """Return a function of `_RUNS_OTHERS` as one that does not ask whether to hand itself over."""
+    """Copy a function as one that does not ask whether to hand itself over."""
     names = _Names(func.__globals__, dict.fromkeys(_QUESTIONS, lambda *_: False))
     unasked = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     unasked.__kwdefaults__ = func.__kwdefaults__
     return unasked
+
+
+# Functions that torch hands over as a whole, and that run attention inside: their own, or calls that a backward pass
+# computes again.
+_UNASKED: dict[Any, Any] = {
+    func: _unasked(func)
+    for func in (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+}
 
 
 # torch.compile does not look into F.multi_head_attention_forward: inside of a context and outside it would be the same

@@ -596,9 +596,10 @@ __device__ __forceinline__ void consume_backward(const BackwardParams& p, Backwa
     consumer.start_key_sums();
     consumer.load_key_bias(item);
     if (BackwardConsumer<Traits>::kHasBias && item.great != nullptr) {
-      // By lanes of its own: the compiler would compute what both loops need before either, and hold it in both.
+      // By lanes of its own: the compiler would compute what both loops need before either, and hold it in both. Where a
+      // warpgroup sums dbias it has no registers for the copy, and would serialize the products.
       int own_lane = lane;
-      asm volatile("" : "+r"(own_lane));
+      if constexpr (!Traits::kSumsFast) asm volatile("" : "+r"(own_lane));
       BackwardConsumer<Traits> own{
           {p, shared, group, warp, own_lane, pipe_keys.stage, {consumer.key_bias[0], consumer.key_bias[1]}}, dk, dv};
       own.template mainloop<BackwardConsumer<Traits>::kHasBias>(item, pipes);

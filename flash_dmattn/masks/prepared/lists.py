@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...definition import define, is_transformed
+from ...definition import define, is_transformed, map_each
 from ...problem import Band, SequenceSpec
 from ...reference.lists import gather_entries, spread, table
 from ...sequences.layout import token_places
@@ -122,7 +122,7 @@ _ORDERED = define(
     _ordered,
     _ordered_fake,
 )
-operators.map_each("order_lists", _ORDERED)
+map_each("order_lists", _ORDERED)
 
 
 def tiles_of_lists(
@@ -226,7 +226,7 @@ _BEST = define(
     _best,
     _best_fake,
 )
-operators.map_each("list_best", _BEST)
+map_each("list_best", _BEST)
 
 
 class _Take(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...definition import LIBRARY, define, each_call, stacked, unless_watched
+from ...definition import LIBRARY, define, map_each, unless_watched
 from ...problem import Band, Layout, MaskChoice, MaskView, SequenceSpec, collapse, hint, make_band
 from ..topk import list_best, score_keys, topk_intervals
 from . import intervals, packing
@@ -222,18 +222,6 @@ def _pack_beside_fake(mask: Tensor, bounds: Tensor, mask_packing: MaskPacking, *
         empty(tile_count(all_q, spec), 2 + columns),
         empty(tile_count(all_k, spec), 2 + rows),
     ]
-
-
-def map_each(name: str, operator: Callable[..., Any]) -> None:
-    """Let `torch.vmap` map an operator call by call."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        made = [operator(*each) for each in each_call(info.batch_size, in_dims, arguments)]
-        kind = type(made[0])
-        results, dims = stacked(made)
-        return kind(results), kind(dims)
-
-    torch.library.register_vmap(f"flash_dmattn::{name}", rule, lib=LIBRARY)
 
 
 _PACK_BESIDE = define(
