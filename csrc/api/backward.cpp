@@ -222,8 +222,8 @@ void implement(Library& m) {
 
 }  // namespace
 
-// The shapes of tensors are checked, but not the numbers in a mask: lists, bounds and the order of keys have to be those
-// that the packing operators of this library write. Others would lead kernels out of their tensors.
+// The shapes of tensors are checked, but not the numbers in a mask: lists, bounds and the order of keys must come from the
+// packing operators of this library. Others would lead kernels out of their tensors.
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_dmattn, m) {
   m.def(
       "cuda_backward_kernel(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor? key_order, "

@@ -9,12 +9,16 @@
 
 namespace flash_dmattn {
 
+// The unit of log_sum in join_lse.
+__device__ __forceinline__ double log_sum_unit(float max) {
+  return fabsf(max) > 0x1p31f ? fabsf(max) * 0x1p-31 : 1.0;
+}
+
 // lse of a row, from its maximum and the log of its sum. A float cannot hold both next to a bias of -1e9: p would not be
 // normalised in the backward pass. A double does, up to maxima of 2^31. The steps of floats beyond are greater than any
 // log of a sum, which goes into the bits below them: rounded to a float, lse is the maximum.
 __device__ __forceinline__ double join_lse(float max, float log_sum) {
-  const double unit = fabsf(max) > 0x1p31f ? fabsf(max) * 0x1p-31 : 1.0;
-  return fabsf(max) == INFINITY ? max + log_sum : max + log_sum * unit;
+  return fabsf(max) == INFINITY ? max + log_sum : max + log_sum * log_sum_unit(max);
 }
 
 // The same in two floats, whose difference from a score is right: (score - high) - low.
@@ -25,11 +29,10 @@ struct SplitLse {
 __device__ __forceinline__ SplitLse split_lse(double lse) {
   const float high = static_cast<float>(lse);
   if (fabsf(high) == INFINITY) return {high, 0.0f};
-  const double unit = fabsf(high) > 0x1p31f ? fabsf(high) * 0x1p-31 : 1.0;
-  return {high, static_cast<float>((lse - high) / unit)};
+  return {high, static_cast<float>((lse - high) / log_sum_unit(high))};
 }
 
-// Of a greater lse fp32 has steps of 2^-14 and more, by which p would be wrong.
+// fp32 has steps of 2^-14 and more for an lse above this, by which p would be wrong.
 constexpr float kGreatLse = 512.0f;
 
 // The exponent of p, in base 2, where lse is great: x is high and y low of SplitLse, the latter in base 2. The score is

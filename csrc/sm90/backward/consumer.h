@@ -267,7 +267,8 @@ struct BackwardConsumer : KeyConsumer<Traits, BackwardStorage<Traits>> {
     for (int i = 0; i < kSteps; ++i) {
       if constexpr (Traits::kHasBiasTiles) ldmatrix_x4_trans(bias[i], bias_tile + i * 16 * kRowBytes);
       float sums[2] = {0.0f, 0.0f};
-      this->template finish_capped<kGreat>(i, tanhs, dp, cap, lse, delta, bias, item, block, probs[i], ds[i], dbias[i], sums);
+      this->template finish_capped<kGreat>(i, tanhs, dp, cap, lse, delta, bias, item, block, probs[i], ds[i], dbias[i],
+                                           sums);
       stmatrix_x4_trans(ds[i], ds_tile + i * 16 * kRowBytes);
       // Overwrites the matrices that the warp has just loaded.
       if constexpr (Traits::kReplacesBias) stmatrix_x4_trans(dbias[i], bias_tile + i * 16 * kRowBytes);

@@ -39,7 +39,7 @@ struct BackwardParams : AttentionSizes {
   int cluster;         // blocks in a cluster: one per batch entry where they sum dbias, else 1
   const float* lse;    // (B, Hq, padded_rows), base 2; +inf for empty rows and for padding, -inf in great ones
   const float* delta;  // (B, Hq, padded_rows), of BackwardRowsParams
-  // Of calls whose kernel has a bias, for rows whose lse is great (kGreatLse in operands.h): lse of all rows in two parts,
+  // For rows whose lse is great, in calls whose kernel has a bias (kGreatLse in operands.h): lse of all rows in two parts,
   // (B, Hq, padded_rows), and for each tile of 128 rows four bytes, of 32 rows each, which are not 0 where one is great.
   const float2* split_lse;
   const uint32_t* great_rows;

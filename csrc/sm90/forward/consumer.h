@@ -151,7 +151,8 @@ struct Consumer {
     }
   }
 
-  // What a score still lacks: it is unit * score + value. A tile of a bias by distance may have one value for all.
+  // A score is unit * score + value with these, once `softmax` has added them. A tile of a bias by distance may have one
+  // value for all.
   struct Flat {
     float value = 0.0f, unit = 1.0f, inverse_unit = 1.0f;
   };

@@ -21,9 +21,9 @@ constexpr int kSplitWarps = 4 * Traits::kConsumers;
 template <class Traits>
 constexpr int kSplitFloats = (1 + Traits::kDv / 8) * 4 * 32 * kSplitWarps<Traits>;
 
-// `row`: the first of the thread's two rows. Takes out, row_max and row_sum of the split; row_max of a row without a key is
-// -inf, which the threads of a row have to agree on, and its row_sum is that of the thread. Returns true in the warp that
-// has combined all splits of the work tile; false in the others, and in warps without rows.
+// Takes out, row_max and row_sum of the split, and `row`, the first of the thread's two rows. The threads of a row pass one
+// row_max, -inf if the row has no key so far, and each its share of row_sum. Returns true in the warp that has combined all
+// splits of the work tile; false in the others, and in warps without rows.
 template <class Traits>
 __device__ __forceinline__ bool combine_splits(const ForwardParams& p, int split, int row,
                                                float (&out)[Traits::kDv / 2], float (&row_max)[2],
