@@ -445,7 +445,7 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
         judge = partial(failures_of, like=like, told=str(case), sizes=sizes, spread=spread, by_chance=by_chance)
         part = judge(*(in_part(x, rows, inputs) for x in (got, exact, in_dtype)))
         if part and case.data in (*GREAT, *GREAT_MIN) and case.bias is not None and case.bias[3] == "1":
-            # What a row adds to all of its scores may be left out: more than fp32 holds, and no less right.
+            # Scores without the constant of a row are as right: they have more digits than fp32 holds next to it.
             apart = oracle(case, replace(inputs, bias=inputs.bias.masked_fill(inputs.bias.abs() > GREAT_ROW, 0.0)))
             moved = {n: None if x is None else x + (in_dtype[n].double() - exact[n]) for n, x in apart.items()}
             both = judge(*(in_part(x, rows, inputs) for x in (got, apart, moved)))
@@ -455,7 +455,7 @@ def assert_accurate(got: Results, case: Case, inputs: Inputs, exact: Results | N
 
 
 def parts_of(case: Case, exact: Results) -> list[Tensor | None]:
-    """The rows (B, Hq, Lq) that are judged together: those of great scores, and all others."""
+    """Return rows (B, Hq, Lq) that are judged together: first all rows of great scores, then all others."""
     if case.data not in (*GREAT, *GREAT_MIN) or exact["lse"] is None:
         return [None]
     is_great = exact["lse"].abs().nan_to_num(posinf=0.0) > GREAT_ROW
@@ -510,17 +510,17 @@ def lost_nan(got: Results, case: Case, inputs: Inputs) -> dict[str, str]:
     has_weight = (formula.softmax(s, x.sink)[0] > 1e-30).double()
     bad_values = torch.einsum("bhgij,bjhd->bihgd", has_weight, (~x.v.isfinite()).double()).flatten(2, 3) > 0
     out = bad_values | by_row(rows)
-    of_rows = sees & rows.unsqueeze(-1)
-    of_gradients = sees & out.any(-1).mT.unflatten(1, (heads_k, -1)).unsqueeze(-1)
+    from_rows = sees & rows.unsqueeze(-1)
+    from_gradients = sees & out.any(-1).mT.unflatten(1, (heads_k, -1)).unsqueeze(-1)
     needed = {
         "lse": rows.flatten(1, 2),
         "out": out,
-        "dq": by_row(of_gradients.any(-1)),
-        "dk": of_gradients.any(3).any(2).mT.unsqueeze(-1),
-        "dv": of_rows.any(3).any(2).mT.unsqueeze(-1),
+        "dq": by_row(from_gradients.any(-1)),
+        "dk": from_gradients.any(3).any(2).mT.unsqueeze(-1),
+        "dv": from_rows.any(3).any(2).mT.unsqueeze(-1),
     }
     if x.bias is not None and (case.relative is not None or x.bias.shape[3] > 1):  # else it is dlse
-        needed["dbias"] = formula.bias_gradient(of_gradients.double(), x.bias, x.q.shape[2]) > 0
+        needed["dbias"] = formula.bias_gradient(from_gradients.double(), x.bias, x.q.shape[2]) > 0
     failures, products = {}, dict(zip((*GRADIENTS, "dsink"), by_formula, strict=False))
     for name, y in got.items():
         if y is None:

@@ -75,8 +75,8 @@ def with_means(data: str, q: Tensor, k: Tensor, scale: float, random: torch.Gene
 def with_great_values(data: str, bias: Tensor, random: torch.Generator) -> Tensor:
     """A bias of a kind of `JUMPS` or `GREAT`, or the values of one by distance; of another kind as it is.
 
-    The last dims are queries, or 1, and keys or distances. Of three dims, as of packed sequences, an "entry" is the
-    first half of the tokens.
+    The last dims are queries, or 1, and keys or distances. With three dims, as packed sequences have, an "entry" is
+    the first half of the tokens.
     """
     place, _, number = data.partition(" ")
     limits, shape = torch.finfo(bias.dtype), bias.shape
@@ -278,7 +278,7 @@ class Case:
         if bias is not None and bias.numel() and self.relative is not None and self.data in STEPS:
             bias[..., 0] = bias[..., -1] = STEPS[self.data][1]
         elif bias is not None and self.relative is None and self.data in GREAT and self.seed % 2:
-            # What arrives at a row of great scores is 0: nothing of it may reach a gradient.
+            # dout of a row of great scores is 0: nothing of that row may reach a gradient.
             rows = (bias.abs() > 6e4).all(-1)[(None,) * (4 - bias.dim())]
             rows = rows.repeat_interleave(self.num_heads // rows.shape[1], 1) if rows.shape[1] > 1 else rows
             x = replace(x, dout=x.dout.masked_fill(rows.mT.unsqueeze(-1), 0.0))

@@ -428,7 +428,7 @@ def reads_tiles_of_tangents(names: tuple[str, ...], head_dim: int) -> None:
     """At head dim 256 two programs share the columns of v."""
     case = Case(batch=1, seqlen_q=70, seqlen_k=200, num_heads=2, num_heads_k=1, dtype=torch.float16, bias=FULL)
     case = case.with_(head_dim=head_dim)
-    call = tangent_calls.of_case(0, Drawn(case), "cpu")
+    call = tangent_calls.dense_call(0, Drawn(case), "cpu")
     random = torch.Generator().manual_seed(1)
     tangents = {n: torch.randn(call.tensors[n].shape, generator=random).half() for n in names}
     call = replace(call, tangents=tangents)
@@ -500,7 +500,7 @@ def right_beside_a_constant(constant: float, case: Case, one_row: bool) -> None:
     exact = replace(inputs.to(torch.float64), bias=exact.bias)
     shift = torch.zeros(case.seqlen_q)
     if case.bias is not None and case.bias[3] == "1":
-        # Such a bias is not added to scores, and fp64 has no room for 1e30 and these. The constant moves lse alone.
+        # The kernel does not add such a bias to scores: fp64 has no room for 1e30 and scores. The constant moves lse.
         shift[rows] = constant
         exact.bias[:, :, rows] -= constant  # type: ignore[index]
         exact = exact if exact.sink is None else replace(exact, sink=exact.sink - constant)
@@ -561,7 +561,7 @@ def right_in_sequences(layout: str, shape: str) -> None:
 
 def right_in_forward_mode(case: Case) -> None:
     """A great constant in one row, or in all values by distance, moves lse alone."""
-    call = tangent_calls.of_case(0, Drawn(case), "cpu")
+    call = tangent_calls.dense_call(0, Drawn(case), "cpu")
     bias = call.tensors["bias"].clone()
     is_row_bias = case.bias is not None and case.bias[3] == "1"
     (bias[..., 3, :] if case.bias is not None and case.bias[2] == "Lq" else bias).add_(-1e9)

@@ -337,14 +337,14 @@ def tangents(place: Place, number: int) -> Check | None:
         if place.kind == "interpreter":
             sizes = {"lengths": INTERPRETED_LENGTHS, "dtypes": place.machine.EVERY_DTYPE}
             sizes["head_dims"] = INTERPRETED_DIMS
-        call = tangent_calls.of_sequences(number, sequence_calls.draw(number, layout, **sizes))
+        call = tangent_calls.sequences_call(number, sequence_calls.draw(number, layout, **sizes))
     elif number % 12 == 1:
         drawn, mask = draws.draw_intervals(number, draws.INTERVAL_SIZES[place.kind])
-        call = tangent_calls.of_case(number, drawn, place.device)
+        call = tangent_calls.dense_call(number, drawn, place.device)
         call.others["mask"] = mask.to(place.device)
     else:
         drawn = draws.draw_interpreted(number) if place.kind == "interpreter" else draws.DRAWS[place.backend](number)
-        call = tangent_calls.of_case(number, drawn, place.device)
+        call = tangent_calls.dense_call(number, drawn, place.device)
     if call.explain(place.backend).tangents != place.backend:
         return None
 

@@ -72,7 +72,7 @@ def draw_tangents(number: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tangents
 
 
-def of_case(number: int, drawn: Drawn, device: str) -> TangentCall:
+def dense_call(number: int, drawn: Drawn, device: str) -> TangentCall:
     """Return a drawn call with tangents."""
     case = drawn.case
     if case.data in (*SEEN, *HIDDEN) and case.data != "seen nan q":
@@ -85,7 +85,7 @@ def of_case(number: int, drawn: Drawn, device: str) -> TangentCall:
     return TangentCall(tensors, tangents, others, case.passed, case.seed, told, case.data)
 
 
-def of_sequences(number: int, call: SequenceCall) -> TangentCall:
+def sequences_call(number: int, call: SequenceCall) -> TangentCall:
     """Return a drawn call with sequences with tangents; rows of no sequence hold NaN."""
     call = spoiled(call)
     call = replace(call, k=call.k.nan_to_num(0.0)) if call.data == "seen nan k" else call

@@ -289,7 +289,7 @@ def test_results_may_be_written_to(name: str, arrival: str, backend: Any) -> Non
             assert torch.equal(x.detach(), expected)
 
 
-# What is kept of a call outlives the transform in which it was made, whose tensors do not
+# The caches of a call outlive the transform in which they were filled; tensors of the transform do not
 
 X = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(7))
 BEST = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(8))

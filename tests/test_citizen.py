@@ -224,7 +224,7 @@ TABLE, POOL = torch.tensor([[2, 0], [1, 3]]), X.view(4, 12, 2, 8)
 
 
 def with_derivatives(call: Callable[..., Any], *leaves: Tensor) -> tuple[Any, ...]:
-    """What a call returns, and the first and second derivatives of it."""
+    """Return the results of a call, and their first and second derivatives."""
     leaves = tuple(x.detach().requires_grad_() for x in leaves)
     out = call(*leaves)
     first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
@@ -351,16 +351,16 @@ def tensors_of(x: Any) -> list[Any]:
 def test_no_call_looks_at_the_default_device_or_dtype_of_torch(name: str) -> None:
     registry.choices_changed()
     with torch.device("meta"):  # first: a plan is made here, and what it keeps serves the calls below
-        found = tensors_of(CALLS[name]())
+        on_meta = tensors_of(CALLS[name]())
     expected = tensors_of(CALLS[name]())
     torch.set_default_dtype(torch.float64)
     try:
         registry.choices_changed()
-        of_float64 = tensors_of(CALLS[name]())
+        in_float64 = tensors_of(CALLS[name]())
     finally:
         torch.set_default_dtype(torch.float32)
-    assert len(found) == len(of_float64) == len(expected) > 0
-    for x, y, want in zip(found, of_float64, expected, strict=True):
+    assert len(on_meta) == len(in_float64) == len(expected) > 0
+    for x, y, want in zip(on_meta, in_float64, expected, strict=True):
         if isinstance(want, Tensor):
             assert x.device == y.device == want.device
             assert x.dtype == y.dtype == want.dtype

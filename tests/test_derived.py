@@ -123,8 +123,8 @@ def test_second_derivatives_are_those_of_the_reference(form: Form) -> None:
         value = seeded(lambda *x, backend=backend: form.loss(*x, backend=backend), *leaves)
         first = torch.autograd.grad(value, leaves, create_graph=True)
         results.append([*first, *torch.autograd.grad(sum(x.sin().sum() for x in first), leaves)])
-    *found, expected = results
-    assert_same(found, [expected, expected])
+    *derived, expected = results
+    assert_same(derived, [expected, expected])
 
 
 @every_form

@@ -149,11 +149,11 @@ def test_what_is_no_number_reaches_all_that_see_it(backend: Runner, name: str, v
             finite = [y.isfinite() for y in (got[result], exact[result], most)]
             if result in ("dq", "dk", "dv"):
                 finite = [y.all(-1) for y in finite]
-            found, seen, hidden = (~y for y in finite)
+            broken, seen, hidden = (~y for y in finite)
             # FlexAttention makes p of +inf anew from its lse, which is +inf there (docs/backends.md).
             if not (result == "dv" and backend.name == "flex" and abs(value) == torch.inf):
-                assert not (seen & reached.get(result, seen) & ~found).any(), f"{result} of {where} is finite"
-            assert not (found & ~hidden & ~own.get(result, hidden)).any(), f"{result} of {where} is not finite"
+                assert not (seen & reached.get(result, seen) & ~broken).any(), f"{result} of {where} is finite"
+            assert not (broken & ~hidden & ~own.get(result, hidden)).any(), f"{result} of {where} is not finite"
 
 
 HIDING: dict[str, tuple[dict[str, Any], str]] = {

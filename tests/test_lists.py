@@ -964,13 +964,13 @@ def test_mistakes_beside_sequences(text: str, rows: tuple[int, ...], arguments: 
 @pytest.mark.parametrize("block", ((10**12, 16), (16, 10**12), (10**12, 10**12)), ids=str)
 def test_a_block_may_be_longer_than_all(block: tuple[int, int], backend: str) -> None:
     """It is cut as the last block of any is, and takes no memory beyond it."""
-    whole = tuple(min(size, n) for size, n in zip(block, (70, 90)))
-    lists, blocks = -(-70 // whole[0]), -(-90 // whole[1])
+    cut = tuple(min(size, n) for size, n in zip(block, (70, 90)))
+    lists, blocks = -(-70 // cut[0]), -(-90 // cut[1])
     index = torch.randint(-1, blocks, (1, 1, lists, 2))
     q, k = torch.randn(1, 70, 2, 8), torch.randn(1, 90, 1, 8)
     values, scores = torch.randn(1, 1, lists, 2, requires_grad=True), torch.randn(1, lists, blocks)
     results = []
-    for size in (block, whole):
+    for size in (block, cut):
         made = from_lists(index, seqlen_q=70, seqlen_k=90, block_size=size, is_causal=True)
         out = attention(q, k, k, made, Chosen(values), backend=backend)
         best = from_topk_lists(scores, 1, seqlen_q=70, seqlen_k=90, block_size=size, is_causal=True)

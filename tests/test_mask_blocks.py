@@ -146,7 +146,7 @@ def test_errors(call, error, message):
 @pytest.mark.parametrize("block", (10**12, (10**12, 16), (16, 10**12)), ids=str)
 def test_a_block_may_be_longer_than_the_mask(block: int | tuple[int, int]) -> None:
     mask = torch.rand(2, 3, 70, 90) < 0.5
-    whole = tuple(min(size, n) for size, n in zip(block if isinstance(block, tuple) else (block, block), (70, 90)))
-    counted, wanted = masks.mask_stats(mask, block), masks.mask_stats(mask, whole)
-    assert dataclasses.replace(counted, block_size=whole) == wanted
-    assert torch.equal(masks.smooth_blocks(mask, block), masks.smooth_blocks(mask, whole))
+    cut = tuple(min(size, n) for size, n in zip(block if isinstance(block, tuple) else (block, block), (70, 90)))
+    counted, wanted = masks.mask_stats(mask, block), masks.mask_stats(mask, cut)
+    assert dataclasses.replace(counted, block_size=cut) == wanted
+    assert torch.equal(masks.smooth_blocks(mask, block), masks.smooth_blocks(mask, cut))

@@ -29,7 +29,7 @@ from flash_dmattn.dispatch.registry import BACKENDS
 @pytest.mark.parametrize("first", range(0, 200, 100))
 def test_random_calls_in_chunks(first: int) -> None:
     for number in range(first, first + 100):
-        call = tangent_calls.of_case(number, draw_small(number), DEVICE)
+        call = tangent_calls.dense_call(number, draw_small(number), DEVICE)
         with small_chunks(number):
             tangent_calls.assert_accurate(call.run("eager"), call)
 
@@ -61,7 +61,7 @@ def gradients_of_tangents(
 @pytest.mark.parametrize("number", range(40))
 def test_gradients_of_tangents_in_chunks(number: int) -> None:
     case = draw_small(number).case.with_(dtype=torch.float64, bias_dtype=None, sink_dtype=None, logits=1.0)
-    call = tangent_calls.of_case(number, Drawn(case.with_(bias_kind="normal", data="centred")), "cpu")
+    call = tangent_calls.dense_call(number, Drawn(case.with_(bias_kind="normal", data="centred")), "cpu")
     of = LOSSES[number % len(LOSSES)]
     with small_chunks(number):
         actual = gradients_of_tangents(call, "eager", of)

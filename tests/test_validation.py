@@ -324,7 +324,7 @@ def test_ints_of_numpy_are_sizes() -> None:
     assert flash_dmattn.attention(x, x, x, bias=torch.zeros(1, 1, 5, 5), sequences=sequences).shape == x.shape
     values = torch.randn(2, 9)
     shared = {"bias": flash_dmattn.biases.Relative(values, np.int64(4), "clamp")}
-    whole = {"bias": flash_dmattn.biases.Relative(values, 4, "clamp")}
-    assert torch.equal(*(flash_dmattn.attention(x[None], x[None], x[None], **kind) for kind in (shared, whole)))
+    as_int = {"bias": flash_dmattn.biases.Relative(values, 4, "clamp")}
+    assert torch.equal(*(flash_dmattn.attention(x[None], x[None], x[None], **kind) for kind in (shared, as_int)))
     with pytest.raises(TypeError, match=r"is_causal is .*; it needs to be True or False"):
         flash_dmattn.attention(x[None], x[None], x[None], is_causal=np.int64(1))
