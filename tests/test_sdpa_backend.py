@@ -178,6 +178,26 @@ def test_nan_in_hidden_keys_stays_hidden() -> None:
     assert out[:, 2].isnan().all() and torch.equal(out[:, 3:], wanted[:, 3:])
 
 
+GREAT = Case(seqlen_q=34, seqlen_k=63, num_heads=4, num_heads_k=2, needs_grad=QKV, dlse=True)
+UNCENTRED = (
+    GREAT.with_(bias=("1", "1", "1", "1"), data="row -1e9"),
+    GREAT.with_(bias=("B", "1", "Lq", "1"), data="key 1e9", dtype=torch.bfloat16),
+    GREAT.with_(bias=("1", "Hq", "Lq", "Lk"), data="entry -1e9", mask=SCORES, mask_kind="empty_rows"),
+    GREAT.with_(mask=SCORES, mask_kind="empty_rows", window_size=(20, 1), data="hidden nan k"),
+    GREAT.with_(mask=SCORES, data="hidden inf k"),
+    GREAT.with_(mask=("1", "1", "1", "Lk"), mask_kind="none_allowed", data="seen inf k"),
+    GREAT.with_(window_size=(-1, 20), data="seen inf q"),
+    GREAT.with_(window_size=(20, 1), data="seen nan k", dtype=torch.float16),
+)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="rules refuse such a bias or mask there")
+@pytest.mark.parametrize("case", UNCENTRED, ids=str)
+def test_gradients_beside_great_and_spoiled_numbers(case: Case) -> None:
+    inputs = case.build()
+    assert_accurate(Runner("sdpa")(case, inputs), case, inputs)
+
+
 # Operators of GPUs, emulated: what they return is what docs/notes/torch_kernels.md says of them.
 
 

@@ -109,7 +109,8 @@ def plan_forward(p: AttentionProblem) -> Forward:
             out, lse = _attend_in_blocks(q, k, v, scale)
         else:
             out, lse = _as_results(*_FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale))
-        if _is_usual(lse):
+        has_great = mask is not None and x.bias is not None and bool(_size(lse, torch.inf) > LARGE_LSE)
+        if _is_usual(lse) and not has_great:
             return out, lse
         if mask is not None:
             if not _size(lse, torch.inf) < torch.inf:  # or NaN
@@ -119,15 +120,35 @@ def plan_forward(p: AttentionProblem) -> Forward:
             if x.bias is None or _size(q, torch.inf) + _size(k, torch.inf) < torch.inf:
                 is_empty = ~_sees_key(mask, is_causal)
                 out, lse = out.masked_fill(is_empty.mT[..., None], 0.0), lse.masked_fill(is_empty, -torch.inf)
-        # The kernel writes 0 for short rows of NaN, too, and for scores that are all -inf. Beside a score of +inf its
-        # lse is +inf or NaN.
-        is_lost = (lse == 0) | ~(lse.abs() <= _EXACT_LSE) & (lse != -torch.inf)
+        # The kernel writes 0 for short rows of NaN, too, and for scores that are all -inf. Its lse of a row
+        # with a score of +inf is +inf or NaN.
+        is_inexact = ~(lse.abs() <= _EXACT_LSE) & (lse != -torch.inf)
+        is_lost = (lse == 0) | is_inexact
+        if has_great:
+            if is_inexact.any():  # then eager computes all gradients, from scores that it has rounded itself
+                is_lost = is_lost | (lse.abs() > LARGE_LSE)
+            else:
+                out, lse = _with_digits(out, lse, q, k, v, mask, is_causal, scale)
         if is_lost.any():
             new_out, new_lse = forward_of(EAGER, p)(x)
             out, lse = torch.where(is_lost.mT[..., None], new_out, out), torch.where(is_lost, new_lse, lse)
         return out, lse
 
     return forward
+
+
+def _with_digits(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute rows of a large lse again, from their scores minus lse: a score next to a large bias has lost digits.
+
+    The backward pass subtracts lse as well, so both passes have the same probabilities.
+    """
+    is_great = (lse.abs() > LARGE_LSE) & (lse != -torch.inf)
+    moved = mask - lse.masked_fill(~is_great, 0.0)[..., None]
+    new_out, rest = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=moved, scale=scale)
+    is_great &= rest.isfinite()  # a hidden key with NaN makes it NaN
+    return torch.where(is_great.mT[..., None], new_out.transpose(1, 2), out), torch.where(is_great, lse + rest, lse)
 
 
 def _is_usual(lse: Tensor) -> bool:
@@ -206,6 +227,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
 
     def backward(saved: Saved, dout: Tensor, dlse: Tensor | None, *, dbias_out: Tensor | None = None) -> Gradients:
         x, out, lse = saved
+        arrived_dlse = dlse
         mask = None if added is None else added(x.mask.dense, x.bias)
         q, k, v = rows(x)
         if not _size(lse, torch.inf) <= LARGE_LSE:
@@ -214,7 +236,7 @@ def plan_backward(p: AttentionProblem) -> Backward:
             dlse = None if dlse is None else dlse.masked_fill(is_empty, 0.0)
             largest = float(_size(lse, torch.inf))
             if not largest <= _EXACT_LSE:
-                return backward_of(EAGER, p)(saved, dout, dlse)
+                return backward_of(EAGER, p)(saved, dout, arrived_dlse)
             if largest > LARGE_LSE:
                 # The rounding of a large lse would show in every p. So lse is subtracted from the scores first: the
                 # lse of the moved scores is small.
@@ -229,6 +251,9 @@ def plan_backward(p: AttentionProblem) -> Backward:
             columns: tuple[Tensor | float, ...] = (dlse.to(lse.dtype)[..., None], 0.0, 0.0, 1.0, 0.0)
             wider = [_with_column(t, c) for t, c in zip(tensors, columns, strict=True)]
             gradients = [g[..., :dim] for g in _BACKWARD(*wider, lse, 0.0, is_causal, attn_mask=mask, scale=scale)]
+        # The kernel multiplies hidden keys and whole blocks by 0, and spreads what is not finite in them.
+        if not sum(_size(g, torch.inf) for g in gradients) < torch.inf:
+            return backward_of(EAGER, p)(saved, dout, arrived_dlse)
         dq, dk, dv = (g.transpose(1, 2).contiguous() for g in gradients)
         own = (dq if needs_grad.q else None, dk if needs_grad.k else None, dv if needs_grad.v else None, None)
         return as_arrived(own, p.arrival)
