@@ -117,7 +117,9 @@ def inputs(case: Case) -> tuple[list[Tensor], MaskView, Tensor | None]:
         packed = masks.PreparedMask.from_blocks(blocks, 128, c.seqlen, c.seqlen).view
     elif c.mask == "keys":
         lengths = torch.randint(1, c.seqlen + 1, (c.batch,), device="cuda", generator=generator)
-        packed = masks.PreparedMask.from_lengths(lengths, c.seqlen, c.seqlen).view
+        packed = masks.PreparedMask.from_mask(
+            masks.padding_mask(lengths, c.seqlen), seqlen_q=c.seqlen, reorder=False
+        ).view
     batch = {"full": c.batch, "shared": 1}.get(c.bias)
     return rows, packed, None if batch is None else random(batch, c.heads, c.seqlen, c.seqlen)
 

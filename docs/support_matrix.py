@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from flash_dmattn.backends.cuda import rules  # noqa: E402
-from flash_dmattn.backends.protocol import Backend, Reason  # noqa: E402
+from flash_dmattn.backends.protocol import Backend, Reason, Rule  # noqa: E402
 from flash_dmattn.biases import ByDistance, Chosen  # noqa: E402
 from flash_dmattn.dispatch.registry import BACKENDS  # noqa: E402
 from flash_dmattn.dispatch.selection import passes_of, select_tangents  # noqa: E402
@@ -157,6 +157,22 @@ def rows() -> tuple[Row, ...]:
     )
 
 
+def example_of(rule: Rule) -> AttentionProblem:
+    """Describe the call that breaks a rule alone: see `Rule.example`."""
+    is_backward = "forward" not in rule.passes
+    call: dict[str, Any] = {"q": (2, 4096, 16, 64), "device": "sm_90", "deterministic": False, "grad": is_backward}
+    call |= rule.example
+    fields: dict[str, Any] = {name: call.pop(name) for name in ("k_strides", "mask_form") if name in call}
+    if call["device"] == "mps":
+        fields["device"] = call.pop("device")
+    flags = {name: call.pop(name) for name in ("block_q", "block_k") if name in call}
+    bias_strides = call.pop("bias_strides", None)
+    problem = explain_problem(**call).problem
+    if bias_strides is not None and problem.bias is not None:
+        fields["bias"] = problem.bias._replace(strides=bias_strides)
+    return problem._replace(flags=problem.flags._replace(**flags), **fields)
+
+
 def cell(backend: Backend, problem: AttentionProblem) -> tuple[str, tuple[Reason, ...]]:
     """Ask the rules of one backend, whether it works on this machine or not.
 
@@ -183,7 +199,7 @@ def tangents_cell(backend: Backend, problem: AttentionProblem) -> str:
 
 
 def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
-    """Lay the rows out as a matrix in Markdown, and below it the words of the rules that its cells name.
+    """Lay the rows out as a matrix in Markdown, and below it the words of the rules, those that no cell names too.
 
     Neighbours of one group with the same words share a row.
     """
@@ -204,6 +220,10 @@ def table(chosen: Sequence[Row], names: Sequence[str]) -> str:
             merged[-1][1].append(row.name)
         else:
             merged.append((row.group, [row.name], words))
+    for name in names:
+        for rule in (*BACKENDS[name].rules, *BACKENDS[name].auto_rules):
+            if rule.example and (name, rule.code) not in said:
+                said[name, rule.code] = [str(Reason(name, rule.code, rule.says(example_of(rule)), rule.hint))]
     lines = [f"| | | {' | '.join(f'`{name}`' for name in names)} |", f"|{' --- |' * (len(names) + 2)}"]
     group = None
     for row_group, calls, words in merged:

@@ -14,7 +14,7 @@ from cases import ALL, DEVICE, Case
 from conftest import Runner
 from torch import Tensor
 
-from flash_dmattn.masks import PreparedMask
+from flash_dmattn.masks import PreparedMask, padding_mask
 
 pytestmark = pytest.mark.parametrize("backend", ("cuda",), indirect=True)
 
@@ -66,7 +66,7 @@ def test_every_form(backend: Runner, name: str) -> None:
 
 
 def lengths(scores: Tensor) -> PreparedMask:
-    return PreparedMask.from_lengths(torch.tensor([264, 100], device=DEVICE), 200, 264)
+    return PreparedMask.from_mask(padding_mask(torch.tensor([264, 100], device=DEVICE), 264), seqlen_q=200)
 
 
 def in_order(scores: Tensor) -> PreparedMask:

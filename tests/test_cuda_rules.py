@@ -16,9 +16,9 @@ from out_of_tree import replaced
 import flash_dmattn
 from flash_dmattn.backends.cuda import rules as cuda_rules
 from flash_dmattn.backends.cuda.backend import BACKEND as cuda
-from flash_dmattn.backends.protocol import Availability
+from flash_dmattn.backends.protocol import Availability, Rule
 from flash_dmattn.biases import ByDistance
-from flash_dmattn.dispatch import config, selection
+from flash_dmattn.dispatch import config
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import SequenceSpec
 
@@ -61,114 +61,10 @@ def explained(**changes: Any) -> flash_dmattn.explanation.Explanation:
 
 # Eight packed sequences of up to 2048 tokens.
 PACKED = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)}
-PAGED: dict[str, Any] = {
-    "q": (1, 512, 16, 64),
-    "seqlen_k": 64,
-    "sequences": SequenceSpec("paged_packed", 2, 512, 4096, 512, 4096, page_size=64),
-}
 SHORT_PACKED = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 128, 8192, 8192, 64, 64)}
 
 RELATIVE = {"bias": (16, 257), "by_distance": ByDistance(128, "clamp", False)}
 
-# The code of each rule, a call that breaks it and no other, and what is said of it.
-BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "device": ({"device": "cpu"}, "device is cpu; .*NVIDIA GPUs"),
-    "arch": ({"device": "sm_80"}, "the GPU is sm_80; .*sm_90a"),
-    "dtype": ({"dtype": "fp32"}, "dtype is float32; .*float16 or bfloat16"),
-    "bias_dtype": ({"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"}, "bias has dtype float64; "),
-    "head_dim": ({"q": (2, 4096, 16, 100)}, r"head dims are 100 and 100 \(v\); .* multiples of 8 up to 32 and 32 or "),
-    "rounded_delta": ({"seqlen_k": 32, **GRADIENTS}, "a query attends to at most 32 of 32 keys; "),
-    "list_tiles": ({"lists": (1, 64)}, "lists are of blocks of 64 keys for 1 queries; "),
-    "list_scores": (
-        {"lists": (128, 128), "bias": PER_SCORE},
-        r"bias has shape \(2, 16, 4096, 4096\) beside lists; ",
-    ),
-    "tile_bias_dtype": (
-        {"bias": PER_SCORE, "bias_dtype": "fp32", **GRADIENTS},
-        "bias has dtype float32 beside bfloat16; ",
-    ),
-    "tile_bias_rows": (
-        {"bias": (2, 16, 4096, 4095), "seqlen_k": 4095, **GRADIENTS},
-        r"bias has strides \(268369920, 16773120, 4095, 1\); .*rows of unit stride that start on 16 bytes",
-    ),
-    "expanded_dbias": (
-        {**DBIAS, "bias_strides": (2**16, 2**12, 0, 1)},
-        r"the gradient of bias, of shape \(2, 16, 4096, 4096\) and strides \(65536, 4096, 0, 1\), is needed; ",
-    ),
-    "dbias_rows": (
-        {
-            "bias": (2, 16, 4096, 4095),
-            "bias_strides": (2**28, 2**24, 2**12, 1),
-            "bias_grad": True,
-            "seqlen_k": 4095,
-        },
-        "the gradient of bias, of rows of 4095 keys, is needed; ",
-    ),
-    "relative_head_dim": (
-        {**RELATIVE, "q": (2, 4096, 16, 96)},
-        r"bias is by distance and head dims are 96 and 96 \(v\); only the kernels of head dims 64 and 128 have one",
-    ),
-    "relative_beside": ({**RELATIVE, **PACKED}, "bias is by distance beside 8 sequences"),
-    "relative_softcap": ({**RELATIVE, **GRADIENTS, "softcap": 30.0}, "softcap is 30.0 and bias is by distance; "),
-    "dropout_head_dim": (
-        {"q": (2, 4096, 16, 128), "dropout_p": 0.1},
-        r"dropout_p is 0.1 and head dims are 128 and 128 \(v\); only the kernels of head dim 64 have dropout",
-    ),
-    "dropout_beside": ({"dropout_p": 0.1, "softcap": 30.0}, "dropout_p is 0.1 beside a softcap of 30.0"),
-    "dropout_bias": (
-        {"dropout_p": 0.1, "bias": (1, 16, 4096, 4096), "bias_dtype": "fp32"},
-        "dropout_p is 0.1 and bias has dtype float32 and strides .*; the kernels with dropout read tiles",
-    ),
-    "sequence_head_dim": (
-        {**PACKED, "q": (1, 8192, 16, 192)},
-        r"head dims are 192 and 192 \(v\); the kernels of sequences that are built take multiples of 8 up to 128",
-    ),
-    "sequence_mask": (
-        {**PACKED, "mask": (8, 1, 2048, 2048)},
-        r"mask has shape \(8, 1, 2048, 2048\); the kernels of seq",
-    ),
-    "sequence_bias": (
-        {**PACKED, "bias": (1, 16, 2048, 2048), "bias_dtype": "fp32"},
-        "bias, one value per query and key, has dtype float32 and strides .*in the dtype of q, bfloat16",
-    ),
-    "page_size": (
-        {**PAGED, "seqlen_k": 48, "sequences": PAGED["sequences"]._replace(page_size=48)},
-        "pages have 48 keys; the kernels take 16, 32, 64 or a multiple of 128",
-    ),
-    "page_strides": (
-        {**PAGED, "k_strides": (64 * 1024 + 8, 1024, 64, 1)},
-        r"k and v have strides \(65544, 1024, 64, 1\) and .*TMA reads pages whose stride is a multiple of the stride",
-    ),
-    "sequence_softcap": ({**PACKED, "softcap": 30.0, **GRADIENTS}, "softcap is 30.0; the backward kernels of seq"),
-    "sequence_order": ({**PACKED, "deterministic": True, **GRADIENTS}, "deterministic is True; blocks add to dq as"),
-    "sequence_window": (
-        {**PACKED, "window_size": (15, 0), **GRADIENTS},
-        "a query attends to at most 16 of 2048 keys; delta comes from out in 16 bits",
-    ),
-    "sequence_dbias": (
-        {**PACKED, "bias": (1, 8192, 2048), "bias_grad": True},
-        r"the gradient of bias, of shape \(1, 1, 8192, 2048\), is needed; with packed queries it needs",
-    ),
-}
-# The code of each preference, and a call that auto passes over for it alone.
-PASSED_OVER: dict[str, tuple[dict[str, Any], str]] = {
-    "few_rows": ({"q": (64, 1, 16, 64), "seqlen_k": 4096}, "seqlen_q is 1; a tile has 128"),
-    "few_tiles": ({"q": (1, 256, 4, 128), "seqlen_k": 4096}, "there are 8 tiles of 128 queries of a head; from 128 on"),
-    "narrow_heads": ({"q": (2, 4096, 16, 32), "seqlen_k": 128}, "head dims are 32 and 32 (v), of 128 keys"),
-    "bias_copies": ({"bias": PER_SCORE, "bias_dtype": "fp32"}, "bias is not of the dtype of q"),
-    "short_mask": ({"q": (64, 128, 16, 64), "mask": (64, 1, 1, 128)}, "there are 128 keys, and preparing"),
-    "few_keys": ({"seqlen_k": 128}, "there are 128 keys"),
-    "copied_scores": (
-        {"q": (8, 129, 16, 64), "bias": (8, 16, 129, 129), "bias_grad": True},
-        "bias has 2130048 values, in rows that the pass copies; triton is faster",
-    ),
-    "sums_for_few_keys": ({"q": (64, 256, 16, 128), "seqlen_k": 256}, "head dims are 128 and 128 (v), of 256 keys"),
-    "fixed_order": (
-        {"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},
-        "deterministic is True and",
-    ),
-    "short_sequences": (SHORT_PACKED, "sequences have 64 queries on average; a tile has 128"),
-}
 NEVER_TAKEN = (
     ("dtype", {"dtype": "fp64"}),
     ("head_dim", {"q": (2, 4096, 16, 264)}),
@@ -261,23 +157,6 @@ TAKEN = (
 )
 
 
-def test_every_rule_is_here() -> None:
-    assert list(BROKEN) == [rule.code for rule in cuda.rules]
-    assert list(PASSED_OVER) == [rule.code for rule in cuda.auto_rules]
-
-
-@pytest.mark.parametrize("code", BROKEN)
-def test_a_broken_rule_says_what_it_found_and_what_to_do(code: str) -> None:
-    call, text = BROKEN[code]
-    explanation = explained(**call, backend="cuda")
-    (reason,) = explanation.verdicts[0].reasons
-    assert reason.backend == "cuda" and reason.code == code and reason.hint
-    assert explanation.error is not None and f"\n  - {reason}" in explanation.error
-    with pytest.raises(flash_dmattn.BackendUnsupportedError, match=text) as caught:
-        selection.choose(explanation.problem, "cuda")
-    assert caught.value.reasons == (reason,)
-
-
 @pytest.mark.parametrize(("code", "call"), NEVER_TAKEN)
 def test_what_it_does_not_take(code: str, call: dict[str, Any]) -> None:
     assert [reason.code for reason in explained(**call).verdicts[0].reasons] == [code]
@@ -337,24 +216,21 @@ def test_without_triton_gradients_are_those_of_torch() -> None:
     assert (explanation.forward, explanation.backward) == ("cuda", "sdpa")
 
 
-@pytest.mark.parametrize("call", [call for code, (call, _) in BROKEN.items() if code in ("dtype", "head_dim")])
+@pytest.mark.parametrize("call", ({"dtype": "fp32"}, {"q": (2, 4096, 16, 100)}), ids=str)
 def test_triton_serves_what_it_refuses(call: dict[str, Any]) -> None:
     explanation = explained(**call, **GRADIENTS)
     assert (explanation.forward, explanation.backward) == ("triton", "triton")
 
 
-@pytest.mark.parametrize("code", PASSED_OVER)
-def test_what_auto_leaves_to_triton(code: str) -> None:
-    call, text = PASSED_OVER[code]
-    explanation = explained(**call, **GRADIENTS)
-    (rule,) = (rule for rule in cuda.auto_rules if rule.code == code)
+@pytest.mark.parametrize("rule", [pytest.param(rule, id=rule.code) for rule in cuda.auto_rules])
+def test_what_auto_leaves_to_triton(rule: Rule) -> None:
+    explanation = explained(**rule.example, **GRADIENTS)
     forward = "triton" if "forward" in rule.passes else "cuda"
     assert (explanation.forward, explanation.backward) == (forward, "triton")
     # So few keys leave the backward pass to triton in any call.
-    (preference,) = (each for each in explanation.verdicts[0].preferences if each.code == code)
-    assert len(explanation.verdicts[0].preferences) == 1 + (code in ("short_mask", "narrow_heads"))
-    assert preference.text.startswith(text) and preference.hint
-    assert explained(**call, backend="cuda").forward == "cuda"
+    codes = [each.code for each in explanation.verdicts[0].preferences]
+    assert codes == [rule.code, *["few_keys"] * (rule.code in ("short_mask", "narrow_heads"))]
+    assert explained(**rule.example, backend="cuda").forward == "cuda"
 
 
 def few_queries(sizes: tuple[int, int, int, int, int], queries: int, window: int | None) -> dict[str, Any]:
@@ -552,10 +428,10 @@ def test_what_is_left_to_triton_is_cudas_without_it(is_disabled: bool, monkeypat
             for name in ("triton", "flex"):
                 changes.enter_context(replaced(name, probe=lambda: Availability(False, "no Triton")))
             monkeypatch.setattr("flash_dmattn.explanation.gpu_names", lambda arch: ["a GPU of this machine"])
-        for call, _ in PASSED_OVER.values():
-            actual = explained(**call, **GRADIENTS)
+        for rule in cuda.auto_rules:
+            actual = explained(**rule.example, **GRADIENTS)
             refused = cuda.broken_rules(actual.problem, ("backward",))
-            assert (actual.forward, actual.backward) == ("cuda", "eager" if refused else "cuda"), call
+            assert (actual.forward, actual.backward) == ("cuda", "eager" if refused else "cuda"), rule
             assert ("auto finds no other here, and else passes it over: " in str(actual)) is not bool(refused)
         assert explained(device="sm_80").forward == "sdpa"
 

@@ -131,7 +131,10 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("group is a NoneType; it needs to be a torch.distributed", lambda: attend(group=None)),
         ("layout is a int; it needs to be a SequenceLayout", lambda: attend(layout=16)),
         ("layout_k is a int", lambda: attend(layout_k=16)),
-        ("mask is a PreparedMask, of whole", lambda: attend(*tensors(), PreparedMask.from_window(16, 16))),
+        (
+            "mask is a PreparedMask, of whole",
+            lambda: attend(*tensors(), PreparedMask.from_mask(torch.ones(16, 16) > 0)),
+        ),
         ("mask has dtype float32; it needs bool", lambda: attend(*tensors(), torch.ones(16, 16))),
         ("head_groups is 1.0", lambda: attend(head_groups=1.0)),
         ("reduce_bias_grad is 1; it needs to be True or False", lambda: attend(reduce_bias_grad=1)),

@@ -265,7 +265,9 @@ BUILDERS: dict[str, Callable[[Tensor, int], Any]] = {
     # Their tiles of 128 x 128 are dims of tensors, which torch binds where there is one.
     "prepared": lambda x, n: PreparedMask.from_mask(causal_mask(n, n)),
     "prepared keys": lambda x, n: PreparedMask.from_mask(padding_mask(USED, n), seqlen_q=n),
-    "prepared window": lambda x, n: PreparedMask.from_window(n, n, window_size=(3, 0)),
+    "prepared window": lambda x, n: PreparedMask.from_mask(
+        x[:1, :1, 0, 0] > -9, seqlen_q=n, seqlen_k=n, window_size=(3, 0)
+    ),
     "prepared top keys": lambda x, n: PreparedMask.from_topk(x[:1, :, 0, 0], 5),
     "prepared blocks": lambda x, n: PreparedMask.from_blocks(causal_mask((n + 7) // 8, (n + 7) // 8), 8, n, n),
     "prepared documents": lambda x, n: PreparedMask.from_documents(document_ids(USED, n)),

@@ -23,7 +23,15 @@ import flash_dmattn
 from flash_dmattn import Sequences, attention, biases, explain
 from flash_dmattn.backends import eager
 from flash_dmattn.biases import Chosen
-from flash_dmattn.masks import IndexScores, PreparedMask, combine, expand_blocks, mask_stats, topk_mask
+from flash_dmattn.masks import (
+    IndexScores,
+    PreparedMask,
+    combine,
+    expand_blocks,
+    mask_stats,
+    sliding_window_mask,
+    topk_mask,
+)
 
 F64 = torch.float64
 from_lists, from_topk_lists = PreparedMask.from_lists, PreparedMask.from_topk_lists
@@ -352,7 +360,7 @@ def test_topk_lists_are_the_top_k_mask(
     lists = from_topk_lists(scores, k, seqlen_q=20, is_causal=is_causal, mask=mask, local=local)
     wanted = topk_mask(scores, k, seqlen_q=20, is_causal=is_causal, mask=mask)
     if local:
-        visible = PreparedMask.from_window(20, 30, is_causal=True, window_size=(local - 1, 0)).dense()
+        visible = sliding_window_mask(20, 30, (local - 1, 0))
         visible = visible & (scores != -torch.inf)
         wanted = wanted | (visible if mask is None else visible & mask)
     assert torch.equal(lists.dense(), wanted.expand(lists.shape))

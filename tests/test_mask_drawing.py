@@ -110,7 +110,7 @@ def test_of_a_mask_beside_sequences_one_is_drawn(layout):
 PREPARED = {
     "intervals": masks.PreparedMask.from_topk(SCORES, 5, is_causal=True, reorder=True),
     "tiles": masks.PreparedMask.from_mask(masks.topk_mask(SCORES, 5, is_causal=True)),
-    "lengths": masks.PreparedMask.from_lengths([20, 50], 50, 50, is_causal=True),
+    "lengths": masks.PreparedMask.from_mask(masks.padding_mask([20, 50], 50), seqlen_q=50, is_causal=True),
 }
 
 
@@ -128,7 +128,8 @@ def test_a_prepared_mask_is_drawn_as_its_dense_mask(kind):
 
 
 def test_nothing_to_draw():
-    for nothing in (masks.PreparedMask.from_intervals([0], [1], 0), masks.PreparedMask.from_lengths([3], 0, 5)):
+    no_queries = masks.PreparedMask.from_mask(masks.padding_mask([3], 5), seqlen_q=0)
+    for nothing in (masks.PreparedMask.from_intervals([0], [1], 0), no_queries):
         with pytest.raises(ValueError, match="there is nothing to draw"):
             draw_mask.show(nothing)
 

@@ -161,7 +161,8 @@ def test_one_query_and_none() -> None:
     for seqlen_q in (0, 1):
         arguments = leaves(seqlen_q=seqlen_q)
         for prepared, dense in (
-            (PreparedMask.from_window(seqlen_q, LK, is_causal=True), None),  # of tiles, though of one row at most
+            # Of tiles, though of one row at most.
+            (PreparedMask.from_mask_mod(lambda b, h, i, j: i >= i - j, seqlen_q, LK, is_causal=True), None),
             (
                 PreparedMask.from_mask(random_mask(B, 1, 1, LK), seqlen_q=seqlen_q, is_causal=True),
                 random_mask(B, 1, 1, LK),
@@ -269,7 +270,7 @@ FITTING = prepared_for()
         (PreparedMask.from_mask(random_mask(3, 1, LQ, LK)), "mask has shape (3, 1, 140, 150), read as"),
         (PreparedMask.from_mask(random_mask(1, 3, 1, LK), seqlen_q=LQ), "mask has shape (1, 3, 140, 150), read as"),
         (
-            PreparedMask.from_window(LQ, LK, device="meta"),
+            PreparedMask.from_mask(torch.ones(LQ, LK, dtype=torch.bool, device="meta")),
             "mask is on meta; it needs to be on the device of q, cpu",
         ),
     ],

@@ -199,6 +199,11 @@ BAD_CALLS = [
     (lambda: masks.document_mask([[0], [1]], [[0], [1], [2]]), ValueError, r"ids_k has batch size 3 .* ids has 2"),
     (lambda: masks.padding_mask([4], 3), ValueError, r"lengths_or_mask has a length of 4, longer .* at most 3"),
     (lambda: masks.padding_mask([-1], 3), ValueError, r"lengths_or_mask has a negative length \(-1\)"),
+    (
+        lambda: masks.padding_mask([4], 3),
+        ValueError,
+        "lengths_or_mask has a length of 4, longer than the sequence; at most 3",
+    ),
     (lambda: masks.padding_mask([1, 2]), ValueError, r"seqlen is None; it needs to be the padded length"),
     (lambda: masks.padding_mask([[1, 0]], 3), ValueError, r"lengths_or_mask has shape \(1, 2\); it needs seqlen = 3"),
     (lambda: masks.padding_mask(torch.ones(1, 2)), TypeError, r"dtype torch\.float32.* pass mask > 0\.5"),

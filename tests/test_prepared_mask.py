@@ -122,7 +122,7 @@ def test_one_row_for_all_queries_against_loops(seqlen_q, seqlen_k, band):
 def test_keys_of_many_queries_are_put_in_order_unasked():
     keys = torch.rand(1, 1, 1, 40) < 0.5
     assert [PreparedMask.from_mask(keys, seqlen_q=n).is_reordered for n in (4095, 4096)] == [False, True]
-    assert not PreparedMask.from_lengths([20], 4096, 40).is_reordered
+    assert not PreparedMask.from_mask(keys, seqlen_q=4096, reorder=False).is_reordered
 
 
 def test_a_mask_of_one_row_as_tiles() -> None:
@@ -242,21 +242,10 @@ def test_builders_give_what_the_dense_builders_give(band):
             dense = masks.expand_blocks(block_mask, size, *lengths)
             want = PreparedMask.from_mask(dense, seqlen_q=lengths[0], seqlen_k=lengths[1], **band)
             assert same(PreparedMask.from_blocks(block_mask, size, *lengths, **band), want)
-    for lengths in SIZES:
-        if lengths[0] != 1:
-            dense = torch.ones(lengths, dtype=torch.bool)
-            assert same(
-                PreparedMask.from_window(*lengths, **band),
-                PreparedMask.from_mask(dense, seqlen_k=lengths[1], **band),
-            )
     ids, ids_k = masks.document_ids([[100, 60], [20, 200]], 230), masks.document_ids([[90], [260]], 300)
     for ids_q, key_ids in ((ids, None), (ids[0], None), (ids[0], ids_k), (ids, ids_k[1])):
         want = PreparedMask.from_mask(masks.document_mask(ids_q, key_ids), **band)
         assert same(PreparedMask.from_documents(ids_q, key_ids, **band), want)
-    for side in ("left", "right"):
-        for seqlen_q in (15, 20):
-            want = PreparedMask.from_mask(masks.padding_mask([0, 3, 9], 9, side=side), seqlen_q=seqlen_q, **band)
-            assert same(PreparedMask.from_lengths([0, 3, 9], seqlen_q, 9, side=side, **band), want)
 
 
 IDS = torch.randint(0, 5, (2, 300), generator=torch.Generator().manual_seed(4)).sort().values
@@ -330,8 +319,6 @@ BLOCKS = torch.ones(2, 2, dtype=torch.bool)
     [
         ("blocks", (BLOCKS, 128, 300, 256), {}, r"2 blocks along seqlen_q .* needs 3, or 1, for seqlen_q = 300"),
         ("blocks", (BLOCKS, 128, 256, 300), {}, r"2 blocks along seqlen_k .* needs 3"),
-        ("lengths", ([7], 6, 6), {}, "lengths has a length of 7, longer than the sequence; at most 6"),
-        ("lengths", ([1], 6, 6), {"side": "top"}, "side is 'top'"),
         ("documents", ([[1], [2]], [[1], [2], [3]]), {}, "ids_k has batch size 3"),
     ],
 )
@@ -404,7 +391,9 @@ MAPPED: dict[str, Callable[[Tensor], PreparedMask]] = {
     "causal topk": lambda s: PreparedMask.from_topk(s[..., :1, :], 3, is_causal=True, local=2, reorder=True),
     "topk of allowed keys": lambda s: PreparedMask.from_topk(s[:, :1, :1], 3, mask=s[:1, :, -1:] > 0),
     "intervals": lambda s: PreparedMask.from_intervals((s[0, :, 0] * 2).long(), (s[0, :, 1] * 9).long(), 8),
-    "lengths": lambda s: PreparedMask.from_lengths((s[:, 0, 0, 0].abs() * 3).long().clamp(0, 8), 8, 8),
+    "lengths": lambda s: PreparedMask.from_mask(
+        masks.padding_mask((s[:, 0, 0, 0].abs() * 3).long().clamp(0, 8), 8), seqlen_q=8
+    ),
     "keys": lambda s: PreparedMask.from_mask(s[:, :, :1] > 0, seqlen_q=8),
     "tiles": lambda s: PreparedMask.from_mask(s > 0),
     "topk lists": lambda s: PreparedMask.from_topk_lists(s, 3, is_causal=True),

@@ -274,7 +274,8 @@ def test_builders_of_masks_read_no_value_of_fake_tensors() -> None:
         edges = torch.tensor([0, 3, 8], dtype=torch.int32)
         assert masks.document_ids(torch.tensor([2, 0, 3]), total_length=6).shape == (6,)
         assert masks.padding_mask(torch.tensor([2, 9]), 6).shape == (2, 1, 1, 6)
-        assert masks.PreparedMask.from_lengths(torch.tensor([2, 9]), 6, 6).shape == (2, 1, 1, 6)
+        padding = masks.padding_mask(torch.tensor([2, 9]), 6)
+        assert masks.PreparedMask.from_mask(padding, seqlen_q=6).shape == (2, 1, 1, 6)
         flat = torch.ones(35, dtype=torch.bool)  # which 3 * 3 + 5 * 5 would not be
         packed = Sequences.packed(edges, max_seqlen_q=5)
         assert masks.PreparedMask.from_ragged(flat, packed, seqlen_q=8, seqlen_k=8).shape == (1, 1, 8, 5)

@@ -15,10 +15,17 @@ from out_of_tree import replaced
 
 from docs import support_matrix
 from flash_dmattn.backends.cuda import rules as cuda_rules
-from flash_dmattn.backends.protocol import Backend, Rule
+from flash_dmattn.backends.protocol import Availability, Backend, Reason, Rule
 from flash_dmattn.biases import ByDistance
 from flash_dmattn.dispatch.registry import BACKENDS
-from flash_dmattn.dispatch.selection import BackendError, choose, passes_of, reasons_against, selected_names
+from flash_dmattn.dispatch.selection import (
+    BackendError,
+    BackendUnsupportedError,
+    choose,
+    passes_of,
+    reasons_against,
+    selected_names,
+)
 from flash_dmattn.explanation import explain_problem
 from flash_dmattn.problem import AttentionProblem, SequenceSpec, dtype_name
 
@@ -26,14 +33,69 @@ ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("cuda", "triton", "flex", "sdpa", "eager", "reference")
 PASSES = ("forward", "backward")
 MANY = 1_000_000  # enough for every rule that counts elements
-# Rules that no description by shapes (without strides) and compute capability can break.
-UNREACHED = {
-    "flex": {"device", "tile_lists", "relative_sequences"},  # tests/test_relative.py breaks the last
-    "cuda": {"expanded_dbias", "page_strides"},
-    # tests/test_relative.py breaks the first, tests/interpreted_list_calls.py the others.
-    "triton": {"values_span", "list_pages", "list_sequences"},
-    "sdpa": {"gpu_head_dim", "gpu_window"},  # tests/test_sdpa_backend.py breaks them
+_LISTS = {"mask": (2, 1, 4096, 4096), "mask_form": "lists", "block_q": 1, "block_k": 64}
+_BAND = {"bias": (16, 4096, 64), "by_distance": (63, "zero", True)}
+_PACKED = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)}
+# Calls that break the rules of triton, as `Rule.example` has them for the other backends.
+OF_TRITON: dict[str, dict[str, Any]] = {
+    "device": {"device": "cpu"},
+    "arch": {"device": "sm_75"},
+    "dtype": {"dtype": "fp64"},
+    "head_dim": {"q": (2, 4096, 16, 520)},
+    "relative_sequences": {**_PACKED, "bias": (16, 257), "by_distance": (128, "clamp", False), "bias_grad": True},
+    "relative_head_dim": {
+        "q": (2, 4096, 16, 264),
+        "bias": (16, 257),
+        "by_distance": (128, "clamp", False),
+        "bias_grad": True,
+    },
+    "band_sequences": {**_PACKED, "bias": (16, 8192, 64), "by_distance": (63, "zero", True)},
+    "band_heads": {**_BAND, "bias_grad": True},
+    "values_span": {"bias": (16, 2**31), "by_distance": (4, "clamp", False)},
+    "fp32_head_dim": {"q": (2, 4096, 16, 264), "dtype": "fp32"},
+    "tangents_head_dim": {"q": (2, 4096, 16, 264)},
+    "tangents_form": _LISTS,
+    "list_blocks": {**_LISTS, "block_k": 48},
+    "list_queries": {**_LISTS, "block_q": 256},
+    "list_heads": {**_LISTS, "mask": (2, 16, 4096, 4096), "kv_heads": 4},
+    "list_head_dim": {**_LISTS, "q": (2, 4096, 16, 512), "dtype": "fp32"},
+    "list_dropout": {**_LISTS, "dropout_p": 0.1},
+    "list_bias": {**_LISTS, "bias": (2, 16, 4096, 4096)},
+    "measured_gpu": {"device": "sm_80"},
+    "fp32_head_dim_is_slow": {"q": (2, 4096, 16, 264), "dtype": "fp32"},
 }
+ELSEWHERE = {"list_pages", "list_sequences"}  # tests/interpreted_list_calls.py breaks them
+ALL_RULES = [
+    pytest.param(name, rule._replace(example=rule.example or OF_TRITON[rule.code]), id=f"{name}: {rule.code}")
+    for name in SHIPPED
+    for rule in (*BACKENDS[name].rules, *BACKENDS[name].auto_rules)
+    if rule.code not in ELSEWHERE
+]
+
+
+@pytest.fixture(autouse=True)
+def with_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)  # whichever this checkout has built
+
+
+@pytest.mark.parametrize(("name", "rule"), ALL_RULES)
+def test_its_example_breaks_a_rule_alone(name: str, rule: Rule) -> None:
+    """And says so with the words of the page, a hint, and in the error of a call that names the backend."""
+    backend, problem = BACKENDS[name], support_matrix.example_of(rule)
+    passes = ("tangents",) if rule.passes == ("tangents",) else passes_of(problem)
+    reason = Reason(name, rule.code, rule.says(problem), rule.hint)
+    if any(rule.code == each.code for each in backend.auto_rules):
+        assert not backend.broken_rules(problem, passes) and rule.hint
+        assert backend.unmet(backend.auto_rules, problem, passes) == (reason,)
+        return
+    assert backend.broken_rules(problem, passes) == (reason,)
+    if passes == ("tangents",):
+        assert backend.accepts(problem, "forward") and not backend.serves_tangents(problem)
+        return
+    assert rule.hint and all(backend.accepts(problem, each) is (each not in rule.passes) for each in passes)
+    with replaced(name, probe=lambda: Availability(True)), pytest.raises(BackendUnsupportedError) as caught:
+        choose(problem, name)
+    assert caught.value.reasons == (reason,) and f"\n  - {reason}" in caught.value.details
 
 
 CALLS: Features = {
@@ -149,23 +211,18 @@ class TestRules:
         self, name: str, problems: list[tuple[int, AttentionProblem]]
     ) -> None:
         backend = BACKENDS[name]
-        seen: set[str] = set()
         for seed, problem in problems:
             for direction in PASSES:
                 reasons = backend.broken_rules(problem, (direction,))
                 where = f"described({seed}), {direction}: {problem}"
                 assert backend.accepts(problem, direction) == (not reasons), where
-                seen.update(reason.code for reason in reasons)
-            seen.update(reason.code for reason in backend.broken_rules(problem, ("tangents",)))
-        never_broken = {rule.code for rule in backend.rules} - seen - UNREACHED.get(name, set())
-        assert not never_broken, f"no random problem breaks {never_broken}: these rules are not covered here"
 
     def test_says_works_on_any_problem_that_breaks_the_rule(
         self, name: str, problems: list[tuple[int, AttentionProblem]]
     ) -> None:
         for rule in all_rules(BACKENDS[name]):
             for seed, problem in problems:
-                holds = rule.holds(problem)
+                holds = rule.is_kept(problem)
                 text = "kept" if holds else rule.says(problem)
                 assert isinstance(holds, bool), f"{rule.code}, described({seed})"
                 assert isinstance(text, str) and text and "\n" not in text, f"{rule.code}, described({seed}): {text!r}"
@@ -173,7 +230,7 @@ class TestRules:
     def test_a_reason_contains_the_values_found(self, name: str, problems: list[tuple[int, AttentionProblem]]) -> None:
         for rule in BACKENDS[name].rules:
             for seed, problem in problems:
-                if set(rule.passes) & set(passes_of(problem)) and not rule.holds(problem):
+                if set(rule.passes) & set(passes_of(problem)) and not rule.is_kept(problem):
                     text = rule.says(problem)
                     assert len(text.split()) > 2 and all(text.split(" ")), f"{rule.code}, described({seed}): {text!r}"
                     words = set(re.findall(r"[\w.]+", text))
@@ -249,8 +306,7 @@ def test_random_problems_are_varied(problems: list[tuple[int, AttentionProblem]]
 
 
 class TestMatrix:
-    def test_page_is_current(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)  # whichever this checkout has built
+    def test_page_is_current(self) -> None:
         actual = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
         assert actual == support_matrix.document(SHIPPED), "not current: run python docs/support_matrix.py --write"
 
@@ -269,8 +325,7 @@ class TestMatrix:
                 assert word in ("no", "forward") and set(reasons) == set(broken) and reasons, where
                 assert (word == "forward") == backend.accepts(row.problem, "forward"), where
 
-    def test_a_rule_changes_the_page(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_rules, "installed_instances", lambda: None)
+    def test_a_rule_changes_the_page(self) -> None:
         no_softcap = Rule("softcap", lambda p: p.softcap == 0, lambda p: f"softcap is {p.softcap:g}", "leave it out")
         with replaced("eager", rules=(no_softcap,)):
             page = support_matrix.document(SHIPPED)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,9 +51,15 @@ class Backward(Protocol):
 class Rule(NamedTuple):
     """One condition that a backend puts on a call.
 
-    `holds` is a fast predicate. It reads the problem only, because its answer is reused for calls that are alike.
-    `says` gives the reason for a refusal, with the values of this call; `hint` says what to do about it. `passes` names
-    the passes that the rule is for: a backend may accept a forward pass and refuse the backward pass.
+    Attributes:
+        code: the name of the rule.
+        holds: a fast predicate. It reads the problem only, because its answer is reused for calls that are alike.
+        says: the reason for a refusal, with the values of this call.
+        hint: how to change the call.
+        passes: the passes that it binds; a backend may accept a forward pass and refuse the backward pass.
+        calls: the calls that it binds, without sequences ("dense"), with them, or both. `holds` is not asked of others.
+        example: a call that breaks this rule and no other of the backend, for tests and docs/support.md: arguments of
+            `explanation.explain_problem`, whose q is (2, 4096, 16, 64) if left out, and fields of its problem.
     """
 
     code: str
@@ -60,6 +67,13 @@ class Rule(NamedTuple):
     says: Callable[[AttentionProblem], str]
     hint: str = ""
     passes: tuple[Direction, ...] = ("forward", "backward")
+    calls: Literal["dense", "sequences", "both"] = "both"
+    example: Mapping[str, Any] = MappingProxyType({})
+
+    def is_kept(self, problem: AttentionProblem) -> bool:
+        """Return whether a call keeps the rule; one that it does not bind does."""
+        other = "sequences" if problem.sequences is None else "dense"
+        return self.calls == other or self.holds(problem)
 
 
 class Reason(NamedTuple):
@@ -219,7 +233,7 @@ class Backend:
         return tuple(
             Reason(self.name, rule.code, rule.says(problem), rule.hint)
             for rule in rules
-            if any(p in rule.passes for p in passes) and not rule.holds(problem)
+            if any(p in rule.passes for p in passes) and not rule.is_kept(problem)
         )
 
     def _partly_shared(self, problem: AttentionProblem, passes: tuple[Direction, ...]) -> tuple[Reason, ...]:
@@ -241,7 +255,8 @@ class Backend:
 
 def all_hold(rules: tuple[Rule, ...], problem: AttentionProblem, direction: Direction) -> bool:
     """Return whether every rule of one pass holds."""
-    for rule in rules:  # every call passes here, and a generator takes twice as long as a loop
-        if direction in rule.passes and not rule.holds(problem):
+    other = "sequences" if problem.sequences is None else "dense"
+    for rule in rules:  # every new class of calls passes here, and a generator takes twice as long as a loop
+        if direction in rule.passes and rule.calls != other and not rule.holds(problem):
             return False
     return True

@@ -141,6 +141,7 @@ BACKEND = Backend(
             lambda p: False,
             lambda p: "it holds every score of the call at once, so it is chosen by name only",
             'use backend="reference"',
+            example={"device": "sm_90"},
         ),
     ),
     mask_forms=frozenset({"dense", "tree", "lists"}),

@@ -55,8 +55,7 @@ def causal_mask(seqlen_q: int, seqlen_k: int, device: Device = None) -> Tensor:
         tensor([[[[1, 1, 0],
                   [1, 1, 1]]]], dtype=torch.int32)
     """
-    rows, keys = _positions(seqlen_q, seqlen_k, device)
-    return (keys <= rows)[None, None]
+    return sliding_window_mask(seqlen_q, seqlen_k, (-1, 0), device)
 
 
 def sliding_window_mask(seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: Device = None) -> Tensor:
@@ -88,9 +87,11 @@ def sliding_window_mask(seqlen_q: int, seqlen_k: int, window_size: tuple[int, in
         raise TypeError(f"window_size is {window_size}; it needs to be a pair (left, right), -1 for no limit.")
     left, right = (bounded(side) for side in pair("window_size", window_size, -1))
     rows, keys = _positions(seqlen_q, seqlen_k, device)
-    mask = keys.expand(seqlen_q, -1) >= rows - (left if left >= 0 else seqlen_q + seqlen_k)
-    if right >= 0:
-        mask &= keys <= rows + right
+    if left < 0 and right < 0:
+        return torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool, device=rows.device)
+    mask = keys <= rows + right if right >= 0 else keys >= rows - left
+    if left >= 0 and right >= 0:
+        mask &= keys >= rows - left
     return mask[None, None]
 
 
@@ -158,7 +159,12 @@ def document_mask(ids: IntsLike, ids_k: IntsLike | None = None) -> Tensor:
                   [0, 0, 0, 0]]]], dtype=torch.int32)
     """
     ids_q, keys = document_pair(ids, ids_k)
-    mask = ids_q[:, :, None] == keys[:, None, :]
+    return same_document(ids_q, keys)
+
+
+def same_document(ids_q: Tensor, ids_k: Tensor) -> Tensor:
+    """Compare the documents (B, Lq) of queries and (B, Lk) of keys; negative ones equal none: bool (B, 1, Lq, Lk)."""
+    mask = ids_q[:, :, None] == ids_k[:, None, :]
     mask &= (ids_q >= 0)[:, :, None]
     return mask[:, None]
 

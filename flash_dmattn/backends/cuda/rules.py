@@ -104,7 +104,16 @@ _RELATIVE_DIMS = ((64, 64), (128, 128))  # of the kernels with a bias by distanc
 _PAIR = 'backend=("cuda", "triton") runs its forward pass and the backward pass of the other'
 
 _backward = partial(Rule, hint=_PAIR, passes=("backward",))
-_preference = partial(Rule, hint='backend="cuda" runs it all the same')
+_preference = partial(Rule, hint='backend="cuda" runs it all the same', calls="dense")
+
+# Calls of the rules' examples: eight packed sequences of up to 2048 tokens, pages of 64 keys, a bias by distance.
+_PACKED = {"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048)}
+_PAGED = {
+    "q": (1, 512, 16, 64),
+    "seqlen_k": 64,
+    "sequences": SequenceSpec("paged_packed", 2, 512, 4096, 512, 4096, page_size=64),
+}
+_RELATIVE = {"bias": (16, 257), "by_distance": (128, "clamp", False)}
 
 _RULES: tuple[Rule, ...] = (
     Rule(
@@ -112,30 +121,36 @@ _RULES: tuple[Rule, ...] = (
         lambda p: p.device == "cuda",
         lambda p: f"device is {p.device}; the extension runs on NVIDIA GPUs",
         "move the tensors to a Hopper GPU",
+        example={"device": "cpu"},
     ),
     Rule(
         "arch",
         lambda p: p.device != "cuda" or p.arch == "sm_90",
         lambda p: f"the GPU is {p.arch}; the kernels are written for sm_90a",
         "other GPUs are served by the other backends",
+        example={"device": "sm_80"},
     ),
     Rule(
         "dtype",
         lambda p: p.dtype in _DTYPES,
         lambda p: f"dtype is {dtype_name(p.dtype)}; the tensor cores take float16 or bfloat16",
         "cast q, k and v",
+        example={"dtype": "fp32"},
     ),
     Rule(
         "bias_dtype",
         lambda p: p.bias_tensor is None or p.bias_tensor.dtype in _BIAS_DTYPES,
         lambda p: f"bias has dtype {dtype_name(_bias(p).dtype)}; the scores are float32",
         "cast bias",
+        example={"bias": (1, 16, 4096, 4096), "bias_dtype": "fp64"},
     ),
     Rule(
         "head_dim",
         lambda p: p.head_dim % 8 == 0 == p.head_dim_v % 8 and _instance(p) is not None,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); {_instances_text(p)}",
         'use backend="triton"',
+        calls="dense",
+        example={"q": (2, 4096, 16, 100)},
     ),
     _backward(
         "rounded_delta",
@@ -144,6 +159,8 @@ _RULES: tuple[Rule, ...] = (
             f"a query attends to at most {_most_keys(p)} of {p.seqlen_k} keys; delta comes from out in 16 bits, "
             f"whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
         ),
+        calls="dense",
+        example={"seqlen_k": 32},
     ),
     Rule(
         "list_tiles",
@@ -153,6 +170,7 @@ _RULES: tuple[Rule, ...] = (
             f"{_KEYS} keys and {_ROWS} queries, and gather no keys"
         ),
         'use backend="triton"',
+        example={"mask": (2, 1, 4096, 4096), "mask_form": "lists", "block_q": 1, "block_k": 64},
     ),
     Rule(
         "list_scores",
@@ -162,6 +180,7 @@ _RULES: tuple[Rule, ...] = (
             "need a bit for every pair"
         ),
         'use backend="eager"',
+        example={"mask_form": "lists", "block_q": 128, "block_k": 128, "bias": (2, 16, 4096, 4096)},
     ),
     _backward(
         "tile_bias_dtype",
@@ -171,6 +190,8 @@ _RULES: tuple[Rule, ...] = (
             "the backward kernels copy tiles of a bias per query and key in the dtype of q"
         ),
         hint=f"cast bias, or {_PAIR}",
+        calls="dense",
+        example={"bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
     ),
     _backward(
         "tile_bias_rows",
@@ -181,6 +202,8 @@ _RULES: tuple[Rule, ...] = (
             "where it is small and batch entries share it, or has short rows and a value for each score"
         ),
         hint=f"pad its rows to a multiple of 8 keys, or {_PAIR}",
+        calls="dense",
+        example={"bias": (2, 16, 4096, 4095), "seqlen_k": 4095},
     ),
     _backward(
         "expanded_dbias",
@@ -189,6 +212,7 @@ _RULES: tuple[Rule, ...] = (
             f"the gradient of bias, of shape {tuple(_bias(p).shape)} and strides {tuple(_bias(p).strides)}, is needed; "
             "the backward kernels read tiles of a bias that is not expanded over queries or keys"
         ),
+        example={"bias": (2, 16, 4096, 4096), "bias_strides": (2**16, 2**12, 0, 1), "bias_grad": True},
     ),
     _backward(
         "dbias_rows",
@@ -198,6 +222,8 @@ _RULES: tuple[Rule, ...] = (
             "unless it is small and batch entries share it, or rows are short and each score has its own"
         ),
         hint=f"pad k, v and bias to a multiple of 8 keys, or {_PAIR}",
+        calls="dense",
+        example={"q": (64, 129, 16, 64), "bias": (64, 16, 129, 129), "bias_grad": True, "softcap": 5.0},
     ),
     Rule(
         "relative_head_dim",
@@ -208,6 +234,7 @@ _RULES: tuple[Rule, ...] = (
             + " have one"
         ),
         'use backend="triton"',
+        example={"q": (2, 4096, 16, 96), **_RELATIVE},
     ),
     Rule(
         "relative_beside",
@@ -217,11 +244,13 @@ _RULES: tuple[Rule, ...] = (
             + (f"{p.batch} sequences" if p.dropout_p == 0 else f"dropout_p, which is {p.dropout_p}")
         ),
         'use backend="triton"',
+        example={**_PACKED, **_RELATIVE},
     ),
     _backward(
         "relative_softcap",
         lambda p: p.relative is None or p.softcap == 0,
         lambda p: f"softcap is {p.softcap} and bias is by distance; no backward kernel has both",
+        example={"softcap": 30.0, **_RELATIVE},
     ),
     Rule(
         "dropout_head_dim",
@@ -231,6 +260,7 @@ _RULES: tuple[Rule, ...] = (
             f"only the kernels of head dim {_DROPOUT_DIMS[0]} have dropout"
         ),
         'use backend="triton"',
+        example={"q": (2, 4096, 16, 128), "dropout_p": 0.1},
     ),
     Rule(
         "dropout_beside",
@@ -239,6 +269,7 @@ _RULES: tuple[Rule, ...] = (
             f"dropout_p is {p.dropout_p} beside " + ("sequences" if p.softcap == 0 else f"a softcap of {p.softcap}")
         ),
         'use backend="triton"',
+        example={"dropout_p": 0.1, "softcap": 30.0},
     ),
     Rule(
         "dropout_bias",
@@ -249,6 +280,7 @@ _RULES: tuple[Rule, ...] = (
             "rows of unit stride on 16 bytes"
         ),
         'cast bias, or use backend="triton"',
+        example={"dropout_p": 0.1, "bias": (1, 16, 4096, 4096), "bias_dtype": "fp32"},
     ),
 )
 
@@ -347,6 +379,7 @@ _AUTO_RULES: tuple[Rule, ...] = (
         "few_rows",
         lambda p: p.seqlen_q >= _ROWS or _fills_half_tiles(p) or _serves_few_queries(p),
         lambda p: f"seqlen_q is {p.seqlen_q}; a tile has {_ROWS} queries",
+        example={"q": (64, 1, 16, 64), "seqlen_k": 4096},
     ),
     _preference(
         "few_tiles",
@@ -355,18 +388,22 @@ _AUTO_RULES: tuple[Rule, ...] = (
             f"there are {_tiles_of_rows(p)} tiles of {_ROWS} queries of a head; "
             f"from {_least_tiles(p)} on there is work enough for every SM"
         ),
+        example={"q": (1, 256, 4, 128), "seqlen_k": 4096},
     ),
     _preference(
         # Triton has kernels of short rows for these calls.
         "narrow_heads",
         lambda p: p.mask is not None or p.seqlen_k > _KEYS or max(p.head_dim, p.head_dim_v) > 32,
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",
+        example={"q": (2, 4096, 16, 32), "seqlen_k": 128},
     ),
     Rule(
         "bias_copies",
         lambda p: p.bias_class != "score" or _bias(p).dtype == p.dtype,
         lambda p: "bias is not of the dtype of q, so its tiles are not copied but read value by value",
         'cast bias, or backend="cuda" runs it all the same',
+        calls="dense",
+        example={"bias": (2, 16, 4096, 4096), "bias_dtype": "fp32"},
     ),
     Rule(
         # The short-row kernels of triton read a bool mask as it is.
@@ -374,6 +411,8 @@ _AUTO_RULES: tuple[Rule, ...] = (
         lambda p: p.mask_form != "dense" or p.seqlen_k > _KEYS or max(p.head_dim, p.head_dim_v) > 64,
         lambda p: f"there are {p.seqlen_k} keys, and preparing the mask takes longer than attention",
         'prepare the mask before, or backend="cuda" runs it all the same',
+        calls="dense",
+        example={"q": (64, 128, 16, 64), "mask": (64, 1, 1, 128)},
     ),
     # The rules below are for backward passes only.
     _preference(
@@ -381,18 +420,21 @@ _AUTO_RULES: tuple[Rule, ...] = (
         lambda p: p.seqlen_k > _KEYS,
         lambda p: f"there are {p.seqlen_k} keys, no more than the {_KEYS} of a tile",
         passes=("backward",),
+        example={"seqlen_k": 128},
     ),
     _preference(
         "copied_scores",  # (256, 32, 129, 24), H200: 1.75, padded 1.42
         lambda p: not copies_scores(p) or _scores(p) >= _MANY_SCORES,
         lambda p: f"bias has {_scores(p)} values, in rows that the pass copies; triton is faster",
         passes=("backward",),
+        example={"q": (8, 129, 16, 64), "bias": (8, 16, 129, 129), "bias_grad": True},
     ),
     _preference(
         "sums_for_few_keys",
         lambda p: not _adds_for_few_keys(p),
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v), of {p.seqlen_k} keys; triton is faster",
         passes=("backward",),
+        example={"q": (64, 256, 16, 128), "seqlen_k": 256},
     ),
     _preference(
         "fixed_order",
@@ -404,11 +446,12 @@ _AUTO_RULES: tuple[Rule, ...] = (
         ),
         lambda p: "deterministic is True and the gradient of bias, of a value per head and score, is needed too",
         passes=("backward",),
+        example={"q": (1, 4096, 16, 64), "bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},
     ),
 )
 
 
-# Calls with sequences have kernels and rules of their own.
+# Calls with sequences have kernels of their own. Some of the rules above bind them, too.
 
 _SUMMED_KEYS = 64  # up to so many keys of a sequence, delta is summed from scores (csrc/sm90/sequences/few_keys.cu)
 
@@ -434,7 +477,8 @@ def _mean_queries(p: AttentionProblem) -> float:
     return _spec(p).rows_q / (max(p.batch, 1) if _spec(p).packs_queries else 1)
 
 
-_SEQUENCE_RULES: tuple[Rule, ...] = (
+RULES = (
+    *_RULES,
     Rule(
         "sequence_head_dim",
         lambda p: (
@@ -450,6 +494,8 @@ _SEQUENCE_RULES: tuple[Rule, ...] = (
             )
         ),
         'use backend="triton"',
+        calls="sequences",
+        example={**_PACKED, "q": (1, 8192, 16, 192)},
     ),
     Rule(
         "sequence_mask",
@@ -459,6 +505,8 @@ _SEQUENCE_RULES: tuple[Rule, ...] = (
             "the kernels of sequences support only causality and windows"
         ),
         'use backend="triton"',
+        calls="sequences",
+        example={**_PACKED, "mask": (8, 1, 2048, 2048)},
     ),
     Rule(
         "sequence_bias",
@@ -472,6 +520,8 @@ _SEQUENCE_RULES: tuple[Rule, ...] = (
             "on 16 bytes"
         ),
         "cast bias, or pad its rows to a multiple of 8 keys",
+        calls="sequences",
+        example={**_PACKED, "bias": (1, 16, 2048, 2048), "bias_dtype": "fp32"},
     ),
     Rule(
         "page_size",
@@ -481,6 +531,12 @@ _SEQUENCE_RULES: tuple[Rule, ...] = (
             f"of {_KEYS}"
         ),
         'use backend="triton"',
+        calls="sequences",
+        example={
+            **_PAGED,
+            "seqlen_k": 48,
+            "sequences": SequenceSpec("paged_packed", 2, 512, 4096, 512, 4096, page_size=48),
+        },
     ),
     Rule(
         "page_strides",
@@ -491,16 +547,22 @@ _SEQUENCE_RULES: tuple[Rule, ...] = (
             "16 bytes"
         ),
         'use backend="triton"',
+        calls="sequences",
+        example={**_PAGED, "k_strides": (64 * 1024 + 8, 1024, 64, 1)},
     ),
     _backward(
         "sequence_softcap",
         lambda p: p.softcap == 0,
         lambda p: f"softcap is {p.softcap}; the backward kernels of sequences support none",
+        calls="sequences",
+        example={**_PACKED, "softcap": 30.0},
     ),
     _backward(
         "sequence_order",
         lambda p: not (p.deterministic and p.needs_grad.q),
         lambda p: "deterministic is True; blocks add to dq as they finish",
+        calls="sequences",
+        example={**_PACKED, "deterministic": True},
     ),
     _backward(
         "sequence_window",
@@ -509,6 +571,8 @@ _SEQUENCE_RULES: tuple[Rule, ...] = (
             f"a query attends to at most {keys_of_query(p.seqlen_k, p.window)} of {p.seqlen_k} keys; delta comes from "
             f"out in 16 bits, whose rounding shows in the gradients of up to {_FEW_KEYS} keys"
         ),
+        calls="sequences",
+        example={**_PACKED, "window_size": (15, 0)},
     ),
     _backward(
         "sequence_dbias",
@@ -521,29 +585,17 @@ _SEQUENCE_RULES: tuple[Rule, ...] = (
             f"the gradient of bias, of shape {tuple(_bias(p).shape)}, is needed; with packed queries it needs a head "
             "for each query head, and rows of a multiple of 8 keys"
         ),
+        calls="sequences",
+        example={**_PACKED, "bias": (1, 8192, 2048), "bias_grad": True},
     ),
 )
-_SEQUENCE_AUTO_RULES: tuple[Rule, ...] = (
+AUTO_RULES = (
+    *_AUTO_RULES,
     _preference(
         "short_sequences",
         lambda p: _mean_queries(p) >= _ROWS,
         lambda p: f"sequences have {_mean_queries(p):.0f} queries on average; a tile has {_ROWS}",
+        calls="sequences",
+        example={"q": (1, 8192, 16, 64), "sequences": SequenceSpec("packed", 128, 8192, 8192, 64, 64)},
     ),
-)
-
-
-def _unless(rule: Rule, has_sequences: bool) -> Rule:
-    """Restrict a rule to calls without sequences, or to calls with sequences; it then holds for all others."""
-    return rule._replace(holds=lambda p: (p.sequences is not None) is has_sequences or rule.holds(p))
-
-
-# Rules of dense calls only; calls with sequences have their own rules about the same subjects.
-_OF_DENSE = {"head_dim", "rounded_delta", "tile_bias_dtype", "tile_bias_rows", "dbias_rows"}
-RULES: tuple[Rule, ...] = (
-    *(_unless(rule, has_sequences=True) if rule.code in _OF_DENSE else rule for rule in _RULES),
-    *(_unless(rule, has_sequences=False) for rule in _SEQUENCE_RULES),
-)
-AUTO_RULES: tuple[Rule, ...] = (
-    *(_unless(rule, has_sequences=True) for rule in _AUTO_RULES),
-    *(_unless(rule, has_sequences=False) for rule in _SEQUENCE_AUTO_RULES),
 )

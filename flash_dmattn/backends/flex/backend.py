@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...problem import AttentionProblem, TensorSpec, bias_class, dtype_name
+from ...problem import AttentionProblem, SequenceSpec, TensorSpec, bias_class, dtype_name
 from ..protocol import Availability, Backend, Forward, Probe, Rule
 from .blocks import BLOCK
 from .call import attend_dense, graph_module, widens
@@ -43,6 +43,7 @@ def _span_rule(name: str, code: str, spec: Callable[[AttentionProblem], TensorSp
             f"so at most {_INT32_MAX}"
         ),
         "broadcast a dimension, or split the call over batch or heads",
+        example={"q": (1, 1 << 16, 1, 64), name: (1, 1, 1 << 16, 1 << 16)},
     )
 
 
@@ -52,18 +53,21 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.device in ("cuda", "cpu"),
         lambda p: f"device is {p.device}; this backend compiles FlexAttention for cuda and cpu",
         'use backend="eager"',
+        example={"device": "mps"},
     ),
     Rule(
         "dtype",
         lambda p: p.dtype in (torch.float16, torch.bfloat16, torch.float32),
         lambda p: f"dtype is {dtype_name(p.dtype)}; FlexAttention takes float16, bfloat16 or float32",
         'use backend="eager" for float64',
+        example={"dtype": "fp64"},
     ),
     Rule(
         "head_dim",
         lambda p: p.device != "cuda" or (16 <= p.head_dim <= 256 and 16 <= p.head_dim_v <= 256),
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); FlexAttention's kernels take 16 to 256",
         "pad q, k and v with zeros and give softmax_scale, or split the head",
+        example={"q": (2, 4096, 16, 8)},
     ),
     Rule(
         "cpu_backward",
@@ -74,6 +78,7 @@ RULES: tuple[Rule, ...] = (
             + " are needed on CPU; FlexAttention has no compiled backward pass there, and no lse to start one from"
         ),
         'use backend="eager", or call under torch.no_grad()',
+        example={"device": "cpu", "grad": True},
     ),
     Rule(
         "cpu_lse",
@@ -82,6 +87,7 @@ RULES: tuple[Rule, ...] = (
             f"{'return_lse' if p.return_lse else 'sink'} is set on CPU; FlexAttention's CPU kernel does not write lse"
         ),
         'use backend="eager"',
+        example={"device": "cpu", "return_lse": True},
     ),
     _span_rule("mask", "mask_span", lambda p: p.mask),
     _span_rule("bias", "bias_span", lambda p: p.bias),
@@ -93,6 +99,7 @@ RULES: tuple[Rule, ...] = (
             f"in 32 bits, so at most {_INT32_MAX}"
         ),
         "pass tensors whose heads are contiguous: x.transpose(1, 2).contiguous().transpose(1, 2); or split the batch",
+        example={"k_strides": (0, 1 << 30, 0, 1)},
     ),
     Rule(
         "tile_lists",
@@ -102,12 +109,22 @@ RULES: tuple[Rule, ...] = (
             f"places in it with 32 bits, so at most {_INT32_MAX}"
         ),
         "split the batch: the lists have a row for each tile of queries and a column for each tile of keys",
+        example={
+            "q": (1, 400000, 16, 64),
+            "sequences": SequenceSpec("packed", 60000, 400000, 400000, 400000, 400000),
+        },
     ),
     Rule(
         "relative_sequences",
         lambda p: p.relative is None or p.sequences is None,
         lambda p: f"bias is by distance beside {p.batch} sequences; the graph has one distance for a row and a column",
         'use backend="eager"',
+        example={
+            "q": (1, 8192, 16, 64),
+            "sequences": SequenceSpec("packed", 8, 8192, 8192, 2048, 2048),
+            "bias": (16, 257),
+            "by_distance": (128, "clamp", False),
+        },
     ),
     Rule(
         "deterministic",
@@ -115,6 +132,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: "deterministic is True and the gradient of bias is needed; FlexAttention adds it up with atomics",
         'use backend="eager", or deterministic=False',
         ("backward",),
+        example={"bias": (1, 16, 4096, 4096), "bias_grad": True, "deterministic": True},
     ),
 )
 
@@ -124,6 +142,7 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: p.device != "cpu",
         lambda p: "device is cpu; compiling costs 10 to 30 s per class of call, and eager PyTorch is as fast there",
         'backend="flex" runs it all the same',
+        example={"device": "cpu"},
     ),
 )
 

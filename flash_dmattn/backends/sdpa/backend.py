@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from ...problem import AttentionProblem, dtype_name, sm_number
+from ...problem import AttentionProblem, SequenceSpec, dtype_name, sm_number
 from ..protocol import Availability, Backend, Rule
 from . import cpu, cuda, efficient
 
@@ -121,6 +121,7 @@ RULES: tuple[Rule, ...] = (
             else f"device is {p.device}; it runs on CPUs and GPUs"
         ),
         'use backend="auto"',
+        example={"device": "sm_75"},
     ),
     Rule(
         "sequences",
@@ -130,12 +131,14 @@ RULES: tuple[Rule, ...] = (
             "FlashAttention-2 alone takes any, on NVIDIA GPUs: packed ones, in 16 bits, without mask and bias"
         ),
         'use backend="auto"',
+        example={"device": "sm_80", "sequences": SequenceSpec("padded", 2, 4096, 4096, 4096, 4096)},
     ),
     Rule(
         "gpu_mask",
         _on_gpu(lambda p: p.mask is None),
         lambda p: f"a mask of {_span(p)} elements is set; the kernels of GPUs take no mask, but causality and windows",
         _TRITON,
+        example={"device": "sm_80", "mask": (1, 1, 4096, 4096)},
     ),
     Rule(
         "gpu_scale",
@@ -144,6 +147,7 @@ RULES: tuple[Rule, ...] = (
             f"softmax_scale is {p.softmax_scale}; it needs to be above 0: FlashAttention-2 returns NaN for others"
         ),
         _TRITON,
+        example={"device": "sm_80", "softmax_scale": 0.0},
     ),
     Rule(
         "rocm",
@@ -156,6 +160,7 @@ RULES: tuple[Rule, ...] = (
             "queries, are known to be right"
         ),
         'use backend="flex"',
+        example={"device": "gfx942", "window_size": (9, 9)},
     ),
     Rule(
         "gpu_dtype",
@@ -173,6 +178,7 @@ RULES: tuple[Rule, ...] = (
             "float32, a bias of the same dtype, and rows of 16 bytes each"
         ),
         _TRITON,
+        example={"device": "sm_80", "bias": (1, 16, 4096, 4096), "bias_dtype": "fp32"},
     ),
     Rule(
         "gpu_groups",
@@ -181,6 +187,7 @@ RULES: tuple[Rule, ...] = (
             f"{p.num_heads} query heads share {p.num_heads_k} key-value heads; memory-efficient attention has no groups"
         ),
         _TRITON,
+        example={"device": "sm_80", "kv_heads": 4, "bias": (1, 16, 4096, 4096)},
     ),
     Rule(
         "gpu_window",
@@ -190,6 +197,7 @@ RULES: tuple[Rule, ...] = (
             "windows with more queries than keys, which sequences may have"
         ),
         _TRITON,
+        example={"device": "sm_80", "seqlen_k": 512, "window_size": (64, -1)},
     ),
     Rule(
         "gpu_band",
@@ -199,6 +207,7 @@ RULES: tuple[Rule, ...] = (
             "has wrong results for windows, and for causality with more queries than keys"
         ),
         _TRITON,
+        example={"device": "sm_80", "window_size": (9, 9), "bias": (1, 16, 4096, 4096)},
     ),
     Rule(
         "gpu_causal_dbias",
@@ -206,6 +215,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: "the gradient of bias is needed beside causality; memory-efficient attention leaves NaN in it",
         _TRITON_BACKWARD,
         ("backward",),
+        example={"device": "sm_80", "is_causal": True, "bias": (1, 16, 4096, 4096), "bias_grad": True},
     ),
     Rule(
         "gpu_bias_span",
@@ -215,6 +225,7 @@ RULES: tuple[Rule, ...] = (
             f"bits, so at most {_INT32_MAX} values"
         ),
         _TRITON,
+        example={"q": (1, 46344, 1, 64), "device": "sm_80", "bias": (1, 1, 46344, 46344)},
     ),
     Rule(
         "gpu_head_dim",
@@ -222,6 +233,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: f"head dim is {p.head_dim}; FlashAttention-2 has no gradients for 193 to 224 on {p.arch}",
         _TRITON_BACKWARD,
         ("backward",),
+        example={"q": (2, 1024, 4, 200), "device": "sm_89"},
     ),
     Rule(
         "gpu_lse",
@@ -229,6 +241,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: "return_lse is set, and the kernels of GPUs take no gradient of lse",
         _TRITON_BACKWARD,
         ("backward",),
+        example={"device": "sm_80", "return_lse": True},
     ),
     Rule(
         "gpu_order",
@@ -236,12 +249,14 @@ RULES: tuple[Rule, ...] = (
         lambda p: "deterministic is True; the kernels of GPUs add gradients up in any order",
         _TRITON_BACKWARD,
         ("backward",),
+        example={"device": "sm_80", "deterministic": True},
     ),
     Rule(
         "head_dim",
         _on_cpu(lambda p: p.head_dim == p.head_dim_v),
         lambda p: f"head dims are {p.head_dim} and {p.head_dim_v} (v); the kernel of CPUs takes equal ones",
         'use backend="eager"',
+        example={"device": "cpu", "head_dim_v": 32},
     ),
     Rule(
         "dbias",
@@ -249,6 +264,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: "the gradient of bias is needed; the kernel of CPUs has none",
         _EAGER_BACKWARD,
         ("backward",),
+        example={"device": "cpu", "dtype": "fp32", "bias": (1, 16, 1, 4096), "bias_grad": True},
     ),
 )
 
@@ -259,6 +275,7 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: f"the mask has the form {p.mask_form!r}, and would be unpacked",
         _BY_NAME,
         ("forward",),
+        example={"device": "cpu", "dtype": "fp32", "mask": (1, 1, 4096, 4096), "mask_prepared": True},
     ),
     Rule(
         "band_mask",
@@ -266,6 +283,7 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: f"the window {p.window} would be added as a mask, and eager visits only the keys inside it",
         _BY_NAME,
         ("forward",),
+        example={"device": "cpu", "dtype": "fp32", "window_size": (9, 0)},
     ),
     Rule(
         "causal_blocks",
@@ -273,6 +291,7 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: f"the kernel visits many keys of {p.seqlen_k} that causality hides, and eager skips them",
         _BY_NAME,
         ("forward",),
+        example={"device": "cpu", "dtype": "fp32", "q": (1, 512, 8, 64), "kv_heads": 2, "is_causal": True},
     ),
     Rule(
         "grouped_queries",
@@ -283,12 +302,14 @@ AUTO_RULES: tuple[Rule, ...] = (
         ),
         _BY_NAME,
         ("forward",),
+        example={"device": "cpu", "dtype": "fp32", "q": (1, 16, 32, 64), "kv_heads": 8, "seqlen_k": 2048},
     ),
     Rule(
         "slow_dtype",
         _on_cpu(lambda p: p.dtype == torch.float32 or _is_little(p)),
         lambda p: f"dtype is {dtype_name(p.dtype)}, in which the kernel is not faster than eager",
         _BY_NAME,
+        example={"device": "cpu"},
     ),
     Rule(
         "causal_backward",
@@ -296,6 +317,7 @@ AUTO_RULES: tuple[Rule, ...] = (
         lambda p: f"the backward kernel visits every pair, also those outside of the window {p.window}",
         _BY_NAME,
         ("backward",),
+        example={"device": "cpu", "dtype": "fp32", "is_causal": True},
     ),
 )
 

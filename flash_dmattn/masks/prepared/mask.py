@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,12 +42,11 @@ from ..arguments import (
     float_scores,
     integer,
     integer_tensor,
-    lengths_within,
     on_one_device,
     pair,
 )
 from ..blocks import MaskStats, check_blocks, expand_blocks
-from ..builders import Device, document_pair, padding_mask
+from ..builders import Device, document_pair, same_document
 from ..topk import ScoresByRows, select, topk_arguments
 from .intervals import live_keys, order_saves, places_for, reorder_pays
 from .lists import best, keys_seen, ordered, seen_blocks
@@ -61,7 +60,7 @@ from .operators import (
     run_score_keys,
     run_topk_intervals,
 )
-from .packing import MaskPacking, band_words, pack_rows, pack_tree, pack_words
+from .packing import MaskPacking, pack_rows, pack_tree, pack_words
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -266,45 +265,6 @@ class PreparedMask(ABC):
         return cls._tiled(words, shape, blocks.device, _band_fields(is_causal, window_size))
 
     @classmethod
-    def from_window(
-        cls,
-        seqlen_q: int,
-        seqlen_k: int,
-        *,
-        is_causal: bool = False,
-        window_size: tuple[int, int] | None = None,
-        device: Device = None,
-    ) -> PreparedMask:
-        """Prepare the mask of causality and a window alone.
-
-        Equivalent to `PreparedMask.from_mask(sliding_window_mask(seqlen_q, seqlen_k, window_size),
-        is_causal=is_causal)` in all its tensors, where lengths are above 1. Computed by words of 32 keys.
-
-        Args:
-            seqlen_q, seqlen_k: number of queries and keys.
-            is_causal, window_size: the band, as in `from_mask`.
-            device: where to put the result.
-
-        Returns:
-            PreparedMask, of tiles, for any batch and heads.
-
-        Raises:
-            TypeError, ValueError: lengths below 0, or a flag or window of another kind.
-
-        Example:
-            >>> from flash_dmattn.masks import PreparedMask
-            >>> PreparedMask.from_window(384, 384, is_causal=True).classes[0, 0].tolist()
-            [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
-        """
-        shape = (1, 1, integer("seqlen_q", seqlen_q), integer("seqlen_k", seqlen_k))
-        device = torch.empty(0, dtype=torch.bool, device=device).device
-
-        def words(start: int, stop: int) -> Tensor:
-            return band_words(start, stop, seqlen_k, None, device)
-
-        return cls._tiled(words, shape, device, _band_fields(is_causal, window_size))
-
-    @classmethod
     def from_mask_mod(
         cls,
         mask_mod: MaskMod,
@@ -420,57 +380,10 @@ class PreparedMask(ABC):
         ids_q, keys = document_pair(ids, ids_k)
 
         def words(start: int, stop: int) -> Tensor:
-            rows = ids_q[:, start:stop, None]
-            return pack_words((rows == keys[:, None, :]) & (rows >= 0))[:, None]
+            return pack_words(same_document(ids_q[:, start:stop], keys))
 
         shape = (max(ids_q.size(0), keys.size(0)), 1, ids_q.size(1), keys.size(1))
         return cls._tiled(words, shape, ids_q.device, _band_fields(is_causal, window_size))
-
-    @classmethod
-    def from_lengths(
-        cls,
-        lengths: IntsLike,
-        seqlen_q: int,
-        seqlen_k: int,
-        *,
-        side: Literal["right", "left"] = "right",
-        is_causal: bool = False,
-        window_size: tuple[int, int] | None = None,
-    ) -> PreparedMask:
-        """Prepare the mask of padded keys, from the number of keys that are not padding.
-
-        Equivalent to `PreparedMask.from_mask(padding_mask(lengths, seqlen_k, side=side), seqlen_q=seqlen_q,
-        is_causal=is_causal, window_size=window_size, reorder=False)`.
-
-        Args:
-            lengths: integer tensor or list (B,).
-            seqlen_q, seqlen_k: number of queries, and of keys with padding.
-            side: the side that the padding is on.
-            is_causal, window_size: the band, as in `from_mask`; it counts padding as keys.
-
-        Returns:
-            PreparedMask, of intervals, for fewer than 16 queries of keys; its batch size is B, for any heads.
-
-        Raises:
-            TypeError: lengths are not integer.
-            ValueError: another rank, a length below 0 or above `seqlen_k` (checked on CPU only; on an accelerator it
-                counts as 0 or `seqlen_k`), an unknown `side`.
-
-        Example:
-            >>> from flash_dmattn.masks import PreparedMask
-            >>> PreparedMask.from_lengths([1, 3], 4, 4, side="left").kept[:, 0].tolist()
-            [[3, 4, 4, 4], [1, 2, 3, 4]]
-        """
-        number = integer_tensor("lengths", lengths, (1,))
-        lengths_within("lengths", number, integer("seqlen_k", seqlen_k))
-        return cls.from_mask(
-            padding_mask(number, seqlen_k, side=side),
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            is_causal=is_causal,
-            window_size=window_size,
-            reorder=False,
-        )
 
     @classmethod
     def from_intervals(

@@ -62,6 +62,18 @@ class BatchMask(PreparedMask):
         ]
         return self.with_tensors(tensors, leading=dims)
 
+    def stats(self) -> MaskStats:
+        """Count as any prepared mask does, 128 queries at a time; `shape` has Lq rows."""
+        shape = (*self.shape[:2], self.seqlen_q, self.seqlen_k)
+        attending = empty_rows = 0
+        classes = [torch.zeros(*shape[:2], 0, tiles(self.seqlen_k), dtype=torch.uint8, device=self.device)]
+        for start in range(0, self.seqlen_q, TILE):
+            part = self.dense(start, start + TILE)
+            attending += int(part.sum())
+            empty_rows += int((~part.any(3)).sum())
+            classes.append(packing.pack_mask(part, None)[1])
+        return _class_stats(shape, attending, torch.cat(classes, 2), empty_rows)
+
     @property
     def band(self) -> Band | None:
         """The diagonals `low <= j - i <= high` that `is_causal` and `window_size` leave; None where that is all."""
@@ -125,11 +137,6 @@ class KeyMask(BatchMask):
 
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self._within_band(self.unpacked().expand(-1, -1, self.seqlen_q, -1)[:, :, start:stop], start, stop)
-
-    def stats(self) -> MaskStats:
-        """Count as any prepared mask does; `shape` has Lq rows."""
-        bits, classes = packing.pack_mask(self.dense(), None)
-        return _bit_stats((*self.shape[:2], self.seqlen_q, self.seqlen_k), bits, classes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -281,19 +288,6 @@ class ListMask(BatchMask):
         *_, low, high = keys_seen(self.sequences.bounds_of(self.spec), self.spec, window)
         keys = torch.arange(self.seqlen_k, device=self.device)
         return allowed & (keys >= low[:, None, start:stop, None]) & (keys <= high[:, None, start:stop, None])
-
-    def stats(self) -> MaskStats:
-        """Count as any prepared mask does, 128 queries at a time."""
-        attending, empty_rows = 0, 0
-        classes = []
-        for start in range(0, self.seqlen_q, TILE):
-            part = self.dense(start, start + TILE)
-            attending += int(part.sum())
-            empty_rows += int((~part.any(3)).sum())
-            classes.append(packing.pack_mask(part, None)[1])
-        if not classes:
-            return _bit_stats(self.shape, *packing.pack_mask(self.dense(), None))
-        return _class_stats(self.shape, attending, torch.cat(classes, 2), empty_rows)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
