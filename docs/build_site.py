@@ -2,7 +2,8 @@
 
 MkDocs reads one folder. Pages of docs, examples, benchmarks and the folders of kernels link to each other by paths.
 So the folder gets copies with the same paths. docs/index.md becomes the first page, and README.md install.md.
-A page for each module comes from docstrings, by mkdocstrings. A warning is an error.
+A page for each module comes from docstrings, by mkdocstrings. A warning is an error, and so is a page that loads
+something from another host.
 """
 
 from __future__ import annotations
@@ -102,9 +103,14 @@ def main() -> int:
     )
     # Material for MkDocs names its successor at every start; the plugin for docstrings does not serve that yet.
     failed = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}).returncode
-    if not failed:
-        print(f"the site begins with {arguments.out / 'index.html'}")
-    return failed
+    if failed:
+        return failed
+    elsewhere = re.compile(r'<(?:script|link|img)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
+    for page in sorted(arguments.out.rglob("*.html")):
+        if loads := elsewhere.search(page.read_text()):
+            sys.exit(f"{page} loads something from another host: {loads[0]}")
+    print(f"the site begins with {arguments.out / 'index.html'}")
+    return 0
 
 
 if __name__ == "__main__":

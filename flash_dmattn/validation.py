@@ -256,6 +256,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: Sequ
                 f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; "
                 + ("it needs 4 or more: (*batch" if name == "q" else "it needs 4, as q: (batch")
                 + ", seqlen, num_heads, head_dim)"
+                + ("; packed rows need sequences=Sequences.packed(cu_seqlens)" if x.dim() == 3 else "")
             )
     _check_float("q", q)
     batch, seqlen_q, num_heads, head_dim = q.shape
@@ -294,7 +295,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, is_folded: bool, sequences: Sequ
 def _check_float(name: str, x: object, size: int | None = None) -> None:
     if not isinstance(x, Tensor):
         shape = "" if size is None else f" of shape ({size},)"
-        raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a floating-point torch.Tensor{shape}")
+        call = "; pass what it returns" if isinstance(x, torch.nn.Module) else ""
+        raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a floating-point torch.Tensor{shape}{call}")
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"{name} has dtype {dtype_name(x.dtype)}; it needs float16, bfloat16, float32 or float64"

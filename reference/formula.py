@@ -224,7 +224,7 @@ def allowed(
     offset = torch.arange(seqlen_k, device=device) - diagonal
     inside = offset >= -left if left >= 0 else torch.ones_like(offset, dtype=torch.bool)
     if right >= 0:
-        inside &= offset <= right
+        inside = inside & (offset <= right)  # ONNX has no operator for &=
     return inside if mask is None else mask & inside
 
 

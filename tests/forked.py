@@ -39,6 +39,8 @@ while True:
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if status == 1 and end.code != 1:
+                print(end.code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -1,6 +1,8 @@
 """Every Python block of README.md and docs/*.md is executed, and every example in a docstring.
 
-By hand: `python tests/test_docs.py docs/masks.md` from the root of the checkout.
+A section about a library that may be missing runs without the rest of its page.
+
+By hand: `python tests/test_docs.py docs/masks.md` from the root of the checkout, and `... docs/guides.md PEFT`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
-import importlib.util
 import io
 import re
 import sys
@@ -26,6 +27,8 @@ PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.m
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}) *([^\s`]*).*$")
 # A module that needs one of these may be missing it; any other failing import is a failure.
 OPTIONAL = {"triton", "matplotlib", "rich", "numpy", "transformers", "accelerate"}
+OPTIONAL |= {"diffusers", "lightning", "onnx", "onnxscript", "peft", "timm", "torchvision"}
+SKIPPED = 77  # the status of a process in which such a module is missing
 
 
 class Block(NamedTuple):
@@ -54,13 +57,34 @@ def fenced_blocks(page: str) -> list[Block]:
     return blocks
 
 
+def parts(page: Path) -> dict[str, list[Block]]:
+    """Sort the blocks of a page by the section that has to run without the others, "" for the rest of the page.
+
+    It has a block that imports an optional library, and its page does not bear the name of that library.
+    """
+    text = page.read_text(encoding="utf-8")
+    blocks = fenced_blocks(text)
+    headings = [(n, line[3:]) for n, line in enumerate(text.splitlines(), start=1) if line.startswith("## ")]
+    sections: dict[str, list[Block]] = {}
+    for block in blocks:
+        above = [heading for n, heading in headings if n < block.line]
+        sections.setdefault(above[-1] if above else "", []).append(block)
+    split: dict[str, list[Block]] = {"": []}
+    for heading, inside in sections.items():
+        python = "".join(block.text for block in inside if block.language == "python")
+        imported = set(re.findall(r"^(?:from|import) (\w+)", python, re.MULTILINE)) & OPTIONAL
+        part = heading if imported and page.stem not in imported else ""
+        split.setdefault(part, []).extend(inside)
+    return split
+
+
 def trimmed(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
 
 
-def execute(page: Path) -> None:
-    """Run the Python blocks of a page in one namespace; a ```text block that comes next is what the block prints."""
-    blocks = fenced_blocks(page.read_text(encoding="utf-8"))
+def execute(page: Path, part: str = "") -> None:
+    """Run the Python blocks of a part in one namespace; a ```text block that comes next is what the block prints."""
+    blocks = parts(page)[part]
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block, following in zip(blocks, [*blocks[1:], None]):
         if block.language != "python":
@@ -74,7 +98,10 @@ def execute(page: Path) -> None:
             code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
             with contextlib.redirect_stdout(printed):
                 exec(code, namespace)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in OPTIONAL:
+                print(f"{where} needs {error.name}, which is not installed")
+                sys.exit(SKIPPED)
             sys.exit(f"{where} fails:\n\n{block.text}\n{traceback.format_exc()}\nIt had printed:\n{printed.getvalue()}")
         if following is None or following.language != "text":
             continue
@@ -99,15 +126,21 @@ def modules_with_examples() -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_page(page: Path, tmp_path: Path) -> None:
-    needed = page.stem if page.stem in OPTIONAL else None  # a page on an optional package bears its name
-    if needed is not None and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{page.name} needs {needed}, which is not installed")
-    # A process per page, without the package: what a reader has, and settings made there stay there.
-    program = f"import os, sys; sys.path.insert(0, {str(TESTS)!r})\n"
-    program += f"import pathlib, test_docs; os.chdir({str(tmp_path)!r}); test_docs.execute(pathlib.Path({str(page)!r}))"
+@pytest.mark.parametrize(
+    ("page", "part"),
+    [
+        pytest.param(page, part, id=page.relative_to(ROOT).as_posix() + (part and f"#{part}"))
+        for page in PAGES
+        for part in parts(page)
+    ],
+)
+def test_page(page: Path, part: str, tmp_path: Path) -> None:
+    # A process per part, without the package: what a reader has, and settings made there stay there.
+    program = f"import os, sys; sys.path.insert(0, {str(TESTS)!r})\nimport pathlib, test_docs; "
+    program += f"os.chdir({str(tmp_path)!r}); test_docs.execute(pathlib.Path({str(page)!r}), {part!r})"
     (done,) = forked.run([({"MPLBACKEND": "Agg"}, program)])
+    if done.status == SKIPPED:
+        pytest.skip(done.said.splitlines()[-1])
     assert done.status == 0, done.said
 
 
@@ -186,5 +219,23 @@ def test_a_wrong_page_is_refused(page: str, message: str, tmp_path: Path) -> Non
         execute(file)
 
 
+def test_a_section_about_a_library_that_is_missing_is_skipped_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "OPTIONAL", {"no_such_library"})
+    file = tmp_path / "page.md"
+    file.write_text(
+        "```python\nx = 1\n```\n## A\n```python\nimport no_such_library\n```\n```text\n1\n```\n"
+        "## B\n```python\nprint(x)\n```\n```text\n1\n```\n"
+    )
+    lines = {part: [block.line for block in blocks] for part, blocks in parts(file).items()}
+    assert lines == {"": [2, 13, 16], "A": [6, 9]}
+    execute(file)
+    with pytest.raises(SystemExit) as end:
+        execute(file, "A")
+    assert end.value.code == SKIPPED
+    assert capsys.readouterr().out.endswith("the block on line 6 needs no_such_library, which is not installed\n")
+
+
 if __name__ == "__main__":
-    execute(Path(sys.argv[1]).resolve())
+    execute(Path(sys.argv[1]).resolve(), *sys.argv[2:])

@@ -207,6 +207,7 @@ BAD_CALLS = [
     (lambda: masks.padding_mask([1, 2]), ValueError, r"seqlen is None; it needs to be the padded length"),
     (lambda: masks.padding_mask([[1, 0]], 3), ValueError, r"lengths_or_mask has shape \(1, 2\); it needs seqlen = 3"),
     (lambda: masks.padding_mask(torch.ones(1, 2)), TypeError, r"dtype torch\.float32.* pass mask > 0\.5"),
+    (lambda: masks.padding_mask(torch.zeros(2, 1, 1, 4)), ValueError, r"lengths_or_mask has shape .* be 1-D or 2-D"),
     (lambda: masks.padding_mask(torch.ones(0), 2), TypeError, r"lengths_or_mask has dtype torch\.float32"),
     (lambda: masks.padding_mask([True, False], 2), TypeError, r"lengths_or_mask has dtype torch\.bool"),
     (lambda: masks.padding_mask(None), TypeError, r"lengths_or_mask is None \(NoneType\); it needs to be an integer"),

@@ -425,7 +425,12 @@ BAD: dict[str, Callable[[], Any]] = {
     "ValueError: cu_seqlens_k has 3 entries; of 1 sequences it needs 2": lambda: Sequences.packed(
         cu(0, 3), cu(0, 1, 2)
     ),
-    "ValueError: cu_seqlens_q begins with 1; it needs to begin with 0": lambda: Sequences.packed(cu(1, 3)),
+    "TypeError: layout is a Tensor; call Sequences.packed, Sequences.padded or Sequences.paged": lambda: Sequences(
+        cu(0, 3)  # type: ignore[arg-type]
+    ),
+    "ValueError: cu_seqlens_q begins with 1; it needs to begin with 0: where sequences begin, no lengths": lambda: (
+        Sequences.packed(cu(1, 3))
+    ),
     "ValueError: cu_seqlens_q falls from 3 to 2 at sequence 1; it needs to ascend": lambda: Sequences.packed(
         cu(0, 3, 2)
     ),

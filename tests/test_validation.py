@@ -38,6 +38,11 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "v no tensor": ({"v": 3}, TypeError, ("v is a int", "torch.Tensor")),
     "mask no tensor": ({"mask": [[True]]}, TypeError, ("mask is a list", "bool torch.Tensor")),
     "bias no tensor": ({"bias": 0.5}, TypeError, ("bias is a float", "floating-point torch.Tensor")),
+    "bias a module": (
+        {"bias": flash_dmattn.nn.RelativePositionBias(HQ)},
+        TypeError,
+        ("bias is a RelativePositionBias", "floating-point torch.Tensor; pass what it returns"),
+    ),
     "heads first and a bias": (
         {**{name: torch.randn(B, HQ, 6, D) for name in "qkv"}, "bias": torch.randn(HQ, 6, 6)},
         ValueError,
@@ -48,7 +53,11 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("q has 6 heads and k has 7", "multiple of the heads of k", "if heads come first", "pass q.transpose(1, 2)"),
     ),
-    "q 3-D": ({"q": torch.randn(LQ, HQ, D)}, ValueError, ("q has 3 dimensions", "(3, 4, 8)", "needs 4")),
+    "q 3-D": (
+        {"q": torch.randn(LQ, HQ, D)},
+        ValueError,
+        ("q has 3 dimensions", "(3, 4, 8)", "needs 4", "; packed rows need sequences=Sequences.packed(cu_seqlens)"),
+    ),
     "k 5-D": ({"k": torch.randn(1, B, LK, HK, D)}, ValueError, ("k has 5 dimensions", "needs 4")),
     "v 2-D": ({"v": torch.randn(LK, DV)}, ValueError, ("v has 2 dimensions", "needs 4")),
     "q int": ({"q": torch.ones(B, LQ, HQ, D, dtype=torch.int64)}, TypeError, ("q has dtype int64", "float16")),
@@ -233,8 +242,14 @@ def test_what_to_write_is_something_that_attention_takes() -> None:
 @pytest.mark.parametrize("leading", [(), (1,)])
 def test_a_padding_mask_of_two_dims_is_told_what_it_is(leading: tuple[int, ...]) -> None:
     inputs = {name: x[(None,) * len(leading)] for name, x in tensors().items()}
-    with pytest.raises(ValueError, match=r"; padding of \(batch, seqlen_k\) is masks.padding_mask\(mask\)$"):
+    advice = r"; padding of \(\*batch, seqlen_k\) is mask\[..., None, None, :\]$"
+    if not leading:
+        advice = r"; padding of \(batch, seqlen_k\) is masks.padding_mask\(mask\)$"
+    with pytest.raises(ValueError, match=advice):
         flash_dmattn.attention(**inputs, mask=true(B, LK))
+    with pytest.raises(ValueError, match=advice):
+        flash_dmattn.attention(**inputs, mask=true(*leading, B, LK))
+    flash_dmattn.attention(**inputs, mask=true(*leading, B, LK)[..., None, None, :])
     with pytest.raises(ValueError, match=r"and seqlen_k in \{1, 5\}$"):
         flash_dmattn.attention(**inputs, mask=true(B + 2, LK))
     with pytest.raises(ValueError, match=r"and seqlen_k in \{1, 5\}$"):

@@ -52,11 +52,11 @@ def integer_tensor(name: str, value: IntsLike, ndims: tuple[int, ...]) -> Tensor
     tensor = as_tensor(name, value)
     if not isinstance(value, Tensor) and tensor.numel() == 0:
         tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own: torch calls it float
-    if tensor.dtype not in INTEGER_DTYPES:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; it needs an integer dtype; pass {name}.long().")
     if tensor.dim() not in ndims:
         needs = " or ".join(f"{n}-D" for n in ndims)
         raise ValueError(f"{name} has shape {tuple(tensor.shape)} ({tensor.dim()}-D); it needs to be {needs}.")
+    if tensor.dtype not in INTEGER_DTYPES:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it needs an integer dtype; pass {name}.long().")
     return tensor
 
 

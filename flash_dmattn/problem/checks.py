@@ -194,8 +194,13 @@ def check_broadcast(name: str, shape: Sequence[int], sizes: Sequence[int], num_h
     if _fits(shape, allowed):
         return
     names = (*batch_names(len(batch)), "heads", "seqlen_q", "seqlen_k")
-    is_padding = name == "mask" and tuple(shape[-2:]) == (batch[-1], seqlen_k) and all(n == 1 for n in shape[:-2])
-    advice = "; padding of (batch, seqlen_k) is masks.padding_mask(mask)" if is_padding else ""
+    advice = ""
+    tail, rest = tuple(shape[-1 - len(batch) :]), shape[: -1 - len(batch)]
+    if name == "mask" and tail[-2:] == (batch[-1], seqlen_k) and all(n == 1 for n in rest):
+        if len(batch) == 1:
+            advice = "; padding of (batch, seqlen_k) is masks.padding_mask(mask)"
+        elif _fits(tail, (*allowed[: len(batch)], allowed[-1])):
+            advice = "; padding of (*batch, seqlen_k) is mask[..., None, None, :]"
     if _fits(shape, (*allowed[:-3], (1, seqlen_k, seqlen_q), (1, num_heads), (1, num_heads_k))):
         advice = "; it fits if heads come first in q, k and v: pass q.transpose(-2, -3), and so k and v"
     raise ValueError(_misfit(name, shape, names, allowed) + advice)

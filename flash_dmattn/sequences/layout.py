@@ -59,6 +59,12 @@ class Sequences:
     max_seqlen_k: int | None = None
     _layouts: dict[Any, tuple[list[Any], SequenceSpec, SequenceView]] = field(default_factory=dict, init=False)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.layout, str):
+            raise TypeError(
+                f"layout is a {type(self.layout).__name__}; call Sequences.packed, Sequences.padded or Sequences.paged"
+            )
+
     @staticmethod
     def packed(
         cu_seqlens_q: Tensor,
@@ -352,7 +358,10 @@ torch.serialization.add_safe_globals([Sequences])  # which `torch.load` calls
 def lay_out(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, mask: object) -> tuple[SequenceSpec, SequenceView]:
     """Check q, k, v and the mask of a call with sequences, and describe and lay out the sequences."""
     if not isinstance(sequences, Sequences):
-        raise TypeError(f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences")
+        raise TypeError(
+            f"sequences is a {type(sequences).__name__}; it needs to be a flash_dmattn.Sequences, as Sequences.packed "
+            "makes one"
+        )
     # Compared by identity: values may differ where sizes agree, and nobody reads values.
     own = getattr(mask, "sequences", None)
     if own is not None and own is not sequences:
@@ -466,7 +475,9 @@ def _check_side(
     if cu_seqlens is not None:
         name, edges = f"cu_seqlens_{side}", cu_seqlens.tolist()
         if edges[0] != 0:
-            raise ValueError(f"{name} begins with {edges[0]}; it needs to begin with 0")
+            raise ValueError(
+                f"{name} begins with {edges[0]}; it needs to begin with 0: where sequences begin, no lengths"
+            )
         for s, (start, end) in enumerate(pairwise(edges)):
             if end < start:
                 raise ValueError(f"{name} falls from {start} to {end} at sequence {s}; it needs to ascend")
