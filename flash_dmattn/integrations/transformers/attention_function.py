@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 from ... import Sequences, attention
 from ...biases import Bias
 from ...call import prepare_call, run_call
-from ...definition import is_of_transform, is_transformed
+from ...definition import is_of_transform
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
 from ...problem import Numbers, check_tensor, collapse, counts_changes, dtype_name
+from ...remembered import Kept
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
 from .models import TableBias
@@ -213,30 +213,6 @@ def observed(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
-
-
-class Kept:
-    """Values that were made of tensors: each is kept while its tensors live, and made anew after they have changed.
-
-    None is kept where torch does not count changes, nor of a transform of `torch.func`, with which its tensors end.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[object, tuple[object, Any, list[weakref.ref[Tensor]]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: object, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-        """Return what `make` has made of these tensors; `key` has their ids."""
-        if is_transformed() or not all(map(counts_changes, tensors)):
-            return make()
-        version = [x._version for x in tensors]
-        entry = self._entries.get(key)
-        if entry is None or entry[0] != version:
-            refs = [weakref.ref(x, lambda _: self._entries.pop(key, None)) for x in tensors]
-            entry = self._entries[key] = version, make(), refs
-        return entry[1]
 
 
 _copies, _zeros, _limits = Kept(), Kept(), Kept()
