@@ -34,8 +34,8 @@ def split_additive(
 ) -> tuple[Tensor, Tensor | None]:
     """Split a tensor that is added to scores into a bool mask, True = attend, and the bias that is left.
 
-    A value at or below `below` hides its key: the place of -1e9 added to a score is then taken by a bit, and kernels skip
-    tiles that hide everything. `attention` itself never splits a bias.
+    A value at or below `below` hides its key: a bit takes the place of -1e9 added to a score, and kernels skip tiles
+    that hide everything. `attention` itself never splits a bias.
 
     Equivalent to::
 
@@ -45,10 +45,10 @@ def split_additive(
         mask = ~(x <= below)
         rest = x.masked_fill(~mask, 0)  # None if values can be read and all are 0
 
-    **When the result is the same.** Let the largest score of a hidden key be R above the largest score of a visible one,
-    whose bias counts. The hidden keys of a row of n keys then had at most the weight n * exp(R + below), which is 0 in
-    fp32 if R < -below - 104, and in fp64 if R < -below - 745. For -1e9, -1e6 or finfo.min it holds in practice, and for
-    the default of -1e3 up to R = 896. A value of -100 is no mask and stays a bias, since R = 80 would lose up to
+    **When the result is the same.** Let the largest score of a hidden key be R above the largest score of a visible
+    one, whose bias counts. The hidden keys of a row of n keys then had at most the weight n * exp(R + below), which is
+    0 in fp32 if R < -below - 104, and in fp64 if R < -below - 745. For -1e9, -1e6 or finfo.min it holds in practice,
+    for the default of -1e3 up to R = 896. A value of -100 is no mask and stays a bias, since R = 80 would lose up to
     n * 2e-9; pass `below=-100` if you know R. Causality and windows that come with x must leave each row a key that x
     shows: if they hide the last of them, the formula attends to keys at -1e9, and this mask to none.
 
@@ -56,8 +56,8 @@ def split_additive(
 
     * The formula, a softmax of the scores, because a constant does not change a row: `empty="softmax"`. A row of -1e9
       alone sees all its keys, and a row that is -inf throughout sees none. Kernels skip no tile of such rows.
-    * Zero, with zero gradients, as in this library and in torch for a bool mask: `empty="zero"`. It is faster, and right
-      wherever rows of padding are not read.
+    * Zero, with zero gradients, as in this library and in torch for a bool mask: `empty="zero"`. It is faster, and
+      right wherever rows of padding are not read.
     * The mean of the values, nearly: fp32 makes it of -1e9 by rounding scores away. Nothing here imitates it.
 
     A hidden key has the probability 0 in both forms, so that all gradients agree, also for x.
@@ -162,12 +162,18 @@ def _check(x: Tensor, below: float, empty: str, rest: str) -> None:
         raise TypeError(f"x has dtype {dtype_name(x.dtype)}; it needs a float dtype{advice}")
     if x.dim() == 0:
         raise ValueError("x has shape (); it needs at least one dim, the keys")
-    if not isinstance(below, (int, float, Real)) or isinstance(below, bool):
-        raise TypeError(f"below is a {type(below).__name__}; it needs to be a negative number")
-    if not below < 0:
-        raise ValueError(f"below is {below}; it needs to be negative")
+    check_below(below)
     for name, value, words in (("empty", empty, ("softmax", "zero")), ("rest", rest, ("auto", "none", "keep"))):
         if value not in words:
             raise ValueError(f"{name} is {value!r}; it needs to be one of {', '.join(map(repr, words))}")
     if rest == "none" and x.requires_grad and torch.is_grad_enabled():
         raise ValueError('x has a gradient, which rest="none" would lose; use rest="keep", or x.detach()')
+
+
+def check_below(below: float) -> float:
+    """Refuse what is no negative number."""
+    if not isinstance(below, (int, float, Real)) or isinstance(below, bool):
+        raise TypeError(f"below is a {type(below).__name__}; it needs to be a negative number")
+    if not below < 0:
+        raise ValueError(f"below is {below}; it needs to be negative")
+    return below

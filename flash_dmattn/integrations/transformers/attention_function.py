@@ -16,6 +16,7 @@ from ...call import prepare_call, run_call
 from ...definition import is_of_transform
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
+from ...masks.split import separate
 from ...problem import Numbers, check_tensor, collapse, counts_changes, dtype_name
 from ...remembered import Kept
 from ...validation import follow_autocast
@@ -110,11 +111,12 @@ def attend(
             raise ValueError(
                 f"attention_mask has shape {shape}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
             )
-        if attention_mask.is_floating_point():  # a mask of numbers is added
-            if table is not None:
+        if attention_mask.is_floating_point():  # a mask of numbers is added, but for what hides keys
+            dense, rest = _parts(attention_mask)
+            if table is not None and rest is not None:
                 lengths = query.shape[2], key.shape[2]
                 bias, table = table.relative(*lengths).dense(*lengths), None
-            bias = attention_mask if bias is None else bias + attention_mask
+            bias = rest if bias is None else bias if rest is None else bias + rest
         elif attention_mask.dtype == torch.bool:
             dense = attention_mask
         else:
@@ -197,6 +199,16 @@ def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None)
     assert isinstance(mask, Tensor)
     chosen = mask.new_zeros((indices.shape[0], 1, indices.shape[1], mask.shape[-1]))
     return chosen.scatter_(3, indices.unsqueeze(1).long(), True) & mask
+
+
+def _parts(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Split a float mask into a bool one and a bias, once for all layers; a learned one is a bias.
+
+    So is one in a graph, where nobody can tell whether a bias is left.
+    """
+    if torch.compiler.is_compiling() or (mask.requires_grad and torch.is_grad_enabled()):
+        return None, mask
+    return separate(mask)
 
 
 def show_observers(module: nn.Module, call: dict[str, Any]) -> None:
