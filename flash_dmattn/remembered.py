@@ -1,10 +1,16 @@
-"""A bounded cache whose hits are cheap."""
+"""Bounded caches: of values by key, and of what was made of tensors."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from typing import Generic, TypeVar
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from .definition import is_transformed
+from .problem import counts_changes
 
 T = TypeVar("T")
 
@@ -65,3 +71,33 @@ class Remembered(Generic[T]):
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
+
+
+class Kept:
+    """Values that were made of tensors: each is kept while its tensors live, and made again after they have changed.
+
+    None is kept where torch does not count changes, nor of a transform of `torch.func`, with which its tensors end. The
+    oldest values make room where more than `most` are kept: slices of one tensor may be any number.
+    """
+
+    def __init__(self, most: int = 64) -> None:
+        self.most = most
+        self._entries: dict[object, tuple[object, Any, list[weakref.ref[Tensor]]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: object, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+        """Return what `make` has made of these tensors; `key` has their ids."""
+        if is_transformed() or not all(map(counts_changes, tensors)):
+            return make()
+        version = [x._version for x in tensors]
+        entry = self._entries.get(key)
+        if entry is None or entry[0] != version:
+            refs = [weakref.ref(x, lambda _: self._entries.pop(key, None)) for x in tensors]
+            value = make()
+            # No lock: a tensor may end, and take its entry out, in the middle of any line here.
+            for oldest in list(self._entries)[: max(0, len(self._entries) + 1 - self.most)]:
+                self._entries.pop(oldest, None)
+            entry = self._entries[key] = version, value, refs
+        return entry[1]

@@ -12,8 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the bottom up. A part may import itself and what stands before it; docs/ARCHITECTURE.md draws the same order.
 LAYERS = (
-    ("_version", "definition", "remembered"),
+    ("_version", "definition"),
     ("problem", "reference"),
+    ("remembered",),
     ("sequences",),
     ("masks",),
     ("gradients",),

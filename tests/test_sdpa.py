@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_dmattn
-from flash_dmattn.integrations import sdpa
+from flash_dmattn.integrations import heads_first, sdpa
 from flash_dmattn.integrations.sdpa import intercept_sdpa
 
 imported_earlier = F.scaled_dot_product_attention
@@ -128,7 +128,7 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(arguments)
         return flash_dmattn.attention(*arguments, **more)
 
-    monkeypatch.setattr(sdpa, "attention", watched)
+    monkeypatch.setattr(heads_first, "attention", watched)
     for form in ("bool", "float"):
         tensors = draw(SERVED["each score"], form)
         with intercept_sdpa():
@@ -137,6 +137,33 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         for options, arrived in zip(tensors, qkv):
             assert arrived.data_ptr() == options.data_ptr() and torch.equal(arrived.transpose(1, 2), options)
         assert (mask if form == "bool" else bias) is tensors[3]
+
+
+def test_float_masks_are_split_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`below` changes no result; a mask of floats arrives as one of bools, a learned bias stays itself."""
+    calls: list[tuple[Tensor | None, Tensor | None]] = []
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, **more: Any) -> Any:
+        calls.append((mask, bias))
+        return flash_dmattn.attention(q, k, v, mask, bias, **more)
+
+    monkeypatch.setattr(heads_first, "attention", watched)
+    for name in ("each score", "padding", "shared", "one row", "heads alone", "two batch dims, shared"):
+        *qkv, hidden = draw(SERVED[name], "-inf")
+        for value, below in ((-1e9, -1e3), (-100.0, -1e3), (-100.0, -100)):
+            tensors = [*qkv, hidden.clamp(min=value)]
+            with intercept_sdpa(below=below, strict=True):
+                agree(run(tensors), by_formula(tensors))
+            mask, bias = calls.pop()
+            assert (mask is not None) == (bias is None) == (value <= below)
+    learned = draw(SERVED["each score"], "float")
+    with intercept_sdpa(below=-1e3):
+        agree(run(learned), by_formula(learned))
+    mask, bias = calls.pop()
+    assert mask is None and bias is learned[3]
+    for wrong, error in ((0.0, ValueError), ("low", TypeError)):
+        with pytest.raises(error, match="below is .*; it needs to be"):
+            intercept_sdpa(below=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", ["bool", "-inf"])
@@ -550,8 +577,7 @@ def outcome(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> l
 def test_functions_that_run_attention_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """They see the names of their module as these are at each call."""
     made: list[object] = []
-    kind = sdpa.FunctionType
-    monkeypatch.setattr(sdpa, "FunctionType", lambda *a: made.append(a) or kind(*a))
+    monkeypatch.setattr(sdpa, "_unasked", made.append)
     module, call = modules()["attention"]
     x = torch.randn(3, 9, 16)
     with intercept_sdpa() as tally:

@@ -42,6 +42,8 @@ NAMES = {
     "torch._C._disabled_torch_function_impl": "whether a subclass overrides functions",
     # Autograd functions, which torch takes long to call.
     "._version": "whether a tensor was changed in place; public of no tensor",
+    "._base": "the tensor that a view is of, which outlives it",
+    "torch._assert_async": "an assertion of values that does not wait for a GPU",
     # torch.compile. The public decorators import dynamo, which takes seconds of every process that does not compile.
     "._dynamo_marked_constant": "what torch.compiler.assume_constant_result sets",
     "torch._disable_dynamo": "torch.compiler.disable, once dynamo is there",

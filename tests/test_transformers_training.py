@@ -123,7 +123,7 @@ def test_checkpointing(name: str, reentrant: bool, counted: Counted) -> None:
 
 @pytest.mark.parametrize("form", ["bool", "float"])
 def test_masks_of_the_user(form: str, counted: Counted) -> None:
-    """4-D masks go through as they are; the float one is a bias."""
+    """4-D masks go through as they are; one of floats that only hides keys becomes one of bools, for all layers."""
     model = make("llama").train()
     options = inputs(model, "causal")
     allowed = torch.rand(3, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.5
@@ -132,6 +132,8 @@ def test_masks_of_the_user(form: str, counted: Counted) -> None:
     wanted = step(model, {**options, "attention_mask": added}, "eager")
     result = step(model, {**options, "attention_mask": allowed if form == "bool" else added}, "dmattn")
     assert len(counted.calls) == 2
+    for call in counted.calls:
+        assert call["bias"] is None and call["mask"] is counted.calls[0]["mask"] and torch.equal(call["mask"], allowed)
     assert_alike(result, wanted, "llama")
 
 

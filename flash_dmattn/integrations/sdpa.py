@@ -1,7 +1,7 @@
 """F.scaled_dot_product_attention with a mask computed by flash_dmattn, inside of a `with`; docs/sdpa.md.
 
 `intercept_sdpa` puts a mode of torch in force that sees every call. `reason_to_pass_on` decides which calls are served,
-and `serve` turns such a call into one of `flash_dmattn.attention`.
+and `heads_first.attend` turns such a call into one of `flash_dmattn.attention`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .. import attention
+from ..masks.split import check_below
 from ..problem import FLOAT_DTYPES, check_flag
-from ..validation import AUTOCAST_DEVICES
+from .heads_first import attend, autocast_dtype, batch_dims
 
 __all__ = ["intercept_sdpa"]
 
@@ -40,12 +40,15 @@ class intercept_sdpa(ContextDecorator):
 
     Args:
         strict: raise where torch would compute a call with a mask.
+        below: split float masks that have no gradient by `flash_dmattn.masks.split_additive`: values at or below this
+            number, such as -1e3, hide keys. None leaves float masks as biases.
 
     Returns:
         A context manager that gives a `Tally`, which counts calls and prints as a table.
 
     Raises:
-        TypeError: strict is no bool.
+        TypeError: strict is no bool, or `below` no number.
+        ValueError: `below` is not negative.
         NotImplementedError: inside, under `strict`: the reason why a call is not served.
 
     Equivalent to the call of torch but for rows without a key: here they and their gradients are 0, while torch's
@@ -61,8 +64,9 @@ class intercept_sdpa(ContextDecorator):
     1 (4, 8, 8)
     """
 
-    def __init__(self, *, strict: bool = False) -> None:
+    def __init__(self, *, strict: bool = False, below: float | None = None) -> None:
         self._strict = check_flag("strict", strict)
+        self._below = None if below is None else check_below(below)
         self._entries: list[_Entry] = []  # open ones, of all threads and tasks
 
     def __enter__(self) -> Tally:
@@ -70,7 +74,7 @@ class intercept_sdpa(ContextDecorator):
         if mode is None:
             mode = _thread.mode = _Interception(threading.get_ident())
             mode.__enter__()
-        entry = _Entry(self._strict, mode)
+        entry = _Entry(self._strict, self._below, mode)
         mode.entries.append(entry)
         self._entries.append(entry)
         _task_entries.set((*_task_entries.get(), entry))
@@ -138,8 +142,8 @@ class Tally:
 class _Entry:
     """One `with`, from where it is entered to where it is left."""
 
-    def __init__(self, strict: bool, mode: _Interception) -> None:
-        self.strict, self.mode, self.tally = strict, mode, Tally()
+    def __init__(self, strict: bool, below: float | None, mode: _Interception) -> None:
+        self.strict, self.below, self.mode, self.tally = strict, below, mode, Tally()
 
 
 # The entries of this thread, or of this task of asyncio, the innermost last. A task that was started inside of one has
@@ -222,7 +226,21 @@ class _Interception(TorchFunctionMode):
         if reason is None:
             entry.tally.count(None)
             assert attn_mask is not None
-            return serve(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            masks, biases = [attn_mask], []
+            if entry.below is None and attn_mask.dtype != torch.bool:
+                masks, biases = biases, masks
+            below = -1e3 if entry.below is None else entry.below
+            return attend(
+                query,
+                key,
+                value,
+                biases,
+                masks=masks,
+                scale=scale,
+                is_causal=is_causal,
+                dropout_p=dropout_p,
+                below=below,
+            )
         if entry.strict and reason != NO_MASK:
             raise NotImplementedError(_refusal(reason, query, key, value, attn_mask))
         entry.tally.count(reason)
@@ -273,7 +291,7 @@ def _traced(*args: Any, **kwargs: Any) -> Any:
     The mode is not strict, because flash_dmattn serves every mask that this function passes on.
     """
     mode = _Interception(thread=0)
-    mode.entries.append(_Entry(False, mode))
+    mode.entries.append(_Entry(False, None, mode))
     return mode.enter(F.multi_head_attention_forward, *args, **kwargs)
 
 
@@ -324,7 +342,7 @@ def reason_to_pass_on(
     tensors = (query, key, value, attn_mask)
     if not all(map(_is_plain, tensors)):
         return "a tensor subclass"
-    dtypes = {_autocast_dtype(x) for x in (query, key, value)}
+    dtypes = {autocast_dtype(x) for x in (query, key, value)}
     if len(dtypes) > 1 or dtypes.isdisjoint(FLOAT_DTYPES):
         return "dtypes of q, k and v"
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOAT_DTYPES:
@@ -335,42 +353,9 @@ def reason_to_pass_on(
         return "shapes of q, k and v"
     if is_causal and query.shape[-2] != key.shape[-2]:
         return "is_causal, unequal lengths"  # aligned at the first key there, at the last key here
-    if not _mask_fits(attn_mask, (*_batch(query, key, value), query.shape[-3], query.shape[-2], key.shape[-2])):
+    if not _mask_fits(attn_mask, (*batch_dims(query, key, value), query.shape[-3], query.shape[-2], key.shape[-2])):
         return "shape of the mask"
     return None
-
-
-def serve(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> Tensor:
-    """Compute a call that is ours, with q, k and v as transposed views; nothing is copied."""
-    batch = _batch(query, key, value) or (1,)  # (heads, L, D) has none
-    q, k, v = (x.expand(*batch, *x.shape[-3:]).transpose(-3, -2) for x in (query, key, value))
-    attn_mask = torch.atleast_2d(attn_mask)
-    is_bool = attn_mask.dtype == torch.bool
-    if not is_bool:
-        attn_mask = attn_mask.to(_autocast_dtype(attn_mask))
-    out = attention(
-        q,
-        k,
-        v,
-        attn_mask if is_bool else None,
-        None if is_bool else attn_mask,
-        is_causal=is_causal,
-        softmax_scale=scale,
-        dropout_p=dropout_p,
-    )
-    assert isinstance(out, Tensor)
-    out = out.transpose(-3, -2)
-    return out if query.dim() > 3 or len(batch) > 1 else out.squeeze(0)
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that autocast gives a tensor. `attention` casts q, k and v; torch casts the mask as well."""
-    kind = x.device.type
-    if not x.is_floating_point() or x.dtype == torch.float64 or kind not in AUTOCAST_DEVICES:
-        return x.dtype
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -379,13 +364,6 @@ def _is_plain(x: Tensor) -> bool:
         if type(x).__torch_function__ not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
             return False
     return not x.is_nested and not is_traceable_wrapper_subclass(x)
-
-
-def _batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """Return the batch dims of the result, to which torch broadcasts q, k and v."""
-    if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
-        return tuple(q.shape[:-3])
-    return tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
 
 
 def _shapes_fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:

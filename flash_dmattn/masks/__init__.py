@@ -17,6 +17,7 @@ from .builders import (
     threshold_mask,
 )
 from .index_scores import IndexScores
+from .split import split_additive
 from .topk import topk_mask
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "prefix_lm_mask",
     "sliding_window_mask",
     "smooth_blocks",
+    "split_additive",
     "threshold_mask",
     "topk_mask",
 ]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +13,12 @@ from torch import Tensor, nn
 from ... import Sequences, attention
 from ...biases import Bias
 from ...call import prepare_call, run_call
-from ...definition import is_of_transform, is_transformed
+from ...definition import is_of_transform
 from ...distributed import SequenceLayout, context_parallel_attention
 from ...distributed.group import InContext, context_in_force, groups_of, refuse_together
+from ...masks.split import separate
 from ...problem import Numbers, check_tensor, collapse, counts_changes, dtype_name
+from ...remembered import Kept
 from ...validation import follow_autocast
 from .mask_function import LayerMask, MaskArguments
 from .models import TableBias
@@ -110,11 +111,12 @@ def attend(
             raise ValueError(
                 f"attention_mask has shape {shape}; a layer needs 4 dims, (batch, heads or 1, queries, keys)"
             )
-        if attention_mask.is_floating_point():  # a mask of numbers is added
-            if table is not None:
+        if attention_mask.is_floating_point():  # a mask of numbers is added, but for what hides keys
+            dense, rest = _parts(attention_mask)
+            if table is not None and rest is not None:
                 lengths = query.shape[2], key.shape[2]
                 bias, table = table.relative(*lengths).dense(*lengths), None
-            bias = attention_mask if bias is None else bias + attention_mask
+            bias = rest if bias is None else bias if rest is None else bias + rest
         elif attention_mask.dtype == torch.bool:
             dense = attention_mask
         else:
@@ -199,6 +201,16 @@ def _chosen(module: nn.Module, indices: Tensor, mask: Tensor | LayerMask | None)
     return chosen.scatter_(3, indices.unsqueeze(1).long(), True) & mask
 
 
+def _parts(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Split a float mask into a bool one and a bias, once for all layers; a learned one is a bias.
+
+    So is one in a graph, where nobody can tell whether a bias is left.
+    """
+    if torch.compiler.is_compiling() or (mask.requires_grad and torch.is_grad_enabled()):
+        return None, mask
+    return separate(mask)
+
+
 def show_observers(module: nn.Module, call: dict[str, Any]) -> None:
     """Show a call of `attention`, which a module is about to make, to whoever observes."""
     for observer in _observers:
@@ -213,30 +225,6 @@ def observed(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
-
-
-class Kept:
-    """Values that were made of tensors: each is kept while its tensors live, and made anew after they have changed.
-
-    None is kept where torch does not count changes, nor of a transform of `torch.func`, with which its tensors end.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[object, tuple[object, Any, list[weakref.ref[Tensor]]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: object, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-        """Return what `make` has made of these tensors; `key` has their ids."""
-        if is_transformed() or not all(map(counts_changes, tensors)):
-            return make()
-        version = [x._version for x in tensors]
-        entry = self._entries.get(key)
-        if entry is None or entry[0] != version:
-            refs = [weakref.ref(x, lambda _: self._entries.pop(key, None)) for x in tensors]
-            entry = self._entries[key] = version, make(), refs
-        return entry[1]
 
 
 _copies, _zeros, _limits = Kept(), Kept(), Kept()

@@ -1,0 +1,119 @@
+"""One call of attention with heads first, as most code outside of this library has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from .. import attention
+from ..masks.split import Empty, Rest, separate
+from ..validation import AUTOCAST_DEVICES
+
+__all__ = ["attend"]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    biases: Iterable[Tensor] = (),
+    *,
+    masks: Iterable[Tensor] = (),
+    scale: float | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    below: float = -1e3,
+    empty: Empty = "softmax",
+    rest: Rest = "auto",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute attention of tensors whose heads come before their tokens, with any number of masks and biases.
+
+    It serves code of other projects, where masks are floats and come as a list with biases: nothing is added up to the
+    size of all scores, unless several biases are that large together. Nothing is copied on the way in, and the result
+    is a transposed view.
+
+    Equivalent to `F.scaled_dot_product_attention(query, key, value, sum(biases) + sum(masks))`, but for rows without a
+    key, see `empty`.
+
+    Args:
+        query: (*batch, H, Lq, D); without batch dims (H, Lq, D).
+        key, value: (*batch, Hk, Lk, D) and (*batch, Hk, Lk, Dv), where H is a multiple of Hk. The batch dims of all
+            three broadcast.
+        biases: float tensors that broadcast to (*batch, H, Lq, Lk). They are added as they are.
+        masks: likewise, bool or float. Bool is True = attend. A float tensor without a gradient is split by
+            `flash_dmattn.masks.split_additive`, each by itself; one with a gradient is a bias.
+        scale: of the scores; None means D ** -0.5.
+        is_causal: key j is visible to query i if j <= i + Lk - Lq.
+        dropout_p: as in `flash_dmattn.attention`.
+        below, empty, rest: as in `split_additive`, for float masks.
+        dtype: in which to compute: all tensors are cast to it, and autocast is off inside. By default tensors keep
+            their dtypes, and autocast casts query, key, value and biases.
+
+    Returns:
+        (*batch, H, Lq, Dv), in the dtype of `query` if there is `dtype`.
+
+    Raises:
+        As `flash_dmattn.attention` and `split_additive`.
+
+    >>> import torch
+    >>> from flash_dmattn.integrations import attend
+    >>> q = torch.randn(2, 4, 6, 16)
+    >>> pairs, padding = torch.randn(1, 4, 6, 6), torch.tensor([0.0, 0.0, 0.0, 0.0, -1e9, -1e9])
+    >>> out = attend(q, q, q, [pairs], masks=[padding])
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, pairs + padding), atol=1e-6)
+    True
+    """
+    visible, added = None, None
+    for x in (masks,) if isinstance(masks, Tensor) else masks:
+        x = torch.atleast_2d(x)
+        left: Tensor | None = None
+        mask: Tensor | None = x
+        if x.is_floating_point():
+            needs_gradient = x.requires_grad and torch.is_grad_enabled()
+            mask, left = (None, x) if needs_gradient else separate(x, below, empty=empty, rest=rest)
+        visible = mask if visible is None else visible if mask is None else visible & mask
+        added = left if added is None else added if left is None else added + left
+    for x in (biases,) if isinstance(biases, Tensor) else biases:
+        added = x if added is None else added + x
+    if added is not None:
+        added = added.to(autocast_dtype(added) if dtype is None else dtype)
+    out_dtype = query.dtype
+    if dtype is not None:
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    batch = batch_dims(query, key, value) or (1,)  # (heads, L, D) has none
+    q, k, v = (x.expand(*batch, *x.shape[-3:]).transpose(-3, -2) for x in (query, key, value))
+    with nullcontext() if dtype is None else torch.autocast(query.device.type, enabled=False):
+        out = attention(
+            q,
+            k,
+            v,
+            visible,
+            None if added is None else torch.atleast_2d(added),
+            is_causal=is_causal,
+            softmax_scale=scale,
+            dropout_p=dropout_p,
+        )
+    assert isinstance(out, Tensor)
+    out = out.transpose(-3, -2)
+    if query.dim() == 3 and len(batch) == 1:
+        out = out.squeeze(0)
+    return out if dtype is None else out.to(out_dtype)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that autocast gives a tensor. `attention` casts q, k and v; torch casts the mask as well."""
+    kind = x.device.type
+    if not x.is_floating_point() or x.dtype == torch.float64 or kind not in AUTOCAST_DEVICES:
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def batch_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Return the batch dims of the result, to which torch broadcasts q, k and v."""
+    if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        return tuple(q.shape[:-3])
+    return tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))

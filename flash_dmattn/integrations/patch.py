@@ -1,0 +1,173 @@
+"""Replace functions of an installed package by name, check that they are the ones we know, and put them back."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from ..masks.split import Empty
+from .projects import PROJECTS
+
+__all__ = ["Patch"]
+
+_ABSENT = object()  # the original of an entry of a dict, or of an inherited attribute, that was not there
+
+
+class Patch:
+    """Functions of another package that are replaced while this is enabled.
+
+    A name is "module:attribute", "module:Class.method", or "module:table[key]" for an entry of a dict.
+
+    Args:
+        project: a row of `flash_dmattn.integrations.projects.PROJECTS`, which has the digests of known sources.
+        make: returns what takes the place of which name, from the originals by name and from `empty`.
+
+    >>> from flash_dmattn.integrations import Patch, attend
+    >>> from flash_dmattn.integrations.projects import PROJECTS
+    >>> PROJECTS["openfold"].package
+    'openfold3'
+    """
+
+    def __init__(self, project: str, make: Callable[[dict[str, Any], Empty], dict[str, Any]]) -> None:
+        self._project, self._make = PROJECTS[project], make
+        self._lock = threading.RLock()
+        self._holders: set[_Holder] = set()  # in force while there is one
+        self._empty: Empty = "softmax"
+        self._replaced: list[tuple[str, Any, Any]] = []  # name, original, replacement
+
+    def enable(self, *, empty: Empty = "softmax", unchecked: bool = False) -> _Holder:
+        """Replace the functions, for the process; in a `with`, until it ends. Enabling twice changes nothing.
+
+        Args:
+            empty: what a row of a float mask without a visible key is: see `flash_dmattn.masks.split_additive`.
+            unchecked: replace functions also where their sources are unknown.
+
+        Returns:
+            A context manager. After a `with` the functions are restored, unless somebody else has enabled them.
+
+        Raises:
+            ModuleNotFoundError: the package is not installed.
+            RuntimeError: a source is not one that the tests here ran with, or the adapter is enabled with another
+                `empty`.
+        """
+        if empty not in ("softmax", "zero"):
+            raise ValueError(f"empty is {empty!r}; it needs to be 'softmax' or 'zero'")
+        with self._lock:
+            if self._holders:
+                if empty != self._empty:
+                    raise RuntimeError(
+                        f"empty is {empty!r}, and the adapter is enabled with {self._empty!r}; disable it first"
+                    )
+            else:
+                self._replace(empty, unchecked)
+            holder = _Holder(self)
+            self._holders.add(holder)
+            return holder
+
+    def disable(self) -> None:
+        """Put the originals back, whoever has enabled the adapter; nothing happens if nobody has."""
+        with self._lock:
+            self._holders.clear()
+            self._restore()
+
+    def _release(self, holder: _Holder) -> None:
+        with self._lock:
+            self._holders.discard(holder)
+            if not self._holders:
+                self._restore()
+
+    def _replace(self, empty: Empty, unchecked: bool) -> None:
+        project = self._project
+        try:
+            importlib.import_module(project.module)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"the adapter needs {project.package}, and there is no {error.name}: pip install {project.package}",
+                name=error.name,
+            ) from error
+        originals = {name: _get(name) for name in project.digests}
+        unknown = [name for name, known in project.digests.items() if digest(originals[name]) != known]
+        if unknown and not unchecked:
+            raise RuntimeError(
+                f"{', '.join(unknown)} is not the source of {project.package} {project.version}, which this adapter "
+                "was tested with; compare results without and with it, and pass unchecked=True if they agree"
+            )
+        self._empty = empty
+        try:
+            for name, new in self._make(originals, empty).items():
+                self._replaced.append((name, _get(name), new))
+                _set(name, new)
+        except BaseException:
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        ours = ((name, (original, new), _get(name)) for name, original, new in self._replaced)
+        foreign = [name for name, values, now in ours if all(now is not value for value in values)]
+        if foreign:
+            raise RuntimeError(f"{', '.join(foreign)} was replaced by somebody else meanwhile; restore that first")
+        while self._replaced:
+            name, original, _ = self._replaced.pop()
+            _set(name, original)
+
+
+class _Holder:
+    """One call of `Patch.enable`."""
+
+    def __init__(self, patch: Patch) -> None:
+        self._patch = patch
+
+    def __enter__(self) -> Patch:
+        return self._patch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._patch._release(self)
+
+
+def digest(function: Any) -> str:
+    """Return the first 12 digits of SHA-256 of a source; "absent" where there is no function of a name any more."""
+    if function is _ABSENT:
+        return "absent"
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+
+
+def _place(name: str) -> tuple[Any, Any]:
+    """Return the object that has an attribute or an entry, and its name or key there."""
+    module, _, path = name.partition(":")
+    path, _, key = path.partition("[")
+    *owners, last = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in owners:
+        owner = getattr(owner, part)
+    if not key:
+        return owner, last
+    table = getattr(owner, last)
+    key = key.removesuffix("]")
+    return table, next((k for k in table if k == key), key)  # the member of an enum, whose hash is another
+
+
+def _get(name: str) -> Any:
+    owner, last = _place(name)
+    if isinstance(owner, dict):
+        return owner.get(last, _ABSENT)
+    return vars(owner).get(last, _ABSENT)  # without the binding of methods; no inherited one
+
+
+def _set(name: str, value: Any) -> None:
+    owner, last = _place(name)
+    if isinstance(owner, dict):
+        if value is _ABSENT:
+            del owner[last]
+        else:
+            owner[last] = value
+    elif value is _ABSENT:
+        delattr(owner, last)
+    else:
+        setattr(owner, last, value)

@@ -1,0 +1,179 @@
+"""Float masks: the bool mask that an additive one holds, and the bias that is left."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..definition import is_transformed, is_watched
+from ..problem import check_strided, check_tensor, collapse, counts_changes, dtype_name, values_can_be_read
+from ..remembered import Kept
+
+Empty = Literal["softmax", "zero"]
+Rest = Literal["auto", "none", "keep"]
+
+
+class _Parts(NamedTuple):
+    """Both parts of a tensor; `hides` and `leaves` are False where its values say that a part has no effect."""
+
+    mask: Tensor | None
+    rest: Tensor | None
+    hides: bool = True
+    leaves: bool = True
+
+
+_parts = Kept()
+
+
+def split_additive(
+    x: Tensor, below: float = -1e3, *, empty: Empty = "softmax", rest: Rest = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """Split a tensor that is added to scores into a bool mask, True = attend, and the bias that is left.
+
+    A value at or below `below` hides its key: a bit takes the place of -1e9 added to a score, and kernels skip tiles
+    that hide everything. `attention` itself never splits a bias.
+
+    Equivalent to::
+
+        if empty == "softmax":
+            top = x.amax(-1, keepdim=True)
+            x = x - torch.where((top <= below) & (top > -inf), top, 0)
+        mask = ~(x <= below)
+        rest = x.masked_fill(~mask, 0)  # None if values can be read and all are 0
+
+    **When the result is the same.** Let the largest score of a hidden key be R above the largest score of a visible
+    one, whose bias counts. The hidden keys of a row of n keys then had at most the weight n * exp(R + below), which is
+    0 in fp32 if R < -below - 104, and in fp64 if R < -below - 745. For -1e9, -1e6 or finfo.min it holds in practice,
+    for the default of -1e3 up to R = 896. A value of -100 is no mask and stays a bias, since R = 80 would lose up to
+    n * 2e-9; pass `below=-100` if you know R. Causality and windows that come with x must leave each row a key that x
+    shows: if they hide the last of them, the formula attends to keys at -1e9, and this mask to none.
+
+    **A row without a visible key** has three meanings, and they differ:
+
+    * The formula, a softmax of the scores, because a constant does not change a row: `empty="softmax"`. A row of -1e9
+      alone sees all its keys, and a row that is -inf throughout sees none. Kernels skip no tile of such rows.
+    * Zero, with zero gradients, as in this library and in torch for a bool mask: `empty="zero"`. It is faster, and
+      right wherever rows of padding are not read.
+    * The mean of the values, nearly: fp32 makes it of -1e9 by rounding scores away. Nothing here imitates it.
+
+    A hidden key has the probability 0 in both forms, so that all gradients agree, also for x.
+
+    Args:
+        x: float tensor that broadcasts to (*batch, H, Lq, Lk). NaN and +inf stay visible.
+        below: negative number; -inf hides keys at -inf alone. It is compared in the dtype of x.
+        empty: "softmax" or "zero", see above.
+        rest: how to find out whether a bias is left. "auto" reads values on a CPU, and on a GPU once for each tensor
+            and version, as long as x has no gradient; it never reads in a compiled graph, under a transform, in
+            inference mode on a GPU or in the capture of a CUDA graph, and the rest is then a tensor. "keep" never
+            reads. "none" is your promise that all values above `below` are 0: it is checked on a CPU, and on a GPU by
+            an assertion of the device, without a wait.
+
+    Returns:
+        The bool mask and the bias, or None, both of the shape of x; dims that x expands stay expanded. Results are kept
+        for later calls with the same x, or with the same view of one tensor, until it changes or ends: do not write to
+        them. The bias is x itself where nothing is hidden. It has the gradient of x.
+
+    Raises:
+        TypeError: x is no strided float tensor, or `below` no number.
+        ValueError: x has no dim, `below` is not negative, or `empty` or `rest` is another word. With `rest="none"`: a
+            bias is left, or x has a gradient, which would be lost.
+
+    Example:
+        >>> x = torch.tensor([[0.5, -1e9, 0.0], [-1e9, -1e9, -1e9]])
+        >>> mask, rest = split_additive(x)
+        >>> mask.tolist(), rest.tolist()
+        ([[True, False, True], [True, True, True]], [[0.5, 0.0, 0.0], [0.0, 0.0, 0.0]])
+        >>> mask, rest = split_additive(torch.tensor([[0.0, -1e9], [-1e9, -1e9]]), empty="zero")
+        >>> mask.tolist(), rest
+        ([[True, False], [False, False]], None)
+    """
+    mask, left = separate(x, below, empty=empty, rest=rest)
+    if mask is None:
+        mask = torch.ones((), dtype=torch.bool, device=x.device).expand(x.shape)
+    return mask, left
+
+
+def separate(
+    x: Tensor, below: float = -1e3, *, empty: Empty = "softmax", rest: Rest = "auto"
+) -> tuple[Tensor | None, Tensor | None]:
+    """Do as `split_additive`, whose arguments it checks; the mask is None where values say that nothing is hidden."""
+    _check(x, below, empty, rest)
+    is_plain = not (_has_derivative(x) or is_watched(x) or x.is_meta)
+    if is_plain and x.is_cuda:
+        is_plain = not torch.cuda.is_current_stream_capturing()
+    if is_plain and counts_changes(x):
+        # A view is another tensor in each layer that takes it; the tensor that it is a view of stays.
+        base = x if x._base is None else x._base
+        # Work on another stream does not wait for the result.
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+        place = x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x.is_neg()
+        key = id(base), *place, below, empty, rest, stream
+        parts: _Parts = _parts.get(key, [base], lambda: _split(x, below, empty, rest, may_read=True))
+    else:
+        parts = _split(x, below, empty, rest, may_read=is_plain and values_can_be_read(x))
+    left = parts.rest
+    if left is None and parts.leaves:
+        left = x
+    return (parts.mask if parts.hides else None), left
+
+
+def _has_derivative(x: Tensor) -> bool:
+    return (x.requires_grad and torch.is_grad_enabled()) or is_transformed() or forward_ad._current_level >= 0
+
+
+def _split(x: Tensor, below: float, empty: Empty, rest: Rest, may_read: bool) -> _Parts:
+    """Compute both parts; a rest of None that leaves something is x, which a kept value must not hold."""
+    # With a derivative each place of an expanded dim has its own.
+    values = x if _has_derivative(x) else collapse(x, range(x.dim()))
+    is_shifted = None
+    if empty == "softmax" and x.shape[-1] != 0:
+        top = values.detach().amax(-1, keepdim=True)
+        is_shifted = (top <= below) & (top > float("-inf"))
+        values = values - torch.where(is_shifted, top, 0.0)
+    hidden = values.detach() <= below
+    mask = (~hidden).expand(x.shape)
+    left = values.masked_fill(hidden, 0.0)
+    if rest == "none":
+        if may_read and not x.is_cuda:
+            if bool(left.any()):
+                raise ValueError(f'x has values above {below} other than 0; rest="none" needs 0 there; use rest="keep"')
+        elif may_read:
+            torch._assert_async(~left.any(), f'x of split_additive(rest="none") has values above {below} other than 0')
+        return _Parts(mask, None, leaves=False)
+    if rest == "auto" and may_read:
+        shifts = hidden.new_zeros(()) if is_shifted is None else is_shifted.any()
+        hides, leaves, is_other = torch.stack([hidden.any(), left.any(), shifts]).tolist()  # one wait
+        is_other |= hides
+        return _Parts(
+            mask if hides else None, left.expand(x.shape) if leaves and is_other else None, hides=hides, leaves=leaves
+        )
+    return _Parts(mask, left.expand(x.shape))
+
+
+def _check(x: Tensor, below: float, empty: str, rest: str) -> None:
+    check_tensor("x", x)
+    check_strided("x", x)
+    if not x.is_floating_point():
+        advice = "; a bool mask needs no split" if x.dtype == torch.bool else ""
+        raise TypeError(f"x has dtype {dtype_name(x.dtype)}; it needs a float dtype{advice}")
+    if x.dim() == 0:
+        raise ValueError("x has shape (); it needs at least one dim, the keys")
+    check_below(below)
+    for name, value, words in (("empty", empty, ("softmax", "zero")), ("rest", rest, ("auto", "none", "keep"))):
+        if value not in words:
+            raise ValueError(f"{name} is {value!r}; it needs to be one of {', '.join(map(repr, words))}")
+    if rest == "none" and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError('x has a gradient, which rest="none" would lose; use rest="keep", or x.detach()')
+
+
+def check_below(below: float) -> float:
+    """Refuse what is no negative number."""
+    if not isinstance(below, (int, float, Real)) or isinstance(below, bool):
+        raise TypeError(f"below is a {type(below).__name__}; it needs to be a negative number")
+    if not below < 0:
+        raise ValueError(f"below is {below}; it needs to be negative")
+    return below
