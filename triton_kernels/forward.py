@@ -24,6 +24,7 @@ from .scores import (
     bias_vector,
     block_by_distance,
     end_values,
+    exp_of,
     masked_scores,
     near_blocks,
     scaled,
@@ -311,16 +312,13 @@ def forward_kernel(
                 shift = (new_max - value) * LOG2E
                 shift = tl.where(shift == float("-inf"), LOWEST, shift)
                 p = tl.math.exp2(s * (factor * LOG2E) - shift[:, None])  # one fma
-            elif BIASED:
-                new_max = tl.maximum(row_max, tl.max(s, 1))
-                p = tl.math.exp2((s - new_max[:, None]) * LOG2E)
             elif MAKES_SCORES:
                 new_max = tl.maximum(row_max, tl.max(s, 1))
-                p = tl.math.exp2(s - new_max[:, None])
+                p = exp_of(s - new_max[:, None], BIASED)
             else:
                 new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
                 p = tl.math.exp2(s * factor - new_max[:, None])  # one fma
-            rescale = tl.math.exp2((row_max - new_max) * LOG2E if BIASED else row_max - new_max)
+            rescale = exp_of(row_max - new_max, BIASED)
             row_sum = row_sum * rescale + tl.sum(p, 1)
             if DROPOUT:
                 kept = is_kept(dropout_key, dropout, b, h, first, place, rows, keys, BLOCK_M, BLOCK_N, MASK == KEYS, 1)

@@ -23,8 +23,8 @@ from .list_ops import (
     slots_at,
     values_of,
 )
-from .scores import scaled
-from .tile_ops import KEY_BIAS, LOG2E, LOWEST, NO_BIAS, join_sink, log_sums, store_lse
+from .scores import exp_of, scaled
+from .tile_ops import KEY_BIAS, LOWEST, NO_BIAS, join_sink, log_sums, store_lse
 
 
 @triton.jit
@@ -137,12 +137,8 @@ def list_forward_kernel(
         s = add_key_bias(s, factor, bias_head, bias_strides.key, keys, key_ok, row_ok, BIAS)
         s = members_see(s, rows, keys, key_ok, shape, QUERIES, LEFT, RIGHT)
         new_max = tl.maximum(row_max, tl.max(s, 1))
-        if BIASED:
-            p = tl.math.exp2((s - new_max[:, None]) * LOG2E)
-            rescale = tl.math.exp2((row_max - new_max) * LOG2E)
-        else:
-            p = tl.math.exp2(s - new_max[:, None])
-            rescale = tl.math.exp2(row_max - new_max)
+        p = exp_of(s - new_max[:, None], BIASED)
+        rescale = exp_of(row_max - new_max, BIASED)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         acc_o = acc_o * rescale[:, None]
         if LATENT:

@@ -245,6 +245,12 @@ def masked_scores(
 
 
 @triton.jit
+def exp_of(difference, BIASED: tl.constexpr):
+    """Compute exp of a difference of scores, which are in base 2, or if BIASED natural."""
+    return tl.math.exp2(difference * LOG2E if BIASED else difference)
+
+
+@triton.jit
 def exp_of_rows(s, lse_rows, low_rows, AXIS: tl.constexpr, BIASED: tl.constexpr, HAS_LOW: tl.constexpr):
     """Compute exp of scores less lse of their rows, both in base 2, or if BIASED natural.
 

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import scaled
+from .scores import exp_of, scaled
 from .short_rows import base_scores, head_of, load_dense, masked, walk_of
-from .tile_ops import LOG2E, LOWEST, ROW_BIAS, join_sink, load_tile, log_sums, row_values, store_lse
+from .tile_ops import LOWEST, ROW_BIAS, join_sink, load_tile, log_sums, row_values, store_lse
 
 
 @triton.jit
@@ -93,10 +93,7 @@ def short_forward_kernel(
         s = tl.fma(s, factor, base)
         s = masked(s, dense, mask, stop, access, b, h, 0, rows, keys, shape, MASK, BLOCK_M, BLOCK_N)
         row_max = tl.maximum(tl.max(s, 1), LOWEST)
-        if BIASED:
-            p = tl.math.exp2((s - row_max[:, None]) * LOG2E)
-        else:
-            p = tl.math.exp2(s - row_max[:, None])
+        p = exp_of(s - row_max[:, None], BIASED)
         row_sum = tl.sum(p, 1)
         if DROPOUT:
             kept = is_kept(dropout_key, dropout, b, h, first, 0, rows, keys, BLOCK_M, BLOCK_N, False, 1)

@@ -22,11 +22,10 @@ import triton
 import triton.language as tl
 
 from .dropout import is_kept
-from .scores import add_bias, bias_vector, masked_scores, scaled, values_of_tile
+from .scores import add_bias, bias_vector, exp_of, masked_scores, scaled, values_of_tile
 from .tile_ops import (
     DENSE,
     KEYS,
-    LOG2E,
     LOWEST,
     NO_BIAS,
     NO_SEQUENCES,
@@ -267,12 +266,8 @@ def tangents_kernel(
                     BLOCK_M, BLOCK_N, MASK, LEFT, RIGHT, 1, False,
                 )  # fmt: skip
             new_max = tl.maximum(row_max, tl.max(s, 1))
-            if BIASED:
-                p = tl.math.exp2((s - new_max[:, None]) * LOG2E)
-                rescale = tl.math.exp2((row_max - new_max) * LOG2E)
-            else:
-                p = tl.math.exp2(s - new_max[:, None])
-                rescale = tl.math.exp2(row_max - new_max)
+            p = exp_of(s - new_max[:, None], BIASED)
+            rescale = exp_of(row_max - new_max, BIASED)
             earlier_sum = row_sum * rescale
             row_sum = earlier_sum + tl.sum(p, 1)
             row_max = new_max

@@ -353,7 +353,7 @@ def shared_head(bias, strides, b, h):
 @triton.jit
 def soft_cap(x):
     """Compute tanh(x), and its derivative 1 - tanh(x)^2 without cancellation."""
-    e = tl.math.exp2(tl.abs(x) * -2.8853900817779268)  # exp(-2 |x|), which cannot overflow
+    e = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2E))  # exp(-2 |x|), which cannot overflow
     t = (1.0 - e) / (1.0 + e)
     slope = 4.0 * e / ((1.0 + e) * (1.0 + e))
     return tl.where(x < 0, -t, t), slope
