@@ -109,7 +109,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
             out, lse = _attend_in_blocks(q, k, v, scale)
         else:
             out, lse = _as_results(*_FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale))
-        has_great = mask is not None and x.bias is not None and bool(_size(lse, torch.inf) > LARGE_LSE)
+        has_great = x.bias is not None and bool(_size(lse, torch.inf) > LARGE_LSE)
         if _is_usual(lse) and not has_great:
             return out, lse
         if mask is not None:
@@ -124,7 +124,7 @@ def plan_forward(p: AttentionProblem) -> Forward:
         # with a score of +inf is +inf or NaN.
         is_inexact = ~(lse.abs() <= _EXACT_LSE) & (lse != -torch.inf)
         is_lost = (lse == 0) | is_inexact
-        if has_great:
+        if mask is not None and has_great:
             if is_inexact.any():  # then eager computes all gradients, from scores that it has rounded itself
                 is_lost = is_lost | (lse.abs() > LARGE_LSE)
             else:
