@@ -235,7 +235,8 @@ def changes_of(call: Call) -> dict[str, dict[str, Any]]:
             if (name, dim) not in call.free:
                 changes[f"{name}: dim {dim}"] = put(larger(x, dim))
         changes[f"{name}: missing dim"] = put(x[0])
-        changes[f"{name}: dtype"] = put(x.to(torch.float64))
+        # Not fp64 for lse, whose digits the gradients of calls with a bias need.
+        changes[f"{name}: dtype"] = put(x.to(torch.float16 if name == "lse" else torch.float64))
         if name not in OF_ANY_STRIDES and call.operator != "cuda_pack_mask":
             changes[f"{name}: strides"] = put(x.repeat_interleave(2, -1)[..., ::2])
 

@@ -381,10 +381,12 @@ def refuse(problem: AttentionProblem, backend: Backend, passes: tuple[Direction,
         instead = f"pass backend={names}" if by_name_only else f"pass backend='auto', or one that accepts it: {names}"
     details = "".join(f"\n    | {line}" for line in details.splitlines())  # what a compiler said
     said = "\n".join([*lines, *(f"  - {reason}" for reason in reasons)]) + details
-    # All reasons are a page of text, which would hide what to do. The one here is the verdict's.
-    message = f"backend {backend.name!r} {verdict}; {instead}\n  - {(*out_of_service, *reasons)[0]}{details}"
-    if len(reasons) > 1:
-        others = f"{len(reasons) - 1} more"
+    # All reasons are a page of text, which would hide what to do: one why there is no such backend, one of the call.
+    shown = [*out_of_service[:1], *[reason for reason in reasons if reason not in out_of_service][:1]]
+    told = "".join(f"\n  - {reason}" for reason in shown)
+    message = f"backend {backend.name!r} {verdict}; {instead}{told}{details}"
+    if len(reasons) > len(shown):
+        others = f"{len(reasons) - len(shown)} more"
         message += f"\n  {others}: print(flash_dmattn.explain(...).error) with the arguments of the call"
     kind = BackendUnavailableError if out_of_service else BackendUnsupportedError
     raise kind(message, backend=backend.name, reasons=reasons, accepted_by=accepted_by, details=said) from cause

@@ -535,7 +535,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options, batch: _Batch) -
     if options.return_lse and check_number("dropout_p", options.dropout_p) > 0:
         raise NotImplementedError("return_attn_probs is True beside dropout_p; dropped probabilities are never stored")
     is_paged = batch.sequences is not None and batch.sequences.block_table is not None
-    needing = [x for x in (q, k, v) if x.requires_grad]  # any of them has autograd ask for a gradient
+    # Any of them has autograd ask for a gradient. `attention` refuses what is no tensor.
+    needing = [x for x in (q, k, v) if isinstance(x, Tensor) and x.requires_grad]
     if is_paged and torch.is_grad_enabled() and needing:
         with torch.no_grad():
             results = _attend(q, k, v, options, batch)
