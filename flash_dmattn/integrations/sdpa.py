@@ -226,7 +226,8 @@ class _Interception(TorchFunctionMode):
         if reason is None:
             entry.tally.count(None)
             assert attn_mask is not None
-            masks, biases = [attn_mask], []
+            masks: list[Tensor] = [attn_mask]
+            biases: list[Tensor] = []
             if entry.below is None and attn_mask.dtype != torch.bool:
                 masks, biases = biases, masks
             below = -1e3 if entry.below is None else entry.below
