@@ -104,6 +104,14 @@ def attend(
     return out if dtype is None else out.to(out_dtype)
 
 
+def masks_first(biases: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Part biases of one value for each key, as inf * (mask - 1) is in models of proteins, from other ones."""
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for x in biases:
+        parts[x.dim() < 3 or x.shape[-3:-1] != (1, 1)].append(x)
+    return parts
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that autocast gives a tensor. `attention` casts q, k and v; torch casts the mask as well."""
     kind = x.device.type

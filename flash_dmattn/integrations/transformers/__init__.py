@@ -13,6 +13,7 @@ from torch import nn
 
 from ...explanation import Explanation, explain
 from .attention_function import USED, attend, attend_without, observed
+from .class_tables import add_classes
 from .mask_function import make_mask
 from .models import asks_for_attention, computes_attention, masking_utils, no_interface, transformers
 
@@ -61,6 +62,7 @@ def register(*, ignored_arguments: Iterable[str] = ()) -> str:
         raise ValueError(f"ignored_arguments has {', '.join(used)}, which attention uses; it needs names of no effect")
     transformers.AttentionInterface.register(NAME, attend_without(ignored) if ignored else attend)
     masking_utils.AttentionMaskInterface.register(NAME, make_mask)
+    add_classes(NAME)
     return NAME
 
 
